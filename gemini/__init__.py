@@ -1,0 +1,63 @@
+"""Gemini trains models that do not fit: params, gradients and optimizer states in chunks over GPU, CPU and NVMe.
+
+    model = gemini.GeminiDDP(model, gemini.GeminiConfig(memory=gemini.MemoryBudget(cpu="8GiB", nvme_path="/scratch")))
+    optimizer = gemini.HybridAdam(model.parameters(), lr=2e-5)
+
+and the ordinary PyTorch loop. Names are imported when they are first used, so that ``import gemini`` costs nothing.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_WHERE = {
+    "BudgetExceeded": "gemini.errors",
+    "GeminiError": "gemini.errors",
+    "IllegalTransition": "gemini.errors",
+    "NonFiniteGradient": "gemini.errors",
+    "ParamAccessError": "gemini.errors",
+    "PlanMismatch": "gemini.errors",
+    "StorageError": "gemini.errors",
+    "MemoryBudget": "gemini.tiers",
+    "Tier": "gemini.tiers",
+    "StaticPlacement": "gemini.plan.placement",
+    "GeminiConfig": "gemini.config",
+    "GeminiDDP": "gemini.train.ddp",
+    "HybridAdam": "gemini.train.optimizer",
+    "save_checkpoint": "gemini.train.checkpoint",
+    "load_checkpoint": "gemini.train.checkpoint",
+}
+
+__all__ = sorted([*_WHERE, "__version__"])
+
+if TYPE_CHECKING:
+    from gemini.config import GeminiConfig as GeminiConfig
+    from gemini.errors import BudgetExceeded as BudgetExceeded
+    from gemini.errors import GeminiError as GeminiError
+    from gemini.errors import IllegalTransition as IllegalTransition
+    from gemini.errors import NonFiniteGradient as NonFiniteGradient
+    from gemini.errors import ParamAccessError as ParamAccessError
+    from gemini.errors import PlanMismatch as PlanMismatch
+    from gemini.errors import StorageError as StorageError
+    from gemini.plan.placement import StaticPlacement as StaticPlacement
+    from gemini.tiers import MemoryBudget as MemoryBudget
+    from gemini.tiers import Tier as Tier
+    from gemini.train.checkpoint import load_checkpoint as load_checkpoint
+    from gemini.train.checkpoint import save_checkpoint as save_checkpoint
+    from gemini.train.ddp import GeminiDDP as GeminiDDP
+    from gemini.train.optimizer import HybridAdam as HybridAdam
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _WHERE:
+        raise AttributeError(f"module 'gemini' has no attribute {name!r}")
+    value = getattr(import_module(_WHERE[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,65 @@
+"""What a user says about how a model is to be managed: one frozen value, checked when it is made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from gemini.errors import parse_bytes
+from gemini.plan.layout import DEFAULT_MAX_CHUNK
+from gemini.plan.placement import Placement, StaticPlacement
+from gemini.plan.planes import GRADIENTS, PRECISIONS
+from gemini.tiers import MemoryBudget
+
+
+@dataclass(frozen=True)
+class GeminiConfig:
+    """How ``GeminiDDP`` manages a model.
+
+    Args:
+        precision: dtype of forward and backward. "bf16" (split fp32 master), "fp16" (fp32 master, dynamic loss scale) or
+            "fp32". The optimizer always updates an exact fp32 master.
+        memory: budgets per tier; what is left out is measured.
+        placement: "auto" (the fastest tier first, in order of use), a :class:`StaticPlacement`, or a whole
+            :class:`~gemini.plan.placement.Placement`.
+        gradients: what is kept between backward and update. "retain": one backward per step, +2 bytes per param in half
+            precision (+4 in fp32); a second backward before the step promotes it to "accumulate" if there is room.
+            "accumulate": fp32 sums, +4 bytes. "transient": nothing; needs ``HybridAdam(step_in_backward=True)``.
+        device: "cuda", "cuda:1", "cpu", or None for "cuda" if there is one, else "cpu"; "standin" for tests.
+        activations: bytes of the ``gpu`` budget to leave to activations and workspaces ("4GiB"); 0 without a GPU.
+        max_chunk: elements above which a block of the model is cut into several chunks.
+
+    Raises:
+        ValueError, TypeError: for values that make no sense, naming what is accepted.
+    """
+
+    precision: str = "bf16"
+    memory: MemoryBudget = field(default_factory=MemoryBudget)
+    placement: str | StaticPlacement | Placement = "auto"
+    gradients: str = "retain"
+    device: Any = None
+    activations: str | int = 0
+    max_chunk: int = DEFAULT_MAX_CHUNK
+
+    def __post_init__(self) -> None:
+        _one_of("precision", self.precision, PRECISIONS)
+        _one_of("gradients", self.gradients, GRADIENTS)
+        if not isinstance(self.memory, MemoryBudget):
+            raise TypeError(f"memory= is a gemini.MemoryBudget, got {type(self.memory).__name__}")
+        if isinstance(self.placement, str):
+            _one_of("placement", self.placement, ("auto",))
+        elif not isinstance(self.placement, (StaticPlacement, Placement)):
+            raise TypeError(f'placement= is "auto" or a gemini.StaticPlacement, got {type(self.placement).__name__}')
+        if not isinstance(self.max_chunk, int) or self.max_chunk < 1:
+            raise ValueError(f"max_chunk= is a positive number of elements, got {self.max_chunk!r}")
+        if self.gradients == "transient" and self.precision == "fp16":
+            raise ValueError(
+                'gradients="transient" cannot be used with precision="fp16": whether a step is skipped is known only '
+                'when every gradient is there. Use precision="bf16" or gradients="retain"'
+            )
+        parse_bytes(self.activations, what="activations=")
+
+
+def _one_of(name: str, value: Any, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{name}={value!r} is not known; use one of {', '.join(map(repr, allowed))}")

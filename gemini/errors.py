@@ -1,0 +1,84 @@
+"""Every error Gemini raises on purpose, and the two functions that turn bytes into words and back.
+
+This is the ground floor: no torch, no other room. An error says what was asked, what is there and what to do; sizes in
+it are human ("1.2 GiB"). Users who pass bad values get ``ValueError``/``TypeError``; the classes here are for states
+of the world that a correct program can meet.
+"""
+
+from __future__ import annotations
+
+import re
+
+
+class GeminiError(RuntimeError):
+    """Base of the errors below. Catch it to catch anything Gemini refuses on purpose."""
+
+
+class BudgetExceeded(GeminiError):
+    """A tier would have to hold more bytes than its budget. Nothing was allocated."""
+
+
+class IllegalTransition(GeminiError):
+    """A chunk or a plane was asked to take a step that the table in ``gemini.states`` does not have."""
+
+
+class PlanMismatch(GeminiError):
+    """A layout, plan or checkpoint was made for another model than the one at hand."""
+
+
+class StorageError(GeminiError):
+    """The spill file or a checkpoint could not be created, written or read."""
+
+
+class ParamAccessError(GeminiError):
+    """A managed param was read or written where its value is not there to be read or written."""
+
+
+class NonFiniteGradient(GeminiError):
+    """A gradient holds inf or NaN. Raised before any weight was touched."""
+
+
+_UNITS = {
+    "": 1, "b": 1,
+    "k": 10**3, "kb": 10**3, "m": 10**6, "mb": 10**6, "g": 10**9, "gb": 10**9, "t": 10**12, "tb": 10**12,
+    "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
+}  # fmt: skip
+_SIZE = re.compile(r"\s*([0-9]*\.?[0-9]+(?:e[0-9]+)?)\s*([a-z]*)\s*", re.IGNORECASE)
+
+
+def parse_bytes(size: str | int | float, *, what: str = "size") -> int:
+    """Turn ``"20GiB"``, ``"400 GB"``, ``"0.5TiB"`` or a plain number of bytes into bytes.
+
+    Units are those of the SI (kB, MB, GB, TB: powers of 1000) and of the IEC (KiB, MiB, GiB, TiB: powers of 1024).
+
+    Raises:
+        TypeError: if ``size`` is neither a string nor a number.
+        ValueError: if the unit is unknown, the number is malformed, negative or not finite.
+    """
+    if isinstance(size, bool) or not isinstance(size, (str, int, float)):
+        raise TypeError(f"{what} must be a string such as '20GiB' or a number of bytes, got {type(size).__name__}")
+    if isinstance(size, (int, float)):
+        if not 0 <= size < float("inf"):
+            raise ValueError(f"{what} must be finite and not negative, got {size!r} bytes")
+        return int(size)
+    if size.strip().startswith("-"):
+        raise ValueError(f"{what} must not be negative, got {size!r}")
+    match = _SIZE.fullmatch(size)
+    if match is None:
+        raise ValueError(f"{what}: cannot read {size!r} as a size; write a number and a unit, such as '20GiB'")
+    number, unit = match.groups()
+    factor = _UNITS.get(unit.lower())
+    if factor is None:
+        raise ValueError(f"{what}: unknown unit {unit!r} in {size!r}; use B, kB, MB, GB, TB, KiB, MiB, GiB or TiB")
+    return int(float(number) * factor)
+
+
+def human_bytes(num_bytes: float) -> str:
+    """Bytes in the unit a person would choose: ``human_bytes(1536) == '1.5 KiB'``."""
+    sign = "-" if num_bytes < 0 else ""
+    value = float(abs(num_bytes))
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if value < 1024 or unit == "TiB":
+            return f"{sign}{value:.0f} B" if unit == "B" else f"{sign}{value:.4g} {unit}"
+        value /= 1024
+    raise AssertionError("unreachable")

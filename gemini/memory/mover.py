@@ -1,0 +1,114 @@
+"""Moves bytes between homes, windows and staging, tile by tile, and counts what crosses each boundary.
+
+A tile is at most ``TILE`` elements of a chunk. Everything that cannot be worked on in place (spill file, a device's own
+memory) passes through one host staging area of one tile per plane, whatever the size of a param: a fused expert weight of
+0.9 G elements needs no more staging than a bias. The mover decides nothing and evicts nothing.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+import torch
+
+from gemini.kernels import NORM_TILE
+from gemini.memory.chunk import Chunk, FilePlane, Plane
+from gemini.memory.device import Device
+from gemini.plan.layout import ALIGN
+from gemini.plan.planes import PlaneKind
+from gemini.tiers import Tier
+
+TILE = NORM_TILE
+"""Elements per tile. A whole norm tile, so that a gradient's norm is the same whether it is staged or not."""
+
+_STAGED_BYTES = {
+    PlaneKind.WEIGHTS: 4, PlaneKind.RESIDUAL: 2, PlaneKind.EXP_AVG: 4, PlaneKind.EXP_AVG_SQ: 4, PlaneKind.GRAD: 4,
+}  # fmt: skip
+
+
+def tile_numel(largest_chunk: int) -> int:
+    """Elements per tile for a model whose largest chunk has that many."""
+    return min(TILE, largest_chunk)
+
+
+def staging_bytes(tile: int) -> int:
+    """Host bytes of staging for tiles of ``tile`` elements."""
+    return tile * sum(_STAGED_BYTES.values())
+
+
+def page_up(numel: int) -> int:
+    """The element count rounded up to where the next param can start: a whole page in every plane."""
+    return -(-numel // ALIGN) * ALIGN
+
+
+def tiles(start: int, stop: int, tile: int) -> Iterator[tuple[int, int]]:
+    """Consecutive ranges of at most ``tile`` elements that cover ``[start, stop)``."""
+    for at in range(start, stop, tile):
+        yield at, min(at + tile, stop)
+
+
+class Mover:
+    """One per engine. Staging is made at the first use; whoever made the mover has reserved it in the ledger."""
+
+    def __init__(self, device: Device, tile: int):
+        self.device = device
+        self.tile = tile
+        self.moved: Counter[str] = Counter()
+        self._staging: dict[PlaneKind, torch.Tensor] = {}
+
+    def staged(self, kind: PlaneKind, dtype: torch.dtype, numel: int) -> torch.Tensor:
+        """The first ``numel`` elements of the staging area of ``kind``, as ``dtype``. Valid until it is asked again."""
+        if kind not in self._staging:
+            self._staging[kind] = self.device.make_host_buffer(self.tile * _STAGED_BYTES[kind])
+        return self._staging[kind][: numel * dtype.itemsize].view(dtype)
+
+    def count(self, source: Tier, target: Tier, num_bytes: int) -> None:
+        if source is not target:
+            self.moved[f"{source.value}->{target.value}"] += num_bytes
+
+    def load(self, plane: Plane, start: int, stop: int, into: torch.Tensor) -> torch.Tensor:
+        """Fill the host tensor ``into`` from a plane."""
+        plane.load(start, stop, into)
+        self.count(plane.tier, Tier.CPU, into.numel() * into.element_size())
+        return into
+
+    def store(self, plane: Plane, start: int, stop: int, source: torch.Tensor) -> None:
+        """Overwrite a plane's range from the host tensor ``source``."""
+        plane.store(start, stop, source)
+        self.count(Tier.CPU, plane.tier, source.numel() * source.element_size())
+
+    def host_tile(self, kind: PlaneKind, plane: Plane, start: int, stop: int) -> tuple[torch.Tensor, bool]:
+        """The range as a host tensor, and whether it is staged (then it must be stored after it was changed)."""
+        view = plane.host_view(start, stop)
+        if view is not None:
+            return view, False
+        return self.load(plane, start, stop, self.staged(kind, plane.dtype, stop - start)), True
+
+    def gather(self, chunk: Chunk) -> None:
+        """Fill a populated window with the weights from home, cast to the compute dtype if home is a wider master."""
+        with torch.profiler.record_function("gemini::fetch"):
+            plane, flat, numel = chunk.weights, chunk.flat, chunk.spec.numel
+            on_host = self.device.tier is Tier.CPU
+            if plane.dtype == flat.dtype and (on_host or plane.tier is Tier.CPU):
+                if isinstance(plane, FilePlane):
+                    plane.load(0, numel, flat)
+                else:
+                    source = plane.host_view(0, numel)
+                    assert source is not None
+                    self.device.copy(flat, source, "fetch").wait()
+            else:
+                for start, stop in tiles(0, numel, self.tile):
+                    self._gather_tile(plane, flat, start, stop)
+            self.count(plane.tier, self.device.tier, plane.num_bytes)
+
+    def _gather_tile(self, plane: Plane, flat: torch.Tensor, start: int, stop: int) -> None:
+        on_device = plane.device_view(start, stop)
+        if on_device is not None:
+            flat[start:stop].copy_(on_device)
+            return
+        tile, _ = self.host_tile(PlaneKind.WEIGHTS, plane, start, stop)
+        if tile.dtype != flat.dtype:
+            cast = self.staged(PlaneKind.EXP_AVG, flat.dtype, stop - start)
+            tile = cast.copy_(tile)
+        self.device.copy(flat[start:stop], tile, "fetch").wait()

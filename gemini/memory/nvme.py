@@ -1,0 +1,207 @@
+"""The NVMe tier: one preallocated, nameless spill file per process, read and written in whole pages.
+
+``SpillFile`` opens the file so that no death of the process leaves it behind (``O_TMPFILE``, or unlinked at once), asks
+for O_DIRECT and says aloud when the file system refuses it, preallocates every byte up front (a full disk is an error at
+construction, not in the middle of a step), and turns every failure into a :class:`StorageError` that says what to do.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import tempfile
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from gemini.errors import StorageError, human_bytes
+from gemini.kernels import IoQueue
+from gemini.memory.pages import PAGE, host_bytes
+
+
+@dataclass(frozen=True)
+class DirectoryProbe:
+    """What a directory offers a spill file."""
+
+    directory: Path
+    direct: bool
+    nameless: bool
+    free_bytes: int
+
+    def __str__(self) -> str:
+        direct = "O_DIRECT" if self.direct else "no O_DIRECT: reads and writes go through the page cache"
+        nameless = "O_TMPFILE" if self.nameless else "no O_TMPFILE: created and unlinked at once"
+        return f"{self.directory}: {human_bytes(self.free_bytes)} free, {direct}, {nameless}"
+
+
+def probe(directory: str | Path) -> DirectoryProbe:
+    """Try a spill file of one page in ``directory``.
+
+    Raises:
+        StorageError: if the directory is missing, is not a directory, or cannot be written.
+    """
+    directory = Path(directory)
+    fd, direct, nameless = _open(directory)
+    os.close(fd)
+    return DirectoryProbe(directory, direct, nameless, _free_bytes(directory))
+
+
+class SpillFile:
+    """Slots of a nameless file. All offsets and sizes are whole pages; buffers are page-aligned tensors.
+
+    Args:
+        directory: existing and writable.
+        num_bytes: allocated on disk at once.
+
+    Raises:
+        StorageError: if the directory cannot be used or the disk cannot hold ``num_bytes``.
+    """
+
+    def __init__(self, directory: str | Path, num_bytes: int):
+        self.directory = Path(directory)
+        self.num_bytes = num_bytes
+        self._fd, self.direct, _ = _open(self.directory)
+        self._pid = os.getpid()
+        self._used = 0
+        self._given_back: dict[int, list[int]] = {}
+        self._queue: IoQueue | None = None
+        if not self.direct:
+            warnings.warn(f"{self.directory}: no O_DIRECT here, spilling goes through the page cache", stacklevel=2)
+        try:
+            self._extend(0, num_bytes)
+        except StorageError:
+            self.close()
+            raise
+
+    def allocate(self, num_bytes: int) -> int:
+        """The offset of a slot: preallocated (then it reads as zeros), given back before, or at a new end of the file.
+
+        Raises:
+            StorageError: if the file has to grow and the disk is full.
+        """
+        size = -(-num_bytes // PAGE) * PAGE
+        if self._given_back.get(size):
+            return self._given_back[size].pop()
+        offset, end = self._used, self._used + size
+        if end > self.num_bytes:
+            self._extend(self.num_bytes, end - self.num_bytes)
+            self.num_bytes = end
+        self._used = end
+        return offset
+
+    def give_back(self, offset: int, num_bytes: int) -> None:
+        """Let a slot of the same size be allocated there again. The file keeps its size."""
+        self._given_back.setdefault(-(-num_bytes // PAGE) * PAGE, []).append(offset)
+
+    def _extend(self, start: int, num_bytes: int) -> None:
+        if not num_bytes:
+            return
+        try:
+            os.posix_fallocate(self._fd, start, num_bytes)
+        except OSError as e:
+            raise StorageError(
+                f"cannot allocate {human_bytes(num_bytes)} in {self.directory} ({human_bytes(_free_bytes(self.directory))}"
+                f" free): {e.strerror}. Give another nvme_path= or a smaller nvme= budget"
+            ) from e
+
+    def read(self, into: torch.Tensor, offset: int) -> None:
+        """Fill the page-aligned, contiguous host tensor ``into`` from ``offset``."""
+        self._transfer("read", into, offset)
+
+    def write(self, source: torch.Tensor, offset: int) -> None:
+        """Write the page-aligned, contiguous host tensor ``source`` at ``offset``."""
+        self._transfer("write", source, offset)
+
+    def map(self, num_bytes: int, offset: int) -> torch.Tensor:
+        """Bytes of the file as a read-only-by-convention uint8 tensor whose memory the system can take back at will."""
+        import mmap
+
+        mapping = mmap.mmap(self._fd, num_bytes, flags=mmap.MAP_PRIVATE, offset=offset)
+        return torch.frombuffer(mapping, dtype=torch.uint8)
+
+    def close(self) -> None:
+        """Give the disk space back."""
+        if self._fd >= 0 and os.getpid() == self._pid:
+            if self._queue is not None:
+                self._queue.close()
+            os.close(self._fd)
+        self._fd = -1
+
+    def __del__(self) -> None:
+        if getattr(self, "_fd", -1) >= 0:
+            self.close()
+
+    def _transfer(self, what: str, tensor: torch.Tensor, offset: int) -> None:
+        num_bytes = tensor.numel() * tensor.element_size()
+        assert tensor.is_contiguous() and tensor.data_ptr() % PAGE == 0 and offset % PAGE == 0, "unaligned transfer"
+        assert num_bytes % PAGE == 0 and offset + num_bytes <= self.num_bytes, (offset, num_bytes, self.num_bytes)
+        if self._queue is None:
+            self._queue = IoQueue()
+        try:
+            getattr(self._queue, what)(self._fd, tensor.data_ptr(), num_bytes, offset)
+        except OSError as e:
+            raise StorageError(
+                f"could not {what} {human_bytes(num_bytes)} at {offset} of the spill file in {self.directory}: {e}. "
+                "Check the disk; training can be resumed from the last checkpoint"
+            ) from e
+
+
+def _open(directory: Path) -> tuple[int, bool, bool]:
+    """A nameless file in ``directory``: (descriptor, has O_DIRECT, came by O_TMPFILE)."""
+    if not directory.is_dir():
+        raise StorageError(f"nvme_path {directory} is not an existing directory; create it or give another one")
+    direct = getattr(os, "O_DIRECT", 0)
+    for nameless in (True, False):
+        for flag in (direct, 0):
+            try:
+                fd = _open_nameless(directory, flag) if nameless else _open_unlinked(directory, flag)
+            except OSError as e:
+                if e.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+                    raise StorageError(f"nvme_path {directory} cannot be written: {e.strerror}") from e
+                if e.errno in (errno.ENOSPC, errno.EDQUOT):
+                    raise StorageError(f"nvme_path {directory} is full: {e.strerror}") from e
+                continue
+            if flag and not _direct_works(fd):
+                os.close(fd)
+                continue
+            return fd, bool(flag), nameless
+    raise StorageError(f"no spill file could be made in nvme_path {directory}")
+
+
+def _open_nameless(directory: Path, flag: int) -> int:
+    if not hasattr(os, "O_TMPFILE"):
+        raise OSError(errno.EOPNOTSUPP, "no O_TMPFILE")
+    return os.open(directory, os.O_TMPFILE | os.O_RDWR | flag, 0o600)
+
+
+def _open_unlinked(directory: Path, flag: int) -> int:
+    fd, name = tempfile.mkstemp(prefix=".gemini-", dir=directory)
+    try:
+        direct = os.open(name, os.O_RDWR | flag) if flag else os.dup(fd)
+    finally:
+        os.close(fd)
+        os.unlink(name)
+    return direct
+
+
+def _direct_works(fd: int) -> bool:
+    """Some file systems accept the flag and refuse the transfer: write and read back one page."""
+    page = host_bytes(PAGE)
+    page[:] = 5
+    view = (ctypes.c_char * PAGE).from_address(page.data_ptr())
+    try:
+        return os.pwrite(fd, memoryview(view), 0) == PAGE and os.preadv(fd, [memoryview(view)], 0) == PAGE
+    except OSError:
+        return False
+    finally:
+        os.ftruncate(fd, 0)
+
+
+def _free_bytes(directory: Path) -> int:
+    stat = os.statvfs(directory)
+    return stat.f_bavail * stat.f_frsize
+
+

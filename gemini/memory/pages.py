@@ -1,0 +1,116 @@
+"""Host memory that torch can see and the engine can move: page-aligned anonymous mappings.
+
+On the CPU autograd saves *views* of weights, so evicted weights must come back at the same address. ``Pages`` is a range
+of addresses that is reserved once; ``Pages.move_to`` moves its *physical* pages under another range by ``mremap`` (14 us
+for 64 MiB, no page faults afterwards), so one frame of memory serves many chunks in turn. Where the kernel lacks that
+(Linux before 5.7, other systems) ``can_move_pages()`` is False and resizable torch storages are used instead.
+
+Only Python and libc here, so that it works without a compiler.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import sys
+from functools import lru_cache
+
+import torch
+
+PAGE = 4096
+HUGE_PAGE = 2 * 2**20
+
+_PROT_READ_WRITE = 0x1 | 0x2
+_MAP_PRIVATE_ANONYMOUS = 0x02 | 0x20
+_MAP_NORESERVE = 0x4000
+_MREMAP_MAYMOVE_FIXED_DONTUNMAP = 1 | 2 | 4
+_MADV_DONTNEED, _MADV_DONTFORK, _MADV_HUGEPAGE = 4, 10, 14
+
+_LINUX = sys.platform == "linux"
+
+if _LINUX:
+    _libc = ctypes.CDLL(None, use_errno=True)
+    _libc.mmap.restype = ctypes.c_void_p
+    _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+    _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    _libc.mremap.restype = ctypes.c_void_p
+    _libc.mremap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p]
+
+_MAP_FAILED = ctypes.c_void_p(-1).value
+
+
+class Pages:
+    """A range of ``num_bytes`` addresses, 2 MiB aligned; physical memory comes with the first touch.
+
+    The range lives as long as any tensor over it (torch keeps the exported buffer, the buffer keeps this object), so no
+    order of deletion can leave a tensor on unmapped memory. A forked child does not have the pages (``MADV_DONTFORK``)
+    and never unmaps.
+    """
+
+    def __init__(self, num_bytes: int):
+        assert num_bytes > 0 and num_bytes % PAGE == 0, num_bytes
+        self.num_bytes = num_bytes
+        self._pid = os.getpid()
+        self._mapped = num_bytes + HUGE_PAGE
+        base = _libc.mmap(None, self._mapped, _PROT_READ_WRITE, _MAP_PRIVATE_ANONYMOUS | _MAP_NORESERVE, -1, 0)
+        if base is None or base == _MAP_FAILED:
+            raise MemoryError(f"the system refused to reserve {num_bytes} bytes of addresses: {_errno_text()}")
+        self._base: int = base
+        self.address = -(-base // HUGE_PAGE) * HUGE_PAGE
+        # Advice may be refused (no huge pages on this kernel): it costs speed, nothing else.
+        _libc.madvise(self.address, num_bytes, _MADV_HUGEPAGE)
+        _libc.madvise(base, self._mapped, _MADV_DONTFORK)
+
+    def tensor(self) -> torch.Tensor:
+        """The bytes as a 1-D uint8 tensor (no copy)."""
+        buffer = (ctypes.c_char * self.num_bytes).from_address(self.address)
+        buffer.owner = self  # type: ignore[attr-defined]
+        return torch.frombuffer(buffer, dtype=torch.uint8)
+
+    def discard(self) -> None:
+        """Give the physical pages back to the system; the range reads as zeros afterwards."""
+        _libc.madvise(self.address, self.num_bytes, _MADV_DONTNEED)
+
+    def move_to(self, other: Pages) -> None:
+        """Put this range's physical pages (and their content) under ``other``, whose own pages are dropped.
+
+        Raises:
+            OSError: if the kernel refuses; both ranges are as before.
+        """
+        assert other.num_bytes == self.num_bytes
+        moved = _libc.mremap(
+            self.address, self.num_bytes, self.num_bytes, _MREMAP_MAYMOVE_FIXED_DONTUNMAP, other.address
+        )
+        if moved != other.address:
+            raise OSError(ctypes.get_errno(), f"mremap of {self.num_bytes} bytes failed: {_errno_text()}")
+
+    def __del__(self) -> None:
+        if getattr(self, "_base", None) and os.getpid() == self._pid:
+            _libc.munmap(self._base, self._mapped)
+
+
+def _errno_text() -> str:
+    return os.strerror(ctypes.get_errno())
+
+
+@lru_cache(maxsize=1)
+def can_move_pages() -> bool:
+    """Whether physical pages can be moved under a fixed address here (tried once, on one page)."""
+    if not _LINUX or mmap.PAGESIZE != PAGE:
+        return False
+    here, there = Pages(PAGE), Pages(PAGE)
+    here.tensor()[0] = 7
+    try:
+        here.move_to(there)
+    except OSError:
+        return False
+    return bool(there.tensor()[0] == 7)
+
+
+def host_bytes(num_bytes: int) -> torch.Tensor:
+    """Zeroed page-aligned host memory as a uint8 tensor; physical pages come with the first touch."""
+    if _LINUX and mmap.PAGESIZE == PAGE:
+        return Pages(num_bytes).tensor()
+    return torch.zeros(num_bytes, dtype=torch.uint8)

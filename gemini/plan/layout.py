@@ -1,0 +1,174 @@
+"""Which params share a chunk, and where in it each one stands: the layout, a pure function of names and sizes.
+
+Chunks follow the model's repeated structure: params of one repeated block (``model.layers.7``) never share a chunk with
+those of another, and blocks with the same params in the same order get chunks of the same shape. So the padding is a
+few alignment gaps, and a handful of sizes serves a whole model (a single chunk size for all wastes 3 to 18 %).
+
+Sizes are in elements, because a chunk has planes of several element sizes. With ``ALIGN = 2048`` elements every param
+starts on a 4 KiB page in every plane (2-byte planes are the smallest), so each param's part of each plane can be read
+and written by direct I/O, and a plane fills whole physical pages.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+ALIGN = 2048
+"""Elements between possible starts of params: one 4 KiB page of the narrowest (2-byte) plane."""
+
+DEFAULT_MAX_CHUNK = 64 * 2**20
+"""Elements above which a block is cut into several chunks (128 MiB of bf16). A larger single param is its own chunk."""
+
+_INDEX = re.compile(r"^(?P<block>(?:.*?\.)?\d+)\.")
+
+
+@dataclass(frozen=True)
+class ParamSpec:
+    """What the layout needs to know of a param: its first name, its number of elements, whether it is trained."""
+
+    name: str
+    numel: int
+    trainable: bool = True
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A param's place in its chunk: elements ``[start, start + numel)``."""
+
+    name: str
+    start: int
+    numel: int
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.numel
+
+
+@dataclass(frozen=True)
+class ChunkSpec:
+    """A contiguous run of whole params of one block; ``numel`` includes the padding, the same on every rank."""
+
+    index: int
+    slots: tuple[Slot, ...]
+    numel: int
+    trainable: bool
+
+    @property
+    def payload(self) -> int:
+        return sum(slot.numel for slot in self.slots)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """What two chunks of the same form have in common: the sizes of their params, in order."""
+        return tuple(slot.numel for slot in self.slots)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """All chunks of a model, in declaration order of their first params."""
+
+    chunks: tuple[ChunkSpec, ...]
+    ranks: int
+
+    @property
+    def numel(self) -> int:
+        return sum(chunk.numel for chunk in self.chunks)
+
+    @property
+    def payload(self) -> int:
+        return sum(chunk.payload for chunk in self.chunks)
+
+    @property
+    def padding(self) -> float:
+        """Wasted elements over useful ones."""
+        return self.numel / self.payload - 1 if self.payload else 0.0
+
+    @property
+    def size_classes(self) -> tuple[int, ...]:
+        return tuple(sorted({chunk.numel for chunk in self.chunks}))
+
+
+def block_of(name: str) -> str:
+    """The outermost numbered block a param belongs to: ``block_of("model.layers.7.mlp.w") == "model.layers.7"``.
+
+    Params outside of any numbered block (embeddings, final norm, head) belong to the block ``""``.
+    """
+    match = _INDEX.match(name)
+    return match["block"] if match else ""
+
+
+def _round_up(n: int, to: int) -> int:
+    return -(-n // to) * to
+
+
+def make_layout(
+    params: Sequence[ParamSpec],
+    *,
+    ranks: int = 1,
+    max_chunk: int = DEFAULT_MAX_CHUNK,
+) -> Layout:
+    """Cut ``params`` (in declaration order, tied names once) into chunks.
+
+    A chunk ends where the block ends, where trained and frozen params meet, or where ``max_chunk`` elements would be
+    passed. Blocks that are larger than ``max_chunk`` are cut into pieces of about equal size. ``numel`` of every chunk
+    is a multiple of ``ranks``, each rank's share again a multiple of 64 elements (128 bytes of bf16).
+
+    Raises:
+        ValueError: without params, with a repeated name, or a param without elements.
+    """
+    if not params:
+        raise ValueError("the model has no params: there is nothing to manage")
+    if len({p.name for p in params}) != len(params):
+        raise ValueError("the layout was given a param name twice; pass tied params once")
+    chunks: list[ChunkSpec] = []
+
+    def close(run: list[ParamSpec]) -> None:
+        start, slots = 0, []
+        for spec in run:
+            slots.append(Slot(spec.name, start, spec.numel))
+            start += _round_up(spec.numel, ALIGN)
+        numel = _round_up(start, max(ALIGN, _rank_unit(ranks)))
+        chunks.append(ChunkSpec(len(chunks), tuple(slots), numel, run[0].trainable))
+
+    for run in _runs(params):
+        total = sum(_round_up(p.numel, ALIGN) for p in run)
+        pieces = -(-total // max_chunk)
+        piece: list[ParamSpec] = []
+        filled = done = num_closed = 0
+        for spec in run:
+            size = _round_up(spec.numel, ALIGN)
+            # The cut nearest to an even split; a param is never divided.
+            past_cut = (done + filled + size / 2) * pieces > total * (num_closed + 1)
+            if piece and (past_cut or filled + size > max_chunk):
+                close(piece)
+                num_closed += 1
+                done += filled
+                piece, filled = [], 0
+            piece.append(spec)
+            filled += size
+        close(piece)
+    return Layout(tuple(chunks), ranks)
+
+
+def _rank_unit(ranks: int) -> int:
+    """The multiple that makes a chunk divisible among ``ranks`` and a whole number of pages."""
+    unit = 64 * ranks
+    while unit % ALIGN:
+        unit += 64 * ranks
+    return unit
+
+
+def _runs(params: Sequence[ParamSpec]) -> list[list[ParamSpec]]:
+    """Stretches of one block; in each, the trained params and the frozen ones apart (LoRA declares them in turns)."""
+    runs: list[list[ParamSpec]] = []
+    for _, stretch in groupby(params, key=lambda spec: block_of(spec.name)):
+        by_kind: dict[bool, list[ParamSpec]] = {}
+        for spec in stretch:
+            if spec.numel <= 0:
+                raise ValueError(f"param {spec.name!r} has no elements (a shape with a zero): it cannot be managed")
+            by_kind.setdefault(spec.trainable, []).append(spec)
+        runs += by_kind.values()
+    return runs

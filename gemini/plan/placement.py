@@ -1,0 +1,221 @@
+"""Which tier is home to each plane of each chunk: from a layout and budgets, integers all the way.
+
+Two policies make a :class:`Placement`: ``fill_fastest`` (the fastest tier first, in order of use; what ``"auto"`` does
+until there is a planner) and ``by_fractions`` (the field's usual knobs). Both end in ``check_fits``, which is where a
+model that cannot fit is refused: with the missing bytes and the cheapest change that would make it fit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from gemini.errors import BudgetExceeded, human_bytes
+from gemini.plan.layout import Layout
+from gemini.plan.planes import OPTIMIZER_PLANES, PlaneKind, compute_itemsize, plane_itemsizes
+from gemini.tiers import Tier
+
+Homes = Mapping[PlaneKind, Tier]
+
+
+@dataclass(frozen=True)
+class StaticPlacement:
+    """Fractions of bytes, each between 0 and 1, honoured to one chunk; what is left over lives on the CPU tier.
+
+    Args:
+        weights_on_gpu: gathered for good on the accelerator (first chunks first). Ignored with a warning without one.
+        optimizer_on_gpu: residual and moments there, so that their update runs there (first chunks first).
+        weights_on_nvme: weights in the spill file (last chunks first).
+        optimizer_on_nvme: residual, moments and retained gradients in the spill file (last chunks first).
+    """
+
+    weights_on_gpu: float = 0.0
+    optimizer_on_gpu: float = 0.0
+    weights_on_nvme: float = 0.0
+    optimizer_on_nvme: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name, fraction in vars(self).items():
+            if not isinstance(fraction, (int, float)) or not 0 <= fraction <= 1:
+                raise ValueError(f"StaticPlacement({name}=) is a fraction between 0 and 1, got {fraction!r}")
+        for what in ("weights", "optimizer"):
+            gpu, nvme = getattr(self, f"{what}_on_gpu"), getattr(self, f"{what}_on_nvme")
+            if gpu + nvme > 1:
+                raise ValueError(f"StaticPlacement: {what}_on_gpu={gpu} and {what}_on_nvme={nvme} make more than 1")
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The home tier of every plane of every chunk: ``homes[chunk_index][PlaneKind.WEIGHTS]``."""
+
+    homes: tuple[Homes, ...]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """All that placing needs to know: the chunks, the bytes per element, and the bytes that are spoken for.
+
+    Attributes:
+        budgets: bytes per tier; a tier that is absent does not exist.
+        compute: the tier on which forward and backward run (GPU, or CPU on a machine without one).
+        working_set: bytes of gathered weights that one module needs at once, at worst.
+        staging: bytes of host staging that are reserved if any plane has to be staged.
+        activations: bytes of the computing tier that are left to activations and workspaces.
+    """
+
+    layout: Layout
+    precision: str
+    gradients: str
+    budgets: Mapping[Tier, int]
+    compute: Tier
+    working_set: int
+    staging: int
+    activations: int = 0
+
+    def plane_bytes(self, index: int) -> dict[PlaneKind, int]:
+        chunk = self.layout.chunks[index]
+        sizes = plane_itemsizes(self.precision, self.gradients, trainable=chunk.trainable)
+        return {kind: size * chunk.numel for kind, size in sizes.items()}
+
+    def needs_window(self, index: int, home: Tier) -> bool:
+        """Whether the weights must be gathered into other memory than their home before a module can read them."""
+        trainable = self.layout.chunks[index].trainable
+        return home is not self.compute or (self.precision == "fp16" and trainable)
+
+    @property
+    def spoken_for(self) -> dict[Tier, int]:
+        """Bytes per tier that no plane may take, if anything at all has to be moved."""
+        taken = {self.compute: self.working_set + self.activations}
+        taken[Tier.CPU] = taken.get(Tier.CPU, 0) + self.staging
+        return taken
+
+
+def fill_fastest(problem: Problem) -> Placement:
+    """Each plane in the fastest tier that still has room: weights first, then gradients, then optimizer states.
+
+    If everything fits the computing tier, nothing is kept free for gathering. On an accelerator a chunk's optimizer
+    states stand there together or not at all, because that decides where its update runs.
+
+    Raises:
+        BudgetExceeded: if it does not fit.
+    """
+    indices = range(len(problem.layout.chunks))
+    sizes = [problem.plane_bytes(i) for i in indices]
+    tiers = [tier for tier in Tier if tier in problem.budgets]
+    everything = sum(sum(planes.values()) for planes in sizes)
+    moves = problem.precision == "fp16" or everything + problem.activations > problem.budgets[problem.compute]
+    taken = problem.spoken_for if moves else {problem.compute: problem.activations}
+    room = {tier: problem.budgets[tier] - taken.get(tier, 0) for tier in tiers}
+    homes: list[dict[PlaneKind, Tier]] = [{} for _ in indices]
+
+    def place(index: int, kinds: Sequence[PlaneKind], among: Sequence[Tier]) -> None:
+        """All ``kinds`` in one tier, the first with room; the last tier takes them anyway (checked at the end)."""
+        kinds = [kind for kind in kinds if kind in sizes[index]]
+        num_bytes = sum(sizes[index][kind] for kind in kinds)
+        tier = next((tier for tier in among if room[tier] >= num_bytes), among[-1])
+        room[tier] -= num_bytes
+        homes[index].update(dict.fromkeys(kinds, tier))
+
+    for i in indices:
+        place(i, [PlaneKind.WEIGHTS], tiers)
+    below = [tier for tier in tiers if tier is not Tier.GPU] or tiers
+    states = [PlaneKind.GRAD, *OPTIMIZER_PLANES]
+    for i in indices:
+        if Tier.GPU in tiers and room[Tier.GPU] >= sum(sizes[i].get(kind, 0) for kind in states):
+            place(i, states, [Tier.GPU])
+    for kind in states:
+        for i in indices:
+            if kind not in homes[i]:
+                place(i, [kind], below)
+    placement = Placement(tuple(homes))
+    check_fits(problem, placement)
+    return placement
+
+
+def by_fractions(problem: Problem, static: StaticPlacement) -> Placement:
+    """The placement that ``static`` asks for, each fraction met to within one chunk.
+
+    Raises:
+        BudgetExceeded: if it does not fit.
+        ValueError: if a fraction asks for a tier that has no budget.
+    """
+    for tier, fraction in (
+        (Tier.NVME, max(static.weights_on_nvme, static.optimizer_on_nvme)),
+        (Tier.GPU, max(static.weights_on_gpu, static.optimizer_on_gpu)),
+    ):
+        if fraction and tier not in problem.budgets:
+            remedy = "nvme_path=" if tier is Tier.NVME else "a device with its own memory"
+            raise ValueError(f"StaticPlacement puts {fraction:.0%} on {tier.value}, which does not exist: give {remedy}")
+    homes: list[dict[PlaneKind, Tier]] = []
+    sizes = [problem.plane_bytes(i) for i in range(len(problem.layout.chunks))]
+
+    def assign(kinds: Sequence[PlaneKind], on_gpu: float, on_nvme: float) -> list[Tier]:
+        weight = [sum(planes.get(kind, 0) for kind in kinds) for planes in sizes]
+        total = sum(weight) or 1
+        tiers, before = [], 0
+        for size in weight:
+            middle = before + size / 2
+            gpu, nvme = middle < on_gpu * total, middle > (1 - on_nvme) * total
+            tiers.append(Tier.GPU if gpu else Tier.NVME if nvme else Tier.CPU)
+            before += size
+        return tiers
+
+    weights = assign([PlaneKind.WEIGHTS], static.weights_on_gpu, static.weights_on_nvme)
+    states = assign([*OPTIMIZER_PLANES, PlaneKind.GRAD], static.optimizer_on_gpu, static.optimizer_on_nvme)
+    for planes, weights_home, states_home in zip(sizes, weights, states, strict=True):
+        homes.append({kind: weights_home if kind is PlaneKind.WEIGHTS else states_home for kind in planes})
+    placement = Placement(tuple(homes))
+    check_fits(problem, placement)
+    return placement
+
+
+def bytes_per_tier(problem: Problem, placement: Placement) -> dict[Tier, int]:
+    """What each tier would hold: planes, and where something has to be gathered also the working set and staging."""
+    used = dict.fromkeys(problem.budgets, 0)
+    moves = False
+    for i, homes in enumerate(placement.homes):
+        for kind, num_bytes in problem.plane_bytes(i).items():
+            used[homes[kind]] = used.get(homes[kind], 0) + num_bytes
+            moves |= homes[kind] is not problem.compute
+        moves |= problem.needs_window(i, homes[PlaneKind.WEIGHTS])
+    taken = problem.spoken_for if moves else {problem.compute: problem.activations}
+    for tier, num_bytes in taken.items():
+        used[tier] = used.get(tier, 0) + num_bytes
+    return used
+
+
+def check_fits(problem: Problem, placement: Placement) -> None:
+    """Refuse a placement that a budget cannot hold.
+
+    Raises:
+        BudgetExceeded: with the missing bytes of each tier and the cheapest change.
+    """
+    used = bytes_per_tier(problem, placement)
+    missing = {t: n - problem.budgets.get(t, 0) for t, n in used.items() if n > problem.budgets.get(t, 0)}
+    if not missing:
+        return
+    layout = problem.layout
+    lines = [
+        f"{human_bytes(gap)} missing on {tier.value} (needs {human_bytes(used[tier])}, "
+        f"budget {human_bytes(problem.budgets.get(tier, 0))})"
+        for tier, gap in missing.items()
+    ]
+    raise BudgetExceeded(
+        f"the model ({layout.payload:,} params, {problem.precision}, gradients={problem.gradients!r}) does not fit: "
+        f"{'; '.join(lines)}. Cheapest change: {_cheapest_change(problem, missing)}"
+    )
+
+
+def _cheapest_change(problem: Problem, missing: Mapping[Tier, int]) -> str:
+    """The least that would make it fit, in the order: a larger disk share, no retained gradients, a larger budget."""
+    budgets, compute = problem.budgets, problem.compute
+    floor = sum(problem.spoken_for.values()) if compute is Tier.CPU else problem.spoken_for[compute]
+    if budgets.get(compute, 0) < floor:
+        smallest = f"raise the {compute.value} budget to at least {human_bytes(floor)}: the gathered weights of one module"
+        largest = max(chunk.numel for chunk in problem.layout.chunks) * compute_itemsize(problem.precision)
+        return f"{smallest} (largest chunk {human_bytes(largest)}), staging and activations must fit at once"
+    last = [tier for tier in Tier if tier in budgets][-1]
+    gap = sum(missing.values())
+    if Tier.NVME not in budgets:
+        return f"give nvme_path= and nvme={human_bytes(gap)} (or raise the {last.value} budget by {human_bytes(gap)})"
+    return f"raise the {last.value} budget by {human_bytes(gap)}"

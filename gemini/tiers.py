@@ -1,0 +1,150 @@
+"""Where bytes may live (tiers), how many (budgets), and who holds them now (the ledger).
+
+The ledger is the budget promise of the whole project in one place: it is asked *before* anything is allocated, refuses
+what does not fit, and gives everything back. It knows no torch and moves no bytes.
+
+    used = sum over holders of held bytes <= budget,   peak = the largest used so far            (checked, not hoped)
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+from gemini.errors import BudgetExceeded, human_bytes, parse_bytes
+
+
+class Tier(Enum):
+    """A kind of memory, fastest first. The value is its public name in budgets and reports."""
+
+    GPU = "gpu"
+    CPU = "cpu"
+    NVME = "nvme"
+
+
+@dataclass(frozen=True)
+class MemoryBudget:
+    """How many bytes each tier may hold. ``None`` means: measure what is free when the model is wrapped.
+
+    Args:
+        gpu: the whole of what the process may take on the accelerator ("20GiB" or bytes).
+        cpu: chunks, staging and pools in host memory (the interpreter and activations computed on the CPU come on top).
+        nvme: bytes of the spill file. Without ``nvme_path`` the NVMe tier does not exist.
+        nvme_path: an existing, writable directory. The spill file in it has no name and vanishes with the process.
+
+    Raises:
+        ValueError, TypeError: for sizes that :func:`gemini.errors.parse_bytes` refuses.
+    """
+
+    gpu: str | int | None = None
+    cpu: str | int | None = None
+    nvme: str | int | None = None
+    nvme_path: str | Path | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("gpu", "cpu", "nvme"):
+            size = getattr(self, name)
+            if size is not None:
+                parse_bytes(size, what=f"MemoryBudget({name}=)")
+        if self.nvme is not None and self.nvme_path is None and parse_bytes(self.nvme) > 0:
+            raise ValueError(f"MemoryBudget(nvme={self.nvme!r}) needs nvme_path=, the directory for the spill file")
+
+    def bytes_of(self, tier: Tier) -> int | None:
+        """The declared bytes of ``tier``; None where they were left out."""
+        size = getattr(self, tier.value)
+        return None if size is None else parse_bytes(size)
+
+
+@dataclass
+class _Account:
+    budget: int
+    used: int = 0
+    peak: int = 0
+
+
+class Ledger:
+    """Who holds how many bytes of each tier. Thread-safe; every method is all or nothing."""
+
+    def __init__(self, budgets: dict[Tier, int]):
+        self._accounts = {tier: _Account(budget) for tier, budget in budgets.items()}
+        self._held: dict[tuple[Tier, str], int] = {}
+        self._lock = threading.Lock()
+
+    @property
+    def tiers(self) -> tuple[Tier, ...]:
+        return tuple(self._accounts)
+
+    def budget(self, tier: Tier) -> int:
+        return self._accounts[tier].budget
+
+    def used(self, tier: Tier) -> int:
+        return self._accounts[tier].used
+
+    def peak(self, tier: Tier) -> int:
+        return self._accounts[tier].peak
+
+    def free(self, tier: Tier) -> int:
+        account = self._accounts[tier]
+        return account.budget - account.used
+
+    def held(self, tier: Tier, holder: str) -> int:
+        return self._held.get((tier, holder), 0)
+
+    def holders(self, tier: Tier) -> dict[str, int]:
+        """Bytes by holder ("weights", "exp_avg", "window", "staging", ...)."""
+        with self._lock:
+            return {holder: held for (at, holder), held in self._held.items() if at is tier and held}
+
+    def reserve(self, tier: Tier, num_bytes: int, holder: str) -> None:
+        """Take ``num_bytes`` of ``tier`` for ``holder``, before they are allocated.
+
+        Raises:
+            BudgetExceeded: if they do not fit; nothing was taken.
+        """
+        assert num_bytes >= 0, num_bytes
+        with self._lock:
+            account = self._accounts.get(tier)
+            if account is None:
+                raise BudgetExceeded(f"{holder} asked for {human_bytes(num_bytes)} of {tier.value}, which has no budget")
+            if account.used + num_bytes > account.budget:
+                raise BudgetExceeded(
+                    f"{holder} asked for {human_bytes(num_bytes)} of {tier.value}: {human_bytes(account.used)} of "
+                    f"{human_bytes(account.budget)} are taken, {human_bytes(account.budget - account.used)} are free"
+                )
+            account.used += num_bytes
+            account.peak = max(account.peak, account.used)
+            self._held[tier, holder] = self._held.get((tier, holder), 0) + num_bytes
+
+    def release(self, tier: Tier, num_bytes: int, holder: str) -> None:
+        """Give back what ``holder`` reserved."""
+        with self._lock:
+            held = self._held.get((tier, holder), 0)
+            assert 0 <= num_bytes <= held, f"{holder} gives back {num_bytes} of {held} bytes of {tier.value}"
+            self._held[tier, holder] = held - num_bytes
+            self._accounts[tier].used -= num_bytes
+
+    @contextmanager
+    def reserving(self, tier: Tier, num_bytes: int, holder: str) -> Iterator[None]:
+        """Reserve for the duration of a block; given back on any exception too."""
+        self.reserve(tier, num_bytes, holder)
+        try:
+            yield
+        finally:
+            self.release(tier, num_bytes, holder)
+
+    def reset_peak(self) -> None:
+        with self._lock:
+            for account in self._accounts.values():
+                account.peak = account.used
+
+    def check_invariants(self) -> None:
+        """used = sum of holders, 0 <= used <= peak <= budget. Called by tests after every step."""
+        with self._lock:
+            for tier, account in self._accounts.items():
+                held = sum(n for (at, _), n in self._held.items() if at is tier)
+                assert held == account.used, f"{tier.value}: holders hold {held}, used says {account.used}"
+                assert 0 <= account.used <= account.peak <= account.budget, (tier.value, account)

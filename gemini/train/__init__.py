@@ -1,0 +1,1 @@
+"""Training: the hooks, the engine behind ``GeminiDDP``, ``HybridAdam``, checkpoints and export."""

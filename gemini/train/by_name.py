@@ -1,0 +1,163 @@
+"""Reading and writing the content of one managed param by name: weights, masters, moments, gradients, wherever they live.
+
+Everything that shows or changes weights outside of forward comes through here (``state_dict``, ``full_param``, loading,
+``gathered(write=True)``), so that the two halves of a bf16 master are always written together.
+"""
+
+from __future__ import annotations
+
+from difflib import get_close_matches
+from typing import TYPE_CHECKING
+
+import torch
+
+from gemini import kernels
+from gemini.errors import GeminiError, ParamAccessError
+from gemini.memory.chunk import COMPUTE_DTYPES, Plane
+from gemini.memory.mover import Mover, page_up, tiles
+from gemini.plan.planes import PlaneKind
+from gemini.train.guard import ParamHandle
+
+if TYPE_CHECKING:
+    from gemini.train.engine import Engine
+
+
+class ByName:
+    """The params of one engine, by any of their names."""
+
+    def __init__(self, engine: Engine):
+        self._mover = engine.mover
+        self._manager = engine.manager
+        self._compute = COMPUTE_DTYPES[engine.config.precision]
+        self._handles = {name: handle for handle in engine.handles for name in handle.names}
+
+    def __getitem__(self, name: str) -> ParamHandle:
+        """The handle of a param.
+
+        Raises:
+            KeyError: with the closest names.
+        """
+        if name not in self._handles:
+            near = get_close_matches(name, self._handles, n=3) or list(self._handles)[:3]
+            raise KeyError(f"no managed param is called {name!r}; there are for example {', '.join(near)}")
+        return self._handles[name]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._handles
+
+    def __iter__(self):  # type: ignore[no-untyped-def]
+        return iter(self._handles)
+
+    def read(self, handle: ParamHandle, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """The full weights on the CPU, in the compute dtype; ``torch.float32`` gives the exact master."""
+        planes = handle.chunk.planes
+        weights = read_range(self._mover, planes[PlaneKind.WEIGHTS], handle)
+        if dtype is torch.float32 and PlaneKind.RESIDUAL in planes:
+            residual = read_range(self._mover, planes[PlaneKind.RESIDUAL], handle)
+            master = torch.empty(weights.numel(), dtype=torch.float32)
+            kernels.join_master(weights, residual, master)
+            weights = master
+        return weights.to(dtype or self._compute).view(handle.param.shape)
+
+    def write(self, handle: ParamHandle, value: torch.Tensor) -> None:
+        """Make ``value`` (the param's shape, any float dtype) the master, exactly. A gathered copy is dropped.
+
+        Raises:
+            ValueError: if the shape is not the param's.
+        """
+        if value.shape != handle.param.shape:
+            raise ValueError(
+                f"{handle.name!r} has shape {tuple(handle.param.shape)}, was given {tuple(value.shape)}"
+            )
+        planes = handle.chunk.planes
+        flat = value.detach().reshape(-1)
+        for start, stop in tiles(0, flat.numel(), self._mover.tile):
+            part = flat[start:stop].to("cpu")
+            if PlaneKind.RESIDUAL in planes:
+                hi = torch.empty(stop - start, dtype=torch.bfloat16)
+                lo = torch.empty(stop - start, dtype=torch.int16)
+                kernels.split_master(part.float(), hi, lo)
+                write_range(self._mover, planes[PlaneKind.RESIDUAL], handle, lo, start)
+                part = hi
+            write_range(self._mover, planes[PlaneKind.WEIGHTS], handle, part, start)
+        self._manager.drop([handle.chunk])
+
+    def adopt(self, handle: ParamHandle, value: torch.Tensor) -> None:
+        """Give a plane its first content from the model as it was given."""
+        if value.is_meta:
+            raise ValueError(f"param {handle.name!r} is on the meta device: it has no values to train from")
+        self.write(handle, value)
+
+    def read_plane(self, handle: ParamHandle, kind: PlaneKind) -> torch.Tensor | None:
+        """A param's part of a plane, in its shape, or None if its chunk has no such plane."""
+        plane = handle.chunk.planes.get(kind)
+        return None if plane is None else read_range(self._mover, plane, handle).view(handle.param.shape)
+
+    def write_plane(self, handle: ParamHandle, kind: PlaneKind, value: torch.Tensor) -> None:
+        """Overwrite a param's part of a plane.
+
+        Raises:
+            ValueError: if the shape is not the param's.
+            GeminiError: if its chunk has no such plane (it is frozen).
+        """
+        plane = handle.chunk.planes.get(kind)
+        if plane is None:
+            raise GeminiError(f"{handle.name!r} has no {kind.value}: it is frozen, or gradients are transient")
+        if value.shape != handle.param.shape:
+            raise ValueError(
+                f"{kind.value} of {handle.name!r} has shape {tuple(value.shape)}, wanted {tuple(handle.param.shape)}"
+            )
+        write_range(self._mover, plane, handle, value.detach().to("cpu").reshape(-1))
+
+    def take_over(self, handle: ParamHandle, before: torch.Tensor | None) -> None:
+        """Make a param's gathered weights its master: written elements exactly, others keep their residual.
+
+        ``before``: what the weights were, if they were changed in place.
+        """
+        chunk, slot = handle.chunk, handle.slot
+        if handle.param.data_ptr() != handle.view.data_ptr() or handle.param.dtype != chunk.flat.dtype:
+            handle.param.data = handle.view
+            raise ParamAccessError(
+                f"inside gathered(write=True) {handle.name!r} was given other memory (param.data = ...), which is not "
+                "taken over: write into it, with param.copy_(value)"
+            )
+        new = chunk.flat[slot.start : slot.stop].detach().to("cpu")
+        old = read_range(self._mover, chunk.weights, handle) if before is None else before.to("cpu").reshape(-1)
+        if PlaneKind.RESIDUAL in chunk.planes:
+            residual = read_range(self._mover, chunk.planes[PlaneKind.RESIDUAL], handle)
+            residual[new.view(torch.int16) != old.view(torch.int16)] = 0
+            write_range(self._mover, chunk.planes[PlaneKind.RESIDUAL], handle, residual)
+        elif old.dtype != new.dtype:
+            untouched = old.to(new.dtype).view(torch.int16) == new.view(torch.int16)
+            new = torch.where(untouched, old, new.to(old.dtype))
+        if not chunk.resident:
+            write_range(self._mover, chunk.weights, handle, new)
+
+
+def read_range(mover: Mover, plane: Plane, handle: ParamHandle) -> torch.Tensor:
+    """One param's part of a plane as a new flat host tensor."""
+    out = torch.empty(handle.slot.numel, dtype=plane.dtype)
+    base = handle.slot.start
+    for start, stop in tiles(0, handle.slot.numel, mover.tile):
+        view = plane.host_view(base + start, base + stop)
+        if view is None:
+            end = start + page_up(stop - start)
+            staged = mover.staged(PlaneKind.GRAD, plane.dtype, end - start)
+            view = mover.load(plane, base + start, base + end, staged)[: stop - start]
+        out[start:stop].copy_(view)
+    return out
+
+
+def write_range(mover: Mover, plane: Plane, handle: ParamHandle, source: torch.Tensor, offset: int = 0) -> None:
+    """Overwrite a param's part of a plane, from element ``offset`` (whole pages) of it on, cast to the plane's dtype."""
+    base = handle.slot.start + offset
+    for start, stop in tiles(0, source.numel(), mover.tile):
+        view = plane.host_view(base + start, base + stop)
+        if view is not None:
+            view.copy_(source[start:stop])
+            continue
+        end = start + page_up(stop - start)
+        staged = mover.staged(PlaneKind.GRAD, plane.dtype, end - start)
+        staged[stop - start :].zero_()
+        staged[: stop - start].copy_(source[start:stop])
+        mover.store(plane, base + start, base + end, staged)

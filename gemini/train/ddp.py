@@ -1,0 +1,255 @@
+"""``GeminiDDP``: the face of a managed model.
+
+``GeminiDDP(model, config)`` returns the *same* module, its class changed in place to one that is both ``GeminiDDP`` and
+the original, with the original's name (as FSDP2 does): ``model.config``, ``generate``, ``save_pretrained`` and the names
+of params stay. What cannot be meant on a managed model (deepcopy, pickle, ``.half()``, wrapping twice) is refused here
+with the remedy.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import nn
+
+from gemini.config import GeminiConfig
+from gemini.errors import GeminiError
+from gemini.train import hooks
+from gemini.train.engine import Engine
+from gemini.train.export import export_pretrained
+from gemini.train.guard import ParamHandle, handle_of
+from gemini.train.report import MemoryReport, make_report
+from gemini.train.state_dict import load_model_state, model_state
+
+
+class GeminiDDP(nn.Module):
+    """Manage ``model`` in chunks over GPU, CPU and NVMe; returns ``model`` itself.
+
+    Args:
+        model: any ``nn.Module`` with dense floating-point params. It is changed in place.
+        config: how to manage it; the defaults measure budgets and use bf16.
+
+    Raises:
+        BudgetExceeded: if the budgets cannot hold it, with the missing bytes and the cheapest change.
+        StorageError: if the spill file cannot be made.
+        ValueError, TypeError: for a model that is empty, wrapped already, or has params that cannot be managed.
+    """
+
+    _gemini_original: type[nn.Module]
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        if cls is not GeminiDDP:
+            # type(model)(...) and type(model).from_pretrained(...) mean a new, ordinary model of the original class.
+            return cls._gemini_original(*args, **kwargs)
+        return _wrap(*args, **kwargs)
+
+    def __init__(self, model: nn.Module | None = None, config: GeminiConfig | None = None) -> None:
+        # Python calls this on the module that __new__ returned; it was initialized long ago.
+        pass
+
+    # ---- training -----------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards inside only accumulate. In one process that is what every backward does."""
+        yield
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
+        """Clip the gradients of all params to a total 2-norm of ``max_norm``; returns the norm before clipping.
+
+        The gradients are scaled when the update reads them, in fp32, by ``max_norm / (norm + 1e-6)`` if that is below 1,
+        as ``torch.nn.utils.clip_grad_norm_`` does.
+
+        Raises:
+            ValueError: for another norm than the 2-norm, or a negative ``max_norm``.
+            NonFiniteGradient: with ``error_if_nonfinite``, before anything was touched.
+        """
+        if float(norm_type) != 2.0:
+            raise ValueError(f"norm_type={norm_type}: gradients are clipped by their 2-norm only")
+        if not max_norm >= 0:
+            raise ValueError(f"max_norm must not be negative, got {max_norm}")
+        return _engine(self).clip_grad_norm_(max_norm, error_if_nonfinite=error_if_nonfinite)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients."""
+        _engine(self).discard_grads()
+
+    # ---- looking and writing ------------------------------------------------------------------------------------
+
+    def gathered(
+        self, params: Iterable[nn.Parameter] | nn.Parameter | None = None, write: bool = False
+    ) -> AbstractContextManager[None]:
+        """Show the full weights of ``params`` (all, if None) as ordinary tensors inside the block.
+
+        With ``write=True`` what was written there becomes the fp32 master exactly; elements that were not written keep
+        theirs. An exception inside undoes the writes.
+
+        Raises:
+            BudgetExceeded: if the computing tier has no room for all of them at once; pass fewer.
+            ValueError: for params of another model.
+        """
+        engine = _engine(self)
+        engine.recover_if_interrupted()
+        if params is None:
+            handles = engine.handles
+        else:
+            handles = [self._own(p) for p in ([params] if isinstance(params, torch.Tensor) else params)]
+        return engine.gathered(handles, write=write)
+
+    def full_param(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """A copy of one param on the CPU, in the compute dtype; ``dtype=torch.float32`` gives the exact master."""
+        engine = _engine(self)
+        return engine.by_names.read(engine.by_names[name], dtype)
+
+    def full_grad(self, name: str) -> torch.Tensor | None:
+        """A copy of one param's gradient on the CPU as the loss gives it (before clipping), or None without one."""
+        engine = _engine(self)
+        return engine.read_grad(engine.by_names[name])
+
+    def memory_report(self) -> MemoryReport:
+        """Per tier "budget", "used" and "peak" in bytes, and under "moved" what crossed each boundary last step."""
+        return make_report(_engine(self))
+
+    # ---- saving and loading -------------------------------------------------------------------------------------
+
+    def state_dict(  # type: ignore[override]
+        self,
+        *args: Any,
+        destination: Any = None,
+        prefix: str = "",
+        keep_vars: bool = False,
+        dtype: torch.dtype | None = None,
+    ) -> dict[str, Any]:
+        """Full weights and buffers on the CPU under their original names, in the compute dtype.
+
+        ``dtype=torch.float32`` gives the exact masters. The tensors are copies; ``keep_vars`` is not supported.
+        """
+        if args:
+            destination, prefix, keep_vars = (*args, "", False)[:3]
+        if keep_vars:
+            raise GeminiError("state_dict(keep_vars=True): managed params hold no values; use keep_vars=False")
+        engine = _engine(self)
+        return model_state(self, engine, super(), destination, prefix, dtype)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Load full weights by their original names; fp32 values become masters with every bit.
+
+        Raises:
+            RuntimeError: as ``nn.Module`` does, for missing or unexpected keys (``strict``) and wrong shapes; then
+                nothing was changed.
+        """
+        if assign:
+            raise GeminiError("load_state_dict(assign=True): params live in chunks and are written, not replaced")
+        return load_model_state(self, _engine(self), state_dict, strict)
+
+    def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
+        """As in transformers: an ordinary directory of safetensors, written shard by shard from where chunks live."""
+        return export_pretrained(self, _engine(self), super(), save_directory, *args, **kwargs)
+
+    # ---- refused ------------------------------------------------------------------------------------------------
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        engine = _engine(self)
+        probe = torch.empty(0, dtype=engine.chunks[0].flat.dtype, device=engine.device.torch_device)
+        moved = fn(probe)
+        if moved.dtype == probe.dtype and moved.device == probe.device:
+            return self
+        raise GeminiError(
+            f"this model is managed by Gemini: its params are {probe.dtype} on {probe.device} and cannot be moved to "
+            f"{moved.dtype} on {moved.device}. Say it when wrapping: GeminiConfig(precision=..., device=...)"
+        )
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise GeminiError(
+            "a managed model cannot be deep-copied: copy it before GeminiDDP(model), or load model.state_dict() into a "
+            "fresh model"
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise GeminiError(
+            "a managed model cannot be pickled (torch.save(model)): use model.save_pretrained(dir), "
+            "torch.save(model.state_dict(), file) or gemini.save_checkpoint(dir, model, optimizer)"
+        )
+
+    def _replicate_for_data_parallel(self) -> Any:
+        raise GeminiError("DataParallel cannot replicate a managed model: run one process per GPU with torchrun")
+
+    @property
+    def _ddp_params_and_buffers_to_ignore(self) -> Any:
+        # DistributedDataParallel asks for this before it touches any param.
+        raise GeminiError("do not wrap a managed model in DistributedDataParallel: GeminiDDP takes its place")
+
+    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> Any:
+        """Refused: chunks are laid out for the sizes at hand."""
+        raise GeminiError("resize_token_embeddings on a managed model: resize the embeddings before GeminiDDP(model)")
+
+    def _own(self, param: Any) -> ParamHandle:
+        handle = handle_of(param)
+        if handle is None or handle.engine() is not _engine(self):
+            raise ValueError("gathered() was given a tensor that is not a managed param of this model")
+        return handle
+
+
+def _engine(model: nn.Module) -> Engine:
+    engine = model.__dict__.get("_gemini_engine")
+    assert isinstance(engine, Engine), "a GeminiDDP class without its engine"
+    return engine
+
+
+@lru_cache(maxsize=None)
+def _managed_class(original: type[nn.Module]) -> type[nn.Module]:
+    """The class that is both; one per original class, with its name, so that configs and reprs do not change."""
+    namespace = {
+        "__module__": original.__module__,
+        "__qualname__": original.__qualname__,
+        "__doc__": original.__doc__,
+        "_gemini_original": original,
+    }
+    if not hasattr(original, "save_pretrained"):
+        namespace["save_pretrained"] = _no_save_pretrained
+    if not hasattr(original, "resize_token_embeddings"):
+        namespace["resize_token_embeddings"] = property(_no_such_method)
+    return type(original.__name__, (GeminiDDP, original), namespace)
+
+
+def _no_save_pretrained(self: Any, save_directory: Any, **kwargs: Any) -> None:
+    raise AttributeError(
+        f"{type(self).__name__} is not a transformers model: save it with torch.save(model.state_dict(), file) or "
+        "gemini.save_checkpoint(dir, model, optimizer)"
+    )
+
+
+def _no_such_method(self: Any) -> None:
+    raise AttributeError("resize_token_embeddings")
+
+
+def _wrap(model: Any, config: GeminiConfig | None = None) -> nn.Module:
+    config = GeminiConfig() if config is None else config
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"GeminiDDP(model, config) wraps an nn.Module, got {type(model).__name__}")
+    if not isinstance(config, GeminiConfig):
+        raise TypeError(f"GeminiDDP(model, config) takes a gemini.GeminiConfig, got {type(config).__name__}")
+    if isinstance(model, GeminiDDP):
+        raise ValueError(f"this {type(model).__name__} is managed already: GeminiDDP(model) wraps a model once")
+    if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+        raise TypeError(f"wrap the bare model (model.module): GeminiDDP takes the place of {type(model).__name__}")
+    if any(isinstance(module, GeminiDDP) for module in model.modules()):
+        raise ValueError("a part of this model is managed already: wrap the outermost model, once")
+    engine = Engine(model, config)
+    model.__dict__["_gemini_engine"] = engine
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = buffer.to(engine.device.torch_device)
+    hooks.attach(model, engine)
+    model.__class__ = _managed_class(type(model))
+    return model
+
+

@@ -1,0 +1,150 @@
+"""Gradients between backward and update: landed in the grad plane as they arrive, with their norm in the same pass.
+
+A gradient arrives in the param's post-accumulate hook, is copied (or added, in fp32) into its chunk's grad plane at the
+plane's home, and torch's own copy is freed. Sums of squares of its norm tiles ride on that copy; they tell the total norm
+and whether anything is not finite without another pass. In declaration order and over fixed tiles, so the same bits come
+out wherever the plane lives.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from gemini import kernels
+from gemini.errors import BudgetExceeded, NonFiniteGradient, StorageError, human_bytes
+from gemini.memory.chunk import Chunk, FilePlane, Plane
+from gemini.memory.device import Device
+from gemini.memory.mover import Mover, page_up, tiles
+from gemini.memory.nvme import SpillFile
+from gemini.plan.planes import PlaneKind
+from gemini.tiers import Ledger, Tier
+from gemini.train.build import make_plane
+from gemini.train.by_name import read_range
+from gemini.train.guard import ParamHandle
+
+
+class GradientStore:
+    """The grad planes of one engine."""
+
+    def __init__(
+        self, handles: list[ParamHandle], *, ledger: Ledger, device: Device, mover: Mover, spill: SpillFile | None
+    ):
+        self._handles = handles
+        self._ledger = ledger
+        self._device = device
+        self._mover = mover
+        self._spill = spill
+
+    def land(self, handle: ParamHandle, grad: torch.Tensor) -> None:
+        """Keep ``grad`` (of the param's shape, any strides), added to what is there from earlier backwards."""
+        plane = handle.chunk.planes[PlaneKind.GRAD]
+        adding = handle.has_grad
+        assert not adding or plane.dtype is torch.float32, "promote before adding"
+        flat = grad.detach().contiguous().view(-1)
+        start, stop = handle.slot.start, handle.slot.stop
+        view = plane.device_view(start, stop)
+        if view is not None:
+            handle.norm_sums = kernels.accumulate_grad(view, flat) if adding else kernels.copy_grad(view, flat)
+        else:
+            handle.norm_sums = self._land_staged(handle, plane, flat, adding)
+
+    def _land_staged(self, handle: ParamHandle, plane: Plane, flat: torch.Tensor, adding: bool) -> list[float]:
+        """Tile by tile through host staging: inbound from the device, outbound to a device plane or the spill file."""
+        sums: list[float] = []
+        base = handle.slot.start
+        for start, stop in tiles(0, flat.numel(), self._mover.tile):
+            incoming = flat[start:stop]
+            if self._device.tier is Tier.GPU:
+                inbound = self._mover.staged(PlaneKind.WEIGHTS, flat.dtype, stop - start)
+                self._device.copy(inbound, incoming, "evict").wait()
+                self._mover.count(Tier.GPU, Tier.CPU, inbound.numel() * inbound.element_size())
+                incoming = inbound
+            # Up to the next page: what lies behind the param's end is padding, nobody reads it as a gradient.
+            end = start + page_up(stop - start)
+            target = plane.host_view(base + start, base + end)
+            staged = target is None
+            if target is None:
+                target = self._mover.staged(PlaneKind.GRAD, plane.dtype, end - start)
+                if adding:
+                    self._mover.load(plane, base + start, base + end, target)
+            part = target[: stop - start]
+            sums += kernels.accumulate_grad(part, incoming) if adding else kernels.copy_grad(part, incoming)
+            if staged:
+                self._mover.store(plane, base + start, base + end, target)
+        return sums
+
+    def read(self, handle: ParamHandle) -> torch.Tensor:
+        """The flat gradient of one param, in the plane's dtype, in host memory of its own."""
+        return read_range(self._mover, handle.chunk.planes[PlaneKind.GRAD], handle)
+
+    def promote(self, chunks: list[Chunk]) -> None:
+        """Turn the grad planes of ``chunks`` into fp32 sums, all of them or none.
+
+        Raises:
+            BudgetExceeded: if there is no room; what was retained is as it was.
+        """
+        narrow = [c for c in chunks if PlaneKind.GRAD in c.planes and c.planes[PlaneKind.GRAD].dtype != torch.float32]
+        if not narrow:
+            return
+        # The old planes stay until the new ones are filled, so the whole fp32 size must be free for a moment.
+        reserved: list[tuple[Tier, int]] = []
+        wide: list[Plane] = []
+        try:
+            for chunk in narrow:
+                tier = chunk.planes[PlaneKind.GRAD].tier
+                self._ledger.reserve(tier, 4 * chunk.spec.numel, PlaneKind.GRAD.value)
+                reserved.append((tier, 4 * chunk.spec.numel))
+                wide.append(make_plane(chunk.spec.numel, torch.float32, tier, self._device, self._spill))
+        except (BudgetExceeded, StorageError) as e:
+            for plane in wide:
+                _end(plane)
+            for tier, num_bytes in reserved:
+                self._ledger.release(tier, num_bytes, PlaneKind.GRAD.value)
+            raise type(e)(
+                "a second backward before optimizer.step() needs fp32 sums of the gradients, "
+                f"{human_bytes(sum(4 * chunk.spec.numel for chunk in narrow))} for a moment: {e}. Declare it with "
+                "GeminiConfig(gradients='accumulate'), raise the budget, or step after every backward"
+            ) from e
+        for chunk, plane in zip(narrow, wide, strict=True):
+            old = chunk.planes[PlaneKind.GRAD]
+            self._widen(chunk, old, plane)
+            chunk.planes[PlaneKind.GRAD] = plane
+            _end(old)
+            self._ledger.release(old.tier, old.num_bytes, PlaneKind.GRAD.value)
+
+    def _widen(self, chunk: Chunk, old: Plane, new: Plane) -> None:
+        if not any(handle.has_grad for handle in self._handles if handle.chunk is chunk):
+            return
+        for start, stop in tiles(0, old.numel, self._mover.tile):
+            narrow = self._mover.staged(PlaneKind.GRAD, old.dtype, stop - start)
+            wide = self._mover.staged(PlaneKind.EXP_AVG, torch.float32, stop - start)
+            wide.copy_(self._mover.load(old, start, stop, narrow))
+            self._mover.store(new, start, stop, wide)
+
+    def total_sum(self, handles: list[ParamHandle]) -> float:
+        """Sum of squares over all gradients: per-param sums in tile order, params in declaration order."""
+        return kernels.total([kernels.total(h.norm_sums) for h in handles if h.norm_sums is not None])
+
+    def check_finite(self, handles: list[ParamHandle]) -> None:
+        """Refuse inf and NaN.
+
+        Raises:
+            NonFiniteGradient: naming the first param; nothing was touched.
+        """
+        bad = [h for h in handles if h.norm_sums is not None and not math.isfinite(kernels.total(h.norm_sums))]
+        if bad:
+            raise NonFiniteGradient(
+                f"the gradient of {bad[0].name!r} holds inf or NaN (and {len(bad) - 1} more params). No weight was changed:"
+                " call optimizer.zero_grad() to drop this step and go on, or look for the cause (learning rate, data, fp16)"
+            )
+
+    def discard(self, handles: list[ParamHandle]) -> None:
+        for handle in handles:
+            handle.norm_sums = None
+
+
+def _end(plane: Plane) -> None:
+    if isinstance(plane, FilePlane):
+        plane.give_back()

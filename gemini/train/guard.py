@@ -1,0 +1,240 @@
+"""Managed params outside of forward and backward: served or refused, never garbage.
+
+While a module computes, a managed param is an ordinary ``nn.Parameter`` and costs nothing. At rest its class is
+:class:`ManagedParameter` (as torch's own ``UninitializedParameter`` becomes a ``Parameter``), whose ``__torch_function__``
+sees every use: its shape, dtype and the like are answered; inside a forward its chunk is gathered and the call goes on
+(a fused op that reads another module's weight); elsewhere reads that yield new values are served from a copy, and what
+would alias the weights, write to them, or lose a gradient is refused with the remedy. So a write can never leave a stale
+residual, and the same program behaves the same wherever its weights happen to live.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.nn.utils import clip_grad
+
+from gemini.errors import ParamAccessError
+from gemini.memory.chunk import Chunk
+from gemini.plan.layout import Slot
+
+if TYPE_CHECKING:
+    from gemini.train.engine import Engine
+
+
+@dataclass(eq=False, slots=True)
+class ParamHandle:
+    """What the engine knows of one managed param. Reachable from the param as ``param._gemini``."""
+
+    name: str
+    names: tuple[str, ...]
+    param: nn.Parameter
+    chunk: Chunk
+    slot: Slot
+    engine: weakref.ref[Engine]
+    hook: Any = None
+    """The post-accumulate-grad hook, if the param is trained."""
+    norm_sums: list[float] | None = None
+    """Sums of squares of the gradient's norm tiles; None while there is no gradient."""
+    num_steps: int = 0
+    """Updates this param has had (Adam's bias correction); a skipped step leaves it."""
+    in_backward: int = -1
+    """The number of the backward in which the gradient arrived last."""
+
+    @property
+    def has_grad(self) -> bool:
+        return self.norm_sums is not None
+
+    @property
+    def view(self) -> torch.Tensor:
+        """The gathered weights of the param, in its shape. Only to be read while its chunk is gathered."""
+        return self.chunk.flat[self.slot.start : self.slot.stop].view(self.param.shape)
+
+
+def handle_of(param: Any) -> ParamHandle | None:
+    """The handle of a managed param, else None."""
+    return getattr(param, "_gemini", None) if isinstance(param, nn.Parameter) else None
+
+
+def engine_of(handle: ParamHandle) -> Engine:
+    """The engine behind a handle.
+
+    Raises:
+        ParamAccessError: if its model was deleted.
+    """
+    engine = handle.engine()
+    if engine is None:
+        raise ParamAccessError(f"the model that managed {handle.name!r} was deleted; its params hold nothing any more")
+    return engine
+
+
+class ManagedParameter(nn.Parameter):
+    """A managed param at rest."""
+
+    @classmethod
+    def __torch_function__(  # type: ignore[override]
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _METADATA:
+            if func is _GET_GRAD:
+                _refuse_torch_clipping(args[0])
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        params = [p for p in _tensors((args, kwargs)) if isinstance(p, ManagedParameter)]
+        idle = []
+        for param in params:
+            handle = param._gemini  # type: ignore[attr-defined]
+            engine = engine_of(handle)
+            if engine.computing:
+                engine.serve(handle)
+            else:
+                idle.append(handle)
+        if not idle:
+            return func(*args, **kwargs)
+        if func is torch.Tensor.copy_ and args[0] is idle[0].param and not torch.is_grad_enabled():
+            engine_of(idle[0]).by_names.write(idle[0], args[1])  # how nn.Module.load_state_dict writes
+            return args[0]
+        return _read_copies(func, args, kwargs, idle)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise ParamAccessError(
+            f"managed param {self._gemini.name!r} cannot be pickled: use model.state_dict(), "  # type: ignore[attr-defined]
+            "model.save_pretrained() or gemini.save_checkpoint()"
+        )
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise ParamAccessError(
+            f"managed param {self._gemini.name!r} cannot be deep-copied: "  # type: ignore[attr-defined]
+            "copy the model before it is wrapped, or read it with model.full_param(name)"
+        )
+
+
+def expose(chunk: Chunk, handles: list[ParamHandle]) -> None:
+    """Make the params of a gathered chunk ordinary parameters."""
+    assert chunk.gathered, chunk.name
+    for handle in handles:
+        handle.param.__class__ = nn.Parameter
+
+
+def hide(handles: list[ParamHandle]) -> None:
+    """Guard params: nobody computes with them now."""
+    for handle in handles:
+        handle.param.__class__ = ManagedParameter
+
+
+def _read_copies(func: Callable[..., Any], args: Any, kwargs: Any, handles: list[ParamHandle]) -> Any:
+    """Run a read outside of forward on copies of the params; refuse what a copy would silently falsify."""
+    what = f"{getattr(func, '__name__', func)} of managed param {handles[0].name!r}"
+    if getattr(func, "__name__", "") == "__set__":
+        raise ParamAccessError(_refusal("replacing the content", handles[0], write=True))
+    copies = {id(h.param): engine_of(h).by_names.read(h) for h in handles}
+    versions = {key: copy._version for key, copy in copies.items()}
+    args, kwargs = _replace((args, kwargs), copies)
+    with torch.no_grad():
+        result = func(*args, **kwargs)
+    if any(copy._version != versions[key] for key, copy in copies.items()):
+        raise ParamAccessError(_refusal(f"writing ({what})", handles[0], write=True))
+    storages = {copy.untyped_storage().data_ptr() for copy in copies.values()}
+    for tensor in _tensors(result):
+        if tensor.untyped_storage().data_ptr() in storages:
+            raise ParamAccessError(_refusal(f"a view ({what})", handles[0], write=False))
+        if torch.is_grad_enabled() and tensor.is_floating_point() and any(h.param.requires_grad for h in handles):
+            raise ParamAccessError(
+                f"{what} outside of the model's forward, with gradients enabled: the gradient would be lost. Read it "
+                "under torch.no_grad(), or make the computation part of the model's forward"
+            )
+    return result
+
+
+def _refusal(what: str, handle: ParamHandle, *, write: bool) -> str:
+    remedy = "with model.gathered([param], write=True)" if write else "model.full_param(name) or model.gathered([param])"
+    return (
+        f"{what} is not possible outside of forward: the weights of {handle.name!r} live in a chunk (and in half "
+        f"precision the other half of its fp32 master beside it). Use {remedy}"
+    )
+
+
+def _tensors(tree: Any) -> Iterator[torch.Tensor]:
+    if isinstance(tree, torch.Tensor):
+        yield tree
+    elif isinstance(tree, dict):
+        for value in tree.values():
+            yield from _tensors(value)
+    elif isinstance(tree, (tuple, list)):
+        for value in tree:
+            yield from _tensors(value)
+
+
+def _replace(tree: Any, copies: dict[int, torch.Tensor]) -> Any:
+    if isinstance(tree, torch.Tensor):
+        return copies.get(id(tree), tree)
+    if isinstance(tree, dict):
+        return {key: _replace(value, copies) for key, value in tree.items()}
+    if isinstance(tree, list):
+        return [_replace(value, copies) for value in tree]
+    if isinstance(tree, tuple):
+        values = [_replace(value, copies) for value in tree]
+        return type(tree)(*values) if hasattr(tree, "_fields") else tuple(values)
+    return tree
+
+
+def _getters() -> set[Any]:
+    names = (
+        "shape dtype device ndim layout requires_grad grad grad_fn is_leaf is_cuda is_cpu is_meta is_sparse is_quantized "
+        "is_mkldnn is_mps is_xpu is_nested output_nr _version names itemsize nbytes _backward_hooks "
+        "_post_accumulate_grad_hooks retains_grad is_ipu is_maia is_mtia is_vulkan is_xla is_sparse_csr volatile"
+    ).split()
+    return {getattr(torch.Tensor, name).__get__ for name in names if hasattr(torch.Tensor, name)}
+
+
+_GET_GRAD = torch.Tensor.grad.__get__  # type: ignore[attr-defined]
+
+_METADATA: set[Any] = _getters() | {
+    torch.Tensor.grad.__set__,  # type: ignore[attr-defined]
+    torch.Tensor.requires_grad.__set__,  # type: ignore[attr-defined]
+    *(
+        getattr(torch.Tensor, name)
+        for name in (
+            "size dim numel nelement stride storage_offset is_contiguous element_size is_floating_point is_complex "
+            "requires_grad_ __len__ __hash__ data_ptr untyped_storage register_hook get_device is_pinned is_shared "
+            "register_post_accumulate_grad_hook retain_grad new_empty new_zeros new_ones new_full new_tensor is_inference "
+            "is_same_size ndimension is_signed is_coalesced has_names __dir__ is_conj is_neg sparse_dim"
+        ).split()
+        if hasattr(torch.Tensor, name)
+    ),
+    torch.empty_like, torch.zeros_like, torch.ones_like, torch.full_like, torch.rand_like, torch.randn_like,
+    torch.is_floating_point, torch.is_complex, torch.numel, torch.is_same_size, torch.is_inference,
+    torch.promote_types, torch.result_type,
+}  # fmt: skip
+
+
+def _code(function: Any) -> Any:
+    while hasattr(function, "__wrapped__"):
+        function = function.__wrapped__
+    return function.__code__
+
+
+_TORCH_CLIPPING = {
+    _code(getattr(clip_grad, name)) for name in ("clip_grad_norm_", "clip_grad_value_") if hasattr(clip_grad, name)
+}
+
+
+def _refuse_torch_clipping(param: Any) -> None:
+    """``p.grad`` is None to the outside, so torch's clipping would do nothing, silently: say so instead."""
+    frame = sys._getframe(2)
+    for _ in range(3):  # the getter, perhaps a comprehension, torch's function
+        if frame.f_code in _TORCH_CLIPPING:
+            raise ParamAccessError(
+                f"torch.nn.utils.{frame.f_code.co_name} would see no gradient of {param._gemini.name!r} and clip nothing: "
+                "gradients of a managed model live in chunks. Use model.clip_grad_norm_(max_norm)"
+            )
+        if frame.f_back is None:
+            return
+        frame = frame.f_back

@@ -1,0 +1,172 @@
+"""What is hooked into a model, and what each hook tells the engine.
+
+Two kinds of modules are hooked. Modules that own params whose weights must be gathered: gather before forward, let go
+after it, gather again when the gradient of their output arrives. And *entrances* (the root, its named parts and each
+numbered block, where a user may call in): they begin and end the phase in which params are ordinary, and the outermost
+one marks where backward enters. Nothing is released on module backward hooks (they fire before the params' gradients) and
+nothing counts on pre and post being balanced: recomputation and exceptions break that.
+"""
+
+from __future__ import annotations
+
+import re
+import weakref
+from collections.abc import Callable
+from dataclasses import fields, is_dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from gemini.errors import GeminiError
+from gemini.memory.chunk import Chunk
+from gemini.train.guard import handle_of
+
+if TYPE_CHECKING:
+    from gemini.train.engine import CallRecord, Engine
+
+_ENTRANCE = re.compile(r"(?:[^.\d][^.]*\.)*(?:[^.\d][^.]*|\d+)|")
+"""Paths without a numbered part, or with just one at their end: "", "model", "model.norm", "model.layers.7"."""
+
+
+def attach(model: nn.Module, engine: Engine) -> None:
+    """Register every hook on ``model``. They refer to the engine weakly: the model alone keeps it alive."""
+    ref = weakref.ref(engine)
+    for path, module in model.named_modules():
+        chunks = _chunks_to_gather(module)
+        entrance = _ENTRANCE.fullmatch(path) is not None
+        if module is model:
+            _attach_root(module, ref, chunks)
+        elif chunks or (entrance and any(True for _ in module.parameters())):
+            module.register_forward_pre_hook(_pre(ref, chunks), prepend=True)
+            module.register_forward_hook(_post(ref, is_root=False), always_call=True)
+
+
+def _chunks_to_gather(module: nn.Module) -> tuple[Chunk, ...]:
+    chunks: dict[int, Chunk] = {}
+    for param in module._parameters.values():
+        handle = handle_of(param)
+        if handle is not None and not handle.chunk.resident:
+            chunks[handle.chunk.spec.index] = handle.chunk
+    return tuple(chunks.values())
+
+
+def _engine(ref: weakref.ref[Engine]) -> Engine:
+    engine = ref()
+    if engine is None:
+        raise GeminiError("the GeminiDDP model this module belonged to was deleted: its weights are gone")
+    return engine
+
+
+def _attach_root(model: nn.Module, ref: weakref.ref[Engine], chunks: tuple[Chunk, ...]) -> None:
+    begin = _pre(ref, chunks)
+
+    def root_pre(module: nn.Module, args: Any) -> None:
+        engine = _engine(ref)
+        engine.recover_if_interrupted()
+        if not engine.in_backward:
+            engine.note_requires_grad()
+        begin(module, args)
+
+    model.register_forward_pre_hook(root_pre, prepend=True)
+    model.register_forward_hook(_post(ref, is_root=True), always_call=True)
+
+
+def _pre(ref: weakref.ref[Engine], chunks: tuple[Chunk, ...]) -> Callable[[nn.Module, Any], None]:
+    def pre(module: nn.Module, args: Any) -> None:
+        _engine(ref).begin_call(module, chunks)
+
+    return pre
+
+
+def _post(ref: weakref.ref[Engine], *, is_root: bool) -> Callable[[nn.Module, Any, Any], Any]:
+    def post(module: nn.Module, args: Any, output: Any) -> Any:
+        engine = _engine(ref)
+        record = engine.end_call(module)
+        if record is None or output is None or not torch.is_grad_enabled():
+            return None
+        outermost = record.parent is None and not engine.in_backward
+        if engine.loss_scale is not None and outermost:
+            if not is_root:
+                _refuse_partial_fp16(output)
+            output = map_tensors(output, lambda t: ScaleGradient.apply(t, ref) if t.requires_grad else t)
+            _hook_outputs(output, ref, record)
+            return output
+        if record.chunks or outermost:
+            _hook_outputs(output, ref, record)
+        return None
+
+    return post
+
+
+def _hook_outputs(output: Any, ref: weakref.ref[Engine], record: CallRecord) -> None:
+    def begin(grad: torch.Tensor) -> None:
+        _engine(ref).begin_backward_of(record)
+
+    for tensor in iter_tensors(output):
+        if tensor.requires_grad:
+            tensor.register_hook(begin)
+
+
+def _refuse_partial_fp16(output: Any) -> None:
+    if any(tensor.requires_grad for tensor in iter_tensors(output)):
+        raise GeminiError(
+            "in fp16 the loss scale enters at the outputs of the whole model: a part of it was called on its own with "
+            "gradients enabled. Call the model itself, or use precision='bf16'"
+        )
+
+
+class ScaleGradient(torch.autograd.Function):
+    """Identity in forward; in backward the gradient times the loss scale (looked up then)."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, ref: weakref.ref[Engine]) -> torch.Tensor:  # type: ignore[override]
+        ctx.ref = ref
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        scale = _engine(ctx.ref).loss_scale
+        assert scale is not None
+        return grad * scale.scale, None
+
+
+def iter_tensors(tree: Any) -> list[torch.Tensor]:
+    """The tensors in a module's output: tensors, containers of them, ModelOutputs, dataclasses."""
+    found: list[torch.Tensor] = []
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        found.append(tensor)
+        return tensor
+
+    if isinstance(tree, torch.Tensor):
+        return [tree]
+    map_tensors(tree, note)
+    return found
+
+
+def map_tensors(tree: Any, fn: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """``tree`` with ``fn`` applied to its tensors. Containers of unknown types (caches) are returned as they are."""
+    if isinstance(tree, torch.Tensor):
+        return fn(tree)
+    if isinstance(tree, dict):  # ModelOutput is one, and keeps attributes in step when items are set
+        for key, value in list(tree.items()):
+            mapped = map_tensors(value, fn)
+            if mapped is not value:
+                tree[key] = mapped
+        return tree
+    if isinstance(tree, tuple):
+        values = [map_tensors(value, fn) for value in tree]
+        if all(new is old for new, old in zip(values, tree, strict=True)):
+            return tree
+        return type(tree)(*values) if hasattr(tree, "_fields") else tuple(values)
+    if isinstance(tree, list):
+        return [map_tensors(value, fn) for value in tree]
+    if is_dataclass(tree) and not isinstance(tree, type):
+        changed = {
+            f.name: mapped
+            for f in fields(tree)
+            if (mapped := map_tensors(getattr(tree, f.name), fn)) is not getattr(tree, f.name)
+        }
+        return replace(tree, **changed) if changed else tree
+    return tree

@@ -1,0 +1,342 @@
+"""``HybridAdam``: Adam and AdamW on exact fp32 masters, in C++ where the states live, for managed and plain params.
+
+It is a true ``torch.optim.Optimizer``: param groups, LR schedulers, ``state_dict`` and ``add_param_group`` are torch's. For
+params of a ``GeminiDDP`` model the states are planes of chunks and the gradients are in chunks; for plain params the
+states are in ``self.state`` (a bf16 param gets an int16 ``residual``, the other half of its master; an fp16 param an fp32
+``master``). The update is written down once, in ``gemini.kernels_reference``, and is the same bits everywhere.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Iterable
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from gemini import kernels
+from gemini.errors import GeminiError, NonFiniteGradient
+from gemini.plan.planes import OPTIMIZER_PLANES
+from gemini.train.engine import Engine
+from gemini.train.guard import ParamHandle, engine_of, handle_of
+from gemini.train.update import Segment, update_chunk
+
+Group = dict[str, Any]
+
+
+class HybridAdam(torch.optim.Optimizer):
+    """AdamW (``decoupled=True``; Loshchilov and Hutter, 2019) or Adam with L2 (``decoupled=False``; Kingma and Ba, 2015).
+
+    Args:
+        params: params or param groups, managed or not; may be made before or after ``GeminiDDP(model)``.
+        lr: learning rate.
+        betas: decay rates of the two moments.
+        eps: added to the denominator.
+        weight_decay: decoupled decay, or the L2 coefficient.
+        decoupled: AdamW or Adam.
+        step_in_backward: update each param inside ``loss.backward()`` as soon as its gradient is there; then gradients
+            take no memory, and cannot be clipped or accumulated. Goes with ``GeminiConfig(gradients="transient")``.
+
+    Raises:
+        ValueError: for hyperparameters out of range.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.01,
+        *,
+        decoupled: bool = True,
+        step_in_backward: bool = False,
+    ):
+        if not float(lr) >= 0:
+            raise ValueError(f"lr must not be negative, got {lr}")
+        if not float(eps) >= 0:
+            raise ValueError(f"eps must not be negative, got {eps}")
+        if len(betas) != 2 or not all(0 <= float(beta) < 1 for beta in betas):
+            raise ValueError(f"betas must be two numbers in [0, 1), got {betas}")
+        if not float(weight_decay) >= 0:
+            raise ValueError(f"weight_decay must not be negative, got {weight_decay}")
+        defaults = dict(lr=lr, betas=tuple(betas), eps=eps, weight_decay=weight_decay, decoupled=decoupled)
+        self.step_in_backward = step_in_backward
+        super().__init__(params, defaults)
+
+    def add_param_group(self, param_group: Group) -> None:
+        """Add a group of params with hyperparameters of its own, as in torch.
+
+        Raises:
+            ValueError: if the optimizer would own params of two GeminiDDP models.
+        """
+        super().add_param_group(param_group)
+        params = self.param_groups[-1]["params"]
+        try:
+            self._engine_of(chain.from_iterable(group["params"] for group in self.param_groups))
+        except ValueError:
+            self.param_groups.pop()
+            raise
+        for param in params:
+            param._gemini_optimizer = weakref.ref(self)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Update every param that has a gradient; params without one are skipped, their step count too.
+
+        Gradients of managed params are consumed. In fp16 a step with inf or NaN is skipped as a whole and lowers the
+        loss scale.
+
+        Raises:
+            NonFiniteGradient: in bf16 and fp32, naming the param; nothing was changed.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        plain: list[tuple[nn.Parameter, Group]] = []
+        managed: list[tuple[ParamHandle, Group]] = []
+        for group in self.param_groups:
+            for param in group["params"]:
+                handle = handle_of(param)
+                if handle is not None:
+                    managed.append((handle, group))
+                elif param.grad is not None:
+                    plain.append((param, group))
+        if managed:
+            self._step_managed(managed)
+        for param, group in plain:
+            self._step_plain(param, group)
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients of this optimizer's params."""
+        super().zero_grad(set_to_none)
+        handles = [h for group in self.param_groups for p in group["params"] if (h := handle_of(p)) is not None]
+        if handles:
+            engine_of(handles[0]).discard_grads(handles)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Torch's form: ``{"state": {index: {"step", "exp_avg", "exp_avg_sq", ...}}, "param_groups": [...]}``.
+
+        Moments are full, fp32, on the CPU. For bf16 params "residual" (int16) is the other half of the master.
+        """
+        for param in chain.from_iterable(group["params"] for group in self.param_groups):
+            self._adopt_plain_state(param)
+        result = super().state_dict()
+        index = 0
+        for group in self.param_groups:
+            for param in group["params"]:
+                handle = handle_of(param)
+                if handle is not None and handle.num_steps:
+                    result["state"][index] = self._managed_state(handle)
+                index += 1
+        return result
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what :meth:`state_dict` gave (or ``torch.optim.AdamW``'s). Moments keep fp32 whatever the param's dtype.
+
+        Raises:
+            ValueError: if the groups do not match; nothing was changed.
+        """
+        saved = state_dict["param_groups"]
+        if [len(g["params"]) for g in saved] != [len(g["params"]) for g in self.param_groups]:
+            raise ValueError(
+                f"the loaded state has groups of {[len(g['params']) for g in saved]} params, the optimizer has groups of "
+                f"{[len(g['params']) for g in self.param_groups]}: it was saved for another model or other groups"
+            )
+        params = list(chain.from_iterable(group["params"] for group in self.param_groups))
+        keys = list(chain.from_iterable(group["params"] for group in saved))
+        for key, param in zip(keys, params, strict=True):
+            for name, value in state_dict["state"].get(key, {}).items():
+                if name != "step" and value.shape != param.shape:
+                    raise ValueError(f"state {name!r} of param {key} has shape {tuple(value.shape)}, wanted {param.shape}")
+        for key, param in zip(keys, params, strict=True):
+            state = state_dict["state"].get(key, {})
+            handle = handle_of(param)
+            if handle is None:
+                self.state[param] = {
+                    name: torch.as_tensor(value, dtype=torch.float32).clone()
+                    if name == "step"
+                    else value.detach().to(param.device, torch.int16 if name == "residual" else torch.float32, copy=True)
+                    for name, value in state.items()
+                }
+            else:
+                self.state.pop(param, None)
+                _write_managed_state(handle, state)
+        for group, loaded in zip(self.param_groups, saved, strict=True):
+            group.update({name: value for name, value in loaded.items() if name != "params"})
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        # torch.amp.GradScaler.step asks for this before it looks for gradients that are not there.
+        if any(handle_of(p) is not None for group in self.param_groups for p in group["params"]):
+            raise GeminiError(
+                "GradScaler cannot be used with a managed model (it looks at p.grad, and gradients live in chunks): use "
+                'GeminiConfig(precision="fp16"), whose loss scale works with a plain loss.backward() and optimizer.step()'
+            )
+        return False
+
+    # ---- managed params -----------------------------------------------------------------------------------------
+
+    def update_in_backward(self, engine: Engine, handle: ParamHandle, grad: torch.Tensor) -> None:
+        """The gradient of one param is complete: update it now (``step_in_backward``)."""
+        self._check_mode(engine)
+        self._adopt_plain_state(handle.param)
+        flat = grad.detach().contiguous().view(-1)
+        if not math.isfinite(kernels.total(kernels.sum_squares(flat))):
+            raise NonFiniteGradient(
+                f"the gradient of {handle.name!r} holds inf or NaN. It was not updated, but params whose gradients came "
+                "before it in this backward were: resume from a checkpoint"
+            )
+        group = next(g for g in self.param_groups if any(p is handle.param for p in g["params"]))
+        with torch.no_grad():
+            update_chunk(engine, handle.chunk, [Segment(handle, _hyper(group, handle.num_steps + 1), flat)])
+        handle.num_steps += 1
+
+    def _step_managed(self, managed: list[tuple[ParamHandle, Group]]) -> None:
+        engine = self._engine_of(handle.param for handle, _ in managed)
+        assert engine is not None
+        self._check_mode(engine)
+        engine.recover_if_interrupted()
+        ready = [(handle, group) for handle, group in managed if handle.has_grad]
+        for handle, _ in ready:
+            self._adopt_plain_state(handle.param)
+        handles = [handle for handle, _ in ready]
+        if engine.loss_scale is not None and handles:
+            if not math.isfinite(engine.gradients.total_sum(handles)):
+                engine.loss_scale.skipped()
+                engine.discard_grads(handles)
+                engine.end_step()
+                return
+        engine.gradients.check_finite(handles)
+        scale = engine.clip_coefficient * engine.grad_unscale
+        by_chunk: dict[int, list[Segment]] = {}
+        for handle, group in ready:
+            segment = Segment(handle, _hyper(group, handle.num_steps + 1, scale))
+            by_chunk.setdefault(handle.chunk.spec.index, []).append(segment)
+        for index in sorted(by_chunk):
+            update_chunk(engine, engine.chunks[index], by_chunk[index])
+            for segment in by_chunk[index]:
+                segment.handle.num_steps += 1
+                segment.handle.norm_sums = None
+        if engine.loss_scale is not None and handles:
+            engine.loss_scale.stepped()
+        engine.end_step()
+
+    def _check_mode(self, engine: Engine) -> None:
+        transient = engine.config.gradients == "transient"
+        if transient and not self.step_in_backward:
+            raise GeminiError(
+                'GeminiConfig(gradients="transient") keeps no gradients for step(): make the optimizer with '
+                'HybridAdam(..., step_in_backward=True), or use gradients="retain"'
+            )
+        if self.step_in_backward and not transient:
+            raise GeminiError(
+                f"HybridAdam(step_in_backward=True) with gradients={engine.config.gradients!r}: use "
+                'GeminiConfig(gradients="transient"), or leave step_in_backward out'
+            )
+
+    def _adopt_plain_state(self, param: nn.Parameter) -> None:
+        """Steps were made before the model was wrapped: move their states into the chunks."""
+        handle = handle_of(param)
+        if handle is not None and param in self.state:
+            state = self.state.pop(param)
+            if "master" in state:
+                engine_of(handle).by_names.write(handle, state["master"])
+            _write_managed_state(handle, state)
+
+    def _managed_state(self, handle: ParamHandle) -> dict[str, torch.Tensor]:
+        by_names = engine_of(handle).by_names
+        state = {"step": torch.tensor(float(handle.num_steps))}
+        for kind in OPTIMIZER_PLANES:
+            value = by_names.read_plane(handle, kind)
+            if value is not None:
+                state[kind.value] = value
+        return state
+
+    def _engine_of(self, params: Iterable[Any]) -> Engine | None:
+        engines = {id(e): e for p in params if (h := handle_of(p)) is not None for e in [engine_of(h)]}
+        if len(engines) > 1:
+            raise ValueError(
+                "this HybridAdam was given params of two GeminiDDP models: make one optimizer per model (clipping, loss "
+                "scale and skipped steps are per model)"
+            )
+        return next(iter(engines.values()), None)
+
+    # ---- plain params -------------------------------------------------------------------------------------------
+
+    def _step_plain(self, param: nn.Parameter, group: Group) -> None:
+        if param.grad.is_sparse:  # type: ignore[union-attr]
+            raise GeminiError("HybridAdam has no sparse gradients: build the embedding with sparse=False")
+        state = self.state[param]
+        if not state:
+            state["step"] = torch.tensor(0.0)
+            state["exp_avg"] = torch.zeros_like(param, dtype=torch.float32, memory_format=torch.contiguous_format)
+            state["exp_avg_sq"] = torch.zeros_like(state["exp_avg"])
+        if param.dtype is torch.bfloat16 and "residual" not in state:
+            state["residual"] = torch.zeros_like(state["exp_avg"], dtype=torch.int16)
+        if param.dtype is torch.float16 and "master" not in state:
+            state["master"] = param.detach().float().contiguous()
+        state["step"] += 1
+        data = state.get("master", param.data)
+        weights = data.contiguous()
+        residual = state.get("residual")
+        kernels.adam_update(
+            weights.view(-1),
+            None if residual is None else residual.view(-1),
+            state["exp_avg"].view(-1),
+            state["exp_avg_sq"].view(-1),
+            param.grad.contiguous().view(-1),  # type: ignore[union-attr]
+            _hyper(group, int(state["step"])),
+        )
+        if weights.data_ptr() != param.data_ptr():
+            param.data.copy_(weights)
+
+
+def _write_managed_state(handle: ParamHandle, state: dict[str, Any]) -> None:
+    by_names = engine_of(handle).by_names
+    handle.num_steps = int(state.get("step", 0))
+    for kind in OPTIMIZER_PLANES:
+        if kind in handle.chunk.planes:
+            value = state.get(kind.value)
+            if value is not None:
+                by_names.write_plane(handle, kind, value)
+            elif not state and kind.value != "residual":
+                by_names.write_plane(handle, kind, torch.zeros(handle.param.shape))
+
+
+def _hyper(group: Group, step: int, grad_scale: float = 1.0) -> kernels.AdamHyper:
+    beta1, beta2 = group["betas"]
+    return kernels.AdamHyper(
+        lr=float(group["lr"]),
+        beta1=float(beta1),
+        beta2=float(beta2),
+        eps=float(group["eps"]),
+        weight_decay=float(group["weight_decay"]),
+        step=step,
+        decoupled=bool(group.get("decoupled", True)),
+        grad_scale=grad_scale,
+    )
+
+
+def _refuse_stock_optimizers(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """A stock optimizer would find no gradient on managed params and do nothing, silently."""
+    if isinstance(optimizer, HybridAdam):
+        return
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            handle = handle_of(param)
+            if handle is not None:
+                raise GeminiError(
+                    f"{type(optimizer).__name__} cannot update {handle.name!r}: the gradients and masters of a managed "
+                    "model live in chunks. Use gemini.HybridAdam(model.parameters(), ...)"
+                )
+
+
+register_optimizer_step_pre_hook(_refuse_stock_optimizers)

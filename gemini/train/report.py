@@ -1,0 +1,61 @@
+"""``model.memory_report()``: what every tier holds, as a mapping that reads well."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from gemini.errors import human_bytes
+from gemini.plan.planes import PlaneKind
+
+if TYPE_CHECKING:
+    from gemini.train.engine import Engine
+
+
+class MemoryReport(dict[str, Any]):
+    """``report["cpu"]["peak"]`` in bytes, ``report["moved"]["nvme->cpu"]``; ``str(report)`` is a small table.
+
+    Each tier has "budget", "used", "peak" and "holders" (bytes by what holds them). "params" counts the managed params,
+    "bytes_per_param" their persistent planes (weights, residual, moments) and "grad_bytes_per_param" what is reserved for
+    gradients between backward and update, both over the params that are trained.
+    """
+
+    def __str__(self) -> str:
+        tiers = [name for name in ("gpu", "cpu", "nvme") if name in self]
+        lines = [f"{'tier':<6}{'used':>12}{'peak':>12}{'budget':>12}  held by"]
+        for name in tiers:
+            tier = self[name]
+            held = ", ".join(
+                f"{holder} {human_bytes(num_bytes)}"
+                for holder, num_bytes in sorted(tier["holders"].items(), key=lambda item: -item[1])
+            )
+            sizes = "".join(f"{human_bytes(tier[key]):>12}" for key in ("used", "peak", "budget"))
+            lines.append(f"{name:<6}{sizes}  {held or 'nothing'}")
+        moved = ", ".join(f"{way} {human_bytes(n)}" for way, n in self["moved"].items()) or "nothing"
+        lines.append(f"moved in the last step: {moved}")
+        lines.append(
+            f"{self['params']:,} params ({self['trained_params']:,} trained): {self['bytes_per_param']:.2f} bytes each when "
+            f"trained, and {self['grad_bytes_per_param']:.2f} for gradients between backward and update"
+        )
+        return "\n".join(lines)
+
+
+def make_report(engine: Engine) -> MemoryReport:
+    """The report of an engine as it stands now."""
+    report = MemoryReport()
+    for tier in engine.ledger.tiers:
+        report[tier.value] = {
+            "budget": engine.ledger.budget(tier),
+            "used": engine.ledger.used(tier),
+            "peak": engine.ledger.peak(tier),
+            "holders": engine.ledger.holders(tier),
+        }
+    report["moved"] = dict(sorted(engine.moved_last_step.items()))
+    trained = [chunk for chunk in engine.chunks if PlaneKind.EXP_AVG in chunk.planes]
+    num_trained = sum(chunk.spec.payload for chunk in trained)
+    state = sum(p.num_bytes for c in trained for kind, p in c.planes.items() if kind is not PlaneKind.GRAD)
+    grads = sum(c.planes[PlaneKind.GRAD].num_bytes for c in trained if PlaneKind.GRAD in c.planes)
+    report["params"] = engine.layout.payload
+    report["trained_params"] = num_trained
+    report["bytes_per_param"] = state / num_trained if num_trained else 0.0
+    report["grad_bytes_per_param"] = grads / num_trained if num_trained else 0.0
+    return report

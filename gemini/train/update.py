@@ -1,0 +1,94 @@
+"""One optimizer update of one chunk, tile by tile, wherever its planes live.
+
+Planes in host memory are updated in place; planes in the spill file (or in a device's own memory) pass through one
+staging tile each and are written back. Where every plane stands on the computing device, the update runs there. Params
+of one tile may have different hyperparameters, step counts, or no gradient: each is a segment of its own.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from gemini import kernels
+from gemini.memory.chunk import Chunk
+from gemini.memory.mover import page_up, tiles
+from gemini.plan.planes import OPTIMIZER_PLANES, PlaneKind
+from gemini.tiers import Tier
+from gemini.train.guard import ParamHandle
+
+if TYPE_CHECKING:
+    from gemini.train.engine import Engine
+
+_UPDATED = (PlaneKind.WEIGHTS, *OPTIMIZER_PLANES)
+
+
+class Segment(NamedTuple):
+    """A param to update; ``grad`` is its flat gradient where it is not in the chunk's grad plane."""
+
+    handle: ParamHandle
+    hyper: kernels.AdamHyper
+    grad: torch.Tensor | None = None
+
+
+def update_chunk(engine: Engine, chunk: Chunk, segments: list[Segment]) -> None:
+    """Update ``segments`` (params of ``chunk``), then drop the gathered copy that they have overtaken."""
+    start = min(s.handle.slot.start for s in segments)
+    stop = page_up(max(s.handle.slot.stop for s in segments))
+    with torch.profiler.record_function("gemini::adam"):
+        for first, last in tiles(start, stop, engine.mover.tile):
+            active = [s for s in segments if s.handle.slot.start < last and s.handle.slot.stop > first]
+            if active:
+                _update_tile(engine, chunk, active, first, last)
+    engine.manager.drop([chunk])
+
+
+def _update_tile(engine: Engine, chunk: Chunk, active: list[Segment], first: int, last: int) -> None:
+    kinds = [kind for kind in _UPDATED if kind in chunk.planes]
+    grads_landed = active[0].grad is None
+    if grads_landed:
+        kinds.append(PlaneKind.GRAD)
+    views: dict[PlaneKind, torch.Tensor] = {}
+    staged: list[PlaneKind] = []
+    on_device = engine.device.tier is Tier.GPU and all(chunk.planes[kind].tier is Tier.GPU for kind in kinds)
+    for kind in kinds:
+        plane = chunk.planes[kind]
+        if on_device:
+            view = plane.device_view(first, last)
+            assert view is not None
+            views[kind] = view
+        else:
+            views[kind], is_staged = engine.mover.host_tile(kind, plane, first, last)
+            if is_staged:
+                staged.append(kind)
+    for segment in active:
+        slot = segment.handle.slot
+        a, b = max(slot.start, first), min(slot.stop, last)
+        part = slice(a - first, b - first)
+        if segment.grad is None:
+            grad = views[PlaneKind.GRAD][part]
+        else:
+            grad = _bring(engine, segment.grad[a - slot.start : b - slot.start], on_device)
+        residual = views.get(PlaneKind.RESIDUAL)
+        kernels.adam_update(
+            views[PlaneKind.WEIGHTS][part],
+            None if residual is None else residual[part],
+            views[PlaneKind.EXP_AVG][part],
+            views[PlaneKind.EXP_AVG_SQ][part],
+            grad,
+            segment.hyper,
+        )
+    for kind in staged:
+        if kind is not PlaneKind.GRAD:
+            engine.mover.store(chunk.planes[kind], first, last, views[kind])
+
+
+def _bring(engine: Engine, grad: torch.Tensor, on_device: bool) -> torch.Tensor:
+    """A gradient that was never landed, where the update runs."""
+    if on_device or engine.device.tier is Tier.CPU:
+        return grad
+    inbound = engine.mover.staged(PlaneKind.GRAD, grad.dtype, grad.numel())
+    engine.device.copy(inbound, grad, "evict").wait()
+    engine.mover.count(Tier.GPU, Tier.CPU, inbound.numel() * inbound.element_size())
+    return inbound
