@@ -6,6 +6,7 @@ Everything that shows or changes weights outside of forward comes through here (
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from difflib import get_close_matches
 from typing import TYPE_CHECKING
 
@@ -109,6 +110,19 @@ class ByName:
             )
         write_range(self._mover, plane, handle, value.detach().to("cpu").reshape(-1))
 
+    def read_parts(self, handle: ParamHandle, kind: PlaneKind) -> Iterator[torch.Tensor]:
+        """A param's part of a plane, flat, tile by tile. A part may be overwritten by the next one."""
+        plane, base = handle.chunk.planes[kind], handle.slot.start
+        for start, stop in tiles(0, handle.slot.numel, self._mover.tile):
+            yield _host_part(self._mover, plane, base + start, base + stop)
+
+    def write_parts(self, handle: ParamHandle, kind: PlaneKind, parts: Iterable[torch.Tensor]) -> None:
+        """Overwrite a param's part of a plane from flat parts in order (each but the last in whole pages)."""
+        offset = 0
+        for part in parts:
+            write_range(self._mover, handle.chunk.planes[kind], handle, part, offset)
+            offset += part.numel()
+
     def take_over(self, handle: ParamHandle, before: torch.Tensor | None) -> None:
         """Make a param's gathered weights its master: written elements exactly, others keep their residual.
 
@@ -139,13 +153,18 @@ def read_range(mover: Mover, plane: Plane, handle: ParamHandle) -> torch.Tensor:
     out = torch.empty(handle.slot.numel, dtype=plane.dtype)
     base = handle.slot.start
     for start, stop in tiles(0, handle.slot.numel, mover.tile):
-        view = plane.host_view(base + start, base + stop)
-        if view is None:
-            end = start + page_up(stop - start)
-            staged = mover.staged(PlaneKind.GRAD, plane.dtype, end - start)
-            view = mover.load(plane, base + start, base + end, staged)[: stop - start]
-        out[start:stop].copy_(view)
+        out[start:stop].copy_(_host_part(mover, plane, base + start, base + stop))
     return out
+
+
+def _host_part(mover: Mover, plane: Plane, start: int, stop: int) -> torch.Tensor:
+    """At most a tile of a plane as a host tensor, in place or staged."""
+    view = plane.host_view(start, stop)
+    if view is not None:
+        return view
+    end = start + page_up(stop - start)
+    staged = mover.staged(PlaneKind.GRAD, plane.dtype, end - start)
+    return mover.load(plane, start, end, staged)[: stop - start]
 
 
 def write_range(mover: Mover, plane: Plane, handle: ParamHandle, source: torch.Tensor, offset: int = 0) -> None:

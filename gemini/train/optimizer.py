@@ -125,8 +125,7 @@ class HybridAdam(torch.optim.Optimizer):
 
         Moments are full, fp32, on the CPU. For bf16 params "residual" (int16) is the other half of the master.
         """
-        for param in chain.from_iterable(group["params"] for group in self.param_groups):
-            self._adopt_plain_state(param)
+        self.adopt_plain_states()
         result = super().state_dict()
         index = 0
         for group in self.param_groups:
@@ -242,8 +241,12 @@ class HybridAdam(torch.optim.Optimizer):
                 'GeminiConfig(gradients="transient"), or leave step_in_backward out'
             )
 
+    def adopt_plain_states(self) -> None:
+        """Steps may have been made before the model was wrapped: move their states into the chunks."""
+        for param in chain.from_iterable(group["params"] for group in self.param_groups):
+            self._adopt_plain_state(param)
+
     def _adopt_plain_state(self, param: nn.Parameter) -> None:
-        """Steps were made before the model was wrapped: move their states into the chunks."""
         handle = handle_of(param)
         if handle is not None and param in self.state:
             state = self.state.pop(param)

@@ -1,0 +1,229 @@
+"""The command line ``gemini``: options in, jobs out. Nothing heavy is imported before a command needs it.
+
+A refused request is one paragraph on stderr and exit code 2; 1 means that a check of the job's own failed, 130 that it
+was stopped by Ctrl-C. A traceback is always a bug.
+"""
+
+from __future__ import annotations
+
+import functools
+import shlex
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, ParamSpec
+
+import typer
+from rich.console import Console
+
+from gemini.errors import GeminiError
+from gemini.jobs.errors import JobError
+from gemini.jobs.settings import PRECISIONS, SCHEDULES, TrainSettings
+from gemini.jobs.text_files import DEFAULT_GLOBS
+
+app = typer.Typer(
+    name="gemini",
+    help="Train models that do not fit: params and optimizer states in chunks on GPU, CPU and NVMe.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+P = ParamSpec("P")
+
+
+def main() -> None:
+    """The console script."""
+    app()
+
+
+def _refusals(command: Callable[P, int]) -> Callable[P, None]:
+    """Run a job, print what it refuses in plain words, and leave with its exit code."""
+
+    @functools.wraps(command)
+    def run(*args: P.args, **kwargs: P.kwargs) -> None:
+        try:
+            code = command(*args, **kwargs)
+        except (JobError, GeminiError) as e:
+            typer.echo(f"gemini: {e}", err=True)
+            raise typer.Exit(2) from e
+        except ModuleNotFoundError as e:
+            if e.name != "transformers":
+                raise
+            typer.echo(
+                "gemini: this command needs transformers, an optional part of Gemini: pip install 'gemini-torch[hf]'",
+                err=True,
+            )
+            raise typer.Exit(2) from e
+        except KeyboardInterrupt as e:
+            typer.echo("gemini: stopped; what was not saved is gone", err=True)
+            raise typer.Exit(130) from e
+        raise typer.Exit(code)
+
+    return run
+
+
+@app.command()
+@_refusals
+def doctor(
+    nvme_path: Annotated[
+        Path | None, typer.Option(help="Try this folder as the NVMe tier: direct I/O or not, and the room on it.")
+    ] = None,
+) -> int:
+    """Say what this machine offers: versions, processors, native kernels, memory, disks."""
+    from gemini.jobs.doctor import doctor as job
+
+    return job(Console(), nvme_path=nvme_path)
+
+
+_DEFAULTS = TrainSettings(data=())
+# Help is grouped by the questions of the settings record.
+_WHAT, _HOW, _MEMORY, _FILES = "What is trained, on what", "How", "In how much memory", "What is written"
+
+
+@app.command()
+@_refusals
+def train(
+    model: Annotated[
+        Path | None,
+        typer.Option(
+            help="A Hugging Face config.json (weights are drawn from --seed), or a model folder (its weights are "
+            "loaded, and its tokenizer.json is used if there is one; else tokens are bytes).",
+            rich_help_panel=_WHAT,
+        ),
+    ] = None,
+    preset: Annotated[
+        str | None, typer.Option(help="A built-in shape instead of --model: gpt2-small.", rich_help_panel=_WHAT)
+    ] = None,
+    layers: Annotated[
+        int | None, typer.Option(help="This many layers instead of the config's own.", rich_help_panel=_WHAT)
+    ] = None,
+    data: Annotated[
+        list[Path] | None,
+        typer.Option(help="A text file, or a folder to search for --glob. Repeat for more.", rich_help_panel=_WHAT),
+    ] = None,
+    glob: Annotated[
+        list[str] | None,
+        typer.Option(
+            help=f"Which files of a folder are text. Repeat for more. (Default: {' '.join(DEFAULT_GLOBS)}.)",
+            rich_help_panel=_WHAT,
+        ),
+    ] = None,
+    seq_len: Annotated[int, typer.Option(help="Tokens in a window.", rich_help_panel=_HOW)] = _DEFAULTS.seq_len,
+    batch_size: Annotated[
+        int, typer.Option(help="Windows in a forward pass.", rich_help_panel=_HOW)
+    ] = _DEFAULTS.batch_size,
+    accumulate: Annotated[
+        int, typer.Option(help="Batches in an optimizer step.", rich_help_panel=_HOW)
+    ] = _DEFAULTS.accumulate,
+    steps: Annotated[
+        int, typer.Option(help="Optimizer steps, those before a resume included.", rich_help_panel=_HOW)
+    ] = _DEFAULTS.steps,
+    lr: Annotated[float, typer.Option(help="Learning rate after the warm-up.", rich_help_panel=_HOW)] = _DEFAULTS.lr,
+    weight_decay: Annotated[
+        float, typer.Option(help="AdamW's weight decay; biases and norms have none.", rich_help_panel=_HOW)
+    ] = _DEFAULTS.weight_decay,
+    warmup: Annotated[
+        int, typer.Option(help="Steps over which the learning rate rises.", rich_help_panel=_HOW)
+    ] = _DEFAULTS.warmup,
+    schedule: Annotated[
+        str, typer.Option(help=f"The learning rate after that: {', '.join(SCHEDULES)}.", rich_help_panel=_HOW)
+    ] = _DEFAULTS.schedule,
+    clip: Annotated[
+        float, typer.Option(help="Largest gradient norm; 0 turns clipping off.", rich_help_panel=_HOW)
+    ] = _DEFAULTS.clip,
+    precision: Annotated[
+        str, typer.Option(help=f"What is computed in: {', '.join(PRECISIONS)}.", rich_help_panel=_HOW)
+    ] = _DEFAULTS.precision,
+    gradient_checkpointing: Annotated[
+        bool,
+        typer.Option(
+            "--gradient-checkpointing",
+            help="Compute activations again in backward instead of keeping them.",
+            rich_help_panel=_HOW,
+        ),
+    ] = False,
+    seed: Annotated[
+        int, typer.Option(help="Draws the weights, the order of the text and dropout.", rich_help_panel=_HOW)
+    ] = _DEFAULTS.seed,
+    device: Annotated[
+        str | None, typer.Option(help="cpu or cuda. (Default: cuda if there is one.)", rich_help_panel=_HOW)
+    ] = None,
+    gpu_memory: Annotated[
+        str | None,
+        typer.Option(help="Budget on the GPU, such as 20GiB. (Default: what is free.)", rich_help_panel=_MEMORY),
+    ] = None,
+    cpu_memory: Annotated[
+        str | None, typer.Option(help="Budget in host memory. (Default: what is free.)", rich_help_panel=_MEMORY)
+    ] = None,
+    nvme_memory: Annotated[
+        str | None, typer.Option(help="Budget on the drive of --nvme-path.", rich_help_panel=_MEMORY)
+    ] = None,
+    nvme_path: Annotated[
+        Path | None,
+        typer.Option(
+            help="A folder for what does not fit elsewhere. The file in it has no name.", rich_help_panel=_MEMORY
+        ),
+    ] = None,
+    activations: Annotated[
+        str | None,
+        typer.Option(help="The part of --gpu-memory to leave to activations, such as 4GiB.", rich_help_panel=_MEMORY),
+    ] = None,
+    out: Annotated[
+        Path, typer.Option(help="A folder for the model and the checkpoints.", rich_help_panel=_FILES)
+    ] = _DEFAULTS.out,
+    save_every: Annotated[
+        int, typer.Option(help="Steps between checkpoints; 0 writes none but on Ctrl-C.", rich_help_panel=_FILES)
+    ] = _DEFAULTS.save_every,
+    keep: Annotated[int, typer.Option(help="Checkpoints to keep.", rich_help_panel=_FILES)] = _DEFAULTS.keep,
+    resume: Annotated[
+        str | None,
+        typer.Option(help="A checkpoint folder, or 'auto' for the newest in --out.", rich_help_panel=_FILES),
+    ] = None,
+    log_every: Annotated[
+        int, typer.Option(help="Steps between lines where there is no terminal.", rich_help_panel=_FILES)
+    ] = _DEFAULTS.log_every,
+) -> int:
+    """Train a causal language model on local text files, in the memory given. Ctrl-C saves a checkpoint."""
+    options = dict(locals())
+    options["data"] = tuple(data or ())
+    options["glob"] = tuple(glob or DEFAULT_GLOBS)
+    settings = TrainSettings(**options)
+    settings.check()
+    from gemini.jobs.train import train as job
+
+    return job(settings, Console(), command=_again())
+
+
+@app.command()
+@_refusals
+def demo(
+    full: Annotated[bool, typer.Option("--full", help="All 12 layers of GPT-2 small and longer windows.")] = False,
+    steps: Annotated[int | None, typer.Option(help="Optimizer steps.")] = None,
+    cpu_memory: Annotated[
+        str | None, typer.Option(help="Budget in host memory. (Default: a fixed part of what the model needs.)")
+    ] = None,
+    nvme_path: Annotated[
+        Path | None, typer.Option(help="A folder for the rest. (Default: a new one in --out.)")
+    ] = None,
+    out: Annotated[Path, typer.Option(help="A folder for the model.")] = Path("runs/demo"),
+    seed: Annotated[int, typer.Option(help="Draws the weights, the order of the text and dropout.")] = 0,
+) -> int:
+    """Train a GPT-2-shaped model on Python's own library in less memory than it needs, and check the result."""
+    from gemini.jobs.demo import demo as job
+
+    return job(Console(), full=full, steps=steps, cpu_memory=cpu_memory, nvme_path=nvme_path, out=out, seed=seed)
+
+
+def _again() -> str:
+    """The command line that continues this run: the same one, resuming."""
+    words = sys.argv[1:]
+    for index, word in enumerate(words):
+        if word == "--resume" and index + 1 < len(words):
+            words = words[:index] + words[index + 2 :]
+            break
+        if word.startswith("--resume="):
+            words = words[:index] + words[index + 1 :]
+            break
+    return shlex.join(["gemini", *words, "--resume", "auto"])

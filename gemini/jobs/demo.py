@@ -1,0 +1,155 @@
+"""The README's demo: a GPT-2-shaped model learns Python from the machine's own library, in less memory than it needs.
+
+It is the main job with settings of its own, and then asks what a newcomer would: did the loss fall, did every tier stay
+within its budget, and is the saved model the one that was trained? Each answer is measured in this run; a "no" is said
+as such and makes the exit code 1.
+"""
+
+from __future__ import annotations
+
+import gc
+import sysconfig
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import transformers
+from rich.console import Console
+
+from gemini.errors import human_bytes, parse_bytes
+from gemini.jobs.models import find_model, name_the_loss
+from gemini.jobs.resident import ResidentPeak, resident_bytes
+from gemini.jobs.settings import TrainSettings
+from gemini.jobs.train import TrainRun, budget_lines
+
+_PRESET = "gpt2-small"
+# What the state of a param takes in bf16: weight 2, residual 2, two moments of 4 each.
+_STATE_BYTES_PER_PARAM = 12
+# The host gets this part of the state, the drive has room for all of it and the gradients of one step.
+_CPU_PART = 0.4
+_NVME_BYTES_PER_PARAM = 16
+# Tests of the library and what was installed into it are left out: the rest is the same on most machines.
+_WITHOUT_FOLDERS = ("site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__")
+
+
+class Size(NamedTuple):
+    """How much of the real thing a demo does."""
+
+    layers: int
+    seq_len: int
+    batch_size: int
+    steps: int
+
+
+_SHORT = Size(layers=4, seq_len=128, batch_size=2, steps=60)
+_FULL = Size(layers=12, seq_len=512, batch_size=2, steps=100)
+
+
+def demo(
+    console: Console,
+    *,
+    full: bool = False,
+    steps: int | None = None,
+    cpu_memory: str | None = None,
+    nvme_path: Path | None = None,
+    out: Path = Path("runs/demo"),
+    seed: int = 0,
+) -> int:
+    """Train, check, and say what came out; returns 0 if every check passed, else 1."""
+    size = _FULL if full else _SHORT
+    num_params = _count_params(size.layers)
+    state_bytes = _STATE_BYTES_PER_PARAM * num_params
+    cpu_bytes = int(_CPU_PART * state_bytes) if cpu_memory is None else parse_bytes(cpu_memory)
+
+    def say(text: str) -> None:
+        console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+    say(
+        f"GPT-2 small with {size.layers} of 12 layers has {num_params / 1e6:.1f}M params; their weights and optimizer "
+        f"state take {human_bytes(state_bytes)}. The host may hold "
+        f"{human_bytes(cpu_bytes)} of it, the rest lives in a file."
+    )
+    out.mkdir(parents=True, exist_ok=True)
+    # Beside the model by default, and not where temporary files go: that may be memory.
+    with tempfile.TemporaryDirectory(dir=out, prefix="nvme-") as own_folder, ResidentPeak() as resident:
+        settings = TrainSettings(
+            preset=_PRESET,
+            layers=size.layers,
+            data=(Path(sysconfig.get_path("stdlib")),),
+            glob=("*.py",),
+            without_folders=_WITHOUT_FOLDERS,
+            num_held_out=8,
+            seq_len=size.seq_len,
+            batch_size=size.batch_size,
+            steps=size.steps if steps is None else steps,
+            lr=6e-4,
+            warmup=10,
+            cpu_memory=str(cpu_bytes),
+            nvme_memory=str(_NVME_BYTES_PER_PARAM * num_params),
+            nvme_path=Path(own_folder) if nvme_path is None else nvme_path,
+            out=out,
+            overwrite=True,
+            save_every=0,
+            seed=seed,
+        )
+        before_model = resident_bytes()
+        run = TrainRun(settings, console)
+        first_loss = run.held_out_loss()
+        resident.restart()
+        began = time.perf_counter()
+        losses = run.run()
+        seconds = time.perf_counter() - began
+        peak = resident.peak
+        if run.step < settings.steps:
+            say("Stopped before the end: nothing is checked.")
+            return 130
+        last_loss = run.held_out_loss()
+        memory = run.model.memory_report()
+        run.save()
+        held_out = torch.tensor(run.stream.held_out())
+        del run
+        gc.collect()
+        reloaded_loss = _plain_loss(out, held_out)
+
+    say(f"\n{len(losses)} steps took {seconds:.0f} s ({seconds / len(losses):.2f} s each).")
+    say(str(memory))
+    if peak is not None and before_model is not None:
+        say(
+            f"The whole process held at most {human_bytes(peak)} of memory while it trained; that is "
+            f"{human_bytes(before_model)} from before the model, the cpu tier, activations and temporaries."
+        )
+    fell = last_loss < first_loss and _mean(losses[-5:]) < _mean(losses[:5])
+    same = reloaded_loss == last_loss
+    lines, within = budget_lines(memory)
+    say("")
+    say(
+        f"loss on held-out text: {first_loss:.4f} before, {last_loss:.4f} after: "
+        + ("it fell" if fell else "IT DID NOT FALL")
+    )
+    for line in lines:
+        say(line)
+    say(
+        f"saved to {out}, reloaded with plain transformers: held-out loss {reloaded_loss!r} there, {last_loss!r} here: "
+        + ("the same bits" if same else "NOT THE SAME")
+    )
+    return 0 if fell and within and same else 1
+
+
+def _plain_loss(folder: Path, ids: torch.Tensor) -> float:
+    """The loss of the saved model as anyone would load it, no Gemini involved."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, local_files_only=True)
+    name_the_loss(model).eval()
+    with torch.no_grad():
+        return float(model(input_ids=ids, labels=ids, use_cache=False).loss)
+
+
+def _count_params(layers: int) -> int:
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(find_model(None, _PRESET, layers).config)
+    return sum(p.numel() for p in model.parameters())
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values)

@@ -1,0 +1,139 @@
+"""What this machine offers Gemini: versions, processors, native kernels, memory, and a folder for the NVMe tier.
+
+Every line is asked of the machine when the command runs; what cannot be asked is said to be unknown, never guessed.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import psutil
+import torch
+from rich.console import Console
+
+from gemini.errors import GeminiError, human_bytes
+
+_PACKAGES = ("torch", "transformers", "safetensors", "accelerate", "peft", "lightning", "flash-attn")
+_ISA_FLAGS = ("avx2", "avx512f", "avx512bw", "avx512_bf16", "amx_bf16")
+
+
+def doctor(console: Console, *, nvme_path: Path | None = None) -> int:
+    """Print the findings; returns the exit code, 1 if the NVMe folder that was asked about cannot be used."""
+    sections: tuple[tuple[str, Iterable[str]], ...] = (
+        ("Versions", _versions()),
+        ("CPU", _cpu()),
+        ("Native kernels", _kernels()),
+        ("Memory", _memory()),
+        ("GPU", _gpus()),
+    )
+    for title, lines in sections:
+        _section(console, title, lines)
+    if nvme_path is None:
+        _section(console, "NVMe", ["not asked: `gemini doctor --nvme-path FOLDER` tries a folder"])
+        return 0
+    usable, lines = _nvme(nvme_path)
+    _section(console, "NVMe", lines)
+    return 0 if usable else 1
+
+
+def _section(console: Console, title: str, lines: Iterable[str]) -> None:
+    console.print(title, style="bold")
+    for line in lines:
+        console.print(f"  {line}", highlight=False, markup=False, soft_wrap=True)
+
+
+def _versions() -> Iterator[str]:
+    yield f"gemini {_version('gemini-torch') or 'from a source folder, not installed'}"
+    yield f"python {platform.python_version()}, {platform.system()} {platform.release()}, {platform.machine()}"
+    present = [f"{name} {version}" for name in _PACKAGES if (version := _version(name))]
+    yield ", ".join(present)
+    if absent := [name for name in _PACKAGES if not _version(name)]:
+        yield f"not installed (optional): {', '.join(absent)}"
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _cpu() -> Iterator[str]:
+    name, flags = _cpu_info()
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    yield f"{name or platform.processor() or 'unknown'}, {usable} of {os.cpu_count()} cores may be used"
+    if flags:
+        yield f"instruction sets: {', '.join(flag for flag in _ISA_FLAGS if flag in flags) or 'none beyond the base'}"
+    yield f"torch uses {torch.backends.cpu.get_cpu_capability()} and {torch.get_num_threads()} threads"
+
+
+def _cpu_info() -> tuple[str, set[str]]:
+    """Model name and flags as Linux lists them; empty elsewhere."""
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return "", set()
+    fields = dict(line.split(":", 1) for line in text.split("\n\n")[0].splitlines() if ":" in line)
+    fields = {key.strip(): value.strip() for key, value in fields.items()}
+    return fields.get("model name", ""), set(fields.get("flags", "").split())
+
+
+def _kernels() -> Iterator[str]:
+    from gemini import kernels
+
+    yield from str(kernels.capabilities()).splitlines()
+
+
+def _memory() -> Iterator[str]:
+    memory = psutil.virtual_memory()
+    yield f"{human_bytes(memory.available)} available of {human_bytes(memory.total)}"
+    for path in (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes")):
+        try:
+            limit = int(path.read_text())
+        except (OSError, ValueError):  # no such file, or the word "max"
+            continue
+        if limit < memory.total:
+            yield f"limited to {human_bytes(limit)} by a control group"
+
+
+def _gpus() -> Iterator[str]:
+    if torch.version.cuda is None:
+        yield f"torch {torch.__version__} is built without CUDA: training runs on the CPU"
+    elif not torch.cuda.is_available():
+        yield f"torch {torch.__version__} is built for CUDA {torch.version.cuda}, but finds no usable GPU"
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+    except Exception as e:  # no package, no driver, no permission: each is an answer
+        yield f"none found ({e})"
+        return
+    try:
+        yield f"driver {_text(pynvml.nvmlSystemGetDriverVersion())}"
+        for index in range(pynvml.nvmlDeviceGetCount()):
+            handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+            memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
+            name = _text(pynvml.nvmlDeviceGetName(handle))
+            yield f"{index}: {name}, {human_bytes(memory.free)} free of {human_bytes(memory.total)}"
+    except pynvml.NVMLError as e:
+        yield f"the driver does not say more: {e}"
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _text(value: str | bytes) -> str:
+    """Older NVML bindings answer in bytes."""
+    return value.decode() if isinstance(value, bytes) else value
+
+
+def _nvme(path: Path) -> tuple[bool, list[str]]:
+    from gemini.memory import nvme
+
+    try:
+        return True, str(nvme.probe(path)).splitlines()
+    except (GeminiError, OSError) as e:
+        return False, [str(e)]

@@ -1,0 +1,36 @@
+"""Ctrl-C (and a polite kill) as a wish the training loop looks at between steps, so that it stops at a whole step."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class StopWish:
+    """Within its ``with`` block the first SIGINT or SIGTERM sets ``wanted``; the second one takes effect as ever."""
+
+    def __init__(self, on_wish: Callable[[], None]) -> None:
+        self.wanted = False
+        self._on_wish = on_wish
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> StopWish:
+        for number in _SIGNALS:
+            self._before[number] = signal.signal(number, self._receive)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._restore()
+
+    def _receive(self, _number: int, _frame: FrameType | None) -> None:
+        self.wanted = True
+        self._restore()
+        self._on_wish()
+
+    def _restore(self) -> None:
+        while self._before:
+            signal.signal(*self._before.popitem())

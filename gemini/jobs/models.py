@@ -1,0 +1,156 @@
+"""The model to train, from a preset, a Hugging Face config file or a model folder: first its config, then its weights.
+
+Reading the config is quick and tells all that must be checked against the text; building takes the memory. Only files
+at hand are read, only safetensors are loaded, and no code that comes with a model is run.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from gemini.jobs.errors import JobError
+
+PRESETS = ("gpt2-small",)
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """A model not built yet: its config, the folder its weights come from (else drawn), its tokenizer's folder."""
+
+    label: str
+    config: Any
+    weights: Path | None = None
+    tokenizer: Path | None = None
+
+
+def find_model(model: Path | None, preset: str | None, layers: int | None = None) -> ModelSource:
+    """Read the config behind ``--model`` or ``--preset``, with ``--layers`` layers instead of its own if that is given.
+
+    Raises:
+        JobError: if there is no such thing, or it is not a causal language model that transformers knows.
+    """
+    if preset is not None:
+        source = ModelSource(f"preset {preset}", _preset(preset))
+    else:
+        assert model is not None
+        source = _from_path(model)
+    if layers is not None:
+        if source.weights is not None:
+            raise JobError(
+                f"--layers {layers} builds another model, but {model} has weights for its own layers. Drop one."
+            )
+        _set_layers(source.config, layers)
+    if type(source.config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise JobError(
+            f"{source.label} is of type {source.config.model_type!r}, which transformers has no causal language model "
+            "for. `gemini train` trains models that predict the next token, such as GPT-2, Llama, Qwen or Mixtral."
+        )
+    return source
+
+
+def build_model(source: ModelSource, *, seed: int) -> Any:
+    """The plain transformers model: weights loaded as they are stored, or drawn in fp32 from ``seed``."""
+    # Drawn weights must not depend on what ran before, and what runs after must not depend on loading or drawing.
+    torch.manual_seed(seed)
+    try:
+        if source.weights is None:
+            model = transformers.AutoModelForCausalLM.from_config(source.config, dtype=torch.float32)
+        else:
+            model = transformers.AutoModelForCausalLM.from_pretrained(
+                source.weights, config=source.config, dtype="auto", local_files_only=True, use_safetensors=True
+            )
+    except MemoryError:
+        raise
+    except Exception as e:
+        # Whatever transformers trips over here comes from the files it was given.
+        raise JobError(f"{source.label} cannot be built: {_first_line(e)}") from e
+    torch.manual_seed(seed)
+    return name_the_loss(model)
+
+
+def name_the_loss(model: Any) -> Any:
+    """Set the loss transformers would choose anyway: it warns about classes whose names tell it nothing."""
+    if getattr(model, "loss_type", "") is None:
+        model.loss_type = "ForCausalLM"
+    return model
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """The tokenizer of a model folder."""
+    try:
+        return transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except Exception as e:
+        raise JobError(f"{folder / 'tokenizer.json'} cannot be loaded: {_first_line(e)}") from e
+
+
+def _preset(name: str) -> Any:
+    if name not in PRESETS:
+        raise JobError(f"--preset {name}: there is no such preset. There is {', '.join(PRESETS)}.")
+    return transformers.GPT2Config()  # its defaults are GPT-2 small
+
+
+def _from_path(path: Path) -> ModelSource:
+    if not path.exists():
+        raise JobError(
+            f"--model {path}: there is no such file or folder. Give a config.json or a folder that holds one; a name "
+            "on a hub has to be downloaded first."
+        )
+    if path.is_file():
+        return ModelSource(f"config {path}", _read_config(path))
+    if not (path / "config.json").is_file():
+        raise JobError(f"--model {path}: the folder has no config.json, so it is not a Hugging Face model folder.")
+    config = _read_config(path / "config.json")
+    tokenizer = path if (path / "tokenizer.json").is_file() else None
+    if any(path.glob("*.safetensors")):
+        return ModelSource(f"model folder {path}", config, weights=path, tokenizer=tokenizer)
+    if any(path.glob("*.bin")) or any(path.glob("*.pt")):
+        raise JobError(
+            f"--model {path}: the folder has pickled weights and no safetensors. Pickle files can run code and are not "
+            "read; convert them with `model.save_pretrained(folder)` of transformers."
+        )
+    return ModelSource(f"config {path / 'config.json'}", config, tokenizer=tokenizer)
+
+
+def _read_config(path: Path) -> Any:
+    try:
+        values = json.loads(path.read_bytes())
+    except OSError as e:
+        raise JobError(f"--model {path}: the config cannot be read: {e.strerror or e}.") from e
+    except ValueError as e:
+        raise JobError(f"--model {path}: this is not a JSON file ({e}). Give a Hugging Face config.json.") from e
+    if not isinstance(values, dict) or not isinstance(values.get("model_type"), str):
+        raise JobError(f'--model {path}: this is JSON, but no Hugging Face config: it has no "model_type" to go by.')
+    model_type = values["model_type"]
+    if model_type not in transformers.CONFIG_MAPPING:
+        raise JobError(
+            f"--model {path}: transformers {transformers.__version__} does not know the model type {model_type!r}. "
+            "Models that bring their own code are not supported."
+        )
+    try:
+        return transformers.CONFIG_MAPPING[model_type].from_dict(values)
+    except Exception as e:
+        raise JobError(f"--model {path}: transformers refuses this {model_type} config: {_first_line(e)}") from e
+
+
+def _set_layers(config: Any, layers: int) -> None:
+    if getattr(config, "num_hidden_layers", None) is None:
+        raise JobError(f"--layers {layers}: {config.model_type} configs have no single number of layers to change.")
+    # Some families list a kind for each layer; a shorter model keeps the first ones.
+    kinds = getattr(config, "layer_types", None)
+    if kinds is not None:
+        if layers > len(kinds):
+            raise JobError(f"--layers {layers}: the config names the kinds of {len(kinds)} layers; at most so many.")
+        config.layer_types = kinds[:layers]
+    config.num_hidden_layers = layers
+
+
+def _first_line(error: Exception) -> str:
+    """What an error says, without the pages some libraries add."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {' '.join(lines[:3])}" if lines else type(error).__name__

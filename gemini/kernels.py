@@ -1,0 +1,338 @@
+"""The numeric kernels and raw I/O under the memory manager and the optimizer: native where it can be, torch elsewhere.
+
+The only module that loads gemini._C. Every function checks its tensors, then runs C++ (CPU tensors, native library
+present) or the same function of gemini.kernels_reference, with the same bits either way: neither instruction set, nor
+threads, nor device change a result. Tensors are flat (1-D, contiguous); native writes do not pass through autograd and
+leave version counters alone. Set GEMINI_NATIVE=0 to run without the native library.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gemini import kernels_reference as reference
+from gemini.kernels_reference import NORM_BLOCK, NORM_LANES, NORM_TILE, AdamHyper, total
+
+__all__ = [
+    "NORM_BLOCK",
+    "NORM_LANES",
+    "NORM_TILE",
+    "AdamHyper",
+    "IoQueue",
+    "KernelReport",
+    "accumulate_grad",
+    "adam_update",
+    "capabilities",
+    "copy_grad",
+    "get_num_threads",
+    "join_master",
+    "set_num_threads",
+    "split_master",
+    "sum_squares",
+    "total",
+    "use_isa",
+]
+
+_INTERFACE = 1  # of the signatures in csrc/bindings.cpp
+
+
+def _load() -> tuple[Any, str | None]:
+    """The native module, or None and why not."""
+    if os.environ.get("GEMINI_NATIVE") == "0":
+        return None, "GEMINI_NATIVE=0 is set"
+    try:
+        native = importlib.import_module("gemini._C")
+    except ImportError as error:
+        return None, f"gemini._C cannot be loaded ({error}); install with a C++ compiler and pybind11 to build it"
+    if getattr(native, "INTERFACE", None) != _INTERFACE:
+        return None, "gemini._C was built from another version of the sources; build it again"
+    return native, None
+
+
+def _num_cpus() -> int:
+    """CPUs this process may run on, which on a shared machine are fewer than there are."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+_native, _why_not = _load()
+_isas: dict[str, Any] = {"reference": None}  # name -> what the native functions take; slowest first
+if _native is not None:
+    _isas |= {name: isa for name, isa in _native.Isa.__members__.items() if _native.runs_here(isa)}
+    _native.set_num_threads(_num_cpus())
+_isa_name = list(_isas)[-1]
+_isa: Any = _isas[_isa_name]
+_num_threads = _num_cpus()
+
+_FLOAT32 = (torch.float32,)
+_BFLOAT16 = (torch.bfloat16,)
+_INT16 = (torch.int16,)
+_GRAD = (torch.float32, torch.bfloat16, torch.float16)
+_dtypes: dict[torch.dtype, Any] = (
+    {} if _native is None else dict(zip(_GRAD, (_native.Dtype.f32, _native.Dtype.bf16, _native.Dtype.f16), strict=True))
+)
+
+# ---- what is here ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class KernelReport:
+    """What runs the kernels in this process. `reason` says why there is no native library, if there is none.
+
+    `isa` is in use for CPU tensors, `isas` are those that can run here; `cuda` says whether the library holds CUDA
+    kernels (CUDA tensors run the torch reference where it does not, with the same bits).
+    """
+
+    native: bool
+    reason: str | None
+    isa: str
+    isas: tuple[str, ...]
+    num_threads: int
+    cuda: bool
+
+    def __str__(self) -> str:
+        threads = f"{self.num_threads} thread{'s' if self.num_threads != 1 else ''}"
+        if not self.native:
+            return f"kernels: torch reference only, {self.reason}"
+        cuda = "native" if self.cuda else "torch reference"
+        return f"kernels: native, {self.isa} (of {', '.join(self.isas)}), {threads}; on CUDA: {cuda}"
+
+
+def capabilities() -> KernelReport:
+    """What runs the kernels here and now."""
+    cuda = bool(getattr(_native, "HAS_CUDA", False))
+    return KernelReport(_native is not None, _why_not, _isa_name, tuple(_isas), get_num_threads(), cuda)
+
+
+@contextmanager
+def use_isa(name: str | None) -> Iterator[None]:
+    """Runs the kernels of the whole process with one instruction set; None is the best one. For tests and benchmarks.
+
+    Raises ValueError for a name that is unknown or cannot run here.
+    """
+    global _isa, _isa_name
+    chosen = list(_isas)[-1] if name is None else name
+    if chosen not in _isas:
+        raise ValueError(f"instruction set {chosen!r} cannot run here; there are {', '.join(_isas)}")
+    before = _isa_name
+    _isa_name, _isa = chosen, _isas[chosen]
+    try:
+        yield
+    finally:
+        _isa_name, _isa = before, _isas[before]
+
+
+def set_num_threads(n: int) -> None:
+    """Sets how many threads share one call of a native kernel, the caller counted (at first: the CPUs of the process).
+
+    Torch's own threads are left alone, and results do not depend on it.
+    """
+    global _num_threads
+    if n < 1:
+        raise ValueError(f"there must be at least 1 thread, not {n}")
+    _num_threads = n
+    if _native is not None:
+        _native.set_num_threads(n)
+
+
+def get_num_threads() -> int:
+    """How many threads share one call of a native kernel."""
+    return _num_threads if _native is None else _native.num_threads()
+
+
+# ---- checks ----------------------------------------------------------------------------------------------------------
+
+_Args = tuple[tuple[str, Tensor, tuple[torch.dtype, ...]], ...]
+
+
+def _check(op: str, args: _Args) -> list[int]:
+    """Addresses of the tensors, which are flat, of the accepted dtypes, as long as the first, and apart in memory."""
+    first = args[0][1]
+    n, device = first.numel(), first.device
+    for _, tensor, accepted in args:
+        if (
+            tensor.dtype not in accepted
+            or tensor.dim() != 1
+            or tensor.numel() != n
+            or tensor.device != device
+            or not tensor.is_contiguous()
+        ):
+            raise ValueError(_refusal(op, args))
+    addresses = [tensor.data_ptr() for _, tensor, _ in args]
+    if n and len(args) > 1 and device.type != "meta":
+        spans = sorted([(begin, begin + arg[1].nbytes, arg[0]) for begin, arg in zip(addresses, args, strict=True)])
+        end, before = 0, ""
+        for begin, stop, name in spans:
+            if begin < end:
+                raise ValueError(f"{op}: {before} and {name} overlap in memory; each needs its own")
+            end, before = stop, name
+    return addresses
+
+
+def _refusal(op: str, args: _Args) -> str:
+    def short(dtype: torch.dtype) -> str:
+        return str(dtype).removeprefix("torch.")
+
+    lines = [f"{op} takes 1-D contiguous tensors of equal length on one device, and was given"]
+    for name, tensor, accepted in args:
+        layout = "" if tensor.is_contiguous() else ", not contiguous"
+        given = f"{short(tensor.dtype)} of shape {tuple(tensor.shape)} on {tensor.device}{layout}"
+        lines.append(f"  {name}: {given} (accepted: {', '.join(map(short, accepted))})")
+    return "\n".join(lines)
+
+
+# ---- kernels ---------------------------------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=256)
+def _native_scalars(hyper: AdamHyper) -> Any:
+    return _native.AdamScalars(*reference.fp32_scalars(hyper))
+
+
+def adam_update(
+    weights: Tensor, residual: Tensor | None, exp_avg: Tensor, exp_avg_sq: Tensor, grad: Tensor, hyper: AdamHyper
+) -> None:
+    """One Adam or AdamW update, in place; the formula stands in csrc/cpu_adam.h and gemini/kernels_reference.py.
+
+    `weights` is fp32 with `residual` None, or bf16 with an int16 `residual`: the split master, whose two halves are
+    together exactly the fp32 weight. `exp_avg` and `exp_avg_sq` are fp32; `grad` is fp32, bf16 or fp16 with either
+    kind of weights, and is only read. All are 1-D, contiguous, of n elements, on one device. A weight of the split
+    master that becomes NaN is stored canonically (0x7FC0, 0). Raises ValueError for anything else.
+    """
+    args: _Args = (
+        ("weights", weights, _FLOAT32 if residual is None else _BFLOAT16),
+        ("exp_avg", exp_avg, _FLOAT32),
+        ("exp_avg_sq", exp_avg_sq, _FLOAT32),
+        ("grad", grad, _GRAD),
+    )
+    if residual is not None:
+        args += (("residual", residual, _INT16),)
+    w, m, v, g, *r = _check("adam_update", args)
+    if _isa is not None and weights.is_cpu:
+        scalars = _native_scalars(hyper)
+        n = weights.numel()
+        _native.adam_update(_isa, w, r[0] if r else 0, m, v, g, _dtypes[grad.dtype], n, scalars)
+    else:
+        reference.adam_update(weights, residual, exp_avg, exp_avg_sq, grad, hyper)
+
+
+def copy_grad(dst: Tensor, src: Tensor) -> list[float]:
+    """dst = src, in one pass with the norm: returns the sums of squares of dst, one per NORM_TILE elements.
+
+    `src` is fp32, bf16 or fp16, at any address; `dst` is of its dtype or fp32. Both 1-D, contiguous, n elements, on
+    one device, without overlap; anything else is a ValueError. A non-finite element makes its tile's sum non-finite.
+    """
+    accepted = (src.dtype, torch.float32) if src.dtype != torch.float32 else _FLOAT32
+    d, s = _check("copy_grad", (("dst", dst, accepted), ("src", src, _GRAD)))
+    if _isa is not None and dst.is_cpu:
+        return _native.copy_grad(_isa, d, _dtypes[dst.dtype], s, _dtypes[src.dtype], dst.numel())
+    return reference.copy_grad(dst, src)
+
+
+def accumulate_grad(acc: Tensor, src: Tensor) -> list[float]:
+    """acc (fp32) += src, in one pass with the norm: returns the sums of squares of the new acc, as copy_grad does."""
+    a, s = _check("accumulate_grad", (("acc", acc, _FLOAT32), ("src", src, _GRAD)))
+    if _isa is not None and acc.is_cpu:
+        return _native.accumulate_grad(_isa, a, s, _dtypes[src.dtype], acc.numel())
+    return reference.accumulate_grad(acc, src)
+
+
+def sum_squares(src: Tensor) -> list[float]:
+    """The sums of squares of an fp32, bf16 or fp16 tensor: one float per NORM_TILE elements, none if it is empty.
+
+    fp64 over a fixed tree, the same bits on every device: blocks of NORM_BLOCK elements from the tensor's start, in
+    each NORM_LANES lanes that add every NORM_LANES-th square in order; lanes are added pairwise (16 apart, 8, 4, 2, 1),
+    blocks in order inside a tile. Add the tiles with `total`.
+    """
+    (s,) = _check("sum_squares", (("src", src, _GRAD),))
+    if _isa is not None and src.is_cpu:
+        return _native.sum_squares(_isa, s, _dtypes[src.dtype], src.numel())
+    return reference.sum_squares(src)
+
+
+def split_master(master: Tensor, hi: Tensor, lo: Tensor) -> None:
+    """Splits fp32 `master` into bf16 `hi` (rounded half away from zero) and int16 `lo`, exactly.
+
+    bits(master) = (bits(hi) << 16) + lo, modulo 2^32; a NaN becomes (0x7FC0, 0). ValueError as in adam_update.
+    """
+    m, h, w = _check("split_master", (("master", master, _FLOAT32), ("hi", hi, _BFLOAT16), ("lo", lo, _INT16)))
+    if _isa is not None and master.is_cpu:
+        _native.split_master(_isa, m, h, w, master.numel())
+    else:
+        reference.split_master(master, hi, lo)
+
+
+def join_master(hi: Tensor, lo: Tensor, out: Tensor) -> None:
+    """The exact inverse of split_master: fp32 `out` from bf16 `hi` and int16 `lo`."""
+    h, w, o = _check("join_master", (("hi", hi, _BFLOAT16), ("lo", lo, _INT16), ("out", out, _FLOAT32)))
+    if _isa is not None and out.is_cpu:
+        _native.join_master(_isa, h, w, o, out.numel())
+    else:
+        reference.join_master(hi, lo, out)
+
+
+# ---- I/O -------------------------------------------------------------------------------------------------------------
+
+
+class IoQueue:
+    """Reads and writes between memory and file descriptors, on `num_threads` blocking threads.
+
+    Addresses, sizes and offsets are in bytes; what O_DIRECT asks of their alignment is the caller's business, and
+    blocks are cut at multiples of 4 MiB from the start of a request. File and memory must live until `wait` has
+    returned or raised for the ticket; only then is the memory free of the threads. Requests start in the order of
+    submission, and end in any order. A queue belongs to the process that made it: in a forked child every call raises
+    RuntimeError. Calls may come from several threads.
+    """
+
+    def __init__(self, num_threads: int = 4) -> None:
+        self._queue = reference.ThreadedIoQueue(num_threads) if _native is None else _native.IoQueue(num_threads)
+
+    def submit_read(self, fd: int, address: int, nbytes: int, offset: int) -> int:
+        """Starts reading `nbytes` at `offset` of the file into memory at `address`; returns the ticket to wait for."""
+        _check_range(nbytes, offset)
+        return self._queue.submit_read(fd, address, nbytes, offset)
+
+    def submit_write(self, fd: int, address: int, nbytes: int, offset: int) -> int:
+        """Starts writing `nbytes` from memory at `address` to `offset` of the file; returns the ticket to wait for."""
+        _check_range(nbytes, offset)
+        return self._queue.submit_write(fd, address, nbytes, offset)
+
+    def wait(self, ticket: int) -> None:
+        """Waits for a request to end, with the GIL released. A ticket is good for one wait (else ValueError).
+
+        Raises OSError with the errno of the first block that failed; a read beyond the end of the file is EIO with a
+        text that says so.
+        """
+        self._queue.wait(ticket)
+
+    def read(self, fd: int, address: int, nbytes: int, offset: int) -> None:
+        """submit_read and wait."""
+        self.wait(self.submit_read(fd, address, nbytes, offset))
+
+    def write(self, fd: int, address: int, nbytes: int, offset: int) -> None:
+        """submit_write and wait."""
+        self.wait(self.submit_write(fd, address, nbytes, offset))
+
+    def close(self) -> None:
+        """Completes what was submitted and ends the threads. Idempotent; tickets may still be waited for."""
+        self._queue.close()
+
+    def __enter__(self) -> IoQueue:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+
+def _check_range(nbytes: int, offset: int) -> None:
+    if nbytes < 0 or offset < 0:
+        raise ValueError(f"nbytes and offset must be 0 or more, not {nbytes} and {offset}")
