@@ -17,8 +17,8 @@ class GeminiConfig:
     """How ``GeminiDDP`` manages a model.
 
     Args:
-        precision: dtype of forward and backward. "bf16" (split fp32 master), "fp16" (fp32 master, dynamic loss scale) or
-            "fp32". The optimizer always updates an exact fp32 master.
+        precision: dtype of forward and backward. "bf16" (split fp32 master), "fp16" (fp32 master, dynamic loss scale)
+            or "fp32". The optimizer always updates an exact fp32 master.
         memory: budgets per tier; what is left out is measured.
         placement: "auto" (the fastest tier first, in order of use), a :class:`StaticPlacement`, or a whole
             :class:`~gemini.plan.placement.Placement`.

@@ -1,6 +1,7 @@
 """The manager: gathers chunks into windows within the budget, and takes the memory of those nobody reads.
 
-    acquire = make room (policy) + populate + gather + pin          release = unpin; the window stays until room is needed
+    acquire = make room (policy) + populate + gather + pin
+    release = unpin; the window stays until someone needs the room
 
 Weights in windows are clean copies, so eviction drops them. Every byte is reserved in the ledger before it is taken:
 populated windows as "windows", frames that wait for reuse as "pool". Moves are waited for here; overlap comes on top.
@@ -82,8 +83,8 @@ class Manager:
                 self._evict(chunk)
 
     def make_room(self, num_bytes: int, *, what: str, for_window: bool = False) -> None:
-        """Free at least ``num_bytes`` of the computing tier by evicting and giving back frames; ``for_window``: a parked
-        frame of just that size will do as well.
+        """Free at least ``num_bytes`` of the computing tier by evicting and giving back frames; ``for_window``: a
+        parked frame of just that size will do as well.
 
         Raises:
             BudgetExceeded: if all that may go is not enough; then nothing was evicted.
@@ -160,7 +161,8 @@ class Manager:
         held = sum(c.window.num_bytes for c in pinned if c.window is not None)
         return (
             f"{what} needs {human_bytes(num_bytes)} of {tier.value}: budget {human_bytes(self.ledger.budget(tier))}, "
-            f"used {human_bytes(self.ledger.used(tier))}, of which {human_bytes(held)} are {len(pinned)} gathered chunks in "
+            f"used {human_bytes(self.ledger.used(tier))}, of which {human_bytes(held)} are {len(pinned)} gathered "
+            "chunks in "
             f"use. Raise the {tier.value} budget by {human_bytes(num_bytes - self.ledger.free(tier))}, or gather fewer "
             "params at once"
         )

@@ -1,8 +1,8 @@
 """Moves bytes between homes, windows and staging, tile by tile, and counts what crosses each boundary.
 
 A tile is at most ``TILE`` elements of a chunk. Everything that cannot be worked on in place (spill file, a device's own
-memory) passes through one host staging area of one tile per plane, whatever the size of a param: a fused expert weight of
-0.9 G elements needs no more staging than a bias. The mover decides nothing and evicts nothing.
+memory) passes through one host staging area of one tile per plane, whatever the size of a param: a fused expert weight
+of 0.9 G elements needs no more staging than a bias. The mover decides nothing and evicts nothing.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """The NVMe tier: one preallocated, nameless spill file per process, read and written in whole pages.
 
 ``SpillFile`` opens the file so that no death of the process leaves it behind (``O_TMPFILE``, or unlinked at once), asks
-for O_DIRECT and says aloud when the file system refuses it, preallocates every byte up front (a full disk is an error at
-construction, not in the middle of a step), and turns every failure into a :class:`StorageError` that says what to do.
+for O_DIRECT and says aloud when the file system refuses it, preallocates every byte up front (a full disk is an error
+at construction, not in the middle of a step), and turns every failure into a :class:`StorageError` that says what to
+do.
 """
 
 from __future__ import annotations
@@ -103,7 +104,8 @@ class SpillFile:
             os.posix_fallocate(self._fd, start, num_bytes)
         except OSError as e:
             raise StorageError(
-                f"cannot allocate {human_bytes(num_bytes)} in {self.directory} ({human_bytes(_free_bytes(self.directory))}"
+                f"cannot allocate {human_bytes(num_bytes)} in {self.directory} "
+                f"({human_bytes(_free_bytes(self.directory))}"
                 f" free): {e.strerror}. Give another nvme_path= or a smaller nvme= budget"
             ) from e
 
@@ -203,5 +205,3 @@ def _direct_works(fd: int) -> bool:
 def _free_bytes(directory: Path) -> int:
     stat = os.statvfs(directory)
     return stat.f_bavail * stat.f_frsize
-
-

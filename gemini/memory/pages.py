@@ -1,9 +1,9 @@
 """Host memory that torch can see and the engine can move: page-aligned anonymous mappings.
 
-On the CPU autograd saves *views* of weights, so evicted weights must come back at the same address. ``Pages`` is a range
-of addresses that is reserved once; ``Pages.move_to`` moves its *physical* pages under another range by ``mremap`` (14 us
-for 64 MiB, no page faults afterwards), so one frame of memory serves many chunks in turn. Where the kernel lacks that
-(Linux before 5.7, other systems) ``can_move_pages()`` is False and resizable torch storages are used instead.
+On the CPU autograd saves *views* of weights, so evicted weights must come back at the same address. ``Pages`` is a
+range of addresses that is reserved once; ``Pages.move_to`` moves its *physical* pages under another range by ``mremap``
+(14 us for 64 MiB, no page faults afterwards), so one frame of memory serves many chunks in turn. Where the kernel lacks
+that (Linux before 5.7, other systems) ``can_move_pages()`` is False and resizable torch storages are used instead.
 
 Only Python and libc here, so that it works without a compiler.
 """

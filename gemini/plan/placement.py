@@ -145,7 +145,9 @@ def by_fractions(problem: Problem, static: StaticPlacement) -> Placement:
     ):
         if fraction and tier not in problem.budgets:
             remedy = "nvme_path=" if tier is Tier.NVME else "a device with its own memory"
-            raise ValueError(f"StaticPlacement puts {fraction:.0%} on {tier.value}, which does not exist: give {remedy}")
+            raise ValueError(
+                f"StaticPlacement puts {fraction:.0%} on {tier.value}, which does not exist: give {remedy}"
+            )
     homes: list[dict[PlaneKind, Tier]] = []
     sizes = [problem.plane_bytes(i) for i in range(len(problem.layout.chunks))]
 
@@ -211,7 +213,9 @@ def _cheapest_change(problem: Problem, missing: Mapping[Tier, int]) -> str:
     budgets, compute = problem.budgets, problem.compute
     floor = sum(problem.spoken_for.values()) if compute is Tier.CPU else problem.spoken_for[compute]
     if budgets.get(compute, 0) < floor:
-        smallest = f"raise the {compute.value} budget to at least {human_bytes(floor)}: the gathered weights of one module"
+        smallest = (
+            f"raise the {compute.value} budget to at least {human_bytes(floor)}: the gathered weights of one module"
+        )
         largest = max(chunk.numel for chunk in problem.layout.chunks) * compute_itemsize(problem.precision)
         return f"{smallest} (largest chunk {human_bytes(largest)}), staging and activations must fit at once"
     last = [tier for tier in Tier if tier in budgets][-1]

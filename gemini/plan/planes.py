@@ -4,7 +4,8 @@ bf16:  weights 2 (the bf16 half of the fp32 master) + residual 2 (the other half
 fp16:  weights 4 (the fp32 master; cast when it is gathered)           + moments 4 + 4           = 12 bytes per param
 fp32:  weights 4 (the master itself)                                   + moments 4 + 4           = 12 bytes per param
 
-and gradients between backward and update: 2 bytes (4 in fp32, or where accumulated), none where updates run in backward.
+and gradients between backward and update: 2 bytes (4 in fp32, or where accumulated), none where updates run in
+backward.
 """
 
 from __future__ import annotations

@@ -11,9 +11,9 @@ from typing import NamedTuple, Protocol
 
 
 class Candidate(NamedTuple):
-    """An evictable chunk: its index, the bytes it frees, when it was last used, and whether this step needs it again."""
+    """An evictable chunk by index, the bytes it frees, its last use, and whether this step is done with it."""
 
-    index: int
+    chunk: int
     num_bytes: int
     last_use: int
     done: bool
@@ -38,6 +38,6 @@ class LeastRecentlyUsed:
         for candidate in sorted(candidates, key=lambda c: (not c.done, c.last_use)):
             if missing <= 0:
                 break
-            victims.append(candidate.index)
+            victims.append(candidate.chunk)
             missing -= candidate.num_bytes
         return tuple(victims) if missing <= 0 else None

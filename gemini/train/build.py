@@ -1,8 +1,8 @@
 """From a model and a config to chunks at their homes: the one-time work of ``GeminiDDP(model, config)``.
 
 Everything that can be refused is refused before the first byte of the model moves: bad params, budgets that cannot hold
-it, a directory that cannot be written. Then the params move chunk by chunk, each freed as soon as it stands in its home,
-so that the model and its chunks are never in memory twice.
+it, a directory that cannot be written. Then the params move chunk by chunk, each freed as soon as it stands in its
+home, so that the model and its chunks are never in memory twice.
 """
 
 from __future__ import annotations
@@ -128,9 +128,7 @@ def decide_placement(problem: Problem, config: GeminiConfig) -> Placement:
         wanted = config.placement
         if problem.compute is Tier.CPU and (wanted.weights_on_gpu or wanted.optimizer_on_gpu):
             warnings.warn("StaticPlacement: fractions on gpu have no effect without a GPU", stacklevel=5)
-            wanted = StaticPlacement(
-                weights_on_nvme=wanted.weights_on_nvme, optimizer_on_nvme=wanted.optimizer_on_nvme
-            )
+            wanted = StaticPlacement(weights_on_nvme=wanted.weights_on_nvme, optimizer_on_nvme=wanted.optimizer_on_nvme)
         return by_fractions(problem, wanted)
     if isinstance(config.placement, Placement):
         check_fits(problem, config.placement)
@@ -177,7 +175,9 @@ def build(model: nn.Module, config: GeminiConfig, device: Device, engine: weakre
     spill = SpillFile(config.memory.nvme_path, on_disk) if on_disk and config.memory.nvme_path is not None else None
     chunks = [_make_chunk(spec, problem, placement, device, spill) for spec in layout.chunks]
     handles = [
-        ParamHandle(n.names[0], n.names, n.param, chunks[place_of[n.names[0]][0].index], place_of[n.names[0]][1], engine)
+        ParamHandle(
+            n.names[0], n.names, n.param, chunks[place_of[n.names[0]][0].index], place_of[n.names[0]][1], engine
+        )
         for n in named
     ]
     return Built(layout, placement, ledger, spill, chunks, handles, tile)

@@ -1,4 +1,5 @@
-"""Reading and writing the content of one managed param by name: weights, masters, moments, gradients, wherever they live.
+"""Reading and writing the content of one managed param by name: weights, masters, moments, gradients, wherever they
+live.
 
 Everything that shows or changes weights outside of forward comes through here (``state_dict``, ``full_param``, loading,
 ``gathered(write=True)``), so that the two halves of a bf16 master are always written together.
@@ -67,9 +68,7 @@ class ByName:
             ValueError: if the shape is not the param's.
         """
         if value.shape != handle.param.shape:
-            raise ValueError(
-                f"{handle.name!r} has shape {tuple(handle.param.shape)}, was given {tuple(value.shape)}"
-            )
+            raise ValueError(f"{handle.name!r} has shape {tuple(handle.param.shape)}, was given {tuple(value.shape)}")
         planes = handle.chunk.planes
         flat = value.detach().reshape(-1)
         for start, stop in tiles(0, flat.numel(), self._mover.tile):
@@ -168,7 +167,7 @@ def _host_part(mover: Mover, plane: Plane, start: int, stop: int) -> torch.Tenso
 
 
 def write_range(mover: Mover, plane: Plane, handle: ParamHandle, source: torch.Tensor, offset: int = 0) -> None:
-    """Overwrite a param's part of a plane, from element ``offset`` (whole pages) of it on, cast to the plane's dtype."""
+    """Overwrite a param's part of a plane, from element ``offset`` (whole pages) of it on, cast to its dtype."""
     base = handle.slot.start + offset
     for start, stop in tiles(0, source.numel(), mover.tile):
         view = plane.host_view(base + start, base + stop)

@@ -1,9 +1,9 @@
 """Checkpoints: everything that makes a resumed run the same run, bit for bit, under any budgets.
 
-A checkpoint is a directory: ``manifest.json`` (what is there, step counts, optimizer groups, scheduler, loss scale, RNGs,
-the caller's ``extra``) and safetensors files with masters and moments by param name, in both halves for bf16. It knows
-nothing of chunks or tiers. It is written beside its final name and renamed when it is whole on the disk; it is read
-completely, and its checksums compared, before the first byte of the model changes. No pickle.
+A checkpoint is a directory: ``manifest.json`` (what is there, step counts, optimizer groups, scheduler, loss scale,
+RNGs, the caller's ``extra``) and safetensors files with masters and moments by param name, in both halves for bf16. It
+knows nothing of chunks or tiers. It is written beside its final name and renamed when it is whole on the disk; it is
+read completely, and its checksums compared, before the first byte of the model changes. No pickle.
 """
 
 from __future__ import annotations
@@ -62,7 +62,9 @@ def save_checkpoint(
         raise GeminiError("save_checkpoint between backward and step: gradients are not saved; call it after step()")
     final = Path(directory)
     if final.exists() and not (final.is_dir() and (not any(final.iterdir()) or (final / "manifest.json").exists())):
-        raise StorageError(f"{final} exists and is not a checkpoint: it will not be overwritten; give another directory")
+        raise StorageError(
+            f"{final} exists and is not a checkpoint: it will not be overwritten; give another directory"
+        )
     if not final.parent.is_dir():
         raise StorageError(f"cannot save a checkpoint in {final.parent}: no such directory")
     optimizer.adopt_plain_states()
@@ -123,7 +125,9 @@ def load_checkpoint(
     for name, sums in manifest["files"].items():
         for tensor, checksum in sums.items():
             if tensor not in files[name].specs or files[name].checksum(tensor) != checksum:
-                raise StorageError(f"{path / name} is damaged: {tensor!r} is not what was written. Use an older checkpoint")
+                raise StorageError(
+                    f"{path / name} is damaged: {tensor!r} is not what was written. Use an older checkpoint"
+                )
 
     values = files["values.safetensors"]
     tensors = [values.whole(str(i)) for i in range(len(values.specs))]
@@ -153,7 +157,9 @@ def load_checkpoint(
 def _engine(model: nn.Module, optimizer: Any) -> Engine:
     engine = model.__dict__.get("_gemini_engine")
     if not isinstance(engine, Engine):
-        raise TypeError("checkpoints are of GeminiDDP models: wrap the model first, or use torch.save(model.state_dict())")
+        raise TypeError(
+            "checkpoints are of GeminiDDP models: wrap the model first, or use torch.save(model.state_dict())"
+        )
     if not isinstance(optimizer, HybridAdam):
         raise TypeError(f"checkpoints keep the states of gemini.HybridAdam, got {type(optimizer).__name__}")
     return engine

@@ -1,9 +1,9 @@
 """``GeminiDDP``: the face of a managed model.
 
 ``GeminiDDP(model, config)`` returns the *same* module, its class changed in place to one that is both ``GeminiDDP`` and
-the original, with the original's name (as FSDP2 does): ``model.config``, ``generate``, ``save_pretrained`` and the names
-of params stay. What cannot be meant on a managed model (deepcopy, pickle, ``.half()``, wrapping twice) is refused here
-with the remedy.
+the original, with the original's name (as FSDP2 does): ``model.config``, ``generate``, ``save_pretrained`` and the
+names of params stay. What cannot be meant on a managed model (deepcopy, pickle, ``.half()``, wrapping twice) is refused
+here with the remedy.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
@@ -64,8 +64,8 @@ class GeminiDDP(nn.Module):
     ) -> torch.Tensor:
         """Clip the gradients of all params to a total 2-norm of ``max_norm``; returns the norm before clipping.
 
-        The gradients are scaled when the update reads them, in fp32, by ``max_norm / (norm + 1e-6)`` if that is below 1,
-        as ``torch.nn.utils.clip_grad_norm_`` does.
+        The gradients are scaled when the update reads them, in fp32, by ``max_norm / (norm + 1e-6)`` if that is below
+        1, as ``torch.nn.utils.clip_grad_norm_`` does.
 
         Raises:
             ValueError: for another norm than the 2-norm, or a negative ``max_norm``.
@@ -203,10 +203,10 @@ def _engine(model: nn.Module) -> Engine:
     return engine
 
 
-@lru_cache(maxsize=None)
+@cache
 def _managed_class(original: type[nn.Module]) -> type[nn.Module]:
     """The class that is both; one per original class, with its name, so that configs and reprs do not change."""
-    namespace = {
+    namespace: dict[str, Any] = {
         "__module__": original.__module__,
         "__qualname__": original.__qualname__,
         "__doc__": original.__doc__,
@@ -249,7 +249,5 @@ def _wrap(model: Any, config: GeminiConfig | None = None) -> nn.Module:
             if buffer is not None:
                 module._buffers[name] = buffer.to(engine.device.torch_device)
     hooks.attach(model, engine)
-    model.__class__ = _managed_class(type(model))
+    model.__class__ = _managed_class(type(model))  # type: ignore[arg-type]
     return model
-
-

@@ -1,8 +1,8 @@
 """The engine behind one wrapped model: phases, gathered weights, gradients, loss scale, reads and writes by name.
 
-``GeminiDDP`` is the face, hooks tell the engine what happens, ``HybridAdam`` asks it for gradients and homes. The engine
-knows when the model computes (a forward is on the stack, a backward is running, or ``gathered()`` is open) and keeps the
-params guarded at all other times.
+``GeminiDDP`` is the face, hooks tell the engine what happens, ``HybridAdam`` asks it for gradients and homes. The
+engine knows when the model computes (a forward is on the stack, a backward is running, or ``gathered()`` is open) and
+keeps the params guarded at all other times.
 """
 
 from __future__ import annotations
@@ -312,7 +312,8 @@ class Engine:
     def _update_now(self, handle: ParamHandle, grad: torch.Tensor) -> None:
         if handle.in_backward == self._backward_number:
             raise GeminiError(
-                f"{handle.name!r} got its gradient in two parts (shared under reentrant checkpointing), after its update: "
+                f"{handle.name!r} got its gradient in two parts (shared under reentrant checkpointing), after its "
+                "update: "
                 'gradients="transient" cannot be used with this model; use gradients="retain"'
             )
         optimizer = getattr(handle.param, "_gemini_optimizer", lambda: None)()
@@ -320,7 +321,8 @@ class Engine:
             optimizer.update_in_backward(self, handle, grad)
             return
         raise GeminiError(
-            f'gradients="transient": no HybridAdam(step_in_backward=True) owns {handle.name!r}, so its gradient would be '
+            f'gradients="transient": no HybridAdam(step_in_backward=True) owns {handle.name!r}, so its gradient '
+            "would be "
             "lost. Give all trained params to the optimizer before the first backward, or freeze this one"
         )
 

@@ -1,7 +1,7 @@
 """``save_pretrained``: transformers' own writer, given weights that take no memory.
 
-transformers knows renames, tied weights, fused experts, shards and index files; it only wants a state dict. Each param is
-handed to it as a tensor over the very bytes of its home: host memory of the chunk, or pages of the spill file mapped
+transformers knows renames, tied weights, fused experts, shards and index files; it only wants a state dict. Each param
+is handed to it as a tensor over the very bytes of its home: host memory of the chunk, or pages of the spill file mapped
 read-only, which the system takes back at will. So a model is saved without ever being whole in memory.
 """
 
@@ -63,7 +63,7 @@ def _mapped(engine: Engine, handle: ParamHandle, directory: Path) -> torch.Tenso
 
 
 def _spooled(tensor: torch.Tensor, directory: Path) -> torch.Tensor:
-    """The same values in a nameless file beside the result, mapped: for weights that have to be cast or copied first."""
+    """The same values in a nameless file beside the result, mapped: for weights that are cast or copied first."""
     flat = tensor.contiguous().view(-1).view(torch.uint8)
     with tempfile.TemporaryFile(dir=directory) as file:
         file.truncate(flat.numel())

@@ -1,9 +1,9 @@
 """Gradients between backward and update: landed in the grad plane as they arrive, with their norm in the same pass.
 
 A gradient arrives in the param's post-accumulate hook, is copied (or added, in fp32) into its chunk's grad plane at the
-plane's home, and torch's own copy is freed. Sums of squares of its norm tiles ride on that copy; they tell the total norm
-and whether anything is not finite without another pass. In declaration order and over fixed tiles, so the same bits come
-out wherever the plane lives.
+plane's home, and torch's own copy is freed. Sums of squares of its norm tiles ride on that copy; they tell the total
+norm and whether anything is not finite without another pass. In declaration order and over fixed tiles, so the same
+bits come out wherever the plane lives.
 """
 
 from __future__ import annotations
@@ -136,8 +136,10 @@ class GradientStore:
         bad = [h for h in handles if h.norm_sums is not None and not math.isfinite(kernels.total(h.norm_sums))]
         if bad:
             raise NonFiniteGradient(
-                f"the gradient of {bad[0].name!r} holds inf or NaN (and {len(bad) - 1} more params). No weight was changed:"
-                " call optimizer.zero_grad() to drop this step and go on, or look for the cause (learning rate, data, fp16)"
+                f"the gradient of {bad[0].name!r} holds inf or NaN (and {len(bad) - 1} more params). No weight was "
+                "changed:"
+                " call optimizer.zero_grad() to drop this step and go on, or look for the cause (learning rate, "
+                "data, fp16)"
             )
 
     def discard(self, handles: list[ParamHandle]) -> None:

@@ -1,11 +1,11 @@
 """Managed params outside of forward and backward: served or refused, never garbage.
 
 While a module computes, a managed param is an ordinary ``nn.Parameter`` and costs nothing. At rest its class is
-:class:`ManagedParameter` (as torch's own ``UninitializedParameter`` becomes a ``Parameter``), whose ``__torch_function__``
-sees every use: its shape, dtype and the like are answered; inside a forward its chunk is gathered and the call goes on
-(a fused op that reads another module's weight); elsewhere reads that yield new values are served from a copy, and what
-would alias the weights, write to them, or lose a gradient is refused with the remedy. So a write can never leave a stale
-residual, and the same program behaves the same wherever its weights happen to live.
+:class:`ManagedParameter` (as torch's own ``UninitializedParameter`` becomes a ``Parameter``), whose
+``__torch_function__`` sees every use: its shape, dtype and the like are answered; inside a forward its chunk is
+gathered and the call goes on (a fused op that reads another module's weight); elsewhere reads that yield new values are
+served from a copy, and what would alias the weights, write to them, or lose a gradient is refused with the remedy. So a
+write can never leave a stale residual, and the same program behaves the same wherever its weights happen to live.
 """
 
 from __future__ import annotations
@@ -154,7 +154,9 @@ def _read_copies(func: Callable[..., Any], args: Any, kwargs: Any, handles: list
 
 
 def _refusal(what: str, handle: ParamHandle, *, write: bool) -> str:
-    remedy = "with model.gathered([param], write=True)" if write else "model.full_param(name) or model.gathered([param])"
+    remedy = (
+        "with model.gathered([param], write=True)" if write else "model.full_param(name) or model.gathered([param])"
+    )
     return (
         f"{what} is not possible outside of forward: the weights of {handle.name!r} live in a chunk (and in half "
         f"precision the other half of its fp32 master beside it). Use {remedy}"
@@ -187,24 +189,26 @@ def _replace(tree: Any, copies: dict[int, torch.Tensor]) -> Any:
 
 def _getters() -> set[Any]:
     names = (
-        "shape dtype device ndim layout requires_grad grad grad_fn is_leaf is_cuda is_cpu is_meta is_sparse is_quantized "
+        "shape dtype device ndim layout requires_grad grad grad_fn is_leaf is_cuda is_cpu is_meta is_sparse "
+        "is_quantized "
         "is_mkldnn is_mps is_xpu is_nested output_nr _version names itemsize nbytes _backward_hooks "
         "_post_accumulate_grad_hooks retains_grad is_ipu is_maia is_mtia is_vulkan is_xla is_sparse_csr volatile"
     ).split()
     return {getattr(torch.Tensor, name).__get__ for name in names if hasattr(torch.Tensor, name)}
 
 
-_GET_GRAD = torch.Tensor.grad.__get__  # type: ignore[attr-defined]
+_GET_GRAD = torch.Tensor.grad.__get__  # type: ignore[union-attr]
 
 _METADATA: set[Any] = _getters() | {
-    torch.Tensor.grad.__set__,  # type: ignore[attr-defined]
+    torch.Tensor.grad.__set__,  # type: ignore[union-attr]
     torch.Tensor.requires_grad.__set__,  # type: ignore[attr-defined]
     *(
         getattr(torch.Tensor, name)
         for name in (
             "size dim numel nelement stride storage_offset is_contiguous element_size is_floating_point is_complex "
             "requires_grad_ __len__ __hash__ data_ptr untyped_storage register_hook get_device is_pinned is_shared "
-            "register_post_accumulate_grad_hook retain_grad new_empty new_zeros new_ones new_full new_tensor is_inference "
+            "register_post_accumulate_grad_hook retain_grad new_empty new_zeros new_ones new_full new_tensor "
+            "is_inference "
             "is_same_size ndimension is_signed is_coalesced has_names __dir__ is_conj is_neg sparse_dim"
         ).split()
         if hasattr(torch.Tensor, name)
@@ -232,7 +236,8 @@ def _refuse_torch_clipping(param: Any) -> None:
     for _ in range(3):  # the getter, perhaps a comprehension, torch's function
         if frame.f_code in _TORCH_CLIPPING:
             raise ParamAccessError(
-                f"torch.nn.utils.{frame.f_code.co_name} would see no gradient of {param._gemini.name!r} and clip nothing: "
+                f"torch.nn.utils.{frame.f_code.co_name} would see no gradient of {param._gemini.name!r} and clip "
+                "nothing: "
                 "gradients of a managed model live in chunks. Use model.clip_grad_norm_(max_norm)"
             )
         if frame.f_back is None:

@@ -1,9 +1,9 @@
 """``HybridAdam``: Adam and AdamW on exact fp32 masters, in C++ where the states live, for managed and plain params.
 
-It is a true ``torch.optim.Optimizer``: param groups, LR schedulers, ``state_dict`` and ``add_param_group`` are torch's. For
-params of a ``GeminiDDP`` model the states are planes of chunks and the gradients are in chunks; for plain params the
-states are in ``self.state`` (a bf16 param gets an int16 ``residual``, the other half of its master; an fp16 param an fp32
-``master``). The update is written down once, in ``gemini.kernels_reference``, and is the same bits everywhere.
+It is a true ``torch.optim.Optimizer``: param groups, LR schedulers, ``state_dict`` and ``add_param_group`` are torch's.
+For params of a ``GeminiDDP`` model the states are planes of chunks and the gradients are in chunks; for plain params
+the states are in ``self.state`` (a bf16 param gets an int16 ``residual``, the other half of its master; an fp16 param
+an fp32 ``master``). The update is written down once, in ``gemini.kernels_reference``, and is the same bits everywhere.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ Group = dict[str, Any]
 
 
 class HybridAdam(torch.optim.Optimizer):
-    """AdamW (``decoupled=True``; Loshchilov and Hutter, 2019) or Adam with L2 (``decoupled=False``; Kingma and Ba, 2015).
+    """AdamW (``decoupled=True``; Loshchilov and Hutter, 2019) or Adam with L2 (``decoupled=False``; Kingma and Ba,
+    2015).
 
     Args:
         params: params or param groups, managed or not; may be made before or after ``GeminiDDP(model)``.
@@ -64,7 +65,13 @@ class HybridAdam(torch.optim.Optimizer):
             raise ValueError(f"betas must be two numbers in [0, 1), got {betas}")
         if not float(weight_decay) >= 0:
             raise ValueError(f"weight_decay must not be negative, got {weight_decay}")
-        defaults = dict(lr=lr, betas=tuple(betas), eps=eps, weight_decay=weight_decay, decoupled=decoupled)
+        defaults = {
+            "lr": lr,
+            "betas": tuple(betas),
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "decoupled": decoupled,
+        }
         self.step_in_backward = step_in_backward
         super().__init__(params, defaults)
 
@@ -146,7 +153,8 @@ class HybridAdam(torch.optim.Optimizer):
         saved = state_dict["param_groups"]
         if [len(g["params"]) for g in saved] != [len(g["params"]) for g in self.param_groups]:
             raise ValueError(
-                f"the loaded state has groups of {[len(g['params']) for g in saved]} params, the optimizer has groups of "
+                f"the loaded state has groups of {[len(g['params']) for g in saved]} params, the optimizer has groups "
+                "of "
                 f"{[len(g['params']) for g in self.param_groups]}: it was saved for another model or other groups"
             )
         params = list(chain.from_iterable(group["params"] for group in self.param_groups))
@@ -154,7 +162,9 @@ class HybridAdam(torch.optim.Optimizer):
         for key, param in zip(keys, params, strict=True):
             for name, value in state_dict["state"].get(key, {}).items():
                 if name != "step" and value.shape != param.shape:
-                    raise ValueError(f"state {name!r} of param {key} has shape {tuple(value.shape)}, wanted {param.shape}")
+                    raise ValueError(
+                        f"state {name!r} of param {key} has shape {tuple(value.shape)}, wanted {param.shape}"
+                    )
         for key, param in zip(keys, params, strict=True):
             state = state_dict["state"].get(key, {})
             handle = handle_of(param)
@@ -162,7 +172,9 @@ class HybridAdam(torch.optim.Optimizer):
                 self.state[param] = {
                     name: torch.as_tensor(value, dtype=torch.float32).clone()
                     if name == "step"
-                    else value.detach().to(param.device, torch.int16 if name == "residual" else torch.float32, copy=True)
+                    else value.detach().to(
+                        param.device, torch.int16 if name == "residual" else torch.float32, copy=True
+                    )
                     for name, value in state.items()
                 }
             else:
@@ -176,8 +188,10 @@ class HybridAdam(torch.optim.Optimizer):
         # torch.amp.GradScaler.step asks for this before it looks for gradients that are not there.
         if any(handle_of(p) is not None for group in self.param_groups for p in group["params"]):
             raise GeminiError(
-                "GradScaler cannot be used with a managed model (it looks at p.grad, and gradients live in chunks): use "
-                'GeminiConfig(precision="fp16"), whose loss scale works with a plain loss.backward() and optimizer.step()'
+                "GradScaler cannot be used with a managed model (it looks at p.grad, and gradients live in chunks): "
+                "use "
+                'GeminiConfig(precision="fp16"), whose loss scale works with a plain loss.backward() and '
+                "optimizer.step()"
             )
         return False
 
@@ -190,7 +204,8 @@ class HybridAdam(torch.optim.Optimizer):
         flat = grad.detach().contiguous().view(-1)
         if not math.isfinite(kernels.total(kernels.sum_squares(flat))):
             raise NonFiniteGradient(
-                f"the gradient of {handle.name!r} holds inf or NaN. It was not updated, but params whose gradients came "
+                f"the gradient of {handle.name!r} holds inf or NaN. It was not updated, but params whose gradients "
+                "came "
                 "before it in this backward were: resume from a checkpoint"
             )
         group = next(g for g in self.param_groups if any(p is handle.param for p in g["params"]))
@@ -267,7 +282,8 @@ class HybridAdam(torch.optim.Optimizer):
         engines = {id(e): e for p in params if (h := handle_of(p)) is not None for e in [engine_of(h)]}
         if len(engines) > 1:
             raise ValueError(
-                "this HybridAdam was given params of two GeminiDDP models: make one optimizer per model (clipping, loss "
+                "this HybridAdam was given params of two GeminiDDP models: make one optimizer per model (clipping, "
+                "loss "
                 "scale and skipped steps are per model)"
             )
         return next(iter(engines.values()), None)

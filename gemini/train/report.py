@@ -15,8 +15,8 @@ class MemoryReport(dict[str, Any]):
     """``report["cpu"]["peak"]`` in bytes, ``report["moved"]["nvme->cpu"]``; ``str(report)`` is a small table.
 
     Each tier has "budget", "used", "peak" and "holders" (bytes by what holds them). "params" counts the managed params,
-    "bytes_per_param" their persistent planes (weights, residual, moments) and "grad_bytes_per_param" what is reserved for
-    gradients between backward and update, both over the params that are trained.
+    "bytes_per_param" their persistent planes (weights, residual, moments) and "grad_bytes_per_param" what is reserved
+    for gradients between backward and update, both over the params that are trained.
     """
 
     def __str__(self) -> str:
@@ -33,7 +33,8 @@ class MemoryReport(dict[str, Any]):
         moved = ", ".join(f"{way} {human_bytes(n)}" for way, n in self["moved"].items()) or "nothing"
         lines.append(f"moved in the last step: {moved}")
         lines.append(
-            f"{self['params']:,} params ({self['trained_params']:,} trained): {self['bytes_per_param']:.2f} bytes each when "
+            f"{self['params']:,} params ({self['trained_params']:,} trained): {self['bytes_per_param']:.2f} bytes "
+            "each when "
             f"trained, and {self['grad_bytes_per_param']:.2f} for gradients between backward and update"
         )
         return "\n".join(lines)

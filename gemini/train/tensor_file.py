@@ -1,9 +1,9 @@
 """Safetensors files written and read tile by tile.
 
 The safetensors library writes a file from tensors that are whole in memory, which a checkpoint of a model that does not
-fit cannot be. The format is public and small (eight bytes of header length, a JSON header of dtypes, shapes and offsets,
-then the bytes), so files are written here as a stream and opened by any safetensors reader. Every tensor's CRC-32 is
-kept beside it by the checkpoint, so that damage is found before anything is loaded.
+fit cannot be. The format is public and small (eight bytes of header length, a JSON header of dtypes, shapes and
+offsets, then the bytes), so files are written here as a stream and opened by any safetensors reader. Every tensor's
+CRC-32 is kept beside it by the checkpoint, so that damage is found before anything is loaded.
 """
 
 from __future__ import annotations
@@ -111,7 +111,9 @@ class TensorFile:
             raise StorageError(f"{path} is damaged: it has {size} bytes, its header says {end}")
 
     def read(self, name: str, part_bytes: int = 4 * 2**20) -> Iterator[torch.Tensor]:
-        """The flat parts of a tensor, in order, each of at most ``part_bytes``. A part is overwritten by the next one."""
+        """The flat parts of a tensor, in order, each of at most ``part_bytes``. A part is overwritten by the next
+        one.
+        """
         spec = self.specs[name]
         remaining = spec.num_bytes
         buffer = torch.empty(min(part_bytes, remaining), dtype=torch.uint8)
