@@ -17,7 +17,7 @@ from gemini.memory.chunk import Chunk, FilePlane, Plane
 from gemini.memory.device import Device
 from gemini.plan.layout import ALIGN
 from gemini.plan.planes import PlaneKind
-from gemini.tiers import Tier
+from gemini.tiers import Ledger, Tier
 
 TILE = NORM_TILE
 """Elements per tile. A whole norm tile, so that a gradient's norm is the same whether it is staged or not."""
@@ -49,17 +49,22 @@ def tiles(start: int, stop: int, tile: int) -> Iterator[tuple[int, int]]:
 
 
 class Mover:
-    """One per engine. Staging is made at the first use; whoever made the mover has reserved it in the ledger."""
+    """One per engine. Staging that was not reserved when the model was placed is reserved at its first use."""
 
-    def __init__(self, device: Device, tile: int):
+    def __init__(self, device: Device, tile: int, ledger: Ledger):
         self.device = device
         self.tile = tile
+        self._ledger = ledger
+        self._unreserved = staging_bytes(tile) - ledger.held(Tier.CPU, "staging")
         self.moved: Counter[str] = Counter()
         self._staging: dict[PlaneKind, torch.Tensor] = {}
 
     def staged(self, kind: PlaneKind, dtype: torch.dtype, numel: int) -> torch.Tensor:
         """The first ``numel`` elements of the staging area of ``kind``, as ``dtype``. Valid until it is asked again."""
         if kind not in self._staging:
+            if self._unreserved:
+                self._ledger.reserve(Tier.CPU, self._unreserved, "staging")
+                self._unreserved = 0
             self._staging[kind] = self.device.make_host_buffer(self.tile * _STAGED_BYTES[kind])
         return self._staging[kind][: numel * dtype.itemsize].view(dtype)
 

@@ -172,7 +172,7 @@ def build(model: nn.Module, config: GeminiConfig, device: Device, engine: weakre
     ledger = Ledger(dict(problem.budgets))
     _reserve(ledger, problem, placement)
     on_disk = bytes_per_tier(problem, placement).get(Tier.NVME, 0)
-    spill = SpillFile(config.memory.nvme_path, on_disk) if on_disk and config.memory.nvme_path is not None else None
+    spill = SpillFile(config.memory.nvme_path, on_disk) if config.memory.nvme_path is not None else None
     chunks = [_make_chunk(spec, problem, placement, device, spill) for spec in layout.chunks]
     handles = [
         ParamHandle(

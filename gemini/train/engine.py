@@ -19,42 +19,19 @@ import torch
 from torch import nn
 
 from gemini.config import GeminiConfig
-from gemini.errors import BudgetExceeded, GeminiError, ParamAccessError
+from gemini.errors import BudgetExceeded, GeminiError, ParamAccessError, human_bytes
 from gemini.memory.chunk import Chunk, plane_dtype
 from gemini.memory.device import make_device
 from gemini.memory.manager import Manager
 from gemini.memory.mover import Mover
-from gemini.plan.planes import OPTIMIZER_PLANES, PlaneKind, plane_itemsizes
+from gemini.plan.planes import PlaneKind, plane_itemsizes
 from gemini.tiers import Tier
 from gemini.train.build import build, iter_chunks, make_plane
 from gemini.train.by_name import ByName
+from gemini.train.calls import CallRecord, Calls
 from gemini.train.gradients import GradientStore
 from gemini.train.guard import ManagedParameter, ParamHandle, engine_of, expose, hide
 from gemini.train.loss_scale import LossScale
-
-
-class CallRecord:
-    """One call of a module that reads managed weights: its chunks, and the call around it.
-
-    Autograd runs nodes strictly in the reverse order of forward, so when the backward of one call begins, every call
-    that is neither around it nor inside it is over, and its chunks may go.
-    """
-
-    __slots__ = ("chunks", "module", "parent")
-
-    def __init__(self, module: nn.Module, chunks: tuple[Chunk, ...], parent: CallRecord | None):
-        self.module: nn.Module | None = module
-        self.chunks = chunks
-        self.parent = parent
-
-    def is_around(self, other: CallRecord) -> bool:
-        """Whether ``other`` is this call or one inside it."""
-        record: CallRecord | None = other
-        while record is not None:
-            if record is self:
-                return True
-            record = record.parent
-        return False
 
 
 class Engine:
@@ -67,7 +44,7 @@ class Engine:
         self.layout, self.placement, self.ledger, self.spill = built.layout, built.placement, built.ledger, built.spill
         self.chunks, self.handles = built.chunks, built.handles
         self.by_chunk = iter_chunks(self.handles)
-        self.mover = Mover(self.device, built.tile)
+        self.mover = Mover(self.device, built.tile, self.ledger)
         self.manager = Manager(
             self.chunks, ledger=self.ledger, device=self.device, mover=self.mover, on_evict=self._hide_chunk
         )
@@ -80,10 +57,10 @@ class Engine:
         self.moved_last_step: Counter[str] = Counter()
         self._gathered = 0
         self._backward_number = 0
-        self._in_backward = False
+        self.in_backward = False
+        self.requires_grad_changed = False
+        self.calls = Calls(self._acquire, self.manager.release)
         self._exposed: set[int] = set()
-        self._calls: list[CallRecord] = []
-        self._reading: list[CallRecord] = []
         for index, handles in self.by_chunk.items():
             for handle in handles:
                 self._adopt(handle)
@@ -95,57 +72,31 @@ class Engine:
     @property
     def computing(self) -> bool:
         """Whether params are ordinary parameters now: a forward, a backward or gathered() is under way."""
-        return bool(self._calls) or self._in_backward or self._gathered > 0
-
-    @property
-    def in_backward(self) -> bool:
-        return self._in_backward
+        return self.calls.running or self.in_backward or self._gathered > 0
 
     def begin_call(self, module: nn.Module, chunks: tuple[Chunk, ...]) -> None:
         """A hooked module starts to compute: gather what it reads."""
         if not self.computing:
             self._expose_gathered()
-        acquired = []
         try:
-            for chunk in chunks:
-                self.acquire(chunk)
-                acquired.append(chunk)
-        except BaseException:
-            for chunk in acquired:
-                self.manager.release(chunk)
-            if not self.computing:
-                self._rest()
-            raise
-        self._calls.append(CallRecord(module, chunks, self._calls[-1] if self._calls else None))
+            self.calls.begin(module, chunks)
+        finally:
+            self._rest_if_idle()
 
     def end_call(self, module: nn.Module) -> CallRecord | None:
-        """A hooked module is done, or failed; calls inside it that ended without their hook end with it.
-
-        None if the call never began (its own gathering failed).
-        """
-        if all(record.module is not module for record in self._calls):
-            return None
-        while True:
-            record = self._calls.pop()
-            for chunk in record.chunks:
-                self.manager.release(chunk)
-            if record.module is module:
-                break
-        record.module = None  # it may live as long as the graph; the module need not
-        if not self.computing:
-            self._rest()
+        """A hooked module is done, or failed. None if it never began."""
+        record = self.calls.end(module)
+        self._rest_if_idle()
         return record
 
     def recover_if_interrupted(self) -> None:
         """Forget a forward or backward that an exception ended without its hooks; called where none can be running."""
         if torch._C._current_graph_task_id() != -1:
             return
-        if self._calls:
-            first = self._calls[0].module
-            assert first is not None
-            self.end_call(first)
-        if self._in_backward:
+        self.calls.abandon()
+        if self.in_backward:
             self.end_backward()
+        self._rest_if_idle()
 
     def begin_backward(self) -> None:
         """The first gradient of a backward is about to flow into the model.
@@ -153,58 +104,36 @@ class Engine:
         Raises:
             BudgetExceeded: if gradients of an earlier backward are kept and there is no room to accumulate.
         """
-        if self._in_backward:
+        if self.in_backward:
             return
-        pending = any(handle.has_grad for handle in self.handles)
-        if pending and self.config.gradients == "transient":
-            raise GeminiError(
-                'a second backward before optimizer.step(): gradients="transient" keeps nothing to add to. '
-                'Use GeminiConfig(gradients="accumulate") (or "retain") to accumulate over micro-batches'
-            )
-        if pending:
+        if any(handle.has_grad for handle in self.handles):
+            if self.config.gradients == "transient":
+                raise GeminiError(
+                    'a second backward before optimizer.step(): gradients="transient" keeps nothing to add to. '
+                    'Use GeminiConfig(gradients="accumulate") (or "retain") to accumulate over micro-batches'
+                )
             self.gradients.promote(self.chunks)
         self._backward_number += 1
-        self._in_backward = True
+        self.in_backward = True
+        self._expose_gathered()
         for chunk in self.chunks:
-            chunk.num_missing_grads = sum(h.param.requires_grad for h in self.by_chunk[chunk.spec.index])
+            chunk.num_missing_grads = sum(handle.trained for handle in self.by_chunk[chunk.spec.index])
         torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
 
     def begin_backward_of(self, record: CallRecord) -> None:
-        """The backward of one call begins: its weights are read now, those of finished calls are not."""
+        """The backward of one call begins."""
         self.begin_backward()
-        staying = []
-        for other in self._reading:
-            if other.is_around(record) or record.is_around(other):
-                staying.append(other)
-            else:
-                for chunk in other.chunks:
-                    self.manager.release(chunk)
-        self._reading = staying
-        if record not in staying:
-            acquired = []
-            try:
-                for chunk in record.chunks:
-                    self.acquire(chunk)
-                    acquired.append(chunk)
-            except BaseException:
-                for chunk in acquired:
-                    self.manager.release(chunk)
-                raise
-            staying.append(record)
+        self.calls.begin_backward(record)
 
     def end_backward(self) -> None:
         """The whole graph is done (or was abandoned)."""
-        for record in self._reading:
-            for chunk in record.chunks:
-                self.manager.release(chunk)
-        self._reading = []
-        self._in_backward = False
-        if not self.computing:
-            self._rest()
+        self.calls.end_backward()
+        self.in_backward = False
+        self._rest_if_idle()
 
     # ---- gathered weights ---------------------------------------------------------------------------------------
 
-    def acquire(self, chunk: Chunk) -> None:
+    def _acquire(self, chunk: Chunk) -> None:
         self.manager.acquire(chunk)
         self._expose_chunk(chunk)
 
@@ -212,15 +141,15 @@ class Engine:
         """A param is read outside its own module while the model computes: gather it for the call around the read."""
         chunk = handle.chunk
         if not chunk.resident:
-            holder = self._calls[-1] if self._calls else (self._reading[-1] if self._reading else None)
-            if holder is None:
+            call = self.calls.innermost
+            if call is None:
                 raise ParamAccessError(
                     f"managed param {handle.name!r} is read where no module of the model is computing; "
                     "read it inside the model's forward, or with model.gathered([param])"
                 )
-            if chunk not in holder.chunks:
+            if chunk not in call.chunks:
                 self.manager.acquire(chunk)
-                holder.chunks += (chunk,)
+                call.chunks += (chunk,)
         self._expose_chunk(chunk)
 
     @contextmanager
@@ -236,7 +165,7 @@ class Engine:
         self._gathered += 1
         try:
             for chunk in chunks:
-                self.acquire(chunk)
+                self._acquire(chunk)
                 acquired.append(chunk)
             try:
                 yield
@@ -254,8 +183,7 @@ class Engine:
                 self.manager.release(chunk)
             if write:
                 self.manager.drop(acquired)
-            if not self.computing:
-                self._rest()
+            self._rest_if_idle()
 
     def _expose_chunk(self, chunk: Chunk) -> None:
         index = chunk.spec.index
@@ -272,9 +200,10 @@ class Engine:
             if chunk.gathered:
                 self._expose_chunk(chunk)
 
-    def _rest(self) -> None:
-        for index in list(self._exposed):
-            self._hide_chunk(self.chunks[index])
+    def _rest_if_idle(self) -> None:
+        if not self.computing:
+            for index in list(self._exposed):
+                self._hide_chunk(self.chunks[index])
 
     # ---- gradients ----------------------------------------------------------------------------------------------
 
@@ -367,18 +296,20 @@ class Engine:
 
     # ---- trained or frozen --------------------------------------------------------------------------------------
 
-    def note_requires_grad(self) -> None:
-        """Follow ``requires_grad`` flips: a param that became trained gets its hook, its chunk its optimizer planes."""
+    def follow_requires_grad(self) -> None:
+        """After a flip of ``requires_grad``: a param that became trained gets its hook, its chunk what it lacks."""
+        self.requires_grad_changed = False
         for handle in self.handles:
-            if handle.param.requires_grad and handle.hook is None:
+            handle.trained = handle.param.requires_grad
+            if handle.trained and handle.hook is None:
                 self._make_trainable(handle.chunk)
                 handle.hook = handle.param.register_post_accumulate_grad_hook(_grad_hook(handle))
 
     def _make_trainable(self, chunk: Chunk) -> None:
-        """Give a frozen chunk the planes of a trained one, on the fastest tier below the GPU with room."""
-        precision, gradients = self.config.precision, self.config.gradients
-        sizes = plane_itemsizes(precision, gradients, trainable=True)
-        missing = [kind for kind in (*OPTIMIZER_PLANES, PlaneKind.GRAD) if kind in sizes and kind not in chunk.planes]
+        """Give a frozen chunk the planes of a trained one, on the fastest tier below the GPU with room for all."""
+        precision = self.config.precision
+        sizes = plane_itemsizes(precision, self.config.gradients, trainable=True)
+        missing = {kind: size for kind, size in sizes.items() if kind not in chunk.planes}
         if not missing:
             return
         if precision == "fp16":
@@ -386,23 +317,20 @@ class Engine:
                 f"{chunk.name} was frozen when the model was wrapped: in fp16 it has no fp32 master to train. "
                 "Set requires_grad before wrapping, or use precision='bf16'"
             )
-        num_bytes = sum(sizes[kind] for kind in missing) * chunk.spec.numel
+        num_bytes = sum(missing.values()) * chunk.spec.numel
         below = [tier for tier in self.ledger.tiers if tier is not Tier.GPU]
         tier = next((t for t in below if self.ledger.free(t) >= num_bytes), None)
         if tier is None:
             raise BudgetExceeded(
-                f"{chunk.name} became trained after wrapping and needs optimizer states that no tier has room for; "
-                "wrap the model with requires_grad already set, or raise a budget"
+                f"{chunk.name} became trained after wrapping and needs {human_bytes(num_bytes)} for gradients and "
+                "optimizer states, which no tier has: set requires_grad before wrapping, or raise a budget"
             )
-        if tier is Tier.NVME and self.spill is None:
-            from gemini.memory.nvme import SpillFile
-
-            assert self.config.memory.nvme_path is not None
-            self.spill = SpillFile(self.config.memory.nvme_path, 0)
-        for kind in missing:
-            self.ledger.reserve(tier, sizes[kind] * chunk.spec.numel, kind.value)
-            dtype = plane_dtype(kind, precision, trainable=True, itemsize=sizes[kind])
-            chunk.planes[kind] = make_plane(chunk.spec.numel, dtype, tier, self.device, self.spill)
+        planes = {}
+        for kind, size in missing.items():
+            dtype = plane_dtype(kind, precision, trainable=True, itemsize=size)
+            planes[kind] = make_plane(chunk.spec.numel, dtype, tier, self.device, self.spill)
+            self.ledger.reserve(tier, planes[kind].num_bytes, kind.value)
+        chunk.planes.update(planes)
 
     # ---- construction and end -----------------------------------------------------------------------------------
 
@@ -413,7 +341,8 @@ class Engine:
         param.grad = None
         param.data = handle.view
         param._gemini = handle  # type: ignore[attr-defined]
-        if param.requires_grad:
+        handle.trained = param.requires_grad
+        if handle.trained:
             handle.hook = param.register_post_accumulate_grad_hook(_grad_hook(handle))
 
     def check_invariants(self) -> None:
@@ -424,13 +353,22 @@ class Engine:
             assert all(c.pins == 0 for c in self.chunks)
 
     def close(self) -> None:
-        """Give the spill file and the lanes back; memory goes with the last tensor over it."""
+        """Give everything back, whoever still holds a param: it keeps its shape and name, and refuses to be read."""
+        for handle in self.handles:
+            handle.param.__class__ = nn.Parameter  # not yet guarded: its content is replaced
+            nothing = torch.full((1,), float("nan"), dtype=handle.chunk.flat.dtype)
+            handle.param.data = nothing.expand(handle.param.shape)
+            hide([handle])
+        for chunk in self.chunks:
+            chunk.planes.clear()
+            chunk.window = None
+            chunk.flat = torch.empty(0, dtype=chunk.flat.dtype)
         if self.spill is not None:
             self.spill.close()
         self.device.close()
 
     def __del__(self) -> None:
-        if hasattr(self, "spill"):
+        if hasattr(self, "manager"):
             self.close()
 
 

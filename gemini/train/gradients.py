@@ -118,10 +118,13 @@ class GradientStore:
         if not any(handle.has_grad for handle in self._handles if handle.chunk is chunk):
             return
         for start, stop in tiles(0, old.numel, self._mover.tile):
-            narrow = self._mover.staged(PlaneKind.GRAD, old.dtype, stop - start)
-            wide = self._mover.staged(PlaneKind.EXP_AVG, torch.float32, stop - start)
-            wide.copy_(self._mover.load(old, start, stop, narrow))
-            self._mover.store(new, start, stop, wide)
+            narrow, _ = self._mover.host_tile(PlaneKind.GRAD, old, start, stop)
+            wide = new.host_view(start, stop)
+            if wide is not None:
+                wide.copy_(narrow)
+            else:
+                wide = self._mover.staged(PlaneKind.EXP_AVG, torch.float32, stop - start)
+                self._mover.store(new, start, stop, wide.copy_(narrow))
 
     def total_sum(self, handles: list[ParamHandle]) -> float:
         """Sum of squares over all gradients: per-param sums in tile order, params in declaration order."""

@@ -40,6 +40,8 @@ class ParamHandle:
     engine: weakref.ref[Engine]
     hook: Any = None
     """The post-accumulate-grad hook, if the param is trained."""
+    trained: bool = False
+    """``requires_grad`` as of the last look; flips at rest are noticed by the guard."""
     norm_sums: list[float] | None = None
     """Sums of squares of the gradient's norm tiles; None while there is no gradient."""
     num_steps: int = 0
@@ -59,7 +61,7 @@ class ParamHandle:
 
 def handle_of(param: Any) -> ParamHandle | None:
     """The handle of a managed param, else None."""
-    return getattr(param, "_gemini", None) if isinstance(param, nn.Parameter) else None
+    return getattr(param, "_gemini", None)
 
 
 def engine_of(handle: ParamHandle) -> Engine:
@@ -83,8 +85,10 @@ class ManagedParameter(nn.Parameter):
     ) -> Any:
         kwargs = kwargs or {}
         if func in _METADATA:
-            if func is _GET_GRAD:
+            if func == _GET_GRAD:  # a new wrapper each time: equal, not identical
                 _refuse_torch_clipping(args[0])
+            elif func in _FLIPS:
+                engine_of(args[0]._gemini).requires_grad_changed = True
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         params = [p for p in _tensors((args, kwargs)) if isinstance(p, ManagedParameter)]
@@ -198,6 +202,8 @@ def _getters() -> set[Any]:
 
 
 _GET_GRAD = torch.Tensor.grad.__get__  # type: ignore[union-attr]
+
+_FLIPS: set[Any] = {torch.Tensor.requires_grad_, torch.Tensor.requires_grad.__set__}  # type: ignore[attr-defined]
 
 _METADATA: set[Any] = _getters() | {
     torch.Tensor.grad.__set__,  # type: ignore[union-attr]

@@ -23,7 +23,8 @@ from gemini.memory.chunk import Chunk
 from gemini.train.guard import handle_of
 
 if TYPE_CHECKING:
-    from gemini.train.engine import CallRecord, Engine
+    from gemini.train.calls import CallRecord
+    from gemini.train.engine import Engine
 
 _ENTRANCE = re.compile(r"(?:[^.\d][^.]*\.)*(?:[^.\d][^.]*|\d+)|")
 """Paths without a numbered part, or with just one at their end: "", "model", "model.norm", "model.layers.7"."""
@@ -64,8 +65,8 @@ def _attach_root(model: nn.Module, ref: weakref.ref[Engine], chunks: tuple[Chunk
     def root_pre(module: nn.Module, args: Any) -> None:
         engine = _engine(ref)
         engine.recover_if_interrupted()
-        if not engine.in_backward:
-            engine.note_requires_grad()
+        if engine.requires_grad_changed:
+            engine.follow_requires_grad()
         begin(module, args)
 
     model.register_forward_pre_hook(root_pre, prepend=True)

@@ -122,8 +122,16 @@ class HybridAdam(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients of this optimizer's params."""
-        super().zero_grad(set_to_none)
-        handles = [h for group in self.param_groups for p in group["params"] if (h := handle_of(p)) is not None]
+        handles = []
+        for param in chain.from_iterable(group["params"] for group in self.param_groups):
+            handle = handle_of(param)
+            if handle is not None:
+                handles.append(handle)
+            elif param.grad is not None:
+                if set_to_none:
+                    param.grad = None
+                else:
+                    param.grad.detach_().zero_()
         if handles:
             engine_of(handles[0]).discard_grads(handles)
 
@@ -263,7 +271,7 @@ class HybridAdam(torch.optim.Optimizer):
 
     def _adopt_plain_state(self, param: nn.Parameter) -> None:
         handle = handle_of(param)
-        if handle is not None and param in self.state:
+        if handle is not None and self.state and param in self.state:
             state = self.state.pop(param)
             if "master" in state:
                 engine_of(handle).by_names.write(handle, state["master"])

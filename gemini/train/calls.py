@@ -1,0 +1,113 @@
+"""Which module calls are running, and which chunks they keep gathered, in forward and in backward.
+
+Forward is a stack. Backward needs a rule: autograd runs nodes strictly in the reverse order of their creation, so when
+the backward of one call begins, every call that is neither around it nor inside it is over, and its chunks may go. The
+rule needs no hook at the end of a module's backward, where torch has none that can be trusted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from torch import nn
+
+from gemini.memory.chunk import Chunk
+
+
+class CallRecord:
+    """One call of a hooked module: the chunks it reads, and the call around it."""
+
+    __slots__ = ("chunks", "module", "parent")
+
+    def __init__(self, module: nn.Module, chunks: tuple[Chunk, ...], parent: CallRecord | None):
+        self.module: nn.Module | None = module
+        self.chunks = chunks
+        self.parent = parent
+
+    def is_around(self, other: CallRecord) -> bool:
+        """Whether ``other`` is this call or one inside it."""
+        record: CallRecord | None = other
+        while record is not None:
+            if record is self:
+                return True
+            record = record.parent
+        return False
+
+
+class Calls:
+    """The running calls of one model. ``acquire`` and ``release`` pin and unpin a chunk's gathered weights."""
+
+    def __init__(self, acquire: Callable[[Chunk], None], release: Callable[[Chunk], None]):
+        self._acquire = acquire
+        self._release = release
+        self._running: list[CallRecord] = []
+        self._reading: list[CallRecord] = []
+
+    @property
+    def running(self) -> bool:
+        """Whether a forward is on the stack."""
+        return bool(self._running)
+
+    @property
+    def innermost(self) -> CallRecord | None:
+        """The call that computes now, in forward or else in backward."""
+        stack = self._running or self._reading
+        return stack[-1] if stack else None
+
+    def begin(self, module: nn.Module, chunks: tuple[Chunk, ...]) -> None:
+        """A hooked module starts: gather what it reads. On an error nothing has begun."""
+        self._acquire_all(chunks)
+        self._running.append(CallRecord(module, chunks, self._running[-1] if self._running else None))
+
+    def end(self, module: nn.Module) -> CallRecord | None:
+        """A hooked module is done, or failed; calls inside it that ended without their hook end with it.
+
+        None if it never began (its own gathering failed).
+        """
+        if all(record.module is not module for record in self._running):
+            return None
+        while True:
+            record = self._running.pop()
+            self._release_all(record.chunks)
+            if record.module is module:
+                break
+        record.module = None  # the record lives as long as the graph, the module need not
+        return record
+
+    def begin_backward(self, record: CallRecord) -> None:
+        """The gradient of a call's output has arrived: its weights are read now, those of finished calls are not."""
+        staying = []
+        for other in self._reading:
+            if other.is_around(record) or record.is_around(other):
+                staying.append(other)
+            else:
+                self._release_all(other.chunks)
+        self._reading = staying
+        if record not in staying:
+            self._acquire_all(record.chunks)
+            staying.append(record)
+
+    def end_backward(self) -> None:
+        for record in self._reading:
+            self._release_all(record.chunks)
+        self._reading = []
+
+    def abandon(self) -> None:
+        """Forget a forward that an exception ended without its hooks."""
+        for record in self._running:
+            self._release_all(record.chunks)
+        self._running = []
+
+    def _acquire_all(self, chunks: Iterable[Chunk]) -> None:
+        acquired = []
+        try:
+            for chunk in chunks:
+                self._acquire(chunk)
+                acquired.append(chunk)
+        except BaseException:
+            self._release_all(acquired)
+            raise
+
+    def _release_all(self, chunks: Iterable[Chunk]) -> None:
+        for chunk in chunks:
+            self._release(chunk)
