@@ -65,7 +65,8 @@ class Mover:
             if self._unreserved:
                 self._ledger.reserve(Tier.CPU, self._unreserved, "staging")
                 self._unreserved = 0
-            self._staging[kind] = self.device.make_host_buffer(self.tile * _STAGED_BYTES[kind])
+            with torch.inference_mode(False):  # it outlives the eval that may have asked first
+                self._staging[kind] = self.device.make_host_buffer(self.tile * _STAGED_BYTES[kind])
         return self._staging[kind][: numel * dtype.itemsize].view(dtype)
 
     def count(self, source: Tier, target: Tier, num_bytes: int) -> None:

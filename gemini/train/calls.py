@@ -74,6 +74,14 @@ class Calls:
         record.module = None  # the record lives as long as the graph, the module need not
         return record
 
+    def hold(self, chunk: Chunk) -> None:
+        """Let the innermost call keep a chunk gathered that it reads though no param of its own is in it."""
+        call = self.innermost
+        assert call is not None
+        if chunk not in call.chunks:
+            self._acquire(chunk)
+            call.chunks += (chunk,)
+
     def begin_backward(self, record: CallRecord) -> None:
         """The gradient of a call's output has arrived: its weights are read now, those of finished calls are not."""
         staying = []

@@ -141,15 +141,12 @@ class Engine:
         """A param is read outside its own module while the model computes: gather it for the call around the read."""
         chunk = handle.chunk
         if not chunk.resident:
-            call = self.calls.innermost
-            if call is None:
+            if self.calls.innermost is None:
                 raise ParamAccessError(
                     f"managed param {handle.name!r} is read where no module of the model is computing; "
                     "read it inside the model's forward, or with model.gathered([param])"
                 )
-            if chunk not in call.chunks:
-                self.manager.acquire(chunk)
-                call.chunks += (chunk,)
+            self.calls.hold(chunk)
         self._expose_chunk(chunk)
 
     @contextmanager

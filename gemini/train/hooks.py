@@ -84,7 +84,11 @@ def _post(ref: weakref.ref[Engine], *, is_root: bool) -> Callable[[nn.Module, An
     def post(module: nn.Module, args: Any, output: Any) -> Any:
         engine = _engine(ref)
         record = engine.end_call(module)
-        if record is None or output is None or not torch.is_grad_enabled():
+        if record is None or output is None:
+            return None
+        if record.chunks and record.parent is not None:
+            _hold_returned_weights(engine, record, output)
+        if not torch.is_grad_enabled():
             return None
         outermost = record.parent is None and not engine.in_backward
         if engine.loss_scale is not None and outermost:
@@ -100,12 +104,20 @@ def _post(ref: weakref.ref[Engine], *, is_root: bool) -> Callable[[nn.Module, An
     return post
 
 
+def _hold_returned_weights(engine: Engine, record: CallRecord, output: Any) -> None:
+    """A module that returns its own weights, or a view of them, lends them to the call around it."""
+    for tensor in iter_tensors(output):
+        for chunk in record.chunks:
+            if tensor.untyped_storage().data_ptr() == chunk.flat.untyped_storage().data_ptr():
+                engine.calls.hold(chunk)
+
+
 def _hook_outputs(output: Any, ref: weakref.ref[Engine], record: CallRecord) -> None:
     def begin(grad: torch.Tensor) -> None:
         _engine(ref).begin_backward_of(record)
 
     for tensor in iter_tensors(output):
-        if tensor.requires_grad:
+        if tensor.grad_fn is not None:
             tensor.register_hook(begin)
 
 
