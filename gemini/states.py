@@ -17,9 +17,11 @@ class Use(Enum):
     """Who holds memory for the gathered weights of a chunk.
 
     FREE: nobody; the weights are only at home (if home is the computing tier, a chunk is never FREE).
-    HOLD: they are gathered and nobody reads them now; their memory may be taken (weights are clean: dropped, not copied).
+    HOLD: they are gathered and nobody reads them now; their memory may be taken (weights are clean: dropped, not
+        copied).
     COMPUTE: a module reads them in forward or backward; their memory may not be taken.
-    GRAD_READY: gathered, and every gradient of the chunk has arrived, so that this step reads them no more: first to go.
+    GRAD_READY: gathered, and every gradient of the chunk has arrived, so that this step reads them no more: first to
+        go.
     """
 
     FREE = "free"

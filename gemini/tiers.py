@@ -109,7 +109,9 @@ class Ledger:
         with self._lock:
             account = self._accounts.get(tier)
             if account is None:
-                raise BudgetExceeded(f"{holder} asked for {human_bytes(num_bytes)} of {tier.value}, which has no budget")
+                raise BudgetExceeded(
+                    f"{holder} asked for {human_bytes(num_bytes)} of {tier.value}, which has no budget"
+                )
             if account.used + num_bytes > account.budget:
                 raise BudgetExceeded(
                     f"{holder} asked for {human_bytes(num_bytes)} of {tier.value}: {human_bytes(account.used)} of "

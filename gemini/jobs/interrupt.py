@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import os
 import signal
-from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_STDERR = 2
 
 
 class StopWish:
-    """Within its ``with`` block the first SIGINT or SIGTERM sets ``wanted``; the second one takes effect as ever."""
+    """Within its ``with`` block the first SIGINT or SIGTERM sets ``wanted`` and is answered on stderr; the
+    second one takes effect as ever.
+    """
 
-    def __init__(self, on_wish: Callable[[], None]) -> None:
+    def __init__(self, answer: str) -> None:
         self.wanted = False
-        self._on_wish = on_wish
+        self._answer = answer
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> StopWish:
@@ -29,7 +32,8 @@ class StopWish:
     def _receive(self, _number: int, _frame: FrameType | None) -> None:
         self.wanted = True
         self._restore()
-        self._on_wish()
+        # Straight to the descriptor: the signal may come in the middle of a print, whose buffer would be printed twice.
+        os.write(_STDERR, f"\n{self._answer}\n".encode())
 
     def _restore(self) -> None:
         while self._before:

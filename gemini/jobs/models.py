@@ -81,6 +81,13 @@ def name_the_loss(model: Any) -> Any:
     return model
 
 
+def checkpoint_activations(model: Any) -> None:
+    """Have the blocks of ``model`` compute their activations again in backward."""
+    # Renamed in the course of transformers 5.
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": False})
+
+
 def load_tokenizer(folder: Path) -> Any:
     """The tokenizer of a model folder."""
     try:

@@ -21,7 +21,7 @@ from gemini.errors import human_bytes
 from gemini.jobs import checkpoints
 from gemini.jobs.errors import JobError, as_job_error
 from gemini.jobs.interrupt import StopWish
-from gemini.jobs.models import ModelSource, build_model, find_model, load_tokenizer
+from gemini.jobs.models import ModelSource, build_model, checkpoint_activations, find_model, load_tokenizer
 from gemini.jobs.progress import StepReport, TrainProgress
 from gemini.jobs.settings import TrainSettings
 from gemini.jobs.text_files import find_text_files, fingerprint
@@ -53,7 +53,7 @@ class TrainRun:
         model.config.use_cache = False  # the cache of generate() would keep keys and values of every layer for nothing
         if settings.gradient_checkpointing:
             with as_job_error(asked="--gradient-checkpointing"):
-                model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+                checkpoint_activations(model)
         groups = _param_groups(model, settings.weight_decay)
         self.num_params = sum(p.numel() for p in model.parameters())
         with as_job_error(asked="The settings cannot be used together"):
@@ -77,7 +77,7 @@ class TrainRun:
             settings.schedule, self.optimizer, num_warmup_steps=settings.warmup, num_training_steps=settings.steps
         )
         self.step = 0
-        self._say(f"model: {source.label}, {self.num_params / 1e6:,.1f}M params, {settings.precision}")
+        self._say(f"model: {source.label}, {self.num_params:,} params, {settings.precision}")
         self._say(_tier_budgets(self.model.memory_report()))
         self._resume(checkpoint)
 
@@ -149,7 +149,7 @@ class TrainRun:
         progress = TrainProgress(
             self._console, num_steps=settings.steps, first_step=self.step, log_every=settings.log_every
         )
-        stop = StopWish(lambda: progress.say("stopping after this step, then saving; once more stops at once, unsaved"))
+        stop = StopWish("Stopping after this step, then saving. Once more stops at once, and saves nothing.")
         with stop, progress:
             while self.step < settings.steps and not stop.wanted:
                 report = self._step_or_stop(progress)

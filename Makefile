@@ -1,0 +1,63 @@
+# The two commands a newcomer needs are `make demo` and `make test`; both set up .venv by themselves.
+# The rest is for those who work on Gemini. `make help` lists the targets.
+
+SHELL := /bin/bash
+VENV ?= .venv
+BIN := $(VENV)/bin
+# The first Python that runs and is new enough. Each candidate is really started: a shim on PATH may have nothing behind it.
+PYTHON ?= $(shell for p in python3.11 python3.12 python3 python3.13; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && { command -v $$p; break; }; done)
+
+NATIVE_SOURCES := $(wildcard setup.py) $(shell find csrc -type f 2>/dev/null)
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+
+# Tests and jobs never reach out to a hub, and fork after tokenizers is silent.
+export HF_HUB_OFFLINE := 1
+export TOKENIZERS_PARALLELISM := false
+
+.PHONY: help venv demo test test-slow lint doctor clean
+.DEFAULT_GOAL := help
+
+help:  ## list the targets
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{ printf "  make %-10s %s\n", $$1, $$2 }'
+
+demo: $(VENV)/.built  ## set up, then train a GPT-2-shaped model in less memory than it needs (ARGS="--full" for all of it)
+	$(BIN)/gemini demo $(ARGS)
+
+test: $(VENV)/.built  ## set up, then run the tests (ARGS="-k name" to choose)
+	@echo "Tests marked 'slow' are left out here; 'make test-slow' runs all."
+	$(BIN)/python -m pytest $(ARGS)
+
+test-slow: $(VENV)/.built  ## set up, then run every test, the slow ones too
+	$(BIN)/python -m pytest -m "slow or not slow" $(ARGS)
+
+lint: $(VENV)/.built  ## ruff and mypy
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+doctor: $(VENV)/.built  ## set up, then say what this machine offers
+	$(BIN)/gemini doctor
+
+venv: $(VENV)/.built  ## set up .venv: pinned packages, Gemini editable, native kernels
+
+# The environment: made anew only when what it depends on changes.
+$(VENV)/.made: pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "The pinned packages need Python 3.11 or newer, and none was found on PATH."; \
+	  echo "Install one (tested: 3.11), or say which: make $(MAKECMDGOALS) PYTHON=/path/to/python3"; exit 1; }
+	@echo "Setting up $(VENV) with $(PYTHON); the first time this takes some minutes."
+	@$(PYTHON) -m venv --clear $(VENV) || { \
+	  echo "$(PYTHON) cannot make a virtual environment; on Debian and Ubuntu install the package python3-venv."; exit 1; }
+	@# torch first, by exactly the pinned version (constraints.txt says why), and what a build without isolation needs.
+	$(PIP) install -qq -c constraints.txt torch setuptools wheel pybind11
+	@touch $@
+
+# Gemini itself, editable, with what it needs. Again when the native sources change: packages that are there already are
+# left alone. A leftover build/ could ship objects of another configuration, so it goes first.
+$(VENV)/.built: $(VENV)/.made $(NATIVE_SOURCES)
+	@rm -rf build
+	$(PIP) install -qq -c constraints.txt --no-build-isolation -e ".[test]"
+	@touch $@
+
+clean:  ## remove .venv, builds and caches (not runs/)
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis gemini/*.so
+	find gemini integrations tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true

@@ -1,0 +1,186 @@
+"""Times Gemini's CPU Adam against torch's and against the memory itself, all in one interleaved run.
+
+    python benchmarks/cpu_adam.py --params 100e6 --rounds 9 --out benchmarks/reports/cpu_adam_<hardware>_<date>.md
+
+Adam is bound by memory, so the yardstick is a stream of the same mix (four fp32 arrays read, three written) through the
+same threads. All contenders work on the same arrays, on 2 MiB-aligned huge pages, with the same number of threads; in
+each round all of them run once, starting with another one, and ratios are taken inside a round, so that a busy machine
+hurts everybody alike. The numbers are medians.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import mmap
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from gemini import kernels
+
+HUGE_PAGE = 2 << 20
+HYPER = {"lr": 1e-4, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.01}
+_mappings: list[mmap.mmap] = []  # torch.frombuffer borrows: the memory must outlive the tensors
+
+
+def huge_tensor(n: int, dtype: torch.dtype) -> Tensor:
+    """A zeroed, touched tensor of n elements at a 2 MiB boundary, on huge pages where the kernel gives them."""
+    mapping = mmap.mmap(-1, n * dtype.itemsize + HUGE_PAGE)
+    _mappings.append(mapping)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        mapping.madvise(mmap.MADV_HUGEPAGE)
+    skip = -ctypes.addressof(ctypes.c_char.from_buffer(mapping)) % HUGE_PAGE
+    return torch.frombuffer(mapping, dtype=dtype, count=n, offset=skip).zero_()
+
+
+@dataclass
+class Contender:
+    name: str
+    bytes_per_element: int  # read and written, as the algorithm asks; caches may add reads of what is only written
+    run: Callable[[], None]
+
+
+def adamw(params: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, **how: bool) -> tuple[torch.optim.Optimizer, Tensor]:
+    """Torch's AdamW over the given arrays, its state included (its own would not be on huge pages)."""
+    weights = torch.nn.Parameter(params)
+    betas = (HYPER["beta1"], HYPER["beta2"])
+    optimizer = torch.optim.AdamW(
+        [weights], lr=HYPER["lr"], betas=betas, eps=HYPER["eps"], weight_decay=HYPER["weight_decay"], **how
+    )
+    optimizer.state[weights] = {"step": torch.tensor(1000.0), "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+    return optimizer, weights
+
+
+def contenders(n: int) -> list[Contender]:
+    native = kernels._native
+    if native is None:
+        sys.exit(f"the native kernels are needed to be measured: {kernels.capabilities().reason}")
+    isa = native.Isa.__members__[kernels.capabilities().isa]
+    p, m, v, g = (huge_tensor(n, torch.float32) for _ in range(4))
+    hi, g16, out16 = (huge_tensor(n, torch.bfloat16) for _ in range(3))
+    lo = huge_tensor(n, torch.int16)
+    g32 = huge_tensor(n, torch.float32)
+    streams = [huge_tensor(n, torch.float32) for _ in range(3)]
+    p.normal_(0, 0.02)
+    g.normal_(0, 1e-3)
+    m.copy_(g)
+    v.copy_(g).square_()
+    g16.copy_(g)
+    kernels.split_master(p, hi, lo)
+
+    fused, weights = adamw(p, m, v, fused=True)
+    foreach, foreach_weights = adamw(p, m, v, foreach=True)
+    hyper = kernels.AdamHyper(step=1000, **HYPER)
+
+    def run_torch(optimizer: torch.optim.Optimizer, params: Tensor, grad: Tensor) -> None:
+        params.grad = grad
+        optimizer.step()
+
+    def run_cast() -> None:
+        g32.copy_(g16)
+        run_torch(fused, weights, g32)
+        out16.copy_(p)
+
+    def run_stream() -> None:
+        a, b, c = (t.data_ptr() for t in streams)
+        native.stream_rmw3(isa, a, b, c, g.data_ptr(), n)
+
+    return [
+        Contender("memory stream, 3 updated + 1 read", 28, run_stream),
+        Contender("gemini fp32", 28, lambda: kernels.adam_update(p, None, m, v, g, hyper)),
+        Contender("gemini split master, bf16 grad", 26, lambda: kernels.adam_update(hi, lo, m, v, g16, hyper)),
+        Contender("torch AdamW fused fp32", 28, lambda: run_torch(fused, weights, g)),
+        Contender("torch cast + fused + copy to bf16", 40, run_cast),
+        Contender("torch AdamW foreach fp32", 28, lambda: run_torch(foreach, foreach_weights, g)),
+    ]
+
+
+def measure(all_of_them: list[Contender], rounds: int) -> dict[str, list[float]]:
+    """Seconds of each contender in each round, after one round that is thrown away."""
+    times: dict[str, list[float]] = {c.name: [] for c in all_of_them}
+    for number in range(rounds + 1):
+        first = number % len(all_of_them)
+        for contender in all_of_them[first:] + all_of_them[:first]:
+            begin = time.perf_counter()
+            contender.run()
+            if number > 0:
+                times[contender.name].append(time.perf_counter() - begin)
+    return times
+
+
+def table(all_of_them: list[Contender], times: dict[str, list[float]], n: int) -> list[str]:
+    lines = ["| contender | ns/element | best | GB/s | bytes/element |", "|---|---:|---:|---:|---:|"]
+    for c in all_of_them:
+        median, best = statistics.median(times[c.name]), min(times[c.name])
+        rate = c.bytes_per_element * n / median / 1e9
+        lines.append(
+            f"| {c.name} | {median / n * 1e9:.3f} | {best / n * 1e9:.3f} | {rate:.1f} | {c.bytes_per_element} |"
+        )
+    return lines
+
+
+def goals(times: dict[str, list[float]]) -> list[str]:
+    """How many times as quick the first is as the second, against what we set ourselves."""
+    stream, fp32, split, fused, cast, foreach = times
+    lines = ["| speed of | over | ratio | goal | |", "|---|---|---:|---:|---|"]
+    wanted = ((fp32, stream, 0.95), (fp32, fused, 1.0), (split, fused, 1.05), (split, cast, 1.6), (fp32, foreach, None))
+    for ours, theirs, goal in wanted:
+        ratio = statistics.median(b / a for a, b in zip(times[ours], times[theirs], strict=True))
+        verdict = "" if goal is None else "met" if ratio >= goal else "missed"
+        lines.append(f"| {ours} | {theirs} | {ratio:.3f} | {'' if goal is None else f'>= {goal:.2f}'} | {verdict} |")
+    return lines
+
+
+def hardware() -> str:
+    model = platform.processor() or platform.machine()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        names = [line.split(":", 1)[1].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line]
+        model = names[0] if names else model
+    return f"{model}, {len(os.sched_getaffinity(0))} CPUs for this process"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--params", type=float, default=100e6, help="elements (default: %(default)g)")
+    parser.add_argument("--rounds", type=int, default=9, help="timed rounds (default: %(default)s)")
+    parser.add_argument("--threads", type=int, default=kernels.get_num_threads(), help="threads of every contender")
+    parser.add_argument("--isa", default=None, help="instruction set of gemini's kernels (default: the best)")
+    parser.add_argument("--out", type=Path, default=None, help="write the report here, as markdown")
+    args = parser.parse_args()
+
+    n = int(args.params)
+    kernels.set_num_threads(args.threads)
+    torch.set_num_threads(args.threads)
+    with kernels.use_isa(args.isa):
+        all_of_them = contenders(n)
+        times = measure(all_of_them, args.rounds)
+        report = [
+            f"# CPU Adam, {time.strftime('%Y-%m-%d')}",
+            "",
+            f"{n:,} params, {args.threads} threads, median of {args.rounds} interleaved rounds. {hardware()}.",
+            f"{platform.system()} {platform.release()}, Python {platform.python_version()}, torch {torch.__version__}; "
+            f"{kernels.capabilities()}.",
+            f"Command: `python {' '.join(sys.argv)}`",
+            "",
+            *table(all_of_them, times, n),
+            "",
+            *goals(times),
+        ]
+    print("\n".join(report))
+    if args.out is not None:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text("\n".join(report) + "\n")
+
+
+if __name__ == "__main__":
+    main()

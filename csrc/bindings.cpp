@@ -1,0 +1,110 @@
+// The Python face of the native code, and the only file that knows pybind11. Pointers are integers, checked by
+// gemini/kernels.py, which is the only module that loads this one; the GIL is released around all work.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <atomic>
+#include <stdexcept>
+
+#include "cpu_adam.h"
+#include "cpu_grad.h"
+#include "nvme_io.h"
+#include "stream.h"
+#include "thread_pool.h"
+
+namespace py = pybind11;
+using namespace gemini;
+
+namespace {
+
+using Address = uintptr_t;
+
+void* at(Address address) { return reinterpret_cast<void*>(address); }
+
+// For the tests of the pool: runs a parallel_for that only counts, and throws in the piece that holds `fail_at`.
+int64_t probe_pool(int64_t n, int64_t align, int64_t fail_at) {
+    std::atomic<int64_t> counted{0};
+    parallel_for(n, align, [&](int64_t begin, int64_t end) {
+        if (begin <= fail_at && fail_at < end) throw std::runtime_error("probe_pool was told to fail");
+        counted += end - begin;
+    });
+    return counted;
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_C, m) {
+    using nogil = py::call_guard<py::gil_scoped_release>;
+    // Raised when a signature below changes: a library left over from another version is then refused, not misused.
+    m.attr("INTERFACE") = 1;
+
+    py::register_exception_translator([](std::exception_ptr thrown) {
+        try {
+            if (thrown) std::rethrow_exception(thrown);
+        } catch (const IoError& error) {
+            PyErr_SetObject(PyExc_OSError, py::make_tuple(error.code, error.what()).ptr());
+        }
+    });
+
+    py::enum_<Isa>(m, "Isa").value("scalar", Isa::scalar).value("avx2", Isa::avx2).value("avx512", Isa::avx512);
+    py::enum_<Dtype>(m, "Dtype").value("f32", Dtype::f32).value("bf16", Dtype::bf16).value("f16", Dtype::f16);
+    m.def("runs_here", &runs_here);
+    m.def("set_num_threads", &set_num_threads);
+    m.def("num_threads", &num_threads);
+    m.def("probe_pool", &probe_pool, nogil());
+
+    py::class_<AdamScalars>(m, "AdamScalars")
+        .def(py::init([](float c1, float c2, float beta2, float decay, float wd, float neg_step, float inv_sqrt_bc2,
+                         float eps, float grad_scale, bool decoupled) {
+            return AdamScalars{c1, c2, beta2, decay, wd, neg_step, inv_sqrt_bc2, eps, grad_scale, decoupled};
+        }));
+
+    m.def("adam_update",
+          [](Isa isa, Address weights, Address residual, Address exp_avg, Address exp_avg_sq, Address grad,
+             Dtype grad_dtype, int64_t n, const AdamScalars& scalars) {
+              adam_update(isa, at(weights), at(residual), at(exp_avg), at(exp_avg_sq), at(grad), grad_dtype, n,
+                          scalars);
+          },
+          nogil());
+    m.def("split_master",
+          [](Isa isa, Address master, Address hi, Address lo, int64_t n) {
+              split_master(isa, at(master), at(hi), at(lo), n);
+          },
+          nogil());
+    m.def("join_master",
+          [](Isa isa, Address hi, Address lo, Address out, int64_t n) { join_master(isa, at(hi), at(lo), at(out), n); },
+          nogil());
+    m.def("copy_grad",
+          [](Isa isa, Address dst, Dtype dst_dtype, Address src, Dtype src_dtype, int64_t n) {
+              return copy_grad(isa, at(dst), dst_dtype, at(src), src_dtype, n);
+          },
+          nogil());
+    m.def("accumulate_grad",
+          [](Isa isa, Address acc, Address src, Dtype src_dtype, int64_t n) {
+              return accumulate_grad(isa, at(acc), at(src), src_dtype, n);
+          },
+          nogil());
+    m.def("sum_squares",
+          [](Isa isa, Address src, Dtype src_dtype, int64_t n) { return sum_squares(isa, at(src), src_dtype, n); },
+          nogil());
+    m.def("stream_rmw3",
+          [](Isa isa, Address a, Address b, Address c, Address d, int64_t n) {
+              stream_rmw3(isa, at(a), at(b), at(c), at(d), n);
+          },
+          nogil());
+
+    py::class_<IoQueue>(m, "IoQueue")
+        .def(py::init<int>())
+        .def("submit_read",
+             [](IoQueue& queue, int fd, Address memory, size_t num_bytes, int64_t offset) {
+                 return queue.submit_read(fd, at(memory), num_bytes, offset);
+             },
+             nogil())
+        .def("submit_write",
+             [](IoQueue& queue, int fd, Address memory, size_t num_bytes, int64_t offset) {
+                 return queue.submit_write(fd, at(memory), num_bytes, offset);
+             },
+             nogil())
+        .def("wait", &IoQueue::wait, nogil())
+        .def("close", &IoQueue::close, nogil());
+}

@@ -1,0 +1,61 @@
+"""What the command line's tests share: a tiny model's config, some text, and a way to call ``gemini``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+
+@pytest.fixture(autouse=True)
+def quiet_transformers() -> None:
+    """Its log handler keeps the stderr of its first import, which is closed after that test."""
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+
+
+@pytest.fixture
+def gemini_command() -> Callable[..., Any]:
+    """``gemini_command("train", "--steps", 3)`` runs it in this process; ``.exit_code``, ``.stdout``, ``.stderr``."""
+    from gemini.cli import app
+
+    def call(*words: object) -> Any:
+        return CliRunner().invoke(app, [str(word) for word in words])
+
+    return call
+
+
+@pytest.fixture
+def tiny_values() -> dict[str, Any]:
+    """The config of a GPT-2 with 35k params and 32 positions."""
+    return {
+        "model_type": "gpt2",
+        "vocab_size": 257,
+        "n_positions": 32,
+        "n_embd": 32,
+        "n_layer": 2,
+        "n_head": 2,
+        "bos_token_id": 256,
+        "eos_token_id": 256,
+    }
+
+
+@pytest.fixture
+def tiny_config(tmp_path: Path, tiny_values: dict[str, Any]) -> Path:
+    """The same as a file."""
+    path = tmp_path / "tiny.json"
+    path.write_text(json.dumps(tiny_values))
+    return path
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    """A file of 4,000 bytes with something to learn."""
+    path = tmp_path / "text.txt"
+    path.write_text("".join(f"{n} times two is {2 * n}.\n" for n in range(250))[:4000])
+    return path

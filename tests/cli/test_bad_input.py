@@ -1,0 +1,147 @@
+"""Each wrong request gets one paragraph that says what was asked, what is there and what to do; exit code 2."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+Gemini = Callable[..., Any]
+
+
+def refused(result: Any, *says: str) -> None:
+    """The command left with 2 and one line on stderr that says all of it; no traceback, nothing on stdout about it."""
+    assert result.exit_code == 2, (result.output, result.exception)
+    message = " ".join(result.stderr.split())
+    assert message.startswith("gemini: "), result.stderr
+    assert "Traceback" not in result.output
+    for words in says:
+        assert words in message
+
+
+def test_importing_the_command_line_is_quick() -> None:
+    code = "import sys, gemini.cli; print([m for m in ('torch', 'transformers') if m in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ([], "one of --model (a config.json or a model folder) and --preset"),
+        (["--preset", "gpt2-small", "--model", "x"], "one of --model"),
+        (["--preset", "gpt2-small", "--steps", "0"], "--steps must be at least 1, got 0"),
+        (["--preset", "gpt2-small", "--seq-len", "1"], "--seq-len must be at least 2"),
+        (["--preset", "gpt2-small", "--lr", "-1"], "--lr must be a finite number and not negative"),
+        (["--preset", "gpt2-small", "--lr", "nan"], "--lr must be a finite number"),
+        (["--preset", "gpt2-small", "--precision", "int8"], "--precision must be one of bf16, fp16, fp32, got 'int8'"),
+        (["--preset", "gpt2-small", "--schedule", "step"], "--schedule must be one of cosine, linear, constant"),
+        (["--preset", "gpt2-small", "--cpu-memory", "5 parsecs"], "--cpu-memory 5 parsecs: size: unknown unit"),
+        (["--preset", "gpt2-small", "--cpu-memory", "-1GiB"], "--cpu-memory -1GiB: size must not be negative"),
+        (["--preset", "gpt2-small", "--nvme-memory", "1GiB"], "--nvme-memory 1GiB needs --nvme-path"),
+    ],
+)
+def test_options_that_cannot_be(gemini_command: Gemini, options: list[str], says: str) -> None:
+    refused(gemini_command("train", "--data", "x", *options), says)
+
+
+def test_unknown_preset_and_device(gemini_command: Gemini, tmp_path: Path, text: Path, tiny_config: Path) -> None:
+    out = ["--out", tmp_path / "out", "--data", text]
+    refused(gemini_command("train", "--preset", "gpt5", *out), "--preset gpt5: there is no such preset", "gpt2-small")
+    refused(
+        gemini_command("train", "--model", tiny_config, "--seq-len", 8, "--device", "tpu9", *out),
+        "--device tpu9: there is no such device",
+    )
+
+
+# ---- configs --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ("not json {", "this is not a JSON file"),
+        ("\xff\xfe", "this is not a JSON file"),
+        ("[1, 2]", 'no Hugging Face config: it has no "model_type"'),
+        ('{"hidden_size": 4}', 'no Hugging Face config: it has no "model_type"'),
+        ('{"model_type": "abacus"}', "does not know the model type 'abacus'"),
+        ('{"model_type": "t5"}', "transformers has no causal language model for"),
+        ('{"model_type": "gpt2", "n_layer": "two"}', "transformers refuses this gpt2 config: Strict"),
+    ],
+)
+def test_a_config_file_that_is_not_one(
+    gemini_command: Gemini, tmp_path: Path, text: Path, content: str, says: str
+) -> None:
+    path = tmp_path / "config.json"
+    path.write_bytes(content.encode("latin-1"))
+    refused(gemini_command("train", "--model", path, "--data", text, "--out", tmp_path / "out"), str(path), says)
+
+
+def test_model_paths_without_a_model(
+    gemini_command: Gemini, tmp_path: Path, text: Path, tiny_values: dict[str, Any]
+) -> None:
+    def train(model: Path, *more: object):
+        return gemini_command("train", "--model", model, "--data", text, "--out", tmp_path / "out", *more)
+
+    refused(train(tmp_path / "absent"), "there is no such file or folder", "has to be downloaded first")
+    refused(train(tmp_path), "has no config.json, so it is not a Hugging Face model folder")
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(tiny_values))
+    (folder / "pytorch_model.bin").touch()
+    refused(train(folder), "pickled weights and no safetensors", "save_pretrained")
+    (folder / "model.safetensors").write_bytes(b"\x08\x00\x00\x00\x00\x00\x00\x00{}      junk")
+    refused(train(folder, "--layers", 1), "--layers 1 builds another model")
+    refused(train(folder, "--seq-len", 8), f"model folder {folder} cannot be built")
+
+
+def test_a_vocabulary_or_window_that_does_not_fit(
+    gemini_command: Gemini, tmp_path: Path, text: Path, tiny_values: dict[str, Any]
+) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(tiny_values | {"vocab_size": 100}))
+    command = ["train", "--model", path, "--data", text, "--out", tmp_path / "out"]
+    refused(gemini_command(*command, "--seq-len", 8), "has a vocabulary of 100", "vocab_size of at least 257")
+    refused(gemini_command(*command, "--seq-len", 64), "--seq-len 64 is more than the model's 32 positions")
+
+
+# ---- text -----------------------------------------------------------------------------------------------------------
+
+
+def test_text_that_is_missing_empty_or_short(gemini_command: Gemini, tmp_path: Path, tiny_config: Path) -> None:
+    def train(*data: object):
+        return gemini_command("train", "--model", tiny_config, "--seq-len", 16, "--out", tmp_path / "out", *data)
+
+    refused(train(), "No text was given to train on", "--data")
+    refused(train("--data", tmp_path / "absent"), f"--data {tmp_path / 'absent'}: there is no such file or folder")
+    (tmp_path / "empty.txt").touch()
+    refused(train("--data", tmp_path / "empty.txt"), "only empty files (1)")
+    (tmp_path / "folder").mkdir()
+    refused(train("--data", tmp_path / "folder"), "no file that matches *.txt *.md *.py", "--glob")
+    (tmp_path / "short.txt").write_text("too short")
+    refused(train("--data", tmp_path / "short.txt"), "The text has 10 tokens; windows of --seq-len 16 need at least 16")
+
+
+# ---- files ----------------------------------------------------------------------------------------------------------
+
+
+def test_an_out_folder_that_cannot_be_or_is_taken(
+    gemini_command: Gemini, tmp_path: Path, tiny_config: Path, text: Path
+) -> None:
+    def train(out: Path, *more: object):
+        return gemini_command("train", "--model", tiny_config, "--seq-len", 16, "--data", text, "--out", out, *more)
+
+    refused(train(text / "below"), "cannot be written to: Not a directory")
+    taken = tmp_path / "taken"
+    (taken / "checkpoints" / "step-00000020").mkdir(parents=True)
+    refused(train(taken), "holds checkpoints of an earlier run, the newest is step-00000020", "--resume auto")
+    refused(train(taken, "--resume", tmp_path / "absent"), "there is no such checkpoint folder")
+    refused(train(taken, "--resume", taken), "this is the folder of a run", "step-00000020")
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "model.safetensors").touch()
+    refused(train(model), "holds a model already")

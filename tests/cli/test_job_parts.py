@@ -1,0 +1,102 @@
+"""The small parts of the jobs: the wish to stop, the names of checkpoints, the watch on memory, the shown lines."""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from gemini.jobs.checkpoints import checkpoint_path, checkpoints_in, choose, prune
+from gemini.jobs.interrupt import StopWish
+from gemini.jobs.progress import StepReport, TrainProgress
+from gemini.jobs.resident import ResidentPeak, resident_bytes
+
+MIB = 1 << 20
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_first_signal_is_a_wish_and_the_second_is_served(
+    number: signal.Signals, capfd: pytest.CaptureFixture[str]
+) -> None:
+    before = signal.signal(number, lambda *_: served.append(True))
+    served: list[bool] = []
+    try:
+        with StopWish("as you wish") as stop:
+            assert not stop.wanted
+            os.kill(os.getpid(), number)
+            assert stop.wanted and served == []
+            assert capfd.readouterr().err == "\nas you wish\n"
+            os.kill(os.getpid(), number)
+            assert served == [True]
+    finally:
+        signal.signal(number, before)
+
+
+def test_handlers_come_back_without_a_signal() -> None:
+    before = signal.getsignal(signal.SIGINT)
+    with StopWish(""):
+        assert signal.getsignal(signal.SIGINT) != before
+    assert signal.getsignal(signal.SIGINT) == before
+
+
+def test_checkpoints_are_found_pruned_and_chosen_by_step(tmp_path: Path) -> None:
+    assert checkpoints_in(tmp_path) == [] and choose("auto", tmp_path, overwrite=False) is None
+    for step in (20, 100, 9):
+        checkpoint_path(tmp_path, step).mkdir(parents=True)
+    (
+        tmp_path / "checkpoints" / "step-00000100.tmp"
+    ).mkdir()  # another's unfinished work is not ours to choose or remove
+    assert [path.name for path in checkpoints_in(tmp_path)] == ["step-00000009", "step-00000020", "step-00000100"]
+    assert choose("auto", tmp_path, overwrite=False) == checkpoint_path(tmp_path, 100)
+    assert choose(str(checkpoint_path(tmp_path, 20)), tmp_path, overwrite=False) == checkpoint_path(tmp_path, 20)
+    prune(tmp_path, 2)
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == [
+        "step-00000020",
+        "step-00000100",
+        "step-00000100.tmp",
+    ]
+
+
+@pytest.mark.skipif(resident_bytes() is None, reason="the kernel does not say")
+def test_the_watch_sees_memory_that_is_gone_again() -> None:
+    with ResidentPeak(interval_s=0.001) as resident:
+        before = resident.peak
+        assert before is not None
+        block = b"x" * (64 * MIB)
+        deadline = time.monotonic() + 10
+        while resident.peak < before + 60 * MIB and time.monotonic() < deadline:
+            time.sleep(0.001)
+        del block
+    after = resident_bytes()
+    assert after is not None and resident.peak >= before + 60 * MIB > after
+
+
+def report(step: int) -> StepReport:
+    return StepReport(step=step, loss=2.5, grad_norm=1.25, lr=1e-3, num_tokens=100, used_bytes={"cpu": 3 * MIB})
+
+
+def test_without_a_terminal_there_is_a_line_now_and_then() -> None:
+    out = io.StringIO()
+    with TrainProgress(Console(file=out), num_steps=7, first_step=0, log_every=3) as progress:
+        for step in range(1, 8):
+            progress.show(report(step))
+    lines = out.getvalue().splitlines()
+    assert [line.split("  ")[0] for line in lines] == ["step 3/7", "step 6/7", "step 7/7"]
+    for words in ("loss 2.5000", "grad norm 1.25", "tokens/s", "cpu 3 MiB", "lr 0.001"):
+        assert words in lines[0]
+
+
+def test_on_a_terminal_there_is_a_bar() -> None:
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=True, width=150)
+    with TrainProgress(console, num_steps=2, first_step=0, log_every=1) as progress:
+        progress.say("a line above it")
+        progress.show(report(1))
+        progress.show(report(2))
+    for words in ("a line above it", "2/2", "loss 2.5000", "cpu 3 MiB"):
+        assert words in out.getvalue()

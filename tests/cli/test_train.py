@@ -1,0 +1,196 @@
+"""``gemini train`` from the command line: it learns, keeps to its budgets, stops and goes on without losing a bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+
+Gemini = Callable[..., Any]
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def train(gemini_command: Gemini, tiny_config: Path, text: Path) -> Gemini:
+    """``train("--out", out, ...)``: a tiny model on a little text, a checkpoint every 5 of 10 steps."""
+
+    def call(*more: object) -> Any:
+        base = ["--model", tiny_config, "--data", text, "--seq-len", 16, "--batch-size", 2, "--device", "cpu"]
+        return gemini_command("train", *base, "--steps", 10, "--save-every", 5, "--lr", 1e-2, "--log-every", 1, *more)
+
+    return call
+
+
+def losses_of(output: str) -> list[float]:
+    return [float(loss) for loss in re.findall(r"^step \d+/\d+  loss (\S+)", output, re.MULTILINE)]
+
+
+def weights_of(out: Path) -> dict[str, torch.Tensor]:
+    return load_file(out / "model.safetensors")
+
+
+def test_it_learns_reports_and_saves(train: Gemini, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    result = train("--out", out, "--cpu-memory", "64MiB", "--steps", 40)
+    assert result.exit_code == 0, (result.output, result.exception)
+    losses = losses_of(result.stdout)
+    assert len(losses) == 40
+    assert sum(losses[-5:]) < 0.8 * sum(losses[:5])
+    assert "need not be UTF-8" in result.stdout
+    assert re.search(r"^cpu: stayed within its budget, peak \S+ \wiB of 64 MiB$", result.stdout, re.MULTILINE)
+    model = transformers.AutoModelForCausalLM.from_pretrained(out)
+    assert model.config.use_cache, "only training goes without the cache"
+    assert {path.name for path in (out / "checkpoints").iterdir()} == {"step-00000035", "step-00000040"}
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
+def test_a_resumed_run_is_the_uninterrupted_run(train: Gemini, tmp_path: Path, precision: str) -> None:
+    """Dropout, schedule, warm-up, accumulation and the order of the text included; under another budget."""
+    common = ["--precision", precision, "--accumulate", 2, "--warmup", 3]
+    whole = train("--out", tmp_path / "whole", *common)
+    assert whole.exit_code == 0, (whole.output, whole.exception)
+    resume = tmp_path / "whole" / "checkpoints" / "step-00000005"
+    rest = train("--out", tmp_path / "rest", *common, "--cpu-memory", "16MiB", "--resume", resume)
+    assert rest.exit_code == 0, (rest.output, rest.exception)
+    assert losses_of(rest.stdout) == losses_of(whole.stdout)[5:]
+    first, second = weights_of(tmp_path / "whole"), weights_of(tmp_path / "rest")
+    assert first.keys() == second.keys()
+    for name, weight in first.items():
+        assert torch.equal(weight, second[name]), name
+
+
+def test_resume_auto_goes_on_or_says_that_there_is_nothing(train: Gemini, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    first = train("--out", out, "--steps", 5, "--schedule", "constant", "--resume", "auto")
+    assert first.exit_code == 0 and "no checkpoint in" in first.stdout
+    again = train("--out", out, "--steps", 5, "--schedule", "constant", "--resume", "auto")
+    assert again.exit_code == 2 and "its 5 steps are all of --steps 5" in " ".join(again.stderr.split())
+    more = train("--out", out, "--steps", 8, "--schedule", "constant", "--resume", "auto")
+    assert more.exit_code == 0, (more.output, more.exception)
+    assert "after step 5" in more.stdout and len(losses_of(more.stdout)) == 3
+
+
+def test_resuming_with_other_text_is_refused(train: Gemini, tmp_path: Path, text: Path) -> None:
+    assert train("--out", tmp_path / "out").exit_code == 0
+    text.write_text("other text " * 100)
+    result = train("--out", tmp_path / "out", "--resume", "auto", "--steps", 20)
+    assert result.exit_code == 2
+    assert "stands in the middle of other data" in " ".join(result.stderr.split())
+
+
+def test_ctrl_c_saves_the_last_whole_step_and_says_how_to_go_on(
+    train: Gemini, gemini_command: Gemini, tmp_path: Path, tiny_config: Path, text: Path
+) -> None:
+    common = ["--steps", "150", "--save-every", "0", "--schedule", "constant"]
+    whole = train("--out", tmp_path / "whole", *common)
+    assert whole.exit_code == 0, (whole.output, whole.exception)
+
+    words = ["--model", tiny_config, "--data", text, "--seq-len", 16, "--batch-size", 2]
+    words += ["--device", "cpu", "--lr", 1e-2]
+    command = [sys.executable, "-m", "gemini", "train", *map(str, words), "--log-every", "1", *common]
+    command += ["--out", str(tmp_path / "out")]
+    # As many threads as here: torch's products differ in the last bit between one and two.
+    environment = os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads())}
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT, env=environment
+    )
+    assert process.stdout is not None
+    said = []
+    for line in process.stdout:
+        said.append(line)
+        if line.startswith("step 3/"):
+            process.send_signal(signal.SIGINT)
+            break
+    rest, error = process.communicate(timeout=120)
+    output = "".join(said) + rest
+    assert process.returncode == 130, output + error
+    assert "Stopping after this step, then saving." in error
+    assert "Traceback" not in error
+    hint = re.search(r"^Stopped after step (\d+) of 150\. To go on: (gemini train .*)$", output, re.MULTILINE)
+    assert hint is not None, output
+    assert (tmp_path / "out" / "checkpoints" / f"step-{int(hint[1]):08d}").is_dir()
+    assert not (tmp_path / "out" / "model.safetensors").exists()
+
+    resumed = gemini_command(*shlex.split(hint[2])[1:])
+    assert resumed.exit_code == 0, (resumed.output, resumed.exception)
+    assert losses_of(output) + losses_of(resumed.stdout) == losses_of(whole.stdout)
+    first, second = weights_of(tmp_path / "whole"), weights_of(tmp_path / "out")
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_a_budget_that_is_too_small_is_a_plain_refusal(train: Gemini, tmp_path: Path) -> None:
+    result = train("--out", tmp_path / "out", "--cpu-memory", "100KiB")
+    assert result.exit_code == 2, (result.output, result.exception)
+    assert result.stderr.startswith("gemini: ") and "Traceback" not in result.output
+    assert "KiB" in result.stderr
+
+
+def test_an_nvme_folder_that_is_not_there_is_a_plain_refusal(train: Gemini, tmp_path: Path) -> None:
+    result = train("--out", tmp_path / "out", "--nvme-memory", "1GiB", "--nvme-path", tmp_path / "absent")
+    assert result.exit_code == 2, (result.output, result.exception)
+    assert str(tmp_path / "absent") in result.stderr and "Traceback" not in result.output
+
+
+def test_a_damaged_checkpoint_is_a_plain_refusal(train: Gemini, tmp_path: Path) -> None:
+    assert train("--out", tmp_path / "out").exit_code == 0
+    newest = tmp_path / "out" / "checkpoints" / "step-00000010"
+    for path in newest.rglob("*"):
+        if path.is_file():
+            path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    result = train("--out", tmp_path / "out", "--steps", 20, "--resume", "auto")
+    assert result.exit_code == 2, (result.output, result.exception)
+    assert "Traceback" not in result.output
+
+
+def test_it_spills_to_a_folder_and_leaves_nothing_there(train: Gemini, tmp_path: Path) -> None:
+    spill = tmp_path / "spill"
+    spill.mkdir()
+    roomy = train("--out", tmp_path / "roomy", "--cpu-memory", "64MiB")
+    tight = ["--cpu-memory", "700KiB", "--nvme-memory", "16MiB", "--nvme-path", spill]
+    small = train("--out", tmp_path / "small", *tight)
+    assert small.exit_code == 0, (small.output, small.exception)
+    assert re.search(r"^nvme: stayed within its budget, peak (?!0 B)", small.stdout, re.MULTILINE), small.stdout
+    assert losses_of(small.stdout) == losses_of(roomy.stdout)
+    assert list(spill.iterdir()) == []
+
+
+def test_a_model_folder_with_weights_and_tokenizer_goes_on_training(
+    train: Gemini, gemini_command: Gemini, tmp_path: Path, text: Path
+) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    first = tmp_path / "first"
+    assert train("--out", first, "--steps", 20).exit_code == 0
+    kit = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token="?"))
+    kit.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    kit.train_from_iterator(
+        [text.read_text()], tokenizers.trainers.BpeTrainer(vocab_size=150, special_tokens=["?", "<end>"])
+    )
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=kit, eos_token="<end>", unk_token="?")
+    fast.save_pretrained(first)
+    second = tmp_path / "second"
+    words = ["--model", first, "--data", text, "--seq-len", 16, "--device", "cpu", "--steps", 5, "--save-every", 0]
+    result = gemini_command("train", *words, "--out", second)
+    assert result.exit_code == 0, (result.output, result.exception)
+    assert f"tokenizer of {first} with {len(fast)} ids, {fast.eos_token_id} ends a document" in result.stdout
+    assert (second / "tokenizer.json").is_file()
+    assert json.loads((second / "config.json").read_text())["n_layer"] == 2
+
+
+def test_gradient_checkpointing_changes_no_bit(train: Gemini, tmp_path: Path) -> None:
+    plain = train("--out", tmp_path / "plain")
+    checkpointed = train("--out", tmp_path / "checkpointed", "--gradient-checkpointing")
+    assert checkpointed.exit_code == 0, (checkpointed.output, checkpointed.exception)
+    assert losses_of(checkpointed.stdout) == losses_of(plain.stdout)

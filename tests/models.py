@@ -1,0 +1,313 @@
+"""Tiny models of every family, their data, and the plain training loop that a managed one has to equal bit for bit.
+
+``plain_loop`` knows nothing of chunks: fp32 masters in a dict, weights rounded from them into an ordinary model, gradients
+added up in fp32, the norm and the update by the torch reference (``gemini.kernels_reference``), param by param. Nothing in
+it uses the native kernels, so that comparing with it compares those too. ``managed_loop`` is the loop users write.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+
+import gemini
+from gemini import kernels_reference as reference
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+VOCAB = 64
+Batch = dict[str, torch.Tensor]
+
+
+def _llama(**changes: Any) -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = dict(
+        vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=32, use_cache=False,
+    )  # fmt: skip
+    return LlamaForCausalLM(LlamaConfig(**(config | changes)))
+
+
+def _frozen() -> nn.Module:
+    """Frozen embeddings, a whole frozen layer between trained ones, and one frozen weight inside a trained layer."""
+    model = _llama(num_hidden_layers=3)
+    model.model.embed_tokens.requires_grad_(False)
+    model.model.layers[1].requires_grad_(False)
+    model.model.layers[2].self_attn.q_proj.requires_grad_(False)
+    return model
+
+
+def _gpt2() -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(
+        vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=2, n_positions=32, resid_pdrop=0.0, embd_pdrop=0.0,
+        attn_pdrop=0.0, use_cache=False, bos_token_id=0, eos_token_id=0, loss_type="ForCausalLM",
+    )  # fmt: skip
+    return GPT2LMHeadModel(config)
+
+
+def _mixtral() -> nn.Module:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    config = MixtralConfig(
+        vocab_size=VOCAB, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, num_local_experts=4, max_position_embeddings=32, use_cache=False,
+        output_router_logits=True,
+    )  # fmt: skip
+    return MixtralForCausalLM(config)
+
+
+def _t5() -> nn.Module:
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    config = T5Config(
+        vocab_size=VOCAB, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_decoder_layers=1, num_heads=4, dropout_rate=0.0,
+        use_cache=False, decoder_start_token_id=0, pad_token_id=0,
+    )  # fmt: skip
+    return T5ForConditionalGeneration(config)
+
+
+FAMILIES: dict[str, Callable[[], nn.Module]] = {
+    "llama": _llama,
+    "gpt2": _gpt2,
+    "mixtral": _mixtral,
+    "t5": _t5,
+    "tied": lambda: _llama(tie_word_embeddings=True),
+    "frozen": _frozen,
+}
+
+
+def make_model(family: str) -> nn.Module:
+    """The same fp32 weights every time."""
+    torch.manual_seed(17)
+    return FAMILIES[family]().train()
+
+
+@cache
+def make_batches(num_steps: int, num_micro: int) -> list[list[Batch]]:
+    """Micro-batches of changing size and length, the same for all families."""
+    rng = random.Random(5)
+    generator = torch.Generator().manual_seed(5)
+    steps: list[list[Batch]] = []
+    for _ in range(num_steps):
+        sizes = [(rng.choice((1, 2)), rng.choice((7, 8, 12))) for _ in range(num_micro)]
+        ids = [torch.randint(1, VOCAB, size, generator=generator) for size in sizes]
+        steps.append([{"input_ids": i, "labels": i} for i in ids])
+    return steps
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Everything about a run that decides its bits. Where chunks live is not in here."""
+
+    precision: str = "bf16"
+    decoupled: bool = True
+    grouped: bool = True
+    """No weight decay on vectors, another learning rate for embeddings: groups that meet inside one chunk."""
+    scheduled: bool = True
+    num_steps: int = 20
+    num_micro: int = 2
+    max_norm: float = 1.0
+    loss_scale: float = 2.0**16
+    betas: tuple[float, float] = (0.9, 0.98)
+
+
+@dataclass
+class Run:
+    """What came out: compared key by key, bit by bit."""
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    coefficients: list[float] = field(default_factory=list)
+    """Of the plain loop only: shows that some steps were really clipped."""
+    num_skipped: int = 0
+    masters: dict[str, torch.Tensor] = field(default_factory=dict)
+    moments: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
+
+
+def param_groups(model: nn.Module, recipe: Recipe) -> list[dict[str, Any]]:
+    """Groups in torch's form; frozen params are in them too, as in most people's programs."""
+    params = list(model.parameters())
+    if not recipe.grouped:
+        return [{"params": params, "lr": 3e-3, "weight_decay": 0.1}]
+    is_embedding = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
+    tables = [p for p in params if id(p) in is_embedding]
+    vectors = [p for p in params if p.dim() == 1]
+    rest = [p for p in params if p.dim() > 1 and id(p) not in is_embedding]
+    return [
+        {"params": rest, "lr": 3e-3, "weight_decay": 0.1},
+        {"params": vectors, "lr": 3e-3, "weight_decay": 0.0},
+        {"params": tables, "lr": 1e-2, "weight_decay": 0.01},
+    ]
+
+
+def make_scheduler(optimizer: torch.optim.Optimizer, recipe: Recipe) -> Any:
+    if not recipe.scheduled:
+        return torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
+    return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, recipe.num_steps)
+
+
+# ---- the plain loop --------------------------------------------------------------------------------------------------
+
+
+def rounded(master: torch.Tensor, precision: str) -> torch.Tensor:
+    """The weights that forward reads. In bf16 the upper half of the bits, rounded half away from zero."""
+    if precision != "bf16":
+        return master.to(DTYPES[precision])
+    return ((master.view(torch.int32) + 0x8000) >> 16).to(torch.int16).view(torch.bfloat16)
+
+
+def to_compute_dtype(model: nn.Module, precision: str) -> dict[str, torch.Tensor]:
+    """Cast the params of ``model`` in place, as the loop below reads them; returns the flat fp32 masters of trained ones."""
+    masters = {}
+    for name, param in model.named_parameters():
+        if param.requires_grad:
+            masters[name] = param.detach().float().reshape(-1).clone()
+            param.data = rounded(masters[name], precision).view(param.shape)
+        else:
+            param.data = param.data.to(DTYPES[precision])
+    return masters
+
+
+@cache
+def plain_loop(family: str, recipe: Recipe) -> Run:
+    """Train with nothing but torch and the reference kernels."""
+    model = make_model(family)
+    masters = to_compute_dtype(model, recipe.precision)
+    named = {name: param for name, param in model.named_parameters() if param.requires_grad}
+    moments = {n: (torch.zeros_like(m), torch.zeros_like(m)) for n, m in masters.items()}
+    counts = dict.fromkeys(masters, 0)
+    # A stock optimizer holds groups and learning rates for the scheduler; it sees no gradient and updates nothing.
+    groups = torch.optim.SGD(param_groups(model, recipe), lr=0.0)
+    scheduler = make_scheduler(groups, recipe)
+    scale = recipe.loss_scale if recipe.precision == "fp16" else 1.0
+    run = Run()
+    for micro_batches in make_batches(recipe.num_steps, recipe.num_micro):
+        sums: dict[str, torch.Tensor] = {}
+        for batch in micro_batches:
+            loss = model(**batch).loss
+            run.losses.append(float(loss.detach()))
+            loss.backward(torch.tensor(scale / recipe.num_micro, dtype=loss.dtype))
+            for name, param in named.items():
+                if param.grad is not None:
+                    grad = param.grad.reshape(-1).float()
+                    sums[name] = sums[name] + grad if name in sums else grad.clone()
+                    param.grad = None
+        norm = math.sqrt(reference.total([reference.total(reference.sum_squares(s)) for s in in_order(named, sums)]))
+        norm /= scale
+        run.norms.append(float(torch.tensor(norm)))
+        groups.step()
+        if recipe.precision == "fp16" and not math.isfinite(norm):
+            run.num_skipped += 1
+            scale /= 2
+            scheduler.step()
+            continue
+        run.coefficients.append(min(1.0, recipe.max_norm / (norm + 1e-6)))
+        for group in groups.param_groups:
+            for param in group["params"]:
+                name = next((n for n, p in named.items() if p is param), None)
+                if name is None or name not in sums:
+                    continue
+                counts[name] += 1
+                hyper = reference.AdamHyper(
+                    group["lr"], *recipe.betas, 1e-8, group["weight_decay"], counts[name], recipe.decoupled,
+                    run.coefficients[-1] / scale,
+                )  # fmt: skip
+                reference.adam_update(masters[name], None, *moments[name], sums[name], hyper)
+                param.data = rounded(masters[name], recipe.precision).view(param.shape)
+        scheduler.step()
+    for name, param in model.named_parameters():
+        run.masters[name] = masters[name].view(param.shape) if name in masters else param.detach().float()
+        if name in moments and counts[name]:
+            m, v = moments[name]
+            step = torch.tensor(float(counts[name]))
+            run.moments[name] = {"step": step, "exp_avg": m.view(param.shape), "exp_avg_sq": v.view(param.shape)}
+    return run
+
+
+def in_order(named: dict[str, nn.Parameter], values: dict[str, torch.Tensor]) -> Iterator[torch.Tensor]:
+    return (values[name] for name in named if name in values)
+
+
+# ---- the managed loop ------------------------------------------------------------------------------------------------
+
+
+def managed_loop(
+    model: nn.Module, recipe: Recipe, *, each_step: Callable[[], None] = lambda: None, wrapped_first: bool = True
+) -> tuple[Run, int]:
+    """The ordinary loop on a wrapped ``model``; also the number of chunks that were evicted inside forwards and backwards."""
+    optimizer = gemini.HybridAdam(param_groups(model, recipe), betas=recipe.betas, decoupled=recipe.decoupled)
+    scheduler = make_scheduler(optimizer, recipe)
+    engine = model._gemini_engine
+    if engine.loss_scale is not None:
+        engine.loss_scale.scale = recipe.loss_scale
+    run, num_evictions = Run(), 0
+    for micro_batches in make_batches(recipe.num_steps, recipe.num_micro):
+        before = engine.manager.num_evictions  # an update also drops what it has overtaken: not counted
+        for batch in micro_batches:
+            loss = model(**batch).loss
+            run.losses.append(float(loss.detach()))
+            (loss / recipe.num_micro).backward()
+        num_evictions += engine.manager.num_evictions - before
+        run.norms.append(float(model.clip_grad_norm_(recipe.max_norm)))
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        each_step()
+    run.masters = model.state_dict(dtype=torch.float32)
+    names = {id(param): name for name, param in model.named_parameters()}
+    order = [names[id(param)] for group in optimizer.param_groups for param in group["params"]]
+    state = optimizer.state_dict()["state"]
+    keys = ("step", "exp_avg", "exp_avg_sq")
+    run.moments = {order[index]: {key: values[key] for key in keys} for index, values in state.items()}
+    return run, num_evictions
+
+
+def assert_same(run: Run, plain: Run) -> None:
+    """Every loss, norm, master, moment and step count, bit for bit."""
+    assert_same_floats(run.losses, plain.losses, "loss")
+    assert_same_floats(run.norms, plain.norms, "norm")
+    for name, master in plain.masters.items():
+        assert_same_bits(run.masters[name], master, f"master of {name}")
+    assert run.moments.keys() == plain.moments.keys()
+    for name, moments in plain.moments.items():
+        for key, value in moments.items():
+            assert_same_bits(run.moments[name][key], value, f"{key} of {name}")
+
+
+def assert_same_floats(found: list[float], wanted: list[float], what: str) -> None:
+    assert len(found) == len(wanted)
+    for index, (a, b) in enumerate(zip(found, wanted, strict=True)):
+        assert a == b or (math.isnan(a) and math.isnan(b)), f"{what} {index} is {a!r}, the plain loop has {b!r}"
+
+
+def assert_same_bits(found: torch.Tensor, wanted: torch.Tensor, what: str) -> None:
+    assert found.shape == wanted.shape and found.dtype == wanted.dtype, (what, found.dtype, wanted.dtype)
+    as_int = {2: torch.int16, 4: torch.int32}[found.element_size()]
+    a, b = (t.contiguous().view(-1).view(as_int) for t in (found, wanted))
+    if not torch.equal(a, b):
+        where = int((a != b).nonzero()[0])
+        raise AssertionError(
+            f"{what}: {int((a != b).sum())} of {a.numel()} elements differ, first at {where}: "
+            f"{found.reshape(-1)[where].item()!r} instead of {wanted.reshape(-1)[where].item()!r}"
+        )
+
+
+@contextmanager
+def tiles_of(monkeypatch: Any, numel: int | None) -> Iterator[None]:
+    """Small tiles, so that tiny params take many. One norm block (4096) keeps the order of the norm's sums."""
+    from gemini.memory import mover
+
+    with monkeypatch.context() as patch:
+        if numel is not None:
+            patch.setattr(mover, "TILE", numel)
+        yield

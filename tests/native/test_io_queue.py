@@ -1,0 +1,198 @@
+"""The I/O queue, native and in Python: whole transfers, errors that say what happened, an orderly end."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from native_cases import NATIVE_ISAS
+from torch import Tensor
+
+from gemini import kernels, kernels_reference
+from gemini.kernels import IoQueue
+
+BLOCK = 4 << 20
+KINDS = ["python", *(["native"] if NATIVE_ISAS else [])]
+
+
+@pytest.fixture(params=KINDS)
+def queue(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[IoQueue]:
+    if request.param == "python":
+        monkeypatch.setattr(kernels, "_native", None)
+    with IoQueue(num_threads=3) as made:
+        yield made
+
+
+@pytest.fixture
+def fd(tmp_path: Path) -> Iterator[int]:
+    opened = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
+    yield opened
+    os.close(opened)
+
+
+def noise(num_bytes: int, seed: int = 0) -> Tensor:
+    return torch.randint(0, 256, (num_bytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("num_bytes", [0, 1, 4096, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK + 12_345])
+@pytest.mark.parametrize("offset", [0, 8192, 12_345])
+def test_round_trip(queue: IoQueue, fd: int, num_bytes: int, offset: int) -> None:
+    written, read = noise(num_bytes), torch.zeros(num_bytes, dtype=torch.uint8)
+    queue.write(fd, written.data_ptr(), num_bytes, offset)
+    assert os.fstat(fd).st_size == (offset + num_bytes if num_bytes else 0)
+    queue.read(fd, read.data_ptr(), num_bytes, offset)
+    assert torch.equal(written, read)
+
+
+def test_many_requests_waited_for_in_any_order(queue: IoQueue, fd: int) -> None:
+    parts = [noise(100_000 + number, seed=number) for number in range(20)]
+    offsets = [number * 200_000 for number in range(20)]
+    tickets = [
+        queue.submit_write(fd, part.data_ptr(), part.numel(), offset)
+        for part, offset in zip(parts, offsets, strict=True)
+    ]
+    assert len(set(tickets)) == 20
+    for ticket in reversed(tickets):
+        queue.wait(ticket)
+    back = [torch.zeros_like(part) for part in parts]
+    tickets = [
+        queue.submit_read(fd, part.data_ptr(), part.numel(), offset) for part, offset in zip(back, offsets, strict=True)
+    ]
+    for ticket in tickets[1::2] + tickets[::2]:
+        queue.wait(ticket)
+    assert all(torch.equal(a, b) for a, b in zip(parts, back, strict=True))
+
+
+def test_direct_io(queue: IoQueue, tmp_path: Path) -> None:
+    try:
+        fd = os.open(tmp_path / "direct", os.O_RDWR | os.O_CREAT | os.O_DIRECT)
+    except (OSError, AttributeError):
+        pytest.skip("no O_DIRECT on this file system")
+    try:
+        memory = torch.zeros(2 * BLOCK + 3 * 4096, dtype=torch.uint8)
+        aligned = memory[-memory.data_ptr() % 4096 :][: 2 * BLOCK + 8192]
+        aligned.copy_(noise(aligned.numel()))
+        queue.write(fd, aligned.data_ptr(), aligned.numel(), 4096)
+        expected = aligned.clone()
+        aligned.zero_()
+        queue.read(fd, aligned.data_ptr(), aligned.numel(), 4096)
+        assert torch.equal(aligned, expected)
+        # The end of the file off any boundary.
+        os.ftruncate(fd, 4096 + 100)
+        with pytest.raises(OSError, match="the file ends at byte 4196") as caught:
+            queue.read(fd, aligned.data_ptr(), 8192, 4096)
+        assert caught.value.errno == errno.EIO
+    finally:
+        os.close(fd)
+
+
+@pytest.mark.parametrize("num_bytes", [100, 2 * BLOCK])
+def test_short_read_says_where_the_file_ends(queue: IoQueue, fd: int, num_bytes: int) -> None:
+    os.write(fd, bytes(50))
+    memory = torch.ones(num_bytes, dtype=torch.uint8)
+    wanted = f"read of {num_bytes} bytes at offset 10 .* the file ends at byte 50" if num_bytes == 100 else "ends at"
+    with pytest.raises(OSError, match=wanted) as caught:
+        queue.read(fd, memory.data_ptr(), num_bytes, 10)
+    assert caught.value.errno == errno.EIO
+
+
+def test_bad_descriptor(queue: IoQueue, fd: int, tmp_path: Path) -> None:
+    memory = torch.zeros(3 * BLOCK, dtype=torch.uint8)
+    gone = os.dup(fd)
+    os.close(gone)
+    for call in (queue.read, queue.write):
+        with pytest.raises(OSError, match="Bad file descriptor") as caught:
+            call(gone, memory.data_ptr(), memory.numel(), 0)
+        assert caught.value.errno == errno.EBADF
+    queue.write(fd, memory.data_ptr(), 10, 0)  # the queue lives on
+    read_only = os.open(tmp_path / "file", os.O_RDONLY)
+    with pytest.raises(OSError) as caught:
+        queue.write(read_only, memory.data_ptr(), 10, 0)
+    assert caught.value.errno == errno.EBADF
+    os.close(read_only)
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full")
+def test_full_disk(queue: IoQueue) -> None:
+    memory = torch.zeros(3 * BLOCK, dtype=torch.uint8)
+    full = os.open("/dev/full", os.O_WRONLY)
+    try:
+        with pytest.raises(OSError, match="No space left") as caught:
+            queue.write(full, memory.data_ptr(), memory.numel(), 0)
+        assert caught.value.errno == errno.ENOSPC
+    finally:
+        os.close(full)
+
+
+def test_python_queue_waits_for_every_block_before_it_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = []
+
+    def transfer(write: bool, fd: int, address: int, nbytes: int, offset: int) -> None:
+        if offset == 0:
+            raise OSError(errno.EIO, "told to fail")
+        time.sleep(0.2)
+        ended.append(offset)  # until here a thread may touch the memory
+
+    monkeypatch.setattr(kernels, "_native", None)
+    monkeypatch.setattr(kernels_reference, "_transfer", transfer)
+    with IoQueue(num_threads=2) as queue:
+        with pytest.raises(OSError, match="told to fail"):
+            queue.read(0, 0, 2 * BLOCK, 0)
+        assert ended == [BLOCK]
+
+
+def test_tickets_are_good_for_one_wait(queue: IoQueue, fd: int) -> None:
+    memory = torch.zeros(10, dtype=torch.uint8)
+    ticket = queue.submit_write(fd, memory.data_ptr(), 10, 0)
+    queue.wait(ticket)
+    for unknown in (ticket, 999_999):
+        with pytest.raises(ValueError, match="unknown or was already waited for"):
+            queue.wait(unknown)
+
+
+def test_close_completes_what_was_submitted(queue: IoQueue, fd: int) -> None:
+    part = noise(3 * BLOCK)
+    tickets = [queue.submit_write(fd, part.data_ptr(), part.numel(), number * part.numel()) for number in range(3)]
+    queue.close()
+    queue.close()
+    assert os.fstat(fd).st_size == 3 * part.numel()
+    for ticket in tickets:
+        queue.wait(ticket)
+    with pytest.raises(ValueError, match="closed"):
+        queue.submit_write(fd, part.data_ptr(), 1, 0)
+
+
+def test_impossible_requests_are_refused(queue: IoQueue, fd: int) -> None:
+    for num_bytes, offset in ((-1, 0), (1, -1)):
+        with pytest.raises(ValueError, match="0 or more"):
+            queue.submit_read(fd, 0, num_bytes, offset)
+    with pytest.raises(ValueError, match="at least 1 thread"):
+        IoQueue(num_threads=0)
+
+
+def test_calls_from_many_threads(queue: IoQueue, fd: int) -> None:
+    failures: list[BaseException] = []
+
+    def work(number: int) -> None:
+        try:
+            mine, back = noise(300_000, seed=number), torch.zeros(300_000, dtype=torch.uint8)
+            for turn in range(10):
+                offset = (number * 10 + turn) * 300_000
+                queue.write(fd, mine.data_ptr(), 300_000, offset)
+                queue.read(fd, back.data_ptr(), 300_000, offset)
+                assert torch.equal(mine, back)
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=30)
+    assert not failures and not any(thread.is_alive() for thread in threads)

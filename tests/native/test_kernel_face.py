@@ -1,0 +1,197 @@
+"""The face of the kernels: what they refuse and how they say it, the report, the settings, and the thread pool."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch
+from native_cases import NATIVE_ISAS
+
+from gemini import kernels
+from gemini.kernels import AdamHyper
+
+HYPER = AdamHyper(1e-3, 0.9, 0.999, 1e-8, 0.0, 1)
+needs_native = pytest.mark.skipif(not NATIVE_ISAS, reason="the native library is not built")
+
+
+def call_adam(**changes: torch.Tensor | None) -> None:
+    arrays: dict[str, torch.Tensor | None] = {
+        "weights": torch.zeros(8),
+        "residual": None,
+        "exp_avg": torch.zeros(8),
+        "exp_avg_sq": torch.zeros(8),
+        "grad": torch.zeros(8),
+    }
+    kernels.adam_update(**(arrays | changes), hyper=HYPER)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"weights": torch.zeros(8, dtype=torch.bfloat16)}, "weights: bfloat16 .*accepted: float32"),
+        ({"residual": torch.zeros(8, dtype=torch.int16)}, "weights: float32 .*accepted: bfloat16"),
+        (
+            {"weights": torch.zeros(8, dtype=torch.bfloat16), "residual": torch.zeros(8, dtype=torch.int32)},
+            "residual: int32 .*accepted: int16",
+        ),
+        ({"grad": torch.zeros(8, dtype=torch.float64)}, "grad: float64 .*accepted: float32, bfloat16, float16"),
+        ({"grad": torch.zeros(9)}, r"grad: float32 of shape \(9,\)"),
+        ({"exp_avg": torch.zeros(2, 4)}, r"exp_avg: float32 of shape \(2, 4\)"),
+        ({"exp_avg_sq": torch.zeros(16)[::2]}, "exp_avg_sq: .* not contiguous"),
+        ({"grad": torch.zeros(8, device="meta")}, "grad: .* on meta"),
+    ],
+)
+def test_adam_refuses_and_says_what_it_takes(changes: dict[str, torch.Tensor], complaint: str) -> None:
+    with pytest.raises(ValueError, match=complaint):
+        call_adam(**changes)
+
+
+def test_overlap_is_refused() -> None:
+    memory = torch.zeros(20)
+    with pytest.raises(ValueError, match="adam_update: exp_avg and grad overlap"):
+        call_adam(exp_avg=memory[:8], grad=memory[7:15])
+    with pytest.raises(ValueError, match="overlap"):
+        kernels.copy_grad(memory[:8], memory[:8])
+    with pytest.raises(ValueError, match="overlap"):
+        kernels.accumulate_grad(memory[:8], memory[4:12])
+    kernels.copy_grad(memory[:8], memory[8:16])  # neighbours are fine
+
+
+def test_gradients_are_refused() -> None:
+    with pytest.raises(ValueError, match="dst: float16 .*accepted: bfloat16, float32"):
+        kernels.copy_grad(torch.zeros(4, dtype=torch.float16), torch.zeros(4, dtype=torch.bfloat16))
+    with pytest.raises(ValueError, match="dst: bfloat16 .*accepted: float32"):
+        kernels.copy_grad(torch.zeros(4, dtype=torch.bfloat16), torch.zeros(4))
+    with pytest.raises(ValueError, match="acc: bfloat16"):
+        kernels.accumulate_grad(torch.zeros(4, dtype=torch.bfloat16), torch.zeros(4))
+    with pytest.raises(ValueError, match="src: int32"):
+        kernels.sum_squares(torch.zeros(4, dtype=torch.int32))
+    with pytest.raises(ValueError, match="lo: int16 of shape"):
+        kernels.split_master(torch.zeros(4), torch.zeros(4).bfloat16(), torch.zeros(5, dtype=torch.int16))
+    with pytest.raises(ValueError, match="out: bfloat16"):
+        kernels.join_master(torch.zeros(4).bfloat16(), torch.zeros(4, dtype=torch.int16), torch.zeros(4).bfloat16())
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [{"lr": -1.0}, {"lr": float("nan")}, {"beta1": 1.0}, {"beta2": -0.1}, {"eps": -1e-8}, {"step": 0}],
+    ids=str,
+)
+def test_hyperparameters_without_meaning_are_refused(bad: dict[str, float]) -> None:
+    fine = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.0, "step": 1}
+    with pytest.raises(ValueError):
+        AdamHyper(**(fine | bad))  # type: ignore[arg-type]
+
+
+def test_tensors_of_autograd_are_written() -> None:
+    for isa in kernels.capabilities().isas:
+        with kernels.use_isa(isa):
+            weights = torch.ones(8, requires_grad=True)
+            kernels.adam_update(weights, None, torch.zeros(8), torch.zeros(8), torch.ones(8), HYPER)
+            assert (weights < 1).all()
+
+
+def test_use_isa_chooses_and_restores() -> None:
+    best = kernels.capabilities().isa
+    assert best == kernels.capabilities().isas[-1]
+    with pytest.raises(RuntimeError), kernels.use_isa("reference"):
+        assert kernels.capabilities().isa == "reference"
+        with kernels.use_isa(None):
+            assert kernels.capabilities().isa == best
+        assert kernels.capabilities().isa == "reference"
+        raise RuntimeError
+    assert kernels.capabilities().isa == best
+    with pytest.raises(ValueError, match="'sse9' cannot run here; there are reference"), kernels.use_isa("sse9"):
+        pass
+
+
+def test_report_reads_well() -> None:
+    report = kernels.capabilities()
+    assert report.native == bool(NATIVE_ISAS) and (report.reason is None) == report.native
+    assert report.isa in report.isas and report.isas[0] == "reference"
+    assert report.isa in str(report) or not report.native
+
+
+def test_threads_are_counted_and_torch_is_left_alone(threads_restored: None) -> None:
+    before = torch.get_num_threads()
+    kernels.set_num_threads(3)
+    assert kernels.get_num_threads() == kernels.capabilities().num_threads == 3
+    assert torch.get_num_threads() == before
+    with pytest.raises(ValueError, match="at least 1"):
+        kernels.set_num_threads(0)
+
+
+# ---- the pool --------------------------------------------------------------------------------------------------------
+
+
+@needs_native
+@pytest.mark.parametrize("num_threads", [1, 2, 5])
+def test_pool_covers_the_range_once(num_threads: int, threads_restored: None) -> None:
+    kernels.set_num_threads(num_threads)
+    for n in (0, 1, 32_767, 32_768, 65_537, 3_000_001):
+        for align in (1, 64, 4096):
+            assert kernels._native.probe_pool(n, align, -1) == n
+
+
+@needs_native
+@pytest.mark.parametrize("fail_at", [0, 1_000_000, 2_999_999])
+def test_an_exception_in_a_worker_reaches_the_caller(fail_at: int, threads_restored: None) -> None:
+    kernels.set_num_threads(3)
+    for _ in range(5):
+        with pytest.raises(RuntimeError, match="told to fail"):
+            kernels._native.probe_pool(3_000_000, 64, fail_at)
+        assert kernels._native.probe_pool(3_000_000, 64, -1) == 3_000_000
+
+
+@needs_native
+def test_many_callers_at_once(threads_restored: None) -> None:
+    kernels.set_num_threads(3)
+    src = torch.randn(400_000, generator=torch.Generator().manual_seed(0))
+    expected = kernels.sum_squares(src)
+    wrong: list[list[float]] = []
+
+    def call() -> None:
+        for number in range(30):
+            if number % 10 == 0:
+                kernels.set_num_threads(2 + number // 10)
+            sums = kernels.sum_squares(src)
+            if sums != expected:
+                wrong.append(sums)
+
+    callers = [threading.Thread(target=call) for _ in range(4)]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join(timeout=30)
+    assert not wrong and not any(caller.is_alive() for caller in callers)
+
+
+@needs_native
+def test_python_runs_on_while_a_kernel_works(threads_restored: None) -> None:
+    kernels.set_num_threads(1)
+    src = torch.ones(8_000_000)
+    ticks: list[float] = []
+    stop = threading.Event()
+
+    def tick() -> None:
+        while not stop.is_set():
+            ticks.append(time.perf_counter())
+            time.sleep(0.0005)
+
+    ticker = threading.Thread(target=tick)
+    ticker.start()
+    try:
+        with kernels.use_isa("scalar"):
+            for _ in range(50):  # a busy machine may need a few tries
+                begin = time.perf_counter()
+                kernels.sum_squares(src)
+                end = time.perf_counter()
+                # Ticks well inside: one right after the call began could slip in before the kernel does.
+                if sum(begin < at < end for at in list(ticks)) >= 3:
+                    return
+    finally:
+        stop.set()
+        ticker.join()
+    pytest.fail("no other Python thread ran during 50 kernel calls: the GIL was held")

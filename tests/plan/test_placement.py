@@ -1,0 +1,279 @@
+"""Where planes live, from integers alone: both placing policies, the arithmetic of what fits, and what is said if not."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from gemini.errors import BudgetExceeded, human_bytes
+from gemini.plan.layout import Layout, ParamSpec, make_layout
+from gemini.plan.placement import (
+    Placement,
+    Problem,
+    StaticPlacement,
+    by_fractions,
+    bytes_per_tier,
+    check_fits,
+    fill_fastest,
+)
+from gemini.plan.planes import OPTIMIZER_PLANES, PlaneKind, compute_itemsize, plane_itemsizes
+from gemini.tiers import Tier
+
+GPU, CPU, NVME = Tier.GPU, Tier.CPU, Tier.NVME
+WEIGHTS, GRAD = PlaneKind.WEIGHTS, PlaneKind.GRAD
+N = 4096  # elements of each chunk below
+MUCH = 2**40
+
+
+def layout_of(num_chunks: int, *, frozen: tuple[int, ...] = ()) -> Layout:
+    return make_layout([ParamSpec(f"layers.{i}.w", N, i not in frozen) for i in range(num_chunks)])
+
+
+def problem_of(
+    budgets: dict[Tier, int],
+    *,
+    layout: Layout | None = None,
+    precision: str = "bf16",
+    gradients: str = "retain",
+    working_set: int = 2 * N,
+    staging: int = 1000,
+    activations: int = 0,
+) -> Problem:
+    compute = GPU if GPU in budgets else CPU
+    layout = layout or layout_of(10)
+    return Problem(layout, precision, gradients, budgets, compute, working_set, staging, activations)
+
+
+def tiers_of(placement: Placement, kind: PlaneKind) -> list[Tier]:
+    return [homes[kind] for homes in placement.homes]
+
+
+# ---- bytes per element -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
+def test_persistent_state_is_12_bytes_per_param(precision: str) -> None:
+    sizes = plane_itemsizes(precision, "transient", trainable=True)
+    assert sum(sizes.values()) == 12 and GRAD not in sizes
+    assert (PlaneKind.RESIDUAL in sizes) == (precision == "bf16")
+    assert plane_itemsizes(precision, "retain", trainable=True)[GRAD] == compute_itemsize(precision)
+    assert plane_itemsizes(precision, "accumulate", trainable=True)[GRAD] == 4
+    for gradients in ("transient", "retain", "accumulate"):
+        assert plane_itemsizes(precision, gradients, trainable=False) == {WEIGHTS: compute_itemsize(precision)}
+
+
+def test_frozen_chunks_hold_weights_alone() -> None:
+    problem = problem_of({CPU: MUCH}, layout=layout_of(2, frozen=(0,)))
+    assert problem.plane_bytes(0) == {WEIGHTS: 2 * N}
+    assert sum(problem.plane_bytes(1).values()) == 14 * N
+
+
+def test_windows_are_needed_where_weights_cannot_be_read_in_place() -> None:
+    layout = layout_of(2, frozen=(0,))
+    for precision, trained in (("bf16", False), ("fp32", False), ("fp16", True)):  # an fp16 master is fp32: cast
+        problem = problem_of({CPU: MUCH, NVME: MUCH}, layout=layout, precision=precision)
+        assert problem.needs_window(1, CPU) is trained
+        assert problem.needs_window(0, CPU) is False
+        assert problem.needs_window(0, NVME) and problem.needs_window(1, NVME)
+
+
+# ---- the fastest first -----------------------------------------------------------------------------------------------
+
+
+def test_all_in_the_fastest_tier_needs_nothing_on_top() -> None:
+    everything = 10 * 14 * N
+    problem = problem_of({CPU: everything, NVME: MUCH})
+    placement = fill_fastest(problem)
+    assert {tier for homes in placement.homes for tier in homes.values()} == {CPU}
+    assert bytes_per_tier(problem, placement) == {CPU: everything, NVME: 0}
+
+
+def test_one_byte_less_makes_room_for_windows_and_staging_too() -> None:
+    problem = problem_of({CPU: 10 * 14 * N - 1, NVME: MUCH})
+    placement = fill_fastest(problem)
+    used = bytes_per_tier(problem, placement)
+    assert used[CPU] <= problem.budgets[CPU] and used[NVME] > 0
+    assert set(tiers_of(placement, WEIGHTS)) == {CPU}, "weights are the last to go"
+
+
+def test_weights_first_then_gradients_then_states() -> None:
+    floor = 2 * N + 1000  # one module's weights and staging
+    for room, wanted in (
+        (4 * 2 * N, {WEIGHTS: 4}),
+        (10 * 2 * N + 3 * 2 * N, {WEIGHTS: 10, GRAD: 3}),
+        (10 * 4 * N + 5 * 2 * N, {WEIGHTS: 10, GRAD: 10, PlaneKind.RESIDUAL: 5}),
+    ):
+        problem = problem_of({CPU: floor + room, NVME: MUCH})
+        placement = fill_fastest(problem)
+        for kind in PlaneKind:
+            tiers = tiers_of(placement, kind)
+            num_fast = wanted.get(kind, 0)
+            assert tiers == [CPU] * num_fast + [NVME] * (10 - num_fast), kind
+
+
+def test_on_an_accelerator_states_stand_there_together_or_not_at_all() -> None:
+    floor = 2 * N + 500
+    problem = problem_of({GPU: floor + 10 * 2 * N + 2 * 12 * N + 5, CPU: MUCH}, activations=500)
+    placement = fill_fastest(problem)
+    assert set(tiers_of(placement, WEIGHTS)) == {GPU}
+    for kind in (GRAD, *OPTIMIZER_PLANES):
+        assert tiers_of(placement, kind) == [GPU] * 2 + [CPU] * 8, kind
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(1, 20_000), st.booleans()), min_size=1, max_size=12),
+    st.sampled_from(["bf16", "fp16", "fp32"]),
+    st.sampled_from(["transient", "retain", "accumulate"]),
+    st.dictionaries(st.sampled_from(list(Tier)), st.integers(0, 3_000_000), max_size=3),
+    st.integers(0, 50_000),
+)
+def test_what_it_places_fits_and_what_it_refuses_names_the_gap(
+    sizes: list[tuple[int, bool]], precision: str, gradients: str, budgets: dict[Tier, int], activations: int
+) -> None:
+    assume(CPU in budgets)
+    layout = make_layout([ParamSpec(f"layers.{i}.w", n, t) for i, (n, t) in enumerate(sizes)])
+    problem = problem_of(
+        budgets, layout=layout, precision=precision, gradients=gradients, working_set=40_000, activations=activations
+    )
+    try:
+        placement = fill_fastest(problem)
+    except BudgetExceeded as e:
+        assert "missing on" in str(e) and "Cheapest change: " in str(e)
+        return
+    used = bytes_per_tier(problem, placement)
+    assert all(used[tier] <= budgets[tier] for tier in used)
+    for i, homes in enumerate(placement.homes):
+        assert homes.keys() == problem.plane_bytes(i).keys()
+        assert set(homes.values()) <= budgets.keys()
+    assert placement == fill_fastest(problem), "a pure function"
+
+
+# ---- by fractions ----------------------------------------------------------------------------------------------------
+
+fractions = st.floats(0, 1).map(lambda x: round(x, 3))
+
+
+@settings(max_examples=200, deadline=None)
+@given(fractions, fractions, fractions, fractions, st.lists(st.integers(1, 20_000), min_size=1, max_size=12))
+def test_fractions_are_met_to_within_one_chunk(
+    weights_gpu: float, states_gpu: float, weights_nvme: float, states_nvme: float, sizes: list[int]
+) -> None:
+    assume(weights_gpu + weights_nvme <= 1 and states_gpu + states_nvme <= 1)
+    layout = make_layout([ParamSpec(f"layers.{i}.w", n) for i, n in enumerate(sizes)])
+    problem = problem_of({GPU: MUCH, CPU: MUCH, NVME: MUCH}, layout=layout)
+    placement = by_fractions(problem, StaticPlacement(weights_gpu, states_gpu, weights_nvme, states_nvme))
+    for kinds, on_gpu, on_nvme in (
+        ((WEIGHTS,), weights_gpu, weights_nvme),
+        ((*OPTIMIZER_PLANES, GRAD), states_gpu, states_nvme),
+    ):
+        num_bytes = [sum(problem.plane_bytes(i)[k] for k in kinds) for i in range(len(sizes))]
+        for tier, fraction in ((GPU, on_gpu), (NVME, on_nvme)):
+            found = sum(n for n, homes in zip(num_bytes, placement.homes, strict=True) if homes[kinds[0]] is tier)
+            assert abs(found - fraction * sum(num_bytes)) <= max(num_bytes), (tier, kinds)
+    for homes in placement.homes:
+        assert len({homes[kind] for kind in (*OPTIMIZER_PLANES, GRAD)}) == 1, "a chunk's states stand together"
+
+
+def test_first_chunks_go_to_the_gpu_and_last_ones_to_the_disk() -> None:
+    problem = problem_of({GPU: MUCH, CPU: MUCH, NVME: MUCH})
+    placement = by_fractions(problem, StaticPlacement(0.3, 0.1, 0.2, 0.5))
+    assert tiers_of(placement, WEIGHTS) == [GPU] * 3 + [CPU] * 5 + [NVME] * 2
+    assert tiers_of(placement, GRAD) == [GPU] + [CPU] * 4 + [NVME] * 5
+    assert tiers_of(by_fractions(problem, StaticPlacement()), WEIGHTS) == [CPU] * 10
+    assert tiers_of(by_fractions(problem, StaticPlacement(weights_on_nvme=1)), WEIGHTS) == [NVME] * 10
+
+
+def test_fractions_of_a_tier_that_is_not_there_are_refused() -> None:
+    with pytest.raises(ValueError, match="nvme, which does not exist: give nvme_path="):
+        by_fractions(problem_of({CPU: MUCH}), StaticPlacement(optimizer_on_nvme=0.5))
+    with pytest.raises(ValueError, match="gpu, which does not exist"):
+        by_fractions(problem_of({CPU: MUCH}), StaticPlacement(weights_on_gpu=0.5))
+
+
+@pytest.mark.parametrize("bad", [-0.1, 1.1, "all", None, float("nan")])
+def test_fractions_are_checked(bad: object) -> None:
+    with pytest.raises(ValueError, match=r"weights_on_nvme=\) is a fraction"):
+        StaticPlacement(weights_on_nvme=bad)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="make more than 1"):
+        StaticPlacement(optimizer_on_gpu=0.6, optimizer_on_nvme=0.5)
+
+
+# ---- what fits -------------------------------------------------------------------------------------------------------
+
+
+def test_the_arithmetic_term_by_term() -> None:
+    """used = planes + (working set + activations on the computing tier, staging on the CPU, if anything moves)."""
+    layout = layout_of(2)
+    homes = dict.fromkeys([WEIGHTS, GRAD, *OPTIMIZER_PLANES], CPU)
+    on_cpu = Placement((homes, homes))
+    mixed = Placement((homes | {WEIGHTS: NVME}, homes))
+    cpu_only = problem_of({CPU: MUCH, NVME: MUCH}, layout=layout, working_set=700, staging=30)
+    assert bytes_per_tier(cpu_only, on_cpu) == {CPU: 28 * N, NVME: 0}
+    assert bytes_per_tier(cpu_only, mixed) == {CPU: 26 * N + 730, NVME: 2 * N}
+    gpu = problem_of({GPU: MUCH, CPU: MUCH}, layout=layout, working_set=700, staging=30, activations=5)
+    assert bytes_per_tier(gpu, on_cpu) == {GPU: 705, CPU: 28 * N + 30}
+    on_gpu = Placement((dict.fromkeys(homes, GPU),) * 2)
+    assert bytes_per_tier(gpu, on_gpu) == {GPU: 28 * N + 5, CPU: 0}
+
+
+def test_a_refusal_names_the_missing_bytes_and_the_cheapest_change() -> None:
+    everything = 10 * 14 * N
+    short = problem_of({CPU: everything - 100_000})
+    with pytest.raises(BudgetExceeded) as error:
+        fill_fastest(short)
+    gap = 100_000 + 2 * N + 1000 - 0  # no disk to move to, so windows are not needed: see below
+    text = str(error.value)
+    assert "40,960 params" in text and "bf16" in text and "'retain'" in text
+    assert f"{human_bytes(100_000)} missing on cpu" in text or f"{human_bytes(gap)} missing on cpu" in text
+    assert "nvme_path=" in text and "raise the cpu budget by" in text
+
+
+def test_the_change_it_names_is_enough() -> None:
+    """Take the advice, digit by digit, and it fits."""
+    tight = {CPU: 2 * N + 1000 + 5 * N, NVME: 20 * N}
+    with pytest.raises(BudgetExceeded) as error:
+        fill_fastest(problem_of(tight))
+    assert "raise the nvme budget by" in str(error.value)
+    gap = bytes_per_tier(problem_of({CPU: tight[CPU], NVME: MUCH}), fill_fastest(problem_of({**tight, NVME: MUCH})))[NVME]
+    assert human_bytes(gap - tight[NVME]) in str(error.value)
+    fill_fastest(problem_of({**tight, NVME: gap}))
+    with pytest.raises(BudgetExceeded):
+        fill_fastest(problem_of({**tight, NVME: gap - 1}))
+
+
+def test_a_computing_tier_that_cannot_hold_one_module_is_told_so() -> None:
+    problem = problem_of({CPU: 2 * N + 999, NVME: MUCH})
+    with pytest.raises(BudgetExceeded, match="raise the cpu budget to at least.*gathered weights of one module"):
+        fill_fastest(problem)
+    problem = problem_of({GPU: 2 * N + 99, CPU: MUCH}, activations=100)
+    with pytest.raises(BudgetExceeded, match="raise the gpu budget to at least"):
+        fill_fastest(problem)
+
+
+def test_a_given_placement_is_checked_against_budgets() -> None:
+    homes = dict.fromkeys([WEIGHTS, GRAD, *OPTIMIZER_PLANES], CPU)
+    check_fits(problem_of({CPU: 14 * N}, layout=layout_of(1)), Placement((homes,)))
+    with pytest.raises(BudgetExceeded, match="1 B missing on cpu"):
+        check_fits(problem_of({CPU: 14 * N - 1}, layout=layout_of(1)), Placement((homes,)))
+    with pytest.raises(BudgetExceeded, match="missing on nvme"):
+        check_fits(problem_of({CPU: MUCH}, layout=layout_of(1)), Placement((homes | {GRAD: NVME},)))
+
+
+# ---- the ground floor ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        "gemini", "gemini.errors", "gemini.tiers", "gemini.states", "gemini.config", "gemini.plan",
+        "gemini.plan.layout", "gemini.plan.placement", "gemini.plan.planes", "gemini.plan.policy",
+    ],
+)  # fmt: skip
+def test_planning_knows_no_torch(module: str) -> None:
+    code = f"import sys, {module}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

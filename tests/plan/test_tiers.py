@@ -1,0 +1,202 @@
+"""Sizes in words, budgets, and the ledger's promise: used is the sum of what holders hold, and never passes the budget."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gemini.errors import BudgetExceeded, human_bytes, parse_bytes
+from gemini.tiers import Ledger, MemoryBudget, Tier
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"),
+    [
+        ("20GiB", 20 * 2**30), ("20 gib", 20 * 2**30), ("400GB", 400 * 10**9), ("0.5TiB", 2**39), ("1e3 kB", 10**6),
+        ("64", 64), ("64B", 64), (" 1 MiB ", 2**20), (".5 KiB", 512), ("2TB", 2 * 10**12), ("3m", 3 * 10**6),
+        (4096, 4096), (1.9, 1), (0, 0), ("0", 0),
+    ],
+)  # fmt: skip
+def test_sizes_are_read(text: str | int | float, num_bytes: int) -> None:
+    assert parse_bytes(text) == num_bytes
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("20 XB", "unknown unit"), ("GiB", "cannot read"), ("", "cannot read"), ("1,5 GiB", "cannot read"),
+        ("1 2 GiB", "cannot read"), ("-1GiB", "negative"), (-1, "negative"), (float("nan"), "finite"),
+        (float("inf"), "finite"), ("nan", "cannot read"), ("1KiBit", "unknown unit"),
+    ],
+)  # fmt: skip
+def test_sizes_that_make_no_sense_are_refused_by_name(text: str | float, says: str) -> None:
+    with pytest.raises(ValueError, match=says) as error:
+        parse_bytes(text, what="MemoryBudget(cpu=)")
+    assert "MemoryBudget(cpu=)" in str(error.value)
+
+
+@pytest.mark.parametrize("size", [None, True, [1], b"1GiB"])
+def test_sizes_of_other_types_are_refused(size: object) -> None:
+    with pytest.raises(TypeError, match="'20GiB'"):
+        parse_bytes(size)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"),
+    [
+        (0, "0 B"), (1023, "1023 B"), (1024, "1 KiB"), (1536, "1.5 KiB"), (-1536, "-1.5 KiB"), (2**30, "1 GiB"),
+        (5 * 2**40, "5 TiB"), (2**52, "4096 TiB"),
+    ],
+)  # fmt: skip
+def test_bytes_in_words(num_bytes: int, text: str) -> None:
+    assert human_bytes(num_bytes) == text
+
+
+@given(st.integers(0, 2**50))
+def test_words_are_within_a_thousandth_of_the_bytes(num_bytes: int) -> None:
+    assert abs(parse_bytes(human_bytes(num_bytes)) - num_bytes) <= num_bytes / 1000 + 1
+
+
+# ---- budgets ---------------------------------------------------------------------------------------------------------
+
+
+def test_budget_knows_what_was_declared() -> None:
+    budget = MemoryBudget(gpu="1GiB", cpu=4096, nvme_path="/scratch")
+    assert budget.bytes_of(Tier.GPU) == 2**30
+    assert budget.bytes_of(Tier.CPU) == 4096
+    assert budget.bytes_of(Tier.NVME) is None
+    assert MemoryBudget(nvme=0).bytes_of(Tier.NVME) == 0
+
+
+def test_budget_is_checked_when_it_is_made() -> None:
+    with pytest.raises(ValueError, match=r"MemoryBudget\(gpu=\).*unknown unit"):
+        MemoryBudget(gpu="1 lot")
+    with pytest.raises(ValueError, match=r"MemoryBudget\(cpu=\).*negative"):
+        MemoryBudget(cpu=-5)
+    with pytest.raises(TypeError, match=r"MemoryBudget\(cpu=\)"):
+        MemoryBudget(cpu=[])  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="nvme_path="):
+        MemoryBudget(nvme="1GiB")
+    MemoryBudget(nvme="1GiB", nvme_path=Path("/scratch"))
+
+
+# ---- the ledger ------------------------------------------------------------------------------------------------------
+
+
+def make_ledger() -> Ledger:
+    return Ledger({Tier.CPU: 100, Tier.NVME: 1000})
+
+
+def test_reserve_and_release() -> None:
+    ledger = make_ledger()
+    ledger.reserve(Tier.CPU, 60, "weights")
+    ledger.reserve(Tier.CPU, 40, "grad")
+    assert (ledger.used(Tier.CPU), ledger.free(Tier.CPU), ledger.budget(Tier.CPU)) == (100, 0, 100)
+    assert ledger.holders(Tier.CPU) == {"weights": 60, "grad": 40}
+    ledger.release(Tier.CPU, 60, "weights")
+    assert ledger.holders(Tier.CPU) == {"grad": 40}
+    assert (ledger.used(Tier.CPU), ledger.peak(Tier.CPU), ledger.used(Tier.NVME)) == (40, 100, 0)
+    assert ledger.held(Tier.CPU, "weights") == 0 and ledger.held(Tier.CPU, "grad") == 40
+    ledger.reset_peak()
+    assert ledger.peak(Tier.CPU) == 40
+    ledger.check_invariants()
+
+
+def test_what_does_not_fit_is_refused_and_changes_nothing() -> None:
+    ledger = make_ledger()
+    ledger.reserve(Tier.CPU, 99, "weights")
+    with pytest.raises(BudgetExceeded) as error:
+        ledger.reserve(Tier.CPU, 2, "staging")
+    for part in ("staging", "2 B", "cpu", "99 B", "100 B", "1 B"):
+        assert part in str(error.value)
+    assert (ledger.used(Tier.CPU), ledger.peak(Tier.CPU), ledger.holders(Tier.CPU)) == (99, 99, {"weights": 99})
+    ledger.check_invariants()
+
+
+def test_a_tier_that_does_not_exist_holds_nothing() -> None:
+    with pytest.raises(BudgetExceeded, match="no budget"):
+        make_ledger().reserve(Tier.GPU, 1, "weights")
+    assert make_ledger().tiers == (Tier.CPU, Tier.NVME)
+
+
+def test_nobody_gives_back_what_they_do_not_hold() -> None:
+    ledger = make_ledger()
+    ledger.reserve(Tier.CPU, 10, "weights")
+    for num_bytes, holder in ((11, "weights"), (1, "grad"), (-1, "weights")):
+        with pytest.raises(AssertionError):
+            ledger.release(Tier.CPU, num_bytes, holder)
+    assert ledger.used(Tier.CPU) == 10
+
+
+def test_reserving_gives_back_after_an_exception() -> None:
+    ledger = make_ledger()
+    with pytest.raises(KeyError), ledger.reserving(Tier.CPU, 30, "staging"):
+        assert ledger.used(Tier.CPU) == 30
+        raise KeyError
+    assert ledger.used(Tier.CPU) == 0 and ledger.peak(Tier.CPU) == 30
+    with pytest.raises(BudgetExceeded), ledger.reserving(Tier.CPU, 101, "staging"):
+        raise AssertionError("the block must not run")
+    assert ledger.used(Tier.CPU) == 0
+
+
+actions = st.tuples(
+    st.booleans(), st.sampled_from([Tier.CPU, Tier.NVME]), st.integers(0, 120), st.sampled_from(["a", "b", "c"])
+)
+
+
+@given(st.lists(actions))
+def test_the_books_always_balance(steps: list[tuple[bool, Tier, int, str]]) -> None:
+    ledger = make_ledger()
+    held: dict[tuple[Tier, str], int] = {}
+    peak = dict.fromkeys(ledger.tiers, 0)
+    for reserve, tier, num_bytes, holder in steps:
+        used = sum(n for (at, _), n in held.items() if at is tier)
+        if reserve:
+            try:
+                ledger.reserve(tier, num_bytes, holder)
+            except BudgetExceeded:
+                assert used + num_bytes > ledger.budget(tier)
+                continue
+            assert used + num_bytes <= ledger.budget(tier)
+            held[tier, holder] = held.get((tier, holder), 0) + num_bytes
+            peak[tier] = max(peak[tier], used + num_bytes)
+        elif held.get((tier, holder), 0) >= num_bytes:
+            ledger.release(tier, num_bytes, holder)
+            held[tier, holder] = held.get((tier, holder), 0) - num_bytes
+        ledger.check_invariants()
+        for t in ledger.tiers:
+            assert ledger.used(t) == sum(n for (at, _), n in held.items() if at is t)
+            assert ledger.peak(t) == peak[t] <= ledger.budget(t)
+
+
+def test_check_invariants_sees_a_false_book() -> None:
+    ledger = make_ledger()
+    ledger.reserve(Tier.CPU, 10, "weights")
+    ledger._accounts[Tier.CPU].used = 9
+    with pytest.raises(AssertionError, match="holders hold 10"):
+        ledger.check_invariants()
+
+
+def test_threads_never_pass_the_budget_together() -> None:
+    ledger = make_ledger()
+    num_refused = []
+
+    def take() -> None:
+        for _ in range(200):
+            try:
+                with ledger.reserving(Tier.CPU, 60, "staging"):
+                    assert ledger.used(Tier.CPU) <= 100
+            except BudgetExceeded:
+                num_refused.append(1)
+
+    threads = [threading.Thread(target=take) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    ledger.check_invariants()
+    assert ledger.used(Tier.CPU) == 0 and ledger.peak(Tier.CPU) == 60

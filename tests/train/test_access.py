@@ -1,0 +1,368 @@
+"""Params of a managed model outside of the ordinary loop: read, written, shown, left behind.
+
+A param may be read in another module's forward, by name, under ``no_grad``, in ``gathered()``, in a module that is
+called on its own; it may be written in ``gathered(write=True)``; it may outlive its model. In every placement each of
+these gives the right values or a clear error, never garbage and never a crash.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import weakref
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import gemini
+from tests.train.helpers import (
+    DTYPES,
+    PLACEMENTS,
+    Plain,
+    adam,
+    assert_same_snapshot,
+    assert_same_state,
+    batch,
+    compare,
+    engine_of,
+    gpt2,
+    llama,
+    make_config,
+    noise,
+    on_batch,
+    same_bits,
+    snapshot,
+    t5,
+    train,
+    train_plain,
+    wrap,
+)
+
+Q = "model.layers.1.self_attn.q_proj.weight"
+
+
+@pytest.fixture(params=PLACEMENTS)
+def where(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+# ---- read in the forward of another module ---------------------------------------------------------------------------
+
+
+class Readers(nn.Module):
+    """The root reads weights of its children: a tied head by F.linear, one child's weight scaled, a fused attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(96, 32)
+        self.blocks = nn.ModuleList(nn.Linear(32, 32) for _ in range(2))
+        self.attention = nn.MultiheadAttention(32, 2, batch_first=True)  # reads out_proj.weight without calling it
+        self.head = nn.Linear(32, 96, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        h = self.embed(ids)
+        for block in self.blocks:
+            h = torch.tanh(block(h)) + h @ block.weight * 0.1
+        h = h + self.attention(h, h, h, need_weights=False)[0]
+        return F.linear(h, self.head.weight)
+
+
+def ids_loss(model: Any, seed: int) -> torch.Tensor:
+    return model(batch(seed)["input_ids"]).float().square().mean()
+
+
+def test_weights_read_in_another_modules_forward(where: str, tmp_path: Path) -> None:
+    model, _, plain = compare(Readers, where, tmp_path, ids_loss, slack=2**20)
+    with torch.no_grad():
+        assert same_bits(model(batch(3)["input_ids"]), plain.model(batch(3)["input_ids"]))
+
+
+def test_weights_read_elsewhere_fit_the_smallest_budget(where: str, tmp_path: Path) -> None:
+    """What construction accepted must train, whatever a forward reads."""
+    compare(Readers, where, tmp_path, ids_loss)
+
+
+def test_encoder_layer_with_its_fused_path(where: str, tmp_path: Path) -> None:
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        layer = nn.TransformerEncoderLayer(32, 2, 64, dropout=0.0, batch_first=True)
+        return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+    def loss_of(model: nn.Module, seed: int) -> torch.Tensor:
+        return model(noise(2, 5, 32, seed=seed)).float().square().mean()
+
+    model, _, plain = compare(make, where, tmp_path, loss_of, slack=2**20)
+    model.eval(), plain.model.eval()
+    with torch.no_grad():  # the fused kernel reads every weight from the layer's own forward
+        assert same_bits(model(noise(2, 5, 32)), plain.model(noise(2, 5, 32)))
+
+
+# ---- a part called on its own ----------------------------------------------------------------------------------------
+
+
+PARTS: dict[str, tuple[Any, Any]] = {
+    "body": (llama, lambda m: m.model(batch(5)["input_ids"]).last_hidden_state),
+    "block": (gpt2, lambda m: m.transformer.h[1](noise(2, 5, 32))),
+    "leaf": (llama, lambda m: m.lm_head(noise(2, 5, 32))),
+    "encoder": (t5, lambda m: m.get_encoder()(batch(5)["input_ids"]).last_hidden_state),
+}
+
+
+def first(out: Any) -> torch.Tensor:
+    return out[0] if isinstance(out, tuple) else out
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_part_called_directly(part: str, where: str, tmp_path: Path) -> None:
+    make, call = PARTS[part]
+    model, plain = wrap(make(), where, tmp_path), Plain(make())
+    optimizer = adam(model)
+    with torch.no_grad():
+        assert same_bits(first(call(model)), first(call(plain.model)))
+    for _ in range(2):
+        ours, theirs = first(call(model)).float().square().mean(), first(call(plain.model)).float().square().mean()
+        assert ours.item() == theirs.item()
+        ours.backward()
+        plain.backward(theirs)
+        optimizer.step()
+        plain.step()
+    assert_same_state(model, plain)
+    assert train(model, optimizer, [0]) == train_plain(plain, [0])
+
+
+@pytest.mark.parametrize("part", ["mlp", "mlp.up_proj"])
+def test_part_of_a_block_called_directly_behaves_alike_everywhere(part: str, where: str, tmp_path: Path) -> None:
+    def outcome(model: Any) -> str:
+        module = model.model.layers[1].get_submodule(part)
+        with torch.no_grad():
+            assert same_bits(module(noise(2, 5, 32)), plain.model.model.layers[1].get_submodule(part)(noise(2, 5, 32)))
+        try:
+            module(noise(2, 5, 32)).float().sum().backward()
+        except gemini.ParamAccessError:
+            return "refused"
+        grad = model.full_grad("model.layers.1.mlp.up_proj.weight")
+        return "trained" if grad is not None else "lost"
+
+    plain = Plain(llama())
+    assert outcome(wrap(llama(), where, tmp_path)) == outcome(wrap(llama(), "ram", tmp_path)) != "lost"
+
+
+# ---- reads at rest ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
+def test_reads_under_no_grad_are_right(precision: str, where: str, tmp_path: Path) -> None:
+    model, plain = wrap(llama(), where, tmp_path, precision=precision), Plain(llama(), precision)
+    p, q = model.get_parameter(Q), plain.model.get_parameter(Q)
+    reads = {
+        "sum": lambda w: w.sum(),
+        "fp32 norm": lambda w: w.float().norm(),
+        "isfinite": lambda w: torch.isfinite(w).all(),
+        "compare": lambda w: w == w,
+        "product": lambda w: noise(3, 32, dtype=DTYPES[precision]) @ w,
+        "clone": lambda w: w.clone(),
+        "cast": lambda w: w.to(torch.float64),
+        "stack": lambda w: torch.stack([w, w]),
+        "item": lambda w: torch.tensor(w.max().item()),
+    }
+    with torch.no_grad():
+        assert torch.equal(p, q) and not torch.equal(p, q + 1)
+        for name, read in reads.items():
+            assert same_bits(read(p), read(q)), name
+    assert model.num_parameters() == plain.model.num_parameters() and model.dtype == DTYPES[precision]
+    assert (p.shape, p.dtype, p.numel(), p.requires_grad, p.is_leaf) == (q.shape, q.dtype, q.numel(), True, True)
+    assert p.grad is None and len({p, p}) == 1 and "q_proj" in repr(model) and Q.split(".")[-1] and repr(p)
+
+
+def test_reads_by_any_name(where: str, tmp_path: Path) -> None:
+    model, plain = wrap(llama(tied=True), where, tmp_path), Plain(llama(tied=True))
+    on_batch(model, 0).backward()
+    on_batch(plain.model, 0).backward()
+    embedding = plain.model.model.embed_tokens.weight
+    for name in ("lm_head.weight", "model.embed_tokens.weight"):
+        assert same_bits(model.full_param(name), embedding.detach())
+        assert same_bits(model.full_param(name, torch.float32), llama(tied=True).model.embed_tokens.weight.detach())
+        assert same_bits(model.full_grad(name), embedding.grad)
+    for read in (model.full_param, model.full_grad):
+        with pytest.raises(KeyError, match=r"q_proj\.weight"):
+            read("model.layers.1.self_attn.q_proj.wieght")
+    model.full_param(Q).zero_()  # a copy
+    assert same_bits(model.full_param(Q), plain.model.get_parameter(Q).detach())
+
+
+def test_full_grad_is_none_without_a_gradient(where: str, tmp_path: Path) -> None:
+    model = wrap(llama(), where, tmp_path)
+    assert model.full_grad(Q) is None
+    on_batch(model, 0).backward()
+    assert model.full_grad(Q) is not None
+    model.zero_grad()
+    assert model.full_grad(Q) is None
+
+
+# ---- gathered --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
+def test_gathered_shows_weights(precision: str, where: str, tmp_path: Path) -> None:
+    model, plain = wrap(llama(), where, tmp_path, precision=precision, slack=2**20), Plain(llama(), precision)
+    before = snapshot(model)
+    with model.gathered():
+        for name, param in model.named_parameters():
+            assert same_bits(param.detach().clone(), plain.model.get_parameter(name).detach()), name
+    p = model.get_parameter(Q)
+    with model.gathered(p), torch.no_grad():  # one
+        assert p[3, 4].item() == plain.model.get_parameter(Q)[3, 4].item() and p.t().shape == (32, 32)
+    with model.gathered([p]), model.gathered([p]):  # nested
+        assert same_bits(p.detach().clone(), plain.model.get_parameter(Q).detach())
+    engine_of(model).check_invariants()
+    assert_same_snapshot(before, snapshot(model))
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
+def test_gathered_write_changes_just_what_was_written(precision: str, where: str, tmp_path: Path) -> None:
+    model = wrap(llama(), where, tmp_path, precision=precision, slack=2**20)
+    optimizer = adam(model)
+    train(model, optimizer, range(2))
+    expected = model.full_param(Q, torch.float32)
+    others = {name: model.full_param(name, torch.float32) for name, _ in model.named_parameters() if name != Q}
+    p = model.get_parameter(Q)
+    with model.gathered(p, write=True), torch.no_grad():
+        p[5] = 0.375
+        p.view(-1)[7] = -1.5
+    expected[5] = 0.375
+    expected.view(-1)[7] = -1.5
+    assert same_bits(model.full_param(Q, torch.float32), expected)
+    assert all(same_bits(model.full_param(name, torch.float32), value) for name, value in others.items())
+    with torch.no_grad():
+        assert same_bits(p.clone(), model.full_param(Q))
+    train(model, optimizer, [2])
+    engine_of(model).check_invariants()
+
+
+def test_an_exception_in_gathered_write_undoes_it(where: str, tmp_path: Path) -> None:
+    model, plain = wrap(llama(tied=True), where, tmp_path, slack=2**20), Plain(llama(tied=True))
+    optimizer = adam(model)
+    with pytest.raises(RuntimeError, match="midway"), model.gathered(write=True), torch.no_grad():
+        for param in model.parameters():
+            param.zero_()
+        raise RuntimeError("midway")
+    assert train(model, optimizer, range(2)) == train_plain(plain, range(2))
+    assert_same_state(model, plain)
+
+
+def test_forward_inside_gathered(where: str, tmp_path: Path) -> None:
+    model, plain = wrap(llama(), where, tmp_path, slack=2**20), Plain(llama())
+    optimizer = adam(model)
+    with model.gathered():
+        loss = on_batch(model, 0)
+        loss.backward()
+    theirs = on_batch(plain.model, 0)
+    plain.backward(theirs)
+    assert loss.item() == theirs.item()
+    optimizer.step()
+    plain.step()
+    assert_same_state(model, plain)
+
+
+def test_gathered_refuses_what_it_cannot_show(where: str, tmp_path: Path) -> None:
+    model, other = wrap(llama(), where, tmp_path), wrap(gpt2(), "ram", tmp_path)
+    for wrong in (nn.Parameter(torch.ones(2)), next(other.parameters())):
+        with pytest.raises(ValueError, match="not a managed param of this model"):
+            model.gathered([wrong]).__enter__()
+    if where != "ram":
+        with pytest.raises(gemini.BudgetExceeded, match="fewer"), model.gathered():
+            pass
+    engine_of(model).check_invariants()
+    with pytest.raises(gemini.ParamAccessError, match="other memory"):
+        with model.gathered(model.get_parameter(Q), write=True):
+            model.get_parameter(Q).data = torch.zeros(32, 32, dtype=torch.bfloat16)
+    engine_of(model).check_invariants()
+
+
+# ---- the end ---------------------------------------------------------------------------------------------------------
+
+
+def num_open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+@pytest.mark.parametrize("kept", ["nothing", "optimizer", "param", "loss", "part"])
+def test_deleting_the_model_gives_everything_back(kept: str, where: str, tmp_path: Path) -> None:
+    wrap(llama(), where, tmp_path)
+    gc.collect()
+    before = num_open_files()
+    model = wrap(llama(), where, tmp_path)
+    optimizer = adam(model)
+    train(model, optimizer, [0])
+    keep: Any = {
+        "nothing": None, "optimizer": optimizer, "param": model.get_parameter(Q), "loss": on_batch(model, 1),
+        "part": model.model.layers[1],
+    }[kept]  # fmt: skip
+    engine = weakref.ref(engine_of(model))
+    del model, optimizer
+    gc.collect()
+    assert engine() is None
+    assert num_open_files() == before
+    assert not any(tmp_path.iterdir())
+    uses = {
+        "optimizer": [lambda: keep.step(), lambda: keep.zero_grad(), lambda: keep.state_dict()],
+        "param": [lambda: keep.sum(), lambda: keep.detach().tolist(), lambda: keep + 1, lambda: keep.copy_(keep)],
+        "loss": [lambda: keep.backward()],
+        "part": [lambda: keep.mlp(noise(2, 5, 32)), lambda: keep.mlp.up_proj.weight.sum()],
+    }.get(kept, [])
+    for use in uses:
+        with pytest.raises(gemini.GeminiError, match="deleted"):
+            use()
+    if kept == "param":
+        assert keep.shape == (32, 32) and keep.dtype is torch.bfloat16
+
+
+@pytest.mark.parametrize("kept", ["optimizer", "param"])
+def test_memory_goes_with_the_model_while_something_is_kept(kept: str, where: str, tmp_path: Path) -> None:
+    def resident() -> int:
+        gc.collect()
+        return psutil.Process().memory_info().rss
+
+    def make() -> nn.Module:
+        return nn.Sequential(*(nn.Linear(1024, 1024, dtype=torch.bfloat16) for _ in range(4)))
+
+    raw = make()
+    config = make_config(raw, where, tmp_path)
+    if where == "standin":  # the whole state in memory
+        config = gemini.GeminiConfig(device="standin", memory=gemini.MemoryBudget(gpu="16MiB", cpu="1GiB"))
+    model = gemini.GeminiDDP(raw, config)
+    del raw
+    optimizer = adam(model)
+    model(noise(2, 1024)).float().square().mean().backward()
+    optimizer.step()
+    keep = optimizer if kept == "optimizer" else next(model.parameters())
+    held = model.memory_report()["cpu"]["used"]
+    full = resident()
+    del model, optimizer
+    freed = full - resident()
+    assert freed > 0.8 * held, (freed, held)
+    assert keep is not None
+
+
+def test_data_loader_workers_leave_the_spill_file_alone(where: str, tmp_path: Path) -> None:
+    model, plain = wrap(llama(), where, tmp_path), Plain(llama())
+    optimizer = adam(model)
+    data = [batch(seed, rows=1) for seed in range(6)]
+    for epoch in range(2):
+        loader = torch.utils.data.DataLoader(data, batch_size=None, num_workers=2, multiprocessing_context="fork")
+        for item, same in zip(loader, data, strict=True):
+            loss = model(**item).loss
+            loss.backward()
+            optimizer.step()
+            theirs = plain.model(**same).loss
+            plain.backward(theirs)
+            plain.step()
+            assert loss.item() == theirs.item(), epoch
+    assert_same_state(model, plain)

@@ -1,0 +1,469 @@
+"""The ordinary training loop on a managed model does what it does on a plain one, bit for bit, in every placement.
+
+Each test drives a behaviour of the loop (ties, frozen and unused params, evaluation, checkpointing, accumulation,
+exceptions, optimizers made before or after) on a model whose chunks live in RAM, on disk, or on the stand-in GPU, and
+compares with the plain loop of ``helpers``. Ways of reading and writing params are in ``test_access.py``.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import gemini
+from tests.train.helpers import (
+    MODELS,
+    PLACEMENTS,
+    Plain,
+    adam,
+    assert_same_snapshot,
+    assert_same_state,
+    batch,
+    compare,
+    engine_of,
+    gpt2,
+    llama,
+    make_config,
+    noise,
+    on_batch,
+    same_bits,
+    snapshot,
+    t5,
+    train,
+    train_plain,
+    wrap,
+)
+
+
+@pytest.fixture(params=PLACEMENTS)
+def where(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def pair(make: Any, where: str, path: Path, **how: Any) -> tuple[Any, Any, Plain]:
+    model = wrap(make(), where, path, **how)
+    return model, adam(model), Plain(make(), how.get("precision", "bf16"))
+
+
+class Blocks(nn.Module):
+    """A stack of linear layers; ``path`` says which are called, in which order (shared, skipped, repeated)."""
+
+    def __init__(self, path: tuple[int, ...] = (0, 1, 2)):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(3))
+        self.path = path
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for i in self.path:
+            x = torch.tanh(self.layers[i](x))
+        return x
+
+
+def squares(model: nn.Module, seed: int) -> torch.Tensor:
+    return model(noise(2, 5, 32, seed=seed)).float().square().mean()
+
+
+# ---- models ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models_train_as_in_the_plain_loop(name: str, where: str, tmp_path: Path) -> None:
+    model, _, _ = compare(MODELS[name], where, tmp_path)
+    assert where == "ram" or engine_of(model).manager.num_evictions > 0
+
+
+@pytest.mark.parametrize("precision", ["fp16", "fp32"])
+def test_other_precisions(precision: str, where: str, tmp_path: Path) -> None:
+    compare(MODELS["tied"], where, tmp_path, precision=precision)
+
+
+def test_module_called_twice(where: str, tmp_path: Path) -> None:
+    compare(lambda: Blocks((0, 1, 0, 2, 0)), where, tmp_path, squares)
+
+
+def test_frozen_params(where: str, tmp_path: Path) -> None:
+    def make() -> nn.Module:
+        model = llama()
+        for name, param in model.named_parameters():
+            param.requires_grad_("layers.1" not in name and "embed" not in name and "norm" not in name)
+        return model
+
+    model, _, plain = compare(make, where, tmp_path)
+    for name, param in make().named_parameters():
+        if not param.requires_grad:
+            assert engine_of(model).by_names[name].num_steps == 0
+            assert same_bits(model.full_param(name), param.bfloat16()), name
+
+
+def test_params_without_gradient_are_skipped_as_none_is(where: str, tmp_path: Path) -> None:
+    def loss_of(model: Any, seed: int) -> torch.Tensor:
+        model.path = (0, 1, 2) if seed % 2 else (0, 2)
+        return squares(model, seed)
+
+    model, _, _ = compare(Blocks, where, tmp_path, loss_of, steps=5)
+    counts = {h.name: h.num_steps for h in engine_of(model).handles}
+    assert counts["layers.0.weight"] == 5 and counts["layers.1.weight"] == 2
+
+
+def test_a_gradient_in_only_one_micro_batch_counts(where: str, tmp_path: Path) -> None:
+    model, optimizer, plain = pair(Blocks, where, tmp_path)
+    for path in ((0, 2), (0, 1, 2), (0, 2)):
+        model.path = plain.model.path = path
+        squares(model, 0).backward()
+        plain.backward(squares(plain.model, 0))
+    optimizer.step()
+    plain.step()
+    assert_same_state(model, plain)
+
+
+def test_buffers_keep_dtype_and_values(where: str, tmp_path: Path) -> None:
+    class Buffered(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Blocks()
+            self.register_buffer("seen", torch.zeros(3, dtype=torch.float32))
+            self.register_buffer("scratch", torch.full((2,), 1 / 3), persistent=False)
+            self.register_buffer("count", torch.tensor(0))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.seen += 1 / 3
+            self.count += 1
+            return self.inner(x) * self.scratch[0]
+
+    model, _, plain = compare(Buffered, where, tmp_path, squares)
+    for (name, ours), (_, theirs) in zip(model.named_buffers(), plain.model.named_buffers(), strict=True):
+        assert same_bits(ours, theirs), name
+    assert {"seen", "count"} <= model.state_dict().keys() and "scratch" not in model.state_dict()
+    rotary = wrap(llama(), where, tmp_path).model.rotary_emb
+    assert same_bits(rotary.inv_freq, llama().model.rotary_emb.inv_freq)
+
+
+def test_outputs_of_any_kind(where: str, tmp_path: Path) -> None:
+    from dataclasses import dataclass
+
+    @dataclass
+    class Out:
+        hidden: torch.Tensor
+        extra: Any = None
+
+    kinds = {
+        "tuple": (lambda h: (h, None), lambda out: out[0]),
+        "nested": (lambda h: {"a": [h, 1], "b": {"c": "text"}}, lambda out: out["a"][0]),
+        "dataclass": (lambda h: Out(h), lambda out: out.hidden),
+    }
+    for give, take in kinds.values():
+
+        class Kind(Blocks):
+            def forward(self, x: torch.Tensor, give: Any = give) -> Any:
+                return give(super().forward(x))
+
+        def loss_of(model: nn.Module, seed: int, take: Any = take) -> torch.Tensor:
+            return take(model(noise(2, 5, 32, seed=seed))).float().square().mean()
+
+        def half(model: nn.Module, take: Any = take) -> torch.Tensor:
+            return take(model(noise(2, 5, 32, dtype=torch.float16))).float().square().mean()
+
+        compare(Kind, where, tmp_path, loss_of)
+        model, plain = wrap(Kind(), where, tmp_path, precision="fp16"), Plain(Kind(), "fp16", scale=2.0**16)
+        half(model).backward()
+        plain.backward(half(plain.model))
+        assert model.clip_grad_norm_(1.0).item() == pytest.approx(plain.clip(1.0), rel=1e-3)  # the outputs were scaled
+
+
+def test_sequential_root_and_model_with_params_of_its_own(where: str, tmp_path: Path) -> None:
+    class Patches(nn.Module):
+        """As a ViT: the root owns params and has children."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.cls_token = nn.Parameter(torch.randn(1, 1, 32))
+            self.position = nn.Parameter(torch.randn(1, 6, 32))
+            self.encoder = nn.ModuleDict({"0": Blocks(), "1": nn.LayerNorm(32)})
+            self.scale = nn.Parameter(torch.tensor(0.5))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = torch.cat([self.cls_token.expand(len(x), -1, -1), x], dim=1) + self.position
+            return self.encoder["1"](self.encoder["0"](x)) * self.scale
+
+    compare(Patches, where, tmp_path, squares)
+
+    def sequential() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Sequential(nn.Linear(64, 32), nn.Tanh()), Blocks())
+
+    compare(sequential, where, tmp_path, squares)
+
+
+# ---- evaluation ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_evaluation_before_and_between_steps(mode: Any, where: str, tmp_path: Path) -> None:
+    model, optimizer, plain = pair(llama, where, tmp_path)
+    for step in range(3):
+        model.eval(), plain.model.eval()
+        with mode():
+            assert same_bits(model(**batch(7)).logits, plain.model(**batch(7)).logits)
+        model.train(), plain.model.train()
+        assert train(model, optimizer, [step]) == train_plain(plain, [step])
+    assert_same_state(model, plain)
+
+
+def test_evaluation_between_backward_and_step(where: str, tmp_path: Path) -> None:
+    model, optimizer, plain = pair(llama, where, tmp_path)
+    on_batch(model, 0).backward()
+    plain.backward(on_batch(plain.model, 0))
+    with torch.no_grad():
+        assert same_bits(model(**batch(7)).logits, plain.model(**batch(7)).logits)
+    optimizer.step()
+    plain.step()
+    assert_same_state(model, plain)
+
+
+@pytest.mark.parametrize("make", [llama, t5])
+def test_generate(make: Any, where: str, tmp_path: Path) -> None:
+    model, optimizer, plain = pair(make, where, tmp_path)
+    for step in range(2):
+        ids = batch(7)["input_ids"]
+        how = {"max_new_tokens": 5, "do_sample": False, "attention_mask": torch.ones_like(ids)}
+        assert torch.equal(model.eval().generate(ids, **how), plain.model.eval().generate(ids, **how))
+        model.train(), plain.model.train()
+        assert train(model, optimizer, [step]) == train_plain(plain, [step])
+    assert_same_state(model, plain)
+
+
+# ---- backward --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("make", [lambda: llama(tied=True), gpt2, t5])
+def test_gradient_checkpointing(make: Any, reentrant: bool, where: str, tmp_path: Path) -> None:
+    model, optimizer, plain = pair(make, where, tmp_path)
+    without = on_batch(plain.model, 0).item()
+    for checkpointed in (model, plain.model):  # T5 sums its gradients in another order when it is checkpointed
+        checkpointed.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    assert on_batch(model, 0).item() == without
+    assert train(model, optimizer, range(2)) == train_plain(plain, range(2))
+    assert_same_state(model, plain)
+    assert where == "ram" or engine_of(model).manager.num_evictions > 0
+
+
+@pytest.mark.parametrize("gradients", ["retain", "accumulate"])
+@pytest.mark.parametrize("use_no_sync", [True, False])
+def test_accumulation(gradients: str, use_no_sync: bool, where: str, tmp_path: Path) -> None:
+    model, optimizer, plain = pair(llama, where, tmp_path, gradients=gradients)
+    for step in range(2):
+        for micro in range(3):
+            if use_no_sync and micro < 2:
+                with model.no_sync():
+                    (on_batch(model, step * 3 + micro) / 3).backward()
+            else:
+                (on_batch(model, step * 3 + micro) / 3).backward()
+            plain.backward(on_batch(plain.model, step * 3 + micro) / 3)
+        assert model.clip_grad_norm_(0.5).item() == pytest.approx(plain.clip(0.5), rel=1e-6)
+        optimizer.step()
+        plain.step()
+        optimizer.zero_grad()
+    assert_same_state(model, plain)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
+def test_clipping_returns_the_true_norm_and_clips(precision: str, where: str, tmp_path: Path) -> None:
+    model = wrap(llama(tied=True), where, tmp_path, precision=precision)
+    on_batch(model, 0).backward()
+    names = [name for name, _ in model.named_parameters()]
+    true = math.sqrt(sum(model.full_grad(n).double().square().sum().item() for n in names))
+    assert model.clip_grad_norm_(1e9).item() == pytest.approx(true, rel=1e-6)
+    assert model.clip_grad_norm_(true / 4).item() == pytest.approx(true, rel=1e-6)
+    assert model.clip_grad_norm_(1e9).item() == pytest.approx(true / 4, rel=1e-5)  # as torch: it is clipped now
+    model.zero_grad()
+    assert model.clip_grad_norm_(1.0).item() == 0.0
+
+
+def test_first_gradients_are_torchs_own(where: str, tmp_path: Path) -> None:
+    model, _, plain = pair(lambda: llama(tied=True), where, tmp_path)
+    on_batch(model, 0).backward()
+    on_batch(plain.model, 0).backward()
+    for name, param in plain.model.named_parameters():
+        assert same_bits(model.full_grad(name), param.grad), name
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_changing_batch_size_and_length(where: str, tmp_path: Path) -> None:
+    shapes = [(1, 5), (4, 17), (2, 1), (1, 33), (3, 8)]
+
+    def loss_of(model: nn.Module, seed: int) -> torch.Tensor:
+        return model(**batch(seed, *shapes[seed])).logits.float().square().mean()
+
+    compare(gpt2, where, tmp_path, loss_of, steps=len(shapes))
+
+
+def test_two_forwards_then_one_backward(where: str, tmp_path: Path) -> None:
+    compare(llama, where, tmp_path, lambda model, seed: on_batch(model, seed) + on_batch(model, seed + 50) / 2)
+
+
+def test_two_forwards_then_two_backwards(where: str, tmp_path: Path) -> None:
+    model, optimizer, plain = pair(llama, where, tmp_path)
+    a, b = on_batch(model, 0), on_batch(model, 1)
+    c, d = on_batch(plain.model, 0), on_batch(plain.model, 1)
+    a.backward()
+    b.backward()
+    plain.backward(c)
+    plain.backward(d)
+    optimizer.step()
+    plain.step()
+    assert_same_state(model, plain)
+
+
+def test_loss_computed_outside_from_logits(where: str, tmp_path: Path) -> None:
+    def loss_of(model: nn.Module, seed: int) -> torch.Tensor:
+        data = batch(seed)
+        logits = model(input_ids=data["input_ids"]).logits
+        return F.cross_entropy(logits[:, :-1].float().flatten(0, 1), data["labels"][:, 1:].flatten())
+
+    compare(llama, where, tmp_path, loss_of)
+
+
+def test_retain_graph_and_second_backward_accumulate(where: str, tmp_path: Path) -> None:
+    model, optimizer, plain = pair(llama, where, tmp_path)
+    ours, theirs = on_batch(model, 0), on_batch(plain.model, 0)
+    for retain in (True, False):
+        ours.backward(retain_graph=retain)
+        plain.backward(theirs, retain_graph=retain)
+    optimizer.step()
+    plain.step()
+    assert_same_state(model, plain)
+
+
+def test_custom_function_that_saves_a_weight(where: str, tmp_path: Path) -> None:
+    class Scale(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            ctx.save_for_backward(x, weight)
+            return x @ weight.t()
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+            x, weight = ctx.saved_tensors
+            return grad @ weight, grad.flatten(0, 1).t() @ x.flatten(0, 1)
+
+    class Fused(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return Scale.apply(x, self.weight) + self.bias
+
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(*(Fused(32, 32) for _ in range(4)))
+
+    compare(make, where, tmp_path, squares)
+
+
+# ---- exceptions ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_an_exception_leaves_a_correct_next_step(error: Any, phase: str, where: str, tmp_path: Path) -> None:
+    model, optimizer, plain = pair(llama, where, tmp_path)
+    assert train(model, optimizer, [0]) == train_plain(plain, [0])
+
+    def fail(*_: Any) -> None:
+        raise error("from a hook")
+
+    def fail_in_backward(module: nn.Module, args: Any, output: Any) -> None:
+        (output[0] if isinstance(output, tuple) else output).register_hook(fail)
+
+    layer = model.model.layers[1]
+    with layer.mlp.register_forward_hook(fail if phase == "forward" else fail_in_backward):
+        with pytest.raises(error, match="from a hook"):
+            on_batch(model, 1).backward()
+    optimizer.zero_grad()
+    engine_of(model).check_invariants()
+    assert train(model, optimizer, [1, 2]) == train_plain(plain, [1, 2])
+    assert_same_state(model, plain)
+
+
+# ---- optimizers ------------------------------------------------------------------------------------------------------
+
+
+def test_step_in_backward_equals_the_retained_run(where: str, tmp_path: Path) -> None:
+    retained = wrap(llama(tied=True), where, tmp_path)
+    transient = wrap(llama(tied=True), where, tmp_path, gradients="transient")
+    first = train(retained, adam(retained), range(3), clip=None)
+    assert first == train(transient, adam(transient, step_in_backward=True), range(3), clip=None)
+    assert_same_snapshot(snapshot(retained), snapshot(transient))
+    assert transient.memory_report()["grad_bytes_per_param"] == 0
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
+def test_optimizer_made_before_wrapping(precision: str, where: str, tmp_path: Path) -> None:
+    scale = 2.0**16 if precision == "fp16" else None
+    raw, plain = llama(), Plain(llama(), precision, scale=scale)
+    optimizer = adam(raw)
+    model = gemini.GeminiDDP(raw, make_config(raw, where, tmp_path, precision=precision))
+    assert train(model, optimizer, range(2)) == train_plain(plain, range(2))
+    assert_same_state(model, plain)
+
+
+def test_plain_steps_before_wrapping(where: str, tmp_path: Path) -> None:
+    raw = llama().bfloat16()
+    plain = Plain(llama().bfloat16())
+    optimizer = adam(raw)
+    for seed in range(2):
+        on_batch(raw, seed).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    train_plain(plain, range(2), clip=None)
+    model = wrap(raw, where, tmp_path)
+    masters = {name: model.full_param(name, torch.float32).view(-1) for name in plain.states}  # before any further step
+    assert not [name for name, master in masters.items() if not same_bits(master, plain.master(name))]
+    assert train(model, optimizer, range(2, 4)) == train_plain(plain, range(2, 4))
+    assert_same_state(model, plain)
+
+
+def test_loading_after_plain_steps_and_wrapping_is_not_undone(where: str, tmp_path: Path) -> None:
+    raw, other = llama().half(), {name: value + 1 for name, value in llama().state_dict().items()}
+    optimizer = adam(raw, lr=0.0, weight_decay=0.0)
+    for param in raw.parameters():
+        param.grad = torch.zeros_like(param)
+    optimizer.step()  # gives every param an fp32 master of its own
+    optimizer.zero_grad()
+    model = wrap(raw, where, tmp_path, precision="fp16")
+    model.load_state_dict(other)
+    train(model, optimizer, [0])  # a step with lr=0
+    assert not [n for n, v in other.items() if not same_bits(model.full_param(n, torch.float32), v.float())]
+
+
+def test_add_param_group_and_flipped_requires_grad(where: str, tmp_path: Path) -> None:
+    def make() -> nn.Module:
+        model = llama()
+        model.lm_head.weight.requires_grad_(False)
+        for param in model.model.layers[1].parameters():
+            param.requires_grad_(False)
+        return model
+
+    model, plain = wrap(make(), where, tmp_path, slack=2**20), Plain(make())
+    optimizer = gemini.HybridAdam([p for p in model.parameters() if p.requires_grad], lr=1e-2, weight_decay=0.1)
+    assert train(model, optimizer, [0]) == train_plain(plain, [0])
+    for changed in (model, plain.model):  # frozen to trained
+        changed.lm_head.weight.requires_grad_(True)
+        for param in changed.model.layers[1].parameters():
+            param.requires_grad_(True)
+    optimizer.add_param_group({"params": [model.lm_head.weight], "lr": 3e-3})
+    optimizer.add_param_group({"params": list(model.model.layers[1].parameters())})
+    plain.of["lm_head.weight"] = {"lr": 3e-3}
+    assert train(model, optimizer, [1, 2]) == train_plain(plain, [1, 2])
+    assert_same_state(model, plain)
+    for changed in (model, plain.model):  # trained to frozen
+        for param in changed.model.layers[0].parameters():
+            param.requires_grad_(False)
+    assert train(model, optimizer, [3]) == train_plain(plain, [3])
+    assert_same_state(model, plain)

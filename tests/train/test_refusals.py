@@ -1,0 +1,341 @@
+"""What cannot be meant on a managed model is refused with the remedy, before anything changes; never a silent nothing.
+
+Each refusal names what to do instead, and leaves the model able to train on as if nothing had been asked: the fixture
+checks that after every test.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import LlamaForCausalLM
+
+import gemini
+from tests.train.helpers import (
+    PLACEMENTS,
+    Plain,
+    adam,
+    assert_same_state,
+    batch,
+    engine_of,
+    llama,
+    make_config,
+    on_batch,
+    same_bits,
+    train,
+    train_plain,
+    wrap,
+)
+
+REFUSED = (gemini.GeminiError, ValueError, TypeError)
+Q = "model.layers.1.self_attn.q_proj.weight"
+
+
+@pytest.fixture(params=PLACEMENTS)
+def model(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Any]:
+    """A model that has trained one step, and must go on to train as if the test had not happened."""
+    model, plain = wrap(llama(), request.param, tmp_path), Plain(llama())
+    optimizer = adam(model)
+    assert train(model, optimizer, [0]) == train_plain(plain, [0])
+    yield model
+    model.zero_grad()
+    assert train(model, optimizer, [1]) == train_plain(plain, [1])
+    assert_same_state(model, plain)
+
+
+# ---- copies ----------------------------------------------------------------------------------------------------------
+
+
+def test_deepcopy_and_pickle(model: Any) -> None:
+    for thing in (model, model.model.layers[1], [model]):
+        with pytest.raises(gemini.GeminiError, match="copied"):
+            copy.deepcopy(thing)
+    p = model.get_parameter(Q)
+    for thing in (model, p):
+        with pytest.raises(gemini.GeminiError, match="pickled"):
+            pickle.dumps(thing)
+    with pytest.raises(gemini.GeminiError, match="pickled"):
+        torch.save(model, io.BytesIO())
+    with pytest.raises(gemini.GeminiError, match="copied"):
+        copy.deepcopy(p)
+    with pytest.raises(gemini.GeminiError, match="(copied|pickled)"):
+        copy.copy(model)
+    with pytest.raises(gemini.GeminiError, match="pickled"):
+        torch.save(model.model, io.BytesIO())
+
+
+def test_data_parallel(model: Any) -> None:
+    with pytest.raises(gemini.GeminiError, match="torchrun"):
+        model._replicate_for_data_parallel()
+    with pytest.raises(REFUSED, match="(managed|torchrun)"):
+        torch.nn.parallel.replicate(model, [0])
+    with pytest.raises(REFUSED):
+        gemini.GeminiDDP(nn.DataParallel(model))
+    with pytest.raises(TypeError, match="bare model"):
+        gemini.GeminiDDP(nn.DataParallel(llama()))
+
+
+def test_distributed_data_parallel(model: Any, tmp_path: Path) -> None:
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        with pytest.raises(gemini.GeminiError, match="DistributedDataParallel"):
+            nn.parallel.DistributedDataParallel(model)
+        with pytest.raises(TypeError, match="bare model"):
+            gemini.GeminiDDP(nn.parallel.DistributedDataParallel(llama()))
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_fully_shard(model: Any, tmp_path: Path) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        with pytest.raises(Exception, match="(?i)managed|gemini"):
+            fully_shard(model, mesh=torch.distributed.init_device_mesh("cpu", (1,)))
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+# ---- wrapping --------------------------------------------------------------------------------------------------------
+
+
+def test_wrapping_twice(model: Any, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="managed already"):
+        gemini.GeminiDDP(model)
+    with pytest.raises(ValueError, match="another GeminiDDP model"):
+        gemini.GeminiDDP(model.model.layers[1])  # a part
+    parent = nn.Sequential(nn.Linear(4, 4), model)
+    with pytest.raises(ValueError, match="managed already"):
+        gemini.GeminiDDP(parent)
+    outside = llama()
+    outside.lm_head = model.lm_head  # a param of another model
+    with pytest.raises(ValueError, match=r"lm_head\.weight.*another GeminiDDP model"):
+        gemini.GeminiDDP(outside, make_config(llama(), "ram", tmp_path))
+    assert type(outside) is LlamaForCausalLM and outside.model.norm.weight.dtype is torch.float32
+
+
+def test_the_class_makes_ordinary_models(model: Any, tmp_path: Path) -> None:
+    assert isinstance(model, gemini.GeminiDDP) and isinstance(model, LlamaForCausalLM)
+    assert type(model).__name__ == "LlamaForCausalLM"
+    made = type(model)(model.config)
+    assert type(made) is LlamaForCausalLM and not hasattr(made, "_gemini_engine")
+    model.save_pretrained(tmp_path / "out")
+    loaded = type(model).from_pretrained(tmp_path / "out")
+    assert type(loaded) is LlamaForCausalLM
+    assert same_bits(loaded.get_parameter(Q).detach().bfloat16(), model.full_param(Q))
+    assert type(made)(model.config).num_parameters() == model.num_parameters()
+
+
+# ---- dtype and device ------------------------------------------------------------------------------------------------
+
+
+def test_casting_and_moving(model: Any) -> None:
+    for change in (
+        lambda: model.half(), lambda: model.float(), lambda: model.double(), lambda: model.to(torch.float32),
+        lambda: model.to(dtype=torch.float16), lambda: model.to("meta"), lambda: model.to_empty(device="meta"),
+        lambda: model._apply(lambda t: t.double()),
+    ):  # fmt: skip
+        with pytest.raises(gemini.GeminiError, match="precision"):
+            change()
+    with pytest.raises((gemini.GeminiError, AssertionError, RuntimeError), match="(?i)managed|cuda|nvidia"):
+        model.cuda()
+    assert model.to("cpu") is model and model.bfloat16() is model and model.cpu() is model
+    assert model.to(torch.bfloat16) is model and model.to(device="cpu", dtype=torch.bfloat16) is model
+    assert model.model.rotary_emb.inv_freq.dtype is torch.float32  # nothing was cast on the way
+
+
+def test_casting_a_part(model: Any) -> None:
+    for change in (lambda: model.model.half(), lambda: model.lm_head.to(torch.float32), lambda: model.model.double()):
+        with pytest.raises(gemini.GeminiError, match="(?i)managed|gathered"):
+            change()
+    assert model.get_parameter(Q).dtype is torch.bfloat16
+    assert model.model.rotary_emb.inv_freq.dtype is torch.float32
+
+
+def test_sharing_and_requires_grad(model: Any) -> None:
+    with pytest.raises(gemini.GeminiError):
+        model.share_memory()
+    assert model.requires_grad_(True) is model and model.train() is model
+
+
+# ---- optimizers and gradients ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stock", [torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad])
+def test_stock_optimizers(model: Any, stock: Any) -> None:
+    with pytest.raises(gemini.GeminiError, match="HybridAdam"):
+        optimizer = stock(model.parameters(), lr=0.1)
+        on_batch(model, 5).backward()
+        optimizer.step()
+
+
+def test_torchs_clipping(model: Any) -> None:
+    on_batch(model, 5).backward()
+    for clip in (nn.utils.clip_grad_norm_, nn.utils.clip_grad_value_):
+        with pytest.raises(gemini.GeminiError, match=r"model\.clip_grad_norm_"):
+            clip(model.parameters(), 1.0)
+        with pytest.raises(gemini.GeminiError, match=r"model\.clip_grad_norm_"):
+            clip(list(model.parameters())[-1], 1.0)
+        with pytest.raises(gemini.GeminiError, match=r"model\.clip_grad_norm_"):
+            clip([p for p in model.parameters() if p.requires_grad], 1.0, foreach=False)
+    with pytest.raises(gemini.GeminiError):
+        nn.utils.get_total_norm([p.grad for p in model.parameters()] + list(model.parameters()))
+
+
+def test_grad_scaler(model: Any) -> None:
+    scaler = torch.amp.GradScaler("cpu")
+    optimizer = adam(model)
+    scaler.scale(on_batch(model, 5)).backward()
+    with pytest.raises(gemini.GeminiError, match="fp16"):
+        scaler.step(optimizer)
+    with pytest.raises((gemini.GeminiError, RuntimeError, AssertionError)):
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+
+
+def test_double_backward(model: Any) -> None:
+    with pytest.raises(gemini.GeminiError, match="create_graph"):
+        on_batch(model, 5).backward(create_graph=True)
+    model.zero_grad()
+
+
+def test_autograd_grad_of_managed_params(model: Any) -> None:
+    """Gradients that are asked for directly would never reach the chunk: they are right, or refused."""
+    params = [p for p in model.parameters() if p.requires_grad]
+    try:
+        grads = torch.autograd.grad(on_batch(model, 5), params)
+    except gemini.GeminiError:
+        return
+    plain = llama()
+    engine_of(model).check_invariants()
+    assert len(grads) == len(list(plain.parameters()))
+    assert all(model.full_grad(name) is None for name, _ in model.named_parameters())
+
+
+def test_assigning_a_gradient(model: Any) -> None:
+    p = model.get_parameter(Q)
+    with pytest.raises(gemini.GeminiError, match="(?i)grad"):
+        p.grad = torch.ones_like(p)
+        adam(model).step()
+
+
+# ---- params ----------------------------------------------------------------------------------------------------------
+
+
+def test_writes_at_rest(model: Any) -> None:
+    p, ones = model.get_parameter(Q), torch.ones(32, 32, dtype=torch.bfloat16)
+
+    def set_data() -> None:
+        p.data = ones
+
+    def set_item() -> None:
+        p[0, 0] = 1.0
+
+    def in_place() -> None:
+        nonlocal p
+        p += 1
+
+    writes = [
+        lambda: p.data, set_data, set_item, in_place, lambda: p.copy_(ones), lambda: p.mul_(2), lambda: p.zero_(),
+        lambda: torch.add(p, 1, out=p), lambda: nn.init.normal_(p), lambda: nn.init.zeros_(p), lambda: p.fill_(0),
+        lambda: p.index_fill_(0, torch.tensor([0]), 0), lambda: torch._foreach_mul_([p], 2.0),
+        lambda: p.set_(ones.clone()), lambda: p.resize_(0), lambda: p.untyped_storage().resize_(0),
+        lambda: p.untyped_storage().fill_(0), lambda: p.swap_with(ones), lambda: torch.utils.swap_tensors(p, ones),
+    ]  # fmt: skip
+    for number, write in enumerate(writes):
+        with pytest.raises(Exception) as refused:  # noqa: B017 - its kind is checked below
+            write()
+        assert isinstance(refused.value, (*REFUSED, AttributeError, RuntimeError)), number
+        if number in (0, 1, 2, 3, 4, 5, 6, 7, 10):
+            assert "gathered" in str(refused.value), (number, refused.value)
+        if number not in (4,):
+            with torch.no_grad(), pytest.raises(Exception):  # noqa: B017
+                write()
+
+
+def test_copy_under_no_grad_writes_the_master(model: Any) -> None:
+    """How ``load_state_dict`` writes: the one write at rest that is served, exactly."""
+    p, before = model.get_parameter(Q), model.full_param(Q, torch.float32)
+    value = torch.randn(32, 32)
+    with torch.no_grad():
+        p.copy_(value)
+        assert same_bits(model.full_param(Q, torch.float32), value)
+        p.copy_(before)
+    assert same_bits(model.full_param(Q, torch.float32), before)
+
+
+def test_views_and_differentiable_uses_at_rest(model: Any) -> None:
+    p = model.get_parameter(Q)
+    for view in (
+        lambda: p.t(), lambda: p[0], lambda: p.view(-1), lambda: p.reshape(4, -1), lambda: p.detach(),
+        lambda: p.numpy(), lambda: p.expand(32, 32), lambda: p.narrow(0, 0, 1), lambda: p.unbind(0), lambda: p.T,
+        lambda: p.split(8), lambda: p.data_ptr() and p.flatten(), lambda: p.__dlpack__(), lambda: next(iter(p)),
+    ):  # fmt: skip
+        with torch.no_grad(), pytest.raises((gemini.GeminiError, TypeError, RuntimeError)):
+            view()
+    for use in (lambda: p.sum(), lambda: p * 2, lambda: p.float().norm(), lambda: torch.stack([p]), lambda: p.clone()):
+        with pytest.raises(gemini.ParamAccessError, match="no_grad"):
+            use()
+    penalty = [lambda: on_batch(model, 5) + 1e-3 * sum(q.square().sum() for q in model.parameters())]
+    for use in penalty:
+        with pytest.raises(gemini.ParamAccessError, match="forward"):
+            use()
+
+
+def test_resizing_embeddings(model: Any) -> None:
+    with pytest.raises(gemini.GeminiError, match="before GeminiDDP"):
+        model.resize_token_embeddings(128)
+
+
+def test_state_dict_variants(model: Any) -> None:
+    with pytest.raises(gemini.GeminiError, match="keep_vars"):
+        model.state_dict(keep_vars=True)
+    with pytest.raises(gemini.GeminiError, match="assign"):
+        model.load_state_dict(llama().state_dict(), assign=True)
+
+
+# ---- models that cannot be managed -----------------------------------------------------------------------------------
+
+
+def test_params_that_cannot_be_managed(tmp_path: Path) -> None:
+    def with_param(param: torch.Tensor) -> nn.Module:
+        model = nn.Linear(4, 4)
+        model.extra = nn.Parameter(param, requires_grad=False)
+        return model
+
+    for wrong, match in (
+        (with_param(torch.zeros(3, dtype=torch.int64)), "extra.*int64"),
+        (with_param(torch.zeros(3, dtype=torch.complex64)), "extra.*complex64"),
+        (with_param(torch.zeros(3, 3).to_sparse()), "extra.*sparse"),
+        (with_param(torch.zeros(0)), "extra"),
+        (with_param(torch.zeros(3, device="meta")), "extra.*meta"),
+        (nn.Linear(4, 4, device="meta"), "meta"),
+    ):
+        kept = {name: param for name, param in wrong.named_parameters()}
+        values = {name: param.clone() for name, param in kept.items()}
+        with pytest.raises(REFUSED, match=match):
+            gemini.GeminiDDP(wrong, make_config(nn.Linear(4, 4), "ram", tmp_path))
+        for name, param in wrong.named_parameters():  # untouched
+            assert param is kept[name] and param.dtype is values[name].dtype and type(param) is nn.Parameter
+            assert param.is_meta or param.is_sparse or torch.equal(param, values[name])
+
+
+def test_sparse_gradients(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Embedding(8, 4, sparse=True), nn.Linear(4, 4))
+    with pytest.raises(gemini.GeminiError, match="sparse=False"):
+        model = gemini.GeminiDDP(model, make_config(model, "ram", tmp_path))
+        model(torch.tensor([1, 2])).float().sum().backward()
+
+
+def test_batch_outside_the_model_is_served_after_all_that(model: Any) -> None:
+    with torch.no_grad():
+        assert model(**batch(9)).logits.isfinite().all()
