@@ -21,7 +21,7 @@ export TOKENIZERS_PARALLELISM := false
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{ printf "  make %-10s %s\n", $$1, $$2 }'
 
-demo: $(VENV)/.built  ## set up, then train a GPT-2-shaped model in less memory than it needs (ARGS="--full" for all of it)
+demo: $(VENV)/.built  ## set up, then train a GPT-2-shaped model in less memory than it needs
 	$(BIN)/gemini demo $(ARGS)
 
 test: $(VENV)/.built  ## set up, then run the tests (ARGS="-k name" to choose)

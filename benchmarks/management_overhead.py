@@ -1,11 +1,12 @@
-"""What being managed costs when nothing has to move: the step of a small Llama with and without GeminiDDP, in one process.
+"""What being managed costs when nothing has to move: the step of a small Llama with and without GeminiDDP.
 
-    python benchmarks/management_overhead.py --steps 40 --out benchmarks/reports/management_overhead_<hardware>_<date>.md
+    python benchmarks/management_overhead.py --out benchmarks/reports/management_overhead_<hardware>_<date>.md
 
 Both sides start from the same weights, read the same batches, and use HybridAdam; the plain one clips with
-``torch.nn.utils.clip_grad_norm_``. They take turns step by step, the one that goes first alternating, so that a busy machine
-hurts both alike; each ratio is the median of the ratios of neighbouring steps. ``--profile`` also says where the managed
-side spends its time, function by function.
+``torch.nn.utils.clip_grad_norm_``. They live in one process and take turns step by step, the one that goes first
+alternating, so that a busy machine hurts both alike; each ratio is the median of the ratios of neighbouring steps.
+``--profile`` also says where the managed side spends its time, hook by hook (plain timers) and function by function
+(cProfile, which adds its own).
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import torch
 
 import gemini
+from gemini import kernels
 
 PHASES = ("forward", "backward", "clip", "update")
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -83,7 +85,8 @@ def make_sides(args: argparse.Namespace, hidden: int, precision: str) -> tuple[S
     config = gemini.GeminiConfig(precision=precision, memory=gemini.MemoryBudget(cpu="8GiB"), device="cpu")
     managed = gemini.GeminiDDP(managed, config)
     params = list(plain.parameters())
-    return Side(plain, lambda norm: torch.nn.utils.clip_grad_norm_(params, norm)), Side(managed, managed.clip_grad_norm_)
+    plain_side = Side(plain, lambda norm: torch.nn.utils.clip_grad_norm_(params, norm))
+    return plain_side, Side(managed, managed.clip_grad_norm_)
 
 
 def compare(args: argparse.Namespace, hidden: int, precision: str) -> list[str]:
@@ -106,7 +109,7 @@ def compare(args: argparse.Namespace, hidden: int, precision: str) -> list[str]:
                 gc.collect()
     finally:
         gc.enable()
-    # bf16 masters are rounded half away from zero, a cast rounds half to even: there first losses agree closely, not in bits.
+    # bf16 masters round half away from zero, a cast half to even: there the first losses agree closely, not in bits.
     assert abs(first_losses[0] - first_losses[1]) < 1e-2, f"the two sides do not compute the same: {first_losses}"
     num_params = sum(p.numel() for p in plain.model.parameters())
     lines = [
@@ -121,12 +124,61 @@ def compare(args: argparse.Namespace, hidden: int, precision: str) -> list[str]:
         low, middle, high = statistics.quantiles(ratios, n=4)
         difference = statistics.median(y - x for x, y in zip(a, b, strict=True))
         lines.append(
-            f"| {phase} | {statistics.median(a) * 1e3:.2f} | {statistics.median(b) * 1e3:.2f} | {difference * 1e6:+.0f} | "
-            f"{middle:.3f} ({low:.3f}-{high:.3f}) |"
+            f"| {phase} | {statistics.median(a) * 1e3:.2f} | {statistics.median(b) * 1e3:.2f} | "
+            f"{difference * 1e6:+.0f} | {middle:.3f} ({low:.3f}-{high:.3f}) |"
         )
     if args.profile:
-        lines += ["", *profile(args, managed)]
+        lines += ["", *time_hooks(args, managed), "", *profile(args, managed)]
     return [*lines, ""]
+
+
+def time_hooks(args: argparse.Namespace, managed: Side) -> list[str]:
+    """Microseconds per step inside each kind of hook, and inside the kernels that some of it is."""
+    from gemini.train import gradients, optimizer, update
+    from gemini.train.engine import Engine
+
+    places: list[tuple[Any, str, str]] = [
+        (Engine, "begin_call", "forward pre-hooks"),
+        (Engine, "end_call", "forward hooks"),
+        (Engine, "begin_backward_of", "hooks on outputs, in backward"),
+        (Engine, "take_grad", "post-accumulate hooks (gradients land)"),
+        (gradients.kernels, "copy_grad", "  of these: kernel, copy and norm"),
+        (Engine, "end_backward", "end of backward"),
+        (Engine, "clip_grad_norm_", "clip_grad_norm_"),
+        (optimizer, "update_chunk", "updates of chunks"),
+        (update.kernels, "adam_update", "  of these: kernel"),
+        (Engine, "discard_grads", "zero_grad"),
+    ]
+    spent: dict[str, list[float]] = {what: [] for _, _, what in places}
+    before = [(owner, name, getattr(owner, name)) for owner, name, _ in places]
+
+    def timed(real: Any, into: list[float]) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            begin = time.perf_counter()
+            try:
+                return real(*args, **kwargs)
+            finally:
+                into.append(time.perf_counter() - begin)
+
+        return call
+
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.randint(0, args.vocab, (args.batch, args.tokens), generator=generator)
+    steps = max(5, args.steps // 2)
+    try:
+        for owner, name, what in places:
+            setattr(owner, name, timed(getattr(owner, name), spent[what]))
+        for _ in range(steps):
+            managed.step({"input_ids": ids, "labels": ids}, keep=False)
+    finally:
+        for owner, name, real in before:
+            setattr(owner, name, real)
+    lines = ["| where | us per step | calls per step | median us per call |", "|---|---:|---:|---:|"]
+    for what, times in spent.items():
+        if times:
+            middle, calls = statistics.median(times) * 1e6, len(times) / steps
+            lines.append(f"| {what} | {middle * calls:.0f} | {calls:.0f} | {middle:.1f} |")
+    return lines
 
 
 def profile(args: argparse.Namespace, managed: Side) -> list[str]:
@@ -150,7 +202,8 @@ def profile(args: argparse.Namespace, managed: Side) -> list[str]:
         "| own us | with calls us | calls | function |",
         "|---:|---:|---:|---|",
     ]
-    return lines + [f"| {own:.0f} | {total:.0f} | {calls:.0f} | {where} |" for own, total, calls, where in sorted(rows)[:-26:-1]]
+    costliest = sorted(rows, reverse=True)[:25]
+    return lines + [f"| {own:.0f} | {total:.0f} | {calls:.0f} | {where} |" for own, total, calls, where in costliest]
 
 
 def main() -> None:
@@ -168,15 +221,14 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=None, help="write the report here, as markdown")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    gemini_kernels = __import__("gemini.kernels", fromlist=["kernels"])
-    gemini_kernels.set_num_threads(args.threads)
+    kernels.set_num_threads(args.threads)
     report = [
         f"# Cost of management when everything fits, {time.strftime('%Y-%m-%d')}",
         "",
-        f"Llama of {args.layers} layers, vocab {args.vocab}, {args.batch} x {args.tokens} tokens, HybridAdam and clipping on "
-        f"both sides, {args.threads} threads, {args.steps} pairs of steps taking turns.",
+        f"Llama of {args.layers} layers, vocab {args.vocab}, {args.batch} x {args.tokens} tokens, HybridAdam and "
+        f"clipping on both sides, {args.threads} threads, {args.steps} pairs of steps taking turns.",
         f"{platform.system()} {platform.release()}, {platform.processor() or platform.machine()}, Python "
-        f"{platform.python_version()}, torch {torch.__version__}; {gemini_kernels.capabilities()}; load "
+        f"{platform.python_version()}, torch {torch.__version__}; {kernels.capabilities()}; load "
         f"{os.getloadavg()[0]:.1f}.",
         f"Command: `python {' '.join(sys.argv)}`",
         "",

@@ -9,7 +9,7 @@
 namespace gemini {
 namespace {
 
-constexpr int64_t kStep = 256;  // elements moved and summed at a time: small, so that memory streams while the sums are made
+constexpr int64_t kStep = 256;  // elements moved and summed at a time: few, so that memory streams while sums are made
 static_assert(kNormBlock % kStep == 0 && kStep % kNormLanes == 0, "a block is whole steps, a step whole rows");
 
 template <int Bytes>

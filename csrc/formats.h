@@ -45,7 +45,7 @@ GEMINI_INLINE uint32_t half_to_bits(uint32_t half) {
     return bits | ((half & 0x8000u) << 16);
 }
 
-// A source of gradients in one format: load() gives n of its elements as fp32, in `scratch` where they had to be widened.
+// A source of gradients in one format: load() gives n of its elements as fp32, in `scratch` if they had to be widened.
 struct F32 {
     using Element = f32_t;
     GEMINI_INLINE const f32_t* load(f32_t*, const Element* src, int64_t) { return src; }

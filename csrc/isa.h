@@ -31,7 +31,7 @@
 #if defined(__clang__)
 #define GEMINI_AVX512 __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl")))
 #else
-// Features by name, since arch= names fell back to SSE2 on some CPUs; and the width, since some tunings stop at 256 bits.
+// Features by name, since arch= names fell back to SSE2 on some CPUs; the width, since some tunings stop at 256 bits.
 #define GEMINI_AVX512 __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,prefer-vector-width=512")))
 #endif
 #endif

@@ -30,8 +30,8 @@ struct Request {
     int64_t offset;
     size_t taken = 0;       // bytes handed to workers so far
     int blocks_inside = 0;  // blocks being transferred now
-    int code = 0;           // errno of the first failure
-    std::string text;
+    int code = 0;           // errno of the first failure, and what it was about
+    std::string text = {};
 
     bool done() const { return blocks_inside == 0 && taken == num_bytes; }
 };
@@ -51,8 +51,9 @@ std::pair<int, std::string> transfer(const Request& r, size_t begin, size_t end)
             begin += static_cast<size_t>(moved);
         } else if (moved == 0) {
             struct stat file;
-            const int64_t end = fstat(r.fd, &file) == 0 ? std::min<int64_t>(at, file.st_size) : at;
-            const std::string ended = "the file ends at byte " + std::to_string(end) + ", before the end of the request";
+            const int64_t last = fstat(r.fd, &file) == 0 ? std::min<int64_t>(at, file.st_size) : at;
+            const std::string ended =
+                "the file ends at byte " + std::to_string(last) + ", before the end of the request";
             return {EIO, describe(r) + ": " + (r.write ? "the device accepted no more bytes" : ended)};
         } else if (errno != EINTR) {
             const int code = errno;
@@ -152,7 +153,7 @@ IoQueue::IoQueue(int num_threads) : state_(new State) {
 IoQueue::~IoQueue() {
     // In a forked child the threads are not there to join and the mutex may be held for ever: let the state leak.
     if (getpid() != state_->owner) {
-        state_.release();
+        (void)state_.release();
         return;
     }
     state_->close();

@@ -199,7 +199,7 @@ def train(
 @app.command()
 @_refusals
 def demo(
-    full: Annotated[bool, typer.Option("--full", help="All 12 layers of GPT-2 small and longer windows.")] = False,
+    full: Annotated[bool, typer.Option("--full", help="Four times the context and more steps.")] = False,
     steps: Annotated[int | None, typer.Option(help="Optimizer steps.")] = None,
     cpu_memory: Annotated[
         str | None, typer.Option(help="Budget in host memory. (Default: a fixed part of what the model needs.)")

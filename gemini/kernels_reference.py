@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import itertools
 import math
 import os
 from collections.abc import Iterator
@@ -213,7 +214,7 @@ class ThreadedIoQueue:
         self._owner = os.getpid()
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="gemini-io")
         self._tickets: dict[int, list[Future[None]]] = {}
-        self._next_ticket = 1
+        self._next_ticket = itertools.count(1)
         self._closed = False
 
     def submit_read(self, fd: int, address: int, nbytes: int, offset: int) -> int:
@@ -226,7 +227,7 @@ class ThreadedIoQueue:
         self._require_owner()
         if self._closed:
             raise ValueError("this IoQueue is closed")
-        ticket, self._next_ticket = self._next_ticket, self._next_ticket + 1
+        ticket = next(self._next_ticket)
         self._tickets[ticket] = [
             self._pool.submit(_transfer, write, fd, address + at, min(_IO_BLOCK, nbytes - at), offset + at)
             for at in range(0, nbytes, _IO_BLOCK)
@@ -235,9 +236,9 @@ class ThreadedIoQueue:
 
     def wait(self, ticket: int) -> None:
         self._require_owner()
-        if ticket not in self._tickets:
+        futures = self._tickets.pop(ticket, None)
+        if futures is None:
             raise ValueError(f"ticket {ticket} is unknown or was already waited for")
-        futures = self._tickets.pop(ticket)
         wait(futures)  # all of them: after an error too, no thread may touch the memory any more
         for future in futures:
             future.result()

@@ -1,8 +1,8 @@
 """What all tests share: no network, one torch thread, and lines that tests want to see at the end of the run.
 
-torch's own products change bits between one thread and two on some shapes, so a comparison of bits needs a fixed count. The
-product never sets one; the tests do, here. A test that counts what it saw (``summary("180 placements ...")``) is reported
-after the run, because a property test that never met its hard cases proves nothing.
+torch's own products change bits between one thread and two on some shapes, so a comparison of bits needs a fixed count.
+The product never sets one; the tests do, here. A test that counts what it saw (``summary("180 placements ...")``) is
+reported after the run, because a property test that never met its hard cases proves nothing.
 """
 
 from __future__ import annotations

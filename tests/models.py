@@ -1,8 +1,8 @@
 """Tiny models of every family, their data, and the plain training loop that a managed one has to equal bit for bit.
 
-``plain_loop`` knows nothing of chunks: fp32 masters in a dict, weights rounded from them into an ordinary model, gradients
-added up in fp32, the norm and the update by the torch reference (``gemini.kernels_reference``), param by param. Nothing in
-it uses the native kernels, so that comparing with it compares those too. ``managed_loop`` is the loop users write.
+``plain_loop`` knows nothing of chunks: fp32 masters in a dict, weights rounded from them into an ordinary model,
+gradients added up in fp32, the norm and the update by the torch reference (``gemini.kernels_reference``), param by
+param. It uses no native kernel, so that comparing with it compares those too. ``managed_loop`` is the loop users write.
 """
 
 from __future__ import annotations
@@ -27,12 +27,13 @@ Batch = dict[str, torch.Tensor]
 
 
 def _llama(**changes: Any) -> nn.Module:
+    """Its largest params are more than one small tile (4096 elements), and end in the middle of a page."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    config = dict(
-        vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=32, use_cache=False,
-    )  # fmt: skip
+    config = {
+        "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 144, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32, "use_cache": False,
+    }  # fmt: skip
     return LlamaForCausalLM(LlamaConfig(**(config | changes)))
 
 
@@ -70,8 +71,8 @@ def _t5() -> nn.Module:
     from transformers import T5Config, T5ForConditionalGeneration
 
     config = T5Config(
-        vocab_size=VOCAB, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_decoder_layers=1, num_heads=4, dropout_rate=0.0,
-        use_cache=False, decoder_start_token_id=0, pad_token_id=0,
+        vocab_size=VOCAB, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_decoder_layers=1, num_heads=4,
+        dropout_rate=0.0, use_cache=False, decoder_start_token_id=0, pad_token_id=0,
     )  # fmt: skip
     return T5ForConditionalGeneration(config)
 
@@ -128,7 +129,7 @@ class Run:
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
     coefficients: list[float] = field(default_factory=list)
-    """Of the plain loop only: shows that some steps were really clipped."""
+    """Of clipping, in double: the norm in fp32 would hide the order in which its sums are added."""
     num_skipped: int = 0
     masters: dict[str, torch.Tensor] = field(default_factory=dict)
     moments: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
@@ -167,7 +168,7 @@ def rounded(master: torch.Tensor, precision: str) -> torch.Tensor:
 
 
 def to_compute_dtype(model: nn.Module, precision: str) -> dict[str, torch.Tensor]:
-    """Cast the params of ``model`` in place, as the loop below reads them; returns the flat fp32 masters of trained ones."""
+    """Cast the params of ``model`` in place, as forward is to read them; returns flat fp32 masters of trained ones."""
     masters = {}
     for name, param in model.named_parameters():
         if param.requires_grad:
@@ -241,10 +242,8 @@ def in_order(named: dict[str, nn.Parameter], values: dict[str, torch.Tensor]) ->
 # ---- the managed loop ------------------------------------------------------------------------------------------------
 
 
-def managed_loop(
-    model: nn.Module, recipe: Recipe, *, each_step: Callable[[], None] = lambda: None, wrapped_first: bool = True
-) -> tuple[Run, int]:
-    """The ordinary loop on a wrapped ``model``; also the number of chunks that were evicted inside forwards and backwards."""
+def managed_loop(model: nn.Module, recipe: Recipe, *, each_step: Callable[[], None] = lambda: None) -> tuple[Run, int]:
+    """The ordinary loop on a wrapped ``model``; also the number of evictions inside forwards and backwards."""
     optimizer = gemini.HybridAdam(param_groups(model, recipe), betas=recipe.betas, decoupled=recipe.decoupled)
     scheduler = make_scheduler(optimizer, recipe)
     engine = model._gemini_engine
@@ -259,6 +258,8 @@ def managed_loop(
             (loss / recipe.num_micro).backward()
         num_evictions += engine.manager.num_evictions - before
         run.norms.append(float(model.clip_grad_norm_(recipe.max_norm)))
+        if math.isfinite(run.norms[-1]):
+            run.coefficients.append(engine.clip_coefficient)
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
@@ -276,6 +277,7 @@ def assert_same(run: Run, plain: Run) -> None:
     """Every loss, norm, master, moment and step count, bit for bit."""
     assert_same_floats(run.losses, plain.losses, "loss")
     assert_same_floats(run.norms, plain.norms, "norm")
+    assert_same_floats(run.coefficients, plain.coefficients, "clipping coefficient")
     for name, master in plain.masters.items():
         assert_same_bits(run.masters[name], master, f"master of {name}")
     assert run.moments.keys() == plain.moments.keys()

@@ -19,32 +19,33 @@ import transformers
 from rich.console import Console
 
 from gemini.errors import human_bytes, parse_bytes
+from gemini.jobs.checkpoints import prepare_out
+from gemini.jobs.errors import as_job_error
 from gemini.jobs.models import find_model, name_the_loss
 from gemini.jobs.resident import ResidentPeak, resident_bytes
 from gemini.jobs.settings import TrainSettings
-from gemini.jobs.train import TrainRun, budget_lines
+from gemini.jobs.train import TrainRun, budget_lines, mean_loss
 
 _PRESET = "gpt2-small"
 # What the state of a param takes in bf16: weight 2, residual 2, two moments of 4 each.
 _STATE_BYTES_PER_PARAM = 12
 # The host gets this part of the state, the drive has room for all of it and the gradients of one step.
-_CPU_PART = 0.4
+_CPU_PART = 0.15
 _NVME_BYTES_PER_PARAM = 16
 # Tests of the library and what was installed into it are left out: the rest is the same on most machines.
 _WITHOUT_FOLDERS = ("site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__")
 
 
 class Size(NamedTuple):
-    """How much of the real thing a demo does."""
+    """How long a demo trains, on how long windows."""
 
-    layers: int
     seq_len: int
     batch_size: int
     steps: int
 
 
-_SHORT = Size(layers=4, seq_len=128, batch_size=2, steps=60)
-_FULL = Size(layers=12, seq_len=512, batch_size=2, steps=100)
+_SHORT = Size(seq_len=128, batch_size=2, steps=60)
+_FULL = Size(seq_len=512, batch_size=2, steps=200)
 
 
 def demo(
@@ -59,24 +60,24 @@ def demo(
 ) -> int:
     """Train, check, and say what came out; returns 0 if every check passed, else 1."""
     size = _FULL if full else _SHORT
-    num_params = _count_params(size.layers)
+    transformers.utils.logging.disable_progress_bar()
+    num_params = _count_params()
     state_bytes = _STATE_BYTES_PER_PARAM * num_params
-    cpu_bytes = int(_CPU_PART * state_bytes) if cpu_memory is None else parse_bytes(cpu_memory)
+    with as_job_error(asked=f"--cpu-memory {cpu_memory}"):
+        cpu_bytes = int(_CPU_PART * state_bytes) if cpu_memory is None else parse_bytes(cpu_memory)
 
     def say(text: str) -> None:
         console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     say(
-        f"GPT-2 small with {size.layers} of 12 layers has {num_params / 1e6:.1f}M params; their weights and optimizer "
-        f"state take {human_bytes(state_bytes)}. The host may hold "
-        f"{human_bytes(cpu_bytes)} of it, the rest lives in a file."
+        f"GPT-2 small has {num_params / 1e6:.1f}M params; their weights and optimizer state take "
+        f"{human_bytes(state_bytes)}. The host may hold {human_bytes(cpu_bytes)} of that, the rest lives in a file."
     )
-    out.mkdir(parents=True, exist_ok=True)
+    prepare_out(out)
     # Beside the model by default, and not where temporary files go: that may be memory.
     with tempfile.TemporaryDirectory(dir=out, prefix="nvme-") as own_folder, ResidentPeak() as resident:
         settings = TrainSettings(
             preset=_PRESET,
-            layers=size.layers,
             data=(Path(sysconfig.get_path("stdlib")),),
             glob=("*.py",),
             without_folders=_WITHOUT_FOLDERS,
@@ -92,6 +93,7 @@ def demo(
             out=out,
             overwrite=True,
             save_every=0,
+            log_every=5,
             seed=seed,
         )
         before_model = resident_bytes()
@@ -111,7 +113,7 @@ def demo(
         held_out = torch.tensor(run.stream.held_out())
         del run
         gc.collect()
-        reloaded_loss = _plain_loss(out, held_out)
+        reloaded_loss = _plain_loss(out, held_out, size.batch_size)
 
     say(f"\n{len(losses)} steps took {seconds:.0f} s ({seconds / len(losses):.2f} s each).")
     say(str(memory))
@@ -120,13 +122,15 @@ def demo(
             f"The whole process held at most {human_bytes(peak)} of memory while it trained; that is "
             f"{human_bytes(before_model)} from before the model, the cpu tier, activations and temporaries."
         )
-    fell = last_loss < first_loss and _mean(losses[-5:]) < _mean(losses[:5])
+    tenth = max(1, len(losses) // 10)
+    first_losses, last_losses = _mean(losses[:tenth]), _mean(losses[-tenth:])
+    fell = last_loss < first_loss and last_losses < first_losses
     same = reloaded_loss == last_loss
     lines, within = budget_lines(memory)
     say("")
     say(
-        f"loss on held-out text: {first_loss:.4f} before, {last_loss:.4f} after: "
-        + ("it fell" if fell else "IT DID NOT FALL")
+        f"loss: {first_losses:.4f} at first, {last_losses:.4f} at last (means of {tenth}); on held-out text "
+        f"{first_loss:.4f} before, {last_loss:.4f} after: {'it fell' if fell else 'IT DID NOT FALL'}"
     )
     for line in lines:
         say(line)
@@ -137,17 +141,15 @@ def demo(
     return 0 if fell and within and same else 1
 
 
-def _plain_loss(folder: Path, ids: torch.Tensor) -> float:
+def _plain_loss(folder: Path, windows: torch.Tensor, batch_size: int) -> float:
     """The loss of the saved model as anyone would load it, no Gemini involved."""
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, local_files_only=True)
-    name_the_loss(model).eval()
-    with torch.no_grad():
-        return float(model(input_ids=ids, labels=ids, use_cache=False).loss)
+    return mean_loss(name_the_loss(model).eval(), windows, batch_size)
 
 
-def _count_params(layers: int) -> int:
+def _count_params() -> int:
     with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(find_model(None, _PRESET, layers).config)
+        model = transformers.AutoModelForCausalLM.from_config(find_model(None, _PRESET).config)
     return sum(p.numel() for p in model.parameters())
 
 

@@ -211,12 +211,10 @@ class TrainRun:
 
     # ---- after the last step -----------------------------------------------------------------------------------------
 
-    @torch.no_grad()
     def held_out_loss(self) -> float:
         """The mean loss on the windows that training never sees."""
         self.model.eval()
-        ids = torch.tensor(self.stream.held_out(), device=self.device)
-        loss = float(self.model(input_ids=ids, labels=ids).loss)
+        loss = mean_loss(self.model, torch.tensor(self.stream.held_out(), device=self.device), self.settings.batch_size)
         self.model.train()
         return loss
 
@@ -231,6 +229,13 @@ class TrainRun:
 
     def _say(self, text: str) -> None:
         self._console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+@torch.no_grad()
+def mean_loss(model: Any, windows: torch.Tensor, batch_size: int) -> float:
+    """The mean over batches of windows, in as little memory as training takes."""
+    losses = [float(model(input_ids=ids, labels=ids, use_cache=False).loss) for ids in windows.split(batch_size)]
+    return sum(losses) / len(losses)
 
 
 def tiers_of(memory: Any) -> list[str]:

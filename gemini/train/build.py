@@ -72,6 +72,12 @@ def collect_params(model: nn.Module) -> list[NamedParam]:
                 f"param {names[key][0]!r} is {param.dtype}: GeminiDDP manages floating-point params "
                 "(quantized or complex ones are not supported); register it as a buffer or exclude the module"
             )
+        if param.is_meta:
+            raise ValueError(
+                f"param {names[key][0]!r} is on the meta device: it has no values to train from. Load or initialize "
+                "the "
+                "model first"
+            )
         if param.layout is not torch.strided:
             raise TypeError(f"param {names[key][0]!r} is {param.layout}: GeminiDDP manages dense params only")
     return [NamedParam(param, tuple(names[key])) for key, param in params.items()]
@@ -100,16 +106,22 @@ def measure_budgets(config: GeminiConfig, device: Device) -> dict[Tier, int]:
 
 
 def working_set(model: nn.Module, chunk_of: Callable[[nn.Parameter], ChunkSpec], itemsize: int) -> int:
-    """Bytes of gathered weights that one module needs at once: its own chunks and those of the modules around it."""
+    """Bytes of gathered weights that one module needs at once: its own chunks and those of the modules around it.
+
+    A module that owns params may read its leaf children's weights itself (``out_proj.weight`` in an attention module that
+    calls a fused op), so theirs count too.
+    """
     largest = 0
 
     def visit(module: nn.Module, around: frozenset[int]) -> None:
         nonlocal largest
         own = [chunk_of(p) for p in module._parameters.values() if p is not None]
         inside = around | {chunk.index for chunk in own}
-        for chunk in own:
+        leaves = [p for child in module.children() if not any(child.children()) for p in child._parameters.values()]
+        read = own + [chunk_of(p) for p in leaves if p is not None and own]
+        for chunk in read:
             sizes[chunk.index] = chunk.numel * itemsize
-        largest = max(largest, sum(sizes[index] for index in inside))
+        largest = max(largest, sum(sizes[index] for index in inside | {chunk.index for chunk in read}))
         for child in module.children():
             visit(child, inside)
 

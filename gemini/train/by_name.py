@@ -82,12 +82,6 @@ class ByName:
             write_range(self._mover, planes[PlaneKind.WEIGHTS], handle, part, start)
         self._manager.drop([handle.chunk])
 
-    def adopt(self, handle: ParamHandle, value: torch.Tensor) -> None:
-        """Give a plane its first content from the model as it was given."""
-        if value.is_meta:
-            raise ValueError(f"param {handle.name!r} is on the meta device: it has no values to train from")
-        self.write(handle, value)
-
     def read_plane(self, handle: ParamHandle, kind: PlaneKind) -> torch.Tensor | None:
         """A param's part of a plane, in its shape, or None if its chunk has no such plane."""
         plane = handle.chunk.planes.get(kind)
@@ -134,6 +128,7 @@ class ByName:
                 f"inside gathered(write=True) {handle.name!r} was given other memory (param.data = ...), which is not "
                 "taken over: write into it, with param.copy_(value)"
             )
+        handle.version = handle.param._version
         new = chunk.flat[slot.start : slot.stop].detach().to("cpu")
         old = read_range(self._mover, chunk.weights, handle) if before is None else before.to("cpu").reshape(-1)
         if PlaneKind.RESIDUAL in chunk.planes:

@@ -3,11 +3,15 @@
 Forward is a stack. Backward needs a rule: autograd runs nodes strictly in the reverse order of their creation, so when
 the backward of one call begins, every call that is neither around it nor inside it is over, and its chunks may go. The
 rule needs no hook at the end of a module's backward, where torch has none that can be trusted.
+
+A forward inside backward is a recomputation (gradient checkpointing). The node that asked for it waits, so what backward
+keeps is let go for the time and gathered again before the node goes on: recomputing needs no more room than forward did.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 
 from torch import nn
 
@@ -15,12 +19,12 @@ from gemini.memory.chunk import Chunk
 
 
 class CallRecord:
-    """One call of a hooked module: the chunks it reads, and the call around it."""
+    """One call of a hooked module, or one operation that reads: its chunks, and the call around it."""
 
     __slots__ = ("chunks", "module", "parent")
 
-    def __init__(self, module: nn.Module, chunks: tuple[Chunk, ...], parent: CallRecord | None):
-        self.module: nn.Module | None = module
+    def __init__(self, module: nn.Module | None, chunks: tuple[Chunk, ...], parent: CallRecord | None):
+        self.module = module
         self.chunks = chunks
         self.parent = parent
 
@@ -42,6 +46,7 @@ class Calls:
         self._release = release
         self._running: list[CallRecord] = []
         self._reading: list[CallRecord] = []
+        self._waiting: list[CallRecord] = []
 
     @property
     def running(self) -> bool:
@@ -56,6 +61,10 @@ class Calls:
 
     def begin(self, module: nn.Module, chunks: tuple[Chunk, ...]) -> None:
         """A hooked module starts: gather what it reads. On an error nothing has begun."""
+        if not self._running and self._reading:
+            self._waiting, self._reading = self._reading, []
+            for record in self._waiting:
+                self._release_all(record.chunks)
         self._acquire_all(chunks)
         self._running.append(CallRecord(module, chunks, self._running[-1] if self._running else None))
 
@@ -72,7 +81,21 @@ class Calls:
             if record.module is module:
                 break
         record.module = None  # the record lives as long as the graph, the module need not
+        if not self._running and self._waiting:
+            for waiting in self._waiting:
+                self._acquire_all(waiting.chunks)
+                self._reading.append(waiting)
+            self._waiting = []
         return record
+
+    @contextmanager
+    def reading(self, chunks: tuple[Chunk, ...]) -> Iterator[None]:
+        """Gather chunks for one operation."""
+        self._acquire_all(chunks)
+        try:
+            yield
+        finally:
+            self._release_all(chunks)
 
     def hold(self, chunk: Chunk) -> None:
         """Let the innermost call keep a chunk gathered that it reads though no param of its own is in it."""
@@ -98,7 +121,7 @@ class Calls:
     def end_backward(self) -> None:
         for record in self._reading:
             self._release_all(record.chunks)
-        self._reading = []
+        self._reading, self._waiting = [], []
 
     def abandon(self) -> None:
         """Forget a forward that an exception ended without its hooks."""

@@ -67,7 +67,6 @@ def save_checkpoint(
         )
     if not final.parent.is_dir():
         raise StorageError(f"cannot save a checkpoint in {final.parent}: no such directory")
-    optimizer.adopt_plain_states()
     tensors: list[torch.Tensor] = []
     manifest = {
         "format": FORMAT,

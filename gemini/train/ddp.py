@@ -22,7 +22,7 @@ from gemini.errors import GeminiError
 from gemini.train import hooks
 from gemini.train.engine import Engine
 from gemini.train.export import export_pretrained
-from gemini.train.guard import ParamHandle, handle_of
+from gemini.train.guard import ParamHandle, handle_of, optimizer_of
 from gemini.train.report import MemoryReport, make_report
 from gemini.train.state_dict import load_model_state, model_state
 
@@ -178,6 +178,12 @@ class GeminiDDP(nn.Module):
             "torch.save(model.state_dict(), file) or gemini.save_checkpoint(dir, model, optimizer)"
         )
 
+    def share_memory(self) -> Any:
+        """Refused: the memory of chunks comes and goes."""
+        raise GeminiError(
+            "share_memory() on a managed model: share a plain model's memory, and load state_dict() into it"
+        )
+
     def _replicate_for_data_parallel(self) -> Any:
         raise GeminiError("DataParallel cannot replicate a managed model: run one process per GPU with torchrun")
 
@@ -250,4 +256,7 @@ def _wrap(model: Any, config: GeminiConfig | None = None) -> nn.Module:
                 module._buffers[name] = buffer.to(engine.device.torch_device)
     hooks.attach(model, engine)
     model.__class__ = _managed_class(type(model))  # type: ignore[arg-type]
+    made_before = {id(o): o for h in engine.handles if (o := optimizer_of(h.param)) is not None}
+    for optimizer in made_before.values():
+        optimizer.adopt_plain_states()
     return model

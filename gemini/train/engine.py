@@ -11,7 +11,7 @@ import gc
 import math
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -30,7 +30,8 @@ from gemini.train.build import build, iter_chunks, make_plane
 from gemini.train.by_name import ByName
 from gemini.train.calls import CallRecord, Calls
 from gemini.train.gradients import GradientStore
-from gemini.train.guard import ManagedParameter, ParamHandle, engine_of, expose, hide
+from gemini.train.containers import iter_tensors
+from gemini.train.guard import ManagedParameter, ParamHandle, engine_of, expose, hide, optimizer_of, poison
 from gemini.train.loss_scale import LossScale
 
 
@@ -46,7 +47,7 @@ class Engine:
         self.by_chunk = iter_chunks(self.handles)
         self.mover = Mover(self.device, built.tile, self.ledger)
         self.manager = Manager(
-            self.chunks, ledger=self.ledger, device=self.device, mover=self.mover, on_evict=self._hide_chunk
+            self.chunks, ledger=self.ledger, device=self.device, mover=self.mover, on_evict=self._poison_chunk
         )
         self.gradients = GradientStore(
             self.handles, ledger=self.ledger, device=self.device, mover=self.mover, spill=self.spill
@@ -59,12 +60,16 @@ class Engine:
         self._backward_number = 0
         self.in_backward = False
         self.requires_grad_changed = False
-        self.calls = Calls(self._acquire, self.manager.release)
+        self.calls = Calls(self._acquire, self._release)
         self._exposed: set[int] = set()
         for index, handles in self.by_chunk.items():
+            chunk = self.chunks[index]
             for handle in handles:
                 self._adopt(handle)
-            self._hide_chunk(self.chunks[index])
+            if chunk.gathered:
+                self._hide_chunk(chunk)
+            else:
+                self._poison_chunk(chunk)
         gc.collect(0)
 
     # ---- phases -------------------------------------------------------------------------------------------------
@@ -77,7 +82,7 @@ class Engine:
     def begin_call(self, module: nn.Module, chunks: tuple[Chunk, ...]) -> None:
         """A hooked module starts to compute: gather what it reads."""
         if not self.computing:
-            self._expose_gathered()
+            self._expose_resident()
         try:
             self.calls.begin(module, chunks)
         finally:
@@ -115,7 +120,7 @@ class Engine:
             self.gradients.promote(self.chunks)
         self._backward_number += 1
         self.in_backward = True
-        self._expose_gathered()
+        self._expose_resident()
         for chunk in self.chunks:
             chunk.num_missing_grads = sum(handle.trained for handle in self.by_chunk[chunk.spec.index])
         torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
@@ -137,17 +142,41 @@ class Engine:
         self.manager.acquire(chunk)
         self._expose_chunk(chunk)
 
-    def serve(self, handle: ParamHandle) -> None:
-        """A param is read outside its own module while the model computes: gather it for the call around the read."""
-        chunk = handle.chunk
-        if not chunk.resident:
-            if self.calls.innermost is None:
-                raise ParamAccessError(
-                    f"managed param {handle.name!r} is read where no module of the model is computing; "
-                    "read it inside the model's forward, or with model.gathered([param])"
-                )
-            self.calls.hold(chunk)
-        self._expose_chunk(chunk)
+    def _release(self, chunk: Chunk) -> None:
+        """Unpin, and guard the params again unless they never move: another module's read must not go unnoticed."""
+        self.manager.release(chunk)
+        if chunk.pins == 0 and chunk.gathered and not chunk.resident:
+            self._hide_chunk(chunk)
+
+    def read_in_call(self, func: Callable[..., Any], args: Any, kwargs: Any, handles: list[ParamHandle]) -> Any:
+        """An operation reads params outside their own module's forward, while the model computes.
+
+        The operation is a call of its own: its chunks are gathered for it, and again when the gradient of its result
+        arrives. A result that is a view of the weights keeps them gathered for the call around it.
+        """
+        chunks = {handle.chunk.spec.index: handle.chunk for handle in handles}
+        for chunk in chunks.values():
+            if chunk.resident:
+                self._expose_chunk(chunk)
+        moving = tuple(chunk for chunk in chunks.values() if not chunk.resident)
+        if not moving:
+            return func(*args, **kwargs)
+        around = self.calls.innermost
+        if around is None:
+            raise ParamAccessError(
+                f"managed param {handles[0].name!r} is read where no module of the model is computing; "
+                "read it inside the model's forward, or with model.gathered([param])"
+            )
+        with self.calls.reading(moving):
+            result = func(*args, **kwargs)
+        record = CallRecord(None, moving, around)
+        for tensor in iter_tensors(result):
+            for chunk in moving:
+                if tensor.untyped_storage().data_ptr() == chunk.flat.untyped_storage().data_ptr():
+                    self.calls.hold(chunk)
+            if tensor.grad_fn is not None:
+                tensor.register_hook(lambda grad: self.begin_backward_of(record))
+        return result
 
     @contextmanager
     def gathered(self, handles: list[ParamHandle], *, write: bool) -> Iterator[None]:
@@ -177,7 +206,7 @@ class Engine:
         finally:
             self._gathered -= 1
             for chunk in acquired:
-                self.manager.release(chunk)
+                self._release(chunk)
             if write:
                 self.manager.drop(acquired)
             self._rest_if_idle()
@@ -192,9 +221,13 @@ class Engine:
         self._exposed.discard(chunk.spec.index)
         hide(self.by_chunk[chunk.spec.index])
 
-    def _expose_gathered(self) -> None:
+    def _poison_chunk(self, chunk: Chunk) -> None:
+        self._exposed.discard(chunk.spec.index)
+        poison(self.by_chunk[chunk.spec.index])
+
+    def _expose_resident(self) -> None:
         for chunk in self.chunks:
-            if chunk.gathered:
+            if chunk.resident:
                 self._expose_chunk(chunk)
 
     def _rest_if_idle(self) -> None:
@@ -242,7 +275,7 @@ class Engine:
                 "update: "
                 'gradients="transient" cannot be used with this model; use gradients="retain"'
             )
-        optimizer = getattr(handle.param, "_gemini_optimizer", lambda: None)()
+        optimizer = optimizer_of(handle.param)
         if optimizer is not None:
             optimizer.update_in_backward(self, handle, grad)
             return
@@ -334,7 +367,7 @@ class Engine:
     def _adopt(self, handle: ParamHandle) -> None:
         """Move one param's values home and make the param a view of its chunk."""
         param = handle.param
-        self.by_names.adopt(handle, param.data)
+        self.by_names.write(handle, param.data)
         param.grad = None
         param.data = handle.view
         param._gemini = handle  # type: ignore[attr-defined]
@@ -351,11 +384,7 @@ class Engine:
 
     def close(self) -> None:
         """Give everything back, whoever still holds a param: it keeps its shape and name, and refuses to be read."""
-        for handle in self.handles:
-            handle.param.__class__ = nn.Parameter  # not yet guarded: its content is replaced
-            nothing = torch.full((1,), float("nan"), dtype=handle.chunk.flat.dtype)
-            handle.param.data = nothing.expand(handle.param.shape)
-            hide([handle])
+        poison(self.handles)
         for chunk in self.chunks:
             chunk.planes.clear()
             chunk.window = None

@@ -26,6 +26,7 @@ from gemini.plan.layout import Slot
 
 if TYPE_CHECKING:
     from gemini.train.engine import Engine
+    from gemini.train.optimizer import HybridAdam
 
 
 @dataclass(eq=False, slots=True)
@@ -40,6 +41,10 @@ class ParamHandle:
     engine: weakref.ref[Engine]
     hook: Any = None
     """The post-accumulate-grad hook, if the param is trained."""
+    version: int = 0
+    """torch's count of writes to the param when it became ordinary."""
+    poisoned: bool = False
+    """``param.data`` is NaN: its weights are not gathered."""
     trained: bool = False
     """``requires_grad`` as of the last look; flips at rest are noticed by the guard."""
     norm_sums: list[float] | None = None
@@ -62,6 +67,12 @@ class ParamHandle:
 def handle_of(param: Any) -> ParamHandle | None:
     """The handle of a managed param, else None."""
     return getattr(param, "_gemini", None)
+
+
+def optimizer_of(param: Any) -> HybridAdam | None:
+    """The HybridAdam that was given ``param``, if it still lives."""
+    reference = getattr(param, "_gemini_optimizer", None)
+    return None if reference is None else reference()
 
 
 def engine_of(handle: ParamHandle) -> Engine:
@@ -89,23 +100,30 @@ class ManagedParameter(nn.Parameter):
                 _refuse_torch_clipping(args[0])
             elif func in _FLIPS:
                 engine_of(args[0]._gemini).requires_grad_changed = True
+            elif func == _SET_GRAD and args[1] is not None:
+                raise ParamAccessError(
+                    f"a gradient cannot be assigned to managed param {args[0]._gemini.name!r}: gradients live in chunks. "
+                    ""
+                    "Let loss.backward() compute it"
+                )
+            elif func in _OF_MEMORY and args[0]._gemini.poisoned:
+                args = (args[0]._gemini.view, *args[1:])
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         params = [p for p in _tensors((args, kwargs)) if isinstance(p, ManagedParameter)]
-        idle = []
-        for param in params:
-            handle = param._gemini  # type: ignore[attr-defined]
-            engine = engine_of(handle)
-            if engine.computing:
-                engine.serve(handle)
-            else:
-                idle.append(handle)
-        if not idle:
-            return func(*args, **kwargs)
-        if func is torch.Tensor.copy_ and args[0] is idle[0].param and not torch.is_grad_enabled():
-            engine_of(idle[0]).by_names.write(idle[0], args[1])  # how nn.Module.load_state_dict writes
+        if func in (torch.autograd.grad, torch.autograd.backward):
+            raise ParamAccessError(
+                f"torch.{func.__module__.removeprefix('torch.')}.{func.__name__} with respect to managed params: their "
+                "gradients go into chunks. Use loss.backward() and model.full_grad(name)"
+            )
+        handles = [param._gemini for param in params]  # type: ignore[attr-defined]
+        for engine in map(engine_of, handles):
+            if engine.computing:  # params of another model are met again in the call that follows
+                return engine.read_in_call(func, args, kwargs, [h for h in handles if h.engine() is engine])
+        if func is torch.Tensor.copy_ and args[0] is handles[0].param and not torch.is_grad_enabled():
+            engine_of(handles[0]).by_names.write(handles[0], args[1])  # how nn.Module.load_state_dict writes
             return args[0]
-        return _read_copies(func, args, kwargs, idle)
+        return _read_copies(func, args, kwargs, handles)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise ParamAccessError(
@@ -124,13 +142,37 @@ def expose(chunk: Chunk, handles: list[ParamHandle]) -> None:
     """Make the params of a gathered chunk ordinary parameters."""
     assert chunk.gathered, chunk.name
     for handle in handles:
-        handle.param.__class__ = nn.Parameter
+        param = handle.param
+        param.__class__ = nn.Parameter
+        if handle.poisoned:
+            param.data = handle.view
+            handle.poisoned = False
+        handle.version = param._version
 
 
 def hide(handles: list[ParamHandle]) -> None:
-    """Guard params: nobody computes with them now."""
+    """Guard params: nobody computes with them now.
+
+    Raises:
+        ParamAccessError: if one was written to in the meantime: its master does not know.
+    """
+    written = [handle for handle in handles if handle.param._version != handle.version]
     for handle in handles:
         handle.param.__class__ = ManagedParameter
+    if written:
+        written[0].version = written[0].param._version
+        raise ParamAccessError(_refusal("writing inside forward or backward", written[0], write=True))
+
+
+def poison(handles: list[ParamHandle]) -> None:
+    """Guard params whose weights are not gathered. What reads past the guard (``torch.tensor(p)``) finds NaN."""
+    for handle in handles:
+        param = handle.param
+        param.__class__ = nn.Parameter  # the guard would refuse the next line
+        nothing = torch.full((), float("nan"), dtype=param.dtype, device=param.device)
+        param.data = nothing.expand(param.shape)
+        param.__class__ = ManagedParameter
+        handle.poisoned = True
 
 
 def _read_copies(func: Callable[..., Any], args: Any, kwargs: Any, handles: list[ParamHandle]) -> Any:
@@ -145,9 +187,10 @@ def _read_copies(func: Callable[..., Any], args: Any, kwargs: Any, handles: list
         result = func(*args, **kwargs)
     if any(copy._version != versions[key] for key, copy in copies.items()):
         raise ParamAccessError(_refusal(f"writing ({what})", handles[0], write=True))
+    converted = getattr(func, "__name__", "") in _CONVERSIONS  # p.float() of an fp32 param is p itself: here a copy
     storages = {copy.untyped_storage().data_ptr() for copy in copies.values()}
     for tensor in _tensors(result):
-        if tensor.untyped_storage().data_ptr() in storages:
+        if tensor.untyped_storage().data_ptr() in storages and not converted:
             raise ParamAccessError(_refusal(f"a view ({what})", handles[0], write=False))
         if torch.is_grad_enabled() and tensor.is_floating_point() and any(h.param.requires_grad for h in handles):
             raise ParamAccessError(
@@ -155,6 +198,9 @@ def _read_copies(func: Callable[..., Any], args: Any, kwargs: Any, handles: list
                 "under torch.no_grad(), or make the computation part of the model's forward"
             )
     return result
+
+
+_CONVERSIONS = frozenset("to float double half bfloat16 cpu contiguous type".split())
 
 
 def _refusal(what: str, handle: ParamHandle, *, write: bool) -> str:
@@ -201,12 +247,18 @@ def _getters() -> set[Any]:
     return {getattr(torch.Tensor, name).__get__ for name in names if hasattr(torch.Tensor, name)}
 
 
+_SET_GRAD = torch.Tensor.grad.__set__  # type: ignore[union-attr]
 _GET_GRAD = torch.Tensor.grad.__get__  # type: ignore[union-attr]
 
 _FLIPS: set[Any] = {torch.Tensor.requires_grad_, torch.Tensor.requires_grad.__set__}  # type: ignore[attr-defined]
 
+# Answered by the place in the chunk, not by the NaN that stands in for weights that are not gathered.
+_OF_MEMORY: set[Any] = {
+    getattr(torch.Tensor, name) for name in "stride storage_offset is_contiguous data_ptr untyped_storage".split()
+}
+
 _METADATA: set[Any] = _getters() | {
-    torch.Tensor.grad.__set__,  # type: ignore[union-attr]
+    _SET_GRAD,
     torch.Tensor.requires_grad.__set__,  # type: ignore[attr-defined]
     *(
         getattr(torch.Tensor, name)

@@ -12,14 +12,14 @@ from __future__ import annotations
 import re
 import weakref
 from collections.abc import Callable
-from dataclasses import fields, is_dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from gemini.errors import GeminiError
+from gemini.errors import GeminiError, ParamAccessError
 from gemini.memory.chunk import Chunk
+from gemini.train.containers import iter_tensors, map_tensors
 from gemini.train.guard import handle_of
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def attach(model: nn.Module, engine: Engine) -> None:
         if module is model:
             _attach_root(module, ref, chunks)
         elif chunks or (entrance and any(True for _ in module.parameters())):
-            module.register_forward_pre_hook(_pre(ref, chunks), prepend=True)
+            module.register_forward_pre_hook(_pre(ref, chunks, None if entrance else path), prepend=True)
             module.register_forward_hook(_post(ref, is_root=False), always_call=True)
 
 
@@ -60,7 +60,7 @@ def _engine(ref: weakref.ref[Engine]) -> Engine:
 
 
 def _attach_root(model: nn.Module, ref: weakref.ref[Engine], chunks: tuple[Chunk, ...]) -> None:
-    begin = _pre(ref, chunks)
+    begin = _pre(ref, chunks, None)
 
     def root_pre(module: nn.Module, args: Any) -> None:
         engine = _engine(ref)
@@ -73,9 +73,21 @@ def _attach_root(model: nn.Module, ref: weakref.ref[Engine], chunks: tuple[Chunk
     model.register_forward_hook(_post(ref, is_root=True), always_call=True)
 
 
-def _pre(ref: weakref.ref[Engine], chunks: tuple[Chunk, ...]) -> Callable[[nn.Module, Any], None]:
+def _pre(ref: weakref.ref[Engine], chunks: tuple[Chunk, ...], inside: str | None) -> Callable[[nn.Module, Any], None]:
+    """``inside``: the path of a module that is no entrance.
+
+    Where nothing has to be gathered such a module has no hook, and the guard refuses a differentiable call of it from
+    outside; so it is refused here too, and placement changes no behaviour.
+    """
+
     def pre(module: nn.Module, args: Any) -> None:
-        _engine(ref).begin_call(module, chunks)
+        engine = _engine(ref)
+        if inside is not None and not engine.computing and torch.is_grad_enabled():
+            raise ParamAccessError(
+                f"{inside!r} was called on its own with gradients enabled: call the model, a named part of it, or a "
+                "whole block, or use torch.no_grad()"
+            )
+        engine.begin_call(module, chunks)
 
     return pre
 
@@ -142,44 +154,3 @@ class ScaleGradient(torch.autograd.Function):
         scale = _engine(ctx.ref).loss_scale
         assert scale is not None
         return grad * scale.scale, None
-
-
-def iter_tensors(tree: Any) -> list[torch.Tensor]:
-    """The tensors in a module's output: tensors, containers of them, ModelOutputs, dataclasses."""
-    found: list[torch.Tensor] = []
-
-    def note(tensor: torch.Tensor) -> torch.Tensor:
-        found.append(tensor)
-        return tensor
-
-    if isinstance(tree, torch.Tensor):
-        return [tree]
-    map_tensors(tree, note)
-    return found
-
-
-def map_tensors(tree: Any, fn: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """``tree`` with ``fn`` applied to its tensors. Containers of unknown types (caches) are returned as they are."""
-    if isinstance(tree, torch.Tensor):
-        return fn(tree)
-    if isinstance(tree, dict):  # ModelOutput is one, and keeps attributes in step when items are set
-        for key, value in list(tree.items()):
-            mapped = map_tensors(value, fn)
-            if mapped is not value:
-                tree[key] = mapped
-        return tree
-    if isinstance(tree, tuple):
-        values = [map_tensors(value, fn) for value in tree]
-        if all(new is old for new, old in zip(values, tree, strict=True)):
-            return tree
-        return type(tree)(*values) if hasattr(tree, "_fields") else tuple(values)
-    if isinstance(tree, list):
-        return [map_tensors(value, fn) for value in tree]
-    if is_dataclass(tree) and not isinstance(tree, type):
-        changed = {
-            f.name: mapped
-            for f in fields(tree)
-            if (mapped := map_tensors(getattr(tree, f.name), fn)) is not getattr(tree, f.name)
-        }
-        return replace(tree, **changed) if changed else tree
-    return tree

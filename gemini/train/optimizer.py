@@ -140,7 +140,6 @@ class HybridAdam(torch.optim.Optimizer):
 
         Moments are full, fp32, on the CPU. For bf16 params "residual" (int16) is the other half of the master.
         """
-        self.adopt_plain_states()
         result = super().state_dict()
         index = 0
         for group in self.param_groups:
@@ -208,7 +207,6 @@ class HybridAdam(torch.optim.Optimizer):
     def update_in_backward(self, engine: Engine, handle: ParamHandle, grad: torch.Tensor) -> None:
         """The gradient of one param is complete: update it now (``step_in_backward``)."""
         self._check_mode(engine)
-        self._adopt_plain_state(handle.param)
         flat = grad.detach().contiguous().view(-1)
         if not math.isfinite(kernels.total(kernels.sum_squares(flat))):
             raise NonFiniteGradient(
@@ -227,8 +225,6 @@ class HybridAdam(torch.optim.Optimizer):
         self._check_mode(engine)
         engine.recover_if_interrupted()
         ready = [(handle, group) for handle, group in managed if handle.has_grad]
-        for handle, _ in ready:
-            self._adopt_plain_state(handle.param)
         handles = [handle for handle, _ in ready]
         if engine.loss_scale is not None and handles:
             if not math.isfinite(engine.gradients.total_sum(handles)):
@@ -265,17 +261,14 @@ class HybridAdam(torch.optim.Optimizer):
             )
 
     def adopt_plain_states(self) -> None:
-        """Steps may have been made before the model was wrapped: move their states into the chunks."""
+        """Move the states of steps that were made before the model was wrapped into its chunks (GeminiDDP calls it)."""
         for param in chain.from_iterable(group["params"] for group in self.param_groups):
-            self._adopt_plain_state(param)
-
-    def _adopt_plain_state(self, param: nn.Parameter) -> None:
-        handle = handle_of(param)
-        if handle is not None and self.state and param in self.state:
-            state = self.state.pop(param)
-            if "master" in state:
-                engine_of(handle).by_names.write(handle, state["master"])
-            _write_managed_state(handle, state)
+            handle = handle_of(param)
+            if handle is not None and param in self.state:
+                state = self.state.pop(param)
+                if "master" in state:
+                    engine_of(handle).by_names.write(handle, state["master"])
+                _write_managed_state(handle, state)
 
     def _managed_state(self, handle: ParamHandle) -> dict[str, torch.Tensor]:
         by_names = engine_of(handle).by_names

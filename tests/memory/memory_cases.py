@@ -1,7 +1,8 @@
-"""What the tests of this room share: a tiny model that spills, small worlds of chunks without a model, and subprocesses.
+"""What the tests of this room share: a tiny model that spills, small worlds of chunks without a model, and
+subprocesses.
 
-A *world* is what the engine builds below a model (layout, ledger, device, mover, manager) at sizes where every byte can be
-counted by hand. Content is a number per chunk, so that a chunk that came back with another one's bytes is seen.
+A *world* is what the engine builds below a model (layout, ledger, device, mover, manager) at sizes where every byte
+can be counted by hand. Content is a number per chunk, so that a chunk that came back with another one's bytes is seen.
 """
 
 from __future__ import annotations
@@ -61,7 +62,9 @@ def batch(step: int, vocab: int = 40) -> torch.Tensor:
 
 def wrap(net: nn.Module, directory: Path | None = None, **config: Any) -> tuple[Any, gemini.HybridAdam]:
     """The model in chunks and its optimizer; with a ``directory`` all planes are in the spill file."""
-    memory = gemini.MemoryBudget(cpu=config.pop("cpu", "16MiB"), nvme="64MiB" if directory else None, nvme_path=directory)
+    memory = gemini.MemoryBudget(
+        cpu=config.pop("cpu", "16MiB"), nvme="64MiB" if directory else None, nvme_path=directory
+    )
     if directory is not None:
         config.setdefault("placement", EVERYTHING_ON_DISK)
     model: Any = gemini.GeminiDDP(net, gemini.GeminiConfig(memory=memory, **({"device": "cpu"} | config)))
@@ -107,7 +110,7 @@ class World:
         self.ledger = Ledger(budgets | {tier: self.budget + (staging_bytes(tile) if tier is Tier.CPU else 0)})
         self.ledger.reserve(Tier.CPU, staging_bytes(tile), "staging")
         self.spill = SpillFile(self.directory, total) if self.home is Tier.NVME else None
-        self.mover = Mover(self.device, tile)
+        self.mover = Mover(self.device, tile, self.ledger)
         self.chunks = [self._chunk(spec) for spec in self.layout.chunks]
         self.manager = Manager(
             self.chunks, ledger=self.ledger, device=self.device, mover=self.mover,

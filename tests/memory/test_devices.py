@@ -1,4 +1,4 @@
-"""Devices under one contract: windows at a fixed place, copies whose events may be incomplete, bounded waits, fallbacks."""
+"""Devices under one contract: windows at a fixed place, copies whose events may be incomplete, bounded waits."""
 
 from __future__ import annotations
 
@@ -252,5 +252,3 @@ def test_make_device() -> None:
         assert isinstance(make_device(None), CpuDevice)
         with pytest.raises(ValueError, match="sees no CUDA device"):
             make_device("cuda")
-
-

@@ -1,7 +1,7 @@
 """Layouts of real models waste under one percent of physical pages; layouts of any model keep their promises.
 
-The shapes are taken from configs built on the meta device, without weights. Padding is counted as the system counts it: each
-rank's share of each plane of each chunk in whole 4 KiB pages, against the bytes of the params themselves.
+The shapes are taken from configs built on the meta device, without weights. Padding is counted as the system counts it:
+each rank's share of each plane of each chunk in whole 4 KiB pages, against the bytes of the params themselves.
 """
 
 from __future__ import annotations

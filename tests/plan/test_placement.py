@@ -1,4 +1,4 @@
-"""Where planes live, from integers alone: both placing policies, the arithmetic of what fits, and what is said if not."""
+"""Where planes live, from integers alone: two policies of placing, the arithmetic of what fits, what is said if not."""
 
 from __future__ import annotations
 
@@ -207,7 +207,8 @@ def test_fractions_are_checked(bad: object) -> None:
 
 
 def test_the_arithmetic_term_by_term() -> None:
-    """used = planes + (working set + activations on the computing tier, staging on the CPU, if anything moves)."""
+    """used = planes + activations + (working set on the computing tier, if anything moves) + staging on the CPU (if
+    anything moves, or if there is an accelerator: values reach it, and are read from it, through the host)."""
     layout = layout_of(2)
     homes = dict.fromkeys([WEIGHTS, GRAD, *OPTIMIZER_PLANES], CPU)
     on_cpu = Placement((homes, homes))
@@ -218,7 +219,7 @@ def test_the_arithmetic_term_by_term() -> None:
     gpu = problem_of({GPU: MUCH, CPU: MUCH}, layout=layout, working_set=700, staging=30, activations=5)
     assert bytes_per_tier(gpu, on_cpu) == {GPU: 705, CPU: 28 * N + 30}
     on_gpu = Placement((dict.fromkeys(homes, GPU),) * 2)
-    assert bytes_per_tier(gpu, on_gpu) == {GPU: 28 * N + 5, CPU: 0}
+    assert bytes_per_tier(gpu, on_gpu) == {GPU: 28 * N + 5, CPU: 30}
 
 
 def test_a_refusal_names_the_missing_bytes_and_the_cheapest_change() -> None:
@@ -226,10 +227,9 @@ def test_a_refusal_names_the_missing_bytes_and_the_cheapest_change() -> None:
     short = problem_of({CPU: everything - 100_000})
     with pytest.raises(BudgetExceeded) as error:
         fill_fastest(short)
-    gap = 100_000 + 2 * N + 1000 - 0  # no disk to move to, so windows are not needed: see below
     text = str(error.value)
     assert "40,960 params" in text and "bf16" in text and "'retain'" in text
-    assert f"{human_bytes(100_000)} missing on cpu" in text or f"{human_bytes(gap)} missing on cpu" in text
+    assert f"{human_bytes(100_000)} missing on cpu" in text, "without a disk nothing moves: no more is needed"
     assert "nvme_path=" in text and "raise the cpu budget by" in text
 
 
@@ -239,11 +239,12 @@ def test_the_change_it_names_is_enough() -> None:
     with pytest.raises(BudgetExceeded) as error:
         fill_fastest(problem_of(tight))
     assert "raise the nvme budget by" in str(error.value)
-    gap = bytes_per_tier(problem_of({CPU: tight[CPU], NVME: MUCH}), fill_fastest(problem_of({**tight, NVME: MUCH})))[NVME]
-    assert human_bytes(gap - tight[NVME]) in str(error.value)
-    fill_fastest(problem_of({**tight, NVME: gap}))
+    roomy = problem_of({**tight, NVME: MUCH})
+    needed = bytes_per_tier(roomy, fill_fastest(roomy))[NVME]
+    assert human_bytes(needed - tight[NVME]) in str(error.value)
+    fill_fastest(problem_of({**tight, NVME: needed}))
     with pytest.raises(BudgetExceeded):
-        fill_fastest(problem_of({**tight, NVME: gap - 1}))
+        fill_fastest(problem_of({**tight, NVME: needed - 1}))
 
 
 def test_a_computing_tier_that_cannot_hold_one_module_is_told_so() -> None:

@@ -45,7 +45,7 @@ def check(table, legal, state, event) -> None:  # type: ignore[no-untyped-def]
         step(table, state, event, "chunk 3")
     text = str(error.value)
     assert "chunk 3" in text and state.value in text and event.value in text
-    for (_, allowed) in (key for key in legal if key[0] is state):
+    for _, allowed in (key for key in legal if key[0] is state):
         assert allowed.value in text.split("only")[1], f"{text!r} does not name {allowed.value}"
 
 

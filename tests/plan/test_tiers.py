@@ -1,4 +1,4 @@
-"""Sizes in words, budgets, and the ledger's promise: used is the sum of what holders hold, and never passes the budget."""
+"""Sizes in words, budgets, and the ledger's promise: used is the sum of what is held, and never passes the budget."""
 
 from __future__ import annotations
 

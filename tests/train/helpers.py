@@ -87,7 +87,26 @@ def batch(seed: int = 0, rows: int = 2, length: int = 7) -> dict[str, torch.Tens
 
 
 def noise(*shape: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+class Blocks(nn.Module):
+    """A stack of linear layers; ``path`` says which are called, in which order (shared, skipped, repeated)."""
+
+    def __init__(self, path: tuple[int, ...] = (0, 1, 2)):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(3))
+        self.path = path
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for i in self.path:
+            x = torch.tanh(self.layers[i](x))
+        return x
+
+
+def squares(model: nn.Module, seed: int) -> torch.Tensor:
+    return model(noise(2, 5, 32, seed=seed)).float().square().mean()
 
 
 # ---- placements ------------------------------------------------------------------------------------------------------
@@ -304,3 +323,9 @@ def compare(
     assert losses == train_plain(plain, range(steps), loss_of, clip=clip)
     assert_same_state(model, plain)
     return model, optimizer, plain
+
+
+def pair(make: Callable[[], nn.Module], where: str, path: Path, **how: Any) -> tuple[Any, Any, Plain]:
+    """A managed model, its optimizer, and the plain loop of the same model."""
+    model = wrap(make(), where, path, **how)
+    return model, adam(model), Plain(make(), how.get("precision", "bf16"))

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import gc
 import os
+import subprocess
+import sys
 import weakref
 from pathlib import Path
 from typing import Any
@@ -322,6 +324,28 @@ def test_deleting_the_model_gives_everything_back(kept: str, where: str, tmp_pat
             use()
     if kept == "param":
         assert keep.shape == (32, 32) and keep.dtype is torch.bfloat16
+
+
+@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
+def test_a_model_with_a_scalar_param_goes_quietly(where: str, tmp_path: Path) -> None:
+    raw = nn.Linear(4, 4)
+    raw.scale = nn.Parameter(torch.tensor(0.5))
+    model = wrap(raw, where, tmp_path)
+    kept = model.scale
+    del model, raw
+    gc.collect()
+    with torch.no_grad(), pytest.raises(gemini.GeminiError, match="deleted"):
+        kept * 2
+
+
+def test_the_interpreter_ends_quietly_with_a_model_alive(where: str, tmp_path: Path) -> None:
+    script = (
+        "import sys; from pathlib import Path; from tests.train.helpers import *;"
+        "model = wrap(nn.Linear(4, 4), sys.argv[1], Path(sys.argv[2])); kept = adam(model)"
+    )
+    here = Path(__file__).resolve().parents[2]
+    done = subprocess.run([sys.executable, "-c", script, where, tmp_path], cwd=here, capture_output=True, text=True)
+    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
 
 
 @pytest.mark.parametrize("kept", ["optimizer", "param"])

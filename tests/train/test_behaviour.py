@@ -1,8 +1,8 @@
 """The ordinary training loop on a managed model does what it does on a plain one, bit for bit, in every placement.
 
-Each test drives a behaviour of the loop (ties, frozen and unused params, evaluation, checkpointing, accumulation,
-exceptions, optimizers made before or after) on a model whose chunks live in RAM, on disk, or on the stand-in GPU, and
-compares with the plain loop of ``helpers``. Ways of reading and writing params are in ``test_access.py``.
+Each test drives a behaviour of the loop (evaluation, checkpointing, accumulation, clipping, exceptions, optimizers made
+before or after) on a model whose chunks live in RAM, on disk, or on the stand-in GPU, and compares with the plain loop
+of ``helpers``. Kinds of models are in ``test_model_kinds.py``, reads and writes of params in ``test_access.py``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from torch.nn import functional as F
 
 import gemini
 from tests.train.helpers import (
-    MODELS,
     PLACEMENTS,
     Plain,
     adam,
@@ -30,8 +29,8 @@ from tests.train.helpers import (
     gpt2,
     llama,
     make_config,
-    noise,
     on_batch,
+    pair,
     same_bits,
     snapshot,
     t5,
@@ -44,162 +43,6 @@ from tests.train.helpers import (
 @pytest.fixture(params=PLACEMENTS)
 def where(request: pytest.FixtureRequest) -> str:
     return str(request.param)
-
-
-def pair(make: Any, where: str, path: Path, **how: Any) -> tuple[Any, Any, Plain]:
-    model = wrap(make(), where, path, **how)
-    return model, adam(model), Plain(make(), how.get("precision", "bf16"))
-
-
-class Blocks(nn.Module):
-    """A stack of linear layers; ``path`` says which are called, in which order (shared, skipped, repeated)."""
-
-    def __init__(self, path: tuple[int, ...] = (0, 1, 2)):
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(3))
-        self.path = path
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for i in self.path:
-            x = torch.tanh(self.layers[i](x))
-        return x
-
-
-def squares(model: nn.Module, seed: int) -> torch.Tensor:
-    return model(noise(2, 5, 32, seed=seed)).float().square().mean()
-
-
-# ---- models ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_models_train_as_in_the_plain_loop(name: str, where: str, tmp_path: Path) -> None:
-    model, _, _ = compare(MODELS[name], where, tmp_path)
-    assert where == "ram" or engine_of(model).manager.num_evictions > 0
-
-
-@pytest.mark.parametrize("precision", ["fp16", "fp32"])
-def test_other_precisions(precision: str, where: str, tmp_path: Path) -> None:
-    compare(MODELS["tied"], where, tmp_path, precision=precision)
-
-
-def test_module_called_twice(where: str, tmp_path: Path) -> None:
-    compare(lambda: Blocks((0, 1, 0, 2, 0)), where, tmp_path, squares)
-
-
-def test_frozen_params(where: str, tmp_path: Path) -> None:
-    def make() -> nn.Module:
-        model = llama()
-        for name, param in model.named_parameters():
-            param.requires_grad_("layers.1" not in name and "embed" not in name and "norm" not in name)
-        return model
-
-    model, _, plain = compare(make, where, tmp_path)
-    for name, param in make().named_parameters():
-        if not param.requires_grad:
-            assert engine_of(model).by_names[name].num_steps == 0
-            assert same_bits(model.full_param(name), param.bfloat16()), name
-
-
-def test_params_without_gradient_are_skipped_as_none_is(where: str, tmp_path: Path) -> None:
-    def loss_of(model: Any, seed: int) -> torch.Tensor:
-        model.path = (0, 1, 2) if seed % 2 else (0, 2)
-        return squares(model, seed)
-
-    model, _, _ = compare(Blocks, where, tmp_path, loss_of, steps=5)
-    counts = {h.name: h.num_steps for h in engine_of(model).handles}
-    assert counts["layers.0.weight"] == 5 and counts["layers.1.weight"] == 2
-
-
-def test_a_gradient_in_only_one_micro_batch_counts(where: str, tmp_path: Path) -> None:
-    model, optimizer, plain = pair(Blocks, where, tmp_path)
-    for path in ((0, 2), (0, 1, 2), (0, 2)):
-        model.path = plain.model.path = path
-        squares(model, 0).backward()
-        plain.backward(squares(plain.model, 0))
-    optimizer.step()
-    plain.step()
-    assert_same_state(model, plain)
-
-
-def test_buffers_keep_dtype_and_values(where: str, tmp_path: Path) -> None:
-    class Buffered(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = Blocks()
-            self.register_buffer("seen", torch.zeros(3, dtype=torch.float32))
-            self.register_buffer("scratch", torch.full((2,), 1 / 3), persistent=False)
-            self.register_buffer("count", torch.tensor(0))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            self.seen += 1 / 3
-            self.count += 1
-            return self.inner(x) * self.scratch[0]
-
-    model, _, plain = compare(Buffered, where, tmp_path, squares)
-    for (name, ours), (_, theirs) in zip(model.named_buffers(), plain.model.named_buffers(), strict=True):
-        assert same_bits(ours, theirs), name
-    assert {"seen", "count"} <= model.state_dict().keys() and "scratch" not in model.state_dict()
-    rotary = wrap(llama(), where, tmp_path).model.rotary_emb
-    assert same_bits(rotary.inv_freq, llama().model.rotary_emb.inv_freq)
-
-
-def test_outputs_of_any_kind(where: str, tmp_path: Path) -> None:
-    from dataclasses import dataclass
-
-    @dataclass
-    class Out:
-        hidden: torch.Tensor
-        extra: Any = None
-
-    kinds = {
-        "tuple": (lambda h: (h, None), lambda out: out[0]),
-        "nested": (lambda h: {"a": [h, 1], "b": {"c": "text"}}, lambda out: out["a"][0]),
-        "dataclass": (lambda h: Out(h), lambda out: out.hidden),
-    }
-    for give, take in kinds.values():
-
-        class Kind(Blocks):
-            def forward(self, x: torch.Tensor, give: Any = give) -> Any:
-                return give(super().forward(x))
-
-        def loss_of(model: nn.Module, seed: int, take: Any = take) -> torch.Tensor:
-            return take(model(noise(2, 5, 32, seed=seed))).float().square().mean()
-
-        def half(model: nn.Module, take: Any = take) -> torch.Tensor:
-            return take(model(noise(2, 5, 32, dtype=torch.float16))).float().square().mean()
-
-        compare(Kind, where, tmp_path, loss_of)
-        model, plain = wrap(Kind(), where, tmp_path, precision="fp16"), Plain(Kind(), "fp16", scale=2.0**16)
-        half(model).backward()
-        plain.backward(half(plain.model))
-        assert model.clip_grad_norm_(1.0).item() == pytest.approx(plain.clip(1.0), rel=1e-3)  # the outputs were scaled
-
-
-def test_sequential_root_and_model_with_params_of_its_own(where: str, tmp_path: Path) -> None:
-    class Patches(nn.Module):
-        """As a ViT: the root owns params and has children."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            torch.manual_seed(0)
-            self.cls_token = nn.Parameter(torch.randn(1, 1, 32))
-            self.position = nn.Parameter(torch.randn(1, 6, 32))
-            self.encoder = nn.ModuleDict({"0": Blocks(), "1": nn.LayerNorm(32)})
-            self.scale = nn.Parameter(torch.tensor(0.5))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            x = torch.cat([self.cls_token.expand(len(x), -1, -1), x], dim=1) + self.position
-            return self.encoder["1"](self.encoder["0"](x)) * self.scale
-
-    compare(Patches, where, tmp_path, squares)
-
-    def sequential() -> nn.Module:
-        torch.manual_seed(0)
-        return nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Sequential(nn.Linear(64, 32), nn.Tanh()), Blocks())
-
-    compare(sequential, where, tmp_path, squares)
 
 
 # ---- evaluation ------------------------------------------------------------------------------------------------------
@@ -341,29 +184,6 @@ def test_retain_graph_and_second_backward_accumulate(where: str, tmp_path: Path)
     optimizer.step()
     plain.step()
     assert_same_state(model, plain)
-
-
-def test_custom_function_that_saves_a_weight(where: str, tmp_path: Path) -> None:
-    class Scale(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-            ctx.save_for_backward(x, weight)
-            return x @ weight.t()
-
-        @staticmethod
-        def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
-            x, weight = ctx.saved_tensors
-            return grad @ weight, grad.flatten(0, 1).t() @ x.flatten(0, 1)
-
-    class Fused(nn.Linear):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return Scale.apply(x, self.weight) + self.bias
-
-    def make() -> nn.Module:
-        torch.manual_seed(0)
-        return nn.Sequential(*(Fused(32, 32) for _ in range(4)))
-
-    compare(make, where, tmp_path, squares)
 
 
 # ---- exceptions ------------------------------------------------------------------------------------------------------

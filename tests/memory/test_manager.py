@@ -1,0 +1,325 @@
+"""The manager under tiny budgets: who is read stays, who is not goes, and no refusal and no failure changes anything.
+
+The long random sequence is seeded: a failure names the operation and replays. After every operation the ledger's
+equations hold, and every chunk that is in use shows the very content that its home has.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from memory_cases import World
+
+from gemini.errors import BudgetExceeded, GeminiError, IllegalTransition
+from gemini.memory import device as devices
+from gemini.memory.device import CpuDevice, Device, StandinDevice
+from gemini.plan.layout import ALIGN
+from gemini.states import Event, Use
+from gemini.tiers import Ledger, Tier
+
+UNIT = 2 * ALIGN  # bytes of a window of size 1
+
+WORLDS = [
+    "cpu over nvme", "cpu over nvme, resizing", "standin over cpu", "standin over nvme", "standin over cpu, resizing",
+]  # fmt: skip
+
+
+@pytest.fixture(params=WORLDS)
+def make_world(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[[list[int], int], World]]:
+    """Worlds of chunks of the given sizes and a budget for windows, both in units."""
+    where, _, resizing = request.param.partition(", ")
+    if resizing:
+        monkeypatch.setattr(devices, "can_move_pages", lambda: False)
+    name, home = where.split(" over ")
+    made: list[Device] = []
+
+    def make(sizes: list[int], budget: int) -> World:
+        made.append(CpuDevice() if name == "cpu" else StandinDevice())
+        return World(sizes, made[-1], budget * UNIT, Tier(home), tmp_path)
+
+    yield make
+    for device in made:
+        device.close()
+
+
+def check(world: World) -> None:
+    world.manager.check_invariants()
+    for chunk in world.chunks:
+        if chunk.pins:
+            assert chunk.flat.min() == chunk.flat.max(), f"{chunk.name} shows a mixture"
+
+
+def shown(world: World, index: int) -> float:
+    return float(world.chunks[index].flat[-1])
+
+
+def test_acquire_shows_the_content_and_release_keeps_it(make_world: Callable[[list[int], int], World]) -> None:
+    world = make_world([2, 3], 5)
+    a, b = world.chunks
+    for chunk in (a, b, a):
+        world.manager.acquire(chunk)
+        check(world)
+    assert shown(world, 0) == 1 and shown(world, 1) == 2
+    assert (a.pins, b.pins, a.use) == (2, 1, Use.COMPUTE)
+    world.manager.release(a)
+    assert a.use is Use.COMPUTE, "someone else still reads it"
+    world.manager.release(a)
+    world.manager.release(b)
+    assert a.use is b.use is Use.HOLD and world.manager.num_evictions == 0
+    world.manager.acquire(a)
+    assert world.manager.num_gathers == 2, "still there: not fetched again"
+    check(world)
+
+
+def test_the_least_recently_used_goes_first(make_world: Callable[[list[int], int], World]) -> None:
+    world = make_world([1, 1, 1, 1], 3)
+    for index in (0, 1, 2, 0):
+        world.manager.acquire(world.chunks[index])
+        world.manager.release(world.chunks[index])
+    world.manager.acquire(world.chunks[3])
+    check(world)
+    assert world.evicted == [1] and world.gathered() == [0, 2, 3]
+
+
+def test_what_this_step_reads_no_more_goes_before_all_others(make_world: Callable[[list[int], int], World]) -> None:
+    world = make_world([1, 1, 1], 2)
+    for index in (0, 1):
+        world.manager.acquire(world.chunks[index])
+        world.manager.release(world.chunks[index])
+    world.manager.grads_complete(world.chunks[1])
+    assert world.chunks[1].use is Use.GRAD_READY
+    world.manager.acquire(world.chunks[2])
+    assert world.evicted == [1]
+    check(world)
+
+
+def test_gradients_that_complete_while_the_chunk_is_read(make_world: Callable[[list[int], int], World]) -> None:
+    """The last gradient of a chunk arrives inside the backward of its own module, which still holds the weights."""
+    world = make_world([1, 1, 1], 2)
+    for index in (0, 1):
+        world.manager.acquire(world.chunks[index])
+    world.manager.grads_complete(world.chunks[1])
+    for index in (0, 1):
+        world.manager.release(world.chunks[index])
+    check(world)
+    world.manager.acquire(world.chunks[2])
+    assert world.evicted == [1], "complete: once released, it is the first to go"
+    check(world)
+
+
+def test_pinned_is_never_evicted_and_a_refusal_changes_nothing(make_world: Callable[[list[int], int], World]) -> None:
+    world = make_world([2, 2, 1, 4], 5)
+    for index in (0, 1):
+        world.manager.acquire(world.chunks[index])
+    world.manager.acquire(world.chunks[2])
+    world.manager.release(world.chunks[2])
+    before = world.snapshot()
+    with pytest.raises(BudgetExceeded, match=r"needs 16 KiB.*2 gathered chunks in use.*[Rr]aise"):
+        world.manager.acquire(world.chunks[3])
+    assert world.snapshot() == before, "the one that could have gone alone did not go in vain"
+    check(world)
+    with pytest.raises(BudgetExceeded):
+        world.manager.make_room(2 * UNIT, what="a test")
+    assert world.snapshot() == before
+    world.manager.make_room(UNIT, what="a test")
+    assert world.evicted == [2] and world.ledger.free(world.device.tier) >= UNIT
+    check(world)
+    assert shown(world, 0) == 1 and shown(world, 1) == 2
+
+
+def test_larger_than_the_whole_budget(make_world: Callable[[list[int], int], World]) -> None:
+    world = make_world([3, 7], 6)
+    before = world.snapshot()
+    with pytest.raises(BudgetExceeded):
+        world.manager.acquire(world.chunks[1])
+    assert world.snapshot() == before
+    world.manager.acquire(world.chunks[0])
+    check(world)
+
+
+def test_frames_of_other_sizes_are_given_back_for_room(make_world: Callable[[list[int], int], World]) -> None:
+    """Small windows leave frames that no large window can use; together they may fill the budget."""
+    world = make_world([1, 1, 1, 1, 4], 4)
+    for index in range(4):
+        world.manager.acquire(world.chunks[index])
+        world.manager.release(world.chunks[index])
+    world.manager.drop(world.chunks)
+    check(world)
+    world.manager.acquire(world.chunks[4])
+    check(world)
+    assert shown(world, 4) == 5 and world.ledger.peak(world.device.tier) <= world.ledger.budget(world.device.tier)
+    world.manager.release(world.chunks[4])
+    for index in range(4):
+        world.manager.acquire(world.chunks[index])
+        check(world)
+        assert shown(world, index) == index + 1
+
+
+def test_overtaken_copies_are_dropped_now_or_at_release(make_world: Callable[[list[int], int], World]) -> None:
+    world = make_world([1, 1], 2)
+    idle, busy = world.chunks
+    for chunk in (idle, busy):
+        world.manager.acquire(chunk)
+    world.manager.release(idle)
+    for chunk in (idle, busy):
+        world.write(chunk, 7.0)
+    world.manager.drop(world.chunks)
+    check(world)
+    assert idle.use is Use.FREE and busy.use is Use.COMPUTE and busy.stale
+    assert shown(world, 1) == 2, "who reads goes on reading what it began with"
+    world.manager.release(busy)
+    assert busy.use is Use.FREE and not busy.stale
+    for index in (0, 1):
+        world.manager.acquire(world.chunks[index])
+        assert shown(world, index) == 7
+    check(world)
+
+
+def test_illegal_steps_are_errors() -> None:
+    from gemini.states import PHASE_TABLE, USE_TABLE, Phase, step
+
+    for use in Use:
+        for event in Event:
+            if (use, event) not in USE_TABLE:
+                with pytest.raises(IllegalTransition, match=f"chunk 3.*{use.value}.*{event.value}.*only"):
+                    step(USE_TABLE, use, event, "chunk 3")
+    assert step(PHASE_TABLE, Phase.FETCHING, Event.FINISH, "x") is Phase.STEADY
+
+
+def test_a_failed_read_leaves_everything_as_it_was(
+    make_world: Callable[[list[int], int], World], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = make_world([1, 2, 2], 3)
+    world.manager.acquire(world.chunks[0])
+    world.manager.acquire(world.chunks[1])
+    world.manager.release(world.chunks[1])
+
+    def fail(*args: object) -> None:
+        raise GeminiError("the disk is gone")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(world.mover, "gather", fail)
+        for _ in range(3):
+            with pytest.raises(GeminiError, match="disk is gone"):
+                world.manager.acquire(world.chunks[2])
+            check(world)
+            assert world.chunks[2].use is Use.FREE and world.chunks[2].pins == 0
+    world.manager.acquire(world.chunks[2])
+    assert shown(world, 2) == 3 and shown(world, 0) == 1
+    check(world)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_two_thousand_random_operations(make_world: Callable[[list[int], int], World], seed: int, summary) -> None:
+    rng = random.Random(seed)
+    sizes = [rng.choice((1, 1, 2, 3, 5)) for _ in range(12)]
+    world = make_world(sizes, 9)
+    manager, done = world.manager, Counter()
+    truth = [float(index + 1) for index in range(len(sizes))]
+    seen: dict[int, float] = {}  # what a reader began with
+    for number in range(2000):
+        chunk = rng.choice(world.chunks)
+        index = chunk.spec.index
+        what = rng.choice(("acquire",) * 5 + ("release",) * 5 + ("grads", "update", "room", "drop"))
+        before = world.snapshot()
+        try:
+            if what == "acquire":
+                manager.acquire(chunk)
+                seen.setdefault(index, truth[index])
+            elif what == "release":
+                pinned = [c for c in world.chunks if c.pins]
+                if pinned:
+                    chunk = rng.choice(pinned)
+                    manager.release(chunk)
+                    if not chunk.pins:
+                        del seen[chunk.spec.index]
+            elif what == "grads":
+                manager.grads_complete(chunk)
+            elif what == "update":
+                truth[index] = float(rng.randrange(1, 200))
+                world.write(chunk, truth[index])
+                manager.drop([chunk])
+            elif what == "room":
+                num_bytes = rng.randrange(1, 7) * UNIT
+                manager.make_room(num_bytes, what="a test")
+                assert world.ledger.free(world.device.tier) >= num_bytes
+            else:
+                manager.drop(rng.sample(world.chunks, 3))
+        except BudgetExceeded:
+            what += " refused"
+            assert world.snapshot() == before, f"operation {number}: refused, and yet something changed"
+            pinned_bytes = sum(world.window_bytes(c.spec.index) for c in world.chunks if c.pins)
+            needs = world.window_bytes(index) if "acquire" in what else num_bytes
+            assert pinned_bytes + needs > 9 * UNIT, f"operation {number}: refused though there was room"
+        done[what] += 1
+        check(world)
+        for pinned, value in seen.items():
+            assert shown(world, pinned) == value, f"operation {number} ({what}): chunk {pinned} lost its content"
+    assert done["acquire"] > 200 and done["acquire refused"] > 20 and manager.num_evictions > 100
+    summary(f"manager, seed {seed}, {type(world.device).__name__}: {dict(done)}, {manager.num_evictions} evictions")
+    for chunk in world.chunks:
+        while chunk.pins:
+            manager.release(chunk)
+    manager.drop(world.chunks)
+    manager.make_room(9 * UNIT, what="everything")
+    assert world.ledger.free(world.device.tier) >= 9 * UNIT
+    check(world)
+
+
+def test_every_ledger_call_may_fail(make_world: Callable[[list[int], int], World]) -> None:
+    """The k-th reservation fails, for every k: the equations hold at once, and the next try works."""
+
+    class Refusing(Ledger):
+        left = -1
+
+        def reserve(self, tier: Tier, num_bytes: int, holder: str) -> None:
+            if self.left == 0:
+                self.left = -1
+                raise BudgetExceeded("this one was chosen to fail")
+            self.left -= self.left > 0
+            super().reserve(tier, num_bytes, holder)
+
+    def play(world: World) -> None:
+        for index in (0, 1, 2, 0, 3, 1):
+            world.manager.acquire(world.chunks[index])
+            assert shown(world, index) == index + 1
+            world.manager.release(world.chunks[index])
+
+    for number in range(1, 40):
+        world = make_world([1, 1, 2, 2], 3)
+        world.ledger.__class__ = Refusing
+        world.ledger.left = number - 1
+        try:
+            play(world)
+        except BudgetExceeded as error:
+            assert "chosen to fail" in str(error)
+        else:
+            assert number > 6, "fewer reservations than chunks were gathered"
+            return
+        check(world)
+        play(world)
+        check(world)
+    raise AssertionError("it never came to an end")
+
+
+def test_ledger_invariants_and_refusals() -> None:
+    ledger = Ledger({Tier.CPU: 10})
+    ledger.reserve(Tier.CPU, 4, "a")
+    for wrong in (lambda: ledger.reserve(Tier.CPU, 7, "b"), lambda: ledger.reserve(Tier.NVME, 1, "b")):
+        with pytest.raises(BudgetExceeded, match="b asked for"):
+            wrong()
+    with pytest.raises(KeyError), ledger.reserving(Tier.CPU, 6, "b"):
+        assert ledger.free(Tier.CPU) == 0
+        raise KeyError
+    assert (ledger.used(Tier.CPU), ledger.peak(Tier.CPU), ledger.holders(Tier.CPU)) == (4, 10, {"a": 4})
+    with pytest.raises(AssertionError):
+        ledger.release(Tier.CPU, 5, "a")
+    ledger.check_invariants()
+    ledger.reset_peak()
+    assert ledger.peak(Tier.CPU) == 4

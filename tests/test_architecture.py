@@ -1,0 +1,136 @@
+"""The rooms of the house: imports point down only, the ground floor knows no torch, files stay short, names stay."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import gemini
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "gemini"
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+# From the ground up. A file may import from its own floor and from those below it.
+FLOORS = [
+    ("gemini.errors", "gemini.tiers", "gemini.states"),
+    ("gemini.plan",),
+    ("gemini.config", "gemini.kernels", "gemini.kernels_reference", "gemini._C"),
+    ("gemini.memory",),
+    ("gemini.train",),
+    ("gemini.jobs", "gemini.integrations"),
+    ("gemini.cli",),
+    ("gemini.__main__",),
+]
+NO_TORCH = 2  # the first so many floors, and the settings
+# Of DESIGN's names; trace, plan and simulate come with the planner.
+PUBLIC = {
+    "GeminiDDP", "GeminiConfig", "HybridAdam", "MemoryBudget", "StaticPlacement", "save_checkpoint", "load_checkpoint",
+    "GeminiError", "BudgetExceeded", "IllegalTransition", "PlanMismatch", "StorageError", "Tier",
+}  # fmt: skip
+SOFT_LIMIT, HARD_LIMIT = 400, 420
+
+
+def module_of(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def floor_of(module: str) -> int:
+    for floor, rooms in enumerate(FLOORS):
+        if any(module == room or module.startswith(room + ".") for room in rooms):
+            return floor
+    raise AssertionError(f"{module} has no floor: say in FLOORS where it belongs")
+
+
+def imports_of(path: Path) -> set[str]:
+    """Every module that the file imports when it runs, also inside functions. Imports for type checkers do not count:
+    they make no dependency, and the two halves of a room may name each other's types."""
+    found: set[str] = set()
+
+    def visit(node: ast.AST) -> None:
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            return
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path} imports relatively: write the whole name"
+            found.update(f"{node.module}.{alias.name}" for alias in node.names)
+            if node.module != "gemini":  # ``from gemini import kernels`` names a room, not the face
+                found.add(str(node.module))
+        for child in ast.iter_child_nodes(node):
+            visit(child)
+
+    visit(ast.parse(path.read_text()))
+    return found
+
+
+@pytest.mark.parametrize("path", FILES, ids=module_of)
+def test_imports_point_down(path: Path) -> None:
+    module = module_of(path)
+    if module == "gemini":
+        return  # the face: imports lazily, from everywhere
+    floor = floor_of(module)
+    for imported in imports_of(path):
+        if imported.startswith("gemini.") and imported.removeprefix("gemini.") not in gemini.__all__:
+            assert floor_of(imported) <= floor, f"{module} reaches up to {imported}"
+
+
+def test_the_measure_sees_an_import_upwards(tmp_path: Path) -> None:
+    path = tmp_path / "layout.py"
+    path.write_text("def late():\n    from gemini.train.engine import Engine\n    return Engine\n")
+    assert "gemini.train.engine" in imports_of(path)
+    assert floor_of("gemini.train.engine") > floor_of("gemini.plan.layout")
+    with pytest.raises(AssertionError, match="no floor"):
+        floor_of("gemini.attic")
+
+
+def test_inside_the_product_the_face_is_not_used_below_the_jobs() -> None:
+    """``import gemini`` in the lower rooms would hide where a name comes from, and let it come from above."""
+    face = {"gemini", *(f"gemini.{name}" for name in gemini.__all__)}
+    for path in FILES:
+        if module_of(path) != "gemini" and floor_of(module_of(path)) < floor_of("gemini.jobs"):
+            assert not face & imports_of(path), path
+
+
+def test_the_ground_floor_and_the_plan_know_no_torch() -> None:
+    for path in FILES:
+        module = module_of(path)
+        if module != "gemini" and (floor_of(module) < NO_TORCH or module == "gemini.config"):
+            assert not {name for name in imports_of(path) if name.split(".")[0] in ("torch", "numpy")}, module
+
+
+def test_import_gemini_costs_no_torch() -> None:
+    code = "import sys, gemini, gemini.config; dir(gemini); gemini.MemoryBudget; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+
+
+def test_public_names_are_there() -> None:
+    assert PUBLIC <= set(gemini.__all__)
+    for name in gemini.__all__:
+        assert getattr(gemini, name) is not None
+    assert set(dir(gemini)) >= PUBLIC
+    with pytest.raises(AttributeError, match="no attribute 'GeminiDP'"):
+        _ = gemini.GeminiDP
+
+
+@pytest.mark.parametrize("path", FILES, ids=module_of)
+def test_files_are_short_and_begin_with_what_they_hold(path: Path) -> None:
+    lines = path.read_text().splitlines()
+    assert len(lines) <= HARD_LIMIT, f"{len(lines)} lines: about {SOFT_LIMIT} are meant to be the limit"
+    assert ast.get_docstring(ast.parse(path.read_text())), "a file opens with a paragraph: what it holds, for whom"
+
+
+def test_one_file_alone_knows_pybind11() -> None:
+    sources = sorted((ROOT / "csrc").rglob("*.*"))
+    assert sources, "no native sources"
+    assert [p.name for p in sources if "pybind11" in p.read_text()] == ["bindings.cpp"]
+
+
+def test_native_code_knows_no_torch() -> None:
+    for path in sorted((ROOT / "csrc").rglob("*.*")):
+        includes = [line for line in path.read_text().splitlines() if line.lstrip().startswith("#include")]
+        assert not [line for line in includes if "torch" in line or "ATen" in line or "c10" in line], path

@@ -1,0 +1,399 @@
+"""Checkpoints: an interrupted and resumed run is the uninterrupted one, bit for bit, under any budgets.
+
+Saving replaces the old checkpoint only when the new one is whole: a process killed at any moment, or a full disk,
+leaves one that loads. Damage is found, and loading changes nothing until everything has been checked. No pickle.
+"""
+
+from __future__ import annotations
+
+import builtins
+import errno
+import json
+import os
+import random
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from safetensors import safe_open
+
+import gemini
+from tests.train.helpers import (
+    PLACEMENTS,
+    adam,
+    assert_same_snapshot,
+    engine_of,
+    gpt2,
+    llama,
+    on_batch,
+    same_bits,
+    snapshot,
+    train,
+    wrap,
+)
+
+REFUSED = (gemini.StorageError, gemini.PlanMismatch)
+
+
+@pytest.fixture(params=PLACEMENTS)
+def where(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+class Run:
+    """A model with dropout, its optimizer in two groups, a scheduler, and a data position."""
+
+    def __init__(self, where: str, path: Path, precision: str = "bf16"):
+        self.model = wrap(gpt2(dropout=0.1), where, path, precision=precision)
+        named = list(self.model.named_parameters())
+        self.optimizer = gemini.HybridAdam(
+            [
+                {"params": [p for n, p in named if p.ndim > 1]},
+                {"params": [p for n, p in named if p.ndim == 1], "weight_decay": 0.0},
+            ],
+            lr=1e-2, weight_decay=0.1,
+        )  # fmt: skip
+        self.scheduler = torch.optim.lr_scheduler.OneCycleLR(self.optimizer, max_lr=2e-2, total_steps=12)
+        self.position = 0
+
+    def train(self, steps: int) -> list[float]:
+        losses = []
+        for _ in range(steps):
+            losses += train(self.model, self.optimizer, [self.position + random.randrange(3) + numpy.random.randint(3)])
+            self.scheduler.step()
+            self.position += 1
+        return losses
+
+    def save(self, directory: Path, **extra: Any) -> None:
+        extra = {"position": self.position, **extra}
+        gemini.save_checkpoint(directory, self.model, self.optimizer, self.scheduler, extra)
+
+    def load(self, directory: Path) -> dict[str, Any]:
+        extra = gemini.load_checkpoint(directory, self.model, self.optimizer, self.scheduler)
+        self.position = extra["position"]
+        return extra
+
+
+def seed(value: int) -> None:
+    torch.manual_seed(value)
+    random.seed(value)
+    numpy.random.seed(value)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
+def test_resumed_is_uninterrupted(precision: str, where: str, tmp_path: Path) -> None:
+    whole = Run("ram", tmp_path, precision)
+    seed(1)
+    expected = whole.train(6)
+    first = Run(where, tmp_path, precision)
+    seed(1)
+    losses = first.train(3)
+    first.save(tmp_path / "ckpt")
+    assert losses + first.train(3) == expected  # saving disturbs nothing
+    for other in PLACEMENTS:  # under other budgets and devices
+        resumed = Run(other, tmp_path, precision)
+        seed(99)
+        resumed.load(tmp_path / "ckpt")
+        assert resumed.train(3) == expected[3:]
+        assert_same_snapshot(snapshot(resumed.model), snapshot(whole.model))
+        assert resumed.scheduler.state_dict() == whole.scheduler.state_dict()
+        engine_of(resumed.model).check_invariants()
+
+
+def test_loss_scale_after_skipped_steps(where: str, tmp_path: Path) -> None:
+    model = wrap(llama(), where, tmp_path, precision="fp16")
+    optimizer = adam(model)
+    train(model, optimizer, range(2))
+    with model.lm_head.register_forward_hook(lambda module, args, out: out * float("nan")):
+        train(model, optimizer, [2])
+    gemini.save_checkpoint(tmp_path / "ckpt", model, optimizer)
+    fresh = wrap(llama(), where, tmp_path, precision="fp16")
+    other = adam(fresh)
+    gemini.load_checkpoint(tmp_path / "ckpt", fresh, other)
+    assert vars(engine_of(fresh).loss_scale) == vars(engine_of(model).loss_scale)
+    assert train(fresh, other, [3, 4]) == train(model, optimizer, [3, 4])
+
+
+def test_extra_is_given_back(tmp_path: Path) -> None:
+    run = Run("ram", tmp_path)
+    extra = {
+        "tuple": (1, (2.5, "three"), None), "list": [True, False, []], "flag": True, "big": 2**70, "small": 1e-300,
+        "nested": {"a": {1: "int key", (2, 3): "tuple"}}, "inf": float("inf"), "text": "ü\n\"", "__tuple__": "ours",
+        "tensor": torch.arange(6).view(2, 3), "half": torch.ones(3).bfloat16() / 3, "empty": torch.empty(0, 4),
+        "scalar": torch.tensor(2), "bools": torch.tensor([True, False]), "int8": torch.arange(3).to(torch.int8),
+    }  # fmt: skip
+    run.save(tmp_path / "ckpt", **extra)
+    found = run.load(tmp_path / "ckpt")
+    assert found.keys() == {"position", *extra}
+    for key, value in extra.items():
+        if isinstance(value, torch.Tensor):
+            assert same_bits(found[key], value), key
+        else:
+            assert found[key] == value and type(found[key]) is type(value), key
+    for wrong in (object(), {1, 2}, lambda: None, b"bytes"):
+        with pytest.raises(TypeError, match=r"extra\.odd"):
+            run.save(tmp_path / "ckpt", odd=wrong)
+    assert run.load(tmp_path / "ckpt").keys() == {"position", *extra}  # the old one is still there
+
+
+def test_files_are_safetensors_and_json_without_pickle(where: str, tmp_path: Path) -> None:
+    run = Run(where, tmp_path)
+    run.train(1)
+    run.save(tmp_path / "ckpt")
+    names = sorted(p.name for p in (tmp_path / "ckpt").iterdir())
+    assert names[0] == "manifest.json" and all(n.endswith((".json", ".safetensors")) for n in names)
+    for name in names[1:]:
+        with safe_open(tmp_path / "ckpt" / name, framework="pt") as file:
+            for key in file.keys():  # noqa: SIM118 - no mapping
+                file.get_tensor(key)
+    json.loads((tmp_path / "ckpt" / "manifest.json").read_text())
+    for path in (tmp_path / "ckpt").iterdir():
+        assert not path.read_bytes().startswith((b"PK\x03\x04", b"\x80"))
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["ckpt"]
+
+
+# ---- damage ----------------------------------------------------------------------------------------------------------
+
+
+def assert_refused(run: Run, directory: Path, kind: Any = REFUSED, match: str | None = None) -> None:
+    before = snapshot(run.model)
+    others = repr([run.optimizer.state_dict()["param_groups"], run.scheduler.state_dict(), random.getstate()])
+    rng = torch.get_rng_state()
+    with pytest.raises(kind, match=match):
+        run.load(directory)
+    assert_same_snapshot(before, snapshot(run.model))
+    assert torch.equal(rng, torch.get_rng_state())
+    now = repr([run.optimizer.state_dict()["param_groups"], run.scheduler.state_dict(), random.getstate()])
+    assert now == others
+    engine_of(run.model).check_invariants()
+
+
+def test_a_flipped_byte_anywhere_is_found(tmp_path: Path) -> None:
+    run = Run("disk", tmp_path)
+    run.train(1)
+    run.save(tmp_path / "ckpt")
+    run.train(1)
+    rng = random.Random(0)
+    for path in sorted((tmp_path / "ckpt").iterdir()):
+        good = path.read_bytes()
+        length = 8 + int.from_bytes(good[:8], "little") if path.suffix == ".safetensors" else len(good)
+        places = [0, 7, length // 2, length - 1, len(good) - 1, *(rng.randrange(len(good)) for _ in range(8))]
+        for place in places:
+            damaged = bytearray(good)
+            damaged[place] ^= 0x10
+            path.write_bytes(damaged)
+            try:
+                assert_refused(run, tmp_path / "ckpt")
+            except BaseException:
+                print(path.name, place, good[max(0, place - 30) : place + 30])
+                raise
+        path.write_bytes(good)
+    run.load(tmp_path / "ckpt")
+
+
+def test_a_damaged_manifest_changes_nothing(tmp_path: Path) -> None:
+    """Whatever stands in the manifest: refused as damaged, and before anything is loaded."""
+    run = Run("ram", tmp_path)
+    run.train(1)
+    run.save(tmp_path / "ckpt")
+    run.train(1)
+    path = tmp_path / "ckpt" / "manifest.json"
+    good = json.loads(path.read_text())
+    for key in good:
+        for value in (None, [], {}, 7, "text"):
+            path.write_text(json.dumps({**good, key: value}))
+            if value != good[key]:
+                assert_refused(run, tmp_path / "ckpt")
+        path.write_text(json.dumps({k: v for k, v in good.items() if k != key}))
+        assert_refused(run, tmp_path / "ckpt")
+
+
+def test_truncated_missing_and_foreign(tmp_path: Path) -> None:
+    run = Run("standin", tmp_path)
+    run.train(1)
+    run.save(tmp_path / "ckpt")
+    for path in sorted((tmp_path / "ckpt").iterdir()):
+        good = path.read_bytes()
+        for length in (0, 4, len(good) // 2, len(good) - 1):
+            path.write_bytes(good[:length])
+            assert_refused(run, tmp_path / "ckpt", gemini.StorageError, path.name)
+        path.write_bytes(good + b"\0")
+        if path.suffix == ".safetensors":
+            assert_refused(run, tmp_path / "ckpt", gemini.StorageError, path.name)
+        path.unlink()
+        assert_refused(run, tmp_path / "ckpt", gemini.StorageError, path.name)
+        path.mkdir()
+        assert_refused(run, tmp_path / "ckpt", gemini.StorageError, path.name)
+        path.rmdir()
+        path.write_bytes(good)
+    run.load(tmp_path / "ckpt")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "config.json").write_text("{}")
+    (tmp_path / "file").write_text("x")
+    for place in (tmp_path / "nowhere", tmp_path / "other", tmp_path / "file"):
+        assert_refused(run, place, gemini.StorageError, place.name)
+    for place in (tmp_path / "other", tmp_path / "file", tmp_path / "nowhere" / "below", tmp_path / "file" / "below"):
+        with pytest.raises(gemini.StorageError):
+            run.save(place)
+    assert (tmp_path / "other" / "config.json").exists() and (tmp_path / "file").read_text() == "x"
+
+
+def test_other_models_precisions_versions_and_groups(tmp_path: Path) -> None:
+    run = Run("ram", tmp_path)
+    run.train(1)
+    run.save(tmp_path / "ckpt")
+    assert_refused(Run("ram", tmp_path, "fp32"), tmp_path / "ckpt", gemini.PlanMismatch, "bf16.*precision=")
+    other = Run("ram", tmp_path)
+    other.model = wrap(gpt2(layers=3), "ram", tmp_path)
+    other.optimizer = adam(other.model)
+    assert_refused(other, tmp_path / "ckpt", gemini.PlanMismatch, r"another model.*transformer\.h\.2")
+    one_group = Run("ram", tmp_path)
+    one_group.optimizer = adam(one_group.model)
+    assert_refused(one_group, tmp_path / "ckpt", gemini.PlanMismatch, "groups")
+    frozen = gpt2()
+    frozen.transformer.wte.weight.requires_grad_(False)
+    one_group.model = wrap(frozen, "ram", tmp_path)
+    assert_refused(one_group, tmp_path / "ckpt", gemini.PlanMismatch)
+    with pytest.raises(gemini.PlanMismatch, match="scheduler"):
+        gemini.load_checkpoint(tmp_path / "ckpt", run.model, run.optimizer)
+    manifest = json.loads((tmp_path / "ckpt" / "manifest.json").read_text())
+    for change, match in (({"version": 99}, "version 99"), ({"format": "other"}, "not that of a Gemini")):
+        (tmp_path / "ckpt" / "manifest.json").write_text(json.dumps({**manifest, **change}))
+        assert_refused(run, tmp_path / "ckpt", gemini.StorageError, match)
+
+
+def test_wrong_arguments(tmp_path: Path) -> None:
+    run, raw = Run("ram", tmp_path), gpt2()
+    with pytest.raises(TypeError, match="wrap the model first"):
+        gemini.save_checkpoint(tmp_path / "ckpt", raw, gemini.HybridAdam(raw.parameters()))
+    with pytest.raises(TypeError, match="HybridAdam"):
+        gemini.save_checkpoint(tmp_path / "ckpt", run.model, torch.optim.AdamW(raw.parameters()))
+    with pytest.raises((ValueError, TypeError, gemini.GeminiError), match="(?i)optimizer|params"):
+        gemini.save_checkpoint(tmp_path / "ckpt", run.model, Run("ram", tmp_path).optimizer)  # of another model
+    assert not (tmp_path / "ckpt").exists()
+
+
+def test_between_backward_and_step(where: str, tmp_path: Path) -> None:
+    run = Run(where, tmp_path)
+    run.save(tmp_path / "ckpt")
+    on_batch(run.model, 0).backward()
+    with pytest.raises(gemini.GeminiError, match="between backward and step"):
+        run.save(tmp_path / "ckpt")
+    run.load(tmp_path / "ckpt")  # starts over: those gradients are forgotten
+    assert run.model.full_grad("transformer.h.0.attn.c_attn.weight") is None
+    run.train(1)
+
+
+# ---- a disk that fails, a process that dies --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("failing", ["fsync", "write", "rename", "mkdir"])
+def test_a_full_disk_leaves_the_old_checkpoint(
+    failing: str, where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run(where, tmp_path)
+    run.train(1)
+    run.save(tmp_path / "ckpt")
+    before = snapshot(run.model)
+    run.train(1)
+    num_calls = 0
+
+    def fail_after(real: Any, calls: int) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            nonlocal num_calls
+            num_calls += 1
+            if num_calls > calls:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return real(*args, **kwargs)
+
+        return call
+
+    for calls in range(3):
+        num_calls = 0
+        with monkeypatch.context() as patch:
+            if failing == "write":
+                patch.setattr(builtins, "open", fail_after(open, calls))
+            else:
+                patch.setattr(os, failing, fail_after(getattr(os, failing), calls))
+            try:
+                run.save(tmp_path / "ckpt")
+            except gemini.StorageError as error:
+                assert "No space left" in str(error)
+            else:
+                assert num_calls <= calls
+                break
+        loaded = Run("ram", tmp_path)
+        loaded.load(tmp_path / "ckpt")
+        assert_same_snapshot(snapshot(loaded.model), before)
+        assert [p.name for p in tmp_path.iterdir() if "new" in p.name] == []
+    run.save(tmp_path / "ckpt")  # and goes on when there is room again
+    loaded.load(tmp_path / "ckpt")
+    assert_same_snapshot(snapshot(loaded.model), snapshot(run.model))
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["ckpt"]
+
+
+def save_forever(directory: Path, pipe: int) -> None:
+    """Save models whose every weight is the number of the save, and tell each number when it is saved."""
+    model = wrap(torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4))), "ram", directory)
+    optimizer = adam(model)
+    for number in range(10**6):
+        with model.gathered(write=True), torch.no_grad():
+            for param in model.parameters():
+                param.fill_(number)
+        gemini.save_checkpoint(directory / "ckpt", model, optimizer, extra=number)
+        os.write(pipe, b"%d\n" % number)
+
+
+def test_a_process_killed_while_saving_leaves_a_checkpoint(tmp_path: Path) -> None:
+    model = wrap(torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4))), "ram", tmp_path)
+    optimizer = adam(model)
+    rng = random.Random(0)
+    for _ in range(8):
+        reader, writer = os.pipe()
+        child = os.fork()
+        if child == 0:
+            try:
+                save_forever(tmp_path, writer)
+            finally:
+                os._exit(1)
+        os.close(writer)
+        with open(reader) as lines:
+            for _ in range(3):
+                assert lines.readline(), "the child could not save"
+            time.sleep(rng.random() * 0.03)
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            rest = lines.read().split()
+        newest = int(rest[-1]) if rest else 2
+        number = gemini.load_checkpoint(tmp_path / "ckpt", model, optimizer)
+        assert number in (newest, newest + 1)
+        expected = torch.tensor(float(number)).bfloat16()
+        assert all((model.full_param(name) == expected).all() for name, _ in model.named_parameters())
+    gemini.save_checkpoint(tmp_path / "ckpt", model, optimizer)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["ckpt"], "what the dead left behind takes room for ever"
+
+
+def test_death_between_the_two_renames(tmp_path: Path) -> None:
+    run = Run("ram", tmp_path)
+    run.train(1)
+    run.save(tmp_path / "ckpt")
+    os.rename(tmp_path / "ckpt", tmp_path / ".ckpt.old")
+    fresh = Run("ram", tmp_path)
+    fresh.load(tmp_path / "ckpt")
+    assert_same_snapshot(snapshot(fresh.model), snapshot(run.model))
+    run.train(1)
+
+    def fail(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(gemini.StorageError):
+        patch.setattr(os, "fsync", fail)
+        run.save(tmp_path / "ckpt")
+    fresh.load(tmp_path / "ckpt")  # the only one there was is still found
+    run.save(tmp_path / "ckpt")
+    fresh.load(tmp_path / "ckpt")
+    assert_same_snapshot(snapshot(fresh.model), snapshot(run.model))

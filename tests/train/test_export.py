@@ -1,0 +1,243 @@
+"""``save_pretrained`` and ``state_dict``: what leaves a managed model opens anywhere, and what enters it is exact.
+
+Saved directories open with plain transformers and give equal logits, from every placement and precision; full state
+dicts round-trip, fp32 masters with every bit.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from torch import nn
+
+import gemini
+from tests.train.helpers import (
+    DTYPES,
+    MODELS,
+    PLACEMENTS,
+    adam,
+    assert_same_snapshot,
+    batch,
+    engine_of,
+    llama,
+    make_config,
+    mixtral,
+    same_bits,
+    snapshot,
+    train,
+    wrap,
+)
+
+Q = "model.layers.1.self_attn.q_proj.weight"
+
+
+@pytest.fixture(params=PLACEMENTS)
+def where(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def trained(make: Any, where: str, path: Path, **how: Any) -> Any:
+    model = wrap(make(), where, path, **how)
+    train(model, adam(model), range(2))
+    return model
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return model.eval()(**batch(9)).logits
+
+
+# ---- save_pretrained -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize("name", MODELS)
+def test_saved_models_open_with_plain_transformers(name: str, precision: str, where: str, tmp_path: Path) -> None:
+    model = trained(MODELS[name], where, tmp_path, precision=precision)
+    before = snapshot(model)
+    model.save_pretrained(tmp_path / "out")
+    assert_same_snapshot(before, snapshot(model))
+    engine_of(model).check_invariants()
+    plain = type(MODELS[name]()).from_pretrained(tmp_path / "out", dtype=DTYPES[precision])
+    assert type(plain) is type(MODELS[name]())
+    for param in plain.parameters():
+        param.data = param.data.to(DTYPES[precision])  # transformers keeps some of T5's in fp32 when it loads fp16
+    assert same_bits(logits(plain), logits(model))
+    assert plain.state_dict().keys() == model.state_dict().keys()
+    for name_, value in model.state_dict().items():
+        assert same_bits(plain.state_dict()[name_], value), name_
+    files = sorted(p.name for p in (tmp_path / "out").iterdir())
+    assert "model.safetensors" in files and "config.json" in files
+    assert not [f for f in files if f.startswith(".") or f.startswith("tmp")]
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == str(DTYPES[precision])[6:]
+
+
+@pytest.mark.parametrize("make", [lambda: llama(tied=True), mixtral])
+def test_shards(make: Any, where: str, tmp_path: Path) -> None:
+    model = trained(make, where, tmp_path)
+    model.save_pretrained(tmp_path / "out", max_shard_size="20KB")
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    shards = set(index["weight_map"].values())
+    assert len(shards) > 2 and all((tmp_path / "out" / shard).exists() for shard in shards)
+    for shard in shards:
+        with safe_open(tmp_path / "out" / shard, framework="pt") as file:
+            assert all(index["weight_map"][name] == shard for name in file.keys())  # noqa: SIM118 - no mapping
+    plain = type(make()).from_pretrained(tmp_path / "out", dtype=torch.bfloat16)
+    assert same_bits(logits(plain), logits(model))
+
+
+def test_the_same_files_as_plain_transformers_writes(where: str, tmp_path: Path) -> None:
+    model = trained(mixtral, where, tmp_path)
+    model.save_pretrained(tmp_path / "ours")
+    plain = mixtral().bfloat16()
+    plain.load_state_dict(model.state_dict())
+    plain.save_pretrained(tmp_path / "theirs")
+    ours, theirs = ((tmp_path / d / "model.safetensors").read_bytes() for d in ("ours", "theirs"))
+    assert ours == theirs
+
+
+def test_training_goes_on_after_saving(where: str, tmp_path: Path) -> None:
+    one, two = trained(llama, where, tmp_path), trained(llama, where, tmp_path)
+    one.save_pretrained(tmp_path / "out")
+    one.save_pretrained(tmp_path / "out")  # over itself
+    assert train(one, adam(one), [5]) == train(two, adam(two), [5])
+    assert_same_snapshot(snapshot(one), snapshot(two))
+
+
+def test_exported_values_do_not_follow_later_training(where: str, tmp_path: Path) -> None:
+    model = trained(llama, where, tmp_path)
+    state = model.state_dict()
+    kept = {name: value.clone() for name, value in state.items()}
+    train(model, adam(model), [7])
+    assert all(same_bits(state[name], kept[name]) for name in kept)
+
+
+def test_targets_that_cannot_be_written(where: str, tmp_path: Path) -> None:
+    model = trained(llama, where, tmp_path)
+    (tmp_path / "file").write_text("x")
+    for target in (tmp_path / "file", tmp_path / "file" / "below", "/proc/nowhere"):
+        with pytest.raises((gemini.StorageError, OSError)):
+            model.save_pretrained(target)
+    assert (tmp_path / "file").read_text() == "x"
+    fds = len(os.listdir("/proc/self/fd"))
+    model.save_pretrained(tmp_path / "out")
+    assert len(os.listdir("/proc/self/fd")) == fds
+
+
+def test_saving_between_backward_and_step(where: str, tmp_path: Path) -> None:
+    model = wrap(llama(), where, tmp_path)
+    optimizer = adam(model)
+    model(**batch(0)).loss.backward()
+    model.save_pretrained(tmp_path / "out")
+    model.state_dict()
+    optimizer.step()
+    other = wrap(llama(), where, tmp_path)
+    train(other, adam(other), [0], clip=None)
+    assert_same_snapshot(snapshot(model), snapshot(other))
+
+
+def test_a_model_that_is_not_of_transformers_has_no_save_pretrained(tmp_path: Path) -> None:
+    model = wrap(nn.Sequential(nn.Linear(4, 4)), "ram", tmp_path)
+    with pytest.raises(AttributeError, match="save_checkpoint"):
+        model.save_pretrained(tmp_path / "out")
+    assert not hasattr(model, "resize_token_embeddings")
+
+
+# ---- state_dict ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
+def test_every_bit_of_fp32_masters_survives_wrapping(precision: str, where: str, tmp_path: Path) -> None:
+    raw = llama(tied=True)
+    with torch.no_grad():
+        for param in raw.parameters():
+            param.add_(torch.randn_like(param) * 1e-6)  # bits that bf16 does not have
+        raw.lm_head.weight.view(-1)[:4] = torch.tensor([1e-40, -0.0, 1.0 + 2**-23, -(2.0**-126)])
+    given = {name: value.clone() for name, value in raw.state_dict().items()}
+    model = gemini.GeminiDDP(raw, make_config(raw, where, tmp_path, precision=precision))
+    masters = model.state_dict(dtype=torch.float32)
+    assert masters.keys() == given.keys() and all(same_bits(masters[n], given[n]) for n in given)
+    assert masters["lm_head.weight"].data_ptr() == masters["model.embed_tokens.weight"].data_ptr()
+    assert model.full_param(Q).dtype is DTYPES[precision]
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
+def test_masters_round_trip(precision: str, where: str, tmp_path: Path) -> None:
+    model = trained(mixtral, where, tmp_path, precision=precision)
+    masters, weights = model.state_dict(dtype=torch.float32), model.state_dict()
+    for other_place in PLACEMENTS:
+        other = wrap(mixtral(), other_place, tmp_path, precision=precision)
+        result = other.load_state_dict(masters)
+        assert not result.missing_keys and not result.unexpected_keys
+        assert all(same_bits(other.full_param(n, torch.float32), masters[n]) for n in masters)
+        assert all(same_bits(value, weights[n]) for n, value in other.state_dict().items())
+        other.load_state_dict(weights)
+        assert all(same_bits(other.full_param(n, torch.float32), weights[n].float()) for n in weights)
+    assert all(value.device.type == "cpu" and value.is_contiguous() for value in weights.values())
+
+
+def test_state_dict_opens_in_a_plain_model(where: str, tmp_path: Path) -> None:
+    model = trained(lambda: llama(tied=True), where, tmp_path)
+    torch.save(model.state_dict(), tmp_path / "state.pt")
+    plain = llama(tied=True).bfloat16()
+    plain.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    plain.model.rotary_emb.inv_freq = model.model.rotary_emb.inv_freq
+    assert same_bits(logits(plain), logits(model))
+
+
+def test_prefix_and_destination(where: str, tmp_path: Path) -> None:
+    model = wrap(llama(), where, tmp_path)
+    target: dict[str, Any] = {"kept": 1}
+    state = model.state_dict(destination=target, prefix="inner.")
+    assert state is target and state["kept"] == 1
+    assert {name for name in state if name != "kept"} == {f"inner.{n}" for n in model.state_dict()}
+    assert same_bits(state[f"inner.{Q}"], model.full_param(Q))
+
+
+def test_state_dict_of_a_part(where: str, tmp_path: Path) -> None:
+    """A part's state dict holds params at rest; what is in it is right, or the asking is refused."""
+    model = wrap(llama(), where, tmp_path)
+    try:
+        part = model.model.state_dict()
+    except gemini.GeminiError:
+        return
+    with torch.no_grad():
+        for name, value in part.items():
+            assert torch.equal(value.clone(), model.full_param(f"model.{name}")), name
+
+
+def test_strict_errors_change_nothing(where: str, tmp_path: Path) -> None:
+    model = trained(lambda: llama(tied=True), where, tmp_path)
+    before, good = snapshot(model), llama(tied=True).state_dict()
+    missing = {name: value for name, value in good.items() if name != Q}
+    extra = {**good, "model.layers.9.weight": torch.ones(1)}
+    misshapen = {**good, Q: torch.ones(3, 3)}
+    one_tied_name = {name: value for name, value in good.items() if name != "lm_head.weight"}
+    for state, match in (
+        (missing, rf"Missing key.*{Q}"), (extra, r"Unexpected key.*layers\.9"), (misshapen, r"size mismatch.*q_proj"),
+        (one_tied_name, r"Missing key.*lm_head"),
+    ):  # fmt: skip
+        with pytest.raises(RuntimeError, match=match):
+            model.load_state_dict(state)
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        model.load_state_dict(misshapen, strict=False)
+    assert_same_snapshot(before, snapshot(model))
+    result = model.load_state_dict({Q: good[Q], "other": torch.ones(1)}, strict=False)
+    assert "other" in result.unexpected_keys and "model.norm.weight" in result.missing_keys
+    assert same_bits(model.full_param(Q, torch.float32), good[Q])
+
+
+def test_loading_values_that_are_not_tensors_is_refused(where: str, tmp_path: Path) -> None:
+    model = trained(llama, where, tmp_path)
+    before = snapshot(model)
+    with pytest.raises((RuntimeError, TypeError), match=r"q_proj"):
+        model.load_state_dict({**llama().state_dict(), Q: [1, 2, 3]})
+    with pytest.raises(TypeError):
+        model.load_state_dict([1, 2])
+    assert_same_snapshot(before, snapshot(model))

@@ -1,0 +1,351 @@
+"""``HybridAdam``: the update itself, on plain and managed params, and what makes it a true ``torch.optim.Optimizer``.
+
+Alone on a plain model it must give the bits of the reference and agree with torch's own Adam and AdamW; on a managed
+model groups, schedulers and ``state_dict`` must work as they do in torch, with moments that keep fp32.
+"""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import lr_scheduler
+
+import gemini
+from gemini import kernels_reference as reference
+from gemini.kernels import AdamHyper
+from tests.train.helpers import (
+    DTYPES,
+    PLACEMENTS,
+    Plain,
+    adam,
+    assert_same_snapshot,
+    assert_same_state,
+    engine_of,
+    llama,
+    noise,
+    on_batch,
+    same_bits,
+    snapshot,
+    train,
+    train_plain,
+    wrap,
+)
+
+Q = "model.layers.1.self_attn.q_proj.weight"
+
+
+@pytest.fixture(params=PLACEMENTS)
+def where(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def params(dtype: torch.dtype) -> list[nn.Parameter]:
+    """Of odd sizes, one of them a transposed view, one a scalar."""
+    given = [noise(33, 7, seed=1), noise(5000, seed=2), noise(8, 12, seed=3).t(), noise(seed=4), noise(1, 1, 3, seed=5)]
+    return [nn.Parameter(value.to(dtype)) for value in given]
+
+
+def give_gradients(to: list[nn.Parameter], seed: int) -> None:
+    for i, param in enumerate(to):
+        param.grad = noise(*param.shape, seed=100 * seed + i).to(param.dtype)
+
+
+# ---- alone -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("decoupled", [True, False])
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
+def test_plain_params_have_the_bits_of_the_reference(precision: str, decoupled: bool) -> None:
+    ours = params(DTYPES[precision])
+    optimizer = gemini.HybridAdam(ours, lr=1e-2, weight_decay=0.1, eps=1e-6, decoupled=decoupled)
+    states = []
+    for param in ours:
+        master = param.detach().float().contiguous().view(-1).clone()
+        residual = torch.zeros_like(master, dtype=torch.int16) if precision == "bf16" else None
+        weights = master.bfloat16() if precision == "bf16" else master
+        states.append((weights, residual, torch.zeros_like(master), torch.zeros_like(master)))
+    for step in range(1, 5):
+        give_gradients(ours, step)
+        if step == 3:
+            ours[1].grad = None
+        optimizer.step()
+        for i, (param, state) in enumerate(zip(ours, states, strict=True)):
+            if param.grad is not None:
+                own = step - 1 if i == 1 and step > 3 else step
+                hyper = AdamHyper(
+                    lr=1e-2, beta1=0.9, beta2=0.999, eps=1e-6, weight_decay=0.1, step=own, decoupled=decoupled
+                )
+                reference.adam_update(*state, param.grad.contiguous().view(-1), hyper)
+            assert same_bits(param.detach().contiguous().view(-1), state[0].to(param.dtype)), (step, i)
+            assert same_bits(optimizer.state[param]["exp_avg"].view(-1), state[2])
+
+
+@pytest.mark.parametrize("decoupled", [True, False])
+def test_one_update_agrees_with_torch(decoupled: bool) -> None:
+    ours, theirs = params(torch.float32), params(torch.float32)
+    # L2 is added to the gradient and may cancel it; an eps that is not tiny keeps such an element from mattering.
+    how: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1, "betas": (0.8, 0.95), "eps": 1e-8 if decoupled else 1e-3}
+    stock = (torch.optim.AdamW if decoupled else torch.optim.Adam)(theirs, **how)
+    optimizer = gemini.HybridAdam(ours, decoupled=decoupled, **how)
+    for step in range(3):
+        give_gradients(ours, step)
+        give_gradients(theirs, step)
+        optimizer.step()
+        stock.step()
+        for a, b in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-8)
+
+
+def test_adam_on_a_managed_model(where: str, tmp_path: Path) -> None:
+    model, plain = wrap(llama(), where, tmp_path), Plain(llama(), decoupled=False)
+    assert train(model, adam(model, decoupled=False), range(3)) == train_plain(plain, range(3))
+    assert_same_state(model, plain)
+
+
+def test_first_update_of_a_managed_model_agrees_with_torch(where: str, tmp_path: Path) -> None:
+    model, raw = wrap(llama(), where, tmp_path, precision="fp32"), llama()
+    train(model, adam(model), [0], clip=0.5)
+    on_batch(raw, 0).backward()
+    nn.utils.clip_grad_norm_(raw.parameters(), 0.5)
+    torch.optim.AdamW(raw.parameters(), lr=1e-2, weight_decay=0.1).step()
+    for name, param in raw.named_parameters():
+        # Where a gradient is about eps, its update turns on the last bits of the norm: those elements are few.
+        far = ~torch.isclose(model.full_param(name), param.detach(), rtol=1e-5, atol=1e-6)
+        assert far.float().mean() < 1e-3, name
+
+
+def test_closure_and_complex_uses() -> None:
+    ours = params(torch.float32)
+    optimizer = gemini.HybridAdam(ours, lr=1e-2)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = sum(p.square().sum() for p in ours)
+        loss.backward()
+        return loss
+
+    first = optimizer.step(closure)
+    assert optimizer.step(closure) < first
+    sparse = nn.Embedding(8, 4, sparse=True)
+    sparse(torch.tensor([1])).sum().backward()
+    with pytest.raises(gemini.GeminiError, match="sparse=False"):
+        gemini.HybridAdam(sparse.parameters()).step()
+
+
+def test_closure_on_a_managed_model(where: str, tmp_path: Path) -> None:
+    model, plain = wrap(llama(), where, tmp_path), Plain(llama())
+    optimizer = adam(model)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = on_batch(model, 0)
+        loss.backward()
+        return loss
+
+    losses = [optimizer.step(closure).item() for _ in range(3)]
+    assert losses == train_plain(plain, [0, 0, 0], clip=None)
+    assert_same_state(model, plain)
+
+
+# ---- groups ----------------------------------------------------------------------------------------------------------
+
+
+def test_groups_inside_one_chunk(where: str, tmp_path: Path) -> None:
+    model, plain = wrap(llama(), where, tmp_path), Plain(llama())
+    fast = [(n, p) for n, p in model.named_parameters() if "q_proj" in n or "mlp.up" in n]
+    still = [(n, p) for n, p in model.named_parameters() if "norm" in n]
+    rest = [p for n, p in model.named_parameters() if all(p is not q for _, q in fast + still)]
+    assert len({engine_of(model).by_names[n].chunk.spec.index for n, _ in fast + still}) < len(fast + still)
+    optimizer = gemini.HybridAdam(
+        [
+            {"params": rest},
+            {"params": [p for _, p in fast], "lr": 5e-2},
+            {"params": [p for _, p in still], "weight_decay": 0.0},
+        ],
+        lr=1e-2, weight_decay=0.1,
+    )  # fmt: skip
+    plain.of = {n: {"lr": 5e-2} for n, _ in fast} | {n: {"weight_decay": 0.0} for n, _ in still}
+    assert train(model, optimizer, range(3)) == train_plain(plain, range(3))
+    assert_same_state(model, plain)
+
+
+def test_params_left_out_of_the_optimizer_stay(where: str, tmp_path: Path) -> None:
+    model = wrap(llama(), where, tmp_path)
+    before = snapshot(model)
+    optimizer = gemini.HybridAdam([p for n, p in model.named_parameters() if "layers.1" in n], lr=1e-2)
+    train(model, optimizer, range(2))
+    after = snapshot(model)
+    for name in before:
+        changed = any(not same_bits(before[name][kind], after[name][kind]) for kind in before[name])
+        assert changed == ("layers.1" in name), name
+
+
+def test_two_optimizers_on_one_model(where: str, tmp_path: Path) -> None:
+    model, plain = wrap(llama(), where, tmp_path), Plain(llama())
+    named = list(model.named_parameters())
+    first = gemini.HybridAdam([p for n, p in named if "layers" in n], lr=1e-2, weight_decay=0.1)
+    second = gemini.HybridAdam([p for n, p in named if "layers" not in n], lr=3e-3, weight_decay=0.1)
+    plain.of = {n: {"lr": 3e-3} for n, _ in named if "layers" not in n}
+    for seed in range(3):
+        loss, theirs = on_batch(model, seed), on_batch(plain.model, seed)
+        loss.backward()
+        plain.backward(theirs)
+        model.clip_grad_norm_(0.5)
+        plain.clip(0.5)
+        first.step()
+        second.step()  # clipped as well
+        plain.step()
+        assert loss.item() == theirs.item()
+    assert_same_state(model, plain)
+
+
+SCHEDULERS: dict[str, Any] = {
+    "one cycle": lambda o: lr_scheduler.OneCycleLR(o, max_lr=3e-2, total_steps=8),
+    "cosine": lambda o: lr_scheduler.CosineAnnealingLR(o, 8),
+    "lambda": lambda o: lr_scheduler.LambdaLR(o, lambda step: 1 / (1 + step)),
+    "sequential": lambda o: lr_scheduler.SequentialLR(
+        o, [lr_scheduler.LinearLR(o, 0.1, total_iters=2), lr_scheduler.ExponentialLR(o, 0.9)], [2]
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_schedulers(name: str, where: str, tmp_path: Path) -> None:
+    model, plain = wrap(llama(), where, tmp_path), Plain(llama())
+    optimizer, stock = adam(model), torch.optim.AdamW([nn.Parameter(torch.ones(1))], lr=1e-2, weight_decay=0.1)
+    ours, theirs = SCHEDULERS[name](optimizer), SCHEDULERS[name](stock)
+    for seed in range(5):
+        group = stock.param_groups[0]
+        plain.lr = group["lr"]
+        plain.hyper["beta1"], plain.hyper["beta2"] = group["betas"]  # OneCycleLR moves them too
+        assert train(model, optimizer, [seed]) == train_plain(plain, [seed])
+        stock.step()
+        ours.step()
+        theirs.step()
+        assert ours.get_last_lr() == theirs.get_last_lr()
+    assert_same_state(model, plain)
+
+
+# ---- state_dict ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
+def test_state_dict_has_torchs_form_and_keeps_fp32(precision: str, where: str, tmp_path: Path) -> None:
+    model = wrap(llama(tied=True), where, tmp_path, precision=precision)
+    optimizer = adam(model)
+    assert optimizer.state_dict()["state"] == {}
+    train(model, optimizer, range(2))
+    state = optimizer.state_dict()
+    stock = torch.optim.AdamW(llama(tied=True).parameters())
+    assert state.keys() == stock.state_dict().keys()
+    assert state["param_groups"][0]["params"] == stock.state_dict()["param_groups"][0]["params"]
+    for index, param in enumerate(model.parameters()):
+        entry = state["state"][index]
+        assert entry["step"].item() == 2 and {"step", "exp_avg", "exp_avg_sq"} <= entry.keys()
+        for kind in ("exp_avg", "exp_avg_sq"):
+            assert entry[kind].dtype is torch.float32 and entry[kind].shape == param.shape
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=True)
+    fresh = wrap(llama(tied=True), where, tmp_path, precision=precision)
+    fresh.load_state_dict(model.state_dict(dtype=torch.float32))
+    other = adam(fresh, lr=0.5)
+    other.load_state_dict(loaded)
+    assert_same_snapshot(snapshot(model), snapshot(fresh))
+    assert train(model, optimizer, [2, 3]) == train(fresh, other, [2, 3])
+    assert_same_snapshot(snapshot(model), snapshot(fresh))
+
+
+def test_plain_bf16_params_keep_fp32_moments_through_a_round_trip() -> None:
+    one, two = params(torch.bfloat16), params(torch.bfloat16)
+    a, b = gemini.HybridAdam(one, lr=1e-2), gemini.HybridAdam(two, lr=1e-2)
+    give_gradients(one, 1)
+    a.step()
+    b.load_state_dict(a.state_dict())
+    for x, y in zip(one, two, strict=True):
+        y.data.copy_(x.data)
+        assert all(same_bits(a.state[x][k], b.state[y][k]) for k in ("step", "exp_avg", "exp_avg_sq", "residual"))
+    give_gradients(one, 2)
+    give_gradients(two, 2)
+    a.step()
+    b.step()
+    assert all(same_bits(x.detach(), y.detach()) for x, y in zip(one, two, strict=True))
+
+
+def test_loads_the_state_of_torchs_adamw(where: str, tmp_path: Path) -> None:
+    raw = llama()
+    stock = torch.optim.AdamW(raw.parameters(), lr=1e-2, weight_decay=0.1)
+    for seed in range(2):
+        on_batch(raw, seed).backward()
+        stock.step()
+        stock.zero_grad()
+    saved, weights = stock.state_dict(), {n: p.detach().clone() for n, p in raw.named_parameters()}
+    plain = Plain(raw, "fp32")
+    for name, state in zip(plain.states, saved["state"].values(), strict=True):
+        plain.states[name].update(step=2, exp_avg=state["exp_avg"].view(-1), exp_avg_sq=state["exp_avg_sq"].view(-1))
+    model = wrap(llama(), where, tmp_path, precision="fp32")
+    model.load_state_dict(weights)
+    optimizer = adam(model)
+    optimizer.load_state_dict(saved)
+    assert train(model, optimizer, [2]) == train_plain(plain, [2])
+    assert_same_state(model, plain)
+
+
+def test_a_state_of_other_groups_is_refused(where: str, tmp_path: Path) -> None:
+    model = wrap(llama(), where, tmp_path)
+    optimizer = adam(model)
+    train(model, optimizer, [0])
+    before, good = snapshot(model), optimizer.state_dict()
+    every = list(model.parameters())
+    two_groups = gemini.HybridAdam([{"params": every[:3]}, {"params": every[3:]}])
+    with pytest.raises(ValueError, match="groups"):
+        two_groups.load_state_dict(good)
+    with pytest.raises(ValueError, match="groups"):
+        gemini.HybridAdam(every[:-1]).load_state_dict(good)
+    wrong = optimizer.state_dict()
+    wrong["state"][3]["exp_avg"] = torch.zeros(2, 2)
+    with pytest.raises(ValueError, match="shape"):
+        optimizer.load_state_dict(wrong)
+    assert_same_snapshot(before, snapshot(model))
+
+
+def test_loading_an_empty_state_starts_anew(where: str, tmp_path: Path) -> None:
+    model = wrap(llama(), where, tmp_path)
+    optimizer = adam(model)
+    empty = optimizer.state_dict()
+    train(model, optimizer, range(2))
+    optimizer.load_state_dict(empty)
+    fresh = wrap(llama(), where, tmp_path)
+    fresh.load_state_dict(model.state_dict(dtype=torch.float32))
+    assert_same_snapshot(snapshot(model), snapshot(fresh))
+
+
+def test_full_state_by_name(where: str, tmp_path: Path) -> None:
+    model = wrap(llama(tied=True), where, tmp_path)
+    optimizer = adam(model)
+    train(model, optimizer, range(2))
+    for name in ("lm_head.weight", "model.embed_tokens.weight"):
+        state = optimizer.full_state(name)
+        assert same_bits(state["exp_avg"], optimizer.state_dict()["state"][0]["exp_avg"])
+        assert float(state["step"]) == 2
+    with pytest.raises(KeyError):
+        optimizer.full_state("no.such.param")
+
+
+def test_torchs_tools_for_state_dicts(where: str, tmp_path: Path) -> None:
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+
+    model = wrap(llama(), where, tmp_path)
+    optimizer = adam(model)
+    train(model, optimizer, [0])
+    expected = model.state_dict()
+    found = get_model_state_dict(model)
+    assert found.keys() == expected.keys() and all(same_bits(found[n], expected[n]) for n in expected)
+    states = get_optimizer_state_dict(model, optimizer)
+    assert same_bits(states["state"][Q]["exp_avg"], snapshot(model)[Q]["exp_avg"])
