@@ -44,7 +44,7 @@ class Size(NamedTuple):
     steps: int
 
 
-_SHORT = Size(seq_len=128, batch_size=2, steps=60)
+_SHORT = Size(seq_len=128, batch_size=2, steps=40)
 _FULL = Size(seq_len=512, batch_size=2, steps=200)
 
 

@@ -113,4 +113,4 @@ def host_bytes(num_bytes: int) -> torch.Tensor:
     """Zeroed page-aligned host memory as a uint8 tensor; physical pages come with the first touch."""
     if _LINUX and mmap.PAGESIZE == PAGE:
         return Pages(num_bytes).tensor()
-    return torch.zeros(num_bytes, dtype=torch.uint8)
+    return torch.zeros(num_bytes, dtype=torch.uint8, device="cpu")

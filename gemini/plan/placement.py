@@ -82,12 +82,23 @@ class Problem:
         trainable = self.layout.chunks[index].trainable
         return home is not self.compute or (self.precision == "fp16" and trainable)
 
-    @property
-    def spoken_for(self) -> dict[Tier, int]:
-        """Bytes per tier that no plane may take, if anything at all has to be moved."""
-        taken = {self.compute: self.working_set + self.activations}
-        taken[Tier.CPU] = taken.get(Tier.CPU, 0) + self.staging
+    def spoken_for(self, *, gathers: bool = True, stages: bool = True) -> dict[Tier, int]:
+        """Bytes per tier that no plane may take.
+
+        Args:
+            gathers: some weights have to be gathered into windows.
+            stages: some plane cannot be worked on in place; on an accelerator that is always possible (reads by name).
+        """
+        taken = {self.compute: self.activations + (self.working_set if gathers else 0)}
+        if stages or gathers or self.compute is Tier.GPU:
+            taken[Tier.CPU] = taken.get(Tier.CPU, 0) + self.staging
         return taken
+
+    def demands(self, placement: Placement) -> dict[Tier, int]:
+        """What is spoken for under ``placement``."""
+        gathers = any(self.needs_window(i, homes[PlaneKind.WEIGHTS]) for i, homes in enumerate(placement.homes))
+        stages = any(tier is not self.compute for homes in placement.homes for tier in homes.values())
+        return self.spoken_for(gathers=gathers, stages=stages)
 
 
 def fill_fastest(problem: Problem) -> Placement:
@@ -99,12 +110,19 @@ def fill_fastest(problem: Problem) -> Placement:
     Raises:
         BudgetExceeded: if it does not fit.
     """
+    everything = sum(sum(problem.plane_bytes(i).values()) for i in range(len(problem.layout.chunks)))
+    stages = everything + problem.activations > problem.budgets[problem.compute]
+    placement = _fill(problem, problem.spoken_for(gathers=False, stages=stages))
+    if problem.demands(placement) != problem.spoken_for(gathers=False, stages=stages):
+        placement = _fill(problem, problem.spoken_for())  # some weights move: leave room to gather them
+    check_fits(problem, placement)
+    return placement
+
+
+def _fill(problem: Problem, taken: Mapping[Tier, int]) -> Placement:
     indices = range(len(problem.layout.chunks))
     sizes = [problem.plane_bytes(i) for i in indices]
     tiers = [tier for tier in Tier if tier in problem.budgets]
-    everything = sum(sum(planes.values()) for planes in sizes)
-    moves = problem.precision == "fp16" or everything + problem.activations > problem.budgets[problem.compute]
-    taken = problem.spoken_for if moves else {problem.compute: problem.activations}
     room = {tier: problem.budgets[tier] - taken.get(tier, 0) for tier in tiers}
     homes: list[dict[PlaneKind, Tier]] = [{} for _ in indices]
 
@@ -127,9 +145,7 @@ def fill_fastest(problem: Problem) -> Placement:
         for i in indices:
             if kind not in homes[i]:
                 place(i, [kind], below)
-    placement = Placement(tuple(homes))
-    check_fits(problem, placement)
-    return placement
+    return Placement(tuple(homes))
 
 
 def by_fractions(problem: Problem, static: StaticPlacement) -> Placement:
@@ -172,16 +188,12 @@ def by_fractions(problem: Problem, static: StaticPlacement) -> Placement:
 
 
 def bytes_per_tier(problem: Problem, placement: Placement) -> dict[Tier, int]:
-    """What each tier would hold: planes, and where something has to be gathered also the working set and staging."""
+    """What each tier would hold: planes, and what gathering, staging and activations need."""
     used = dict.fromkeys(problem.budgets, 0)
-    moves = False
     for i, homes in enumerate(placement.homes):
         for kind, num_bytes in problem.plane_bytes(i).items():
             used[homes[kind]] = used.get(homes[kind], 0) + num_bytes
-            moves |= homes[kind] is not problem.compute
-        moves |= problem.needs_window(i, homes[PlaneKind.WEIGHTS])
-    taken = problem.spoken_for if moves else {problem.compute: problem.activations}
-    for tier, num_bytes in taken.items():
+    for tier, num_bytes in problem.demands(placement).items():
         used[tier] = used.get(tier, 0) + num_bytes
     return used
 
@@ -211,7 +223,7 @@ def check_fits(problem: Problem, placement: Placement) -> None:
 def _cheapest_change(problem: Problem, missing: Mapping[Tier, int]) -> str:
     """The least that would make it fit, in the order: a larger disk share, no retained gradients, a larger budget."""
     budgets, compute = problem.budgets, problem.compute
-    floor = sum(problem.spoken_for.values()) if compute is Tier.CPU else problem.spoken_for[compute]
+    floor = problem.spoken_for()[compute]
     if budgets.get(compute, 0) < floor:
         smallest = (
             f"raise the {compute.value} budget to at least {human_bytes(floor)}: the gathered weights of one module"

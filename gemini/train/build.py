@@ -7,6 +7,7 @@ home, so that the model and its chunks are never in memory twice.
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 import weakref
 from collections.abc import Callable, Iterable
@@ -18,7 +19,7 @@ import torch
 from torch import nn
 
 from gemini.config import GeminiConfig
-from gemini.errors import parse_bytes
+from gemini.errors import BudgetExceeded, GeminiError, human_bytes, parse_bytes
 from gemini.memory.chunk import COMPUTE_DTYPES, Chunk, FilePlane, MemoryPlane, Plane, plane_dtype
 from gemini.memory.device import Device
 from gemini.memory.mover import staging_bytes, tile_numel
@@ -108,8 +109,8 @@ def measure_budgets(config: GeminiConfig, device: Device) -> dict[Tier, int]:
 def working_set(model: nn.Module, chunk_of: Callable[[nn.Parameter], ChunkSpec], itemsize: int) -> int:
     """Bytes of gathered weights that one module needs at once: its own chunks and those of the modules around it.
 
-    A module that owns params may read its leaf children's weights itself (``out_proj.weight`` in an attention module that
-    calls a fused op), so theirs count too.
+    A module that owns params may read its leaf children's weights itself (``out_proj.weight`` in an attention module
+    that calls a fused op), so theirs count too.
     """
     largest = 0
 
@@ -196,15 +197,14 @@ def build(model: nn.Module, config: GeminiConfig, device: Device, engine: weakre
 
 
 def _reserve(ledger: Ledger, problem: Problem, placement: Placement) -> None:
-    moves = False
+    """Everything but the windows, whose room is taken and given back as they come and go."""
     for i, homes in enumerate(placement.homes):
         for kind, num_bytes in problem.plane_bytes(i).items():
             ledger.reserve(homes[kind], num_bytes, kind.value)
-            moves |= homes[kind] is not problem.compute
-        moves |= problem.needs_window(i, homes[PlaneKind.WEIGHTS])
     if problem.activations:
         ledger.reserve(problem.compute, problem.activations, "activations")
-    if moves:
+    demands = problem.demands(placement)
+    if problem.compute is Tier.GPU or demands != problem.spoken_for(gathers=False, stages=False):
         ledger.reserve(Tier.CPU, problem.staging, "staging")
 
 
@@ -233,6 +233,37 @@ def _make_chunk(
         return Chunk(spec, planes, weights.tensor, None, use=Use.HOLD)
     window = device.make_window(spec.numel * dtype.itemsize)
     return Chunk(spec, planes, window.bytes.view(dtype), window)
+
+
+def make_trainable(engine: Engine, chunk: Chunk) -> None:
+    """Give a frozen chunk the planes of a trained one, on the fastest tier below the GPU with room for all."""
+    precision = engine.config.precision
+    sizes = plane_itemsizes(precision, engine.config.gradients, trainable=True)
+    missing = {kind: size for kind, size in sizes.items() if kind not in chunk.planes}
+    if not missing:
+        return
+    if precision == "fp16":
+        raise GeminiError(
+            f"{chunk.name} was frozen when the model was wrapped: in fp16 it has no fp32 master to train. "
+            "Set requires_grad before wrapping, or use precision='bf16'"
+        )
+    num_bytes = sum(missing.values()) * chunk.spec.numel
+    below = [tier for tier in engine.ledger.tiers if tier is not Tier.GPU]
+    if engine.device.tier in below:
+        with contextlib.suppress(BudgetExceeded):  # then the next tier
+            engine.manager.make_room(num_bytes, what=chunk.name)
+    tier = next((t for t in below if engine.ledger.free(t) >= num_bytes), None)
+    if tier is None:
+        raise BudgetExceeded(
+            f"{chunk.name} became trained after wrapping and needs {human_bytes(num_bytes)} for gradients and "
+            "optimizer states, which no tier has: set requires_grad before wrapping, or raise a budget"
+        )
+    planes = {}
+    for kind, size in missing.items():
+        dtype = plane_dtype(kind, precision, trainable=True, itemsize=size)
+        planes[kind] = make_plane(chunk.spec.numel, dtype, tier, engine.device, engine.spill)
+        engine.ledger.reserve(tier, planes[kind].num_bytes, kind.value)
+    chunk.planes.update(planes)
 
 
 def iter_chunks(handles: Iterable[ParamHandle]) -> dict[int, list[ParamHandle]]:

@@ -56,7 +56,7 @@ class ByName:
         weights = read_range(self._mover, planes[PlaneKind.WEIGHTS], handle)
         if dtype is torch.float32 and PlaneKind.RESIDUAL in planes:
             residual = read_range(self._mover, planes[PlaneKind.RESIDUAL], handle)
-            master = torch.empty(weights.numel(), dtype=torch.float32)
+            master = torch.empty(weights.numel(), dtype=torch.float32, device="cpu")
             kernels.join_master(weights, residual, master)
             weights = master
         return weights.to(dtype or self._compute).view(handle.param.shape)
@@ -74,8 +74,8 @@ class ByName:
         for start, stop in tiles(0, flat.numel(), self._mover.tile):
             part = flat[start:stop].to("cpu")
             if PlaneKind.RESIDUAL in planes:
-                hi = torch.empty(stop - start, dtype=torch.bfloat16)
-                lo = torch.empty(stop - start, dtype=torch.int16)
+                hi = torch.empty(stop - start, dtype=torch.bfloat16, device="cpu")
+                lo = torch.empty(stop - start, dtype=torch.int16, device="cpu")
                 kernels.split_master(part.float(), hi, lo)
                 write_range(self._mover, planes[PlaneKind.RESIDUAL], handle, lo, start)
                 part = hi
@@ -144,7 +144,7 @@ class ByName:
 
 def read_range(mover: Mover, plane: Plane, handle: ParamHandle) -> torch.Tensor:
     """One param's part of a plane as a new flat host tensor."""
-    out = torch.empty(handle.slot.numel, dtype=plane.dtype)
+    out = torch.empty(handle.slot.numel, dtype=plane.dtype, device="cpu")
     base = handle.slot.start
     for start, stop in tiles(0, handle.slot.numel, mover.tile):
         out[start:stop].copy_(_host_part(mover, plane, base + start, base + stop))

@@ -4,8 +4,9 @@ Forward is a stack. Backward needs a rule: autograd runs nodes strictly in the r
 the backward of one call begins, every call that is neither around it nor inside it is over, and its chunks may go. The
 rule needs no hook at the end of a module's backward, where torch has none that can be trusted.
 
-A forward inside backward is a recomputation (gradient checkpointing). The node that asked for it waits, so what backward
-keeps is let go for the time and gathered again before the node goes on: recomputing needs no more room than forward did.
+A forward inside backward is a recomputation (gradient checkpointing). The node that asked for it waits, so what
+backward keeps is let go for the time and gathered again before the node goes on: recomputing needs no more room than
+forward did.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import math
+import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -19,19 +20,27 @@ import torch
 from torch import nn
 
 from gemini.config import GeminiConfig
-from gemini.errors import BudgetExceeded, GeminiError, ParamAccessError, human_bytes
-from gemini.memory.chunk import Chunk, plane_dtype
+from gemini.errors import GeminiError, ParamAccessError
+from gemini.memory.chunk import Chunk
 from gemini.memory.device import make_device
 from gemini.memory.manager import Manager
 from gemini.memory.mover import Mover
-from gemini.plan.planes import PlaneKind, plane_itemsizes
-from gemini.tiers import Tier
-from gemini.train.build import build, iter_chunks, make_plane
+from gemini.plan.planes import PlaneKind
+from gemini.train.build import build, iter_chunks, make_trainable
 from gemini.train.by_name import ByName
 from gemini.train.calls import CallRecord, Calls
-from gemini.train.gradients import GradientStore
 from gemini.train.containers import iter_tensors
-from gemini.train.guard import ManagedParameter, ParamHandle, engine_of, expose, hide, optimizer_of, poison
+from gemini.train.gradients import GradientStore
+from gemini.train.guard import (
+    ManagedParameter,
+    ParamHandle,
+    engine_of,
+    expose,
+    hide,
+    optimizer_of,
+    poison,
+    refuse_written,
+)
 from gemini.train.loss_scale import LossScale
 
 
@@ -50,7 +59,12 @@ class Engine:
             self.chunks, ledger=self.ledger, device=self.device, mover=self.mover, on_evict=self._poison_chunk
         )
         self.gradients = GradientStore(
-            self.handles, ledger=self.ledger, device=self.device, mover=self.mover, spill=self.spill
+            self.handles,
+            ledger=self.ledger,
+            device=self.device,
+            mover=self.mover,
+            manager=self.manager,
+            spill=self.spill,
         )
         self.by_names = ByName(self)
         self.loss_scale = LossScale() if config.precision == "fp16" else None
@@ -62,14 +76,7 @@ class Engine:
         self.requires_grad_changed = False
         self.calls = Calls(self._acquire, self._release)
         self._exposed: set[int] = set()
-        for index, handles in self.by_chunk.items():
-            chunk = self.chunks[index]
-            for handle in handles:
-                self._adopt(handle)
-            if chunk.gathered:
-                self._hide_chunk(chunk)
-            else:
-                self._poison_chunk(chunk)
+        self._adopt_all()
         gc.collect(0)
 
     # ---- phases -------------------------------------------------------------------------------------------------
@@ -146,7 +153,7 @@ class Engine:
         """Unpin, and guard the params again unless they never move: another module's read must not go unnoticed."""
         self.manager.release(chunk)
         if chunk.pins == 0 and chunk.gathered and not chunk.resident:
-            self._hide_chunk(chunk)
+            refuse_written(self._hide_chunk(chunk))
 
     def read_in_call(self, func: Callable[..., Any], args: Any, kwargs: Any, handles: list[ParamHandle]) -> Any:
         """An operation reads params outside their own module's forward, while the model computes.
@@ -197,6 +204,7 @@ class Engine:
                 yield
             except BaseException:
                 for handle in handles:
+                    handle.version = handle.param._version
                     if handle.name in before:
                         handle.view.copy_(before[handle.name])
                 raise
@@ -217,9 +225,9 @@ class Engine:
             expose(chunk, self.by_chunk[index])
             self._exposed.add(index)
 
-    def _hide_chunk(self, chunk: Chunk) -> None:
+    def _hide_chunk(self, chunk: Chunk) -> list[ParamHandle]:
         self._exposed.discard(chunk.spec.index)
-        hide(self.by_chunk[chunk.spec.index])
+        return hide(self.by_chunk[chunk.spec.index])
 
     def _poison_chunk(self, chunk: Chunk) -> None:
         self._exposed.discard(chunk.spec.index)
@@ -231,9 +239,9 @@ class Engine:
                 self._expose_chunk(chunk)
 
     def _rest_if_idle(self) -> None:
-        if not self.computing:
-            for index in list(self._exposed):
-                self._hide_chunk(self.chunks[index])
+        if not self.computing and self._exposed:
+            written = [h for index in list(self._exposed) for h in self._hide_chunk(self.chunks[index])]
+            refuse_written(written)
 
     # ---- gradients ----------------------------------------------------------------------------------------------
 
@@ -298,7 +306,7 @@ class Engine:
             self.gradients.check_finite(self.handles)
         if math.isfinite(total):
             self.clip_coefficient *= min(1.0, float(max_norm) / (total + 1e-6))
-        return torch.tensor(total, dtype=torch.float32)
+        return torch.tensor(total, dtype=torch.float32, device="cpu")
 
     @property
     def grad_unscale(self) -> float:
@@ -332,48 +340,50 @@ class Engine:
         for handle in self.handles:
             handle.trained = handle.param.requires_grad
             if handle.trained and handle.hook is None:
-                self._make_trainable(handle.chunk)
+                make_trainable(self, handle.chunk)
                 handle.hook = handle.param.register_post_accumulate_grad_hook(_grad_hook(handle))
-
-    def _make_trainable(self, chunk: Chunk) -> None:
-        """Give a frozen chunk the planes of a trained one, on the fastest tier below the GPU with room for all."""
-        precision = self.config.precision
-        sizes = plane_itemsizes(precision, self.config.gradients, trainable=True)
-        missing = {kind: size for kind, size in sizes.items() if kind not in chunk.planes}
-        if not missing:
-            return
-        if precision == "fp16":
-            raise GeminiError(
-                f"{chunk.name} was frozen when the model was wrapped: in fp16 it has no fp32 master to train. "
-                "Set requires_grad before wrapping, or use precision='bf16'"
-            )
-        num_bytes = sum(missing.values()) * chunk.spec.numel
-        below = [tier for tier in self.ledger.tiers if tier is not Tier.GPU]
-        tier = next((t for t in below if self.ledger.free(t) >= num_bytes), None)
-        if tier is None:
-            raise BudgetExceeded(
-                f"{chunk.name} became trained after wrapping and needs {human_bytes(num_bytes)} for gradients and "
-                "optimizer states, which no tier has: set requires_grad before wrapping, or raise a budget"
-            )
-        planes = {}
-        for kind, size in missing.items():
-            dtype = plane_dtype(kind, precision, trainable=True, itemsize=size)
-            planes[kind] = make_plane(chunk.spec.numel, dtype, tier, self.device, self.spill)
-            self.ledger.reserve(tier, planes[kind].num_bytes, kind.value)
-        chunk.planes.update(planes)
 
     # ---- construction and end -----------------------------------------------------------------------------------
 
-    def _adopt(self, handle: ParamHandle) -> None:
-        """Move one param's values home and make the param a view of its chunk."""
+    def _adopt_all(self) -> None:
+        """Move the params home one by one. If one cannot be moved, those that were are given back as they were."""
+        given: list[tuple[ParamHandle, torch.dtype, torch.Tensor | None]] = []
+        try:
+            for index, handles in self.by_chunk.items():
+                for handle in handles:
+                    given.append((handle, *self._adopt(handle)))
+                if self.chunks[index].gathered:
+                    self._hide_chunk(self.chunks[index])
+                else:
+                    self._poison_chunk(self.chunks[index])
+        except BaseException:
+            for handle, dtype, original in given:
+                param = handle.param
+                param.__class__ = nn.Parameter
+                param.data = self.by_names.read(handle, torch.float32).to(dtype) if original is None else original
+                del param._gemini  # type: ignore[attr-defined]
+                if handle.hook is not None:
+                    handle.hook.remove()
+            self.handles = []
+            raise
+
+    def _adopt(self, handle: ParamHandle) -> tuple[torch.dtype, torch.Tensor | None]:
+        """Move one param's values home and make it a view of its chunk; returns what undoing that needs.
+
+        Its dtype is enough, unless it is frozen and gets narrower: then the original is kept until all are home.
+        """
         param = handle.param
-        self.by_names.write(handle, param.data)
+        original = param.data
+        self.by_names.write(handle, original)
         param.grad = None
         param.data = handle.view
+        handle.version = param._version
         param._gemini = handle  # type: ignore[attr-defined]
         handle.trained = param.requires_grad
         if handle.trained:
             handle.hook = param.register_post_accumulate_grad_hook(_grad_hook(handle))
+        narrowed = not handle.chunk.spec.trainable and original.dtype.itemsize > param.dtype.itemsize
+        return original.dtype, original if narrowed else None
 
     def check_invariants(self) -> None:
         """Everything that must hold between steps; for tests."""
@@ -388,13 +398,14 @@ class Engine:
         for chunk in self.chunks:
             chunk.planes.clear()
             chunk.window = None
-            chunk.flat = torch.empty(0, dtype=chunk.flat.dtype)
+            chunk.flat = torch.empty(0, dtype=chunk.flat.dtype, device="cpu")
         if self.spill is not None:
             self.spill.close()
         self.device.close()
 
     def __del__(self) -> None:
-        if hasattr(self, "manager"):
+        # At the end of the interpreter the system takes everything back, and torch may be half gone.
+        if hasattr(self, "manager") and not sys.is_finalizing():
             self.close()
 
 

@@ -16,6 +16,7 @@ from gemini import kernels
 from gemini.errors import BudgetExceeded, NonFiniteGradient, StorageError, human_bytes
 from gemini.memory.chunk import Chunk, FilePlane, Plane
 from gemini.memory.device import Device
+from gemini.memory.manager import Manager
 from gemini.memory.mover import Mover, page_up, tiles
 from gemini.memory.nvme import SpillFile
 from gemini.plan.planes import PlaneKind
@@ -29,12 +30,20 @@ class GradientStore:
     """The grad planes of one engine."""
 
     def __init__(
-        self, handles: list[ParamHandle], *, ledger: Ledger, device: Device, mover: Mover, spill: SpillFile | None
+        self,
+        handles: list[ParamHandle],
+        *,
+        ledger: Ledger,
+        device: Device,
+        mover: Mover,
+        manager: Manager,
+        spill: SpillFile | None,
     ):
         self._handles = handles
         self._ledger = ledger
         self._device = device
         self._mover = mover
+        self._manager = manager
         self._spill = spill
 
     def land(self, handle: ParamHandle, grad: torch.Tensor) -> None:
@@ -93,8 +102,7 @@ class GradientStore:
         wide: list[Plane] = []
         try:
             for chunk in narrow:
-                tier = chunk.planes[PlaneKind.GRAD].tier
-                self._ledger.reserve(tier, 4 * chunk.spec.numel, PlaneKind.GRAD.value)
+                tier = self._reserve_wide(chunk)
                 reserved.append((tier, 4 * chunk.spec.numel))
                 wide.append(make_plane(chunk.spec.numel, torch.float32, tier, self._device, self._spill))
         except (BudgetExceeded, StorageError) as e:
@@ -113,6 +121,25 @@ class GradientStore:
             chunk.planes[PlaneKind.GRAD] = plane
             _end(old)
             self._ledger.release(old.tier, old.num_bytes, PlaneKind.GRAD.value)
+
+    def _reserve_wide(self, chunk: Chunk) -> Tier:
+        """Take the bytes of an fp32 sum in the tier of the retained gradient, else in the next slower one with room."""
+        num_bytes = 4 * chunk.spec.numel
+        home = chunk.planes[PlaneKind.GRAD].tier
+        order = list(Tier)
+        refusal: BudgetExceeded | None = None
+        for tier in order[order.index(home) :]:
+            if tier not in self._ledger.tiers:
+                continue
+            try:
+                if tier is self._device.tier:  # gathered weights that nobody reads now can give way
+                    self._manager.make_room(num_bytes, what="a sum of gradients")
+                self._ledger.reserve(tier, num_bytes, PlaneKind.GRAD.value)
+                return tier
+            except BudgetExceeded as e:
+                refusal = e
+        assert refusal is not None
+        raise refusal
 
     def _widen(self, chunk: Chunk, old: Plane, new: Plane) -> None:
         if not any(handle.has_grad for handle in self._handles if handle.chunk is chunk):

@@ -102,9 +102,8 @@ class ManagedParameter(nn.Parameter):
                 engine_of(args[0]._gemini).requires_grad_changed = True
             elif func == _SET_GRAD and args[1] is not None:
                 raise ParamAccessError(
-                    f"a gradient cannot be assigned to managed param {args[0]._gemini.name!r}: gradients live in chunks. "
-                    ""
-                    "Let loss.backward() compute it"
+                    f"a gradient cannot be assigned to managed param {args[0]._gemini.name!r}: gradients live in "
+                    "chunks. Let loss.backward() compute it"
                 )
             elif func in _OF_MEMORY and args[0]._gemini.poisoned:
                 args = (args[0]._gemini.view, *args[1:])
@@ -150,18 +149,25 @@ def expose(chunk: Chunk, handles: list[ParamHandle]) -> None:
         handle.version = param._version
 
 
-def hide(handles: list[ParamHandle]) -> None:
-    """Guard params: nobody computes with them now.
-
-    Raises:
-        ParamAccessError: if one was written to in the meantime: its master does not know.
-    """
-    written = [handle for handle in handles if handle.param._version != handle.version]
+def hide(handles: list[ParamHandle]) -> list[ParamHandle]:
+    """Guard params: nobody computes with them now. Returns those that were written to in the meantime."""
+    written = []
     for handle in handles:
-        handle.param.__class__ = ManagedParameter
+        param = handle.param
+        if param._version != handle.version:
+            handle.version = param._version
+            written.append(handle)
+        param.__class__ = ManagedParameter
+    return written
+
+
+def refuse_written(written: list[ParamHandle]) -> None:
+    """A param was written to while it was an ordinary parameter: its master does not know, so say so."""
     if written:
-        written[0].version = written[0].param._version
-        raise ParamAccessError(_refusal("writing inside forward or backward", written[0], write=True))
+        raise ParamAccessError(
+            f"the weights of {written[0].name!r} were written to inside a forward, a backward or gathered(): its fp32 "
+            "master does not know of it. Write with model.gathered([param], write=True), outside of forward"
+        )
 
 
 def poison(handles: list[ParamHandle]) -> None:

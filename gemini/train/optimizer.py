@@ -177,7 +177,7 @@ class HybridAdam(torch.optim.Optimizer):
             handle = handle_of(param)
             if handle is None:
                 self.state[param] = {
-                    name: torch.as_tensor(value, dtype=torch.float32).clone()
+                    name: torch.as_tensor(value, dtype=torch.float32, device="cpu").clone()
                     if name == "step"
                     else value.detach().to(
                         param.device, torch.int16 if name == "residual" else torch.float32, copy=True
@@ -272,7 +272,7 @@ class HybridAdam(torch.optim.Optimizer):
 
     def _managed_state(self, handle: ParamHandle) -> dict[str, torch.Tensor]:
         by_names = engine_of(handle).by_names
-        state = {"step": torch.tensor(float(handle.num_steps))}
+        state = {"step": torch.tensor(float(handle.num_steps), device="cpu")}
         for kind in OPTIMIZER_PLANES:
             value = by_names.read_plane(handle, kind)
             if value is not None:
@@ -296,7 +296,7 @@ class HybridAdam(torch.optim.Optimizer):
             raise GeminiError("HybridAdam has no sparse gradients: build the embedding with sparse=False")
         state = self.state[param]
         if not state:
-            state["step"] = torch.tensor(0.0)
+            state["step"] = torch.tensor(0.0, device="cpu")
             state["exp_avg"] = torch.zeros_like(param, dtype=torch.float32, memory_format=torch.contiguous_format)
             state["exp_avg_sq"] = torch.zeros_like(state["exp_avg"])
         if param.dtype is torch.bfloat16 and "residual" not in state:
@@ -328,7 +328,7 @@ def _write_managed_state(handle: ParamHandle, state: dict[str, Any]) -> None:
             if value is not None:
                 by_names.write_plane(handle, kind, value)
             elif not state and kind.value != "residual":
-                by_names.write_plane(handle, kind, torch.zeros(handle.param.shape))
+                by_names.write_plane(handle, kind, torch.zeros(handle.param.shape, device="cpu"))
 
 
 def _hyper(group: Group, step: int, grad_scale: float = 1.0) -> kernels.AdamHyper:

@@ -116,7 +116,7 @@ class TensorFile:
         """
         spec = self.specs[name]
         remaining = spec.num_bytes
-        buffer = torch.empty(min(part_bytes, remaining), dtype=torch.uint8)
+        buffer = torch.empty(min(part_bytes, remaining), dtype=torch.uint8, device="cpu")
         with open(self.path, "rb", buffering=0) as file:
             file.seek(self._start + self._offsets[name])
             while remaining:
@@ -142,7 +142,7 @@ class TensorFile:
         """A small tensor at once."""
         spec = self.specs[name]
         parts = [part.clone() for part in self.read(name)]
-        return (torch.cat(parts) if parts else torch.empty(0, dtype=spec.dtype)).view(spec.shape)
+        return (torch.cat(parts) if parts else torch.empty(0, dtype=spec.dtype, device="cpu")).view(spec.shape)
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:

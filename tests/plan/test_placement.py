@@ -101,13 +101,13 @@ def test_one_byte_less_makes_room_for_windows_and_staging_too() -> None:
 
 
 def test_weights_first_then_gradients_then_states() -> None:
-    floor = 2 * N + 1000  # one module's weights and staging
+    staging, one_module = 1000, 2 * N
     for room, wanted in (
-        (4 * 2 * N, {WEIGHTS: 4}),
-        (10 * 2 * N + 3 * 2 * N, {WEIGHTS: 10, GRAD: 3}),
+        (one_module + 4 * 2 * N, {WEIGHTS: 4}),  # some weights move, so one module's must be gathered
+        (10 * 2 * N + 3 * 2 * N, {WEIGHTS: 10, GRAD: 3}),  # none move: no room is kept for gathering
         (10 * 4 * N + 5 * 2 * N, {WEIGHTS: 10, GRAD: 10, PlaneKind.RESIDUAL: 5}),
     ):
-        problem = problem_of({CPU: floor + room, NVME: MUCH})
+        problem = problem_of({CPU: staging + room, NVME: MUCH})
         placement = fill_fastest(problem)
         for kind in PlaneKind:
             tiers = tiers_of(placement, kind)
