@@ -50,7 +50,7 @@ class GeminiConfig:
             _one_of("placement", self.placement, ("auto",))
         elif not isinstance(self.placement, (StaticPlacement, Placement)):
             raise TypeError(f'placement= is "auto" or a gemini.StaticPlacement, got {type(self.placement).__name__}')
-        if not isinstance(self.max_chunk, int) or self.max_chunk < 1:
+        if not isinstance(self.max_chunk, int) or isinstance(self.max_chunk, bool) or self.max_chunk < 1:
             raise ValueError(f"max_chunk= is a positive number of elements, got {self.max_chunk!r}")
         if self.gradients == "transient" and self.precision == "fp16":
             raise ValueError(

@@ -50,6 +50,8 @@ class MemoryBudget:
             size = getattr(self, name)
             if size is not None:
                 parse_bytes(size, what=f"MemoryBudget({name}=)")
+        if self.nvme_path is not None and not str(self.nvme_path):
+            raise ValueError("MemoryBudget(nvme_path='') names no directory; leave it out for no NVMe tier")
         if self.nvme is not None and self.nvme_path is None and parse_bytes(self.nvme) > 0:
             raise ValueError(f"MemoryBudget(nvme={self.nvme!r}) needs nvme_path=, the directory for the spill file")
 
@@ -128,6 +130,14 @@ class Ledger:
             assert 0 <= num_bytes <= held, f"{holder} gives back {num_bytes} of {held} bytes of {tier.value}"
             self._held[tier, holder] = held - num_bytes
             self._accounts[tier].used -= num_bytes
+
+    def pass_on(self, tier: Tier, num_bytes: int, giver: str, taker: str) -> None:
+        """Let ``taker`` hold what ``giver`` held; the tier's total stays, so this cannot fail for lack of room."""
+        with self._lock:
+            held = self._held.get((tier, giver), 0)
+            assert 0 <= num_bytes <= held, f"{giver} passes on {num_bytes} of {held} bytes of {tier.value}"
+            self._held[tier, giver] = held - num_bytes
+            self._held[tier, taker] = self._held.get((tier, taker), 0) + num_bytes
 
     @contextmanager
     def reserving(self, tier: Tier, num_bytes: int, holder: str) -> Iterator[None]:

@@ -9,7 +9,7 @@ window whose content is a clean copy that may be dropped at any time nobody read
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
@@ -128,7 +128,9 @@ class Chunk:
     last_use: int = 0
     stale: bool = False
     """The window was overtaken by an update: drop it as soon as nobody reads it."""
-    num_missing_grads: int = field(default=0)
+    grads_complete: bool = False
+    """All gradients arrived while the weights were in use: GRAD_READY as soon as they are released."""
+    num_missing_grads: int = 0
     """Params whose gradient has yet to arrive in this backward."""
 
     @property

@@ -65,8 +65,11 @@ class Window(ABC):
         """Put memory behind ``bytes``; its content is undefined."""
 
     @abstractmethod
-    def depopulate(self) -> None:
-        """Take the memory away; reading ``bytes`` afterwards is an error of the engine."""
+    def depopulate(self) -> bool:
+        """Take the memory away; reading ``bytes`` afterwards is an error of the engine.
+
+        True if it waits in the device's frame pool, False if it went back to the system.
+        """
 
 
 class StorageWindow(Window):
@@ -84,8 +87,9 @@ class StorageWindow(Window):
     def populate(self) -> None:
         self.bytes.untyped_storage().resize_(self._size)
 
-    def depopulate(self) -> None:
+    def depopulate(self) -> bool:
         self.bytes.untyped_storage().resize_(0)
+        return False
 
 
 class PageWindow(Window):
@@ -97,10 +101,21 @@ class PageWindow(Window):
         self._frames = frames
 
     def populate(self) -> None:
-        self._frames.take(self.pages)
+        try:
+            self._frames.take(self.pages)
+        except OSError as e:
+            raise GeminiError(
+                f"the system refused to move memory to a window ({e}). If the limit of mappings was reached, raise "
+                "vm.max_map_count or GeminiConfig(max_chunk=...)"
+            ) from e
 
-    def depopulate(self) -> None:
-        self._frames.park(self.pages)
+    def depopulate(self) -> bool:
+        try:
+            self._frames.park(self.pages)
+        except OSError:  # then the next window of this size starts with fresh pages
+            self.pages.discard()
+            return False
+        return True
 
 
 class FramePool:
@@ -118,15 +133,18 @@ class FramePool:
         """Move a parked frame under ``into``; without one, pages come from the system at the first touch."""
         frames = self._parked.get(into.num_bytes)
         if frames:
-            frame = frames.pop()
+            frame = frames[-1]
             frame.move_to(into)
+            frames.pop()
             self.parked_bytes -= into.num_bytes
             self._shells.setdefault(into.num_bytes, []).append(frame)
 
     def park(self, pages: Pages) -> None:
         shells = self._shells.get(pages.num_bytes)
-        shell = shells.pop() if shells else Pages(pages.num_bytes)
+        shell = shells[-1] if shells else Pages(pages.num_bytes)
         pages.move_to(shell)
+        if shells:
+            shells.pop()
         self._parked.setdefault(pages.num_bytes, []).append(shell)
         self.parked_bytes += pages.num_bytes
 

@@ -54,6 +54,7 @@ class Manager:
             self._fetch(chunk)
         if chunk.use is not Use.COMPUTE:
             chunk.step(Event.ACQUIRE)
+            chunk.grads_complete = False
         chunk.pins += 1
         self._clock += 1
         chunk.last_use = self._clock
@@ -66,10 +67,14 @@ class Manager:
             chunk.step(Event.RELEASE)
             if chunk.stale:
                 self.drop([chunk])
+            elif chunk.grads_complete:
+                chunk.step(Event.GRADS)
 
     def grads_complete(self, chunk: Chunk) -> None:
         """Every gradient of the chunk has arrived: once released, it is the first to go."""
-        if chunk.use is Use.HOLD:
+        if chunk.use is Use.COMPUTE:
+            chunk.grads_complete = True
+        elif chunk.use is Use.HOLD:
             chunk.step(Event.GRADS)
 
     def drop(self, chunks: Iterable[Chunk]) -> None:
@@ -128,8 +133,9 @@ class Manager:
         if frames is None or not frames.has(window.num_bytes):
             self.make_room(window.num_bytes, what=chunk.name, for_window=True)
         if frames is not None and frames.has(window.num_bytes):
-            self.ledger.release(tier, window.num_bytes, "pool")
-        self.ledger.reserve(tier, window.num_bytes, "windows")
+            self.ledger.pass_on(tier, window.num_bytes, "pool", "windows")
+        else:
+            self.ledger.reserve(tier, window.num_bytes, "windows")
         try:
             window.populate()
             self._mover.gather(chunk)
@@ -150,10 +156,10 @@ class Manager:
     def _depopulate(self, chunk: Chunk) -> None:
         window, tier = chunk.window, self._device.tier
         assert window is not None
-        window.depopulate()
-        self.ledger.release(tier, window.num_bytes, "windows")
-        if self._device.frames is not None:
-            self.ledger.reserve(tier, window.num_bytes, "pool")
+        if window.depopulate():
+            self.ledger.pass_on(tier, window.num_bytes, "windows", "pool")
+        else:
+            self.ledger.release(tier, window.num_bytes, "windows")
 
     def _explain(self, num_bytes: int, what: str) -> str:
         tier = self._device.tier

@@ -15,6 +15,7 @@ import torch
 from gemini.kernels import NORM_TILE
 from gemini.memory.chunk import Chunk, FilePlane, Plane
 from gemini.memory.device import Device
+from gemini.memory.pages import PAGE
 from gemini.plan.layout import ALIGN
 from gemini.plan.planes import PlaneKind
 from gemini.tiers import Ledger, Tier
@@ -95,14 +96,12 @@ class Mover:
         """Fill a populated window with the weights from home, cast to the compute dtype if home is a wider master."""
         with torch.profiler.record_function("gemini::fetch"):
             plane, flat, numel = chunk.weights, chunk.flat, chunk.spec.numel
-            on_host = self.device.tier is Tier.CPU
-            if plane.dtype == flat.dtype and (on_host or plane.tier is Tier.CPU):
-                if isinstance(plane, FilePlane):
-                    plane.load(0, numel, flat)
-                else:
-                    source = plane.host_view(0, numel)
-                    assert source is not None
-                    self.device.copy(flat, source, "fetch").wait()
+            source = plane.host_view(0, numel)
+            straight = self.device.tier is Tier.CPU and flat.data_ptr() % PAGE == 0
+            if plane.dtype == flat.dtype and source is not None:
+                self.device.copy(flat, source, "fetch").wait()
+            elif plane.dtype == flat.dtype and isinstance(plane, FilePlane) and straight:
+                plane.load(0, numel, flat)
             else:
                 for start, stop in tiles(0, numel, self.tile):
                     self._gather_tile(plane, flat, start, stop)

@@ -144,7 +144,7 @@ class SpillFile:
             self._queue = IoQueue()
         try:
             getattr(self._queue, what)(self._fd, tensor.data_ptr(), num_bytes, offset)
-        except OSError as e:
+        except (OSError, RuntimeError) as e:  # RuntimeError: a forked child uses its parent's queue
             raise StorageError(
                 f"could not {what} {human_bytes(num_bytes)} at {offset} of the spill file in {self.directory}: {e}. "
                 "Check the disk; training can be resumed from the last checkpoint"

@@ -8,7 +8,7 @@ model that cannot fit is refused: with the missing bytes and the cheapest change
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gemini.errors import BudgetExceeded, human_bytes
 from gemini.plan.layout import Layout
@@ -221,17 +221,29 @@ def check_fits(problem: Problem, placement: Placement) -> None:
 
 
 def _cheapest_change(problem: Problem, missing: Mapping[Tier, int]) -> str:
-    """The least that would make it fit, in the order: a larger disk share, no retained gradients, a larger budget."""
+    """The least that would make it fit, found by placing again with more of one tier."""
     budgets, compute = problem.budgets, problem.compute
     floor = problem.spoken_for()[compute]
     if budgets.get(compute, 0) < floor:
-        smallest = (
-            f"raise the {compute.value} budget to at least {human_bytes(floor)}: the gathered weights of one module"
-        )
         largest = max(chunk.numel for chunk in problem.layout.chunks) * compute_itemsize(problem.precision)
-        return f"{smallest} (largest chunk {human_bytes(largest)}), staging and activations must fit at once"
-    last = [tier for tier in Tier if tier in budgets][-1]
-    gap = sum(missing.values())
-    if Tier.NVME not in budgets:
-        return f"give nvme_path= and nvme={human_bytes(gap)} (or raise the {last.value} budget by {human_bytes(gap)})"
-    return f"raise the {last.value} budget by {human_bytes(gap)}"
+        return (
+            f"raise the {compute.value} budget to at least {_at_least(floor)}: the gathered weights of one module "
+            f"(largest chunk {human_bytes(largest)}), staging and activations must fit at once"
+        )
+    below = [tier for tier in (Tier.CPU, Tier.NVME) if tier in budgets]
+    for tier in dict.fromkeys([Tier.NVME, *reversed(below)]):
+        roomy = replace(problem, budgets={**budgets, tier: 2**62})
+        needed = bytes_per_tier(roomy, _fill(roomy, roomy.spoken_for()))
+        if all(needed[other] <= budget for other, budget in budgets.items() if other is not tier):
+            if tier not in budgets:
+                return f"give nvme_path= and nvme={_at_least(needed[tier])}"
+            return f"raise the {tier.value} budget to {_at_least(needed[tier])}"
+    return "raise " + " and ".join(f"the {tier.value} budget by {_at_least(gap)}" for tier, gap in missing.items())
+
+
+def _at_least(num_bytes: int) -> str:
+    """Rounded up, so that what the error says is enough."""
+    for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if num_bytes >= 16 * unit:
+            return f"{-(-num_bytes // unit)} {name}"
+    return f"{num_bytes} B"

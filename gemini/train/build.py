@@ -12,7 +12,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import torch
@@ -21,7 +21,7 @@ from torch import nn
 from gemini.config import GeminiConfig
 from gemini.errors import BudgetExceeded, GeminiError, human_bytes, parse_bytes
 from gemini.memory.chunk import COMPUTE_DTYPES, Chunk, FilePlane, MemoryPlane, Plane, plane_dtype
-from gemini.memory.device import Device
+from gemini.memory.device import Device, StorageWindow
 from gemini.memory.mover import staging_bytes, tile_numel
 from gemini.memory.nvme import SpillFile, probe
 from gemini.plan.layout import ChunkSpec, Layout, ParamSpec, make_layout
@@ -30,7 +30,7 @@ from gemini.plan.placement import fill_fastest as place_automatically
 from gemini.plan.planes import PlaneKind, compute_itemsize, plane_itemsizes
 from gemini.states import Use
 from gemini.tiers import Ledger, Tier
-from gemini.train.guard import ParamHandle, handle_of
+from gemini.train.guard import ParamHandle, engine_of, handle_of
 
 if TYPE_CHECKING:
     from gemini.train.engine import Engine
@@ -68,10 +68,12 @@ def collect_params(model: nn.Module) -> list[NamedParam]:
                 f"param {names[key][0]!r} is managed by another GeminiDDP model already (as {handle.name!r}): "
                 "a param can belong to one wrapped model only. Wrap the outermost model once"
             )
-        if not param.is_floating_point():
+        if param.dtype is torch.float64:
+            warnings.warn(f"param {names[key][0]!r} is float64: its master will be float32", stacklevel=6)
+        elif param.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             raise TypeError(
-                f"param {names[key][0]!r} is {param.dtype}: GeminiDDP manages floating-point params "
-                "(quantized or complex ones are not supported); register it as a buffer or exclude the module"
+                f"param {names[key][0]!r} is {param.dtype}: GeminiDDP manages float32, bfloat16 and float16 "
+                "params (integer, quantized and complex ones are not supported): register it as a buffer"
             )
         if param.is_meta:
             raise ValueError(
@@ -193,7 +195,20 @@ def build(model: nn.Module, config: GeminiConfig, device: Device, engine: weakre
         )
         for n in named
     ]
+    for chunk, own in ((chunks[index], own) for index, own in iter_chunks(handles).items()):
+        _make_views(chunk, own)
     return Built(layout, placement, ledger, spill, chunks, handles, tile)
+
+
+def _make_views(chunk: Chunk, handles: list[ParamHandle]) -> None:
+    # torch makes no view of a storage that has been resized to nothing: give it memory for the moment.
+    borrowed = chunk.window if isinstance(chunk.window, StorageWindow) else None
+    if borrowed is not None:
+        borrowed.populate()
+    for handle in handles:
+        handle.view = chunk.flat[handle.slot.start : handle.slot.stop].view(handle.param.shape)
+    if borrowed is not None:
+        borrowed.depopulate()
 
 
 def _reserve(ledger: Ledger, problem: Problem, placement: Placement) -> None:
@@ -272,3 +287,54 @@ def iter_chunks(handles: Iterable[ParamHandle]) -> dict[int, list[ParamHandle]]:
     for handle in handles:
         by_chunk.setdefault(handle.chunk.spec.index, []).append(handle)
     return by_chunk
+
+
+def adopt_all(engine: Engine) -> None:
+    """Move the params home one by one. If one cannot be moved, those that were are given back as they were."""
+    given: list[tuple[ParamHandle, torch.dtype, torch.Tensor | None]] = []
+    try:
+        for index, handles in engine.by_chunk.items():
+            for handle in handles:
+                given.append((handle, *_adopt(engine, handle)))
+            if engine.chunks[index].gathered:
+                engine.hide_chunk(engine.chunks[index])
+            else:
+                engine.poison_chunk(engine.chunks[index])
+    except BaseException:
+        for handle, dtype, original in given:
+            param = handle.param
+            param.__class__ = nn.Parameter
+            param.data = engine.by_names.read(handle, torch.float32).to(dtype) if original is None else original
+            del param._gemini  # type: ignore[attr-defined]
+            if handle.hook is not None:
+                handle.hook.remove()
+        engine.handles = []
+        raise
+
+
+def _adopt(engine: Engine, handle: ParamHandle) -> tuple[torch.dtype, torch.Tensor | None]:
+    """Move one param's values home and make it a view of its chunk; returns what undoing that needs.
+
+    Its dtype is enough, unless it is frozen and gets narrower: then the original is kept until all are home.
+    """
+    param = handle.param
+    original = param.data
+    engine.by_names.write(handle, original)
+    param.grad = None
+    param.data = handle.view
+    handle.version = param._version
+    param._gemini = handle  # type: ignore[attr-defined]
+    handle.trained = param.requires_grad
+    if handle.trained:
+        handle.hook = param.register_post_accumulate_grad_hook(grad_hook(handle))
+    narrowed = not handle.chunk.spec.trainable and original.dtype.itemsize > param.dtype.itemsize
+    return original.dtype, original if narrowed else None
+
+
+def grad_hook(handle: ParamHandle) -> Any:
+    """What moves a param's gradient into its chunk as soon as it is complete."""
+
+    def take(param: torch.Tensor) -> None:
+        engine_of(handle).take_grad(handle)
+
+    return take

@@ -13,6 +13,7 @@ import os
 import random
 import shutil
 import sys
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,7 @@ def save_checkpoint(
     """
     engine = _engine(model, optimizer)
     engine.recover_if_interrupted()
+    engine.check_whole()
     if any(handle.has_grad for handle in engine.handles):
         raise GeminiError("save_checkpoint between backward and step: gradients are not saved; call it after step()")
     final = Path(directory)
@@ -85,7 +87,7 @@ def save_checkpoint(
         "extra": encode(extra, tensors, "extra"),
     }
     work = final.parent / f".{final.name}.new-{os.getpid()}"
-    shutil.rmtree(work, ignore_errors=True)
+    _remove_leftovers(final)
     try:
         work.mkdir()
         manifest["files"] = _write_params(engine, work)
@@ -93,7 +95,7 @@ def save_checkpoint(
         sums = write_tensor_file(work / "values.safetensors", specs, lambda name: iter([tensors[int(name)].view(-1)]))
         manifest["files"]["values.safetensors"] = sums
         with open(work / "manifest.json", "w") as file:
-            json.dump(manifest, file, indent=1)
+            json.dump({"checksum": _checksum(manifest), **manifest}, file, indent=1)
             file.flush()
             os.fsync(file.fileno())
         _swap(work, final)
@@ -128,8 +130,14 @@ def load_checkpoint(
                     f"{path / name} is damaged: {tensor!r} is not what was written. Use an older checkpoint"
                 )
 
+    # Everything is decoded before the first write, so that what cannot be decoded changes nothing.
     values = files["values.safetensors"]
     tensors = [values.whole(str(i)) for i in range(len(values.specs))]
+    groups, plain = decode(manifest["groups"], tensors), decode(manifest["plain"], tensors)
+    rng, extra = decode(manifest["rng"], tensors), decode(manifest["extra"], tensors)
+    saved_buffers, buffers = decode(manifest["buffers"], tensors), dict(_persistent_buffers(model))
+    if {n: tuple(b.shape) for n, b in saved_buffers.items()} != {n: tuple(b.shape) for n, b in buffers.items()}:
+        raise PlanMismatch(f"{path} was saved for a model with other buffers")
     where = {tensor: file for name, file in files.items() if name != "values.safetensors" for tensor in file.specs}
     for handle in engine.handles:
         for kind in _SAVED:
@@ -138,19 +146,19 @@ def load_checkpoint(
                 engine.by_names.write_parts(handle, kind, where[key].read(key))
         handle.num_steps = manifest["params"][handle.name]["step"]
     engine.discard_grads()
+    engine.lost = None
     engine.manager.drop(engine.chunks)
-    buffers = dict(_persistent_buffers(model))
-    for name, value in decode(manifest["buffers"], tensors).items():
+    for name, value in saved_buffers.items():
         buffers[name].copy_(value)
-    for group, saved in zip(optimizer.param_groups, decode(manifest["groups"], tensors), strict=True):
+    for group, saved in zip(optimizer.param_groups, groups, strict=True):
         group.update({key: value for key, value in saved.items() if key != "params"})
-    _load_plain_states(optimizer, decode(manifest["plain"], tensors))
+    _load_plain_states(optimizer, plain)
     if scheduler is not None:
         scheduler.load_state_dict(decode(manifest["scheduler"], tensors))
     if engine.loss_scale is not None:
         vars(engine.loss_scale).update(manifest["loss_scale"])
-    _set_rng_states(decode(manifest["rng"], tensors))
-    return decode(manifest["extra"], tensors)
+    _set_rng_states(rng)
+    return extra
 
 
 def _engine(model: nn.Module, optimizer: Any) -> Engine:
@@ -161,6 +169,10 @@ def _engine(model: nn.Module, optimizer: Any) -> Engine:
         )
     if not isinstance(optimizer, HybridAdam):
         raise TypeError(f"checkpoints keep the states of gemini.HybridAdam, got {type(optimizer).__name__}")
+    if optimizer.engine() not in (engine, None):
+        raise ValueError(
+            "the optimizer does not own params of this model: pass the HybridAdam made from its parameters()"
+        )
     return engine
 
 
@@ -207,6 +219,21 @@ def _swap(work: Path, final: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
+def _remove_leftovers(final: Path) -> None:
+    """What saves that were killed had written so far (not what another living process is writing)."""
+    for leftover in final.parent.glob(f".{final.name}.new-*"):
+        pid = int(leftover.name.rpartition("-")[2]) if leftover.name.rpartition("-")[2].isdigit() else 0
+        try:
+            os.kill(pid, 0)
+            alive = pid not in (0, os.getpid())
+        except ProcessLookupError:
+            alive = False
+        except PermissionError:
+            alive = True
+        if not alive:
+            shutil.rmtree(leftover, ignore_errors=True)
+
+
 def _old_name(final: Path) -> Path:
     return final.parent / f".{final.name}.old"
 
@@ -226,13 +253,21 @@ def _read_manifest(path: Path) -> dict[str, Any]:
         raise StorageError(f"{path} is not a checkpoint: it has no manifest.json") from e
     except (OSError, ValueError) as e:
         raise StorageError(f"{path}/manifest.json cannot be read: {e}") from e
+    checksum = manifest.pop("checksum", None) if isinstance(manifest, dict) else None
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise StorageError(f"{path}/manifest.json is not that of a Gemini checkpoint")
     if manifest.get("version") != VERSION:
         raise StorageError(
             f"{path} has checkpoint version {manifest.get('version')}, this Gemini reads version {VERSION}"
         )
+    if checksum != _checksum(manifest):
+        raise StorageError(f"{path}/manifest.json is damaged: it is not what was written. Use an older checkpoint")
     return manifest
+
+
+def _checksum(manifest: dict[str, Any]) -> int:
+    """CRC-32 of the manifest in one canonical form."""
+    return zlib.crc32(json.dumps(manifest, sort_keys=True, separators=(",", ":")).encode())
 
 
 def _check_model(

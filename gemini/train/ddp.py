@@ -136,6 +136,7 @@ class GeminiDDP(nn.Module):
         if keep_vars:
             raise GeminiError("state_dict(keep_vars=True): managed params hold no values; use keep_vars=False")
         engine = _engine(self)
+        engine.check_whole()
         return model_state(self, engine, super(), destination, prefix, dtype)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
@@ -151,6 +152,7 @@ class GeminiDDP(nn.Module):
 
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
         """As in transformers: an ordinary directory of safetensors, written shard by shard from where chunks live."""
+        _engine(self).check_whole()
         return export_pretrained(self, _engine(self), super(), save_directory, *args, **kwargs)
 
     # ---- refused ------------------------------------------------------------------------------------------------

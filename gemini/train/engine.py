@@ -26,7 +26,7 @@ from gemini.memory.device import make_device
 from gemini.memory.manager import Manager
 from gemini.memory.mover import Mover
 from gemini.plan.planes import PlaneKind
-from gemini.train.build import build, iter_chunks, make_trainable
+from gemini.train.build import adopt_all, build, grad_hook, iter_chunks, make_trainable
 from gemini.train.by_name import ByName
 from gemini.train.calls import CallRecord, Calls
 from gemini.train.containers import iter_tensors
@@ -34,7 +34,6 @@ from gemini.train.gradients import GradientStore
 from gemini.train.guard import (
     ManagedParameter,
     ParamHandle,
-    engine_of,
     expose,
     hide,
     optimizer_of,
@@ -56,7 +55,7 @@ class Engine:
         self.by_chunk = iter_chunks(self.handles)
         self.mover = Mover(self.device, built.tile, self.ledger)
         self.manager = Manager(
-            self.chunks, ledger=self.ledger, device=self.device, mover=self.mover, on_evict=self._poison_chunk
+            self.chunks, ledger=self.ledger, device=self.device, mover=self.mover, on_evict=self.poison_chunk
         )
         self.gradients = GradientStore(
             self.handles,
@@ -68,15 +67,17 @@ class Engine:
         )
         self.by_names = ByName(self)
         self.loss_scale = LossScale() if config.precision == "fp16" else None
+        self.applied_scale = 1.0
         self.clip_coefficient = 1.0
         self.moved_last_step: Counter[str] = Counter()
         self._gathered = 0
         self._backward_number = 0
         self.in_backward = False
+        self.lost: str | None = None
         self.requires_grad_changed = False
         self.calls = Calls(self._acquire, self._release)
         self._exposed: set[int] = set()
-        self._adopt_all()
+        adopt_all(self)
         gc.collect(0)
 
     # ---- phases -------------------------------------------------------------------------------------------------
@@ -86,9 +87,27 @@ class Engine:
         """Whether params are ordinary parameters now: a forward, a backward or gathered() is under way."""
         return self.calls.running or self.in_backward or self._gathered > 0
 
+    def mark_lost(self, cause: BaseException) -> None:
+        """An update broke off in the middle: some weights and moments are of this step and some are not."""
+        self.lost = f"{type(cause).__name__}: {cause}"
+
+    def check_whole(self) -> None:
+        """Refuse to go on with a half-made update.
+
+        Raises:
+            GeminiError: until a checkpoint is loaded.
+        """
+        if self.lost is not None:
+            raise GeminiError(
+                f"an update of this model broke off ({self.lost}): its weights and moments are half of one step and "
+                "half of "
+                "the next. Load the last checkpoint (gemini.load_checkpoint) or make the model anew"
+            )
+
     def begin_call(self, module: nn.Module, chunks: tuple[Chunk, ...]) -> None:
         """A hooked module starts to compute: gather what it reads."""
         if not self.computing:
+            self.check_whole()
             self._expose_resident()
         try:
             self.calls.begin(module, chunks)
@@ -125,6 +144,8 @@ class Engine:
                     'Use GeminiConfig(gradients="accumulate") (or "retain") to accumulate over micro-batches'
                 )
             self.gradients.promote(self.chunks)
+        elif self.loss_scale is not None:
+            self.applied_scale = self.loss_scale.scale  # one scale for all gradients that are added up
         self._backward_number += 1
         self.in_backward = True
         self._expose_resident()
@@ -153,7 +174,7 @@ class Engine:
         """Unpin, and guard the params again unless they never move: another module's read must not go unnoticed."""
         self.manager.release(chunk)
         if chunk.pins == 0 and chunk.gathered and not chunk.resident:
-            refuse_written(self._hide_chunk(chunk))
+            refuse_written(self.hide_chunk(chunk))
 
     def read_in_call(self, func: Callable[..., Any], args: Any, kwargs: Any, handles: list[ParamHandle]) -> Any:
         """An operation reads params outside their own module's forward, while the model computes.
@@ -225,11 +246,11 @@ class Engine:
             expose(chunk, self.by_chunk[index])
             self._exposed.add(index)
 
-    def _hide_chunk(self, chunk: Chunk) -> list[ParamHandle]:
+    def hide_chunk(self, chunk: Chunk) -> list[ParamHandle]:
         self._exposed.discard(chunk.spec.index)
         return hide(self.by_chunk[chunk.spec.index])
 
-    def _poison_chunk(self, chunk: Chunk) -> None:
+    def poison_chunk(self, chunk: Chunk) -> None:
         self._exposed.discard(chunk.spec.index)
         poison(self.by_chunk[chunk.spec.index])
 
@@ -240,7 +261,7 @@ class Engine:
 
     def _rest_if_idle(self) -> None:
         if not self.computing and self._exposed:
-            written = [h for index in list(self._exposed) for h in self._hide_chunk(self.chunks[index])]
+            written = [h for index in list(self._exposed) for h in self.hide_chunk(self.chunks[index])]
             refuse_written(written)
 
     # ---- gradients ----------------------------------------------------------------------------------------------
@@ -311,7 +332,7 @@ class Engine:
     @property
     def grad_unscale(self) -> float:
         """What gradients in the planes are multiplied by to be those of the loss."""
-        return 1.0 if self.loss_scale is None else 1.0 / self.loss_scale.scale
+        return 1.0 / self.applied_scale
 
     def read_grad(self, handle: ParamHandle) -> torch.Tensor | None:
         """The gradient as the loss gives it (clipping not applied), on the CPU, or None."""
@@ -324,11 +345,16 @@ class Engine:
         """zero_grad: forget gradients (all, or some), and the clipping that was computed from them."""
         self.recover_if_interrupted()
         self.gradients.discard(self.handles if handles is None else list(handles))
-        self.clip_coefficient = 1.0
+        self._forget_clipping()
+
+    def _forget_clipping(self) -> None:
+        """Clipping is of the gradients that are there; another optimizer's part of them may still be."""
+        if not any(handle.has_grad for handle in self.handles):
+            self.clip_coefficient = 1.0
 
     def end_step(self) -> None:
         """After an optimizer step: what moved since the last one is what the report shows."""
-        self.clip_coefficient = 1.0
+        self._forget_clipping()
         self.moved_last_step = self.mover.moved.copy()
         self.mover.moved.clear()
 
@@ -341,49 +367,9 @@ class Engine:
             handle.trained = handle.param.requires_grad
             if handle.trained and handle.hook is None:
                 make_trainable(self, handle.chunk)
-                handle.hook = handle.param.register_post_accumulate_grad_hook(_grad_hook(handle))
+                handle.hook = handle.param.register_post_accumulate_grad_hook(grad_hook(handle))
 
-    # ---- construction and end -----------------------------------------------------------------------------------
-
-    def _adopt_all(self) -> None:
-        """Move the params home one by one. If one cannot be moved, those that were are given back as they were."""
-        given: list[tuple[ParamHandle, torch.dtype, torch.Tensor | None]] = []
-        try:
-            for index, handles in self.by_chunk.items():
-                for handle in handles:
-                    given.append((handle, *self._adopt(handle)))
-                if self.chunks[index].gathered:
-                    self._hide_chunk(self.chunks[index])
-                else:
-                    self._poison_chunk(self.chunks[index])
-        except BaseException:
-            for handle, dtype, original in given:
-                param = handle.param
-                param.__class__ = nn.Parameter
-                param.data = self.by_names.read(handle, torch.float32).to(dtype) if original is None else original
-                del param._gemini  # type: ignore[attr-defined]
-                if handle.hook is not None:
-                    handle.hook.remove()
-            self.handles = []
-            raise
-
-    def _adopt(self, handle: ParamHandle) -> tuple[torch.dtype, torch.Tensor | None]:
-        """Move one param's values home and make it a view of its chunk; returns what undoing that needs.
-
-        Its dtype is enough, unless it is frozen and gets narrower: then the original is kept until all are home.
-        """
-        param = handle.param
-        original = param.data
-        self.by_names.write(handle, original)
-        param.grad = None
-        param.data = handle.view
-        handle.version = param._version
-        param._gemini = handle  # type: ignore[attr-defined]
-        handle.trained = param.requires_grad
-        if handle.trained:
-            handle.hook = param.register_post_accumulate_grad_hook(_grad_hook(handle))
-        narrowed = not handle.chunk.spec.trainable and original.dtype.itemsize > param.dtype.itemsize
-        return original.dtype, original if narrowed else None
+    # ---- the end ----------------------------------------------------------------------------------------------
 
     def check_invariants(self) -> None:
         """Everything that must hold between steps; for tests."""
@@ -395,6 +381,10 @@ class Engine:
     def close(self) -> None:
         """Give everything back, whoever still holds a param: it keeps its shape and name, and refuses to be read."""
         poison(self.handles)
+        for handle in self.handles:
+            handle.view = torch.empty(0, device="cpu")
+            if handle.hook is not None:
+                handle.hook.remove()
         for chunk in self.chunks:
             chunk.planes.clear()
             chunk.window = None
@@ -407,10 +397,3 @@ class Engine:
         # At the end of the interpreter the system takes everything back, and torch may be half gone.
         if hasattr(self, "manager") and not sys.is_finalizing():
             self.close()
-
-
-def _grad_hook(handle: ParamHandle) -> Any:
-    def take(param: torch.Tensor) -> None:
-        engine_of(handle).take_grad(handle)
-
-    return take

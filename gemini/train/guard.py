@@ -13,7 +13,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -41,6 +41,8 @@ class ParamHandle:
     engine: weakref.ref[Engine]
     hook: Any = None
     """The post-accumulate-grad hook, if the param is trained."""
+    view: torch.Tensor = field(default_factory=lambda: torch.empty(0, device="cpu"))
+    """The gathered weights of the param, in its shape. Only to be read while its chunk is gathered."""
     version: int = 0
     """torch's count of writes to the param when it became ordinary."""
     poisoned: bool = False
@@ -57,11 +59,6 @@ class ParamHandle:
     @property
     def has_grad(self) -> bool:
         return self.norm_sums is not None
-
-    @property
-    def view(self) -> torch.Tensor:
-        """The gathered weights of the param, in its shape. Only to be read while its chunk is gathered."""
-        return self.chunk.flat[self.slot.start : self.slot.stop].view(self.param.shape)
 
 
 def handle_of(param: Any) -> ParamHandle | None:

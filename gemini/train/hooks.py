@@ -142,7 +142,7 @@ def _refuse_partial_fp16(output: Any) -> None:
 
 
 class ScaleGradient(torch.autograd.Function):
-    """Identity in forward; in backward the gradient times the loss scale (looked up then)."""
+    """Identity in forward; in backward the gradient times the loss scale that this backward applies."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, ref: weakref.ref[Engine]) -> torch.Tensor:  # type: ignore[override]
@@ -151,6 +151,4 @@ class ScaleGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
-        scale = _engine(ctx.ref).loss_scale
-        assert scale is not None
-        return grad * scale.scale, None
+        return grad * _engine(ctx.ref).applied_scale, None

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterable
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
 from itertools import chain
 from typing import Any
 
@@ -22,10 +23,20 @@ from gemini import kernels
 from gemini.errors import GeminiError, NonFiniteGradient
 from gemini.plan.planes import OPTIMIZER_PLANES
 from gemini.train.engine import Engine
-from gemini.train.guard import ParamHandle, engine_of, handle_of
+from gemini.train.guard import ParamHandle, engine_of, handle_of, optimizer_of
 from gemini.train.update import Segment, update_chunk
 
 Group = dict[str, Any]
+
+
+class _States(defaultdict):  # type: ignore[type-arg]
+    """``optimizer.state``. Never false: torch.distributed.checkpoint makes a step of zeros where it finds no state."""
+
+    def __init__(self, states: Mapping[Any, Any]):
+        super().__init__(dict, states)
+
+    def __bool__(self) -> bool:
+        return True
 
 
 class HybridAdam(torch.optim.Optimizer):
@@ -74,6 +85,7 @@ class HybridAdam(torch.optim.Optimizer):
         }
         self.step_in_backward = step_in_backward
         super().__init__(params, defaults)
+        self.state = _States(self.state)
 
     def add_param_group(self, param_group: Group) -> None:
         """Add a group of params with hyperparameters of its own, as in torch.
@@ -84,7 +96,7 @@ class HybridAdam(torch.optim.Optimizer):
         super().add_param_group(param_group)
         params = self.param_groups[-1]["params"]
         try:
-            self._engine_of(chain.from_iterable(group["params"] for group in self.param_groups))
+            self.engine()
         except ValueError:
             self.param_groups.pop()
             raise
@@ -134,6 +146,22 @@ class HybridAdam(torch.optim.Optimizer):
                     param.grad.detach_().zero_()
         if handles:
             engine_of(handles[0]).discard_grads(handles)
+
+    def full_state(self, name: str) -> dict[str, torch.Tensor]:
+        """The states of one managed param by name: "step", "exp_avg", "exp_avg_sq" and in bf16 "residual", on the CPU.
+
+        Raises:
+            KeyError: if the optimizer owns no managed param of that name.
+        """
+        engine = self.engine()
+        handle = None if engine is None else engine.by_names[name]
+        if handle is None or optimizer_of(handle.param) is not self:
+            raise KeyError(f"this HybridAdam owns no managed param called {name!r}")
+        return self._managed_state(handle)
+
+    def engine(self) -> Engine | None:
+        """The engine of the managed params, if there are any."""
+        return self._engine_of(chain.from_iterable(group["params"] for group in self.param_groups))
 
     def state_dict(self) -> dict[str, Any]:
         """Torch's form: ``{"state": {index: {"step", "exp_avg", "exp_avg_sq", ...}}, "param_groups": [...]}``.
@@ -223,6 +251,7 @@ class HybridAdam(torch.optim.Optimizer):
         engine = self._engine_of(handle.param for handle, _ in managed)
         assert engine is not None
         self._check_mode(engine)
+        engine.check_whole()
         engine.recover_if_interrupted()
         ready = [(handle, group) for handle, group in managed if handle.has_grad]
         handles = [handle for handle, _ in ready]
@@ -238,11 +267,15 @@ class HybridAdam(torch.optim.Optimizer):
         for handle, group in ready:
             segment = Segment(handle, _hyper(group, handle.num_steps + 1, scale))
             by_chunk.setdefault(handle.chunk.spec.index, []).append(segment)
-        for index in sorted(by_chunk):
-            update_chunk(engine, engine.chunks[index], by_chunk[index])
-            for segment in by_chunk[index]:
-                segment.handle.num_steps += 1
-                segment.handle.norm_sums = None
+        try:
+            for index in sorted(by_chunk):
+                update_chunk(engine, engine.chunks[index], by_chunk[index])
+                for segment in by_chunk[index]:
+                    segment.handle.num_steps += 1
+                    segment.handle.norm_sums = None
+        except BaseException as e:  # an interrupt between two chunks breaks the step as well
+            engine.mark_lost(e)
+            raise
         if engine.loss_scale is not None and handles:
             engine.loss_scale.stepped()
         engine.end_step()

@@ -41,8 +41,13 @@ def model_state(
 
 def load_model_state(model: nn.Module, engine: Engine, state: Mapping[str, Any], strict: bool) -> Any:
     """Check everything first, so that a refused state changes nothing; then let torch's loader write."""
+    if not isinstance(state, Mapping):
+        raise TypeError(f"load_state_dict takes a mapping of names to tensors, got {type(state).__name__}")
     engine.recover_if_interrupted()
     expected = nn.Module.state_dict(model, keep_vars=True)
+    for name, value in state.items():
+        if name in expected and isinstance(expected[name], torch.Tensor) and not isinstance(value, torch.Tensor):
+            raise TypeError(f"load_state_dict: the value of {name!r} is a {type(value).__name__}, not a tensor")
     errors = [
         f"size mismatch for {name}: copying a param with shape {tuple(value.shape)} from the state, the shape in the "
         f"model is {tuple(expected[name].shape)}."

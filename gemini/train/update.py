@@ -36,12 +36,17 @@ def update_chunk(engine: Engine, chunk: Chunk, segments: list[Segment]) -> None:
     """Update ``segments`` (params of ``chunk``), then drop the gathered copy that they have overtaken."""
     start = min(s.handle.slot.start for s in segments)
     stop = page_up(max(s.handle.slot.stop for s in segments))
-    with torch.profiler.record_function("gemini::adam"):
-        for first, last in tiles(start, stop, engine.mover.tile):
-            active = [s for s in segments if s.handle.slot.start < last and s.handle.slot.stop > first]
-            if active:
-                _update_tile(engine, chunk, active, first, last)
-    engine.manager.drop([chunk])
+    try:
+        with torch.profiler.record_function("gemini::adam"):
+            for first, last in tiles(start, stop, engine.mover.tile):
+                active = [s for s in segments if s.handle.slot.start < last and s.handle.slot.stop > first]
+                if active:
+                    _update_tile(engine, chunk, active, first, last)
+        engine.manager.drop([chunk])
+    except BaseException as e:
+        # A repeated step would update finished tiles twice, and planes may be torn: there is no way on from here.
+        engine.mark_lost(e)
+        raise
 
 
 def _update_tile(engine: Engine, chunk: Chunk, active: list[Segment], first: int, last: int) -> None:

@@ -90,7 +90,7 @@ def test_budget_below_the_working_set(tmp_path: Path) -> None:
         gemini.GeminiDDP(model, small)
     assert_untouched(model, llama())
     tiny_disk = cpu(cpu="800KiB", nvme="4KiB", nvme_path=tmp_path)
-    with pytest.raises(gemini.BudgetExceeded, match=r"missing on nvme.*raise the nvme budget by"):
+    with pytest.raises(gemini.BudgetExceeded, match=r"missing on nvme.*raise the nvme budget to"):
         gemini.GeminiDDP(model, tiny_disk)
     assert_untouched(model, llama())
 
