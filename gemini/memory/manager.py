@@ -132,12 +132,20 @@ class Manager:
         assert window is not None
         if frames is None or not frames.has(window.num_bytes):
             self.make_room(window.num_bytes, what=chunk.name, for_window=True)
-        if frames is not None and frames.has(window.num_bytes):
+        parked = frames is not None and frames.has(window.num_bytes)
+        if parked:
             self.ledger.pass_on(tier, window.num_bytes, "pool", "windows")
         else:
             self.ledger.reserve(tier, window.num_bytes, "windows")
         try:
             window.populate()
+        except BaseException:
+            if parked:
+                self.ledger.pass_on(tier, window.num_bytes, "windows", "pool")
+            else:
+                self.ledger.release(tier, window.num_bytes, "windows")
+            raise
+        try:
             self._mover.gather(chunk)
         except BaseException:
             self._depopulate(chunk)

@@ -128,14 +128,22 @@ def test_a_fault_in_forward_or_backward_loses_nothing(
     faults.start(0)
     one_step(model, optimizer, 1, faults, micro)
     wanted = [n for n, phase in enumerate(faults.phases, 1) if phase in ("forward", "backward", "clip")]
-    assert wanted or kind == "allocate" and micro == 1, "there was nothing to fail"
+    # With one backward nothing is promoted, and windows take over each other's frames: nothing is allocated or reserved.
+    assert wanted or (kind in ("allocate", "reserve") and micro == 1), "there was nothing to fail"
     for chosen in wanted:
         faults.start(0)
         model, optimizer = make(tmp_path)
         faults.start(chosen)
-        with pytest.raises(GeminiError):
+        try:
             one_step(model, optimizer, 1, faults, micro)
-        assert faults.phase in ("forward", "backward", "clip")
+        except GeminiError:
+            assert faults.phase in ("forward", "backward", "clip")
+        else:
+            # Pages that cannot be parked at an eviction are given back to the system instead: nothing is lost by it.
+            assert kind == "move pages", f"{kind} {chosen} failed and nobody said so"
+            model._gemini_engine.check_invariants()
+            assert same(masters(model), after)
+            continue
         faults.start(0)
         faults.phase = ""
         check(model)

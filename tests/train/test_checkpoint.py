@@ -257,6 +257,9 @@ def test_other_models_precisions_versions_and_groups(tmp_path: Path) -> None:
     frozen = gpt2()
     frozen.transformer.wte.weight.requires_grad_(False)
     one_group.model = wrap(frozen, "ram", tmp_path)
+    with pytest.raises(ValueError, match="does not own params of this model"):
+        gemini.load_checkpoint(tmp_path / "ckpt", one_group.model, run.optimizer)
+    one_group.optimizer = adam(one_group.model)
     assert_refused(one_group, tmp_path / "ckpt", gemini.PlanMismatch)
     with pytest.raises(gemini.PlanMismatch, match="scheduler"):
         gemini.load_checkpoint(tmp_path / "ckpt", run.model, run.optimizer)
