@@ -122,7 +122,8 @@ std::vector<double> run(Isa isa, void* dst, const void* src, int64_t n) {
     std::vector<double> blocks(static_cast<size_t>((n + kNormBlock - 1) / kNormBlock));
     const Grads args{dst, src, blocks.data()};
     const RangeFn<NormKernel<Step>> range = select<NormKernel<Step>>(isa);
-    parallel_for(n, kNormBlock, [&](int64_t begin, int64_t end) { range(args, begin, end); });
+    // Gradients land in the middle of backward, where the other cores are torch's: not worth waking them for less.
+    parallel_for(n, kNormBlock, [&](int64_t begin, int64_t end) { range(args, begin, end); }, 512 * 1024);
 
     constexpr size_t kBlocks = static_cast<size_t>(kNormTile / kNormBlock);
     std::vector<double> tiles((blocks.size() + kBlocks - 1) / kBlocks, 0.0);

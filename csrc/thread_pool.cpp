@@ -23,9 +23,8 @@
 namespace gemini {
 namespace {
 
-// In elements. Below kInline, waking a thread costs more than the work; pieces are large enough to be worth a thread,
-// and small enough that a thread which loses its processor does not hold up the others.
-constexpr int64_t kInline = 32 * 1024;
+// In elements. Pieces are large enough to be worth a thread, and small enough that a thread which loses its processor
+// does not hold up the others.
 constexpr int64_t kMinPiece = 16 * 1024;
 constexpr int64_t kMaxPiece = 256 * 1024;
 constexpr int kMaxThreads = 1024;
@@ -157,10 +156,10 @@ ThreadPool& pool() {
 
 }  // namespace
 
-void parallel_for(int64_t n, int64_t align, const RangeTask& task) {
+void parallel_for(int64_t n, int64_t align, const RangeTask& task, int64_t inline_below) {
     if (n <= 0) return;
     const int threads = num_threads();
-    if (n < kInline || threads == 1 || !pool().usable()) return task(0, n);
+    if (n < inline_below || threads == 1 || !pool().usable()) return task(0, n);
     const int64_t share = std::clamp(divide_up(n, threads), kMinPiece, kMaxPiece);
     const int64_t piece = divide_up(share, align) * align;
     Job job(task, n, piece);

@@ -10,9 +10,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    Progress,
+    ProgressColumn,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+)
 
 from gemini.errors import human_bytes
+
+# On narrower terminals the numbers are worth more than the bar.
+_WIDTH_WITH_BAR = 110
 
 
 @dataclass(frozen=True)
@@ -40,15 +50,10 @@ class TrainProgress:
         self._bar: Progress | None = None
         self._task = TaskID(0)
         if console.is_terminal:
-            self._bar = Progress(
-                TextColumn("step"),
-                MofNCompleteColumn(),
-                BarColumn(bar_width=None),
-                TimeRemainingColumn(compact=True),
-                TextColumn("{task.description}"),
-                console=console,
-                expand=True,
-            )
+            columns: list[ProgressColumn] = [TextColumn("{task.completed}/{task.total}  {task.description}")]
+            if console.width >= _WIDTH_WITH_BAR:
+                columns += [BarColumn(bar_width=None), TimeRemainingColumn(compact=True)]
+            self._bar = Progress(*columns, console=console, expand=True)
             self._task = self._bar.add_task("", total=num_steps, completed=first_step)
 
     def __enter__(self) -> TrainProgress:
@@ -71,7 +76,7 @@ class TrainProgress:
         if self._bar is not None or due:
             now = time.perf_counter()
             # A bar is redrawn every step: take the rate over a second or more, or it flickers.
-            if due or now - self._since > 1:
+            if due or self._rate == 0 or now - self._since > 1:
                 self._rate = self._tokens_since / max(now - self._since, 1e-9)
                 self._tokens_since, self._since = 0, now
         if self._bar is not None:
@@ -82,4 +87,4 @@ class TrainProgress:
     def _words(self, report: StepReport) -> str:
         norm = "" if report.grad_norm is None else f"  grad norm {report.grad_norm:.3g}"
         tiers = "".join(f"  {name} {human_bytes(used)}" for name, used in report.used_bytes.items())
-        return f"loss {report.loss:.4f}{norm}  {self._rate:,.0f} tokens/s{tiers}"
+        return f"loss {report.loss:.4f}{norm}  {self._rate:,.0f} tok/s{tiers}"

@@ -28,6 +28,9 @@ from gemini.jobs.text_files import find_text_files, fingerprint
 from gemini.jobs.tokens import ByteTokens, TokenizerTokens, Tokens
 from gemini.jobs.windows import WindowStream
 
+# fp16 skips steps while it looks for a loss scale, but then the loss itself is finite.
+_HOPELESS_STEPS = 10
+
 
 class TrainRun:
     """A model under Gemini with its optimizer, schedule and text, ready for the next step.
@@ -55,6 +58,7 @@ class TrainRun:
             with as_job_error(asked="--gradient-checkpointing"):
                 checkpoint_activations(model)
         groups = _param_groups(model, settings.weight_decay)
+        self._weight_decays = [group["weight_decay"] for group in groups]
         self.num_params = sum(p.numel() for p in model.parameters())
         with as_job_error(asked="The settings cannot be used together"):
             config = gemini.GeminiConfig(
@@ -127,6 +131,7 @@ class TrainRun:
             raise JobError(
                 f"--resume {checkpoint}: this checkpoint was not written by `gemini train`, it has no position."
             )
+        self._follow_settings()
         self.stream.load_state_dict(extra["gemini_train"]["data"])
         self.step = int(extra["gemini_train"]["step"])
         self._say(f"resumed from {checkpoint} after step {self.step}")
@@ -135,6 +140,15 @@ class TrainRun:
                 f"--resume {checkpoint}: its {self.step} steps are all of --steps {self.settings.steps}. Ask for more "
                 "steps to go on."
             )
+
+    def _follow_settings(self) -> None:
+        """Learning rate and weight decay as the command line has them: the checkpoint brought back those of its run."""
+        self.scheduler.base_lrs = [self.settings.lr for _ in self.optimizer.param_groups]
+        for group, decay, factor in zip(
+            self.optimizer.param_groups, self._weight_decays, self.scheduler.lr_lambdas, strict=True
+        ):
+            group["initial_lr"], group["weight_decay"] = self.settings.lr, decay
+            group["lr"] = self.settings.lr * factor(self.scheduler.last_epoch)
 
     # ---- the steps ---------------------------------------------------------------------------------------------------
 
@@ -151,14 +165,19 @@ class TrainRun:
         )
         stop = StopWish("Stopping after this step, then saving. Once more stops at once, and saves nothing.")
         with stop, progress:
-            while self.step < settings.steps and not stop.wanted:
+            stopping = False
+            while self.step < settings.steps and not stopping:
                 report = self._step_or_stop(progress)
-                if losses and math.isfinite(losses[-1]) and not math.isfinite(report.loss):
-                    progress.say(f"the loss is {report.loss} from step {report.step} on: a lower --lr may help")
                 losses.append(report.loss)
+                if len(losses) >= _HOPELESS_STEPS and not any(map(math.isfinite, losses[-_HOPELESS_STEPS:])):
+                    raise JobError(
+                        f"The loss has been inf or NaN for {_HOPELESS_STEPS} steps, the last is step {self.step}. "
+                        f"A lower --lr may help, or --precision bf16. {self._newest_checkpoint()}"
+                    )
                 progress.show(report)
-                last = self.step == settings.steps or stop.wanted
-                if stop.wanted or settings.save_every and (last or self.step % settings.save_every == 0):
+                stopping = stop.wanted  # looked at once: a signal after this stops after the next step
+                due = self.step == settings.steps or self.step % max(settings.save_every, 1) == 0
+                if stopping or (settings.save_every and due):
                     self._save_checkpoint(progress)
         return losses
 
@@ -170,14 +189,14 @@ class TrainRun:
             self.optimizer.zero_grad()
             self._save_checkpoint(progress)
             raise JobError(
-                f"Step {self.step + 1} has gradients that are not finite ({e}). No weight was changed; the state "
-                "before it is saved, after the text that led here. Resume with a lower --lr, or look at the text."
+                f"The gradients of step {self.step + 1} hold inf or NaN, so no weight was changed. The state before it "
+                "is saved; --resume auto goes on from there with the text that follows. A lower --lr may help."
             ) from e
 
     def _step(self) -> StepReport:
         """One optimizer step over ``accumulate`` batches."""
         settings = self.settings
-        lr = self.scheduler.get_last_lr()[0]
+        lr = self.optimizer.param_groups[0]["lr"]
         total = torch.zeros((), dtype=torch.float32, device=self.device)
         for batch_number in range(settings.accumulate):
             ids = torch.tensor(self.stream.next_batch(settings.batch_size), device=self.device)
@@ -200,6 +219,10 @@ class TrainRun:
             num_tokens=settings.accumulate * settings.batch_size * settings.seq_len,
             used_bytes={tier: memory[tier]["used"] for tier in tiers_of(memory)},
         )
+
+    def _newest_checkpoint(self) -> str:
+        there = checkpoints.checkpoints_in(self.settings.out)
+        return f"The newest checkpoint is {there[-1]}." if there else "There is no checkpoint."
 
     def _save_checkpoint(self, progress: TrainProgress) -> None:
         path = checkpoints.checkpoint_path(self.settings.out, self.step)

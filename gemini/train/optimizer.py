@@ -264,9 +264,12 @@ class HybridAdam(torch.optim.Optimizer):
         engine.gradients.check_finite(handles)
         scale = engine.clip_coefficient * engine.grad_unscale
         by_chunk: dict[int, list[Segment]] = {}
+        hypers: dict[tuple[int, int], kernels.AdamHyper] = {}
         for handle, group in ready:
-            segment = Segment(handle, _hyper(group, handle.num_steps + 1, scale))
-            by_chunk.setdefault(handle.chunk.spec.index, []).append(segment)
+            key = (id(group), handle.num_steps)
+            if key not in hypers:
+                hypers[key] = _hyper(group, handle.num_steps + 1, scale)
+            by_chunk.setdefault(handle.chunk.spec.index, []).append(Segment(handle, hypers[key]))
         try:
             for index in sorted(by_chunk):
                 update_chunk(engine, engine.chunks[index], by_chunk[index])

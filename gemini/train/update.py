@@ -2,11 +2,13 @@
 
 Planes in host memory are updated in place; planes in the spill file (or in a device's own memory) pass through one
 staging tile each and are written back. Where every plane stands on the computing device, the update runs there. Params
-of one tile may have different hyperparameters, step counts, or no gradient: each is a segment of its own.
+of one tile may have different hyperparameters, step counts, or no gradient: each is a segment, and neighbours that are
+updated alike go through the kernel together.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -67,14 +69,13 @@ def _update_tile(engine: Engine, chunk: Chunk, active: list[Segment], first: int
             views[kind], is_staged = engine.mover.host_tile(kind, plane, first, last)
             if is_staged:
                 staged.append(kind)
-    for segment in active:
-        slot = segment.handle.slot
-        a, b = max(slot.start, first), min(slot.stop, last)
+    for start, stop, segment in _spans(active):
+        a, b = max(start, first), min(stop, last)
         part = slice(a - first, b - first)
         if segment.grad is None:
             grad = views[PlaneKind.GRAD][part]
         else:
-            grad = _bring(engine, segment.grad[a - slot.start : b - slot.start], on_device)
+            grad = _bring(engine, segment.grad[a - start : b - start], on_device)
         residual = views.get(PlaneKind.RESIDUAL)
         kernels.adam_update(
             views[PlaneKind.WEIGHTS][part],
@@ -87,6 +88,24 @@ def _update_tile(engine: Engine, chunk: Chunk, active: list[Segment], first: int
     for kind in staged:
         if kind is not PlaneKind.GRAD:
             engine.mover.store(chunk.planes[kind], first, last, views[kind])
+
+
+def _spans(segments: list[Segment]) -> Iterator[tuple[int, int, Segment]]:
+    """Element ranges to update in one go: neighbours that are updated alike, the padding between them included.
+
+    Padding goes through the update like everything else and nobody ever reads what becomes of it; a few long calls keep
+    the kernel's threads busy where many short ones would wake them in vain.
+    """
+    run: list[Segment] = []
+    for segment in sorted(segments, key=lambda s: s.handle.slot.start):
+        follows = run and segment.handle.slot.start == page_up(run[-1].handle.slot.stop)
+        if not (follows and segment.grad is None and run[-1].grad is None and segment.hyper == run[-1].hyper):
+            if run:
+                yield run[0].handle.slot.start, run[-1].handle.slot.stop, run[0]
+            run = []
+        run.append(segment)
+    if run:
+        yield run[0].handle.slot.start, run[-1].handle.slot.stop, run[0]
 
 
 def _bring(engine: Engine, grad: torch.Tensor, on_device: bool) -> torch.Tensor:

@@ -16,7 +16,7 @@ from gemini.jobs.interrupt import StopWish
 from gemini.jobs.progress import StepReport, TrainProgress
 from gemini.jobs.resident import ResidentPeak, resident_bytes
 
-MIB = 1 << 20
+MIB, GIB = 1 << 20, 1 << 30
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -77,7 +77,14 @@ def test_the_watch_sees_memory_that_is_gone_again() -> None:
 
 
 def report(step: int) -> StepReport:
-    return StepReport(step=step, loss=2.5, grad_norm=1.25, lr=1e-3, num_tokens=100, used_bytes={"cpu": 3 * MIB})
+    return StepReport(
+        step=step,
+        loss=2.5,
+        grad_norm=1.25,
+        lr=1e-3,
+        num_tokens=1,
+        used_bytes={"cpu": 3 * MIB, "nvme": int(1.234 * GIB)},
+    )
 
 
 def test_without_a_terminal_there_is_a_line_now_and_then() -> None:
@@ -87,16 +94,17 @@ def test_without_a_terminal_there_is_a_line_now_and_then() -> None:
             progress.show(report(step))
     lines = out.getvalue().splitlines()
     assert [line.split("  ")[0] for line in lines] == ["step 3/7", "step 6/7", "step 7/7"]
-    for words in ("loss 2.5000", "grad norm 1.25", "tokens/s", "cpu 3 MiB", "lr 0.001"):
+    for words in ("loss 2.5000", "grad norm 1.25", "tok/s", "cpu 3 MiB", "lr 0.001"):
         assert words in lines[0]
 
 
-def test_on_a_terminal_there_is_a_bar() -> None:
+@pytest.mark.parametrize("width", [80, 150])
+def test_on_a_terminal_there_is_a_live_line(width: int) -> None:
     out = io.StringIO()
-    console = Console(file=out, force_terminal=True, width=150)
-    with TrainProgress(console, num_steps=2, first_step=0, log_every=1) as progress:
+    console = Console(file=out, force_terminal=True, width=width, color_system=None)
+    with TrainProgress(console, num_steps=2000, first_step=0, log_every=1) as progress:
         progress.say("a line above it")
-        progress.show(report(1))
-        progress.show(report(2))
-    for words in ("a line above it", "2/2", "loss 2.5000", "cpu 3 MiB"):
+        progress.show(report(1999))
+        progress.show(report(2000))
+    for words in ("a line above it", "2000/2000", "loss 2.5000", "grad norm 1.25", "cpu 3 MiB", "nvme 1.234 GiB"):
         assert words in out.getvalue()

@@ -91,6 +91,28 @@ def test_resuming_with_other_text_is_refused(train: Gemini, tmp_path: Path, text
     assert "stands in the middle of other data" in " ".join(result.stderr.split())
 
 
+def test_a_resumed_run_follows_the_command_line(train: Gemini, tmp_path: Path) -> None:
+    """Another --lr is taken, not silently replaced by the checkpoint's."""
+    common = ["--out", tmp_path / "out", "--schedule", "constant"]
+    assert train(*common).exit_code == 0
+    resumed = train(*common, "--steps", 12, "--lr", 5e-3, "--resume", "auto")
+    assert resumed.exit_code == 0, (resumed.output, resumed.exception)
+    assert re.findall(r"  lr (\S+)$", resumed.stdout, re.MULTILINE) == ["0.005", "0.005"]
+
+
+@pytest.mark.parametrize(
+    ("precision", "says"),
+    [("bf16", "The gradients of step 2 hold inf or NaN"), ("fp16", "The loss has been inf or NaN for 10 steps")],
+)
+def test_a_run_that_explodes_is_stopped(train: Gemini, tmp_path: Path, precision: str, says: str) -> None:
+    out = tmp_path / "out"
+    result = train("--out", out, "--lr", 1e30, "--steps", 100, "--save-every", 0, "--precision", precision)
+    assert result.exit_code == 2, (result.output, result.exception)
+    assert says in " ".join(result.stderr.split()) and "Traceback" not in result.output
+    assert not (out / "model.safetensors").exists()
+    assert (out / "checkpoints" / "step-00000001").is_dir() == (precision == "bf16")
+
+
 def test_ctrl_c_saves_the_last_whole_step_and_says_how_to_go_on(
     train: Gemini, gemini_command: Gemini, tmp_path: Path, tiny_config: Path, text: Path
 ) -> None:
