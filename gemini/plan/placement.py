@@ -225,10 +225,13 @@ def _cheapest_change(problem: Problem, missing: Mapping[Tier, int]) -> str:
     budgets, compute = problem.budgets, problem.compute
     floor = problem.spoken_for()[compute]
     if budgets.get(compute, 0) < floor:
+        roomy = replace(problem, budgets={**budgets, compute: floor, Tier.NVME: 2**62})
+        on_disk = bytes_per_tier(roomy, _fill(roomy, roomy.spoken_for())).get(Tier.NVME, 0)
+        disk = "" if on_disk <= budgets.get(Tier.NVME, 0) else f", with nvme_path= and nvme={_at_least(on_disk)}"
         largest = max(chunk.numel for chunk in problem.layout.chunks) * compute_itemsize(problem.precision)
         return (
-            f"raise the {compute.value} budget to at least {_at_least(floor)}: the gathered weights of one module "
-            f"(largest chunk {human_bytes(largest)}), staging and activations must fit at once"
+            f"raise the {compute.value} budget to at least {_at_least(floor)}{disk}: the gathered weights of one "
+            f"module (largest chunk {human_bytes(largest)}), staging and activations must fit at once"
         )
     below = [tier for tier in (Tier.CPU, Tier.NVME) if tier in budgets]
     for tier in dict.fromkeys([Tier.NVME, *reversed(below)]):
@@ -236,7 +239,12 @@ def _cheapest_change(problem: Problem, missing: Mapping[Tier, int]) -> str:
         needed = bytes_per_tier(roomy, _fill(roomy, roomy.spoken_for()))
         if all(needed[other] <= budget for other, budget in budgets.items() if other is not tier):
             if tier not in budgets:
-                return f"give nvme_path= and nvme={_at_least(needed[tier])}"
+                whole = sum(sum(problem.plane_bytes(i).values()) for i in range(len(problem.layout.chunks)))
+                whole += sum(problem.spoken_for(gathers=problem.precision == "fp16", stages=False).values())
+                return (
+                    f"give nvme_path= and nvme={_at_least(needed[tier])}, or raise the {below[-1].value} budget to "
+                    f"{_at_least(whole)}"
+                )
             return f"raise the {tier.value} budget to {_at_least(needed[tier])}"
     return "raise " + " and ".join(f"the {tier.value} budget by {_at_least(gap)}" for tier, gap in missing.items())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 
@@ -9,7 +10,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from gemini.errors import BudgetExceeded, human_bytes
+from gemini.errors import BudgetExceeded, human_bytes, parse_bytes
 from gemini.plan.layout import Layout, ParamSpec, make_layout
 from gemini.plan.placement import (
     Placement,
@@ -230,7 +231,7 @@ def test_a_refusal_names_the_missing_bytes_and_the_cheapest_change() -> None:
     text = str(error.value)
     assert "40,960 params" in text and "bf16" in text and "'retain'" in text
     assert f"{human_bytes(100_000)} missing on cpu" in text, "without a disk nothing moves: no more is needed"
-    assert "nvme_path=" in text and "raise the cpu budget by" in text
+    assert "nvme_path=" in text and "raise the cpu budget to" in text
 
 
 def test_the_change_it_names_is_enough() -> None:
@@ -238,10 +239,11 @@ def test_the_change_it_names_is_enough() -> None:
     tight = {CPU: 2 * N + 1000 + 5 * N, NVME: 20 * N}
     with pytest.raises(BudgetExceeded) as error:
         fill_fastest(problem_of(tight))
-    assert "raise the nvme budget by" in str(error.value)
+    advice = re.search(r"raise the nvme budget to ([\d.]+ [KMGi]*B)", str(error.value))
+    assert advice is not None
     roomy = problem_of({**tight, NVME: MUCH})
     needed = bytes_per_tier(roomy, fill_fastest(roomy))[NVME]
-    assert human_bytes(needed - tight[NVME]) in str(error.value)
+    assert needed <= parse_bytes(advice[1]) <= needed * 1.07, "rounded up to a whole unit"
     fill_fastest(problem_of({**tight, NVME: needed}))
     with pytest.raises(BudgetExceeded):
         fill_fastest(problem_of({**tight, NVME: needed - 1}))
