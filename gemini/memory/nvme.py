@@ -70,7 +70,7 @@ class SpillFile:
         self._given_back: dict[int, list[int]] = {}
         self._queue: IoQueue | None = None
         if not self.direct:
-            warnings.warn(f"{self.directory}: no O_DIRECT here, spilling goes through the page cache", stacklevel=2)
+            warnings.warn(f"{self.directory}: no O_DIRECT here, spilling goes through the page cache", stacklevel=6)
         try:
             self._extend(0, num_bytes)
         except StorageError:

@@ -98,7 +98,7 @@ def measure_budgets(config: GeminiConfig, device: Device) -> dict[Tier, int]:
     if device.tier is Tier.GPU:
         budgets[Tier.GPU] = int(device.free_bytes() * MARGIN) if gpu is None else gpu
     elif gpu:
-        warnings.warn(f"memory gpu={memory.gpu!r} has no effect: the device is {device.name}", stacklevel=4)
+        warnings.warn(f"memory gpu={memory.gpu!r} has no effect: the device is {device.name}", stacklevel=6)
     cpu = memory.bytes_of(Tier.CPU)
     budgets[Tier.CPU] = int(psutil.virtual_memory().available * MARGIN) if cpu is None else cpu
     if memory.nvme_path is not None:
@@ -142,7 +142,7 @@ def decide_placement(problem: Problem, config: GeminiConfig) -> Placement:
     if isinstance(config.placement, StaticPlacement):
         wanted = config.placement
         if problem.compute is Tier.CPU and (wanted.weights_on_gpu or wanted.optimizer_on_gpu):
-            warnings.warn("StaticPlacement: fractions on gpu have no effect without a GPU", stacklevel=5)
+            warnings.warn("StaticPlacement: fractions on gpu have no effect without a GPU", stacklevel=6)
             wanted = StaticPlacement(weights_on_nvme=wanted.weights_on_nvme, optimizer_on_nvme=wanted.optimizer_on_nvme)
         return by_fractions(problem, wanted)
     if isinstance(config.placement, Placement):

@@ -14,6 +14,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -167,13 +168,18 @@ def refuse_written(written: list[ParamHandle]) -> None:
         )
 
 
+@cache
+def _nan(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    with torch.inference_mode(False):
+        return torch.full((), float("nan"), dtype=dtype, device=device)
+
+
 def poison(handles: list[ParamHandle]) -> None:
     """Guard params whose weights are not gathered. What reads past the guard (``torch.tensor(p)``) finds NaN."""
     for handle in handles:
         param = handle.param
         param.__class__ = nn.Parameter  # the guard would refuse the next line
-        nothing = torch.full((), float("nan"), dtype=param.dtype, device=param.device)
-        param.data = nothing.expand(param.shape)
+        param.data = _nan(param.dtype, param.device).expand(param.shape)
         param.__class__ = ManagedParameter
         handle.poisoned = True
 
