@@ -18,6 +18,7 @@ from torch import nn
 
 from gemini.errors import StorageError
 from gemini.memory.chunk import COMPUTE_DTYPES, FilePlane
+from gemini.plan.planes import PlaneKind
 from gemini.train.guard import ParamHandle, handle_of
 
 if TYPE_CHECKING:
@@ -51,23 +52,26 @@ def _mapped(engine: Engine, handle: ParamHandle, directory: Path) -> torch.Tenso
     """The weights in the compute dtype, each param a storage of its own (transformers tells ties by storages)."""
     plane, slot = handle.chunk.weights, handle.slot
     if plane.dtype != COMPUTE_DTYPES[engine.config.precision]:
-        return _spooled(engine.by_names.read(handle), directory)
+        return _spooled(engine, handle, directory)
     if isinstance(plane, FilePlane):
         return plane.mapped(slot.start, slot.stop).view(handle.param.shape)
     view = plane.host_view(slot.start, slot.stop)
     if view is None:
-        return _spooled(engine.by_names.read(handle), directory)
+        return _spooled(engine, handle, directory)
     buffer = (ctypes.c_char * (view.numel() * view.element_size())).from_address(view.data_ptr())
     buffer.owner = view  # type: ignore[attr-defined]
     return torch.frombuffer(buffer, dtype=view.dtype).view(handle.param.shape)
 
 
-def _spooled(tensor: torch.Tensor, directory: Path) -> torch.Tensor:
-    """The same values in a nameless file beside the result, mapped: for weights that are cast or copied first."""
-    flat = tensor.contiguous().view(-1).view(torch.uint8)
+def _spooled(engine: Engine, handle: ParamHandle, directory: Path) -> torch.Tensor:
+    """The weights in a nameless file beside the result, mapped: for those that have to be cast or copied first."""
+    dtype = COMPUTE_DTYPES[engine.config.precision]
     with tempfile.TemporaryFile(dir=directory) as file:
-        file.truncate(flat.numel())
-        mapping = mmap.mmap(file.fileno(), flat.numel())
-    mapped = torch.frombuffer(mapping, dtype=torch.uint8)
-    mapped.copy_(flat)
-    return mapped.view(tensor.dtype).view(tensor.shape)
+        file.truncate(handle.slot.numel * dtype.itemsize)
+        mapping = mmap.mmap(file.fileno(), handle.slot.numel * dtype.itemsize)
+    mapped = torch.frombuffer(mapping, dtype=torch.uint8).view(dtype)
+    at = 0
+    for part in engine.by_names.read_parts(handle, PlaneKind.WEIGHTS):
+        mapped[at : at + part.numel()].copy_(part)
+        at += part.numel()
+    return mapped.view(handle.param.shape)
