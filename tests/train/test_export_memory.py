@@ -1,7 +1,7 @@
 """Saving never holds the model: the rise of anonymous memory while it is written, sampled in a process of its own.
 
-The weights are on NVMe, so nothing but the export itself could bring them into memory; mapped pages of files do not count
-as anonymous, the system takes them back at will.
+The weights are on NVMe, so nothing but the export itself could bring them into memory; mapped pages of files do not
+count as anonymous, the system takes them back at will.
 """
 
 from __future__ import annotations
