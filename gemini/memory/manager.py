@@ -176,7 +176,6 @@ class Manager:
         return (
             f"{what} needs {human_bytes(num_bytes)} of {tier.value}: budget {human_bytes(self.ledger.budget(tier))}, "
             f"used {human_bytes(self.ledger.used(tier))}, of which {human_bytes(held)} are {len(pinned)} gathered "
-            "chunks in "
-            f"use. Raise the {tier.value} budget by {human_bytes(num_bytes - self.ledger.free(tier))}, or gather fewer "
-            "params at once"
+            f"chunks in use. Raise the {tier.value} budget by {human_bytes(num_bytes - self.ledger.free(tier))}, or "
+            "gather fewer params at once"
         )

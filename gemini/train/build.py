@@ -78,8 +78,7 @@ def collect_params(model: nn.Module) -> list[NamedParam]:
         if param.is_meta:
             raise ValueError(
                 f"param {names[key][0]!r} is on the meta device: it has no values to train from. Load or initialize "
-                "the "
-                "model first"
+                "the model first"
             )
         if param.layout is not torch.strided:
             raise TypeError(f"param {names[key][0]!r} is {param.layout}: GeminiDDP manages dense params only")

@@ -100,8 +100,7 @@ class Engine:
         if self.lost is not None:
             raise GeminiError(
                 f"an update of this model broke off ({self.lost}): its weights and moments are half of one step and "
-                "half of "
-                "the next. Load the last checkpoint (gemini.load_checkpoint) or make the model anew"
+                "half of the next. Load the last checkpoint (gemini.load_checkpoint) or make the model anew"
             )
 
     def begin_call(self, module: nn.Module, chunks: tuple[Chunk, ...]) -> None:
@@ -301,8 +300,7 @@ class Engine:
         if handle.in_backward == self._backward_number:
             raise GeminiError(
                 f"{handle.name!r} got its gradient in two parts (shared under reentrant checkpointing), after its "
-                "update: "
-                'gradients="transient" cannot be used with this model; use gradients="retain"'
+                'update: gradients="transient" cannot be used with this model; use gradients="retain"'
             )
         optimizer = optimizer_of(handle.param)
         if optimizer is not None:
@@ -310,8 +308,7 @@ class Engine:
             return
         raise GeminiError(
             f'gradients="transient": no HybridAdam(step_in_backward=True) owns {handle.name!r}, so its gradient '
-            "would be "
-            "lost. Give all trained params to the optimizer before the first backward, or freeze this one"
+            "would be lost. Give all trained params to the optimizer before the first backward, or freeze this one"
         )
 
     def clip_grad_norm_(self, max_norm: float, *, error_if_nonfinite: bool = False) -> torch.Tensor:

@@ -167,9 +167,8 @@ class GradientStore:
         if bad:
             raise NonFiniteGradient(
                 f"the gradient of {bad[0].name!r} holds inf or NaN (and {len(bad) - 1} more params). No weight was "
-                "changed:"
-                " call optimizer.zero_grad() to drop this step and go on, or look for the cause (learning rate, "
-                "data, fp16)"
+                "changed: call optimizer.zero_grad() to drop this step and go on, or look for the cause (learning "
+                "rate, data, fp16)"
             )
 
     def discard(self, handles: list[ParamHandle]) -> None:

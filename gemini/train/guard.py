@@ -250,8 +250,7 @@ def _replace(tree: Any, copies: dict[int, torch.Tensor]) -> Any:
 def _getters() -> set[Any]:
     names = (
         "shape dtype device ndim layout requires_grad grad grad_fn is_leaf is_cuda is_cpu is_meta is_sparse "
-        "is_quantized "
-        "is_mkldnn is_mps is_xpu is_nested output_nr _version names itemsize nbytes _backward_hooks "
+        "is_quantized is_mkldnn is_mps is_xpu is_nested output_nr _version names itemsize nbytes _backward_hooks "
         "_post_accumulate_grad_hooks retains_grad is_ipu is_maia is_mtia is_vulkan is_xla is_sparse_csr volatile"
     ).split()
     return {getattr(torch.Tensor, name).__get__ for name in names if hasattr(torch.Tensor, name)}
@@ -276,8 +275,7 @@ _METADATA: set[Any] = _getters() | {
             "size dim numel nelement stride storage_offset is_contiguous element_size is_floating_point is_complex "
             "requires_grad_ __len__ __hash__ data_ptr untyped_storage register_hook get_device is_pinned is_shared "
             "register_post_accumulate_grad_hook retain_grad new_empty new_zeros new_ones new_full new_tensor "
-            "is_inference "
-            "is_same_size ndimension is_signed is_coalesced has_names __dir__ is_conj is_neg sparse_dim"
+            "is_inference is_same_size ndimension is_signed is_coalesced has_names __dir__ is_conj is_neg sparse_dim"
         ).split()
         if hasattr(torch.Tensor, name)
     ),
@@ -305,8 +303,7 @@ def _refuse_torch_clipping(param: Any) -> None:
         if frame.f_code in _TORCH_CLIPPING:
             raise ParamAccessError(
                 f"torch.nn.utils.{frame.f_code.co_name} would see no gradient of {param._gemini.name!r} and clip "
-                "nothing: "
-                "gradients of a managed model live in chunks. Use model.clip_grad_norm_(max_norm)"
+                "nothing: gradients of a managed model live in chunks. Use model.clip_grad_norm_(max_norm)"
             )
         if frame.f_back is None:
             return

@@ -188,9 +188,9 @@ class HybridAdam(torch.optim.Optimizer):
         saved = state_dict["param_groups"]
         if [len(g["params"]) for g in saved] != [len(g["params"]) for g in self.param_groups]:
             raise ValueError(
-                f"the loaded state has groups of {[len(g['params']) for g in saved]} params, the optimizer has groups "
-                "of "
-                f"{[len(g['params']) for g in self.param_groups]}: it was saved for another model or other groups"
+                f"the loaded state has groups of {[len(g['params']) for g in saved]} params, the optimizer has "
+                f"groups of {[len(g['params']) for g in self.param_groups]}: it was saved for another model or other "
+                "groups"
             )
         params = list(chain.from_iterable(group["params"] for group in self.param_groups))
         keys = list(chain.from_iterable(group["params"] for group in saved))
@@ -224,8 +224,7 @@ class HybridAdam(torch.optim.Optimizer):
         if any(handle_of(p) is not None for group in self.param_groups for p in group["params"]):
             raise GeminiError(
                 "GradScaler cannot be used with a managed model (it looks at p.grad, and gradients live in chunks): "
-                "use "
-                'GeminiConfig(precision="fp16"), whose loss scale works with a plain loss.backward() and '
+                'use GeminiConfig(precision="fp16"), whose loss scale works with a plain loss.backward() and '
                 "optimizer.step()"
             )
         return False
@@ -239,8 +238,7 @@ class HybridAdam(torch.optim.Optimizer):
         if not math.isfinite(kernels.total(kernels.sum_squares(flat))):
             raise NonFiniteGradient(
                 f"the gradient of {handle.name!r} holds inf or NaN. It was not updated, but params whose gradients "
-                "came "
-                "before it in this backward were: resume from a checkpoint"
+                "came before it in this backward were: resume from a checkpoint"
             )
         group = next(g for g in self.param_groups if any(p is handle.param for p in g["params"]))
         with torch.no_grad():
@@ -320,8 +318,7 @@ class HybridAdam(torch.optim.Optimizer):
         if len(engines) > 1:
             raise ValueError(
                 "this HybridAdam was given params of two GeminiDDP models: make one optimizer per model (clipping, "
-                "loss "
-                "scale and skipped steps are per model)"
+                "loss scale and skipped steps are per model)"
             )
         return next(iter(engines.values()), None)
 

@@ -36,9 +36,8 @@ def encode(value: Any, tensors: list[torch.Tensor], where: str) -> Any:
     if isinstance(value, float):  # numpy's float64 is one
         return float(value)
     raise TypeError(
-        f"{where} is a {type(value).__name__}, which a checkpoint cannot keep: use numbers, strings, lists, "
-        "tuples, dicts "
-        "and tensors (checkpoints hold no pickles)"
+        f"{where} is a {type(value).__name__}, which a checkpoint cannot keep: use numbers, strings, lists, tuples, "
+        "dicts and tensors (checkpoints hold no pickles)"
     )
 
 

@@ -34,8 +34,7 @@ class MemoryReport(dict[str, Any]):
         lines.append(f"moved in the last step: {moved}")
         lines.append(
             f"{self['params']:,} params ({self['trained_params']:,} trained): {self['bytes_per_param']:.2f} bytes "
-            "each when "
-            f"trained, and {self['grad_bytes_per_param']:.2f} for gradients between backward and update"
+            f"each when trained, and {self['grad_bytes_per_param']:.2f} for gradients between backward and update"
         )
         return "\n".join(lines)
 
