@@ -18,7 +18,7 @@ import psutil
 import torch
 
 from gemini.errors import GeminiError
-from gemini.memory.pages import PAGE, Pages, can_move_pages, host_bytes
+from gemini.memory.pages import Pages, can_move_pages, host_bytes
 from gemini.tiers import Tier
 
 WAIT_SECONDS = 120.0
@@ -332,7 +332,3 @@ def make_device(name: str | torch.device | Device | None) -> Device:
             raise ValueError(f"device={name!r} was asked for, but torch sees no CUDA device; use device=None or 'cpu'")
         return CudaDevice(wanted)
     raise ValueError(f"device={name!r} is not supported; use 'cuda', 'cuda:N', 'cpu' or None")
-
-
-def whole_pages(num_bytes: int) -> int:
-    return -(-num_bytes // PAGE) * PAGE

@@ -34,6 +34,7 @@ from gemini.train.gradients import GradientStore
 from gemini.train.guard import (
     ManagedParameter,
     ParamHandle,
+    engine_of,
     expose,
     hide,
     optimizer_of,
@@ -77,6 +78,7 @@ class Engine:
         self.requires_grad_changed = False
         self.calls = Calls(self._acquire, self._release)
         self._exposed: set[int] = set()
+        self._written: list[ParamHandle] = []
         adopt_all(self)
         gc.collect(0)
 
@@ -156,6 +158,7 @@ class Engine:
         """The backward of one call begins."""
         self.begin_backward()
         self.calls.begin_backward(record)
+        self._refuse_writes()
 
     def end_backward(self) -> None:
         """The whole graph is done (or was abandoned)."""
@@ -173,7 +176,10 @@ class Engine:
         """Unpin, and guard the params again unless they never move: another module's read must not go unnoticed."""
         self.manager.release(chunk)
         if chunk.pins == 0 and chunk.gathered and not chunk.resident:
-            refuse_written(self.hide_chunk(chunk))
+            written = self.hide_chunk(chunk)
+            if written:  # refused when everything has been let go; home does not know of it, so the copy may go
+                self._written += written
+                self.manager.drop([chunk])
 
     def read_in_call(self, func: Callable[..., Any], args: Any, kwargs: Any, handles: list[ParamHandle]) -> Any:
         """An operation reads params outside their own module's forward, while the model computes.
@@ -202,7 +208,8 @@ class Engine:
                 if tensor.untyped_storage().data_ptr() == chunk.flat.untyped_storage().data_ptr():
                     self.calls.hold(chunk)
             if tensor.grad_fn is not None:
-                tensor.register_hook(lambda grad: self.begin_backward_of(record))
+                tensor.register_hook(lambda grad: engine_of(handles[0]).begin_backward_of(record))
+        self._refuse_writes()
         return result
 
     @contextmanager
@@ -259,9 +266,14 @@ class Engine:
                 self._expose_chunk(chunk)
 
     def _rest_if_idle(self) -> None:
-        if not self.computing and self._exposed:
-            written = [h for index in list(self._exposed) for h in self.hide_chunk(self.chunks[index])]
-            refuse_written(written)
+        if not self.computing:
+            for index in list(self._exposed):
+                self._written += self.hide_chunk(self.chunks[index])
+        self._refuse_writes()
+
+    def _refuse_writes(self) -> None:
+        written, self._written = self._written, []
+        refuse_written(written)
 
     # ---- gradients ----------------------------------------------------------------------------------------------
 
