@@ -20,6 +20,8 @@ _WHERE = {
     "NonFiniteGradient": "gemini.errors",
     "ParamAccessError": "gemini.errors",
     "PlanMismatch": "gemini.errors",
+    "RankLost": "gemini.errors",
+    "RankMismatch": "gemini.errors",
     "StorageError": "gemini.errors",
     "MemoryBudget": "gemini.tiers",
     "Tier": "gemini.tiers",
@@ -41,6 +43,8 @@ if TYPE_CHECKING:
     from gemini.errors import NonFiniteGradient as NonFiniteGradient
     from gemini.errors import ParamAccessError as ParamAccessError
     from gemini.errors import PlanMismatch as PlanMismatch
+    from gemini.errors import RankLost as RankLost
+    from gemini.errors import RankMismatch as RankMismatch
     from gemini.errors import StorageError as StorageError
     from gemini.plan.placement import StaticPlacement as StaticPlacement
     from gemini.tiers import MemoryBudget as MemoryBudget

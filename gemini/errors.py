@@ -38,6 +38,14 @@ class NonFiniteGradient(GeminiError):
     """A gradient holds inf or NaN. Raised before any weight was touched."""
 
 
+class RankLost(GeminiError):
+    """Another rank died or does not answer. Only a restart from the last checkpoint helps."""
+
+
+class RankMismatch(GeminiError):
+    """The ranks of one model differ: in model, config or versions at the start, or in what they were asked to do."""
+
+
 _UNITS = {
     "": 1, "b": 1,
     "k": 10**3, "kb": 10**3, "m": 10**6, "mb": 10**6, "g": 10**9, "gb": 10**9, "t": 10**12, "tb": 10**12,

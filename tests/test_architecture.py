@@ -21,6 +21,7 @@ FLOORS = [
     ("gemini.plan",),
     ("gemini.config", "gemini.kernels", "gemini.kernels_reference", "gemini._C"),
     ("gemini.memory",),
+    ("gemini.ranks",),
     ("gemini.train",),
     ("gemini.jobs", "gemini.integrations"),
     ("gemini.cli",),

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 
 from gemini.errors import BudgetExceeded, human_bytes
 from gemini.memory.chunk import Chunk
-from gemini.memory.device import Device
+from gemini.memory.device import Device, Window
 from gemini.memory.mover import Mover
 from gemini.plan.policy import Candidate, EvictionPolicy, LeastRecentlyUsed
 from gemini.states import Event, Use
@@ -21,7 +21,9 @@ from gemini.tiers import Ledger
 
 
 class Manager:
-    """Owns the windows of ``chunks``. ``on_evict`` is told of every chunk whose gathered weights went away."""
+    """Owns the windows of ``chunks``. ``on_evict`` is told of every chunk whose gathered weights went away; ``gather``
+    fills a populated window, by default from the chunk's home.
+    """
 
     def __init__(
         self,
@@ -31,6 +33,7 @@ class Manager:
         device: Device,
         mover: Mover,
         on_evict: Callable[[Chunk], None],
+        gather: Callable[[Chunk], None] | None = None,
         policy: EvictionPolicy | None = None,
     ):
         self.chunks = chunks
@@ -38,7 +41,7 @@ class Manager:
         self.num_gathers = 0
         self.num_evictions = 0
         self._device = device
-        self._mover = mover
+        self._gather = gather or mover.gather
         self._on_evict = on_evict
         self._policy = policy or LeastRecentlyUsed()
         self._clock = 0
@@ -127,28 +130,43 @@ class Manager:
             assert (chunk.use is Use.COMPUTE) == (chunk.pins > 0), (chunk.name, chunk.use, chunk.pins)
             assert chunk.gathered or not chunk.resident, chunk.name
 
-    def _fetch(self, chunk: Chunk) -> None:
-        window, tier, frames = chunk.window, self._device.tier, self._device.frames
-        assert window is not None
+    def populate(self, window: Window, holder: str, *, what: str) -> None:
+        """Put memory behind a window, for ``holder``; others give way to it.
+
+        Raises:
+            BudgetExceeded: if what must stay leaves no room; nothing has changed.
+        """
+        tier, frames = self._device.tier, self._device.frames
         if frames is None or not frames.has(window.num_bytes):
-            self.make_room(window.num_bytes, what=chunk.name, for_window=True)
+            self.make_room(window.num_bytes, what=what, for_window=True)
         parked = frames is not None and frames.has(window.num_bytes)
         if parked:
-            self.ledger.pass_on(tier, window.num_bytes, "pool", "windows")
+            self.ledger.pass_on(tier, window.num_bytes, "pool", holder)
         else:
-            self.ledger.reserve(tier, window.num_bytes, "windows")
+            self.ledger.reserve(tier, window.num_bytes, holder)
         try:
             window.populate()
         except BaseException:
             if parked:
-                self.ledger.pass_on(tier, window.num_bytes, "windows", "pool")
+                self.ledger.pass_on(tier, window.num_bytes, holder, "pool")
             else:
-                self.ledger.release(tier, window.num_bytes, "windows")
+                self.ledger.release(tier, window.num_bytes, holder)
             raise
+
+    def depopulate(self, window: Window, holder: str) -> None:
+        """Take the memory of a window away again."""
+        if window.depopulate():
+            self.ledger.pass_on(self._device.tier, window.num_bytes, holder, "pool")
+        else:
+            self.ledger.release(self._device.tier, window.num_bytes, holder)
+
+    def _fetch(self, chunk: Chunk) -> None:
+        assert chunk.window is not None
+        self.populate(chunk.window, "windows", what=chunk.name)
         try:
-            self._mover.gather(chunk)
+            self._gather(chunk)
         except BaseException:
-            self._depopulate(chunk)
+            self.depopulate(chunk.window, "windows")
             raise
         self.num_gathers += 1
         chunk.stale = False
@@ -159,15 +177,8 @@ class Manager:
         self.num_evictions += 1
         chunk.stale = False
         self._on_evict(chunk)
-        self._depopulate(chunk)
-
-    def _depopulate(self, chunk: Chunk) -> None:
-        window, tier = chunk.window, self._device.tier
-        assert window is not None
-        if window.depopulate():
-            self.ledger.pass_on(tier, window.num_bytes, "windows", "pool")
-        else:
-            self.ledger.release(tier, window.num_bytes, "windows")
+        assert chunk.window is not None
+        self.depopulate(chunk.window, "windows")
 
     def _explain(self, num_bytes: int, what: str) -> str:
         tier = self._device.tier

@@ -94,8 +94,12 @@ class Mover:
 
     def gather(self, chunk: Chunk) -> None:
         """Fill a populated window with the weights from home, cast to the compute dtype if home is a wider master."""
+        self.fetch(chunk.weights, chunk.flat)
+
+    def fetch(self, plane: Plane, flat: torch.Tensor) -> None:
+        """Fill ``flat``, gathered weights on the computing device, from a weights plane."""
         with torch.profiler.record_function("gemini::fetch"):
-            plane, flat, numel = chunk.weights, chunk.flat, chunk.spec.numel
+            numel = plane.numel
             source = plane.host_view(0, numel)
             straight = self.device.tier is Tier.CPU and flat.data_ptr() % PAGE == 0
             if plane.dtype == flat.dtype and source is not None:

@@ -48,6 +48,19 @@ class Slot:
 
 
 @dataclass(frozen=True)
+class Part:
+    """What one rank keeps of a param: elements ``[start, stop)`` of its planes are the param's from ``offset`` on."""
+
+    start: int
+    stop: int
+    offset: int
+
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True)
 class ChunkSpec:
     """A contiguous run of whole params of one block; ``numel`` includes the padding, the same on every rank."""
 
@@ -64,6 +77,18 @@ class ChunkSpec:
     def shape(self) -> tuple[int, ...]:
         """What two chunks of the same form have in common: the sizes of their params, in order."""
         return tuple(slot.numel for slot in self.slots)
+
+
+def part_of(slot: Slot, chunk_numel: int, ranks: int, rank: int) -> Part:
+    """The part of ``slot`` in the shard of ``rank``: elements ``[rank * n / ranks, (rank + 1) * n / ranks)`` of the
+    chunk are elements ``[0, n / ranks)`` of that rank's planes. Empty where the param stands in other shards only.
+    """
+    shard = chunk_numel // ranks
+    begin = rank * shard
+    first, last = max(slot.start, begin), min(slot.stop, begin + shard)
+    if first >= last:
+        return Part(0, 0, 0)
+    return Part(first - begin, last - begin, first - slot.start)
 
 
 @dataclass(frozen=True)
@@ -114,7 +139,7 @@ def make_layout(
 
     A chunk ends where the block ends, where trained and frozen params meet, or where ``max_chunk`` elements would be
     passed. Blocks that are larger than ``max_chunk`` are cut into pieces of about equal size. ``numel`` of every chunk
-    is a multiple of ``ranks``, each rank's share again a multiple of 64 elements (128 bytes of bf16).
+    is a multiple of ``ranks``, and each rank's shard of it a whole number of pages in every plane.
 
     Raises:
         ValueError: without params, with a repeated name, or a param without elements.
@@ -130,7 +155,7 @@ def make_layout(
         for spec in run:
             slots.append(Slot(spec.name, start, spec.numel))
             start += _round_up(spec.numel, ALIGN)
-        numel = _round_up(start, max(ALIGN, _rank_unit(ranks)))
+        numel = _round_up(start, ranks * ALIGN)
         chunks.append(ChunkSpec(len(chunks), tuple(slots), numel, run[0].trainable))
 
     for run in _runs(params):
@@ -151,14 +176,6 @@ def make_layout(
             filled += size
         close(piece)
     return Layout(tuple(chunks), ranks)
-
-
-def _rank_unit(ranks: int) -> int:
-    """The multiple that makes a chunk divisible among ``ranks`` and a whole number of pages."""
-    unit = 64 * ranks
-    while unit % ALIGN:
-        unit += 64 * ranks
-    return unit
 
 
 def _runs(params: Sequence[ParamSpec]) -> list[list[ParamSpec]]:

@@ -58,8 +58,10 @@ class Problem:
     Attributes:
         budgets: bytes per tier; a tier that is absent does not exist.
         compute: the tier on which forward and backward run (GPU, or CPU on a machine without one).
-        working_set: bytes of gathered weights that one module needs at once, at worst.
+        working_set: bytes of gathered weights that one module needs at once, at worst; with several ranks also of the
+            gradients that wait to be complete.
         staging: bytes of host staging that are reserved if any plane has to be staged.
+        exchange: bytes of host memory for pieces on their way between ranks.
         activations: bytes of the computing tier that are left to activations and workspaces.
     """
 
@@ -71,16 +73,19 @@ class Problem:
     working_set: int
     staging: int
     activations: int = 0
+    exchange: int = 0
 
     def plane_bytes(self, index: int) -> dict[PlaneKind, int]:
+        """Bytes of each plane of a chunk on one rank: its shard."""
         chunk = self.layout.chunks[index]
         sizes = plane_itemsizes(self.precision, self.gradients, trainable=chunk.trainable)
-        return {kind: size * chunk.numel for kind, size in sizes.items()}
+        return {kind: size * (chunk.numel // self.layout.ranks) for kind, size in sizes.items()}
 
     def needs_window(self, index: int, home: Tier) -> bool:
         """Whether the weights must be gathered into other memory than their home before a module can read them."""
         trainable = self.layout.chunks[index].trainable
-        return home is not self.compute or (self.precision == "fp16" and trainable)
+        sharded = self.layout.ranks > 1
+        return sharded or home is not self.compute or (self.precision == "fp16" and trainable)
 
     def spoken_for(self, *, gathers: bool = True, stages: bool = True) -> dict[Tier, int]:
         """Bytes per tier that no plane may take.
@@ -92,6 +97,8 @@ class Problem:
         taken = {self.compute: self.activations + (self.working_set if gathers else 0)}
         if stages or gathers or self.compute is Tier.GPU:
             taken[Tier.CPU] = taken.get(Tier.CPU, 0) + self.staging
+        if self.exchange:
+            taken[Tier.CPU] = taken.get(Tier.CPU, 0) + self.exchange
         return taken
 
     def demands(self, placement: Placement) -> dict[Tier, int]:

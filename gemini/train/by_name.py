@@ -30,6 +30,7 @@ class ByName:
     def __init__(self, engine: Engine):
         self._mover = engine.mover
         self._manager = engine.manager
+        self._shards = engine.shards
         self._compute = COMPUTE_DTYPES[engine.config.precision]
         self._handles = {name: handle for handle in engine.handles for name in handle.names}
 
@@ -53,16 +54,24 @@ class ByName:
     def read(self, handle: ParamHandle, dtype: torch.dtype | None = None) -> torch.Tensor:
         """The full weights on the CPU, in the compute dtype; ``torch.float32`` gives the exact master."""
         planes = handle.chunk.planes
-        weights = read_range(self._mover, planes[PlaneKind.WEIGHTS], handle)
+        weights = self._whole(handle, PlaneKind.WEIGHTS)
         if dtype is torch.float32 and PlaneKind.RESIDUAL in planes:
-            residual = read_range(self._mover, planes[PlaneKind.RESIDUAL], handle)
+            residual = self._whole(handle, PlaneKind.RESIDUAL)
             master = torch.empty(weights.numel(), dtype=torch.float32, device="cpu")
             kernels.join_master(weights, residual, master)
             weights = master
         return weights.to(dtype or self._compute).view(handle.param.shape)
 
+    def _whole(self, handle: ParamHandle, kind: PlaneKind) -> torch.Tensor:
+        """A param's values in a plane, flat, from all ranks: all of them read together, or serve the one that does."""
+        if self._shards is not None:
+            return self._shards.read(handle, kind)
+        return read_range(self._mover, handle.chunk.planes[kind], handle)
+
     def write(self, handle: ParamHandle, value: torch.Tensor) -> None:
         """Make ``value`` (the param's shape, any float dtype) the master, exactly. A gathered copy is dropped.
+
+        Every rank writes its part, so all must be given the same.
 
         Raises:
             ValueError: if the shape is not the param's.
@@ -70,7 +79,7 @@ class ByName:
         if value.shape != handle.param.shape:
             raise ValueError(f"{handle.name!r} has shape {tuple(handle.param.shape)}, was given {tuple(value.shape)}")
         planes = handle.chunk.planes
-        flat = value.detach().reshape(-1)
+        flat = _own_part(handle, value)
         for start, stop in tiles(0, flat.numel(), self._mover.tile):
             part = flat[start:stop].to("cpu")
             if PlaneKind.RESIDUAL in planes:
@@ -84,8 +93,7 @@ class ByName:
 
     def read_plane(self, handle: ParamHandle, kind: PlaneKind) -> torch.Tensor | None:
         """A param's part of a plane, in its shape, or None if its chunk has no such plane."""
-        plane = handle.chunk.planes.get(kind)
-        return None if plane is None else read_range(self._mover, plane, handle).view(handle.param.shape)
+        return self._whole(handle, kind).view(handle.param.shape) if kind in handle.chunk.planes else None
 
     def write_plane(self, handle: ParamHandle, kind: PlaneKind, value: torch.Tensor) -> None:
         """Overwrite a param's part of a plane.
@@ -101,16 +109,16 @@ class ByName:
             raise ValueError(
                 f"{kind.value} of {handle.name!r} has shape {tuple(value.shape)}, wanted {tuple(handle.param.shape)}"
             )
-        write_range(self._mover, plane, handle, value.detach().to("cpu").reshape(-1))
+        write_range(self._mover, plane, handle, _own_part(handle, value).to("cpu"))
 
     def read_parts(self, handle: ParamHandle, kind: PlaneKind) -> Iterator[torch.Tensor]:
-        """A param's part of a plane, flat, tile by tile. A part may be overwritten by the next one."""
-        plane, base = handle.chunk.planes[kind], handle.slot.start
-        for start, stop in tiles(0, handle.slot.numel, self._mover.tile):
-            yield _host_part(self._mover, plane, base + start, base + stop)
+        """What this rank keeps of a param in a plane, flat, tile by tile. A part may be overwritten by the next one."""
+        plane, base = handle.chunk.planes[kind], handle.part.start
+        for start, stop in tiles(0, handle.part.numel, self._mover.tile):
+            yield host_part(self._mover, plane, base + start, base + stop)
 
     def write_parts(self, handle: ParamHandle, kind: PlaneKind, parts: Iterable[torch.Tensor]) -> None:
-        """Overwrite a param's part of a plane from flat parts in order (each but the last in whole pages)."""
+        """Overwrite what this rank keeps of a param in a plane, in order (each part but the last in whole pages)."""
         offset = 0
         for part in parts:
             write_range(self._mover, handle.chunk.planes[kind], handle, part, offset)
@@ -129,7 +137,7 @@ class ByName:
                 "taken over: write into it, with param.copy_(value)"
             )
         handle.version = handle.param._version
-        new = chunk.flat[slot.start : slot.stop].detach().to("cpu")
+        new = _own_part(handle, chunk.flat[slot.start : slot.stop]).to("cpu")
         old = read_range(self._mover, chunk.weights, handle) if before is None else before.to("cpu").reshape(-1)
         if PlaneKind.RESIDUAL in chunk.planes:
             residual = read_range(self._mover, chunk.planes[PlaneKind.RESIDUAL], handle)
@@ -142,16 +150,22 @@ class ByName:
             write_range(self._mover, chunk.weights, handle, new)
 
 
+def _own_part(handle: ParamHandle, value: torch.Tensor) -> torch.Tensor:
+    """What this rank keeps of a param's full values, flat."""
+    part = handle.part
+    return value.detach().reshape(-1)[part.offset : part.offset + part.numel]
+
+
 def read_range(mover: Mover, plane: Plane, handle: ParamHandle) -> torch.Tensor:
-    """One param's part of a plane as a new flat host tensor."""
-    out = torch.empty(handle.slot.numel, dtype=plane.dtype, device="cpu")
-    base = handle.slot.start
-    for start, stop in tiles(0, handle.slot.numel, mover.tile):
-        out[start:stop].copy_(_host_part(mover, plane, base + start, base + stop))
+    """What this rank keeps of a param in a plane, as a new flat host tensor."""
+    out = torch.empty(handle.part.numel, dtype=plane.dtype, device="cpu")
+    base = handle.part.start
+    for start, stop in tiles(0, handle.part.numel, mover.tile):
+        out[start:stop].copy_(host_part(mover, plane, base + start, base + stop))
     return out
 
 
-def _host_part(mover: Mover, plane: Plane, start: int, stop: int) -> torch.Tensor:
+def host_part(mover: Mover, plane: Plane, start: int, stop: int) -> torch.Tensor:
     """At most a tile of a plane as a host tensor, in place or staged."""
     view = plane.host_view(start, stop)
     if view is not None:
@@ -162,8 +176,10 @@ def _host_part(mover: Mover, plane: Plane, start: int, stop: int) -> torch.Tenso
 
 
 def write_range(mover: Mover, plane: Plane, handle: ParamHandle, source: torch.Tensor, offset: int = 0) -> None:
-    """Overwrite a param's part of a plane, from element ``offset`` (whole pages) of it on, cast to its dtype."""
-    base = handle.slot.start + offset
+    """Overwrite this rank's part of a param in a plane, from element ``offset`` (whole pages) of it on, cast to its
+    dtype.
+    """
+    base = handle.part.start + offset
     for start, stop in tiles(0, source.numel(), mover.tile):
         view = plane.host_view(base + start, base + stop)
         if view is not None:

@@ -26,6 +26,7 @@ from gemini.memory.device import make_device
 from gemini.memory.manager import Manager
 from gemini.memory.mover import Mover
 from gemini.plan.planes import PlaneKind
+from gemini.ranks.group import join
 from gemini.train.build import adopt_all, build, grad_hook, iter_chunks, make_trainable
 from gemini.train.by_name import ByName
 from gemini.train.calls import CallRecord, Calls
@@ -42,21 +43,33 @@ from gemini.train.guard import (
     refuse_written,
 )
 from gemini.train.loss_scale import LossScale
+from gemini.train.problem import prepare
+from gemini.train.shards import Shards
 
 
 class Engine:
     """One per wrapped model; the model owns it, everything else refers to it weakly."""
 
-    def __init__(self, model: nn.Module, config: GeminiConfig):
+    def __init__(self, model: nn.Module, config: GeminiConfig, *, process_group: Any = None, mesh: Any = None):
         self.config = config
+        self.self_reference = weakref.ref(self)
         self.device = make_device(config.device)
-        built = build(model, config, self.device, weakref.ref(self))
+        ranks = join(process_group, mesh, cuda=self.device.torch_device.type == "cuda")
+        if ranks is not None:
+            prepare(model, config, ranks)
+        built = build(model, config, self.device, self.self_reference, ranks)
         self.layout, self.placement, self.ledger, self.spill = built.layout, built.placement, built.ledger, built.spill
         self.chunks, self.handles = built.chunks, built.handles
         self.by_chunk = iter_chunks(self.handles)
         self.mover = Mover(self.device, built.tile, self.ledger)
+        self.shards = None if ranks is None else Shards(self, ranks, built.exchange)
         self.manager = Manager(
-            self.chunks, ledger=self.ledger, device=self.device, mover=self.mover, on_evict=self.poison_chunk
+            self.chunks,
+            ledger=self.ledger,
+            device=self.device,
+            mover=self.mover,
+            on_evict=self.poison_chunk,
+            gather=None if self.shards is None or ranks is None or ranks.size == 1 else self.shards.gather,
         )
         self.gradients = GradientStore(
             self.handles,
@@ -138,7 +151,7 @@ class Engine:
         """
         if self.in_backward:
             return
-        if any(handle.has_grad for handle in self.handles):
+        if any(handle.has_grad for handle in self.handles) or (self.shards is not None and self.shards.has_unreduced):
             if self.config.gradients == "transient":
                 raise GeminiError(
                     'a second backward before optimizer.step(): gradients="transient" keeps nothing to add to. '
@@ -152,13 +165,19 @@ class Engine:
         self._expose_resident()
         for chunk in self.chunks:
             chunk.num_missing_grads = sum(handle.trained for handle in self.by_chunk[chunk.spec.index])
-        torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
+        torch.autograd.Variable._execution_engine.queue_callback(self._backward_is_over)
 
     def begin_backward_of(self, record: CallRecord) -> None:
         """The backward of one call begins."""
         self.begin_backward()
         self.calls.begin_backward(record)
         self._refuse_writes()
+
+    def _backward_is_over(self) -> None:
+        if self.shards is not None:
+            self.calls.end_backward()  # nothing is read any more: room for what is still to be reduced
+            self.shards.end_backward()
+        self.end_backward()
 
     def end_backward(self) -> None:
         """The whole graph is done (or was abandoned)."""
@@ -297,18 +316,22 @@ class Engine:
                 f"the gradient of {handle.name!r} was computed while its weights were not gathered: its module's "
                 "output was bypassed in backward. Please report the model; gradients=... and budgets do not matter here"
             )
-        if self.config.gradients == "transient":
-            self._update_now(handle, grad)
+        if self.shards is not None:
+            self.shards.take(handle, grad)
+        elif self.config.gradients == "transient":
+            self.update_now(handle, grad)
         else:
             if handle.has_grad:
                 self.gradients.promote([chunk])  # a shared param under reentrant checkpointing arrives twice
             self.gradients.land(handle, grad)
-        handle.in_backward = self._backward_number
         chunk.num_missing_grads -= 1
         if chunk.num_missing_grads == 0:
             self.manager.grads_complete(chunk)
+            if self.shards is not None:
+                self.shards.complete(chunk)
 
-    def _update_now(self, handle: ParamHandle, grad: torch.Tensor) -> None:
+    def update_now(self, handle: ParamHandle, grad: torch.Tensor) -> None:
+        """``step_in_backward``: update a param with its gradient, as far as this rank keeps it."""
         if handle.in_backward == self._backward_number:
             raise GeminiError(
                 f"{handle.name!r} got its gradient in two parts (shared under reentrant checkpointing), after its "
@@ -317,6 +340,7 @@ class Engine:
         optimizer = optimizer_of(handle.param)
         if optimizer is not None:
             optimizer.update_in_backward(self, handle, grad)
+            handle.in_backward = self._backward_number
             return
         raise GeminiError(
             f'gradients="transient": no HybridAdam(step_in_backward=True) owns {handle.name!r}, so its gradient '
@@ -331,12 +355,18 @@ class Engine:
                 'clipping needs every gradient before the first update: gradients="transient" cannot be clipped. '
                 'Use GeminiConfig(gradients="retain")'
             )
+        self.settle_grads()
         total = math.sqrt(self.gradients.total_sum(self.handles)) * self.clip_coefficient * self.grad_unscale
         if error_if_nonfinite:
             self.gradients.check_finite(self.handles)
         if math.isfinite(total):
             self.clip_coefficient *= min(1.0, float(max_norm) / (total + 1e-6))
         return torch.tensor(total, dtype=torch.float32, device="cpu")
+
+    def settle_grads(self) -> None:
+        """With several ranks: make gradients and their norms those of all ranks. All of them must come here."""
+        if self.shards is not None:
+            self.shards.settle()
 
     @property
     def grad_unscale(self) -> float:
@@ -345,6 +375,8 @@ class Engine:
 
     def read_grad(self, handle: ParamHandle) -> torch.Tensor | None:
         """The gradient as the loss gives it (clipping not applied), on the CPU, or None."""
+        if self.shards is not None and self.shards.ranks.replicas is not None:
+            self.settle_grads()
         if not handle.has_grad:
             return None
         grad = self.by_names.read_plane(handle, PlaneKind.GRAD)
@@ -353,7 +385,10 @@ class Engine:
     def discard_grads(self, handles: Iterable[ParamHandle] | None = None) -> None:
         """zero_grad: forget gradients (all, or some), and the clipping that was computed from them."""
         self.recover_if_interrupted()
-        self.gradients.discard(self.handles if handles is None else list(handles))
+        chosen = self.handles if handles is None else list(handles)
+        self.gradients.discard(chosen)
+        if self.shards is not None:
+            self.shards.discard(chosen)
         self._forget_clipping()
 
     def _forget_clipping(self) -> None:
@@ -366,6 +401,8 @@ class Engine:
         self._forget_clipping()
         self.moved_last_step = self.mover.moved.copy()
         self.mover.moved.clear()
+        if self.shards is not None:
+            self.shards.end_step()
 
     # ---- trained or frozen --------------------------------------------------------------------------------------
 

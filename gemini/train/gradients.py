@@ -22,7 +22,6 @@ from gemini.memory.nvme import SpillFile
 from gemini.plan.planes import PlaneKind
 from gemini.tiers import Ledger, Tier
 from gemini.train.build import make_plane
-from gemini.train.by_name import read_range
 from gemini.train.guard import ParamHandle
 
 
@@ -48,24 +47,26 @@ class GradientStore:
 
     def land(self, handle: ParamHandle, grad: torch.Tensor) -> None:
         """Keep ``grad`` (of the param's shape, any strides), added to what is there from earlier backwards."""
-        plane = handle.chunk.planes[PlaneKind.GRAD]
         adding = handle.has_grad
-        assert not adding or plane.dtype is torch.float32, "promote before adding"
-        flat = grad.detach().contiguous().view(-1)
-        start, stop = handle.slot.start, handle.slot.stop
-        view = plane.device_view(start, stop)
-        if view is not None:
-            handle.norm_sums = kernels.accumulate_grad(view, flat) if adding else kernels.copy_grad(view, flat)
-        else:
-            handle.norm_sums = self._land_staged(handle, plane, flat, adding)
+        handle.norm_sums = self.land_piece(handle.chunk, grad.detach().contiguous().view(-1), handle.slot.start, adding)
 
-    def _land_staged(self, handle: ParamHandle, plane: Plane, flat: torch.Tensor, adding: bool) -> list[float]:
+    def land_piece(self, chunk: Chunk, flat: torch.Tensor, at: int, adding: bool) -> list[float]:
+        """Keep ``flat``, on the computing device, at element ``at`` (a whole page) of a grad plane; its norm tiles' sums
+        of squares.
+        """
+        plane = chunk.planes[PlaneKind.GRAD]
+        assert not adding or plane.dtype is torch.float32, "promote before adding"
+        view = plane.device_view(at, at + flat.numel())
+        if view is not None:
+            return kernels.accumulate_grad(view, flat) if adding else kernels.copy_grad(view, flat)
+        return self._land_staged(plane, flat, at, adding)
+
+    def _land_staged(self, plane: Plane, flat: torch.Tensor, base: int, adding: bool) -> list[float]:
         """Tile by tile through host staging: inbound from the device, outbound to a device plane or the spill file."""
         sums: list[float] = []
-        base = handle.slot.start
         for start, stop in tiles(0, flat.numel(), self._mover.tile):
             incoming = flat[start:stop]
-            if self._device.tier is Tier.GPU:
+            if flat.device.type != "cpu" or self._device.tier is Tier.GPU:
                 inbound = self._mover.staged(PlaneKind.WEIGHTS, flat.dtype, stop - start)
                 self._device.copy(inbound, incoming, "evict").wait()
                 self._mover.count(Tier.GPU, Tier.CPU, inbound.numel() * inbound.element_size())
@@ -84,10 +85,6 @@ class GradientStore:
                 self._mover.store(plane, base + start, base + end, target)
         return sums
 
-    def read(self, handle: ParamHandle) -> torch.Tensor:
-        """The flat gradient of one param, in the plane's dtype, in host memory of its own."""
-        return read_range(self._mover, handle.chunk.planes[PlaneKind.GRAD], handle)
-
     def promote(self, chunks: list[Chunk]) -> None:
         """Turn the grad planes of ``chunks`` into fp32 sums, all of them or none.
 
@@ -103,8 +100,8 @@ class GradientStore:
         try:
             for chunk in narrow:
                 tier = self._reserve_wide(chunk)
-                reserved.append((tier, 4 * chunk.spec.numel))
-                wide.append(make_plane(chunk.spec.numel, torch.float32, tier, self._device, self._spill))
+                reserved.append((tier, 4 * _grad_numel(chunk)))
+                wide.append(make_plane(_grad_numel(chunk), torch.float32, tier, self._device, self._spill))
         except (BudgetExceeded, StorageError) as e:
             for plane in wide:
                 _end(plane)
@@ -112,7 +109,7 @@ class GradientStore:
                 self._ledger.release(tier, num_bytes, PlaneKind.GRAD.value)
             raise type(e)(
                 "a second backward before optimizer.step() needs fp32 sums of the gradients, "
-                f"{human_bytes(sum(4 * chunk.spec.numel for chunk in narrow))} for a moment: {e}. Declare it with "
+                f"{human_bytes(sum(4 * _grad_numel(chunk) for chunk in narrow))} for a moment: {e}. Declare it with "
                 "GeminiConfig(gradients='accumulate'), raise the budget, or step after every backward"
             ) from e
         for chunk, plane in zip(narrow, wide, strict=True):
@@ -124,7 +121,7 @@ class GradientStore:
 
     def _reserve_wide(self, chunk: Chunk) -> Tier:
         """Take the bytes of an fp32 sum in the tier of the retained gradient, else in the next slower one with room."""
-        num_bytes = 4 * chunk.spec.numel
+        num_bytes = 4 * _grad_numel(chunk)
         home = chunk.planes[PlaneKind.GRAD].tier
         order = list(Tier)
         refusal: BudgetExceeded | None = None
@@ -174,6 +171,10 @@ class GradientStore:
     def discard(self, handles: list[ParamHandle]) -> None:
         for handle in handles:
             handle.norm_sums = None
+
+
+def _grad_numel(chunk: Chunk) -> int:
+    return chunk.planes[PlaneKind.GRAD].numel
 
 
 def _end(plane: Plane) -> None:

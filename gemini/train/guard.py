@@ -23,7 +23,7 @@ from torch.nn.utils import clip_grad
 
 from gemini.errors import ParamAccessError
 from gemini.memory.chunk import Chunk
-from gemini.plan.layout import Slot
+from gemini.plan.layout import Part, Slot
 
 if TYPE_CHECKING:
     from gemini.train.engine import Engine
@@ -39,6 +39,9 @@ class ParamHandle:
     param: nn.Parameter
     chunk: Chunk
     slot: Slot
+    """Its place in the gathered weights."""
+    part: Part
+    """Its place in the planes of this rank: all of the slot in one process."""
     engine: weakref.ref[Engine]
     hook: Any = None
     """The post-accumulate-grad hook, if the param is trained."""

@@ -251,6 +251,7 @@ class HybridAdam(torch.optim.Optimizer):
         self._check_mode(engine)
         engine.check_whole()
         engine.recover_if_interrupted()
+        engine.settle_grads()
         ready = [(handle, group) for handle, group in managed if handle.has_grad]
         handles = [handle for handle, _ in ready]
         if engine.loss_scale is not None and handles:

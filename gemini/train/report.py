@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 class MemoryReport(dict[str, Any]):
     """``report["cpu"]["peak"]`` in bytes, ``report["moved"]["nvme->cpu"]``; ``str(report)`` is a small table.
 
+    With several ranks the tiers are those of this rank, and "sent" has the bytes it sent in the last step, by collective.
     Each tier has "budget", "used", "peak" and "holders" (bytes by what holds them). "params" counts the managed params,
     "bytes_per_param" their persistent planes (weights, residual, moments) and "grad_bytes_per_param" what is reserved
     for gradients between backward and update, both over the params that are trained.
@@ -32,6 +33,9 @@ class MemoryReport(dict[str, Any]):
             lines.append(f"{name:<6}{sizes}  {held or 'nothing'}")
         moved = ", ".join(f"{way} {human_bytes(n)}" for way, n in self["moved"].items()) or "nothing"
         lines.append(f"moved in the last step: {moved}")
+        if "sent" in self:
+            sent = ", ".join(f"{how} {human_bytes(n)}" for how, n in self["sent"].items()) or "nothing"
+            lines.append(f"sent to other ranks in the last step: {sent}")
         lines.append(
             f"{self['params']:,} params ({self['trained_params']:,} trained): {self['bytes_per_param']:.2f} bytes "
             f"each when trained, and {self['grad_bytes_per_param']:.2f} for gradients between backward and update"
@@ -50,10 +54,13 @@ def make_report(engine: Engine) -> MemoryReport:
             "holders": engine.ledger.holders(tier),
         }
     report["moved"] = dict(sorted(engine.moved_last_step.items()))
+    if engine.shards is not None:
+        report["sent"] = dict(sorted(engine.shards.sent_last_step.items()))
     trained = [chunk for chunk in engine.chunks if PlaneKind.EXP_AVG in chunk.planes]
     num_trained = sum(chunk.spec.payload for chunk in trained)
-    state = sum(p.num_bytes for c in trained for kind, p in c.planes.items() if kind is not PlaneKind.GRAD)
-    grads = sum(c.planes[PlaneKind.GRAD].num_bytes for c in trained if PlaneKind.GRAD in c.planes)
+    ranks = engine.layout.ranks  # each holds an equal shard
+    state = ranks * sum(p.num_bytes for c in trained for kind, p in c.planes.items() if kind is not PlaneKind.GRAD)
+    grads = ranks * sum(c.planes[PlaneKind.GRAD].num_bytes for c in trained if PlaneKind.GRAD in c.planes)
     report["params"] = engine.layout.payload
     report["trained_params"] = num_trained
     report["bytes_per_param"] = state / num_trained if num_trained else 0.0

@@ -27,7 +27,9 @@ _UPDATED = (PlaneKind.WEIGHTS, *OPTIMIZER_PLANES)
 
 
 class Segment(NamedTuple):
-    """A param to update; ``grad`` is its flat gradient where it is not in the chunk's grad plane."""
+    """A param to update, as far as this rank keeps it; ``grad`` is that part of its gradient, flat, where it is not in
+    the chunk's grad plane.
+    """
 
     handle: ParamHandle
     hyper: kernels.AdamHyper
@@ -36,12 +38,13 @@ class Segment(NamedTuple):
 
 def update_chunk(engine: Engine, chunk: Chunk, segments: list[Segment]) -> None:
     """Update ``segments`` (params of ``chunk``), then drop the gathered copy that they have overtaken."""
-    start = min(s.handle.slot.start for s in segments)
-    stop = page_up(max(s.handle.slot.stop for s in segments))
+    segments = [s for s in segments if s.handle.part.numel]
+    start = min((s.handle.part.start for s in segments), default=0)
+    stop = page_up(max((s.handle.part.stop for s in segments), default=0))
     try:
         with torch.profiler.record_function("gemini::adam"):
             for first, last in tiles(start, stop, engine.mover.tile):
-                active = [s for s in segments if s.handle.slot.start < last and s.handle.slot.stop > first]
+                active = [s for s in segments if s.handle.part.start < last and s.handle.part.stop > first]
                 if active:
                     _update_tile(engine, chunk, active, first, last)
         engine.manager.drop([chunk])
@@ -97,15 +100,15 @@ def _spans(segments: list[Segment]) -> Iterator[tuple[int, int, Segment]]:
     the kernel's threads busy where many short ones would wake them in vain.
     """
     run: list[Segment] = []
-    for segment in sorted(segments, key=lambda s: s.handle.slot.start):
-        follows = run and segment.handle.slot.start == page_up(run[-1].handle.slot.stop)
+    for segment in sorted(segments, key=lambda s: s.handle.part.start):
+        follows = run and segment.handle.part.start == page_up(run[-1].handle.part.stop)
         if not (follows and segment.grad is None and run[-1].grad is None and segment.hyper == run[-1].hyper):
             if run:
-                yield run[0].handle.slot.start, run[-1].handle.slot.stop, run[0]
+                yield run[0].handle.part.start, run[-1].handle.part.stop, run[0]
             run = []
         run.append(segment)
     if run:
-        yield run[0].handle.slot.start, run[-1].handle.slot.stop, run[0]
+        yield run[0].handle.part.start, run[-1].handle.part.stop, run[0]
 
 
 def _bring(engine: Engine, grad: torch.Tensor, on_device: bool) -> torch.Tensor:

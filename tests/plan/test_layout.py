@@ -7,12 +7,13 @@ each rank's share of each plane of each chunk in whole 4 KiB pages, against the 
 from __future__ import annotations
 
 from functools import cache
+from itertools import accumulate
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gemini.plan.layout import ALIGN, DEFAULT_MAX_CHUNK, Layout, ParamSpec, block_of, make_layout
+from gemini.plan.layout import ALIGN, DEFAULT_MAX_CHUNK, Layout, ParamSpec, block_of, make_layout, part_of
 from gemini.plan.planes import plane_itemsizes
 
 PAGE = 4096
@@ -82,7 +83,7 @@ def check(layout: Layout, params: tuple[ParamSpec, ...] | list[ParamSpec], max_c
     position = {p.name: i for i, p in enumerate(params)}
     for index, chunk in enumerate(layout.chunks):
         assert chunk.index == index
-        assert chunk.numel % layout.ranks == 0 and (chunk.numel // layout.ranks) % 64 == 0
+        assert chunk.numel % layout.ranks == 0 and (chunk.numel // layout.ranks) % ALIGN == 0
         assert chunk.numel * 2 % PAGE == 0, "whole pages of the narrowest plane"
         end = 0
         for slot in chunk.slots:
@@ -90,6 +91,15 @@ def check(layout: Layout, params: tuple[ParamSpec, ...] | list[ParamSpec], max_c
             end = slot.stop
         assert end <= chunk.numel
         assert chunk.payload == sum(slot.numel for slot in chunk.slots) <= chunk.numel
+        for slot in chunk.slots:
+            parts = [part_of(slot, chunk.numel, layout.ranks, rank) for rank in range(layout.ranks)]
+            kept = [part for part in parts if part.numel]
+            assert [part.offset for part in kept] == list(accumulate([0, *(part.numel for part in kept[:-1])]))
+            assert sum(part.numel for part in parts) == slot.numel, "every element on exactly one rank"
+            for rank, part in enumerate(parts):
+                assert part.start % ALIGN == 0 and 0 <= part.start <= part.stop <= chunk.numel // layout.ranks
+                begin = rank * (chunk.numel // layout.ranks)
+                assert not part.numel or begin + part.start == slot.start + part.offset
         assert {trainable[slot.name] for slot in chunk.slots} == {chunk.trainable}, "frozen and trained never share"
         assert len({block_of(slot.name) for slot in chunk.slots}) == 1, "blocks never share"
         order = [position[slot.name] for slot in chunk.slots]

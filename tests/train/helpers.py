@@ -25,7 +25,7 @@ from gemini import kernels_reference as reference
 from gemini.kernels import AdamHyper
 from gemini.memory.mover import staging_bytes, tile_numel
 from gemini.plan.layout import ParamSpec, make_layout
-from gemini.train.build import collect_params, working_set
+from gemini.train.problem import collect_params, working_set
 
 transformers.logging.set_verbosity_error()
 

@@ -27,7 +27,7 @@ from gemini.plan.layout import DEFAULT_MAX_CHUNK, ParamSpec, make_layout
 from gemini.plan.placement import Placement, Problem, bytes_per_tier
 from gemini.plan.planes import PlaneKind, compute_itemsize
 from gemini.tiers import MemoryBudget, Tier
-from gemini.train.build import collect_params, working_set
+from gemini.train.problem import collect_params, working_set
 from tests import models
 from tests.models import Recipe
 

@@ -1,0 +1,138 @@
+"""How ranks agree on what comes next, so that no collective ever depends on who arrives first.
+
+A rank that needs the others says what it wants and waits until all ranks have said what they want. From these wishes,
+the same on every rank, follows what is done: weights or values that any rank needs are served first, by all, whatever
+they want themselves; gradients are reduced when no rank needs anything served, the last chunk of the layout first;
+everything else is done when all ranks stand at the same point. So ranks may take different paths through a model (an
+expert that only one of them uses, one more evaluation, a longer ``generate``) and neither hang nor mix up messages, and
+the order of sums follows from the programs alone, not from their timing or from budgets.
+
+Where wishes can never meet (one rank has begun its next step, the other wants to save) all ranks raise the same error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import IntEnum
+from typing import NamedTuple, Protocol
+
+import torch
+
+from gemini.errors import RankMismatch
+from gemini.ranks.wire import Tag, Wire
+
+
+class Point(IntEnum):
+    """Where a rank stands."""
+
+    GATHER = 0
+    READ = 1
+    REDUCE = 2
+    END_BACKWARD = 3
+    SETTLE = 4
+    SAVE_CHECKPOINT = 5
+    LOAD_CHECKPOINT = 6
+    EXPORT = 7
+    WRITE = 8
+    VALUE = 9
+
+
+_WORDS = {
+    Point.GATHER: "a forward or backward (it needs weights)",
+    Point.READ: "reading a param by name",
+    Point.REDUCE: "a backward (its gradients are to be reduced)",
+    Point.END_BACKWARD: "the end of a backward",
+    Point.SETTLE: "clip_grad_norm_ or optimizer.step()",
+    Point.SAVE_CHECKPOINT: "save_checkpoint",
+    Point.LOAD_CHECKPOINT: "load_checkpoint",
+    Point.EXPORT: "save_pretrained",
+    Point.WRITE: "gathered(write=True)",
+    Point.VALUE: "gemini.train's own bookkeeping",
+}
+_SERVED = (Point.GATHER, Point.READ)
+_BACKWARD = (Point.REDUCE, Point.END_BACKWARD)
+
+
+class Wish(NamedTuple):
+    """What one rank wants: a point, which chunk or param it is about, and what else the others must know."""
+
+    point: Point
+    about: int = 0
+    detail: int = 0
+
+    @property
+    def subject(self) -> tuple[Point, int]:
+        return self.point, self.about
+
+
+class Doer(Protocol):
+    """Who does what was agreed."""
+
+    def serve(self, subject: tuple[Point, int], takers: list[int]) -> None:
+        """Give every rank in ``takers`` (this one among them, perhaps) the weights of a chunk or the values of a param."""
+
+    def reduce(self, index: int, wishes: list[Wish]) -> None:
+        """Sum up the gradients of chunk ``index`` over the ranks, whatever this rank has of them."""
+
+
+class Agreement:
+    """One per engine. ``num_steps`` tells how far a rank is, for the error message."""
+
+    def __init__(self, wire: Wire, doer: Doer):
+        self._wire = wire
+        self._doer = doer
+        self.num_steps = 0
+
+    def reach(self, wish: Wish) -> list[Wish]:
+        """Wait, serving the others, until ``wish`` is done (served, reduced), or all ranks stand at its point.
+
+        Returns the wishes of all ranks at that moment.
+
+        Raises:
+            RankMismatch: on every rank, if the wishes can never meet.
+            RankLost: if a rank died or does not answer.
+        """
+        while True:
+            wishes = self._exchange(wish)
+            chosen = choose(wishes)
+            if chosen is None:
+                raise RankMismatch(_explain(wishes, self._steps))
+            point, index = chosen
+            if point in _SERVED:
+                self._doer.serve(chosen, [rank for rank, other in enumerate(wishes) if other.subject == chosen])
+            elif point is Point.REDUCE:
+                self._doer.reduce(index, wishes)
+            if wish.subject == chosen:
+                return wishes
+
+    def _exchange(self, wish: Wish) -> list[Wish]:
+        said = torch.tensor([wish.point, wish.about, wish.detail, self.num_steps], dtype=torch.int64, device="cpu")
+        rows = self._wire.swap(Tag.AGREEMENT, said, f"{_WORDS[wish.point]}").tolist()
+        self._steps = [row[3] for row in rows]
+        return [Wish(Point(row[0]), row[1], row[2]) for row in rows]
+
+
+def choose(wishes: Sequence[Wish]) -> tuple[Point, int] | None:
+    """What is to be done now, from what all ranks want; None if nothing can be. A pure function of the wishes."""
+    served = [wish.subject for wish in wishes if wish.point in _SERVED]
+    if served:
+        return min(served)
+    if all(wish.point in _BACKWARD for wish in wishes):
+        reduced = [wish.about for wish in wishes if wish.point is Point.REDUCE]
+        # Backward goes through the layout from its end: what comes first there is complete first.
+        return (Point.REDUCE, max(reduced)) if reduced else (Point.END_BACKWARD, 0)
+    if all(wish.subject == wishes[0].subject for wish in wishes):
+        return wishes[0].subject
+    return None
+
+
+def _explain(wishes: Sequence[Wish], steps: Sequence[int]) -> str:
+    where = "; ".join(
+        f"rank {rank} is at {_WORDS[wish.point]} after {steps[rank]} steps" for rank, wish in enumerate(wishes)
+    )
+    return (
+        f"the ranks of this model were asked to do different things: {where}. Every rank must make the same backwards "
+        "and steps, and call save_checkpoint, load_checkpoint and save_pretrained together. If the data of one rank "
+        "ends early, give all the same number of batches (DistributedSampler(drop_last=True), or stop all at the "
+        "shortest)"
+    )

@@ -1,0 +1,247 @@
+"""The wire between ranks: pieces of tensors sent and received directly, each kind of message under its own tag.
+
+Collectives on CPU tensors are made here from torch's point-to-point calls, because gloo's own are slow: for 32 MB of
+fp32 between two processes its all-gather took four times, and its reduce-scatter (an all-reduce of everything, of which
+one part is kept) over twice the time of a direct exchange, and twice the bytes (docs/decisions). Sums are made here, in
+fp32 and in the order of ranks, so that they are the same bits in every run. On CUDA tensors NCCL's collectives are used.
+
+Every wait ends: a rank that died closes its connections, one that hangs runs into the timeout of the process group.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from enum import IntEnum
+
+import torch
+import torch.distributed as dist
+
+from gemini.errors import GeminiError, RankLost
+
+
+class Tag(IntEnum):
+    """What a message is; two ranks that stand at different points of a program never mix them up."""
+
+    AGREEMENT = 1
+    WEIGHTS = 2
+    GRADIENTS = 3
+    REPLICAS = 4
+    BY_NAME = 5
+    VALUES = 6
+
+
+class Pending:
+    """Messages under way. They must be waited for before their tensors are used again."""
+
+    def __init__(self, works: list[tuple[int, dist.Work]], who: Sequence[int], what: str):
+        self._works, self._who, self._what = works, who, what
+
+    def wait(self) -> None:
+        """Block until everything was sent and received.
+
+        Raises:
+            RankLost: naming the rank that did not answer.
+        """
+        for peer, work in self._works:
+            try:
+                work.wait()
+            except RuntimeError as e:
+                raise lost(self._who[peer], self._what, e) from e
+        self._works = []
+
+
+def lost(rank: int, what: str, cause: BaseException) -> GeminiError:
+    """The error for a rank that did not answer."""
+    reason = str(cause).strip().splitlines()[0] if str(cause).strip() else type(cause).__name__
+    return RankLost(
+        f"rank {rank} did not answer during {what} ({reason}). It died, was stopped, or hangs: its own output says why. "
+        "Training cannot go on without it: end this process too and start again from the last checkpoint (torchrun "
+        "--max-restarts does both)"
+    )
+
+
+class Wire:
+    """Messages among the ranks of one group of CPU tensors (gloo). ``sent`` counts the bytes this rank sent, by tag."""
+
+    def __init__(self, group: dist.ProcessGroup):
+        self.group = group
+        self.rank = dist.get_rank(group)
+        self.size = dist.get_world_size(group)
+        self.global_ranks = dist.get_process_group_ranks(group)
+        self.sent: Counter[Tag] = Counter()
+
+    @property
+    def peers(self) -> list[int]:
+        """The other ranks, beginning with the next one, so that not all send to the same rank first."""
+        return [(self.rank + i) % self.size for i in range(1, self.size)]
+
+    def start(
+        self, tag: Tag, outgoing: Mapping[int, torch.Tensor], incoming: Mapping[int, torch.Tensor], what: str
+    ) -> Pending:
+        """Send ``outgoing[rank]`` to, and receive ``incoming[rank]`` from, the ranks named; contiguous CPU tensors."""
+        works: list[tuple[int, dist.Work]] = []
+        for peer in self.peers:
+            try:
+                if peer in incoming and incoming[peer].numel():
+                    work = dist.irecv(_as_bytes(incoming[peer]), group=self.group, group_src=peer, tag=tag)
+                    works.append((peer, _some(work)))
+                if peer in outgoing and outgoing[peer].numel():
+                    payload = _as_bytes(outgoing[peer])
+                    works.append((peer, _some(dist.isend(payload, group=self.group, group_dst=peer, tag=tag))))
+                    self.sent[tag] += payload.numel()
+            except RuntimeError as e:
+                raise lost(self.global_ranks[peer], what, e) from e
+        return Pending(works, self.global_ranks, what)
+
+    def swap(self, tag: Tag, value: torch.Tensor, what: str) -> torch.Tensor:
+        """Every rank's ``value``, stacked in the order of ranks."""
+        everyone = torch.empty((self.size, *value.shape), dtype=value.dtype, device="cpu")
+        everyone[self.rank].copy_(value)
+        value = everyone[self.rank]
+        incoming = {peer: everyone[peer] for peer in self.peers}
+        self.start(tag, dict.fromkeys(self.peers, value), incoming, what).wait()
+        return everyone
+
+    def all_gather(self, tag: Tag, flat: torch.Tensor, what: str) -> None:
+        """Fill ``flat`` (n equal sections) from the section that each rank has filled."""
+        sections = flat.chunk(self.size)
+        outgoing = dict.fromkeys(self.peers, sections[self.rank])
+        self.start(tag, outgoing, {peer: sections[peer] for peer in self.peers}, what).wait()
+
+    def all_reduce(self, tag: Tag, flat: torch.Tensor, scratch: torch.Tensor, what: str) -> None:
+        """Replace ``flat`` by the sum over ranks, in fp32 and in their order, rounded once to its dtype.
+
+        ``scratch``: uint8, at least ``2 * flat.numel() * 4`` bytes.
+        """
+        cuts = [flat.numel() * i // self.size for i in range(self.size + 1)]
+        parts = [flat[a:b] for a, b in zip(cuts, cuts[1:], strict=False)]
+        own = parts[self.rank]
+        width = own.numel() * flat.element_size()
+        received = {
+            peer: scratch[i * width : (i + 1) * width].view(flat.dtype) for i, peer in enumerate(self.peers)
+        }  # fmt: skip
+        total = scratch[flat.numel() * 4 : flat.numel() * 4 + own.numel() * 4].view(torch.float32)
+        self.start(tag, {peer: parts[peer] for peer in self.peers}, received, what).wait()
+        add_up([own if rank == self.rank else received[rank] for rank in range(self.size)], total)
+        own.copy_(total)
+        self.start(tag, dict.fromkeys(self.peers, own), {peer: parts[peer] for peer in self.peers}, what).wait()
+
+    def broadcast(self, tag: Tag, value: torch.Tensor, source: int, what: str) -> None:
+        """Overwrite ``value`` with that of rank ``source``."""
+        if self.rank == source:
+            self.start(tag, dict.fromkeys(self.peers, value), {}, what).wait()
+        else:
+            self.start(tag, {}, {source: value}, what).wait()
+
+    def exchange_texts(self, text: str, what: str) -> list[str]:
+        """Every rank's ``text``."""
+        data = torch.frombuffer(bytearray(text.encode() or b" "), dtype=torch.uint8)
+        sizes = self.swap(Tag.VALUES, torch.tensor([len(data)]), what).view(-1).tolist()
+        padded = torch.zeros(max(sizes), dtype=torch.uint8, device="cpu")
+        padded[: len(data)] = data
+        rows = self.swap(Tag.VALUES, padded, what)
+        return [bytes(row[:size].tolist()).decode().strip() for row, size in zip(rows, sizes, strict=True)]
+
+    def reduce_scatter(
+        self,
+        tag: Tag,
+        own: torch.Tensor | None,
+        senders: Mapping[int, torch.dtype],
+        shard: int,
+        scratch: torch.Tensor,
+        what: str,
+    ) -> Iterator[tuple[int, int, torch.Tensor]]:
+        """Sums over ranks of this rank's section, piece by piece: ``(start, stop, fp32 sum)`` within the section.
+
+        Args:
+            own: this rank's whole contribution, ``size`` sections of ``shard`` elements; None if it has none.
+            senders: the ranks that contribute, and the dtype of what they send.
+            scratch: uint8, at least ``scratch_bytes`` of the piece length that is derived from it.
+
+        A sum is overwritten by the one after the next.
+        """
+        others = [rank for rank in senders if rank != self.rank]
+        piece = min(piece_numel(self.size, scratch.numel()), shard)
+        slots = _Slots(scratch, piece)
+        lanes = [[slots.take() for _ in others] for _ in range(2)]
+        totals = [slots.take() for _ in range(2)]
+        ranges = [(a, min(a + piece, shard)) for a in range(0, shard, piece)]
+
+        def begin(index: int) -> tuple[Pending, dict[int, torch.Tensor]]:
+            a, b = ranges[index]
+            received = {rank: lanes[index % 2][i].view(senders[rank])[: b - a] for i, rank in enumerate(others)}
+            outgoing = {} if own is None else {p: own[p * shard + a : p * shard + b] for p in self.peers}
+            return self.start(tag, outgoing, received, what), received
+
+        under_way = begin(0) if ranges else None
+        for index, (a, b) in enumerate(ranges):
+            assert under_way is not None
+            pending, received = under_way
+            pending.wait()
+            under_way = begin(index + 1) if index + 1 < len(ranges) else None
+            if own is not None:
+                received[self.rank] = own[self.rank * shard + a : self.rank * shard + b]
+            total = totals[index % 2].view(torch.float32)[: b - a]
+            add_up([received[rank] for rank in sorted(received)], total)
+            yield a, b, total
+
+
+class _Slots:
+    """Pieces of fp32 size cut from a scratch area."""
+
+    def __init__(self, scratch: torch.Tensor, piece: int):
+        self._scratch, self._size, self._next = scratch, 4 * piece, 0
+
+    def take(self) -> torch.Tensor:
+        slot = self._scratch[self._next : self._next + self._size]
+        assert slot.numel() == self._size, "the scratch area is too small"
+        self._next += self._size
+        return slot
+
+
+def scratch_bytes(ranks: int, piece: int) -> int:
+    """What :meth:`Wire.reduce_scatter` (and :meth:`Wire.all_reduce` of ``piece`` elements) need."""
+    return 4 * piece * max(2 * (ranks - 1) + 2, 4)
+
+
+def piece_numel(ranks: int, scratch: int) -> int:
+    """The piece length that a scratch area of so many bytes allows."""
+    return scratch // (4 * max(2 * (ranks - 1) + 2, 4))
+
+
+def add_up(terms: Sequence[torch.Tensor], total: torch.Tensor) -> None:
+    """``total`` (fp32) = terms in order. The order is the contract: sums of floats depend on it."""
+    if not terms:
+        total.zero_()
+    elif len(terms) == 1:
+        total.copy_(terms[0])
+    else:
+        if terms[0].dtype is torch.float32 and terms[1].dtype is torch.float32:
+            torch.add(terms[0], terms[1], out=total)
+        else:
+            total.copy_(terms[0]).add_(terms[1])
+        for term in terms[2:]:
+            total.add_(term)
+
+
+def guarded(what: str, function: Callable[[], object]) -> None:
+    """Run a collective of the library; a failure is a lost rank, whichever it was."""
+    try:
+        function()
+    except RuntimeError as e:
+        raise RankLost(
+            f"{what} failed: {e}. Another rank died, was stopped, or hangs: its own output says why. Start again from "
+            "the last checkpoint (torchrun --max-restarts does it)"
+        ) from e
+
+
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a contiguous tensor: gloo need not know its dtype."""
+    assert tensor.is_contiguous()
+    return tensor.detach().view(-1).view(torch.uint8)
+
+
+def _some(work: dist.Work | None) -> dist.Work:
+    assert work is not None, "this process does not belong to the group"
+    return work
