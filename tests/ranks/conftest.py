@@ -1,0 +1,31 @@
+"""Pools of two and four ranks that live for the test session."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from tests.ranks.pool import Pool
+
+
+@pytest.fixture(scope="session")
+def _pools() -> Iterator[dict[int, Pool]]:
+    pools: dict[int, Pool] = {}
+    yield pools
+    for pool in pools.values():
+        pool.close()
+
+
+@pytest.fixture
+def pool_of(_pools: dict[int, Pool]) -> Callable[[int], Pool]:
+    """``pool_of(2)``: two ranks that wait for work, started anew if an earlier test ended them."""
+
+    def get(size: int) -> Pool:
+        if size not in _pools or not _pools[size].alive:
+            if size in _pools:
+                _pools[size].close()
+            _pools[size] = Pool(size)
+        return _pools[size]
+
+    return get

@@ -1,0 +1,121 @@
+"""Processes that stay: a test hands a function to all ranks of a pool and gets what each of them returned.
+
+Starting a process imports torch and transformers, which takes longer than most tests; so the ranks of one pool are
+started once per test session and every test runs its function on them. A function must be importable (module level) and
+leave nothing behind. If a rank dies or hangs the pool is ended and the next test gets a new one.
+"""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing as mp
+import os
+import tempfile
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any, NamedTuple
+
+
+class Failure(NamedTuple):
+    """What a function raised on one rank."""
+
+    kind: str
+    text: str
+    traceback: str
+
+
+class Pool:
+    """``size`` processes of one gloo group. ``timeout``: seconds the group waits for a rank."""
+
+    def __init__(self, size: int, timeout: float = 60.0):
+        self.size = size
+        self._folder = tempfile.TemporaryDirectory(prefix="gemini-ranks-")
+        store = str(Path(self._folder.name) / "store")
+        context = mp.get_context("spawn")
+        self.processes = []
+        self._pipes: list[Connection] = []
+        for rank in range(size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_work, args=(rank, size, store, timeout, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self.processes.append(process)
+            self._pipes.append(ours)
+
+    def outcomes(self, function: Callable[..., Any], *args: Any, seconds: float = 240.0) -> list[Any]:
+        """Run ``function(*args)`` on every rank: what each returned, or its :class:`Failure`.
+
+        A rank that died gives a ``Failure`` of kind "Died". Nobody gets more than ``seconds``.
+        """
+        for pipe in self._pipes:
+            pipe.send((function, args))
+        results: list[Any] = [Failure("Hung", f"no answer after {seconds} s", "")] * self.size
+        pending = {pipe: rank for rank, pipe in enumerate(self._pipes)}
+        broken = False
+        while pending:
+            ready = wait(list(pending), timeout=seconds)
+            if not ready:
+                broken = True
+                break
+            for pipe in ready:
+                assert isinstance(pipe, Connection)
+                rank = pending.pop(pipe)
+                try:
+                    results[rank] = pipe.recv()
+                except EOFError:
+                    results[rank] = Failure("Died", f"exit code {self.processes[rank].exitcode}", "")
+                    broken = True
+        if broken:
+            self.close()
+        return results
+
+    def run(self, function: Callable[..., Any], *args: Any, seconds: float = 240.0) -> list[Any]:
+        """The same, and no rank may fail."""
+        results = self.outcomes(function, *args, seconds=seconds)
+        for rank, result in enumerate(results):
+            if isinstance(result, Failure):
+                self.close()
+                raise AssertionError(f"rank {rank} failed: {result.kind}: {result.text}\n{result.traceback}")
+        return results
+
+    @property
+    def alive(self) -> bool:
+        return bool(self.processes) and all(process.is_alive() for process in self.processes)
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.join(10)
+        for pipe in self._pipes:
+            pipe.close()
+        self.processes = []
+        self._folder.cleanup()
+
+
+def _work(rank: int, size: int, store: str, timeout: float, pipe: Connection) -> None:
+    os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", OMP_NUM_THREADS="1")
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(size))
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(store, size), rank=rank, world_size=size, timeout=timedelta(seconds=timeout)
+    )
+    while True:
+        try:
+            function, args = pipe.recv()
+        except EOFError:
+            os._exit(0)
+        try:
+            result = function(*args)
+        except BaseException as e:
+            result = Failure(type(e).__name__, str(e), traceback.format_exc())
+            del e
+        gc.collect()
+        pipe.send(result)
+        del result

@@ -1,0 +1,45 @@
+"""The pool itself: a test that runs on ranks must be able to fail, and a dead or hanging rank must not stop the suite."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+
+import pytest
+
+from tests.ranks.pool import Failure, Pool
+
+
+def my_rank(offset: int) -> int:
+    import torch.distributed as dist
+
+    return dist.get_rank() + offset
+
+
+def fail_on(rank: int) -> None:
+    if my_rank(0) == rank:
+        raise ValueError("on purpose")
+
+
+def die_on(rank: int) -> None:
+    if my_rank(0) == rank:
+        os._exit(7)
+
+
+def hang_on(rank: int) -> None:
+    if my_rank(0) == rank:
+        time.sleep(60)
+
+
+def test_a_pool_runs_reports_and_survives_failures(pool_of: Callable[[int], Pool]) -> None:
+    pool = pool_of(2)
+    assert pool.run(my_rank, 10) == [10, 11]
+    outcomes = pool.outcomes(fail_on, 1)
+    assert outcomes[0] is None and isinstance(outcomes[1], Failure) and outcomes[1].kind == "ValueError"
+    with pytest.raises(AssertionError, match="rank 0 failed: ValueError"):
+        pool.run(fail_on, 0)
+    pool = pool_of(2)  # a failed run ends its pool: ranks may stand at different points
+    assert [outcome and outcome.kind for outcome in pool.outcomes(die_on, 1)] == [None, "Died"]
+    pool = pool_of(2)
+    assert [outcome and outcome.kind for outcome in pool.outcomes(hang_on, 0, seconds=2)] == ["Hung", None]
