@@ -27,8 +27,8 @@ class GeminiConfig:
             "accumulate": fp32 sums, +4 bytes. "transient": nothing; needs ``HybridAdam(step_in_backward=True)``.
         device: "cuda", "cuda:1", "cpu", or None for "cuda" if there is one, else "cpu"; "standin" for tests.
         activations: bytes of the ``gpu`` budget to leave to activations and workspaces ("4GiB"); 0 without a GPU.
-        reduce_dtype: what gradients are sent in between ranks: "fp32", "bf16", "fp16", or None for ``precision``. They are
-            divided by the number of ranks before and summed up in fp32, so that the mean does not overflow.
+        reduce_dtype: what gradients are sent in between ranks: "fp32", "bf16", "fp16", or None for ``precision``. They
+            are divided by the number of ranks before and summed up in fp32, so that the mean does not overflow.
         max_chunk: elements above which a block of the model is cut into several chunks.
 
     Raises:

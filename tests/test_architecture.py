@@ -17,7 +17,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 # From the ground up. A file may import from its own floor and from those below it.
 FLOORS = [
-    ("gemini.errors", "gemini.tiers", "gemini.states"),
+    ("gemini.errors", "gemini.tiers", "gemini.states", "gemini.version"),
     ("gemini.plan",),
     ("gemini.config", "gemini.kernels", "gemini.kernels_reference", "gemini._C"),
     ("gemini.memory",),

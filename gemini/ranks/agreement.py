@@ -69,7 +69,7 @@ class Doer(Protocol):
     """Who does what was agreed."""
 
     def serve(self, subject: tuple[Point, int], takers: list[int]) -> None:
-        """Give every rank in ``takers`` (this one among them, perhaps) the weights of a chunk or the values of a param."""
+        """Give every rank in ``takers`` (perhaps this one) the weights of a chunk or the values of a param."""
 
     def reduce(self, index: int, wishes: list[Wish]) -> None:
         """Sum up the gradients of chunk ``index`` over the ranks, whatever this rank has of them."""
@@ -78,12 +78,12 @@ class Doer(Protocol):
 class Agreement:
     """One per engine. ``num_steps`` tells how far a rank is, for the error message."""
 
-    def __init__(self, wire: Wire, doer: Doer):
+    def __init__(self, wire: Wire):
         self._wire = wire
-        self._doer = doer
+        self._steps: list[int] = []
         self.num_steps = 0
 
-    def reach(self, wish: Wish) -> list[Wish]:
+    def reach(self, wish: Wish, doer: Doer) -> list[Wish]:
         """Wait, serving the others, until ``wish`` is done (served, reduced), or all ranks stand at its point.
 
         Returns the wishes of all ranks at that moment.
@@ -99,9 +99,9 @@ class Agreement:
                 raise RankMismatch(_explain(wishes, self._steps))
             point, index = chosen
             if point in _SERVED:
-                self._doer.serve(chosen, [rank for rank, other in enumerate(wishes) if other.subject == chosen])
+                doer.serve(chosen, [rank for rank, other in enumerate(wishes) if other.subject == chosen])
             elif point is Point.REDUCE:
-                self._doer.reduce(index, wishes)
+                doer.reduce(index, wishes)
             if wish.subject == chosen:
                 return wishes
 

@@ -1,9 +1,10 @@
 """The wire between ranks: pieces of tensors sent and received directly, each kind of message under its own tag.
 
 Collectives on CPU tensors are made here from torch's point-to-point calls, because gloo's own are slow: for 32 MB of
-fp32 between two processes its all-gather took four times, and its reduce-scatter (an all-reduce of everything, of which
-one part is kept) over twice the time of a direct exchange, and twice the bytes (docs/decisions). Sums are made here, in
-fp32 and in the order of ranks, so that they are the same bits in every run. On CUDA tensors NCCL's collectives are used.
+fp32 between two processes its all-gather took four times, and its reduce-scatter (an all-reduce of everything, of
+which one part is kept) over twice the time of a direct exchange, and twice the bytes (docs/decisions). Sums are made
+here, in fp32 and in the order of ranks, so that they are the same bits in every run. On CUDA tensors NCCL's
+collectives are used.
 
 Every wait ends: a rank that died closes its connections, one that hangs runs into the timeout of the process group.
 """
@@ -55,9 +56,9 @@ def lost(rank: int, what: str, cause: BaseException) -> GeminiError:
     """The error for a rank that did not answer."""
     reason = str(cause).strip().splitlines()[0] if str(cause).strip() else type(cause).__name__
     return RankLost(
-        f"rank {rank} did not answer during {what} ({reason}). It died, was stopped, or hangs: its own output says why. "
-        "Training cannot go on without it: end this process too and start again from the last checkpoint (torchrun "
-        "--max-restarts does both)"
+        f"rank {rank} did not answer during {what} ({reason}). It died, was stopped, or hangs: its own output says "
+        "why. Training cannot go on without it: end this process too and start again from the last checkpoint "
+        "(torchrun --max-restarts does both)"
     )
 
 

@@ -22,6 +22,7 @@ from gemini.errors import GeminiError
 from gemini.train import hooks
 from gemini.train.engine import Engine
 from gemini.train.export import export_pretrained
+from gemini.train.gathered import gathered
 from gemini.train.guard import ParamHandle, handle_of, optimizer_of
 from gemini.train.report import MemoryReport, make_report
 from gemini.train.state_dict import load_model_state, model_state
@@ -66,11 +67,11 @@ class GeminiDDP(nn.Module):
         are reduced with those of the next backward outside. Without ``no_sync`` every backward leaves each rank its
         shard of the sum only: the same result within rounding, more traffic, far less memory.
         """
-        shards = _engine(self).shards
-        if shards is None:
+        reduction = _engine(self).reduction
+        if reduction is None:
             yield
         else:
-            with shards.without_reducing():
+            with reduction.without_reducing():
                 yield
 
     def clip_grad_norm_(
@@ -115,7 +116,7 @@ class GeminiDDP(nn.Module):
             handles = engine.handles
         else:
             handles = [self._own(p) for p in ([params] if isinstance(params, torch.Tensor) else params)]
-        return engine.gathered(handles, write=write)
+        return gathered(engine, handles, write=write)
 
     def full_param(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
         """A copy of one param on the CPU, in the compute dtype; ``dtype=torch.float32`` gives the exact master."""

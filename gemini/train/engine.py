@@ -38,13 +38,14 @@ from gemini.train.guard import (
     engine_of,
     expose,
     hide,
-    optimizer_of,
     poison,
     refuse_written,
 )
 from gemini.train.loss_scale import LossScale
 from gemini.train.problem import prepare
+from gemini.train.reduction import Reduction
 from gemini.train.shards import Shards
+from gemini.train.update import update_now
 
 
 class Engine:
@@ -63,6 +64,7 @@ class Engine:
         self.by_chunk = iter_chunks(self.handles)
         self.mover = Mover(self.device, built.tile, self.ledger)
         self.shards = None if ranks is None else Shards(self, ranks, built.exchange)
+        self.reduction = None if self.shards is None else Reduction(self, self.shards)
         self.manager = Manager(
             self.chunks,
             ledger=self.ledger,
@@ -84,12 +86,12 @@ class Engine:
         self.applied_scale = 1.0
         self.clip_coefficient = 1.0
         self.moved_last_step: Counter[str] = Counter()
-        self._gathered = 0
-        self._backward_number = 0
+        self.num_gathered = 0
+        self.backward_number = 0
         self.in_backward = False
         self.lost: str | None = None
         self.requires_grad_changed = False
-        self.calls = Calls(self._acquire, self._release)
+        self.calls = Calls(self.acquire, self.release)
         self._exposed: set[int] = set()
         self._written: list[ParamHandle] = []
         adopt_all(self)
@@ -100,7 +102,7 @@ class Engine:
     @property
     def computing(self) -> bool:
         """Whether params are ordinary parameters now: a forward, a backward or gathered() is under way."""
-        return self.calls.running or self.in_backward or self._gathered > 0
+        return self.calls.running or self.in_backward or self.num_gathered > 0
 
     def mark_lost(self, cause: BaseException) -> None:
         """An update broke off in the middle: some weights and moments are of this step and some are not."""
@@ -151,7 +153,9 @@ class Engine:
         """
         if self.in_backward:
             return
-        if any(handle.has_grad for handle in self.handles) or (self.shards is not None and self.shards.has_unreduced):
+        if any(handle.has_grad for handle in self.handles) or (
+            self.reduction is not None and self.reduction.has_unreduced
+        ):
             if self.config.gradients == "transient":
                 raise GeminiError(
                     'a second backward before optimizer.step(): gradients="transient" keeps nothing to add to. '
@@ -160,7 +164,7 @@ class Engine:
             self.gradients.promote(self.chunks)
         elif self.loss_scale is not None:
             self.applied_scale = self.loss_scale.scale  # one scale for all gradients that are added up
-        self._backward_number += 1
+        self.backward_number += 1
         self.in_backward = True
         self._expose_resident()
         for chunk in self.chunks:
@@ -174,9 +178,9 @@ class Engine:
         self._refuse_writes()
 
     def _backward_is_over(self) -> None:
-        if self.shards is not None:
+        if self.reduction is not None:
             self.calls.end_backward()  # nothing is read any more: room for what is still to be reduced
-            self.shards.end_backward()
+            self.reduction.end_backward()
         self.end_backward()
 
     def end_backward(self) -> None:
@@ -186,19 +190,6 @@ class Engine:
         self._rest_if_idle()
 
     # ---- gathered weights ---------------------------------------------------------------------------------------
-
-    def _acquire(self, chunk: Chunk) -> None:
-        self.manager.acquire(chunk)
-        self._expose_chunk(chunk)
-
-    def _release(self, chunk: Chunk) -> None:
-        """Unpin, and guard the params again unless they never move: another module's read must not go unnoticed."""
-        self.manager.release(chunk)
-        if chunk.pins == 0 and chunk.gathered and not chunk.resident:
-            written = self.hide_chunk(chunk)
-            if written:  # refused when everything has been let go; home does not know of it, so the copy may go
-                self._written += written
-                self.manager.drop([chunk])
 
     def read_in_call(self, func: Callable[..., Any], args: Any, kwargs: Any, handles: list[ParamHandle]) -> Any:
         """An operation reads params outside their own module's forward, while the model computes.
@@ -231,38 +222,28 @@ class Engine:
         self._refuse_writes()
         return result
 
-    @contextmanager
-    def gathered(self, handles: list[ParamHandle], *, write: bool) -> Iterator[None]:
-        """Keep the full weights of ``handles`` readable; with ``write`` what was written becomes the master exactly.
+    def acquire(self, chunk: Chunk) -> None:
+        """Gather the weights of a chunk and keep them readable until :meth:`release`."""
+        self.manager.acquire(chunk)
+        self._expose_chunk(chunk)
 
-        An exception inside undoes what was written.
-        """
-        chunks = list({handle.chunk.spec.index: handle.chunk for handle in handles}.values())
-        acquired: list[Chunk] = []
-        # Of weights that are changed in place nothing else tells what they were, so that the rest keeps its residual.
-        before = {h.name: h.view.clone() for h in handles if write and h.chunk.resident}
-        self._gathered += 1
+    def release(self, chunk: Chunk) -> None:
+        """Unpin, and guard the params again unless they never move: another module's read must not go unnoticed."""
+        self.manager.release(chunk)
+        if chunk.pins == 0 and chunk.gathered and not chunk.resident:
+            written = self.hide_chunk(chunk)
+            if written:  # refused when everything has been let go; home does not know of it, so the copy may go
+                self._written += written
+                self.manager.drop([chunk])
+
+    @contextmanager
+    def open_gathered(self) -> Iterator[None]:
+        """``gathered()`` is under way: params that are gathered are ordinary ones."""
+        self.num_gathered += 1
         try:
-            for chunk in chunks:
-                self._acquire(chunk)
-                acquired.append(chunk)
-            try:
-                yield
-            except BaseException:
-                for handle in handles:
-                    handle.version = handle.param._version
-                    if handle.name in before:
-                        handle.view.copy_(before[handle.name])
-                raise
-            if write:
-                for handle in handles:
-                    self.by_names.take_over(handle, before.get(handle.name))
+            yield
         finally:
-            self._gathered -= 1
-            for chunk in acquired:
-                self._release(chunk)
-            if write:
-                self.manager.drop(acquired)
+            self.num_gathered -= 1
             self._rest_if_idle()
 
     def _expose_chunk(self, chunk: Chunk) -> None:
@@ -316,10 +297,10 @@ class Engine:
                 f"the gradient of {handle.name!r} was computed while its weights were not gathered: its module's "
                 "output was bypassed in backward. Please report the model; gradients=... and budgets do not matter here"
             )
-        if self.shards is not None:
-            self.shards.take(handle, grad)
+        if self.reduction is not None:
+            self.reduction.take(handle, grad)
         elif self.config.gradients == "transient":
-            self.update_now(handle, grad)
+            update_now(self, handle, grad)
         else:
             if handle.has_grad:
                 self.gradients.promote([chunk])  # a shared param under reentrant checkpointing arrives twice
@@ -327,25 +308,8 @@ class Engine:
         chunk.num_missing_grads -= 1
         if chunk.num_missing_grads == 0:
             self.manager.grads_complete(chunk)
-            if self.shards is not None:
-                self.shards.complete(chunk)
-
-    def update_now(self, handle: ParamHandle, grad: torch.Tensor) -> None:
-        """``step_in_backward``: update a param with its gradient, as far as this rank keeps it."""
-        if handle.in_backward == self._backward_number:
-            raise GeminiError(
-                f"{handle.name!r} got its gradient in two parts (shared under reentrant checkpointing), after its "
-                'update: gradients="transient" cannot be used with this model; use gradients="retain"'
-            )
-        optimizer = optimizer_of(handle.param)
-        if optimizer is not None:
-            optimizer.update_in_backward(self, handle, grad)
-            handle.in_backward = self._backward_number
-            return
-        raise GeminiError(
-            f'gradients="transient": no HybridAdam(step_in_backward=True) owns {handle.name!r}, so its gradient '
-            "would be lost. Give all trained params to the optimizer before the first backward, or freeze this one"
-        )
+            if self.reduction is not None:
+                self.reduction.complete(chunk)
 
     def clip_grad_norm_(self, max_norm: float, *, error_if_nonfinite: bool = False) -> torch.Tensor:
         """Total 2-norm of all gradients (unscaled); the coefficient is applied in the update."""
@@ -365,8 +329,8 @@ class Engine:
 
     def settle_grads(self) -> None:
         """With several ranks: make gradients and their norms those of all ranks. All of them must come here."""
-        if self.shards is not None:
-            self.shards.settle()
+        if self.reduction is not None:
+            self.reduction.settle()
 
     @property
     def grad_unscale(self) -> float:
@@ -387,8 +351,8 @@ class Engine:
         self.recover_if_interrupted()
         chosen = self.handles if handles is None else list(handles)
         self.gradients.discard(chosen)
-        if self.shards is not None:
-            self.shards.discard(chosen)
+        if self.reduction is not None:
+            self.reduction.discard(chosen)
         self._forget_clipping()
 
     def _forget_clipping(self) -> None:

@@ -51,9 +51,7 @@ class GradientStore:
         handle.norm_sums = self.land_piece(handle.chunk, grad.detach().contiguous().view(-1), handle.slot.start, adding)
 
     def land_piece(self, chunk: Chunk, flat: torch.Tensor, at: int, adding: bool) -> list[float]:
-        """Keep ``flat``, on the computing device, at element ``at`` (a whole page) of a grad plane; its norm tiles' sums
-        of squares.
-        """
+        """Keep ``flat`` at element ``at`` (a whole page) of a grad plane: the sums of squares of its norm tiles."""
         plane = chunk.planes[PlaneKind.GRAD]
         assert not adding or plane.dtype is torch.float32, "promote before adding"
         view = plane.device_view(at, at + flat.numel())

@@ -1,4 +1,4 @@
-"""What has to be placed: the params, the sizes that go with them, and the bytes there are, before anything is allocated."""
+"""What has to be placed: the params, their sizes, and the bytes there are, before anything is allocated."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import psutil
 import torch
 from torch import nn
 
-from gemini import __version__
 from gemini.config import GeminiConfig
 from gemini.errors import parse_bytes
 from gemini.memory.chunk import COMPUTE_DTYPES
@@ -26,6 +25,7 @@ from gemini.ranks.group import Ranks
 from gemini.ranks.wire import scratch_bytes
 from gemini.tiers import Tier
 from gemini.train.guard import handle_of
+from gemini.version import __version__
 
 PIECE = 2**20
 """Elements at most on their way between two ranks at once: 4 MiB messages reach the full speed of a wire."""

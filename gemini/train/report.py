@@ -14,7 +14,9 @@ if TYPE_CHECKING:
 class MemoryReport(dict[str, Any]):
     """``report["cpu"]["peak"]`` in bytes, ``report["moved"]["nvme->cpu"]``; ``str(report)`` is a small table.
 
-    With several ranks the tiers are those of this rank, and "sent" has the bytes it sent in the last step, by collective.
+    With several ranks the tiers are those of this rank, and "sent" has the bytes it sent in the last step, by
+    collective.
+
     Each tier has "budget", "used", "peak" and "holders" (bytes by what holds them). "params" counts the managed params,
     "bytes_per_param" their persistent planes (weights, residual, moments) and "grad_bytes_per_param" what is reserved
     for gradients between backward and update, both over the params that are trained.

@@ -1,28 +1,21 @@
-"""ZeRO-3 over chunks: each rank keeps a shard of every plane; whole weights and whole gradients exist for a moment.
+"""ZeRO-3 over chunks: each rank keeps a shard of every plane; whole weights exist for a moment.
 
     gather   own shard from its home into the window, the others' beside it: all-gather
-    take     a param's gradient into the whole gradient of its chunk, divided by the number of ranks
-    reduce   once complete on every rank: each rank receives and adds up its shard, and lands it: reduce-scatter
-    settle   once per step: sums across replicas, and every param's part of the norm from every rank
+    read     a param's values by name, to those ranks that ask
 
-What is in flight is in the ledger: windows while they are filled, whole gradients as "gradients in flight", pieces on
-the wire as "exchange". A rank alone has no ``Shards`` and none of this runs.
+and gradients in ``gemini.train.reduction``. What is in flight is in the ledger: windows while they are filled, whole
+gradients as "gradients in flight", pieces on the wire as "exchange". A rank alone has no ``Shards``: none of this runs.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
-from gemini import kernels
-from gemini.errors import BudgetExceeded, GeminiError
 from gemini.memory.chunk import Chunk
-from gemini.memory.device import Window
 from gemini.memory.mover import tiles
 from gemini.plan.layout import part_of
 from gemini.plan.planes import PlaneKind
@@ -31,12 +24,10 @@ from gemini.ranks.group import Ranks
 from gemini.ranks.wire import Tag, guarded
 from gemini.train.by_name import host_part
 from gemini.train.guard import ParamHandle
-from gemini.train.problem import reduce_dtype
 
 if TYPE_CHECKING:
     from gemini.train.engine import Engine
 
-_HOLDER = "gradients in flight"
 _KINDS = tuple(PlaneKind)
 _TRAFFIC = {
     Tag.WEIGHTS: "all_gather",
@@ -48,33 +39,18 @@ _TRAFFIC = {
 }
 
 
-class _WholeGradient:
-    """The gradient of a whole chunk as this rank computed it, until it is reduced."""
-
-    def __init__(self, window: Window, dtype: torch.dtype):
-        self.window = window
-        self.flat = window.bytes[: window.num_bytes].view(dtype)
-        self.arrived: set[str] = set()
-
-
 class Shards:
     """The part of an engine that deals with other ranks."""
 
     def __init__(self, engine: Engine, ranks: Ranks, exchange: int):
         self.ranks = ranks
-        self.agreement = Agreement(ranks.wire, self)
-        self.reduces = True
-        """Whether gradients that are complete are reduced now; False inside ``no_sync``."""
+        self.scratch = engine.device.make_host_buffer(exchange)
+        self._agreement = Agreement(ranks.wire)
         self._engine = engine.self_reference
-        self._dtype = reduce_dtype(engine.config)
-        self._scale = 1.0 / (ranks.size * ranks.num_replicas)
-        self._whole: dict[int, _WholeGradient] = {}
-        self._spare: dict[int, list[Window]] = {}
-        self._scratch = engine.device.make_host_buffer(exchange)
         self._numbers = {handle.name: number for number, handle in enumerate(engine.handles)}
         self._read: torch.Tensor | None = None
-        self._settled = False
-        self._native: Counter[str] = Counter()
+        self.native: Counter[str] = Counter()
+        """Bytes that the library's own collectives have sent."""
         self._sent_before: Counter[str] = Counter()
         self.sent_last_step: Counter[str] = Counter()
 
@@ -86,14 +62,14 @@ class Shards:
 
     def end_step(self) -> None:
         """After an optimizer step: what was sent since the last one is what the report shows."""
-        self.agreement.num_steps += 1
+        self._agreement.num_steps += 1
         total = self._sent()
         self.sent_last_step = total - self._sent_before
         self._sent_before = total
 
     def _sent(self) -> Counter[str]:
         """Bytes this rank has sent since the start, by collective."""
-        total = self._native.copy()
+        total = self.native.copy()
         wires = [self.ranks.wire, self.ranks.replicas]
         if self.ranks.everyone is not self.ranks.wire:
             wires.append(self.ranks.everyone)
@@ -102,15 +78,25 @@ class Shards:
                 total[_TRAFFIC[tag]] += num_bytes
         return total
 
+    def reach(self, wish: Wish) -> list[Wish]:
+        """Wait, serving other ranks, until ``wish`` is done or all ranks stand at its point."""
+        return self._agreement.reach(wish, self)
+
     def meet(self, point: Point, detail: int = 0) -> list[int]:
         """Wait until every rank of the shard group stands at ``point``; what each of them says."""
-        return [wish.detail for wish in self.agreement.reach(Wish(point, 0, detail))]
+        return [wish.detail for wish in self.reach(Wish(point, 0, detail))]
+
+    def reduce(self, index: int, wishes: list[Wish]) -> None:
+        """All ranks add up the gradients of a chunk."""
+        reduction = self.engine.reduction
+        assert reduction is not None
+        reduction.reduce(index, wishes)
 
     # ---- weights ------------------------------------------------------------------------------------------------
 
     def gather(self, chunk: Chunk) -> None:
         """Fill a populated window with the weights of all ranks."""
-        self.agreement.reach(Wish(Point.GATHER, chunk.spec.index))
+        self.reach(Wish(Point.GATHER, chunk.spec.index))
 
     def serve(self, subject: tuple[Point, int], takers: list[int]) -> None:
         """Every rank gives what it keeps of a chunk's weights, or of a param's plane, to those who asked."""
@@ -134,20 +120,20 @@ class Shards:
             else:
                 what = f"the all-gather of {chunk.name}"
                 guarded(what, lambda: dist.all_gather_into_tensor(chunk.flat, own, group=group))
-                self._native["all_gather"] += own.numel() * own.element_size() * (self.ranks.size - 1)
+                self.native["all_gather"] += own.numel() * own.element_size() * (self.ranks.size - 1)
 
     def _send_weights(self, chunk: Chunk, takers: list[int]) -> None:
         """Some ranks need weights that others do not: host tile by host tile, so that those need no memory for it."""
         mover, wire, plane = self.engine.mover, self.ranks.wire, chunk.weights
         shard, what = plane.numel, f"sending the weights of {chunk.name}"
         taking = wire.rank in takers
-        for start, stop in tiles(0, shard, min(mover.tile, self._piece)):
+        for start, stop in tiles(0, shard, min(mover.tile, self.piece)):
             own, _ = mover.host_tile(PlaneKind.WEIGHTS, plane, start, stop)
             if own.dtype != chunk.flat.dtype:
                 own = mover.staged(PlaneKind.EXP_AVG, chunk.flat.dtype, stop - start).copy_(own)
             received = {}
             if taking:
-                room = self._scratch.view(chunk.flat.dtype)
+                room = self.scratch.view(chunk.flat.dtype)
                 received = {
                     peer: room[i * (stop - start) : (i + 1) * (stop - start)] for i, peer in enumerate(wire.peers)
                 }
@@ -158,239 +144,9 @@ class Shards:
                 self.engine.device.copy(into, part, "fetch").wait()
 
     @property
-    def _piece(self) -> int:
+    def piece(self) -> int:
         """Elements of a piece on the wire, so many that one from every rank fits the scratch area in fp32."""
-        return max(self._scratch.numel() // (4 * max(self.ranks.size, 4)) // 2048 * 2048, 2048)
-
-    # ---- gradients ----------------------------------------------------------------------------------------------
-
-    def take(self, handle: ParamHandle, grad: torch.Tensor) -> None:
-        """Keep a param's gradient, divided by the number of ranks, until that of its chunk is complete."""
-        chunk = handle.chunk
-        if self._settled and self.ranks.replicas is not None and any(h.has_grad for h in self.engine.handles):
-            raise GeminiError("a backward after clip_grad_norm_: clip after the last backward of a step")
-        whole = self._whole.get(chunk.spec.index)
-        if whole is None:
-            whole = self._open(chunk)
-        view = whole.flat[handle.slot.start : handle.slot.stop]
-        flat = grad.detach().contiguous().view(-1)
-        if handle.name in whole.arrived:
-            view.add_(flat, alpha=self._scale)
-        else:
-            torch.mul(flat, self._scale, out=view) if view.dtype == flat.dtype else view.copy_(flat).mul_(self._scale)
-            whole.arrived.add(handle.name)
-
-    def complete(self, chunk: Chunk) -> None:
-        """Every gradient of a chunk has arrived on this rank."""
-        if self.reduces:
-            self._reduce(chunk.spec.index)
-
-    def end_backward(self) -> None:
-        """The backward is over: reduce what was left incomplete, then wait until it is over on every rank."""
-        if self.reduces:
-            for index in sorted(self._whole, reverse=True):
-                self._reduce(index)
-            self.meet(Point.END_BACKWARD)
-
-    def _reduce(self, index: int) -> None:
-        whole = self._whole[index]
-        trained = sum(handle.trained for handle in self.engine.by_chunk[index])
-        is_full = len(whole.arrived) == trained == len(self.engine.by_chunk[index])
-        self.agreement.reach(Wish(Point.REDUCE, index, _detail(is_full, whole.flat.dtype)))
-
-    def reduce(self, index: int, wishes: list[Wish]) -> None:
-        """All ranks add up chunk ``index``: each receives its shard of the sum and lands it."""
-        engine, chunk = self.engine, self.engine.chunks[index]
-        handles, whole = engine.by_chunk[index], self._whole.get(index)
-        arrived, dtypes = self._who_has_what(index, wishes, whole, handles)
-        present = [handle for number, handle in enumerate(handles) if arrived[:, number].any()]
-        senders = {rank: dtypes[rank] for rank in range(self.ranks.size) if arrived[rank].any()}
-        if any(handle.has_grad for handle in present):
-            engine.gradients.promote([chunk])
-        transient = engine.config.gradients == "transient"
-        if whole is None and (transient or self.ranks.collective is not None):
-            whole = self._open(chunk)
-        if whole is not None:
-            for handle in handles:
-                if handle.name not in whole.arrived:
-                    whole.flat[handle.slot.start : handle.slot.stop].zero_()
-        adding = {handle.name: handle.has_grad for handle in present}
-        for handle in present:
-            handle.norm_sums = None if transient else []
-        shard = chunk.weights.numel
-        with torch.profiler.record_function("gemini::reduce_scatter"):
-            for start, stop, total in self._sums(chunk, whole, senders):
-                if transient:
-                    assert whole is not None
-                    at = self.ranks.rank * shard
-                    whole.flat[at + start : at + stop].copy_(total)
-                    continue
-                self._land(chunk, present, adding, start, stop, total)
-        if transient:
-            assert whole is not None
-            self._update(chunk, present, whole)
-        self._settled = False
-        if whole is not None:
-            self._close(index)
-
-    def _who_has_what(
-        self, index: int, wishes: list[Wish], whole: _WholeGradient | None, handles: list[ParamHandle]
-    ) -> tuple[torch.Tensor, list[torch.dtype]]:
-        """Which gradients of a chunk each rank has (ranks x params), and in which dtype."""
-        if all(wish.subject == (Point.REDUCE, index) and wish.detail & 1 for wish in wishes):
-            everything = torch.ones((self.ranks.size, len(handles)), dtype=torch.bool, device="cpu")
-            return everything, [_DTYPES[wish.detail >> 1] for wish in wishes]
-        names = set() if whole is None else whole.arrived
-        dtype = self._dtype if whole is None else whole.flat.dtype
-        own = torch.tensor([_DTYPES.index(dtype), *(handle.name in names for handle in handles)], dtype=torch.uint8)
-        rows = self.ranks.wire.swap(Tag.AGREEMENT, own, "comparing which gradients there are")
-        return rows[:, 1:].bool(), [_DTYPES[int(row[0])] for row in rows]
-
-    def _sums(
-        self, chunk: Chunk, whole: _WholeGradient | None, senders: dict[int, torch.dtype]
-    ) -> Iterator[tuple[int, int, torch.Tensor]]:
-        shard, what = chunk.weights.numel, f"the reduce-scatter of {chunk.name}"
-        group = self.ranks.collective
-        if group is None:
-            own = whole.flat if whole is not None and self.ranks.rank in senders else None
-            yield from self.ranks.wire.reduce_scatter(Tag.GRADIENTS, own, senders, shard, self._scratch, what)
-            return
-        assert whole is not None
-        section = whole.flat[self.ranks.rank * shard : (self.ranks.rank + 1) * shard]
-        guarded(what, lambda: dist.reduce_scatter_tensor(section, whole.flat, group=group))
-        self._native["reduce_scatter"] += section.numel() * section.element_size() * (self.ranks.size - 1)
-        yield 0, shard, section
-
-    def _land(
-        self,
-        chunk: Chunk,
-        handles: list[ParamHandle],
-        adding: dict[str, bool],
-        start: int,
-        stop: int,
-        total: torch.Tensor,
-    ) -> None:
-        """Keep a piece of the sum: elements ``[start, stop)`` of this rank's shard."""
-        dtype = chunk.planes[PlaneKind.GRAD].dtype
-        rounded = total if total.dtype == dtype or dtype is torch.float32 else total.to(dtype)
-        for handle in handles:
-            first, last = max(handle.part.start, start), min(handle.part.stop, stop)
-            if first < last:
-                piece = rounded[first - start : last - start]
-                sums = self.engine.gradients.land_piece(chunk, piece, first, adding[handle.name])
-                assert handle.norm_sums is not None
-                handle.norm_sums += sums
-
-    def _update(self, chunk: Chunk, handles: list[ParamHandle], whole: _WholeGradient) -> None:
-        """``step_in_backward``: the sums stand in this rank's section of the whole gradient."""
-        at = self.ranks.rank * chunk.weights.numel
-        for handle in handles:
-            self.engine.update_now(handle, whole.flat[at + handle.part.start : at + handle.part.stop])
-
-    def _open(self, chunk: Chunk) -> _WholeGradient:
-        """Memory for the gradient of a whole chunk; without room, others are reduced before they are complete."""
-        # Micro-batches inside no_sync are added up here, in fp32.
-        dtype = self._dtype if self.reduces else torch.float32
-        num_bytes = chunk.spec.numel * dtype.itemsize
-        spare = self._spare.setdefault(num_bytes, [])
-        window = spare.pop() if spare else self.engine.device.make_window(num_bytes)
-        while True:
-            try:
-                self.engine.manager.populate(window, _HOLDER, what=f"the gradient of {chunk.name}")
-                break
-            except BudgetExceeded as e:
-                if not self.reduces:
-                    spare.append(window)
-                    raise BudgetExceeded(
-                        f"{e}. Inside no_sync() whole gradients are kept on every rank, 4 bytes per param: leave it out "
-                        "(gradients are then divided after each backward) or raise the budget"
-                    ) from e
-                if not self._whole:
-                    spare.append(window)
-                    raise
-                self._reduce(max(self._whole))
-        whole = _WholeGradient(window, dtype)
-        self._whole[chunk.spec.index] = whole
-        return whole
-
-    def _close(self, index: int) -> None:
-        window = self._whole.pop(index).window
-        self.engine.manager.depopulate(window, _HOLDER)
-        self._spare.setdefault(window.num_bytes, []).append(window)
-
-    def discard(self, handles: list[ParamHandle]) -> None:
-        """Forget gradients that were not reduced (``zero_grad``)."""
-        for handle in handles:
-            whole = self._whole.get(handle.chunk.spec.index)
-            if whole is not None:
-                whole.arrived.discard(handle.name)
-                if not whole.arrived:
-                    self._close(handle.chunk.spec.index)
-        self._settled = False
-
-    @property
-    def has_unreduced(self) -> bool:
-        return bool(self._whole)
-
-    @contextmanager
-    def without_reducing(self) -> Iterator[None]:
-        """``no_sync``: gradients of backwards inside stay whole on each rank, and are added up."""
-        before, self.reduces = self.reduces, False
-        try:
-            yield
-        finally:
-            self.reduces = before
-
-    # ---- the step -----------------------------------------------------------------------------------------------
-
-    def settle(self) -> None:
-        """Make the gradients of a step the same thing on every rank: once per step, before the norm or the update."""
-        if self._settled:
-            return
-        if self._whole:
-            raise GeminiError(
-                "optimizer.step() or clip_grad_norm_ after a backward inside no_sync(), or one that failed: the last "
-                "backward of a step must be outside of no_sync(), so that gradients are reduced. zero_grad() drops them"
-            )
-        self.meet(Point.SETTLE)
-        handles = self.engine.handles
-        if self.ranks.replicas is not None:
-            self._sum_across_replicas()
-        own = [0.0 if h.norm_sums is None else kernels.total(h.norm_sums) for h in handles]
-        rows = self.ranks.wire.swap(Tag.AGREEMENT, torch.tensor(own, dtype=torch.float64), "the gradient norm")
-        for handle, parts in zip(handles, rows.T.tolist(), strict=True):
-            if handle.norm_sums is not None:
-                handle.norm_sums = parts
-        self._settled = True
-
-    def _sum_across_replicas(self) -> None:
-        """Add up this rank's shard of the gradients over all replicas, chunk by chunk in the order of the layout."""
-        engine, wire = self.engine, self.ranks.replicas
-        assert wire is not None
-        own = torch.tensor([handle.has_grad for handle in engine.handles], dtype=torch.uint8)
-        rows = wire.swap(Tag.AGREEMENT, own, "comparing gradients across replicas").bool()
-        anywhere = {h.name: bool(flag) for h, flag in zip(engine.handles, rows.any(0).tolist(), strict=True)}
-        for index, handles in engine.by_chunk.items():
-            present = [handle for handle in handles if anywhere[handle.name]]
-            if not present:
-                continue
-            chunk = engine.chunks[index]
-            plane = chunk.planes[PlaneKind.GRAD]
-            absent = [handle.part for handle in present if not handle.has_grad]
-            for handle in present:
-                handle.norm_sums = []
-            for start, stop in tiles(0, plane.numel, min(engine.mover.tile, self._piece)):
-                tile, is_staged = engine.mover.host_tile(PlaneKind.GRAD, plane, start, stop)
-                for part in absent:
-                    tile[max(part.start - start, 0) : max(part.stop - start, 0)].zero_()
-                wire.all_reduce(Tag.REPLICAS, tile, self._scratch, f"the all-reduce of {chunk.name}")
-                if is_staged:
-                    engine.mover.store(plane, start, stop, tile)
-                for handle in present:
-                    first, last = max(handle.part.start, start), min(handle.part.stop, stop)
-                    if first < last:
-                        assert handle.norm_sums is not None
-                        handle.norm_sums += kernels.sum_squares(tile[first - start : last - start])
+        return max(self.scratch.numel() // (4 * max(self.ranks.size, 4)) // 2048 * 2048, 2048)
 
     # ---- by name ------------------------------------------------------------------------------------------------
 
@@ -404,7 +160,7 @@ class Shards:
         """The same into a flat host tensor of the plane's dtype."""
         self._read = out
         try:
-            self.agreement.reach(Wish(Point.READ, self._numbers[handle.name] * len(_KINDS) + _KINDS.index(kind)))
+            self.reach(Wish(Point.READ, self._numbers[handle.name] * len(_KINDS) + _KINDS.index(kind)))
         finally:
             self._read = None
 
@@ -425,10 +181,3 @@ class Shards:
                         into.copy_(own)
                     else:
                         wire.start(Tag.BY_NAME, {}, {owner: into}, what).wait()
-
-
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-
-def _detail(is_full: bool, dtype: torch.dtype) -> int:
-    return int(is_full) | _DTYPES.index(dtype) << 1

@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from gemini import kernels
+from gemini.errors import GeminiError
 from gemini.memory.chunk import Chunk
 from gemini.memory.mover import page_up, tiles
 from gemini.plan.planes import OPTIMIZER_PLANES, PlaneKind
 from gemini.tiers import Tier
-from gemini.train.guard import ParamHandle
+from gemini.train.guard import ParamHandle, optimizer_of
 
 if TYPE_CHECKING:
     from gemini.train.engine import Engine
@@ -52,6 +53,27 @@ def update_chunk(engine: Engine, chunk: Chunk, segments: list[Segment]) -> None:
         # A repeated step would update finished tiles twice, and planes may be torn: there is no way on from here.
         engine.mark_lost(e)
         raise
+
+
+def update_now(engine: Engine, handle: ParamHandle, grad: torch.Tensor) -> None:
+    """``step_in_backward``: update one param with its gradient, as far as this rank keeps it.
+
+    Raises:
+        GeminiError: if no optimizer owns it, or it was updated in this backward already.
+    """
+    if handle.in_backward == engine.backward_number:
+        raise GeminiError(
+            f"{handle.name!r} got its gradient in two parts (shared under reentrant checkpointing), after its "
+            'update: gradients="transient" cannot be used with this model; use gradients="retain"'
+        )
+    optimizer = optimizer_of(handle.param)
+    if optimizer is None:
+        raise GeminiError(
+            f'gradients="transient": no HybridAdam(step_in_backward=True) owns {handle.name!r}, so its gradient '
+            "would be lost. Give all trained params to the optimizer before the first backward, or freeze this one"
+        )
+    optimizer.update_in_backward(engine, handle, grad)
+    handle.in_backward = engine.backward_number
 
 
 def _update_tile(engine: Engine, chunk: Chunk, active: list[Segment], first: int, last: int) -> None:

@@ -204,7 +204,7 @@ def test_a_failed_read_leaves_everything_as_it_was(
         raise GeminiError("the disk is gone")
 
     with monkeypatch.context() as patch:
-        patch.setattr(world.mover, "gather", fail)
+        patch.setattr(world.mover, "fetch", fail)
         for _ in range(3):
             with pytest.raises(GeminiError, match="disk is gone"):
                 world.manager.acquire(world.chunks[2])

@@ -1,0 +1,74 @@
+"""``model.gathered()``: full weights to look at, and to write, where the writes become the masters exactly."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+
+from gemini.errors import RankMismatch
+from gemini.memory.chunk import Chunk
+from gemini.ranks.agreement import Point
+from gemini.train.guard import ParamHandle
+
+if TYPE_CHECKING:
+    from gemini.train.engine import Engine
+
+
+@contextmanager
+def gathered(engine: Engine, handles: list[ParamHandle], *, write: bool) -> Iterator[None]:
+    """Keep the full weights of ``handles`` readable; with ``write`` what was written becomes the master exactly.
+
+    An exception inside undoes what was written. With several ranks each writes its shard, so all must write the same.
+    """
+    chunks = list({handle.chunk.spec.index: handle.chunk for handle in handles}.values())
+    acquired: list[Chunk] = []
+    # Of weights that are changed in place nothing else tells what they were, so that the rest keeps its residual.
+    before = {h.name: h.view.clone() for h in handles if write and h.chunk.resident}
+    with engine.open_gathered():
+        try:
+            for chunk in chunks:
+                engine.acquire(chunk)
+                acquired.append(chunk)
+            try:
+                yield
+                if write:
+                    _check_same_on_all(engine, handles)
+            except BaseException:
+                for handle in handles:
+                    handle.version = handle.param._version
+                    if handle.name in before:
+                        handle.view.copy_(before[handle.name])
+                raise
+            if write:
+                for handle in handles:
+                    engine.by_names.take_over(handle, before.get(handle.name))
+        finally:
+            for chunk in acquired:
+                engine.release(chunk)
+            if write:
+                engine.manager.drop(acquired)
+
+
+def _check_same_on_all(engine: Engine, handles: list[ParamHandle]) -> None:
+    """Refuse, before any master changes, what was not written alike on every rank.
+
+    Raises:
+        RankMismatch: on every rank.
+    """
+    if engine.shards is None:
+        return
+    checksum = 0
+    for handle in handles:
+        data = handle.view.detach().to("cpu").contiguous().view(-1).view(torch.uint8)
+        checksum = zlib.crc32(data.numpy().data, checksum)
+    everyone = engine.shards.meet(Point.WRITE, checksum)
+    if len(set(everyone)) > 1:
+        raise RankMismatch(
+            f"gathered(write=True): the ranks wrote different values to {handles[0].name!r} and what was gathered with "
+            "it (or only some of them wrote). Nothing was changed: write the same on every rank, for example what "
+            "rank 0 has broadcast"
+        )
