@@ -58,9 +58,9 @@ class Problem:
     Attributes:
         budgets: bytes per tier; a tier that is absent does not exist.
         compute: the tier on which forward and backward run (GPU, or CPU on a machine without one).
-        working_set: bytes of gathered weights that one module needs at once, at worst; with several ranks also of the
-            gradients that wait to be complete.
+        working_set: bytes of gathered weights that one module needs at once, at worst.
         staging: bytes of host staging that are reserved if any plane has to be staged.
+        in_flight: bytes of the computing tier for whole gradients that wait to be divided among ranks.
         exchange: bytes of host memory for pieces on their way between ranks.
         activations: bytes of the computing tier that are left to activations and workspaces.
     """
@@ -73,6 +73,7 @@ class Problem:
     working_set: int
     staging: int
     activations: int = 0
+    in_flight: int = 0
     exchange: int = 0
 
     def plane_bytes(self, index: int) -> dict[PlaneKind, int]:
@@ -94,7 +95,7 @@ class Problem:
             gathers: some weights have to be gathered into windows.
             stages: some plane cannot be worked on in place; on an accelerator that is always possible (reads by name).
         """
-        taken = {self.compute: self.activations + (self.working_set if gathers else 0)}
+        taken = {self.compute: self.activations + self.in_flight + (self.working_set if gathers else 0)}
         if stages or gathers or self.compute is Tier.GPU:
             taken[Tier.CPU] = taken.get(Tier.CPU, 0) + self.staging
         if self.exchange:

@@ -62,6 +62,8 @@ class Engine:
         self.layout, self.placement, self.ledger, self.spill = built.layout, built.placement, built.ledger, built.spill
         self.chunks, self.handles = built.chunks, built.handles
         self.by_chunk = iter_chunks(self.handles)
+        self.working_set = built.working_set
+        self.saver: Any = None  # the Saver that writes a checkpoint behind the training, or did
         self.mover = Mover(self.device, built.tile, self.ledger)
         self.shards = None if ranks is None else Shards(self, ranks, built.exchange)
         self.reduction = None if self.shards is None else Reduction(self, self.shards)
@@ -107,6 +109,11 @@ class Engine:
     def mark_lost(self, cause: BaseException) -> None:
         """An update broke off in the middle: some weights and moments are of this step and some are not."""
         self.lost = f"{type(cause).__name__}: {cause}"
+
+    def before_write(self, chunk: Chunk) -> None:
+        """Masters or moments of a chunk are about to change."""
+        if self.saver is not None:
+            self.saver.before_write(chunk)
 
     def check_whole(self) -> None:
         """Refuse to go on with a half-made update.
@@ -390,6 +397,8 @@ class Engine:
 
     def close(self) -> None:
         """Give everything back, whoever still holds a param: it keeps its shape and name, and refuses to be read."""
+        if self.saver is not None:
+            self.saver.close()
         poison(self.handles)
         for handle in self.handles:
             handle.view = torch.empty(0, device="cpu")

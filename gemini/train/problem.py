@@ -227,9 +227,10 @@ def pose(
         activations=parse_bytes(config.activations) if device.tier is Tier.GPU else 0,
     )
     if ranks is not None:
-        in_flight = gradients_in_flight(layout, reduce_dtype(config).itemsize)
         most = max(ranks.size, ranks.num_replicas)
         problem = replace(
-            problem, working_set=problem.working_set + in_flight, exchange=scratch_bytes(most, min(tile, PIECE))
+            problem,
+            in_flight=gradients_in_flight(layout, reduce_dtype(config).itemsize),
+            exchange=scratch_bytes(most, min(tile, PIECE)),
         )
     return problem

@@ -1,4 +1,4 @@
-"""The pool itself: a test that runs on ranks must be able to fail, and a dead or hanging rank must not stop the suite."""
+"""The pool itself: a test on ranks must be able to fail, and a dead or hanging rank must not stop the suite."""
 
 from __future__ import annotations
 

@@ -1,0 +1,219 @@
+"""What ranks are asked to run in the tests of this room: small models, the ordinary loop, and what came out of it."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import gemini
+from gemini.memory.device import make_device
+from gemini.memory.mover import staging_bytes, tile_numel
+from gemini.plan.layout import ParamSpec, make_layout
+from gemini.plan.placement import Placement, Problem, bytes_per_tier
+from gemini.plan.planes import PlaneKind, compute_itemsize
+from gemini.ranks.wire import scratch_bytes
+from gemini.tiers import Tier
+from gemini.train.problem import collect_params, gradients_in_flight, reduce_dtype, working_set
+from tests import models
+
+KINDS = ("weights", "residual", "exp_avg", "exp_avg_sq")
+
+
+class SomeUnused(nn.Module):
+    """Four blocks of which a batch chooses two: ranks take different paths through it, and one is never taken."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(models.VOCAB, 32)
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(4))
+        self.head = nn.Linear(32, models.VOCAB)
+        self.paths = ((0, 1), (1, 2), (2, 0))
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> Any:
+        x = self.embed(input_ids)
+        for index in self.paths[int(input_ids.sum()) % 3]:
+            x = torch.tanh(self.layers[index](x))
+        loss = nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+        return type("Output", (), {"loss": loss})
+
+
+def make_model(family: str) -> nn.Module:
+    return SomeUnused() if family == "unused" else models.make_model(family)
+
+
+@dataclass(frozen=True)
+class Job:
+    """One managed training run, the same on every rank."""
+
+    family: str = "llama"
+    precision: str = "fp32"
+    where: str = "ram"
+    gradients: str = "retain"
+    num_steps: int = 3
+    num_micro: int = 1
+    no_sync: bool = False
+    clip: float | None = 1.0
+    lr: float = 1e-3
+    rows: int = 8
+    mesh: tuple[int, int] | None = None
+    reduce_dtype: str | None = None
+    tight: bool = True
+    path: str = ""
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Outcome:
+    """What a rank saw. ``state``: a checksum of the bits of every plane of every param, whole, from all ranks."""
+
+    losses: list[float]
+    norms: list[float]
+    state: dict[str, int]
+    steps: dict[str, int]
+    grads: dict[str, torch.Tensor]
+    masters: dict[str, torch.Tensor]
+    sent: list[dict[str, int]]
+    num_gathers: int
+    num_evictions: int
+    report: Any
+
+
+def config_of(job: Job, model: nn.Module) -> gemini.GeminiConfig:
+    """Budgets that just hold the job (if it is ``tight``), so that every step evicts, gathers and flushes."""
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    replicas, shards = job.mesh or (1, world)
+    how: dict[str, Any] = {
+        "precision": job.precision, "gradients": job.gradients, "reduce_dtype": job.reduce_dtype, "max_chunk": 8000,
+        "device": "standin" if job.where == "standin" else "cpu",
+    }  # fmt: skip
+    plain = gemini.GeminiConfig(**how)
+    named = collect_params(model)
+    layout = make_layout(
+        [ParamSpec(n.names[0], n.param.numel(), n.param.requires_grad) for n in named], ranks=shards, max_chunk=8000
+    )
+    by_id = {id(n.param): next(c for c in layout.chunks if any(s.name == n.names[0] for s in c.slots)) for n in named}
+    tile = tile_numel(max(chunk.numel for chunk in layout.chunks))
+    itemsize = compute_itemsize(job.precision)
+    problem = Problem(
+        layout=layout, precision=job.precision, gradients=job.gradients, budgets={},
+        compute=make_device(how["device"]).tier,
+        working_set=working_set(model, lambda p: by_id[id(p)], itemsize),
+        in_flight=gradients_in_flight(layout, reduce_dtype(plain).itemsize) if world > 1 else 0,
+        staging=staging_bytes(tile),
+        exchange=scratch_bytes(max(shards, replicas), tile) if world > 1 else 0,
+    )  # fmt: skip
+    tiers = {"ram": [Tier.CPU], "disk": [Tier.NVME], "mixed": [Tier.CPU, Tier.NVME], "standin": list(Tier)}[job.where]
+    homes = tuple(
+        {
+            kind: tiers[(i + number) % len(tiers)]
+            for number, kind in enumerate(PlaneKind)
+            if kind in problem.plane_bytes(i)
+        }
+        for i in range(len(layout.chunks))
+    )
+    needs = bytes_per_tier(problem, Placement(homes))
+    spare = 0 if job.tight else 64 * 2**20
+    sizes = {tier: num_bytes + spare for tier, num_bytes in needs.items()}
+    for tier in (Tier.CPU, Tier.NVME):  # these are a machine's, and divided among its ranks
+        if tier in sizes:
+            sizes[tier] *= world
+    memory: dict[str, Any] = {tier.value: size for tier, size in sizes.items()}
+    if job.gradients == "retain" and (job.num_micro > 1 or job.no_sync):
+        memory = {name: size + 8 * 2**20 for name, size in memory.items()}  # sums need more than was declared
+    if Tier.NVME in sizes:
+        memory["nvme_path"] = job.path
+    return gemini.GeminiConfig(memory=gemini.MemoryBudget(**memory), placement=Placement(homes), **how)
+
+
+def batches(job: Job, rank: int, world: int) -> Iterator[list[dict[str, torch.Tensor]]]:
+    """This rank's share of every micro-batch; together the ranks see what one process would."""
+    for step in range(job.num_steps):
+        micro = []
+        for number in range(job.num_micro):
+            ids = torch.randint(
+                2, models.VOCAB, (job.rows, 7), generator=torch.Generator().manual_seed(100 * step + number)
+            )
+            ids = ids[rank * job.rows // world : (rank + 1) * job.rows // world]
+            micro.append({"input_ids": ids, "labels": ids.clone()})
+        yield micro
+
+
+def run(job: Job) -> Outcome:
+    """Train as a user would; everything a test wants to know about it."""
+    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    model = make_model(job.family)
+    mesh = None
+    if job.mesh is not None:
+        mesh = init_device_mesh("cpu", job.mesh)
+    managed: Any = gemini.GeminiDDP(model, config_of(job, model), mesh=mesh)
+    engine = managed._gemini_engine
+    transient = job.gradients == "transient"
+    optimizer = gemini.HybridAdam(
+        managed.parameters(), lr=job.lr, weight_decay=0.1, eps=1e-4, step_in_backward=transient
+    )
+    if engine.loss_scale is not None:
+        engine.loss_scale.scale = 2.0**10
+    out = Outcome([], [], {}, {}, {}, {}, [], 0, 0, None)
+    for step, micro in enumerate(batches(job, rank, world)):
+        evictions = engine.manager.num_evictions
+        for number, batch in enumerate(micro):
+            last = number == len(micro) - 1
+            with managed.no_sync() if job.no_sync and not last else nullcontext():
+                loss = managed(**batch).loss / job.num_micro
+                loss.backward()
+            out.losses.append(float(loss.detach()))
+        out.num_evictions += engine.manager.num_evictions - evictions
+        if step == 0 and not transient:
+            for handle in engine.handles:
+                grad = managed.full_grad(handle.name)
+                if grad is not None:
+                    out.grads[handle.name] = grad.float().clone()
+        if job.clip is not None and not transient:
+            out.norms.append(float(managed.clip_grad_norm_(job.clip)))
+        optimizer.step()
+        optimizer.zero_grad()
+        engine.check_invariants()
+        out.sent.append(dict(engine.shards.sent_last_step) if engine.shards is not None else {})
+    out.num_gathers = engine.manager.num_gathers
+    for handle in engine.handles:
+        for kind in handle.chunk.planes:
+            if kind.value in KINDS:
+                value = engine.by_names.read_plane(handle, kind)
+                bits = value.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+                out.state[f"{handle.name}/{kind.value}"] = zlib.crc32(bits)
+        out.steps[handle.name] = handle.num_steps
+    out.masters = managed.state_dict(dtype=torch.float32)
+    out.report = dict(managed.memory_report())
+    return out
+
+
+def alone(job: Job, ranks: int) -> tuple[dict[str, torch.Tensor], list[float], dict[str, torch.Tensor]]:
+    """Plain torch in one process, without Gemini: gradients of the first step, norms, and weights after the last.
+
+    What each rank sees of a micro-batch is one more micro-batch here, so that a model whose path depends on its batch
+    takes the same paths.
+    """
+    model = make_model(job.family)
+    trained = [param for param in model.parameters() if param.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=job.lr, weight_decay=0.1, eps=1e-4)
+    grads: dict[str, torch.Tensor] = {}
+    norms = []
+    for step, shares in enumerate(zip(*(batches(job, rank, ranks) for rank in range(ranks)), strict=True)):
+        for batch in (batch for share in shares for batch in share):
+            (model(**batch).loss / (job.num_micro * ranks)).backward()
+        if step == 0:
+            grads = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+        if job.clip is not None:
+            norms.append(float(torch.nn.utils.clip_grad_norm_(trained, job.clip)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return grads, norms, {name: param.detach().clone() for name, param in model.named_parameters()}

@@ -1,0 +1,75 @@
+"""What ranks agree on is a pure function of what they want: tested like a game, without processes."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+
+from gemini.ranks.agreement import Point, Wish, choose
+
+GATHER, READ, REDUCE, END, SETTLE, SAVE = (
+    Point.GATHER, Point.READ, Point.REDUCE, Point.END_BACKWARD, Point.SETTLE, Point.SAVE_CHECKPOINT,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("wishes", "chosen"),
+    [
+        ([Wish(GATHER, 3), Wish(GATHER, 3)], (GATHER, 3)),
+        ([Wish(GATHER, 5), Wish(GATHER, 3)], (GATHER, 3)),  # the first in the layout
+        ([Wish(REDUCE, 9), Wish(GATHER, 3)], (GATHER, 3)),  # what someone needs to go on comes first
+        ([Wish(SETTLE), Wish(GATHER, 3)], (GATHER, 3)),
+        ([Wish(SAVE), Wish(READ, 7)], (READ, 7)),
+        ([Wish(READ, 0), Wish(GATHER, 9)], (GATHER, 9)),
+        ([Wish(REDUCE, 7), Wish(REDUCE, 6)], (REDUCE, 7)),  # backward goes from the end
+        ([Wish(END), Wish(REDUCE, 6)], (REDUCE, 6)),
+        ([Wish(END), Wish(END)], (END, 0)),
+        ([Wish(SETTLE), Wish(SETTLE, 0, 5)], (SETTLE, 0)),  # details may differ: they are what is exchanged
+        ([Wish(SETTLE), Wish(END)], None),
+        ([Wish(SETTLE), Wish(REDUCE, 2)], None),
+        ([Wish(SETTLE), Wish(SAVE)], None),
+        ([Wish(SAVE), Wish(SAVE), Wish(SETTLE)], None),
+    ],
+)
+def test_choice(wishes: list[Wish], chosen: tuple[Point, int] | None) -> None:
+    for order in itertools.permutations(wishes):
+        assert choose(order) == chosen, "who wants it does not matter"
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_programs_that_make_the_same_backwards_always_end(seed: int) -> None:
+    """Each rank has a program of its own (other gathers, other orders of reduction); all must reach the end, and every
+    chunk that any rank reduces is reduced on all before the backward is over.
+    """
+    rng = random.Random(seed)
+    num_ranks = rng.choice((2, 3, 4))
+    backwards = rng.randint(1, 3)
+    programs: list[list[Wish]] = []
+    for _ in range(num_ranks):
+        program: list[Wish] = []
+        for _ in range(backwards):
+            chunks = [c for c in range(6) if rng.random() < 0.7]
+            program += [Wish(rng.choice((GATHER, READ)), c) for c in rng.sample(range(6), rng.randint(0, 6))]
+            order = sorted(chunks, reverse=True) if rng.random() < 0.7 else rng.sample(chunks, len(chunks))
+            program += [Wish(REDUCE, c) for c in order] + [Wish(END)]
+        programs.append([*program, Wish(SETTLE)])
+    at = [0] * num_ranks
+    rounds, reduced, ends = 0, 0, 0
+    while any(at[r] < len(programs[r]) for r in range(num_ranks)):
+        wishes = [programs[r][at[r]] for r in range(num_ranks)]
+        chosen = choose(wishes)
+        assert chosen is not None, (seed, wishes)
+        moved = [r for r in range(num_ranks) if wishes[r].subject == chosen]
+        assert moved, "somebody goes on in every round"
+        ends += chosen[0] is END
+        assert chosen[0] is not END or len(moved) == num_ranks
+        reduced += chosen[0] is REDUCE
+        for r in moved:
+            at[r] += 1
+        rounds += 1
+        assert rounds <= sum(map(len, programs))
+    assert ends == backwards
+    wanted = sum(w.point is REDUCE for program in programs for w in program)
+    assert reduced <= wanted

@@ -1,0 +1,366 @@
+"""What users do with several ranks, and what must happen: served, right, or refused with the remedy on every rank."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import gemini
+from tests.ranks.cases import Job, SomeUnused, alone, run
+from tests.ranks.pool import Failure, Pool
+from tests.ranks.test_exactness import assert_close_to_plain, assert_ranks_agree
+from tests.train import helpers
+
+Pools = Callable[[int], Pool]
+MIB = 2**20
+
+
+def wrap(model: Any = None, **how: Any) -> Any:
+    settings = {"precision": "fp32", "device": "cpu", "memory": gemini.MemoryBudget(cpu="256MiB"), **how}
+    return gemini.GeminiDDP(helpers.llama() if model is None else model, gemini.GeminiConfig(**settings))
+
+
+def step(model: Any, optimizer: Any, seed: int = 0) -> float:
+    loss = model(**helpers.batch(seed + 1000 * dist.get_rank())).loss
+    loss.backward()
+    model.clip_grad_norm_(1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+    return float(loss.detach())
+
+
+def messages(outcomes: list[Any], kind: str) -> list[str]:
+    """Every rank failed, and in the same way."""
+    assert all(isinstance(o, Failure) and o.kind == kind for o in outcomes), outcomes
+    return [outcome.text for outcome in outcomes]
+
+
+# ---- gradients -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("gradients", ["retain", "accumulate"])
+def test_no_sync_gives_the_same_gradients_and_sends_less(gradients: str, pool_of: Pools, tmp_path: Path) -> None:
+    job = Job(num_micro=3, gradients=gradients, tight=False, num_steps=10, path=str(tmp_path))
+    often = assert_ranks_agree(pool_of(2).run(run, job))
+    seldom = assert_ranks_agree(pool_of(2).run(run, replace(job, no_sync=True)))
+    assert_close_to_plain(seldom, job, 2)
+    assert often.sent[0]["reduce_scatter"] == 3 * seldom.sent[0]["reduce_scatter"]
+
+
+def no_sync_without_room() -> None:
+    # Room for the shards and what is in flight, not for whole gradients of 2 x 200k params in fp32.
+    model = wrap(helpers.llama(layers=24), memory=gemini.MemoryBudget(cpu=int(2 * 7.4 * MIB)), max_chunk=4000)
+    with model.no_sync():
+        model(**helpers.batch()).loss.backward()
+
+
+def test_no_sync_without_room_says_what_to_do(pool_of: Pools) -> None:
+    for text in messages(pool_of(2).outcomes(no_sync_without_room), "BudgetExceeded"):
+        assert "Inside no_sync() whole gradients are kept on every rank" in text
+
+
+def step_inside_no_sync() -> None:
+    model = wrap()
+    optimizer = helpers.adam(model)
+    with model.no_sync():
+        model(**helpers.batch()).loss.backward()
+    optimizer.step()
+
+
+def test_a_step_without_a_reducing_backward_is_refused(pool_of: Pools) -> None:
+    for text in messages(pool_of(2).outcomes(step_inside_no_sync), "GeminiError"):
+        assert "the last backward of a step must be outside of no_sync()" in text
+
+
+def test_gradients_in_backward(pool_of: Pools, tmp_path: Path) -> None:
+    """``step_in_backward`` over ranks: every update from the sum of all ranks, whatever the placement."""
+    job = Job("gpt2", gradients="transient", clip=None, num_steps=10, path=str(tmp_path))
+    first = assert_ranks_agree(pool_of(2).run(run, job))
+    again = assert_ranks_agree(pool_of(2).run(run, replace(job, where="mixed")))
+    assert first.state == again.state
+    _, _, weights = alone(job, 2)
+    for name, weight in weights.items():
+        torch.testing.assert_close(first.masters[name], weight, rtol=1e-5, atol=2e-6)
+
+
+def large_half_gradients() -> float:
+    """Every rank's gradient is near the largest fp16: their sum would be inf, their mean is not."""
+    model = torch.nn.Linear(64, 64, bias=False)
+    torch.nn.init.zeros_(model.weight)
+    managed = wrap(model, precision="fp16")
+    managed._gemini_engine.loss_scale.scale = 1.0
+    x = torch.zeros(1, 64, dtype=torch.float16)
+    x[0, 0] = 40000.0
+    managed(x).sum().backward()
+    grad = managed.full_grad("weight")
+    return float(grad.abs().max())
+
+
+def test_the_mean_does_not_overflow_in_half_precision(pool_of: Pools) -> None:
+    assert pool_of(2).run(large_half_gradients) == [40000.0, 40000.0]
+
+
+@pytest.mark.parametrize(("precision", "reduce_dtype"), [("bf16", "fp32"), ("fp32", "bf16"), ("fp16", "fp32")])
+def test_reduction_dtype(precision: str, reduce_dtype: str, pool_of: Pools, tmp_path: Path) -> None:
+    job = Job(precision=precision, tight=False, path=str(tmp_path))
+    own = assert_ranks_agree(pool_of(2).run(run, job))
+    other = assert_ranks_agree(pool_of(2).run(run, replace(job, reduce_dtype=reduce_dtype)))
+    ratio = other.sent[0]["reduce_scatter"] / own.sent[0]["reduce_scatter"]
+    assert ratio == (2.0 if reduce_dtype == "fp32" else 0.5)
+    for name, grad in own.grads.items():
+        assert (other.grads[name] - grad).norm() <= 0.02 * grad.norm() + 1e-8
+
+
+# ---- ranks on different paths ----------------------------------------------------------------------------------------
+
+
+def evaluate_on_one_rank() -> list[float]:
+    """Rank 0 evaluates by itself between steps: the others serve it, and the training is as if nothing had been."""
+    losses = []
+    for evaluates in (True, False):
+        model = wrap()
+        optimizer = helpers.adam(model)
+        for seed in range(3):
+            step(model, optimizer, seed)
+            if evaluates and dist.get_rank() == 0:
+                with torch.no_grad():
+                    for n in range(seed + 1):
+                        model(**helpers.batch(50 + n))
+        losses.append(step(model, optimizer, 3))
+    return losses
+
+
+def test_one_rank_may_evaluate_alone(pool_of: Pools) -> None:
+    for outcome in pool_of(2).run(evaluate_on_one_rank):
+        assert outcome[0] == outcome[1]
+
+
+def generate_differently() -> tuple[list[int], list[int]]:
+    model, plain = wrap(helpers.llama()), helpers.llama()
+    ids = helpers.batch(dist.get_rank(), rows=1)["input_ids"]
+    kwargs = {"max_new_tokens": 3 + 4 * dist.get_rank(), "do_sample": False, "pad_token_id": 0}
+    found = model.generate(ids, **kwargs)[0].tolist()
+    step(model, helpers.adam(model))  # whoever is done first serves the other from here
+    return found, plain.generate(ids, **kwargs)[0].tolist()
+
+
+def test_generate_of_different_lengths(pool_of: Pools) -> None:
+    for found, wanted in pool_of(2).run(generate_differently):
+        assert found == wanted
+
+
+def read_on_one_rank() -> bool:
+    model = wrap()
+    same = True
+    if dist.get_rank() == 0:
+        plain = dict(helpers.llama().named_parameters())
+        same = all(torch.equal(value, plain[name].detach()) for name, value in model.state_dict().items())
+    step(model, helpers.adam(model))
+    return same
+
+
+def test_one_rank_may_read_all_weights(pool_of: Pools) -> None:
+    assert pool_of(2).run(read_on_one_rank) == [True, True]
+
+
+def end_early(how: str) -> None:
+    model = wrap()
+    optimizer = helpers.adam(model)
+    for seed in range(3 - dist.get_rank()):
+        step(model, optimizer, seed)
+    if how == "reads":
+        model.state_dict()  # all ranks that read are served, those in a step too; then rank 1 waits at the next point
+    gemini.save_checkpoint("/nowhere/at/all", model, optimizer)
+
+
+@pytest.mark.parametrize("how", ["saves", "reads"])
+def test_data_that_ends_early_is_a_clear_error_on_every_rank(how: str, pool_of: Pools) -> None:
+    for text in messages(pool_of(2).outcomes(end_early, how), "RankMismatch"):
+        assert "were asked to do different things" in text and "rank 1 is at save_checkpoint after 2 steps" in text
+        assert "DistributedSampler(drop_last=True)" in text
+
+
+def frozen_and_flipped() -> dict[str, int]:
+    model = wrap()
+    optimizer = helpers.adam(model)
+    engine = model._gemini_engine
+    for name, param in model.named_parameters():
+        if "layers.0" in name:
+            param.requires_grad_(False)
+    step(model, optimizer)
+    for param in model.parameters():
+        param.requires_grad_(True)
+    step(model, optimizer, 1)
+    return {handle.name: handle.num_steps for handle in engine.handles}
+
+
+def test_params_may_be_frozen_and_thawed(pool_of: Pools) -> None:
+    outcomes = pool_of(2).run(frozen_and_flipped)
+    assert outcomes[0] == outcomes[1]
+    assert {count for name, count in outcomes[0].items() if "layers.0" in name} == {1}
+    assert {count for name, count in outcomes[0].items() if "layers.0" not in name} == {2}
+
+
+def unused_counts() -> dict[str, int]:
+    model = wrap(SomeUnused())
+    optimizer = helpers.adam(model)
+    for path in ((0, 1), (2, 1)):  # rank 0 takes the first, rank 1 the second: block 3 is never taken
+        model.paths = (path,) * 3 if dist.get_rank() == 0 else ((1, 1),) * 3
+        ids = torch.arange(6).view(1, 6)
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+    return {handle.name: handle.num_steps for handle in model._gemini_engine.handles if "weight" in handle.name}
+
+
+def test_a_param_without_gradient_on_every_rank_is_skipped(pool_of: Pools) -> None:
+    counts = pool_of(2).run(unused_counts)
+    wanted = {"embed.weight": 2, "head.weight": 2, "layers.0.weight": 1, "layers.1.weight": 2, "layers.2.weight": 1}
+    assert counts[0] == counts[1] == {**wanted, "layers.3.weight": 0}
+
+
+# ---- the start -------------------------------------------------------------------------------------------------------
+
+
+def start_with(change: str) -> None:
+    second = dist.get_rank() == 1
+    how: dict[str, Any] = {}
+    model = helpers.llama(layers=2 if second and change == "model" else 3)
+    if second and change == "config":
+        how["gradients"] = "accumulate"
+    if second and change == "budget":
+        how["memory"] = gemini.MemoryBudget(cpu="128MiB")
+    if second and change == "frozen":
+        model.lm_head.weight.requires_grad_(False)
+    if second and change == "tied":
+        model.lm_head.weight = model.model.embed_tokens.weight
+    if second and change == "version":
+        from gemini.train import problem
+
+        problem.__version__ = "0.0.9"
+    try:
+        wrap(model, **how)
+    finally:
+        if change == "version":
+            problem = __import__("gemini.train.problem", fromlist=["problem"])
+            problem.__version__ = gemini.__version__
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ("model", "another set of params than rank 0: 9 differ, the first is 'model.layers.2"),
+        ("config", "another config than rank 0: 1 differ, the first is 'gradients': 'accumulate' against 'retain'"),
+        ("budget", "another memory budget than rank 0: 1 differ, the first is 'cpu': '128MiB' against '256MiB'"),
+        ("frozen", "'lm_head.weight': (96, 32) torch.float32 frozen against (96, 32) torch.float32"),
+        ("tied", "another set of tied params than rank 0"),
+        ("version", "another version of gemini than rank 0: '0.0.9' against"),
+    ],
+)
+def test_a_mismatch_is_found_at_the_start(change: str, said: str, pool_of: Pools) -> None:
+    for text in messages(pool_of(2).outcomes(start_with, change), "RankMismatch"):
+        assert said.replace("'", "") in text.replace("'", "").replace('"', ""), text
+        assert "rank 1 was started with" in text
+
+
+def weights_of_other_seeds() -> bool:
+    torch.manual_seed(dist.get_rank())
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8))
+    model[1].running_mean.fill_(dist.get_rank() + 1)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    after = wrap(model).state_dict()
+    return all(torch.equal(after[name], before[name]) for name in before)
+
+
+def test_all_start_from_the_weights_and_buffers_of_rank_0(pool_of: Pools) -> None:
+    assert pool_of(2).run(weights_of_other_seeds) == [True, False]
+
+
+def budgets_of_a_node() -> dict[str, int]:
+    model = wrap(memory=gemini.MemoryBudget(cpu="100MiB", nvme="40MiB", nvme_path="/tmp"))
+    report = model.memory_report()
+    return {tier: report[tier]["budget"] for tier in ("cpu", "nvme")}
+
+
+def test_a_nodes_budgets_are_divided_among_its_ranks(pool_of: Pools) -> None:
+    assert pool_of(2).run(budgets_of_a_node) == [{"cpu": 50 * MIB, "nvme": 20 * MIB}] * 2
+
+
+# ---- writing ---------------------------------------------------------------------------------------------------------
+
+
+def write_together(alike: bool) -> float:
+    model = wrap()
+    param = model.lm_head.weight
+    before = model.full_param("lm_head.weight")
+    try:
+        with model.gathered([param], write=True), torch.no_grad():
+            if alike or dist.get_rank() == 0:
+                param.mul_(2)
+    except gemini.RankMismatch:
+        assert torch.equal(model.full_param("lm_head.weight"), before)
+        raise
+    return float(((model.full_param("lm_head.weight") - 2 * before).abs()).max())
+
+
+def test_writes_must_be_the_same_on_every_rank(pool_of: Pools) -> None:
+    assert pool_of(2).run(write_together, True) == [0.0, 0.0]
+    for text in messages(pool_of(2).outcomes(write_together, False), "RankMismatch"):
+        assert "Nothing was changed" in text
+
+
+# ---- the end ---------------------------------------------------------------------------------------------------------
+
+
+def die_in_step(rank: int) -> float:
+    model = wrap()
+    optimizer = helpers.adam(model)
+    step(model, optimizer)
+    started = time.monotonic()
+    if dist.get_rank() == rank:
+        os._exit(9)
+    try:
+        step(model, optimizer, 1)
+    except gemini.RankLost as e:
+        assert f"rank {rank} did not answer during a forward or backward" in str(e), str(e)
+        assert "start again from the last checkpoint" in str(e)
+        return time.monotonic() - started
+    raise AssertionError("nobody noticed")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_dead_rank_ends_the_others_with_the_reason(rank: int, pool_of: Pools) -> None:
+    outcomes = pool_of(2).outcomes(die_in_step, rank)
+    assert outcomes[rank].kind == "Died"
+    assert isinstance(outcomes[1 - rank], float) and outcomes[1 - rank] < 30, outcomes
+
+
+def hang_in_step() -> float:
+    model = wrap()
+    optimizer = helpers.adam(model)
+    step(model, optimizer)
+    if dist.get_rank() == 1:
+        time.sleep(8)
+        return 0.0
+    started = time.monotonic()
+    try:
+        step(model, optimizer, 1)
+    except gemini.RankLost:
+        return time.monotonic() - started
+    raise AssertionError("waited for ever")
+
+
+def test_a_hanging_rank_is_given_up_after_the_groups_timeout() -> None:
+    pool = Pool(2, timeout=3)
+    try:
+        waited = pool.outcomes(hang_in_step)[0]
+        assert isinstance(waited, float) and 2 < waited < 8, waited
+    finally:
+        pool.close()

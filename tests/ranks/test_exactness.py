@@ -1,0 +1,80 @@
+"""Ranks change no result: against one process within rounding, and bit for bit across placements.
+
+In fp32 the gradients of a step over several ranks equal those of the same global batch in plain torch to rtol 1e-5, and
+so do the weights after ten steps (Adam's eps at 1e-4: at 1e-8 the order of a sum alone changes weights whose gradient
+is zero in theory). At a fixed number of ranks every bit is the same wherever the shards live, with budgets that just
+hold them: weights, masters, moments, step counts, losses and norms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.ranks.cases import Job, Outcome, alone, run
+from tests.ranks.pool import Pool
+
+FAMILIES = ("llama", "gpt2", "mixtral", "t5", "tied", "frozen", "unused")
+PLACES = ("ram", "disk", "mixed", "standin")
+
+
+def assert_ranks_agree(outcomes: list[Outcome]) -> Outcome:
+    first = outcomes[0]
+    for other in outcomes[1:]:
+        assert other.state == first.state and other.steps == first.steps
+        assert other.norms == first.norms
+    return first
+
+
+def assert_close(name: str, found: torch.Tensor, wanted: torch.Tensor, *, atol: float) -> None:
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=atol, msg=lambda text: f"{name}: {text}")
+
+
+def assert_close_to_plain(outcome: Outcome, job: Job, ranks: int) -> None:
+    grads, norms, weights = alone(job, ranks)
+    assert outcome.grads.keys() == grads.keys(), "a param without gradient on every rank has none"
+    for name, grad in grads.items():
+        scale = float(grad.abs().max())
+        assert_close(name, outcome.grads[name], grad, atol=1e-6 * scale)
+    torch.testing.assert_close(torch.tensor(outcome.norms), torch.tensor(norms), rtol=1e-5, atol=0.0)
+    for name, weight in weights.items():
+        assert_close(name, outcome.masters[name], weight, atol=2e-6)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_ranks_compute_what_one_process_computes(
+    family: str, ranks: int, pool_of: Callable[[int], Pool], tmp_path: Path
+) -> None:
+    job = Job(family, num_steps=10, num_micro=1 if ranks == 4 else 2, path=str(tmp_path))
+    outcome = assert_ranks_agree(pool_of(ranks).run(run, job))
+    assert_close_to_plain(outcome, job, ranks)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_placement_changes_no_bit(
+    family: str, pool_of: Callable[[int], Pool], tmp_path: Path, summary: Callable[[str], None]
+) -> None:
+    num_placements = evictions = 0
+    for ranks, precision, micro, clip in (
+        (2, "bf16", 1, 1.0), (2, "fp16", 2, None), (4, "fp32", 2, 0.1), (4, "bf16", 2, 0.1), (2, "bf16", 2, None),
+    ):  # fmt: skip
+        gradients = "accumulate" if micro == 2 and precision == "bf16" and ranks == 4 else "retain"
+        job = Job(family, precision, num_micro=micro, clip=clip, gradients=gradients, path=str(tmp_path))
+        wanted = assert_ranks_agree(pool_of(ranks).run(run, replace(job, tight=False)))
+        for where in PLACES:
+            found = assert_ranks_agree(pool_of(ranks).run(run, replace(job, where=where)))
+            context = (family, ranks, precision, where)
+            assert found.losses == wanted.losses and found.norms == wanted.norms, context
+            assert found.state == wanted.state, context
+            assert found.steps == wanted.steps, context
+            num_placements += 1
+            evictions += found.num_evictions
+    assert evictions > 0
+    summary(
+        f"ranks, {family}: {num_placements} placements, {evictions} evictions inside forward and backward on rank 0"
+    )

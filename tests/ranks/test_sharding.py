@@ -1,0 +1,105 @@
+"""What each rank holds and sends: arithmetic, term by term, and hybrid sharding over a 2-D mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+import gemini
+from gemini.plan.layout import Layout, ParamSpec, make_layout
+from tests.ranks.cases import Job, make_model, run
+from tests.ranks.pool import Failure, Pool
+from tests.ranks.test_exactness import assert_close_to_plain, assert_ranks_agree
+
+Pools = Callable[[int], Pool]
+
+
+def layout_of(family: str, ranks: int) -> Layout:
+    model = make_model(family)
+    specs = [ParamSpec(name, p.numel(), p.requires_grad) for name, p in model.named_parameters()]
+    return make_layout(specs, ranks=ranks, max_chunk=8000)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_a_rank_holds_its_share_and_sends_the_least(
+    ranks: int, precision: str, pool_of: Pools, tmp_path: Path, summary: Callable[[str], None]
+) -> None:
+    layout = layout_of("llama", ranks)
+    itemsize = 2 if precision == "bf16" else 4
+    weights = itemsize * layout.numel
+    shard = layout.numel // ranks
+    job = Job(precision=precision, tight=False, path=str(tmp_path))
+    for outcome in pool_of(ranks).run(run, job):
+        held = outcome.report["cpu"]["holders"]
+        planes = sum(held.get(kind, 0) for kind in ("weights", "residual", "exp_avg", "exp_avg_sq"))
+        assert planes == 12 * shard, "12 bytes per param over all ranks"
+        assert held["grad"] == itemsize * shard
+        assert outcome.report["bytes_per_param"] == pytest.approx(12.0 * layout.numel / layout.payload)
+        assert held.get("gradients in flight", 0) == 0
+        for sent in outcome.sent:  # the budget lets gathered weights stay from forward to backward
+            assert sent["all_gather"] == (ranks - 1) * weights // ranks
+            assert sent["reduce_scatter"] == (ranks - 1) * weights // ranks
+    for outcome in pool_of(ranks).run(run, replace(job, tight=True)):
+        held = outcome.report["cpu"]["holders"]
+        fixed = ("weights", "residual", "exp_avg", "exp_avg_sq", "grad", "staging", "exchange")
+        room = outcome.report["cpu"]["budget"] - sum(held.get(holder, 0) for holder in fixed)
+        twice = 2 * (ranks - 1) * weights // ranks
+        for sent in outcome.sent:  # what forward used last is still there as far as there is room, the rest comes again
+            assert twice - (ranks - 1) * room // ranks <= sent["all_gather"] < twice
+            assert sent["reduce_scatter"] == twice // 2
+        assert outcome.report["cpu"]["peak"] <= outcome.report["cpu"]["budget"]
+    times = sent["all_gather"] / (twice / 2)
+    summary(f"{ranks} ranks, {precision}: all-gather {times:.2f} x the weights in little room, once in enough")
+
+
+@pytest.mark.parametrize("family", ["llama", "unused"])
+@pytest.mark.parametrize("mesh", [(2, 2), (4, 1), (1, 4)])
+def test_hybrid_sharding(family: str, mesh: tuple[int, int], pool_of: Pools, tmp_path: Path) -> None:
+    job = Job(family, num_steps=10, num_micro=2, mesh=mesh, gradients="accumulate", path=str(tmp_path))
+    outcome = assert_ranks_agree(pool_of(4).run(run, job))
+    assert_close_to_plain(outcome, job, 4)
+    elsewhere = assert_ranks_agree(pool_of(4).run(run, replace(job, where="mixed", num_steps=3)))
+    same = assert_ranks_agree(pool_of(4).run(run, replace(job, where="standin", num_steps=3)))
+    assert elsewhere.state == same.state
+    if family == "llama":
+        replicas, shards = mesh
+        grads = 4 * layout_of("llama", shards).numel // shards
+        for sent in outcome.sent:  # once per step, whatever is accumulated
+            assert sent.get("all_reduce", 0) == 2 * (replicas - 1) * grads // replicas
+
+
+def small(**how: Any) -> Any:
+    config = gemini.GeminiConfig(precision="fp32", device="cpu", memory=gemini.MemoryBudget(cpu="64MiB"))
+    return gemini.GeminiDDP(make_model("llama"), config, **how)
+
+
+def a_group_of_some() -> int:
+    """Ranks 1 and 2 share a model; the others have one each, alone."""
+    ranks = ([0], [1, 2], [3])[(dist.get_rank() + 1) // 2]
+    groups = [dist.new_group(r) for r in ([0], [1, 2], [3])]
+    model = small(process_group=next(g for g in groups if dist.get_rank() in dist.get_process_group_ranks(g)))
+    engine = model._gemini_engine
+    assert (engine.shards is None) == (len(ranks) == 1)
+    return engine.layout.ranks
+
+
+def test_a_process_group_may_be_given(pool_of: Pools) -> None:
+    assert pool_of(4).run(a_group_of_some) == [1, 2, 2, 1]
+
+
+def bad_mesh(how: str) -> None:
+    mesh = init_device_mesh("cpu", (2, 1, 1) if how == "cube" else (2,))
+    small(mesh=mesh, process_group=dist.group.WORLD if how == "both" else None)
+
+
+@pytest.mark.parametrize(("how", "said"), [("cube", "mesh has 3 dimensions"), ("both", "process_group or a mesh")])
+def test_a_bad_mesh_is_refused(how: str, said: str, pool_of: Pools) -> None:
+    for outcome in pool_of(2).outcomes(bad_mesh, how):
+        assert isinstance(outcome, Failure) and outcome.kind == "ValueError" and said in outcome.text
