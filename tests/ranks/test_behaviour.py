@@ -222,8 +222,10 @@ def unused_counts() -> dict[str, int]:
 
 def test_a_param_without_gradient_on_every_rank_is_skipped(pool_of: Pools) -> None:
     counts = pool_of(2).run(unused_counts)
-    wanted = {"embed.weight": 2, "head.weight": 2, "layers.0.weight": 1, "layers.1.weight": 2, "layers.2.weight": 1}
-    assert counts[0] == counts[1] == {**wanted, "layers.3.weight": 0}
+    blocks = {"layers.0": 1, "layers.1": 2, "layers.2": 1, "layers.3": 0}
+    wanted = {f"{name}.always.weight": count for name, count in blocks.items()}
+    unused = {f"{name}.sometimes.weight": 0 for name in blocks}
+    assert counts[0] == counts[1] == {"embed.weight": 2, "head.weight": 2, **wanted, **unused}
 
 
 # ---- the start -------------------------------------------------------------------------------------------------------

@@ -13,11 +13,24 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import gemini
 from gemini.plan.layout import Layout, ParamSpec, make_layout
-from tests.ranks.cases import Job, make_model, run
+from tests.ranks.cases import Job, config_of, make_model, run
 from tests.ranks.pool import Failure, Pool
 from tests.ranks.test_exactness import assert_close_to_plain, assert_ranks_agree
 
 Pools = Callable[[int], Pool]
+
+
+def one_byte_too_little() -> None:
+    job = Job()
+    config = config_of(job, make_model(job.family))
+    less = gemini.MemoryBudget(cpu=int(config.memory.cpu or 0) - dist.get_world_size())
+    gemini.GeminiDDP(make_model(job.family), replace(config, memory=less))
+
+
+def test_what_does_not_fit_is_refused_at_the_start(pool_of: Pools) -> None:
+    """The budgets of the other tests here are the least: gathered weights, gradients in flight, pieces on the wire."""
+    for outcome in pool_of(2).outcomes(one_byte_too_little):
+        assert isinstance(outcome, Failure) and outcome.kind == "BudgetExceeded" and "does not fit" in outcome.text
 
 
 def layout_of(family: str, ranks: int) -> Layout:
