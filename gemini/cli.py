@@ -1,7 +1,8 @@
 """The command line ``gemini``: options in, jobs out. Nothing heavy is imported before a command needs it.
 
-A refused request is one paragraph on stderr and exit code 2; 1 means that a check of the job's own failed, 130 that it
-was stopped by Ctrl-C. A traceback is always a bug.
+A refused request is one paragraph on stderr and exit code 2; 1 means that a check of the job's own failed or another
+process of it was lost, 130 that it was stopped by Ctrl-C. A traceback is always a bug. Of several processes (torchrun)
+one says what all of them have to say.
 """
 
 from __future__ import annotations
@@ -11,13 +12,15 @@ import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, ParamSpec
+from typing import Annotated, Any, NoReturn, ParamSpec
 
 import typer
 from rich.console import Console
+from typer.core import TyperCommand
 
 from gemini.errors import GeminiError
-from gemini.jobs.errors import JobError
+from gemini.jobs import launch
+from gemini.jobs.errors import REFUSED, JobError, SaidByRanks, exit_code_of
 from gemini.jobs.settings import PRECISIONS, SCHEDULES, TrainSettings
 from gemini.jobs.text_files import DEFAULT_GLOBS
 
@@ -46,22 +49,40 @@ def _refusals(command: Callable[P, int]) -> Callable[P, None]:
         try:
             code = command(*args, **kwargs)
         except (JobError, GeminiError) as e:
-            typer.echo(f"gemini: {e}", err=True)
-            raise typer.Exit(2) from e
+            _say(str(e), e, exit_code_of(e))
         except ModuleNotFoundError as e:
             if e.name != "transformers":
                 raise
-            typer.echo(
-                "gemini: this command needs transformers, an optional part of Gemini: pip install 'gemini-torch[hf]'",
-                err=True,
-            )
-            raise typer.Exit(2) from e
+            needed = "this command needs transformers, an optional part of Gemini: pip install 'gemini-torch[hf]'"
+            _say(needed, e, REFUSED)
         except KeyboardInterrupt as e:
-            typer.echo("gemini: stopped; what was not saved is gone", err=True)
-            raise typer.Exit(130) from e
+            _say("stopped; what was not saved is gone", e, 130)
         raise typer.Exit(code)
 
     return run
+
+
+def _say(words: str, cause: BaseException, code: int) -> NoReturn:
+    """Leave with ``code``, and with ``words`` unless another process says them."""
+    if words and (launch.speaks() or isinstance(cause, SaidByRanks)):
+        typer.echo(f"gemini: {words}", err=True)
+    raise typer.Exit(code) from cause
+
+
+# Newer versions of typer bring a click of their own: its UsageError is reached through what typer itself exports.
+_UsageError: Any = typer.BadParameter.__base__
+
+
+class _OnceForAll(TyperCommand):
+    """A command whose several processes complain about their options once."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except _UsageError as e:
+            if launch.speaks():
+                raise
+            raise typer.Exit(REFUSED) from e
 
 
 @app.command()
@@ -72,6 +93,8 @@ def doctor(
     ] = None,
 ) -> int:
     """Say what this machine offers: versions, processors, native kernels, memory, disks."""
+    if not launch.speaks():
+        return 0
     from gemini.jobs.doctor import doctor as job
 
     return job(Console(), nvme_path=nvme_path)
@@ -82,7 +105,7 @@ _DEFAULTS = TrainSettings(data=())
 _WHAT, _HOW, _MEMORY, _FILES = "What is trained, on what", "How", "In how much memory", "What is written"
 
 
-@app.command()
+@app.command(cls=_OnceForAll)
 @_refusals
 def train(
     model: Annotated[
@@ -112,7 +135,7 @@ def train(
     ] = None,
     seq_len: Annotated[int, typer.Option(help="Tokens in a window.", rich_help_panel=_HOW)] = _DEFAULTS.seq_len,
     batch_size: Annotated[
-        int, typer.Option(help="Windows in a forward pass.", rich_help_panel=_HOW)
+        int, typer.Option(help="Windows in a forward pass of each process.", rich_help_panel=_HOW)
     ] = _DEFAULTS.batch_size,
     accumulate: Annotated[
         int, typer.Option(help="Batches in an optimizer step.", rich_help_panel=_HOW)
@@ -150,15 +173,31 @@ def train(
     device: Annotated[
         str | None, typer.Option(help="cpu or cuda. (Default: cuda if there is one.)", rich_help_panel=_HOW)
     ] = None,
+    rank_timeout: Annotated[
+        int,
+        typer.Option(
+            help="Of several processes (torchrun): seconds to wait for another one before it counts as lost.",
+            rich_help_panel=_HOW,
+        ),
+    ] = _DEFAULTS.rank_timeout,
     gpu_memory: Annotated[
         str | None,
-        typer.Option(help="Budget on the GPU, such as 20GiB. (Default: what is free.)", rich_help_panel=_MEMORY),
+        typer.Option(
+            help="Budget on the GPU of each process, such as 20GiB. (Default: what is free.)", rich_help_panel=_MEMORY
+        ),
     ] = None,
     cpu_memory: Annotated[
-        str | None, typer.Option(help="Budget in host memory. (Default: what is free.)", rich_help_panel=_MEMORY)
+        str | None,
+        typer.Option(
+            help="Budget in host memory, for all processes of a machine together. (Default: what is free.)",
+            rich_help_panel=_MEMORY,
+        ),
     ] = None,
     nvme_memory: Annotated[
-        str | None, typer.Option(help="Budget on the drive of --nvme-path.", rich_help_panel=_MEMORY)
+        str | None,
+        typer.Option(
+            help="Budget on the drive of --nvme-path, for all processes of a machine together.", rich_help_panel=_MEMORY
+        ),
     ] = None,
     nvme_path: Annotated[
         Path | None,
@@ -185,7 +224,10 @@ def train(
         int, typer.Option(help="Steps between lines where there is no terminal.", rich_help_panel=_FILES)
     ] = _DEFAULTS.log_every,
 ) -> int:
-    """Train a causal language model on local text files, in the memory given. Ctrl-C saves a checkpoint."""
+    """Train a causal language model on local text files, in the memory given. Ctrl-C saves a checkpoint.
+
+    Several processes share the model and the work: torchrun --nproc-per-node 2 -m gemini train ...
+    """
     options = dict(locals())
     options["data"] = tuple(data or ())
     options["glob"] = tuple(glob or DEFAULT_GLOBS)
@@ -226,4 +268,4 @@ def _again() -> str:
         if word.startswith("--resume="):
             words = words[:index] + words[index + 1 :]
             break
-    return shlex.join(["gemini", *words, "--resume", "auto"])
+    return launch.again(shlex.join([*words, "--resume", "auto"]))

@@ -1,5 +1,6 @@
-"""The jobs behind the command line: train, demo and doctor, from text files and HF configs, on the public API alone.
+"""The jobs behind the command line: train, demo and doctor, from text files and HF configs.
 
-Nothing here reaches below ``gemini``'s public names, so each job is also an example of how to use them. The modules are
-imported by ``gemini.cli`` when a command needs them, for torch and transformers take seconds to load.
+The training itself uses ``gemini``'s public names only, so each job is also an example of how to use them; ``team``
+borrows the wire of ``gemini.ranks`` for what the processes of a job tell each other besides. The modules are imported
+by ``gemini.cli`` when a command needs them, for torch and transformers take seconds to load.
 """

@@ -5,13 +5,18 @@ A folder under its final name is a whole checkpoint: ``gemini.save_checkpoint`` 
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
+import tempfile
 from pathlib import Path
 
 from gemini.jobs.errors import JobError
 
 _NAME = re.compile(r"step-(\d{8,})")
+_REMOVED = "removed"
+# What a save or a removal that was killed may have left: ``.step-00000005.new-4711``, ``.old``, ``.removed``.
+_LEFTOVER = re.compile(r"\.(step-\d{8,})\.(new-(\d+)|old|removed)")
 
 
 def checkpoints_in(out: Path) -> list[Path]:
@@ -31,7 +36,40 @@ def checkpoint_path(out: Path, step: int) -> Path:
 def prune(out: Path, keep: int) -> None:
     """Remove all but the newest ``keep``. Called after a newer one is whole, so one is always there."""
     for path in checkpoints_in(out)[:-keep]:
-        shutil.rmtree(path)
+        # Another name first: what a killed removal leaves must not look like a checkpoint.
+        going = path.with_name(f".{path.name}.{_REMOVED}")
+        shutil.rmtree(going, ignore_errors=True)
+        path.rename(going)
+        shutil.rmtree(going)
+
+
+def clean_up(out: Path) -> None:
+    """Remove what killed saves and removals have left, and let a whole checkpoint that was being replaced stand again.
+
+    Called by one process before the first step of a run; what another living process is writing is left alone.
+    """
+    folder = out / "checkpoints"
+    for path in list(folder.iterdir()) if folder.is_dir() else []:
+        match = _LEFTOVER.fullmatch(path.name)
+        if match is None or (match[3] is not None and _lives(int(match[3]))):
+            continue
+        if match[2] == "old" and not (folder / match[1]).exists():
+            path.rename(folder / match[1])
+        else:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _lives(pid: int) -> bool:
+    """Whether another process has this number. Our own has saved nothing yet: under it an earlier one has."""
+    if pid == os.getpid():
+        return False
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except (PermissionError, OverflowError):
+        return True
+    return True
 
 
 def choose(resume: str | None, out: Path, *, overwrite: bool) -> Path | None:
@@ -68,8 +106,6 @@ def prepare_out(out: Path) -> None:
     """Make the folder, and find out now, not after hours, whether it can be written to."""
     try:
         out.mkdir(parents=True, exist_ok=True)
-        probe = out / ".write-test"
-        probe.touch()
-        probe.unlink()
+        tempfile.TemporaryFile(dir=out).close()  # nameless: several processes may try at once
     except OSError as e:
         raise JobError(f"--out {out} cannot be written to: {e.strerror or e}. Choose a folder you may write to.") from e

@@ -19,12 +19,14 @@ import transformers
 from rich.console import Console
 
 from gemini.errors import human_bytes, parse_bytes
+from gemini.jobs import launch
+from gemini.jobs.budgets import budget_lines
 from gemini.jobs.checkpoints import prepare_out
-from gemini.jobs.errors import as_job_error
+from gemini.jobs.errors import JobError, as_job_error
 from gemini.jobs.models import find_model, name_the_loss
 from gemini.jobs.resident import ResidentPeak, resident_bytes
 from gemini.jobs.settings import TrainSettings
-from gemini.jobs.train import TrainRun, budget_lines, mean_loss
+from gemini.jobs.train import TrainRun, mean_loss
 
 _PRESET = "gpt2-small"
 # What the state of a param takes in bf16: weight 2, residual 2, two moments of 4 each.
@@ -59,6 +61,11 @@ def demo(
     seed: int = 0,
 ) -> int:
     """Train, check, and say what came out; returns 0 if every check passed, else 1."""
+    if launch.num_processes() > 1:
+        raise JobError(
+            f"`gemini demo` runs in one process, and {launch.num_processes()} were started. Start it without torchrun; "
+            "`gemini train` runs in several."
+        )
     size = _FULL if full else _SHORT
     transformers.utils.logging.disable_progress_bar()
     num_params = _count_params()

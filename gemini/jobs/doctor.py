@@ -16,6 +16,7 @@ import torch
 from rich.console import Console
 
 from gemini.errors import GeminiError, human_bytes
+from gemini.jobs import launch
 
 _PACKAGES = ("torch", "transformers", "safetensors", "accelerate", "peft", "lightning", "flash-attn")
 _ISA_FLAGS = ("avx2", "avx512f", "avx512bw", "avx512_bf16", "amx_bf16")
@@ -29,6 +30,7 @@ def doctor(console: Console, *, nvme_path: Path | None = None) -> int:
         ("Native kernels", _kernels()),
         ("Memory", _memory()),
         ("GPU", _gpus()),
+        ("Processes", _processes()),
     )
     for title, lines in sections:
         _section(console, title, lines)
@@ -123,6 +125,17 @@ def _gpus() -> Iterator[str]:
         yield f"the driver does not say more: {e}"
     finally:
         pynvml.nvmlShutdown()
+
+
+def _processes() -> Iterator[str]:
+    if not torch.distributed.is_available():
+        yield "one: this build of torch cannot connect several"
+        return
+    found = {"gloo": torch.distributed.is_gloo_available(), "NCCL": torch.distributed.is_nccl_available()}
+    wires = ", ".join(f"{name} {'is' if there else 'is not'} there" for name, there in found.items())
+    several = "`torchrun --nproc-per-node N -m gemini train ...` starts several"
+    num_here, num = launch.local_size(), launch.num_processes()
+    yield f"{'one; ' + several if num == 1 else f'{num_here} on this machine of {num}'} ({wires})"
 
 
 def _text(value: str | bytes) -> str:

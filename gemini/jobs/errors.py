@@ -1,13 +1,32 @@
-"""What a job says when it cannot do what was asked: one paragraph for a person, no traceback, exit code 2."""
+"""What a job says when it cannot do what was asked: one paragraph for a person, no traceback, an exit code."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from gemini.errors import RankLost
+
+REFUSED, BROKEN = 2, 1
+
 
 class JobError(Exception):
     """The request or its files are at fault. The message says what was asked, what is there and what to do."""
+
+
+class SaidByRanks(JobError):
+    """The end of a job of several processes, once they know who of them says why: ``str(e)`` is empty on the others."""
+
+    def __init__(self, words: str, exit_code: int = REFUSED) -> None:
+        super().__init__(words)
+        self.exit_code = exit_code
+
+
+def exit_code_of(error: Exception) -> int:
+    """2 for what was refused; 1 if the job itself broke, because another process of it is gone."""
+    if isinstance(error, SaidByRanks):
+        return error.exit_code
+    return BROKEN if isinstance(error, RankLost) else REFUSED
 
 
 @contextmanager

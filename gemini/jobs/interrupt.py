@@ -12,8 +12,8 @@ _STDERR = 2
 
 
 class StopWish:
-    """Within its ``with`` block the first SIGINT or SIGTERM sets ``wanted`` and is answered on stderr; the
-    second one takes effect as ever.
+    """Within its ``with`` block the first SIGINT or SIGTERM sets ``wanted`` and is answered on stderr (if there is an
+    ``answer``); the second one takes effect as ever.
     """
 
     def __init__(self, answer: str) -> None:
@@ -33,7 +33,8 @@ class StopWish:
         self.wanted = True
         self._restore()
         # Straight to the descriptor: the signal may come in the middle of a print, whose buffer would be printed twice.
-        os.write(_STDERR, f"\n{self._answer}\n".encode())
+        if self._answer:
+            os.write(_STDERR, f"\n{self._answer}\n".encode())
 
     def _restore(self) -> None:
         while self._before:

@@ -7,10 +7,13 @@ at hand are read, only safetensors are loaded, and no code that comes with a mod
 from __future__ import annotations
 
 import json
+import random
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 import transformers
 
@@ -57,7 +60,7 @@ def find_model(model: Path | None, preset: str | None, layers: int | None = None
 def build_model(source: ModelSource, *, seed: int) -> Any:
     """The plain transformers model: weights loaded as they are stored, or drawn in fp32 from ``seed``."""
     # Drawn weights must not depend on what ran before, and what runs after must not depend on loading or drawing.
-    torch.manual_seed(seed)
+    draw_from(seed)
     try:
         if source.weights is None:
             model = transformers.AutoModelForCausalLM.from_config(source.config, dtype=torch.float32)
@@ -70,8 +73,15 @@ def build_model(source: ModelSource, *, seed: int) -> Any:
     except Exception as e:
         # Whatever transformers trips over here comes from the files it was given.
         raise JobError(f"{source.label} cannot be built: {_first_line(e)}") from e
-    torch.manual_seed(seed)
+    draw_from(seed)
     return name_the_loss(model)
+
+
+def draw_from(seed: int) -> None:
+    """Let every random choice from here on follow from ``seed``; models draw from all three generators."""
+    random.seed(seed)
+    numpy.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
 
 
 def name_the_loss(model: Any) -> Any:
@@ -79,6 +89,13 @@ def name_the_loss(model: Any) -> Any:
     if getattr(model, "loss_type", "") is None:
         model.loss_type = "ForCausalLM"
     return model
+
+
+def hush() -> None:
+    """What transformers and Python warn of, another process says: this one is silent."""
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    warnings.simplefilter("ignore")
 
 
 def checkpoint_activations(model: Any) -> None:

@@ -41,6 +41,7 @@ class TrainSettings:
     gradient_checkpointing: bool = False
     seed: int = 0
     device: str | None = None
+    rank_timeout: int = 600
 
     # in how much memory
     gpu_memory: str | None = None
@@ -94,6 +95,7 @@ _AT_LEAST = {
     "steps": 1,
     "warmup": 0,
     "seed": 0,
+    "rank_timeout": 1,
     "save_every": 0,
     "keep": 1,
     "log_every": 1,

@@ -2,7 +2,7 @@
 
 Both kinds put a boundary id after every document and answer ``read(start, count)`` from disk, so that a corpus of any
 size costs no memory. ``ByteTokens`` reads the text files themselves; ``TokenizerTokens`` encodes them once into a
-file that has no name and goes away with the process.
+file that has no name and goes away with the process; each of several processes encodes into one of its own.
 """
 
 from __future__ import annotations

@@ -3,12 +3,14 @@
 ``TrainRun`` is one run from settings to a saved model. Everything that can be refused is refused while it is made, the
 cheap checks first; then ``run`` goes through the steps, ``save`` writes the model. The loop in ``_step`` is the loop of
 the README.
+
+Under torchrun every process makes the same run. Each takes its part of every batch, such that all of them see the
+windows that one process with the whole batch would see; rank 0 prints, writes, and chooses where to go on.
 """
 
 from __future__ import annotations
 
 import math
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +20,22 @@ from rich.console import Console
 
 import gemini
 from gemini.errors import human_bytes
-from gemini.jobs import checkpoints
+from gemini.jobs import checkpoints, launch
+from gemini.jobs.budgets import budget_lines, shares, tiers_of, use_line
 from gemini.jobs.errors import JobError, as_job_error
 from gemini.jobs.interrupt import StopWish
-from gemini.jobs.models import ModelSource, build_model, checkpoint_activations, find_model, load_tokenizer
+from gemini.jobs.models import (
+    ModelSource,
+    build_model,
+    checkpoint_activations,
+    draw_from,
+    find_model,
+    hush,
+    load_tokenizer,
+)
 from gemini.jobs.progress import StepReport, TrainProgress
 from gemini.jobs.settings import TrainSettings
+from gemini.jobs.team import Team, join
 from gemini.jobs.text_files import find_text_files, fingerprint
 from gemini.jobs.tokens import ByteTokens, TokenizerTokens, Tokens
 from gemini.jobs.windows import WindowStream
@@ -40,23 +52,30 @@ class TrainRun:
         gemini.GeminiError: if the model cannot fit the budgets, or the NVMe folder or a checkpoint is unusable.
     """
 
-    def __init__(self, settings: TrainSettings, console: Console) -> None:
+    def __init__(self, settings: TrainSettings, console: Console, team: Team | None = None) -> None:
         settings.check()
         self.settings = settings
+        self.team = Team() if team is None else team
         self._console = console
-        source = find_model(settings.model, settings.preset, settings.layers)
         self._tokenizer: Any = None
-        checkpoints.prepare_out(settings.out)
-        checkpoint = checkpoints.choose(settings.resume, settings.out, overwrite=settings.overwrite)
-        self.stream = self._open_text(source)
+        with self.team.together("the preparation of the job"):
+            source = find_model(settings.model, settings.preset, settings.layers)
+            checkpoints.prepare_out(settings.out)
+            found = None
+            if self.team.is_first:
+                if settings.resume == "auto":
+                    checkpoints.clean_up(settings.out)
+                found = checkpoints.choose(settings.resume, settings.out, overwrite=settings.overwrite)
+            self.stream = self._open_text(source)
 
-        self.device = _device(settings.device)
-        model = build_model(source, seed=settings.seed)
-        self._use_cache = getattr(model.config, "use_cache", None)
-        model.config.use_cache = False  # the cache of generate() would keep keys and values of every layer for nothing
-        if settings.gradient_checkpointing:
-            with as_job_error(asked="--gradient-checkpointing"):
-                checkpoint_activations(model)
+            self.device = _device(settings.device)
+            model = build_model(source, seed=settings.seed)
+            self._use_cache = getattr(model.config, "use_cache", None)
+            model.config.use_cache = False  # generate()'s cache would keep keys and values of all layers for nothing
+            if settings.gradient_checkpointing:
+                with as_job_error(asked="--gradient-checkpointing"):
+                    checkpoint_activations(model)
+        checkpoint = self._compare(found)
         groups = _param_groups(model, settings.weight_decay)
         self._weight_decays = [group["weight_decay"] for group in groups]
         self.num_params = sum(p.numel() for p in model.parameters())
@@ -70,7 +89,7 @@ class TrainRun:
                     nvme_path=settings.nvme_path,
                 ),
                 gradients="accumulate" if settings.accumulate > 1 else "retain",
-                device=settings.device,
+                device=settings.device if settings.device == "standin" else str(self.device),
                 activations=settings.activations or 0,
             )
         self.model: Any = gemini.GeminiDDP(model, config)
@@ -82,7 +101,13 @@ class TrainRun:
         )
         self.step = 0
         self._say(f"model: {source.label}, {self.num_params:,} params, {settings.precision}")
-        self._say(_tier_budgets(self.model.memory_report()))
+        if self.team.size > 1:
+            self._say(
+                f"{self.team.size} processes: each keeps a share of the model and of the memory, and takes "
+                f"{settings.batch_size} of the {self.team.size * settings.batch_size} windows of a batch"
+            )
+            draw_from(settings.seed + self.team.rank)  # or dropout would drop the same on every rank
+        self._say(use_line(self.model.memory_report(), self.team.size))
         self._resume(checkpoint)
 
     # ---- before the first step ---------------------------------------------------------------------------------------
@@ -121,6 +146,19 @@ class TrainRun:
         )
         return stream
 
+    def _compare(self, found: Path | None) -> Path | None:
+        """The checkpoint that rank 0 chose, once it is known that all ranks have the same text."""
+        own = {"checkpoint": None if found is None else str(found), "text": self.stream.state_dict()}
+        everyone = self.team.tell(own, "the comparison of the text")
+        for rank, other in enumerate(everyone):
+            if other["text"] != everyone[0]["text"]:
+                raise JobError(
+                    f"rank {rank} found other text than rank 0. Every process reads all of it: give --data files that "
+                    "are the same on all machines."
+                )
+        chosen = everyone[0]["checkpoint"]
+        return None if chosen is None else Path(chosen)
+
     def _resume(self, checkpoint: Path | None) -> None:
         if checkpoint is None:
             if self.settings.resume == "auto":
@@ -131,15 +169,24 @@ class TrainRun:
             raise JobError(
                 f"--resume {checkpoint}: this checkpoint was not written by `gemini train`, it has no position."
             )
+        saved = extra["gemini_train"]
         self._follow_settings()
-        self.stream.load_state_dict(extra["gemini_train"]["data"])
-        self.step = int(extra["gemini_train"]["step"])
+        self.stream.load_state_dict(saved["data"])
+        self.step = int(saved["step"])
         self._say(f"resumed from {checkpoint} after step {self.step}")
-        if self.step >= self.settings.steps:
+        if saved.get("windows_per_step", self._windows_per_step) != self._windows_per_step:
+            self._say(
+                f"a step was {saved['windows_per_step']} windows before, it is {self._windows_per_step} from now on"
+            )
+        if self.step < self.settings.steps:
+            return
+        if self.settings.resume != "auto":
             raise JobError(
                 f"--resume {checkpoint}: its {self.step} steps are all of --steps {self.settings.steps}. Ask for more "
                 "steps to go on."
             )
+        # A run that died while it wrote the model, and is started again with the same command, has only that to do.
+        self._say(f"these are all of --steps {self.settings.steps}: only the model is written (more --steps go on)")
 
     def _follow_settings(self) -> None:
         """Learning rate and weight decay as the command line has them: the checkpoint brought back those of its run."""
@@ -149,6 +196,10 @@ class TrainRun:
         ):
             group["initial_lr"], group["weight_decay"] = self.settings.lr, decay
             group["lr"] = self.settings.lr * factor(self.scheduler.last_epoch)
+
+    @property
+    def _windows_per_step(self) -> int:
+        return self.settings.accumulate * self.settings.batch_size * self.team.size
 
     # ---- the steps ---------------------------------------------------------------------------------------------------
 
@@ -163,11 +214,12 @@ class TrainRun:
         progress = TrainProgress(
             self._console, num_steps=settings.steps, first_step=self.step, log_every=settings.log_every
         )
-        stop = StopWish("Stopping after this step, then saving. Once more stops at once, and saves nothing.")
+        answer = "Stopping after this step, then saving. Once more stops at once, and saves nothing."
+        stop = StopWish(answer if self.team.is_first else "")
         with stop, progress:
             stopping = False
             while self.step < settings.steps and not stopping:
-                report = self._step_or_stop(progress)
+                report, stopping = self._step_or_stop(progress, stop)
                 losses.append(report.loss)
                 if len(losses) >= _HOPELESS_STEPS and not any(map(math.isfinite, losses[-_HOPELESS_STEPS:])):
                     raise JobError(
@@ -175,16 +227,17 @@ class TrainRun:
                         f"A lower --lr may help, or --precision bf16. {self._newest_checkpoint()}"
                     )
                 progress.show(report)
-                stopping = stop.wanted  # looked at once: a signal after this stops after the next step
+                if stopping and not stop.wanted:
+                    progress.say("Another rank was asked to stop: stopping after this step, then saving.")
                 due = self.step == settings.steps or self.step % max(settings.save_every, 1) == 0
                 if stopping or (settings.save_every and due):
                     self._save_checkpoint(progress)
         return losses
 
-    def _step_or_stop(self, progress: TrainProgress) -> StepReport:
+    def _step_or_stop(self, progress: TrainProgress, stop: StopWish) -> tuple[StepReport, bool]:
         """A step; where gradients are not finite, a checkpoint from before it, so that hours are not lost."""
         try:
-            return self._step()
+            return self._step(stop)
         except gemini.NonFiniteGradient as e:
             self.optimizer.zero_grad()
             self._save_checkpoint(progress)
@@ -193,32 +246,37 @@ class TrainRun:
                 "is saved; --resume auto goes on from there with the text that follows. A lower --lr may help."
             ) from e
 
-    def _step(self) -> StepReport:
-        """One optimizer step over ``accumulate`` batches."""
-        settings = self.settings
+    def _step(self, stop: StopWish) -> tuple[StepReport, bool]:
+        """One optimizer step over ``accumulate`` batches, and whether any rank was asked to stop until it was done.
+
+        A signal after the ranks have told each other counts for the next step.
+        """
+        settings, team = self.settings, self.team
         lr = self.optimizer.param_groups[0]["lr"]
         total = torch.zeros((), dtype=torch.float32, device=self.device)
-        for batch_number in range(settings.accumulate):
-            ids = torch.tensor(self.stream.next_batch(settings.batch_size), device=self.device)
-            last = batch_number == settings.accumulate - 1
-            with nullcontext() if last else self.model.no_sync():
-                loss = self.model(input_ids=ids, labels=ids).loss / settings.accumulate
-                loss.backward()
+        for _ in range(settings.accumulate):
+            windows = self.stream.next_batch(settings.batch_size, part=team.rank, parts=team.size)
+            ids = torch.tensor(windows, device=self.device)
+            # Not in no_sync(), where every rank would keep whole gradients, which is what may not fit.
+            loss = self.model(input_ids=ids, labels=ids).loss / settings.accumulate
+            loss.backward()
             total += loss.detach().float()
         norm = float(self.model.clip_grad_norm_(settings.clip)) if settings.clip else None
         self.optimizer.step()
         self.scheduler.step()
         self.optimizer.zero_grad()
         self.step += 1
+        everyone = team.swap([float(total), float(stop.wanted)], "the loss of a step")
         memory = self.model.memory_report()
-        return StepReport(
+        report = StepReport(
             step=self.step,
-            loss=float(total),
+            loss=sum(loss for loss, _ in everyone) / team.size,
             grad_norm=norm,
             lr=lr,
-            num_tokens=settings.accumulate * settings.batch_size * settings.seq_len,
+            num_tokens=self._windows_per_step * settings.seq_len,
             used_bytes={tier: memory[tier]["used"] for tier in tiers_of(memory)},
         )
+        return report, any(wanted for _, wanted in everyone)
 
     def _newest_checkpoint(self) -> str:
         there = checkpoints.checkpoints_in(self.settings.out)
@@ -226,16 +284,17 @@ class TrainRun:
 
     def _save_checkpoint(self, progress: TrainProgress) -> None:
         path = checkpoints.checkpoint_path(self.settings.out, self.step)
-        extra = {"gemini_train": {"step": self.step, "data": self.stream.state_dict()}}
+        position = {"step": self.step, "data": self.stream.state_dict(), "windows_per_step": self._windows_per_step}
         path.parent.mkdir(exist_ok=True)
-        gemini.save_checkpoint(path, self.model, self.optimizer, self.scheduler, extra=extra)
-        checkpoints.prune(self.settings.out, self.settings.keep)
+        gemini.save_checkpoint(path, self.model, self.optimizer, self.scheduler, extra={"gemini_train": position})
+        if self.team.is_first:
+            checkpoints.prune(self.settings.out, self.settings.keep)
         progress.say(f"saved {path}")
 
     # ---- after the last step -----------------------------------------------------------------------------------------
 
     def held_out_loss(self) -> float:
-        """The mean loss on the windows that training never sees."""
+        """The mean loss on the windows that training never sees; every rank computes all of it."""
         self.model.eval()
         loss = mean_loss(self.model, torch.tensor(self.stream.held_out(), device=self.device), self.settings.batch_size)
         self.model.train()
@@ -247,7 +306,7 @@ class TrainRun:
             self.model.config.use_cache = self._use_cache
         self.model.save_pretrained(self.settings.out)
         self.model.config.use_cache = False
-        if self._tokenizer is not None:
+        if self._tokenizer is not None and self.team.is_first:
             self._tokenizer.save_pretrained(self.settings.out)
 
     def _say(self, text: str) -> None:
@@ -261,47 +320,38 @@ def mean_loss(model: Any, windows: torch.Tensor, batch_size: int) -> float:
     return sum(losses) / len(losses)
 
 
-def tiers_of(memory: Any) -> list[str]:
-    """The tiers a memory report has, fastest first."""
-    return [tier for tier in ("gpu", "cpu", "nvme") if tier in memory]
-
-
-def budget_lines(memory: Any) -> tuple[list[str], bool]:
-    """For each tier whether its peak stayed within its budget, and whether all did."""
-    lines, all_within = [], True
-    for tier in tiers_of(memory):
-        peak, budget = memory[tier]["peak"], memory[tier]["budget"]
-        within = peak <= budget
-        all_within = all_within and within
-        verdict = "stayed within" if within else "WENT OVER"
-        lines.append(f"{tier}: {verdict} its budget, peak {human_bytes(peak)} of {human_bytes(budget)}")
-    return lines, all_within
-
-
 def train(settings: TrainSettings, console: Console, *, command: str) -> int:
     """Run the job as the command line does; returns the exit code. ``command`` is how to call it again."""
-    run = TrainRun(settings, console)
-    run.run()
-    finished = run.step == settings.steps
-    if finished:
-        run.save()
-    memory = run.model.memory_report()
-    lines, all_within = budget_lines(memory)
-    console.print(str(memory), *lines, sep="\n", highlight=False, markup=False, soft_wrap=True)
-    if finished:
-        said = f"The model is in {settings.out}; it opens with transformers' AutoModelForCausalLM.from_pretrained."
-    else:
-        said = f"Stopped after step {run.step} of {settings.steps}. To go on: {command}"
-    console.print(said, highlight=False, markup=False, soft_wrap=True)
-    return 130 if not finished else 0 if all_within else 1
+    cuda = torch.cuda.is_available() and settings.device not in ("cpu", "standin")
+    with join(settings.rank_timeout, cuda=cuda) as team, team.speaking():
+        if not team.is_first:
+            console = Console(quiet=True, force_terminal=False)
+            hush()
+        run = TrainRun(settings, console, team)
+        run.run()
+        finished = run.step == settings.steps
+        if finished:
+            run.save()
+        memory = run.model.memory_report()
+        lines, all_within = budget_lines(*team.tell(shares(memory), "the end of the job"))
+        console.print(str(memory), *lines, sep="\n", highlight=False, markup=False, soft_wrap=True)
+        if finished:
+            said = f"The model is in {settings.out}; it opens with transformers' AutoModelForCausalLM.from_pretrained."
+        else:
+            said = f"Stopped after step {run.step} of {settings.steps}. To go on: {command}"
+        console.print(said, highlight=False, markup=False, soft_wrap=True)
+        return 130 if not finished else 0 if all_within else 1
 
 
 def _device(asked: str | None) -> torch.device:
-    """Where the batches go: the device Gemini computes on (its stand-in computes on the CPU)."""
-    if asked is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    """Where the batches go: the device Gemini computes on (its stand-in computes on the CPU).
+
+    Of several processes on a machine each takes a GPU of its own.
+    """
     if asked == "standin":
         return torch.device("cpu")
+    if asked is None:
+        asked = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         device = torch.device(asked)
     except RuntimeError as e:
@@ -310,6 +360,16 @@ def _device(asked: str | None) -> torch.device:
         raise JobError(
             f"--device {asked}: torch finds no usable GPU (`gemini doctor` says more). Leave it out to use the CPU."
         )
+    if device.type == "cuda" and device.index is None:
+        if launch.local_size() > torch.cuda.device_count():
+            raise JobError(
+                f"{launch.local_size()} processes were started on this machine, and it has {torch.cuda.device_count()} "
+                "GPUs. Start one for each GPU (torchrun --nproc-per-node), or use --device cpu; where each process "
+                "sees a GPU of its own only, --device cuda:0."
+            )
+        device = torch.device("cuda", launch.local_rank())
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     return device
 
 
@@ -321,10 +381,3 @@ def _param_groups(model: torch.nn.Module, weight_decay: float) -> list[dict[str,
         {"params": [p for p in params if p.ndim < 2], "weight_decay": 0.0},
     ]
     return [group for group in groups if group["params"]]
-
-
-def _tier_budgets(memory: Any) -> str:
-    return "memory: " + ", ".join(
-        f"{tier} {human_bytes(memory[tier]['used'])} of {human_bytes(memory[tier]['budget'])}"
-        for tier in tiers_of(memory)
-    )

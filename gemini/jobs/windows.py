@@ -63,9 +63,16 @@ class WindowStream:
         self.epoch = 0
         self.index = 0
 
-    def next_batch(self, batch_size: int) -> list[list[int]]:
-        """The next ``batch_size`` windows, going on into the next epoch where this one ends."""
-        return [self._next_window() for _ in range(batch_size)]
+    def next_batch(self, batch_size: int, *, part: int = 0, parts: int = 1) -> list[list[int]]:
+        """The next ``batch_size`` windows, going on into the next epoch where this one ends.
+
+        Several processes deal the text out: of the next ``parts * batch_size`` windows each takes its ``part``, and all
+        of them then stand where one process with the whole batch would.
+        """
+        self._skip(part * batch_size)
+        windows = [self._next_window() for _ in range(batch_size)]
+        self._skip((parts - part - 1) * batch_size)
+        return windows
 
     def held_out(self) -> list[list[int]]:
         """The windows that training never sees."""
@@ -93,6 +100,13 @@ class WindowStream:
         rank = permute(self.index, self.num_windows, key)
         self.index += 1
         return self._window(self._skip_held_out(rank))
+
+    def _skip(self, count: int) -> None:
+        """Go on as ``count`` windows would, without reading them."""
+        while count > self.num_windows - self.index:
+            count -= self.num_windows - self.index
+            self.epoch, self.index = self.epoch + 1, 0
+        self.index += count
 
     def _skip_held_out(self, rank: int) -> int:
         """The number of the ``rank``-th window that is not held out.

@@ -19,7 +19,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from gemini.errors import RankMismatch
-from gemini.ranks.wire import Tag, Wire, guarded
+from gemini.ranks.meeting import start_group
+from gemini.ranks.wire import Tag, Wire
 
 
 @dataclass(frozen=True)
@@ -142,10 +143,7 @@ def _start_default(*, cuda: bool) -> bool:
         return False
     if int(os.environ["WORLD_SIZE"]) < 2 or not dist.is_available():
         return False
-    guarded(
-        "joining the other processes of torchrun",
-        lambda: dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo"),
-    )
+    start_group(dist.default_pg_timeout, cuda=cuda)
     return True
 
 

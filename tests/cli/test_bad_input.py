@@ -49,6 +49,20 @@ def test_options_that_cannot_be(gemini_command: Gemini, options: list[str], says
     refused(gemini_command("train", "--data", "x", *options), says)
 
 
+@pytest.mark.parametrize("options", [["--preset", "gpt2-small", "--steps", "0"], ["--stepz", "3"], ["--steps", "few"]])
+def test_of_several_processes_one_says_what_is_wrong(
+    gemini_command: Gemini, monkeypatch: pytest.MonkeyPatch, options: list[str]
+) -> None:
+    for name, value in {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    for rank in ("0", "1"):
+        monkeypatch.setenv("RANK", rank)
+        monkeypatch.setenv("LOCAL_RANK", rank)
+        result = gemini_command("train", "--data", "x", *options)
+        assert result.exit_code == 2
+        assert bool(result.stderr) == (rank == "0"), result.stderr
+
+
 def test_unknown_preset_and_device(gemini_command: Gemini, tmp_path: Path, text: Path, tiny_config: Path) -> None:
     out = ["--out", tmp_path / "out", "--data", text]
     refused(gemini_command("train", "--preset", "gpt5", *out), "--preset gpt5: there is no such preset", "gpt2-small")

@@ -17,6 +17,18 @@ def test_a_budget_that_is_no_size_is_refused(gemini_command: Gemini, tmp_path: P
     assert "gemini: --cpu-memory a lot: size: cannot read 'a lot'" in " ".join(result.stderr.split())
 
 
+def test_several_processes_are_refused_once(
+    gemini_command: Gemini, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    for rank, says in ((0, "`gemini demo` runs in one process, and 2 were started."), (1, "")):
+        monkeypatch.setenv("LOCAL_RANK", str(rank))
+        result = gemini_command("demo", "--out", tmp_path / "out")
+        assert result.exit_code == 2 and says in " ".join(result.stderr.split())
+        assert bool(result.stderr) == bool(says)
+
+
 @pytest.mark.slow
 def test_the_demo_keeps_its_promises(gemini_command: Gemini, tmp_path: Path) -> None:
     """Needs 2 GiB on the disk under the temporary folder."""

@@ -5,13 +5,16 @@ from __future__ import annotations
 import io
 import os
 import signal
+import subprocess
 import time
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from gemini.jobs.checkpoints import checkpoint_path, checkpoints_in, choose, prune
+from gemini.jobs import launch
+from gemini.jobs.budgets import budget_lines
+from gemini.jobs.checkpoints import checkpoint_path, checkpoints_in, choose, clean_up, prune
 from gemini.jobs.interrupt import StopWish
 from gemini.jobs.progress import StepReport, TrainProgress
 from gemini.jobs.resident import ResidentPeak, resident_bytes
@@ -60,6 +63,46 @@ def test_checkpoints_are_found_pruned_and_chosen_by_step(tmp_path: Path) -> None
         "step-00000100",
         "step-00000100.tmp",
     ]
+
+
+def test_what_a_death_left_is_cleaned_up(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    dead = subprocess.Popen(["true"])
+    dead.wait()
+    going = [f".step-00000003.new-{dead.pid}", f".step-00000003.new-{os.getpid()}", ".step-00000001.removed"]
+    replaced, whole = ".step-00000002.old", ".step-00000004.old"
+    staying = [f".step-00000003.new-{os.getppid()}", "step-00000004", "notes", ".step-00000003.new-x"]
+    for name in [*going, replaced, whole, *staying]:
+        (folder / name).mkdir(parents=True)
+    clean_up(tmp_path)
+    assert sorted(path.name for path in folder.iterdir()) == sorted([*staying, "step-00000002"])
+
+
+def test_the_budgets_of_all_ranks_are_judged() -> None:
+    def report(peak: int) -> dict[str, dict[str, int]]:
+        return {"cpu": {"peak": peak * MIB, "budget": 64 * MIB}}
+
+    assert budget_lines(report(3)) == (["cpu: stayed within its budget, peak 3 MiB of 64 MiB"], True)
+    assert budget_lines(report(3), report(5)) == (
+        ["cpu: stayed within its budget on each of 2 ranks, rank 1 peak 5 MiB of 64 MiB"],
+        True,
+    )
+    lines, within = budget_lines(report(65), report(5), report(64))
+    assert not within and lines == ["cpu: WENT OVER its budget on some of 3 ranks, rank 0 peak 65 MiB of 64 MiB"]
+
+
+def test_how_to_start_again_names_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert launch.again("train --resume auto") == "gemini train --resume auto" and launch.speaks()
+    several = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    for name, value in several.items():
+        monkeypatch.setenv(name, value)
+    assert launch.num_processes() == 1, "a rank without an address to meet at is alone"
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    monkeypatch.setenv("MASTER_PORT", "1")
+    assert launch.num_processes() == 2 and not launch.speaks()
+    assert launch.again("train") == "torchrun --nproc-per-node 2 -m gemini train"
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert launch.again("train") == "torchrun, as before on every machine, -m gemini train"
 
 
 @pytest.mark.skipif(resident_bytes() is None, reason="the kernel does not say")

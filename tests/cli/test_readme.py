@@ -39,8 +39,9 @@ def test_the_loop_runs_as_printed(
 def test_commands_and_options_exist(gemini_command: Callable[..., Any]) -> None:
     makefile = (ROOT / "Makefile").read_text()
     said = "\n".join([*blocks("bash"), *re.findall(r"`((?:make|gemini) [^`]+)`", README)])
-    targets, commands = set(re.findall(r"make ([a-z-]+)", said)), re.findall(r"^gemini .*$", said, re.MULTILINE)
-    assert {"demo", "test"} <= targets and len(commands) >= 4
+    targets = set(re.findall(r"make ([a-z-]+)", said))
+    commands = re.findall(r"^(?:torchrun .*-m )?(gemini .*)$", said, re.MULTILINE)
+    assert {"demo", "test"} <= targets and len(commands) >= 5
     for target in targets:
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
     for command in commands:

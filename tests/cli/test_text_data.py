@@ -206,6 +206,18 @@ def test_a_restored_position_goes_on_exactly(steps: int, batch: int) -> None:
     assert [other.next_batch(3) for _ in range(9)] == [stream.next_batch(3) for _ in range(9)]
 
 
+@given(parts=st.integers(1, 4), batch=st.integers(1, 6), steps=st.integers(1, 12), num_windows=st.integers(1, 20))
+@settings(max_examples=60, deadline=None)
+def test_processes_deal_out_what_one_would_take(parts: int, batch: int, steps: int, num_windows: int) -> None:
+    """The same windows in every step, across epochs, and the same position after it on every rank."""
+    streams = [WindowStream(Count(4 * num_windows), 4, seed=3) for _ in range(parts)]
+    whole = WindowStream(Count(4 * num_windows), 4, seed=3)
+    for _ in range(steps):
+        dealt = [stream.next_batch(batch, part=part, parts=parts) for part, stream in enumerate(streams)]
+        assert [window for windows in dealt for window in windows] == whole.next_batch(parts * batch)
+        assert all(stream.state_dict() == whole.state_dict() for stream in streams)
+
+
 def test_a_position_in_other_data_is_refused() -> None:
     stream = WindowStream(Count(40), 4, seed=3, identity="x")
     for other, says in [

@@ -77,10 +77,30 @@ def test_resume_auto_goes_on_or_says_that_there_is_nothing(train: Gemini, tmp_pa
     first = train("--out", out, "--steps", 5, "--schedule", "constant", "--resume", "auto")
     assert first.exit_code == 0 and "no checkpoint in" in first.stdout
     again = train("--out", out, "--steps", 5, "--schedule", "constant", "--resume", "auto")
-    assert again.exit_code == 2 and "its 5 steps are all of --steps 5" in " ".join(again.stderr.split())
+    assert again.exit_code == 0 and losses_of(again.stdout) == []
+    assert "these are all of --steps 5: only the model is written" in again.stdout
+    named = train("--out", out, "--steps", 5, "--resume", out / "checkpoints" / "step-00000005")
+    assert named.exit_code == 2 and "its 5 steps are all of --steps 5" in " ".join(named.stderr.split())
     more = train("--out", out, "--steps", 8, "--schedule", "constant", "--resume", "auto")
     assert more.exit_code == 0, (more.output, more.exception)
     assert "after step 5" in more.stdout and len(losses_of(more.stdout)) == 3
+
+
+def test_a_model_that_was_not_written_is_written_by_resume_auto(train: Gemini, tmp_path: Path) -> None:
+    """As after a death between the last checkpoint and the end."""
+    assert train("--out", tmp_path / "out").exit_code == 0
+    before = weights_of(tmp_path / "out")
+    (tmp_path / "out" / "model.safetensors").unlink()
+    assert train("--out", tmp_path / "out", "--resume", "auto").exit_code == 0
+    after = weights_of(tmp_path / "out")
+    assert all(torch.equal(weight, after[name]) for name, weight in before.items())
+
+
+def test_a_step_of_another_size_is_said(train: Gemini, tmp_path: Path) -> None:
+    assert train("--out", tmp_path / "out").exit_code == 0
+    result = train("--out", tmp_path / "out", "--resume", "auto", "--steps", 12, "--accumulate", 3)
+    assert result.exit_code == 0, (result.output, result.exception)
+    assert "a step was 2 windows before, it is 6 from now on" in result.stdout
 
 
 def test_resuming_with_other_text_is_refused(train: Gemini, tmp_path: Path, text: Path) -> None:

@@ -1,0 +1,365 @@
+"""``gemini train`` in several processes: the same run as in one, refused, stopped and resumed as one.
+
+What can be asked of the job itself runs on a pool of ranks; signals, deaths and what each process prints need torchrun.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from rich.console import Console
+
+from gemini.ranks.meeting import fresh_part
+from tests.ranks.pool import Failure, Pool
+
+ROOT = Path(__file__).resolve().parents[2]
+PoolOf = Callable[[int], Pool]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """With a tiny model's config, with and without dropout, and some text."""
+    model: dict[str, Any] = {"model_type": "gpt2", "vocab_size": 257, "n_positions": 32, "n_embd": 32, "n_layer": 2}
+    model |= {"n_head": 2, "bos_token_id": 256, "eos_token_id": 256}
+    (tmp_path / "dropout.json").write_text(json.dumps(model))
+    model |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    (tmp_path / "plain.json").write_text(json.dumps(model))
+    (tmp_path / "text.txt").write_text("".join(f"{n} times two is {2 * n}.\n" for n in range(250))[:4000])
+    return tmp_path
+
+
+def options_of(folder: Path, **more: Any) -> dict[str, Any]:
+    values = {"model": folder / "plain.json", "data": (folder / "text.txt",), "seq_len": 16, "device": "cpu"}
+    values |= {"lr": 1e-2, "precision": "fp32", "steps": 10, "save_every": 0, "log_every": 1, "schedule": "constant"}
+    return values | more
+
+
+class Trained(NamedTuple):
+    losses: list[float]
+    weights: dict[str, Any]
+    output: str
+    state: dict[str, Any]
+
+
+def train_here(options: dict[str, Any], of_rank: dict[int, dict[str, Any]] | None = None) -> Trained:
+    """A whole run in this process, or with the other ranks of its pool. ``of_rank``: what a rank has otherwise."""
+    import torch.distributed as dist
+
+    from gemini.jobs.settings import TrainSettings
+    from gemini.jobs.team import join
+    from gemini.jobs.train import TrainRun
+
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    output = io.StringIO()
+    with join(60, cuda=False) as team, team.speaking():
+        run = TrainRun(TrainSettings(**options | (of_rank or {}).get(rank, {})), Console(file=output), team)
+        losses = run.run()
+        names = [name for name, _ in run.model.named_parameters()]
+        weights = {name: run.model.full_param(name) for name in names}
+        return Trained(losses, weights, output.getvalue(), run.stream.state_dict())
+
+
+def same_weights(a: dict[str, Any], b: dict[str, Any]) -> bool:
+    import torch
+
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+# ---- the run ---------------------------------------------------------------------------------------------------------
+
+
+def test_two_ranks_train_as_one_with_twice_the_batch(pool_of: PoolOf, folder: Path) -> None:
+    """Losses agree within the rounding of sums in another order; the windows and the position are the same."""
+    options = options_of(folder, accumulate=2, out=folder / "out")
+    alone = train_here(options | {"batch_size": 4})
+    two = pool_of(2).run(train_here, options | {"batch_size": 2})
+    assert two[0].losses == two[1].losses and same_weights(two[0].weights, two[1].weights)
+    assert two[0].losses == pytest.approx(alone.losses, rel=1e-5)
+    assert alone.losses[-1] < 0.8 * alone.losses[0], "without learning any data would do"
+    assert two[0].state == two[1].state == alone.state
+    assert "takes 2 of the 4 windows of a batch" in two[0].output
+
+
+def test_dropout_differs_between_ranks(pool_of: PoolOf, folder: Path) -> None:
+    """On one text of one window, all that ranks can differ in is dropout."""
+    (folder / "one.txt").write_text("a text of 15 b.")
+    options = options_of(folder, data=(folder / "one.txt",), steps=1, lr=0.0, out=folder / "out")
+    with_dropout = pool_of(2).run(train_here, options | {"model": folder / "dropout.json"})
+    alone = train_here(options | {"model": folder / "dropout.json"})
+    assert with_dropout[0].losses == with_dropout[1].losses
+    assert abs(with_dropout[0].losses[0] - alone.losses[0]) > 1e-4, "two times the same dropout has the same mean"
+    without = pool_of(2).run(train_here, options)
+    assert without[0].losses == pytest.approx(train_here(options).losses, rel=1e-6)
+
+
+def test_a_resumed_run_is_the_uninterrupted_run(pool_of: PoolOf, folder: Path) -> None:
+    """Dropout of every rank, accumulation and the order of the text included."""
+    options = options_of(folder, model=folder / "dropout.json", precision="bf16", accumulate=2, save_every=4)
+    whole = pool_of(2).run(train_here, options | {"out": folder / "whole", "keep": 9})
+    resume = str(folder / "whole" / "checkpoints" / "step-00000004")
+    rest = pool_of(2).run(train_here, options | {"out": folder / "rest", "resume": resume})
+    assert rest[0].losses == whole[0].losses[4:]
+    assert same_weights(rest[0].weights, whole[0].weights)
+
+
+def test_a_run_goes_on_with_another_number_of_ranks(pool_of: PoolOf, folder: Path) -> None:
+    """With as many windows in a step the run is the same within rounding, from one to two ranks and back."""
+    options = options_of(folder, save_every=4, out=folder / "out")
+    whole = train_here(options | {"batch_size": 4, "out": folder / "whole", "steps": 12})
+    losses = []
+    for ranks, steps in ((1, 4), (2, 8), (1, 12)):
+        more = options | {"batch_size": 4 // ranks, "steps": steps, "resume": "auto"}
+        losses += (pool_of(2).run(train_here, more)[0] if ranks == 2 else train_here(more)).losses
+    assert losses == pytest.approx(whole.losses, rel=1e-5) and len(losses) == 12
+
+
+def test_a_run_that_explodes_stops_on_all_ranks_with_a_checkpoint(pool_of: PoolOf, folder: Path) -> None:
+    options = options_of(folder, precision="bf16", lr=1e30, steps=100, out=folder / "out")
+    outcomes = pool_of(2).outcomes(train_here, options, seconds=60)
+    assert all("The gradients of step 2 hold inf or NaN" in outcome.text for outcome in outcomes), outcomes
+    assert [path.name for path in (folder / "out" / "checkpoints").iterdir()] == ["step-00000001"]
+
+
+# ---- refusals --------------------------------------------------------------------------------------------------------
+
+
+def test_what_one_rank_cannot_find_all_refuse_and_that_rank_says(pool_of: PoolOf, folder: Path) -> None:
+    absent = {"data": (folder / "absent.txt",)}
+    outcomes = pool_of(2).outcomes(train_here, options_of(folder, out=folder / "out"), {1: absent}, seconds=60)
+    assert [outcome.kind for outcome in outcomes] == ["SaidByRanks"] * 2
+    assert outcomes[0].text == "" and outcomes[1].text.startswith(f"rank 1: --data {folder / 'absent.txt'}: there is")
+    # Nobody is left waiting: the same ranks go on to the next job.
+    pool_of(2).run(train_here, options_of(folder, steps=1, out=folder / "out"))
+
+
+def test_what_no_rank_can_find_is_said_once(pool_of: PoolOf, folder: Path) -> None:
+    options = options_of(folder, data=(folder / "absent.txt",), out=folder / "out")
+    first, second = pool_of(2).outcomes(train_here, options, seconds=60)
+    assert first.kind == second.kind == "SaidByRanks"
+    assert first.text.startswith("--data ") and second.text == ""
+
+
+def test_other_text_on_another_rank_is_refused(pool_of: PoolOf, folder: Path) -> None:
+    (folder / "other.txt").write_text("other text " * 400)
+    other = {"data": (folder / "other.txt",)}
+    outcomes = pool_of(2).outcomes(train_here, options_of(folder, out=folder / "out"), {1: other}, seconds=60)
+    assert all("rank 1 found other text than rank 0" in outcome.text for outcome in outcomes), outcomes
+
+
+def test_rank_0_chooses_where_to_go_on(pool_of: PoolOf, folder: Path) -> None:
+    """Also for a rank that was given another folder."""
+    options = options_of(folder, save_every=4, out=folder / "out")
+    pool_of(2).run(train_here, options)
+    elsewhere = {1: {"out": folder / "elsewhere"}}
+    (folder / "elsewhere" / "checkpoints" / "step-00000099").mkdir(parents=True)
+    more = options | {"resume": "auto", "steps": 11, "save_every": 0}
+    runs = pool_of(2).run(train_here, more, elsewhere)
+    assert [len(run.losses) for run in runs] == [1, 1]
+
+
+def speak_of(folder: Path, words: dict[int, str]) -> None:
+    import torch.distributed as dist
+
+    from gemini.jobs.errors import JobError
+    from gemini.jobs.team import Team
+    from gemini.ranks.wire import Wire
+
+    assert dist.group.WORLD is not None
+    with Team(Wire(dist.group.WORLD), dist.FileStore(str(folder / "store"), 2), patience_s=1).speaking():
+        if dist.get_rank() in words:
+            raise JobError(words[dist.get_rank()])
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ({0: "no room", 1: "no room"}, ["no room", ""]),
+        ({0: "no room", 1: "no disk"}, ["no room", "rank 1: no disk"]),
+        ({1: "no disk"}, [None, "rank 1: no disk"]),
+    ],
+)
+def test_a_later_error_is_said_once(
+    pool_of: PoolOf, tmp_path: Path, words: dict[int, str], said: list[str | None]
+) -> None:
+    """``None``: rank 0 met no error."""
+    outcomes = pool_of(2).outcomes(speak_of, tmp_path, words, seconds=60)
+    assert [outcome.text if isinstance(outcome, Failure) else None for outcome in outcomes] == said
+
+
+def test_each_attempt_meets_in_a_part_of_the_store_of_its_own() -> None:
+    """The store of torchrun keeps what dead processes wrote, greetings included."""
+    import torch.distributed as dist
+
+    store, timeout = dist.HashStore(), timedelta(seconds=20)
+    for _attempt in range(3):
+        parts: dict[int, Any] = {}
+
+        def meet(rank: int, into: dict[int, Any] = parts) -> None:
+            into[rank] = fresh_part(store, rank, 3, timeout)
+
+        threads = [threading.Thread(target=meet, args=(rank,)) for rank in (0, 2, 1)]
+        for thread in threads:
+            thread.start()
+            time.sleep(0.05)  # rank 0 sees the greetings of the last attempt first
+        for thread in threads:
+            thread.join(20)
+        assert not parts[1].check(["address"]), "nothing of an earlier attempt"
+        parts[0].set("address", "here")
+        assert parts[1].get("address") == parts[2].get("address") == b"here"
+    with pytest.raises(RuntimeError, match="after 0 s there is still no rank 1, 2"):
+        fresh_part(store, 0, 3, timedelta(seconds=0.1))
+
+
+# ---- under torchrun --------------------------------------------------------------------------------------------------
+
+
+class Torchrun:
+    """``torchrun -m gemini train`` with two ranks, what each prints in a file of its own."""
+
+    def __init__(self, folder: Path, *more: object, config: str = "plain.json", program: str = "-m gemini") -> None:
+        self._logs = folder / f"logs-{len(list(folder.glob('logs-*')))}"
+        torchrun = f"--standalone --nproc-per-node 2 --redirects 3 --log-dir {self._logs} {program} train"
+        words = f"--model {folder / config} --data {folder / 'text.txt'} --seq-len 16 --device cpu --lr 1e-2"
+        words += " --precision fp32 --log-every 1 --schedule constant --rank-timeout 60"
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "torch.distributed.run", *torchrun.split(), *words.split(), *map(str, more)],
+            cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            text=True,
+        )  # fmt: skip
+
+    def said(self, rank: int, stream: str) -> str:
+        found = sorted(self._logs.glob(f"*/attempt_*/{rank}/{stream}.log"))
+        return "".join(path.read_text() for path in found)
+
+    def wait_for(self, words: str, seconds: float = 60) -> None:
+        deadline = time.monotonic() + seconds
+        while words not in self.said(0, "stdout"):
+            assert time.monotonic() < deadline and self.process.poll() is None, self.everything()
+            time.sleep(0.005)
+
+    def pid(self, rank: int) -> int:
+        import psutil
+
+        children = psutil.Process(self.process.pid).children()
+        return next(child.pid for child in children if child.environ().get("RANK") == str(rank))
+
+    def end(self, seconds: float = 60) -> str:
+        """What torchrun itself has to say at the end."""
+        return self.process.communicate(timeout=seconds)[0]
+
+    def everything(self) -> str:
+        logs = [f"rank {rank} {name}: {self.said(rank, name)}" for rank in (0, 1) for name in ("stdout", "stderr")]
+        return "\n".join(logs)
+
+
+@contextmanager
+def torchrun(folder: Path, *more: object, **how: Any) -> Iterator[Torchrun]:
+    job = Torchrun(folder, *more, **how)
+    try:
+        yield job
+    finally:
+        import psutil
+
+        if job.process.poll() is None:
+            for process in [*psutil.Process(job.process.pid).children(), job.process]:
+                process.kill()
+        job.process.communicate()
+
+
+def test_a_whole_run_from_the_console_script(folder: Path) -> None:
+    """A model folder with a tokenizer in, the same out; one process prints."""
+    tokenizers = pytest.importorskip("tokenizers")
+    import transformers
+
+    kit = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token="?"))
+    kit.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=150, special_tokens=["?", "<end>"])
+    kit.train_from_iterator([(folder / "text.txt").read_text()], trainer)
+    model = folder / "model"
+    transformers.PreTrainedTokenizerFast(tokenizer_object=kit, eos_token="<end>", unk_token="?").save_pretrained(model)
+    (folder / "plain.json").rename(model / "config.json")
+    script, out = folder / "gemini-script", folder / "out"
+    script.write_text("from gemini.cli import main\nmain()\n")
+    more = ["--out", out, "--steps", 6, "--save-every", 2]
+    with torchrun(folder, *more, config="model", program=str(script)) as job:
+        report = job.end()
+        assert job.process.returncode == 0, report + job.everything()
+        said, other = job.said(0, "stdout"), job.said(1, "stdout") + job.said(1, "stderr")
+    assert other == "" and len(re.findall(r"^step \d/6 ", said, re.MULTILINE)) == 6
+    assert "cpu: stayed within its budget on each of 2 ranks" in said
+    assert transformers.AutoModelForCausalLM.from_pretrained(out).num_parameters() > 0
+    assert (out / "tokenizer.json").is_file()
+    assert {path.name for path in (out / "checkpoints").iterdir()} == {"step-00000004", "step-00000006"}
+
+
+def test_a_refusal_of_all_is_printed_once(folder: Path) -> None:
+    """By the budget, which no rank knows before the model is there."""
+    with torchrun(folder, "--out", folder / "out", "--cpu-memory", "100KiB") as job:
+        report = job.end()
+        assert job.process.returncode != 0 and "exitcode  : 2" in report, report
+        first, second = job.said(0, "stderr"), job.said(1, "stderr")
+        assert first.startswith("gemini: ") and "KiB" in first and "rank" not in first.split()[1], job.everything()
+        assert second == "" and job.said(1, "stdout") == "" and "Traceback" not in first
+
+
+@pytest.mark.parametrize(("whom", "number"), [("rank 1", signal.SIGTERM), ("torchrun", signal.SIGINT)])
+def test_a_wish_to_stop_stops_all_after_the_same_step(
+    pool_of: PoolOf, folder: Path, whom: str, number: signal.Signals
+) -> None:
+    out, steps = folder / "out", 400
+    with torchrun(folder, "--out", out, "--steps", steps, "--save-every", 0, config="dropout.json") as job:
+        job.wait_for("\nstep 3/")
+        os.kill(job.pid(1) if whom == "rank 1" else job.process.pid, number)
+        report = job.end()
+        said, errors = job.said(0, "stdout"), job.said(0, "stderr") + job.said(1, "stderr")
+    stopped = re.search(rf"^Stopped after step (\d+) of {steps}\. To go on: (.*)$", said, re.MULTILINE)
+    assert stopped is not None, said + errors + report
+    step = int(stopped[1])
+    assert [path.name for path in (out / "checkpoints").iterdir()] == [f"step-{step:08d}"]
+    assert stopped[2].startswith("torchrun --nproc-per-node 2 -m gemini train --model")
+    assert stopped[2].endswith("--resume auto")
+    assert "Traceback" not in errors and "rank 0 " not in errors, errors
+    if whom == "rank 1":
+        assert "Another rank was asked to stop" in said and "exitcode  : 130" in report
+    else:
+        assert errors.count("Stopping after this step") == 1
+
+    options = options_of(folder, model=folder / "dropout.json", steps=step + 2, out=folder / "whole")
+    whole = pool_of(2).run(train_here, options)
+    rest = pool_of(2).run(train_here, options | {"out": out, "resume": "auto"})
+    assert len(rest[0].losses) == 2 and rest[0].losses == whole[0].losses[step:]
+    assert same_weights(rest[0].weights, whole[0].weights)
+
+
+def test_the_death_of_a_rank_ends_the_other_at_once(folder: Path) -> None:
+    with torchrun(folder, "--out", folder / "out", "--steps", 100000, "--save-every", 0) as job:
+        job.wait_for("\nstep 3/")
+        began = time.monotonic()
+        os.kill(job.pid(1), signal.SIGKILL)
+        job.end()
+        assert time.monotonic() - began < 20
+        words = job.said(0, "stderr")
+        assert "gemini: rank 0: rank 1 did not answer" in words and "Traceback" not in words, job.everything()
+
+
+@pytest.mark.slow
+def test_killed_ranks_change_no_bit() -> None:
+    """Three repetitions of the benchmark: each rank killed at a step, and one during a save."""
+    script = [sys.executable, "benchmarks/kill_and_resume.py", "--repetitions", "3", "--steps", "20", "--width", "64"]
+    result = subprocess.run(script, cwd=ROOT, capture_output=True, text=True, timeout=500)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "**3 of 3** came to the same bits" in result.stdout
