@@ -12,6 +12,7 @@ import ctypes
 import errno
 import os
 import tempfile
+import threading
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,6 +70,7 @@ class SpillFile:
         self._used = 0
         self._given_back: dict[int, list[int]] = {}
         self._queue: IoQueue | None = None
+        self._lock = threading.Lock()
         if not self.direct:
             warnings.warn(f"{self.directory}: no O_DIRECT here, spilling goes through the page cache", stacklevel=6)
         try:
@@ -140,8 +142,9 @@ class SpillFile:
         num_bytes = tensor.numel() * tensor.element_size()
         assert tensor.is_contiguous() and tensor.data_ptr() % PAGE == 0 and offset % PAGE == 0, "unaligned transfer"
         assert num_bytes % PAGE == 0 and offset + num_bytes <= self.num_bytes, (offset, num_bytes, self.num_bytes)
-        if self._queue is None:
-            self._queue = IoQueue()
+        with self._lock:  # a checkpoint may be read from here by a thread of its own
+            if self._queue is None:
+                self._queue = IoQueue()
         try:
             getattr(self._queue, what)(self._fd, tensor.data_ptr(), num_bytes, offset)
         except (OSError, RuntimeError) as e:  # RuntimeError: a forked child uses its parent's queue

@@ -47,6 +47,8 @@ class Built:
     handles: list[ParamHandle]
     tile: int
     exchange: int
+    working_set: int
+    """Bytes of the computing tier that a step takes at most beside planes."""
 
 
 def build(
@@ -85,7 +87,8 @@ def build(
     ]
     for chunk, own in ((chunks[index], own) for index, own in iter_chunks(handles).items()):
         _make_views(chunk, own)
-    return Built(layout, placement, ledger, spill, chunks, handles, tile, problem.exchange)
+    in_steps = problem.working_set + problem.in_flight
+    return Built(layout, placement, ledger, spill, chunks, handles, tile, problem.exchange, in_steps)
 
 
 def _make_views(chunk: Chunk, handles: list[ParamHandle]) -> None:

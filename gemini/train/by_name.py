@@ -18,7 +18,7 @@ from gemini.errors import GeminiError, ParamAccessError
 from gemini.memory.chunk import COMPUTE_DTYPES, Plane
 from gemini.memory.mover import Mover, page_up, tiles
 from gemini.plan.planes import PlaneKind
-from gemini.train.guard import ParamHandle
+from gemini.train.guard import ParamHandle, engine_of
 
 if TYPE_CHECKING:
     from gemini.train.engine import Engine
@@ -179,6 +179,7 @@ def write_range(mover: Mover, plane: Plane, handle: ParamHandle, source: torch.T
     """Overwrite this rank's part of a param in a plane, from element ``offset`` (whole pages) of it on, cast to its
     dtype.
     """
+    engine_of(handle).before_write(handle.chunk)
     base = handle.part.start + offset
     for start, stop in tiles(0, source.numel(), mover.tile):
         view = plane.host_view(base + start, base + stop)

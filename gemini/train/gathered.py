@@ -33,6 +33,8 @@ def gathered(engine: Engine, handles: list[ParamHandle], *, write: bool) -> Iter
             for chunk in chunks:
                 engine.acquire(chunk)
                 acquired.append(chunk)
+                if write:
+                    engine.before_write(chunk)  # one that never moves is written in place
             try:
                 yield
                 if write:

@@ -1,9 +1,10 @@
-"""Safetensors files written and read tile by tile.
+"""Safetensors files written and read range by range.
 
 The safetensors library writes a file from tensors that are whole in memory, which a checkpoint of a model that does not
 fit cannot be. The format is public and small (eight bytes of header length, a JSON header of dtypes, shapes and
-offsets, then the bytes), so files are written here as a stream and opened by any safetensors reader. Every tensor's
-CRC-32 is kept beside it by the checkpoint, so that damage is found before anything is loaded.
+offsets, then the bytes), so files are written here in pieces, in any order, and opened by any safetensors reader. The
+CRC-32 of the header and of every piece is kept beside it by the checkpoint, so that damage is found before anything is
+loaded.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ import ctypes
 import json
 import os
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 import torch
 
@@ -29,59 +30,95 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 class TensorSpec(NamedTuple):
-    """A tensor to be written: its name, dtype and shape."""
+    """A tensor in a file: its name, dtype and shape."""
 
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
 
     @property
-    def num_bytes(self) -> int:
+    def numel(self) -> int:
         numel = 1
         for size in self.shape:
             numel *= size
-        return numel * self.dtype.itemsize
+        return numel
+
+    @property
+    def num_bytes(self) -> int:
+        return self.numel * self.dtype.itemsize
 
 
-def write_tensor_file(
-    path: Path, specs: Sequence[TensorSpec], content: Callable[[str], Iterator[torch.Tensor]]
-) -> dict[str, int]:
-    """Write ``specs`` in order; ``content(name)`` gives a tensor's flat parts. Returns the CRC-32 of each.
-
-    The file is on the disk when this returns.
+class TensorFileWriter:
+    """A safetensors file under way. It is made with the first write, and is on the disk after ``close``.
 
     Raises:
-        StorageError: if the disk is full or fails.
+        StorageError: from every method, if the disk is full or fails.
     """
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    offset = 0
-    for spec in specs:
-        span = [offset, offset + spec.num_bytes]
-        header[spec.name] = {"dtype": _NAMES[spec.dtype], "shape": list(spec.shape), "data_offsets": span}
-        offset += spec.num_bytes
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    checksums: dict[str, int] = {}
-    try:
-        with open(path, "wb") as file:
-            file.write(len(text).to_bytes(8, "little") + text)
-            for spec in specs:
-                checksum = written = 0
-                for part in content(spec.name):
-                    view = _bytes_of(part)
-                    checksum = zlib.crc32(view, checksum)
-                    written += file.write(view)
-                assert written == spec.num_bytes, (spec, written)
-                checksums[spec.name] = checksum
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError as e:
-        raise StorageError(f"could not write {path}: {e.strerror}") from e
-    return checksums
+
+    def __init__(self, path: Path, specs: Sequence[TensorSpec]):
+        self.path = path
+        header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+        self._offsets: dict[str, int] = {}
+        offset = 0
+        for spec in specs:
+            span = [offset, offset + spec.num_bytes]
+            header[spec.name] = {"dtype": _NAMES[spec.dtype], "shape": list(spec.shape), "data_offsets": span}
+            self._offsets[spec.name] = offset
+            offset += spec.num_bytes
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        self._header = len(text).to_bytes(8, "little") + text
+        self.header_checksum = zlib.crc32(self._header)
+        self._remaining = offset
+        self._file: BinaryIO | None = None
+        self._closed = False
+
+    def write(self, name: str, start: int, piece: torch.Tensor) -> int:
+        """Write elements ``[start, ...)`` of a tensor; returns the CRC-32 of the piece."""
+        view = _bytes_of(piece)
+        checksum = zlib.crc32(view)
+        try:
+            if self._file is None:
+                self._open()
+            self._put(view, len(self._header) + self._offsets[name] + start * piece.element_size())
+        except OSError as e:
+            raise StorageError(f"could not write {self.path}: {e.strerror}") from e
+        self._remaining -= len(view)
+        return checksum
+
+    def close(self) -> None:
+        """Everything was written: let it reach the disk. Idempotent."""
+        assert self._remaining == 0, (self.path, self._remaining)
+        if self._closed:
+            return
+        try:
+            if self._file is None:
+                self._open()
+            assert self._file is not None
+            with self._file as file:
+                os.fsync(file.fileno())
+        except OSError as e:
+            raise StorageError(f"could not write {self.path}: {e.strerror}") from e
+        self._closed = True
+
+    def abandon(self) -> None:
+        """Let go of a file that was not written to its end."""
+        if self._file is not None:
+            self._file.close()
+
+    def _open(self) -> None:
+        self._file = open(self.path, "wb", buffering=0)  # noqa: SIM115 - closed by close() or abandon()
+        self._put(memoryview(self._header), 0)
+
+    def _put(self, view: memoryview, position: int) -> None:
+        assert self._file is not None
+        while view:
+            done = os.pwrite(self._file.fileno(), view, position)
+            view, position = view[done:], position + done
 
 
 class TensorFile:
-    """A safetensors file, read part by part.
+    """A safetensors file, read range by range.
 
     Raises:
         StorageError: if it is missing, cut short, or not a safetensors file.
@@ -92,10 +129,13 @@ class TensorFile:
         try:
             with open(path, "rb") as file:
                 size = os.fstat(file.fileno()).st_size
-                length = int.from_bytes(file.read(8), "little")
+                start = file.read(8)
+                length = int.from_bytes(start, "little")
                 if not 2 <= length <= size - 8:
                     raise ValueError("its header length is not possible")
-                header = json.loads(file.read(length))
+                text = file.read(length)
+            header = json.loads(text)
+            self.header_checksum = zlib.crc32(start + text)
             header.pop("__metadata__", None)
             self._start = 8 + length
             self.specs = {
@@ -110,39 +150,46 @@ class TensorFile:
         if size != end:
             raise StorageError(f"{path} is damaged: it has {size} bytes, its header says {end}")
 
-    def read(self, name: str, part_bytes: int = 4 * 2**20) -> Iterator[torch.Tensor]:
-        """The flat parts of a tensor, in order, each of at most ``part_bytes``. A part is overwritten by the next
-        one.
-        """
-        spec = self.specs[name]
-        remaining = spec.num_bytes
-        buffer = torch.empty(min(part_bytes, remaining), dtype=torch.uint8, device="cpu")
-        with open(self.path, "rb", buffering=0) as file:
-            file.seek(self._start + self._offsets[name])
-            while remaining:
-                part = buffer[: min(remaining, len(buffer))]
-                view = memoryview(_bytes_of(part))
-                done = 0
-                while done < len(part):
-                    got = file.readinto(view[done:])
-                    if not got:
-                        raise StorageError(f"{self.path} ends in the middle of {name!r}")
-                    done += got
-                remaining -= len(part)
-                yield part.view(spec.dtype)
+    def read_into(self, name: str, start: int, into: torch.Tensor) -> None:
+        """Fill a flat host tensor from elements ``[start, ...)`` of a tensor."""
+        with self._opened() as file:
+            self._read(file, name, start, into)
 
-    def checksum(self, name: str) -> int:
-        """The CRC-32 of a tensor's bytes."""
-        checksum = 0
-        for part in self.read(name):
-            checksum = zlib.crc32(_bytes_of(part), checksum)
-        return checksum
+    def checksums(self, name: str, piece: int) -> Iterator[int]:
+        """The CRC-32 of each run of ``piece`` elements of a tensor."""
+        spec = self.specs[name]
+        buffer = torch.empty(min(piece, spec.numel), dtype=spec.dtype, device="cpu")
+        with self._opened() as file:
+            for start in range(0, spec.numel, piece):
+                part = buffer[: min(piece, spec.numel - start)]
+                self._read(file, name, start, part)
+                yield zlib.crc32(_bytes_of(part))
 
     def whole(self, name: str) -> torch.Tensor:
         """A small tensor at once."""
         spec = self.specs[name]
-        parts = [part.clone() for part in self.read(name)]
-        return (torch.cat(parts) if parts else torch.empty(0, dtype=spec.dtype, device="cpu")).view(spec.shape)
+        out = torch.empty(spec.numel, dtype=spec.dtype, device="cpu")
+        self.read_into(name, 0, out)
+        return out.view(spec.shape)
+
+    def _opened(self) -> BinaryIO:
+        try:
+            return open(self.path, "rb", buffering=0)
+        except OSError as e:
+            raise StorageError(f"cannot read {self.path}: {e.strerror}") from e
+
+    def _read(self, file: BinaryIO, name: str, start: int, into: torch.Tensor) -> None:
+        assert into.dtype == self.specs[name].dtype
+        view = _bytes_of(into)
+        position = self._start + self._offsets[name] + start * into.element_size()
+        while view:
+            try:
+                done = os.preadv(file.fileno(), [view], position)
+            except OSError as e:
+                raise StorageError(f"cannot read {self.path}: {e.strerror}") from e
+            if not done:
+                raise StorageError(f"{self.path} ends in the middle of {name!r}")
+            view, position = view[done:], position + done
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:

@@ -42,6 +42,7 @@ def update_chunk(engine: Engine, chunk: Chunk, segments: list[Segment]) -> None:
     segments = [s for s in segments if s.handle.part.numel]
     start = min((s.handle.part.start for s in segments), default=0)
     stop = page_up(max((s.handle.part.stop for s in segments), default=0))
+    engine.before_write(chunk)
     try:
         with torch.profiler.record_function("gemini::adam"):
             for first, last in tiles(start, stop, engine.mover.tile):

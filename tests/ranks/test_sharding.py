@@ -15,7 +15,7 @@ import gemini
 from gemini.plan.layout import Layout, ParamSpec, make_layout
 from tests.ranks.cases import Job, config_of, make_model, run
 from tests.ranks.pool import Failure, Pool
-from tests.ranks.test_exactness import assert_close_to_plain, assert_ranks_agree
+from tests.ranks.test_rank_exactness import assert_close_to_plain, assert_ranks_agree
 
 Pools = Callable[[int], Pool]
 

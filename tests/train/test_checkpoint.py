@@ -2,6 +2,7 @@
 
 Saving replaces the old checkpoint only when the new one is whole: a process killed at any moment, or a full disk,
 leaves one that loads. Damage is found, and loading changes nothing until everything has been checked. No pickle.
+Checkpoints behind the training are in ``test_checkpoint_behind.py``, those of several ranks in ``tests/ranks``.
 """
 
 from __future__ import annotations
@@ -156,6 +157,21 @@ def test_files_are_safetensors_and_json_without_pickle(where: str, tmp_path: Pat
     assert sorted(p.name for p in tmp_path.iterdir()) == ["ckpt"]
 
 
+def test_params_that_were_frozen_when_it_was_saved_begin_anew(tmp_path: Path) -> None:
+    """Their weights are the saved ones exactly: no residual or moment of what was there before is left."""
+    frozen = wrap(torch.nn.Linear(8, 8).requires_grad_(False), "ram", tmp_path)
+    optimizer = gemini.HybridAdam(frozen.parameters())
+    gemini.save_checkpoint(tmp_path / "ckpt", frozen, optimizer)
+    model = wrap(torch.nn.Linear(8, 8), "disk", tmp_path)
+    other = gemini.HybridAdam(model.parameters(), lr=1e-3)
+    model(torch.ones(2, 8, dtype=torch.bfloat16)).float().sum().backward()
+    other.step()
+    gemini.load_checkpoint(tmp_path / "ckpt", model, other)
+    for name, planes in snapshot(model).items():
+        assert same_bits(model.full_param(name, torch.float32), frozen.full_param(name, torch.float32))
+        assert not planes["exp_avg"].any() and not planes["exp_avg_sq"].any() and int(planes["step"]) == 0
+
+
 # ---- damage ----------------------------------------------------------------------------------------------------------
 
 
@@ -264,7 +280,10 @@ def test_other_models_precisions_versions_and_groups(tmp_path: Path) -> None:
     with pytest.raises(gemini.PlanMismatch, match="scheduler"):
         gemini.load_checkpoint(tmp_path / "ckpt", run.model, run.optimizer)
     manifest = json.loads((tmp_path / "ckpt" / "manifest.json").read_text())
-    for change, match in (({"version": 99}, "version 99"), ({"format": "other"}, "not that of a Gemini")):
+    for change, match in (
+        ({"version": 1}, "version 1, this Gemini reads"), ({"version": 99}, "version 99"),
+        ({"format": "other"}, "not that of a Gemini"),
+    ):  # fmt: skip
         (tmp_path / "ckpt" / "manifest.json").write_text(json.dumps({**manifest, **change}))
         assert_refused(run, tmp_path / "ckpt", gemini.StorageError, match)
 

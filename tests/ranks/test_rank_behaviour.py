@@ -16,7 +16,7 @@ import torch.distributed as dist
 import gemini
 from tests.ranks.cases import Job, SomeUnused, alone, run
 from tests.ranks.pool import Failure, Pool
-from tests.ranks.test_exactness import assert_close_to_plain, assert_ranks_agree
+from tests.ranks.test_rank_exactness import assert_close_to_plain, assert_ranks_agree
 from tests.train import helpers
 
 Pools = Callable[[int], Pool]
