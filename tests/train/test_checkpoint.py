@@ -211,6 +211,17 @@ def test_a_flipped_byte_anywhere_is_found(tmp_path: Path) -> None:
     run.load(tmp_path / "ckpt")
 
 
+def test_a_header_that_still_reads_well_is_found(tmp_path: Path) -> None:
+    run = Run("ram", tmp_path)
+    run.save(tmp_path / "ckpt")
+    path = tmp_path / "ckpt" / "params-00000-00000.safetensors"
+    good = path.read_bytes()
+    for old, new in ((b"weights/", b"weightz/"), (b'"F32"', b'"I32"'), (b'"format":"pt"', b'"format":"tp"')):
+        assert old in good
+        path.write_bytes(good.replace(old, new, 1))
+        assert_refused(run, tmp_path / "ckpt", gemini.StorageError, "damaged")
+
+
 def test_a_damaged_manifest_changes_nothing(tmp_path: Path) -> None:
     """Whatever stands in the manifest: refused as damaged, and before anything is loaded."""
     run = Run("ram", tmp_path)

@@ -1,0 +1,400 @@
+"""Checkpoints across ranks: saved by N, loaded by M, on other tiers, with every bit; written behind the training too.
+
+The bits are compared by checksums of every master and moment of every param, read whole from all ranks. A rank that
+cannot write or read, and a damaged file, stop all ranks with the same news, and nothing hangs.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+import gemini
+from tests.ranks.pool import Failure, Pool
+from tests.train.helpers import VOCAB, engine_of, gpt2, llama, mixtral, snapshot, t5
+
+PoolOf = Callable[[int], Pool]
+MODELS = {"gpt2": lambda: gpt2(dropout=0.1), "llama": lambda: llama(tied=True), "mixtral": mixtral, "t5": t5}
+
+
+def world() -> tuple[int, int]:
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+class Run:
+    """A model on this rank, its optimizer in two groups, and a scheduler. ``mesh``: replicas x shards."""
+
+    def __init__(
+        self, where: str, folder: Path, *, model: str = "gpt2", precision: str = "bf16",
+        mesh: tuple[int, int] | None = None, gradients: str = "retain",
+    ):  # fmt: skip
+        self.rank, size = world()
+        placement: Any = "auto"
+        if where == "disk":
+            placement = gemini.StaticPlacement(weights_on_nvme=1, optimizer_on_nvme=1)
+        elif where in ("mixed", "standin"):
+            placement = gemini.StaticPlacement(weights_on_nvme=0.3, optimizer_on_nvme=0.5)
+        memory: dict[str, Any] = {"cpu": size * 64 * 2**20}
+        if where != "ram":
+            memory.update(nvme=size * 32 * 2**20, nvme_path=folder)
+        if where == "standin":
+            memory["gpu"] = 4 * 2**20
+        config = gemini.GeminiConfig(
+            precision=precision, memory=gemini.MemoryBudget(**memory), placement=placement, gradients=gradients,
+            device="standin" if where == "standin" else "cpu", max_chunk=16384,
+        )  # fmt: skip
+        made = None if mesh is None else init_device_mesh("cpu", mesh, mesh_dim_names=("replicate", "shard"))
+        self.model: Any = gemini.GeminiDDP(MODELS[model](), config, mesh=made)
+        matrices = [p for p in self.model.parameters() if p.ndim > 1]
+        rest = [p for p in self.model.parameters() if p.ndim == 1]
+        self.optimizer = gemini.HybridAdam(
+            [{"params": matrices}, {"params": rest, "weight_decay": 0.0}], lr=1e-2,
+            step_in_backward=gradients == "transient",
+        )  # fmt: skip
+        self.scheduler = torch.optim.lr_scheduler.OneCycleLR(self.optimizer, max_lr=2e-2, total_steps=40)
+        self.step = 0
+
+    def train(self, steps: int) -> list[float]:
+        losses = []
+        for _ in range(steps):
+            seed = 100 * self.step + 10 * self.rank + random.randrange(3)
+            ids = torch.randint(2, VOCAB, (2, 7), generator=torch.Generator().manual_seed(seed))
+            loss = self.model(input_ids=ids, labels=ids).loss
+            loss.backward()
+            self.optimizer.step()
+            self.scheduler.step()
+            self.optimizer.zero_grad()
+            self.step += 1
+            losses.append(loss.item())
+        return losses
+
+    def save(self, directory: Path, **how: Any) -> Any:
+        return gemini.save_checkpoint(directory, self.model, self.optimizer, self.scheduler, {"at": self.step}, **how)
+
+    def load(self, directory: Path) -> None:
+        self.step = gemini.load_checkpoint(directory, self.model, self.optimizer, self.scheduler)["at"]
+
+    def digest(self) -> dict[str, Any]:
+        """Checksums of every bit that a checkpoint keeps."""
+        planes = {
+            (name, kind): zlib.crc32(value.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+            for name, kinds in snapshot(self.model).items()
+            for kind, value in kinds.items()
+        }
+        engine_of(self.model).check_invariants()
+        return {"planes": planes, "scheduler": self.scheduler.state_dict(), "lr": self.optimizer.param_groups[0]["lr"]}
+
+
+def seed(value: int) -> None:
+    torch.manual_seed(value + world()[0])
+    random.seed(value + world()[0])
+
+
+def on_ranks(pool_of: PoolOf, size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+    return pool_of(size).run(function, *args) if size > 1 else [function(*args)]
+
+
+# ---- any number of ranks ---------------------------------------------------------------------------------------------
+
+CASES = {1: ("standin", "mixtral", "bf16"), 2: ("mixed", "gpt2", "bf16"), 4: ("disk", "t5", "fp16")}
+
+
+def save_it(where: str, model: str, precision: str, folder: Path, mesh: Any, wait: bool) -> dict[str, Any]:
+    run = Run(where, folder, model=model, precision=precision, mesh=mesh)
+    seed(3)
+    run.train(2)
+    twin = random.Random()
+    twin.setstate(random.getstate())
+    expected = {**run.digest(), "rng": twin.random()}
+    pending = run.save(folder / "ckpt", wait=wait)
+    if not wait:
+        run.train(1)
+        pending.wait()
+    return expected
+
+
+def load_it(where: str, model: str, precision: str, folder: Path, mesh: Any) -> dict[str, Any]:
+    run = Run(where, folder, model=model, precision=precision, mesh=mesh)
+    seed(50)
+    run.train(1)
+    run.load(folder / "ckpt")
+    return {**run.digest(), "rng": random.random()}
+
+
+@pytest.mark.parametrize("saved_by", [1, 2, 4])
+def test_saved_by_n_loaded_by_m(saved_by: int, pool_of: PoolOf, tmp_path: Path) -> None:
+    where, model, precision = CASES[saved_by]
+    expected = on_ranks(pool_of, saved_by, save_it, where, model, precision, tmp_path, None, True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["ckpt"]
+    for loaded_by, other in ((1, "disk"), (2, "standin"), (4, "mixed")):
+        found = on_ranks(pool_of, loaded_by, load_it, other, model, precision, tmp_path, None)
+        for rank, digest in enumerate(found):
+            rng = digest.pop("rng")
+            assert digest == {key: value for key, value in expected[0].items() if key != "rng"}, (loaded_by, rank)
+            if rank < saved_by:
+                assert rng == expected[rank]["rng"], "each rank goes on with its own random numbers"
+
+
+def test_replicas_and_shards(pool_of: PoolOf, tmp_path: Path) -> None:
+    """Two replicas of two shards: one of them writes, all of them read; and any other division of the same ranks."""
+    for number, (saved, loaded) in enumerate((((2, 2), None), (None, (2, 2)), ((4, 1), (2, 2)))):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        expected = on_ranks(pool_of, 4, save_it, "mixed", "llama", "bf16", folder, saved, number != 1)
+        found = on_ranks(pool_of, 4, load_it, "ram", "llama", "bf16", folder, loaded)
+        assert found == expected
+        size = sum(path.stat().st_size for path in (folder / "ckpt").glob("params-*"))
+        params = sum(p.numel() for p in {id(p): p for p in llama(tied=True).parameters()}.values())
+        assert 12 * params <= size < 12.5 * params + 2**16, "every part is written once, not once per replica"
+
+
+def continued(where: str, other: str, precision: str, folder: Path, wait: bool) -> tuple[Any, Any, Any, Any]:
+    whole = Run(where, folder, precision=precision)
+    seed(1)
+    losses = whole.train(2)
+    pending = whole.save(folder / "ckpt", wait=wait)
+    expected = whole.train(3)
+    pending.wait()
+    again = Run(other, folder, precision=precision)
+    seed(9)
+    again.load(folder / "ckpt")
+    found = again.train(3)
+    return losses + expected, losses + found, whole.digest(), again.digest()
+
+
+@pytest.mark.parametrize(("size", "wait"), [(2, True), (2, False), (4, True)])
+def test_resumed_is_uninterrupted(size: int, wait: bool, pool_of: PoolOf, tmp_path: Path) -> None:
+    precision = "fp32" if size == 4 else "bf16"
+    for expected, found, whole, again in pool_of(size).run(continued, "mixed", "disk", precision, tmp_path, wait):
+        assert expected == found
+        assert whole == again
+
+
+# ---- behind the training ---------------------------------------------------------------------------------------------
+
+
+def save_behind(where: str, gradients: str, change: str, folder: Path) -> tuple[Any, Any, Any, list[int]]:
+    """The model goes on to change while the disk is slow: what is saved is the moment of the call.
+
+    Returns the state at the call, what the checkpoint holds, and how often the training overtook the writing.
+    """
+    from gemini.train import tensor_file
+
+    run = Run(where, folder, gradients=gradients)
+    engine = engine_of(run.model)
+    seed(1)
+    run.train(1)
+    run.model.full_param("lm_head.weight")
+    expected = run.digest()
+    moments = run.optimizer.state_dict()
+    for state in moments["state"].values():
+        state["exp_avg"] = state["exp_avg"] * 2
+    real, waits = os.pwrite, []
+    before_write = engine.before_write
+
+    def slow(fd: int, data: Any, position: int) -> int:
+        import time
+
+        time.sleep(0.002)
+        return real(fd, data, position)
+
+    def counted(chunk: Any) -> None:
+        if engine.saver is not None and chunk.spec.index in engine.saver._unsaved:
+            waits.append(chunk.spec.index)
+        before_write(chunk)
+
+    tensor_file.os.pwrite = slow
+    engine.before_write = counted
+    held = engine.ledger.used(gemini.Tier.CPU)
+    try:
+        pending = run.save(folder / "ckpt", wait=False)
+        during = engine.ledger.holders(gemini.Tier.CPU).get("checkpoint", 0)
+        assert not pending.done()
+        if change == "gathered":
+            with run.model.gathered(write=True), torch.no_grad():
+                for param in run.model.parameters():
+                    param.mul_(2)
+        elif change == "by name":
+            run.model.load_state_dict({name: value * 2 for name, value in run.model.state_dict().items()})
+        elif change == "moments":
+            run.optimizer.load_state_dict(moments)
+        else:
+            run.train(2)
+        pending.wait()
+        assert pending.done()
+    finally:
+        tensor_file.os.pwrite = real
+        del engine.before_write
+    assert engine.ledger.holders(gemini.Tier.CPU).get("checkpoint", 0) == 0
+    assert during <= engine.mover.tile * 4 and held <= engine.ledger.budget(gemini.Tier.CPU)
+    changed = run.digest()
+    other = Run("ram", folder, gradients=gradients)
+    other.load(folder / "ckpt")
+    return expected, other.digest(), changed, waits
+
+
+@pytest.mark.parametrize(
+    ("size", "where", "gradients", "change"),
+    [(1, "ram", "retain", "steps"), (1, "ram", "retain", "gathered"), (1, "ram", "retain", "by name"),
+     (1, "disk", "transient", "steps"), (1, "disk", "retain", "moments"), (1, "standin", "retain", "steps"),
+     (1, "standin", "retain", "gathered"), (2, "mixed", "retain", "steps"), (2, "mixed", "retain", "by name"),
+     (2, "standin", "transient", "steps")],
+)  # fmt: skip
+def test_written_behind_the_training_is_one_moment(
+    size: int, where: str, gradients: str, change: str, pool_of: PoolOf, tmp_path: Path
+) -> None:
+    for expected, found, changed, waits in on_ranks(pool_of, size, save_behind, where, gradients, change, tmp_path):
+        assert found == expected
+        assert changed["planes"] != expected["planes"], "nothing went on while it was written: the test tests nothing"
+        assert waits, "the training never overtook the writing: the test tests nothing"
+
+
+# ---- what goes wrong -------------------------------------------------------------------------------------------------
+
+
+def failing_disk(folder: Path, failing: int, wait: bool) -> Any:
+    run = Run("mixed", folder)
+    run.train(1)
+    run.save(folder / "ckpt")
+    good = run.digest()
+    run.train(1)
+    real = os.pwrite
+    if run.rank == failing:
+
+        def full(*_: Any) -> int:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        os.pwrite = full
+    try:
+        with pytest.raises(gemini.StorageError, match=f"rank {failing}.*No space left"):
+            run.save(folder / "ckpt", wait=wait).wait()
+    finally:
+        os.pwrite = real
+    dist.barrier()
+    left = sorted(path.name for path in folder.iterdir())
+    run.train(1)
+    if not wait:  # and if nobody waits for it, the next one says so, on every rank
+        os.pwrite = full if run.rank == failing else real
+        pending = run.save(folder / "ckpt", wait=False)
+        while not pending.done():
+            pass
+        os.pwrite = real
+        if run.rank == 0:
+            with pytest.raises(gemini.StorageError, match="No space left"):
+                pending.wait()
+        run.train(1)
+        with pytest.raises(gemini.StorageError, match="No space left"):
+            run.save(folder / "ckpt") if run.rank else run.save(folder / "ckpt")
+    old = Run("ram", folder)
+    old.load(folder / "ckpt")
+    kept = old.digest()
+    run.save(folder / "ckpt")
+    old.load(folder / "ckpt")
+    return kept == good, left, old.digest() == run.digest()
+
+
+@pytest.mark.parametrize(("failing", "wait"), [(0, True), (1, True), (1, False)])
+def test_a_disk_that_fails_on_one_rank(failing: int, wait: bool, pool_of: PoolOf, tmp_path: Path) -> None:
+    for kept, left, saved in pool_of(2).run(failing_disk, tmp_path, failing, wait):
+        assert kept, "the old checkpoint is still there"
+        assert left == ["ckpt"]
+        assert saved, "and saving works again when there is room"
+
+
+def load_damaged(folder: Path, spoil: str) -> Any:
+    run = Run("mixed", folder)
+    run.train(1)
+    run.save(folder / "ckpt")
+    run.train(1)
+    before, rng = run.digest(), random.getstate()
+    path = folder / "ckpt" / spoil
+    good = path.read_bytes()
+    first = 8 + int.from_bytes(good[:8], "little") if path.suffix == ".safetensors" else 20
+    for place in (first, (first + len(good)) // 2, len(good) - 3):  # in the shares of different ranks
+        dist.barrier()
+        if run.rank == 0:
+            path.write_bytes(good[:place] + bytes([good[place] ^ 4]) + good[place + 1 :])
+        dist.barrier()
+        with pytest.raises(gemini.StorageError, match="damaged|cannot be read|not that of"):
+            run.load(folder / "ckpt")
+    dist.barrier()
+    if run.rank == 0:
+        path.write_bytes(good)
+    dist.barrier()
+    assert run.digest() == before and random.getstate() == rng
+    run.load(folder / "ckpt")
+    return True
+
+
+@pytest.mark.parametrize(
+    "spoil", ["params-00000-00000.safetensors", "params-00001-00000.safetensors", "values.safetensors", "manifest.json"]
+)
+def test_damage_is_found_by_all_ranks_before_anything_changes(spoil: str, pool_of: PoolOf, tmp_path: Path) -> None:
+    assert pool_of(2).run(load_damaged, tmp_path, spoil) == [True, True]
+
+
+def refuse(folder: Path) -> list[str]:
+    run = Run("ram", folder)
+    run.train(1)
+    said = []
+
+    def attempt(function: Callable[[], Any]) -> None:
+        with pytest.raises((gemini.GeminiError, TypeError)) as caught:
+            function()
+        said.append(f"{type(caught.value).__name__}: {caught.value}")
+
+    extra = object() if run.rank == 1 else {"at": 1}
+    attempt(lambda: gemini.save_checkpoint(folder / "ckpt", run.model, run.optimizer, run.scheduler, extra))
+    attempt(lambda: run.save(folder / f"ckpt-{run.rank}"))
+    run.save(folder / "ckpt")
+    scheduler = run.scheduler if run.rank == 0 else None
+    attempt(lambda: gemini.load_checkpoint(folder / "ckpt", run.model, run.optimizer, scheduler))
+    attempt(lambda: gemini.load_checkpoint(folder / "nowhere", run.model, run.optimizer, run.scheduler))
+    attempt((lambda: run.save(folder / "ckpt")) if run.rank == 0 else (lambda: run.load(folder / "ckpt")))
+    run.load(folder / "ckpt")
+    run.train(1)
+    return said
+
+
+def test_what_one_rank_refuses_no_rank_does(pool_of: PoolOf, tmp_path: Path) -> None:
+    one, two = pool_of(2).run(refuse, tmp_path)
+    assert "rank 1 refused save_checkpoint" in one[0] and "extra" in one[0] and two[0].startswith("TypeError: extra")
+    assert "another directory on rank 1" in one[1] and one[1] == two[1]
+    assert "rank 1 refused load_checkpoint" in one[2] and "scheduler" in one[2] and two[2].startswith("PlanMismatch")
+    assert all("no checkpoint at" in said[3] for said in (one, two))
+    assert "rank 0 is at save_checkpoint" in one[4] and one[4] == two[4]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["ckpt"]
+
+
+def die_while_writing(folder: Path) -> str:
+    run = Run("ram", folder)
+    run.train(1)
+    run.save(folder / "ckpt")
+    run.train(1)
+    if run.rank == 1:
+        os.pwrite = lambda *_: os._exit(9)
+    try:
+        run.save(folder / "ckpt", wait=False).wait()
+    except gemini.RankLost as e:
+        return str(e)
+    return "saved"
+
+
+def test_a_rank_that_dies_while_writing(pool_of: PoolOf, tmp_path: Path) -> None:
+    one, two = pool_of(2).outcomes(die_while_writing, tmp_path)
+    assert "Another rank died" in one and isinstance(two, Failure) and two.kind == "Died"
+    run = Run("ram", tmp_path)
+    run.load(tmp_path / "ckpt")
+    assert run.step == 1
+    run.save(tmp_path / "ckpt")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["ckpt"]

@@ -1,0 +1,159 @@
+"""``save_pretrained`` and torch's own state-dict functions with several ranks: one writes, all have the whole values.
+
+What the first rank writes opens with plain transformers and holds the bits of every rank's parts; no rank ever holds
+the whole model, and a failure on the first rank is raised on all.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from transformers import GPT2Config, GPT2LMHeadModel
+
+import gemini
+from tests.ranks.pool import Pool
+from tests.ranks.test_checkpoints import MODELS, Run
+from tests.train.helpers import DTYPES, same_bits
+
+PoolOf = Callable[[int], Pool]
+
+
+def save_pretrained(model: str, where: str, precision: str, folder: Path, mesh: Any) -> Any:
+    run = Run(where, folder, model=model, precision=precision, mesh=mesh)
+    run.train(1)
+    before = run.digest()
+    files = len(os.listdir("/proc/self/fd"))
+    run.model.save_pretrained(folder / "out", max_shard_size="20KB")
+    assert len(os.listdir("/proc/self/fd")) == files
+    assert run.digest() == before
+    state = run.model.state_dict()
+    run.train(1)
+    if run.rank != 0:
+        return {name: value.float().sum().item() for name, value in state.items()}
+    torch.save(state, folder / "state.pt")
+    plain = type(MODELS[model]()).from_pretrained(folder / "out", dtype=DTYPES[precision])
+    for param in plain.parameters():
+        param.data = param.data.to(DTYPES[precision])  # transformers keeps some of T5's in fp32 when it loads fp16
+    theirs = plain.state_dict()
+    assert theirs.keys() == state.keys()
+    for name, value in state.items():
+        assert same_bits(value, theirs[name]), name
+    return {name: value.float().sum().item() for name, value in state.items()}
+
+
+@pytest.mark.parametrize(
+    ("size", "model", "where", "precision", "mesh"),
+    [(2, "llama", "disk", "bf16", None), (2, "t5", "standin", "fp16", None), (4, "mixtral", "mixed", "bf16", (2, 2)),
+     (4, "gpt2", "ram", "fp32", (4, 1))],
+)  # fmt: skip
+def test_saved_models_open_with_plain_transformers(
+    size: int, model: str, where: str, precision: str, mesh: Any, pool_of: PoolOf, tmp_path: Path
+) -> None:
+    found = pool_of(size).run(save_pretrained, model, where, precision, tmp_path, mesh)
+    assert all(state == found[0] for state in found), "every rank has the same full state"
+    shards = [name for name in os.listdir(tmp_path / "out") if name.endswith(".safetensors")]
+    assert len(shards) > 2 and not [name for name in os.listdir(tmp_path / "out") if name.startswith((".", "tmp"))]
+
+
+def refused_target(folder: Path, mesh: Any) -> str:
+    run = Run("ram", folder, mesh=mesh)
+    (folder / "file").write_text("x")
+    with pytest.raises(gemini.StorageError) as caught:
+        run.model.save_pretrained(folder / "file")
+    run.train(1)
+    run.model.save_pretrained(folder / "out")
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(("size", "mesh"), [(2, None), (4, (2, 2))])
+def test_a_failure_of_the_writing_rank_is_raised_on_all(
+    size: int, mesh: Any, pool_of: PoolOf, tmp_path: Path
+) -> None:
+    first, *others = pool_of(size).run(refused_target, tmp_path, mesh)
+    assert "not a directory" in first
+    assert all("rank 0 refused save_pretrained" in other and "not a directory" in other for other in others)
+
+
+def anonymous_bytes() -> int:
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) * 1024 for line in status if line.startswith("RssAnon"))
+
+
+def rise_over(save: Callable[[], Any]) -> int:
+    """How much more anonymous memory this process had at any moment of it."""
+    save()  # whatever allocators keep of a first time is there before
+    before, peak, done = anonymous_bytes(), 0, False
+
+    def watch() -> None:
+        nonlocal peak
+        while not done:
+            peak = max(peak, anonymous_bytes())
+            time.sleep(0.001)
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    save()
+    done = True
+    thread.join()
+    return peak - before
+
+
+def rise_while_saving(folder: Path, precision: str) -> tuple[int, int, int]:
+    """The rise on this rank over save_pretrained, over save_checkpoint, and the bytes of all weights."""
+    model = GPT2LMHeadModel(GPT2Config(n_embd=512, n_layer=8, n_head=8, vocab_size=4096, n_positions=64))
+    num_bytes = 2 * sum(p.numel() for p in model.parameters())
+    memory = gemini.MemoryBudget(cpu="1GiB", nvme="2GiB", nvme_path=folder)
+    placement = gemini.StaticPlacement(weights_on_nvme=1, optimizer_on_nvme=1)
+    config = gemini.GeminiConfig(precision=precision, memory=memory, placement=placement, device="cpu")
+    managed: Any = gemini.GeminiDDP(model, config)
+    optimizer = gemini.HybridAdam(managed.parameters())
+    exported = rise_over(lambda: managed.save_pretrained(folder / "out"))
+    return exported, rise_over(lambda: gemini.save_checkpoint(folder / "ckpt", managed, optimizer)), num_bytes
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_no_rank_ever_holds_the_model(precision: str, pool_of: PoolOf, tmp_path: Path) -> None:
+    for exported, saved, weights in pool_of(2).run(rise_while_saving, tmp_path, precision):
+        assert exported < weights / 4 and saved < weights / 4
+
+
+def through_torch(folder: Path, full: bool) -> Any:
+    one, two = Run("mixed", folder, model="llama"), Run("disk", folder, model="llama")
+    one.train(2)
+    options = StateDictOptions(full_state_dict=full)
+    model = get_model_state_dict(one.model, options=options)
+    optimizer = get_optimizer_state_dict(one.model, one.optimizer, options=options)
+    for name, value in one.model.state_dict().items():
+        assert model[name].shape == value.shape and same_bits(model[name], value), name
+    for name, state in optimizer["state"].items():
+        own = one.optimizer.full_state(name)
+        assert state.keys() == own.keys()
+        assert all(same_bits(state[kind], own[kind].view(state[kind].shape)) for kind in own), name
+    if full:
+        two.train(1)  # torch distributes full values like those that the optimizer has already
+    set_model_state_dict(two.model, model, options=options)
+    set_optimizer_state_dict(two.model, two.optimizer, optimizer, options=options)
+    assert two.digest()["planes"] == one.digest()["planes"]
+    return sorted(optimizer["state"])
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_torch_state_dict_functions_have_full_values_on_every_rank(
+    full: bool, pool_of: PoolOf, tmp_path: Path
+) -> None:
+    one, two = pool_of(2).run(through_torch, tmp_path, full)
+    assert one == two and len(one) > 5
