@@ -29,6 +29,7 @@ _WHERE = {
     "GeminiConfig": "gemini.config",
     "GeminiDDP": "gemini.train.ddp",
     "HybridAdam": "gemini.train.optimizer",
+    "PendingCheckpoint": "gemini.train.checkpoint",
     "save_checkpoint": "gemini.train.checkpoint",
     "load_checkpoint": "gemini.train.checkpoint",
 }
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
     from gemini.plan.placement import StaticPlacement as StaticPlacement
     from gemini.tiers import MemoryBudget as MemoryBudget
     from gemini.tiers import Tier as Tier
+    from gemini.train.checkpoint import PendingCheckpoint as PendingCheckpoint
     from gemini.train.checkpoint import load_checkpoint as load_checkpoint
     from gemini.train.checkpoint import save_checkpoint as save_checkpoint
     from gemini.train.ddp import GeminiDDP as GeminiDDP

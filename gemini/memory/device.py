@@ -9,6 +9,7 @@ an event can be *not yet complete*. All waits are bounded, and a failed copy sur
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 from abc import ABC, abstractmethod
@@ -288,7 +289,7 @@ class CudaDevice(Device):
     tier = Tier.GPU
 
     def __init__(self, torch_device: torch.device):
-        index = torch_device.index if torch_device.index is not None else torch.cuda.current_device()
+        index = torch_device.index if torch_device.index is not None else _own_gpu()
         self.torch_device = torch.device("cuda", index)
 
     def make_window(self, num_bytes: int) -> Window:
@@ -307,6 +308,12 @@ class CudaDevice(Device):
     def free_bytes(self) -> int:
         free, _ = torch.cuda.mem_get_info(self.torch_device)
         return free
+
+
+def _own_gpu() -> int:
+    """The GPU of this process: as torchrun counts processes on a machine, unless the program chose another already."""
+    current, local = torch.cuda.current_device(), int(os.environ.get("LOCAL_RANK", 0))
+    return local if current == 0 and local < torch.cuda.device_count() else current
 
 
 def make_device(name: str | torch.device | Device | None) -> Device:

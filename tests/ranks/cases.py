@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -80,12 +80,13 @@ class Job:
     reduce_dtype: str | None = None
     tight: bool = True
     path: str = ""
-    options: dict[str, Any] = field(default_factory=dict)
+    reads: bool = True
+    """Also read whole gradients and masters by name (many small messages); else only this rank's parts."""
 
 
 @dataclass
 class Outcome:
-    """What a rank saw. ``state``: a checksum of the bits of every plane of every param, whole, from all ranks."""
+    """What a rank saw. ``state``: a checksum of the bits of its part of every plane of every param."""
 
     losses: list[float]
     norms: list[float]
@@ -184,7 +185,7 @@ def run(job: Job) -> Outcome:
                 loss.backward()
             out.losses.append(float(loss.detach()))
         out.num_evictions += engine.manager.num_evictions - evictions
-        if step == 0 and not transient:
+        if step == 0 and not transient and job.reads:
             for handle in engine.handles:
                 grad = managed.full_grad(handle.name)
                 if grad is not None:
@@ -199,11 +200,13 @@ def run(job: Job) -> Outcome:
     for handle in engine.handles:
         for kind in handle.chunk.planes:
             if kind.value in KINDS:
-                value = engine.by_names.read_plane(handle, kind)
-                bits = value.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-                out.state[f"{handle.name}/{kind.value}"] = zlib.crc32(bits)
+                checksum = 0
+                for part in engine.by_names.read_parts(handle, kind):
+                    checksum = zlib.crc32(part.contiguous().view(torch.uint8).numpy().tobytes(), checksum)
+                out.state[f"{handle.name}/{kind.value}"] = checksum
         out.steps[handle.name] = handle.num_steps
-    out.masters = managed.state_dict(dtype=torch.float32)
+    if job.reads:
+        out.masters = managed.state_dict(dtype=torch.float32)
     out.report = dict(managed.memory_report())
     return out
 

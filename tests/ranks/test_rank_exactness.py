@@ -23,11 +23,19 @@ PLACES = ("ram", "disk", "mixed", "standin")
 
 
 def assert_ranks_agree(outcomes: list[Outcome]) -> Outcome:
+    """Every rank has the same norms, step counts and whole masters; the first rank's outcome."""
     first = outcomes[0]
     for other in outcomes[1:]:
-        assert other.state == first.state and other.steps == first.steps
-        assert other.norms == first.norms
+        assert other.steps == first.steps and other.norms == first.norms
+        assert all(torch.equal(other.masters[name], first.masters[name]) for name in first.masters)
     return first
+
+
+def assert_same_bits(found: list[Outcome], wanted: list[Outcome], context: object) -> None:
+    """Rank by rank: losses, norms, step counts, and every plane."""
+    for mine, other in zip(found, wanted, strict=True):
+        assert mine.losses == other.losses and mine.norms == other.norms, context
+        assert mine.steps == other.steps and mine.state == other.state, context
 
 
 def assert_close(name: str, found: torch.Tensor, wanted: torch.Tensor, *, atol: float) -> None:
@@ -61,19 +69,16 @@ def test_placement_changes_no_bit(
 ) -> None:
     num_placements = evictions = 0
     for ranks, precision, micro, clip in (
-        (2, "bf16", 1, 1.0), (2, "fp16", 2, None), (4, "fp32", 2, 0.1), (4, "bf16", 2, 0.1), (2, "bf16", 2, None),
+        (2, "bf16", 1, 1.0), (2, "fp16", 2, None), (4, "fp32", 2, 0.1),
     ):  # fmt: skip
-        gradients = "accumulate" if micro == 2 and precision == "bf16" and ranks == 4 else "retain"
-        job = Job(family, precision, num_micro=micro, clip=clip, gradients=gradients, path=str(tmp_path))
-        wanted = assert_ranks_agree(pool_of(ranks).run(run, replace(job, tight=False)))
+        gradients = "accumulate" if precision == "fp32" else "retain"
+        job = Job(family, precision, num_micro=micro, clip=clip, gradients=gradients, path=str(tmp_path), reads=False)
+        wanted = pool_of(ranks).run(run, replace(job, tight=False))
         for where in PLACES:
-            found = assert_ranks_agree(pool_of(ranks).run(run, replace(job, where=where)))
-            context = (family, ranks, precision, where)
-            assert found.losses == wanted.losses and found.norms == wanted.norms, context
-            assert found.state == wanted.state, context
-            assert found.steps == wanted.steps, context
+            found = pool_of(ranks).run(run, replace(job, where=where))
+            assert_same_bits(found, wanted, (family, ranks, precision, where))
             num_placements += 1
-            evictions += found.num_evictions
+            evictions += found[0].num_evictions
     assert evictions > 0
     summary(
         f"ranks, {family}: {num_placements} placements, {evictions} evictions inside forward and backward on rank 0"

@@ -15,7 +15,7 @@ import gemini
 from gemini.plan.layout import Layout, ParamSpec, make_layout
 from tests.ranks.cases import Job, config_of, make_model, run
 from tests.ranks.pool import Failure, Pool
-from tests.ranks.test_rank_exactness import assert_close_to_plain, assert_ranks_agree
+from tests.ranks.test_rank_exactness import assert_close_to_plain, assert_ranks_agree, assert_same_bits
 
 Pools = Callable[[int], Pool]
 
@@ -78,9 +78,9 @@ def test_hybrid_sharding(family: str, mesh: tuple[int, int], pool_of: Pools, tmp
     job = Job(family, num_steps=10, num_micro=2, mesh=mesh, gradients="accumulate", path=str(tmp_path))
     outcome = assert_ranks_agree(pool_of(4).run(run, job))
     assert_close_to_plain(outcome, job, 4)
-    elsewhere = assert_ranks_agree(pool_of(4).run(run, replace(job, where="mixed", num_steps=3)))
-    same = assert_ranks_agree(pool_of(4).run(run, replace(job, where="standin", num_steps=3)))
-    assert elsewhere.state == same.state
+    short = replace(job, num_steps=3, reads=False)
+    elsewhere = pool_of(4).run(run, replace(short, where="mixed"))
+    assert_same_bits(elsewhere, pool_of(4).run(run, replace(short, where="standin")), mesh)
     if family == "llama":
         replicas, shards = mesh
         grads = 4 * layout_of("llama", shards).numel // shards
