@@ -90,7 +90,13 @@ def prepare(model: nn.Module, config: GeminiConfig, ranks: Ranks) -> None:
 
     Raises:
         RankMismatch: if ranks differ.
+        ValueError: for settings that do not go with replicas.
     """
+    if ranks.replicas is not None and config.gradients == "transient":
+        raise ValueError(
+            'gradients="transient" updates inside backward, when only the ranks of one replica have added up their '
+            'gradients: with a 2-D mesh use gradients="retain" or "accumulate", or a mesh of one dimension'
+        )
     params = {
         name: f"{tuple(param.shape)} {param.dtype}{'' if param.requires_grad else ' frozen'}"
         for name, param in model.named_parameters(remove_duplicate=False)

@@ -107,6 +107,17 @@ def test_a_process_group_may_be_given(pool_of: Pools) -> None:
     assert pool_of(4).run(a_group_of_some) == [1, 2, 2, 1]
 
 
+def transient_replicas() -> None:
+    config = gemini.GeminiConfig(precision="fp32", device="cpu", gradients="transient")
+    gemini.GeminiDDP(make_model("llama"), config, mesh=init_device_mesh("cpu", (2, 1)))
+
+
+def test_updates_inside_backward_are_refused_with_replicas(pool_of: Pools) -> None:
+    for outcome in pool_of(2).outcomes(transient_replicas):
+        assert isinstance(outcome, Failure) and outcome.kind == "ValueError"
+        assert 'gradients="transient" updates inside backward' in outcome.text
+
+
 def bad_mesh(how: str) -> None:
     mesh = init_device_mesh("cpu", (2, 1, 1) if how == "cube" else (2,))
     small(mesh=mesh, process_group=dist.group.WORLD if how == "both" else None)
