@@ -34,7 +34,6 @@ class Point(IntEnum):
     LOAD_CHECKPOINT = 6
     EXPORT = 7
     WRITE = 8
-    VALUE = 9
 
 
 _WORDS = {
@@ -47,7 +46,6 @@ _WORDS = {
     Point.LOAD_CHECKPOINT: "load_checkpoint",
     Point.EXPORT: "save_pretrained",
     Point.WRITE: "gathered(write=True)",
-    Point.VALUE: "gemini.train's own bookkeeping",
 }
 _SERVED = (Point.GATHER, Point.READ)
 _BACKWARD = (Point.REDUCE, Point.END_BACKWARD)
