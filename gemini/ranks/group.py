@@ -77,7 +77,7 @@ class Ranks:
 
     def smallest(self, values: list[int]) -> list[int]:
         """The minimum over all ranks of each value."""
-        everyone = self.everyone.swap(Tag.VALUES, torch.tensor(values, dtype=torch.int64), "the start")
+        everyone = self.everyone.swap(Tag.VALUES, torch.tensor(values, dtype=torch.int64, device="cpu"), "the start")
         return [int(value) for value in everyone.amin(0)]
 
     def take_from_first(self, tensors: Mapping[str, torch.Tensor]) -> list[str]:
@@ -85,7 +85,7 @@ class Ranks:
 
         Returns the names of those that differed on any rank.
         """
-        sums = torch.tensor([_checksum(tensor) for tensor in tensors.values()], dtype=torch.int64)
+        sums = torch.tensor([_checksum(tensor) for tensor in tensors.values()], dtype=torch.int64, device="cpu")
         everyone = self.everyone.swap(Tag.VALUES, sums, "the comparison of weights")
         differing = (everyone != everyone[0]).any(0).tolist()
         names = [name for name, differs in zip(tensors, differing, strict=True) if differs]

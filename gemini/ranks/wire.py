@@ -138,7 +138,7 @@ class Wire:
     def exchange_texts(self, text: str, what: str) -> list[str]:
         """Every rank's ``text``."""
         data = torch.frombuffer(bytearray(text.encode() or b" "), dtype=torch.uint8)
-        sizes = self.swap(Tag.VALUES, torch.tensor([len(data)]), what).view(-1).tolist()
+        sizes = self.swap(Tag.VALUES, torch.tensor([len(data)], device="cpu"), what).view(-1).tolist()
         padded = torch.zeros(max(sizes), dtype=torch.uint8, device="cpu")
         padded[: len(data)] = data
         rows = self.swap(Tag.VALUES, padded, what)

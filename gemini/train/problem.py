@@ -97,6 +97,7 @@ def prepare(model: nn.Module, config: GeminiConfig, ranks: Ranks) -> None:
             'gradients="transient" updates inside backward, when only the ranks of one replica have added up their '
             'gradients: with a 2-D mesh use gradients="retain" or "accumulate", or a mesh of one dimension'
         )
+    named = collect_params(model)  # before weights are compared: what cannot be managed has none that could be
     params = {
         name: f"{tuple(param.shape)} {param.dtype}{'' if param.requires_grad else ' frozen'}"
         for name, param in model.named_parameters(remove_duplicate=False)
@@ -110,7 +111,7 @@ def prepare(model: nn.Module, config: GeminiConfig, ranks: Ranks) -> None:
             "version of Python": ".".join(map(str, sys.version_info[:2])),
             "model": type(model).__name__,
             "set of params": params,
-            "set of tied params": [list(n.names) for n in _by_identity(model) if len(n.names) > 1],
+            "set of tied params": [list(n.names) for n in named if len(n.names) > 1],
             "config": {name: repr(value) for name, value in settings.items()},
             "memory budget": {name: repr(size) for name, size in memory.items()},
             "nvme_path": config.memory.nvme_path is not None,

@@ -272,6 +272,17 @@ def test_a_mismatch_is_found_at_the_start(change: str, said: str, pool_of: Pools
         assert "rank 1 was started with" in text
 
 
+def start_without_values() -> None:
+    with torch.device("meta"):
+        model = torch.nn.Linear(8, 8)
+    wrap(model)
+
+
+def test_a_model_that_cannot_be_managed_is_refused_as_in_one_process(pool_of: Pools) -> None:
+    for text in messages(pool_of(2).outcomes(start_without_values), "ValueError"):
+        assert "is on the meta device" in text
+
+
 def weights_of_other_seeds() -> bool:
     torch.manual_seed(dist.get_rank())
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8))
