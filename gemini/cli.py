@@ -19,10 +19,10 @@ from rich.console import Console
 from typer.core import TyperCommand
 
 from gemini.errors import GeminiError
-from gemini.jobs import launch
 from gemini.jobs.errors import REFUSED, JobError, SaidByRanks, exit_code_of
 from gemini.jobs.settings import PRECISIONS, SCHEDULES, TrainSettings
 from gemini.jobs.text_files import DEFAULT_GLOBS
+from gemini.ranks import launch
 
 app = typer.Typer(
     name="gemini",

@@ -19,7 +19,6 @@ import transformers
 from rich.console import Console
 
 from gemini.errors import human_bytes, parse_bytes
-from gemini.jobs import launch
 from gemini.jobs.budgets import budget_lines
 from gemini.jobs.checkpoints import prepare_out
 from gemini.jobs.errors import JobError, as_job_error
@@ -27,6 +26,7 @@ from gemini.jobs.models import find_model, name_the_loss
 from gemini.jobs.resident import ResidentPeak, resident_bytes
 from gemini.jobs.settings import TrainSettings
 from gemini.jobs.train import TrainRun, mean_loss
+from gemini.ranks import launch
 
 _PRESET = "gpt2-small"
 # What the state of a param takes in bf16: weight 2, residual 2, two moments of 4 each.

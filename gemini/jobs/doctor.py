@@ -16,7 +16,7 @@ import torch
 from rich.console import Console
 
 from gemini.errors import GeminiError, human_bytes
-from gemini.jobs import launch
+from gemini.ranks import launch
 
 _PACKAGES = ("torch", "transformers", "safetensors", "accelerate", "peft", "lightning", "flash-attn")
 _ISA_FLAGS = ("avx2", "avx512f", "avx512bw", "avx512_bf16", "amx_bf16")

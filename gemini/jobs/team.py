@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 
 from gemini.errors import GeminiError, RankLost
-from gemini.jobs import launch
 from gemini.jobs.errors import JobError, SaidByRanks, exit_code_of
+from gemini.ranks import launch
 from gemini.ranks.meeting import start_group
 from gemini.ranks.wire import Tag, Wire
 

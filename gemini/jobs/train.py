@@ -20,7 +20,7 @@ from rich.console import Console
 
 import gemini
 from gemini.errors import human_bytes
-from gemini.jobs import checkpoints, launch
+from gemini.jobs import checkpoints
 from gemini.jobs.budgets import budget_lines, shares, tiers_of, use_line
 from gemini.jobs.errors import JobError, as_job_error
 from gemini.jobs.interrupt import StopWish
@@ -39,6 +39,7 @@ from gemini.jobs.team import Team, join
 from gemini.jobs.text_files import find_text_files, fingerprint
 from gemini.jobs.tokens import ByteTokens, TokenizerTokens, Tokens
 from gemini.jobs.windows import WindowStream
+from gemini.ranks import launch
 
 # fp16 skips steps while it looks for a loss scale, but then the loss itself is finite.
 _HOPELESS_STEPS = 10

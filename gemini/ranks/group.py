@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from gemini.errors import RankMismatch
+from gemini.ranks import launch
 from gemini.ranks.meeting import start_group
 from gemini.ranks.wire import Tag, Wire
 
@@ -139,9 +140,7 @@ def join(
 
 def _start_default(*, cuda: bool) -> bool:
     """Make the default process group of a process that torchrun has started, if there are others."""
-    if not all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")):
-        return False
-    if int(os.environ["WORLD_SIZE"]) < 2 or not dist.is_available():
+    if launch.num_processes() == 1 or not dist.is_available():
         return False
     start_group(dist.default_pg_timeout, cuda=cuda)
     return True

@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from gemini.jobs import launch
 from gemini.jobs.budgets import budget_lines
 from gemini.jobs.checkpoints import checkpoint_path, checkpoints_in, choose, clean_up, prune
 from gemini.jobs.interrupt import StopWish
 from gemini.jobs.progress import StepReport, TrainProgress
 from gemini.jobs.resident import ResidentPeak, resident_bytes
+from gemini.ranks import launch
 
 MIB, GIB = 1 << 20, 1 << 30
 
