@@ -32,6 +32,8 @@ _WHERE = {
     "PendingCheckpoint": "gemini.train.checkpoint",
     "save_checkpoint": "gemini.train.checkpoint",
     "load_checkpoint": "gemini.train.checkpoint",
+    "from_config": "gemini.train.from_config",
+    "from_pretrained": "gemini.train.from_pretrained",
 }
 
 __all__ = sorted([*_WHERE, "__version__"])
@@ -54,6 +56,8 @@ if TYPE_CHECKING:
     from gemini.train.checkpoint import load_checkpoint as load_checkpoint
     from gemini.train.checkpoint import save_checkpoint as save_checkpoint
     from gemini.train.ddp import GeminiDDP as GeminiDDP
+    from gemini.train.from_config import from_config as from_config
+    from gemini.train.from_pretrained import from_pretrained as from_pretrained
     from gemini.train.optimizer import HybridAdam as HybridAdam
 
 

@@ -17,7 +17,11 @@ import numpy
 import torch
 import transformers
 
+from gemini.config import GeminiConfig
 from gemini.jobs.errors import JobError
+from gemini.train.from_config import skeleton_from_config
+from gemini.train.from_pretrained import skeleton_from_pretrained
+from gemini.train.skeleton import Skeleton
 
 PRESETS = ("gpt2-small",)
 
@@ -57,22 +61,38 @@ def find_model(model: Path | None, preset: str | None, layers: int | None = None
     return source
 
 
-def build_model(source: ModelSource, *, seed: int) -> Any:
-    """The plain transformers model: weights loaded as they are stored, or drawn in fp32 from ``seed``."""
-    # Drawn weights must not depend on what ran before, and what runs after must not depend on loading or drawing.
-    draw_from(seed)
+def outline_model(source: ModelSource) -> Skeleton:
+    """The transformers model without values, from its config or what its files say they hold.
+
+    Raises:
+        JobError: if transformers cannot make it of these files.
+    """
     try:
         if source.weights is None:
-            model = transformers.AutoModelForCausalLM.from_config(source.config, dtype=torch.float32)
-        else:
-            model = transformers.AutoModelForCausalLM.from_pretrained(
-                source.weights, config=source.config, dtype="auto", local_files_only=True, use_safetensors=True
+            return skeleton_from_config(
+                source.config, model_class=transformers.AutoModelForCausalLM, dtype=torch.float32
             )
+        skeleton, _ = skeleton_from_pretrained(
+            source.weights,
+            model_class=transformers.AutoModelForCausalLM,
+            config=source.config,
+            dtype="auto",
+            local_files_only=True,
+            use_safetensors=True,
+        )
+        return skeleton
     except MemoryError:
         raise
     except Exception as e:
         # Whatever transformers trips over here comes from the files it was given.
         raise JobError(f"{source.label} cannot be built: {_first_line(e)}") from e
+
+
+def fill_model(skeleton: Skeleton, config: GeminiConfig, *, seed: int) -> Any:
+    """The managed model: weights read as they are stored, or drawn in fp32 from ``seed``, straight into the tiers."""
+    # Drawn weights must not depend on what ran before, and what runs after must not depend on loading or drawing.
+    draw_from(seed)
+    model = skeleton.manage(config)
     draw_from(seed)
     return name_the_loss(model)
 

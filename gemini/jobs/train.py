@@ -26,12 +26,13 @@ from gemini.jobs.errors import JobError, as_job_error
 from gemini.jobs.interrupt import StopWish
 from gemini.jobs.models import (
     ModelSource,
-    build_model,
     checkpoint_activations,
     draw_from,
+    fill_model,
     find_model,
     hush,
     load_tokenizer,
+    outline_model,
 )
 from gemini.jobs.progress import StepReport, TrainProgress
 from gemini.jobs.settings import TrainSettings
@@ -70,16 +71,8 @@ class TrainRun:
             self.stream = self._open_text(source)
 
             self.device = _device(settings.device)
-            model = build_model(source, seed=settings.seed)
-            self._use_cache = getattr(model.config, "use_cache", None)
-            model.config.use_cache = False  # generate()'s cache would keep keys and values of all layers for nothing
-            if settings.gradient_checkpointing:
-                with as_job_error(asked="--gradient-checkpointing"):
-                    checkpoint_activations(model)
+            skeleton = outline_model(source)
         checkpoint = self._compare(found)
-        groups = _param_groups(model, settings.weight_decay)
-        self._weight_decays = [group["weight_decay"] for group in groups]
-        self.num_params = sum(p.numel() for p in model.parameters())
         with as_job_error(asked="The settings cannot be used together"):
             config = gemini.GeminiConfig(
                 precision=settings.precision,
@@ -93,7 +86,16 @@ class TrainRun:
                 device=settings.device if settings.device == "standin" else str(self.device),
                 activations=settings.activations or 0,
             )
-        self.model: Any = gemini.GeminiDDP(model, config)
+        model = self.model = fill_model(skeleton, config, seed=settings.seed)
+        model.train()
+        self._use_cache = getattr(model.config, "use_cache", None)
+        model.config.use_cache = False  # generate()'s cache would keep keys and values of all layers for nothing
+        if settings.gradient_checkpointing:
+            with as_job_error(asked="--gradient-checkpointing"):
+                checkpoint_activations(model)
+        groups = _param_groups(model, settings.weight_decay)
+        self._weight_decays = [group["weight_decay"] for group in groups]
+        self.num_params = sum(p.numel() for p in model.parameters())
         self.optimizer = gemini.HybridAdam(
             groups, lr=settings.lr, betas=(0.9, 0.95), weight_decay=settings.weight_decay
         )

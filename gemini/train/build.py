@@ -174,6 +174,16 @@ def make_trainable(engine: Engine, chunk: Chunk) -> None:
     chunk.planes.update(planes)
 
 
+def follow_requires_grad(engine: Engine) -> None:
+    """After a flip of ``requires_grad``: a param that became trained gets its hook, its chunk what it lacks."""
+    engine.requires_grad_changed = False
+    for handle in engine.handles:
+        handle.trained = handle.param.requires_grad
+        if handle.trained and handle.hook is None:
+            make_trainable(engine, handle.chunk)
+            handle.hook = handle.param.register_post_accumulate_grad_hook(grad_hook(handle))
+
+
 def iter_chunks(handles: Iterable[ParamHandle]) -> dict[int, list[ParamHandle]]:
     """Handles by the index of their chunk."""
     by_chunk: dict[int, list[ParamHandle]] = {}
@@ -182,13 +192,16 @@ def iter_chunks(handles: Iterable[ParamHandle]) -> dict[int, list[ParamHandle]]:
     return by_chunk
 
 
-def adopt_all(engine: Engine) -> None:
-    """Move the params home one by one. If one cannot be moved, those that were are given back as they were."""
+def adopt_all(engine: Engine, *, filled: bool = False) -> None:
+    """Move the params home one by one. If one cannot be moved, those that were are given back as they were.
+
+    ``filled``: the homes hold the values already.
+    """
     given: list[tuple[ParamHandle, torch.dtype, torch.Tensor | None]] = []
     try:
         for index, handles in engine.by_chunk.items():
             for handle in handles:
-                given.append((handle, *_adopt(engine, handle)))
+                given.append((handle, *_adopt(engine, handle, filled)))
             if engine.chunks[index].gathered:
                 engine.hide_chunk(engine.chunks[index])
             else:
@@ -207,14 +220,15 @@ def adopt_all(engine: Engine) -> None:
         raise
 
 
-def _adopt(engine: Engine, handle: ParamHandle) -> tuple[torch.dtype, torch.Tensor | None]:
+def _adopt(engine: Engine, handle: ParamHandle, filled: bool) -> tuple[torch.dtype, torch.Tensor | None]:
     """Move one param's values home and make it a view of its chunk; returns what undoing that needs.
 
     Its dtype is enough, unless it is frozen and gets narrower: then the original is kept until all are home.
     """
     param = handle.param
     original = param.data
-    engine.by_names.write(handle, original)
+    if not filled:
+        engine.by_names.write(handle, original)
     param.grad = None
     param.data = handle.view
     handle.version = param._version

@@ -53,14 +53,23 @@ class ByName:
 
     def read(self, handle: ParamHandle, dtype: torch.dtype | None = None) -> torch.Tensor:
         """The full weights on the CPU, in the compute dtype; ``torch.float32`` gives the exact master."""
+        dtype = dtype or self._compute
         planes = handle.chunk.planes
-        weights = self._whole(handle, PlaneKind.WEIGHTS)
-        if dtype is torch.float32 and PlaneKind.RESIDUAL in planes:
-            residual = self._whole(handle, PlaneKind.RESIDUAL)
-            master = torch.empty(weights.numel(), dtype=torch.float32, device="cpu")
-            kernels.join_master(weights, residual, master)
-            weights = master
-        return weights.to(dtype or self._compute).view(handle.param.shape)
+        exact = dtype is torch.float32 and PlaneKind.RESIDUAL in planes
+        if self._shards is not None:
+            weights = self._whole(handle, PlaneKind.WEIGHTS)
+            if exact:
+                weights = _joined(weights, self._whole(handle, PlaneKind.RESIDUAL))
+            return weights.to(dtype).view(handle.param.shape)
+        out = torch.empty(handle.part.numel, dtype=dtype, device="cpu")
+        base = handle.part.start
+        for start, stop in tiles(0, handle.part.numel, self._mover.tile):
+            part = host_part(self._mover, handle.chunk.weights, base + start, base + stop)
+            if exact:
+                part = part.clone()  # the other half is staged where this one may be
+                part = _joined(part, host_part(self._mover, planes[PlaneKind.RESIDUAL], base + start, base + stop))
+            out[start:stop].copy_(part)
+        return out.view(handle.param.shape)
 
     def _whole(self, handle: ParamHandle, kind: PlaneKind) -> torch.Tensor:
         """A param's values in a plane, flat, from all ranks: all of them read together, or serve the one that does."""
@@ -148,6 +157,12 @@ class ByName:
             new = torch.where(untouched, old, new.to(old.dtype))
         if not chunk.resident:
             write_range(self._mover, chunk.weights, handle, new)
+
+
+def _joined(weights: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+    master = torch.empty(weights.numel(), dtype=torch.float32, device="cpu")
+    kernels.join_master(weights, residual, master)
+    return master
 
 
 def _own_part(handle: ParamHandle, value: torch.Tensor) -> torch.Tensor:

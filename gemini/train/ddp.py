@@ -265,7 +265,11 @@ def _wrap(model: Any, config: GeminiConfig | None = None, *, process_group: Any 
         raise TypeError(f"wrap the bare model (model.module): GeminiDDP takes the place of {type(model).__name__}")
     if any(isinstance(module, GeminiDDP) for module in model.modules()):
         raise ValueError("a part of this model is managed already: wrap the outermost model, once")
-    engine = Engine(model, config, process_group=process_group, mesh=mesh)
+    return manage(model, Engine(model, config, process_group=process_group, mesh=mesh))
+
+
+def manage(model: nn.Module, engine: Engine) -> nn.Module:
+    """Make ``model``, whose params ``engine`` has taken over, a GeminiDDP model."""
     model.__dict__["_gemini_engine"] = engine
     for module in model.modules():
         for name, buffer in module._buffers.items():

@@ -27,7 +27,7 @@ from gemini.memory.manager import Manager
 from gemini.memory.mover import Mover
 from gemini.plan.planes import PlaneKind
 from gemini.ranks.group import join
-from gemini.train.build import adopt_all, build, grad_hook, iter_chunks, make_trainable
+from gemini.train.build import adopt_all, build, iter_chunks
 from gemini.train.by_name import ByName
 from gemini.train.calls import CallRecord, Calls
 from gemini.train.containers import iter_tensors
@@ -51,13 +51,22 @@ from gemini.train.update import update_now
 class Engine:
     """One per wrapped model; the model owns it, everything else refers to it weakly."""
 
-    def __init__(self, model: nn.Module, config: GeminiConfig, *, process_group: Any = None, mesh: Any = None):
+    def __init__(
+        self,
+        model: nn.Module,
+        config: GeminiConfig,
+        *,
+        process_group: Any = None,
+        mesh: Any = None,
+        fill: Callable[[Engine], None] | None = None,
+    ):
+        """``fill``: what writes the values of params that hold none yet to their homes."""
         self.config = config
         self.self_reference = weakref.ref(self)
         self.device = make_device(config.device)
         ranks = join(process_group, mesh, cuda=self.device.torch_device.type == "cuda")
         if ranks is not None:
-            prepare(model, config, ranks)
+            prepare(model, config, ranks, filled=fill is None)
         built = build(model, config, self.device, self.self_reference, ranks)
         self.layout, self.placement, self.ledger, self.spill = built.layout, built.placement, built.ledger, built.spill
         self.chunks, self.handles = built.chunks, built.handles
@@ -96,7 +105,9 @@ class Engine:
         self.calls = Calls(self.acquire, self.release)
         self._exposed: set[int] = set()
         self._written: list[ParamHandle] = []
-        adopt_all(self)
+        if fill is not None:
+            fill(self)
+        adopt_all(self, filled=fill is not None)
         gc.collect(0)
 
     # ---- phases -------------------------------------------------------------------------------------------------
@@ -374,17 +385,6 @@ class Engine:
         self.mover.moved.clear()
         if self.shards is not None:
             self.shards.end_step()
-
-    # ---- trained or frozen --------------------------------------------------------------------------------------
-
-    def follow_requires_grad(self) -> None:
-        """After a flip of ``requires_grad``: a param that became trained gets its hook, its chunk what it lacks."""
-        self.requires_grad_changed = False
-        for handle in self.handles:
-            handle.trained = handle.param.requires_grad
-            if handle.trained and handle.hook is None:
-                make_trainable(self, handle.chunk)
-                handle.hook = handle.param.register_post_accumulate_grad_hook(grad_hook(handle))
 
     # ---- the end ----------------------------------------------------------------------------------------------
 

@@ -96,7 +96,7 @@ class ManagedParameter(nn.Parameter):
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func in _METADATA:
+        if func in METADATA:
             if func == _GET_GRAD:  # a new wrapper each time: equal, not identical
                 _refuse_torch_clipping(args[0])
             elif func in _FLIPS:
@@ -106,11 +106,11 @@ class ManagedParameter(nn.Parameter):
                     f"a gradient cannot be assigned to managed param {args[0]._gemini.name!r}: gradients live in "
                     "chunks. Let loss.backward() compute it"
                 )
-            elif func in _OF_MEMORY and args[0]._gemini.poisoned:
+            elif func in OF_MEMORY and args[0]._gemini.poisoned:
                 args = (args[0]._gemini.view, *args[1:])
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        params = [p for p in _tensors((args, kwargs)) if isinstance(p, ManagedParameter)]
+        params = [p for p in tensors_in((args, kwargs)) if isinstance(p, ManagedParameter)]
         if func in (torch.autograd.grad, torch.autograd.backward):
             raise ParamAccessError(
                 f"torch.{func.__module__.removeprefix('torch.')}.{func.__name__} with respect to managed params: their "
@@ -173,7 +173,7 @@ def refuse_written(written: list[ParamHandle]) -> None:
 
 
 @cache
-def _nan(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def nan_of(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     with torch.inference_mode(False):
         return torch.full((), float("nan"), dtype=dtype, device=device)
 
@@ -183,7 +183,7 @@ def poison(handles: list[ParamHandle]) -> None:
     for handle in handles:
         param = handle.param
         param.__class__ = nn.Parameter  # the guard would refuse the next line
-        param.data = _nan(param.dtype, param.device).expand(param.shape)
+        param.data = nan_of(param.dtype, param.device).expand(param.shape)
         param.__class__ = ManagedParameter
         handle.poisoned = True
 
@@ -202,7 +202,7 @@ def _read_copies(func: Callable[..., Any], args: Any, kwargs: Any, handles: list
         raise ParamAccessError(_refusal(f"writing ({what})", handles[0], write=True))
     converted = getattr(func, "__name__", "") in _CONVERSIONS  # p.float() of an fp32 param is p itself: here a copy
     storages = {copy.untyped_storage().data_ptr() for copy in copies.values()}
-    for tensor in _tensors(result):
+    for tensor in tensors_in(result):
         if tensor.untyped_storage().data_ptr() in storages and not converted:
             raise ParamAccessError(_refusal(f"a view ({what})", handles[0], write=False))
         if torch.is_grad_enabled() and tensor.is_floating_point() and any(h.param.requires_grad for h in handles):
@@ -226,15 +226,15 @@ def _refusal(what: str, handle: ParamHandle, *, write: bool) -> str:
     )
 
 
-def _tensors(tree: Any) -> Iterator[torch.Tensor]:
+def tensors_in(tree: Any) -> Iterator[torch.Tensor]:
     if isinstance(tree, torch.Tensor):
         yield tree
     elif isinstance(tree, dict):
         for value in tree.values():
-            yield from _tensors(value)
+            yield from tensors_in(value)
     elif isinstance(tree, (tuple, list)):
         for value in tree:
-            yield from _tensors(value)
+            yield from tensors_in(value)
 
 
 def _replace(tree: Any, copies: dict[int, torch.Tensor]) -> Any:
@@ -265,11 +265,11 @@ _GET_GRAD = torch.Tensor.grad.__get__  # type: ignore[union-attr]
 _FLIPS: set[Any] = {torch.Tensor.requires_grad_, torch.Tensor.requires_grad.__set__}  # type: ignore[attr-defined]
 
 # Answered by the place in the chunk, not by the NaN that stands in for weights that are not gathered.
-_OF_MEMORY: set[Any] = {
+OF_MEMORY: set[Any] = {
     getattr(torch.Tensor, name) for name in "stride storage_offset is_contiguous data_ptr untyped_storage".split()
 }
 
-_METADATA: set[Any] = _getters() | {
+METADATA: set[Any] = _getters() | {
     _SET_GRAD,
     torch.Tensor.requires_grad.__set__,  # type: ignore[attr-defined]
     *(

@@ -19,6 +19,7 @@ from torch import nn
 
 from gemini.errors import GeminiError, ParamAccessError
 from gemini.memory.chunk import Chunk
+from gemini.train.build import follow_requires_grad
 from gemini.train.containers import iter_tensors, map_tensors
 from gemini.train.guard import handle_of
 
@@ -66,7 +67,7 @@ def _attach_root(model: nn.Module, ref: weakref.ref[Engine], chunks: tuple[Chunk
         engine = _engine(ref)
         engine.recover_if_interrupted()
         if engine.requires_grad_changed:
-            engine.follow_requires_grad()
+            follow_requires_grad(engine)
         begin(module, args)
 
     model.register_forward_pre_hook(root_pre, prepend=True)

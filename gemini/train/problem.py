@@ -69,7 +69,7 @@ def collect_params(model: nn.Module) -> list[NamedParam]:
         if param.is_meta:
             raise ValueError(
                 f"param {names[0]!r} is on the meta device: it has no values to train from. Load or initialize "
-                "the model first"
+                "the model first, or let gemini.from_pretrained or gemini.from_config do it piece by piece"
             )
         if param.layout is not torch.strided:
             raise TypeError(f"param {names[0]!r} is {param.layout}: GeminiDDP manages dense params only")
@@ -85,8 +85,10 @@ def _by_identity(model: nn.Module) -> list[NamedParam]:
     return [NamedParam(param, tuple(names[key])) for key, param in params.items()]
 
 
-def prepare(model: nn.Module, config: GeminiConfig, ranks: Ranks) -> None:
+def prepare(model: nn.Module, config: GeminiConfig, ranks: Ranks, *, filled: bool = True) -> None:
     """Before anything is built: the same model and settings on every rank, and the weights and buffers of rank 0.
+
+    ``filled``: the model has its values already; else whoever fills it sees that they are the same.
 
     Raises:
         RankMismatch: if ranks differ.
@@ -118,6 +120,8 @@ def prepare(model: nn.Module, config: GeminiConfig, ranks: Ranks) -> None:
             "device": str(config.device).partition(":")[0],
         }
     )
+    if not filled:
+        return
     tensors = {name: param.data for name, param in model.named_parameters()}
     ranks.take_from_first({**tensors, **dict(model.named_buffers())})
 

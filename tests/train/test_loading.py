@@ -1,0 +1,318 @@
+"""``from_pretrained`` and ``from_config``: the values, buffers, ties, reports and random numbers of plain transformers.
+
+Weights are compared with those of a plain model that was wrapped, so that what a frozen param loses is the same. The
+pages that params may take while they are drawn are made so few that every param goes home and comes back.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+import gemini
+from gemini.train import from_config as drawing
+from gemini.train import paging
+
+TEXT = {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+IDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+
+
+def _vision() -> Any:
+    backbone = transformers.ResNetConfig(
+        embedding_size=16, hidden_sizes=[16, 32], depths=[1, 1], out_features=["stage2"]
+    )
+    sizes = dict.fromkeys(("encoder_layers", "decoder_layers"), 1) | dict.fromkeys(
+        ("encoder_ffn_dim", "decoder_ffn_dim"), 64
+    )
+    heads = dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 4)
+    return transformers.DetrConfig(use_timm_backbone=False, backbone_config=backbone, d_model=32, **sizes, **heads)
+
+
+FAMILIES: dict[str, tuple[Any, Any]] = {
+    # tied, non-persistent buffers
+    "llama": (lambda: transformers.LlamaConfig(**TEXT, **IDS, tie_word_embeddings=True), None),
+    # an initialization that rescales params of modules below
+    "gpt2": (
+        lambda: transformers.GPT2Config(vocab_size=97, n_embd=32, n_layer=2, n_head=4, n_positions=32, **IDS),
+        None,
+    ),
+    # experts that the file keeps apart and the model fuses
+    "mixtral": (lambda: transformers.MixtralConfig(**TEXT, **IDS, num_key_value_heads=2, num_local_experts=4), None),
+    # one embedding for encoder, decoder and head
+    "t5": (
+        lambda: transformers.T5Config(
+            vocab_size=97, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, pad_token_id=0, eos_token_id=1
+        ),
+        transformers.AutoModelForSeq2SeqLM,
+    ),
+    # parametrized weights (weight norm)
+    "wav2vec2": (
+        lambda: transformers.Wav2Vec2Config(
+            **{**TEXT, "vocab_size": 32}, conv_dim=(16, 16), conv_stride=(5, 2), conv_kernel=(10, 3),
+            num_conv_pos_embeddings=16, num_conv_pos_embedding_groups=4,
+        ),
+        transformers.AutoModelForCTC,
+    ),
+    # frozen params, batch norms with persistent buffers, a sub-model with a config of its own
+    "detr": (_vision, transformers.AutoModelForObjectDetection),
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def few_pages(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(paging, "ROOM", 20_000)
+    level = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()
+    yield
+    transformers.logging.set_verbosity(level)
+
+
+def config_of(precision: str = "bf16", **changes: Any) -> gemini.GeminiConfig:
+    return gemini.GeminiConfig(precision=precision, device="cpu", memory=gemini.MemoryBudget(cpu="64MiB"), **changes)
+
+
+def plain_model(family: str, seed: int = 3, **kwargs: Any) -> nn.Module:
+    make, auto = FAMILIES[family]
+    torch.manual_seed(seed)
+    return (auto or transformers.AutoModelForCausalLM).from_config(make(), **kwargs)
+
+
+def assert_same(managed: Any, plain: nn.Module, precision: str = "bf16") -> None:
+    """``plain`` is wrapped for it."""
+    assert type(managed).__mro__[2] is type(plain)
+    assert managed.training == plain.training
+    buffers, plain_buffers = dict(managed.named_buffers()), dict(plain.named_buffers())
+    assert list(buffers) == list(plain_buffers)
+    for name, buffer in buffers.items():
+        assert buffer.dtype == plain_buffers[name].dtype and torch.equal(buffer, plain_buffers[name]), name
+        assert (name in managed.state_dict()) == (name in plain.state_dict()), f"{name} is persistent in one of them"
+    names = [name for name, _ in plain.named_parameters()]
+    assert [name for name, _ in managed.named_parameters()] == names
+    ties = [sorted(h.names) for h in managed._gemini_engine.handles]
+    wrapped: Any = gemini.GeminiDDP(plain, config_of(precision))
+    assert ties == [sorted(h.names) for h in wrapped._gemini_engine.handles]
+    for name in names:
+        mine, theirs = managed.full_param(name, torch.float32), wrapped.full_param(name, torch.float32)
+        assert torch.equal(mine, theirs), name
+        assert managed.get_parameter(name).requires_grad == wrapped.get_parameter(name).requires_grad, name
+    managed._gemini_engine.check_invariants()
+
+
+# ---- from a config ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_drawn_weights_are_those_of_plain_transformers(family: str) -> None:
+    plain = plain_model(family)
+    after = torch.rand(3)
+    make, auto = FAMILIES[family]
+    torch.manual_seed(3)
+    managed = gemini.from_config(make(), config_of(), model_class=auto)
+    assert torch.equal(after, torch.rand(3)), "what is drawn next differs"
+    assert_same(managed, plain)
+
+
+@pytest.mark.parametrize(("precision", "dtype"), [("fp32", None), ("fp16", None), ("fp32", torch.bfloat16)])
+def test_precision_and_dtype_of_drawn_weights(precision: str, dtype: torch.dtype | None) -> None:
+    kwargs = {} if dtype is None else {"dtype": dtype}
+    plain = plain_model("gpt2", **kwargs)
+    torch.manual_seed(3)
+    managed = gemini.from_config(FAMILIES["gpt2"][0](), config_of(precision), **kwargs)
+    assert_same(managed, plain, precision)
+
+
+def test_params_go_home_and_come_back_while_they_are_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent, brought = [], []
+    for name, log in (("send_home", sent), ("bring_in", brought)):
+        original = getattr(paging.Pager, name)
+
+        def spy(self: Any, param: Any, *args: Any, _log: list = log, _original: Any = original, **kw: Any) -> None:
+            _original(self, param, *args, **kw)
+            _log.append((id(param), sum(self._inside.values())))
+
+        monkeypatch.setattr(paging.Pager, name, spy)
+    managed = gemini.from_config(FAMILIES["gpt2"][0](), config_of())
+    largest = max(p.numel() * 4 for p in managed.parameters())
+    assert max(held for _, held in brought) <= max(paging.ROOM, largest)
+    assert len(sent) > 2 * len({key for key, _ in sent}) - 5, "hardly anything came back"
+
+
+def test_a_constructor_that_is_not_deterministic_is_refused() -> None:
+    calls = []
+
+    def make() -> nn.Module:
+        calls.append(0)
+        return nn.Sequential(nn.Linear(4, 4), *([nn.Linear(4, 4)] if len(calls) > 1 else []))
+
+    with pytest.raises(gemini.GeminiError, match="came out differently when it was built a second time"):
+        drawing.DrawnModel(make).manage(config_of())
+
+
+def test_copied_layers_are_copied_home() -> None:
+    """nn.TransformerEncoder deep-copies its layer: those params are never registered."""
+
+    def make() -> nn.Module:
+        return nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32), 3, enable_nested_tensor=False)
+
+    torch.manual_seed(0)
+    plain = make()
+    torch.manual_seed(0)
+    assert_same(drawing.DrawnModel(make).manage(config_of()), plain)
+
+
+def test_no_budget_no_drawing() -> None:
+    state = torch.get_rng_state()
+    memory = gemini.MemoryBudget(cpu="100KiB")
+    with pytest.raises(gemini.BudgetExceeded):
+        gemini.from_config(FAMILIES["llama"][0](), gemini.GeminiConfig(device="cpu", memory=memory))
+    assert torch.equal(state, torch.get_rng_state())
+    assert nn.Module.register_parameter.__qualname__ == "Module.register_parameter"
+
+
+def test_a_config_that_names_no_class() -> None:
+    with pytest.raises(ValueError, match="pass model_class="):
+        gemini.from_config(transformers.CLIPConfig(), config_of())
+
+
+# ---- from files ------------------------------------------------------------------------------------------------------
+
+
+def save(model: Any, folder: Path, **kwargs: Any) -> Path:
+    model.save_pretrained(folder, **kwargs)
+    return folder
+
+
+@pytest.mark.parametrize("shard", ["5GB", "30KB"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_loaded_weights_are_those_of_plain_transformers(family: str, shard: str, tmp_path: Path) -> None:
+    model = plain_model(family)
+    for buffer in model.buffers():
+        if buffer.is_floating_point():
+            buffer.add_(0.5)  # what is persistent must come from the file
+    save(model, tmp_path, max_shard_size=shard)
+    assert (tmp_path / "model.safetensors.index.json").exists() == (shard == "30KB")
+    plain, info = type(model).from_pretrained(tmp_path, output_loading_info=True)
+    managed, mine = gemini.from_pretrained(tmp_path, config_of(), output_loading_info=True)
+    assert mine == info
+    assert_same(managed, plain)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "t5", "detr"])
+def test_missing_and_unexpected_keys(family: str, tmp_path: Path) -> None:
+    """What the file lacks is drawn as transformers draws it; both say so in the same words."""
+    model = plain_model(family)
+    save(model, tmp_path)
+    values = load_file(tmp_path / "model.safetensors")
+    for name in sorted(values)[::3]:
+        del values[name]
+    save_file(values | {"extra.weight": torch.ones(3)}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    torch.manual_seed(7)
+    plain, info = type(model).from_pretrained(tmp_path, output_loading_info=True)
+    after = torch.rand(2)
+    torch.manual_seed(7)
+    managed, mine = gemini.from_pretrained(tmp_path, config_of(), output_loading_info=True)
+    assert torch.equal(after, torch.rand(2))
+    assert mine == info and info["missing_keys"] and info["unexpected_keys"] == {"extra.weight"}
+    assert_same(managed, plain)
+
+
+@pytest.mark.parametrize("dtype", [None, "auto", torch.float32, "float16"])
+def test_dtype_is_transformers(dtype: Any, tmp_path: Path) -> None:
+    save(plain_model("llama", dtype=torch.bfloat16), tmp_path)
+    kwargs = {} if dtype is None else {"dtype": dtype}
+    plain = transformers.LlamaForCausalLM.from_pretrained(tmp_path, **kwargs)
+    managed = gemini.from_pretrained(tmp_path, config_of("fp32"), **kwargs)
+    assert managed.config.dtype == plain.config.dtype
+    assert_same(managed, plain, "fp32")
+
+
+@pytest.mark.parametrize("equal", [True, False])
+def test_both_of_two_tied_params_in_the_file(equal: bool, tmp_path: Path) -> None:
+    save(plain_model("llama"), tmp_path)
+    values = load_file(tmp_path / "model.safetensors")
+    values["lm_head.weight"] = values["model.embed_tokens.weight"] + (0.0 if equal else 1.0)
+    save_file(values, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    plain = transformers.LlamaForCausalLM.from_pretrained(tmp_path)
+    assert (plain.lm_head.weight is plain.model.embed_tokens.weight) == equal
+    managed = gemini.from_pretrained(tmp_path, config_of())
+    assert_same(managed, plain)
+
+
+def test_mismatched_sizes(tmp_path: Path) -> None:
+    save(plain_model("llama"), tmp_path)
+    settings = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(settings | {"intermediate_size": 80}))
+    with pytest.raises(RuntimeError, match="size mismatch|mismatch"):
+        gemini.from_pretrained(tmp_path, config_of())
+    torch.manual_seed(1)
+    plain, info = transformers.LlamaForCausalLM.from_pretrained(
+        tmp_path, ignore_mismatched_sizes=True, output_loading_info=True
+    )
+    torch.manual_seed(1)
+    managed, mine = gemini.from_pretrained(
+        tmp_path, config_of(), ignore_mismatched_sizes=True, output_loading_info=True
+    )
+    assert mine == info and info["mismatched_keys"]
+    assert_same(managed, plain)
+
+
+def test_loaded_from_disk_to_disk(tmp_path: Path) -> None:
+    """A home in the spill file, a CPU budget that holds the working set only; then a step."""
+    model = plain_model("mixtral")
+    save(model, tmp_path / "model")
+    (tmp_path / "spill").mkdir()
+    memory = gemini.MemoryBudget(cpu="2MiB", nvme="8MiB", nvme_path=tmp_path / "spill")
+    everything = gemini.StaticPlacement(weights_on_nvme=1, optimizer_on_nvme=1)
+    managed = gemini.from_pretrained(
+        tmp_path / "model", gemini.GeminiConfig(device="cpu", memory=memory, placement=everything)
+    )
+    assert_same(managed, transformers.MixtralForCausalLM.from_pretrained(tmp_path / "model"))
+    optimizer = gemini.HybridAdam(managed.parameters(), lr=1e-2)
+    ids = torch.arange(12).view(2, 6)
+    losses = []
+    for _ in range(2):
+        loss = managed(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss))
+    assert losses[1] < losses[0]
+    managed.save_pretrained(tmp_path / "out")
+    again = transformers.MixtralForCausalLM.from_pretrained(tmp_path / "out").state_dict()
+    assert all(torch.equal(value, again[name]) for name, value in managed.state_dict().items())
+
+
+@pytest.mark.parametrize("wish", [{"device_map": "auto"}, {"state_dict": {}}, {"quantization_config": object()}])
+def test_what_cannot_be_streamed_is_refused(wish: dict[str, Any], tmp_path: Path) -> None:
+    save(plain_model("llama"), tmp_path)
+    with pytest.raises(ValueError, match=f"{next(iter(wish))}=.*Leave it out"):
+        gemini.from_pretrained(tmp_path, config_of(), **wish)
+
+
+def test_an_adapter_is_no_model(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(ValueError, match="is an adapter: load its base model"):
+        gemini.from_pretrained(tmp_path, config_of())
+
+
+def test_a_transformers_without_the_steps_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(plain_model("llama"), tmp_path)
+    monkeypatch.delattr(transformers.PreTrainedModel, "_finalize_model_loading")
+    with pytest.raises(gemini.GeminiError, match="has no _finalize_model_loading any more.*wrap it with GeminiDDP"):
+        gemini.from_pretrained(tmp_path, config_of())
+
+
+def test_a_failed_load_leaves_transformers_as_it_was(tmp_path: Path) -> None:
+    save(plain_model("llama"), tmp_path)
+    steps = dict(vars(transformers.PreTrainedModel))
+    (tmp_path / "model.safetensors").write_bytes(b"torn")
+    with pytest.raises(Exception, match="(?i)header|invalid|deserializ"):
+        gemini.from_pretrained(tmp_path, config_of())
+    assert dict(vars(transformers.PreTrainedModel)) == steps
