@@ -27,6 +27,8 @@ class GeminiConfig:
             "accumulate": fp32 sums, +4 bytes. "transient": nothing; needs ``HybridAdam(step_in_backward=True)``.
         device: "cuda", "cuda:1", "cpu", or None for "cuda" if there is one, else "cpu"; "standin" for tests.
         activations: bytes of the ``gpu`` budget to leave to activations and workspaces ("4GiB"); 0 without a GPU.
+        offload_activations: where the inputs of checkpointed blocks wait for backward: None (where they are), "cpu"
+            (on a GPU), or "nvme". Takes effect where the model checkpoints: ``model.gradient_checkpointing_enable()``.
         reduce_dtype: what gradients are sent in between ranks: "fp32", "bf16", "fp16", or None for ``precision``. They
             are divided by the number of ranks before and summed up in fp32, so that the mean does not overflow.
         max_chunk: elements above which a block of the model is cut into several chunks.
@@ -41,6 +43,7 @@ class GeminiConfig:
     gradients: str = "retain"
     device: Any = None
     activations: str | int = 0
+    offload_activations: str | None = None
     reduce_dtype: str | None = None
     max_chunk: int = DEFAULT_MAX_CHUNK
 
@@ -49,6 +52,8 @@ class GeminiConfig:
         _one_of("gradients", self.gradients, GRADIENTS)
         if self.reduce_dtype is not None:
             _one_of("reduce_dtype", self.reduce_dtype, PRECISIONS)
+        if self.offload_activations is not None:
+            _one_of("offload_activations", self.offload_activations, ("cpu", "nvme"))
         if not isinstance(self.memory, MemoryBudget):
             raise TypeError(f"memory= is a gemini.MemoryBudget, got {type(self.memory).__name__}")
         if isinstance(self.placement, str):
@@ -62,6 +67,8 @@ class GeminiConfig:
                 'gradients="transient" cannot be used with precision="fp16": whether a step is skipped is known only '
                 'when every gradient is there. Use precision="bf16" or gradients="retain"'
             )
+        if self.offload_activations == "nvme" and self.memory.nvme_path is None:
+            raise ValueError('offload_activations="nvme" needs MemoryBudget(nvme_path=...), the directory of the file')
         parse_bytes(self.activations, what="activations=")
 
 

@@ -27,20 +27,13 @@ from gemini.memory.manager import Manager
 from gemini.memory.mover import Mover
 from gemini.plan.planes import PlaneKind
 from gemini.ranks.group import join
+from gemini.train.activations import make_activation_store
 from gemini.train.build import adopt_all, build, iter_chunks
 from gemini.train.by_name import ByName
 from gemini.train.calls import CallRecord, Calls
 from gemini.train.containers import iter_tensors
 from gemini.train.gradients import GradientStore
-from gemini.train.guard import (
-    ManagedParameter,
-    ParamHandle,
-    engine_of,
-    expose,
-    hide,
-    poison,
-    refuse_written,
-)
+from gemini.train.guard import ManagedParameter, ParamHandle, engine_of, expose, hide, poison, refuse_written
 from gemini.train.loss_scale import LossScale
 from gemini.train.problem import prepare
 from gemini.train.reduction import Reduction
@@ -93,6 +86,7 @@ class Engine:
             spill=self.spill,
         )
         self.by_names = ByName(self)
+        self.activations = make_activation_store(self)
         self.loss_scale = LossScale() if config.precision == "fp16" else None
         self.applied_scale = 1.0
         self.clip_coefficient = 1.0
@@ -159,6 +153,8 @@ class Engine:
         if torch._C._current_graph_task_id() != -1:
             return
         self.calls.abandon()
+        if self.activations is not None:
+            self.activations.close()
         if self.in_backward:
             self.end_backward()
         self._rest_if_idle()
@@ -204,6 +200,8 @@ class Engine:
     def end_backward(self) -> None:
         """The whole graph is done (or was abandoned)."""
         self.calls.end_backward()
+        if self.activations is not None:
+            self.activations.collect()
         self.in_backward = False
         self._rest_if_idle()
 

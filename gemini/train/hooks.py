@@ -89,6 +89,8 @@ def _pre(ref: weakref.ref[Engine], chunks: tuple[Chunk, ...], inside: str | None
                 "whole block, or use torch.no_grad()"
             )
         engine.begin_call(module, chunks)
+        if engine.activations is not None and not engine.in_backward:
+            engine.activations.open()
 
     return pre
 
@@ -97,6 +99,8 @@ def _post(ref: weakref.ref[Engine], *, is_root: bool) -> Callable[[nn.Module, An
     def post(module: nn.Module, args: Any, output: Any) -> Any:
         engine = _engine(ref)
         record = engine.end_call(module)
+        if engine.activations is not None and not engine.calls.running:
+            engine.activations.close()
         if record is None or output is None:
             return None
         if record.chunks and record.parent is not None:

@@ -1,0 +1,210 @@
+"""Checkpointed activations in host memory or in the spill file, from forward to their recomputation.
+
+Gradient checkpointing keeps the inputs of each checkpointed block for backward. With
+``GeminiConfig(offload_activations=...)`` they leave the computing tier as they are saved and come back, the same bits,
+when backward asks for them. torch saves them through the saved-tensor hooks that are open around the outermost
+forward; what other operations save passes through these hooks too and is left alone, weights above all. Every byte is
+in the ledger under "activations". A tensor that several blocks were given (an encoder's output) is stored once.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+import weakref
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.utils.checkpoint
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from gemini.errors import BudgetExceeded
+from gemini.memory.mover import tiles
+from gemini.memory.pages import PAGE
+from gemini.plan.planes import PlaneKind
+from gemini.tiers import Tier
+
+if TYPE_CHECKING:
+    from gemini.train.engine import Engine
+
+HOLDER = "activations"
+
+MIN_BYTES = 16 * 2**10
+"""Smaller tensors stay: a mask or a position is not worth the move."""
+
+_OF_CHECKPOINTING = torch.utils.checkpoint.__file__
+_BETWEEN = torch.autograd.function.__file__
+
+
+class Offloaded:
+    """One saved tensor that is elsewhere. Its place is free again when nothing refers to it."""
+
+    __slots__ = ("__weakref__", "device", "dtype", "place", "shape", "store", "stride")
+
+    def __init__(self, store: ActivationStore, tensor: torch.Tensor, place: Any):
+        self.store, self.place = store, place
+        self.dtype, self.device, self.shape = tensor.dtype, tensor.device, tensor.shape
+        self.stride = torch.empty_like(tensor, device="meta").stride()
+
+    def __del__(self) -> None:
+        # May run in the middle of anything, under any lock: only leave a note.
+        self.store.gone.append((self.place, self.shape.numel() * self.dtype.itemsize))
+
+
+class ActivationStore:
+    """Where the checkpointed activations of one engine go. Open while its outermost forward runs."""
+
+    def __init__(self, engine: Engine, tier: Tier):
+        self.gone: deque[tuple[Any, int]] = deque()
+        self._tier = tier
+        self._ledger, self._device, self._mover, self._spill = engine.ledger, engine.device, engine.mover, engine.spill
+        self._weights = {chunk.flat.untyped_storage().data_ptr() for chunk in engine.chunks}
+        self._is_open = False
+        self._warned = False
+        self._known: dict[Any, tuple[StorageWeakRef, weakref.ref[Offloaded]]] = {}
+
+    def open(self) -> None:
+        """From here on what checkpointing saves is offloaded."""
+        if not self._is_open and torch.is_grad_enabled():
+            self.collect()
+            self._known.clear()
+            torch._C._autograd._push_saved_tensors_default_hooks(self._pack, self._unpack)
+            self._is_open = True
+
+    def close(self) -> None:
+        """The outermost forward is over, or was interrupted."""
+        if self._is_open:
+            self._is_open = False
+            torch._C._autograd._pop_saved_tensors_default_hooks()
+
+    def collect(self) -> None:
+        """Give back the places of tensors that nothing refers to any more."""
+        while self.gone:
+            place, num_bytes = self.gone.popleft()
+            if self._tier is Tier.NVME and self._spill is not None:
+                self._spill.give_back(place, _in_pages(num_bytes))
+            self._ledger.release(self._tier, _in_pages(num_bytes), HOLDER)
+
+    def _pack(self, tensor: torch.Tensor) -> Any:
+        """Runs for everything that is saved. What stays is detached: an output that held its own graph would be freed
+        by the garbage collector only.
+        """
+        return self._offload(tensor) or tensor.detach()
+
+    def _offload(self, tensor: torch.Tensor) -> Offloaded | None:
+        if tensor.numel() * tensor.element_size() < MIN_BYTES or not _saved_by_checkpointing():
+            return None
+        storage = tensor.untyped_storage()
+        if tensor.device != self._device.torch_device or storage.data_ptr() in self._weights:
+            return None
+        key = (storage._cdata, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, tensor._version)
+        if key in self._known:
+            alive, known = self._known[key]
+            offloaded = known()
+            if offloaded is not None and not alive.expired():
+                return offloaded
+        self.collect()
+        with torch.profiler.record_function("gemini::offload_activation"):
+            offloaded = self._store(tensor.detach())
+        if offloaded is None:
+            return None
+        # The weak reference keeps the storage's address from being given to another one.
+        self._known[key] = (StorageWeakRef(storage), weakref.ref(offloaded))
+        return offloaded
+
+    def _store(self, tensor: torch.Tensor) -> Offloaded | None:
+        num_bytes = _in_pages(tensor.numel() * tensor.element_size())
+        try:
+            if self._tier is Tier.NVME:
+                self._mover.staged(PlaneKind.GRAD, torch.uint8, PAGE)  # reserved before the tensor's own place is
+            self._ledger.reserve(self._tier, num_bytes, HOLDER)
+        except BudgetExceeded as e:
+            self._say_no_room(e)
+            return None
+        try:
+            place = self._write(tensor.contiguous().view(-1).view(torch.uint8), num_bytes)
+        except BaseException:
+            self._ledger.release(self._tier, num_bytes, HOLDER)
+            raise
+        return Offloaded(self, tensor, place)
+
+    def _write(self, source: torch.Tensor, num_bytes: int) -> Any:
+        self._mover.count(self._device.tier, self._tier, num_bytes)
+        if self._tier is Tier.CPU:
+            buffer = self._device.make_host_buffer(num_bytes)
+            self._device.copy(buffer[: source.numel()], source, "evict").wait()
+            return buffer
+        assert self._spill is not None
+        offset = self._spill.allocate(num_bytes)
+        try:
+            for start, stop in self._pieces(num_bytes):
+                staged = self._mover.staged(PlaneKind.GRAD, torch.uint8, stop - start)
+                part = source[start : min(stop, source.numel())]
+                self._device.copy(staged[: part.numel()], part, "evict").wait()
+                self._spill.write(staged, offset + start)
+        except BaseException:
+            self._spill.give_back(offset, num_bytes)
+            raise
+        return offset
+
+    def _unpack(self, packed: Any) -> torch.Tensor:
+        if not isinstance(packed, Offloaded):
+            return packed
+        with torch.profiler.record_function("gemini::fetch_activation"):
+            out = torch.empty(packed.shape, dtype=packed.dtype, device=packed.device)
+            into = out.view(-1).view(torch.uint8)
+            num_bytes = _in_pages(into.numel())
+            self._mover.count(self._tier, self._device.tier, num_bytes)
+            if self._tier is Tier.CPU:
+                self._device.copy(into, packed.place[: into.numel()], "fetch").wait()
+            else:
+                assert self._spill is not None
+                for start, stop in self._pieces(num_bytes):
+                    staged = self._mover.staged(PlaneKind.GRAD, torch.uint8, stop - start)
+                    self._spill.read(staged, packed.place + start)
+                    part = into[start : min(stop, into.numel())]
+                    self._device.copy(part, staged[: part.numel()], "fetch").wait()
+            if out.stride() != packed.stride:
+                laid_out = torch.empty_strided(packed.shape, packed.stride, dtype=packed.dtype, device=packed.device)
+                return laid_out.copy_(out)
+            return out
+
+    def _pieces(self, num_bytes: int) -> Any:
+        """Ranges of bytes that fit the staging area."""
+        return tiles(0, num_bytes, max(self._mover.tile * 4 // PAGE * PAGE, PAGE))
+
+    def _say_no_room(self, error: BudgetExceeded) -> None:
+        if not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"offload_activations={self._tier.value!r}: some checkpointed activations stay on "
+                f"{self._device.name} for lack of room ({error}). Raise the {self._tier.value} budget",
+                stacklevel=2,
+            )
+
+
+def make_activation_store(engine: Engine) -> ActivationStore | None:
+    """What ``GeminiConfig(offload_activations=)`` asks for; None if nothing is to leave the computing tier."""
+    wanted = engine.config.offload_activations
+    if wanted is None:
+        return None
+    if Tier(wanted) is engine.device.tier:
+        warnings.warn(
+            f"offload_activations={wanted!r} has no effect: forward and backward run on the {wanted} already",
+            stacklevel=6,
+        )
+        return None
+    return ActivationStore(engine, Tier(wanted))
+
+
+def _saved_by_checkpointing() -> bool:
+    """Whether torch's checkpointing is what saves a tensor now: the next Python code above the hooks is its own."""
+    frame = sys._getframe(3)  # past _offload and _pack
+    while frame.f_back is not None and frame.f_code.co_filename == _BETWEEN:
+        frame = frame.f_back
+    return frame.f_code.co_filename == _OF_CHECKPOINTING
+
+
+def _in_pages(num_bytes: int) -> int:
+    return -(-num_bytes // PAGE) * PAGE

@@ -1,0 +1,251 @@
+"""Offload of checkpointed activations: the same bits, just the bytes of the blocks' inputs, and nothing left over."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import gemini
+from gemini.memory.nvme import SpillFile
+from gemini.train import activations
+from tests.train.helpers import llama
+
+SHAPE = (4, 128)
+HIDDEN, LAYERS = 32, 3
+INPUTS = LAYERS * SHAPE[0] * SHAPE[1] * HIDDEN * 2
+"""Bytes of the inputs of all blocks, in bf16: a multiple of a page."""
+
+
+def t5() -> nn.Module:
+    torch.manual_seed(0)
+    config = transformers.T5Config(
+        vocab_size=96, d_model=HIDDEN, d_kv=8, d_ff=64, num_layers=2, num_heads=4, use_cache=False, dropout_rate=0.1,
+        decoder_start_token_id=0, pad_token_id=0, eos_token_id=1,
+    )  # fmt: skip
+    return transformers.T5ForConditionalGeneration(config)
+
+
+def wrap(model: nn.Module, folder: Path, offload: str | None, device: str = "cpu", **changes: Any) -> Any:
+    budget = {"cpu": "16MiB", "gpu": "16MiB" if device == "standin" else None, "nvme": "16MiB", "nvme_path": folder}
+    memory = gemini.MemoryBudget(**(budget | changes))
+    config = gemini.GeminiConfig(device=device, memory=memory, offload_activations=offload)
+    return gemini.GeminiDDP(model, config).train()
+
+
+def batch(step: int = 0) -> dict[str, torch.Tensor]:
+    ids = torch.randint(2, 96, SHAPE, generator=torch.Generator().manual_seed(step))
+    return {"input_ids": ids, "labels": ids}
+
+
+def enable(model: Any, *, reentrant: bool = False) -> None:
+    model.activation_checkpointing_enable({"use_reentrant": reentrant})
+
+
+def held(model: Any) -> dict[str, int]:
+    ledger = model._gemini_engine.ledger
+    return {tier.value: n for tier in ledger.tiers if (n := ledger.held(tier, "activations"))}
+
+
+def hooks_are_open() -> bool:
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
+def train(model: Any, steps: int = 3) -> tuple[list[tuple[float, float]], dict[str, int], dict[str, torch.Tensor]]:
+    """Losses and norms, what activations held after the last forward, and the masters."""
+    optimizer = gemini.HybridAdam(model.parameters(), lr=1e-2)
+    torch.manual_seed(1)  # dropout
+    out = []
+    for step in range(steps):
+        loss = model(**batch(step)).loss
+        after_forward = held(model)
+        loss.backward()
+        norm = model.clip_grad_norm_(1.0)
+        optimizer.step()
+        out.append((loss.item(), norm.item()))
+    model._gemini_engine.check_invariants()
+    assert held(model) == {} and not hooks_are_open()
+    return out, after_forward, model.state_dict(dtype=torch.float32)
+
+
+@pytest.mark.parametrize("make", [lambda: llama(dropout=0.1), t5], ids=["llama", "t5"])
+@pytest.mark.parametrize(("device", "offload"), [("cpu", "nvme"), ("standin", "cpu"), ("standin", "nvme")])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_the_same_bits(make: Any, device: str, offload: str, reentrant: bool, tmp_path: Path) -> None:
+    results = []
+    for wish in (None, offload):
+        model = wrap(make(), tmp_path, wish, device)
+        enable(model, reentrant=reentrant)
+        results.append(train(model))
+    (plain, nothing, masters), (moved, activations_held, same_masters) = results
+    assert moved == plain
+    assert nothing == {} and list(activations_held) == [offload]
+    assert all(torch.equal(value, same_masters[name]) for name, value in masters.items())
+
+
+@pytest.mark.parametrize(("device", "offload"), [("cpu", "nvme"), ("standin", "cpu")])
+def test_just_the_inputs_of_the_blocks_are_in_the_ledger(device: str, offload: str, tmp_path: Path) -> None:
+    model = wrap(llama(), tmp_path, offload, device)
+    enable(model)
+    loss = model(**batch()).loss
+    assert held(model) == {offload: INPUTS}
+    model._gemini_engine.ledger.check_invariants()
+    loss.backward()
+    assert held(model) == {}
+    model.zero_grad()
+
+
+def test_what_several_blocks_were_given_is_stored_once(tmp_path: Path) -> None:
+    """The encoder's output goes into both decoder blocks: 2 inputs of encoder blocks, 2 of decoder blocks, and it."""
+    model = wrap(t5(), tmp_path, "nvme")
+    enable(model)
+    model(**batch())
+    hidden = SHAPE[0] * SHAPE[1] * HIDDEN * 2
+    bias = 4 * SHAPE[1] * SHAPE[1] * 2  # position biases, which second blocks are given: encoder, decoder, and between
+    assert held(model)["nvme"] == 5 * hidden + 3 * bias
+
+
+def test_without_checkpointing_nothing_moves(tmp_path: Path) -> None:
+    model = wrap(llama(), tmp_path, "nvme")
+    model(**batch()).loss.backward()
+    assert model._gemini_engine.ledger.held(gemini.Tier.NVME, "activations") == 0
+    assert "cpu->nvme" not in model._gemini_engine.mover.moved
+
+
+@pytest.mark.parametrize("offload", [None, "nvme"])
+def test_the_inputs_leave_the_computing_tier(offload: str | None, tmp_path: Path) -> None:
+    model = wrap(llama(), tmp_path, offload)
+    enable(model)
+    seen = []
+    model.model.layers[1].register_forward_pre_hook(lambda m, args: seen.append(args[0].untyped_storage()._weak_ref()))
+    loss = model(**batch()).loss
+    assert torch.UntypedStorage._expired(seen[0]) == (offload is not None)
+    loss.backward()
+
+
+def test_graphs_are_freed_without_the_garbage_collector(tmp_path: Path) -> None:
+    """A forward without backward: what it saved goes when its loss goes."""
+    model = wrap(llama(), tmp_path, "nvme")
+    enable(model)
+    gc.collect()
+    gc.disable()
+    try:
+        counts = []
+        for _ in range(3):
+            model(**batch())
+            counts.append(sum(type(o) is torch.Tensor for o in gc.get_objects()))
+            model._gemini_engine.activations.collect()
+            assert held(model) == {}
+        assert counts[0] == counts[2]
+    finally:
+        gc.enable()
+
+
+def test_a_forward_that_fails_closes_the_hooks(tmp_path: Path) -> None:
+    model = wrap(llama(), tmp_path, "nvme")
+    enable(model)
+    with pytest.raises(Exception, match="boom"):
+        handle = model.model.layers[2].register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(RuntimeError("boom")))
+        model(**batch())
+    handle.remove()
+    assert not hooks_are_open()
+    gc.collect()
+    model(**batch()).loss.backward()
+    assert held(model) == {}
+
+
+def test_evaluation_moves_nothing(tmp_path: Path) -> None:
+    model = wrap(llama(), tmp_path, "nvme")
+    enable(model)
+    with torch.no_grad():
+        model(**batch())
+        assert held(model) == {} and not hooks_are_open()
+
+
+def test_no_room_is_said_once_and_costs_no_bits(tmp_path: Path) -> None:
+    plain = wrap(llama(), tmp_path, None)
+    enable(plain)
+    expected = train(plain)[0]
+    model = wrap(llama(), tmp_path, "nvme", nvme=INPUTS // LAYERS)
+    enable(model)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        losses, after_forward, _ = train(model)
+    said = [str(w.message) for w in caught if "offload_activations" in str(w.message)]
+    assert losses == expected and after_forward == {"nvme": INPUTS // LAYERS}
+    assert len(said) == 1 and "stay on cpu for lack of room" in said[0] and "Raise the nvme budget" in said[0]
+
+
+def test_a_failing_disk_is_an_error_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = wrap(llama(), tmp_path, "nvme")
+    enable(model)
+    calls = []
+    original = SpillFile.write
+
+    def write(self: SpillFile, source: torch.Tensor, offset: int) -> None:
+        calls.append(offset)
+        if len(calls) == 2:
+            raise gemini.StorageError("the disk is gone")
+        original(self, source, offset)
+
+    monkeypatch.setattr(SpillFile, "write", write)
+    with pytest.raises(gemini.StorageError, match="the disk is gone"):
+        model(**batch())
+    gc.collect()
+    model._gemini_engine.activations.collect()
+    assert held(model) == {} and not hooks_are_open()
+    model(**batch()).loss.backward()
+
+
+def test_layout_and_views_come_back(tmp_path: Path) -> None:
+    """Inputs that are transposed or a part of something larger, in a model that calls checkpoint itself."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.a, self.b = nn.Linear(128, 128), nn.Linear(128, 128)
+            self.strides: list[tuple[int, ...]] = []
+
+        def block(self, x: torch.Tensor) -> torch.Tensor:
+            self.strides.append(x.stride())
+            return torch.tanh(self.b(x))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.a(x)
+            first = checkpoint(self.block, y.t(), use_reentrant=False)
+            second = checkpoint(self.block, y[:, :].contiguous()[16:80], use_reentrant=False)
+            return first.float().sum() + second.float().pow(2).sum()
+
+    gradients = []
+    for offload in (None, "nvme"):
+        torch.manual_seed(1)
+        model = wrap(Model(), tmp_path, offload)
+        model(torch.randn(128, 128, dtype=torch.bfloat16)).backward()
+        assert model.strides == [(1, 128), (128, 1), (128, 1), (1, 128)]
+        gradients.append([model.full_grad(name) for name, _ in model.named_parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
+def test_small_tensors_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(activations, "MIN_BYTES", INPUTS)
+    model = wrap(llama(), tmp_path, "nvme")
+    enable(model)
+    model(**batch())
+    assert held(model) == {}
+
+
+def test_settings_that_make_no_sense(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="offload_activations='disk' is not known"):
+        gemini.GeminiConfig(offload_activations="disk")
+    with pytest.raises(ValueError, match="needs MemoryBudget\\(nvme_path="):
+        gemini.GeminiConfig(offload_activations="nvme")
+    with pytest.warns(UserWarning, match="no effect: forward and backward run on the cpu"):
+        wrap(llama(), tmp_path, "cpu")
