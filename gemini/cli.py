@@ -209,6 +209,13 @@ def train(
         str | None,
         typer.Option(help="The part of --gpu-memory to leave to activations, such as 4GiB.", rich_help_panel=_MEMORY),
     ] = None,
+    offload_activations: Annotated[
+        str | None,
+        typer.Option(
+            help="Where the inputs of checkpointed blocks wait for backward: cpu or nvme. (Default: where they are.)",
+            rich_help_panel=_MEMORY,
+        ),
+    ] = None,
     out: Annotated[
         Path, typer.Option(help="A folder for the model and the checkpoints.", rich_help_panel=_FILES)
     ] = _DEFAULTS.out,

@@ -49,6 +49,7 @@ class TrainSettings:
     nvme_memory: str | None = None
     nvme_path: Path | None = None
     activations: str | None = None
+    offload_activations: str | None = None
 
     # what is written
     out: Path = Path("runs/train")
@@ -80,6 +81,15 @@ class TrainSettings:
             if (size := getattr(self, name)) is not None:
                 with as_job_error(asked=f"{option(name)} {size}"):
                     parse_bytes(size)
+        if self.offload_activations not in (None, "cpu", "nvme"):
+            raise JobError(f"--offload-activations must be cpu or nvme, got {self.offload_activations!r}.")
+        if self.offload_activations is not None and not self.gradient_checkpointing:
+            raise JobError(
+                f"--offload-activations {self.offload_activations} moves what --gradient-checkpointing keeps: "
+                "give both."
+            )
+        if self.offload_activations == "nvme" and self.nvme_path is None:
+            raise JobError("--offload-activations nvme needs --nvme-path: a folder on the drive that is to hold them.")
         if self.nvme_memory is not None and self.nvme_path is None:
             raise JobError(
                 f"--nvme-memory {self.nvme_memory} needs --nvme-path: a folder on the drive that is to hold them."

@@ -85,6 +85,7 @@ class TrainRun:
                 gradients="accumulate" if settings.accumulate > 1 else "retain",
                 device=settings.device if settings.device == "standin" else str(self.device),
                 activations=settings.activations or 0,
+                offload_activations=settings.offload_activations,
             )
         model = self.model = fill_model(skeleton, config, seed=settings.seed)
         model.train()

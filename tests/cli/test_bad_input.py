@@ -43,6 +43,12 @@ def test_importing_the_command_line_is_quick() -> None:
         (["--preset", "gpt2-small", "--cpu-memory", "5 parsecs"], "--cpu-memory 5 parsecs: size: unknown unit"),
         (["--preset", "gpt2-small", "--cpu-memory", "-1GiB"], "--cpu-memory -1GiB: size must not be negative"),
         (["--preset", "gpt2-small", "--nvme-memory", "1GiB"], "--nvme-memory 1GiB needs --nvme-path"),
+        (["--preset", "gpt2-small", "--offload-activations", "cpu"], "moves what --gradient-checkpointing keeps"),
+        (["--preset", "gpt2-small", "--offload-activations", "disk"], "must be cpu or nvme, got 'disk'"),
+        (
+            ["--preset", "gpt2-small", "--gradient-checkpointing", "--offload-activations", "nvme"],
+            "--offload-activations nvme needs --nvme-path",
+        ),
     ],
 )
 def test_options_that_cannot_be(gemini_command: Gemini, options: list[str], says: str) -> None:

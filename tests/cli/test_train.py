@@ -236,3 +236,7 @@ def test_gradient_checkpointing_changes_no_bit(train: Gemini, tmp_path: Path) ->
     checkpointed = train("--out", tmp_path / "checkpointed", "--gradient-checkpointing")
     assert checkpointed.exit_code == 0, (checkpointed.output, checkpointed.exception)
     assert losses_of(checkpointed.stdout) == losses_of(plain.stdout)
+    words = ["--gradient-checkpointing", "--offload-activations", "nvme", "--nvme-path", tmp_path]
+    offloaded = train("--out", tmp_path / "offloaded", *words)
+    assert offloaded.exit_code == 0, (offloaded.output, offloaded.exception)
+    assert losses_of(offloaded.stdout) == losses_of(plain.stdout)
