@@ -67,7 +67,7 @@ class ManagedAdapters:
             for module in (self.get_input_embeddings(), self.get_output_embeddings()):  # type: ignore[attr-defined]
                 if kwargs["save_embedding_layers"] and module is not None:
                     kept |= {id(param) for param in module.parameters()}
-            state = nn.Module.state_dict(self, keep_vars=True)  # type: ignore[arg-type]
+            state = nn.Module.state_dict(self, keep_vars=True)  # type: ignore[call-overload]
             kwargs["state_dict"] = {
                 name: value if handle is None else engine.by_names.read(handle)
                 for name, value in state.items()
