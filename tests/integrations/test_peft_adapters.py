@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -119,7 +121,10 @@ def test_merging_gives_the_bits_of_plain_peft(
 
 def test_after_merge_and_unload_nothing_is_managed(tmp_path: Path) -> None:
     model = trained("lora", "disk", tmp_path)
+    engine = weakref.ref(helpers.engine_of(model))
     merged = model.merge_and_unload()
+    gc.collect()
+    assert engine() is None  # and with it chunks and spill file
     assert type(merged) is transformers.LlamaForCausalLM and type(model) is peft.PeftModelForCausalLM
     assert all(type(p) is torch.nn.Parameter and not hasattr(p, "_gemini") for p in merged.parameters())
     assert not any(m._forward_pre_hooks or m._forward_hooks for m in merged.modules())
@@ -156,8 +161,9 @@ def test_prompts_cannot_be_merged(tmp_path: Path) -> None:
     assert isinstance(model, gemini.GeminiDDP)
 
 
-def test_a_bad_adapter_is_not_merged(tmp_path: Path) -> None:
-    model = trained("lora", "disk", tmp_path)
+@pytest.mark.parametrize("where", ["ram", "disk"])
+def test_a_bad_adapter_is_not_merged(where: str, tmp_path: Path) -> None:
+    model = trained("lora", where, tmp_path)
     name = next(n for n, p in model.named_parameters() if p.requires_grad)
     with model.gathered(model.get_parameter(name), write=True):
         model.get_parameter(name).data.fill_(float("nan"))
@@ -166,6 +172,25 @@ def test_a_bad_adapter_is_not_merged(tmp_path: Path) -> None:
         model.merge_adapter(safe_merge=True)
     helpers.assert_same_snapshot(before, snapshot(model))
     helpers.engine_of(model).check_invariants()
+
+
+def test_adapters_of_transformers_itself(tmp_path: Path) -> None:
+    """``model.add_adapter`` of transformers, without a PeftModel around the model."""
+
+    def make() -> Any:
+        torch.manual_seed(1)
+        model = llama()
+        model.add_adapter(CONFIGS["lora"]())
+        move_adapters(model)
+        return model
+
+    model, _, plain = helpers.compare(make, "disk", tmp_path)
+    model.save_pretrained(tmp_path / "out")
+    opened = cast_params(peft.PeftModel.from_pretrained(llama(), tmp_path / "out"), "bf16")
+    assert torch.equal(logits(opened), logits(model.eval()))
+    assert torch.equal(logits(opened), logits(plain.model.eval()))
+    with pytest.raises(GeminiError, match="wrap after"):
+        model.add_adapter(CONFIGS["lora"](), "late")
 
 
 # ---- several adapters ------------------------------------------------------------------------------------------------
@@ -259,6 +284,7 @@ def test_a_param_that_comes_later_is_refused(frozen: bool, tmp_path: Path) -> No
     optimizer = adam(model)
     train(model, optimizer, range(1))
     model.model.layers[1].extra = torch.nn.Linear(2, 2, bias=False).requires_grad_(not frozen)
+    model.model.embed_tokens(torch.zeros(1, 3, dtype=torch.long))  # a part without it goes on, and settles nothing
     for call in (model, model.model, model.model.layers[1]):
         for _ in range(2):  # a second try too
             with pytest.raises(GeminiError, match=r"extra.weight' was added to the model after"):

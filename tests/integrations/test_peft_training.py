@@ -162,12 +162,15 @@ def test_generate(method: str, tmp_path: Path) -> None:
 
 
 class Held(nn.Module):
-    """Reads what a ParameterList and a ParameterDict hold, which are never called themselves."""
+    """Reads what a ParameterList and a ParameterDict hold, which are never called themselves.
+
+    They are trained and the rest is not, so they live in another chunk than what is called.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.wide = nn.Linear(32, 32)
+        self.wide = nn.Linear(32, 32).requires_grad_(False)
         self.held = nn.ParameterList([torch.randn(32, 32) * 0.1 for _ in range(3)])
         self.scales = nn.ParameterDict({"a": torch.ones(32)})
 
