@@ -26,6 +26,7 @@ from gemini.train.engine import Engine
 from gemini.train.export import export_pretrained
 from gemini.train.gathered import gathered
 from gemini.train.guard import ParamHandle, handle_of, optimizer_of
+from gemini.train.injected import refuse_injected
 from gemini.train.reading import is_a
 from gemini.train.report import MemoryReport, make_report
 from gemini.train.state_dict import load_model_state, model_state
@@ -93,6 +94,7 @@ class GeminiDDP(nn.Module):
             raise ValueError(f"norm_type={norm_type}: gradients are clipped by their 2-norm only")
         if not max_norm >= 0:
             raise ValueError(f"max_norm must not be negative, got {max_norm}")
+        refuse_injected(_engine(self), self, is_root=True)
         return _engine(self).clip_grad_norm_(max_norm, error_if_nonfinite=error_if_nonfinite)
 
     def zero_grad(self, set_to_none: bool = True) -> None:

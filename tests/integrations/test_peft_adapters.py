@@ -289,6 +289,13 @@ def test_a_param_that_comes_later_is_refused(frozen: bool, tmp_path: Path) -> No
         for _ in range(2):  # a second try too
             with pytest.raises(GeminiError, match=r"extra.weight' was added to the model after"):
                 call(torch.zeros(1, 3, dtype=torch.long))
+    for call in (
+        lambda: model.clip_grad_norm_(1.0),
+        lambda: gemini.save_checkpoint(tmp_path / "saved", model, optimizer),
+        lambda: gemini.load_checkpoint(tmp_path / "saved", model, optimizer),
+    ):
+        with pytest.raises(GeminiError, match=r"extra.weight' was added to the model after"):
+            call()
     del model.model.layers[1].extra
     train(model, optimizer, range(1, 2))
     model.model.layers[1].register_parameter("late", torch.nn.Parameter(torch.zeros(2), requires_grad=not frozen))
