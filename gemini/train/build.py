@@ -30,6 +30,7 @@ from gemini.states import Use
 from gemini.tiers import Ledger, Tier
 from gemini.train.guard import ParamHandle, engine_of
 from gemini.train.problem import collect_params, decide_placement, pose
+from gemini.train.reading import adapter_params
 
 if TYPE_CHECKING:
     from gemini.train.engine import Engine
@@ -55,10 +56,10 @@ def build(
     model: nn.Module, config: GeminiConfig, device: Device, engine: weakref.ref[Engine], ranks: Ranks | None = None
 ) -> Built:
     """Lay out, place, reserve and allocate. The params still hold their own memory afterwards."""
-    named = collect_params(model)
+    named, adapters = collect_params(model), adapter_params(model)
     size, rank = (1, 0) if ranks is None else (ranks.size, ranks.rank)
     layout = make_layout(
-        [ParamSpec(n.names[0], n.param.numel(), n.param.requires_grad) for n in named],
+        [ParamSpec(n.names[0], n.param.numel(), n.param.requires_grad or id(n.param) in adapters) for n in named],
         ranks=size,
         max_chunk=config.max_chunk,
     )

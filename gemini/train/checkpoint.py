@@ -30,6 +30,7 @@ from gemini.train.checkpoint_states import (
     set_rng_states,
 )
 from gemini.train.engine import Engine
+from gemini.train.injected import refuse_injected
 from gemini.train.optimizer import HybridAdam
 from gemini.train.plain_data import decode, encode
 from gemini.train.saver import PendingCheckpoint, Saver
@@ -77,6 +78,7 @@ def save_checkpoint(
     engine, final = _engine(model), Path(directory)
     refusal: Exception | None = None
     try:
+        refuse_injected(engine, model, is_root=True)
         _check_optimizer(engine, optimizer)
         if engine.saver is not None:
             engine.saver.join()
@@ -108,6 +110,7 @@ def load_checkpoint(
     engine = _engine(model)
     refusal: Exception | None = None
     try:
+        refuse_injected(engine, model, is_root=True)
         _check_optimizer(engine, optimizer)
         if engine.saver is not None:
             engine.saver.join()

@@ -19,11 +19,15 @@ from torch import nn
 
 from gemini.config import GeminiConfig
 from gemini.errors import GeminiError
+from gemini.memory.chunk import COMPUTE_DTYPES
 from gemini.train import hooks
+from gemini.train.adapters import faces_of, refuse_unsupported
 from gemini.train.engine import Engine
 from gemini.train.export import export_pretrained
 from gemini.train.gathered import gathered
 from gemini.train.guard import ParamHandle, handle_of, optimizer_of
+from gemini.train.injected import refuse_injected
+from gemini.train.reading import is_a
 from gemini.train.report import MemoryReport, make_report
 from gemini.train.state_dict import load_model_state, model_state
 
@@ -90,6 +94,7 @@ class GeminiDDP(nn.Module):
             raise ValueError(f"norm_type={norm_type}: gradients are clipped by their 2-norm only")
         if not max_norm >= 0:
             raise ValueError(f"max_norm must not be negative, got {max_norm}")
+        refuse_injected(_engine(self), self, is_root=True)
         return _engine(self).clip_grad_norm_(max_norm, error_if_nonfinite=error_if_nonfinite)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -239,7 +244,7 @@ def _managed_class(original: type[nn.Module]) -> type[nn.Module]:
         namespace["save_pretrained"] = _no_save_pretrained
     if not hasattr(original, "resize_token_embeddings"):
         namespace["resize_token_embeddings"] = property(_no_such_method)
-    return type(original.__name__, (GeminiDDP, original), namespace)
+    return type(original.__name__, (*faces_of(original), GeminiDDP, original), namespace)
 
 
 def _no_save_pretrained(self: Any, save_directory: Any, **kwargs: Any) -> None:
@@ -265,6 +270,7 @@ def _wrap(model: Any, config: GeminiConfig | None = None, *, process_group: Any 
         raise TypeError(f"wrap the bare model (model.module): GeminiDDP takes the place of {type(model).__name__}")
     if any(isinstance(module, GeminiDDP) for module in model.modules()):
         raise ValueError("a part of this model is managed already: wrap the outermost model, once")
+    refuse_unsupported(model)
     return manage(model, Engine(model, config, process_group=process_group, mesh=mesh))
 
 
@@ -274,8 +280,10 @@ def manage(model: nn.Module, engine: Engine) -> nn.Module:
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None:
-                module._buffers[name] = buffer.to(engine.device.torch_device)
-    hooks.attach(model, engine)
+                # The random projections of VeRA and its kin multiply what adapters give, in one dtype with them.
+                dtype = COMPUTE_DTYPES[engine.config.precision] if is_a(type(module), "BufferDict") else buffer.dtype
+                module._buffers[name] = buffer.to(engine.device.torch_device, dtype)
+    model.__dict__["_gemini_hooks"] = hooks.attach(model, engine)
     model.__class__ = _managed_class(type(model))  # type: ignore[arg-type]
     made_before = {id(o): o for h in engine.handles if (o := optimizer_of(h.param)) is not None}
     for optimizer in made_before.values():

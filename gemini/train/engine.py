@@ -96,6 +96,7 @@ class Engine:
         self.in_backward = False
         self.lost: str | None = None
         self.requires_grad_changed = False
+        self.registered = -1  # what refuse_injected has seen
         self.calls = Calls(self.acquire, self.release)
         self._exposed: set[int] = set()
         self._written: list[ParamHandle] = []

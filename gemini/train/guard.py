@@ -194,6 +194,8 @@ def _read_copies(func: Callable[..., Any], args: Any, kwargs: Any, handles: list
     if getattr(func, "__name__", "") == "__set__":
         raise ParamAccessError(_refusal("replacing the content", handles[0], write=True))
     copies = {id(h.param): engine_of(h).by_names.read(h) for h in handles}
+    if func is torch.Tensor.detach and sys._getframe(2).f_code is nn.Module._save_to_state_dict.__code__:
+        return copies[id(handles[0].param)]  # the state dict of a part of the model: values, whoever has them
     versions = {key: copy._version for key, copy in copies.items()}
     args, kwargs = _replace((args, kwargs), copies)
     with torch.no_grad():

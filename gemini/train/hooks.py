@@ -16,12 +16,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from gemini.errors import GeminiError, ParamAccessError
 from gemini.memory.chunk import Chunk
 from gemini.train.build import follow_requires_grad
 from gemini.train.containers import iter_tensors, map_tensors
 from gemini.train.guard import handle_of
+from gemini.train.injected import refuse_injected
+from gemini.train.reading import is_a, params_read_by
 
 if TYPE_CHECKING:
     from gemini.train.calls import CallRecord
@@ -31,26 +34,41 @@ _ENTRANCE = re.compile(r"(?:[^.\d][^.]*\.)*(?:[^.\d][^.]*|\d+)|")
 """Paths without a numbered part, or with just one at their end: "", "model", "model.norm", "model.layers.7"."""
 
 
-def attach(model: nn.Module, engine: Engine) -> None:
+def attach(model: nn.Module, engine: Engine) -> list[RemovableHandle]:
     """Register every hook on ``model``. They refer to the engine weakly: the model alone keeps it alive."""
     ref = weakref.ref(engine)
+    hooks: list[RemovableHandle] = []
     for path, module in model.named_modules():
         chunks = _chunks_to_gather(module)
         entrance = _ENTRANCE.fullmatch(path) is not None
+        if is_a(type(module), "ParamWrapper"):
+            hooks.append(module.register_forward_hook(_after_parametrization, always_call=True))
         if module is model:
-            _attach_root(module, ref, chunks)
+            hooks += _attach_root(module, ref, chunks)
         elif chunks or (entrance and any(True for _ in module.parameters())):
-            module.register_forward_pre_hook(_pre(ref, chunks, None if entrance else path), prepend=True)
-            module.register_forward_hook(_post(ref, is_root=False), always_call=True)
+            pre = _pre(ref, chunks, None if entrance else path)
+            hooks.append(module.register_forward_pre_hook(pre, prepend=True))
+            hooks.append(module.register_forward_hook(_post(ref, is_root=False), always_call=True))
+    return hooks
 
 
 def _chunks_to_gather(module: nn.Module) -> tuple[Chunk, ...]:
     chunks: dict[int, Chunk] = {}
-    for param in module._parameters.values():
+    for param in params_read_by(module):
         handle = handle_of(param)
         if handle is not None and not handle.chunk.resident:
             chunks[handle.chunk.spec.index] = handle.chunk
     return tuple(chunks.values())
+
+
+def _after_parametrization(module: nn.Module, args: Any, output: Any) -> None:
+    """PEFT's ParamWrapper registers a parametrization for each forward, in which torch sets the param to itself: to
+    torch a write, and nothing was written.
+    """
+    for param in module.parameters():
+        handle = handle_of(param)
+        if handle is not None and not handle.poisoned:
+            handle.version = param._version
 
 
 def _engine(ref: weakref.ref[Engine]) -> Engine:
@@ -60,18 +78,23 @@ def _engine(ref: weakref.ref[Engine]) -> Engine:
     return engine
 
 
-def _attach_root(model: nn.Module, ref: weakref.ref[Engine], chunks: tuple[Chunk, ...]) -> None:
+def _attach_root(
+    model: nn.Module, ref: weakref.ref[Engine], chunks: tuple[Chunk, ...]
+) -> tuple[RemovableHandle, RemovableHandle]:
     begin = _pre(ref, chunks, None)
 
     def root_pre(module: nn.Module, args: Any) -> None:
         engine = _engine(ref)
         engine.recover_if_interrupted()
+        refuse_injected(engine, module, is_root=True)
         if engine.requires_grad_changed:
             follow_requires_grad(engine)
         begin(module, args)
 
-    model.register_forward_pre_hook(root_pre, prepend=True)
-    model.register_forward_hook(_post(ref, is_root=True), always_call=True)
+    return (
+        model.register_forward_pre_hook(root_pre, prepend=True),
+        model.register_forward_hook(_post(ref, is_root=True), always_call=True),
+    )
 
 
 def _pre(ref: weakref.ref[Engine], chunks: tuple[Chunk, ...], inside: str | None) -> Callable[[nn.Module, Any], None]:
@@ -83,6 +106,8 @@ def _pre(ref: weakref.ref[Engine], chunks: tuple[Chunk, ...], inside: str | None
 
     def pre(module: nn.Module, args: Any) -> None:
         engine = _engine(ref)
+        if inside is None and not engine.computing:
+            refuse_injected(engine, module, is_root=False)
         if inside is not None and not engine.computing and torch.is_grad_enabled():
             raise ParamAccessError(
                 f"{inside!r} was called on its own with gradients enabled: call the model, a named part of it, or a "

@@ -25,6 +25,7 @@ from gemini.ranks.group import Ranks
 from gemini.ranks.wire import scratch_bytes
 from gemini.tiers import Tier
 from gemini.train.guard import handle_of
+from gemini.train.reading import params_read_by
 from gemini.version import __version__
 
 PIECE = 2**20
@@ -165,7 +166,7 @@ def working_set(model: nn.Module, chunk_of: Callable[[nn.Parameter], ChunkSpec],
 
     def visit(module: nn.Module, around: frozenset[int]) -> None:
         nonlocal largest
-        own = [chunk_of(p) for p in module._parameters.values() if p is not None]
+        own = [chunk_of(p) for p in params_read_by(module)]
         inside = around | {chunk.index for chunk in own}
         leaves = [p for child in module.children() if not any(child.children()) for p in child._parameters.values()]
         read = own + [chunk_of(p) for p in leaves if p is not None and own]

@@ -1,0 +1,226 @@
+"""What a managed model does when it is a ``PeftModel``: merging gathers, and what would add params is refused.
+
+``GeminiDDP(get_peft_model(model, peft_config))`` is both; its class gets :class:`ManagedAdapters` as well. Training,
+``save_pretrained``, ``set_adapter`` and ``disable_adapter`` are PEFT's own. Told by names, so that PEFT is never
+imported here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from gemini.errors import GeminiError, RankLost, RankMismatch
+from gemini.train.guard import handle_of
+from gemini.train.reading import adapter_params, is_a, is_tuner_layer
+from gemini.train.together import tell, wait_for_all
+from gemini.train.unmanage import unmanage
+
+if TYPE_CHECKING:
+    from gemini.train.engine import Engine
+
+
+class ManagedAdapters:
+    """The methods of ``PeftModel`` that read or write base weights, or change which params there are."""
+
+    __dict__: dict[str, Any]
+    _gemini_original: Any
+    base_model: Any
+    peft_config: Any
+
+    def save_pretrained(
+        self,
+        save_directory: Any,
+        safe_serialization: bool = True,
+        selected_adapters: list[str] | None = None,
+        save_embedding_layers: Any = "auto",
+        is_main_process: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        """As in PEFT: an ordinary adapter directory, in the compute dtype. Base weights are not read for it.
+
+        With several ranks all of them call it with the same directory; the first one writes.
+        """
+        shards = _engine(self).shards
+        kwargs |= {
+            "safe_serialization": safe_serialization,
+            "selected_adapters": selected_adapters,
+            "save_embedding_layers": save_embedding_layers,
+            "is_main_process": is_main_process and (shards is None or shards.ranks.is_first),
+        }
+        with torch.no_grad():  # prompt tuning calls its encoder to save what it gives
+            if shards is None:
+                super().save_pretrained(save_directory, **kwargs)  # type: ignore[misc]
+            else:
+                self._save_together(Path(save_directory), kwargs)
+
+    def _save_together(self, directory: Path, kwargs: dict[str, Any]) -> None:
+        """All ranks go through PEFT's saving side by side, for what it reads takes all of them."""
+        engine = _engine(self)
+        engine.check_whole()
+        if kwargs.get("state_dict") is None:
+            kept = adapter_params(self)  # type: ignore[arg-type]
+            for module in (self.get_input_embeddings(), self.get_output_embeddings()):  # type: ignore[attr-defined]
+                if kwargs["save_embedding_layers"] and module is not None:
+                    kept |= {id(param) for param in module.parameters()}
+            state = nn.Module.state_dict(self, keep_vars=True)  # type: ignore[call-overload]
+            kwargs["state_dict"] = {
+                name: value if handle is None else engine.by_names.read(handle)
+                for name, value in state.items()
+                for handle in [handle_of(value)]
+                if handle is None or handle.param.requires_grad or id(value) in kept
+            }
+        failure: BaseException | None = None
+        try:
+            self._gemini_original.save_pretrained(self, directory, **kwargs)
+        except (RankLost, RankMismatch):
+            raise
+        except BaseException as e:
+            failure = e
+        wait_for_all(engine, "save_pretrained")
+        tell(engine, "save_pretrained", failure, directory=directory.name)
+
+    def merge_and_unload(self, *args: Any, **kwargs: Any) -> Any:
+        """As in PEFT: the base model with the adapters merged into its weights, as an *ordinary* model on the CPU.
+
+        Every weight is gathered first, in the compute dtype (2 bytes per param in half precision), so this needs host
+        memory for the whole model. Nothing is managed afterwards: this object is an ordinary ``PeftModel`` then, taken
+        apart as PEFT does it, and optimizers made for it are of no use. With several ranks all of them call it.
+
+        Raises:
+            BudgetExceeded: if the host has not the memory; nothing was changed.
+        """
+        _check_merge_allowed(self.base_model)
+        unmanage(self, _engine(self), "merge_and_unload()")  # type: ignore[arg-type]
+        return self.base_model.merge_and_unload(*args, **kwargs)
+
+    def unload(self, *args: Any, **kwargs: Any) -> Any:
+        """As in PEFT: the base model without the adapters, an ordinary model on the CPU as of merge_and_unload."""
+        unmanage(self, _engine(self), "unload()")  # type: ignore[arg-type]
+        return self.base_model.unload(*args, **kwargs)
+
+    def merge_adapter(self, adapter_names: list[str] | None = None, safe_merge: bool = False) -> None:
+        """As in PEFT: add the adapters to the base weights, in place and one layer at a time; the model stays managed.
+
+        The sum is rounded to the dtype of the base weights, as PEFT does with a base of that dtype.
+        """
+        _check_merge_allowed(self.base_model)
+        for layer in _tuner_layers(self):  # type: ignore[arg-type]
+            with _written(self, layer):
+                layer.merge(adapter_names=adapter_names, safe_merge=safe_merge)
+
+    def unmerge_adapter(self) -> None:
+        """As in PEFT: subtract what :meth:`merge_adapter` added, with the same rounding as there."""
+        for layer in _tuner_layers(self):  # type: ignore[arg-type]
+            with _written(self, layer):
+                layer.unmerge()
+
+    def load_adapter(self, model_id: Any, adapter_name: str, *args: Any, **kwargs: Any) -> Any:
+        """As in PEFT, into an adapter that is there; a new one is refused. Its dtype stays that of the model.
+
+        Raises:
+            GeminiError: if the model has no adapter of that name.
+        """
+        if adapter_name not in self.peft_config:
+            raise _refusal(f"load_adapter(..., {adapter_name!r})")
+        kwargs["autocast_adapter_dtype"] = False
+        return super().load_adapter(model_id, adapter_name, *args, **kwargs)  # type: ignore[misc]
+
+    def add_adapter(self, adapter_name: str, *args: Any, **kwargs: Any) -> None:
+        """Refused: the params of an adapter have to be there when the model is wrapped."""
+        raise _refusal(f"add_adapter({adapter_name!r})")
+
+    def add_weighted_adapter(self, *args: Any, **kwargs: Any) -> None:
+        """Refused: it makes a new adapter."""
+        raise _refusal("add_weighted_adapter()")
+
+    def delete_adapter(self, adapter_name: str, *args: Any, **kwargs: Any) -> None:
+        """Refused: the memory of an adapter belongs to the chunks that were laid out for it."""
+        raise GeminiError(
+            f"delete_adapter({adapter_name!r}) on a managed model: its chunks stay as they were laid out. Delete it "
+            "before GeminiDDP(model), or choose the others with set_adapter()"
+        )
+
+
+class NoAdapters:
+    """The methods by which a transformers model takes adapters in, of one that is managed without."""
+
+    def add_adapter(self, *args: Any, **kwargs: Any) -> None:
+        """Refused: the params of an adapter have to be there when the model is wrapped."""
+        raise _refusal("add_adapter()")
+
+    def load_adapter(self, *args: Any, **kwargs: Any) -> None:
+        """Refused: the params of an adapter have to be there when the model is wrapped."""
+        raise _refusal("load_adapter()")
+
+
+def faces_of(original: type[nn.Module]) -> tuple[type, ...]:
+    """What the class of a managed model has beside ``GeminiDDP`` and the original."""
+    if is_a(original, "PeftModel"):
+        return (ManagedAdapters,)
+    return (NoAdapters,) if hasattr(original, "load_adapter") else ()
+
+
+def refuse_unsupported(model: nn.Module) -> None:
+    """Refuse adapters that cannot be trained without ``p.grad``, before anything is managed.
+
+    Raises:
+        ValueError: naming the remedy.
+    """
+    for module in model.modules():
+        if is_a(type(module), "AdaLoraModel"):
+            raise ValueError(
+                "AdaLoRA chooses the ranks of its adapters by p.grad in update_and_allocate(), and gradients of a "
+                "managed model live in chunks: train with LoraConfig (or DoRA: use_dora=True) instead"
+            )
+
+
+def _refusal(what: str) -> GeminiError:
+    return GeminiError(
+        f"{what} on a managed model: params of a new adapter would not be managed. Add adapters first and wrap "
+        "after, GeminiDDP(get_peft_model(model, peft_config), config); set_adapter() switches between those that are "
+        "there"
+    )
+
+
+def _engine(model: Any) -> Engine:
+    engine: Engine = model.__dict__["_gemini_engine"]
+    return engine
+
+
+def _check_merge_allowed(tuner: Any) -> None:
+    if not hasattr(tuner, "merge_adapter"):
+        raise GeminiError(f"{type(tuner).__name__} has nothing to merge: its prompts are not part of any weight")
+    tuner._check_merge_allowed()
+
+
+def _tuner_layers(model: nn.Module) -> Iterator[Any]:
+    layers = [module for module in model.modules() if is_tuner_layer(module)]
+    if not layers:
+        raise GeminiError("there are no adapter layers to merge or to unmerge in this model")
+    yield from layers
+
+
+class _written:
+    """``gathered(write=True)`` for one tuner layer; what PEFT puts in place of a weight is copied into it."""
+
+    def __init__(self, model: Any, layer: nn.Module):
+        self._params = [param for param in layer.parameters() if handle_of(param) is not None]
+        self._gathered = model.gathered(self._params, write=True)
+
+    def __enter__(self) -> None:
+        self._gathered.__enter__()
+
+    def __exit__(self, *error: Any) -> Any:
+        with torch.no_grad():
+            for param in self._params:
+                view = param._gemini.view  # type: ignore[attr-defined]
+                if param.data_ptr() != view.data_ptr():
+                    value, param.data = param.data, view
+                    if error[0] is None:
+                        param.copy_(value)
+        return self._gathered.__exit__(*error)

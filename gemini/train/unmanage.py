@@ -1,0 +1,55 @@
+"""The way back: a managed model becomes an ordinary one, its weights in host memory, for what takes a model apart."""
+
+from __future__ import annotations
+
+import psutil
+import torch
+from torch import nn
+
+from gemini.errors import BudgetExceeded, human_bytes
+from gemini.memory.chunk import COMPUTE_DTYPES
+from gemini.train.engine import Engine
+
+
+def unmanage(model: nn.Module, engine: Engine, what: str) -> None:
+    """Make ``model`` an ordinary module with its full weights on the CPU, in the compute dtype.
+
+    Masters, moments and gradients are gone, and so are chunks, budgets and spill file. With several ranks all of them
+    call it, and each gets the whole model.
+
+    Raises:
+        BudgetExceeded: if the weights need more than the free memory of the host; nothing was changed.
+    """
+    engine.recover_if_interrupted()
+    engine.check_whole()
+    itemsize = COMPUTE_DTYPES[engine.config.precision].itemsize
+    needed, free = engine.layout.payload * itemsize, psutil.virtual_memory().available
+    if needed > free:
+        raise BudgetExceeded(
+            f"{what} gives an ordinary model and needs {human_bytes(needed)} of host memory for its weights, of which "
+            f"{human_bytes(free)} are free; nothing was changed. Save the adapter (model.save_pretrained) and merge on "
+            "a larger machine, or merge in place with model.merge_adapter()"
+        )
+    if engine.saver is not None:
+        engine.saver.join()
+    for hook in model.__dict__.pop("_gemini_hooks"):
+        hook.remove()
+    with torch.no_grad():
+        for index, handles in list(engine.by_chunk.items()):
+            values = [engine.by_names.read(handle) for handle in handles]
+            for handle, value in zip(handles, values, strict=True):
+                param = handle.param
+                if handle.hook is not None:
+                    handle.hook.remove()
+                del param._gemini  # type: ignore[attr-defined]
+                param.__class__ = nn.Parameter
+                param.data = value
+                handle.view = torch.empty(0, device="cpu")
+            engine.chunks[index].planes.clear()  # its home is free for the next one
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = buffer.to("cpu")
+    engine.handles = []
+    model.__class__ = model._gemini_original  # type: ignore[assignment]
+    del model.__dict__["_gemini_engine"]

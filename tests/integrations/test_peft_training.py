@@ -1,0 +1,188 @@
+"""Adapters on a managed base: the same bits as the plain loop on the same PeftModel, and two bytes per frozen param."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from torch import nn
+
+import gemini
+from gemini.plan.planes import PlaneKind
+from tests.integrations.peft_cases import CAUSAL, CONFIGS, llama, maker, move_adapters, seeded
+from tests.train import helpers
+from tests.train.helpers import PLACEMENTS, Plain, adam, compare, wrap
+
+BASES = {"experts": helpers.mixtral, "lora bias": helpers.gpt2}
+
+
+@pytest.mark.parametrize("method", [name for name in CONFIGS if name != "vera"])
+def test_the_bits_of_the_plain_loop(method: str, tmp_path: Path) -> None:
+    """All on NVMe, with room for one module: whatever a method reads must be gathered, and fit."""
+    compare(maker(method, BASES.get(method, llama)), "disk", tmp_path, seeded)
+
+
+@pytest.mark.parametrize("where", ["ram", "standin"])
+@pytest.mark.parametrize("method", ["lora", "dora", "prompt", "experts"])
+def test_in_other_placements(method: str, where: str, tmp_path: Path) -> None:
+    compare(maker(method, BASES.get(method, llama)), where, tmp_path, seeded)
+
+
+@pytest.mark.parametrize("precision", ["fp16", "fp32"])
+@pytest.mark.parametrize("method", ["dora", "prefix"])
+def test_in_other_precisions(method: str, precision: str, tmp_path: Path) -> None:
+    compare(maker(method), "disk", tmp_path, seeded, precision=precision)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
+def test_random_projections_of_vera(precision: str, tmp_path: Path) -> None:
+    """They are buffers, and have to be in the dtype that the adapters are computed in."""
+    plain_model, model = maker("vera")(), maker("vera")()
+    projections = [b for n, b in plain_model.named_buffers() if ".vera_" in n]
+    assert projections
+    for projection in projections:
+        projection.data = projection.data.to(helpers.DTYPES[precision])
+    plain = Plain(plain_model, precision, scale=2.0**16 if precision == "fp16" else None)
+    model = wrap(model, "disk", tmp_path, precision=precision)
+    assert helpers.train(model, adam(model), range(3)) == helpers.train_plain(plain, range(3))
+    helpers.assert_same_state(model, plain)
+
+
+@pytest.mark.parametrize("autocast", [True, False])
+def test_a_bf16_base_with_adapters_of_either_dtype(autocast: bool, tmp_path: Path) -> None:
+    """PEFT makes fp32 adapters on a bf16 base: every bit of them becomes the master, and all is computed in bf16."""
+
+    def make() -> Any:
+        torch.manual_seed(1)
+        base = llama().bfloat16()
+        model = peft.get_peft_model(base, CONFIGS["lora"](), autocast_adapter_dtype=autocast)
+        move_adapters(model)
+        return model
+
+    adapter = next(p for p in make().parameters() if p.requires_grad)
+    assert adapter.dtype is (torch.float32 if autocast else torch.bfloat16)
+    compare(make, "disk", tmp_path)
+
+
+TIED: dict[str, Callable[[], peft.PeftConfig]] = {
+    "embedding": lambda: peft.LoraConfig(target_modules=["q_proj", "embed_tokens"], **CAUSAL),
+    "head": lambda: peft.LoraConfig(target_modules=["q_proj", "lm_head"], **CAUSAL),
+    "trained head": lambda: peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"], **CAUSAL),
+    "trained both": lambda: peft.LoraConfig(
+        target_modules=["q_proj"], modules_to_save=["embed_tokens"], ensure_weight_tying=True, **CAUSAL
+    ),
+    "tokens": lambda: peft.LoraConfig(target_modules=["q_proj"], trainable_token_indices=[1, 2], **CAUSAL),
+}
+
+
+@pytest.mark.parametrize("what", TIED)
+def test_tied_embeddings(what: str, tmp_path: Path) -> None:
+    compare(maker(TIED[what], tied=True), "disk", tmp_path)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("method", ["rslora with dropout", "dora"])
+def test_gradient_checkpointing(method: str, reentrant: bool, tmp_path: Path) -> None:
+    def make() -> Any:
+        model = maker(method)()
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        model.enable_input_require_grads()
+        return model
+
+    compare(make, "disk", tmp_path, seeded)
+
+
+def test_accumulation(tmp_path: Path) -> None:
+    plain, model = Plain(maker("lora")()), wrap(maker("lora")(), "ram", tmp_path, gradients="accumulate")
+    optimizer = adam(model)
+    for step in range(2):
+        for seed in (2 * step, 2 * step + 1):
+            helpers.on_batch(model, seed).backward()
+            plain.backward(helpers.on_batch(plain.model, seed))
+        assert float(model.clip_grad_norm_(0.1)) == pytest.approx(plain.clip(0.1), rel=1e-7)
+        optimizer.step()
+        plain.step()
+    helpers.assert_same_state(model, plain)
+
+
+def pages(params: list[nn.Parameter], itemsize: int) -> int:
+    """Bytes of a plane of ``itemsize``: each param starts on a page of 4 KiB of the narrowest plane."""
+    return sum(-(-param.numel() // 2048) * 2048 * itemsize for param in params)
+
+
+@pytest.mark.parametrize("method", ["lora", "dora", "prompt", "prefix", "ia3"])
+def test_a_frozen_base_has_its_weights_and_nothing_else(method: str, tmp_path: Path) -> None:
+    model = maker(method)()
+    base = [p for p in model.parameters() if not p.requires_grad]
+    adapters = [p for p in model.parameters() if p.requires_grad]
+    model = wrap(model, "ram", tmp_path)
+    helpers.train(model, adam(model), range(1))
+    report = model.memory_report()
+    assert report["cpu"]["holders"] == {
+        "weights": pages(base, 2) + pages(adapters, 2), "residual": pages(adapters, 2), "grad": pages(adapters, 2),
+        "exp_avg": pages(adapters, 4), "exp_avg_sq": pages(adapters, 4),
+    }  # fmt: skip
+    assert report["trained_params"] == sum(p.numel() for p in adapters)
+    for handle in model._gemini_engine.handles:
+        frozen = handle.chunk.planes.keys() == {PlaneKind.WEIGHTS}
+        assert frozen == (not handle.param.requires_grad), handle.name
+
+
+def test_a_frozen_base_on_the_drive_is_read_and_never_written(tmp_path: Path) -> None:
+    model = wrap(maker("lora")(), "disk", tmp_path)
+    optimizer = adam(model)
+    helpers.train(model, optimizer, range(2))
+    adapters = sum(pages([p], 2) for p in model.parameters() if p.requires_grad)
+    written = model.memory_report()["moved"]["cpu->nvme"]
+    assert written == (1 + 1 + 1 + 2 + 2) * adapters  # gradient, weights, residual, two moments
+
+
+def test_checkpoints_hold_adapters_and_base(tmp_path: Path) -> None:
+    first = wrap(maker("modules to save")(), "disk", tmp_path)
+    optimizer = adam(first)
+    helpers.train(first, optimizer, range(2))
+    gemini.save_checkpoint(tmp_path / "saved", first, optimizer)
+    second = wrap(maker("modules to save")(), "ram", tmp_path)
+    other = adam(second)
+    gemini.load_checkpoint(tmp_path / "saved", second, other)
+    assert helpers.train(first, optimizer, range(2, 4)) == helpers.train(second, other, range(2, 4))
+    helpers.assert_same_snapshot(helpers.snapshot(first), helpers.snapshot(second))
+
+
+@pytest.mark.parametrize("method", ["dora", "prompt", "prefix"])
+def test_generate(method: str, tmp_path: Path) -> None:
+    model, plain = wrap(maker(method)(), "disk", tmp_path).eval(), Plain(maker(method)()).model.eval()
+    ids = torch.tensor([[5, 7, 11]])
+    how = {"input_ids": ids, "max_new_tokens": 4, "do_sample": False}
+    assert torch.equal(model.generate(**how), plain.generate(**how))
+
+
+class Held(nn.Module):
+    """Reads what a ParameterList and a ParameterDict hold, which are never called themselves.
+
+    They are trained and the rest is not, so they live in another chunk than what is called.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.wide = nn.Linear(32, 32).requires_grad_(False)
+        self.held = nn.ParameterList([torch.randn(32, 32) * 0.1 for _ in range(3)])
+        self.scales = nn.ParameterDict({"a": torch.ones(32)})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for weight in self.held:
+            x = torch.tanh(x @ weight.T)
+        return self.wide(x) * self.scales["a"]
+
+
+@pytest.mark.parametrize("where", PLACEMENTS)
+def test_what_containers_hold_is_counted_and_gathered(where: str, tmp_path: Path) -> None:
+    def make() -> nn.Module:
+        return nn.Sequential(Held(), Held())
+
+    compare(make, where, tmp_path, helpers.squares)
