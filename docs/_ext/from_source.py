@@ -1,0 +1,148 @@
+"""What the pages take from the source instead of repeating it: every error message, and the options of the commands.
+
+`messages()` reads the raise sites with `ast`, nothing is imported or run; what a message fills in is shown as "…".
+The directives `error-messages` and `command-help` put them on a page. The tests of the pages use the same functions.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from docutils import nodes
+from sphinx.application import Sphinx
+from sphinx.util.docutils import SphinxDirective
+
+ROOT = Path(__file__).resolve().parents[2]
+GAP = "…"
+
+USERS_VALUES = ("ValueError", "TypeError", "KeyError", "AttributeError", "RuntimeError", "TimeoutError", "ImportError")
+WARNING, REFUSED_JOB = "warning", "JobError"
+
+
+class Message(NamedTuple):
+    """One message of the source."""
+
+    kind: str
+    """The class it is raised with, or "warning"."""
+    text: str
+    path: Path
+    line: int
+
+
+@cache
+def error_classes() -> tuple[str, ...]:
+    """The classes of `gemini/errors.py`, in their order."""
+    tree = ast.parse((ROOT / "gemini" / "errors.py").read_text())
+    return tuple(node.name for node in tree.body if isinstance(node, ast.ClassDef))
+
+
+@cache
+def messages() -> tuple[Message, ...]:
+    """Every message that the package raises or warns with, file by file."""
+    kinds = {*error_classes(), *USERS_VALUES, REFUSED_JOB}
+    found: list[Message] = []
+    for path in sorted([*(ROOT / "gemini").rglob("*.py"), *(ROOT / "integrations").glob("*.py")]):
+        tree = ast.parse(path.read_text())
+        functions = {node.name: node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+        for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call) and node.args):
+            kind = _kind(call.func, kinds)
+            text = _text(call.args[0], functions) if kind else ""
+            if kind and any(character.isalpha() for character in text):
+                found.append(Message(kind, text, path, call.lineno))
+    return tuple(found)
+
+
+def _kind(func: ast.expr, kinds: set[str]) -> str | None:
+    if isinstance(func, ast.Name) and func.id in kinds:
+        return func.id
+    if isinstance(func, ast.Attribute) and func.attr == "warn":
+        return WARNING
+    if isinstance(func, ast.Call) and isinstance(func.func, ast.Name) and func.func.id == "type":
+        return "BudgetExceeded"  # `raise type(e)(...) from e` adds words to a refusal of the ledger
+    return None
+
+
+def _text(node: ast.expr, functions: dict[str, ast.FunctionDef]) -> str:
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return node.value
+    if isinstance(node, ast.JoinedStr):
+        return "".join(_text(part, functions) for part in node.values)
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        return _text(node.left, functions) + _text(node.right, functions)
+    if isinstance(node, ast.Call):  # words that a function of the same file puts together
+        name = getattr(node.func, "id", None) or getattr(node.func, "attr", None)
+        for statement in ast.walk(functions[name]) if name in functions else ():
+            if isinstance(statement, ast.Return) and isinstance(statement.value, (ast.JoinedStr, ast.Constant)):
+                return _text(statement.value, functions)
+    return GAP
+
+
+def commands() -> Iterator[tuple[str, Any]]:
+    """The commands of `gemini`, by name, as click knows them."""
+    import typer
+
+    from gemini.cli import app
+
+    yield from typer.main.get_command(app).commands.items()  # type: ignore[attr-defined]
+
+
+class ErrorMessages(SphinxDirective):
+    """All messages of the classes that are named, as a list."""
+
+    required_arguments = 1
+    final_argument_whitespace = True
+
+    def run(self) -> list[nodes.Node]:
+        kinds = self.arguments[0].split()
+        items = nodes.bullet_list(classes=["messages"])
+        for text in dict.fromkeys(message.text for message in messages() if message.kind in kinds):
+            items += nodes.list_item("", nodes.paragraph("", " ".join(text.split())))
+        return [items] if len(items) else [nodes.paragraph("", "None.")]
+
+
+class CommandHelp(SphinxDirective):
+    """One command: what it does, and a table of its options for each group of its help."""
+
+    required_arguments = 1
+
+    def run(self) -> list[nodes.Node]:
+        command = dict(commands())[self.arguments[0]]
+        found: list[nodes.Node] = [nodes.paragraph("", text) for text in command.help.split("\n\n")]
+        groups: dict[str, list[Any]] = {}
+        for option in command.params:
+            groups.setdefault(getattr(option, "rich_help_panel", None) or "Options", []).append(option)
+        for title, options in groups.items():
+            found += [nodes.rubric("", title), _table([_row(option) for option in options])]
+        return found
+
+
+def _row(option: Any) -> list[nodes.Node]:
+    kind = "" if option.is_flag else f" {option.type.name.upper()}"
+    default = option.default
+    shown = default is not None and not option.is_flag and not option.multiple and f"{default}" != ""
+    return [
+        nodes.literal("", f"{max(option.opts, key=len)}{kind}"),
+        nodes.literal("", f"{default}") if shown else nodes.Text(""),
+        nodes.Text(option.help or ""),
+    ]
+
+
+def _table(rows: list[list[nodes.Node]]) -> nodes.table:
+    group = nodes.tgroup("", *(nodes.colspec(colwidth=width) for width in (28, 14, 58)), cols=3)
+    head = nodes.thead("", _line([nodes.Text(words) for words in ("option", "default", "")]))
+    group += [head, nodes.tbody("", *(_line(row) for row in rows))]
+    return nodes.table("", group, classes=["options"])
+
+
+def _line(cells: list[nodes.Node]) -> nodes.row:
+    return nodes.row("", *(nodes.entry("", nodes.paragraph("", "", cell)) for cell in cells))
+
+
+def setup(app: Sphinx) -> dict[str, Any]:
+    app.add_directive("error-messages", ErrorMessages)
+    app.add_directive("command-help", CommandHelp)
+    return {"version": "1", "parallel_read_safe": True}
