@@ -17,6 +17,7 @@ version = release = __version__
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "from_source"]
 exclude_patterns = ["_build"]
+smartquotes = False  # "--out" and "auto" are to be read as they are typed
 
 # ---- Markdown ------------------------------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ import ast
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_type_hints
 
 from docutils import nodes
 from sphinx.application import Sphinx
@@ -42,10 +42,12 @@ def error_classes() -> tuple[str, ...]:
 
 @cache
 def messages() -> tuple[Message, ...]:
-    """Every message that the package raises or warns with, file by file."""
+    """Every message that the package raises or warns with, file by file. The kernels are for us: their checks are not here."""
     kinds = {*error_classes(), *USERS_VALUES, REFUSED_JOB}
     found: list[Message] = []
     for path in sorted([*(ROOT / "gemini").rglob("*.py"), *(ROOT / "integrations").glob("*.py")]):
+        if path.name.startswith("kernels"):
+            continue
         tree = ast.parse(path.read_text())
         functions = {node.name: node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
         for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call) and node.args):
@@ -115,13 +117,15 @@ class CommandHelp(SphinxDirective):
         groups: dict[str, list[Any]] = {}
         for option in command.params:
             groups.setdefault(getattr(option, "rich_help_panel", None) or "Options", []).append(option)
+        hints = get_type_hints(command.callback)
         for title, options in groups.items():
-            found += [nodes.rubric("", title), _table([_row(option) for option in options])]
+            found += [nodes.rubric("", title), _table([_row(option, hints[option.name]) for option in options])]
         return found
 
 
-def _row(option: Any) -> list[nodes.Node]:
-    kind = "" if option.is_flag else f" {option.type.name.upper()}"
+def _row(option: Any, hint: Any) -> list[nodes.Node]:
+    kinds = {"Path": " PATH", "str": " TEXT", "int": " INT", "float": " NUMBER"}
+    kind = "" if option.is_flag else next(kinds[name] for name in kinds if name in getattr(hint, "__name__", str(hint)))
     default = option.default
     shown = default is not None and not option.is_flag and not option.multiple and f"{default}" != ""
     return [
@@ -142,7 +146,13 @@ def _line(cells: list[nodes.Node]) -> nodes.row:
     return nodes.row("", *(nodes.entry("", nodes.paragraph("", "", cell)) for cell in cells))
 
 
+def _say_defaults(app: Sphinx, what: str, name: str, obj: Any, options: Any, signature: str | None, back: Any) -> Any:
+    """A dataclass shows `<factory>` where its default is made anew each time: show what is made."""
+    return (signature.replace("<factory>", "MemoryBudget()"), back) if signature else None
+
+
 def setup(app: Sphinx) -> dict[str, Any]:
+    app.connect("autodoc-process-signature", _say_defaults)
     app.add_directive("error-messages", ErrorMessages)
     app.add_directive("command-help", CommandHelp)
     return {"version": "1", "parallel_read_safe": True}
