@@ -1,4 +1,4 @@
-"""How the site is built: Sphinx, Markdown pages by MyST, the reference from docstrings by autodoc. `make docs` runs it."""
+"""How the site is built (`make docs`): Sphinx, Markdown pages by MyST, the reference from docstrings by autodoc."""
 
 from __future__ import annotations
 

@@ -7,6 +7,7 @@ The directives `error-messages` and `command-help` put them on a page. The tests
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -42,7 +43,7 @@ def error_classes() -> tuple[str, ...]:
 
 @cache
 def messages() -> tuple[Message, ...]:
-    """Every message that the package raises or warns with, file by file. The kernels are for us: their checks are not here."""
+    """Every message that the package raises or warns with, file by file, but the kernels' checks of our own calls."""
     kinds = {*error_classes(), *USERS_VALUES, REFUSED_JOB}
     found: list[Message] = []
     for path in sorted([*(ROOT / "gemini").rglob("*.py"), *(ROOT / "integrations").glob("*.py")]):
@@ -54,7 +55,7 @@ def messages() -> tuple[Message, ...]:
             kind = _kind(call.func, kinds)
             text = _text(call.args[0], functions) if kind else ""
             if kind and any(character.isalpha() for character in text):
-                found.append(Message(kind, text, path, call.lineno))
+                found.append(Message(kind, re.sub(f"{GAP}(?: ?{GAP})+", GAP, text), path, call.lineno))
     return tuple(found)
 
 

@@ -2,8 +2,8 @@
 
 Of a page (README.md and everything under docs/):
 
-- ```python blocks run in order in one namespace, in an empty folder; `"/scratch"` is replaced by a folder there. A block
-  whose first line is a comment with a file name (`# train.py`) is written to that file and run as a program of its own.
+- ```python blocks run in order in one namespace, in an empty folder; `"/scratch"` is replaced by a folder there. One
+  whose first line is a comment with a file name (`# train.py`) is written to that file and run as its own program.
 - `<!-- setup ... -->` is Python that readers do not see.
 - `<!-- output -->` before a ```text block: it is what the Python block before it prints; `...` stands for anything.
 - ```bash blocks and `gemini ...`, `make ...` in the text: every command, option, target, extra and file must exist, and
@@ -19,10 +19,11 @@ import io
 import re
 import shlex
 import textwrap
-import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import tomllib
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted(p for p in (ROOT / "docs").rglob("*.md") if "_build" not in p.parts)]
