@@ -17,7 +17,7 @@ version = release = __version__
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "from_source"]
 exclude_patterns = ["_build"]
-smartquotes = False  # "--out" and "auto" are to be read as they are typed
+smartquotes_action = "D"  # dashes alone: "auto" is to be read as it is typed
 
 # ---- Markdown ------------------------------------------------------------------------------------------------------
 
@@ -48,6 +48,7 @@ html_css_files = ["site.css"]
 html_copy_source = False
 html_show_sourcelink = False
 html_theme_options = {"navigation_with_keys": True}
+highlight_language = "text"  # a block without a language is a drawing or output
 pygments_style = "friendly"
 pygments_dark_style = "github-dark"
 

@@ -101,7 +101,7 @@ class ErrorMessages(SphinxDirective):
 
     def run(self) -> list[nodes.Node]:
         kinds = self.arguments[0].split()
-        items = nodes.bullet_list(classes=["messages"])
+        items = nodes.bullet_list(classes=["messages"], support_smartquotes=False)
         for text in dict.fromkeys(message.text for message in messages() if message.kind in kinds):
             items += nodes.list_item("", nodes.paragraph("", " ".join(text.split())))
         return [items] if len(items) else [nodes.paragraph("", "None.")]
@@ -114,7 +114,9 @@ class CommandHelp(SphinxDirective):
 
     def run(self) -> list[nodes.Node]:
         command = dict(commands())[self.arguments[0]]
-        found: list[nodes.Node] = [nodes.paragraph("", text) for text in command.help.split("\n\n")]
+        found: list[nodes.Node] = [
+            nodes.paragraph("", " ".join(text.split()), support_smartquotes=False) for text in command.help.split("\n\n")
+        ]
         groups: dict[str, list[Any]] = {}
         for option in command.params:
             groups.setdefault(getattr(option, "rich_help_panel", None) or "Options", []).append(option)
@@ -140,7 +142,7 @@ def _table(rows: list[list[nodes.Node]]) -> nodes.table:
     group = nodes.tgroup("", *(nodes.colspec(colwidth=width) for width in (28, 14, 58)), cols=3)
     head = nodes.thead("", _line([nodes.Text(words) for words in ("option", "default", "")]))
     group += [head, nodes.tbody("", *(_line(row) for row in rows))]
-    return nodes.table("", group, classes=["options"])
+    return nodes.table("", group, classes=["options"], support_smartquotes=False)
 
 
 def _line(cells: list[nodes.Node]) -> nodes.row:
