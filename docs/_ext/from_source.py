@@ -114,9 +114,8 @@ class CommandHelp(SphinxDirective):
 
     def run(self) -> list[nodes.Node]:
         command = dict(commands())[self.arguments[0]]
-        found: list[nodes.Node] = [
-            nodes.paragraph("", " ".join(text.split()), support_smartquotes=False) for text in command.help.split("\n\n")
-        ]
+        words = [" ".join(text.split()) for text in command.help.split("\n\n")]
+        found: list[nodes.Node] = [nodes.paragraph("", text, support_smartquotes=False) for text in words]
         groups: dict[str, list[Any]] = {}
         for option in command.params:
             groups.setdefault(getattr(option, "rich_help_panel", None) or "Options", []).append(option)
