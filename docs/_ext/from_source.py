@@ -153,8 +153,14 @@ def _say_defaults(app: Sphinx, what: str, name: str, obj: Any, options: Any, sig
     return (signature.replace("<factory>", "MemoryBudget()"), back) if signature else None
 
 
+def _without_stars(app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
+    """napoleon escapes the stars of ``*args`` or of ``**kwargs``, but not where both are described in one line."""
+    lines[:] = [line.replace("*args, **kwargs:", "args, kwargs:") for line in lines]
+
+
 def setup(app: Sphinx) -> dict[str, Any]:
     app.connect("autodoc-process-signature", _say_defaults)
+    app.connect("autodoc-process-docstring", _without_stars, priority=100)  # before napoleon
     app.add_directive("error-messages", ErrorMessages)
     app.add_directive("command-help", CommandHelp)
     return {"version": "1", "parallel_read_safe": True}
