@@ -43,44 +43,66 @@ def error_classes() -> tuple[str, ...]:
 
 @cache
 def messages() -> tuple[Message, ...]:
-    """Every message that the package raises or warns with, file by file, but the kernels' checks of our own calls."""
-    kinds = {*error_classes(), *USERS_VALUES, REFUSED_JOB}
+    """Every message that the package raises or warns with, file by file, but the kernels' checks of our own calls.
+
+    Raises:
+        ValueError: where a message is put together in a way that cannot be read here.
+    """
     found: list[Message] = []
     for path in sorted([*(ROOT / "gemini").rglob("*.py"), *(ROOT / "integrations").glob("*.py")]):
         if path.name.startswith("kernels"):
             continue
         tree = ast.parse(path.read_text())
-        functions = {node.name: node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+        named: dict[str, ast.AST] = {node.name: node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+        named |= {node.targets[0].id: node.value for node in tree.body
+                  if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)}  # fmt: skip
         for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call) and node.args):
-            kind = _kind(call.func, kinds)
-            text = _text(call.args[0], functions) if kind else ""
-            if kind and any(character.isalpha() for character in text):
-                found.append(Message(kind, re.sub(f"{GAP}(?: ?{GAP})+", GAP, text), path, call.lineno))
+            kind, words = _kind(call)
+            for text in _texts(words, named) if kind else ():
+                text = re.sub(f"{GAP}(?: ?{GAP})+", GAP, re.sub(r"\{\w+(?:!r)?\}", GAP, text))
+                if any(character.isalpha() for character in text):
+                    found.append(Message(kind, text, path, call.lineno))
+                elif not isinstance(words, (ast.JoinedStr, ast.Starred)):  # those only pass on what another said
+                    raise ValueError(f"{path}:{call.lineno}: docs/_ext/from_source.py cannot read this message")
     return tuple(found)
 
 
-def _kind(func: ast.expr, kinds: set[str]) -> str | None:
+def _kind(call: ast.Call) -> tuple[str, ast.expr]:
+    """What is raised, if anything, and the words of it."""
+    func, kinds = call.func, (*error_classes(), *USERS_VALUES, REFUSED_JOB)
     if isinstance(func, ast.Name) and func.id in kinds:
-        return func.id
+        return func.id, call.args[0]
+    if isinstance(func, ast.Name) and func.id == "refuse_in":  # a function in which `p.grad` raises this
+        return "ParamAccessError", call.args[1]
     if isinstance(func, ast.Attribute) and func.attr == "warn":
-        return WARNING
+        return WARNING, call.args[0]
     if isinstance(func, ast.Call) and isinstance(func.func, ast.Name) and func.func.id == "type":
-        return "BudgetExceeded"  # `raise type(e)(...) from e` adds words to a refusal of the ledger
-    return None
+        return "BudgetExceeded", call.args[0]  # `raise type(e)(...) from e` adds words to a refusal of the ledger
+    return "", call.args[0]
 
 
-def _text(node: ast.expr, functions: dict[str, ast.FunctionDef]) -> str:
+def _texts(node: ast.AST, named: dict[str, ast.AST]) -> list[str]:
+    """The words of an expression; several where they come from a table of the file."""
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "format":
+        table = node.func.value.value if isinstance(node.func.value, ast.Subscript) else node.func.value
+        table = named.get(table.id, table) if isinstance(table, ast.Name) else table
+        values = [table.value] if isinstance(table, ast.DictComp) else getattr(table, "values", [table])
+        return [_text(value, named) for value in values]
+    return [_text(node, named)]
+
+
+def _text(node: ast.AST, named: dict[str, ast.AST]) -> str:
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return node.value
     if isinstance(node, ast.JoinedStr):
-        return "".join(_text(part, functions) for part in node.values)
+        return "".join(_text(part, named) for part in node.values)
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
-        return _text(node.left, functions) + _text(node.right, functions)
+        return _text(node.left, named) + _text(node.right, named)
     if isinstance(node, ast.Call):  # words that a function of the same file puts together
         name = getattr(node.func, "id", None) or getattr(node.func, "attr", None)
-        for statement in ast.walk(functions[name]) if name in functions else ():
+        for statement in ast.walk(named[name]) if name in named else ():
             if isinstance(statement, ast.Return) and isinstance(statement.value, (ast.JoinedStr, ast.Constant)):
-                return _text(statement.value, functions)
+                return _text(statement.value, named)
     return GAP
 
 

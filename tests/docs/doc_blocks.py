@@ -162,7 +162,7 @@ def check_command(command: str, page: Path) -> None:
             for target in targets:
                 assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE), f"no target {target}"
         case ["python", script, *_] if script.endswith(".py"):
-            assert (ROOT / script).is_file() or script in _files_of(page), f"there is no {script}"
+            assert (ROOT / script).is_file() or script in _programs_of(page), f"there is no {script}"
         case ["pip", "install", *rest]:
             extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
             for extra in re.findall(r"\[([\w,]+)\]", " ".join(rest)):
@@ -198,12 +198,13 @@ def _check_torchrun(words: list[str], whole: bool, page: Path) -> None:
         assert known.training_script == "gemini", known.training_script
         _check_gemini(known.training_script_args, whole)
     else:
-        assert known.training_script in _files_of(page), f"{known.training_script} is not a file of the page"
+        assert known.training_script in _programs_of(page), f"{known.training_script} is not a file of the page"
 
 
-def _files_of(page: Path) -> set[str]:
+def _programs_of(page: Path) -> set[str]:
+    """The files that the page shows, and the one that stands for the reader's own program."""
     heads = (re.match(r"# ([\w.-]+\.py)\n", block.code) for block in blocks_of(page) if block.language == "python")
-    return {head[1] for head in heads if head}
+    return {"train.py"} | {head[1] for head in heads if head}
 
 
 def compiles(block: Block) -> None:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import from_source
 import pytest
 import torch
 from doc_blocks import PAGES, ROOT
@@ -40,6 +41,25 @@ def test_every_kind_of_message_is_listed() -> None:
     """The lists of the page together hold every message there is."""
     assert {message.kind for message in messages()} <= set(LISTED)
     assert {WARNING, "JobError"} <= set(LISTED) and len(messages()) > 200
+
+
+def test_every_way_of_writing_a_message_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And one that cannot be read is noticed, not left out."""
+    source = tmp_path / "gemini" / "some.py"
+    source.parent.mkdir()
+    monkeypatch.setattr(from_source, "ROOT", tmp_path)
+
+    def texts(code: str) -> list[str]:
+        source.write_text(code)
+        return [message.text for message in messages.__wrapped__()]
+
+    assert texts("raise GeminiError(f'{a} and {b} {c}' + ' are' f' {d:>3} apart')") == ["… and … are … apart"]
+    assert texts("def words():\n return f'no {a}'\nraise StorageError(self.words()) from e") == ["no …"]
+    assert texts("W = {f: 'a {name!r}', g: 'b'}\nraise ParamAccessError(W[x].format(name=n))") == ["a …", "b"]
+    assert texts("W = {x: f'{x} of {{name}}' for x in y}\nraise ParamAccessError(W[x].format(name=n))") == ["… of …"]
+    assert texts("raise GeminiError(f'{e}') from e") == []
+    with pytest.raises(ValueError, match="some.py:2"):
+        texts("message = 'hidden'\nraise GeminiError(message)")
 
 
 def test_messages_are_taken_whole_from_the_source() -> None:
