@@ -15,7 +15,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: help venv demo test test-slow lint doctor clean
+.PHONY: help venv demo test test-slow lint docs doctor clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -34,6 +34,10 @@ test-slow: $(VENV)/.built  ## set up, then run every test, the slow ones too
 lint: $(VENV)/.built  ## ruff and mypy
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+docs: $(VENV)/.built  ## build the documentation into docs/_build/html; every warning is an error
+	$(BIN)/python -m sphinx -W --keep-going -q docs docs/_build/html $(ARGS)
+	@echo "docs/_build/html/index.html"
 
 doctor: $(VENV)/.built  ## set up, then say what this machine offers
 	$(BIN)/gemini doctor
@@ -59,5 +63,5 @@ $(VENV)/.built: $(VENV)/.made $(NATIVE_SOURCES)
 	@touch $@
 
 clean:  ## remove .venv, builds and caches (not runs/)
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis gemini/*.so
+	rm -rf $(VENV) build dist docs/_build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis gemini/*.so
 	find gemini integrations tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true

@@ -65,9 +65,9 @@ def save_checkpoint(
             it the checkpoint is written at once, with a warning.
 
     Returns:
-        A handle: ``wait()`` for the checkpoint to be whole, or raise what went wrong. A failure nobody has waited for
-        is raised by the next ``save_checkpoint``. Another save or load waits for a pending one first, and so do the
-        end of the model and of the program.
+        A handle, whose ``wait()`` lets the checkpoint become whole, or raises what went wrong. A failure nobody has
+        waited for is raised by the next ``save_checkpoint``. Another save or load waits for a pending one first, and so
+        do the end of the model and of the program.
 
     Raises:
         GeminiError: between backward and step (gradients are not saved).

@@ -157,8 +157,9 @@ class Saver:
 
     def _write(self, planner: Planner) -> None:
         writer = Writer(self._final, self._draft, self._in_order)
+        group, self._group = self._group, None  # not held beyond the end of the program (together.py)
         try:
-            checkpoint_ranks.save(planner, writer, self._group, f"saving the checkpoint {self._final}")
+            checkpoint_ranks.save(planner, writer, group, f"saving the checkpoint {self._final}")
         except OSError as e:
             raise StorageError(f"could not save the checkpoint {self._final}: {e.strerror or e}") from e
         finally:

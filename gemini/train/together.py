@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import json
 import weakref
 from typing import TYPE_CHECKING
@@ -72,6 +74,15 @@ def group_for(engine: Engine) -> dist.ProcessGroup | None:
         ranks = engine.shards.ranks.everyone.global_ranks
         _groups[engine] = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
     return _groups[engine]
+
+
+@atexit.register
+def _end_groups() -> None:
+    """A thread of gloo may be the last to let go of a tensor, which takes the interpreter: they end before it does."""
+    for group in list(_groups.values()):
+        with contextlib.suppress(Exception):  # ended by the program already
+            dist.destroy_process_group(group)
+    _groups.clear()
 
 
 def wait_for_all(engine: Engine, doing: str) -> None:

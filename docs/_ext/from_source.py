@@ -1,0 +1,188 @@
+"""What the pages take from the source instead of repeating it: every error message, and the options of the commands.
+
+`messages()` reads the raise sites with `ast`, nothing is imported or run; what a message fills in is shown as "…".
+The directives `error-messages` and `command-help` put them on a page. The tests of the pages use the same functions.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple, get_type_hints
+
+from docutils import nodes
+from sphinx.application import Sphinx
+from sphinx.util.docutils import SphinxDirective
+
+ROOT = Path(__file__).resolve().parents[2]
+GAP = "…"
+
+USERS_VALUES = ("ValueError", "TypeError", "KeyError", "AttributeError", "RuntimeError", "TimeoutError", "ImportError")
+WARNING, REFUSED_JOB = "warning", "JobError"
+
+
+class Message(NamedTuple):
+    """One message of the source."""
+
+    kind: str
+    """The class it is raised with, or "warning"."""
+    text: str
+    path: Path
+    line: int
+
+
+@cache
+def error_classes() -> tuple[str, ...]:
+    """The classes of `gemini/errors.py`, in their order."""
+    tree = ast.parse((ROOT / "gemini" / "errors.py").read_text())
+    return tuple(node.name for node in tree.body if isinstance(node, ast.ClassDef))
+
+
+@cache
+def messages() -> tuple[Message, ...]:
+    """Every message that the package raises or warns with, file by file, but the kernels' checks of our own calls.
+
+    Raises:
+        ValueError: where a message is put together in a way that cannot be read here.
+    """
+    found: list[Message] = []
+    for path in sorted([*(ROOT / "gemini").rglob("*.py"), *(ROOT / "integrations").glob("*.py")]):
+        if path.name.startswith("kernels"):
+            continue
+        tree = ast.parse(path.read_text())
+        named: dict[str, ast.AST] = {node.name: node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+        named |= {node.targets[0].id: node.value for node in tree.body
+                  if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)}  # fmt: skip
+        for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call) and node.args):
+            kind, words = _kind(call)
+            for text in _texts(words, named) if kind else ():
+                text = re.sub(f"{GAP}(?: ?{GAP})+", GAP, re.sub(r"\{\w+(?:!r)?\}", GAP, text))
+                if any(character.isalpha() for character in text):
+                    found.append(Message(kind, text, path, call.lineno))
+                elif not isinstance(words, (ast.JoinedStr, ast.Starred)):  # those only pass on what another said
+                    raise ValueError(f"{path}:{call.lineno}: docs/_ext/from_source.py cannot read this message")
+    return tuple(found)
+
+
+def _kind(call: ast.Call) -> tuple[str, ast.expr]:
+    """What is raised, if anything, and the words of it."""
+    func, kinds = call.func, (*error_classes(), *USERS_VALUES, REFUSED_JOB)
+    if isinstance(func, ast.Name) and func.id in kinds:
+        return func.id, call.args[0]
+    if isinstance(func, ast.Name) and func.id == "refuse_in":  # a function in which `p.grad` raises this
+        return "ParamAccessError", call.args[1]
+    if isinstance(func, ast.Attribute) and func.attr == "warn":
+        return WARNING, call.args[0]
+    if isinstance(func, ast.Call) and isinstance(func.func, ast.Name) and func.func.id == "type":
+        return "BudgetExceeded", call.args[0]  # `raise type(e)(...) from e` adds words to a refusal of the ledger
+    return "", call.args[0]
+
+
+def _texts(node: ast.AST, named: dict[str, ast.AST]) -> list[str]:
+    """The words of an expression; several where they come from a table of the file."""
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "format":
+        table = node.func.value.value if isinstance(node.func.value, ast.Subscript) else node.func.value
+        table = named.get(table.id, table) if isinstance(table, ast.Name) else table
+        values = [table.value] if isinstance(table, ast.DictComp) else getattr(table, "values", [table])
+        return [_text(value, named) for value in values]
+    return [_text(node, named)]
+
+
+def _text(node: ast.AST, named: dict[str, ast.AST]) -> str:
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return node.value
+    if isinstance(node, ast.JoinedStr):
+        return "".join(_text(part, named) for part in node.values)
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        return _text(node.left, named) + _text(node.right, named)
+    if isinstance(node, ast.Call):  # words that a function of the same file puts together
+        name = getattr(node.func, "id", None) or getattr(node.func, "attr", None)
+        for statement in ast.walk(named[name]) if name in named else ():
+            if isinstance(statement, ast.Return) and isinstance(statement.value, (ast.JoinedStr, ast.Constant)):
+                return _text(statement.value, named)
+    return GAP
+
+
+def commands() -> Iterator[tuple[str, Any]]:
+    """The commands of `gemini`, by name, as click knows them."""
+    import typer
+
+    from gemini.cli import app
+
+    yield from typer.main.get_command(app).commands.items()  # type: ignore[attr-defined]
+
+
+class ErrorMessages(SphinxDirective):
+    """All messages of the classes that are named, as a list."""
+
+    required_arguments = 1
+    final_argument_whitespace = True
+
+    def run(self) -> list[nodes.Node]:
+        kinds = self.arguments[0].split()
+        items = nodes.bullet_list(classes=["messages"], support_smartquotes=False)
+        for text in dict.fromkeys(message.text for message in messages() if message.kind in kinds):
+            items += nodes.list_item("", nodes.paragraph("", " ".join(text.split())))
+        return [items] if len(items) else [nodes.paragraph("", "None.")]
+
+
+class CommandHelp(SphinxDirective):
+    """One command: what it does, and a table of its options for each group of its help."""
+
+    required_arguments = 1
+
+    def run(self) -> list[nodes.Node]:
+        command = dict(commands())[self.arguments[0]]
+        words = [" ".join(text.split()) for text in command.help.split("\n\n")]
+        found: list[nodes.Node] = [nodes.paragraph("", text, support_smartquotes=False) for text in words]
+        groups: dict[str, list[Any]] = {}
+        for option in command.params:
+            groups.setdefault(getattr(option, "rich_help_panel", None) or "Options", []).append(option)
+        hints = get_type_hints(command.callback)
+        for title, options in groups.items():
+            found += [nodes.rubric("", title), _table([_row(option, hints[option.name]) for option in options])]
+        return found
+
+
+def _row(option: Any, hint: Any) -> list[nodes.Node]:
+    kinds = {"Path": " PATH", "str": " TEXT", "int": " INT", "float": " NUMBER"}
+    kind = "" if option.is_flag else next(kinds[name] for name in kinds if name in getattr(hint, "__name__", str(hint)))
+    default = option.default
+    shown = default is not None and not option.is_flag and not option.multiple and f"{default}" != ""
+    return [
+        nodes.literal("", f"{max(option.opts, key=len)}{kind}"),
+        nodes.literal("", f"{default}") if shown else nodes.Text(""),
+        nodes.Text(option.help or ""),
+    ]
+
+
+def _table(rows: list[list[nodes.Node]]) -> nodes.table:
+    group = nodes.tgroup("", *(nodes.colspec(colwidth=width) for width in (28, 14, 58)), cols=3)
+    head = nodes.thead("", _line([nodes.Text(words) for words in ("option", "default", "")]))
+    group += [head, nodes.tbody("", *(_line(row) for row in rows))]
+    return nodes.table("", group, classes=["options"], support_smartquotes=False)
+
+
+def _line(cells: list[nodes.Node]) -> nodes.row:
+    return nodes.row("", *(nodes.entry("", nodes.paragraph("", "", cell)) for cell in cells))
+
+
+def _say_defaults(app: Sphinx, what: str, name: str, obj: Any, options: Any, signature: str | None, back: Any) -> Any:
+    """A dataclass shows `<factory>` where its default is made anew each time: show what is made."""
+    return (signature.replace("<factory>", "MemoryBudget()"), back) if signature else None
+
+
+def _without_stars(app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
+    """napoleon escapes the stars of ``*args`` or of ``**kwargs``, but not where both are described in one line."""
+    lines[:] = [line.replace("*args, **kwargs:", "args, kwargs:") for line in lines]
+
+
+def setup(app: Sphinx) -> dict[str, Any]:
+    app.connect("autodoc-process-signature", _say_defaults)
+    app.connect("autodoc-process-docstring", _without_stars, priority=100)  # before napoleon
+    app.add_directive("error-messages", ErrorMessages)
+    app.add_directive("command-help", CommandHelp)
+    return {"version": "1", "parallel_read_safe": True}
