@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,6 +26,7 @@ from gemini.errors import GeminiError
 from gemini.train.by_name import ByName
 from gemini.train.engine import Engine
 from gemini.train.from_config import class_of
+from gemini.train.guard import ParamHandle
 from gemini.train.paging import Pager
 from gemini.train.skeleton import Skeleton, generator_of_first, ranks_of, replace_by_stand_ins
 
@@ -38,6 +39,7 @@ def from_pretrained(
     config: GeminiConfig | None = None,
     *,
     model_class: Any = None,
+    adapt: Callable[[Any], Any] | None = None,
     process_group: Any = None,
     mesh: Any = None,
     output_loading_info: bool = False,
@@ -53,6 +55,9 @@ def from_pretrained(
         path: a directory of transformers (or a name it resolves) with safetensors, in one file or with an index.
         config: how to manage the model.
         model_class: a model class or an auto class of transformers; by default what ``config.json`` names.
+        adapt: changes the model before its chunks are placed and returns what is to be managed, for example
+            ``lambda model: peft.get_peft_model(model, lora_config)``. The weights of the files cannot be read yet; what
+            it adds is kept as it is.
         process_group, mesh: as for :class:`gemini.GeminiDDP`; every rank reads the files and keeps its part.
         output_loading_info: also return the dict of missing, unexpected and mismatched keys.
         **kwargs: for ``from_pretrained`` of the model class: ``dtype=``, ``attn_implementation=``, ``key_mapping=``...
@@ -60,15 +65,16 @@ def from_pretrained(
     Raises:
         BudgetExceeded: before a weight is read, if the budgets cannot hold the model.
         OSError: as transformers, for a path that is no model.
-        ValueError: for what cannot be streamed: quantized models, adapters, ``device_map=``, ``state_dict=``.
+        ValueError: for what cannot be streamed: quantized models, adapters, ``device_map=``, ``state_dict=``; and if
+            ``adapt`` computed with weights that are not there yet (as DoRA's start does).
     """
-    skeleton, info = skeleton_from_pretrained(path, model_class=model_class, **kwargs)
+    skeleton, info = skeleton_from_pretrained(path, model_class=model_class, adapt=adapt, **kwargs)
     model = skeleton.manage(config, process_group=process_group, mesh=mesh)
     return (model, info) if output_loading_info else model
 
 
 def skeleton_from_pretrained(
-    path: str | os.PathLike[str], *, model_class: Any = None, **kwargs: Any
+    path: str | os.PathLike[str], *, model_class: Any = None, adapt: Callable[[Any], Any] | None = None, **kwargs: Any
 ) -> tuple[Skeleton, dict[str, Any]]:
     """What :func:`from_pretrained` makes before it places anything, and the report of keys."""
     _refuse(path, kwargs)
@@ -82,7 +88,7 @@ def skeleton_from_pretrained(
             f"transformers loaded {path} in a way that does not stream: load it with {model_class.__name__}."
             "from_pretrained(...) and wrap it with GeminiDDP(model, config)"
         )
-    return StoredModel(model, loading.source), info
+    return StoredModel(model, loading.source, adapt), info
 
 
 @dataclass
@@ -140,52 +146,71 @@ class _Loading:
 
 
 class StoredModel(Skeleton):
-    """A model whose weights are read from files; what they lack is initialized."""
+    """A model whose weights are read from files; what they lack is initialized, what ``adapt`` adds is kept."""
 
-    def __init__(self, model: Any, source: _Source):
-        self.model = model
+    def __init__(self, model: Any, source: _Source, adapt: Callable[[Any], Any] | None = None):
+        self._stored = model
         self._source = source
         self._metas = {name: tensor.detach() for name, tensor in model.state_dict().items()}
         replace_by_stand_ins(model)
+        self._params = dict(model.named_parameters(remove_duplicate=False))
+        _make_buffers(model)
+        self.model = model if adapt is None else adapt(model)
+        stand_ins = {id(param) for param in self._params.values()}
+        self._added = {id(p): p.data for p in self.model.parameters() if id(p) not in stand_ins}
+        self._check_added()
+
+    def _check_added(self) -> None:
+        for name, param in self.model.named_parameters():
+            if id(param) in self._added and bool(param.isnan().any()):
+                raise ValueError(
+                    f"adapt= gave {name!r} values that come from weights which are not there yet: load the model with "
+                    "transformers, adapt it, and wrap it with GeminiDDP(model, config)"
+                )
 
     def _fill(self, engine: Engine) -> None:
-        model, ranks = self.model, ranks_of(engine)
-        buffers: dict[str, torch.Tensor] = {}
-        self._stream(engine.by_names, buffers)
-        _make_buffers(model, buffers)
-        filled = [h.name for h in engine.handles if not self._source.missing.issuperset(h.names)]
-        pager = Pager(engine, filled)
+        model, ranks = self._stored, ranks_of(engine)
+        handles = {id(handle.param): handle for handle in engine.handles}
+        for key, value in self._added.items():
+            engine.by_names.write(handles[key], value)
+        places = {name: handles[id(param)] for name, param in self._params.items() if id(param) in handles}
+        self._stream(engine.by_names, places)
+        drawn = {id(self._params[name]) for name in self._source.missing if name in self._params}
+        drawn -= {id(param) for name, param in self._params.items() if name not in self._source.missing}
+        pager = Pager(engine, [handle.name for key, handle in handles.items() if key not in drawn])
         for module in model.modules():
             module._is_hf_initialized = False
-        for handle in engine.handles:
-            handle.param._is_hf_initialized = handle.name in filled  # type: ignore[attr-defined]
+        for key, handle in handles.items():
+            handle.param._is_hf_initialized = key not in drawn  # type: ignore[attr-defined]
         with generator_of_first(ranks), _apart(model):
             model.initialize_weights()
         pager.finish()
         if ranks is not None:
-            ranks.take_from_first(dict(model.named_buffers()))
+            ranks.take_from_first(dict(self.model.named_buffers()))
 
-    def _stream(self, homes: ByName, buffers: dict[str, torch.Tensor]) -> None:
+    def _stream(self, homes: ByName, places: dict[str, ParamHandle]) -> None:
         """Let transformers read and convert one param after the other, and put each where it belongs."""
         from transformers import core_model_loading
 
         _internal(core_model_loading, "set_param_for_module")
+        buffers = dict(self._stored.named_buffers())
 
         def place(model: Any, name: str, value: torch.Tensor, found: Any, *_: Any) -> None:
             found.missing_keys.discard(name)
-            if name in homes:
-                if value.shape == homes[name].param.shape:  # else transformers has reported it
-                    homes.write(homes[name], value)
-            elif name in self._metas:
-                buffers[name] = value
+            if name in places:
+                if value.shape == places[name].param.shape:  # else transformers has reported it
+                    homes.write(places[name], value)
+            elif name in buffers:
+                buffers[name].data = value.clone()
+                buffers[name]._is_hf_initialized = True  # type: ignore[attr-defined]
 
         with (
             _LOCK,
             _replaced(core_model_loading, "set_param_for_module", place),
-            _replaced(self.model, "state_dict", lambda: self._metas),
+            _replaced(self._stored, "state_dict", lambda: self._metas),
             _environment("HF_DEACTIVATE_ASYNC_LOAD", "1"),  # else threads read far ahead of what was placed
         ):
-            type(self.model)._load_pretrained_model(self.model, None, self._source.files, self._source.settings)
+            type(self._stored)._load_pretrained_model(self._stored, None, self._source.files, self._source.settings)
 
 
 def _refuse(path: Any, kwargs: dict[str, Any]) -> None:
@@ -269,16 +294,12 @@ def _equal_in_files(files: list[str], first: str, second: str) -> bool:
         )
 
 
-def _make_buffers(model: nn.Module, values: dict[str, torch.Tensor]) -> None:
-    """Give the buffers memory: from the checkpoint, or to be initialized."""
-    for path, module in model.named_modules():
+def _make_buffers(model: nn.Module) -> None:
+    """Give the buffers memory, to be filled."""
+    for module in model.modules():
         for name, buffer in module._buffers.items():
-            if buffer is None:
-                continue
-            value = values.get(f"{path}.{name}" if path else name)
-            made = torch.empty_like(buffer, device="cpu") if value is None else value.clone()
-            made._is_hf_initialized = value is not None  # type: ignore[attr-defined]
-            module._buffers[name] = made
+            if buffer is not None:
+                module._buffers[name] = torch.empty_like(buffer, device="cpu")
 
 
 @contextlib.contextmanager

@@ -316,3 +316,37 @@ def test_a_failed_load_leaves_transformers_as_it_was(tmp_path: Path) -> None:
     with pytest.raises(Exception, match="(?i)header|invalid|deserializ"):
         gemini.from_pretrained(tmp_path, config_of())
     assert dict(vars(transformers.PreTrainedModel)) == steps
+
+
+# ---- adapted on the way ----------------------------------------------------------------------------------------------
+
+
+def _lora(**changes: Any) -> Any:
+    import peft
+
+    return peft.LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM", **changes)
+
+
+def test_adapted_on_the_way(tmp_path: Path) -> None:
+    """The base goes from the files to its home as weights only; adapters start as plain PEFT draws them."""
+    import peft
+
+    save(plain_model("llama"), tmp_path)
+    torch.manual_seed(5)
+    plain = peft.get_peft_model(transformers.LlamaForCausalLM.from_pretrained(tmp_path), _lora())
+    torch.manual_seed(5)
+    managed = gemini.from_pretrained(tmp_path, config_of(), adapt=lambda model: peft.get_peft_model(model, _lora()))
+    held = managed.memory_report()
+    trained = sum(p.numel() for p in plain.parameters() if p.requires_grad)
+    assert held["trained_params"] == trained < held["params"] / 3
+    assert_same(managed, plain)
+
+
+def test_an_adapter_that_needs_the_weights_is_refused(tmp_path: Path) -> None:
+    import peft
+
+    save(plain_model("llama"), tmp_path)
+    with pytest.raises(ValueError, match=r"lora_magnitude_vector.*not there yet: load the model with transformers"):
+        gemini.from_pretrained(
+            tmp_path, config_of(), adapt=lambda model: peft.get_peft_model(model, _lora(use_dora=True))
+        )
