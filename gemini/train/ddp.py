@@ -20,6 +20,7 @@ from torch import nn
 from gemini.config import GeminiConfig
 from gemini.errors import GeminiError
 from gemini.train import hooks
+from gemini.train.clipping import clip_grad_norm
 from gemini.train.engine import Engine
 from gemini.train.export import export_pretrained
 from gemini.train.gathered import gathered
@@ -75,22 +76,28 @@ class GeminiDDP(nn.Module):
                 yield
 
     def clip_grad_norm_(
-        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+        self,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        *,
+        params: Iterable[nn.Parameter] | None = None,
     ) -> torch.Tensor:
         """Clip the gradients of all params to a total 2-norm of ``max_norm``; returns the norm before clipping.
 
         The gradients are scaled when the update reads them, in fp32, by ``max_norm / (norm + 1e-6)`` if that is below
-        1, as ``torch.nn.utils.clip_grad_norm_`` does.
+        1, as ``torch.nn.utils.clip_grad_norm_`` does. ``params``: only those of one of several optimizers.
 
         Raises:
-            ValueError: for another norm than the 2-norm, or a negative ``max_norm``.
+            ValueError: for another norm than the 2-norm, a negative ``max_norm``, or params of another model.
             NonFiniteGradient: with ``error_if_nonfinite``, before anything was touched.
         """
         if float(norm_type) != 2.0:
             raise ValueError(f"norm_type={norm_type}: gradients are clipped by their 2-norm only")
         if not max_norm >= 0:
             raise ValueError(f"max_norm must not be negative, got {max_norm}")
-        return _engine(self).clip_grad_norm_(max_norm, error_if_nonfinite=error_if_nonfinite)
+        handles = None if params is None else [self._own(param, "clip_grad_norm_") for param in params]
+        return clip_grad_norm(_engine(self), max_norm, handles, error_if_nonfinite=error_if_nonfinite)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients."""
@@ -213,10 +220,10 @@ class GeminiDDP(nn.Module):
         """Refused: chunks are laid out for the sizes at hand."""
         raise GeminiError("resize_token_embeddings on a managed model: resize the embeddings before GeminiDDP(model)")
 
-    def _own(self, param: Any) -> ParamHandle:
+    def _own(self, param: Any, caller: str = "gathered()") -> ParamHandle:
         handle = handle_of(param)
         if handle is None or handle.engine() is not _engine(self):
-            raise ValueError("gathered() was given a tensor that is not a managed param of this model")
+            raise ValueError(f"{caller} was given a tensor that is not a managed param of this model")
         return handle
 
 

@@ -59,6 +59,8 @@ class ParamHandle:
     """Updates this param has had (Adam's bias correction); a skipped step leaves it."""
     in_backward: int = -1
     """The number of the backward in which the gradient arrived last."""
+    clip: float = 1.0
+    """What clipping of some params (one optimizer's of several) makes of the gradient; 1 while there is none."""
 
     @property
     def has_grad(self) -> bool:

@@ -64,13 +64,39 @@ def _attach_root(model: nn.Module, ref: weakref.ref[Engine], chunks: tuple[Chunk
 
     def root_pre(module: nn.Module, args: Any) -> None:
         engine = _engine(ref)
-        engine.recover_if_interrupted()
-        if engine.requires_grad_changed:
-            engine.follow_requires_grad()
+        if not engine.in_method:
+            engine.recover_if_interrupted()
         begin(module, args)
 
     model.register_forward_pre_hook(root_pre, prepend=True)
     model.register_forward_hook(_post(ref, is_root=True), always_call=True)
+
+
+def call_as_forward(model: nn.Module, engine: Engine, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run a method of ``model`` as its forward runs: params are ordinary, the loss scale enters at what it returns.
+
+    Calls of the model inside, ``model(x)`` too, are parts of it.
+    """
+    own = model.__dict__.get("forward")
+
+    def restore() -> None:
+        model.__dict__.pop("forward", None)
+        if own is not None:
+            model.__dict__["forward"] = own
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        restore()
+        engine.in_method = True
+        try:
+            return method(*args, **kwargs)
+        finally:
+            engine.in_method = False
+
+    model.__dict__["forward"] = forward
+    try:
+        return model(*args, **kwargs)
+    finally:
+        restore()
 
 
 def _pre(ref: weakref.ref[Engine], chunks: tuple[Chunk, ...], inside: str | None) -> Callable[[nn.Module, Any], None]:
@@ -82,6 +108,8 @@ def _pre(ref: weakref.ref[Engine], chunks: tuple[Chunk, ...], inside: str | None
 
     def pre(module: nn.Module, args: Any) -> None:
         engine = _engine(ref)
+        if engine.requires_grad_changed and not engine.computing:
+            engine.follow_requires_grad()
         if inside is not None and not engine.computing and torch.is_grad_enabled():
             raise ParamAccessError(
                 f"{inside!r} was called on its own with gradients enabled: call the model, a named part of it, or a "
