@@ -159,7 +159,7 @@ class GeminiDDP(nn.Module):
             raise GeminiError("state_dict(keep_vars=True): managed params hold no values; use keep_vars=False")
         engine = _engine(self)
         engine.check_whole()
-        return model_state(self, engine, super(), destination, prefix, dtype)
+        return model_state(super(), destination, prefix, lambda handle: engine.by_names.read(handle, dtype))
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load full weights by their original names; fp32 values become masters with every bit.
