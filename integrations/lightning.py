@@ -21,10 +21,8 @@ from gemini.integrations.stock_adam import hybrids_of
 
 from gemini.config import GeminiConfig
 from gemini.errors import GeminiError
-from gemini.memory.chunk import COMPUTE_DTYPES
 from gemini.ranks.agreement import Point
 from gemini.train import streamed_file
-from gemini.train.checkpoint_states import rng_states, set_rng_states
 from gemini.train.ddp import GeminiDDP
 from gemini.train.engine import Engine
 from gemini.train.hooks import call_as_forward
@@ -33,71 +31,21 @@ from gemini.train.together import agree
 
 try:
     import lightning.pytorch as pl
-    from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging, WeightAveraging
     from lightning.pytorch.core.optimizer import _MockOptimizer
     from lightning.pytorch.plugins import TorchCheckpointIO
-    from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
+    from lightning.pytorch.plugins.precision import Precision
     from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
     from lightning.pytorch.trainer.states import TrainerFn
-    from lightning_utilities import apply_to_collection
 except ImportError as e:
-    raise ImportError(f"gemini.integrations.lightning needs Lightning 2.5 or newer ({e}): pip install lightning") from e
+    raise ImportError(f"gemini.integrations.lightning needs Lightning 2.6 or newer ({e}): pip install lightning") from e
 
-_PRECISIONS = {"32-true": "fp32", "bf16-mixed": "bf16", "bf16-true": "bf16", "16-mixed": "fp16", "16-true": "fp16"}
-_FLAGS = {"fp32": "32-true", "bf16": "bf16-true", "fp16": "16-true"}
-_REFUSED_CALLBACKS = (StochasticWeightAveraging, WeightAveraging, ModelPruning)
+from gemini.integrations.lightning_precision import GeminiPrecision, precision_of  # noqa: E402
+
+_REFUSED_CALLBACKS = {"StochasticWeightAveraging", "WeightAveraging", "ModelPruning"}
 _DDP_ARGUMENTS = {
     "accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin",
     "process_group_backend", "timeout",
 }  # fmt: skip
-
-
-class GeminiPrecision(Precision):
-    """What the strategy puts in the place of Lightning's precision plugin: inputs, clipping, loss scale, RNG states."""
-
-    def __init__(self, strategy: GeminiStrategy, precision: str):
-        self.precision = _FLAGS[precision]
-        self.compute = precision
-        self._strategy = strategy
-
-    def convert_input(self, data: Any) -> Any:
-        """Floating-point tensors of a batch in the compute dtype, as Lightning's "bf16-true" does."""
-        if self.compute == "fp32":
-            return data
-        dtype = COMPUTE_DTYPES[self.compute]
-        return apply_to_collection(data, torch.Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t)
-
-    def clip_grad_by_norm(self, optimizer: Any, clip_val: float) -> None:
-        """Clip the gradients of one optimizer's params; ``strategy.grad_norm`` is their norm before."""
-        alone = len(self._strategy.optimizers) == 1
-        params = None if alone else [p for group in optimizer.param_groups for p in group["params"]]
-        self._strategy.grad_norm = self._strategy.managed.clip_grad_norm_(clip_val, params=params)
-
-    def clip_grad_by_value(self, optimizer: Any, clip_val: float) -> None:
-        """Refused."""
-        raise GeminiError(
-            'gradient_clip_algorithm="value": managed gradients are clipped by their norm only. Use '
-            'gradient_clip_algorithm="norm"'
-        )
-
-    def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps besides Lightning's own: the fp16 loss scale, and the RNG states of every rank."""
-        if not isinstance(self._strategy.model, GeminiDDP):
-            return {}
-        states: list[Any] = [rng_states()]
-        if self._strategy.world_size > 1:
-            states = [None] * self._strategy.world_size
-            torch.distributed.all_gather_object(states, rng_states())
-        scale = self._strategy.engine.loss_scale
-        return {"rng": states, "loss_scale": None if scale is None else dict(vars(scale))}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Put back what :meth:`state_dict` gave; ranks beyond the saved ones keep their RNG states."""
-        scale = self._strategy.engine.loss_scale
-        if scale is not None and state_dict["loss_scale"] is not None:
-            vars(scale).update(state_dict["loss_scale"])
-        if self._strategy.global_rank < len(state_dict["rng"]):
-            set_rng_states(state_dict["rng"][self._strategy.global_rank])
 
 
 class GeminiStrategy(DDPStrategy):
@@ -170,20 +118,7 @@ class GeminiStrategy(DDPStrategy):
         if plugin is None or isinstance(plugin, GeminiPrecision):
             self._precision_plugin = plugin
             return
-        if type(plugin) not in (Precision, HalfPrecision, MixedPrecision) or plugin.precision not in _PRECISIONS:
-            raise ValueError(
-                f"precision={plugin.precision!r} ({type(plugin).__name__}) is not possible with strategy='gemini'; "
-                f"use one of {', '.join(map(repr, _PRECISIONS))}"
-            )
-        asked = _PRECISIONS[plugin.precision]
-        if self.config is not None and asked != self.config.precision:
-            if type(plugin) is not Precision:  # "32-true" is also what Lightning says when the user said nothing
-                raise ValueError(
-                    f"Trainer(precision={plugin.precision!r}) is {asked} for Gemini, and the strategy was given "
-                    f"GeminiConfig(precision={self.config.precision!r}): make them agree, or leave Trainer's out"
-                )
-            asked = self.config.precision
-        self._precision_plugin = GeminiPrecision(self, asked)
+        self._precision_plugin = GeminiPrecision(self, precision_of(plugin, self.config))
 
     # ---- setup and end ----------------------------------------------------------------------------------------------
 
@@ -198,7 +133,7 @@ class GeminiStrategy(DDPStrategy):
         assert self.accelerator is not None and self.lightning_module is not None
         self.accelerator.setup(trainer)
         for callback in trainer.callbacks:
-            if isinstance(callback, _REFUSED_CALLBACKS):
+            if _REFUSED_CALLBACKS & {base.__name__ for base in type(callback).__mro__}:
                 raise GeminiError(
                     f"{type(callback).__name__} copies and rewrites the weights behind Gemini's back: leave the "
                     "callback out; average checkpoints afterwards, or keep averages of model.full_param(name)"

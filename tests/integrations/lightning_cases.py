@@ -1,7 +1,7 @@
-"""What the tests of the Lightning strategy share: a tiny LightningModule, its data, a quiet Trainer, and the plain loop.
+"""What the tests of the Lightning strategy share: a tiny LightningModule, its data, a quiet Trainer, the plain loop.
 
-The plain loop is GeminiDDP and HybridAdam by hand: what Lightning is told to do, written out. Run as a script in several
-processes this file is the job of the tests with ``devices=2``.
+The plain loop is GeminiDDP and HybridAdam by hand: what Lightning is told to do, written out. Run as a script this file
+is the job of the tests with ``devices=2``.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ for name in ("lightning.pytorch", "lightning.fabric", "lightning"):
 warnings.filterwarnings("ignore", module="lightning")
 
 import lightning as L  # noqa: E402
+from gemini.integrations.lightning import GeminiStrategy  # noqa: E402
 
 import gemini  # noqa: E402
-from gemini.integrations.lightning import GeminiStrategy  # noqa: E402
 
 WIDTH, ROWS = 16, 4
 
@@ -161,24 +161,37 @@ def assert_same(a: dict[str, Any], b: dict[str, Any]) -> None:
         assert torch.equal(value, b[name]), name
 
 
-def main(out: str, kind: str) -> None:
-    """One rank of a job of two; rank 0 writes what came out."""
-    if kind == "lightning":
-        strategy: Any = GeminiStrategy(config("bf16"))
-        run = trainer(strategy, devices=2, accumulate_grad_batches=2, gradient_clip_val=0.5)
-        batches = loader(48, sampler=torch.utils.data.DistributedSampler(Data(48), 2, run.global_rank, shuffle=False))
-        module = Tiny()
-        run.fit(module, batches)
-        run.save_checkpoint(Path(out) / "two.ckpt")
-        state, rank, losses = state_of(module), run.global_rank, module.losses
-    else:
-        torch.distributed.init_process_group("gloo")
-        rank = torch.distributed.get_rank()
-        sampler = torch.utils.data.DistributedSampler(Data(48), 2, rank, shuffle=False)
-        module, _, norms = plain_loop(Tiny(), config("bf16"), loader(48, sampler=sampler), accumulate=2, clip=0.5)
-        state, losses = state_of(module), norms
-    if rank == 0:
-        torch.save({"state": state, "losses": losses}, Path(out) / f"{kind}.pt")
+def main(out: str) -> None:
+    """One rank of two: Lightning, the plain loop, and Lightning in two halves. Rank 0 writes what came out of each."""
+    found: dict[str, Any] = {}
+    settings: dict[str, Any] = {"devices": 2, "accumulate_grad_batches": 2, "gradient_clip_val": 0.5}
+    whole = trainer(GeminiStrategy(config("bf16")), max_epochs=2, **settings)
+    module = Tiny()
+    whole.fit(module, batches_of(whole.global_rank))
+    found["lightning"], found["losses"] = state_of(module), module.losses
+
+    plain, _, _ = plain_loop(
+        Tiny(), config("bf16"), batches_of(whole.global_rank), accumulate=2, clip=0.5, epochs=2
+    )
+    found["plain"] = state_of(plain)
+
+    half = trainer(GeminiStrategy(config("bf16")), **settings)
+    half.fit(Tiny(), batches_of(half.global_rank))
+    half.save_checkpoint(Path(out) / "two.ckpt")
+    again = trainer(GeminiStrategy(config("bf16")), max_epochs=2, **settings)
+    resumed = Tiny()
+    again.fit(resumed, batches_of(again.global_rank), ckpt_path=Path(out) / "two.ckpt")
+    found["resumed"], found["resumed losses"] = state_of(resumed), resumed.losses
+    try:
+        (Path(out) / "taken").write_text("a file where a folder would have to be")
+        again.save_checkpoint(Path(out) / "taken" / "x.ckpt")
+    except gemini.GeminiError as e:
+        found[f"refusal {again.global_rank}"] = str(e)
+    torch.save(found, Path(out) / f"rank{again.global_rank}.pt")
+
+
+def batches_of(rank: int) -> Any:
+    return loader(48, sampler=torch.utils.data.DistributedSampler(Data(48), 2, rank, shuffle=False))
 
 
 if __name__ == "__main__":
