@@ -195,7 +195,8 @@ def _read_copies(func: Callable[..., Any], args: Any, kwargs: Any, handles: list
     what = f"{getattr(func, '__name__', func)} of managed param {handles[0].name!r}"
     if getattr(func, "__name__", "") == "__set__":
         raise ParamAccessError(_refusal("replacing the content", handles[0], write=True))
-    copies = {id(h.param): engine_of(h).by_names.read(h) for h in handles}
+    with torch.inference_mode(False):  # writes to tensors of inference mode could not be told
+        copies = {id(h.param): engine_of(h).by_names.read(h) for h in handles}
     versions = {key: copy._version for key, copy in copies.items()}
     args, kwargs = _replace((args, kwargs), copies)
     with torch.no_grad():

@@ -11,6 +11,7 @@ they serve its reads.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 from collections.abc import Callable
@@ -83,7 +84,8 @@ def write(content: Any, path: Path) -> None:
     except OSError as e:
         raise StorageError(f"could not save {path}: {e.strerror or e}") from e
     finally:
-        draft.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            draft.unlink(missing_ok=True)
 
 
 def keep_promises(content: Any) -> Any:

@@ -15,6 +15,7 @@ from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+import pytest
 import torch
 from torch import nn
 
@@ -40,6 +41,23 @@ class Data(torch.utils.data.Dataset):  # type: ignore[type-arg]
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         x = torch.randn(WIDTH, generator=torch.Generator().manual_seed(index))
         return x, x.flip(0).cumsum(0)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def alone() -> Any:
+    """Lightning makes a process group and says so in the environment: neither is for the tests that come after."""
+    before = dict(os.environ)
+    yield
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+    os.environ.clear()
+    os.environ.update(before)
+
+
+def clean_environment() -> dict[str, str]:
+    """For a process that is to find no trace of this one's Lightning."""
+    ours = ("MASTER_", "LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "RANK")
+    return {name: value for name, value in os.environ.items() if not name.startswith(ours)} | {"OMP_NUM_THREADS": "1"}
 
 
 def loader(num: int = 24, **how: Any) -> Any:
@@ -163,16 +181,14 @@ def assert_same(a: dict[str, Any], b: dict[str, Any]) -> None:
 
 def main(out: str) -> None:
     """One rank of two: Lightning, the plain loop, and Lightning in two halves. Rank 0 writes what came out of each."""
-    found: dict[str, Any] = {}
+    found: dict[str, Any] = {"known before": KNOWN_BEFORE}
     settings: dict[str, Any] = {"devices": 2, "accumulate_grad_batches": 2, "gradient_clip_val": 0.5}
     whole = trainer(GeminiStrategy(config("bf16")), max_epochs=2, **settings)
     module = Tiny()
     whole.fit(module, batches_of(whole.global_rank))
     found["lightning"], found["losses"] = state_of(module), module.losses
 
-    plain, _, _ = plain_loop(
-        Tiny(), config("bf16"), batches_of(whole.global_rank), accumulate=2, clip=0.5, epochs=2
-    )
+    plain, _, _ = plain_loop(Tiny(), config("bf16"), batches_of(whole.global_rank), accumulate=2, clip=0.5, epochs=2)
     found["plain"] = state_of(plain)
 
     half = trainer(GeminiStrategy(config("bf16")), **settings)

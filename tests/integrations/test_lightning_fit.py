@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from gemini.integrations.lightning import GeminiStrategy
 from lightning.pytorch.callbacks import (
     EMAWeightAveraging,
     LearningRateMonitor,
@@ -18,6 +17,7 @@ from lightning.pytorch.callbacks import (
 from lightning_cases import (
     L,
     Tiny,
+    alone,  # noqa: F401
     assert_same,
     config,
     loader,
@@ -30,9 +30,6 @@ from lightning_cases import (
 from torch import nn
 
 import gemini
-from gemini.integrations.lightning import GeminiStrategy
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def fit(module: Any, strategy: Any = "gemini", num: int = 24, **how: Any) -> Any:
@@ -56,18 +53,10 @@ def test_the_same_bits_as_the_plain_loop(precision: str, where: str, tmp_path: P
     assert (module._gemini_engine.spill is not None) == (where == "disk")
 
 
-def test_the_name_is_registered_by_importing_and_only_then() -> None:
-    code = (
-        "import lightning as L\n"
-        "from lightning.pytorch.strategies import StrategyRegistry as R\n"
-        "assert 'gemini' not in R\n"
-        "import gemini.integrations.lightning as it\n"
-        "assert R['gemini']['strategy'] is it.GeminiStrategy\n"
-        "t = L.Trainer(strategy='gemini', accelerator='cpu', devices=1, precision='bf16-mixed', logger=False)\n"
-        "assert type(t.strategy) is it.GeminiStrategy and t.strategy.config is None\n"
-        "assert t.precision_plugin.compute == 'bf16'\n"
-    )
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=120).returncode == 0
+def test_the_name_stands_for_the_strategy() -> None:
+    """That importing registers it, and nothing else does, the job of two ranks sees in a process of its own."""
+    run = trainer("gemini")
+    assert type(run.strategy) is GeminiStrategy and run.strategy.config is None
 
 
 # ---- precision and clipping ------------------------------------------------------------------------------------------
@@ -251,7 +240,7 @@ class Gan(L.LightningModule):
     def losses(self, x: torch.Tensor) -> Any:
         return (
             lambda: nn.functional.softplus(-self.judge(self(x))).mean(),
-            lambda: (nn.functional.softplus(self.judge(self(x).detach())) + nn.functional.softplus(-self.judge(x))).mean(),
+            lambda: nn.functional.softplus(self.judge(self(x).detach()) - self.judge(x)).mean(),
         )
 
     def training_step(self, batch: Any, index: int) -> None:
@@ -293,31 +282,29 @@ def test_two_optimizers_by_hand(toggle: bool, tmp_path: Path) -> None:
 
 
 def test_clipping_one_of_two_leaves_the_other_alone() -> None:
-    """Both have gradients, the first is clipped and steps, then the second: each by its own norm."""
-    def steps(clips: Any) -> Any:
+    """Both have gradients; one is clipped and steps, then the other: torch's figures, each by its own norm."""
+
+    def gradients(clips: tuple[float | None, float | None]) -> dict[str, torch.Tensor]:
         model: Any = gemini.GeminiDDP(Gan(False), config())
         halves = [list(part.parameters()) for part in (model.maker, model.judge)]
-        optimizers = [gemini.HybridAdam(params, lr=1e-2) for params in halves]
-        for batch in loader(12):
-            loss = model.losses(batch[0])[0]() + model.losses(batch[0])[1]()
-            loss.backward()
-            for optimizer, params, clip in zip(optimizers, halves, clips, strict=True):
-                if clip is not None:
-                    model.clip_grad_norm_(clip, params=params)
-                optimizer.step()
-            for optimizer in optimizers:
-                optimizer.zero_grad()
-        return state_of(model)
+        optimizers = [gemini.HybridAdam(params, betas=(0.0, 0.0)) for params in halves]  # the moment is the gradient
+        for loss_of in model.losses(next(iter(loader(4)))[0]):
+            loss_of().backward()
+        for optimizer, params, clip in zip(optimizers, halves, clips, strict=True):
+            if clip is not None:
+                model.clip_grad_norm_(clip, params=params)
+            optimizer.step()
+        return {name: value for name, value in state_of(model).items() if name.startswith("exp_avg/")}
 
-    free, clipped, loose = steps((None, None)), steps((0.01, None)), steps((None, 1e9))
-    assert_same(free, loose)
-    judge = {name: value for name, value in free.items() if "exp_avg_sq/judge.2.bias" in name}
-    maker = {name: value for name, value in free.items() if "exp_avg_sq/maker.2.bias" in name}
-    first = {name: value for name, value in clipped.items() if name in maker}
-    assert not torch.equal(*maker.values(), *first.values())
+    free, both = gradients((None, None)), gradients((0.01, 0.02))
+    assert_same(free, gradients((1e9, 1e9)))
+    for half, norm in (("maker", 0.01), ("judge", 0.02)):
+        whole = torch.cat([value.flatten() for name, value in free.items() if half in name])
+        clipped = torch.cat([value.flatten() for name, value in both.items() if half in name])
+        assert whole.norm() > 2 * norm
+        assert torch.allclose(clipped, whole * (norm / (whole.norm() + 1e-6)), rtol=1e-5)
     with pytest.raises(ValueError, match="clip_grad_norm_ was given a tensor"):
         gemini.GeminiDDP(Gan(False), config()).clip_grad_norm_(1.0, params=[nn.Parameter(torch.ones(1))])
-    assert judge
 
 
 def test_a_param_in_two_optimizers_is_refused() -> None:
@@ -352,7 +339,7 @@ def test_arguments_of_others_are_refused(arguments: Any, error: Any, what: str) 
 
 
 def test_with_all_the_trimmings(tmp_path: Path) -> None:
-    """Trainer's defaults: summary, checkpoints, a logger, sanity check, validation in between, learning rates logged."""
+    """Trainer's defaults: summary, checkpoints, a logger, sanity check, validation in between, rates logged."""
     module = Tiny()
     logger = L.pytorch.loggers.CSVLogger(tmp_path)
     run = L.Trainer(
