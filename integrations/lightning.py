@@ -66,6 +66,8 @@ class GeminiStrategy(DDPStrategy):
     """
 
     strategy_name = "gemini"
+    optimizers: Any
+    _precision_plugin: Any
 
     def __init__(self, config: GeminiConfig | None = None, *, reduce_every_backward: bool = False, **ddp: Any):
         if config is not None and not isinstance(config, GeminiConfig):
@@ -102,7 +104,7 @@ class GeminiStrategy(DDPStrategy):
     @property
     def engine(self) -> Engine:
         """The engine of the managed model."""
-        return self.managed._gemini_engine
+        return _engine(self.managed)
 
     # ---- precision: Trainer makes a plugin of its own from precision=..., and hands it to this setter ---------------
 
@@ -151,7 +153,7 @@ class GeminiStrategy(DDPStrategy):
             config = dataclasses.replace(config, device=str(self.root_device))
         config = dataclasses.replace(config, precision=compute)
         if isinstance(module, GeminiDDP):
-            existing = module._gemini_engine.config  # type: ignore[attr-defined]
+            existing = _engine(module).config
             known = dataclasses.replace(existing, device=existing.device or str(self.root_device))
             if known.precision != compute or (self.config is not None and known != config):
                 raise GeminiError(
@@ -256,6 +258,10 @@ class GeminiStrategy(DDPStrategy):
         """Lightning's own would move the states to the GPU."""
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             optimizer.load_state_dict(state)
+
+
+def _engine(module: Any) -> Engine:
+    return module._gemini_engine
 
 
 GeminiStrategy.register_strategies(StrategyRegistry)

@@ -24,9 +24,12 @@ for name in ("lightning.pytorch", "lightning.fabric", "lightning"):
 warnings.filterwarnings("ignore", module="lightning")
 
 import lightning as L  # noqa: E402
-from gemini.integrations.lightning import GeminiStrategy  # noqa: E402
 
 import gemini  # noqa: E402
+
+KNOWN_BEFORE = "gemini" in L.pytorch.strategies.StrategyRegistry
+
+from gemini.integrations.lightning import GeminiStrategy  # noqa: E402
 
 WIDTH, ROWS = 16, 4
 

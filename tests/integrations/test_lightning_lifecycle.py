@@ -99,7 +99,7 @@ def test_a_frozen_model_is_evaluated_with_its_weights_alone() -> None:
 
 
 class Reading(Tiny):
-    """Its validation reads params where no module computes, under inference mode (Lightning leaves that out on gloo)."""
+    """Its validation reads params where no module computes, in inference mode (which Lightning has off on gloo)."""
 
     def validation_step(self, batch: Any, index: int) -> None:
         assert not torch.is_grad_enabled()
