@@ -26,6 +26,7 @@ warnings.filterwarnings("ignore", module="lightning")
 import lightning as L  # noqa: E402
 
 import gemini  # noqa: E402
+from gemini.train.reduction import Reduction  # noqa: E402
 
 KNOWN_BEFORE = "gemini" in L.pytorch.strategies.StrategyRegistry
 
@@ -185,11 +186,12 @@ def assert_same(a: dict[str, Any], b: dict[str, Any]) -> None:
 def main(out: str) -> None:
     """One rank of two: Lightning, the plain loop, and Lightning in two halves. Rank 0 writes what came out of each."""
     found: dict[str, Any] = {"known before": KNOWN_BEFORE}
+    blocked = count_no_sync()
     settings: dict[str, Any] = {"devices": 2, "accumulate_grad_batches": 2, "gradient_clip_val": 0.5}
     whole = trainer(GeminiStrategy(config("bf16")), max_epochs=2, **settings)
     module = Tiny()
     whole.fit(module, batches_of(whole.global_rank))
-    found["lightning"], found["losses"] = state_of(module), module.losses
+    found["lightning"], found["losses"], found["blocked"] = state_of(module), module.losses, len(blocked)
 
     plain, _, _ = plain_loop(Tiny(), config("bf16"), batches_of(whole.global_rank), accumulate=2, clip=0.5, epochs=2)
     found["plain"] = state_of(plain)
@@ -197,6 +199,10 @@ def main(out: str) -> None:
     half = trainer(GeminiStrategy(config("bf16")), **settings)
     half.fit(Tiny(), batches_of(half.global_rank))
     half.save_checkpoint(Path(out) / "two.ckpt")
+    blocked.clear()
+    often, each = Tiny(), trainer(GeminiStrategy(config("bf16"), reduce_every_backward=True), **settings)
+    each.fit(often, batches_of(each.global_rank))
+    found["often"], found["blocked often"] = state_of(often), len(blocked)
     again = trainer(GeminiStrategy(config("bf16")), max_epochs=2, **settings)
     resumed = Tiny()
     again.fit(resumed, batches_of(again.global_rank), ckpt_path=Path(out) / "two.ckpt")
@@ -207,6 +213,19 @@ def main(out: str) -> None:
     except gemini.GeminiError as e:
         found[f"refusal {again.global_rank}"] = str(e)
     torch.save(found, Path(out) / f"rank{again.global_rank}.pt")
+
+
+def count_no_sync() -> list[None]:
+    """Grows by one each time a backward keeps its gradients to its rank."""
+    seen: list[None] = []
+    without_reducing = Reduction.without_reducing
+
+    def counted(self: Any) -> Any:
+        seen.append(None)
+        return without_reducing(self)
+
+    Reduction.without_reducing = counted  # type: ignore[method-assign]
+    return seen
 
 
 def batches_of(rank: int) -> Any:

@@ -169,6 +169,17 @@ def test_writing_holds_one_param_at_a_time(tmp_path: Path, monkeypatch: Any) -> 
     assert torch.equal(saved["state_dict"]["layers.3.weight"], module.full_param("layers.3.weight", torch.float32))
 
 
+def test_loading_maps_the_file(tmp_path: Path) -> None:
+    run = fit(Tiny(), GeminiStrategy(config("bf16")), 4)
+    run.save_checkpoint(tmp_path / "x.ckpt")
+    with open("/proc/self/maps") as maps:
+        assert "x.ckpt" not in maps.read()
+    checkpoint = run.strategy.load_checkpoint(tmp_path / "x.ckpt")
+    with open("/proc/self/maps") as maps:
+        assert "x.ckpt" in maps.read()
+    assert checkpoint["global_step"] == 1
+
+
 class Hooked(Tiny):
     do: Any = None
 

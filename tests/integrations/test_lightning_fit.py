@@ -281,6 +281,38 @@ def test_two_optimizers_by_hand(toggle: bool, tmp_path: Path) -> None:
     module._gemini_engine.check_invariants()
 
 
+class Thawing(Gan):
+    """Trains the judge alone, never through the model's own forward; its last layer is frozen for the first steps."""
+
+    def __init__(self) -> None:
+        super().__init__(False)
+        self.judge[2].requires_grad_(False)
+
+    def step_on(self, x: torch.Tensor, optimizer: Any, backward: Any, number: int) -> None:
+        if number == 2:
+            self.judge[2].requires_grad_(True)
+        optimizer.zero_grad()
+        backward(self.judge(x).square().mean())
+        optimizer.step()
+
+    def training_step(self, batch: Any, index: int) -> None:
+        self.step_on(batch[0], self.optimizers(), self.manual_backward, index)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.judge.parameters(), lr=1e-2)
+
+
+def test_a_param_that_is_thawed_in_a_manual_loop_is_trained() -> None:
+    module, plain = Thawing(), Thawing()
+    fit(module, GeminiStrategy(config()), 20)
+    optimizer = plain.configure_optimizers()
+    for number, batch in enumerate(loader(20)):
+        plain.step_on(batch[0], optimizer, lambda loss: loss.backward(), number)
+    for name, value in plain.state_dict().items():
+        assert torch.allclose(module.full_param(name), value, rtol=1e-4, atol=1e-6), name
+    assert state_of(module)["step/judge.2.weight"] == 3
+
+
 def test_clipping_one_of_two_leaves_the_other_alone() -> None:
     """Both have gradients; one is clipped and steps, then the other: torch's figures, each by its own norm."""
 

@@ -186,6 +186,7 @@ def test_an_exception_leaves_a_model_that_goes_on(where: str, error: BaseExcepti
     with pytest.raises(SystemExit if isinstance(error, KeyboardInterrupt) else RuntimeError):
         fit(module, GeminiStrategy(settings), callbacks=[Failing(where, error)])
     module._gemini_engine.check_invariants()
+    assert all(module.full_grad(name) is None for name, _ in module.named_parameters())
     module.error = None
     once = Tiny()
     fit(once, GeminiStrategy(config("bf16")), 4)

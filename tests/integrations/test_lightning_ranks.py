@@ -38,6 +38,14 @@ def test_two_ranks_are_the_plain_loop_of_two(job: Any) -> None:
     assert_same(second["lightning"], first["lightning"])
 
 
+def test_backwards_of_an_accumulation_reduce_nothing_unless_told_to(job: Any) -> None:
+    out, (first, _) = job
+    assert (first["blocked"], first["blocked often"]) == (6, 0)
+    half = torch.load(out / "two.ckpt")["state_dict"]
+    for name, value in half.items():
+        assert torch.allclose(first["often"][f"master/{name}"], value, atol=1e-3), name
+
+
 def test_two_ranks_resume(job: Any) -> None:
     for rank in job[1]:
         assert_same(rank["resumed"], rank["lightning"])
