@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import sys
 import zipfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -25,6 +26,7 @@ from gemini.ranks.agreement import Point
 from gemini.train import streamed_file
 from gemini.train.ddp import GeminiDDP
 from gemini.train.engine import Engine
+from gemini.train.guard import refuse_in
 from gemini.train.hooks import call_as_forward
 from gemini.train.optimizer import HybridAdam
 from gemini.train.together import agree
@@ -36,6 +38,7 @@ try:
     from lightning.pytorch.plugins.precision import Precision
     from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
     from lightning.pytorch.trainer.states import TrainerFn
+    from lightning.pytorch.utilities import grad_norm
 except ImportError as e:
     raise ImportError(f"gemini.integrations.lightning needs Lightning 2.6 or newer ({e}): pip install lightning") from e
 
@@ -87,6 +90,7 @@ class GeminiStrategy(DDPStrategy):
         self.reduce_every_backward = reduce_every_backward
         self.grad_norm: torch.Tensor | None = None
         """Norm of all gradients (with several optimizers: of the last one's) as clipping found it."""
+        self._weights_only: bool | None = None
         super().__init__(**ddp)
 
     @classmethod
@@ -214,6 +218,9 @@ class GeminiStrategy(DDPStrategy):
     @property
     def restore_checkpoint_after_setup(self) -> bool:
         """Weights are loaded into the managed model: every bit of the masters, whatever dtype the plain one had."""
+        asking = sys._getframe(1)
+        if asking.f_code is pl.Trainer._run.__code__:  # it forgets this argument where it restores after setup (2.6)
+            self._weights_only = asking.f_locals.get("weights_only")
         return True
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -250,6 +257,7 @@ class GeminiStrategy(DDPStrategy):
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """A local file is mapped, not read: its pages come when they are copied into chunks."""
+        weights_only = self._weights_only if weights_only is None else weights_only
         if self._is_local(checkpoint_path) and zipfile.is_zipfile(checkpoint_path):
             return torch.load(checkpoint_path, map_location="cpu", mmap=True, weights_only=weights_only)
         return super().load_checkpoint(checkpoint_path, weights_only=weights_only)
@@ -265,3 +273,8 @@ def _engine(module: Any) -> Engine:
 
 
 GeminiStrategy.register_strategies(StrategyRegistry)
+refuse_in(
+    grad_norm,
+    "lightning.pytorch.utilities.grad_norm would see no gradient of {name!r}: gradients of a managed model live in "
+    "chunks. Use trainer.strategy.grad_norm, which clipping leaves, or model.full_grad(name)",
+)

@@ -100,7 +100,7 @@ class ManagedParameter(nn.Parameter):
         kwargs = kwargs or {}
         if func in _METADATA:
             if func == _GET_GRAD:  # a new wrapper each time: equal, not identical
-                _refuse_torch_clipping(args[0])
+                _refuse_where_blind(args[0])
             elif func in _FLIPS:
                 engine_of(args[0]._gemini).requires_grad_changed = True
             elif func == _SET_GRAD and args[1] is not None:
@@ -297,20 +297,27 @@ def _code(function: Any) -> Any:
     return function.__code__
 
 
-_TORCH_CLIPPING = {
-    _code(getattr(clip_grad, name)) for name in ("clip_grad_norm_", "clip_grad_value_") if hasattr(clip_grad, name)
+_BLIND = {
+    _code(getattr(clip_grad, name)): (
+        f"torch.nn.utils.{name} would see no gradient of {{name!r}} and clip nothing: gradients of a managed model "
+        "live in chunks. Use model.clip_grad_norm_(max_norm)"
+    )
+    for name in ("clip_grad_norm_", "clip_grad_value_")
+    if hasattr(clip_grad, name)
 }
 
 
-def _refuse_torch_clipping(param: Any) -> None:
+def refuse_in(function: Callable[..., Any], message: str) -> None:
+    """Let ``p.grad`` of managed params raise ``message`` (with ``{name!r}``) where ``function`` looks at it."""
+    _BLIND[_code(function)] = message
+
+
+def _refuse_where_blind(param: Any) -> None:
     """``p.grad`` is None to the outside, so torch's clipping would do nothing, silently: say so instead."""
     frame = sys._getframe(2)
     for _ in range(3):  # the getter, perhaps a comprehension, torch's function
-        if frame.f_code in _TORCH_CLIPPING:
-            raise ParamAccessError(
-                f"torch.nn.utils.{frame.f_code.co_name} would see no gradient of {param._gemini.name!r} and clip "
-                "nothing: gradients of a managed model live in chunks. Use model.clip_grad_norm_(max_norm)"
-            )
+        if frame.f_code in _BLIND:
+            raise ParamAccessError(_BLIND[frame.f_code].format(name=param._gemini.name))
         if frame.f_back is None:
             return
         frame = frame.f_back

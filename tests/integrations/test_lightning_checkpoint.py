@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import pickle
 import signal
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import lightning.pytorch.strategies.strategy as lightning_strategy
 import pytest
 import torch
 from gemini.integrations.lightning import GeminiStrategy
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.plugins import AsyncCheckpointIO
 from lightning_cases import L, Tiny, alone, assert_same, clean_environment, config, loader, on_disk, state_of, trainer  # noqa: F401
 
@@ -178,6 +179,37 @@ def test_loading_maps_the_file(tmp_path: Path) -> None:
     with open("/proc/self/maps") as maps:
         assert "x.ckpt" in maps.read()
     assert checkpoint["global_step"] == 1
+
+
+class Own:
+    """A value of the user's that no checkpoint of weights only may hold."""
+
+
+def test_hyperparameters_of_ones_own_types(tmp_path: Path) -> None:
+    """Lightning forgets weights_only=False where it restores after setup."""
+    run = fit(Tiny(), GeminiStrategy(config("bf16")), 4)
+    run.lightning_module.hparams["own"] = Own()
+    run.save_checkpoint(tmp_path / "x.ckpt")
+    again = trainer(GeminiStrategy(config("bf16")), max_epochs=2)
+    with pytest.raises(pickle.UnpicklingError):
+        again.fit(Tiny(), loader(4), ckpt_path=tmp_path / "x.ckpt")
+    again = trainer(GeminiStrategy(config("bf16")), max_epochs=2)
+    again.fit(Tiny(), loader(4), ckpt_path=tmp_path / "x.ckpt", weights_only=False)
+    assert again.global_step == 2
+
+
+def test_gemini_checkpoints_can_be_written_by_a_callback(tmp_path: Path) -> None:
+    class Saving(Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
+            if trainer.global_step == 3:
+                gemini.save_checkpoint(tmp_path / "three", module, trainer.optimizers[0], module.lr_schedulers())
+
+    module: Any = Tiny()
+    run = fit(module, GeminiStrategy(config("bf16")), 12, callbacks=[Saving()])
+    state = state_of(module)
+    fit(module, GeminiStrategy(config("bf16")), 4)
+    gemini.load_checkpoint(tmp_path / "three", module, run.optimizers[0], run.lr_scheduler_configs[0].scheduler)
+    assert_same(state_of(module), state)
 
 
 class Hooked(Tiny):

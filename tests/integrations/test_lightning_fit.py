@@ -11,9 +11,11 @@ import torch
 from gemini.integrations.lightning import GeminiStrategy
 from lightning.pytorch.callbacks import (
     EMAWeightAveraging,
+    LearningRateFinder,
     LearningRateMonitor,
     StochasticWeightAveraging,
 )
+from lightning.pytorch.utilities import grad_norm
 from lightning_cases import (
     L,
     Tiny,
@@ -139,6 +141,51 @@ def test_a_step_may_use_params_and_the_model_itself_as_it_likes(precision: str, 
     exact = Free()
     reference = fit(exact, GeminiStrategy(config("fp32")), 8, gradient_clip_val=1e9)
     assert norms[0] == norms[1] == pytest.approx(float(reference.strategy.grad_norm), rel=0.02)
+
+
+def test_a_step_that_is_left_out_and_gradients_that_are_not_kept() -> None:
+    class Skipping(Tiny):
+        def training_step(self, batch: Any, index: int) -> Any:
+            return None if index == 1 else super().training_step(batch, index)
+
+    kept, transient = Skipping(), Skipping()
+    fit(kept, GeminiStrategy(config("bf16")))
+    fit(transient, GeminiStrategy(config("bf16", gradients="transient")))
+    assert state_of(kept)["step/scale"] == 5
+    assert_same(state_of(kept), state_of(transient))
+    with pytest.raises(gemini.GeminiError, match="cannot be clipped"):
+        fit(Tiny(), GeminiStrategy(config("bf16", gradients="transient")), gradient_clip_val=1.0)
+
+
+def test_gradients_that_would_not_be_found_are_not_looked_for() -> None:
+    class Looking(Tiny):
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            self.log_dict(grad_norm(self, norm_type=2))
+
+    with pytest.raises(gemini.GeminiError, match=r"trainer\.strategy\.grad_norm"):
+        fit(Looking(), "gemini", 4)
+
+
+def test_the_learning_rate_finder_puts_everything_back() -> None:
+    class Free(Tiny):
+        lr = 1e-2
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.parameters(), lr=self.lr)
+
+    finder = LearningRateFinder(num_training_steps=5)
+    module, direct = Free(), Free()
+    fit(module, GeminiStrategy(config("bf16")), callbacks=[finder], enable_checkpointing=True)
+    fit(direct, GeminiStrategy(config("bf16")))
+    assert module.lr == direct.lr and module.losses[-6:] == direct.losses and len(module.losses) > 6
+    assert_same(state_of(module), state_of(direct))
+
+
+def test_a_module_compiled_as_a_whole_is_refused() -> None:
+    module = Tiny()
+    module._compiler_ctx = {"compiler": "dynamo"}  # what Trainer notes of torch.compile(module), which takes seconds
+    with pytest.raises(gemini.GeminiError, match="compile parts of it"):
+        fit(module, "gemini", 4)
 
 
 def test_wrapped_by_hand_first(tmp_path: Path) -> None:
