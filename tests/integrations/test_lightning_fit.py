@@ -166,7 +166,7 @@ def test_gradients_that_would_not_be_found_are_not_looked_for() -> None:
         fit(Looking(), "gemini", 4)
 
 
-def test_the_learning_rate_finder_puts_everything_back() -> None:
+def test_the_learning_rate_finder_puts_everything_back(tmp_path: Path) -> None:
     class Free(Tiny):
         lr = 1e-2
 
@@ -175,7 +175,8 @@ def test_the_learning_rate_finder_puts_everything_back() -> None:
 
     finder = LearningRateFinder(num_training_steps=5)
     module, direct = Free(), Free()
-    fit(module, GeminiStrategy(config("bf16")), callbacks=[finder], enable_checkpointing=True)
+    saving = {"enable_checkpointing": True, "default_root_dir": tmp_path}
+    fit(module, GeminiStrategy(config("bf16")), callbacks=[finder], **saving)
     fit(direct, GeminiStrategy(config("bf16")))
     assert module.lr == direct.lr and module.losses[-6:] == direct.losses and len(module.losses) > 6
     assert_same(state_of(module), state_of(direct))
