@@ -69,8 +69,10 @@ def remove_leftovers(final: Path) -> None:
             alive = False
         except PermissionError:
             alive = True
-        if not alive:
+        if not alive and leftover.is_dir():
             shutil.rmtree(leftover, ignore_errors=True)
+        elif not alive:
+            leftover.unlink(missing_ok=True)
 
 
 def find(path: Path) -> Path:

@@ -22,6 +22,7 @@ from gemini.errors import GeminiError
 from gemini.memory.chunk import COMPUTE_DTYPES
 from gemini.train import hooks
 from gemini.train.adapters import faces_of, refuse_unsupported
+from gemini.train.clipping import clip_grad_norm
 from gemini.train.engine import Engine
 from gemini.train.export import export_pretrained
 from gemini.train.gathered import gathered
@@ -79,15 +80,20 @@ class GeminiDDP(nn.Module):
                 yield
 
     def clip_grad_norm_(
-        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+        self,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        *,
+        params: Iterable[nn.Parameter] | None = None,
     ) -> torch.Tensor:
         """Clip the gradients of all params to a total 2-norm of ``max_norm``; returns the norm before clipping.
 
         The gradients are scaled when the update reads them, in fp32, by ``max_norm / (norm + 1e-6)`` if that is below
-        1, as ``torch.nn.utils.clip_grad_norm_`` does.
+        1, as ``torch.nn.utils.clip_grad_norm_`` does. ``params``: only those of one of several optimizers.
 
         Raises:
-            ValueError: for another norm than the 2-norm, or a negative ``max_norm``.
+            ValueError: for another norm than the 2-norm, a negative ``max_norm``, or params of another model.
             NonFiniteGradient: with ``error_if_nonfinite``, before anything was touched.
         """
         if float(norm_type) != 2.0:
@@ -95,7 +101,8 @@ class GeminiDDP(nn.Module):
         if not max_norm >= 0:
             raise ValueError(f"max_norm must not be negative, got {max_norm}")
         refuse_injected(_engine(self), self, is_root=True)
-        return _engine(self).clip_grad_norm_(max_norm, error_if_nonfinite=error_if_nonfinite)
+        handles = None if params is None else [self._own(param, "clip_grad_norm_") for param in params]
+        return clip_grad_norm(_engine(self), max_norm, handles, error_if_nonfinite=error_if_nonfinite)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients."""
@@ -157,7 +164,7 @@ class GeminiDDP(nn.Module):
             raise GeminiError("state_dict(keep_vars=True): managed params hold no values; use keep_vars=False")
         engine = _engine(self)
         engine.check_whole()
-        return model_state(self, engine, super(), destination, prefix, dtype)
+        return model_state(super(), destination, prefix, lambda handle: engine.by_names.read(handle, dtype))
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load full weights by their original names; fp32 values become masters with every bit.
@@ -218,10 +225,10 @@ class GeminiDDP(nn.Module):
         """Refused: chunks are laid out for the sizes at hand."""
         raise GeminiError("resize_token_embeddings on a managed model: resize the embeddings before GeminiDDP(model)")
 
-    def _own(self, param: Any) -> ParamHandle:
+    def _own(self, param: Any, caller: str = "gathered()") -> ParamHandle:
         handle = handle_of(param)
         if handle is None or handle.engine() is not _engine(self):
-            raise ValueError("gathered() was given a tensor that is not a managed param of this model")
+            raise ValueError(f"{caller} was given a tensor that is not a managed param of this model")
         return handle
 
 

@@ -8,7 +8,6 @@ keeps the params guarded at all other times.
 from __future__ import annotations
 
 import gc
-import math
 import sys
 import weakref
 from collections import Counter
@@ -93,6 +92,7 @@ class Engine:
         self.moved_last_step: Counter[str] = Counter()
         self.num_gathered = 0
         self.backward_number = 0
+        self.in_method = False  # a method of the model runs as its forward: calls of the model are inside that one
         self.in_backward = False
         self.lost: str | None = None
         self.requires_grad_changed = False
@@ -327,22 +327,6 @@ class Engine:
             self.manager.grads_complete(chunk)
             if self.reduction is not None:
                 self.reduction.complete(chunk)
-
-    def clip_grad_norm_(self, max_norm: float, *, error_if_nonfinite: bool = False) -> torch.Tensor:
-        """Total 2-norm of all gradients (unscaled); the coefficient is applied in the update."""
-        self.recover_if_interrupted()
-        if self.config.gradients == "transient":
-            raise GeminiError(
-                'clipping needs every gradient before the first update: gradients="transient" cannot be clipped. '
-                'Use GeminiConfig(gradients="retain")'
-            )
-        self.settle_grads()
-        total = math.sqrt(self.gradients.total_sum(self.handles)) * self.clip_coefficient * self.grad_unscale
-        if error_if_nonfinite:
-            self.gradients.check_finite(self.handles)
-        if math.isfinite(total):
-            self.clip_coefficient *= min(1.0, float(max_norm) / (total + 1e-6))
-        return torch.tensor(total, dtype=torch.float32, device="cpu")
 
     def settle_grads(self) -> None:
         """With several ranks: make gradients and their norms those of all ranks. All of them must come here."""

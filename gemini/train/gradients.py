@@ -150,7 +150,13 @@ class GradientStore:
 
     def total_sum(self, handles: list[ParamHandle]) -> float:
         """Sum of squares over all gradients: per-param sums in tile order, params in declaration order."""
-        return kernels.total([kernels.total(h.norm_sums) for h in handles if h.norm_sums is not None])
+        return kernels.total([kernels.total(h.norm_sums) * h.clip**2 for h in handles if h.norm_sums is not None])
+
+    def clip(self, handles: list[ParamHandle], coefficient: float) -> None:
+        """Let the update scale the gradients of these params, beside the coefficient of the whole model."""
+        for handle in handles:
+            if handle.has_grad:
+                handle.clip *= coefficient
 
     def check_finite(self, handles: list[ParamHandle]) -> None:
         """Refuse inf and NaN.
@@ -168,7 +174,7 @@ class GradientStore:
 
     def discard(self, handles: list[ParamHandle]) -> None:
         for handle in handles:
-            handle.norm_sums = None
+            handle.norm_sums, handle.clip = None, 1.0
 
 
 def _grad_numel(chunk: Chunk) -> int:

@@ -59,6 +59,8 @@ class ParamHandle:
     """Updates this param has had (Adam's bias correction); a skipped step leaves it."""
     in_backward: int = -1
     """The number of the backward in which the gradient arrived last."""
+    clip: float = 1.0
+    """What clipping of some params (one optimizer's of several) makes of the gradient; 1 while there is none."""
 
     @property
     def has_grad(self) -> bool:
@@ -98,7 +100,7 @@ class ManagedParameter(nn.Parameter):
         kwargs = kwargs or {}
         if func in METADATA:
             if func == _GET_GRAD:  # a new wrapper each time: equal, not identical
-                _refuse_torch_clipping(args[0])
+                _refuse_where_blind(args[0])
             elif func in _FLIPS:
                 engine_of(args[0]._gemini).requires_grad_changed = True
             elif func == _SET_GRAD and args[1] is not None:
@@ -193,7 +195,8 @@ def _read_copies(func: Callable[..., Any], args: Any, kwargs: Any, handles: list
     what = f"{getattr(func, '__name__', func)} of managed param {handles[0].name!r}"
     if getattr(func, "__name__", "") == "__set__":
         raise ParamAccessError(_refusal("replacing the content", handles[0], write=True))
-    copies = {id(h.param): engine_of(h).by_names.read(h) for h in handles}
+    with torch.inference_mode(False):  # writes to tensors of inference mode could not be told
+        copies = {id(h.param): engine_of(h).by_names.read(h) for h in handles}
     if func is torch.Tensor.detach and sys._getframe(2).f_code is nn.Module._save_to_state_dict.__code__:
         return copies[id(handles[0].param)]  # the state dict of a part of the model: values, whoever has them
     versions = {key: copy._version for key, copy in copies.items()}
@@ -296,20 +299,27 @@ def _code(function: Any) -> Any:
     return function.__code__
 
 
-_TORCH_CLIPPING = {
-    _code(getattr(clip_grad, name)) for name in ("clip_grad_norm_", "clip_grad_value_") if hasattr(clip_grad, name)
+_BLIND = {
+    _code(getattr(clip_grad, name)): (
+        f"torch.nn.utils.{name} would see no gradient of {{name!r}} and clip nothing: gradients of a managed model "
+        "live in chunks. Use model.clip_grad_norm_(max_norm)"
+    )
+    for name in ("clip_grad_norm_", "clip_grad_value_")
+    if hasattr(clip_grad, name)
 }
 
 
-def _refuse_torch_clipping(param: Any) -> None:
+def refuse_in(function: Callable[..., Any], message: str) -> None:
+    """Let ``p.grad`` of managed params raise ``message`` (with ``{name!r}``) where ``function`` looks at it."""
+    _BLIND[_code(function)] = message
+
+
+def _refuse_where_blind(param: Any) -> None:
     """``p.grad`` is None to the outside, so torch's clipping would do nothing, silently: say so instead."""
     frame = sys._getframe(2)
     for _ in range(3):  # the getter, perhaps a comprehension, torch's function
-        if frame.f_code in _TORCH_CLIPPING:
-            raise ParamAccessError(
-                f"torch.nn.utils.{frame.f_code.co_name} would see no gradient of {param._gemini.name!r} and clip "
-                "nothing: gradients of a managed model live in chunks. Use model.clip_grad_norm_(max_norm)"
-            )
+        if frame.f_code in _BLIND:
+            raise ParamAccessError(_BLIND[frame.f_code].format(name=param._gemini.name))
         if frame.f_back is None:
             return
         frame = frame.f_back

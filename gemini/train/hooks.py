@@ -85,16 +85,42 @@ def _attach_root(
 
     def root_pre(module: nn.Module, args: Any) -> None:
         engine = _engine(ref)
-        engine.recover_if_interrupted()
+        if not engine.in_method:
+            engine.recover_if_interrupted()
         refuse_injected(engine, module, is_root=True)
-        if engine.requires_grad_changed:
-            follow_requires_grad(engine)
         begin(module, args)
 
     return (
         model.register_forward_pre_hook(root_pre, prepend=True),
         model.register_forward_hook(_post(ref, is_root=True), always_call=True),
     )
+
+
+def call_as_forward(model: nn.Module, engine: Engine, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run a method of ``model`` as its forward runs: params are ordinary, the loss scale enters at what it returns.
+
+    Calls of the model inside, ``model(x)`` too, are parts of it.
+    """
+    own = model.__dict__.get("forward")
+
+    def restore() -> None:
+        model.__dict__.pop("forward", None)
+        if own is not None:
+            model.__dict__["forward"] = own
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        restore()
+        engine.in_method = True
+        try:
+            return method(*args, **kwargs)
+        finally:
+            engine.in_method = False
+
+    model.__dict__["forward"] = forward
+    try:
+        return model(*args, **kwargs)
+    finally:
+        restore()
 
 
 def _pre(ref: weakref.ref[Engine], chunks: tuple[Chunk, ...], inside: str | None) -> Callable[[nn.Module, Any], None]:
@@ -106,6 +132,8 @@ def _pre(ref: weakref.ref[Engine], chunks: tuple[Chunk, ...], inside: str | None
 
     def pre(module: nn.Module, args: Any) -> None:
         engine = _engine(ref)
+        if engine.requires_grad_changed and not engine.computing:
+            follow_requires_grad(engine)
         if inside is None and not engine.computing:
             refuse_injected(engine, module, is_root=False)
         if inside is not None and not engine.computing and torch.is_grad_enabled():

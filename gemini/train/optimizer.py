@@ -263,18 +263,18 @@ class HybridAdam(torch.optim.Optimizer):
         engine.gradients.check_finite(handles)
         scale = engine.clip_coefficient * engine.grad_unscale
         by_chunk: dict[int, list[Segment]] = {}
-        hypers: dict[tuple[int, int], kernels.AdamHyper] = {}
+        hypers: dict[tuple[int, int, float], kernels.AdamHyper] = {}
         for handle, group in ready:
-            key = (id(group), handle.num_steps)
+            key = (id(group), handle.num_steps, handle.clip)
             if key not in hypers:
-                hypers[key] = _hyper(group, handle.num_steps + 1, scale)
+                hypers[key] = _hyper(group, handle.num_steps + 1, scale * handle.clip)
             by_chunk.setdefault(handle.chunk.spec.index, []).append(Segment(handle, hypers[key]))
         try:
             for index in sorted(by_chunk):
                 update_chunk(engine, engine.chunks[index], by_chunk[index])
                 for segment in by_chunk[index]:
                     segment.handle.num_steps += 1
-                    segment.handle.norm_sums = None
+                    segment.handle.norm_sums, segment.handle.clip = None, 1.0
         except BaseException as e:  # an interrupt between two chunks breaks the step as well
             engine.mark_lost(e)
             raise

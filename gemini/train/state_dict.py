@@ -7,22 +7,22 @@ says ``param.copy_(value)``, which the guard turns into a write of the master.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from gemini.train.guard import handle_of
+from gemini.train.guard import ParamHandle, handle_of
 
 if TYPE_CHECKING:
     from gemini.train.engine import Engine
 
 
 def model_state(
-    model: nn.Module, engine: Engine, original: Any, destination: Any, prefix: str, dtype: torch.dtype | None
+    original: Any, destination: Any, prefix: str, read: Callable[[ParamHandle], torch.Tensor]
 ) -> dict[str, Any]:
-    """Names to full values. ``original`` is ``super()`` of the managed model."""
+    """Names to full values. ``original`` is ``super()`` of the managed model, ``read`` gives those of a param."""
     before = set() if destination is None else set(destination)
     state = original.state_dict(destination=destination, prefix=prefix, keep_vars=True)
     copies: dict[int, torch.Tensor] = {}
@@ -32,7 +32,7 @@ def model_state(
         handle = handle_of(value)
         if handle is not None:
             if id(value) not in copies:
-                copies[id(value)] = engine.by_names.read(handle, dtype)
+                copies[id(value)] = read(handle)
             state[name] = copies[id(value)]
         elif isinstance(value, torch.Tensor):
             state[name] = value.detach().to("cpu", copy=True)

@@ -1,0 +1,47 @@
+"""Clipping by the norm: of all gradients, or of those of one of several optimizers.
+
+Nothing is scaled here. A coefficient is noted, for the whole model or beside each of the params, and the update applies
+it as it reads the gradients.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+
+from gemini.errors import GeminiError
+from gemini.train.guard import ParamHandle
+
+if TYPE_CHECKING:
+    from gemini.train.engine import Engine
+
+
+def clip_grad_norm(
+    engine: Engine, max_norm: float, handles: list[ParamHandle] | None, *, error_if_nonfinite: bool
+) -> torch.Tensor:
+    """Total 2-norm of the gradients of ``handles`` (None: of all), unscaled, as it was before.
+
+    Raises:
+        GeminiError: for transient gradients, which are gone when the norm is known.
+        NonFiniteGradient: with ``error_if_nonfinite``.
+    """
+    engine.recover_if_interrupted()
+    if engine.config.gradients == "transient":
+        raise GeminiError(
+            'clipping needs every gradient before the first update: gradients="transient" cannot be clipped. '
+            'Use GeminiConfig(gradients="retain")'
+        )
+    engine.settle_grads()
+    chosen = engine.handles if handles is None else handles
+    total = math.sqrt(engine.gradients.total_sum(chosen)) * engine.clip_coefficient * engine.grad_unscale
+    if error_if_nonfinite:
+        engine.gradients.check_finite(chosen)
+    if math.isfinite(total):
+        coefficient = min(1.0, float(max_norm) / (total + 1e-6))
+        if handles is None:
+            engine.clip_coefficient *= coefficient
+        else:
+            engine.gradients.clip(handles, coefficient)
+    return torch.tensor(total, dtype=torch.float32, device="cpu")

@@ -1,0 +1,280 @@
+"""Lightning: ``Trainer(strategy="gemini")`` and ``Trainer(strategy=GeminiStrategy(...))``.
+
+Importing this module registers the name. The strategy makes the LightningModule itself a managed model, turns
+``torch.optim.AdamW`` and ``Adam`` into ``HybridAdam``, and takes precision and clipping out of Lightning's hands: no
+autocast, no GradScaler. Processes, samplers and logging are those of Lightning's DDPStrategy. Checkpoints are ordinary
+Lightning files with exact fp32 masters and moments, written from the chunks param by param.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+import zipfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from gemini.integrations.stock_adam import hybrids_of
+
+from gemini.config import GeminiConfig
+from gemini.errors import GeminiError
+from gemini.ranks.agreement import Point
+from gemini.train import streamed_file
+from gemini.train.ddp import GeminiDDP
+from gemini.train.engine import Engine
+from gemini.train.guard import refuse_in
+from gemini.train.hooks import call_as_forward
+from gemini.train.optimizer import HybridAdam
+from gemini.train.together import agree
+
+try:
+    import lightning.pytorch as pl
+    from lightning.pytorch.core.optimizer import _MockOptimizer
+    from lightning.pytorch.plugins import TorchCheckpointIO
+    from lightning.pytorch.plugins.precision import Precision
+    from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
+    from lightning.pytorch.trainer.states import TrainerFn
+    from lightning.pytorch.utilities import grad_norm
+except ImportError as e:
+    raise ImportError(f"gemini.integrations.lightning needs Lightning 2.6 or newer ({e}): pip install lightning") from e
+
+from gemini.integrations.lightning_precision import GeminiPrecision, precision_of  # noqa: E402
+
+_REFUSED_CALLBACKS = {"StochasticWeightAveraging", "WeightAveraging", "ModelPruning"}
+_DDP_ARGUMENTS = {
+    "accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin",
+    "process_group_backend", "timeout",
+}  # fmt: skip
+
+
+class GeminiStrategy(DDPStrategy):
+    """Train a LightningModule as a managed model, in one process or in ``devices`` of them.
+
+    Args:
+        config: how to manage it. Its precision must agree with ``Trainer(precision=...)``; without a config, that
+            decides alone (Lightning's default is "32-true": fp32), and budgets are measured.
+        reduce_every_backward: with several ranks and accumulation, reduce gradients after each backward instead of the
+            last (``no_sync``): the same within rounding, more traffic, and 4 bytes per param and rank less.
+        ddp: arguments of Lightning's DDPStrategy about processes: ``timeout``, ``process_group_backend``,
+            ``cluster_environment``, ``checkpoint_io``, ...
+
+    Raises:
+        ValueError: for a precision that contradicts the config or is not one of "32-true", "bf16-mixed", "bf16-true",
+            "16-mixed", "16-true".
+        TypeError: for arguments that would go to DistributedDataParallel, whose place Gemini takes.
+    """
+
+    strategy_name = "gemini"
+    optimizers: Any
+    _precision_plugin: Any
+
+    def __init__(self, config: GeminiConfig | None = None, *, reduce_every_backward: bool = False, **ddp: Any):
+        if config is not None and not isinstance(config, GeminiConfig):
+            raise TypeError(f"GeminiStrategy(config) takes a gemini.GeminiConfig, got {type(config).__name__}")
+        if "start_method" in ddp and ddp["start_method"] != "popen":
+            raise ValueError(
+                f"start_method={ddp['start_method']!r}: a managed model lives in the process that trains it and does "
+                "not come back from a spawned one. Run a script (Lightning starts the others), or torchrun"
+            )
+        if unknown := ddp.keys() - _DDP_ARGUMENTS - {"start_method"}:
+            raise TypeError(
+                f"GeminiStrategy({', '.join(sorted(unknown))}=...): not an argument of Gemini's, and there is no "
+                f"DistributedDataParallel to give it to. Known are config, reduce_every_backward, "
+                f"{', '.join(sorted(_DDP_ARGUMENTS))}"
+            )
+        self.config = config
+        self.reduce_every_backward = reduce_every_backward
+        self.grad_norm: torch.Tensor | None = None
+        """Norm of all gradients (with several optimizers: of the last one's) as clipping found it."""
+        self._weights_only: bool | None = None
+        super().__init__(**ddp)
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Make the name known to Lightning."""
+        strategy_registry.register(cls.strategy_name, cls, description="chunks over GPU, CPU and NVMe, ZeRO-3")
+
+    @property
+    def managed(self) -> Any:
+        """The LightningModule as a managed model."""
+        if not isinstance(self.model, GeminiDDP):
+            raise GeminiError("the LightningModule is not managed yet: it is from Trainer.fit, validate, ... on")
+        return self.model
+
+    @property
+    def engine(self) -> Engine:
+        """The engine of the managed model."""
+        return _engine(self.managed)
+
+    # ---- precision: Trainer makes a plugin of its own from precision=..., and hands it to this setter ---------------
+
+    @property
+    def precision_plugin(self) -> Precision:
+        """Always a :class:`GeminiPrecision`."""
+        if self._precision_plugin is None:
+            self._precision_plugin = GeminiPrecision(self, "fp32" if self.config is None else self.config.precision)
+        return self._precision_plugin
+
+    @precision_plugin.setter
+    def precision_plugin(self, plugin: Precision | None) -> None:
+        if plugin is None or isinstance(plugin, GeminiPrecision):
+            self._precision_plugin = plugin
+            return
+        self._precision_plugin = GeminiPrecision(self, precision_of(plugin, self.config))
+
+    # ---- setup and end ----------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        """``configure_model`` builds in host memory (the model may be larger than the GPU) and in its own dtypes."""
+        with torch.device("cpu"):
+            yield
+
+    def setup(self, trainer: pl.Trainer) -> None:
+        """Manage the model and, to fit, its optimizers. The order matters: weights of a checkpoint come after it."""
+        assert self.accelerator is not None and self.lightning_module is not None
+        self.accelerator.setup(trainer)
+        for callback in trainer.callbacks:
+            if _REFUSED_CALLBACKS & {base.__name__ for base in type(callback).__mro__}:
+                raise GeminiError(
+                    f"{type(callback).__name__} copies and rewrites the weights behind Gemini's back: leave the "
+                    "callback out; average checkpoints afterwards, or keep averages of model.full_param(name)"
+                )
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        self.model = self._manage(self.lightning_module, fitting)
+        if fitting:
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+
+    def _manage(self, module: Any, fitting: bool) -> Any:
+        compute = self.precision_plugin.compute  # type: ignore[attr-defined]
+        config = GeminiConfig() if self.config is None else self.config
+        if config.device is None:
+            config = dataclasses.replace(config, device=str(self.root_device))
+        config = dataclasses.replace(config, precision=compute)
+        if isinstance(module, GeminiDDP):
+            existing = _engine(module).config
+            known = dataclasses.replace(existing, device=existing.device or str(self.root_device))
+            if known.precision != compute or (self.config is not None and known != config):
+                raise GeminiError(
+                    f"the model is managed already, with {known}, and this Trainer asks for {config}: a model keeps "
+                    "its config. Use the same strategy, or a fresh model with the weights of a checkpoint"
+                )
+            return module
+        if getattr(module, "_compiler_ctx", None) is not None:
+            raise GeminiError("the LightningModule was compiled as a whole: compile parts of it (a block's forward)")
+        device, root = torch.device("cpu" if config.device == "standin" else config.device), self.root_device
+        if device.type != root.type:
+            raise ValueError(
+                f"GeminiConfig(device={config.device!r}) and Trainer's accelerator ({root.type}) are different devices"
+            )
+        if fitting and self._layer_sync:
+            module = self._layer_sync.apply(module)
+        for part in module.modules():  # metrics and the like, which move their states themselves
+            if type(part)._apply is not torch.nn.Module._apply and not any(True for _ in part.parameters()):
+                part.to(root)
+        return GeminiDDP(module, config)
+
+    def setup_optimizers(self, trainer: pl.Trainer) -> None:
+        """Call ``configure_optimizers`` and turn what it gives into HybridAdam."""
+        super().setup_optimizers(trainer)
+        given = [getattr(optimizer, "_optimizer", optimizer) for optimizer in self.optimizers]
+        found = [optimizer for optimizer in given if not isinstance(optimizer, _MockOptimizer)]
+        hybrids = iter(hybrids_of(self.managed, found, [config.scheduler for config in self.lr_scheduler_configs]))
+        self.optimizers = [o if isinstance(o, _MockOptimizer) else next(hybrids) for o in given]
+
+    def teardown(self) -> None:
+        """The model stays managed and where it is; what an exception left half done is forgotten."""
+        if isinstance(self.model, GeminiDDP):
+            self.managed.zero_grad()
+        for part in (self.cluster_environment, self.precision_plugin, self.accelerator, self.checkpoint_io):
+            if part is not None:
+                part.teardown()
+
+    # ---- steps ------------------------------------------------------------------------------------------------------
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """With automatic optimization the step runs as the model's forward; a manual one calls the model itself."""
+        module: Any = self.lightning_module
+        if not module.automatic_optimization:
+            return module.training_step(*args, **kwargs)
+        return call_as_forward(module, self.engine, module.training_step, *args, **kwargs)
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Backwards of an accumulation but the last."""
+        if self.reduce_every_backward:
+            yield
+        else:
+            with self.managed.no_sync():
+                yield
+
+    # ---- checkpoints ------------------------------------------------------------------------------------------------
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """Weights are loaded into the managed model: every bit of the masters, whatever dtype the plain one had."""
+        asking = sys._getframe(1)
+        if asking.f_code is pl.Trainer._run.__code__:  # it forgets this argument where it restores after setup (2.6)
+            self._weights_only = asking.f_locals.get("weights_only")
+        return True
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """For :meth:`save_checkpoint`: names, shapes and dtypes; ``model.state_dict()`` gives values."""
+        if not isinstance(self.model, GeminiDDP):
+            return super().lightning_module_state_dict()
+        return streamed_file.promised_model_state(super(GeminiDDP, self.managed), self.engine)
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """As ``torch.optim.AdamW`` has it, the moments named but not read."""
+        optimizer = getattr(optimizer, "_optimizer", optimizer)
+        if not isinstance(optimizer, HybridAdam):
+            return super().optimizer_state(optimizer)
+        return streamed_file.promised_optimizer_state(optimizer)
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Written by rank 0 while the others serve its reads; a failure is raised on all of them."""
+        if not isinstance(self.model, GeminiDDP):
+            return super().save_checkpoint(checkpoint, filepath, storage_options)
+        refusal: Exception | None = None
+        try:
+            if self.is_global_zero and self._is_local(filepath) and storage_options is None:
+                streamed_file.write(checkpoint, Path(filepath))
+            elif self.is_global_zero:
+                values = streamed_file.keep_promises(checkpoint)
+                self.checkpoint_io.save_checkpoint(values, filepath, storage_options=storage_options)
+        except Exception as e:
+            refusal = e
+        agree(self.engine, Point.SAVE_CHECKPOINT, "Trainer.save_checkpoint", refusal)
+
+    def _is_local(self, path: Any) -> bool:
+        """Whether the file may be written here; through a CheckpointIO or a URL go values, 12 bytes per param."""
+        return type(self.checkpoint_io) is TorchCheckpointIO and "://" not in os.fspath(path)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """A local file is mapped, not read: its pages come when they are copied into chunks."""
+        weights_only = self._weights_only if weights_only is None else weights_only
+        if self._is_local(checkpoint_path) and zipfile.is_zipfile(checkpoint_path):
+            return torch.load(checkpoint_path, map_location="cpu", mmap=True, weights_only=weights_only)
+        return super().load_checkpoint(checkpoint_path, weights_only=weights_only)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Lightning's own would move the states to the GPU."""
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+            optimizer.load_state_dict(state)
+
+
+def _engine(module: Any) -> Engine:
+    return module._gemini_engine
+
+
+GeminiStrategy.register_strategies(StrategyRegistry)
+refuse_in(
+    grad_norm,
+    "lightning.pytorch.utilities.grad_norm would see no gradient of {name!r}: gradients of a managed model live in "
+    "chunks. Use trainer.strategy.grad_norm, which clipping leaves, or model.full_grad(name)",
+)

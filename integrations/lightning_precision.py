@@ -1,0 +1,95 @@
+"""Precision under the Lightning strategy: Lightning's flags in our words, and our plugin in the place of its own.
+
+Trainer makes a plugin from ``precision=...`` that would add autocast and a GradScaler, and clip gradients that are not
+there. Ours casts inputs, clips through the managed model, and keeps what a checkpoint needs to go on.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
+from lightning_utilities import apply_to_collection
+
+from gemini.config import GeminiConfig
+from gemini.errors import GeminiError
+from gemini.memory.chunk import COMPUTE_DTYPES
+from gemini.train.checkpoint_states import rng_states, set_rng_states
+from gemini.train.ddp import GeminiDDP
+
+if TYPE_CHECKING:
+    from gemini.integrations.lightning import GeminiStrategy
+
+_PRECISIONS = {"32-true": "fp32", "bf16-mixed": "bf16", "bf16-true": "bf16", "16-mixed": "fp16", "16-true": "fp16"}
+_FLAGS = {"fp32": "32-true", "bf16": "bf16-true", "fp16": "16-true"}
+
+
+def precision_of(plugin: Precision, config: GeminiConfig | None) -> str:
+    """What Trainer's plugin means, where ``config`` may have said it already.
+
+    Raises:
+        ValueError: for what we have no word for, and where the two contradict each other.
+    """
+    if type(plugin) not in (Precision, HalfPrecision, MixedPrecision) or plugin.precision not in _PRECISIONS:
+        raise ValueError(
+            f"precision={plugin.precision!r} ({type(plugin).__name__}) is not possible with strategy='gemini': "
+            f"use one of {', '.join(map(repr, _PRECISIONS))}"
+        )
+    asked = _PRECISIONS[plugin.precision]
+    if config is None or asked == config.precision:
+        return asked
+    if type(plugin) is Precision:  # "32-true" is also what Lightning says when its user said nothing
+        return config.precision
+    raise ValueError(
+        f"Trainer(precision={plugin.precision!r}) is {asked} for Gemini, and the strategy was given "
+        f"GeminiConfig(precision={config.precision!r}): make them agree, or leave Trainer's out"
+    )
+
+
+class GeminiPrecision(Precision):
+    """What the strategy puts in the place of Lightning's precision plugin: inputs, clipping, loss scale, RNG states."""
+
+    def __init__(self, strategy: GeminiStrategy, precision: str):
+        self.precision = _FLAGS[precision]
+        self.compute = precision
+        self._strategy = strategy
+
+    def convert_input(self, data: Any) -> Any:
+        """Floating-point tensors of a batch in the compute dtype, as Lightning's "bf16-true" does."""
+        if self.compute == "fp32":
+            return data
+        dtype = COMPUTE_DTYPES[self.compute]
+        return apply_to_collection(data, torch.Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t)
+
+    def clip_grad_by_norm(self, optimizer: Any, clip_val: float) -> None:
+        """Clip the gradients of one optimizer's params; ``strategy.grad_norm`` is their norm before."""
+        alone = len(self._strategy.optimizers) == 1
+        params = None if alone else [p for group in optimizer.param_groups for p in group["params"]]
+        self._strategy.grad_norm = self._strategy.managed.clip_grad_norm_(clip_val, params=params)
+
+    def clip_grad_by_value(self, optimizer: Any, clip_val: float) -> None:
+        """Refused."""
+        raise GeminiError(
+            'gradient_clip_algorithm="value": managed gradients are clipped by their norm only. Use '
+            'gradient_clip_algorithm="norm"'
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps besides Lightning's own: the fp16 loss scale, and the RNG states of every rank."""
+        if not isinstance(self._strategy.model, GeminiDDP):
+            return {}
+        states: list[Any] = [rng_states()]
+        if self._strategy.world_size > 1:
+            states = [None] * self._strategy.world_size
+            torch.distributed.all_gather_object(states, rng_states())
+        scale = self._strategy.engine.loss_scale
+        return {"rng": states, "loss_scale": None if scale is None else dict(vars(scale))}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Put back what :meth:`state_dict` gave; ranks beyond the saved ones keep their RNG states."""
+        scale = self._strategy.engine.loss_scale
+        if scale is not None and state_dict["loss_scale"] is not None:
+            vars(scale).update(state_dict["loss_scale"])
+        if self._strategy.global_rank < len(state_dict["rng"]):
+            set_rng_states(state_dict["rng"][self._strategy.global_rank])
