@@ -205,7 +205,8 @@ class ScaleGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, ref: weakref.ref[Engine]) -> torch.Tensor:  # type: ignore[override]
         ctx.ref = ref
-        return tensor.view_as(tensor)
+        # A loss may be changed in place afterwards (transformers' Trainer does), which autograd forbids for views.
+        return tensor.clone() if tensor.dim() == 0 else tensor.view_as(tensor)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]

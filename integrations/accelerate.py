@@ -1,0 +1,232 @@
+"""``GeminiAccelerator``: accelerate's ``Accelerator`` for models that Gemini manages, in the loop people already have.
+
+    accelerator = GeminiAccelerator(mixed_precision="bf16", gradient_accumulation_steps=4)
+    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+
+``prepare`` manages the model in place of DDP and device moves, and puts HybridAdam in the place of AdamW. Autocast and
+GradScaler stay off: precision is the config's. The Hugging Face Trainer integration uses the same class.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.utils import DistributedType
+from torch import nn
+
+from gemini.config import GeminiConfig
+from gemini.train.ddp import GeminiDDP
+from gemini.train.guard import engine_of, handle_of
+from gemini.train.optimizer import HybridAdam
+
+from .accelerate_state import SavingAccelerator
+from .adam import follow, owns_managed, to_hybrid_adam
+from .settings import check_config, check_precision, config_of, resolve_config
+
+
+class GeminiOptimizer(AcceleratedOptimizer):
+    """HybridAdam behind accelerate's face: no state is moved to a device, and a step fp16 has skipped is told."""
+
+    def __init__(self, optimizer: HybridAdam):
+        super().__init__(optimizer, device_placement=False, scaler=None)
+
+    def step(self, closure: Any = None) -> None:
+        """Update if gradients are complete (the last micro-batch of an accumulation)."""
+        engine = self.optimizer.engine()
+        scale = None if engine is None else engine.loss_scale
+        before = None if scale is None else scale.scale
+        super().step(closure)
+        self._is_overflow = scale is not None and before is not None and scale.scale < before
+
+
+class GeminiAccelerator(SavingAccelerator):
+    """An ``Accelerator`` whose ``prepare`` manages the model with Gemini.
+
+    Args:
+        gemini_config: how to manage models; None for measured budgets and the precision that ``mixed_precision`` says.
+        mixed_precision: "bf16", "fp16" or "no" (fp32 without a config); must not contradict the config.
+        **kwargs: accelerate's.
+
+    With several processes every micro-batch's gradients are reduced at once, so that a rank keeps its shard only.
+    ``with accelerator.no_sync(model)`` keeps them whole on each rank, and so does ``accumulate`` if you pass a
+    ``gradient_accumulation_plugin`` (its ``sync_each_batch=False`` is accelerate's default).
+
+    Raises:
+        ValueError: for what Gemini takes the place of (DeepSpeed, FSDP, Megatron, torch.compile, fp8), and for
+            precisions that differ.
+    """
+
+    _gemini_config: GeminiConfig | None
+    _gemini_flag: str | None
+
+    def __init__(self, *args: Any, gemini_config: GeminiConfig | None = None, **kwargs: Any):
+        flag = kwargs.pop("mixed_precision", None)
+        plugin = kwargs.get("gradient_accumulation_plugin")
+        super().__init__(*args, mixed_precision="no", **kwargs)
+        if flag is None:
+            flag = os.environ.get("ACCELERATE_MIXED_PRECISION")
+        self.adopt(gemini_config, None if flag is None else str(flag), reduce_always=plugin is None)
+
+    def adopt(self, config: GeminiConfig | None, flag: str | None, *, reduce_always: bool) -> None:
+        """What ``__init__`` adds to accelerate's; a Trainer's accelerator is given this class, then this."""
+        check_config(config)
+        check_precision(flag, config, f"mixed_precision={flag!r}")
+        if self.distributed_type not in (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU):
+            raise ValueError(
+                f"accelerate is configured for {self.distributed_type.value}: Gemini takes its place. Run "
+                "`accelerate config` again without it, or start with torchrun"
+            )
+        if self.state.dynamo_plugin.backend.value != "NO":
+            raise ValueError(
+                "torch.compile of a whole managed model is not supported: leave torch_compile= (dynamo_backend=, "
+                "ACCELERATE_DYNAMO_BACKEND) out"
+            )
+        if self.parallelism_config is not None and self.parallelism_config.total_size > 1:
+            raise ValueError("parallelism_config: Gemini shards over all processes; leave parallelism_config out")
+        self._gemini_config, self._gemini_flag = config, flag
+        self._gemini_replaced: list[tuple[Any, HybridAdam]] = []
+        if reduce_always:
+            self.gradient_state.plugin_kwargs["sync_each_batch"] = True
+
+    @property
+    def mixed_precision(self) -> str:
+        """What was asked for. accelerate itself is told "no", so that it adds neither autocast nor GradScaler."""
+        return self._gemini_flag or "no"
+
+    # ---- prepare ------------------------------------------------------------------------------------------------
+
+    def manage(self, model: nn.Module) -> Any:
+        """``GeminiDDP(model)`` unless it is managed already.
+
+        Raises:
+            ValueError: for models that were dispatched with ``device_map=``, or managed in another precision.
+        """
+        if isinstance(model, GeminiDDP):
+            self.check_managed(model)
+            return model
+        if len({str(where) for where in (getattr(model, "hf_device_map", None) or {}).values()}) > 1:
+            raise ValueError("the model was spread out with device_map=: load it without, Gemini places its weights")
+        config = resolve_config(
+            self._gemini_config, self._gemini_flag, self.device, accumulates=self.gradient_accumulation_steps > 1
+        )
+        return GeminiDDP(model, config)
+
+    def check_managed(self, model: nn.Module) -> None:
+        """Compare a model that may be managed already with what was asked for."""
+        there = config_of(model)
+        if there is not None:
+            check_precision(self._gemini_flag, there, f"mixed_precision={self._gemini_flag!r}")
+            if self._gemini_config is not None and _said(there) != _said(self._gemini_config):
+                raise ValueError(
+                    "the model is managed already, with another config: leave gemini_config= out, or give the bare "
+                    "model"
+                )
+
+    def prepare(self, *args: Any, device_placement: Any = None) -> Any:
+        """As accelerate's, models first; what belongs to a managed model is converted.
+
+        Raises:
+            ValueError: for an optimizer other than AdamW, Adam and HybridAdam.
+        """
+        for obj in args:
+            if isinstance(obj, nn.Module):
+                self.manage(obj)
+        return super().prepare(*args, device_placement=device_placement)
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> Any:
+        """Manage a model that is to be trained. With ``evaluation_mode`` another model (a teacher) stays plain."""
+        if evaluation_mode and not isinstance(model, GeminiDDP):
+            return super().prepare_model(model, device_placement, evaluation_mode)
+        self.manage(model)
+        if not any(model is known for known in self._models):
+            self._models.append(model)
+        model._is_accelerate_prepared = True  # type: ignore[assignment]
+        return model
+
+    def convert(self, optimizer: Any, schedulers: Any = ()) -> Any:
+        """The optimizer itself, or the HybridAdam in its place if it has managed params."""
+        if isinstance(optimizer, AcceleratedOptimizer) or not owns_managed(optimizer):
+            return optimizer
+        model_config = next(
+            engine_of(handle).config
+            for group in optimizer.param_groups
+            for param in group["params"]
+            if (handle := handle_of(param)) is not None
+        )
+        hybrid = to_hybrid_adam(optimizer, step_in_backward=model_config.gradients == "transient")
+        if hybrid is not optimizer:
+            self._gemini_replaced.append((optimizer, hybrid))
+        for scheduler in schedulers:
+            self.follow(scheduler)
+        return hybrid
+
+    def follow(self, scheduler: Any) -> None:
+        """Let a scheduler belong to the HybridAdam that took the place of its optimizer."""
+        for old, new in self._gemini_replaced:
+            follow(scheduler, old, new)
+
+    def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None) -> Any:
+        """Convert, and wrap without moving states."""
+        if getattr(optimizer, "_is_accelerate_prepared", False) or not owns_managed(optimizer):
+            return super().prepare_optimizer(optimizer, device_placement)
+        prepared = GeminiOptimizer(self.convert(optimizer))
+        self._optimizers.append(prepared)
+        return prepared
+
+    def prepare_scheduler(self, scheduler: Any) -> Any:
+        """Let it belong to the converted optimizer first."""
+        self.follow(scheduler)
+        return super().prepare_scheduler(scheduler)
+
+    # ---- a step -------------------------------------------------------------------------------------------------
+
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
+        """Clip all gradients of the managed model to ``max_norm``; returns their norm before.
+
+        Raises:
+            ValueError: for some of its params only, and before the last micro-batch of an accumulation.
+        """
+        params = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        handles = [handle for param in params if (handle := handle_of(param)) is not None]
+        if not handles:
+            return super().clip_grad_norm_(params, max_norm, norm_type)
+        engine = engine_of(handles[0])
+        given = {id(handle) for handle in handles}
+        if any(h.param.requires_grad and id(h) not in given for h in engine.handles) or len(given) < len(params):
+            raise ValueError(
+                "clip_grad_norm_ clips a managed model as a whole: pass model.parameters() of one model, all of them"
+            )
+        if not self.sync_gradients:
+            raise ValueError(
+                "clip_grad_norm_ before the last micro-batch: clipping now and again would scale gradients that are "
+                "still to come. Write `if accelerator.sync_gradients: accelerator.clip_grad_norm_(...)`"
+            )
+        model = next(m for m in self._models if m.__dict__.get("_gemini_engine") is engine)
+        return model.clip_grad_norm_(max_norm, norm_type)
+
+    def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
+        """Refused for managed params: their gradients are clipped by norm only."""
+        params = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        if any(handle_of(param) is not None for param in params):
+            raise ValueError("clip_grad_value_ on a managed model: use clip_grad_norm_, its gradients live in chunks")
+        super().clip_grad_value_(params, clip_value)
+
+    @contextmanager
+    def no_sync(self, model: nn.Module | None = None) -> Iterator[None]:
+        """``model.no_sync()``: whole gradients stay on each rank until the next backward outside."""
+        with model.no_sync() if isinstance(model, GeminiDDP) else super().no_sync(model):
+            yield
+
+
+def _said(config: GeminiConfig) -> GeminiConfig:
+    """A config without what :func:`resolve_config` may have added to it."""
+    gradients = "retain" if config.gradients == "accumulate" else config.gradients
+    return replace(config, device=None, gradients=gradients)

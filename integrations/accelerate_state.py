@@ -1,0 +1,129 @@
+"""Saving and loading for ``GeminiAccelerator``: accelerate's folder, with Gemini's checkpoint inside.
+
+What accelerate knows (schedulers, RNGs, samplers, registered objects) it writes itself; masters, moments and step
+counts of managed models are a Gemini checkpoint in the same folder. An identifier written into both tells whether they
+belong together.
+"""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+from torch import nn
+
+from gemini.errors import StorageError
+from gemini.train import checkpoint_files
+from gemini.train.checkpoint import load_checkpoint, save_checkpoint
+from gemini.train.ddp import GeminiDDP
+from gemini.train.optimizer import HybridAdam
+
+_STATE_ID = "gemini.json"
+Pairs = list[tuple[str, Any, HybridAdam]]
+"""Folder, model and optimizer of each model that is trained here."""
+
+
+class SavingAccelerator(Accelerator):
+    """The half of ``GeminiAccelerator`` that saves and loads."""
+
+    _models: list[Any]
+    _optimizers: list[Any]
+
+    def save_model(self, model: nn.Module, save_directory: Any, max_shard_size: Any = "10GB", **kwargs: Any) -> None:
+        """As accelerate's; a managed transformers model is streamed from its tiers, with its config. All ranks call."""
+        if isinstance(model, GeminiDDP) and hasattr(model, "config"):
+            model.save_pretrained(save_directory, max_shard_size=max_shard_size)
+        else:
+            super().save_model(model, save_directory, max_shard_size, **kwargs)
+
+    def save_state(self, output_dir: Any = None, safe_serialization: bool = True, **kwargs: Any) -> Any:
+        """Everything a resumed run needs to be the same run, bit for bit. All ranks call, between steps.
+
+        Managed models and their optimizers go into ``output_dir/gemini`` (``gemini_1``, ...), the rest where accelerate
+        puts it. A state whose saving was interrupted is refused by :meth:`load_state`; give each a folder of its own.
+        """
+        token = uuid.uuid4().hex
+        pairs = self._managed_pairs()
+        with self._without(pairs):
+            location = Path(super().save_state(output_dir, safe_serialization, **kwargs))
+        if pairs and self.is_main_process:
+            (location / _STATE_ID).write_text(json.dumps({"id": token}))
+        for folder, model, optimizer in pairs:
+            save_checkpoint(location / folder, model, optimizer, extra={"id": token})
+        return location
+
+    def load_state(self, input_dir: Any = None, load_kwargs: Any = None, **kwargs: Any) -> None:
+        """What :meth:`save_state` saved; with automatic naming and no ``input_dir`` the newest that is whole.
+
+        Raises:
+            StorageError: if it was not saved by this class, or its saving was interrupted; nothing was changed.
+            PlanMismatch: if it was saved for another model, precision or other groups.
+        """
+        pairs = self._managed_pairs()
+        if pairs:
+            input_dir = self._newest_whole(pairs) if input_dir is None else Path(input_dir).expanduser()
+            _check_state(Path(input_dir), pairs)
+        with self._without(pairs):
+            super().load_state(None if input_dir is None else str(input_dir), load_kwargs, **kwargs)
+        for folder, model, optimizer in pairs:
+            load_checkpoint(Path(input_dir) / folder, model, optimizer)
+
+    def _managed_pairs(self) -> Pairs:
+        """Folder, model and optimizer of each model that is trained here."""
+        pairs: Pairs = []
+        for model in self._models:
+            engine = model.__dict__.get("_gemini_engine")
+            own = [o.optimizer for o in self._optimizers if engine is not None and _engine_in(o) is engine]
+            if len(own) > 1:
+                raise ValueError("save_state: the model has several optimizers; make one HybridAdam with groups")
+            if own:
+                pairs.append((f"gemini_{len(pairs)}" if pairs else "gemini", model, own[0]))
+        return pairs
+
+    @contextmanager
+    def _without(self, pairs: Pairs) -> Iterator[None]:
+        """accelerate does not see what is saved by Gemini."""
+        models, optimizers = self._models, self._optimizers
+        self._models = [m for m in models if not any(m is own for _, own, _ in pairs)]
+        self._optimizers = [o for o in optimizers if not any(o.optimizer is own for _, _, own in pairs)]
+        try:
+            yield
+        finally:
+            self._models, self._optimizers = models, optimizers
+
+    def _newest_whole(self, pairs: Pairs) -> Path:
+        if not self.project_configuration.automatic_checkpoint_naming:
+            raise ValueError("load_state(): no input_dir, and automatic checkpoint naming is off")
+        folder = Path(self.project_dir) / "checkpoints"
+        for path in sorted(folder.glob("checkpoint_*"), key=lambda p: int(p.name.rpartition("_")[2]), reverse=True):
+            try:
+                _check_state(path, pairs)
+            except StorageError:
+                continue
+            return path
+        raise StorageError(f"there is no whole state in {folder}")
+
+
+def _engine_in(optimizer: Any) -> Any:
+    inner = optimizer.optimizer
+    return inner.engine() if isinstance(inner, HybridAdam) else None
+
+
+def _check_state(location: Path, pairs: Pairs) -> None:
+    """Refuse a folder whose parts do not belong together, before anything is changed."""
+    try:
+        token = json.loads((location / _STATE_ID).read_text())["id"]
+    except (OSError, ValueError, KeyError) as e:
+        raise StorageError(
+            f"{location} was not saved by GeminiAccelerator.save_state, or its saving was interrupted: give another "
+            "folder, or load its weights alone (model.load_state_dict) and start anew"
+        ) from e
+    for folder, _, _ in pairs:
+        path = checkpoint_files.find(location / folder)
+        if checkpoint_files.read_manifest(path)["extra"] != {"id": token}:
+            raise StorageError(f"{location} was being overwritten when its saving was interrupted: give an older one")

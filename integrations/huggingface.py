@@ -1,0 +1,239 @@
+"""``GeminiTrainer``: transformers' ``Trainer`` with the model managed by Gemini. One line in a script:
+
+    from gemini.integrations.huggingface import GeminiTrainer as Trainer
+
+``GeminiTrainerMixin`` does the same for any subclass: ``class GeminiSFTTrainer(GeminiTrainerMixin, SFTTrainer)``. The
+model is managed when training, evaluation or prediction begins, so that whatever prepares it before (PEFT, freezing, a
+``model_init``) may. All of Trainer's own loop stays; what is replaced is the accelerator, and how things are saved.
+"""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import Seq2SeqTrainer, Trainer
+from transformers.trainer_utils import get_last_checkpoint
+
+from gemini.config import GeminiConfig
+from gemini.ranks.agreement import Point
+from gemini.train.checkpoint import load_checkpoint
+from gemini.train.checkpoint_states import rng_states, set_rng_states
+from gemini.train.ddp import GeminiDDP
+from gemini.train.together import agree
+
+from .accelerate import GeminiAccelerator
+from .huggingface_args import check_args, check_managed_args, use_one_gpu
+from .huggingface_save import (
+    STATES,
+    check_resumable,
+    clean_up,
+    last_whole,
+    load_states,
+    publish,
+    save_states,
+    staging_in,
+    start_staging,
+)
+from .settings import check_config, config_of
+
+
+class GeminiTrainerMixin:
+    """Put it before ``Trainer`` or a subclass of it.
+
+    Args:
+        gemini_config: how to manage the model. None measures the budgets and takes the precision from the flags: bf16
+            for ``bf16=True``, fp16 for ``fp16=True``, else fp32.
+        *args, **kwargs: the Trainer's own.
+
+    Raises:
+        ValueError: for arguments that contradict each other or cannot be honoured, naming what can.
+        BudgetExceeded: when training or evaluation begins, if the budgets cannot hold the model.
+    """
+
+    args: Any
+    model: Any
+    optimizer: Any
+    lr_scheduler: Any
+    accelerator: Any
+    state: Any
+    control: Any
+
+    def __init__(self, *args: Any, gemini_config: GeminiConfig | None = None, **kwargs: Any):
+        check_config(gemini_config)
+        self._gemini_config = gemini_config
+        self._gemini_run_dir: str | None = None
+        self._gemini_random: dict[str, Any] | None = None
+        super().__init__(*args, **kwargs)
+
+    # ---- the accelerator ----------------------------------------------------------------------------------------
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """The Trainer's accelerator becomes a ``GeminiAccelerator``; called early in ``Trainer.__init__``."""
+        check_args(self.args)
+        check_managed_args(self.args, config_of(self.model) or self._gemini_config)
+        use_one_gpu(self.args)
+        super().create_accelerator_and_postprocess()  # type: ignore[misc]
+        self.accelerator.__class__ = GeminiAccelerator
+        chosen = self.args.accelerator_config.gradient_accumulation_kwargs or {}
+        self.accelerator.adopt(
+            self._gemini_config, self.args.mixed_precision, reduce_always="sync_each_batch" not in chosen
+        )
+        if self.model is not None:
+            self.accelerator.check_managed(self.model)
+
+    def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
+        # Autocast and GradScaler would come with the flag; the model computes in its own precision.
+        return {**super()._build_accelerator_args(**kwargs), "mixed_precision": "no"}  # type: ignore[misc]
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        """Not moved: its weights go from where they are to their tiers."""
+
+    def _gemini_manage(self) -> Any:
+        """Manage the model now, if it is not yet."""
+        if not isinstance(self.model, GeminiDDP):
+            self._gemini_warn_half()
+            steps = self.accelerator.gradient_state.plugin_kwargs
+            told = steps.get("num_steps", 1)
+            steps["num_steps"] = self.args.gradient_accumulation_steps  # what the Trainer keeps from accelerate
+            try:
+                self.accelerator.manage(self.model)
+            finally:
+                steps["num_steps"] = told
+        return self.model
+
+    def _gemini_warn_half(self) -> None:
+        dtypes = {p.dtype for p in self.model.parameters()}
+        if self._gemini_config is None and self.args.mixed_precision == "no" and dtypes <= {torch.bfloat16}:
+            warnings.warn(
+                "the model's weights are bf16, and neither bf16=True nor fp16=True was given: it is trained in fp32. "
+                "Give bf16=True to compute in bf16 (with exact fp32 masters), or a gemini_config to choose",
+                stacklevel=4,
+            )
+
+    def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> Any:
+        return self._gemini_manage() if model is self.model else model
+
+    # ---- optimizer and scheduler --------------------------------------------------------------------------------
+
+    def create_optimizer(self, model: Any = None) -> Any:
+        """The Trainer's own groups and hyperparameters, in a HybridAdam; one given by ``optimizers=`` is converted."""
+        self._gemini_manage()
+        super().create_optimizer(model)  # type: ignore[misc]
+        given = [] if self.lr_scheduler is None else [self.lr_scheduler]
+        self.optimizer = self.accelerator.convert(self.optimizer, given)
+        return self.optimizer
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        """As the Trainer's; one given by ``optimizers=`` belongs to the HybridAdam from now on."""
+        super().create_scheduler(num_training_steps, optimizer)  # type: ignore[misc]
+        self.accelerator.follow(self.lr_scheduler)
+        return self.lr_scheduler
+
+    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
+        if config_of(self.model).gradients == "transient":  # type: ignore[union-attr]
+            return None  # there is none after backward: updates were made inside it
+        return super()._get_grad_norm(model, grad_norm)  # type: ignore[misc]
+
+    # ---- saving -------------------------------------------------------------------------------------------------
+
+    def _get_output_dir(self, trial: Any) -> str:
+        return self._gemini_run_dir or super()._get_output_dir(trial)  # type: ignore[misc]
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        """Write under another name and give the checkpoint its own when it is whole: a torn one never has it."""
+        run_dir = self._get_output_dir(trial)
+        start_staging(run_dir, self.accelerator)
+        self._gemini_run_dir = str(staging_in(run_dir))
+        try:
+            super()._save_checkpoint(model, trial)  # type: ignore[misc]
+        finally:
+            self._gemini_run_dir = None
+        publish(run_dir, self)
+
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        super()._maybe_log_save_evaluate(*args, **kwargs)  # type: ignore[misc]
+        if self.args.enable_jit_checkpoint:
+            self._gemini_random = rng_states()  # for a checkpoint of this step that is asked for inside the next
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        if self._gemini_run_dir is None:  # from the final folder, see publish()
+            super()._push_from_checkpoint(checkpoint_folder)  # type: ignore[misc]
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        """All ranks come here; the first one writes while the others serve what they keep."""
+        engine = self.model.__dict__.get("_gemini_engine")
+        refusal: Exception | None = None
+        try:
+            if self.args.should_save or engine is None:
+                super()._save(output_dir, state_dict)  # type: ignore[misc]
+            elif state_dict is None and isinstance(self.model, GeminiDDP) and _is_pretrained(self.model):
+                self.model.save_pretrained(output_dir or self.args.output_dir)
+        except Exception as e:
+            refusal = e
+        if engine is not None:
+            agree(engine, Point.EXPORT, "saving the model", refusal)
+        elif refusal is not None:
+            raise refusal
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        save_states(self, output_dir)
+
+    # ---- loading ------------------------------------------------------------------------------------------------
+
+    def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """As the Trainer's. ``resume_from_checkpoint=True`` takes the newest checkpoint that is whole.
+
+        Raises:
+            ValueError: for a checkpoint without the states that an exact resume needs.
+        """
+        clean_up(self.args.output_dir, self.accelerator)
+        if resume_from_checkpoint is True:
+            resume_from_checkpoint = last_whole(self.args.output_dir) or get_last_checkpoint(self.args.output_dir)
+            if resume_from_checkpoint is None:
+                raise ValueError(f"No valid checkpoint found in output directory ({self.args.output_dir})")
+        return super().train(resume_from_checkpoint, *args, **kwargs)  # type: ignore[misc]
+
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
+        if self.state.global_step >= self.state.max_steps > 0:  # resumed at its end: the Trainer would add a step
+            self.control.should_training_stop = True
+        else:
+            super()._run_epoch(*args, **kwargs)  # type: ignore[misc]
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        check_resumable(resume_from_checkpoint)
+        if not (Path(resume_from_checkpoint) / STATES).is_dir():  # a plain Trainer's: weights first, then moments
+            super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        if (Path(checkpoint) / STATES).is_dir():
+            load_states(self, checkpoint)
+        else:
+            super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
+
+    def _load_best_model(self) -> None:
+        """From the exact masters where they were saved, and from the weights otherwise."""
+        states = Path(self.state.best_model_checkpoint) / STATES
+        if not states.is_dir():
+            super()._load_best_model()  # type: ignore[misc]
+            return
+        random_states = rng_states()
+        load_checkpoint(states, self.model, self.optimizer.optimizer)
+        set_rng_states(random_states)
+
+
+def _is_pretrained(model: Any) -> bool:
+    return hasattr(model._gemini_original, "save_pretrained")
+
+
+class GeminiTrainer(GeminiTrainerMixin, Trainer):
+    """``transformers.Trainer`` with the model managed by Gemini."""
+
+
+class GeminiSeq2SeqTrainer(GeminiTrainerMixin, Seq2SeqTrainer):
+    """``transformers.Seq2SeqTrainer`` with the model managed by Gemini."""

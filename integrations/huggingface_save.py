@@ -1,0 +1,162 @@
+"""Checkpoints of a ``GeminiTrainer``: ``checkpoint-N`` is an ordinary Trainer checkpoint with ``gemini/`` in it.
+
+Weights, config, tokenizer, scheduler, RNGs and the Trainer's state are the Trainer's own files; ``gemini/`` takes the
+place of ``optimizer.pt`` (masters, moments, step counts, loss scale). All of it is written to ``.saving/checkpoint-N``
+and renamed when it is whole, because transformers' ``get_last_checkpoint`` judges by name alone.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers.trainer_utils import rotate_checkpoints
+
+from gemini.train import checkpoint_files
+from gemini.train.checkpoint import load_checkpoint, save_checkpoint
+from gemini.train.checkpoint_states import set_rng_states
+
+STATES = "gemini"
+_STAGING = ".saving"
+_SCHEDULER, _TRAINER_STATE, _OPTIMIZER = "scheduler.pt", "trainer_state.json", "optimizer.pt"
+
+
+# ---- saving ------------------------------------------------------------------------------------------------------
+
+
+def staging_in(run_dir: str) -> Path:
+    """Where checkpoints of a run are while they are written."""
+    return Path(run_dir) / _STAGING
+
+
+def clean_up(run_dir: str, accelerator: Any) -> None:
+    """Remove what saves that were killed have left, and let a checkpoint that was being replaced stand again."""
+    if accelerator.is_main_process:
+        shutil.rmtree(staging_in(run_dir), ignore_errors=True)
+        for old in Path(run_dir).glob(".checkpoint-*.old"):
+            final = old.with_name(old.name[1:].removesuffix(".old"))
+            if final.exists():
+                shutil.rmtree(old)
+            else:
+                os.rename(old, final)
+    accelerator.wait_for_everyone()
+
+
+def start_staging(run_dir: str, accelerator: Any) -> None:
+    """Remove what a save that was killed has left. All ranks call."""
+    if accelerator.is_main_process:
+        shutil.rmtree(staging_in(run_dir), ignore_errors=True)
+        staging_in(run_dir).mkdir(parents=True)
+    accelerator.wait_for_everyone()
+
+
+def save_states(trainer: Any, output_dir: str) -> None:
+    """Masters, moments and step counts, and the scheduler in the Trainer's own form. All ranks call."""
+    if trainer.args.enable_jit_checkpoint and any(h.has_grad for h in trainer.model._gemini_engine.handles):
+        trainer.model.zero_grad()  # asked to stop between backward and step: the checkpoint is that of the last step
+        if trainer._gemini_random is not None:
+            set_rng_states(trainer._gemini_random)
+    save_checkpoint(
+        Path(output_dir) / STATES,
+        trainer.model,
+        trainer.optimizer.optimizer,
+        extra={"global_step": trainer.state.global_step},
+    )
+    if trainer.args.should_save:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            torch.save(trainer.lr_scheduler.state_dict(), Path(output_dir) / _SCHEDULER)
+
+
+def publish(run_dir: str, trainer: Any) -> None:
+    """Give the checkpoint that was just written its own name, then remove those above ``save_total_limit``."""
+    trainer.accelerator.wait_for_everyone()
+    name = f"checkpoint-{trainer.state.global_step}"
+    work, final = staging_in(run_dir) / name, Path(run_dir) / name
+    best = trainer.state.best_model_checkpoint
+    if best is not None and Path(best).parent == staging_in(run_dir):
+        trainer.state.best_model_checkpoint = str(final)
+    if trainer.args.should_save:
+        trainer.state.save_to_json(str(work / _TRAINER_STATE))
+        for path in work.iterdir():
+            if path.is_file():
+                _sync(path)
+        checkpoint_files.swap(work, final)
+        shutil.rmtree(staging_in(run_dir), ignore_errors=True)
+        if trainer.args.push_to_hub:
+            trainer._push_from_checkpoint(str(final))
+        rotate_checkpoints(
+            output_dir=run_dir,
+            save_total_limit=trainer.args.save_total_limit,
+            best_model_checkpoint=trainer.state.best_model_checkpoint,
+            use_mtime=True,
+        )
+    trainer.accelerator.wait_for_everyone()
+
+
+def _sync(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+# ---- loading -----------------------------------------------------------------------------------------------------
+
+
+def last_whole(run_dir: str) -> str | None:
+    """The newest checkpoint in ``run_dir`` that a run can go on from, or None."""
+    if not Path(run_dir).is_dir():
+        return None
+    found = [path for path in Path(run_dir).glob("checkpoint-*") if path.name.removeprefix("checkpoint-").isdigit()]
+    whole = [path for path in found if _missing(path) is None]
+    return str(max(whole, key=lambda path: int(path.name.removeprefix("checkpoint-")))) if whole else None
+
+
+def _missing(path: Path) -> str | None:
+    """What an exact resume needs and ``path`` has not."""
+    if not (path / STATES / "manifest.json").is_file() and not (path / _OPTIMIZER).is_file():
+        return f"{STATES}/ (masters and optimizer states)"
+    return next((name for name in (_SCHEDULER, _TRAINER_STATE) if not (path / name).is_file()), None)
+
+
+def check_resumable(checkpoint: str) -> None:
+    """Refuse a checkpoint the Trainer would take while silently starting the optimizer or the schedule anew.
+
+    Raises:
+        ValueError: saying what is missing, and what to do.
+    """
+    path = Path(checkpoint)
+    if not path.is_dir():
+        raise ValueError(f"resume_from_checkpoint: there is no checkpoint at {checkpoint}")
+    missing = _missing(path)
+    if missing is not None:
+        other = last_whole(str(path.parent))
+        raise ValueError(
+            f"{checkpoint} has no {missing}: its saving was interrupted, or save_only_model=True left them out. "
+            + (f"Resume from {other}" if other else "No other checkpoint beside it is whole: start anew")
+            + ", or start a new run from its weights with from_pretrained"
+        )
+
+
+def load_states(trainer: Any, checkpoint: str) -> None:
+    """The counterpart of :func:`save_states`.
+
+    Raises:
+        ValueError: if the folder's parts are of different steps.
+        PlanMismatch, StorageError: as :func:`gemini.load_checkpoint` does.
+    """
+    extra = load_checkpoint(Path(checkpoint) / STATES, trainer.model, trainer.optimizer.optimizer)
+    if extra["global_step"] != trainer.state.global_step:
+        raise ValueError(
+            f"{checkpoint} holds the states of step {extra['global_step']} and a trainer_state.json of step "
+            f"{trainer.state.global_step}: its files were mixed up; resume from another checkpoint"
+        )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / _SCHEDULER, weights_only=True))

@@ -1,0 +1,82 @@
+"""From what a framework was told (precision flags, its device) to the ``GeminiConfig`` a model is managed with.
+
+A flag that says nothing ("no", None) leaves the choice to the config; without a config it means fp32. A flag and a
+config that differ are refused: one of them is a mistake, and which one only the user knows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from gemini.config import GeminiConfig
+from gemini.train.ddp import GeminiDDP
+
+_UNSAID = (None, "no")
+
+
+def check_config(config: Any) -> None:
+    """Refuse what is not a config.
+
+    Raises:
+        TypeError: saying what is accepted.
+    """
+    if config is not None and not isinstance(config, GeminiConfig):
+        raise TypeError(f"gemini_config= is a gemini.GeminiConfig, or None for defaults; got {type(config).__name__}")
+
+
+def check_precision(flag: str | None, config: GeminiConfig | None, where: str) -> None:
+    """Compare a framework's precision flag ("bf16", "fp16", "no" or None) with the config of the model.
+
+    Raises:
+        ValueError: if they differ, or the flag means a precision that is not there ("fp8").
+    """
+    if flag in _UNSAID:
+        return
+    if flag not in ("bf16", "fp16"):
+        raise ValueError(f"{where} asks for {flag}: Gemini computes in bf16, fp16 or fp32")
+    if config is not None and config.precision != flag:
+        raise ValueError(
+            f"{where} asks for {flag}, and the model is to be managed in {config.precision} "
+            f"(GeminiConfig(precision={config.precision!r})): say {flag} in both, or only in one of them"
+        )
+
+
+def config_of(model: Any) -> GeminiConfig | None:
+    """The config of a model that is managed already, else None."""
+    return model.__dict__["_gemini_engine"].config if isinstance(model, GeminiDDP) else None
+
+
+def resolve_config(
+    config: GeminiConfig | None, flag: str | None, device: torch.device, *, accumulates: bool = False
+) -> GeminiConfig:
+    """The config for a model that is not managed yet.
+
+    Args:
+        config: the user's, or None for measured budgets and the precision of ``flag``.
+        flag: the framework's precision, compared before.
+        device: where the framework puts batches; the model computes there too.
+        accumulates: whether several backwards make a step. Then "retain" becomes "accumulate": room for fp32 sums is
+            needed for sure, and what does not fit is refused before the first step.
+
+    Raises:
+        ValueError: if the config names another device.
+    """
+    if config is None:
+        precision = "fp32" if flag is None or flag in _UNSAID else flag
+        return GeminiConfig(
+            precision=precision, gradients="accumulate" if accumulates else "retain", device=str(device)
+        )
+    if accumulates and config.gradients == "retain":
+        config = replace(config, gradients="accumulate")
+    if config.device is None:
+        return replace(config, device=str(device))
+    named = "cpu" if config.device == "standin" else str(getattr(config.device, "torch_device", config.device))
+    if torch.device(named).type != device.type:
+        raise ValueError(
+            f"GeminiConfig(device={config.device!r}), but batches are put on {device}: leave device= out, or tell the "
+            "framework the same (use_cpu=True, Accelerator(cpu=True))"
+        )
+    return config

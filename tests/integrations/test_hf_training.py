@@ -1,0 +1,288 @@
+"""Everything a Trainer does besides arithmetic goes on: logs, clipping, evaluation, generation, optimizers."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gemini.integrations.accelerate import GeminiAccelerator
+from gemini.integrations.huggingface import GeminiSeq2SeqTrainer
+from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer
+
+import gemini
+from tests.integrations.trainer_cases import (
+    Record,
+    Sentences,
+    Stop,
+    arguments,
+    assert_same_run,
+    llama,
+    make,
+    masters,
+    t5,
+)
+
+# ---- traps -------------------------------------------------------------------------------------------------------
+
+
+def test_gradients_are_clipped_and_their_norm_is_logged(tmp_path: Path) -> None:
+    """Where the Trainer looked at ``p.grad`` the norm would be 0, and clipping silently off."""
+    loose, loose_log = make(tmp_path / "loose", max_grad_norm=1e9, max_steps=2, save_strategy="no")
+    loose.train()
+    tight, tight_log = make(tmp_path / "tight", max_grad_norm=1e-3, max_steps=2, save_strategy="no")
+    tight.train()
+    assert loose_log.of("grad_norm")[0] == tight_log.of("grad_norm")[0] > 0.5
+    first_moments = [
+        sum(t.optimizer.optimizer.full_state(n)["exp_avg"].square().sum() for n, _ in t.model.named_parameters()).sqrt()
+        for t in (tight, loose)
+    ]
+    assert first_moments[0] <= 0.2e-3 and first_moments[1] > 0.1, "what reached Adam was clipped"
+
+
+def test_without_clipping_the_norm_is_logged_all_the_same(tmp_path: Path) -> None:
+    trainer, record = make(tmp_path, max_grad_norm=0, max_steps=2, save_strategy="no")
+    trainer.train()
+    assert min(record.of("grad_norm")) > 0.5
+
+
+def test_gradients_of_params_outside_the_optimizer_do_not_pile_up(tmp_path: Path) -> None:
+    """The Trainer calls ``model.zero_grad()``, never the optimizer's."""
+    model = llama()
+    only_norms = [p for n, p in model.named_parameters() if "norm" in n]
+    trainer, record = make(
+        tmp_path, model=model, optimizers=(torch.optim.AdamW(only_norms, lr=0.0), None), max_steps=3,
+        save_strategy="no", train_dataset=Sentences(4),
+    )  # fmt: skip
+    trainer.train()
+    assert all(trainer.model.full_grad(name) is None for name, _ in trainer.model.named_parameters())
+    assert record.of("grad_norm")[2] == pytest.approx(record.of("grad_norm")[0], rel=1e-3), "the same rows, lr 0"
+
+
+def test_optimizer_states_are_not_copied_to_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """accelerate's optimizer wrapper reads and writes the whole state where it may place it."""
+
+    def copied(*_: Any) -> Any:
+        raise AssertionError("the whole optimizer state was copied")
+
+    monkeypatch.setattr(gemini.HybridAdam, "state_dict", copied)
+    monkeypatch.setattr(gemini.HybridAdam, "load_state_dict", copied)
+    trainer, _ = make(tmp_path, max_steps=2, save_steps=1)
+    trainer.train()
+    assert type(trainer.optimizer.optimizer) is gemini.HybridAdam
+
+
+@pytest.mark.parametrize("flag", ["bf16", "fp16"])
+def test_precision_flags_bring_neither_autocast_nor_a_grad_scaler(tmp_path: Path, flag: str) -> None:
+    seen = set()
+    model = llama()
+    model.model.layers[0].register_forward_hook(
+        lambda module, args, output: seen.add((torch.is_autocast_enabled("cpu"), args[0].dtype))
+    )
+    trainer, _ = make(tmp_path, model=model, max_steps=1, save_strategy="no", **{flag: True})
+    trainer.train()
+    assert seen == {(False, {"bf16": torch.bfloat16, "fp16": torch.float16}[flag])}
+    assert trainer.accelerator.scaler is None and not trainer.accelerator.native_amp
+    assert trainer.accelerator.mixed_precision == flag
+    assert trainer.model._gemini_engine.config.precision == flag
+
+
+def test_the_managed_model_looks_like_the_model(tmp_path: Path) -> None:
+    """A wrapper would drop columns, mis-scale the loss, give no eval loss and fail to save."""
+    stock, _ = make(tmp_path / "stock", Trainer)
+    managed = gemini.GeminiDDP(llama(), gemini.GeminiConfig(precision="fp32"))
+    trainer, _ = make(tmp_path / "ours", model=managed)
+    for each in (stock, trainer):
+        each._set_signature_columns_if_needed()
+    assert trainer._signature_columns == stock._signature_columns
+    assert "labels" in trainer._signature_columns
+    assert trainer.model_accepts_loss_kwargs and trainer._loss_shifts_labels and trainer.label_names == ["labels"]
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(stock.evaluate()["eval_loss"], rel=1e-6)
+    trainer.save_model()
+    assert (tmp_path / "ours" / "model.safetensors").is_file()
+
+
+def test_a_step_that_fp16_skips_does_not_move_the_schedule(tmp_path: Path) -> None:
+    trainer, record = make(tmp_path, fp16=True, max_steps=3, warmup_steps=0, save_strategy="no", logging_steps=1)
+    trainer._wrap_model(trainer.model)
+    trainer.model._gemini_engine.loss_scale.scale = 2.0**40  # overflows in fp16
+    trainer.train()
+    rates = record.of("learning_rate")
+    assert rates[0] == rates[1] == rates[2] == 1e-2
+    assert trainer.model._gemini_engine.loss_scale.scale == 2.0**37
+    assert trainer.accelerator.optimizer_step_was_skipped
+    trainer, record = make(tmp_path, fp16=True, max_steps=3, warmup_steps=0, save_strategy="no")
+    trainer.train()
+    assert record.of("learning_rate")[2] < 1e-2 and not trainer.accelerator.optimizer_step_was_skipped
+
+
+# ---- options -----------------------------------------------------------------------------------------------------
+
+
+def quick(folder: Path, **changes: Any) -> tuple[Any, Record]:
+    trainer, record = make(folder, max_steps=3, save_strategy="no", **changes)
+    trainer.train()
+    return trainer, record
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"label_smoothing_factor": 0.1},
+        {"neftune_noise_alpha": 5.0},
+        {"gradient_checkpointing": True},
+        {"average_tokens_across_devices": False, "lr_scheduler_type": "cosine"},
+    ],
+    ids=lambda option: next(iter(option)),
+)
+def test_options_do_what_they_do_in_the_stock_trainer(tmp_path: Path, option: dict[str, Any]) -> None:
+    _, wanted = quick(tmp_path / "stock", kind=Trainer, **option)
+    trainer, record = quick(tmp_path / "ours", **option)
+    assert record.of("loss") == pytest.approx(wanted.of("loss"), rel=1e-5)
+    assert record.of("grad_norm") == pytest.approx(wanted.of("grad_norm"), rel=1e-5)
+    if "gradient_checkpointing" in option:
+        assert trainer.model.is_gradient_checkpointing
+        assert_same_run(trainer, quick(tmp_path / "plain")[0])  # the same bits as without
+
+
+def test_a_smaller_batch_is_found_after_running_out_of_memory(tmp_path: Path) -> None:
+    trainer, record = make(
+        tmp_path, auto_find_batch_size=True, per_device_train_batch_size=3, save_strategy="no", max_steps=2
+    )
+    layer = trainer.model.model.layers[1]
+
+    def too_much(module: Any, args: Any) -> None:
+        if args[0].shape[0] > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
+
+    layer.register_forward_pre_hook(too_much)
+    trainer.train()
+    assert trainer._train_batch_size <= 2 and len(record.of("loss")) == 2
+
+
+def test_an_optimizer_and_a_scheduler_of_ones_own(tmp_path: Path) -> None:
+    """The AdamW becomes a HybridAdam with its groups; the scheduler that was made for it sets the new one's rates."""
+    model = llama()
+    named = dict(model.named_parameters())
+    optimizer = torch.optim.AdamW(
+        [{"params": [named.pop("model.norm.weight")], "lr": 0.0}, {"params": list(named.values())}], lr=1e-2
+    )
+    scheduler = torch.optim.lr_scheduler.SequentialLR(
+        optimizer,
+        [torch.optim.lr_scheduler.ConstantLR(optimizer, 0.5), torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)],
+        milestones=[1],
+    )
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*lr_scheduler.step.*|.*optimizer.step.*")
+        trainer, _ = quick(tmp_path, model=model, optimizers=(optimizer, scheduler))
+    hybrid = trainer.optimizer.optimizer
+    assert type(hybrid) is gemini.HybridAdam and scheduler.optimizer is hybrid
+    assert [group["lr"] for group in hybrid.param_groups] == [0.0, 2.5e-3]
+    assert torch.equal(trainer.model.full_param("model.norm.weight"), llama().model.norm.weight)
+    assert not torch.equal(trainer.model.full_param("lm_head.weight"), llama().lm_head.weight)
+
+
+def test_adam_by_class_and_arguments(tmp_path: Path) -> None:
+    how = {"optimizer_cls_and_kwargs": (torch.optim.Adam, {"lr": 1e-2, "betas": (0.8, 0.9)})}
+    trainer, record = quick(tmp_path / "ours", **how)
+    _, wanted = quick(tmp_path / "stock", kind=Trainer, **how)
+    assert {g["decoupled"] for g in trainer.optimizer.param_groups} == {False}
+    assert record.of("loss") == pytest.approx(wanted.of("loss"), rel=2e-5)
+
+
+def test_decay_groups_are_the_trainers(tmp_path: Path) -> None:
+    trainer, _ = quick(tmp_path, optim="adamw_torch", adam_beta2=0.95, adam_epsilon=1e-7)
+    decayed, others = trainer.optimizer.param_groups
+    names = {id(p): n for n, p in trainer.model.named_parameters()}
+    assert decayed["weight_decay"] == 0.1 and others["weight_decay"] == 0.0
+    assert all("norm" in names[id(p)] for p in others["params"]) and len(others["params"]) == 5
+    assert decayed["betas"] == (0.9, 0.95) and decayed["eps"] == 1e-7 and "fused" not in decayed
+
+
+def test_updates_inside_backward(tmp_path: Path) -> None:
+    config = gemini.GeminiConfig(gradients="transient")
+    how: dict[str, Any] = {"max_grad_norm": 0, "gradient_accumulation_steps": 1, "bf16": True}
+    inside, record = quick(tmp_path / "inside", gemini_config=config, **how)
+    assert record.of("grad_norm") == []
+    after, _ = quick(tmp_path / "after", **how)
+    assert_same_run(inside, after)
+
+
+def test_a_model_init_and_training_twice(tmp_path: Path) -> None:
+    trainer, record = make(tmp_path, model_init=lambda: llama(), max_steps=2, save_strategy="no")
+    trainer.train()
+    first = masters(trainer.model)
+    trainer.train()  # a new model from the same seed
+    assert record.of("loss")[:2] == record.of("loss")[2:]
+    assert all(torch.equal(value, first[name]) for name, value in masters(trainer.model).items())
+    again, record = make(tmp_path, max_steps=2, save_strategy="no")
+    again.train()
+    again.train()  # the same model goes on
+    assert record.of("loss")[2] < record.of("loss")[0]
+    assert again.optimizer.optimizer.full_state("lm_head.weight")["step"] == 4
+
+
+def test_metrics_prediction_and_callbacks(tmp_path: Path) -> None:
+    def accuracy(prediction: Any) -> dict[str, float]:
+        return {"accuracy": float((prediction.predictions.argmax(-1) == prediction.label_ids).mean())}
+
+    trainer, record = make(tmp_path, compute_metrics=accuracy, eval_strategy="steps", eval_steps=2, save_strategy="no")
+    trainer.add_callback(Stop(4))
+    before = trainer.predict(Sentences(4))
+    assert before.predictions.shape == (4, 12, 64) and "test_accuracy" in before.metrics
+    output = trainer.train()
+    assert trainer.state.global_step == 4 and len(record.of("eval_accuracy")) == 2
+    assert output.training_loss == pytest.approx(sum(record.of("loss")) / 4, rel=1e-6)
+    assert trainer.evaluate()["eval_loss"] < before.metrics["test_loss"]
+    assert trainer.model.memory_report()["cpu"]["used"] > 0
+
+
+def test_generation_in_evaluation(tmp_path: Path) -> None:
+    def seq2seq(kind: type, name: str) -> dict[str, float]:
+        args = arguments(
+            tmp_path / name, kind=Seq2SeqTrainingArguments, predict_with_generate=True, generation_max_length=6,
+            max_steps=2, save_strategy="no",
+        )  # fmt: skip
+        said = []
+
+        def count(prediction: Any) -> dict[str, float]:
+            said.append(prediction.predictions)
+            return {"length": float(prediction.predictions.shape[1])}
+
+        trainer = kind(
+            model=t5(), args=args, train_dataset=Sentences(), eval_dataset=Sentences(4), compute_metrics=count
+        )
+        trainer.train()
+        metrics = trainer.evaluate()
+        assert metrics["eval_length"] >= 2
+        return {"loss": metrics["eval_loss"], "tokens": said[0].tolist()}
+
+    ours, stock = seq2seq(GeminiSeq2SeqTrainer, "ours"), seq2seq(Seq2SeqTrainer, "stock")
+    assert ours["tokens"] == stock["tokens"] and ours["loss"] == pytest.approx(stock["loss"], rel=1e-5)
+
+
+def test_the_model_is_managed_with_room_for_sums_when_steps_accumulate(tmp_path: Path) -> None:
+    said = gemini.GeminiConfig(precision="fp32")
+    for steps, gradients in ((1, "retain"), (2, "accumulate")):
+        trainer, _ = make(tmp_path, gemini_config=said, gradient_accumulation_steps=steps)
+        assert isinstance(trainer.accelerator, GeminiAccelerator)
+        trainer.evaluate()
+        assert trainer.model._gemini_engine.config.gradients == gradients
+
+
+def test_ranks_reduce_after_each_micro_batch_unless_told_otherwise(tmp_path: Path) -> None:
+    """``sync_each_batch`` is the Trainer's own word for it."""
+    trainer, _ = make(tmp_path)
+    assert trainer.accelerator.gradient_state.plugin_kwargs["sync_each_batch"] is True
+    said = {"gradient_accumulation_kwargs": {"sync_each_batch": False}}
+    trainer, _ = make(tmp_path, accelerator_config=said)
+    assert not trainer.accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False)
+
+
+def test_bf16_weights_without_a_flag_are_trained_in_fp32_and_said_so(tmp_path: Path) -> None:
+    trainer, _ = make(tmp_path, model=llama().bfloat16(), max_steps=1, save_strategy="no")
+    with pytest.warns(UserWarning, match="trained in fp32"):
+        trainer.train()
+    assert trainer.model._gemini_engine.config.precision == "fp32"

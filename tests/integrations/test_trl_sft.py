@@ -1,0 +1,111 @@
+"""TRL's SFTTrainer with the mixin before it, and LoRA: the stock trainers' losses, exact resume, ordinary adapters."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import datasets
+import peft
+import pytest
+import torch
+import trl
+from gemini.integrations.huggingface import GeminiTrainerMixin
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Trainer
+
+import gemini
+from tests.integrations.trainer_cases import Record, assert_same_run, llama, make
+
+WORDS = "the a cat dog sat ran on under mat tree and then slept".split()
+LORA = {"r": 2, "lora_alpha": 4, "lora_dropout": 0.0, "target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM"}
+
+
+class GeminiSFTTrainer(GeminiTrainerMixin, trl.SFTTrainer):
+    """What a user writes."""
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    words = {word: number for number, word in enumerate(["<pad>", "<s>", "</s>", "<unk>", *WORDS])}
+    raw = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    raw.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=raw, pad_token="<pad>", bos_token="<s>", eos_token="</s>", unk_token="<unk>"
+    )
+
+
+def sft(folder: Path, kind: type = GeminiSFTTrainer, **changes: Any) -> tuple[Any, Record]:
+    config = {
+        "output_dir": str(folder), "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_steps": 4,
+        "save_steps": 2, "logging_steps": 1, "learning_rate": 1e-2, "use_cpu": True, "report_to": [], "bf16": False,
+        "disable_tqdm": True, "seed": 7, "max_length": 16, "max_grad_norm": 0.5,
+    }  # fmt: skip
+    known = trl.SFTConfig.__dataclass_fields__
+    config |= {key: changes.pop(key) for key in list(changes) if key in known}
+    lines = [" ".join(WORDS[(i * 5 + j * (i + 1)) % len(WORDS)] for j in range(4 + i % 5)) for i in range(16)]
+    record = Record()
+    trainer = kind(
+        model=changes.pop("model", None) or llama(), args=trl.SFTConfig(**config), processing_class=tokenizer(),
+        train_dataset=datasets.Dataset.from_dict({"text": lines}), callbacks=[record], **changes,
+    )  # fmt: skip
+    return trainer, record
+
+
+def test_sft_follows_the_stock_sft_trainer_and_resumes_exactly(tmp_path: Path) -> None:
+    stock, wanted = sft(tmp_path / "stock", trl.SFTTrainer, save_strategy="no")
+    stock.train()
+    trainer, record = sft(tmp_path / "ours")
+    trainer.train()
+    for key in ("loss", "grad_norm", "mean_token_accuracy"):
+        assert record.of(key) == pytest.approx(wanted.of(key), rel=2e-5), key
+    assert trainer.args.gradient_checkpointing and type(trainer.optimizer.optimizer) is gemini.HybridAdam
+    shutil.rmtree(tmp_path / "ours" / "checkpoint-4")
+    again, _ = sft(tmp_path / "ours")
+    again.train(resume_from_checkpoint=True)
+    assert_same_run(trainer, again)
+
+
+def test_sft_of_an_adapter_in_bf16(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    trainer, record = sft(tmp_path, bf16=True, peft_config=peft.LoraConfig(**LORA))
+    trainer.train()
+    assert trainer.model._gemini_engine.config.precision == "bf16" and min(record.of("grad_norm")) > 0
+    adapter = {path.name for path in (tmp_path / "checkpoint-4").iterdir()}
+    assert {"adapter_config.json", "adapter_model.safetensors", "gemini"} <= adapter
+    assert "model.safetensors" not in adapter
+
+
+# ---- PEFT without TRL --------------------------------------------------------------------------------------------
+
+
+def test_lora_through_the_trainer(tmp_path: Path) -> None:
+    """The stock Trainer's losses; an adapter that plain PEFT opens; exact resume; the best adapter at the end."""
+
+    def adapted() -> Any:
+        torch.manual_seed(5)
+        model = llama()
+        return peft.get_peft_model(model, peft.LoraConfig(**LORA))
+
+    stock, wanted = make(tmp_path / "stock", Trainer, model=adapted(), save_strategy="no")
+    stock.train()
+    how: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 3, "load_best_model_at_end": True}
+    trainer, record = make(tmp_path / "ours", model=adapted(), **how)
+    trainer.train()
+    assert record.of("loss") == pytest.approx(wanted.of("loss"), rel=2e-5)
+    assert record.of("grad_norm") == pytest.approx(wanted.of("grad_norm"), rel=2e-4)
+    trainer.save_model(str(tmp_path / "out"))
+    for folder in (trainer.state.best_model_checkpoint, tmp_path / "out"):
+        opened = peft.PeftModel.from_pretrained(llama(), folder)
+        own = {name: param for name, param in opened.named_parameters() if "lora_" in name}
+        assert len(own) == 8
+        for name, param in own.items():
+            assert torch.equal(param, trainer.model.full_param(name)), name
+    shutil.rmtree(tmp_path / "ours" / "checkpoint-6")
+    again, _ = make(tmp_path / "ours", model=adapted(), **how)
+    again.train(resume_from_checkpoint=True)
+    for name, param in trainer.model.named_parameters():
+        assert torch.equal(trainer.model.full_param(name), again.model.full_param(name)), name
+        if param.requires_grad:
+            mine, theirs = (t.optimizer.optimizer.full_state(name)["exp_avg"] for t in (trainer, again))
+            assert torch.equal(mine, theirs), name

@@ -1,0 +1,132 @@
+"""Trainer and Accelerate in two processes: the contract of one process with the whole batch, and nothing hangs."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+from torch import nn
+
+from gemini.errors import GeminiError
+from tests.ranks.pool import Pool
+
+STEPS = 4
+
+
+def train(folder: str, num_rows: int, source: Any = None) -> dict[str, Any]:
+    """On every rank: train, save twice, evaluate, take the best model, save it; what came out."""
+    from tests.integrations.trainer_cases import Sentences, make, masters
+
+    trainer, record = make(
+        folder, eval_dataset=Sentences(8), per_device_train_batch_size=num_rows, max_steps=STEPS, save_steps=2,
+        eval_strategy="steps", eval_steps=2, load_best_model_at_end=True, save_total_limit=2,
+    )  # fmt: skip
+    trainer.train(resume_from_checkpoint=source)
+    metrics = trainer.evaluate()
+    trainer.save_model(f"{folder}/out")
+    return {
+        "loss": record.of("loss"), "grad_norm": record.of("grad_norm"), "eval": metrics["eval_loss"],
+        "masters": masters(trainer.model),
+        "best": trainer.state.best_model_checkpoint, "sent": trainer.model.memory_report().get("sent"),
+    }  # fmt: skip
+
+
+class Bigram(nn.Module):
+    """A model that is not of transformers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(64, 64)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        logits = self.table(input_ids[:, :-1])
+        return {"loss": nn.functional.cross_entropy(logits.flatten(0, 1), input_ids[:, 1:].flatten())}
+
+
+def train_bigram(folder: str) -> torch.Tensor:
+    from tests.integrations.trainer_cases import make
+
+    torch.manual_seed(0)
+    trainer, _ = make(folder, model=Bigram(), max_steps=2, save_steps=1, per_device_train_batch_size=1)
+    trainer.train()
+    assert torch.distributed.get_rank() == trainer.args.process_index
+    try:
+        trainer.save_model(f"{folder}/checkpoint-1/trainer_state.json/nowhere")  # below a file
+    except (OSError, GeminiError) as e:
+        assert "trainer_state.json" in str(e)
+    else:
+        raise AssertionError("it cannot be written")
+    return trainer.model.full_param("table.weight")
+
+
+def loop(folder: str) -> list[float]:
+    """accelerate's own loop, its state saved and loaded."""
+    from gemini.integrations.accelerate import GeminiAccelerator
+    from torch.utils.data import DataLoader
+
+    from tests.integrations.trainer_cases import Sentences, llama, masters
+
+    accelerator = GeminiAccelerator(cpu=True, gradient_accumulation_steps=2, mixed_precision="bf16")
+    model = llama()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(Sentences(16), batch_size=1))
+
+    def epoch() -> list[float]:
+        norms = []
+        for batch in loader:
+            with accelerator.accumulate(model):
+                accelerator.backward(model(**batch).loss)
+                if accelerator.sync_gradients:
+                    norms.append(accelerator.clip_grad_norm_(model.parameters(), 0.5).item())
+                optimizer.step()
+                optimizer.zero_grad()
+        return norms
+
+    first = epoch()
+    accelerator.save_state(folder)
+    second, ended = epoch(), masters(model)
+    accelerator.load_state(folder)
+    assert epoch() == second and first != second
+    assert all(torch.equal(value, ended[name]) for name, value in masters(model).items())
+    accelerator.save_model(model, f"{folder}/model")
+    return first + second
+
+
+def test_a_trainer_of_two_ranks(pool_of: Callable[[int], Pool], tmp_path: Path) -> None:
+    """The whole batch in one process, within rounding; equal bits on both ranks; saving that ends; an exact resume."""
+    folder = tmp_path / "two"
+    one, two = pool_of(2).run(train, str(folder), 1, seconds=120)
+    whole = train(str(tmp_path / "one"), 2)
+    assert one["loss"] == pytest.approx(whole["loss"], rel=2e-5)
+    assert one["grad_norm"] == two["grad_norm"] == pytest.approx(whole["grad_norm"], rel=2e-5)
+    assert one["eval"] == two["eval"] == pytest.approx(whole["eval"], rel=2e-5)
+    assert max(one["grad_norm"]) > 0.5, "clipping was to bite"
+    for name, value in one["masters"].items():
+        assert torch.equal(value, two["masters"][name]), name
+        torch.testing.assert_close(value, whole["masters"][name], rtol=1e-3, atol=2e-5)
+    assert one["sent"]["reduce_scatter"] > 0 and one["best"] == two["best"] == str(folder / "checkpoint-4")
+    assert sorted(path.name for path in folder.iterdir()) == ["checkpoint-2", "checkpoint-4", "out"]
+    out = transformers.AutoModelForCausalLM.from_pretrained(folder / "out")
+    assert all(torch.equal(param, one["masters"][name]) for name, param in out.named_parameters())
+    shutil.rmtree(folder / "checkpoint-4")
+    for rank, again in enumerate(pool_of(2).run(train, str(folder), 1, True, seconds=120)):
+        assert again["grad_norm"] == one["grad_norm"][2:], rank
+        assert all(torch.equal(value, again["masters"][name]) for name, value in one["masters"].items())
+
+
+def test_a_model_that_is_not_of_transformers_is_saved_too(pool_of: Callable[[int], Pool], tmp_path: Path) -> None:
+    """And what one rank cannot write is raised on both."""
+    one, two = pool_of(2).run(train_bigram, str(tmp_path / "run"), seconds=60)
+    saved = load_file(tmp_path / "run" / "checkpoint-2" / "model.safetensors")
+    assert torch.equal(saved["table.weight"], one) and torch.equal(one, two)
+
+
+def test_a_plain_loop_of_two_ranks(pool_of: Callable[[int], Pool], tmp_path: Path) -> None:
+    one, two = pool_of(2).run(loop, str(tmp_path / "state"), seconds=120)
+    assert one == two
