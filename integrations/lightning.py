@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gemini.integrations.stock_adam import hybrids_of
 
 from gemini.config import GeminiConfig
 from gemini.errors import GeminiError
@@ -31,6 +30,8 @@ from gemini.train.hooks import call_as_forward
 from gemini.train.optimizer import HybridAdam
 from gemini.train.together import agree
 
+from .lightning_optimizers import hybrids_of
+
 try:
     import lightning.pytorch as pl
     from lightning.pytorch.core.optimizer import _MockOptimizer
@@ -42,7 +43,7 @@ try:
 except ImportError as e:
     raise ImportError(f"gemini.integrations.lightning needs Lightning 2.6 or newer ({e}): pip install lightning") from e
 
-from gemini.integrations.lightning_precision import GeminiPrecision, precision_of  # noqa: E402
+from .lightning_precision import GeminiPrecision, precision_of  # noqa: E402
 
 _REFUSED_CALLBACKS = {"StochasticWeightAveraging", "WeightAveraging", "ModelPruning"}
 _DDP_ARGUMENTS = {

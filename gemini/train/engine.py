@@ -83,6 +83,7 @@ class Engine:
             mover=self.mover,
             manager=self.manager,
             spill=self.spill,
+            working_set=0 if ranks is None and all(chunk.resident for chunk in self.chunks) else built.working_set,
         )
         self.by_names = ByName(self)
         self.activations = make_activation_store(self)

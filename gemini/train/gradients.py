@@ -37,7 +37,10 @@ class GradientStore:
         mover: Mover,
         manager: Manager,
         spill: SpillFile | None,
+        working_set: int,
     ):
+        """``working_set``: bytes of the computing tier that a step takes beside planes, which sums must leave free."""
+        self._working_set = working_set
         self._handles = handles
         self._ledger = ledger
         self._device = device
@@ -128,6 +131,7 @@ class GradientStore:
                 continue
             try:
                 if tier is self._device.tier:  # gathered weights that nobody reads now can give way
+                    self._leave_working_set(tier, num_bytes)
                     self._manager.make_room(num_bytes, what="a sum of gradients")
                 self._ledger.reserve(tier, num_bytes, PlaneKind.GRAD.value)
                 return tier
@@ -135,6 +139,17 @@ class GradientStore:
                 refusal = e
         assert refusal is not None
         raise refusal
+
+    def _leave_working_set(self, tier: Tier, num_bytes: int) -> None:
+        """Refuse what would leave no room to gather weights: the step would break off in its middle."""
+        moving = self._ledger.held(tier, "windows") + self._ledger.held(tier, "pool")
+        free = self._ledger.free(tier) + moving - self._working_set
+        if num_bytes > free:
+            raise BudgetExceeded(
+                f"a sum of gradients asked for {human_bytes(num_bytes)} of {tier.value}, where "
+                f"{human_bytes(max(free, 0))} are free beside the {human_bytes(self._working_set)} that gathered "
+                "weights need"
+            )
 
     def _widen(self, chunk: Chunk, old: Plane, new: Plane) -> None:
         if not any(handle.has_grad for handle in self._handles if handle.chunk is chunk):

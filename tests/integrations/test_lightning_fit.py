@@ -238,12 +238,12 @@ def test_groups_and_hyperparameters_are_kept() -> None:
     ("make", "what"),
     [
         (lambda m: torch.optim.SGD(m.parameters(), lr=0.1), "SGD cannot update a managed model"),
-        (lambda m: torch.optim.AdamW(m.parameters(), amsgrad=True), r"AdamW\(amsgrad=True\)"),
-        (lambda m: torch.optim.AdamW(m.parameters(), maximize=True), r"AdamW\(maximize=True\)"),
+        (lambda m: torch.optim.AdamW(m.parameters(), amsgrad=True), "AdamW has amsgrad=True"),
+        (lambda m: torch.optim.AdamW(m.parameters(), maximize=True), "AdamW has maximize=True"),
     ],
 )
 def test_other_optimizers_are_refused(make: Any, what: str) -> None:
-    with pytest.raises(gemini.GeminiError, match=what):
+    with pytest.raises(ValueError, match=what):
         fit(optimizing(make), "gemini", 4)
 
 
@@ -392,7 +392,7 @@ def test_a_param_in_two_optimizers_is_refused() -> None:
         def configure_optimizers(self) -> Any:
             return [torch.optim.AdamW(self.maker.parameters()), torch.optim.AdamW(self.parameters())]
 
-    with pytest.raises(gemini.GeminiError, match="'maker.0.weight' is in two optimizers"):
+    with pytest.raises(ValueError, match="'maker.0.weight' is in two optimizers"):
         fit(Shared(True), "gemini", 4)
 
 
