@@ -1,0 +1,163 @@
+"""Tiny configs: a config class with its sizes, layers and vocabularies shrunk, whatever its fields are called.
+
+Only the fields that name a size are given, everything derived from them is left to the config. Fields are recognized
+by name; what the rules get wrong for one model stands in ``overrides``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import Any
+
+from transformers import PreTrainedConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from benchmarks.zoo.overrides import CONFIGS
+
+VOCAB = 128
+FIRST_WORD = 40
+"""Token ids from here on are words, those before it special."""
+
+_LAYERS = re.compile(r"(num_|n_|encoder_|decoder_|^)(\w+_)?(layers?|depth|blocks)$")
+_HEADS = re.compile(r"(^|_)(n_|num_)?(\w+_)?(heads?|nhead)$")
+_KV_HEADS = re.compile(r"(key_value|kv)_heads$|multi_query_group_num|num_kv")
+_TOKEN = re.compile(r"(\w*_)?token_(id|index)$|(\w+_)?(bos|eos|pad|boi|eoi|boa|eoa)_token_\w+")
+_HEAD_DIM = re.compile(r"(^|_)(head_dim|head_size|d_kv|kv_channels|d_head|dim_head|key_head_dim|value_head_dim|attention_key_dim)$")
+_WIDE = re.compile(r"intermediate|ffn|feedforward|feed_forward|mlp_dim|d_ff|d_inner|n_inner|(^|_)inner")
+_SIZE = re.compile(
+    r"hidden|d_model|n_embd|(^|_)dim$|(^|_)dims?$|embed|emb_dim|channels|_size$|width|units|features|rank$|num_filters|_filters$|"
+    r"_dim_|hidden_dim|^dim|latent"
+)  # fmt: skip
+_KEEP = re.compile(
+    r"kernel|stride|ratio|scale|patch|window|group|buckets|merge|sampling|sample|num_channels|pool|token_type|type_vocab|"
+    r"^in_channels$|labels|temperature|num_embeddings_|chunk_size|block_size|eps|rate|dilation|ignore|step"
+)
+_INDICES = re.compile(r"(indices|indexes|index_list|_layers|layer_idx|block_indexes|layer_ids)$|attn_indexes")
+
+
+def _token_id(name: str, seen: dict[str, int]) -> int:
+    fixed = {"pad": 0, "bos": 1, "eos": 2, "unk": 3, "decoder_start": 1, "sep": 4, "cls": 5, "mask": 6}
+    stem = re.sub(r"_token_(id|index)$", "", name)
+    if stem in fixed:
+        return fixed[stem]
+    return seen.setdefault(stem, 8 + len(seen))
+
+
+def _shrunk(name: str, value: Any, of: dict[str, Any], seen: dict[str, int]) -> Any:
+    """The tiny value of a field, or None to leave it alone."""
+    if isinstance(value, bool) or value is None:
+        return None
+    if _TOKEN.fullmatch(name):
+        if isinstance(value, list):
+            return [_token_id(name, seen)] if value and isinstance(value[0], int) else None
+        return _token_id(name, seen) if isinstance(value, int) and value >= FIRST_WORD else None
+    if isinstance(value, (list, tuple)):
+        return _shrunk_list(name, list(value))
+    if not isinstance(value, int):
+        return None
+    if "vocab_size" in name and "type" not in name:
+        return min(value, VOCAB)
+    if name in ("image_size", "input_size", "img_size", "pretrain_image_size", "crop_size"):
+        return min(value, 64 if "depths" in of or "layers_per_stage" in of else 32)
+    if name == "patch_size":
+        return 8 if value > 8 else None
+    if _KV_HEADS.search(name):
+        heads = of.get("num_attention_heads") or of.get("num_heads") or value
+        return min(value, 2) if isinstance(heads, int) and value < heads else min(value, 4)
+    if _HEADS.search(name) and value < 256:
+        return min(value, 4)
+    if _HEAD_DIM.search(name) or re.search(r"(rope|nope|v|k|qk|index)_head_dim", name):
+        return min(value, 8)
+    if _LAYERS.search(name) and value < 200:
+        return min(value, 2)
+    if re.search(r"per_tok|top_?k(_|$)|moe_k", name):
+        return min(value, 2)
+    if re.search(r"experts$|routed_experts", name):
+        return min(value, 4)
+    if re.search(r"n_group|topk_group", name):
+        return 1
+    if "position" in name or name in ("n_ctx", "context_length", "max_seq_len", "max_length", "max_seq_length"):
+        return min(value, 128) if value > 64 else None
+    if name in ("sliding_window", "sliding_window_size", "attention_window"):
+        return min(value, 8)
+    if name in ("mask_time_length", "mask_feature_length"):
+        return 2
+    if name in ("num_queries", "num_query_tokens", "num_denoising", "train_num_points", "image_seq_length"):
+        return min(value, 8)
+    if name == "max_source_positions":
+        return min(value, 32)
+    if name in ("codebook_size", "num_embeddings", "num_codevectors_per_group"):
+        return min(value, 32)
+    if name in ("num_mel_bins", "n_mels"):
+        return min(value, 16)
+    if _KEEP.search(name):
+        return None
+    if _WIDE.search(name):
+        return min(value, 64)
+    if _SIZE.search(name) and value > 32:
+        return 32
+    return None
+
+
+def _shrunk_list(name: str, value: list[Any]) -> Any:
+    if not value or not all(isinstance(v, int) and not isinstance(v, bool) for v in value):
+        return None
+    if name in ("depths", "layers_per_stage", "num_block_repeats", "stage_num_blocks"):
+        return [min(v, 1) for v in value]
+    if _HEADS.search(name):
+        return [max(1, v // value[0]) if value[0] else v for v in value]
+    if name in ("image_size", "input_size"):
+        return [min(v, 64) for v in value]
+    if _INDICES.search(name) and "conv" not in name and max(value) > 1:
+        return list(range(min(len(value), 2)))
+    if _KEEP.search(name):
+        return None
+    if max(value) >= 64 and (_SIZE.search(name) or _WIDE.search(name) or "conv_dim" in name):
+        return [max(8, -(-v // 128) * 8) for v in value]
+    return None
+
+
+def tiny(config_class: type[PreTrainedConfig], model_type: str, seen: dict[str, int] | None = None) -> PreTrainedConfig:
+    """The smallest sensible config of a class: two layers, 32 wide, 128 words; sub-configs too."""
+    seen = {} if seen is None else seen
+    changes = CONFIGS.get(config_class.model_type, {}) if config_class.model_type else {}
+    given = {k: v for k, v in changes.items() if k != "__default__"}
+    full = config_class(**changes.get("__default__", {}))
+    values: dict[str, Any] = {}
+    of: dict[str, Any] = {}
+    fields = [f.name for f in dataclasses.fields(config_class)]
+    for name in fields:
+        try:
+            of[name] = getattr(full, name)
+        except Exception:  # a per-layer attribute: the config derives it
+            of[name] = None
+    defaults = {f.name: f.default for f in dataclasses.fields(config_class)}
+    for name in fields:
+        value = of[name]
+        if name in given:
+            continue
+        if isinstance(value, PreTrainedConfig):
+            child = tiny(type(value), value.model_type, seen)
+            values[name] = child if name not in ("backbone_config",) else child
+        elif name.startswith("_") or (defaults[name] is None and not _TOKEN.fullmatch(name)):
+            continue
+        else:
+            small = _shrunk(name, value, of, seen)
+            if small is not None and small != value:
+                values[name] = type(value)(small) if isinstance(value, tuple) else small
+    nested = {k: v for k, v in given.items() if isinstance(v, dict) and isinstance(of.get(k), PreTrainedConfig)}
+    for name, inner in nested.items():
+        child = tiny(type(of[name]), of[name].model_type, seen).to_dict()
+        values[name] = type(of[name])(**{**child, **inner})
+    values.update({k: v for k, v in given.items() if k not in nested})
+    config = config_class(**values)
+    if getattr(config, "is_encoder_decoder", False) and getattr(config, "decoder_start_token_id", 0) is None:
+        config.decoder_start_token_id = 1
+    return config
+
+
+def tiny_config(model_type: str, class_name: str = "") -> PreTrainedConfig:
+    """The tiny config of a model type, for one class of it."""
+    config_class = CONFIG_MAPPING[model_type]
+    return tiny(config_class, model_type)

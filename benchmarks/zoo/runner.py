@@ -1,0 +1,267 @@
+"""One class, three steps, twice: the plain loop and the managed one with every plane on NVMe, compared bit by bit."""
+
+from __future__ import annotations
+
+import gc
+import random
+import time
+import traceback
+import zlib
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+import transformers
+from torch import nn
+
+import gemini
+from benchmarks.zoo.configs import tiny_config
+from benchmarks.zoo.inputs import Batches, Spec
+from benchmarks.zoo.mappings import Entry
+from gemini.memory.mover import staging_bytes, tile_numel
+from gemini.plan.layout import ParamSpec, make_layout
+from gemini.train.containers import iter_tensors
+from gemini.train.problem import collect_params, working_set
+from tests.train.helpers import DTYPES, Plain, assert_same_state, same_bits
+
+STEPS = 3
+MAX_PARAMS = 8_000_000
+VARIANTS = 5
+
+
+class Untried(Exception):
+    """The plain loop itself does not run here: nothing to compare with."""
+
+
+@dataclass
+class Result:
+    """What came of one class."""
+
+    name: str
+    kind: str
+    tasks: tuple[str, ...]
+    model_type: str
+    status: str = "untried"
+    """"works", "refused" (a clear error of Gemini), "failed" (a bug), "untried" (the plain loop does not run)."""
+    reason: str = ""
+    precision: str = ""
+    loss: str = ""
+    """"loss" of the model, or the mean "square" of its first output."""
+    params: int = 0
+    chunks: int = 0
+    evictions: tuple[int, int] = (0, 0)
+    """In forward and in backward, over all steps."""
+    seconds: float = 0.0
+
+
+def seed_all(seed: int) -> None:
+    torch.manual_seed(seed)
+    random.seed(seed)
+    numpy.random.seed(seed)
+
+
+def build(entry: Entry) -> nn.Module:
+    """The tiny model, the same fp32 weights each time.
+
+    Raises:
+        Untried: if its config or its class cannot be built here.
+    """
+    try:
+        config = tiny_config(entry.model_type, entry.name)
+        model_class = getattr(transformers, entry.name)
+        with torch.device("meta"):
+            num_params = sum(p.numel() for p in model_class(config).parameters())
+    except Exception as e:
+        raise Untried(f"build: {_line(e)}") from e
+    if num_params > MAX_PARAMS:
+        raise Untried(f"its tiny config has {num_params:,} params")
+    try:
+        seed_all(0)
+        model = model_class(config)
+    except Exception as e:
+        raise Untried(f"build: {_line(e)}") from e
+    for name, param in model.named_parameters():
+        if not param.detach().isfinite().all():
+            nn.init.normal_(param, std=0.02)
+        elif param.is_floating_point() and name.endswith(("empty",)):
+            raise Untried(name)
+    return model.train()
+
+
+def loss_of(model: nn.Module, batch: dict[str, Any], seed: int) -> tuple[torch.Tensor, str]:
+    """The model's loss, else the mean square of its first output that has a gradient."""
+    seed_all(seed)
+    outputs = model(**batch)
+    loss = outputs.get("loss") if isinstance(outputs, dict) else None
+    if isinstance(loss, torch.Tensor) and loss.requires_grad and loss.numel() == 1:
+        return loss.sum(), "loss"
+    for tensor in iter_tensors(outputs):
+        if tensor.is_floating_point() and tensor.requires_grad and tensor.numel() > 1:
+            return tensor.float().square().mean(), "square"
+    raise ValueError(f"no output of {type(outputs).__name__} has a gradient")
+
+
+def find_batches(entry: Entry, precision: str) -> tuple[Batches, str]:
+    """A batch that the plain model trains on.
+
+    Raises:
+        Untried: if none was found; the first error says why.
+    """
+    first: BaseException | None = None
+    for labels in (True, False):
+        for variant in range(VARIANTS):
+            spec = Spec(DTYPES[precision], labels=labels, variant=variant)
+            for _ in range(5):
+                model = build(entry)
+                for param in model.parameters():
+                    param.data = param.data.to(spec.dtype)
+                try:
+                    batches = Batches(model, entry, spec)
+                    loss, how = loss_of(model, batches(0), 0)
+                    loss.backward()
+                except Exception as e:
+                    first = first or e
+                    if spec.learn(e):
+                        continue
+                    break
+                if not loss.isfinite():
+                    first = first or ValueError("its loss is not finite")
+                    break
+                grads = [p.grad for p in model.parameters() if p.grad is not None]
+                if any(g.layout is not torch.strided or not g.isfinite().all() for g in grads):
+                    first = first or ValueError("its gradients are not finite")
+                    break
+                return batches, how
+    assert first is not None
+    place = traceback.extract_tb(first.__traceback__)[-1]
+    raise Untried(f"forward: {_line(first)} ({Path(place.filename).name}:{place.lineno})")
+
+
+def tight_config(model: nn.Module, precision: str, path: Path) -> gemini.GeminiConfig:
+    """Everything on NVMe, and as little memory as the model's most demanding module needs; small chunks."""
+    named = collect_params(model)
+    specs = [ParamSpec(n.names[0], n.param.numel(), n.param.requires_grad) for n in named]
+    max_chunk = max(1024, sum(s.numel for s in specs) // 8)
+    layout = make_layout(specs, max_chunk=max_chunk)
+    chunk_of = {slot.name: chunk for chunk in layout.chunks for slot in chunk.slots}
+    by_id = {id(n.param): chunk_of[n.names[0]] for n in named}
+    gathered = working_set(model, lambda p: by_id[id(p)], 4 if precision == "fp32" else 2)
+    staging = staging_bytes(tile_numel(max(chunk.numel for chunk in layout.chunks)))
+    return gemini.GeminiConfig(
+        precision=precision,
+        max_chunk=max_chunk,
+        memory=gemini.MemoryBudget(cpu=gathered + staging, nvme="2GiB", nvme_path=path),
+        placement=gemini.StaticPlacement(weights_on_nvme=1, optimizer_on_nvme=1),
+        device="cpu",
+    )
+
+
+def run_plain(entry: Entry, batches: Batches, precision: str) -> tuple[Plain, list[float]]:
+    plain = Plain(build(entry), precision, lr=1e-3)
+    losses = []
+    for step in range(STEPS):
+        loss, _ = loss_of(plain.model, batches(step), step)
+        plain.backward(loss)
+        losses += [loss.item(), plain.clip(1.0)]
+        plain.step()
+    return plain, losses
+
+
+def run(kind: str, entry: Entry, path: Path, precision: str | None = None) -> Result:
+    """Train one class both ways. Never raises."""
+    result = Result(entry.name, kind, entry.tasks, entry.model_type)
+    begun = time.perf_counter()
+    try:
+        _run(result, entry, path, precision)
+    except Untried as e:
+        result.reason = str(e)
+    except Exception as e:
+        result.status, result.reason = "failed", f"{_line(e)} | {_where(e)}"
+    result.seconds = round(time.perf_counter() - begun, 2)
+    return result
+
+
+def _run(result: Result, entry: Entry, path: Path, precision: str | None) -> None:
+    order = [precision] if precision else ["bf16", "fp32"] if zlib.crc32(entry.name.encode()) % 3 else ["fp32"]
+    for result.precision in order:
+        try:
+            batches, result.loss = find_batches(entry, result.precision)
+            break
+        except Untried:
+            if result.precision == order[-1]:
+                raise
+    plain, losses = run_plain(entry, batches, result.precision)
+    if not all(torch.isfinite(torch.tensor(losses))):
+        raise Untried(f"the plain loop does not stay finite: {losses}")
+    model = build(entry)
+    result.params = sum(p.numel() for p in model.parameters())
+    if result.params == 0:
+        raise Untried("it has no params")
+    try:
+        collect_params(model)
+        config = tight_config(model, result.precision, path)
+        model = gemini.GeminiDDP(model, config)
+    except (gemini.GeminiError, ValueError, TypeError) as e:
+        result.status, result.reason = "refused", _line(e)
+        return
+    engine = model._gemini_engine
+    result.chunks = len(engine.chunks)
+    optimizer = gemini.HybridAdam(model.parameters(), lr=1e-3, weight_decay=0.1)
+    managed: list[float] = []
+    forward = backward = 0
+    try:
+        for step in range(STEPS):
+            before = engine.manager.num_evictions
+            loss, _ = loss_of(model, batches(step), step)
+            between = engine.manager.num_evictions
+            loss.backward()
+            forward, backward = forward + between - before, backward + engine.manager.num_evictions - between
+            managed += [loss.item(), model.clip_grad_norm_(1.0).item()]
+            optimizer.step()
+            optimizer.zero_grad()
+    except gemini.GeminiError as e:
+        result.status, result.reason = "refused", f"{type(e).__name__}: {_line(e)}"
+        return
+    result.evictions = (forward, backward)
+    difference = _difference(model, plain, managed, losses)
+    if difference is None:
+        result.status = "works" if forward and backward else "failed"
+        result.reason = "" if forward and backward else f"no evictions: {result.chunks} chunks, {result.evictions}"
+        return
+    again, repeated = run_plain(entry, batches, result.precision)
+    same = repeated == losses and all(same_bits(again.master(n), plain.master(n)) for n in plain.states)
+    if not same:
+        raise Untried("two plain runs with the same seeds differ")
+    result.status, result.reason = "failed", difference
+
+
+def _difference(model: Any, plain: Plain, managed: list[float], losses: list[float]) -> str | None:
+    norms = [torch.tensor(n, dtype=torch.float32).item() for n in losses[1::2]]
+    if managed[0::2] != losses[0::2] or managed[1::2] != norms:
+        return f"losses and norms differ: {managed} plain {losses}"
+    try:
+        assert_same_state(model, plain)
+    except AssertionError as e:
+        return f"state differs: {_line(e)}"
+    for (name, ours), (_, theirs) in zip(model.named_buffers(), plain.model.named_buffers(), strict=True):
+        if not same_bits(ours, theirs):
+            return f"buffer {name} differs"
+    return None
+
+
+def _line(error: BaseException) -> str:
+    text = " ".join(str(error).split())
+    name = type(error).__name__
+    return f"{name}: {text[:400]}" if not isinstance(error, (gemini.GeminiError,)) else text[:400]
+
+
+def _where(error: BaseException) -> str:
+    frames = traceback.extract_tb(error.__traceback__)[-3:]
+    return " < ".join(f"{Path(f.filename).name}:{f.lineno} {f.name}" for f in reversed(frames))
+
+
+def as_record(result: Result) -> dict[str, Any]:
+    gc.collect()
+    return asdict(result)
