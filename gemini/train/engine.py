@@ -217,15 +217,14 @@ class Engine:
                 f"managed param {handles[0].name!r} is read where no module of the model is computing; "
                 "read it inside the model's forward, or with model.gathered([param])"
             )
+        record = CallRecord(None, moving, around)
         with self.calls.reading(moving):
             result = func(*args, **kwargs)
-        record = CallRecord(None, moving, around)
         for tensor in iter_tensors(result):
             for chunk in moving:
                 if tensor.untyped_storage().data_ptr() == chunk.flat.untyped_storage().data_ptr():
                     self.calls.hold(chunk)
-            if tensor.grad_fn is not None:
-                tensor.register_hook(lambda grad: engine_of(handles[0]).begin_backward_of(record))
+            record.on_gradient(tensor, lambda grad: engine_of(handles[0]).begin_backward_of(record))
         self._refuse_writes()
         return result
 
