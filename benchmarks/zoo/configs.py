@@ -10,10 +10,11 @@ import dataclasses
 import re
 from typing import Any
 
+import transformers
 from transformers import PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from benchmarks.zoo.overrides import CONFIGS
+from benchmarks.zoo.overrides import CLASS_CONFIGS, CONFIGS
 
 VOCAB = 128
 FIRST_WORD = 40
@@ -33,7 +34,7 @@ _KEEP = re.compile(
     r"kernel|stride|ratio|scale|patch|window|group|buckets|merge|sampling|sample|num_channels|pool|token_type|type_vocab|"
     r"^in_channels$|labels|temperature|num_embeddings_|chunk_size|block_size|eps|rate|dilation|ignore|step"
 )
-_INDICES = re.compile(r"(indices|indexes|index_list|_layers|layer_idx|block_indexes|layer_ids)$|attn_indexes")
+_INDICES = re.compile(r"(indices|indexes|index_list|layer_idx|layer_ids|feature_layers?|no_rope_layers)$")
 
 
 def _token_id(name: str, seen: dict[str, int]) -> int:
@@ -60,6 +61,12 @@ def _shrunk(name: str, value: Any, of: dict[str, Any], seen: dict[str, int]) -> 
         return min(value, VOCAB)
     if name in ("image_size", "input_size", "img_size", "pretrain_image_size", "crop_size"):
         return min(value, 64 if "depths" in of or "layers_per_stage" in of else 32)
+    if name == "upsample_initial_channel":
+        return 32
+    if name.endswith("num_filters"):
+        return min(value, 8)
+    if name == "embed_dim" and "depths" in of:
+        return 16
     if name == "patch_size":
         return 8 if value > 8 else None
     if _KV_HEADS.search(name):
@@ -71,12 +78,12 @@ def _shrunk(name: str, value: Any, of: dict[str, Any], seen: dict[str, int]) -> 
         return min(value, 8)
     if _LAYERS.search(name) and value < 200:
         return min(value, 2)
+    if re.search(r"n_group$|topk_group", name):
+        return 1
     if re.search(r"per_tok|top_?k(_|$)|moe_k", name):
         return min(value, 2)
     if re.search(r"experts$|routed_experts", name):
         return min(value, 4)
-    if re.search(r"n_group|topk_group", name):
-        return 1
     if "position" in name or name in ("n_ctx", "context_length", "max_seq_len", "max_length", "max_seq_length"):
         return min(value, 128) if value > 64 else None
     if name in ("sliding_window", "sliding_window_size", "attention_window"):
@@ -103,7 +110,7 @@ def _shrunk(name: str, value: Any, of: dict[str, Any], seen: dict[str, int]) -> 
 def _shrunk_list(name: str, value: list[Any]) -> Any:
     if not value or not all(isinstance(v, int) and not isinstance(v, bool) for v in value):
         return None
-    if name in ("depths", "layers_per_stage", "num_block_repeats", "stage_num_blocks"):
+    if re.search(r"depths|layers_per_stage|num_block_repeats|num_blocks|num_layers|layer_repeats|^layers$", name):
         return [min(v, 1) for v in value]
     if _HEADS.search(name):
         return [max(1, v // value[0]) if value[0] else v for v in value]
@@ -118,46 +125,62 @@ def _shrunk_list(name: str, value: list[Any]) -> Any:
     return None
 
 
-def tiny(config_class: type[PreTrainedConfig], model_type: str, seen: dict[str, int] | None = None) -> PreTrainedConfig:
-    """The smallest sensible config of a class: two layers, 32 wide, 128 words; sub-configs too."""
+def tiny(config_class: type[PreTrainedConfig], seen: dict[str, int] | None = None, **more: Any) -> PreTrainedConfig:
+    """The smallest sensible config of a class: two layers or one of each kind, 32 wide, 128 words; sub-configs too."""
     seen = {} if seen is None else seen
-    changes = CONFIGS.get(config_class.model_type, {}) if config_class.model_type else {}
-    given = {k: v for k, v in changes.items() if k != "__default__"}
-    full = config_class(**changes.get("__default__", {}))
+    given = {**CONFIGS.get(config_class.model_type, {}), **more}
+    full = config_class(**given.pop("__default__", {}))
+    fields = {f.name: f.default for f in dataclasses.fields(config_class)}
+    of = {name: _value(full, name) for name in fields}
     values: dict[str, Any] = {}
-    of: dict[str, Any] = {}
-    fields = [f.name for f in dataclasses.fields(config_class)]
-    for name in fields:
-        try:
-            of[name] = getattr(full, name)
-        except Exception:  # a per-layer attribute: the config derives it
-            of[name] = None
-    defaults = {f.name: f.default for f in dataclasses.fields(config_class)}
-    for name in fields:
-        value = of[name]
-        if name in given:
-            continue
+    for name, value in of.items():
         if isinstance(value, PreTrainedConfig):
-            child = tiny(type(value), value.model_type, seen)
-            values[name] = child if name not in ("backbone_config",) else child
-        elif name.startswith("_") or (defaults[name] is None and not _TOKEN.fullmatch(name)):
+            inner = given.pop(name, {})
+            values[name] = tiny(type(value), seen, **inner) if isinstance(inner, dict) else inner
+        elif name in given or name.startswith("_"):
             continue
-        else:
+        elif value is None and name in _WHEN_NONE:
+            values[name] = _WHEN_NONE[name]
+        elif fields[name] is not None or _TOKEN.fullmatch(name):
             small = _shrunk(name, value, of, seen)
             if small is not None and small != value:
-                values[name] = type(value)(small) if isinstance(value, tuple) else small
-    nested = {k: v for k, v in given.items() if isinstance(v, dict) and isinstance(of.get(k), PreTrainedConfig)}
-    for name, inner in nested.items():
-        child = tiny(type(of[name]), of[name].model_type, seen).to_dict()
-        values[name] = type(of[name])(**{**child, **inner})
-    values.update({k: v for k, v in given.items() if k not in nested})
-    config = config_class(**values)
+                values[name] = small
+    values.update(_layer_types({**of, **given}, given))
+    config = config_class(**{**values, **given})
     if getattr(config, "is_encoder_decoder", False) and getattr(config, "decoder_start_token_id", 0) is None:
         config.decoder_start_token_id = 1
     return config
 
 
-def tiny_config(model_type: str, class_name: str = "") -> PreTrainedConfig:
-    """The tiny config of a model type, for one class of it."""
-    config_class = CONFIG_MAPPING[model_type]
-    return tiny(config_class, model_type)
+_WHEN_NONE = {
+    "head_dim": 8, "num_key_value_heads": 2, "vocab_size": VOCAB, "num_experts_per_tok": 2, "n_routed_experts": 4,
+    "n_shared_experts": 1, "num_experts": 4,
+}  # fmt: skip
+
+
+def _value(config: PreTrainedConfig, name: str) -> Any:
+    try:
+        return getattr(config, name)
+    except Exception:  # differs from layer to layer: the config derives it
+        return None
+
+
+def _layer_types(of: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+    """One layer of each kind, where layers are of several kinds."""
+    names = ("layer_types", "mlp_layer_types", "layers_block_type")
+    lists = {n: list(dict.fromkeys(of[n])) for n in names if isinstance(of.get(n), (list, tuple)) and of[n]}
+    depth = next((n for n in ("num_hidden_layers", "num_layers", "n_layer") if n in of), None)
+    if not lists or depth is None:
+        return {}
+    num = given.get(depth, max(2, *map(len, lists.values())))
+    chosen = {n: (kinds * num)[:num] for n, kinds in lists.items()}
+    return {depth: num, **{n: kinds for n, kinds in chosen.items() if n not in given}}
+
+
+def tiny_config(model_type: str, class_name: str) -> PreTrainedConfig:
+    """The tiny config for one class; the config it is listed under need not be the one that it takes."""
+    more = dict(CLASS_CONFIGS.get(class_name, {}))
+    config_class = more.pop("config_class", None) or getattr(getattr(transformers, class_name), "config_class", None)
+    if isinstance(config_class, str):
+        config_class = getattr(transformers, config_class)
+    return tiny(config_class or CONFIG_MAPPING[model_type], **more)

@@ -4,10 +4,103 @@ from __future__ import annotations
 
 from typing import Any
 
-CONFIGS: dict[str, dict[str, Any]] = {}
+from transformers import ResNetConfig
 
-INPUTS: dict[str, Any] = {}
+_MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_chunk_size": 4}
+_RESNET = {"embedding_size": 8, "hidden_sizes": [8, 16, 24, 32], "depths": [1, 1, 1, 1]}
+_STAGES = ["stage1", "stage2", "stage3", "stage4"]
+_LAST = ResNetConfig(**_RESNET, out_features=["stage4"])
+_LATER = ResNetConfig(**_RESNET, out_features=_STAGES[1:])
+_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+
+
+def _letters(number: int) -> str:
+    return "".join(chr(ord("A") + int(digit)) for digit in str(number))
+
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "bamba": {**_MAMBA, "attn_layer_indices": [1]},
+    "bit": {"num_groups": 4},
+    "blt": {"encoder_hash_byte_group_vocab": 64, "num_hidden_layers": 2},
+    "chameleon": {"vocabulary_map": {"<image>": 10, **{f"IMGIMG{_letters(i)}Z": 60 + i for i in range(32)}}},
+    "conditional_detr": {"backbone_config": _LAST, "use_timm_backbone": False, "backbone": None},
+    "cosmos3_edge_text": {"rope_parameters": {**_ROPE, "mrope_section": [2, 1, 1]}},
+    "dab-detr": {"backbone_config": _LAST, "use_timm_backbone": False, "backbone": None},
+    "deformable_detr": {"backbone_config": _LATER, "use_timm_backbone": False, "backbone": None},
+    "depth_pro": {"patch_size": 32, "intermediate_hook_ids": [1, 0]},
+    "detr": {"backbone_config": _LAST, "use_timm_backbone": False, "backbone": None},
+    "dinov3_convnext": {"hidden_sizes": [8, 16, 24, 32], "depths": [1, 1, 1, 1]},
+    "dots3_note_text": {"num_key_value_heads": 4},
+    "efficientloftr": {"stage_num_blocks": [1, 1, 1, 1], "out_features": [8, 8, 16, 32], "hidden_size": 32},
+    "emu3": {"vocabulary_map": {
+        "<image>": 10, "<|extra_200|>": 11, **{f"<|visual token {i:06d}|>": 60 + i for i in range(32)},
+    }},
+    "fun_asr_nano_adaptor": {"intermediate_size": 8},
+    "fun_asr_nano": {"adaptor_config": {"intermediate_size": 8}},
+    "gemma3": {"mm_tokens_per_image": 4},
+    "glm5_next_text": {"index_topk": 4, "index_kpool": 2},
+    "granite4_vision": {"deepstack_layer_map": [[0, 0]], "spatial_target_layers": [0, 1, 0, 1]},
+    "hgnet_v2": {
+        "stem_channels": [3, 8, 8], "stage_in_channels": [8, 8, 32, 64], "stage_mid_channels": [8, 8, 16, 24],
+        "stage_out_channels": [8, 32, 64, 128], "stage_numb_of_layers": [1, 1, 1, 1],
+    },
+    "lw_detr_vit": {
+        "num_windows": 4, "num_hidden_layers": 4, "window_block_indices": [0, 2], "out_indices": [1, 2, 3, 4],
+    },
+    "mimi": {"upsample_groups": 32},
+    "molmo2": {"adapter_config": {"vision_feature_layer": [1, 0]}},
+    "moonshine_streaming": {"num_key_value_heads": 4},
+    "muse_spark_audio": {"num_hidden_layers": 4},
+    "nemotron_h_omni": {"vision_config": {"video_temporal_patch_size": 2}},
+    "perceiver": {
+        "num_latents": 8, "d_latents": 32, "num_self_attends_per_block": 2, "num_self_attention_heads": 1,
+        "num_cross_attention_heads": 1,
+    },
+    "pocket_tts_audio_tokenizer": {"upsample_groups": 32},
+    "qwen3_omni_moe_talker_text": {"shared_expert_intermediate_size": 64},
+    "sam2_hiera_det_model": {
+        "blocks_per_stage": [1, 1, 1, 1], "embed_dim_per_stage": [8, 16, 24, 32], "hidden_size": 8,
+        "num_attention_heads_per_stage": [1, 2, 2, 4], "global_attention_blocks": [2], "num_attention_heads": 1,
+    },
+    "sam2_vision_model": {"backbone_channel_list": [32, 24, 16, 8]},
+    "table-transformer": {"backbone_config": _LAST, "use_timm_backbone": False, "backbone": None},
+    "upernet": {"backbone_config": ResNetConfig(**_RESNET, out_features=_STAGES)},
+    "vibevoice_acoustic_tokenizer": {"num_filters": 2},
+    "vibevoice_acoustic_tokenizer_encoder": {"num_filters": 2},
+    "vibevoice_acoustic_tokenizer_decoder": {"num_filters": 2},
+    "codegen": {"rotary_dim": 4},
+    "cohere_compass_text": {"rope_parameters": {"full_attention": _ROPE, "sliding_attention": _ROPE}},
+    "ctrl": {"dff": 64},
+    "dbrx": {"attn_config": {"rope_theta": 10000.0, "kv_n_heads": 2, "clip_qkv": 8.0}},
+    "falcon_h1": {**_MAMBA, "mamba_n_heads": 4, "mamba_d_ssm": 32},
+    "gemma3n_text": {
+        "num_hidden_layers": 4, "intermediate_size": 64, "activation_sparsity_pattern": [0.95, 0.95, 0.0, 0.0],
+        "num_kv_shared_layers": 2, "hidden_size_per_layer_input": 8, "laurel_rank": 8,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+    },
+    "gptj": {"rotary_dim": 4},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]], "num_layers": 2},
+    "granitemoehybrid": {**_MAMBA, "layer_types": ["linear_attention", "full_attention"]},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
+    "longcat_flash": {"expert_ffn_hidden_size": 64, "zero_expert_num": 2},
+    "mamba2": {"num_heads": 8, "head_dim": 8, "n_groups": 2, "state_size": 8, "chunk_size": 4},
+    "neomme": {"head_dim": 16},
+    "reformer": {
+        "attn_layers": ["local", "lsh"], "axial_pos_embds": False, "local_attn_chunk_length": 4,
+        "lsh_attn_chunk_length": 4, "num_buckets": 2, "is_decoder": True,
+    },
+    "zamba": {"attention_hidden_size": 64, "attention_head_dim": 16, "mamba_dt_rank": 4, "mamba_d_state": 8},
+    "zamba2": {"n_mamba_heads": 8, "mamba_headdim": 8, "chunk_size": 4, "adapter_rank": 4, "mamba_d_state": 8},
+}  # fmt: skip
+
+INPUTS: dict[str, Any] = {
+    "depth_pro": lambda b: {"pixel_values": b.floats(2, 3, 128, 128)},
+}
 """By class name or model type: a function of the Batches that makes the whole batch, or ("+", function) to add to it."""
 
-CLASS_CONFIGS: dict[str, dict[str, Any]] = {}
-"""Fields that a single class needs, by class name; "model_type" says which config it takes."""
+CLASS_CONFIGS: dict[str, dict[str, Any]] = {
+    "BeitForSemanticSegmentation": {"num_hidden_layers": 4, "out_indices": [1, 2, 3, 4]},
+    "Data2VecVisionForSemanticSegmentation": {"num_hidden_layers": 4, "out_indices": [1, 2, 3, 4]},
+    "ReformerForMaskedLM": {"is_decoder": False},
+}
+"""Fields that a single class needs, by class name; "config_class" names the config it takes."""

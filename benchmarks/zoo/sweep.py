@@ -37,6 +37,16 @@ def run_apart(kind: str, entry: Entry, seconds: int = SECONDS, precision: str | 
         return _wait(pid, out, Result(entry.name, kind, entry.tasks, entry.model_type), seconds)
 
 
+def preload() -> None:
+    """Import what every class needs once, in the parent: the children find it there."""
+    import gemini.train.ddp
+    import gemini.train.optimizer
+    import torch._dynamo
+    import transformers.modeling_layers
+    import transformers.models.llama.modeling_llama
+    import transformers.models.vit.modeling_vit  # noqa: F401
+
+
 def _wait(pid: int, out: Path, result: Result, seconds: int) -> dict[str, Any]:
     begun = time.monotonic()
     while True:
@@ -58,6 +68,7 @@ def _wait(pid: int, out: Path, result: Result, seconds: int) -> dict[str, Any]:
 
 def sweep(chosen: Iterable[tuple[str, Entry]], out: Path, report: Callable[[dict[str, Any]], None]) -> None:
     """Run classes in turn; each result is appended to ``out`` as one line of JSON."""
+    preload()
     with out.open("a") as file:
         for kind, entry in chosen:
             record = run_apart(kind, entry)
