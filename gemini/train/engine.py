@@ -31,7 +31,7 @@ from gemini.train.build import adopt_all, build, grad_hook, iter_chunks, make_tr
 from gemini.train.by_name import ByName
 from gemini.train.calls import CallRecord, Calls
 from gemini.train.containers import iter_tensors
-from gemini.train.gradients import GradientStore
+from gemini.train.gradients import GradientStore, check_grad
 from gemini.train.guard import (
     ManagedParameter,
     ParamHandle,
@@ -290,13 +290,7 @@ class Engine:
             return
         handle.param.grad = None
         self.begin_backward()
-        if grad.requires_grad:
-            raise GeminiError(
-                f"the gradient of {handle.name!r} was asked for with create_graph=True: a double backward through "
-                "managed params is not supported. Use torch.autograd.grad on an unwrapped model"
-            )
-        if grad.layout is not torch.strided:
-            raise GeminiError(f"{handle.name!r} has a sparse gradient: build its module with sparse=False")
+        check_grad(handle, grad)
         chunk = handle.chunk
         if not chunk.gathered:
             raise GeminiError(
