@@ -14,7 +14,7 @@ import transformers
 from transformers import PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from benchmarks.zoo.overrides import CLASS_CONFIGS, CONFIGS
+from benchmarks.zoo.overrides import CLASS_CONFIGS, CONFIGS, Tiny
 
 VOCAB = 128
 FIRST_WORD = 40
@@ -76,7 +76,7 @@ def _shrunk(name: str, value: Any, of: dict[str, Any], seen: dict[str, int]) -> 
         return min(value, 4)
     if _HEAD_DIM.search(name) or re.search(r"(rope|nope|v|k|qk|index)_head_dim", name):
         return min(value, 8)
-    if _LAYERS.search(name) and value < 200:
+    if _LAYERS.search(name) and value < 200 and name != "num_encoder_blocks":
         return min(value, 2)
     if re.search(r"n_group$|topk_group", name):
         return 1
@@ -136,7 +136,9 @@ def tiny(config_class: type[PreTrainedConfig], seen: dict[str, int] | None = Non
     for name, value in of.items():
         if isinstance(value, PreTrainedConfig):
             inner = given.pop(name, {})
-            values[name] = tiny(type(value), seen, **inner) if isinstance(inner, dict) else inner
+            values[name] = tiny(type(value), seen, **{**_stages(value), **inner}) if isinstance(inner, dict) else inner
+        elif name in given and isinstance(given[name], Tiny):
+            values[name] = tiny(CONFIG_MAPPING[given[name].model_type], seen, **given.pop(name).fields)
         elif name in given or name.startswith("_"):
             continue
         elif value is None and name in _WHEN_NONE:
@@ -175,6 +177,17 @@ def _layer_types(of: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
     num = given.get(depth, max(2, *map(len, lists.values())))
     chosen = {n: (kinds * num)[:num] for n, kinds in lists.items()}
     return {depth: num, **{n: kinds for n, kinds in chosen.items() if n not in given}}
+
+
+def _stages(backbone: PreTrainedConfig) -> dict[str, Any]:
+    """As many outputs of a backbone as its model takes, from as many layers where a layer is a stage."""
+    names = getattr(backbone, "_out_features", None)
+    if not names or CONFIGS.get(backbone.model_type, {}).get("out_indices"):
+        return {}
+    if any(hasattr(backbone, n) for n in ("depths", "stage_num_blocks", "layers_per_stage", "block_configs")):
+        return {"out_features": list(names)}
+    depth = max(2, len(names))
+    return {"num_hidden_layers": depth, "out_features": [f"stage{i + 1}" for i in range(depth - len(names), depth)]}
 
 
 def tiny_config(model_type: str, class_name: str) -> PreTrainedConfig:

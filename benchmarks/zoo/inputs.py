@@ -58,7 +58,8 @@ class Batches:
         self.model = model
         self.arguments = inspect.signature(model.forward).parameters
         self.text = self.config.get_text_config()
-        self.vision = _first(self.config, "vision_config", "image_config", "backbone_config", "image_encoder") or self.config
+        encoder = getattr(self.config, "encoder", None)
+        self.vision = getattr(encoder, "vision_config", None) or _first(self.config, "vision_config", "image_config", "backbone_config", "image_encoder") or self.config
         self.audio = _first(self.config, "audio_config", "speech_config", "audio_encoder", "encoder_config") or self.config
         self.generator = torch.Generator()
 
@@ -73,7 +74,7 @@ class Batches:
 
     # ---- values
 
-    def words(self, *shape: int, low: int = FIRST_WORD, high: int = VOCAB) -> torch.Tensor:
+    def words(self, *shape: int, low: int = FIRST_WORD, high: int = VOCAB - 1) -> torch.Tensor:
         high = min(high, self._vocab())
         return torch.randint(min(low, high - 2), high, shape, generator=self.generator)
 
@@ -112,6 +113,9 @@ class Batches:
         for name in ("input_values", "input_features", "audio_values"):
             if name in names and ("input_ids" not in names or self._hears()):
                 batch[name] = self.sound(name)
+        for name in ("input_features_mask", "feature_attention_mask", "padding_mask"):
+            if name in names and "input_features" in batch:
+                batch[name] = torch.ones(ROWS, max(batch["input_features"].shape[1:]), dtype=torch.long)
         if "bool_masked_pos" in names and any(t == "MASKED_IMAGE_MODELING" for t in self.entry.tasks):
             side = _pair(self.vision.image_size)[0] // _pair(self.vision.patch_size)[0]
             batch["bool_masked_pos"] = torch.arange(side * side).expand(ROWS, -1) % 2 == 0

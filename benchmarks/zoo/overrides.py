@@ -4,13 +4,23 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from transformers import ResNetConfig
+
+
+class Tiny:
+    """A tiny config of another type, where a config has none by default."""
+
+    def __init__(self, model_type: str, **fields: Any):
+        self.model_type, self.fields = model_type, fields
+
 
 _MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_chunk_size": 4}
 _RESNET = {"embedding_size": 8, "hidden_sizes": [8, 16, 24, 32], "depths": [1, 1, 1, 1]}
 _STAGES = ["stage1", "stage2", "stage3", "stage4"]
 _LAST = ResNetConfig(**_RESNET, out_features=["stage4"])
 _LATER = ResNetConfig(**_RESNET, out_features=_STAGES[1:])
+_FOUR_OUT = {"num_hidden_layers": 4, "out_indices": [1, 2, 3, 4]}
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 
 
@@ -27,11 +37,41 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "cosmos3_edge_text": {"rope_parameters": {**_ROPE, "mrope_section": [2, 1, 1]}},
     "dab-detr": {"backbone_config": _LAST, "use_timm_backbone": False, "backbone": None},
     "deformable_detr": {"backbone_config": _LATER, "use_timm_backbone": False, "backbone": None},
-    "depth_pro": {"patch_size": 32, "intermediate_hook_ids": [1, 0]},
+    "depth_pro": {
+        "patch_size": 32, "intermediate_hook_ids": (1, 0), "intermediate_feature_dims": (32, 32),
+        "scaled_images_feature_dims": (64, 64, 32),
+    },
     "detr": {"backbone_config": _LAST, "use_timm_backbone": False, "backbone": None},
     "dinov3_convnext": {"hidden_sizes": [8, 16, 24, 32], "depths": [1, 1, 1, 1]},
     "dots3_note_text": {"num_key_value_heads": 4},
     "efficientloftr": {"stage_num_blocks": [1, 1, 1, 1], "out_features": [8, 8, 16, 32], "hidden_size": 32},
+    "cvt": {"embed_dim": [8, 24, 48], "num_heads": [1, 3, 6], "depth": [1, 1, 1]},
+    "deit": {"encoder_stride": 8},
+    "depth_anything": {"backbone_config": _FOUR_OUT, "patch_size": 8},
+    "dinov3_vit": {"num_register_tokens": 4},
+    "donut-swin": {"window_size": 4},
+    "dpt": {"num_hidden_layers": 4, "backbone_out_indices": [0, 1, 2, 3]},
+    "efficientnet": {"out_channels": [16, 24, 40, 80, 112, 192]},
+    "align_vision_model": {"out_channels": [16, 24, 40, 80, 112, 192]},
+    "esm": {"mask_token_id": 6, "pad_token_id": 0},
+    "vit": {"encoder_stride": 8},
+    "xmod": {"default_language": "en_XX"},
+    "jamba": {
+        "attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 8, "mamba_dt_rank": 4,
+    },
+    "nemotron_h": {"mamba_num_heads": 8, "mamba_head_dim": 8, "n_groups": 2, "ssm_state_size": 8, "chunk_size": 4},
+    "qwen3_asr_audio_encoder": {"n_window": 16, "n_window_infer": 32, "downsample_hidden_size": 8},
+    "qwen3_omni_moe_audio_encoder": {"n_window": 16, "n_window_infer": 32, "downsample_hidden_size": 8},
+    "qwen2_5_omni_audio_encoder": {"n_window": 16},
+    "recurrent_gemma": {"num_hidden_layers": 3},
+    "voxtral": {"audio_token_id": 9},
+    "gemma4_vision": {"pooling_kernel_size": 2},
+    "gemma4": {"vision_config": Tiny("gemma4_vision")},
+    "levit": {"patch_size": 16},
+    "llama4_vision_model": {
+        "intermediate_size": 128, "projector_input_dim": 32, "projector_output_dim": 32, "vision_output_dim": 32,
+    },
+    "lw_detr": {"projector_scale_factors": [1.0]},
     "emu3": {"vocabulary_map": {
         "<image>": 10, "<|extra_200|>": 11, **{f"<|visual token {i:06d}|>": 60 + i for i in range(32)},
     }},
@@ -49,6 +89,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "mimi": {"upsample_groups": 32},
     "molmo2": {"adapter_config": {"vision_feature_layer": [1, 0]}},
+    "mobilebert": {"embedding_size": 16},
     "moonshine_streaming": {"num_key_value_heads": 4},
     "muse_spark_audio": {"num_hidden_layers": 4},
     "nemotron_h_omni": {"vision_config": {"video_temporal_patch_size": 2}},
@@ -87,13 +128,39 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "neomme": {"head_dim": 16},
     "reformer": {
         "attn_layers": ["local", "lsh"], "axial_pos_embds": False, "local_attn_chunk_length": 4,
-        "lsh_attn_chunk_length": 4, "num_buckets": 2, "is_decoder": True,
+        "lsh_attn_chunk_length": 4, "num_buckets": 2, "is_decoder": True, "hash_seed": 0, "hidden_dropout_prob": 0.0,
+        "lsh_attention_probs_dropout_prob": 0.0, "local_attention_probs_dropout_prob": 0.0,
     },
-    "zamba": {"attention_hidden_size": 64, "attention_head_dim": 16, "mamba_dt_rank": 4, "mamba_d_state": 8},
+    "zamba": {
+        "layers_block_type": ["linear_attention", "hybrid"] * 2, "num_hidden_layers": 4,
+        "attention_hidden_size": 64, "attention_head_dim": 16, "mamba_dt_rank": 4, "mamba_d_state": 8},
     "zamba2": {"n_mamba_heads": 8, "mamba_headdim": 8, "chunk_size": 4, "adapter_rank": 4, "mamba_d_state": 8},
 }  # fmt: skip
 
+
+
+def _codebooks(batches: Any) -> dict[str, Any]:
+    """Codes of every codebook as rows of their own."""
+    return {"input_ids": batches.words(2 * batches.text.num_codebooks, 8)}
+
+
+def _gemma4(batches: Any) -> dict[str, Any]:
+    """Patches with their places; four of them make one token."""
+    batches.spec.placeholders = {"image": 4}
+    places = torch.tensor([[x, y] for y in range(4) for x in range(4)]).expand(2, 16, 2)
+    ids = batches.text_ids()
+    return {
+        "input_ids": ids, "pixel_values": batches.floats(2, 16, 192).sigmoid(), "image_position_ids": places.clone(),
+        "mm_token_type_ids": (ids == batches.placeholder("image")).long(), "labels": ids.clone(),
+    }
+
+
 INPUTS: dict[str, Any] = {
+    "gemma4": _gemma4,
+    "MusicgenForCausalLM": _codebooks,
+    "MusicgenMelodyForCausalLM": _codebooks,
+    "xlstm": ("+", lambda b: {"use_cache": False}),
+    "neomme": ("+", lambda b: {"pixel_values": None}),
     "depth_pro": lambda b: {"pixel_values": b.floats(2, 3, 128, 128)},
 }
 """By class name or model type: a function of the Batches that makes the whole batch, or ("+", function) to add to it."""
@@ -101,6 +168,8 @@ INPUTS: dict[str, Any] = {
 CLASS_CONFIGS: dict[str, dict[str, Any]] = {
     "BeitForSemanticSegmentation": {"num_hidden_layers": 4, "out_indices": [1, 2, 3, 4]},
     "Data2VecVisionForSemanticSegmentation": {"num_hidden_layers": 4, "out_indices": [1, 2, 3, 4]},
+    "Blip2ForImageTextRetrieval": {"qformer_config": {"use_qformer_text_input": True}},
+    "DetrForSegmentation": {"encoder_attention_heads": 8, "decoder_attention_heads": 8},
     "ReformerForMaskedLM": {"is_decoder": False},
 }
 """Fields that a single class needs, by class name; "config_class" names the config it takes."""

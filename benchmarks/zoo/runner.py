@@ -190,33 +190,48 @@ def run(kind: str, entry: Entry, path: Path, precision: str | None = None) -> Re
 
 
 def _run(result: Result, entry: Entry, path: Path, precision: str | None) -> None:
+    """bf16 where the model takes it (but for every third class), else fp32."""
     order = [precision] if precision else ["bf16", "fp32"] if zlib.crc32(entry.name.encode()) % 3 else ["fp32"]
+    refused = ""
     for result.precision in order:
         try:
-            batches, result.loss = find_batches(entry, result.precision)
-            break
+            _run_in(result, entry, path)
         except Untried:
             if result.precision == order[-1]:
                 raise
-    plain, losses = run_plain(entry, batches, result.precision)
+            continue
+        if result.status != "refused":
+            break
+        refused = refused or f"in {result.precision}: {result.reason}"
+    if result.status == "works" and refused:
+        result.reason = refused
+
+
+def _run_in(result: Result, entry: Entry, path: Path) -> None:
+    batches, result.loss = find_batches(entry, result.precision)
+    try:
+        plain, losses = run_plain(entry, batches, result.precision)
+    except Exception as e:
+        raise Untried(f"plain loop: {_line(e)}") from e
     if not all(torch.isfinite(torch.tensor(losses))):
         raise Untried(f"the plain loop does not stay finite: {losses}")
-    for more in EXTRA:
-        result.extra = more
+    difference = None
+    for result.extra in EXTRA:
         try:
             difference = _compare(result, entry, batches, path, plain, losses)
         except gemini.GeminiError as e:
             result.status, result.reason = "refused", f"{type(e).__name__}: {_line(e)}"
-            if not isinstance(e, gemini.BudgetExceeded):
-                return
-        else:
-            break
+            if isinstance(e, gemini.BudgetExceeded):
+                continue
+            return
+        break
     else:
         return
     if difference is None:
         forward, backward = result.evictions
-        result.status = "works" if forward and backward else "failed"
-        result.reason = "" if forward and backward else f"no evictions: {result.chunks} chunks, {result.evictions}"
+        if not forward or not backward:
+            raise Untried("the same bits, but its batch reads too little of it for anything to be evicted")
+        result.status, result.reason = "works", ""
         return
     again, repeated = run_plain(entry, batches, result.precision)
     same = repeated == losses and all(same_bits(again.master(n), plain.master(n)) for n in plain.states)
