@@ -7,7 +7,9 @@ by name; what the rules get wrong for one model stands in ``overrides``.
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import re
+from pathlib import Path
 from typing import Any
 
 import transformers
@@ -84,6 +86,8 @@ def _shrunk(name: str, value: Any, of: dict[str, Any], seen: dict[str, int]) -> 
         return min(value, 2)
     if re.search(r"experts$|routed_experts", name):
         return min(value, 4)
+    if name == "max_source_positions":
+        return min(value, 32)
     if "position" in name or name in ("n_ctx", "context_length", "max_seq_len", "max_length", "max_seq_length"):
         return min(value, 128) if value > 64 else None
     if name in ("sliding_window", "sliding_window_size", "attention_window"):
@@ -92,8 +96,6 @@ def _shrunk(name: str, value: Any, of: dict[str, Any], seen: dict[str, int]) -> 
         return 2
     if name in ("num_queries", "num_query_tokens", "num_denoising", "train_num_points", "image_seq_length"):
         return min(value, 8)
-    if name == "max_source_positions":
-        return min(value, 32)
     if name in ("codebook_size", "num_embeddings", "num_codevectors_per_group"):
         return min(value, 32)
     if name in ("num_mel_bins", "n_mels"):
@@ -113,7 +115,7 @@ def _shrunk_list(name: str, value: list[Any]) -> Any:
     if re.search(r"depths|layers_per_stage|num_block_repeats|num_blocks|num_layers|layer_repeats|^layers$", name):
         return [min(v, 1) for v in value]
     if _HEADS.search(name):
-        return [max(1, v // value[0]) if value[0] else v for v in value]
+        return [1 << (max(1, v // (value[0] or 1)).bit_length() - 1) for v in value]
     if name in ("image_size", "input_size"):
         return [min(v, 64) for v in value]
     if _INDICES.search(name) and "conv" not in name and max(value) > 1:
@@ -121,7 +123,7 @@ def _shrunk_list(name: str, value: list[Any]) -> Any:
     if _KEEP.search(name):
         return None
     if max(value) >= 64 and (_SIZE.search(name) or _WIDE.search(name) or "conv_dim" in name):
-        return [max(8, -(-v // 128) * 8) for v in value]
+        return [v if v <= 4 else max(8, -(-v // 128) * 8) for v in value]
     return None
 
 
@@ -148,8 +150,12 @@ def tiny(config_class: type[PreTrainedConfig], seen: dict[str, int] | None = Non
             if small is not None and small != value:
                 values[name] = small
     values.update(_layer_types({**of, **given}, given))
+    rope = of.get("rope_parameters")
+    if "rope_parameters" not in given and isinstance(rope, dict) and _has_sections(config_class, rope):
+        half = int(4 * rope.get("partial_rotary_factor", 1))
+        values["rope_parameters"] = {**rope, "mrope_section": [half - 2 * (half // 4 or half // 2), *[half // 4 or half // 2] * 2]}
     config = config_class(**{**values, **given})
-    if getattr(config, "is_encoder_decoder", False) and getattr(config, "decoder_start_token_id", 0) is None:
+    if getattr(config, "is_encoder_decoder", False) and getattr(config, "decoder_start_token_id", None) is None:
         config.decoder_start_token_id = 1
     return config
 
@@ -158,6 +164,14 @@ _WHEN_NONE = {
     "head_dim": 8, "num_key_value_heads": 2, "vocab_size": VOCAB, "num_experts_per_tok": 2, "n_routed_experts": 4,
     "n_shared_experts": 1, "num_experts": 4,
 }  # fmt: skip
+
+
+def _has_sections(config_class: type[PreTrainedConfig], rope: dict[str, Any]) -> bool:
+    """Whether the model divides half a head's rotary dimensions among time, height and width."""
+    if rope.get("rope_type") != "default":
+        return False
+    folder = Path(inspect.getfile(config_class)).parent
+    return any("mrope_section" in path.read_text() for path in folder.glob("modeling_*.py"))
 
 
 def _value(config: PreTrainedConfig, name: str) -> Any:

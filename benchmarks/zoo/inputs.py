@@ -31,6 +31,7 @@ class Spec:
     dtype: torch.dtype
     placeholders: dict[str, int] = field(default_factory=dict)
     """Tokens per row of each modality."""
+    tried: set[tuple[str, int]] = field(default_factory=set)
     labels: bool = True
     variant: int = 0
     """Which of the usual shapes; odd ones leave out what is optional beside the pixels."""
@@ -40,13 +41,15 @@ class Spec:
         match = _MISMATCH.search(str(error))
         if match is None:
             return False
-        modality, have, want = match.group(1).lower(), int(match.group(2)), int(match.group(3))
+        modality, want = match.group(1).lower(), int(match.group(3))
         modality = {"multimodal": "image", "speech": "audio"}.get(modality, modality)
-        per_row = want // ROWS if have == 0 or have % ROWS == 0 else want
-        if self.placeholders.get(modality) == per_row or per_row < 1 or per_row > 2000:
-            return False
-        self.placeholders[modality] = per_row
-        return True
+        self.tried.add((modality, self.placeholders.get(modality, 0)))
+        # Features are counted as vectors, by some models as numbers (32 each); in a row, by some in all.
+        for per_row in (want // ROWS, want // ROWS // 32, want):
+            if 0 < per_row < 2000 and (modality, per_row) not in self.tried:
+                self.placeholders[modality] = per_row
+                return True
+        return False
 
 
 class Batches:
@@ -57,7 +60,7 @@ class Batches:
         self.entry, self.spec = entry, spec
         self.model = model
         self.arguments = inspect.signature(model.forward).parameters
-        self.text = self.config.get_text_config()
+        self.text = _text_config(self.config)
         encoder = getattr(self.config, "encoder", None)
         self.vision = getattr(encoder, "vision_config", None) or _first(self.config, "vision_config", "image_config", "backbone_config", "image_encoder") or self.config
         self.audio = _first(self.config, "audio_config", "speech_config", "audio_encoder", "encoder_config") or self.config
@@ -66,9 +69,10 @@ class Batches:
     def __call__(self, seed: int) -> dict[str, Any]:
         self.generator.manual_seed(seed)
         made = INPUTS.get(self.entry.name) or INPUTS.get(self.config.model_type)
-        batch = self._general() if made is None or made[0] == "+" else {}
+        adding = isinstance(made, tuple)
+        batch = self._general() if made is None or adding else {}
         if made is not None:
-            extra = (made[1] if made[0] == "+" else made)(self)
+            extra = (made[1] if adding else made)(self)
             batch.update(extra)
         return {k: self._cast(v) for k, v in batch.items() if v is not None}
 
@@ -106,7 +110,7 @@ class Batches:
         for name in ("pixel_values", "image", "images"):
             if name in names and ("input_ids" not in names or self._sees_images()):
                 batch[name] = self.pixels()
-        if self._required("pixel_values_videos"):
+        if self._required("pixel_values_videos") or ("pixel_values_videos" in names and "pixel_values" not in names):
             batch["pixel_values_videos"] = self.pixels()
         if "pixel_values" in batch:
             self._grids(batch)
@@ -180,7 +184,7 @@ class Batches:
         frames = _first(self.vision, "num_frames", "frames_per_clip") or 4
         shapes: list[tuple[int, ...]] = [
             (ROWS, channels, height, width), (ROWS, 1, channels, height, width), (ROWS, channels, 64, 64),
-            (ROWS, channels, 128, 128), (ROWS, 2, channels, height, width),
+            (ROWS, frames, channels, height, width), (ROWS, 2, channels, height, width),
         ]  # fmt: skip
         if video:
             shapes = [(ROWS, frames, channels, height, width)]
@@ -211,7 +215,7 @@ class Batches:
         mels = mels or _first(self.config, "num_mel_bins", "feature_projection_input_dim", "input_dim") or 16
         if name == "input_values":
             long = _first(self.audio, "max_length") or 32
-            shapes: list[tuple[int, ...]] = [(ROWS, 4000), (ROWS, 1, 3200), (ROWS, long, mels), (ROWS, 64, mels), (ROWS, 1, 64, mels)]
+            shapes: list[tuple[int, ...]] = [(ROWS, 8000), (ROWS, 1, 3200), (ROWS, long, mels), (ROWS, 64, mels), (ROWS, 1, 64, mels)]
         else:
             length = 2 * (_first(self.audio, "max_source_positions") or 32)
             wide = _first(self.audio, "feature_projection_input_dim", "input_dim") or mels
@@ -243,6 +247,13 @@ class Batches:
         if "CLASSIFICATION" in tasks[0] or tasks[0] == "AUDIO_XVECTOR":
             return torch.randint(0, num, (ROWS,), generator=self.generator)
         return None
+
+
+def _text_config(config: Any) -> Any:
+    try:
+        return config.get_text_config()
+    except ValueError:  # an encoder's and a decoder's
+        return config.get_text_config(decoder=True)
 
 
 def _first(config: Any, *names: str) -> Any:

@@ -45,15 +45,28 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "dinov3_convnext": {"hidden_sizes": [8, 16, 24, 32], "depths": [1, 1, 1, 1]},
     "dots3_note_text": {"num_key_value_heads": 4},
     "efficientloftr": {"stage_num_blocks": [1, 1, 1, 1], "out_features": [8, 8, 16, 32], "hidden_size": 32},
-    "cvt": {"embed_dim": [8, 24, 48], "num_heads": [1, 3, 6], "depth": [1, 1, 1]},
+    "cvt": {"embed_dim": [8, 24, 48], "num_heads": [1, 3, 6], "depth": [1, 2, 2]},
     "deit": {"encoder_stride": 8},
-    "depth_anything": {"backbone_config": _FOUR_OUT, "patch_size": 8},
+    "depth_anything": {"backbone_config": {**_FOUR_OUT, "reshape_hidden_states": False}, "patch_size": 8},
+    "maskformer-swin": {"window_size": 4},
+    "prompt_depth_anything": {"backbone_config": {**_FOUR_OUT, "reshape_hidden_states": False}, "patch_size": 8},
+    "sam_hq_vision_model": {"num_pos_feats": 16},
+    "sam_vision_model": {"num_pos_feats": 16},
+    "shieldgemma2": {"mm_tokens_per_image": 4},
+    "superpoint": {"keypoint_decoder_dim": 65},
+    "swin": {"window_size": 4},
+    "t5gemma2_encoder": {"mm_tokens_per_image": 4},
+    "textnet": {"stem_out_channels": 8},
+    "tipsv2_dpt": {"backbone_config": _FOUR_OUT},
+    "zoedepth": {"backbone_config": {**_FOUR_OUT, "reshape_hidden_states": False}},
     "dinov3_vit": {"num_register_tokens": 4},
     "donut-swin": {"window_size": 4},
     "dpt": {"num_hidden_layers": 4, "backbone_out_indices": [0, 1, 2, 3]},
-    "efficientnet": {"out_channels": [16, 24, 40, 80, 112, 192]},
-    "align_vision_model": {"out_channels": [16, 24, 40, 80, 112, 192]},
+    "efficientnet": {"out_channels": [16, 24, 40, 80, 112, 192, 320]},
+    "align_vision_model": {"out_channels": [16, 24, 40, 80, 112, 192, 320]},
     "esm": {"mask_token_id": 6, "pad_token_id": 0},
+    "vitmatte": {"backbone_config": {"patch_size": 16, "image_size": 64}},
+    "csm": {"num_codebooks": 4},
     "vit": {"encoder_stride": 8},
     "xmod": {"default_language": "en_XX"},
     "jamba": {
@@ -67,7 +80,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "voxtral": {"audio_token_id": 9},
     "gemma4_vision": {"pooling_kernel_size": 2},
     "gemma4": {"vision_config": Tiny("gemma4_vision")},
-    "levit": {"patch_size": 16},
+    "levit": {"patch_size": 16, "depths": [2, 2, 2]},
     "llama4_vision_model": {
         "intermediate_size": 128, "projector_input_dim": 32, "projector_output_dim": 32, "vision_output_dim": 32,
     },
@@ -144,6 +157,15 @@ def _codebooks(batches: Any) -> dict[str, Any]:
     return {"input_ids": batches.words(2 * batches.text.num_codebooks, 8)}
 
 
+def _siglip2(batches: Any) -> dict[str, Any]:
+    """Patches of images of any shape, padded."""
+    text = {"input_ids": batches.words(2, 16)} if "input_ids" in batches.arguments else {}
+    return {
+        **text, "pixel_values": batches.floats(2, 16, 192), "pixel_attention_mask": torch.ones(2, 16, dtype=torch.long),
+        "spatial_shapes": torch.tensor([[4, 4], [4, 4]]),
+    }
+
+
 def _gemma4(batches: Any) -> dict[str, Any]:
     """Patches with their places; four of them make one token."""
     batches.spec.placeholders = {"image": 4}
@@ -160,6 +182,19 @@ INPUTS: dict[str, Any] = {
     "MusicgenForCausalLM": _codebooks,
     "MusicgenMelodyForCausalLM": _codebooks,
     "xlstm": ("+", lambda b: {"use_cache": False}),
+    "csm": lambda b: {"input_ids": b.words(2, 8, 4)},
+    "dia": lambda b: {"input_ids": b.words(2, 16), "decoder_input_ids": b.words(2, 8, 9)},
+    "kyutai_speech_to_text": lambda b: {"input_ids": b.words(2, 8, 33)},
+    "musicgen": lambda b: {"input_ids": b.words(2, 16), "decoder_input_ids": b.words(2 * b.text.num_codebooks, 8)},
+    "musicgen_melody": lambda b: {
+        "input_ids": b.words(2, 16), "decoder_input_ids": b.words(2 * b.text.num_codebooks, 8),
+    },
+    "pop2piano": ("+", lambda b: {"input_ids": None}),
+    "siglip2": _siglip2,
+    "mllama_vision_model": lambda b: {
+        "pixel_values": b.floats(2, 1, 4, 3, 32, 32), "aspect_ratio_ids": torch.ones(2, 1, dtype=torch.long),
+        "aspect_ratio_mask": torch.ones(2, 1, 4, dtype=torch.long),
+    },
     "neomme": ("+", lambda b: {"pixel_values": None}),
     "depth_pro": lambda b: {"pixel_values": b.floats(2, 3, 128, 128)},
 }
@@ -169,7 +204,9 @@ CLASS_CONFIGS: dict[str, dict[str, Any]] = {
     "BeitForSemanticSegmentation": {"num_hidden_layers": 4, "out_indices": [1, 2, 3, 4]},
     "Data2VecVisionForSemanticSegmentation": {"num_hidden_layers": 4, "out_indices": [1, 2, 3, 4]},
     "Blip2ForImageTextRetrieval": {"qformer_config": {"use_qformer_text_input": True}},
-    "DetrForSegmentation": {"encoder_attention_heads": 8, "decoder_attention_heads": 8},
+    "DetrForSegmentation": {
+        "backbone_config": ResNetConfig(**_RESNET, out_features=_STAGES),
+        "encoder_attention_heads": 8, "decoder_attention_heads": 8},
     "ReformerForMaskedLM": {"is_decoder": False},
 }
 """Fields that a single class needs, by class name; "config_class" names the config it takes."""
