@@ -41,9 +41,10 @@ class Spec:
         match = _MISMATCH.search(str(error))
         if match is None:
             return False
-        modality, want = match.group(1).lower(), int(match.group(3))
+        modality, have, want = match.group(1).lower(), int(match.group(2)), int(match.group(3))
         modality = {"multimodal": "image", "speech": "audio"}.get(modality, modality)
-        self.tried.add((modality, self.placeholders.get(modality, 0)))
+        if have:
+            self.tried.add((modality, self.placeholders.get(modality, 0)))
         # Features are counted as vectors, by some models as numbers (32 each); in a row, by some in all.
         for per_row in (want // ROWS, want // ROWS // 32, want):
             if 0 < per_row < 2000 and (modality, per_row) not in self.tried:
@@ -62,7 +63,8 @@ class Batches:
         self.arguments = inspect.signature(model.forward).parameters
         self.text = _text_config(self.config)
         encoder = getattr(self.config, "encoder", None)
-        self.vision = getattr(encoder, "vision_config", None) or _first(self.config, "vision_config", "image_config", "backbone_config", "image_encoder") or self.config
+        around = getattr(self.config, "vlm_config", None) or getattr(self.config, "thinker_config", None) or encoder
+        self.vision = getattr(around, "vision_config", None) or _first(self.config, "vision_config", "image_config", "backbone_config", "image_encoder") or self.config
         self.audio = _first(self.config, "audio_config", "speech_config", "audio_encoder", "encoder_config") or self.config
         self.generator = torch.Generator()
 
@@ -151,7 +153,7 @@ class Batches:
         tried = (f"{modality}_token_id", f"{modality}_token_index", f"{modality}_placeholder_token_id",
                  f"{modality}_patch_id", "image_token_id", "image_token_index", "audio_token_id",
                  "audio_token_index", "media_token_id", "media_placeholder_token_id", "img_context_token_id")  # fmt: skip
-        for config in (self.config, self.text):
+        for config in (self.config, getattr(self.config, "vlm_config", None), self.text):
             for name in tried:
                 token = getattr(config, name, None)
                 if isinstance(token, int):

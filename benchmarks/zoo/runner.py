@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
+import re
 import time
 import traceback
 import zlib
@@ -34,7 +35,14 @@ VARIANTS = 10
 
 
 class Untried(Exception):
-    """The plain loop itself does not run here: nothing to compare with."""
+    """The plain loop itself does not run here: nothing to compare with. ``dtype``: another one may help."""
+
+    def __init__(self, reason: str, *, dtype: bool = False):
+        super().__init__(reason)
+        self.dtype = dtype
+
+
+_OF_DTYPE = re.compile(r"dtype|BFloat16|FloatTensor|type|not implemented|finite|CPU", re.I)
 
 
 @dataclass
@@ -125,7 +133,7 @@ def find_batches(entry: Entry, precision: str) -> tuple[Batches, str]:
                     seen[f"{_line(e)[:200]} ({Path(place.filename).name}:{place.lineno})"] = None
                     if not spec.learn(e):
                         break
-    raise Untried("forward: " + " / ".join(list(seen)[:4]))
+    raise Untried("forward: " + " / ".join(list(seen)[:4]), dtype=any(_OF_DTYPE.search(line) for line in seen))
 
 
 def _try(entry: Entry, spec: Spec) -> tuple[Batches, str]:
@@ -196,8 +204,8 @@ def _run(result: Result, entry: Entry, path: Path, precision: str | None) -> Non
     for result.precision in order:
         try:
             _run_in(result, entry, path)
-        except Untried:
-            if result.precision == order[-1]:
+        except Untried as e:
+            if result.precision == order[-1] or not e.dtype:
                 raise
             continue
         if result.status != "refused":
