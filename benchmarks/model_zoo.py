@@ -34,7 +34,7 @@ def main() -> None:
     parser.add_argument("--kinds", nargs="*", help="kinds of models (all)")
     parser.add_argument("--results", type=Path, default=Path("runs/model_zoo.jsonl"), help="one line of JSON per class")
     parser.add_argument("--again", nargs="*", default=[], help="run what has these statuses in --results again")
-    parser.add_argument("--here", action="store_true", help="in this process, with the whole error (to debug one class)")
+    parser.add_argument("--here", action="store_true", help="in this process, with whole errors, to debug")
     parser.add_argument("--write", action="store_true", help="write docs/models.md from --results, run nothing")
     args = parser.parse_args()
     warnings.filterwarnings("ignore")
@@ -74,8 +74,8 @@ def read(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def line(record: dict[str, Any]) -> str:
-    where = f"{record['kind']:<16}{record['name']:<50}{record['precision']:<5}{record['loss']:<7}"
-    return f"{record['status']:<8}{where}{record['params']:>9,}  {record['evictions']}  {record['seconds']} s  {record['reason']}"
+    what = f"{record['status']:<8}{record['kind']:<16}{record['name']:<50}{record['precision']:<5}{record['loss']:<7}"
+    return f"{what}{record['params']:>9,}  {record['evictions']}  {record['seconds']} s  {record['reason']}"
 
 
 def debug(runner: Any, kind: str, entry: Any) -> None:

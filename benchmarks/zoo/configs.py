@@ -26,7 +26,7 @@ _LAYERS = re.compile(r"(num_|n_|encoder_|decoder_|^)(\w+_)?(layers?|depth|blocks
 _HEADS = re.compile(r"(^|_)(n_|num_)?(\w+_)?(heads?|nhead)$")
 _KV_HEADS = re.compile(r"(key_value|kv)_heads$|multi_query_group_num|num_kv")
 _TOKEN = re.compile(r"(\w*_)?token_(id|index)$|(\w+_)?(bos|eos|pad|boi|eoi|boa|eoa)_token_\w+")
-_HEAD_DIM = re.compile(r"(^|_)(head_dim|head_size|d_kv|kv_channels|d_head|dim_head|key_head_dim|value_head_dim|attention_key_dim)$")
+_HEAD_DIM = re.compile(r"(^|_)(head_dim|head_size|d_kv|kv_channels|d_head|dim_head|attention_key_dim)$")
 _WIDE = re.compile(r"intermediate|ffn|feedforward|feed_forward|mlp_dim|d_ff|d_inner|n_inner|(^|_)inner")
 _SIZE = re.compile(
     r"hidden|d_model|n_embd|(^|_)dim$|(^|_)dims?$|embed|emb_dim|channels|_size$|width|units|features|rank$|num_filters|_filters$|"
@@ -80,7 +80,7 @@ def _shrunk(name: str, value: Any, of: dict[str, Any], seen: dict[str, int]) -> 
         return min(value, 8)
     if _LAYERS.search(name) and value < 200 and name != "num_encoder_blocks":
         return min(value, 2)
-    if re.search(r"n_group$|topk_group", name):
+    if re.search(r"(^|_)n_group$|topk_group", name):
         return 1
     if re.search(r"per_tok|top_?k(_|$)|moe_k", name):
         return min(value, 2)
@@ -153,7 +153,8 @@ def tiny(config_class: type[PreTrainedConfig], seen: dict[str, int] | None = Non
     rope = of.get("rope_parameters")
     if "rope_parameters" not in given and isinstance(rope, dict) and _has_sections(config_class, rope):
         half = int(4 * rope.get("partial_rotary_factor", 1))
-        values["rope_parameters"] = {**rope, "mrope_section": [half - 2 * (half // 4 or half // 2), *[half // 4 or half // 2] * 2]}
+        part = half // 4 or half // 2
+        values["rope_parameters"] = {**rope, "mrope_section": [half - 2 * part, part, part]}
     config = config_class(**{**values, **given})
     if getattr(config, "is_encoder_decoder", False) and getattr(config, "decoder_start_token_id", None) is None:
         config.decoder_start_token_id = 1

@@ -62,10 +62,11 @@ class Batches:
         self.model = model
         self.arguments = inspect.signature(model.forward).parameters
         self.text = _text_config(self.config)
-        encoder = getattr(self.config, "encoder", None)
-        around = getattr(self.config, "vlm_config", None) or getattr(self.config, "thinker_config", None) or encoder
-        self.vision = getattr(around, "vision_config", None) or _first(self.config, "vision_config", "image_config", "backbone_config", "image_encoder") or self.config
-        self.audio = _first(self.config, "audio_config", "speech_config", "audio_encoder", "encoder_config") or self.config
+        names = ("vision_config", "image_config", "backbone_config", "image_encoder")
+        around = _first(self.config, "vlm_config", "thinker_config", "encoder")
+        self.vision: Any = getattr(around, "vision_config", None) or _first(self.config, *names) or self.config
+        names = ("audio_config", "speech_config", "audio_encoder", "encoder_config")
+        self.audio: Any = getattr(around, "audio_config", None) or _first(self.config, *names) or self.config
         self.generator = torch.Generator()
 
     def __call__(self, seed: int) -> dict[str, Any]:
@@ -117,7 +118,7 @@ class Batches:
         if "pixel_values" in batch:
             self._grids(batch)
         for name in ("input_values", "input_features", "audio_values"):
-            if name in names and ("input_ids" not in names or self._hears()):
+            if name in names:
                 batch[name] = self.sound(name)
         for name in ("input_features_mask", "feature_attention_mask", "padding_mask"):
             if name in names and "input_features" in batch:
@@ -150,9 +151,11 @@ class Batches:
         return torch.cat([*parts, self.words(ROWS, LENGTH)], dim=1)
 
     def placeholder(self, modality: str) -> int | None:
-        tried = (f"{modality}_token_id", f"{modality}_token_index", f"{modality}_placeholder_token_id",
-                 f"{modality}_patch_id", "image_token_id", "image_token_index", "audio_token_id",
-                 "audio_token_index", "media_token_id", "media_placeholder_token_id", "img_context_token_id")  # fmt: skip
+        tried = (
+            f"{modality}_token_id", f"{modality}_token_index", f"{modality}_placeholder_token_id",
+            f"{modality}_patch_id", "image_token_id", "image_token_index", "audio_token_id", "audio_token_index",
+            "media_token_id", "media_placeholder_token_id", "img_context_token_id",
+        )  # fmt: skip
         for config in (self.config, getattr(self.config, "vlm_config", None), self.text):
             for name in tried:
                 token = getattr(config, name, None)
@@ -170,11 +173,9 @@ class Batches:
     def _sees_images(self) -> bool:
         return self.vision is not self.config or self.entry.tasks != ("MULTIMODAL_LM",)
 
-    def _hears(self) -> bool:
-        return True
-
     def pixels(self) -> torch.Tensor:
-        size = _first(self.vision, "image_size", "img_size", "input_size", "crop_size") or _first(self.config, "image_size") or 64
+        size = _first(self.vision, "image_size", "img_size", "input_size", "crop_size")
+        size = size or _first(self.config, "image_size") or 64
         if isinstance(size, dict):
             size = (size["height"], size["width"])
         height, width = _pair(size)
@@ -195,9 +196,9 @@ class Batches:
     def _grids(self, batch: dict[str, Any]) -> None:
         for name in ("image_grid_thw", "image_grid_hws", "grid_thw"):
             if name in self.arguments:
-                patch, merge = _pair(self.vision.patch_size)[0], _first(self.vision, "spatial_merge_size", "merge_size") or 2
-                merge = _pair(merge)[0]
-                time = _first(self.vision, "temporal_patch_size") or 1
+                patch = _pair(self.vision.patch_size)[0]
+                merge = _pair(_first(self.vision, "spatial_merge_size", "merge_size") or 2)[0]
+                time = _first(self.vision, "temporal_patch_size", "patch_temporal") or 1
                 side = 2 * merge
                 channels = _first(self.vision, "num_channels", "in_channels", "in_chans") or 3
                 batch[name] = torch.tensor([[1, side, side]] * ROWS)
@@ -213,15 +214,20 @@ class Batches:
             batch["pixel_attention_mask"] = torch.ones(*shape[:2], *shape[-2:], dtype=torch.bool)
 
     def sound(self, name: str) -> torch.Tensor:
-        mels = _first(self.audio, "num_mel_bins", "n_mels", "feature_size", "input_feat_per_channel", "mel_bins", "num_mels")
+        names = ("num_mel_bins", "n_mels", "feature_size", "input_feat_per_channel", "mel_bins", "num_mels")
+        mels = _first(self.audio, *names)
         mels = mels or _first(self.config, "num_mel_bins", "feature_projection_input_dim", "input_dim") or 16
         if name == "input_values":
             long = _first(self.audio, "max_length") or 32
-            shapes: list[tuple[int, ...]] = [(ROWS, 8000), (ROWS, 1, 3200), (ROWS, long, mels), (ROWS, 64, mels), (ROWS, 1, 64, mels)]
+            shapes: list[tuple[int, ...]] = [
+                (ROWS, 8000), (ROWS, 1, 3200), (ROWS, long, mels), (ROWS, 64, mels), (ROWS, 1, 64, mels),
+            ]  # fmt: skip
         else:
             length = 2 * (_first(self.audio, "max_source_positions") or 32)
             wide = _first(self.audio, "feature_projection_input_dim", "input_dim") or mels
-            shapes = [(ROWS, mels, length), (ROWS, length, wide), (ROWS, 1, mels, length), (ROWS, 4000), (ROWS, 1, 4000)]
+            shapes = [
+                (ROWS, mels, length), (ROWS, length, wide), (ROWS, 1, mels, length), (ROWS, 4000), (ROWS, 1, 4000),
+            ]  # fmt: skip
         return self.floats(*shapes[self.spec.variant // 2 % len(shapes)])
 
     def labels(self, batch: dict[str, Any]) -> Any:
@@ -243,7 +249,8 @@ class Batches:
         if tasks[0] == "SEMANTIC_SEGMENTATION":
             return torch.randint(0, num, (ROWS, *batch["pixel_values"].shape[-2:]), generator=self.generator)
         if tasks[0] == "VISUAL_QUESTION_ANSWERING":
-            return self.words(ROWS, batch["input_ids"].shape[1]) if self.spec.variant % 2 else torch.rand(ROWS, num, generator=self.generator)
+            words = self.words(ROWS, batch["input_ids"].shape[1])
+            return words if self.spec.variant % 2 else torch.rand(ROWS, num, generator=self.generator)
         if tasks[0] == "AUDIO_FRAME_CLASSIFICATION":
             return None
         if "CLASSIFICATION" in tasks[0] or tasks[0] == "AUDIO_XVECTOR":

@@ -46,13 +46,28 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "dinov3_convnext": {"hidden_sizes": [8, 16, 24, 32], "depths": [1, 1, 1, 1]},
     "dots3_note_text": {"num_key_value_heads": 4},
     "efficientloftr": {"stage_num_blocks": [1, 1, 1, 1], "out_features": [8, 8, 16, 32], "hidden_size": 32},
-    "cvt": {"embed_dim": [8, 24, 48], "num_heads": [1, 3, 6], "depth": [1, 2, 2]},
+    "cvt": {"embed_dim": [8, 24, 48], "num_heads": [1, 3, 6], "depth": [1, 2, 3]},
     "deit": {"encoder_stride": 8},
     "depth_anything": {"backbone_config": {**_FOUR_OUT, "reshape_hidden_states": False}, "patch_size": 8},
     "maskformer-swin": {"window_size": 4},
     "prompt_depth_anything": {"backbone_config": {**_FOUR_OUT, "reshape_hidden_states": False}, "patch_size": 8},
     "sam_hq_vision_model": {"num_pos_feats": 16},
     "sam_vision_model": {"num_pos_feats": 16},
+    "layoutlmv3": {"coordinate_size": 4, "shape_size": 8},
+    "llava_next": {"image_grid_pinpoints": [[32, 32]]},
+    "llava_next_video": {"image_grid_pinpoints": [[32, 32]]},
+    "llava_onevision": {"image_grid_pinpoints": [[32, 32]]},
+    "instructblip": {"image_token_id": 9},
+    "instructblipvideo": {"video_token_id": 9},
+    "kosmos-2": {"latent_query_num": 4},
+    "mllama_text_model": {"cross_attention_layers": [1]},
+    "mllama_vision_model": {"intermediate_layers_indices": [0], "vision_output_dim": 64},
+    "sapiens2": {
+        "head_config": {
+            "upsample_out_channels": [16, 16], "upsample_kernel_sizes": [4, 4], "conv_out_channels": [16],
+            "conv_kernel_sizes": [1],
+        },
+    },
     "shieldgemma2": {"mm_tokens_per_image": 4},
     "superpoint": {"keypoint_decoder_dim": 65},
     "swin": {"window_size": 2},
@@ -74,7 +89,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 8, "mamba_dt_rank": 4,
     },
     "nemotron_h": {"mamba_num_heads": 8, "mamba_head_dim": 8, "n_groups": 2, "ssm_state_size": 8, "chunk_size": 4},
-    "qwen3_asr_audio_encoder": {"n_window": 16, "n_window_infer": 32, "downsample_hidden_size": 8},
+    "qwen3_asr_encoder": {"n_window": 16, "n_window_infer": 32, "downsample_hidden_size": 8},
     "qwen3_omni_moe_audio_encoder": {"n_window": 16, "n_window_infer": 32, "downsample_hidden_size": 8},
     "qwen2_5_omni_audio_encoder": {"n_window": 16},
     "recurrent_gemma": {"num_hidden_layers": 3},
@@ -153,7 +168,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-
 def _codebooks(batches: Any) -> dict[str, Any]:
     """Codes of every codebook as rows of their own."""
     return {"input_ids": batches.words(2 * batches.text.num_codebooks, 8)}
@@ -163,8 +177,26 @@ def _siglip2(batches: Any) -> dict[str, Any]:
     """Patches of images of any shape, padded."""
     text = {"input_ids": batches.words(2, 16)} if "input_ids" in batches.arguments else {}
     return {
-        **text, "pixel_values": batches.floats(2, 16, 192), "pixel_attention_mask": torch.ones(2, 16, dtype=torch.long),
+        **text,
+        "pixel_values": batches.floats(2, 16, 192),
+        "pixel_attention_mask": torch.ones(2, 16, dtype=torch.long),
         "spatial_shapes": torch.tensor([[4, 4], [4, 4]]),
+    }
+
+
+def _naflex(batches: Any) -> dict[str, Any]:
+    """The same among words; four patches make one token."""
+    batches.spec.placeholders.setdefault("image", 4)
+    ids = batches.text_ids()
+    return {**_siglip2(batches), "input_ids": ids, "labels": ids.clone()}
+
+
+def _tiles(batches: Any) -> dict[str, Any]:
+    """One image of up to four tiles, one of which is there."""
+    return {
+        "pixel_values": batches.floats(2, 1, 4, 3, 32, 32),
+        "aspect_ratio_ids": torch.ones(2, 1, dtype=torch.long),
+        "aspect_ratio_mask": torch.tensor([[[1, 0, 0, 0]]] * 2),
     }
 
 
@@ -174,8 +206,11 @@ def _gemma4(batches: Any) -> dict[str, Any]:
     places = torch.tensor([[x, y] for y in range(4) for x in range(4)]).expand(2, 16, 2)
     ids = batches.text_ids()
     return {
-        "input_ids": ids, "pixel_values": batches.floats(2, 16, 192).sigmoid(), "image_position_ids": places.clone(),
-        "mm_token_type_ids": (ids == batches.placeholder("image")).long(), "labels": ids.clone(),
+        "input_ids": ids,
+        "pixel_values": batches.floats(2, 16, 192).sigmoid(),
+        "image_position_ids": places.clone(),
+        "mm_token_type_ids": (ids == batches.placeholder("image")).long(),
+        "labels": ids.clone(),
     }
 
 
@@ -189,18 +224,36 @@ INPUTS: dict[str, Any] = {
     "kyutai_speech_to_text": lambda b: {"input_ids": b.words(2, 8, 33)},
     "musicgen": lambda b: {"input_ids": b.words(2, 16), "decoder_input_ids": b.words(2 * b.text.num_codebooks, 8)},
     "musicgen_melody": lambda b: {
-        "input_ids": b.words(2, 16), "decoder_input_ids": b.words(2 * b.text.num_codebooks, 8),
+        "input_ids": b.words(2, 16),
+        "decoder_input_ids": b.words(2 * b.text.num_codebooks, 8),
     },
     "pop2piano": ("+", lambda b: {"input_ids": None}),
+    "deepseek_vl_hybrid": ("+", lambda b: {"high_res_pixel_values": b.floats(2, 3, 32, 32)}),
+    "idefics": (
+        "+",
+        lambda b: {
+            "pixel_values": b.floats(2, 1, 3, 32, 32),
+            "image_attention_mask": torch.ones(2, 16, 1, dtype=torch.long),
+        },
+    ),
+    "instructblip": ("+", lambda b: {"qformer_input_ids": b.words(2, 8)}),
+    "instructblipvideo": (
+        "+",
+        lambda b: {
+            "qformer_input_ids": b.words(2, 8),
+            "pixel_values": b.floats(2, 4, 3, 32, 32),
+        },
+    ),
+    "kosmos-2": ("+", lambda b: {"image_embeds_position_mask": torch.tensor([[0] + [1] * 4 + [0] * 11] * 2)}),
+    "lfm2_vl": _naflex,
+    "mllama": ("+", _tiles),
     "siglip2": _siglip2,
-    "mllama_vision_model": lambda b: {
-        "pixel_values": b.floats(2, 1, 4, 3, 32, 32), "aspect_ratio_ids": torch.ones(2, 1, dtype=torch.long),
-        "aspect_ratio_mask": torch.ones(2, 1, 4, dtype=torch.long),
-    },
+    "mllama_vision_model": _tiles,
+    "qwen2_audio": ("+", lambda b: {"attention_mask": torch.ones_like(b.text_ids())}),
     "neomme": ("+", lambda b: {"pixel_values": None}),
     "depth_pro": lambda b: {"pixel_values": b.floats(2, 3, 128, 128)},
 }
-"""By class name or model type: a function of the Batches that makes the whole batch, or ("+", function) to add to it."""
+"""By class name or model type: a function of the Batches that makes the batch, or ("+", function) to add to it."""
 
 CLASS_CONFIGS: dict[str, dict[str, Any]] = {
     "BeitForSemanticSegmentation": {"num_hidden_layers": 4, "out_indices": [1, 2, 3, 4]},
@@ -208,7 +261,9 @@ CLASS_CONFIGS: dict[str, dict[str, Any]] = {
     "Blip2ForImageTextRetrieval": {"qformer_config": {"use_qformer_text_input": True}},
     "DetrForSegmentation": {
         "backbone_config": ResNetConfig(**_RESNET, out_features=_STAGES),
-        "encoder_attention_heads": 8, "decoder_attention_heads": 8},
+        "encoder_attention_heads": 8,
+        "decoder_attention_heads": 8,
+    },
     "ReformerForMaskedLM": {"is_decoder": False},
 }
 """Fields that a single class needs, by class name; "config_class" names the config it takes."""

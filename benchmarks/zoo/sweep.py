@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import resource
@@ -39,12 +40,11 @@ def run_apart(kind: str, entry: Entry, seconds: int = SECONDS, precision: str | 
 
 def preload() -> None:
     """Import what every class needs once, in the parent: the children find it there."""
-    import gemini.train.ddp
-    import gemini.train.optimizer
-    import torch._dynamo
-    import transformers.modeling_layers
-    import transformers.models.llama.modeling_llama
-    import transformers.models.vit.modeling_vit  # noqa: F401
+    for name in (
+        "torch._dynamo", "gemini.train.ddp", "gemini.train.optimizer", "transformers.modeling_layers",
+        "transformers.models.llama.modeling_llama", "transformers.models.vit.modeling_vit",
+    ):  # fmt: skip
+        importlib.import_module(name)
 
 
 def _wait(pid: int, out: Path, result: Result, seconds: int) -> dict[str, Any]:
