@@ -68,6 +68,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
             "conv_kernel_sizes": [1],
         },
     },
+    "pp_lcnet_v4": {"stem_channels": [3, 48, 96]},
     "shieldgemma2": {"mm_tokens_per_image": 4},
     "superpoint": {"keypoint_decoder_dim": 65},
     "swin": {"window_size": 2},

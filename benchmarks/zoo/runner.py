@@ -29,6 +29,8 @@ from tests.train.helpers import DTYPES, Plain, assert_same_state, same_bits
 
 STEPS = 3
 MAX_PARAMS = 16_000_000
+MANAGED = "managed"
+"""A file of this name says that the plain loop is done: what dies from here on is ours."""
 EXTRA = (0, 1, 2, 4)
 """How many of the largest chunks there is room for beyond the working set; the first that is enough is noted."""
 VARIANTS = 10
@@ -252,6 +254,7 @@ def _compare(
     result: Result, entry: Entry, batches: Batches, path: Path, plain: Plain, losses: list[float]
 ) -> str | None:
     """Train managed: what differs from the plain loop, or None."""
+    (path / MANAGED).touch()
     model: Any = build(entry)
     result.params = sum(p.numel() for p in model.parameters())
     try:

@@ -5,6 +5,9 @@ The whole zoo is ``benchmarks/model_zoo.py``; docs/models.md has what came of it
 
 from __future__ import annotations
 
+import os
+import signal
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -106,10 +109,17 @@ def test_a_wrong_bit_a_crash_and_a_refusal_are_told_apart(tmp_path: Path, monkey
 
 def test_a_process_that_dies_or_hangs_is_a_result(monkeypatch: pytest.MonkeyPatch) -> None:
     kind, entry = ENTRIES["LlamaForCausalLM"]
-    monkeypatch.setattr(sweep, "run", lambda *args: __import__("os").kill(__import__("os").getpid(), 11))
-    assert "SIGSEGV" in sweep.run_apart(kind, entry)["reason"]
-    monkeypatch.setattr(sweep, "run", lambda *args: __import__("time").sleep(60))
-    assert sweep.run_apart(kind, entry, seconds=1)["reason"] == "not done after 1 s"
+
+    def dies(kind: str, entry: Entry, folder: Path, precision: str | None) -> None:
+        (folder / runner.MANAGED).touch()
+        os.kill(os.getpid(), signal.SIGSEGV)
+
+    monkeypatch.setattr(sweep, "run", dies)
+    died = sweep.run_apart(kind, entry)
+    assert died["status"] == "failed" and "SIGSEGV" in died["reason"]
+    monkeypatch.setattr(sweep, "run", lambda *args: time.sleep(60))  # before the managed loop begins
+    hung = sweep.run_apart(kind, entry, seconds=1)
+    assert (hung["status"], hung["reason"]) == ("untried", "the plain loop: not done after 1 s")
 
 
 def test_placeholders_are_learned_from_what_the_model_says() -> None:
