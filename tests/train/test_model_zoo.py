@@ -112,11 +112,11 @@ def test_a_process_that_dies_or_hangs_is_a_result(monkeypatch: pytest.MonkeyPatc
 
     def dies(kind: str, entry: Entry, folder: Path, precision: str | None) -> None:
         (folder / runner.MANAGED).touch()
-        os.kill(os.getpid(), signal.SIGSEGV)
+        os.kill(os.getpid(), signal.SIGKILL)
 
     monkeypatch.setattr(sweep, "run", dies)
     died = sweep.run_apart(kind, entry)
-    assert died["status"] == "failed" and "SIGSEGV" in died["reason"]
+    assert died["status"] == "failed" and "SIGKILL" in died["reason"]
     monkeypatch.setattr(sweep, "run", lambda *args: time.sleep(60))  # before the managed loop begins
     hung = sweep.run_apart(kind, entry, seconds=1)
     assert (hung["status"], hung["reason"]) == ("untried", "the plain loop: not done after 1 s")
