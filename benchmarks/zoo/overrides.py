@@ -70,7 +70,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "pp_lcnet_v4": {"stem_channels": [3, 48, 96]},
     "shieldgemma2": {"mm_tokens_per_image": 4},
-    "superpoint": {"keypoint_decoder_dim": 65},
+    "superpoint": {"keypoint_decoder_dim": 65, "max_keypoints": 8},
     "swin": {"window_size": 2},
     "t5gemma2_encoder": {"mm_tokens_per_image": 4},
     "textnet": {"stem_out_channels": 8},
