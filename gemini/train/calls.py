@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
+import torch
 from torch import nn
 
 from gemini.memory.chunk import Chunk
@@ -22,12 +23,13 @@ from gemini.memory.chunk import Chunk
 class CallRecord:
     """One call of a hooked module, or one operation that reads: its chunks, and the call around it."""
 
-    __slots__ = ("chunks", "module", "parent")
+    __slots__ = ("chunks", "first_node", "module", "parent")
 
     def __init__(self, module: nn.Module | None, chunks: tuple[Chunk, ...], parent: CallRecord | None):
         self.module = module
         self.chunks = chunks
         self.parent = parent
+        self.first_node = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
 
     def is_around(self, other: CallRecord) -> bool:
         """Whether ``other`` is this call or one inside it."""
@@ -37,6 +39,19 @@ class CallRecord:
                 return True
             record = record.parent
         return False
+
+    def on_gradient(self, result: torch.Tensor, begin: Callable[[torch.Tensor], None]) -> None:
+        """Call ``begin`` when the gradient of a result of this call arrives.
+
+        A write into a view (``h[mask] = 0``, and ``h`` of a linear layer is a view) leads its gradient around the view
+        to what it is a view of; so that is hooked as well, if it was made by this call and not given to it.
+        """
+        if result.grad_fn is None:
+            return
+        result.register_hook(begin)
+        base = result._base
+        if base is not None and base.grad_fn is not None and base.grad_fn._sequence_nr() >= self.first_node:
+            base.register_hook(begin)
 
 
 class Calls:

@@ -31,7 +31,7 @@ from gemini.train.build import adopt_all, build, iter_chunks
 from gemini.train.by_name import ByName
 from gemini.train.calls import CallRecord, Calls
 from gemini.train.containers import iter_tensors
-from gemini.train.gradients import GradientStore
+from gemini.train.gradients import GradientStore, check_grad
 from gemini.train.guard import ManagedParameter, ParamHandle, engine_of, expose, hide, poison, refuse_written
 from gemini.train.loss_scale import LossScale
 from gemini.train.problem import prepare
@@ -228,15 +228,14 @@ class Engine:
                 f"managed param {handles[0].name!r} is read where no module of the model is computing; "
                 "read it inside the model's forward, or with model.gathered([param])"
             )
+        record = CallRecord(None, moving, around)
         with self.calls.reading(moving):
             result = func(*args, **kwargs)
-        record = CallRecord(None, moving, around)
         for tensor in iter_tensors(result):
             for chunk in moving:
                 if tensor.untyped_storage().data_ptr() == chunk.flat.untyped_storage().data_ptr():
                     self.calls.hold(chunk)
-            if tensor.grad_fn is not None:
-                tensor.register_hook(lambda grad: engine_of(handles[0]).begin_backward_of(record))
+            record.on_gradient(tensor, lambda grad: engine_of(handles[0]).begin_backward_of(record))
         self._refuse_writes()
         return result
 
@@ -302,13 +301,7 @@ class Engine:
             return
         handle.param.grad = None
         self.begin_backward()
-        if grad.requires_grad:
-            raise GeminiError(
-                f"the gradient of {handle.name!r} was asked for with create_graph=True: a double backward through "
-                "managed params is not supported. Use torch.autograd.grad on an unwrapped model"
-            )
-        if grad.layout is not torch.strided:
-            raise GeminiError(f"{handle.name!r} has a sparse gradient: build its module with sparse=False")
+        check_grad(handle, grad)
         chunk = handle.chunk
         if not chunk.gathered:
             raise GeminiError(

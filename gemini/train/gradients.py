@@ -13,7 +13,7 @@ import math
 import torch
 
 from gemini import kernels
-from gemini.errors import BudgetExceeded, NonFiniteGradient, StorageError, human_bytes
+from gemini.errors import BudgetExceeded, GeminiError, NonFiniteGradient, StorageError, human_bytes
 from gemini.memory.chunk import Chunk, FilePlane, Plane
 from gemini.memory.device import Device
 from gemini.memory.manager import Manager
@@ -23,6 +23,27 @@ from gemini.plan.planes import PlaneKind
 from gemini.tiers import Ledger, Tier
 from gemini.train.build import make_plane
 from gemini.train.guard import ParamHandle
+
+
+def check_grad(handle: ParamHandle, grad: torch.Tensor) -> None:
+    """Refuse what cannot be kept as it is.
+
+    Raises:
+        GeminiError: for a gradient with a graph of its own, a sparse one, and one of another dtype than the param's.
+    """
+    if grad.requires_grad:
+        raise GeminiError(
+            f"the gradient of {handle.name!r} was asked for with create_graph=True: a double backward through "
+            "managed params is not supported. Use torch.autograd.grad on an unwrapped model"
+        )
+    if grad.layout is not torch.strided:
+        raise GeminiError(f"{handle.name!r} has a sparse gradient: build its module with sparse=False")
+    if grad.dtype is not handle.view.dtype:
+        raise GeminiError(
+            f"the gradient of {handle.name!r} is {grad.dtype}, its weights are {handle.view.dtype}: the model changed "
+            "the dtype of this param inside forward (module.to(...)). Use precision='fp32', or cast the inputs of "
+            "that module instead of its params"
+        )
 
 
 class GradientStore:

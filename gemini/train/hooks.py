@@ -187,8 +187,7 @@ def _hook_outputs(output: Any, ref: weakref.ref[Engine], record: CallRecord) -> 
         _engine(ref).begin_backward_of(record)
 
     for tensor in iter_tensors(output):
-        if tensor.grad_fn is not None:
-            tensor.register_hook(begin)
+        record.on_gradient(tensor, begin)
 
 
 def _refuse_partial_fp16(output: Any) -> None:
