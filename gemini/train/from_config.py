@@ -10,19 +10,24 @@ registration, and checked by name at the end: what came about in another way (a 
 from __future__ import annotations
 
 import contextlib
-import random
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
 from torch import nn
 
 from gemini.config import GeminiConfig
 from gemini.errors import GeminiError
 from gemini.train.engine import Engine
 from gemini.train.paging import Pager
-from gemini.train.skeleton import Skeleton, generator_of_first, ranks_of, replace_by_stand_ins
+from gemini.train.skeleton import (
+    Skeleton,
+    generator_of_first,
+    generators_kept,
+    ranks_of,
+    replace_by_stand_ins,
+    replaced,
+)
 
 
 def from_config(
@@ -70,10 +75,8 @@ class DrawnModel(Skeleton):
     def __init__(self, make: Callable[[], nn.Module]):
         self._make = make
         to_meta = _ToMeta()
-        with _generators_kept(), _registering(to_meta), _without_drawing():
+        with generators_kept(), _registering(to_meta), _without_drawing():
             self.model = make()
-            if hasattr(self.model, "tie_weights"):
-                self.model.tie_weights()
         empties = replace_by_stand_ins(self.model)
         self._expected = [empties.get(key) for key in to_meta.registered]
 
@@ -141,8 +144,10 @@ class _ToMeta:
     def __call__(self, param: nn.Parameter) -> nn.Parameter:
         if id(param) in self.registered:
             return param  # it is shared now
-        empty = nn.Parameter(param.data.to("meta"), requires_grad=param.requires_grad)
-        empty.__dict__.update(param.__dict__)
+        empty = param  # a copy of a meta param, or computed from one
+        if not param.is_meta:
+            empty = nn.Parameter(param.data.to("meta"), requires_grad=param.requires_grad)
+            empty.__dict__.update(param.__dict__)
         self.registered[id(empty)] = empty
         return empty
 
@@ -164,33 +169,20 @@ def _registering(replace: Callable[[nn.Parameter], nn.Parameter]) -> Iterator[No
 
 @contextlib.contextmanager
 def _without_drawing() -> Iterator[None]:
-    """Initializations do nothing: meta tensors have no values, and some models compute with theirs."""
+    """Initializations do nothing (meta tensors have no values, and some models compute with theirs), ties are made."""
     try:
+        from transformers import PreTrainedModel
         from transformers.initialization import no_init_weights
     except ImportError:  # then they run on meta tensors
         yield
         return
-    with no_init_weights():
+    with no_init_weights(), replaced(PreTrainedModel, "init_weights", _only_tie):
         yield
 
 
-@contextlib.contextmanager
-def _generators_kept() -> Iterator[None]:
-    """What is drawn inside is drawn again after it."""
-    python, torchs = random.getstate(), torch.get_rng_state()
-    try:
-        import numpy
-
-        numpys = numpy.random.get_state()
-    except ImportError:
-        numpys = None
-    try:
-        yield
-    finally:
-        random.setstate(python)
-        torch.set_rng_state(torchs)
-        if numpys is not None:
-            numpy.random.set_state(numpys)
+def _only_tie(model: Any) -> None:
+    """What is left of transformers' ``init_weights``, which a model may call more than once."""
+    model.tie_weights(recompute_mapping=False)
 
 
 def class_of(hf_config: Any) -> Any:

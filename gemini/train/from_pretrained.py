@@ -28,7 +28,14 @@ from gemini.train.engine import Engine
 from gemini.train.from_config import class_of
 from gemini.train.guard import ParamHandle
 from gemini.train.paging import Pager
-from gemini.train.skeleton import Skeleton, generator_of_first, ranks_of, replace_by_stand_ins
+from gemini.train.skeleton import (
+    Skeleton,
+    generator_of_first,
+    generators_kept,
+    ranks_of,
+    replace_by_stand_ins,
+    replaced,
+)
 
 _LOCK = threading.Lock()
 """Internal steps of transformers are replaced for the time of one load."""
@@ -135,12 +142,13 @@ class _Loading:
             return found, None
 
         def finish(model: Any, settings: Any, found: Any) -> Any:
-            return finalize(model, replace(settings, device_map={"": "meta"}), found)
+            with generators_kept():  # some initializations draw real numbers for meta tensors
+                return finalize(model, replace(settings, device_map={"": "meta"}), found)
 
         with (
             _LOCK,
-            _replaced(base, "_load_pretrained_model", staticmethod(load)),
-            _replaced(base, "_finalize_model_loading", staticmethod(finish)),
+            replaced(base, "_load_pretrained_model", staticmethod(load)),
+            replaced(base, "_finalize_model_loading", staticmethod(finish)),
         ):
             yield
 
@@ -206,8 +214,8 @@ class StoredModel(Skeleton):
 
         with (
             _LOCK,
-            _replaced(core_model_loading, "set_param_for_module", place),
-            _replaced(self._stored, "state_dict", lambda: self._metas),
+            replaced(core_model_loading, "set_param_for_module", place),
+            replaced(self._stored, "state_dict", lambda: self._metas),
             _environment("HF_DEACTIVATE_ASYNC_LOAD", "1"),  # else threads read far ahead of what was placed
         ):
             type(self._stored)._load_pretrained_model(self._stored, None, self._source.files, self._source.settings)
@@ -332,19 +340,6 @@ def _internal(owner: Any, name: str) -> Any:
             "(constraints.txt)"
         )
     return found
-
-
-@contextlib.contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    before = vars(owner).get(name, _replaced)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        if before is _replaced:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, before)
 
 
 @contextlib.contextmanager

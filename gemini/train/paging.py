@@ -40,9 +40,10 @@ class PagedParameter(nn.Parameter):
         if func in METADATA and func not in OF_MEMORY:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        away = [param for param in tensors_in((args, kwargs)) if isinstance(param, PagedParameter)]
-        for param in away:
-            param._gemini_pager.bring_in(param, keep=away)  # type: ignore[attr-defined]
+        given = list(tensors_in((args, kwargs)))
+        for param in given:
+            if isinstance(param, PagedParameter):
+                param._gemini_pager.bring_in(param, keep=given)  # type: ignore[attr-defined]
         return func(*args, **kwargs)
 
     def __deepcopy__(self, memo: Any) -> nn.Parameter:
@@ -69,7 +70,7 @@ class Pager:
             self._put_away(handle.param)
 
     def bring_in(
-        self, param: nn.Parameter, value: torch.Tensor | None = None, keep: Collection[nn.Parameter] = ()
+        self, param: nn.Parameter, value: torch.Tensor | None = None, keep: Collection[torch.Tensor] = ()
     ) -> None:
         """Make ``param`` ordinary: with ``value``, or what it held when it left. Those in ``keep`` stay in memory."""
         num_bytes = param.numel() * param.dtype.itemsize

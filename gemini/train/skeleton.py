@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import random
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import Any
@@ -61,6 +62,25 @@ def replace_by_stand_ins(model: nn.Module) -> dict[int, nn.Parameter]:
 
 
 @contextlib.contextmanager
+def generators_kept() -> Iterator[None]:
+    """What is drawn inside is drawn again after it."""
+    python, torchs = random.getstate(), torch.get_rng_state()
+    try:
+        import numpy
+
+        numpys = numpy.random.get_state()
+    except ImportError:
+        numpys = None
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        torch.set_rng_state(torchs)
+        if numpys is not None:
+            numpy.random.set_state(numpys)
+
+
+@contextlib.contextmanager
 def generator_of_first(ranks: Ranks | None) -> Iterator[None]:
     """All ranks draw what the first one does; one whose generator stood elsewhere gets its own back."""
     if ranks is None:
@@ -75,3 +95,18 @@ def generator_of_first(ranks: Ranks | None) -> Iterator[None]:
     finally:
         if not torch.equal(own, shared):
             torch.set_rng_state(own)
+
+
+@contextlib.contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Let ``owner`` have another attribute inside the block."""
+    own = vars(owner)
+    before, was_own = own.get(name), name in own
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if was_own:
+            setattr(owner, name, before)
+        else:
+            delattr(owner, name)

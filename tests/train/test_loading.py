@@ -6,6 +6,7 @@ pages that params may take while they are drawn are made so few that every param
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import gemini
+from benchmarks.zoo.configs import tiny_config
 from gemini.train import from_config as drawing
 from gemini.train import paging
 
@@ -61,6 +63,8 @@ FAMILIES: dict[str, tuple[Any, Any]] = {
         ),
         transformers.AutoModelForCTC,
     ),
+    # an initialization that draws numbers beside those of params
+    "zamba": (lambda: tiny_config("zamba", "ZambaForCausalLM"), None),
     # frozen params, batch norms with persistent buffers, a sub-model with a config of its own
     "detr": (_vision, transformers.AutoModelForObjectDetection),
 }  # fmt: skip
@@ -168,6 +172,36 @@ def test_copied_layers_are_copied_home() -> None:
     assert_same(drawing.DrawnModel(make).manage(config_of()), plain)
 
 
+def test_params_shared_after_they_were_copied() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.heads = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+            self.copies = copy.deepcopy(self.heads)
+            for head, other in zip(self.heads, self.copies, strict=True):
+                head.weight = other.weight
+
+    torch.manual_seed(0)
+    plain = Model()
+    torch.manual_seed(0)
+    assert_same(drawing.DrawnModel(Model).manage(config_of()), plain)
+
+
+def test_an_operation_on_more_params_than_there_is_room_for() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.c = (nn.Linear(80, 80, bias=False) for _ in range(3))
+            with torch.no_grad():
+                self.b.weight.copy_(torch.stack([self.a.weight, self.b.weight, self.c.weight]).sum(0))
+
+    assert paging.ROOM < 80 * 80 * 4
+    torch.manual_seed(0)
+    plain = Model()
+    torch.manual_seed(0)
+    assert_same(drawing.DrawnModel(Model).manage(config_of()), plain)
+
+
 def test_no_budget_no_drawing() -> None:
     state = torch.get_rng_state()
     memory = gemini.MemoryBudget(cpu="100KiB")
@@ -205,7 +239,7 @@ def test_loaded_weights_are_those_of_plain_transformers(family: str, shard: str,
     assert_same(managed, plain)
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "t5", "detr"])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "t5", "zamba", "detr"])
 def test_missing_and_unexpected_keys(family: str, tmp_path: Path) -> None:
     """What the file lacks is drawn as transformers draws it; both say so in the same words."""
     model = plain_model(family)
