@@ -47,7 +47,8 @@ def page(results: Results) -> str:
     """The whole page."""
     parts = [HEAD.format(version=transformers.__version__), summary(results), ""]
     for kind in KINDS:
-        parts += [f"## {kind[0].upper()}{kind[1:]}", "", "| class | tasks | result | |", "|---|---|---|---|"]
+        parts += [f"## {kind[0].upper()}{kind[1:]}", ""]
+        parts += ["| class | tasks | result | run in, or why not |", "|---|---|---|---|"]
         for entry in entries(kind):
             record = results.get(entry.name, {"status": "untried", "reason": "not in the results"})
             tasks = ", ".join(task.lower().replace("_", " ") for task in entry.tasks)
