@@ -63,7 +63,9 @@ def test_ranks_compute_what_one_process_computes(
     assert_close_to_plain(outcome, job, ranks)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family", [pytest.param(f, marks=pytest.mark.slow) if f in ("gpt2", "tied") else f for f in FAMILIES]
+)
 def test_placement_changes_no_bit(
     family: str, pool_of: Callable[[int], Pool], tmp_path: Path, summary: Callable[[str], None]
 ) -> None:
