@@ -6,6 +6,7 @@ is aborted if there is none any more.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from pathlib import Path
 
@@ -18,8 +19,11 @@ from tests.ranks.pool import Pool
 
 def num_threads() -> int:
     """Threads of gloo that work on collectives of a group."""
-    names = [task.joinpath("comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
-    return sum(name == "pt_gloo_runloop" for name in names)
+    names = []
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):  # it has ended since it was listed
+            names.append(task.joinpath("comm").read_text().strip())
+    return names.count("pt_gloo_runloop")
 
 
 def threads_of_a_save(folder: Path) -> tuple[int, int, int]:
