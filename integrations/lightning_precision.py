@@ -19,7 +19,7 @@ from gemini.train.checkpoint_states import rng_states, set_rng_states
 from gemini.train.ddp import GeminiDDP
 
 if TYPE_CHECKING:
-    from gemini.integrations.lightning import GeminiStrategy
+    from .lightning import GeminiStrategy
 
 _PRECISIONS = {"32-true": "fp32", "bf16-mixed": "bf16", "bf16-true": "bf16", "16-mixed": "fp16", "16-true": "fp16"}
 _FLAGS = {"fp32": "32-true", "bf16": "bf16-true", "fp16": "16-true"}

@@ -65,6 +65,7 @@ class Pager:
         self._compute = COMPUTE_DTYPES[engine.config.precision]
         self._handles = {id(handle.param): handle for handle in engine.handles}
         self._inside: dict[int, int] = {}  # bytes by the id of a param that is in memory, oldest first
+        self._inside_bytes = 0
         self._filled = {id(handle.param) for handle in engine.handles if handle.name in filled}
         for handle in engine.handles:
             self._put_away(handle.param)
@@ -83,12 +84,13 @@ class Pager:
         param.__class__ = nn.Parameter
         param.data = value
         self._inside[id(param)] = num_bytes
+        self._inside_bytes += num_bytes
 
     def send_home(self, param: nn.Parameter) -> None:
         """Write what ``param`` holds to its home, and free its memory."""
         self._homes.write(self._handles[id(param)], param.data)
         self._filled.add(id(param))
-        del self._inside[id(param)]
+        self._inside_bytes -= self._inside.pop(id(param))
         self._put_away(param)
 
     def finish(self) -> None:
@@ -105,8 +107,10 @@ class Pager:
         param.__class__ = PagedParameter
 
     def _make_room(self, num_bytes: int, keep: set[int]) -> None:
+        if self._inside_bytes + num_bytes <= ROOM:
+            return
         for key in list(self._inside):
-            if sum(self._inside.values()) + num_bytes <= ROOM:
-                return
             if key not in keep:
                 self.send_home(self._handles[key].param)
+                if self._inside_bytes + num_bytes <= ROOM:
+                    return
