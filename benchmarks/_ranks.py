@@ -293,8 +293,8 @@ def smallest_budget(
     import torch
 
     from gemini.memory.mover import staging_bytes, tile_numel
-    from gemini.plan.layout import ParamSpec, make_layout
-    from gemini.plan.planes import compute_itemsize, plane_itemsizes
+    from gemini.planning.layout import ParamSpec, make_layout
+    from gemini.planning.planes import compute_itemsize, plane_itemsizes
     from gemini.ranks.wire import scratch_bytes
     from gemini.train.problem import PIECE, gradients_in_flight, working_set
 

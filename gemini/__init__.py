@@ -25,7 +25,7 @@ _WHERE = {
     "StorageError": "gemini.errors",
     "MemoryBudget": "gemini.tiers",
     "Tier": "gemini.tiers",
-    "StaticPlacement": "gemini.plan.placement",
+    "StaticPlacement": "gemini.planning.placement",
     "GeminiConfig": "gemini.config",
     "GeminiDDP": "gemini.train.ddp",
     "HybridAdam": "gemini.train.optimizer",
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from gemini.errors import RankLost as RankLost
     from gemini.errors import RankMismatch as RankMismatch
     from gemini.errors import StorageError as StorageError
-    from gemini.plan.placement import StaticPlacement as StaticPlacement
+    from gemini.planning.placement import StaticPlacement as StaticPlacement
     from gemini.tiers import MemoryBudget as MemoryBudget
     from gemini.tiers import Tier as Tier
     from gemini.train.checkpoint import PendingCheckpoint as PendingCheckpoint

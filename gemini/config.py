@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gemini.errors import parse_bytes
-from gemini.plan.layout import DEFAULT_MAX_CHUNK
-from gemini.plan.placement import Placement, StaticPlacement
-from gemini.plan.planes import GRADIENTS, PRECISIONS
+from gemini.planning.layout import DEFAULT_MAX_CHUNK
+from gemini.planning.placement import Placement, StaticPlacement
+from gemini.planning.planes import GRADIENTS, PRECISIONS
 from gemini.tiers import MemoryBudget
 
 
@@ -21,7 +21,7 @@ class GeminiConfig:
             or "fp32". The optimizer always updates an exact fp32 master.
         memory: budgets per tier; what is left out is measured.
         placement: "auto" (the fastest tier first, in order of use), a :class:`StaticPlacement`, or a whole
-            :class:`~gemini.plan.placement.Placement`.
+            :class:`~gemini.planning.placement.Placement`.
         gradients: what is kept between backward and update. "retain": one backward per step, +2 bytes per param in half
             precision (+4 in fp32); a second backward before the step promotes it to "accumulate" if there is room.
             "accumulate": fp32 sums, +4 bytes. "transient": nothing; needs ``HybridAdam(step_in_backward=True)``.

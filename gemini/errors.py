@@ -23,7 +23,11 @@ class IllegalTransition(GeminiError):
 
 
 class PlanMismatch(GeminiError):
-    """A layout, plan or checkpoint was made for another model than the one at hand."""
+    """A trace, plan, hardware file or checkpoint is of another model, kind or version than what is at hand."""
+
+
+class MissingFigure(GeminiError):
+    """A plan or a simulation needs a figure of the hardware that its description does not have."""
 
 
 class StorageError(GeminiError):

@@ -18,7 +18,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # From the ground up. A file may import from its own floor and from those below it.
 FLOORS = [
     ("gemini.errors", "gemini.tiers", "gemini.states", "gemini.version"),
-    ("gemini.plan",),
+    ("gemini.planning",),
     ("gemini.config", "gemini.kernels", "gemini.kernels_reference", "gemini._C"),
     ("gemini.memory",),
     ("gemini.ranks",),
@@ -84,7 +84,7 @@ def test_the_measure_sees_an_import_upwards(tmp_path: Path) -> None:
     path = tmp_path / "layout.py"
     path.write_text("def late():\n    from gemini.train.engine import Engine\n    return Engine\n")
     assert "gemini.train.engine" in imports_of(path)
-    assert floor_of("gemini.train.engine") > floor_of("gemini.plan.layout")
+    assert floor_of("gemini.train.engine") > floor_of("gemini.planning.layout")
     with pytest.raises(AssertionError, match="no floor"):
         floor_of("gemini.attic")
 

@@ -15,8 +15,8 @@ import torch
 
 from gemini.memory.device import Device, Window
 from gemini.memory.nvme import SpillFile
-from gemini.plan.layout import ChunkSpec
-from gemini.plan.planes import PlaneKind
+from gemini.planning.layout import ChunkSpec
+from gemini.planning.planes import PlaneKind
 from gemini.states import USE_TABLE, Event, Use, step
 from gemini.tiers import Tier
 

@@ -15,7 +15,7 @@ from gemini.errors import BudgetExceeded, human_bytes
 from gemini.memory.chunk import Chunk
 from gemini.memory.device import Device, Window
 from gemini.memory.mover import Mover
-from gemini.plan.policy import Candidate, EvictionPolicy, LeastRecentlyUsed
+from gemini.planning.policy import Candidate, EvictionPolicy, LeastRecentlyUsed
 from gemini.states import Event, Use
 from gemini.tiers import Ledger
 

@@ -16,8 +16,8 @@ from gemini.kernels import NORM_TILE
 from gemini.memory.chunk import Chunk, FilePlane, Plane
 from gemini.memory.device import Device
 from gemini.memory.pages import PAGE
-from gemini.plan.layout import ALIGN
-from gemini.plan.planes import PlaneKind
+from gemini.planning.layout import ALIGN
+from gemini.planning.planes import PlaneKind
 from gemini.tiers import Ledger, Tier
 
 TILE = NORM_TILE

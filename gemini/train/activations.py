@@ -22,7 +22,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from gemini.errors import BudgetExceeded
 from gemini.memory.mover import tiles
 from gemini.memory.pages import PAGE
-from gemini.plan.planes import PlaneKind
+from gemini.planning.planes import PlaneKind
 from gemini.tiers import Tier
 
 if TYPE_CHECKING:

@@ -22,9 +22,9 @@ from gemini.memory.chunk import COMPUTE_DTYPES, Chunk, FilePlane, MemoryPlane, P
 from gemini.memory.device import Device, StorageWindow
 from gemini.memory.mover import tile_numel
 from gemini.memory.nvme import SpillFile
-from gemini.plan.layout import ChunkSpec, Layout, ParamSpec, make_layout, part_of
-from gemini.plan.placement import Placement, Problem, bytes_per_tier
-from gemini.plan.planes import PlaneKind, plane_itemsizes
+from gemini.planning.layout import ChunkSpec, Layout, ParamSpec, make_layout, part_of
+from gemini.planning.placement import Placement, Problem, bytes_per_tier
+from gemini.planning.planes import PlaneKind, plane_itemsizes
 from gemini.ranks.group import Ranks
 from gemini.states import Use
 from gemini.tiers import Ledger, Tier

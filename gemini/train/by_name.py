@@ -17,7 +17,7 @@ from gemini import kernels
 from gemini.errors import GeminiError, ParamAccessError
 from gemini.memory.chunk import COMPUTE_DTYPES, Plane
 from gemini.memory.mover import Mover, page_up, tiles
-from gemini.plan.planes import PlaneKind
+from gemini.planning.planes import PlaneKind
 from gemini.train.guard import ParamHandle, engine_of
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from gemini.errors import GeminiError, PlanMismatch, StorageError
-from gemini.plan.planes import PlaneKind
+from gemini.planning.planes import PlaneKind
 from gemini.ranks.agreement import Point
 from gemini.train import checkpoint_files as files
 from gemini.train import checkpoint_ranks, checkpoint_read, checkpoint_write

@@ -14,7 +14,7 @@ import torch
 from gemini.memory.chunk import Plane
 from gemini.memory.device import Device
 from gemini.memory.mover import page_up
-from gemini.plan.planes import OPTIMIZER_PLANES, PlaneKind
+from gemini.planning.planes import OPTIMIZER_PLANES, PlaneKind
 from gemini.train.guard import ParamHandle
 
 if TYPE_CHECKING:

@@ -28,7 +28,7 @@ from torch.futures import Future
 
 from gemini.errors import StorageError
 from gemini.memory.mover import tiles
-from gemini.plan.planes import PlaneKind
+from gemini.planning.planes import PlaneKind
 from gemini.train.by_name import write_range
 from gemini.train.checkpoint_files import VALUES
 from gemini.train.checkpoint_parts import Source

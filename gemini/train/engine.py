@@ -24,7 +24,7 @@ from gemini.memory.chunk import Chunk
 from gemini.memory.device import make_device
 from gemini.memory.manager import Manager
 from gemini.memory.mover import Mover
-from gemini.plan.planes import PlaneKind
+from gemini.planning.planes import PlaneKind
 from gemini.ranks.group import join
 from gemini.train.activations import make_activation_store
 from gemini.train.build import adopt_all, build, iter_chunks

@@ -22,7 +22,7 @@ from torch import nn
 from gemini.errors import RankLost, RankMismatch, StorageError
 from gemini.memory.chunk import COMPUTE_DTYPES, FilePlane
 from gemini.memory.mover import tiles
-from gemini.plan.planes import PlaneKind
+from gemini.planning.planes import PlaneKind
 from gemini.ranks.agreement import Point
 from gemini.train.guard import ParamHandle, handle_of
 from gemini.train.together import tell, wait_for_all

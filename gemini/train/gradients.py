@@ -19,7 +19,7 @@ from gemini.memory.device import Device
 from gemini.memory.manager import Manager
 from gemini.memory.mover import Mover, page_up, tiles
 from gemini.memory.nvme import SpillFile
-from gemini.plan.planes import PlaneKind
+from gemini.planning.planes import PlaneKind
 from gemini.tiers import Ledger, Tier
 from gemini.train.build import make_plane
 from gemini.train.guard import ParamHandle

@@ -23,7 +23,7 @@ from torch.nn.utils import clip_grad
 
 from gemini.errors import ParamAccessError
 from gemini.memory.chunk import Chunk
-from gemini.plan.layout import Part, Slot
+from gemini.planning.layout import Part, Slot
 
 if TYPE_CHECKING:
     from gemini.train.engine import Engine

@@ -21,7 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from gemini import kernels
 from gemini.errors import GeminiError, NonFiniteGradient
-from gemini.plan.planes import OPTIMIZER_PLANES
+from gemini.planning.planes import OPTIMIZER_PLANES
 from gemini.train.engine import Engine
 from gemini.train.guard import ParamHandle, engine_of, handle_of, optimizer_of
 from gemini.train.update import Segment, update_chunk

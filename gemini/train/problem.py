@@ -17,10 +17,10 @@ from gemini.memory.chunk import COMPUTE_DTYPES
 from gemini.memory.device import Device
 from gemini.memory.mover import staging_bytes
 from gemini.memory.nvme import probe
-from gemini.plan.layout import ChunkSpec, Layout, block_of
-from gemini.plan.placement import Placement, Problem, StaticPlacement, by_fractions, check_fits
-from gemini.plan.placement import fill_fastest as place_automatically
-from gemini.plan.planes import compute_itemsize
+from gemini.planning.layout import ChunkSpec, Layout, block_of
+from gemini.planning.placement import Placement, Problem, StaticPlacement, by_fractions, check_fits
+from gemini.planning.placement import fill_fastest as place_automatically
+from gemini.planning.planes import compute_itemsize
 from gemini.ranks.group import Ranks
 from gemini.ranks.wire import scratch_bytes
 from gemini.tiers import Tier

@@ -22,7 +22,7 @@ from gemini.errors import BudgetExceeded, GeminiError
 from gemini.memory.chunk import Chunk
 from gemini.memory.device import Window
 from gemini.memory.mover import tiles
-from gemini.plan.planes import PlaneKind
+from gemini.planning.planes import PlaneKind
 from gemini.ranks.agreement import Point, Wish
 from gemini.ranks.wire import Tag, guarded
 from gemini.train.guard import ParamHandle

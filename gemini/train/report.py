@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from gemini.errors import human_bytes
-from gemini.plan.planes import PlaneKind
+from gemini.planning.planes import PlaneKind
 
 if TYPE_CHECKING:
     from gemini.train.engine import Engine

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 from gemini.errors import BudgetExceeded, GeminiError, StorageError, human_bytes
 from gemini.memory.chunk import Chunk
 from gemini.memory.mover import staging_bytes
-from gemini.plan.planes import PlaneKind
+from gemini.planning.planes import PlaneKind
 from gemini.tiers import Ledger, Tier
 from gemini.train import checkpoint_ranks
 from gemini.train.checkpoint_parts import Buffer, Source, sources_of

@@ -17,8 +17,8 @@ import torch.distributed as dist
 
 from gemini.memory.chunk import Chunk
 from gemini.memory.mover import tiles
-from gemini.plan.layout import part_of
-from gemini.plan.planes import PlaneKind
+from gemini.planning.layout import part_of
+from gemini.planning.planes import PlaneKind
 from gemini.ranks.agreement import Agreement, Point, Wish
 from gemini.ranks.group import Ranks
 from gemini.ranks.wire import Tag, guarded

@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from gemini.errors import GeminiError, StorageError
-from gemini.plan.planes import PlaneKind
+from gemini.planning.planes import PlaneKind
 from gemini.train.checkpoint_files import remove_leftovers, work_name
 from gemini.train.guard import ParamHandle, engine_of, handle_of
 from gemini.train.optimizer import HybridAdam

@@ -17,7 +17,7 @@ from gemini import kernels
 from gemini.errors import GeminiError
 from gemini.memory.chunk import Chunk
 from gemini.memory.mover import page_up, tiles
-from gemini.plan.planes import OPTIMIZER_PLANES, PlaneKind
+from gemini.planning.planes import OPTIMIZER_PLANES, PlaneKind
 from gemini.tiers import Tier
 from gemini.train.guard import ParamHandle, optimizer_of
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import gemini
-from gemini.plan.planes import PlaneKind
+from gemini.planning.planes import PlaneKind
 from tests.integrations.peft_cases import CAUSAL, CONFIGS, llama, maker, move_adapters, seeded
 from tests.train import helpers
 from tests.train.helpers import PLACEMENTS, Plain, adam, compare, wrap

@@ -22,8 +22,8 @@ from gemini.memory.device import Device
 from gemini.memory.manager import Manager
 from gemini.memory.mover import Mover, staging_bytes
 from gemini.memory.nvme import SpillFile
-from gemini.plan.layout import ALIGN, ParamSpec, make_layout
-from gemini.plan.planes import PlaneKind
+from gemini.planning.layout import ALIGN, ParamSpec, make_layout
+from gemini.planning.planes import PlaneKind
 from gemini.states import Use
 from gemini.tiers import Ledger, Tier
 from gemini.train.build import make_plane

@@ -15,8 +15,8 @@ from gemini.memory.device import CpuDevice, Device, StandinDevice
 from gemini.memory.mover import _STAGED_BYTES, TILE, Mover, page_up, staging_bytes, tile_numel, tiles
 from gemini.memory.nvme import SpillFile
 from gemini.memory.pages import host_bytes
-from gemini.plan.layout import ALIGN
-from gemini.plan.planes import PlaneKind, plane_itemsizes
+from gemini.planning.layout import ALIGN
+from gemini.planning.planes import PlaneKind, plane_itemsizes
 from gemini.tiers import Ledger, Tier
 from gemini.train.build import make_plane
 

@@ -17,7 +17,7 @@ from memory_cases import World
 from gemini.errors import BudgetExceeded, GeminiError, IllegalTransition
 from gemini.memory import device as devices
 from gemini.memory.device import CpuDevice, Device, StandinDevice
-from gemini.plan.layout import ALIGN
+from gemini.planning.layout import ALIGN
 from gemini.states import Event, Use
 from gemini.tiers import Ledger, Tier
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import gemini
-from gemini.plan.layout import Layout, ParamSpec, make_layout
+from gemini.planning.layout import Layout, ParamSpec, make_layout
 from tests.ranks.cases import Job, config_of, make_model, run
 from tests.ranks.pool import Failure, Pool
 from tests.ranks.test_rank_exactness import assert_close_to_plain, assert_ranks_agree, assert_same_bits

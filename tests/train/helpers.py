@@ -24,7 +24,7 @@ import gemini
 from gemini import kernels_reference as reference
 from gemini.kernels import AdamHyper
 from gemini.memory.mover import staging_bytes, tile_numel
-from gemini.plan.layout import ParamSpec, make_layout
+from gemini.planning.layout import ParamSpec, make_layout
 from gemini.train.problem import collect_params, working_set
 
 transformers.logging.set_verbosity_error()

@@ -30,7 +30,7 @@ import torch
 from torch import nn
 
 import gemini
-from gemini.plan.planes import PlaneKind
+from gemini.planning.planes import PlaneKind
 from gemini.tiers import Tier
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))

@@ -13,7 +13,7 @@ from torch import nn
 
 import gemini
 from gemini.errors import StorageError
-from gemini.plan.planes import OPTIMIZER_PLANES, PlaneKind
+from gemini.planning.planes import OPTIMIZER_PLANES, PlaneKind
 from gemini.tiers import MemoryBudget, Tier
 from tests import models
 

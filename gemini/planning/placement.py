@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from gemini.errors import BudgetExceeded, human_bytes
-from gemini.plan.layout import Layout
-from gemini.plan.planes import OPTIMIZER_PLANES, PlaneKind, compute_itemsize, plane_itemsizes
+from gemini.planning.layout import DEFAULT_MAX_CHUNK, Layout
+from gemini.planning.planes import OPTIMIZER_PLANES, PlaneKind, compute_itemsize, plane_itemsizes
 from gemini.tiers import Tier
 
 Homes = Mapping[PlaneKind, Tier]
@@ -63,6 +63,7 @@ class Problem:
         in_flight: bytes of the computing tier for whole gradients that wait to be divided among ranks.
         exchange: bytes of host memory for pieces on their way between ranks.
         activations: bytes of the computing tier that are left to activations and workspaces.
+        max_chunk: what the layout was cut with.
     """
 
     layout: Layout
@@ -75,12 +76,17 @@ class Problem:
     activations: int = 0
     in_flight: int = 0
     exchange: int = 0
+    max_chunk: int = DEFAULT_MAX_CHUNK
 
     def plane_bytes(self, index: int) -> dict[PlaneKind, int]:
         """Bytes of each plane of a chunk on one rank: its shard."""
         chunk = self.layout.chunks[index]
         sizes = plane_itemsizes(self.precision, self.gradients, trainable=chunk.trainable)
         return {kind: size * (chunk.numel // self.layout.ranks) for kind, size in sizes.items()}
+
+    def window_bytes(self, index: int) -> int:
+        """Bytes of a chunk's gathered weights: the whole chunk, in the compute dtype."""
+        return self.layout.chunks[index].numel * compute_itemsize(self.precision)
 
     def needs_window(self, index: int, home: Tier) -> bool:
         """Whether the weights must be gathered into other memory than their home before a module can read them."""

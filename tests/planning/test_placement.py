@@ -11,8 +11,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from gemini.errors import BudgetExceeded, human_bytes, parse_bytes
-from gemini.plan.layout import Layout, ParamSpec, make_layout
-from gemini.plan.placement import (
+from gemini.planning.layout import Layout, ParamSpec, make_layout
+from gemini.planning.placement import (
     Placement,
     Problem,
     StaticPlacement,
@@ -21,7 +21,7 @@ from gemini.plan.placement import (
     check_fits,
     fill_fastest,
 )
-from gemini.plan.planes import OPTIMIZER_PLANES, PlaneKind, compute_itemsize, plane_itemsizes
+from gemini.planning.planes import OPTIMIZER_PLANES, PlaneKind, compute_itemsize, plane_itemsizes
 from gemini.tiers import Tier
 
 GPU, CPU, NVME = Tier.GPU, Tier.CPU, Tier.NVME
@@ -273,8 +273,8 @@ def test_a_given_placement_is_checked_against_budgets() -> None:
 @pytest.mark.parametrize(
     "module",
     [
-        "gemini", "gemini.errors", "gemini.tiers", "gemini.states", "gemini.config", "gemini.plan",
-        "gemini.plan.layout", "gemini.plan.placement", "gemini.plan.planes", "gemini.plan.policy",
+        "gemini", "gemini.errors", "gemini.tiers", "gemini.states", "gemini.config", "gemini.planning",
+        "gemini.planning.layout", "gemini.planning.placement", "gemini.planning.planes", "gemini.planning.policy",
     ],
 )  # fmt: skip
 def test_planning_knows_no_torch(module: str) -> None:

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gemini.plan.layout import ALIGN, DEFAULT_MAX_CHUNK, Layout, ParamSpec, block_of, make_layout, part_of
-from gemini.plan.planes import plane_itemsizes
+from gemini.planning.layout import ALIGN, DEFAULT_MAX_CHUNK, Layout, ParamSpec, block_of, make_layout, part_of
+from gemini.planning.planes import plane_itemsizes
 
 PAGE = 4096
 NUM_PARAMS = {  # as published: if these differ, the config is not the model's

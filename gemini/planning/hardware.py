@@ -1,0 +1,130 @@
+"""What a machine can do, as a value: capacities and speeds, each with where it comes from.
+
+``gemini doctor --measure`` measures it, ``gemini/machines/*.json`` holds named machines from their makers' data sheets.
+A figure that a plan needs and the value does not have is an error that names it, never a guess.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from gemini.errors import MissingFigure, human_bytes
+from gemini.planning import document
+from gemini.tiers import Tier
+
+VERSION = 1
+
+FIGURES: dict[str, str] = {
+    "num_gpus": "GPUs of one machine",
+    "gpu_bytes": "bytes of memory of one GPU",
+    "cpu_bytes": "bytes of host memory",
+    "nvme_bytes": "bytes of all NVMe drives together",
+    "cpu_threads": "processor cores",
+    "gpu_flops_bf16": "FLOP/s of one GPU in half-precision matrix products",
+    "gpu_flops_fp32": "FLOP/s of one GPU in fp32 matrix products",
+    "gpu_bandwidth": "bytes/s that one GPU reads and writes in its own memory",
+    "gpu_op_seconds": "seconds that launching one operation on the GPU takes at least",
+    "cpu_flops_bf16": "FLOP/s of the host in bf16 matrix products, all cores",
+    "cpu_flops_fp32": "FLOP/s of the host in fp32 matrix products, all cores",
+    "cpu_op_seconds": "seconds that one operation on the host takes at least",
+    "dram_bandwidth": "bytes/s that the host reads and writes in its memory, shared by all that touch it",
+    "h2d": "bytes/s from host to one GPU, pinned",
+    "d2h": "bytes/s from one GPU to host, pinned",
+    "nvme_read": "bytes/s read from all NVMe drives together",
+    "nvme_write": "bytes/s written to all NVMe drives together",
+    "adam_cpu": "seconds per param of one Adam update on the host, all cores, bf16 weights with a split fp32 master",
+    "interconnect": "bytes/s that one GPU sends to its neighbour in a ring",
+}
+"""Every figure there is, with its unit."""
+
+
+class Figure(NamedTuple):
+    """A number in the unit of :data:`FIGURES`, and where it comes from ("measured 2026-11-21", a data sheet, ...)."""
+
+    value: float
+    source: str
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """A machine by name and figures.
+
+    Raises:
+        ValueError: for a figure that is not in :data:`FIGURES`, or not a positive number.
+    """
+
+    name: str
+    figures: Mapping[str, Figure]
+
+    def __post_init__(self) -> None:
+        for key, figure in self.figures.items():
+            if key not in FIGURES:
+                raise ValueError(f"hardware {self.name!r}: {key!r} is no figure; there are {', '.join(FIGURES)}")
+            value = figure.value
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
+                raise ValueError(f"hardware {self.name!r}: {key} must be a positive number, got {value!r}")
+
+    def has(self, key: str) -> bool:
+        return key in self.figures
+
+    def get(self, key: str, *, needed_for: str) -> float:
+        """The figure ``key``.
+
+        Raises:
+            MissingFigure: if it is not there, saying what needs it and how to get it.
+        """
+        assert key in FIGURES, key
+        if key not in self.figures:
+            raise MissingFigure(
+                f"hardware {self.name!r} has no figure {key!r} ({FIGURES[key]}), which {needed_for} needs: add it to "
+                'its JSON as {"value": ..., "source": "..."}, or measure the machine with gemini doctor --measure'
+            )
+        return self.figures[key].value
+
+    def capacity(self, tier: Tier) -> int | None:
+        """Bytes of a tier; None if the machine has none of it (or does not say)."""
+        figure = self.figures.get(f"{tier.value}_bytes")
+        return None if figure is None else int(figure.value)
+
+    def with_figures(self, source: str, **values: float) -> Hardware:
+        """The same machine with some figures replaced."""
+        return Hardware(self.name, {**self.figures, **{key: Figure(v, source) for key, v in values.items()}})
+
+    def to_json(self) -> str:
+        figures = {key: {"value": f.value, "source": f.source} for key, f in self.figures.items()}
+        return document.to_json("hardware", VERSION, {"name": self.name, "figures": figures})
+
+    @classmethod
+    def from_json(cls, text: str) -> Hardware:
+        """Raises: PlanMismatch: for text that is no hardware, one of another version, or with damaged figures."""
+        return document.from_json(text, "hardware", VERSION, cls._from_body)
+
+    @classmethod
+    def _from_body(cls, body: dict[str, Any]) -> Hardware:
+        figures = {key: Figure(f["value"], str(f["source"])) for key, f in body["figures"].items()}
+        return cls(str(body["name"]), figures)
+
+    def __str__(self) -> str:
+        """A line per figure, with its source."""
+        lines = [self.name]
+        width = max((len(key) for key in self.figures), default=0)
+        lines += [f"  {key:<{width}}  {human_figure(key, f.value):>14}  {f.source}" for key, f in self.figures.items()]
+        return "\n".join(lines)
+
+
+def human_figure(key: str, value: float) -> str:
+    """A figure as a person would say it."""
+    unit = FIGURES[key]
+    if unit.startswith("bytes/s"):
+        return f"{human_bytes(value)}/s"
+    if unit.startswith("bytes"):
+        return human_bytes(value)
+    if unit.startswith("FLOP/s"):
+        return f"{value / 1e12:.4g} TFLOP/s"
+    if unit.startswith("seconds per param"):
+        return f"{value * 1e9:.3g} ns"
+    if unit.startswith("seconds"):
+        return f"{value * 1e6:.3g} us"
+    return f"{value:g}"

@@ -1,0 +1,220 @@
+"""The plan: where every plane of every chunk lives, and what is fetched and let go in every moment. A value.
+
+The planner makes it, ``GeminiDDP`` executes it, the simulator plays it, and ``gemini plan`` prints it. It carries the
+trace it was made for, so that it can be played and checked by itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from gemini.errors import PlanMismatch, human_bytes
+from gemini.planning import document
+from gemini.planning.layout import Layout
+from gemini.planning.placement import Placement, Problem, bytes_per_tier
+from gemini.planning.planes import PlaneKind
+from gemini.planning.trace import Access, MemoryTrace, accesses
+from gemini.planning.traffic import Traffic, step_traffic, update_tier
+from gemini.tiers import Tier
+
+VERSION = 1
+
+
+class Moves(NamedTuple):
+    """At the beginning of a moment: chunks whose gathered weights are let go, then those that are gathered."""
+
+    evict: tuple[int, ...] = ()
+    fetch: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Made by :func:`gemini.plan`.
+
+    Attributes:
+        trace: the step it is for.
+        problem: layout, precision, budgets and the bytes that no plane may take.
+        placement: the home tier of every plane of every chunk.
+        moves: one per moment of the trace. A step begins with the gathered weights of frozen chunks that the one before
+            left, and without those of trained ones, which an update has overtaken.
+        offload_activations: where the inputs of checkpointed blocks wait: None (where they are), "cpu" or "nvme".
+        accumulate: micro-batches of one optimizer step.
+    """
+
+    trace: MemoryTrace
+    problem: Problem
+    placement: Placement
+    moves: tuple[Moves, ...]
+    offload_activations: str | None = None
+    accumulate: int = 1
+
+    @property
+    def layout(self) -> Layout:
+        return self.problem.layout
+
+    @cached_property
+    def accesses(self) -> tuple[Access, ...]:
+        """The chunks that each moment of the trace needs."""
+        return accesses(self.trace, self.layout)
+
+    @property
+    def bytes_per_tier(self) -> dict[Tier, int]:
+        """What each tier holds at its fullest: planes, gathered weights, staging, activations."""
+        return bytes_per_tier(self.problem, self.placement)
+
+    @property
+    def bytes_per_param(self) -> float:
+        """Persistent bytes (weights, residual, moments) per trained param."""
+        trained = [i for i, chunk in enumerate(self.layout.chunks) if chunk.trainable]
+        states = (n for i in trained for k, n in self.problem.plane_bytes(i).items() if k is not PlaneKind.GRAD)
+        payload = sum(self.layout.chunks[i].payload for i in trained)
+        return sum(states) * self.layout.ranks / payload if payload else 0.0
+
+    def adam_tier(self, index: int) -> Tier:
+        """Where the update of a chunk runs."""
+        return update_tier(self.problem, self.placement.homes[index])
+
+    @cached_property
+    def traffic(self) -> Traffic:
+        """Bytes over each boundary in one optimizer step (of offloaded activations: not in here)."""
+        fetched = [index for moves in self.moves for index in moves.fetch] * self.accumulate
+        return step_traffic(self.problem, self.placement, fetched, backwards=self.accumulate)
+
+    def to_json(self) -> str:
+        """One JSON object; :meth:`from_json` reads it back to an equal value."""
+        problem = self.problem
+        body: dict[str, Any] = {
+            "trace": self.trace.to_json(),
+            "ranks": self.layout.ranks,
+            "max_chunk": problem.max_chunk,
+            "precision": problem.precision,
+            "gradients": problem.gradients,
+            "budgets": {tier.value: n for tier, n in problem.budgets.items()},
+            "compute": problem.compute.value,
+            "spoken_for": {name: getattr(problem, name) for name in _SPOKEN_FOR},
+            "homes": [{kind.value: tier.value for kind, tier in homes.items()} for homes in self.placement.homes],
+            "moves": [[list(moves.evict), list(moves.fetch)] for moves in self.moves],
+            "offload_activations": self.offload_activations,
+            "accumulate": self.accumulate,
+        }
+        return document.to_json("plan", VERSION, body)
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        """Raises: PlanMismatch: for text that is no plan, or one of another version."""
+        return document.from_json(text, "plan", VERSION, cls._from_body)
+
+    @classmethod
+    def _from_body(cls, body: dict[str, Any]) -> Plan:
+        trace = MemoryTrace.from_json(body["trace"])
+        problem = Problem(
+            layout=trace.layout(ranks=body["ranks"], max_chunk=body["max_chunk"]),
+            precision=body["precision"],
+            gradients=body["gradients"],
+            budgets={Tier(tier): n for tier, n in body["budgets"].items()},
+            compute=Tier(body["compute"]),
+            max_chunk=body["max_chunk"],
+            **{name: int(body["spoken_for"][name]) for name in _SPOKEN_FOR},
+        )
+        homes = tuple({PlaneKind(kind): Tier(tier) for kind, tier in homes.items()} for homes in body["homes"])
+        moves = tuple(Moves(tuple(evict), tuple(fetch)) for evict, fetch in body["moves"])
+        if len(homes) != len(problem.layout.chunks) or len(moves) != len(trace.moments):
+            raise ValueError("its homes or moves are not as many as its chunks or moments")
+        return cls(trace, problem, Placement(homes), moves, body["offload_activations"], body["accumulate"])
+
+    def check_for(self, trace: MemoryTrace) -> None:
+        """Refuse a plan of another model.
+
+        Raises:
+            PlanMismatch: naming the first difference.
+        """
+        trace.check_same_model(self.trace, what="the plan")
+
+    def check_settings(self, **settings: Any) -> None:
+        """Refuse a plan made for other settings (``precision=``, ``gradients=``, ``ranks=``, ``max_chunk=``).
+
+        Raises:
+            PlanMismatch: naming the setting and both values.
+        """
+        ours = {"ranks": self.layout.ranks, **vars(self.problem)}
+        for name, value in settings.items():
+            if ours[name] != value:
+                raise PlanMismatch(
+                    f"the plan was made for {name}={ours[name]!r}, and here it is {value!r}: make a plan for these "
+                    "settings, or take its own"
+                )
+
+    def __str__(self) -> str:
+        """Who lives where: bytes of each kind of plane in each tier, against the budgets."""
+        kinds: dict[Tier, dict[str, int]] = {tier: {} for tier in self.problem.budgets}
+        for index, homes in enumerate(self.placement.homes):
+            for kind, num_bytes in self.problem.plane_bytes(index).items():
+                at = kinds[homes[kind]]
+                at[kind.value] = at.get(kind.value, 0) + num_bytes
+        lines = [f"{self.trace.model}, {self.trace.num_params:,} params: {self.bytes_per_param:.2f} bytes each"]
+        for tier, used in self.bytes_per_tier.items():
+            told = ", ".join(f"{kind} {human_bytes(n)}" for kind, n in kinds.get(tier, {}).items())
+            rest = used - sum(kinds.get(tier, {}).values())
+            told += f"{', ' if told and rest else ''}{'working memory ' + human_bytes(rest) if rest else ''}"
+            lines.append(
+                f"{tier.value:<5}{human_bytes(used):>11} of {human_bytes(self.problem.budgets[tier]):>10}  "
+                f"{told or 'nothing'}"
+            )
+        on_gpu = sum(self.adam_tier(i) is Tier.GPU for i, c in enumerate(self.layout.chunks) if c.trainable)
+        trained = sum(chunk.trainable for chunk in self.layout.chunks)
+        if on_gpu:
+            lines.append(f"Adam runs on the GPU for {on_gpu} of {trained} chunks")
+        moved = ", ".join(f"{way} {human_bytes(n)}" for way, n in self.traffic.items())
+        lines.append(f"moved in a step: {moved or 'nothing'}")
+        return "\n".join(lines)
+
+
+_SPOKEN_FOR = ("working_set", "staging", "activations", "in_flight", "exchange")
+"""Fields of a problem that are bytes."""
+
+
+def check_plan(plan: Plan) -> None:
+    """Walk through the moves: every moment finds its chunks gathered, and none holds more than the windows' room.
+
+    Raises:
+        PlanMismatch: if the plan would not run.
+    """
+    room = window_room(plan.problem, plan.placement)
+    needs = [plan.problem.needs_window(i, homes[PlaneKind.WEIGHTS]) for i, homes in enumerate(plan.placement.homes)]
+    sizes = [plan.problem.window_bytes(i) for i in range(len(plan.layout.chunks))]
+    gathered: set[int] = set(standing(plan))
+    for access, moves in zip(plan.accesses, plan.moves, strict=True):
+        gathered -= set(moves.evict)
+        gathered |= set(moves.fetch)
+        missing = [i for i in access.chunks if needs[i] and i not in gathered]
+        if missing:
+            raise PlanMismatch(f"the plan does not gather chunks {missing} for moment {access.moment}")
+        held = sum(sizes[i] for i in gathered)
+        if held > room:
+            raise PlanMismatch(
+                f"the plan gathers {human_bytes(held)} of weights in moment {access.moment}, where there is room for "
+                f"{human_bytes(room)}"
+            )
+
+
+def window_room(problem: Problem, placement: Placement) -> int:
+    """Bytes of the computing tier that gathered weights may take at once."""
+    used = bytes_per_tier(problem, placement).get(problem.compute, 0)
+    gathers = any(problem.needs_window(i, homes[PlaneKind.WEIGHTS]) for i, homes in enumerate(placement.homes))
+    return problem.budgets[problem.compute] - used + (problem.working_set if gathers else 0)
+
+
+def standing(plan: Plan) -> tuple[int, ...]:
+    """Frozen chunks whose gathered weights stay from one step to the next: those let go or used before a fetch."""
+    seen: set[int] = set()
+    stay: list[int] = []
+    needs = [plan.problem.needs_window(i, homes[PlaneKind.WEIGHTS]) for i, homes in enumerate(plan.placement.homes)]
+    for access, moves in zip(plan.accesses, plan.moves, strict=True):
+        seen |= set(moves.fetch)
+        for index in (*moves.evict, *access.chunks):
+            if index not in seen and needs[index]:
+                stay.append(index)
+                seen.add(index)
+    return tuple(stay)

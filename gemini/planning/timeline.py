@@ -1,0 +1,173 @@
+"""A step laid out in time: what each lane did, what waited for what, what every tier held. A value.
+
+The simulator predicts one, a recorded step of a real run is another, and the pictures draw both, beside each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, NamedTuple
+
+from gemini.errors import human_bytes
+from gemini.planning import document
+from gemini.tiers import Tier
+
+VERSION = 1
+
+
+class Lane(Enum):
+    """What can be busy at one time, each with its own queue."""
+
+    COMPUTE = "compute"
+    ADAM = "adam"
+    H2D = "host to gpu"
+    D2H = "gpu to host"
+    NVME_READ = "nvme read"
+    NVME_WRITE = "nvme write"
+    GATHER = "all-gather"
+    REDUCE = "reduce-scatter"
+
+
+class Span(NamedTuple):
+    """A lane at work: seconds since the step began, what it did ("forward model.layers.0", "fetch chunk 3"), the
+    moment of the trace (-1 outside of them), the chunk (-1 for none) and the bytes that crossed a boundary.
+    """
+
+    lane: Lane
+    start: float
+    stop: float
+    name: str
+    moment: int = -1
+    chunk: int = -1
+    num_bytes: int = 0
+
+
+class Sample(NamedTuple):
+    """What the tiers hold from ``seconds`` on: bytes by tier and holder ("weights", "windows", "exp_avg", ...)."""
+
+    seconds: float
+    moment: int
+    held: Mapping[Tier, Mapping[str, int]]
+
+    def total(self, tier: Tier) -> int:
+        return sum(self.held.get(tier, {}).values())
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """One optimizer step, predicted or measured.
+
+    Attributes:
+        source: "predicted" or "measured".
+        title: what ran where, for a heading.
+        step_seconds: from the first moment of a step to the first moment of the next one.
+        tokens: positions that one step works on (all micro-batches, all ranks).
+        flops: floating point operations of one step on one rank.
+        spans: in the order of their starts.
+        stalls: seconds that computing waited, by cause ("fetch from nvme", "update", ...).
+        moved: bytes over each boundary, named as in ``memory_report()["moved"]`` ("cpu->gpu").
+        samples: what the tiers hold, one at every change, in order of time.
+        budgets: bytes per tier.
+        moments: the label of each moment of the trace, by index.
+    """
+
+    source: str
+    title: str
+    step_seconds: float
+    tokens: int
+    flops: int
+    spans: tuple[Span, ...]
+    stalls: Mapping[str, float]
+    moved: Mapping[str, int]
+    samples: tuple[Sample, ...]
+    budgets: Mapping[Tier, int]
+    moments: tuple[str, ...] = ()
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.step_seconds if self.step_seconds else 0.0
+
+    @property
+    def busy(self) -> dict[Lane, float]:
+        """Seconds that each lane worked (overlapping spans of one lane counted once)."""
+        found: dict[Lane, float] = {}
+        for lane in Lane:
+            end, total = 0.0, 0.0
+            for span in sorted(s for s in self.spans if s.lane is lane):
+                total += max(0.0, span.stop - max(span.start, end))
+                end = max(end, span.stop)
+            if total:
+                found[lane] = total
+        return found
+
+    @property
+    def peaks(self) -> dict[Tier, int]:
+        """The most bytes each tier held."""
+        return {tier: max((s.total(tier) for s in self.samples), default=0) for tier in self.budgets}
+
+    @property
+    def bound_by(self) -> Lane:
+        """The lane that is busiest: what a faster step would have to speed up first."""
+        return max(self.busy.items(), key=lambda item: item[1], default=(Lane.COMPUTE, 0.0))[0]
+
+    def to_json(self) -> str:
+        """One JSON object; :meth:`from_json` reads it back to an equal value."""
+        body: dict[str, Any] = {
+            "source": self.source, "title": self.title, "step_seconds": self.step_seconds, "tokens": self.tokens,
+            "flops": self.flops, "spans": [[s.lane.value, *s[1:]] for s in self.spans], "stalls": dict(self.stalls),
+            "moved": dict(self.moved), "budgets": {tier.value: n for tier, n in self.budgets.items()},
+            "samples": [[s.seconds, s.moment, {t.value: dict(h) for t, h in s.held.items()}] for s in self.samples],
+            "moments": list(self.moments),
+        }  # fmt: skip
+        return document.to_json("timeline", VERSION, body)
+
+    @classmethod
+    def from_json(cls, text: str) -> Timeline:
+        """Raises: PlanMismatch: for text that is no timeline, or one of another version."""
+        return document.from_json(text, "timeline", VERSION, cls._from_body)
+
+    @classmethod
+    def _from_body(cls, body: dict[str, Any]) -> Timeline:
+        return cls(
+            source=body["source"],
+            title=body["title"],
+            step_seconds=float(body["step_seconds"]),
+            tokens=body["tokens"],
+            flops=body["flops"],
+            spans=tuple(Span(Lane(lane), *rest) for lane, *rest in body["spans"]),
+            stalls=body["stalls"],
+            moved=body["moved"],
+            samples=tuple(
+                Sample(seconds, moment, {Tier(tier): h for tier, h in held.items()})
+                for seconds, moment, held in body["samples"]
+            ),
+            budgets={Tier(tier): n for tier, n in body["budgets"].items()},
+            moments=tuple(body["moments"]),
+        )
+
+    def __str__(self) -> str:
+        """Step time, what bounds it, where it waited, what moved, and each tier's peak."""
+        lines = [
+            f"{self.title}: {self.source} step {_human_seconds(self.step_seconds)}, "
+            f"{self.tokens_per_second:,.0f} tokens/s, {self.flops / self.step_seconds / 1e12:.4g} TFLOP/s per rank"
+            if self.step_seconds
+            else f"{self.title}: {self.source}, an empty step"
+        ]
+        busy = ", ".join(f"{lane.value} {_human_seconds(s)}" for lane, s in self.busy.items())
+        lines.append(f"busy: {busy or 'nothing'}")
+        stalls = ", ".join(f"{cause} {_human_seconds(s)}" for cause, s in self.stalls.items() if s > 0)
+        lines.append(f"computing waited for: {stalls or 'nothing'}")
+        moved = ", ".join(f"{way} {human_bytes(n)}" for way, n in self.moved.items() if n)
+        lines.append(f"moved: {moved or 'nothing'}")
+        for tier, peak in self.peaks.items():
+            lines.append(f"{tier.value}: peak {human_bytes(peak)} of {human_bytes(self.budgets[tier])}")
+        return "\n".join(lines)
+
+
+def _human_seconds(seconds: float) -> str:
+    for factor, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
+        if seconds >= factor:
+            return f"{seconds / factor:.3g} {unit}"
+    return f"{seconds:.3g} s"

@@ -1,0 +1,285 @@
+"""What one step of a model does, moment by moment: the trace, a value. It knows no torch and no chunks.
+
+A *moment* is a stretch of a step between two boundaries of module calls in which at least one operation runs: it has
+the params that must be readable all through it, the bytes beside the model that are live in it, and its work. A trace
+is made ahead of time from a config alone, or recorded from a real step; both are this value. Chunks come in when a
+layout is laid over it (:func:`accesses`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from typing import Any
+
+from gemini.errors import PlanMismatch, human_bytes
+from gemini.planning import document
+from gemini.planning.layout import DEFAULT_MAX_CHUNK, Layout, ParamSpec, make_layout
+
+VERSION = 1
+
+
+class Phase(Enum):
+    """What the model does in a moment. Recomputation is forward work that gradient checkpointing repeats."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    RECOMPUTE = "recompute"
+
+
+class Source(Enum):
+    """Where a trace comes from: fake tensors, a recorded step, or the order of the modules alone (no work in it)."""
+
+    AHEAD = "ahead"
+    RECORDED = "recorded"
+    STRUCTURE = "structure"
+
+
+@dataclass(frozen=True)
+class TracedParam:
+    """A param once: all its names (the first is its name), its shape, and whether it is laid out as a trained one."""
+
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+    trainable: bool = True
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
+
+    @property
+    def numel(self) -> int:
+        n = 1
+        for size in self.shape:
+            n *= size
+        return n
+
+
+@dataclass(frozen=True)
+class Moment:
+    """One moment of a step.
+
+    Attributes:
+        phase: forward, backward, or the repeated forward of checkpointing.
+        module: the path of the innermost module that computes; "" is the model itself.
+        params: indices into ``MemoryTrace.params`` of all params that must be readable in this moment, those that the
+            calls around it keep included.
+        live_bytes: bytes beside the model (activations, workspaces, gradients on their way) live at the end of it.
+        peak_bytes: the most of them at once within it; never less than ``live_bytes``.
+        saved_bytes: inputs of checkpointed blocks kept for backward in this moment: what offloading would move away.
+        restored_bytes: those that backward asks for in this moment: what offloading would bring back.
+        flops: floating point operations of its matrix products, convolutions and attention.
+        touched_bytes: bytes that its operations read and write, weights included: the work of memory-bound ones.
+        num_ops: operations that run in it (each costs a launch).
+        gradients: indices of params whose gradient is complete at its end.
+        seconds: measured computing time, without waiting for moves; None ahead of time.
+    """
+
+    phase: Phase
+    module: str
+    params: tuple[int, ...] = ()
+    live_bytes: int = 0
+    peak_bytes: int = 0
+    saved_bytes: int = 0
+    restored_bytes: int = 0
+    flops: int = 0
+    touched_bytes: int = 0
+    num_ops: int = 0
+    gradients: tuple[int, ...] = ()
+    seconds: float | None = None
+
+
+@dataclass(frozen=True)
+class MemoryTrace:
+    """One forward and backward of a model on one micro-batch.
+
+    Attributes:
+        model: the name of the model's class.
+        precision: the compute dtype, "bf16", "fp16" or "fp32".
+        batch: the shapes of the inputs by name.
+        tokens: positions (or, without a sequence, samples) of the micro-batch: what tokens/s counts.
+        target: "cpu" or "cuda": whose workspaces the bytes include.
+        source: how it was made.
+        params: every param once, in declaration order.
+        buffer_bytes: bytes of the model's buffers, live all the time and not in the moments.
+        checkpointing: whether gradient checkpointing was on.
+        moments: in the order of the step.
+    """
+
+    model: str
+    precision: str
+    batch: Mapping[str, tuple[int, ...]]
+    tokens: int
+    target: str
+    source: Source
+    params: tuple[TracedParam, ...]
+    moments: tuple[Moment, ...]
+    buffer_bytes: int = 0
+    checkpointing: bool = False
+
+    @property
+    def num_params(self) -> int:
+        return sum(param.numel for param in self.params)
+
+    @property
+    def flops(self) -> int:
+        return sum(moment.flops for moment in self.moments)
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes beside params and buffers at any moment."""
+        return max((moment.peak_bytes for moment in self.moments), default=0)
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        """The most bytes of inputs of checkpointed blocks that wait for backward at once."""
+        waiting = most = 0
+        for moment in self.moments:
+            waiting += moment.saved_bytes - moment.restored_bytes
+            most = max(most, waiting)
+        return most
+
+    @property
+    def seconds(self) -> float | None:
+        """Measured computing time of the step; None unless every moment has one."""
+        measured = [moment.seconds for moment in self.moments]
+        return None if None in measured or not measured else sum(filter(None, measured))
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal for two models exactly if their params have the same names, ties, shapes and are trained alike."""
+        told = [[list(p.names), list(p.shape), p.trainable] for p in self.params]
+        return hashlib.sha256(json.dumps(told).encode()).hexdigest()[:16]
+
+    def layout(self, *, ranks: int = 1, max_chunk: int = DEFAULT_MAX_CHUNK) -> Layout:
+        """The chunks that ``GeminiDDP`` cuts this model into."""
+        specs = [ParamSpec(p.name, p.numel, p.trainable) for p in self.params]
+        return make_layout(specs, ranks=ranks, max_chunk=max_chunk)
+
+    def check_same_model(self, other: MemoryTrace, *, what: str) -> None:
+        """Refuse to go on with a trace of another model.
+
+        Raises:
+            PlanMismatch: naming the first difference.
+        """
+        if self.fingerprint == other.fingerprint:
+            return
+        ours = {p.name: p for p in self.params}
+        theirs = {p.name: p for p in other.params}
+        for name in [*ours, *theirs]:
+            if ours.get(name) != theirs.get(name):
+                raise PlanMismatch(
+                    f"{what} is of another model ({other.model}, {other.num_params:,} params) than the one at hand "
+                    f"({self.model}, {self.num_params:,} params): param {name!r} is {_told(theirs.get(name))} there "
+                    f"and {_told(ours.get(name))} here. Trace this model anew"
+                )
+        raise PlanMismatch(f"{what} has its params in another order than the model at hand: trace this model anew")
+
+    def to_json(self) -> str:
+        """One JSON object; :meth:`from_json` reads it back to an equal value."""
+        body: dict[str, Any] = {
+            "model": self.model, "precision": self.precision, "batch": {k: list(v) for k, v in self.batch.items()},
+            "tokens": self.tokens, "target": self.target, "source": self.source.value,
+            "buffer_bytes": self.buffer_bytes, "checkpointing": self.checkpointing,
+            "params": [[list(p.names), list(p.shape), p.trainable] for p in self.params],
+            "moment_fields": list(_FIELDS),
+            "moments": [[_plain(getattr(moment, name)) for name in _FIELDS] for moment in self.moments],
+        }  # fmt: skip
+        return document.to_json("trace", VERSION, body)
+
+    @classmethod
+    def from_json(cls, text: str) -> MemoryTrace:
+        """Raises: PlanMismatch: for text that is no trace, or one of another version."""
+        return document.from_json(text, "trace", VERSION, cls._from_body)
+
+    @classmethod
+    def _from_body(cls, body: dict[str, Any]) -> MemoryTrace:
+        names = body["moment_fields"]
+        trace = cls(
+            model=body["model"],
+            precision=body["precision"],
+            batch={name: tuple(shape) for name, shape in body["batch"].items()},
+            tokens=body["tokens"],
+            target=body["target"],
+            source=Source(body["source"]),
+            params=tuple(TracedParam(tuple(n), tuple(shape), bool(t)) for n, shape, t in body["params"]),
+            buffer_bytes=body["buffer_bytes"],
+            checkpointing=body["checkpointing"],
+            moments=tuple(_moment(dict(zip(names, values, strict=True))) for values in body["moments"]),
+        )
+        for moment in trace.moments:
+            for index in (*moment.params, *moment.gradients):
+                trace.params[index]  # an index out of range is damage too
+        return trace
+
+    def __str__(self) -> str:
+        """What it is of, its size, and its most expensive modules."""
+        how = {Source.AHEAD: "traced ahead of time", Source.RECORDED: "recorded", Source.STRUCTURE: "from structure"}
+        shapes = ", ".join(f"{name} {'x'.join(map(str, shape))}" for name, shape in self.batch.items())
+        checkpointing = ", gradient checkpointing" if self.checkpointing else ""
+        lines = [
+            f"{self.model}, {self.num_params:,} params, {self.precision}{checkpointing}; {shapes or 'no inputs known'}",
+            f"{how[self.source]} for {self.target}: {len(self.moments):,} moments, {self.flops / 1e12:,.4g} TFLOP, "
+            f"{self.tokens:,} tokens",
+            f"beside params: {human_bytes(self.peak_bytes)} at the peak, buffers {human_bytes(self.buffer_bytes)}",
+        ]
+        if self.moments:
+            top = max(self.moments, key=lambda moment: moment.peak_bytes)
+            lines.append(f"the peak is in {top.phase.value} of {top.module or 'the model itself'}")
+        if self.checkpoint_bytes:
+            lines.append(f"inputs of checkpointed blocks: {human_bytes(self.checkpoint_bytes)}")
+        if self.seconds is not None:
+            lines.append(f"computing took {self.seconds:.3g} s")
+        return "\n".join(lines)
+
+
+_FIELDS = tuple(Moment.__dataclass_fields__)
+
+
+def _plain(value: Any) -> Any:
+    return value.value if isinstance(value, Phase) else list(value) if isinstance(value, tuple) else value
+
+
+def _moment(fields: dict[str, Any]) -> Moment:
+    fields["phase"] = Phase(fields["phase"])
+    for name in ("params", "gradients"):
+        fields[name] = tuple(fields[name])
+    return Moment(**fields)
+
+
+def _told(param: TracedParam | None) -> str:
+    return "absent" if param is None else f"{list(param.shape)}{'' if param.trainable else ' frozen'}"
+
+
+@dataclass(frozen=True)
+class Access:
+    """What a moment needs of the chunks: all that must be gathered in it, and those first needed in it."""
+
+    moment: int
+    chunks: tuple[int, ...]
+    begins: tuple[int, ...] = field(default=())
+
+
+def accesses(trace: MemoryTrace, layout: Layout) -> tuple[Access, ...]:
+    """The trace in chunks: one :class:`Access` per moment, in order."""
+    chunk_of = {slot.name: chunk.index for chunk in layout.chunks for slot in chunk.slots}
+    by_param = [chunk_of[param.name] for param in trace.params]
+    found: list[Access] = []
+    before: frozenset[int] = frozenset()
+    known: dict[tuple[int, ...], tuple[int, ...]] = {}
+    for index, moment in enumerate(trace.moments):
+        if moment.params not in known:
+            known[moment.params] = tuple(sorted({by_param[p] for p in moment.params}))
+        chunks = known[moment.params]
+        found.append(Access(index, chunks, tuple(c for c in chunks if c not in before)))
+        before = frozenset(chunks)
+    return tuple(found)
+
+
+def with_seconds(trace: MemoryTrace, seconds: list[float]) -> MemoryTrace:
+    """The same trace with other computing times, one per moment."""
+    moments = [replace(m, seconds=s) for m, s in zip(trace.moments, seconds, strict=True)]
+    return replace(trace, moments=tuple(moments))

@@ -1,0 +1,112 @@
+"""Which bytes cross which boundary when chunks are gathered, gradients land and updates run: closed forms.
+
+These are the forms of what the mover does, byte for byte (a test compares them with ``memory_report()["moved"]``), and
+the planner and the simulator count with them. What goes between the GPU and NVMe crosses host memory and counts on both
+boundaries. For one rank's part of a chunk; what ranks send each other is not in here.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+from gemini.planning.layout import ALIGN
+from gemini.planning.placement import Homes, Placement, Problem
+from gemini.planning.planes import OPTIMIZER_PLANES, PlaneKind, compute_itemsize
+from gemini.tiers import Tier
+
+
+class Boundary(NamedTuple):
+    """A way that bytes take, named as in ``memory_report()["moved"]``."""
+
+    source: Tier
+    target: Tier
+
+    def __str__(self) -> str:
+        return f"{self.source.value}->{self.target.value}"
+
+
+Traffic = Counter[Boundary]
+
+
+def path(source: Tier, target: Tier) -> tuple[Boundary, ...]:
+    """The boundaries between two tiers: GPU and NVMe reach each other through host memory."""
+    if source is target:
+        return ()
+    if {source, target} == {Tier.GPU, Tier.NVME}:
+        return (Boundary(source, Tier.CPU), Boundary(Tier.CPU, target))
+    return (Boundary(source, target),)
+
+
+def _move(source: Tier, target: Tier, num_bytes: int) -> Traffic:
+    return Counter(dict.fromkeys(path(source, target), num_bytes))
+
+
+def fetch_traffic(problem: Problem, homes: Homes, index: int) -> Traffic:
+    """Gathering the weights of a chunk into its window once.
+
+    A window on a GPU holds the compute dtype: a wider master (fp16) is cast on the host and crosses narrow.
+    """
+    home = homes[PlaneKind.WEIGHTS]
+    wide = problem.plane_bytes(index)[PlaneKind.WEIGHTS]
+    narrow = problem.layout.chunks[index].numel // problem.layout.ranks * compute_itemsize(problem.precision)
+    moved: Traffic = Counter()
+    for boundary in path(home, problem.compute):
+        moved[boundary] += narrow if boundary.target is Tier.GPU else wide
+    return moved
+
+
+def gradient_traffic(problem: Problem, homes: Homes, index: int) -> Traffic:
+    """Landing the gradients of a chunk once, each param as it arrives (or, transient, bringing it to the update)."""
+    chunk, moved = problem.layout.chunks[index], Counter[Boundary]()
+    if not chunk.trainable:
+        return moved
+    home = homes.get(PlaneKind.GRAD, update_tier(problem, homes))
+    itemsize = compute_itemsize(problem.precision)
+    wide = problem.plane_bytes(index).get(PlaneKind.GRAD, 0) // (chunk.numel // problem.layout.ranks)
+    for slot in chunk.slots:
+        numel = slot.numel // problem.layout.ranks
+        if problem.compute is Tier.GPU and home is not Tier.GPU:
+            moved[Boundary(Tier.GPU, Tier.CPU)] += numel * itemsize
+        if home is Tier.NVME:
+            moved[Boundary(Tier.CPU, Tier.NVME)] += -(-numel // ALIGN) * ALIGN * wide
+    return moved
+
+
+def update_traffic(problem: Problem, homes: Homes, index: int) -> Traffic:
+    """One Adam update of a chunk: planes that are not where it runs come to host memory and go back changed."""
+    chunk, moved = problem.layout.chunks[index], Counter[Boundary]()
+    where = update_tier(problem, homes)
+    if not chunk.trainable or where is Tier.GPU:
+        return moved
+    for kind, num_bytes in problem.plane_bytes(index).items():
+        moved.update(_move(homes[kind], Tier.CPU, num_bytes))
+        if kind is not PlaneKind.GRAD:
+            moved.update(_move(Tier.CPU, homes[kind], num_bytes))
+    return moved
+
+
+def update_tier(problem: Problem, homes: Homes) -> Tier:
+    """Where a chunk's Adam runs: on the GPU if all that it touches stands there, else on the host."""
+    kinds = (PlaneKind.WEIGHTS, *OPTIMIZER_PLANES, PlaneKind.GRAD)
+    on_gpu = problem.compute is Tier.GPU and all(homes[kind] is Tier.GPU for kind in kinds if kind in homes)
+    return Tier.GPU if on_gpu else Tier.CPU
+
+
+def step_traffic(problem: Problem, placement: Placement, fetched: Iterable[int], *, backwards: int = 1) -> Traffic:
+    """All of a step: ``fetched`` names a chunk for every time its weights are gathered."""
+    moved: Traffic = Counter()
+    for index, times in Counter(fetched).items():
+        for boundary, num_bytes in fetch_traffic(problem, placement.homes[index], index).items():
+            moved[boundary] += times * num_bytes
+    for index, homes in enumerate(placement.homes):
+        for boundary, num_bytes in gradient_traffic(problem, homes, index).items():
+            moved[boundary] += backwards * num_bytes
+        moved.update(update_traffic(problem, homes, index))
+    return +moved
+
+
+def by_name(traffic: Mapping[Boundary, int]) -> dict[str, int]:
+    """As ``memory_report()["moved"]`` names it."""
+    return {str(boundary): num_bytes for boundary, num_bytes in sorted(traffic.items(), key=lambda item: str(item[0]))}
