@@ -149,10 +149,9 @@ def serial(work: Work) -> Graph:
     for batch in range(plan.accumulate):
         is_last = batch == plan.accumulate - 1
         for moment in range(len(moments)):
-            graph.restored(moment, do(work.restore(moment), moment))
-            computing = len(graph.tasks) + sum(len(work.fetch(index)) for index in plan.moves[moment].fetch)
             for index in plan.moves[moment].evict:
-                drop(index, computing, at_end=False)
+                drop(index, len(graph.tasks), at_end=False)  # before the first task of this moment
+            graph.restored(moment, do(work.restore(moment), moment))
             for index in plan.moves[moment].fetch:
                 tasks = do(work.fetch(index), moment)
                 drop(index, tasks[0], at_end=False)  # gathered anew in the next micro-batch
