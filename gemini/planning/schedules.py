@@ -232,8 +232,8 @@ def _fetches(work: Work, num_steps: int) -> tuple[list[list[_Fetch]], list[tuple
 def overlapped(work: Work, *, clipping: bool, barrier: bool = False) -> Graph:
     """Everything that may run beside computing does. ``STEPS`` steps, and the beginning of one more.
 
-    ``barrier``: a step begins when all updates of the one before are over, as in engines that overlap them with backward
-    only.
+    ``barrier``: a step begins when all updates of the one before are over, as in engines that overlap them with
+    backward only.
     """
     graph, plan = Graph(work), work.plan
     moments, per_batch, per_step = plan.trace.moments, len(plan.moves), len(plan.moves) * plan.accumulate
