@@ -33,7 +33,8 @@ class GeminiConfig:
         activations: bytes of the ``gpu`` budget to leave to activations and workspaces ("4GiB"). None for what
             ``trace`` has of them, and for nothing without a trace; no effect without a GPU.
         offload_activations: where the inputs of checkpointed blocks wait for backward: None (where they are), "cpu"
-            (on a GPU), or "nvme". Takes effect where the model checkpoints: ``model.gradient_checkpointing_enable()``.
+            (on a GPU), "nvme", or "auto" (on the CPU if the plan gains by it, which takes a ``trace``). Takes effect
+            where the model checkpoints: ``model.gradient_checkpointing_enable()``.
         reduce_dtype: what gradients are sent in between ranks: "fp32", "bf16", "fp16", or None for ``precision``. They
             are divided by the number of ranks before and summed up in fp32, so that the mean does not overflow.
         max_chunk: elements above which a block of the model is cut into several chunks.
@@ -63,7 +64,7 @@ class GeminiConfig:
         if self.reduce_dtype is not None:
             _one_of("reduce_dtype", self.reduce_dtype, PRECISIONS)
         if self.offload_activations is not None:
-            _one_of("offload_activations", self.offload_activations, ("cpu", "nvme"))
+            _one_of("offload_activations", self.offload_activations, ("cpu", "nvme", "auto"))
         if not isinstance(self.memory, MemoryBudget):
             raise TypeError(f"memory= is a gemini.MemoryBudget, got {type(self.memory).__name__}")
         if isinstance(self.placement, str):

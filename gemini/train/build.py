@@ -90,7 +90,7 @@ def build(
 
 def _foresight(decision: Decision) -> Foresight:
     """The plan's own moves, if it was made for a real step; else those for the first step that is seen."""
-    trace, problem, placement, plan = decision
+    trace, problem, placement, plan, _ = decision
     homes = placement.homes
     chunks = range(len(problem.layout.chunks))
     moving = frozenset(i for i in chunks if problem.needs_window(i, homes[i][PlaneKind.WEIGHTS]))

@@ -88,7 +88,7 @@ class Engine:
             working_set=0 if ranks is None and all(chunk.resident for chunk in self.chunks) else built.working_set,
         )
         self.by_names = ByName(self)
-        self.activations = make_activation_store(self)
+        self.activations = make_activation_store(self, built.decision.offload_activations)
         self.loss_scale = LossScale() if config.precision == "fp16" else None
         self.applied_scale = 1.0
         self.clip_coefficient = 1.0

@@ -166,6 +166,7 @@ class Decision(NamedTuple):
     problem: Problem
     placement: Placement
     plan: Plan | None
+    offload_activations: str | None = None
 
 
 def decide(model: nn.Module, config: GeminiConfig, device: Device, ranks: Ranks | None) -> Decision:
@@ -182,20 +183,23 @@ def decide(model: nn.Module, config: GeminiConfig, device: Device, ranks: Ranks 
     trace = given.trace if isinstance(given, Plan) else config.trace or structure
     structure.check_same_model(trace, what="the trace")
     budgets = measure_budgets(config, device, ranks)
-    problem = pose(trace, config, device, budgets, ranks)
+    offload = given.offload_activations if isinstance(given, Plan) else config.offload_activations
+    problem = pose(trace, config, device, budgets, ranks, None if offload == "auto" else offload)
     sharing = 1 if ranks is None else ranks.local_size
     speeds = Speeds.typical() if config.hardware is None else Speeds.of(config.hardware, budgets, sharing=sharing)
     planner = Planner(trace, speeds, hardware=config.hardware)
     if isinstance(given, Plan):
         check_fits(problem, given.placement)
-        return Decision(trace, problem, given.placement, given)
+        return Decision(trace, problem, given.placement, given, offload)
     if isinstance(given, StaticPlacement):
-        return Decision(trace, problem, by_fractions(problem, _without_gpu(given, problem)), None)
+        return Decision(trace, problem, by_fractions(problem, _without_gpu(given, problem)), None, offload)
     if isinstance(given, Placement):
         check_fits(problem, given)
-        return Decision(trace, problem, given, None)
-    plan = planner.best(problem, None, config.offload_activations)
-    return Decision(trace, problem, plan.placement, plan)
+        return Decision(trace, problem, given, None, offload)
+    explicit = _declared_activations(trace, config) is not None
+    plan = planner.best_of(problem, None, offload, explicit=explicit)
+    problem = plan.problem
+    return Decision(trace, problem, plan.placement, plan, plan.offload_activations)
 
 
 def _check_plan(plan: Plan, structure: MemoryTrace, config: GeminiConfig, device: Device, ranks: Ranks | None) -> None:
@@ -207,10 +211,10 @@ def _check_plan(plan: Plan, structure: MemoryTrace, config: GeminiConfig, device
         max_chunk=config.max_chunk,
         compute=device.tier,
     )
-    if plan.offload_activations != config.offload_activations:
+    if config.offload_activations not in (None, "auto", plan.offload_activations):
         raise PlanMismatch(
             f"the plan was made for offload_activations={plan.offload_activations!r}, and the config says "
-            f"{config.offload_activations!r}: they must be the same"
+            f"{config.offload_activations!r}: leave it out, and the plan decides"
         )
 
 
@@ -227,7 +231,12 @@ def reduce_dtype(config: GeminiConfig) -> torch.dtype:
 
 
 def pose(
-    trace: MemoryTrace, config: GeminiConfig, device: Device, budgets: dict[Tier, int], ranks: Ranks | None
+    trace: MemoryTrace,
+    config: GeminiConfig,
+    device: Device,
+    budgets: dict[Tier, int],
+    ranks: Ranks | None,
+    offload_activations: str | None,
 ) -> Problem:
     """All that placing needs to know."""
     return pose_problem(
@@ -237,7 +246,7 @@ def pose(
         gradients=config.gradients,
         compute=device.tier,
         activations=_declared_activations(trace, config),
-        offload_activations=config.offload_activations,
+        offload_activations=offload_activations,
         ranks=1 if ranks is None else ranks.size,
         replicas=1 if ranks is None else ranks.num_replicas,
         reduce_itemsize=reduce_dtype(config).itemsize,
