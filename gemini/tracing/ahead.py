@@ -194,6 +194,7 @@ def _run(model: nn.Module, inputs: dict[str, Any], target: Any, loss: Callable[[
 
 
 def _loss_of(model: nn.Module, output: Any, loss: Callable[[Any], torch.Tensor] | None) -> torch.Tensor:
+    result: Any
     if loss is not None:
         result = loss(output)
     elif isinstance(output, torch.Tensor):

@@ -16,7 +16,7 @@ _aten = torch.ops.aten
 
 def flops_of(func: Any, args: Any, kwargs: Any, out: Any) -> int:
     """Floating point operations of one call of ``func``; 0 for what is no product, convolution or attention."""
-    packet = getattr(func, "_overloadpacket", None)
+    packet: Any = getattr(func, "_overloadpacket", None)
     ours = _OURS.get(packet)
     if ours is not None:
         return ours(args, out)
@@ -44,7 +44,7 @@ def _grouped(args: Any, out: Any) -> int:
     return 2 * first.shape[0] * first.shape[1] * first.shape[2] * second.shape[2]
 
 
-_OURS = {
+_OURS: dict[Any, Any] = {
     _aten._scaled_dot_product_flash_attention_for_cpu: _attention,
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
     **({_aten._grouped_mm: _grouped} if hasattr(_aten, "_grouped_mm") else {}),

@@ -63,8 +63,8 @@ class Meter(TorchDispatchMode):
     def know_param(self, index: int, param: torch.Tensor) -> None:
         """What reads this storage reads the param; it is no memory beside the model."""
         key = param.untyped_storage()._cdata
-        start = param.storage_offset()
-        self._param_of.setdefault(key, []).append((start, start + param.numel(), index))
+        start = int(param.storage_offset())
+        self._param_of.setdefault(key, []).append((start, start + int(param.numel()), index))
         self._left_out.add(key)
 
     def leave_out(self, tensors: Iterable[torch.Tensor]) -> None:
