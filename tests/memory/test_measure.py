@@ -56,13 +56,17 @@ def test_nothing_is_in_the_folder_before_during_and_after(tmp_path: Path) -> Non
 
 
 def test_an_interrupt_in_a_transfer_gives_the_file_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(*_: object) -> None:
+    kept: list[object] = []
+
+    def interrupted(spill: object, *_: object) -> None:
+        kept.append(spill)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(measuring.SpillFile, "read", interrupted)
     with pytest.raises(KeyboardInterrupt):
         list(measure_nvme(tmp_path, TINY))
-    assert open_files(tmp_path) == [] and list(tmp_path.iterdir()) == []
+    assert kept and open_files(tmp_path) == [], "closed, though it is still referred to"
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_file_takes_no_more_than_a_quarter_of_what_is_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,6 +27,9 @@ def test_every_machine_has_what_a_plan_asks_for_and_says_from_where(name: str) -
     assert hardware.has("interconnect") == (hardware.figures["num_gpus"].value > 1)
     for key, figure in hardware.figures.items():
         assert len(figure.source) > 10, f"{key} of {name} does not say where it comes from"
+        if key.startswith(("gpu_flops", "gpu_bandwidth")):
+            said = [f"{figure.value / unit:.4g}" for unit in (1e9, 1e12)]
+            assert any(f" {number}" in figure.source.replace(",", "") for number in said), f"{key} of {name}"
         assert "peak" in figure.source or not key.startswith(("gpu_flops", "gpu_band", "h2d", "d2h", "dram"))
 
 
