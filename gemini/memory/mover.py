@@ -12,30 +12,14 @@ from collections.abc import Iterator
 
 import torch
 
-from gemini.kernels import NORM_TILE
 from gemini.memory.chunk import Chunk, FilePlane, Plane
 from gemini.memory.device import Device
 from gemini.memory.pages import PAGE
 from gemini.planning.layout import ALIGN
 from gemini.planning.planes import PlaneKind
+from gemini.planning.traffic import path
+from gemini.planning.working import STAGED_BYTES, staging_bytes
 from gemini.tiers import Ledger, Tier
-
-TILE = NORM_TILE
-"""Elements per tile. A whole norm tile, so that a gradient's norm is the same whether it is staged or not."""
-
-_STAGED_BYTES = {
-    PlaneKind.WEIGHTS: 4, PlaneKind.RESIDUAL: 2, PlaneKind.EXP_AVG: 4, PlaneKind.EXP_AVG_SQ: 4, PlaneKind.GRAD: 4,
-}  # fmt: skip
-
-
-def tile_numel(largest_chunk: int) -> int:
-    """Elements per tile for a model whose largest chunk has that many."""
-    return min(TILE, largest_chunk)
-
-
-def staging_bytes(tile: int) -> int:
-    """Host bytes of staging for tiles of ``tile`` elements."""
-    return tile * sum(_STAGED_BYTES.values())
 
 
 def page_up(numel: int) -> int:
@@ -67,12 +51,13 @@ class Mover:
                 self._ledger.reserve(Tier.CPU, self._unreserved, "staging")
                 self._unreserved = 0
             with torch.inference_mode(False):  # it outlives the eval that may have asked first
-                self._staging[kind] = self.device.make_host_buffer(self.tile * _STAGED_BYTES[kind])
+                self._staging[kind] = self.device.make_host_buffer(self.tile * STAGED_BYTES[kind])
         return self._staging[kind][: numel * dtype.itemsize].view(dtype)
 
     def count(self, source: Tier, target: Tier, num_bytes: int) -> None:
-        if source is not target:
-            self.moved[f"{source.value}->{target.value}"] += num_bytes
+        """Bytes between the GPU and NVMe cross host memory, and count on both boundaries."""
+        for boundary in path(source, target):
+            self.moved[str(boundary)] += num_bytes
 
     def load(self, plane: Plane, start: int, stop: int, into: torch.Tensor) -> torch.Tensor:
         """Fill the host tensor ``into`` from a plane."""
@@ -104,12 +89,12 @@ class Mover:
             straight = self.device.tier is Tier.CPU and flat.data_ptr() % PAGE == 0
             if plane.dtype == flat.dtype and source is not None:
                 self.device.copy(flat, source, "fetch").wait()
+                self.count(Tier.CPU, self.device.tier, plane.num_bytes)
             elif plane.dtype == flat.dtype and isinstance(plane, FilePlane) and straight:
-                plane.load(0, numel, flat)
+                self.load(plane, 0, numel, flat)
             else:
                 for start, stop in tiles(0, numel, self.tile):
                     self._gather_tile(plane, flat, start, stop)
-            self.count(plane.tier, self.device.tier, plane.num_bytes)
 
     def _gather_tile(self, plane: Plane, flat: torch.Tensor, start: int, stop: int) -> None:
         on_device = plane.device_view(start, stop)
@@ -121,3 +106,4 @@ class Mover:
             cast = self.staged(PlaneKind.EXP_AVG, flat.dtype, stop - start)
             tile = cast.copy_(tile)
         self.device.copy(flat[start:stop], tile, "fetch").wait()
+        self.count(Tier.CPU, self.device.tier, tile.numel() * tile.element_size())
