@@ -19,11 +19,12 @@ import torch
 
 from gemini import kernels
 from gemini.errors import human_bytes
-from gemini.memory.mover import TILE, tiles
+from gemini.memory.mover import tiles
 from gemini.memory.nvme import SpillFile, free_bytes
 from gemini.memory.pages import PAGE, host_bytes
 from gemini.memory.system import cache_bytes, memory_bytes, memory_limit
 from gemini.planning.hardware import Figure, human_figure
+from gemini.planning.working import TILE
 
 MiB = 2**20
 _LARGE_SPREAD = 0.1

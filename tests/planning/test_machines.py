@@ -27,6 +27,7 @@ def test_every_machine_has_what_a_plan_asks_for_and_says_from_where(name: str) -
     assert hardware.has("interconnect") == (hardware.figures["num_gpus"].value > 1)
     for key, figure in hardware.figures.items():
         assert len(figure.source) > 10, f"{key} of {name} does not say where it comes from"
+        assert not figure.source.startswith("measured"), "which would be taken as reached, not as a peak"
         if key.startswith(("gpu_flops", "gpu_bandwidth")):
             said = [f"{figure.value / unit:.4g}" for unit in (1e9, 1e12)]
             assert any(f" {number}" in figure.source.replace(",", "") for number in said), f"{key} of {name}"
