@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import datetime
+import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -10,9 +12,13 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from gemini import kernels
 from gemini.jobs.errors import JobError, as_job_error
 from gemini.memory.measure import measure
 from gemini.planning.hardware import FIGURES, Figure, Hardware, human_figure
+
+_BUSY = 0.5
+"""Of the cores."""
 
 
 def check_file(file: Path | None) -> None:
@@ -25,6 +31,7 @@ def check_file(file: Path | None) -> None:
 
 def measured(console: Console, name: str, *, nvme_path: Path | None, file: Path | None) -> None:
     """Measure, print the table, and write the file if one is asked for."""
+    load = os.getloadavg()[0]
     figures: dict[str, Figure] = {}
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
@@ -34,7 +41,7 @@ def measured(console: Console, name: str, *, nvme_path: Path | None, file: Path 
             progress.update(task, description=f"measuring: {len(figures)} figures so far, {key} last")
     hardware = Hardware(name, {key: figures[key] for key in FIGURES if key in figures})
     console.print(_table(hardware))
-    for line in _missing(hardware, nvme_path):
+    for line in _remarks(nvme_path, load, kernels.get_num_threads()):
         console.print(f"  {line}", highlight=False, markup=False, soft_wrap=True)
     if file is not None:
         with as_job_error(asked=f"--json {file}"):
@@ -54,10 +61,14 @@ def _table(hardware: Hardware) -> Table:
     return table
 
 
-def _missing(hardware: Hardware, nvme_path: Path | None) -> list[str]:
-    lines = []
+def _remarks(nvme_path: Path | None, load: float, cores: int) -> Iterator[str]:
+    """What a reader of the table should know: what is not in it, and whether the machine had other work."""
+    if load > _BUSY * cores:
+        yield (
+            f"the machine was busy, a load of {load:.1f} on {cores} cores in the last minute: what was measured is "
+            "less than it can do"
+        )
     if nvme_path is None:
-        lines.append("the drive was not measured: add --nvme-path FOLDER")
+        yield "the drive was not measured: add --nvme-path FOLDER"
     if not torch.cuda.is_available():
-        lines.append("there is no GPU to measure")
-    return lines
+        yield "there is no GPU to measure"

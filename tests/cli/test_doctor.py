@@ -66,6 +66,16 @@ def test_doctor_says_what_was_not_measured(gemini_command: Gemini, quick: None) 
     assert "nvme_read" not in result.stdout
 
 
+@pytest.mark.parametrize("load, said", [(0.1, False), (64.0, True)])
+def test_doctor_says_that_others_were_at_work(
+    gemini_command: Gemini, quick: None, monkeypatch: pytest.MonkeyPatch, load: float, said: bool
+) -> None:
+    monkeypatch.setattr("os.getloadavg", lambda: (load, 0.0, 0.0))
+    monkeypatch.setattr("gemini.kernels.get_num_threads", lambda: 16)
+    result = gemini_command("doctor", "--measure")
+    assert ("the machine was busy, a load of 64.0 on 16 cores" in result.stdout) == said
+
+
 @pytest.mark.parametrize(
     "words, said",
     [
