@@ -184,9 +184,8 @@ class ActivationStore:
             )
 
 
-def make_activation_store(engine: Engine) -> ActivationStore | None:
-    """What ``GeminiConfig(offload_activations=)`` asks for; None if nothing is to leave the computing tier."""
-    wanted = engine.config.offload_activations
+def make_activation_store(engine: Engine, wanted: str | None) -> ActivationStore | None:
+    """What the config or the plan wants of ``offload_activations``; None if nothing is to leave the computing tier."""
     if wanted is None:
         return None
     if Tier(wanted) is engine.device.tier:
