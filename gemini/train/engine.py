@@ -60,13 +60,14 @@ class Engine:
         if ranks is not None:
             prepare(model, config, ranks, filled=fill is None)
         built = build(model, config, self.device, self.self_reference, ranks)
-        self.layout, self.placement, self.ledger, self.spill = built.layout, built.placement, built.ledger, built.spill
+        self.plan, self.problem, self.placement = built.decision.plan, built.decision.problem, built.decision.placement
+        self.layout, self.ledger, self.spill = self.problem.layout, built.ledger, built.spill
         self.chunks, self.handles = built.chunks, built.handles
         self.by_chunk = iter_chunks(self.handles)
         self.working_set = built.working_set
         self.saver: Any = None  # the Saver that writes a checkpoint behind the training, or did
         self.mover = Mover(self.device, built.tile, self.ledger)
-        self.shards = None if ranks is None else Shards(self, ranks, built.exchange)
+        self.shards = None if ranks is None else Shards(self, ranks, self.problem.exchange)
         self.reduction = None if self.shards is None else Reduction(self, self.shards)
         self.manager = Manager(
             self.chunks,
@@ -75,6 +76,7 @@ class Engine:
             mover=self.mover,
             on_evict=self.poison_chunk,
             gather=None if self.shards is None or ranks is None or ranks.size == 1 else self.shards.gather,
+            foresight=built.foresight,
         )
         self.gradients = GradientStore(
             self.handles,
@@ -86,7 +88,7 @@ class Engine:
             working_set=0 if ranks is None and all(chunk.resident for chunk in self.chunks) else built.working_set,
         )
         self.by_names = ByName(self)
-        self.activations = make_activation_store(self)
+        self.activations = make_activation_store(self, built.decision.offload_activations)
         self.loss_scale = LossScale() if config.precision == "fp16" else None
         self.applied_scale = 1.0
         self.clip_coefficient = 1.0
@@ -104,6 +106,7 @@ class Engine:
         if fill is not None:
             fill(self)
         adopt_all(self, filled=fill is not None)
+        self.mover.moved.clear()  # what came home is not of the first step
         gc.collect(0)
 
     # ---- phases -------------------------------------------------------------------------------------------------
@@ -139,6 +142,8 @@ class Engine:
         if not self.computing:
             self.check_whole()
             self._expose_resident()
+            if torch.is_grad_enabled():
+                self.manager.foresight.begin()
         try:
             self.calls.begin(module, chunks)
         finally:
@@ -155,6 +160,7 @@ class Engine:
         if torch._C._current_graph_task_id() != -1:
             return
         self.calls.abandon()
+        self.manager.foresight.interrupt()
         if self.activations is not None:
             self.activations.close()
         if self.in_backward:
@@ -198,6 +204,7 @@ class Engine:
             self.calls.end_backward()  # nothing is read any more: room for what is still to be reduced
             self.reduction.end_backward()
         self.end_backward()
+        self.manager.foresight.end()
 
     def end_backward(self) -> None:
         """The whole graph is done (or was abandoned)."""
