@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from gemini.cli import planning as planning
 from gemini.cli import training as training
 from gemini.cli.app import app as app
 

@@ -102,7 +102,7 @@ def outline_model(source: ModelSource) -> Skeleton:
         raise
     except Exception as e:
         # Whatever transformers trips over here comes from the files it was given.
-        raise JobError(f"{source.label} cannot be built: {_first_line(e)}") from e
+        raise JobError(f"{source.label} cannot be built: {first_line(e)}") from e
 
 
 def fill_model(skeleton: Skeleton, config: GeminiConfig, *, seed: int) -> Any:
@@ -147,7 +147,7 @@ def load_tokenizer(folder: Path) -> Any:
     try:
         return transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except Exception as e:
-        raise JobError(f"{folder / 'tokenizer.json'} cannot be loaded: {_first_line(e)}") from e
+        raise JobError(f"{folder / 'tokenizer.json'} cannot be loaded: {first_line(e)}") from e
 
 
 def _preset(name: str) -> Any:
@@ -204,7 +204,7 @@ def _read_config(path: Path, asked: str) -> Any:
     try:
         return transformers.CONFIG_MAPPING[model_type].from_dict(values)
     except Exception as e:
-        raise JobError(f"{asked}: transformers refuses this {model_type} config: {_first_line(e)}") from e
+        raise JobError(f"{asked}: transformers refuses this {model_type} config: {first_line(e)}") from e
 
 
 def _set_layers(config: Any, layers: int) -> None:
@@ -219,7 +219,7 @@ def _set_layers(config: Any, layers: int) -> None:
     config.num_hidden_layers = layers
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
     """What an error says, without the pages some libraries add."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {' '.join(lines[:3])}" if lines else type(error).__name__
