@@ -292,11 +292,10 @@ def smallest_budget(
     """Bytes per rank that a plan asks for on the CPU when every plane stays in memory, by what for; and the layout."""
     import torch
 
-    from gemini.memory.mover import staging_bytes, tile_numel
     from gemini.planning.layout import ParamSpec, make_layout
     from gemini.planning.planes import compute_itemsize, plane_itemsizes
-    from gemini.ranks.wire import scratch_bytes
-    from gemini.train.problem import PIECE, gradients_in_flight, working_set
+    from gemini.planning.working import PIECE, gradients_in_flight, scratch_bytes, staging_bytes, tile_numel
+    from gemini.train.problem import working_set
 
     with torch.device("meta"):
         model = make_llama(shape)

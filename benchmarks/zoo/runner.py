@@ -21,8 +21,8 @@ import gemini
 from benchmarks.zoo.configs import tiny_config
 from benchmarks.zoo.inputs import Batches, Spec
 from benchmarks.zoo.mappings import Entry
-from gemini.memory.mover import staging_bytes, tile_numel
 from gemini.planning.layout import ParamSpec, make_layout
+from gemini.planning.working import staging_bytes, tile_numel
 from gemini.train.containers import iter_tensors
 from gemini.train.problem import collect_params, working_set
 from tests.train.helpers import DTYPES, Plain, assert_same_state, same_bits

@@ -12,30 +12,13 @@ from collections.abc import Iterator
 
 import torch
 
-from gemini.kernels import NORM_TILE
 from gemini.memory.chunk import Chunk, FilePlane, Plane
 from gemini.memory.device import Device
 from gemini.memory.pages import PAGE
 from gemini.planning.layout import ALIGN
 from gemini.planning.planes import PlaneKind
+from gemini.planning.working import STAGED_BYTES, staging_bytes
 from gemini.tiers import Ledger, Tier
-
-TILE = NORM_TILE
-"""Elements per tile. A whole norm tile, so that a gradient's norm is the same whether it is staged or not."""
-
-_STAGED_BYTES = {
-    PlaneKind.WEIGHTS: 4, PlaneKind.RESIDUAL: 2, PlaneKind.EXP_AVG: 4, PlaneKind.EXP_AVG_SQ: 4, PlaneKind.GRAD: 4,
-}  # fmt: skip
-
-
-def tile_numel(largest_chunk: int) -> int:
-    """Elements per tile for a model whose largest chunk has that many."""
-    return min(TILE, largest_chunk)
-
-
-def staging_bytes(tile: int) -> int:
-    """Host bytes of staging for tiles of ``tile`` elements."""
-    return tile * sum(_STAGED_BYTES.values())
 
 
 def page_up(numel: int) -> int:
@@ -67,7 +50,7 @@ class Mover:
                 self._ledger.reserve(Tier.CPU, self._unreserved, "staging")
                 self._unreserved = 0
             with torch.inference_mode(False):  # it outlives the eval that may have asked first
-                self._staging[kind] = self.device.make_host_buffer(self.tile * _STAGED_BYTES[kind])
+                self._staging[kind] = self.device.make_host_buffer(self.tile * STAGED_BYTES[kind])
         return self._staging[kind][: numel * dtype.itemsize].view(dtype)
 
     def count(self, source: Tier, target: Tier, num_bytes: int) -> None:

@@ -20,11 +20,11 @@ from gemini.config import GeminiConfig
 from gemini.errors import BudgetExceeded, GeminiError, human_bytes
 from gemini.memory.chunk import COMPUTE_DTYPES, Chunk, FilePlane, MemoryPlane, Plane, plane_dtype
 from gemini.memory.device import Device, StorageWindow
-from gemini.memory.mover import tile_numel
 from gemini.memory.nvme import SpillFile
 from gemini.planning.layout import ChunkSpec, Layout, ParamSpec, make_layout, part_of
 from gemini.planning.placement import Placement, Problem, bytes_per_tier
 from gemini.planning.planes import PlaneKind, plane_itemsizes
+from gemini.planning.working import tile_numel
 from gemini.ranks.group import Ranks
 from gemini.states import Use
 from gemini.tiers import Ledger, Tier

@@ -15,24 +15,17 @@ from gemini.config import GeminiConfig
 from gemini.errors import parse_bytes
 from gemini.memory.chunk import COMPUTE_DTYPES
 from gemini.memory.device import Device
-from gemini.memory.mover import staging_bytes
 from gemini.memory.nvme import probe
-from gemini.planning.layout import ChunkSpec, Layout, block_of
+from gemini.planning.layout import ChunkSpec, Layout
 from gemini.planning.placement import Placement, Problem, StaticPlacement, by_fractions, check_fits
 from gemini.planning.placement import fill_fastest as place_automatically
 from gemini.planning.planes import compute_itemsize
+from gemini.planning.working import MARGIN, PIECE, gradients_in_flight, scratch_bytes, staging_bytes
 from gemini.ranks.group import Ranks
-from gemini.ranks.wire import scratch_bytes
 from gemini.tiers import Tier
 from gemini.train.guard import handle_of
 from gemini.train.reading import params_read_by
 from gemini.version import __version__
-
-PIECE = 2**20
-"""Elements at most on their way between two ranks at once: 4 MiB messages reach the full speed of a wire."""
-
-MARGIN = 0.8
-"""The share of measured free bytes that a budget which was left out may take; the rest is for others."""
 
 
 @dataclass(frozen=True)
@@ -179,20 +172,6 @@ def working_set(model: nn.Module, chunk_of: Callable[[nn.Parameter], ChunkSpec],
     sizes: dict[int, int] = {}
     visit(model, frozenset())
     return largest
-
-
-def gradients_in_flight(layout: Layout, itemsize: int) -> int:
-    """Bytes of whole gradients that wait for the rest of their chunk, before they are divided among ranks.
-
-    The chunks of one block are open together, and one of the block before it may be.
-    """
-    by_block: dict[str, int] = {}
-    for chunk in layout.chunks:
-        if chunk.trainable:
-            block = block_of(chunk.slots[0].name) or f"chunk {chunk.index}"
-            by_block[block] = by_block.get(block, 0) + chunk.numel * itemsize
-    largest = max((chunk.numel * itemsize for chunk in layout.chunks if chunk.trainable), default=0)
-    return max(by_block.values(), default=0) + largest
 
 
 def decide_placement(problem: Problem, config: GeminiConfig) -> Placement:

@@ -15,13 +15,12 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import gemini
 from gemini.memory.device import make_device
-from gemini.memory.mover import staging_bytes, tile_numel
 from gemini.planning.layout import ParamSpec, make_layout
 from gemini.planning.placement import Placement, Problem, bytes_per_tier
 from gemini.planning.planes import PlaneKind, compute_itemsize
-from gemini.ranks.wire import scratch_bytes
+from gemini.planning.working import gradients_in_flight, scratch_bytes, staging_bytes, tile_numel
 from gemini.tiers import Tier
-from gemini.train.problem import collect_params, gradients_in_flight, reduce_dtype, working_set
+from gemini.train.problem import collect_params, reduce_dtype, working_set
 from tests import models
 
 KINDS = ("weights", "residual", "exp_avg", "exp_avg_sq")

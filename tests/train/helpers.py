@@ -23,8 +23,8 @@ from torch import nn
 import gemini
 from gemini import kernels_reference as reference
 from gemini.kernels import AdamHyper
-from gemini.memory.mover import staging_bytes, tile_numel
 from gemini.planning.layout import ParamSpec, make_layout
+from gemini.planning.working import staging_bytes, tile_numel
 from gemini.train.problem import collect_params, working_set
 
 transformers.logging.set_verbosity_error()

@@ -22,10 +22,10 @@ from torch import nn
 import gemini
 from gemini import kernels
 from gemini.memory.device import make_device
-from gemini.memory.mover import staging_bytes, tile_numel
 from gemini.planning.layout import DEFAULT_MAX_CHUNK, ParamSpec, make_layout
 from gemini.planning.placement import Placement, Problem, bytes_per_tier
 from gemini.planning.planes import PlaneKind, compute_itemsize
+from gemini.planning.working import staging_bytes, tile_numel
 from gemini.tiers import MemoryBudget, Tier
 from gemini.train.problem import collect_params, working_set
 from tests import models

@@ -1,0 +1,68 @@
+"""The trace that is made of the modules' order alone: its working set is the one the engine reserves."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from gemini.planning.planes import compute_itemsize
+from gemini.planning.trace import MemoryTrace, Phase, Source, accesses
+from gemini.train.problem import collect_params, working_set
+from gemini.train.structure import structural_trace
+from tests.models import FAMILIES
+
+
+class Holder(nn.Module):
+    """Params in containers that are never called, a shared module, and a module without params around others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scales = nn.ParameterDict({"a": nn.Parameter(torch.ones(5000)), "b": nn.Parameter(torch.ones(3))})
+        shared = nn.Linear(64, 64)
+        self.blocks = nn.ModuleList(nn.Sequential(shared, nn.ReLU(), nn.Linear(64, 64)) for _ in range(3))
+
+
+def lora() -> nn.Module:
+    peft = pytest.importorskip("peft")
+    return peft.get_peft_model(FAMILIES["llama"](), peft.LoraConfig(target_modules=["q_proj"], r=2))
+
+
+MODELS = {**FAMILIES, "holder": Holder, "lora": lora, "linear": lambda: nn.Linear(3, 4)}
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("max_chunk", [4096, 2**26])
+def test_its_largest_moment_is_the_working_set_of_the_engine(name: str, max_chunk: int) -> None:
+    model = MODELS[name]()
+    trace = structural_trace(model, "bf16")
+    assert trace.source is Source.STRUCTURE and trace.peak_bytes == trace.flops == 0
+    layout = trace.layout(max_chunk=max_chunk)
+    place = {slot.name: chunk for chunk in layout.chunks for slot in chunk.slots}
+    chunk_of = {id(n.param): place[n.names[0]] for n in collect_params(model)}
+    itemsize = compute_itemsize("bf16")
+    largest = max(
+        sum(layout.chunks[index].numel * itemsize for index in access.chunks) for access in accesses(trace, layout)
+    )
+    assert largest == working_set(model, lambda p: chunk_of[id(p)], itemsize)
+    assert MemoryTrace.from_json(trace.to_json()) == trace
+
+
+def test_backward_is_forward_reversed_and_completes_every_gradient_once() -> None:
+    model = FAMILIES["frozen"]()
+    trace = structural_trace(model, "fp32")
+    forward = [m for m in trace.moments if m.phase is Phase.FORWARD]
+    backward = [m for m in trace.moments if m.phase is Phase.BACKWARD]
+    assert [(m.module, m.params) for m in backward] == [(m.module, m.params) for m in reversed(forward)]
+    complete = [index for moment in backward for index in moment.gradients]
+    assert sorted(complete) == [i for i, param in enumerate(trace.params) if param.trainable]
+    assert all(set(m.gradients) <= set(m.params) for m in backward)
+
+
+def test_a_tied_weight_is_one_param_that_is_complete_at_the_embedding() -> None:
+    model = FAMILIES["gpt2"]()
+    trace = structural_trace(model, "bf16")
+    tied = next(i for i, param in enumerate(trace.params) if len(param.names) > 1)
+    reading = [m.module for m in trace.moments if m.phase is Phase.BACKWARD and tied in m.params]
+    complete = next(m.module for m in trace.moments if tied in m.gradients)
+    assert reading[0] == "lm_head" and complete == reading[-1] == "transformer.wte"
