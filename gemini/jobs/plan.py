@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -183,8 +182,7 @@ def _plan_of(
 ) -> tuple[gemini.Plan, None] | tuple[None, BudgetExceeded]:
     """The plan, or why there is none."""
     try:
-        with as_job_error(asked="gemini plan"):
-            return _make(settings, machine, trace), None
+        return _make(settings, machine, trace), None
     except BudgetExceeded as e:
         return None, e
 

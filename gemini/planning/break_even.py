@@ -7,7 +7,8 @@ drive and in Adam does not. With ``s`` times the tokens, lane ``l`` is busy for 
 
     max(c s + f, max_l(a_l s + b_l)) + r <= (1 + e)(c s + f)
 
-which is one lower bound on ``s`` for each lane, and one for ``r``. The serial schedule adds the lanes up instead.
+which is one lower bound on ``s`` for each lane, ``(b_l + r - (1 + e) f) / ((1 + e) c - a_l)``, and one for ``r``,
+``(r / e - f) / c``. The serial schedule adds the lanes up instead.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ def lane_times(timeline: Timeline, grow: Grow = Grow.BATCH) -> dict[Lane, LaneTi
 def break_even(
     timeline: Timeline, *, serial: bool = False, grow: Grow = Grow.BATCH, tolerance: float = TOLERANCE
 ) -> int | None:
-    """The fewest tokens per step at which a step takes at most ``1 + tolerance`` times what computing alone does.
+    """The fewest tokens per step from which on it takes at most ``1 + tolerance`` times what computing alone does.
 
     Args:
         timeline: a predicted step.
@@ -97,8 +98,8 @@ def break_even(
         bounds.append((rest - tolerance * compute.fixed, tolerance * compute.growing))
     scale = 0.0
     for needed, gained in bounds:
-        if needed > 0 and gained <= 0:
-            return None
+        if gained < 0 or (gained == 0 and needed > 0):
+            return None  # a lane that grows faster than computing overtakes it, if not now then with more tokens
         if needed > 0:
             scale = max(scale, needed / gained)
     return math.ceil(scale * timeline.tokens)
