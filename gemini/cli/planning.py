@@ -59,7 +59,8 @@ _Machine = Annotated[
 _Schedule = Annotated[
     str,
     typer.Option(
-        help=f"Whether moves and updates wait for each other: {', '.join(STEP_SCHEDULES)}.", rich_help_panel=_MACHINE
+        help=f"What is predicted: {' or '.join(STEP_SCHEDULES)}. Training is serial now: every move is waited for.",
+        rich_help_panel=_MACHINE,
     ),
 ]
 _Json = Annotated[
@@ -96,7 +97,7 @@ def trace(
         typer.Option(help="Write the trace to this JSON file: what --trace of `plan` takes.", rich_help_panel=_OUTPUT),
     ] = None,
 ) -> int:
-    """Trace a step of a model ahead of time: its memory beside params and its work, without weights and without a GPU."""
+    """Trace a step of a model ahead of time: its memory beside params and its work. No weights and no GPU are needed."""
     settings = TraceSettings(
         config=config,
         layers=layers,
@@ -196,7 +197,7 @@ def plan(
     ] = None,
     picture: _Pictures = None,
 ) -> int:
-    """Does it fit, how fast will it be, and what should be changed? From a config alone; exit code 2 if it does not fit.
+    """Does it fit, how fast will it be, what should be changed? From a config alone; exit code 2 if it does not fit.
 
     For example: gemini plan config.json --gpu 24GiB --cpu 64GiB --nvme 1TB --machine rtx4090
     """
@@ -232,6 +233,12 @@ def plan(
 def simulate(
     plan: Annotated[Path, typer.Argument(help="A plan: a JSON file of `plan --out`.", show_default=False)],
     machine: _Machine = None,
+    gpus: Annotated[
+        int | None,
+        typer.Option(
+            help="Divide a plan of one GPU among this many. (Default: as it was planned.)", rich_help_panel=_MACHINE
+        ),
+    ] = None,
     schedule: _Schedule = _P.schedule,
     json: _Json = False,
     out: Annotated[
@@ -242,4 +249,13 @@ def simulate(
     """Play a plan on a machine: how long a step takes, what waits for what, what moves and what every tier holds."""
     from gemini.jobs.simulate import simulate as job
 
-    return job(plan, Console(), machine=machine, schedule=schedule, as_json=json, out=out, pictures=tuple(picture or ()))
+    return job(
+        plan,
+        Console(),
+        machine=machine,
+        gpus=gpus,
+        schedule=schedule,
+        as_json=json,
+        out=out,
+        pictures=tuple(picture or ()),
+    )

@@ -62,7 +62,7 @@ def find_model(model: Path | None, preset: str | None, layers: int | None = None
 
 
 def find_config(name: str, layers: int | None = None) -> ModelSource:
-    """The config behind a name: a preset, a config file or a model folder. Of any model type; weights are not looked at.
+    """The config behind a name: a preset, a config file or a model folder; of any model type, weights are not read.
 
     Raises:
         JobError: if there is no such thing.

@@ -282,5 +282,3 @@ def draw(pictures: tuple[Path, ...], timeline: gemini.Timeline) -> None:
     for path in pictures:
         with as_job_error(asked=f"--picture {path}"):
             draw_timeline(timeline, path)
-
-

@@ -1,11 +1,10 @@
-"""What ``gemini plan`` answers, as plain values: the screen prints them and ``--json`` writes them, so both say the same."""
+"""What ``gemini plan`` answers, as plain values: the screen prints them and ``--json`` writes them."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
 
 from gemini.errors import BudgetExceeded
 from gemini.planning import break_even
@@ -43,7 +42,7 @@ class Question:
     machine: str | None
     budgets: Mapping[Tier, int]
     origins: Mapping[Tier, str]
-    schedule: str = "overlapped"
+    schedule: str = "serial"
 
     @property
     def tokens(self) -> int:
@@ -214,11 +213,6 @@ def step_report(timeline: Timeline, schedule: str) -> StepReport:
     )
 
 
-def bound_by(step: StepReport) -> list[str]:
-    """The names of the lanes, the busiest first."""
-    return list(step.busy)
-
-
 COMPUTE = Lane.COMPUTE.value
 
 
@@ -236,7 +230,7 @@ def _needs(question: Question) -> dict[str, int]:
 def _held(plan: Plan) -> dict[str, dict[str, int]]:
     """What each tier holds at most: planes, then what is spoken for besides."""
     problem = plan.problem
-    held: dict[str, dict[str, int]] = {tier.value: {} for tier in problem.budgets}
+    held: dict[str, dict[str, int]] = {tier.value: {} for tier in Tier if tier in problem.budgets}
     for index, homes in enumerate(plan.placement.homes):
         for kind, num_bytes in problem.plane_bytes(index).items():
             at = held[homes[kind].value]
@@ -268,5 +262,3 @@ def _adam(plan: Plan) -> dict[str, int]:
             tier = plan.adam_tier(index).value
             found[tier] = found.get(tier, 0) + chunk.payload
     return found
-
-

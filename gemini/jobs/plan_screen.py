@@ -89,7 +89,8 @@ def _homes(report: PlanReport) -> Iterator[str]:
     if not report.held:
         return
     tiers = list(report.held)
-    kinds = list(dict.fromkeys(kind for held in report.held.values() for kind in held))
+    found = dict.fromkeys(kind for held in report.held.values() for kind in held)
+    kinds = [kind for kind in report.needs if kind in found] + [kind for kind in found if kind not in report.needs]
     yield f"{'who lives where':<20}" + "".join(f"{tier:>16}" for tier in tiers)
 
     def row(label: str, cells: list[str]) -> str:
@@ -157,7 +158,7 @@ def _free(report: PlanReport, step: StepReport) -> str:
     if COMPUTE not in step.busy:
         return "not known: the trace has no work in it"
     if step.break_even is not None and step.break_even <= report.tokens:
-        return f"now: the step takes as long as its computing alone, {within}; from {step.break_even:,} tokens on it does"
+        return f"now: a step takes as long as its computing, {within}; it does from {step.break_even:,} tokens on"
     ways = []
     if step.break_even is not None:
         ways.append(f"from {step.break_even:,} tokens a step on in larger micro-batches")
@@ -172,7 +173,7 @@ def _changes(report: PlanReport) -> Iterator[str]:
 
 
 def _percent(part: float, whole: float) -> str:
-    return f"{part / whole:.0%}" if whole else "0%"
+    return "<1%" if 0 < part < 0.005 * whole else f"{part / whole:.0%}" if whole else "0%"
 
 
 def human_seconds(seconds: float) -> str:

@@ -10,7 +10,7 @@ import gemini
 from gemini.errors import PlanMismatch
 from gemini.jobs.errors import JobError
 from gemini.jobs.plan import draw
-from gemini.jobs.plan_settings import STEP_SCHEDULES, one_of
+from gemini.jobs.plan_settings import STEP_SCHEDULES, at_least, one_of
 from gemini.jobs.trace import say, write_file
 from gemini.planning import document
 from gemini.planning.machines import load_hardware, machine_names
@@ -22,6 +22,7 @@ def simulate(
     console: Console,
     *,
     machine: str | None,
+    gpus: int | None,
     schedule: str,
     as_json: bool,
     out: Path | None,
@@ -29,6 +30,7 @@ def simulate(
 ) -> int:
     """Play, write and say it; returns the exit code."""
     one_of(STEP_SCHEDULES, "--schedule", schedule)
+    at_least(1, "--gpus", gpus)
     if machine is None:
         raise JobError(
             f"Say whose speeds to play the plan with: --machine NAME ({', '.join(machine_names())}), or --machine FILE "
@@ -40,7 +42,7 @@ def simulate(
         plan = Plan.from_json(text)
     except PlanMismatch as e:
         raise PlanMismatch(f"{path}: {e}") from e
-    timeline = gemini.simulate(plan, hardware, schedule=schedule)
+    timeline = gemini.simulate(plan, hardware, schedule=schedule, gpus=gpus)
     if out is not None:
         write_file(out, timeline.to_json())
     draw(pictures, timeline)
