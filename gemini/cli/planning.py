@@ -97,7 +97,7 @@ def trace(
         typer.Option(help="Write the trace to this JSON file: what --trace of `plan` takes.", rich_help_panel=_OUTPUT),
     ] = None,
 ) -> int:
-    """Trace a step of a model ahead of time: its memory beside params and its work. No weights and no GPU are needed."""
+    """Trace a step of a model ahead of time: its memory beside params and its work. Needs no weights and no GPU."""
     settings = TraceSettings(
         config=config,
         layers=layers,

@@ -73,9 +73,9 @@ def _head(report: PlanReport) -> Iterator[str]:
 def _verdict(report: PlanReport) -> Iterator[str]:
     needs = ", ".join(f"{kind} {human_bytes(n)}" for kind, n in report.needs.items())
     if report.fits:
-        yield f"FITS, with {report.bytes_per_param:.2f} bytes per trained param" + (
-            "" if "grad" not in report.needs else " and those of gradients"
-        )
+        gradients = report.needs.get("grad", 0) * report.ranks / max(1, report.num_trained)
+        more = f", and {gradients:.2f} for gradients from backward to update" if gradients else ""
+        yield f"FITS: {report.bytes_per_param:.2f} bytes per trained param{more}"
         return
     refusal, _, change = (report.refusal or "").partition(" Cheapest change: ")
     yield "DOES NOT FIT: " + refusal.partition(" does not fit: ")[2] or refusal
