@@ -29,6 +29,7 @@ _WHERE = {
     "Plan": "gemini.planning.plan",
     "Timeline": "gemini.planning.timeline",
     "plan": "gemini.planning.planner",
+    "simulate": "gemini.planning.simulate",
     "MemoryBudget": "gemini.tiers",
     "Tier": "gemini.tiers",
     "StaticPlacement": "gemini.planning.placement",
@@ -60,6 +61,7 @@ if TYPE_CHECKING:
     from gemini.planning.placement import StaticPlacement as StaticPlacement
     from gemini.planning.plan import Plan as Plan
     from gemini.planning.planner import plan as plan
+    from gemini.planning.simulate import simulate as simulate
     from gemini.planning.timeline import Timeline as Timeline
     from gemini.planning.trace import MemoryTrace as MemoryTrace
     from gemini.tiers import MemoryBudget as MemoryBudget

@@ -17,6 +17,7 @@ from gemini.memory.device import Device
 from gemini.memory.pages import PAGE
 from gemini.planning.layout import ALIGN
 from gemini.planning.planes import PlaneKind
+from gemini.planning.traffic import path
 from gemini.planning.working import STAGED_BYTES, staging_bytes
 from gemini.tiers import Ledger, Tier
 
@@ -54,8 +55,9 @@ class Mover:
         return self._staging[kind][: numel * dtype.itemsize].view(dtype)
 
     def count(self, source: Tier, target: Tier, num_bytes: int) -> None:
-        if source is not target:
-            self.moved[f"{source.value}->{target.value}"] += num_bytes
+        """Bytes between the GPU and NVMe cross host memory, and count on both boundaries."""
+        for boundary in path(source, target):
+            self.moved[str(boundary)] += num_bytes
 
     def load(self, plane: Plane, start: int, stop: int, into: torch.Tensor) -> torch.Tensor:
         """Fill the host tensor ``into`` from a plane."""
@@ -87,12 +89,12 @@ class Mover:
             straight = self.device.tier is Tier.CPU and flat.data_ptr() % PAGE == 0
             if plane.dtype == flat.dtype and source is not None:
                 self.device.copy(flat, source, "fetch").wait()
+                self.count(Tier.CPU, self.device.tier, plane.num_bytes)
             elif plane.dtype == flat.dtype and isinstance(plane, FilePlane) and straight:
-                plane.load(0, numel, flat)
+                self.load(plane, 0, numel, flat)
             else:
                 for start, stop in tiles(0, numel, self.tile):
                     self._gather_tile(plane, flat, start, stop)
-            self.count(plane.tier, self.device.tier, plane.num_bytes)
 
     def _gather_tile(self, plane: Plane, flat: torch.Tensor, start: int, stop: int) -> None:
         on_device = plane.device_view(start, stop)
@@ -104,3 +106,4 @@ class Mover:
             cast = self.staged(PlaneKind.EXP_AVG, flat.dtype, stop - start)
             tile = cast.copy_(tile)
         self.device.copy(flat[start:stop], tile, "fetch").wait()
+        self.count(Tier.CPU, self.device.tier, tile.numel() * tile.element_size())

@@ -22,6 +22,7 @@ from gemini.planning.planes import PlaneKind
 from gemini.ranks.agreement import Agreement, Point, Wish
 from gemini.ranks.group import Ranks
 from gemini.ranks.wire import Tag, guarded
+from gemini.tiers import Tier
 from gemini.train.by_name import host_part
 from gemini.train.guard import ParamHandle
 
@@ -142,6 +143,8 @@ class Shards:
             for rank, part in [*received.items(), *([(wire.rank, own)] if taking else [])]:
                 into = chunk.flat[rank * shard + start : rank * shard + stop]
                 self.engine.device.copy(into, part, "fetch").wait()
+                if rank == wire.rank:  # as in an all-gather: what others sent counts as sent by them
+                    mover.count(Tier.CPU, self.engine.device.tier, part.numel() * part.element_size())
 
     @property
     def piece(self) -> int:
