@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ from gemini.jobs.plan_screen import screen
 from gemini.jobs.plan_settings import PlanSettings
 from gemini.jobs.trace import say, take_trace, write_file
 from gemini.planning import document
+from gemini.planning.break_even import played_break_even
 from gemini.planning.hardware import Hardware
 from gemini.planning.machines import load_hardware
 from gemini.planning.placement import fill_fastest
@@ -57,9 +59,12 @@ def plan(
     if settings.micro_batch is not None:
         settings, trace = _with_micro_batch(settings, machine, trace)
     made, refusal = _plan_of(settings, machine, trace)
-    timeline = None
+    timeline, tokens_when_free = None, None
     if made is not None and machine.hardware is not None:
-        timeline = gemini.simulate(made, machine.hardware, schedule=settings.schedule)
+        play = partial(gemini.simulate, hardware=machine.hardware, schedule=settings.schedule)
+        timeline = play(made)
+        if settings.schedule == "overlapped":
+            tokens_when_free = played_break_even(made, play, timeline)
     checkpointed = _checkpointed(settings, machine)
     question = Question(
         trace=trace,
@@ -76,6 +81,7 @@ def plan(
         question,
         made,
         timeline,
+        tokens_when_free=tokens_when_free,
         refusal=refusal,
         checkpointed=checkpointed,
         changes=_changes(settings, machine, trace, checkpointed, fits=made is not None),

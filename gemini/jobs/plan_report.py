@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 
 from gemini.errors import BudgetExceeded
-from gemini.planning import break_even
+from gemini.planning.break_even import Grow, break_even
 from gemini.planning.plan import Plan
 from gemini.planning.planes import PlaneKind, plane_itemsizes
 from gemini.planning.timeline import Lane, Timeline
@@ -84,7 +84,7 @@ class StepReport:
         busy: seconds that each lane works, the longest first: what bounds the step comes first.
         waited: seconds that computing waits, by cause.
         break_even: tokens per step from which on offload is free, with a larger micro-batch; None if there is none.
-        break_even_accumulating: the same with more micro-batches of this size.
+        break_even_accumulating: the same with more micro-batches of this size; None also where it was not asked.
     """
 
     schedule: str
@@ -148,13 +148,14 @@ def report_of(
     plan: Plan | None,
     timeline: Timeline | None = None,
     *,
+    tokens_when_free: int | None = None,
     refusal: BudgetExceeded | None = None,
     checkpointed: MemoryTrace | None = None,
     changes: tuple[str, ...] = (),
 ) -> PlanReport:
     """The answer to ``question``: a plan, with its time if the speeds of the machine are known, or a refusal.
 
-    ``checkpointed`` is the same step with gradient checkpointing.
+    ``checkpointed`` is the same step with gradient checkpointing, ``tokens_when_free`` a break-even that was played.
     """
     trace = question.trace
     needs = _needs(question)
@@ -192,14 +193,14 @@ def report_of(
         held=held,
         adam=adam,
         moved={} if plan is None else by_name(plan.traffic),
-        step=None if timeline is None else step_report(timeline, question.schedule),
+        step=None if timeline is None else _step(timeline, question.schedule, tokens_when_free),
         changes=changes,
     )
 
 
-def step_report(timeline: Timeline, schedule: str) -> StepReport:
-    """The times of a predicted step."""
+def _step(timeline: Timeline, schedule: str, tokens_when_free: int | None) -> StepReport:
     serial = schedule == "serial"
+    accumulating = break_even(timeline, serial=True, grow=Grow.ACCUMULATE) if serial else None
     busy = sorted(timeline.busy.items(), key=lambda item: -item[1])
     return StepReport(
         schedule=schedule,
@@ -208,8 +209,8 @@ def step_report(timeline: Timeline, schedule: str) -> StepReport:
         flops_per_second=timeline.flops / timeline.step_seconds if timeline.step_seconds else 0.0,
         busy={lane.value: seconds for lane, seconds in busy},
         waited={cause: seconds for cause, seconds in timeline.stalls.items() if seconds > 0},
-        break_even=break_even.break_even(timeline, serial=serial),
-        break_even_accumulating=break_even.break_even(timeline, serial=serial, grow=break_even.Grow.ACCUMULATE),
+        break_even=break_even(timeline, serial=True) if serial else tokens_when_free,
+        break_even_accumulating=accumulating,
     )
 
 

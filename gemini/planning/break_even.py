@@ -1,4 +1,4 @@
-"""From how many tokens per step on offloading costs nothing: a closed form over the lanes of a predicted step.
+"""From how many tokens per step on offloading costs nothing: a closed form over the lanes, and a search by playing.
 
 Computing takes longer the more tokens a step has; what weights, gradients and optimizer states take on the bus, on the
 drive and in Adam does not. With ``s`` times the tokens, lane ``l`` is busy for ``a_l s + b_l`` seconds, computing for
@@ -8,16 +8,19 @@ drive and in Adam does not. With ``s`` times the tokens, lane ``l`` is busy for 
     max(c s + f, max_l(a_l s + b_l)) + r <= (1 + e)(c s + f)
 
 which is one lower bound on ``s`` for each lane, ``(b_l + r - (1 + e) f) / ((1 + e) c - a_l)``, and one for ``r``,
-``(r / e - f) / c``. The serial schedule adds the lanes up instead.
+``(r / e - f) / c``. The serial schedule adds the lanes up instead, and for it the form is exact. In the overlapped one
+``r`` is not quite constant (an update may hide behind forward alone), so there the form is where a search begins.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from enum import Enum
 from typing import NamedTuple
 
+from gemini.planning.plan import Plan
 from gemini.planning.timeline import Lane, Span, Timeline
 
 TOLERANCE = 0.05
@@ -103,3 +106,76 @@ def break_even(
         if needed > 0:
             scale = max(scale, needed / gained)
     return math.ceil(scale * timeline.tokens)
+
+
+def played_break_even(
+    plan: Plan,
+    play: Callable[[Plan], Timeline],
+    timeline: Timeline,
+    *,
+    tolerance: float = TOLERANCE,
+    accuracy: float = 0.005,
+    plays: int = 6,
+) -> int | None:
+    """As :func:`break_even` with a larger micro-batch, found by playing the plan with more and less work in it.
+
+    Args:
+        plan: what is played.
+        play: predicts a step of a plan.
+        timeline: ``play(plan)``.
+        accuracy: by how much a step may be less over its computing than ``tolerance`` at the answer.
+        plays: how often to play at most.
+
+    Returns:
+        Tokens at which a step is free as played, or None if no number that was tried is. Where offload is free as it
+        is, the closed form, or the tokens there are if those are fewer.
+    """
+    first = break_even(timeline, tolerance=tolerance)
+    if first is None or not timeline.tokens:
+        return None
+
+    # Scales between which the answer is, each with by how many seconds a step is longer there than it may be.
+    costs: tuple[float, float] | None = None
+    free: tuple[float, float] | None = None
+    scale = 1.0
+    for _ in range(plays + 1):
+        played = timeline if scale == 1.0 else play(with_work(plan, scale))
+        compute = played.busy[Lane.COMPUTE]
+        over = played.step_seconds - (1 + tolerance) * compute
+        if over > 0:
+            costs = (scale, over)
+        else:
+            free = (scale, over)
+            if -over <= accuracy * compute:
+                break
+        if costs is None:  # as it is: fewer tokens are nothing that anyone asks for
+            return min(first, timeline.tokens)
+        if free is None:
+            scale = max(first / timeline.tokens, 2 * scale)
+        elif costs[0] < free[0] / 4:
+            scale = max(0.95 * free[0] * (played.step_seconds / compute - 1) / tolerance, math.sqrt(costs[0] * free[0]))
+            scale = min(scale, 0.9 * free[0])
+        else:
+            # Both are near: a straight line, and a little to the side on which it is free.
+            scale = costs[0] + (free[0] - costs[0]) * costs[1] / (costs[1] - free[1])
+            scale = min(1.01 * scale, (scale + free[0]) / 2)
+    return None if free is None else math.ceil(free[0] * timeline.tokens)
+
+
+def with_work(plan: Plan, scale: float) -> Plan:
+    """The plan of a step with ``scale`` times the tokens in each micro-batch, as far as its time goes.
+
+    Its memory is left as it is, so that the same plan can be played.
+    """
+    moments = tuple(
+        replace(
+            moment,
+            flops=round(moment.flops * scale),
+            touched_bytes=round(moment.touched_bytes * scale),
+            saved_bytes=round(moment.saved_bytes * scale),
+            restored_bytes=round(moment.restored_bytes * scale),
+            seconds=None if moment.seconds is None else moment.seconds * scale,
+        )
+        for moment in plan.trace.moments
+    )
+    return replace(plan, trace=replace(plan.trace, moments=moments, tokens=round(plan.trace.tokens * scale)))
