@@ -63,8 +63,7 @@ def plan(
     if made is not None and machine.hardware is not None:
         play = partial(gemini.simulate, hardware=machine.hardware, schedule=settings.schedule)
         timeline = play(made)
-        if settings.schedule == "overlapped":
-            tokens_when_free = played_break_even(made, play, timeline)
+        tokens_when_free = played_break_even(made, play, timeline, serial=settings.schedule == "serial")
     checkpointed = _checkpointed(settings, machine)
     question = Question(
         trace=trace,

@@ -209,7 +209,7 @@ def _step(timeline: Timeline, schedule: str, tokens_when_free: int | None) -> St
         flops_per_second=timeline.flops / timeline.step_seconds if timeline.step_seconds else 0.0,
         busy={lane.value: seconds for lane, seconds in busy},
         waited={cause: seconds for cause, seconds in timeline.stalls.items() if seconds > 0},
-        break_even=break_even(timeline, serial=True) if serial else tokens_when_free,
+        break_even=tokens_when_free,
         break_even_accumulating=accumulating,
     )
 

@@ -8,8 +8,9 @@ drive and in Adam does not. With ``s`` times the tokens, lane ``l`` is busy for 
     max(c s + f, max_l(a_l s + b_l)) + r <= (1 + e)(c s + f)
 
 which is one lower bound on ``s`` for each lane, ``(b_l + r - (1 + e) f) / ((1 + e) c - a_l)``, and one for ``r``,
-``(r / e - f) / c``. The serial schedule adds the lanes up instead, and for it the form is exact. In the overlapped one
-``r`` is not quite constant (an update may hide behind forward alone), so there the form is where a search begins.
+``(r / e - f) / c``. The serial schedule adds the lanes up instead. The form is exact where computing is in proportion to
+the tokens and ``r`` is constant; where launching operations takes as long as computing, or an update may hide behind
+forward alone, they are not quite, so the form is where a search begins that plays the step.
 """
 
 from __future__ import annotations
@@ -113,6 +114,7 @@ def played_break_even(
     play: Callable[[Plan], Timeline],
     timeline: Timeline,
     *,
+    serial: bool = False,
     tolerance: float = TOLERANCE,
     accuracy: float = 0.005,
     plays: int = 6,
@@ -123,6 +125,7 @@ def played_break_even(
         plan: what is played.
         play: predicts a step of a plan.
         timeline: ``play(plan)``.
+        serial: ``play`` predicts the serial schedule.
         accuracy: by how much a step may be less over its computing than ``tolerance`` at the answer.
         plays: how often to play at most.
 
@@ -130,7 +133,7 @@ def played_break_even(
         Tokens at which a step is free as played, or None if no number that was tried is. Where offload is free as it
         is, the closed form, or the tokens there are if those are fewer.
     """
-    first = break_even(timeline, tolerance=tolerance)
+    first = break_even(timeline, serial=serial, tolerance=tolerance)
     if first is None or not timeline.tokens:
         return None
 
@@ -151,7 +154,9 @@ def played_break_even(
         if costs is None:  # as it is: fewer tokens are nothing that anyone asks for
             return min(first, timeline.tokens)
         if free is None:
-            scale = max(first / timeline.tokens, 2 * scale)
+            # What is not hidden stays about the same, so it is a smaller part of more work.
+            more = min(max((played.step_seconds / compute - 1) / tolerance, 1.25), 64.0)
+            scale = max(first / timeline.tokens, 1.02 * more * scale if scale > 1.0 else 1.25)
         elif costs[0] < free[0] / 4:
             scale = max(0.95 * free[0] * (played.step_seconds / compute - 1) / tolerance, math.sqrt(costs[0] * free[0]))
             scale = min(scale, 0.9 * free[0])
