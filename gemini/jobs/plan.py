@@ -15,7 +15,7 @@ from gemini.jobs.errors import REFUSED, JobError, as_job_error
 from gemini.jobs.plan_report import Question, report_of
 from gemini.jobs.plan_screen import screen
 from gemini.jobs.plan_settings import PlanSettings
-from gemini.jobs.trace import say, take_trace, write_file
+from gemini.jobs.trace import params_of, say, take_trace, write_file
 from gemini.planning import document
 from gemini.planning.break_even import played_break_even
 from gemini.planning.hardware import Hardware
@@ -162,13 +162,8 @@ def _trace_of(settings: PlanSettings, machine: Machine) -> MemoryTrace:
     if not trace.moments:
         raise PlanMismatch(f"--trace {settings.trace} has no moments: trace a whole forward and backward")
     if settings.config is not None:
-        from gemini.jobs.models import find_config
-        from gemini.jobs.outline import outline
-        from gemini.train.structure import structural_trace
-
-        asked = replace(settings.traced(), precision=trace.precision, seq_len=2)
-        model, _ = outline(find_config(settings.config, settings.layers), asked)
-        structural_trace(model, trace.precision).check_same_model(trace, what=f"--trace {settings.trace}")
+        here = params_of(settings.config, settings.layers, trace.precision)
+        here.check_same_model(trace, what=f"--trace {settings.trace}")
     return trace
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
-from gemini.errors import human_bytes
+from gemini.errors import GeminiError, human_bytes
 from gemini.jobs.errors import JobError
-from gemini.jobs.plan_settings import TraceSettings
+from gemini.jobs.plan_settings import MOST_POSITIONS, TraceSettings
 from gemini.planning.trace import MemoryTrace, Phase
 
 _TOP = 8
@@ -20,22 +21,66 @@ def take_trace(settings: TraceSettings) -> MemoryTrace:
     """The step that ``settings`` describes.
 
     Raises:
-        JobError: if there is no such model, or it cannot be traced with these options.
+        JobError: if there is no such model, or it cannot be built with these options.
+        GeminiError: if it cannot be traced.
     """
     assert settings.config is not None
     # The imports of seconds: a command line that is refused before does not pay for them.
     import gemini
-    from gemini.jobs.models import find_config, first_line
-    from gemini.jobs.outline import outline
+    from gemini.jobs.models import find_config, first_line, hush
+    from gemini.tracing.batches import batch_for, model_class_for
 
-    model, batch = outline(find_config(settings.config, settings.layers), settings)
+    source = find_config(settings.config, settings.layers)
+    config = source.config
+    seq_len = _seq_len(config, settings.seq_len)
+    hush()
+    config.use_cache = False
     try:
-        return gemini.trace(model, batch, precision=settings.precision, target=settings.target)
+        if settings.attention is not None:
+            config._attn_implementation = settings.attention
+        model_class = model_class_for(config)
+        return gemini.trace(
+            config,
+            batch_for(config, settings.batch_size, seq_len, model_class=model_class),
+            precision=settings.precision,
+            target=settings.target,
+            checkpointing="non-reentrant" if settings.gradient_checkpointing else None,
+            model_class=model_class,
+        )
+    except (GeminiError, MemoryError):
+        raise
+    except Exception as e:
+        # Whatever transformers trips over here comes from the config and the options it was given.
+        raise JobError(f"{source.label} cannot be traced: {first_line(e)}") from e
+
+
+def params_of(name: str, layers: int | None, precision: str) -> MemoryTrace:
+    """The model of a config as a trace without work: its params, to compare with."""
+    from gemini.jobs.models import find_config, first_line, hush
+    from gemini.memory.chunk import COMPUTE_DTYPES
+    from gemini.tracing.batches import model_class_for
+    from gemini.train.from_config import skeleton_from_config
+    from gemini.train.structure import structural_trace
+
+    source = find_config(name, layers)
+    hush()
+    try:
+        model_class = model_class_for(source.config)
+        model = skeleton_from_config(source.config, model_class=model_class, dtype=COMPUTE_DTYPES[precision]).model
     except MemoryError:
         raise
     except Exception as e:
-        # The model's own code runs here, on a batch of zeros: what it refuses is the config's or the options' doing.
-        raise JobError(f"{settings.config} cannot be traced: {first_line(e)}") from e
+        raise JobError(f"{source.label} cannot be built: {first_line(e)}") from e
+    return structural_trace(model, precision)
+
+
+def _seq_len(config: Any, asked: int | None) -> int:
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if asked is None:
+        return min(positions or MOST_POSITIONS, MOST_POSITIONS)
+    if positions is not None and asked > positions:
+        raise JobError(f"--seq-len {asked} is more than the model's {positions} positions.")
+    return asked
 
 
 def trace(settings: TraceSettings, console: Console, *, as_json: bool, out: Path | None) -> int:

@@ -8,8 +8,8 @@ drive and in Adam does not. With ``s`` times the tokens, lane ``l`` is busy for 
     max(c s + f, max_l(a_l s + b_l)) + r <= (1 + e)(c s + f)
 
 which is one lower bound on ``s`` for each lane, ``(b_l + r - (1 + e) f) / ((1 + e) c - a_l)``, and one for ``r``,
-``(r / e - f) / c``. The serial schedule adds the lanes up instead. The form is exact where computing is in proportion to
-the tokens and ``r`` is constant; where launching operations takes as long as computing, or an update may hide behind
+``(r / e - f) / c``. The serial schedule adds the lanes up instead. The form is exact where computing is in proportion
+to the tokens and ``r`` is constant; where launching operations takes as long as computing, or an update may hide behind
 forward alone, they are not quite, so the form is where a search begins that plays the step.
 """
 
