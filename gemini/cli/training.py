@@ -153,6 +153,13 @@ def train(
             rich_help_panel=_MEMORY,
         ),
     ] = None,
+    plan: Annotated[
+        Path | None,
+        typer.Option(
+            help="A plan that `gemini plan --out` wrote for this model: its budgets, homes and moves.",
+            rich_help_panel=_MEMORY,
+        ),
+    ] = None,
     out: Annotated[
         Path, typer.Option(help="A folder for the model and the checkpoints.", rich_help_panel=_FILES)
     ] = _DEFAULTS.out,

@@ -255,7 +255,9 @@ def pose(
 
 
 def _declared_activations(trace: MemoryTrace, config: GeminiConfig) -> int | None:
-    """What the user says; else None for what the trace has, and nothing if there is none."""
+    """What the user or the plan says; else None for what the trace has, and nothing if there is none."""
     if config.activations is not None:
         return parse_bytes(config.activations)
+    if isinstance(config.placement, Plan):
+        return config.placement.problem.activations
     return 0 if trace.source is Source.STRUCTURE else None
