@@ -227,19 +227,25 @@ def _fits(settings: PlanSettings, machine: Machine, trace: MemoryTrace, **change
 def _with_micro_batch(settings: PlanSettings, machine: Machine, trace: MemoryTrace) -> tuple[PlanSettings, MemoryTrace]:
     """The largest micro-batch that fits, of those that divide the windows of a step; the smallest if none does.
 
-    Fewer, larger micro-batches gather every weight fewer times, so the largest is the quickest.
+    Fewer, larger micro-batches gather every weight fewer times, so the largest is the quickest. What does not fit at one
+    size fits at no larger one, so the sizes are halved, each tried by tracing it.
     """
-    windows = (settings.batch_size or 1) * settings.accumulate
-    sizes = [size for size in range(windows, 0, -1) if windows % size == 0]
-    for size in sizes:
-        if size != (settings.batch_size or 1):
-            trace = take_trace(settings.traced(batch_size=size, target=_target(machine)))
-        else:
-            trace = take_trace(settings.traced(target=_target(machine)))
-        tried = replace(settings, batch_size=size, accumulate=windows // size)
-        if _fits(tried, machine, trace):
-            break
-    return tried, trace
+    asked = settings.batch_size or 1
+    windows = asked * settings.accumulate
+    sizes = [size for size in range(1, windows + 1) if windows % size == 0]
+    traces = {asked: trace}
+
+    def tried(size: int) -> tuple[PlanSettings, MemoryTrace]:
+        if size not in traces:
+            traces[size] = take_trace(settings.traced(batch_size=size, target=_target(machine)))
+        return replace(settings, batch_size=size, accumulate=windows // size), traces[size]
+
+    fits, fails = 0, len(sizes)  # the smallest is taken in any case
+    while fails - fits > 1:
+        middle = (fits + fails) // 2
+        now, found = tried(sizes[middle])
+        fits, fails = (middle, fails) if _fits(now, machine, found) else (fits, middle)
+    return tried(sizes[fits])
 
 
 # ---- what to change --------------------------------------------------------------------------------------------------
