@@ -22,13 +22,19 @@ def doctor(
     nvme_path: Annotated[
         Path | None, typer.Option(help="Try this folder as the NVMe tier: direct I/O or not, and the room on it.")
     ] = None,
+    measure: Annotated[
+        bool, typer.Option("--measure", help="Measure the machine's speeds as well; with --nvme-path the drive's too.")
+    ] = False,
+    json: Annotated[
+        Path | None, typer.Option(help="Write what was measured to this file, for --machine of gemini plan.")
+    ] = None,
 ) -> int:
-    """Say what this machine offers: versions, processors, native kernels, memory, disks."""
+    """Say what this machine offers: versions, processors, native kernels, memory, disks; --measure how fast it is."""
     if not launch.speaks():
         return 0
     from gemini.jobs.doctor import doctor as job
 
-    return job(Console(), nvme_path=nvme_path)
+    return job(Console(), nvme_path=nvme_path, measure=measure, json=json)
 
 
 _DEFAULTS = TrainSettings(data=())

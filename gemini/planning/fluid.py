@@ -39,17 +39,17 @@ class Fluid:
         self._urgency: list[float] = []
         self._profile: list[int] = []
         self._profiles: dict[tuple[tuple[int, float], ...], int] = {}
-        self._takes: list[str] = []
-        self._gives: list[str] = []
-        self._slots: dict[str, int] = {}
+        self._takes: list[int] = []
+        self._gives: list[int] = []
+        self._buffer = 0
         self._known: dict[tuple[int, ...], tuple[float, ...]] = {}
 
     def __len__(self) -> int:
         return len(self._length)
 
-    def slots(self, pool: str, num_slots: int) -> None:
-        """At most so many may be taken of ``pool`` at once (buffers)."""
-        self._slots[pool] = num_slots
+    def set_buffer(self, num_bytes: int) -> None:
+        """What tasks may have taken at once of the buffer that is there for those that ``take`` of it."""
+        self._buffer = num_bytes
 
     def add(
         self,
@@ -59,8 +59,8 @@ class Fluid:
         after: Iterable[int] = (),
         loads: Mapping[str, float] | None = None,
         urgency: float = 0.0,
-        takes: str = "",
-        gives: str = "",
+        takes: int = 0,
+        gives: int = 0,
     ) -> int:
         """A task; its number.
 
@@ -70,8 +70,8 @@ class Fluid:
             after: tasks that must be over first.
             loads: share of each resource, between 0 and 1, that it uses at full speed.
             urgency: of the ready tasks of a queue the one with the smallest runs first.
-            takes: a pool that it needs a slot of to start.
-            gives: a pool that it gives a slot back to at its end.
+            takes: bytes of the buffer that it needs to start; another task gives them back.
+            gives: bytes that it gives back at its end.
         """
         number = len(self._length)
         after = tuple(after)
@@ -100,8 +100,8 @@ class Fluid:
         waiting: list[list[tuple[float, int]]] = [[] for _ in self._queues]
         last: list[int] = [-1] * len(self._queues)  # the task that a queue ran last
         busy = [False] * len(self._queues)
-        free = dict(self._slots)
-        parked: dict[str, list[int]] = {pool: [] for pool in free}  # ready, but their pool has no slot
+        free = self._buffer
+        parked: list[int] = []  # ready, but the buffer is too full for them
         for number in range(count):
             if not missing[number]:
                 heapq.heappush(waiting[self._queue[number]], (self._urgency[number], number))
@@ -113,12 +113,10 @@ class Fluid:
                 heap = waiting[queue]
                 while heap and not busy[queue]:
                     number = heapq.heappop(heap)[1]
-                    pool = self._takes[number]
-                    if pool:
-                        if not free[pool]:
-                            parked[pool].append(number)
-                            continue
-                        free[pool] -= 1
+                    if self._takes[number] > free:
+                        parked.append(number)
+                        continue
+                    free -= self._takes[number]
                     busy[queue] = True
                     start[number] = now
                     before = last[queue]
@@ -127,7 +125,7 @@ class Fluid:
                     active.append(number)
                     left.append(self._length[number])
             changed.clear()
-            assert active, "tasks wait for each other in a circle"
+            assert active, "tasks wait for each other, or for more than the whole buffer"
             speeds = self._speeds(active)
             ahead = min(seconds / speed for seconds, speed in zip(left, speeds, strict=True))
             now += ahead
@@ -144,14 +142,13 @@ class Fluid:
                 queue = self._queue[number]
                 busy[queue], last[queue] = False, number
                 changed.add(queue)
-                pool = self._gives[number]
-                if pool:
-                    free[pool] += 1
-                    for other in parked[pool]:
+                if self._gives[number]:
+                    free += self._gives[number]
+                    for other in parked:
                         released_by[other] = number
                         heapq.heappush(waiting[self._queue[other]], (self._urgency[other], other))
                         changed.add(self._queue[other])
-                    parked[pool].clear()
+                    parked.clear()
                 for other in followers[number]:
                     missing[other] -= 1
                     if not missing[other]:

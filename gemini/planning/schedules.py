@@ -16,7 +16,7 @@ from gemini.planning.costs import RESOURCES
 from gemini.planning.fluid import Fluid
 from gemini.planning.plan import standing, window_room
 from gemini.planning.planes import PlaneKind
-from gemini.planning.work import COMPUTING, Hop, Update, Work
+from gemini.planning.work import COMPUTING, Hop, Work
 from gemini.tiers import Tier
 
 STEPS = 3
@@ -25,7 +25,9 @@ what it leaves to the second one is what every later step finds.
 """
 
 STAGED_UPDATES = 3
-"""Updates between their first read and their last write at once: one is read, one is updated, one is written."""
+"""Updates of the largest chunk between their first read and their last write at once: one is read, one is updated, one
+is written. (The engine works in tiles and needs less; whole chunks are the grain here.)
+"""
 
 LANDINGS_BEHIND = 2
 """Moments whose gradients may be on their way while backward goes on."""
@@ -67,21 +69,21 @@ class Graph:
         moment: int,
         after: Iterable[int],
         urgency: float = 0,
-        takes: str = "",
-        gives: str = "",
+        takes: int = 0,
+        gives: int = 0,
     ) -> int:
         self.tasks.append(Task(hop, step, moment))
         seconds, loads = hop.cost
         return self.fluid.add(hop.queue, seconds, after=after, loads=loads, urgency=urgency, takes=takes, gives=gives)
 
     def chain(
-        self, hops: Iterable[Hop], step: int, moment: int, after: Iterable[int], urgency: float = 0, pool: str = ""
+        self, hops: Iterable[Hop], step: int, moment: int, after: Iterable[int], urgency: float = 0, staged: int = 0
     ) -> list[int]:
-        """One after the other, all of them within one slot of ``pool``."""
+        """One after the other; from the first to the last they hold ``staged`` bytes of the buffer."""
         hops, found = list(hops), list[int]()
         for number, hop in enumerate(hops):
-            takes = pool if number == 0 else ""
-            gives = pool if number == len(hops) - 1 else ""
+            takes = staged if number == 0 else 0
+            gives = staged if number == len(hops) - 1 else 0
             found.append(self.add(hop, step, moment, found[-1:] or after, urgency, takes, gives))
         return found
 
@@ -147,10 +149,9 @@ def serial(work: Work) -> Graph:
     for batch in range(plan.accumulate):
         is_last = batch == plan.accumulate - 1
         for moment in range(len(moments)):
-            graph.restored(moment, do(work.restore(moment), moment))
-            computing = len(graph.tasks) + sum(len(work.fetch(index)) for index in plan.moves[moment].fetch)
             for index in plan.moves[moment].evict:
-                drop(index, computing, at_end=False)
+                drop(index, len(graph.tasks), at_end=False)  # before the first task of this moment
+            graph.restored(moment, do(work.restore(moment), moment))
             for index in plan.moves[moment].fetch:
                 tasks = do(work.fetch(index), moment)
                 drop(index, tasks[0], at_end=False)  # gathered anew in the next micro-batch
@@ -232,13 +233,13 @@ def overlapped(work: Work, *, clipping: bool) -> Graph:
     """Everything that may run beside computing does. ``STEPS`` steps, and the beginning of one more."""
     graph, plan = Graph(work), work.plan
     moments, per_batch, per_step = plan.trace.moments, len(plan.moves), len(plan.moves) * plan.accumulate
-    graph.fluid.slots("staging", STAGED_UPDATES)
     fetches, released = _fetches(work, STEPS + 1)
     needs = needs_windows(work)
     trained = [index for index, chunk in enumerate(plan.layout.chunks) if chunk.trainable]
     first_use = dict.fromkeys(trained, per_step)
     for at in reversed(range(per_batch)):
         first_use.update({index: at for index in plan.accesses[at].chunks if index in first_use})
+    graph.fluid.set_buffer(STAGED_UPDATES * max((work.update(index).staged for index in trained), default=0))
     next_order = sorted(trained, key=lambda index: (first_use[index], index))
     computed: list[int] = []
     fetched: dict[int, int] = {}  # what a moment that reads the chunk has to wait for
@@ -251,12 +252,9 @@ def overlapped(work: Work, *, clipping: bool) -> Graph:
     live = 0
 
     def update(index: int, step: int, moment: int, after: Iterable[int]) -> None:
-        work_of_it: Update = work.update(index)
-        moves = bool(work_of_it.reads or work_of_it.writes)
         urgency = (step + 1) * per_step + first_use[index]
-        updated[index] = graph.chain(
-            work_of_it.hops, step, moment, after, urgency, "staging" if moves else ""
-        )[-1]  # fmt: skip
+        told = work.update(index)
+        updated[index] = graph.chain(told.hops, step, moment, after, urgency, told.staged)[-1]
         if not needs[index]:
             fetched[index] = updated[index]
 

@@ -58,6 +58,11 @@ class Update(NamedTuple):
     def hops(self) -> tuple[Hop, ...]:
         return (*self.reads, self.adam, *self.writes)
 
+    @property
+    def staged(self) -> int:
+        """Bytes of staging that it passes through, as a whole."""
+        return max(sum(hop.num_bytes for hop in hops) for hops in (self.reads, self.writes))
+
 
 class Landing(NamedTuple):
     """Gradients of a chunk that are complete after a moment, and whether they are the chunk's last."""

@@ -14,15 +14,15 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
 from gemini.errors import GeminiError
 from gemini.memory.chunk import COMPUTE_DTYPES
 from gemini.planning.trace import MemoryTrace, Source
 from gemini.tracing.batches import model_class_for
-from gemini.tracing.fake_ops import run_fake
+from gemini.tracing.fake_ops import MOST_REAL, FakeRunner
 from gemini.tracing.observer import Observer, Step
-from gemini.tracing.targets import make_target
+from gemini.tracing.targets import Target, make_target
 from gemini.train.containers import iter_tensors
 from gemini.train.from_config import without_drawing
 from gemini.train.guard import handle_of
@@ -72,8 +72,9 @@ def trace(
         _cast_params(fake, COMPUTE_DTYPES[precision])
         fake.train()
         _set_checkpointing(fake, checkpointing)
-        inputs = {name: _fake_input(value, mode) for name, value in batch.items()}
-        step = _run(fake, inputs, chosen, loss)
+        known: dict[int, torch.Tensor] = {}
+        inputs = {name: _input(value, mode, known) for name, value in batch.items()}
+        step = _run(fake, inputs, chosen, loss, mode)
     return MemoryTrace(
         model=type(fake).__name__,
         precision=precision,
@@ -155,24 +156,38 @@ def _set_checkpointing(model: Any, wanted: bool | str | None) -> None:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": kinds[wanted]})
 
 
-def _fake_input(value: Any, mode: FakeTensorMode) -> Any:
+def _input(value: Any, mode: FakeTensorMode, known: dict[int, torch.Tensor]) -> Any:
+    """A tensor of the batch: integers with their values (ones for those without), others fake."""
     if isinstance(value, torch.Tensor):
-        return _empty_as(value.detach(), mode)
+        if id(value) not in known:
+            if value.is_floating_point() or value.numel() > MOST_REAL:
+                known[id(value)] = _empty_as(value.detach(), mode)
+            else:
+                with unset_fake_temporarily():
+                    on_cpu = torch.ones(value.shape, dtype=value.dtype) if value.is_meta else value.detach().cpu()
+                    known[id(value)] = on_cpu
+        return known[id(value)]
     if isinstance(value, (list, tuple)):
-        return type(value)(_fake_input(item, mode) for item in value)
+        return type(value)(_input(item, mode, known) for item in value)
     return value
 
 
 # ---- the step --------------------------------------------------------------------------------------------------------
 
 
-def _run(model: nn.Module, inputs: dict[str, Any], target: Any, loss: Callable[[Any], torch.Tensor] | None) -> Step:
+def _run(
+    model: nn.Module,
+    inputs: dict[str, Any],
+    target: Target,
+    loss: Callable[[Any], torch.Tensor] | None,
+    mode: FakeTensorMode,
+) -> Step:
     seen: list[Step] = []
     observer = Observer(model, target, free_gradients=True, on_step=seen.append)
     with ExitStack() as stack:
         stack.callback(observer.detach)
         observer.attach()
-        stack.enter_context(observer.make_meter(run_fake))
+        stack.enter_context(observer.make_meter(FakeRunner(mode)))
         try:
             result = _loss_of(model, model(**inputs), loss)
         except GeminiError:
