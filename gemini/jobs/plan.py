@@ -68,7 +68,7 @@ def plan(
     question = Question(
         trace=trace,
         accumulate=settings.accumulate,
-        gradients=settings.gradients,
+        gradients=settings.kept_gradients,
         ranks=machine.ranks,
         compute=machine.compute,
         machine=None if machine.hardware is None else machine.hardware.name,
@@ -192,7 +192,7 @@ def _make(settings: PlanSettings, machine: Machine, trace: MemoryTrace) -> gemin
         trace,
         machine.hardware,
         machine.budgets,
-        gradients=settings.gradients,
+        gradients=settings.kept_gradients,
         compute=machine.compute,
         offload_activations=None if settings.offload_activations == "no" else settings.offload_activations,
         accumulate=settings.accumulate,
@@ -212,7 +212,7 @@ def _fits(settings: PlanSettings, machine: Machine, trace: MemoryTrace, **change
                     trace,
                     machine.budgets_of_rank,
                     precision=trace.precision,
-                    gradients=changes.get("gradients", settings.gradients),
+                    gradients=changes.get("gradients", settings.kept_gradients),
                     compute=machine.compute,
                     offload_activations=where,
                     ranks=machine.ranks,
@@ -227,8 +227,8 @@ def _fits(settings: PlanSettings, machine: Machine, trace: MemoryTrace, **change
 def _with_micro_batch(settings: PlanSettings, machine: Machine, trace: MemoryTrace) -> tuple[PlanSettings, MemoryTrace]:
     """The largest micro-batch that fits, of those that divide the windows of a step; the smallest if none does.
 
-    Fewer, larger micro-batches gather every weight fewer times, so the largest is the quickest. What does not fit at one
-    size fits at no larger one, so the sizes are halved, each tried by tracing it.
+    Fewer, larger micro-batches gather every weight fewer times, so the largest is the quickest. What does not fit at
+    one size fits at no larger one, so the sizes are halved, each tried by tracing it.
     """
     asked = settings.batch_size or 1
     windows = asked * settings.accumulate
@@ -266,7 +266,7 @@ def _changes(
         elif on_gpu and _fits(settings, machine, checkpointed):
             found.append(f"{words}; then it fits")
     if not fits:
-        can_be_transient = settings.accumulate == 1 and trace.precision != "fp16" and settings.gradients != "transient"
+        can_be_transient = settings.accumulate == 1 and trace.precision != "fp16" and settings.gradients is None
         if can_be_transient and _fits(settings, machine, trace, gradients="transient"):
             found.append("--gradients transient (updates inside backward, no clipping): then it fits")
     return tuple(found)
