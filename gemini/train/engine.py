@@ -19,20 +19,20 @@ import torch
 from torch import nn
 
 from gemini.config import GeminiConfig
-from gemini.errors import GeminiError, ParamAccessError
+from gemini.errors import GeminiError
 from gemini.memory.chunk import Chunk
 from gemini.memory.device import make_device
 from gemini.memory.manager import Manager
 from gemini.memory.mover import Mover
 from gemini.planning.planes import PlaneKind
 from gemini.ranks.group import join
+from gemini.train import stray_reads
 from gemini.train.activations import make_activation_store
 from gemini.train.build import adopt_all, build, iter_chunks
 from gemini.train.by_name import ByName
 from gemini.train.calls import CallRecord, Calls
-from gemini.train.containers import iter_tensors
 from gemini.train.gradients import GradientStore, check_grad
-from gemini.train.guard import ManagedParameter, ParamHandle, engine_of, expose, hide, poison, refuse_written
+from gemini.train.guard import ManagedParameter, ParamHandle, expose, hide, poison, refuse_written
 from gemini.train.loss_scale import LossScale
 from gemini.train.problem import prepare
 from gemini.train.recording import Recording
@@ -203,7 +203,7 @@ class Engine:
         """The backward of one call begins."""
         self.begin_backward()
         self.calls.begin_backward(record)
-        self._refuse_writes()
+        self.refuse_writes()
 
     def _backward_is_over(self) -> None:
         if self.reduction is not None:
@@ -225,39 +225,13 @@ class Engine:
     # ---- gathered weights ---------------------------------------------------------------------------------------
 
     def read_in_call(self, func: Callable[..., Any], args: Any, kwargs: Any, handles: list[ParamHandle]) -> Any:
-        """An operation reads params outside their own module's forward, while the model computes.
-
-        The operation is a call of its own: its chunks are gathered for it, and again when the gradient of its result
-        arrives. A result that is a view of the weights keeps them gathered for the call around it.
-        """
-        chunks = {handle.chunk.spec.index: handle.chunk for handle in handles}
-        for chunk in chunks.values():
-            if chunk.resident:
-                self._expose_chunk(chunk)
-        moving = tuple(chunk for chunk in chunks.values() if not chunk.resident)
-        if not moving:
-            return func(*args, **kwargs)
-        around = self.calls.innermost
-        if around is None:
-            raise ParamAccessError(
-                f"managed param {handles[0].name!r} is read where no module of the model is computing; "
-                "read it inside the model's forward, or with model.gathered([param])"
-            )
-        record = CallRecord(None, moving, around)
-        with self.calls.reading(moving):
-            result = func(*args, **kwargs)
-        for tensor in iter_tensors(result):
-            for chunk in moving:
-                if tensor.untyped_storage().data_ptr() == chunk.flat.untyped_storage().data_ptr():
-                    self.calls.hold(chunk)
-            record.on_gradient(tensor, lambda grad: engine_of(handles[0]).begin_backward_of(record))
-        self._refuse_writes()
-        return result
+        """An operation reads params outside their own module's forward, while the model computes."""
+        return stray_reads.read_in_call(self, func, args, kwargs, handles)
 
     def acquire(self, chunk: Chunk) -> None:
         """Gather the weights of a chunk and keep them readable until :meth:`release`."""
         self.manager.acquire(chunk)
-        self._expose_chunk(chunk)
+        self.expose_chunk(chunk)
 
     def release(self, chunk: Chunk) -> None:
         """Unpin, and guard the params again unless they never move: another module's read must not go unnoticed."""
@@ -278,7 +252,7 @@ class Engine:
             self.num_gathered -= 1
             self._rest_if_idle()
 
-    def _expose_chunk(self, chunk: Chunk) -> None:
+    def expose_chunk(self, chunk: Chunk) -> None:
         index = chunk.spec.index
         if index not in self._exposed:
             expose(chunk, self.by_chunk[index])
@@ -295,15 +269,15 @@ class Engine:
     def _expose_resident(self) -> None:
         for chunk in self.chunks:
             if chunk.resident:
-                self._expose_chunk(chunk)
+                self.expose_chunk(chunk)
 
     def _rest_if_idle(self) -> None:
         if not self.computing:
             for index in list(self._exposed):
                 self._written += self.hide_chunk(self.chunks[index])
-        self._refuse_writes()
+        self.refuse_writes()
 
-    def _refuse_writes(self) -> None:
+    def refuse_writes(self) -> None:
         written, self._written = self._written, []
         refuse_written(written)
 
