@@ -203,8 +203,12 @@ def _make(settings: PlanSettings, machine: Machine, trace: MemoryTrace) -> gemin
 
 
 def _fits(settings: PlanSettings, machine: Machine, trace: MemoryTrace, **changes: Any) -> bool:
-    """Whether there is any placement at all: quicker than the best one."""
-    offload = settings.offload_activations
+    return _refusal(settings, machine, trace, **changes) is None
+
+
+def _refusal(settings: PlanSettings, machine: Machine, trace: MemoryTrace, **changes: Any) -> BudgetExceeded | None:
+    """Why there is no placement at all, if so: quicker than looking for the best one."""
+    offload, found = settings.offload_activations, None
     for where in {"auto": (None, "cpu"), "no": (None,)}.get(offload, (offload,)):
         try:
             fill_fastest(
@@ -218,10 +222,10 @@ def _fits(settings: PlanSettings, machine: Machine, trace: MemoryTrace, **change
                     ranks=machine.ranks,
                 )
             )
-            return True
-        except BudgetExceeded:
-            pass
-    return False
+            return None
+        except BudgetExceeded as e:
+            found = found or e
+    return found
 
 
 def _with_micro_batch(settings: PlanSettings, machine: Machine, trace: MemoryTrace) -> tuple[PlanSettings, MemoryTrace]:
@@ -256,19 +260,25 @@ def _changes(
 ) -> tuple[str, ...]:
     """Changes of the step that make it fit, each found by placing again; or what would take off some memory."""
     found: list[str] = []
-    on_gpu = machine.compute is Tier.GPU
     if checkpointed is not None and checkpointed.peak_bytes < 0.9 * trace.peak_bytes:
         saved = f"{human_bytes(checkpointed.peak_bytes)} beside params instead of {human_bytes(trace.peak_bytes)}"
         more = checkpointed.flops / trace.flops - 1 if trace.flops else 0.0
         words = f"--gradient-checkpointing: {saved}, {more:.0%} more work"
         if fits:
             found.append(words)
-        elif on_gpu and _fits(settings, machine, checkpointed):
-            found.append(f"{words}; then it fits")
-    if not fits:
-        can_be_transient = settings.accumulate == 1 and trace.precision != "fp16" and settings.gradients is None
-        if can_be_transient and _fits(settings, machine, trace, gradients="transient"):
-            found.append("--gradients transient (updates inside backward, no clipping): then it fits")
+        elif machine.compute is Tier.GPU:
+            still = _refusal(settings, machine, checkpointed)
+            then = "then it fits" if still is None else f"then {str(still).partition(' Cheapest change: ')[2]}"
+            found.append(f"{words}; {then}")
+    if fits:
+        return tuple(found)
+    if settings.config is not None and (settings.batch_size or 1) > 1 and machine.compute is Tier.GPU:
+        one = take_trace(settings.traced(batch_size=1, target=_target(machine)))
+        if _fits(replace(settings, accumulate=(settings.batch_size or 1) * settings.accumulate), machine, one):
+            found.append("--micro-batch auto: the same step in smaller micro-batches; one window at a time fits")
+    can_be_transient = settings.accumulate == 1 and trace.precision != "fp16" and settings.gradients is None
+    if can_be_transient and _fits(settings, machine, trace, gradients="transient"):
+        found.append("--gradients transient (updates inside backward, no clipping): then it fits")
     return tuple(found)
 
 

@@ -173,7 +173,7 @@ def _free(report: PlanReport, step: StepReport) -> str:
 
 def _changes(report: PlanReport) -> Iterator[str]:
     for number, change in enumerate(report.changes):
-        yield _line("what to change" if number == 0 else "", change)
+        yield _line("what to change" if number == 0 else "", _IN_PYTHON.sub(r"--nvme \1\2", change))
 
 
 def _percent(part: float, whole: float) -> str:
