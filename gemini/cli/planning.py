@@ -145,9 +145,13 @@ def plan(
         typer.Option(help=f"What is computed in: {', '.join(PRECISIONS)}. (Default: bf16.)", rich_help_panel=_STEP),
     ] = None,
     gradients: Annotated[
-        str,
-        typer.Option(help=f"What is kept until the update: {', '.join(GRADIENTS)}.", rich_help_panel=_STEP),
-    ] = _P.gradients,
+        str | None,
+        typer.Option(
+            help=f"What is kept until the update: {', '.join(GRADIENTS)}. (Default: retain, or accumulate with "
+            "--accumulate.)",
+            rich_help_panel=_STEP,
+        ),
+    ] = None,
     gradient_checkpointing: _Checkpointing = False,
     offload_activations: Annotated[
         str,

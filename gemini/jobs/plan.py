@@ -68,7 +68,7 @@ def plan(
     question = Question(
         trace=trace,
         accumulate=settings.accumulate,
-        gradients=settings.gradients,
+        gradients=settings.kept_gradients,
         ranks=machine.ranks,
         compute=machine.compute,
         machine=None if machine.hardware is None else machine.hardware.name,
@@ -192,7 +192,7 @@ def _make(settings: PlanSettings, machine: Machine, trace: MemoryTrace) -> gemin
         trace,
         machine.hardware,
         machine.budgets,
-        gradients=settings.gradients,
+        gradients=settings.kept_gradients,
         compute=machine.compute,
         offload_activations=None if settings.offload_activations == "no" else settings.offload_activations,
         accumulate=settings.accumulate,
@@ -203,8 +203,12 @@ def _make(settings: PlanSettings, machine: Machine, trace: MemoryTrace) -> gemin
 
 
 def _fits(settings: PlanSettings, machine: Machine, trace: MemoryTrace, **changes: Any) -> bool:
-    """Whether there is any placement at all: quicker than the best one."""
-    offload = settings.offload_activations
+    return _refusal(settings, machine, trace, **changes) is None
+
+
+def _refusal(settings: PlanSettings, machine: Machine, trace: MemoryTrace, **changes: Any) -> BudgetExceeded | None:
+    """Why there is no placement at all, if so: quicker than looking for the best one."""
+    offload, found = settings.offload_activations, None
     for where in {"auto": (None, "cpu"), "no": (None,)}.get(offload, (offload,)):
         try:
             fill_fastest(
@@ -212,34 +216,40 @@ def _fits(settings: PlanSettings, machine: Machine, trace: MemoryTrace, **change
                     trace,
                     machine.budgets_of_rank,
                     precision=trace.precision,
-                    gradients=changes.get("gradients", settings.gradients),
+                    gradients=changes.get("gradients", settings.kept_gradients),
                     compute=machine.compute,
                     offload_activations=where,
                     ranks=machine.ranks,
                 )
             )
-            return True
-        except BudgetExceeded:
-            pass
-    return False
+            return None
+        except BudgetExceeded as e:
+            found = found or e
+    return found
 
 
 def _with_micro_batch(settings: PlanSettings, machine: Machine, trace: MemoryTrace) -> tuple[PlanSettings, MemoryTrace]:
     """The largest micro-batch that fits, of those that divide the windows of a step; the smallest if none does.
 
-    Fewer, larger micro-batches gather every weight fewer times, so the largest is the quickest.
+    Fewer, larger micro-batches gather every weight fewer times, so the largest is the quickest. What does not fit at
+    one size fits at no larger one, so the sizes are halved, each tried by tracing it.
     """
-    windows = (settings.batch_size or 1) * settings.accumulate
-    sizes = [size for size in range(windows, 0, -1) if windows % size == 0]
-    for size in sizes:
-        if size != (settings.batch_size or 1):
-            trace = take_trace(settings.traced(batch_size=size, target=_target(machine)))
-        else:
-            trace = take_trace(settings.traced(target=_target(machine)))
-        tried = replace(settings, batch_size=size, accumulate=windows // size)
-        if _fits(tried, machine, trace):
-            break
-    return tried, trace
+    asked = settings.batch_size or 1
+    windows = asked * settings.accumulate
+    sizes = [size for size in range(1, windows + 1) if windows % size == 0]
+    traces = {asked: trace}
+
+    def tried(size: int) -> tuple[PlanSettings, MemoryTrace]:
+        if size not in traces:
+            traces[size] = take_trace(settings.traced(batch_size=size, target=_target(machine)))
+        return replace(settings, batch_size=size, accumulate=windows // size), traces[size]
+
+    fits, fails = 0, len(sizes)  # the smallest is taken in any case
+    while fails - fits > 1:
+        middle = (fits + fails) // 2
+        now, found = tried(sizes[middle])
+        fits, fails = (middle, fails) if _fits(now, machine, found) else (fits, middle)
+    return tried(sizes[fits])
 
 
 # ---- what to change --------------------------------------------------------------------------------------------------
@@ -250,19 +260,25 @@ def _changes(
 ) -> tuple[str, ...]:
     """Changes of the step that make it fit, each found by placing again; or what would take off some memory."""
     found: list[str] = []
-    on_gpu = machine.compute is Tier.GPU
     if checkpointed is not None and checkpointed.peak_bytes < 0.9 * trace.peak_bytes:
         saved = f"{human_bytes(checkpointed.peak_bytes)} beside params instead of {human_bytes(trace.peak_bytes)}"
         more = checkpointed.flops / trace.flops - 1 if trace.flops else 0.0
         words = f"--gradient-checkpointing: {saved}, {more:.0%} more work"
         if fits:
             found.append(words)
-        elif on_gpu and _fits(settings, machine, checkpointed):
-            found.append(f"{words}; then it fits")
-    if not fits:
-        can_be_transient = settings.accumulate == 1 and trace.precision != "fp16" and settings.gradients != "transient"
-        if can_be_transient and _fits(settings, machine, trace, gradients="transient"):
-            found.append("--gradients transient (updates inside backward, no clipping): then it fits")
+        elif machine.compute is Tier.GPU:
+            still = _refusal(settings, machine, checkpointed)
+            then = "then it fits" if still is None else f"then {str(still).partition(' Cheapest change: ')[2]}"
+            found.append(f"{words}; {then}")
+    if fits:
+        return tuple(found)
+    if settings.config is not None and (settings.batch_size or 1) > 1 and machine.compute is Tier.GPU:
+        one = take_trace(settings.traced(batch_size=1, target=_target(machine)))
+        if _fits(replace(settings, accumulate=(settings.batch_size or 1) * settings.accumulate), machine, one):
+            found.append("--micro-batch auto: the same step in smaller micro-batches; one window at a time fits")
+    can_be_transient = settings.accumulate == 1 and trace.precision != "fp16" and settings.gradients is None
+    if can_be_transient and _fits(settings, machine, trace, gradients="transient"):
+        found.append("--gradients transient (updates inside backward, no clipping): then it fits")
     return tuple(found)
 
 

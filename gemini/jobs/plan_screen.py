@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Iterator
 
@@ -11,6 +12,9 @@ from gemini.planning.break_even import TOLERANCE
 
 _LABEL = 17
 """Columns of what a line is about."""
+
+_IN_PYTHON = re.compile(r"nvme_path= and nvme=(\d+) (\w+)")
+"""How an error says in Python's words what is an option here."""
 
 _LANES = {
     "compute": "computing",
@@ -74,13 +78,13 @@ def _verdict(report: PlanReport) -> Iterator[str]:
     needs = ", ".join(f"{kind} {human_bytes(n)}" for kind, n in report.needs.items())
     if report.fits:
         gradients = report.needs.get("grad", 0) * report.ranks / max(1, report.num_trained)
-        more = f", and {gradients:.2f} for gradients from backward to update" if gradients else ""
+        more = f", and {gradients:.2f} for gradients until the update" if gradients else ""
         yield f"FITS: {report.bytes_per_param:.2f} bytes per trained param{more}"
         return
     refusal, _, change = (report.refusal or "").partition(" Cheapest change: ")
     yield "DOES NOT FIT: " + refusal.partition(" does not fit: ")[2] or refusal
     if change:
-        yield _line("cheapest change", change)
+        yield _line("cheapest change", _IN_PYTHON.sub(r"--nvme \1\2", change))
     yield _line("it needs", f"{human_bytes(sum(report.needs.values()))} for states and gradients: {needs}")
 
 
@@ -133,12 +137,12 @@ def _facts(report: PlanReport) -> Iterator[str]:
         return
     yield _line(
         "step time",
-        f"{human_seconds(step.seconds)} predicted ({step.schedule}): {step.tokens_per_second:,.4g} tokens/s, "
-        f"{step.flops_per_second / 1e12:.3g} TFLOP/s per {'GPU' if report.compute == 'gpu' else 'process'}",
+        f"{human_seconds(step.seconds)} predicted ({step.schedule}), {human_rate(step.tokens_per_second)} tokens/s, "
+        f"{step.flops_per_second / 1e12:.3g} TFLOP/s{' each' if report.ranks > 1 else ''}",
     )
     yield _line("bound by", _bounds(step))
-    if step.waited:
-        waited = sorted(step.waited.items(), key=lambda item: -item[1])[:3]
+    waited = sorted(step.waited.items(), key=lambda item: -item[1])[:3]
+    if waited and waited[0][1] > 0.01 * step.seconds:
         yield _line("computing waits", ", ".join(f"{human_seconds(s)} for {cause}" for cause, s in waited))
     yield _line("offload is free", _free(report, step))
 
@@ -146,7 +150,7 @@ def _facts(report: PlanReport) -> Iterator[str]:
 def _bounds(step: StepReport) -> str:
     lanes = list(step.busy.items())[:2]
     told = [
-        f"{_LANES.get(lane, lane)}, busy for {human_seconds(seconds)} ({_percent(seconds, step.seconds)} of the step)"
+        f"{_LANES.get(lane, lane)}, {human_seconds(seconds)} ({_percent(seconds, step.seconds)} of the step)"
         for lane, seconds in lanes
     ]
     return "; then ".join(told) or "nothing"
@@ -169,7 +173,7 @@ def _free(report: PlanReport, step: StepReport) -> str:
 
 def _changes(report: PlanReport) -> Iterator[str]:
     for number, change in enumerate(report.changes):
-        yield _line("what to change" if number == 0 else "", change)
+        yield _line("what to change" if number == 0 else "", _IN_PYTHON.sub(r"--nvme \1\2", change))
 
 
 def _percent(part: float, whole: float) -> str:
@@ -184,6 +188,11 @@ def human_seconds(seconds: float) -> str:
         if seconds >= factor:
             return f"{seconds / factor:.3g} {unit}"
     return f"{seconds * 1e6:.3g} us"
+
+
+def human_rate(rate: float) -> str:
+    """So many a second: "25,600", "12.67"."""
+    return f"{rate:,.0f}" if rate >= 1000 else f"{rate:.4g}"
 
 
 def human_count(number: int) -> str:

@@ -61,7 +61,7 @@ class PlanSettings:
     attention: str | None = None
     accumulate: int = 1
     micro_batch: str | None = None
-    gradients: str = "retain"
+    gradients: str | None = None
     offload_activations: str = "auto"
 
     # on what
@@ -100,9 +100,18 @@ class PlanSettings:
         one_of(STEP_SCHEDULES, "--schedule", self.schedule)
         for tier in Tier:
             self.given_bytes(tier)
-        if self.gradients == "transient" and (self.accumulate > 1 or self.precision == "fp16"):
-            what = "--accumulate" if self.accumulate > 1 else "--precision fp16"
-            raise JobError(f"--gradients transient updates inside backward, which does not go with {what}.")
+        if self.gradients in ("transient", "retain") and self.accumulate > 1:
+            raise JobError(
+                f"--gradients {self.gradients} has one backward per update, and --accumulate {self.accumulate} has "
+                "several: leave --gradients out."
+            )
+        if self.gradients == "transient" and self.precision == "fp16":
+            raise JobError("--gradients transient updates inside backward, which does not go with --precision fp16.")
+
+    @property
+    def kept_gradients(self) -> str:
+        """What is kept until the update: several micro-batches need sums, for which the runtime takes fp32."""
+        return self.gradients or ("accumulate" if self.accumulate > 1 else "retain")
 
     def given_bytes(self, tier: Tier) -> int | None:
         """The budget of a tier as given; None where it was left out.

@@ -69,8 +69,8 @@ def test_a_machine_adds_the_time_and_what_bounds_it(gemini_command: Gemini, trac
     assert result.exit_code == 0, (result.output, result.exception)
     lines = result.stdout.splitlines()
     assert len(lines) <= 30 and all(len(line) <= 80 for line in lines), result.stdout
-    assert re.search(rf"^step time +[\d.]+ \w+ predicted \({schedule}\): [\d,.]+ tokens/s, ", result.stdout, re.M)
-    assert re.search(r"^bound by +\w.*, busy for [\d.]+ \w+ \(\d+%", result.stdout, re.M)
+    assert re.search(rf"^step time +[\d.]+ \w+ predicted \({schedule}\), [\d,.]+ tokens/s, ", result.stdout, re.M)
+    assert re.search(r"^bound by +\w.*, [\d.]+ \w+ \(\d+% of the", result.stdout, re.M)
     assert re.search(r"^offload is free +from [\d,]+ tokens a step on in larger micro-batches", result.stdout, re.M)
     assert "machine rtx4090" in result.stdout
 
@@ -104,10 +104,10 @@ def test_what_does_not_fit_is_said_with_the_cheapest_change_and_that_one_is_enou
 
 def test_a_change_that_is_named_makes_it_fit(gemini_command: Gemini, traced: Path) -> None:
     """Where the gradients are what is too much."""
-    options = ["plan", "--trace", traced, "--cpu", "82MiB"]
+    options = ["plan", "--trace", traced, "--cpu", "70MiB"]
     result = gemini_command(*options)
     assert result.exit_code == 2
-    assert re.search(r"^what to change +--gradients transient .* then it fits", result.stdout, re.M), result.stdout
+    assert re.search(r"^what to change +--gradients transient .*: then it fits", result.stdout, re.M | re.S)
     assert gemini_command(*options, "--gradients", "transient").exit_code == 0
 
 
@@ -125,7 +125,7 @@ def test_json_is_the_same_answer_and_nothing_else(gemini_command: Gemini, traced
     tiers = list(said["held"])
     assert [gemini.errors.human_bytes(sum(said["held"][tier].values())) for tier in tiers] == rows["in all"]
     assert sum(said["adam"].values()) == said["num_trained"]
-    assert f"{said['step']['tokens_per_second']:,.4g} tokens/s" in screen
+    assert f"{said['step']['tokens_per_second']:,.0f} tokens/s" in screen
     assert list(said["step"]["busy"].values()) == sorted(said["step"]["busy"].values(), reverse=True)
 
 
@@ -193,7 +193,10 @@ def test_offload_is_free_at_the_tokens_it_names(
         (["c.json", "--cpu", "1GiB", "--attention", "fast"], "--attention must be one of sdpa, eager"),
         (["c.json", "--cpu", "1GiB", "--offload-activations", "disk"], "must be one of auto, no, cpu, nvme"),
         (["c.json", "--cpu", "1GiB", "--micro-batch", "4"], "--micro-batch must be auto, got '4'"),
-        (["c.json", "--gradients", "transient", "--accumulate", "2"], "which does not go with --accumulate"),
+        (
+            ["c.json", "--gradients", "transient", "--accumulate", "2"],
+            "has one backward per update, and --accumulate 2",
+        ),
         (["c.json", "--gpu", "24GiB"], "A plan needs host memory"),
         (["c.json", "--cpu", "1GiB", "--compute", "gpu"], "--compute gpu needs the size of a GPU"),
         (["c.json", "--machine", "rtx9999"], "'rtx9999' is neither a machine that Gemini knows nor a file"),
