@@ -24,6 +24,7 @@ FLOORS = [
     ("gemini.ranks",),
     ("gemini.train",),
     ("gemini.pictures",),
+    ("gemini.tracing",),
     ("gemini.jobs", "gemini.integrations"),
     ("gemini.cli",),
     ("gemini.__main__",),

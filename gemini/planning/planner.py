@@ -104,9 +104,7 @@ def plan(
     )
     speeds = Speeds.typical() if hardware is None else Speeds.of(hardware, budgets, sharing=sharing)
     planner = Planner(trace, speeds, accumulate=accumulate, schedule=schedule, hardware=hardware)
-    if offload_activations != "auto":
-        return planner.best(problem, placement, offload_activations)
-    return _with_or_without_offloading(planner, problem, placement, explicit=activations is not None)
+    return planner.best_of(problem, placement, offload_activations, explicit=activations is not None)
 
 
 def budgets_of(
@@ -199,6 +197,41 @@ class Planner:
         self.accumulate = accumulate
         self.overlapped = schedule == "overlapped"
         self.hardware = hardware
+
+    def best_of(
+        self,
+        problem: Problem,
+        placement: Placement | StaticPlacement | None,
+        offload_activations: str | None,
+        *,
+        explicit: bool,
+    ) -> Plan:
+        """As :meth:`best`; with "auto" the better of leaving checkpointed activations and keeping them on the host.
+
+        ``explicit``: the bytes for activations were declared, so offloading does not change them.
+        """
+        if offload_activations != "auto":
+            return self.best(problem, placement, offload_activations)
+        plans: list[Plan] = []
+        refusal: BudgetExceeded | None = None
+        for where in (None, "cpu"):
+            if where is not None and (problem.compute is Tier.CPU or not self.trace.checkpoint_bytes):
+                continue
+            left = problem.activations if explicit else activation_bytes(self.trace, offloaded=where is not None)
+            posed = replace(
+                problem,
+                activations=0 if problem.compute is Tier.CPU else left,
+                offloaded=0 if where is None else self.trace.checkpoint_bytes,
+                offload_to=None if where is None else Tier(where),
+            )
+            try:
+                plans.append(self.best(posed, placement, where))
+            except BudgetExceeded as e:
+                refusal = refusal or e
+        if not plans:
+            assert refusal is not None
+            raise refusal
+        return min(plans, key=self.cost)  # of equals the first: nothing is moved without a gain
 
     def best(
         self, problem: Problem, placement: Placement | StaticPlacement | None, offload_activations: str | None
@@ -320,30 +353,3 @@ def moves_for(
 def _slower(problem: Problem, placement: Placement) -> list[int]:
     """Chunks with a plane that is not where it is computed."""
     return [i for i, homes in enumerate(placement.homes) if any(tier is not problem.compute for tier in homes.values())]
-
-
-def _with_or_without_offloading(
-    planner: Planner, problem: Problem, placement: Placement | StaticPlacement | None, *, explicit: bool
-) -> Plan:
-    """The better of leaving checkpointed activations where they are and keeping them in host memory."""
-    trace = planner.trace
-    plans: list[Plan] = []
-    refusal: BudgetExceeded | None = None
-    for where in (None, "cpu"):
-        if where is not None and (problem.compute is Tier.CPU or not trace.checkpoint_bytes):
-            continue
-        left = problem.activations if explicit else activation_bytes(trace, offloaded=where is not None)
-        posed = replace(
-            problem,
-            activations=0 if problem.compute is Tier.CPU else left,
-            offloaded=0 if where is None else trace.checkpoint_bytes,
-            offload_to=None if where is None else Tier(where),
-        )
-        try:
-            plans.append(planner.best(posed, placement, where))
-        except BudgetExceeded as e:
-            refusal = refusal or e
-    if not plans:
-        assert refusal is not None
-        raise refusal
-    return min(plans, key=planner.cost)  # of equals the first: nothing is moved without a gain

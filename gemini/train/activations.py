@@ -93,7 +93,7 @@ class ActivationStore:
         return self._offload(tensor) or tensor.detach()
 
     def _offload(self, tensor: torch.Tensor) -> Offloaded | None:
-        if tensor.numel() * tensor.element_size() < MIN_BYTES or not _saved_by_checkpointing():
+        if tensor.numel() * tensor.element_size() < MIN_BYTES or not saved_by_checkpointing(3):
             return None
         storage = tensor.untyped_storage()
         if tensor.device != self._device.torch_device or storage.data_ptr() in self._weights:
@@ -191,9 +191,8 @@ class ActivationStore:
             )
 
 
-def make_activation_store(engine: Engine) -> ActivationStore | None:
-    """What ``GeminiConfig(offload_activations=)`` asks for; None if nothing is to leave the computing tier."""
-    wanted = engine.config.offload_activations
+def make_activation_store(engine: Engine, wanted: str | None) -> ActivationStore | None:
+    """What the config or the plan wants of ``offload_activations``; None if nothing is to leave the computing tier."""
     if wanted is None:
         return None
     if Tier(wanted) is engine.device.tier:
@@ -205,9 +204,12 @@ def make_activation_store(engine: Engine) -> ActivationStore | None:
     return ActivationStore(engine, Tier(wanted))
 
 
-def _saved_by_checkpointing() -> bool:
-    """Whether torch's checkpointing is what saves a tensor now: the next Python code above the hooks is its own."""
-    frame = sys._getframe(3)  # past _offload and _pack
+def saved_by_checkpointing(depth: int) -> bool:
+    """Whether torch's checkpointing is what saves a tensor now: the next Python code above the hooks is its own.
+
+    ``depth``: how many functions of ours are between here and there, this one included.
+    """
+    frame = sys._getframe(depth)
     while frame.f_back is not None and frame.f_code.co_filename == _BETWEEN:
         frame = frame.f_back
     return frame.f_code.co_filename == _OF_CHECKPOINTING
