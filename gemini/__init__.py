@@ -29,6 +29,7 @@ _WHERE = {
     "Plan": "gemini.planning.plan",
     "Timeline": "gemini.planning.timeline",
     "plan": "gemini.planning.planner",
+    "simulate": "gemini.planning.simulate",
     "MemoryBudget": "gemini.tiers",
     "Tier": "gemini.tiers",
     "StaticPlacement": "gemini.planning.placement",
@@ -40,6 +41,9 @@ _WHERE = {
     "load_checkpoint": "gemini.train.checkpoint",
     "from_config": "gemini.train.from_config",
     "from_pretrained": "gemini.train.from_pretrained",
+    "MemoryTracer": "gemini.tracing.tracer",
+    "batch_for": "gemini.tracing.batches",
+    "trace": "gemini.tracing.ahead",
 }
 
 __all__ = sorted([*_WHERE, "__version__"])
@@ -60,10 +64,14 @@ if TYPE_CHECKING:
     from gemini.planning.placement import StaticPlacement as StaticPlacement
     from gemini.planning.plan import Plan as Plan
     from gemini.planning.planner import plan as plan
+    from gemini.planning.simulate import simulate as simulate
     from gemini.planning.timeline import Timeline as Timeline
     from gemini.planning.trace import MemoryTrace as MemoryTrace
     from gemini.tiers import MemoryBudget as MemoryBudget
     from gemini.tiers import Tier as Tier
+    from gemini.tracing.ahead import trace as trace
+    from gemini.tracing.batches import batch_for as batch_for
+    from gemini.tracing.tracer import MemoryTracer as MemoryTracer
     from gemini.train.checkpoint import PendingCheckpoint as PendingCheckpoint
     from gemini.train.checkpoint import load_checkpoint as load_checkpoint
     from gemini.train.checkpoint import save_checkpoint as save_checkpoint

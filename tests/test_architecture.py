@@ -23,6 +23,7 @@ FLOORS = [
     ("gemini.memory",),
     ("gemini.ranks",),
     ("gemini.train",),
+    ("gemini.tracing",),
     ("gemini.jobs", "gemini.integrations"),
     ("gemini.cli",),
     ("gemini.__main__",),

@@ -35,6 +35,7 @@ from gemini.train.gradients import GradientStore, check_grad
 from gemini.train.guard import ManagedParameter, ParamHandle, engine_of, expose, hide, poison, refuse_written
 from gemini.train.loss_scale import LossScale
 from gemini.train.problem import prepare
+from gemini.train.recording import Recording
 from gemini.train.reduction import Reduction
 from gemini.train.shards import Shards
 from gemini.train.update import update_now
@@ -66,6 +67,7 @@ class Engine:
         self.by_chunk = iter_chunks(self.handles)
         self.working_set = built.working_set
         self.saver: Any = None  # the Saver that writes a checkpoint behind the training, or did
+        self.recording: Recording | None = None  # who is told of everything while model.recording() is open
         self.mover = Mover(self.device, built.tile, self.ledger)
         self.shards = None if ranks is None else Shards(self, ranks, self.problem.exchange)
         self.reduction = None if self.shards is None else Reduction(self, self.shards)
@@ -106,7 +108,7 @@ class Engine:
         if fill is not None:
             fill(self)
         adopt_all(self, filled=fill is not None)
-        self.mover.moved.clear()  # what came home is not of the first step
+        self.mover.moved.clear()  # coming home is no part of the first step
         gc.collect(0)
 
     # ---- phases -------------------------------------------------------------------------------------------------
@@ -144,6 +146,8 @@ class Engine:
             self._expose_resident()
             if torch.is_grad_enabled():
                 self.manager.foresight.begin()
+        if self.recording is not None:
+            self.recording.begin_call(module)
         try:
             self.calls.begin(module, chunks)
         finally:
@@ -152,6 +156,8 @@ class Engine:
     def end_call(self, module: nn.Module) -> CallRecord | None:
         """A hooked module is done, or failed. None if it never began."""
         record = self.calls.end(module)
+        if self.recording is not None:
+            self.recording.end_call()
         self._rest_if_idle()
         return record
 
@@ -175,9 +181,7 @@ class Engine:
         """
         if self.in_backward:
             return
-        if any(handle.has_grad for handle in self.handles) or (
-            self.reduction is not None and self.reduction.has_unreduced
-        ):
+        if self.has_gradients:
             if self.config.gradients == "transient":
                 raise GeminiError(
                     'a second backward before optimizer.step(): gradients="transient" keeps nothing to add to. '
@@ -188,6 +192,8 @@ class Engine:
             self.applied_scale = self.loss_scale.scale  # one scale for all gradients that are added up
         self.backward_number += 1
         self.in_backward = True
+        if self.recording is not None:
+            self.recording.begin_backward()
         self._expose_resident()
         for chunk in self.chunks:
             chunk.num_missing_grads = sum(handle.trained for handle in self.by_chunk[chunk.spec.index])
@@ -212,6 +218,8 @@ class Engine:
         if self.activations is not None:
             self.activations.collect()
         self.in_backward = False
+        if self.recording is not None:
+            self.recording.end_backward()
         self._rest_if_idle()
 
     # ---- gathered weights ---------------------------------------------------------------------------------------
@@ -329,6 +337,13 @@ class Engine:
             if self.reduction is not None:
                 self.reduction.complete(chunk)
 
+    @property
+    def has_gradients(self) -> bool:
+        """Whether gradients of an earlier backward wait for the update."""
+        return any(handle.has_grad for handle in self.handles) or (
+            self.reduction is not None and self.reduction.has_unreduced
+        )
+
     def settle_grads(self) -> None:
         """With several ranks: make gradients and their norms those of all ranks. All of them must come here."""
         if self.reduction is not None:
@@ -355,6 +370,8 @@ class Engine:
         self.gradients.discard(chosen)
         if self.reduction is not None:
             self.reduction.discard(chosen)
+        if self.recording is not None:
+            self.recording.discard()
         self._forget_clipping()
 
     def _forget_clipping(self) -> None:
@@ -369,6 +386,8 @@ class Engine:
         self.mover.moved.clear()
         if self.shards is not None:
             self.shards.end_step()
+        if self.recording is not None:
+            self.recording.end_step()
 
     # ---- the end ----------------------------------------------------------------------------------------------
 

@@ -75,7 +75,7 @@ class DrawnModel(Skeleton):
     def __init__(self, make: Callable[[], nn.Module]):
         self._make = make
         to_meta = _ToMeta()
-        with generators_kept(), _registering(to_meta), _without_drawing():
+        with generators_kept(), _registering(to_meta), without_drawing():
             self.model = make()
         empties = replace_by_stand_ins(self.model)
         self._expected = [empties.get(key) for key in to_meta.registered]
@@ -168,7 +168,7 @@ def _registering(replace: Callable[[nn.Parameter], nn.Parameter]) -> Iterator[No
 
 
 @contextlib.contextmanager
-def _without_drawing() -> Iterator[None]:
+def without_drawing() -> Iterator[None]:
     """Initializations do nothing (meta tensors have no values, and some models compute with theirs), ties are made."""
     try:
         from transformers import PreTrainedModel

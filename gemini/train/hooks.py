@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from gemini.train.calls import CallRecord
     from gemini.train.engine import Engine
 
-_ENTRANCE = re.compile(r"(?:[^.\d][^.]*\.)*(?:[^.\d][^.]*|\d+)|")
+ENTRANCE = re.compile(r"(?:[^.\d][^.]*\.)*(?:[^.\d][^.]*|\d+)|")
 """Paths without a numbered part, or with just one at their end: "", "model", "model.norm", "model.layers.7"."""
 
 
@@ -40,7 +40,7 @@ def attach(model: nn.Module, engine: Engine) -> list[RemovableHandle]:
     hooks: list[RemovableHandle] = []
     for path, module in model.named_modules():
         chunks = _chunks_to_gather(module)
-        entrance = _ENTRANCE.fullmatch(path) is not None
+        entrance = ENTRANCE.fullmatch(path) is not None
         if is_a(type(module), "ParamWrapper"):
             hooks.append(module.register_forward_hook(_after_parametrization, always_call=True))
         if module is model:
@@ -156,6 +156,8 @@ def _post(ref: weakref.ref[Engine], *, is_root: bool) -> Callable[[nn.Module, An
             engine.activations.close()
         if record is None or output is None:
             return None
+        if engine.recording is not None:
+            engine.recording.watch_backward(module, output)
         if record.chunks and record.parent is not None:
             _hold_returned_weights(engine, record, output)
         if not torch.is_grad_enabled():

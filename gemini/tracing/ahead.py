@@ -1,0 +1,238 @@
+"""``gemini.trace``: a step traced before there is anything to run it on, on fake tensors.
+
+A fake tensor has a shape, a dtype and a device, and takes no memory; operations on it compute shapes only (torch's
+``FakeTensorMode``). So the forward and backward of a 70B model run on a laptop in seconds, and do in the same order
+what the real ones will do.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+
+from gemini.errors import GeminiError
+from gemini.memory.chunk import COMPUTE_DTYPES
+from gemini.planning.trace import MemoryTrace, Source
+from gemini.tracing.batches import model_class_for
+from gemini.tracing.fake_ops import MOST_REAL, FakeRunner
+from gemini.tracing.observer import Observer, Step
+from gemini.tracing.targets import Target, make_target
+from gemini.train.containers import iter_tensors
+from gemini.train.from_config import without_drawing
+from gemini.train.guard import handle_of
+from gemini.train.skeleton import generators_kept
+from gemini.train.structure import buffer_bytes, distinct_params, traced_params
+
+
+def trace(
+    model: Any,
+    batch: Mapping[str, Any],
+    *,
+    precision: str = "bf16",
+    target: str | None = None,
+    checkpointing: bool | str | None = None,
+    model_class: Any = None,
+    loss: Callable[[Any], torch.Tensor] | None = None,
+) -> MemoryTrace:
+    """One forward and backward of ``model`` on ``batch``, without weights, without memory for them and without a GPU.
+
+    Args:
+        model: a transformers config object, or an ``nn.Module`` (with values, on the meta device or fake), which is
+            left as it is. It is traced in training mode.
+        batch: keyword arguments of forward. Of tensors only shapes and dtypes count, so they may be on the meta
+            device; :func:`gemini.tracing.batches.batch_for` makes them for a config.
+        precision: the compute dtype, "bf16", "fp16" or "fp32". Params are cast to it, buffers are not, as
+            ``GeminiDDP`` does.
+        target: "cpu" or "cuda", whose workspaces the bytes include; by default "cuda" if there is one.
+        checkpointing: gradient checkpointing of a transformers model: True (as transformers does it by default),
+            "reentrant", "non-reentrant", False, or None, which leaves it as it is.
+        model_class: for a config: the class of transformers, if not the one that follows from the config.
+        loss: what makes the loss of what forward returns; by default its ``loss``, or itself if it is one number.
+
+    Returns:
+        A trace with ``source`` "ahead". MoE models are traced with the experts implementation they have; those whose
+        shapes follow from the values of the router (``"eager"``) cannot be.
+
+    Raises:
+        GeminiError: if forward gives no loss, or needs values that fake tensors do not have.
+        ValueError: for an unknown precision, target, or kind of checkpointing, or a config without a model class.
+    """
+    if precision not in COMPUTE_DTYPES:
+        raise ValueError(f"precision must be one of {', '.join(COMPUTE_DTYPES)}, got {precision!r}")
+    chosen = make_target(target)
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with generators_kept(), mode:
+        fake = _copy(model, mode) if isinstance(model, nn.Module) else _build(model, model_class)
+        _cast_params(fake, COMPUTE_DTYPES[precision])
+        fake.train()
+        _set_checkpointing(fake, checkpointing)
+        known: dict[int, torch.Tensor] = {}
+        inputs = {name: _input(value, mode, known) for name, value in batch.items()}
+        step = _run(fake, inputs, chosen, loss, mode)
+    return MemoryTrace(
+        model=type(fake).__name__,
+        precision=precision,
+        batch=step.inputs,
+        tokens=step.tokens,
+        target=chosen.name,
+        source=Source.AHEAD,
+        params=traced_params(fake),
+        moments=tuple(step.moments),
+        buffer_bytes=buffer_bytes(fake),
+        checkpointing=step.checkpointing,
+    )
+
+
+# ---- the model -------------------------------------------------------------------------------------------------------
+
+
+def _build(config: Any, model_class: Any) -> nn.Module:
+    """The model of a config, of fake tensors. Nothing is drawn."""
+    model_class = model_class or model_class_for(config)
+    make = getattr(model_class, "from_config", None) or model_class._from_config
+    config = copy.deepcopy(config)
+    with without_drawing():
+        return make(config)
+
+
+def _copy(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
+    """A copy of ``model`` whose tensors are fake; what modules share stays shared."""
+    for param, names in distinct_params(model):
+        if handle_of(param) is not None:
+            raise GeminiError(
+                f"param {names[0]!r} is managed by GeminiDDP: trace the model before it is wrapped, or record a step "
+                "with gemini.MemoryTracer"
+            )
+    memo: dict[int, Any] = {}
+    for param, _ in distinct_params(model):
+        memo[id(param)] = nn.Parameter(_empty_as(param.data, mode), requires_grad=param.requires_grad)
+        memo[id(param)].__dict__.update(param.__dict__)
+    for buffer in model.buffers():
+        memo[id(buffer)] = _empty_as(buffer, mode)
+    try:
+        return copy.deepcopy(model, memo)
+    except Exception as e:
+        raise GeminiError(
+            f"{type(model).__name__} cannot be copied onto fake tensors ({type(e).__name__}: {e}): give gemini.trace "
+            "its config, or record a step with gemini.MemoryTracer"
+        ) from e
+
+
+def _empty_as(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
+    with mode:
+        if tensor.numel() and 0 in tensor.stride():  # a stand-in that takes no memory
+            return torch.empty(tensor.shape, dtype=tensor.dtype)
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+
+
+def _cast_params(model: nn.Module, dtype: torch.dtype) -> None:
+    for param, _ in distinct_params(model):
+        if param.is_floating_point() and param.dtype is not dtype:
+            param.data = torch.empty(param.shape, dtype=dtype)
+
+
+def _set_checkpointing(model: Any, wanted: bool | str | None) -> None:
+    if wanted is None:
+        return
+    kinds = {"reentrant": True, "non-reentrant": False}
+    if not isinstance(wanted, bool) and wanted not in kinds:
+        raise ValueError(f'checkpointing must be True, False, "reentrant" or "non-reentrant", got {wanted!r}')
+    if not hasattr(model, "gradient_checkpointing_enable"):
+        raise ValueError(
+            f"{type(model).__name__} has no gradient_checkpointing_enable(): checkpointing= is for models of "
+            "transformers. Leave it out and let forward do what it does"
+        )
+    if wanted is False:
+        model.gradient_checkpointing_disable()
+    elif wanted is True:
+        model.gradient_checkpointing_enable()
+    else:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": kinds[wanted]})
+
+
+def _input(value: Any, mode: FakeTensorMode, known: dict[int, torch.Tensor]) -> Any:
+    """A tensor of the batch: integers with their values (ones for those without), others fake."""
+    if isinstance(value, torch.Tensor):
+        if id(value) not in known:
+            if value.is_floating_point() or value.numel() > MOST_REAL:
+                known[id(value)] = _empty_as(value.detach(), mode)
+            else:
+                with unset_fake_temporarily():
+                    on_cpu = torch.ones(value.shape, dtype=value.dtype) if value.is_meta else value.detach().cpu()
+                    known[id(value)] = on_cpu
+        return known[id(value)]
+    if isinstance(value, (list, tuple)):
+        return type(value)(_input(item, mode, known) for item in value)
+    return value
+
+
+# ---- the step --------------------------------------------------------------------------------------------------------
+
+
+def _run(
+    model: nn.Module,
+    inputs: dict[str, Any],
+    target: Target,
+    loss: Callable[[Any], torch.Tensor] | None,
+    mode: FakeTensorMode,
+) -> Step:
+    seen: list[Step] = []
+    observer = Observer(model, target, free_gradients=True, on_step=seen.append)
+    with ExitStack() as stack:
+        stack.callback(observer.detach)
+        observer.attach()
+        stack.enter_context(observer.make_meter(FakeRunner(mode)))
+        try:
+            result = _loss_of(model, model(**inputs), loss)
+        except GeminiError:
+            raise
+        except Exception as e:
+            raise _cannot(model, "forward", e) from e
+        if not result.requires_grad:
+            raise GeminiError(
+                f"the loss of {type(model).__name__} depends on no param that requires gradients: there is no backward "
+                "to trace"
+            )
+        try:
+            result.backward()
+        except Exception as e:
+            raise _cannot(model, "backward", e) from e
+    if not seen:
+        raise GeminiError(f"no backward of {type(model).__name__} was seen: record a step with gemini.MemoryTracer")
+    return seen[-1]
+
+
+def _loss_of(model: nn.Module, output: Any, loss: Callable[[Any], torch.Tensor] | None) -> torch.Tensor:
+    result: Any
+    if loss is not None:
+        result = loss(output)
+    elif isinstance(output, torch.Tensor):
+        result = output
+    elif isinstance(output, dict):  # ModelOutput is one
+        result = output.get("loss")
+    elif isinstance(output, (tuple, list)) and output:
+        result = output[0]
+    else:
+        result = getattr(output, "loss", None)
+    if isinstance(result, torch.Tensor) and result.numel() == 1:
+        return result
+    found = ", ".join(str(tuple(tensor.shape)) for tensor in iter_tensors(output)) or "nothing"
+    raise GeminiError(
+        f"forward of {type(model).__name__} gave no loss (it returned tensors of shape {found}): pass labels in the "
+        "batch, choose a model class with a head (model_class=), or pass loss=, a function of what forward returns"
+    )
+
+
+def _cannot(model: nn.Module, phase: str, error: Exception) -> GeminiError:
+    op = getattr(error, "func", None)
+    cause = f"{op} needs values" if op is not None else f"{type(error).__name__}: {error}"
+    return GeminiError(
+        f"the {phase} of {type(model).__name__} cannot run on fake tensors ({cause}). A step whose shapes or branches "
+        "follow from values can be recorded while it runs: with gemini.MemoryTracer(model) as tracer: ..."
+    )

@@ -1,0 +1,51 @@
+"""Floating point operations of an operation: torch's own formulas, and those it lacks.
+
+Source: ``torch.utils.flop_counter`` (a multiplication and an addition count as two; attention counts its products in
+full, whether or not the mask is causal). It has no formula for the CPU's fused attention nor for grouped products.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+_aten = torch.ops.aten
+
+
+def flops_of(func: Any, args: Any, kwargs: Any, out: Any) -> int:
+    """Floating point operations of one call of ``func``; 0 for what is no product, convolution or attention."""
+    packet: Any = getattr(func, "_overloadpacket", None)
+    ours = _OURS.get(packet)
+    if ours is not None:
+        return ours(args, out)
+    formula = flop_registry.get(packet)
+    return 0 if formula is None else int(formula(*args, **kwargs, out_val=out))
+
+
+def _attention(args: Any, out: Any) -> int:
+    return sdpa_flop_count(args[0].shape, args[1].shape, args[2].shape)
+
+
+def _attention_backward(args: Any, out: Any) -> int:
+    return sdpa_backward_flop_count(args[0].shape, args[1].shape, args[2].shape, args[3].shape)
+
+
+def _grouped(args: Any, out: Any) -> int:
+    """Rows of one operand times the other's: each row belongs to one group, whichever operand is cut into groups."""
+    first, second = args[0], args[1]
+    if first.dim() == 2 and second.dim() == 3:
+        return 2 * first.shape[0] * first.shape[1] * second.shape[2]
+    if first.dim() == 3 and second.dim() == 2:
+        return 2 * first.shape[1] * first.shape[2] * second.shape[1]
+    if first.dim() == 2:
+        return 2 * first.shape[0] * first.shape[1] * second.shape[1]
+    return 2 * first.shape[0] * first.shape[1] * first.shape[2] * second.shape[2]
+
+
+_OURS: dict[Any, Any] = {
+    _aten._scaled_dot_product_flash_attention_for_cpu: _attention,
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+    **({_aten._grouped_mm: _grouped} if hasattr(_aten, "_grouped_mm") else {}),
+}

@@ -1,0 +1,198 @@
+"""Counts what operations do: bytes they leave in memory, bytes they read and write, floating point operations.
+
+A dispatch mode sees every operation below autograd, forward and backward alike, on fake tensors and on real ones.
+Memory is counted in storages: one is there from the operation that makes it until nothing refers to it, however many
+views it has. Weights, their gradients once complete, and buffers are no part of it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
+
+from gemini.tracing.formulas import flops_of
+from gemini.tracing.targets import Target
+
+_aten = torch.ops.aten
+_NO_WORK = {
+    torch.ops.prim.device.default, _aten._unsafe_view.default, _aten._reshape_alias.default, _aten.lift_fresh.default,
+    _aten.alias.default, _aten.detach.default, _aten.detach_.default, _aten._local_scalar_dense.default,
+    _aten.is_same_size.default, _aten.empty.memory_format, _aten.empty_like.default, _aten.empty_strided.default,
+    _aten.new_empty.default, _aten.new_empty_strided.default, _aten.equal.default, _aten.resize_.default,
+}  # fmt: skip
+
+
+class Meter(TorchDispatchMode):
+    """Running totals; whoever cuts the step into moments reads ``live`` and takes the others.
+
+    Attributes:
+        live: bytes of counted storages that are there now.
+        peak: the most of them since the last :meth:`take`, temporaries within operations included.
+        flops, touched, num_ops: of the operations since the last :meth:`take`.
+        read: indices of the params that operations read or wrote since the last :meth:`take`.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        on_work: Callable[[], None] | None = None,
+        run: Callable[[Any, Any, Any], Any] | None = None,
+    ):
+        """``on_work`` is called before each operation that does work; ``run`` runs one, if it is not simply called."""
+        super().__init__()
+        self._target = target
+        self._on_work = on_work
+        self._run = run
+        self._sizes: dict[int, int] = {}
+        self._guards: dict[int, weakref.ref[Any]] = {}
+        self._param_of: dict[int, list[tuple[int, int, int]]] = {}  # by storage: first and last element, index
+        self._left_out: set[int] = set()
+        self._kinds: dict[Any, bool] = {}
+        self._paused = 0
+        self._resting = True
+        self.live = self.peak = self.flops = self.touched = self.num_ops = 0
+        self.read: set[int] = set()
+
+    # ---- what is not counted -----------------------------------------------------------------------------------------
+
+    def know_param(self, index: int, param: torch.Tensor) -> None:
+        """What reads this storage reads the param; it is no memory beside the model."""
+        key = param.untyped_storage()._cdata
+        start = int(param.storage_offset())
+        self._param_of.setdefault(key, []).append((start, start + int(param.numel()), index))
+        self._left_out.add(key)
+
+    def leave_out(self, tensors: Iterable[torch.Tensor]) -> None:
+        """These (buffers) are counted elsewhere."""
+        self._left_out.update(tensor.untyped_storage()._cdata for tensor in tensors)
+
+    def gone(self, tensor: torch.Tensor) -> None:
+        """This tensor's storage is counted no longer: it has become somebody else's (a gradient in its place)."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        self._forget(key)
+        self._left_out.add(key)
+        self._guards[key] = weakref.ref(storage, lambda _, key=key: self._left_out.discard(key))  # type: ignore[misc]
+
+    def is_param(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is a param, or a view of one."""
+        return tensor.untyped_storage()._cdata in self._param_of
+
+    def rest(self) -> None:
+        """The step is over: what is done until :meth:`reset` is not counted."""
+        self._resting = True
+
+    def reset(self) -> None:
+        """A step begins, with nothing counted."""
+        self._resting = False
+        self._sizes.clear()
+        self._guards.clear()
+        self.live = self.peak = 0
+        self.take()
+
+    def arrived(self, tensor: torch.Tensor) -> None:
+        """This tensor was made elsewhere (the batch) and is counted from now on."""
+        self._count(tensor)
+        self.peak = max(self.peak, self.live)
+
+    def leave_stack(self) -> None:
+        """End counting: as a mode if it is the innermost one, else by looking away."""
+        self._paused += 1
+        if _get_current_dispatch_mode() is self:
+            self.__exit__(None, None, None)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Operations inside are not the model's."""
+        self._paused += 1
+        try:
+            yield
+        finally:
+            self._paused -= 1
+
+    # ---- reading -----------------------------------------------------------------------------------------------------
+
+    def take(self) -> tuple[int, int, int, int, set[int]]:
+        """``peak, flops, touched, num_ops, read`` since the last call; they start again."""
+        taken = (self.peak, self.flops, self.touched, self.num_ops, self.read)
+        self.peak, self.flops, self.touched, self.num_ops, self.read = self.live, 0, 0, 0, set()
+        return taken
+
+    # ---- counting ----------------------------------------------------------------------------------------------------
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self._paused or self._resting or func is torch.ops.prim.device.default:
+            return func(*args, **kwargs)
+        works = self._kinds.get(func)
+        if works is None:
+            works = self._kinds[func] = not (getattr(func, "is_view", False) or func in _NO_WORK)
+        if works and self._on_work is not None:
+            self._on_work()
+        out = func(*args, **kwargs) if self._run is None else self._run(func, args, kwargs)
+        results = _tensors(out)
+        for tensor in results:
+            self._count(tensor)
+        if works:
+            self._work(func, args, kwargs, out, results)
+        if self.live > self.peak:
+            self.peak = self.live
+        return out
+
+    def _work(self, func: Any, args: Any, kwargs: Any, out: Any, results: list[torch.Tensor]) -> None:
+        touched = 0
+        inputs = _tensors(args)
+        if kwargs:
+            inputs += _tensors(list(kwargs.values()))
+        for tensor in inputs:
+            storage = tensor.untyped_storage()
+            params = self._param_of.get(storage._cdata)
+            if params is not None:
+                at = tensor.storage_offset()
+                self.read.update(index for start, stop, index in params if len(params) == 1 or start <= at < stop)
+            touched += min(tensor.numel() * tensor.itemsize, storage.nbytes())
+        for tensor in results:
+            touched += tensor.numel() * tensor.itemsize
+        self.touched += touched
+        self.num_ops += 1
+        self.flops += flops_of(func, args, kwargs, out)
+        temporary = self._target.temporary_bytes(func, args, kwargs, results)
+        if temporary and self.live + temporary > self.peak:
+            self.peak = self.live + temporary
+
+    def _count(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._left_out:
+            return
+        size = self._target.allocated_bytes(storage.nbytes())
+        known = self._sizes.get(key)
+        if known is None:
+            self._guards[key] = weakref.ref(storage, lambda _, key=key: self._forget(key))  # type: ignore[misc]
+            known = 0
+        if size != known:  # new, or resized
+            self._sizes[key] = size
+            self.live += size - known
+
+    def _forget(self, key: int) -> None:
+        self.live -= self._sizes.pop(key, 0)
+        self._guards.pop(key, None)
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    """The tensors in the arguments or results of an operation, which nest lists only."""
+    if isinstance(tree, torch.Tensor):
+        return [tree]
+    found: list[torch.Tensor] = []
+    if isinstance(tree, (tuple, list)):
+        for value in tree:
+            if isinstance(value, torch.Tensor):
+                found.append(value)
+            elif isinstance(value, (tuple, list)):
+                found += _tensors(value)
+    return found

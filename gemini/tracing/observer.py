@@ -1,0 +1,339 @@
+"""Cuts a step into moments: hooks like the engine's tell where calls begin and end, a meter what happens in between.
+
+The rules are the engine's own (``gemini/train/hooks.py`` says why): the same modules are hooked, :class:`Calls` says
+what each phase keeps gathered, with params in place of chunks. So what a trace says a moment reads is what the engine
+holds in it, whatever the layout. Every beginning and end of a call is a boundary; a stretch without operations is none.
+"""
+
+from __future__ import annotations
+
+import inspect
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from gemini.planning.trace import Moment, Phase
+from gemini.tracing.batches import count_tokens
+from gemini.tracing.meter import Meter
+from gemini.tracing.saved import SavedInputs
+from gemini.tracing.targets import Target
+from gemini.train.calls import CallRecord, Calls
+from gemini.train.containers import iter_tensors
+from gemini.train.guard import handle_of
+from gemini.train.hooks import ENTRANCE
+from gemini.train.reading import params_read_by
+from gemini.train.structure import distinct_params
+
+
+@dataclass
+class Step:
+    """What was seen of one step.
+
+    Attributes:
+        moments: those in which something ran (empty if operations were not counted).
+        keys: what happened at each boundary; equal lists are equal sequences of calls.
+        times: seconds that ended at each boundary, without those in which somebody else worked.
+        moment_at: for each boundary the moment that ended there, or None.
+    """
+
+    moments: list[Moment] = field(default_factory=list)
+    keys: list[Any] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)
+    moment_at: list[int | None] = field(default_factory=list)
+    has_backward: bool = False
+    differentiable: bool = False
+    inputs: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    tokens: int = 0
+
+    @property
+    def checkpointing(self) -> bool:
+        return any(moment.phase is Phase.RECOMPUTE for moment in self.moments)
+
+
+class Observer:
+    """Hooks on one model. Each forward of the root begins a :class:`Step`; its backward ends it."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        target: Target,
+        *,
+        free_gradients: bool,
+        on_step: Callable[[Step], None] | None = None,
+        on_begin: Callable[[], None] | None = None,
+        now: Callable[[], float] = time.perf_counter,
+    ):
+        """``free_gradients``: whether complete gradients are dropped, as the engine does by moving them away."""
+        self._model = model
+        self._index_of = {id(param): index for index, (param, _) in enumerate(distinct_params(model))}
+        self._params = [param for param, _ in distinct_params(model)]
+        self._target = target
+        self._free_gradients = free_gradients
+        self._on_step = on_step
+        self._on_begin = on_begin
+        self._now = now
+        self._hooks: list[RemovableHandle] = []
+        self._gathered: Counter[int] = Counter()
+        self._calls = Calls(self._acquire, self._release)  # type: ignore[arg-type]
+        self._path_of: dict[CallRecord, str] = {}
+        self._path = ""
+        self._in_backward = False
+        self._gradients: set[int] = set()
+        self._carried = (0, 0)
+        self._since = self._away = 0.0
+        self._outside = False
+        self._resting = True
+        self.meter: Meter | None = None
+        self.saved = SavedInputs(self)
+        self.step = Step()
+
+    # ---- attaching ---------------------------------------------------------------------------------------------------
+
+    def attach(self) -> None:
+        """Register the hooks on the same modules as the engine."""
+        try:
+            for path, module in self._model.named_modules():
+                params = tuple(dict.fromkeys(self._index_of[id(p)] for p in params_read_by(module)))
+                entrance = ENTRANCE.fullmatch(path) is not None and any(True for _ in module.parameters())
+                if module is self._model or params or entrance:
+                    self._attach_to(path, module, params)
+            for index, param in enumerate(self._params):
+                if param.requires_grad:
+                    self._hooks.append(param.register_post_accumulate_grad_hook(self._gradient_hook(index)))
+        except BaseException:
+            self.detach()
+            raise
+
+    def detach(self) -> None:
+        """Remove every hook."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        self.saved.close()
+
+    def _attach_to(self, path: str, module: nn.Module, params: tuple[int, ...]) -> None:
+        root = module is self._model
+
+        def pre(module: nn.Module, args: Any, kwargs: Any) -> None:
+            if root and not self._calls.running and not self._in_backward:
+                self._begin_forward(args, kwargs)
+            self._begin_call(path, module, params)
+
+        def post(module: nn.Module, args: Any, output: Any) -> None:
+            self._end_call(path, module, output)
+
+        self._hooks.append(module.register_forward_pre_hook(pre, prepend=True, with_kwargs=True))
+        self._hooks.append(module.register_forward_hook(post, always_call=True))
+
+    # ---- measuring ---------------------------------------------------------------------------------------------------
+
+    def make_meter(self, run: Callable[[Any, Any, Any], Any] | None = None) -> Meter:
+        """A meter that knows this model's params and buffers. It counts while it is entered."""
+        meter = Meter(self._target, on_work=self._notice_backward, run=run)
+        for index, param in enumerate(self._params):
+            handle = handle_of(param)
+            meter.know_param(index, param if handle is None else handle.view)
+        meter.leave_out(self._model.buffers())
+        self.meter = meter
+        return meter
+
+    @contextmanager
+    def elsewhere(self) -> Any:
+        """What is done inside is not the model's work: not its operations, bytes, or time."""
+        if self._outside:
+            yield
+            return
+        self._outside = True
+        began = self._now()
+        try:
+            if self.meter is None:
+                yield
+            else:
+                with self.meter.paused():
+                    yield
+        finally:
+            self._outside = False
+            self._away += self._now() - began
+
+    # ---- steps -------------------------------------------------------------------------------------------------------
+
+    def _begin_forward(self, args: Any, kwargs: Any) -> None:
+        """A call of the model that is inside no other. It begins a step unless a backward may be of both (as with pairs
+        of samples, whose forwards come one after the other).
+        """
+        with_backward = torch.is_grad_enabled()
+        if self._resting or not (with_backward and self.step.differentiable):
+            self._begin_step()
+        self.step.differentiable = with_backward
+        shapes = {}
+        for name, value in _named_inputs(self._model, args, kwargs):
+            shapes[name] = tuple(value.shape)
+            if self.meter is not None:
+                self.meter.arrived(value)
+        self.step.inputs = self.step.inputs or shapes
+        self.step.tokens += count_tokens(shapes)
+
+    def _begin_step(self) -> None:
+        if self._on_begin is not None:
+            self._on_begin()
+        self._resting = False
+        self._calls.abandon()
+        self._calls.end_backward()
+        self._gathered.clear()
+        self._path_of.clear()
+        self._gradients.clear()
+        self._path, self._in_backward, self._carried = "", False, (0, 0)
+        self.step = Step()
+        if self.meter is not None:
+            self.meter.reset()
+        self._away, self._since = 0.0, self._now()
+
+    def end_step(self) -> None:
+        """Forward and backward are over."""
+        self._cut("end of step")
+        self._resting = True
+        if self.meter is not None:
+            self.meter.rest()
+        self._calls.end_backward()
+        self._in_backward = False
+        self._path = ""
+        step, self.step = self.step, Step()
+        if self._on_step is not None and step.has_backward:
+            self._on_step(step)
+
+    def _begin_backward(self) -> None:
+        if not self._in_backward:
+            self._in_backward = self.step.has_backward = True
+            torch.autograd.Variable._execution_engine.queue_callback(self.end_step)
+
+    def _notice_backward(self) -> None:
+        """A loss that is computed outside of the model has operations before any hook is reached."""
+        if not self._in_backward and torch._C._current_graph_task_id() != -1:
+            self._cut(None)
+            self._begin_backward()
+
+    # ---- boundaries --------------------------------------------------------------------------------------------------
+
+    def _begin_call(self, path: str, module: nn.Module, params: tuple[int, ...]) -> None:
+        self._cut(("call", path))
+        outermost = not self._calls.running and not self._in_backward
+        self._calls.begin(module, params)  # type: ignore[arg-type]
+        record = self._calls.innermost
+        assert record is not None
+        self._path_of[record] = self._path = path
+        if outermost:
+            self.saved.open()
+
+    def _end_call(self, path: str, module: nn.Module, output: Any) -> None:
+        self._cut(("end", path))
+        record = self._calls.end(module)
+        if not self._calls.running:
+            self.saved.close()
+        around = self._calls.innermost
+        self._path = "" if around is None else self._path_of[around]
+        if record is None or output is None:
+            return
+        if record.chunks and record.parent is not None:
+            self._hold_returned(record, output)
+        if torch.is_grad_enabled() and (record.chunks or (record.parent is None and not self._in_backward)):
+
+            def begin(grad: torch.Tensor) -> None:
+                self._begin_backward_of(record)
+
+            for tensor in iter_tensors(output):
+                record.on_gradient(tensor, begin)
+
+    def _hold_returned(self, record: CallRecord, output: Any) -> None:
+        keys = {self._params[i].untyped_storage()._cdata: i for i in record.chunks}  # type: ignore[call-overload]
+        for tensor in iter_tensors(output):
+            index = keys.get(tensor.untyped_storage()._cdata)
+            if index is not None:
+                self._calls.hold(index)
+
+    def _begin_backward_of(self, record: CallRecord) -> None:
+        path = self._path_of.get(record)
+        if path is None:
+            return  # of an earlier step
+        self._cut(("backward", path))
+        self._begin_backward()
+        self._calls.begin_backward(record)
+        self._path = path
+
+    def _gradient_hook(self, index: int) -> Callable[[torch.Tensor], None]:
+        def complete(param: torch.Tensor) -> None:
+            self._begin_backward()
+            self._gradients.add(index)
+            grad = param.grad
+            if grad is None:
+                return
+            if self.meter is not None:
+                self.meter.gone(grad)
+            if self._free_gradients:
+                param.grad = None
+
+        return complete
+
+    def _acquire(self, index: Any) -> None:
+        self._gathered[index] += 1
+
+    def _release(self, index: Any) -> None:
+        self._gathered[index] -= 1
+
+    def _phase(self) -> Phase:
+        if not self._in_backward:
+            return Phase.FORWARD
+        return Phase.RECOMPUTE if self._calls.running else Phase.BACKWARD
+
+    def _cut(self, key: Any) -> None:
+        """End the moment that runs. What stands between two boundaries without an operation is no moment."""
+        now = self._now()
+        step = self.step
+        step.keys.append(key)
+        step.times.append(max(0.0, now - self._since - self._away))
+        step.moment_at.append(self._close() if self.meter is not None else None)
+        self._away, self._since = 0.0, self._now()
+
+    def _close(self) -> int | None:
+        meter, moments = self.meter, self.step.moments
+        assert meter is not None
+        if not meter.num_ops:
+            if self._gradients and moments:  # complete since the last operation
+                last = moments[-1]
+                done = tuple(sorted({*last.gradients, *self._gradients}))
+                moments[-1] = Moment(**{**vars(last), "gradients": done})
+                self._gradients = set()
+            return None
+        peak, flops, touched, num_ops, read = meter.take()
+        saved, restored = self.saved.take()
+        gathered = {index for index, count in self._gathered.items() if count > 0}
+        moments.append(
+            Moment(
+                phase=self._phase(),
+                module=self._path,
+                params=tuple(sorted(gathered | read)),
+                live_bytes=meter.live,
+                peak_bytes=peak,
+                saved_bytes=saved,
+                restored_bytes=restored,
+                flops=flops,
+                touched_bytes=touched,
+                num_ops=num_ops,
+                gradients=tuple(sorted(self._gradients)),
+            )
+        )
+        self._gradients = set()
+        return len(moments) - 1
+
+
+def _named_inputs(model: nn.Module, args: Any, kwargs: Any) -> list[tuple[str, torch.Tensor]]:
+    names = list(inspect.signature(model.forward).parameters)
+    names += [f"input {position}" for position in range(len(names), len(args))]
+    pairs = [*zip(names, args, strict=False), *kwargs.items()]
+    return [(name, value) for name, value in pairs if isinstance(value, torch.Tensor)]
