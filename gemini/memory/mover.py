@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 
 import torch
 
 from gemini.memory.chunk import Chunk, FilePlane, Plane
 from gemini.memory.device import Device
 from gemini.memory.pages import PAGE
+from gemini.memory.recorder import NOTHING, Recorder
 from gemini.planning.layout import ALIGN
 from gemini.planning.planes import PlaneKind
 from gemini.planning.traffic import path
@@ -42,6 +44,7 @@ class Mover:
         self._ledger = ledger
         self._unreserved = staging_bytes(tile) - ledger.held(Tier.CPU, "staging")
         self.moved: Counter[str] = Counter()
+        self.recorder: Recorder | None = None
         self._staging: dict[PlaneKind, torch.Tensor] = {}
 
     def staged(self, kind: PlaneKind, dtype: torch.dtype, numel: int) -> torch.Tensor:
@@ -54,21 +57,29 @@ class Mover:
                 self._staging[kind] = self.device.make_host_buffer(self.tile * STAGED_BYTES[kind])
         return self._staging[kind][: numel * dtype.itemsize].view(dtype)
 
-    def count(self, source: Tier, target: Tier, num_bytes: int) -> None:
-        """Bytes between the GPU and NVMe cross host memory, and count on both boundaries."""
+    def crossing(self, source: Tier, target: Tier, num_bytes: int) -> AbstractContextManager[None]:
+        """Around one copy: counts its bytes, and records it where somebody does.
+
+        Bytes between the GPU and NVMe cross host memory, and count on both boundaries.
+        """
         for boundary in path(source, target):
             self.moved[str(boundary)] += num_bytes
+        return NOTHING if self.recorder is None else self.recorder.move(source, target, num_bytes)
+
+    def about(self, cause: str, name: str, chunk: int = -1) -> AbstractContextManager[None]:
+        """Around what is done for ``name``, for those who record."""
+        return NOTHING if self.recorder is None else self.recorder.about(cause, name, chunk)
 
     def load(self, plane: Plane, start: int, stop: int, into: torch.Tensor) -> torch.Tensor:
         """Fill the host tensor ``into`` from a plane."""
-        plane.load(start, stop, into)
-        self.count(plane.tier, Tier.CPU, into.numel() * into.element_size())
+        with self.crossing(plane.tier, Tier.CPU, into.numel() * into.element_size()):
+            plane.load(start, stop, into)
         return into
 
     def store(self, plane: Plane, start: int, stop: int, source: torch.Tensor) -> None:
         """Overwrite a plane's range from the host tensor ``source``."""
-        plane.store(start, stop, source)
-        self.count(Tier.CPU, plane.tier, source.numel() * source.element_size())
+        with self.crossing(Tier.CPU, plane.tier, source.numel() * source.element_size()):
+            plane.store(start, stop, source)
 
     def host_tile(self, kind: PlaneKind, plane: Plane, start: int, stop: int) -> tuple[torch.Tensor, bool]:
         """The range as a host tensor, and whether it is staged (then it must be stored after it was changed)."""
@@ -79,17 +90,18 @@ class Mover:
 
     def gather(self, chunk: Chunk) -> None:
         """Fill a populated window with the weights from home, cast to the compute dtype if home is a wider master."""
-        self.fetch(chunk.weights, chunk.flat)
+        self.fetch(chunk.weights, chunk.flat, chunk.spec.index)
 
-    def fetch(self, plane: Plane, flat: torch.Tensor) -> None:
-        """Fill ``flat``, gathered weights on the computing device, from a weights plane."""
-        with torch.profiler.record_function("gemini::fetch"):
+    def fetch(self, plane: Plane, flat: torch.Tensor, index: int) -> None:
+        """Fill ``flat``, gathered weights of chunk ``index`` on the computing device, from a weights plane."""
+        about = self.about(f"fetch from {plane.tier.value}", f"fetch chunk {index}", index)
+        with torch.profiler.record_function("gemini::fetch"), about:
             numel = plane.numel
             source = plane.host_view(0, numel)
             straight = self.device.tier is Tier.CPU and flat.data_ptr() % PAGE == 0
             if plane.dtype == flat.dtype and source is not None:
-                self.device.copy(flat, source, "fetch").wait()
-                self.count(Tier.CPU, self.device.tier, plane.num_bytes)
+                with self.crossing(Tier.CPU, self.device.tier, plane.num_bytes):
+                    self.device.copy(flat, source, "fetch").wait()
             elif plane.dtype == flat.dtype and isinstance(plane, FilePlane) and straight:
                 self.load(plane, 0, numel, flat)
             else:
@@ -105,5 +117,5 @@ class Mover:
         if tile.dtype != flat.dtype:
             cast = self.staged(PlaneKind.EXP_AVG, flat.dtype, stop - start)
             tile = cast.copy_(tile)
-        self.device.copy(flat[start:stop], tile, "fetch").wait()
-        self.count(Tier.CPU, self.device.tier, tile.numel() * tile.element_size())
+        with self.crossing(Tier.CPU, self.device.tier, tile.numel() * tile.element_size()):
+            self.device.copy(flat[start:stop], tile, "fetch").wait()

@@ -54,21 +54,32 @@ class SavedInputs:
         return taken
 
     def _pack(self, tensor: torch.Tensor) -> Any:
+        """Runs for everything that is saved. What has a graph is detached: an output that held its own would be freed
+        by the garbage collector only.
+        """
+        meter = self._observer.meter
+        if (
+            tensor.numel() * tensor.element_size() < MIN_BYTES
+            or not saved_by_checkpointing(2)
+            or meter is None
+            or meter.is_param(tensor)
+        ):
+            return self._without_graph(tensor)
+        storage = tensor.untyped_storage()
+        key = (storage._cdata, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
+        alive, known = self._known.get(key, (None, None))
+        kept = known() if known is not None and alive is not None and not alive.expired() else None
+        if kept is None:
+            kept = Kept(self._without_graph(tensor))
+            self._saved += kept.num_bytes
+            self._known[key] = (StorageWeakRef(storage), weakref.ref(kept))
+        return kept
+
+    def _without_graph(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.grad_fn is None:
+            return tensor
         with self._observer.elsewhere():
-            if tensor.numel() * tensor.element_size() < MIN_BYTES or not saved_by_checkpointing(2):
-                return tensor.detach()
-            meter = self._observer.meter
-            if meter is None or meter.is_param(tensor):
-                return tensor.detach()
-            storage = tensor.untyped_storage()
-            key = (storage._cdata, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
-            alive, known = self._known.get(key, (None, None))
-            kept = known() if known is not None and alive is not None and not alive.expired() else None
-            if kept is None:
-                kept = Kept(tensor.detach())
-                self._saved += kept.num_bytes
-                self._known[key] = (StorageWeakRef(storage), weakref.ref(kept))
-            return kept
+            return tensor.detach()
 
     def _unpack(self, packed: Any) -> torch.Tensor:
         if not isinstance(packed, Kept):

@@ -196,8 +196,11 @@ def decide(model: nn.Module, config: GeminiConfig, device: Device, ranks: Ranks 
     if isinstance(given, Placement):
         check_fits(problem, given)
         return Decision(trace, problem, given, None, offload)
-    explicit = _declared_activations(trace, config) is not None
-    plan = planner.best_of(problem, None, offload, explicit=explicit)
+    if trace.source is Source.STRUCTURE:  # the first step that runs says what moves when
+        plan = planner.choose(problem, None, None if offload == "auto" else offload)
+    else:
+        explicit = _declared_activations(trace, config) is not None
+        plan = planner.best_of(problem, None, offload, explicit=explicit)
     problem = plan.problem
     return Decision(trace, problem, plan.placement, plan, plan.offload_activations)
 
@@ -255,7 +258,9 @@ def pose(
 
 
 def _declared_activations(trace: MemoryTrace, config: GeminiConfig) -> int | None:
-    """What the user says; else None for what the trace has, and nothing if there is none."""
+    """What the user or the plan says; else None for what the trace has, and nothing if there is none."""
     if config.activations is not None:
         return parse_bytes(config.activations)
+    if isinstance(config.placement, Plan):
+        return config.placement.problem.activations
     return 0 if trace.source is Source.STRUCTURE else None

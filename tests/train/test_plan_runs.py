@@ -17,15 +17,14 @@ from gemini.planning.planner import pose_problem
 from gemini.planning.trace import MemoryTrace, Source
 from gemini.planning.traffic import by_name
 from gemini.tiers import Tier
-from gemini.train.structure import structural_trace
 from tests import models
 
 MAX_CHUNK = 4096
 
 
 def known_trace(model: Any, precision: str = "bf16") -> MemoryTrace:
-    """A trace as if of a real step: these models call their modules in the order they declare them."""
-    return replace(structural_trace(model, precision), source=Source.AHEAD)
+    """Ahead of time, on the batch of the first step."""
+    return gemini.trace(model, models.make_batches(1, 1)[0][0], precision=precision, target="cpu")
 
 
 def budgets(model: Any, share: float, device: str) -> dict[Tier, int]:
@@ -99,7 +98,7 @@ def test_the_first_step_is_the_trace_where_none_is_given(tmp_path: Path) -> None
     """From the second step on the moves are those that cost least for what the first one did."""
     model = models.make_model("llama")
     there = budgets(model, 0.05, "standin")
-    best = by_name(gemini.plan(known_trace(model), None, there, max_chunk=MAX_CHUNK).traffic)
+    best = by_name(gemini.plan(known_trace(model), None, there, activations=0, max_chunk=MAX_CHUNK).traffic)
     model, optimizer = wrap(there, "standin", tmp_path)
     engine = model._gemini_engine
     assert engine.plan.trace.source is Source.STRUCTURE and engine.manager.foresight.schedule is None
