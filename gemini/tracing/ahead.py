@@ -187,6 +187,7 @@ def _run(
     with ExitStack() as stack:
         stack.callback(observer.detach)
         observer.attach()
+        stack.enter_context(target.operations())
         stack.enter_context(observer.make_meter(FakeRunner(mode)))
         try:
             result = _loss_of(model, model(**inputs), loss)

@@ -109,18 +109,19 @@ def batch_for(
     return batch
 
 
-def count_tokens(shapes: Mapping[str, tuple[int, ...]]) -> int:
-    """Positions in a batch: of the inputs, and of the decoder's inputs or labels if they are others.
+def count_tokens(shapes: Mapping[str, tuple[int, ...]], *, has_decoder: bool = False) -> int:
+    """Positions that a batch of these shapes has the model work on.
 
-    An encoder-decoder model works on both, so both count; a decoder's labels are its inputs and count once. Images and
-    other inputs without positions count as samples.
+    Those of its inputs; of an encoder-decoder model (``has_decoder``) those of the decoder as well. A decoder's labels
+    are its inputs once more and do not count. Images, and what else has no positions, count as samples.
     """
-    for name in ("input_ids", "inputs_embeds"):
-        if name in shapes:
-            source = shapes[name]
-            tokens = source[0] * source[1] if len(source) > 1 else source[0]
-            break
-    else:
-        first = next(iter(shapes.values()), ())
-        return first[0] if first else 0
-    return tokens
+    source = next((shapes[name] for name in ("input_ids", "inputs_embeds") if name in shapes), None)
+    decoder = 0
+    if has_decoder:
+        names = ("decoder_input_ids", "decoder_inputs_embeds", "labels")
+        target = next((shapes[name] for name in names if name in shapes), ())
+        decoder = target[0] * target[1] if len(target) > 1 else 0
+    if source is not None:
+        return decoder + (source[0] * source[1] if len(source) > 1 else source[0])
+    first = next(iter(shapes.values()), ())
+    return decoder or (first[0] if first else 0)

@@ -178,7 +178,8 @@ class Observer:
             if self.meter is not None:
                 self.meter.arrived(value)
         self.step.inputs = self.step.inputs or shapes
-        self.step.tokens += count_tokens(shapes)
+        config = getattr(self._model, "config", None)
+        self.step.tokens += count_tokens(shapes, has_decoder=bool(getattr(config, "is_encoder_decoder", False)))
 
     def _begin_step(self) -> None:
         if self._on_begin is not None:
