@@ -51,6 +51,7 @@ def batch_for(
     *,
     target_len: int | None = None,
     attention_mask: bool = False,
+    dtype: torch.dtype = torch.float32,
     model_class: Any = None,
 ) -> dict[str, torch.Tensor]:
     """Inputs and labels for one step of the model of ``config``, on the meta device.
@@ -61,6 +62,7 @@ def batch_for(
         seq_len: positions of each (of audio: samples of sound; without meaning for images, whose size the config has).
         target_len: positions of the decoder of an encoder-decoder model; by default ``seq_len``.
         attention_mask: whether a mask is passed, as with padded batches.
+        dtype: of images and sounds; some models want them in the compute dtype.
         model_class: if not the one that :func:`model_class_for` finds.
 
     Raises:
@@ -74,7 +76,7 @@ def batch_for(
         return torch.zeros(shape, dtype=torch.long, device="meta")
 
     def numbers(*shape: int) -> torch.Tensor:
-        return torch.zeros(shape, device="meta")
+        return torch.zeros(shape, dtype=dtype, device="meta")
 
     batch: dict[str, torch.Tensor] = {}
     if "pixel_values" in known and "input_ids" not in known:

@@ -5,10 +5,11 @@ up to 2 MiB per thread, and the generator's state of 5 KB that checkpointing kee
 
 CUDA, from its sources and not measured on a card:
 
-1. Attention. ``scaled_dot_product_attention`` on a CPU has a fused kernel without dropout only, and none for a mask that
-   needs a gradient; where it has none it makes S x S scores. CUDA has kernels for all of these, so the step is run with
-   the operations that CUDA would choose (``aten/src/ATen/native/transformers/cuda/sdp_utils.cpp``): flash attention for
-   half precision without a mask, memory-efficient attention for masks and fp32, scores only where neither applies.
+1. Attention. ``scaled_dot_product_attention`` on a CPU has a fused kernel without dropout only, and none for a mask
+   that needs a gradient; where it has none it makes S x S scores. CUDA has kernels for all of these, so the step is run
+   with the operations that CUDA would choose (``aten/src/ATen/native/transformers/cuda/sdp_utils.cpp``): flash
+   attention for half precision without a mask, memory-efficient attention for masks and fp32, scores only where
+   neither applies.
 2. Their workspaces. The backward of flash attention adds up dQ in fp32 over rows in blocks of 128 and columns in
    multiples of 32, keeps one fp32 number per row, and with grouped heads dK and dV for every query head
    (``flash_attn/flash_api.cpp``, ``mha_bwd``). That of memory-efficient attention keeps one fp32 number per row and in
