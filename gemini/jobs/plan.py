@@ -300,4 +300,4 @@ def draw(pictures: tuple[Path, ...], timeline: gemini.Timeline) -> None:
             try:
                 draw_timeline(path, timeline)
             except ImportError as e:  # it says what to install
-                raise ValueError(e) from e
+                raise ValueError(f"{e}") from e
