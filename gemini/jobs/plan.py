@@ -297,4 +297,7 @@ def draw(pictures: tuple[Path, ...], timeline: gemini.Timeline) -> None:
 
     for path in pictures:
         with as_job_error(asked=f"--picture {path}"):
-            draw_timeline(timeline, path)
+            try:
+                draw_timeline(path, timeline)
+            except ImportError as e:  # it says what to install
+                raise ValueError(f"{e}") from e

@@ -151,8 +151,11 @@ def test_a_saved_plan_runs_and_is_played(gemini_command: Gemini, traced: Path, t
     assert found.step_seconds == said["step"]["seconds"]
     shown = gemini_command("simulate", path, "--machine", "rtx4090").stdout
     assert shown.strip() == str(found)
-    overlapped = gemini_command("simulate", path, "--machine", "rtx4090", "--schedule", "overlapped", "--json")
+    drawn = [part for name in ("a.svg", "a.perfetto.json") for part in ("--picture", tmp_path / name)]
+    overlapped = gemini_command("simulate", path, "--machine", "rtx4090", "--schedule", "overlapped", "--json", *drawn)
     assert gemini.Timeline.from_json(overlapped.stdout).step_seconds < found.step_seconds
+    assert "rtx4090, overlapped" in (tmp_path / "a.svg").read_text()
+    assert json.loads((tmp_path / "a.perfetto.json").read_text())["traceEvents"]
 
 
 @pytest.mark.parametrize("schedule", ["serial", "overlapped"])
@@ -258,3 +261,5 @@ def test_a_plan_that_cannot_be_played(gemini_command: Gemini, traced: Path, tmp_
     refused(gemini_command("simulate", path, "--machine", "rtx4090", "--gpus", "0"), "--gpus must be at least 1")
     out = gemini_command("simulate", path, "--machine", "rtx4090", "--out", tmp_path / "absent" / "x.json")
     refused(out, "cannot be written: No such file or directory")
+    out = gemini_command("simulate", path, "--machine", "rtx4090", "--picture", tmp_path / "step.pdf")
+    refused(out, "step.pdf: a picture cannot be drawn as '.pdf'")
