@@ -87,9 +87,11 @@ def _cpu() -> Iterator[str]:
 
 def _name() -> str:
     """Of the machine, as its description is called: its GPUs and processor."""
+    from gemini import kernels
+
     cpu = _cpu_info()[0] or platform.processor() or platform.machine()
     if not torch.cuda.is_available():
-        return cpu
+        return f"{cpu}, {kernels.get_num_threads()} cores"
     return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}, {cpu}"
 
 

@@ -120,15 +120,23 @@ class Recorder:
         self._computing = None if name is None else Activity(self, Lane.COMPUTE, name, "", -1, 0)
 
     def span(
-        self, lane: Lane, name: str | None = None, chunk: int | None = None, num_bytes: int = 0
+        self,
+        lane: Lane,
+        name: str | None = None,
+        chunk: int | None = None,
+        num_bytes: int = 0,
+        *,
+        cause: str | None = None,
     ) -> AbstractContextManager[None]:
-        """``lane`` is at work; name and chunk are by default those of what is under way."""
+        """``lane`` is at work; name, chunk and cause are by default those of what is under way."""
         around = self._stack[-1] if self._stack else None
         if name is None:
             name = lane.value if around is None else around.name
         if chunk is None:
             chunk = -1 if around is None else around.chunk
-        return Activity(self, lane, name, "other" if around is None else around.cause, chunk, num_bytes)
+        if cause is None:
+            cause = "other" if around is None else around.cause
+        return Activity(self, lane, name, cause, chunk, num_bytes)
 
     def about(self, cause: str, name: str, chunk: int = -1) -> AbstractContextManager[None]:
         """What happens inside is done for ``name``, and computing waits for it because of ``cause``."""

@@ -33,19 +33,20 @@ class Efficiency:
     """The share of a specified peak that real work reaches.
 
     Attributes:
-        matrix: tensor cores in large matrix products. 0.8: the best products found on A100, H100 and others reach 0.77
-            to 0.87 of the data sheet (S. Bekman, "Machine Learning Engineering", compute/accelerator, "Maximum
-            Achievable Matmul FLOPS comparison table", github.com/stas00/ml-engineering).
-        gpu_memory: 0.9: streams on a GPU's memory reach about nine tenths of its data sheet (BabelStream; T. Deakin et
-            al., "GPU-STREAM v2.0", 2016).
+        matrix: tensor cores in matrix products. 0.83: the mean of the four NVIDIA rows (A100 SXM 86.9 %, GH200 83.6 %,
+            A100 PCIe 81.1 %, H100 SXM 80.3 %) of the best bf16 products found by S. Bekman, "Machine Learning
+            Engineering", compute/accelerator, "Maximum Achievable Matmul FLOPS comparison table"
+            (github.com/stas00/ml-engineering).
+        gpu_memory: 0.9: an assumption; to be measured.
         link: PCIe packets of 256 bytes carry 20 to 28 bytes of framing and headers (Intel AN 708, "Understanding PCI
             Express Throughput"): 256 / 284 = 0.90 of the link's data rate.
-        host_memory: 0.78: STREAM against the wire rate of DDR4, triad (Texas Instruments SPRAD45A, table 3-3).
+        host_memory: 0.78: STREAM triad against the wire rate of DDR4 (Texas Instruments SPRAD45A, table 3-3; a small
+            processor: large servers may do better).
         nvme: 1.0: sequential figures of a drive's data sheet are measurements at its own interface.
         wire: 0.9: as ``link``.
     """
 
-    matrix: float = 0.8
+    matrix: float = 0.83
     gpu_memory: float = 0.9
     link: float = 0.9
     host_memory: float = 0.78

@@ -57,8 +57,13 @@ def cheapest_homes(
 
     Deterministic, as :func:`gemini.planning.moves.cheapest_moves` is.
     """
-    choices = [choice for i in range(len(problem.layout.chunks)) for choice in _choices(problem, i, fetches, speeds,
-               accumulate)]  # fmt: skip
+    choices: list[Choice] = []
+    alike: dict[tuple[object, ...], list[Choice]] = {}  # chunks of repeated blocks differ in nothing but their index
+    for i, chunk in enumerate(problem.layout.chunks):
+        form = (chunk.shape, chunk.trainable, fetches[i])
+        if form not in alike:
+            alike[form] = _choices(problem, i, fetches, speeds, accumulate)
+        choices += [choice._replace(chunk=i) for choice in alike[form]]
     base, used = _all_on_cpu(problem, fetches, speeds, accumulate)
     chosen = _solve(problem, choices, base, used, overlapped, compute_seconds)
     if chosen is None:

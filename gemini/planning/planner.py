@@ -225,13 +225,13 @@ class Planner:
                 offload_to=None if where is None else Tier(where),
             )
             try:
-                plans.append(self.best(posed, placement, where))
+                plans.append(self.choose(posed, placement, where))
             except BudgetExceeded as e:
                 refusal = refusal or e
         if not plans:
             assert refusal is not None
             raise refusal
-        return min(plans, key=self.cost)  # of equals the first: nothing is moved without a gain
+        return self.refined(min(plans, key=self.cost))  # of equals the first: nothing is moved without a gain
 
     def best(
         self, problem: Problem, placement: Placement | StaticPlacement | None, offload_activations: str | None
@@ -241,6 +241,12 @@ class Planner:
         Raises:
             BudgetExceeded: if it does not fit.
         """
+        return self.refined(self.choose(problem, placement, offload_activations))
+
+    def choose(
+        self, problem: Problem, placement: Placement | StaticPlacement | None, offload_activations: str | None
+    ) -> Plan:
+        """The best homes, with moves made on demand: as good a measure for the choice, and quick."""
         if placement is not None:
             if isinstance(placement, StaticPlacement):
                 placement = by_fractions(problem, placement)
@@ -295,9 +301,13 @@ class Planner:
         return self.trace.flops / self.hardware.get(figure, needed_for="the time of forward and backward")
 
     def with_moves(self, problem: Problem, placement: Placement, offload_activations: str | None) -> Plan:
-        """A placement with the moves that cost least."""
-        moves = moves_for(self.trace, problem, placement, self.speeds)
+        """A placement with the moves that next use makes on demand."""
+        moves = moves_for(self.trace, problem, placement, self.speeds, policy=NextUse())
         return Plan(self.trace, problem, placement, moves, offload_activations, self.accumulate)
+
+    def refined(self, plan: Plan) -> Plan:
+        """The same homes with the moves that cost least."""
+        return replace(plan, moves=moves_for(self.trace, plan.problem, plan.placement, self.speeds))
 
     def cost(self, plan: Plan) -> float:
         """Seconds of a step beside its computing: of all moves and updates, or of the busiest lane."""

@@ -229,8 +229,12 @@ def _fetches(work: Work, num_steps: int) -> tuple[list[list[_Fetch]], list[tuple
     return found, [(last, index) for (_, index), (_, last) in zip(opened, uses, strict=True)]
 
 
-def overlapped(work: Work, *, clipping: bool) -> Graph:
-    """Everything that may run beside computing does. ``STEPS`` steps, and the beginning of one more."""
+def overlapped(work: Work, *, clipping: bool, barrier: bool = False) -> Graph:
+    """Everything that may run beside computing does. ``STEPS`` steps, and the beginning of one more.
+
+    ``barrier``: a step begins when all updates of the one before are over, as in engines that overlap them with
+    backward only.
+    """
     graph, plan = Graph(work), work.plan
     moments, per_batch, per_step = plan.trace.moments, len(plan.moves), len(plan.moves) * plan.accumulate
     fetches, released = _fetches(work, STEPS + 1)
@@ -271,6 +275,7 @@ def overlapped(work: Work, *, clipping: bool) -> Graph:
             graph.change(tasks[0], "windows", work.problem.window_bytes(fetch.chunk), at_end=False)
             fetched[fetch.chunk] = tasks[-1]
         after = computed[-1:]
+        after += updated.values() if barrier and at and at % per_step == 0 else []
         after += [fetched.pop(index) for index in plan.accesses[moment].chunks if index in fetched]
         hops = work.restore(moment)
         if hops:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from gemini.planning.costs import Efficiency
 from gemini.planning.hardware import Hardware
 from gemini.planning.traffic import Boundary
 from gemini.tiers import Tier
@@ -40,10 +41,12 @@ class Speeds:
         Raises:
             MissingFigure: for one that a plan over ``tiers`` needs.
         """
-        usual = cls.typical()
+        usual, shares = cls.typical(), Efficiency()
 
         def figure(key: str, tier: Tier, otherwise: float) -> float:
-            return hardware.get(key, needed_for=f"a plan with a {tier.value} tier") if tier in tiers else otherwise
+            if tier not in tiers:
+                return otherwise
+            return hardware.get(key, needed_for=f"a plan with a {tier.value} tier") * shares.of(hardware, key)
 
         return cls(
             h2d=figure("h2d", Tier.GPU, usual.h2d),

@@ -1,9 +1,10 @@
-"""How an operation runs when a step is traced ahead of time: floating point numbers are fake, small integers are real.
+"""How an operation runs when a step is traced ahead of time: what is computed is fake, what decides is real.
 
 Models decide by values of a few small integer tensors what they do: a mask of ones is dropped, positions that count up
-mean one sequence, a drawn number skips a layer. With fake integers transformers takes other branches than a real step
-(it materializes masks of S x S, which keeps attention from its fused kernel). So what follows from integers, booleans
-and single numbers alone is computed, and branches are those of the batch at hand.
+mean one sequence, a drawn number skips a layer. With fake ones transformers takes other branches than a real step (it
+materializes masks of S x S, which keeps attention from its fused kernel). So what follows from integers, constants and
+single numbers alone is computed, and branches are those of the batch at hand. Weights and inputs of floating point are
+fake, and so is everything that depends on them.
 """
 
 from __future__ import annotations
@@ -54,13 +55,12 @@ class FakeRunner:
         for tensor in inputs:
             if isinstance(tensor, FakeTensor) or tensor.is_meta:
                 return False
-            if tensor.numel() > 1 and (tensor.is_floating_point() or tensor.is_complex()):
-                return False
             shape = _broadcast(shape, list(tensor.shape))
         return _numel(shape) <= MOST_REAL
 
     def _faked(self, tensor: torch.Tensor) -> torch.Tensor:
-        if isinstance(tensor, FakeTensor) or tensor.numel() <= 1 or not tensor.is_floating_point():
+        """Masks of two dimensions are made of floats sometimes; what has more is for computing, not for deciding."""
+        if isinstance(tensor, FakeTensor) or tensor.dim() <= 2 or not tensor.is_floating_point():
             return tensor
         with self._mode:
             return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
@@ -82,8 +82,8 @@ def _is_small_factory(packet: Any, args: Any, kwargs: Any) -> bool:
         return dtype is not None and not dtype.is_floating_point and args[0] <= MOST_REAL**0.5
     if _numel(sizes) <= 1:
         return True
-    if dtype is None and packet is _aten.full:
-        dtype = torch.float32 if isinstance(args[1], float) else torch.int64
+    if packet in (_aten.ones, _aten.zeros, _aten.full) and len(sizes) <= 2:
+        return _numel(sizes) <= MOST_REAL
     return dtype is not None and not dtype.is_floating_point and _numel(sizes) <= MOST_REAL
 
 

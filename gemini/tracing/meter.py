@@ -13,12 +13,14 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 from gemini.tracing.formulas import flops_of
 from gemini.tracing.targets import Target
 
 _aten = torch.ops.aten
+_DEVICE = torch.ops.prim.device.default
 _NO_WORK = {
     torch.ops.prim.device.default, _aten._unsafe_view.default, _aten._reshape_alias.default, _aten.lift_fresh.default,
     _aten.alias.default, _aten.detach.default, _aten.detach_.default, _aten._local_scalar_dense.default,
@@ -125,9 +127,15 @@ class Meter(TorchDispatchMode):
 
     # ---- counting ----------------------------------------------------------------------------------------------------
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled here, and torch's guard against that costs as much as the counting
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self._paused or self._resting or func is torch.ops.prim.device.default:
+        if func is _DEVICE:
+            return args[0].fake_device if isinstance(args[0], FakeTensor) else func(*args)
+        if self._paused or self._resting:
             return func(*args, **kwargs)
         works = self._kinds.get(func)
         if works is None:

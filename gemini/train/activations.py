@@ -105,7 +105,7 @@ class ActivationStore:
             if offloaded is not None and not alive.expired():
                 return offloaded
         self.collect()
-        about = self._mover.about("activations", "offload activations")
+        about = self._mover.about("activation", "offload activations")
         with torch.profiler.record_function("gemini::offload_activation"), about:
             offloaded = self._store(tensor.detach())
         if offloaded is None:
@@ -155,7 +155,7 @@ class ActivationStore:
     def _unpack(self, packed: Any) -> torch.Tensor:
         if not isinstance(packed, Offloaded):
             return packed
-        about = self._mover.about("activations", "fetch activations")
+        about = self._mover.about("activation", "fetch activations")
         with torch.profiler.record_function("gemini::fetch_activation"), about:
             out = torch.empty(packed.shape, dtype=packed.dtype, device=packed.device)
             into = out.view(-1).view(torch.uint8)

@@ -82,7 +82,7 @@ class GradientStore:
         if view is not None:
             return kernels.accumulate_grad(view, flat) if adding else kernels.copy_grad(view, flat)
         index = chunk.spec.index
-        with self._mover.about(f"gradients to {plane.tier.value}", f"gradients of chunk {index}", index):
+        with self._mover.about("gradient landing", f"land gradients of chunk {index}", index):
             return self._land_staged(plane, flat, at, adding)
 
     def _land_staged(self, plane: Plane, flat: torch.Tensor, base: int, adding: bool) -> list[float]:

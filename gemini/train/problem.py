@@ -196,8 +196,11 @@ def decide(model: nn.Module, config: GeminiConfig, device: Device, ranks: Ranks 
     if isinstance(given, Placement):
         check_fits(problem, given)
         return Decision(trace, problem, given, None, offload)
-    explicit = _declared_activations(trace, config) is not None
-    plan = planner.best_of(problem, None, offload, explicit=explicit)
+    if trace.source is Source.STRUCTURE:  # the first step that runs says what moves when
+        plan = planner.choose(problem, None, None if offload == "auto" else offload)
+    else:
+        explicit = _declared_activations(trace, config) is not None
+        plan = planner.best_of(problem, None, offload, explicit=explicit)
     problem = plan.problem
     return Decision(trace, problem, plan.placement, plan, plan.offload_activations)
 

@@ -126,8 +126,8 @@ class Reduction:
         for handle in present:
             handle.norm_sums = None if transient else []
         shard = chunk.weights.numel
-        recorder = engine.mover.recorder
-        about = NOTHING if recorder is None else recorder.span(Lane.REDUCE, f"reduce chunk {index}", index)
+        recorder, what = engine.mover.recorder, Lane.REDUCE.value
+        about = NOTHING if recorder is None else recorder.span(Lane.REDUCE, f"{what} chunk {index}", index, cause=what)
         with torch.profiler.record_function("gemini::reduce_scatter"), about:
             for start, stop, total in self._sums(chunk, whole, senders):
                 if transient:

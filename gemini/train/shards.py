@@ -129,8 +129,8 @@ class Shards:
 
     def _gathering(self, chunk: Chunk) -> AbstractContextManager[None]:
         """Around weights on the wire, for those who record."""
-        recorder, index = self.engine.mover.recorder, chunk.spec.index
-        return NOTHING if recorder is None else recorder.span(Lane.GATHER, f"gather chunk {index}", index)
+        recorder, index, cause = self.engine.mover.recorder, chunk.spec.index, Lane.GATHER.value
+        return NOTHING if recorder is None else recorder.span(Lane.GATHER, f"{cause} chunk {index}", index, cause=cause)
 
     def _send_weights(self, chunk: Chunk, takers: list[int]) -> None:
         """Some ranks need weights that others do not: host tile by host tile, so that those need no memory for it."""

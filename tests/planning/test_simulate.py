@@ -9,14 +9,16 @@ from stacks import NUMEL, machine, stack_plan, stack_trace
 
 import gemini
 from gemini.errors import MissingFigure, PlanMismatch
-from gemini.planning.costs import Efficiency
-from gemini.planning.outcome import SHARING
+from gemini.planning.costs import Costs, Efficiency
+from gemini.planning.outcome import SHARING, timeline_of
 from gemini.planning.plan import check_plan
 from gemini.planning.policy import FirstInFirstOut, LeastRecentlyUsed
+from gemini.planning.schedules import overlapped
 from gemini.planning.simulate import simulate, simulate_policy
 from gemini.planning.timeline import Lane, Timeline
 from gemini.planning.trace import with_seconds
 from gemini.planning.traffic import by_name
+from gemini.planning.work import Work
 from gemini.tiers import Tier
 
 LAYERS = 6
@@ -171,6 +173,18 @@ def test_the_bounds_of_the_overlapped_optimizer(adam_ms: float) -> None:
     ):
         assert bound <= unclipped.step_seconds * (1 + 1e-6) and unclipped.step_seconds < 1.06 * bound
     assert simulate(plan, machine(**figures)).step_seconds == close(forward + backward + work)
+
+
+@pytest.mark.parametrize("adam_ms", [1.0, 3.0])
+def test_a_barrier_hides_updates_behind_backward_only(adam_ms: float) -> None:
+    """T_f + max(T_b, W) and the update of the last chunk."""
+    layers = 40
+    hardware = machine(h2d=1e18, d2h=1e18, adam_cpu=adam_ms * MS / NUMEL)
+    plan = stack_plan(layers, weights=Tier.CPU, states=Tier.CPU, windows=4, gradients="transient")
+    costs = Costs(hardware, Efficiency(), compute=Tier.GPU, precision="bf16", local_ranks=1)
+    graph = overlapped(Work(plan, costs, measured=False), clipping=False, barrier=True)
+    step = timeline_of(graph, title="", is_serial=False).step_seconds
+    assert step == pytest.approx((layers + max(2 * layers, layers * adam_ms) + adam_ms) * MS, rel=0.02)
 
 
 def test_overlapped_nvme_updates_go_at_the_speed_of_the_slowest_stage() -> None:

@@ -89,7 +89,7 @@ def test_a_step_is_where_its_time_and_its_bytes_went(
     check(timeline, model)
     assert timeline.tokens == 12 * num_micro
     names = {span.name.split(" chunk ")[0] for span in timeline.spans if span.chunk >= 0}
-    assert {"fetch", "update"} <= names and ("gradients of" in names) == (gradients != "transient")
+    assert {"fetch", "update"} <= names and ("land gradients of" in names) == (gradients != "transient")
     fetched = [s for s in timeline.spans if s.name.startswith("fetch") and s.lane in (Lane.H2D, Lane.NVME_READ)]
     assert len({(s.chunk, s.moment) for s in fetched}) <= model._gemini_engine.manager.num_gathers - gathers
     phases = {name.split()[0] for name in timeline.moments}
@@ -146,7 +146,7 @@ def test_recomputation_and_activations_that_leave_are_told_apart(tmp_path: Path)
     assert {name.split()[0] for name in recording.timeline.moments} == {"forward", "loss", "backward", "recompute"}
     told = {span.name: span for span in recording.timeline.spans}
     assert told["offload activations"].num_bytes and told["fetch activations"].num_bytes
-    assert recording.timeline.stalls["activations"] > 0
+    assert recording.timeline.stalls["activation"] > 0
     assert recording.timeline.peaks[Tier.NVME] >= told["offload activations"].num_bytes
 
 
