@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -258,3 +259,31 @@ def test_a_plan_that_cannot_be_played(gemini_command: Gemini, traced: Path, tmp_
     refused(gemini_command("simulate", path, "--machine", "rtx4090", "--gpus", "0"), "--gpus must be at least 1")
     out = gemini_command("simulate", path, "--machine", "rtx4090", "--out", tmp_path / "absent" / "x.json")
     refused(out, "cannot be written: No such file or directory")
+
+
+def test_what_a_solver_writes_to_the_standard_output_is_not_in_the_answer(
+    gemini_command: Gemini, traced: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The process's own, below Python: `gemini plan --json` is read by programs."""
+    make = gemini.plan
+
+    def plan(*args: Any, **kwargs: Any) -> gemini.Plan:
+        os.write(1, b"solver's noise\n")
+        return make(*args, **kwargs)
+
+    monkeypatch.setattr(gemini, "plan", plan)
+    assert gemini_command("plan", "--trace", traced, *SIZES, "--json").exit_code == 0
+    os.write(1, b"after")
+    assert capfd.readouterr().out == "after"
+
+
+def test_a_step_is_drawn(gemini_command: Gemini, traced: Path, tmp_path: Path) -> None:
+    page, trace = tmp_path / "step.html", tmp_path / "step.json"
+    options = ["plan", "--trace", traced, *SIZES, "--machine", "rtx4090", "--out", tmp_path / "plan.json"]
+    result = gemini_command(*options, "--picture", page, "--picture", trace)
+    assert result.exit_code == 0, (result.output, result.exception)
+    assert "<svg" in page.read_text() and json.loads(trace.read_text())["traceEvents"]
+    assert result.stdout.count("written to ") == 3
+    refused(gemini_command(*options, "--picture", "step.bmp"), "--picture step.bmp: a picture is one of .png, .svg,")
+    away = gemini_command(*options, "--picture", tmp_path / "absent" / "step.json")
+    assert away.exit_code == 2 and "No such file or directory" in away.stderr and "Traceback" not in away.output
