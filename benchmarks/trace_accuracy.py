@@ -88,7 +88,8 @@ MODELS: dict[str, Callable[[], Any]] = {
         max_position_embeddings=512,
     ),
     "vit": lambda: transformers.ViTConfig(
-        hidden_size=128, num_hidden_layers=4, num_attention_heads=4, intermediate_size=512, image_size=128, patch_size=8,
+        hidden_size=128, num_hidden_layers=4, num_attention_heads=4, intermediate_size=512, image_size=128,
+        patch_size=8,
         num_labels=10,
     ),
 }  # fmt: skip
