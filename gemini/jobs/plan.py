@@ -19,8 +19,8 @@ from gemini.jobs.errors import REFUSED, JobError
 from gemini.jobs.plan_report import Question, report_of
 from gemini.jobs.plan_screen import screen
 from gemini.jobs.plan_settings import PlanSettings
-from gemini.jobs.step_files import check_pictures, write_all
-from gemini.jobs.trace import params_of, say, take_trace
+from gemini.jobs.step_files import check_files, say, write_all
+from gemini.jobs.trace import params_of, take_trace
 from gemini.planning import document
 from gemini.planning.break_even import played_break_even
 from gemini.planning.hardware import Hardware
@@ -57,7 +57,7 @@ def plan(
     settings: PlanSettings, console: Console, *, as_json: bool, out: Path | None, pictures: tuple[Path, ...]
 ) -> int:
     """Plan, write and say it; returns the exit code, 2 if it does not fit."""
-    check_pictures(pictures)
+    check_files(out, pictures)
     machine = machine_of(settings)
     if pictures and machine.hardware is None:
         raise JobError(f"--picture {pictures[0]} shows a step in time, which needs the speeds of a machine: --machine.")

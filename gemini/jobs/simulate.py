@@ -10,8 +10,7 @@ import gemini
 from gemini.errors import PlanMismatch
 from gemini.jobs.errors import JobError
 from gemini.jobs.plan_settings import STEP_SCHEDULES, at_least, one_of
-from gemini.jobs.step_files import check_pictures, write_all
-from gemini.jobs.trace import say
+from gemini.jobs.step_files import check_files, say, write_all
 from gemini.planning import document
 from gemini.planning.machines import load_hardware, machine_names
 from gemini.planning.plan import Plan
@@ -31,7 +30,7 @@ def simulate(
     """Play, write and say it; returns the exit code."""
     one_of(STEP_SCHEDULES, "--schedule", schedule)
     at_least(1, "--gpus", gpus)
-    check_pictures(pictures)
+    check_files(out, pictures)
     if machine is None:
         raise JobError(
             f"Say whose speeds to play the plan with: --machine NAME ({', '.join(machine_names())}), or --machine FILE "

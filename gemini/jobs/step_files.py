@@ -1,4 +1,4 @@
-"""What the commands of planning write beside what they print: a value as JSON, pictures of a step."""
+"""What the commands of planning print and write: lines, a value as JSON, pictures of a step."""
 
 from __future__ import annotations
 
@@ -7,18 +7,20 @@ from pathlib import Path
 from rich.console import Console
 
 from gemini.jobs.errors import JobError, as_job_error
-from gemini.jobs.trace import say, write_file
 from gemini.planning.timeline import Timeline
 
 _SUFFIXES = (".png", ".svg", ".html", ".json")
 
 
-def check_pictures(pictures: tuple[Path, ...]) -> None:
+def check_files(out: Path | None, pictures: tuple[Path, ...] = ()) -> None:
     """Before anything is computed for them.
 
     Raises:
-        JobError: for a kind of file that there is no picture for.
+        JobError: for a folder that is not there, or a kind of file that there is no picture for.
     """
+    for option, path in (*((("--out", out),) if out is not None else ()), *(("--picture", path) for path in pictures)):
+        if not path.parent.is_dir():
+            raise JobError(f"{option} {path} cannot be written: there is no folder {path.parent}.")
     for path in pictures:
         if path.suffix.lower() not in _SUFFIXES:
             raise JobError(f"--picture {path}: a picture is one of {', '.join(_SUFFIXES)}, by the suffix of its name.")
@@ -48,3 +50,28 @@ def write_all(
             written.append(path)
     if console is not None and written:
         say(console, ["", *(f"written to {path}" for path in written)])
+
+
+_STYLES = {
+    "FITS": "bold green",
+    "DOES NOT FIT": "bold red",
+    "who lives where": "bold",
+    "phase": "bold",
+    "most bytes": "bold",
+}
+"""How a line is shown on a terminal, by its beginning."""
+
+
+def say(console: Console, lines: list[str]) -> None:
+    """Print what is put into lines already; its colours are a terminal's alone."""
+    for line in lines:
+        style = next((style for head, style in _STYLES.items() if line.startswith(head)), None)
+        console.print(line, style=style, highlight=False, markup=False, soft_wrap=True)
+
+
+def write_file(path: Path, text: str) -> None:
+    """Raises: JobError: if it cannot be written."""
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as e:
+        raise JobError(f"--out {path} cannot be written: {e.strerror or e}. Choose a file you may write.") from e

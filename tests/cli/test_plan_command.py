@@ -258,7 +258,7 @@ def test_a_plan_that_cannot_be_played(gemini_command: Gemini, traced: Path, tmp_
     refused(gemini_command("simulate", path, "--machine", "rtx4090", "--schedule", "soon"), "--schedule must be one of")
     refused(gemini_command("simulate", path, "--machine", "rtx4090", "--gpus", "0"), "--gpus must be at least 1")
     out = gemini_command("simulate", path, "--machine", "rtx4090", "--out", tmp_path / "absent" / "x.json")
-    refused(out, "cannot be written: No such file or directory")
+    refused(out, "x.json cannot be written: there is no folder ")
 
 
 def test_what_a_solver_writes_to_the_standard_output_is_not_in_the_answer(
@@ -285,5 +285,6 @@ def test_a_step_is_drawn(gemini_command: Gemini, traced: Path, tmp_path: Path) -
     assert "<svg" in page.read_text() and json.loads(trace.read_text())["traceEvents"]
     assert result.stdout.count("written to ") == 3
     refused(gemini_command(*options, "--picture", "step.bmp"), "--picture step.bmp: a picture is one of .png, .svg,")
-    away = gemini_command(*options, "--picture", tmp_path / "absent" / "step.json")
-    assert away.exit_code == 2 and "No such file or directory" in away.stderr and "Traceback" not in away.output
+    (tmp_path / "folder.png").mkdir()
+    away = gemini_command(*options, "--picture", tmp_path / "folder.png")
+    assert away.exit_code == 2 and "Is a directory" in away.stderr and "Traceback" not in away.output
