@@ -297,6 +297,9 @@ def _changes(
         one = take_trace(settings.traced(batch_size=1, target=_target(machine)))
         if _fits(replace(settings, accumulate=(settings.batch_size or 1) * settings.accumulate), machine, one):
             found.append("--micro-batch auto: the same step in smaller micro-batches; one window at a time fits")
+    if settings.offload_activations == "no" and trace.checkpoint_bytes and machine.compute is Tier.GPU:
+        if _fits(replace(settings, offload_activations="cpu"), machine, trace):
+            found.append(f"--offload-activations cpu: {human_bytes(trace.checkpoint_bytes)} less; then it fits")
     can_be_transient = settings.accumulate == 1 and trace.precision != "fp16" and settings.gradients is None
     if can_be_transient and _fits(settings, machine, trace, gradients="transient"):
         found.append("--gradients transient (updates inside backward, no clipping): then it fits")

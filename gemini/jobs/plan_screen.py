@@ -121,7 +121,8 @@ def _facts(report: PlanReport) -> Iterator[str]:
         f"{human_bytes(activations.peak_bytes)} at the peak{where if activations.peak_phase else ''}"
         + (f", {human_bytes(activations.checkpoint_bytes)} of it inputs of checkpointed blocks"
            if activations.checkpoint_bytes else "")
-        + (f", which wait on {activations.offloaded_to}" if activations.offloaded_to else ""),
+        + (f", which wait on {activations.offloaded_to}" if activations.offloaded_to else "")
+        + ("" if report.compute == "gpu" else "; on top of the cpu budget"),
     )  # fmt: skip
     if report.fits:
         moved = ", ".join(f"{way} {human_bytes(n)}" for way, n in report.moved.items() if n)

@@ -88,6 +88,17 @@ def test_budgets_that_are_left_out_are_the_machines_with_the_margin_of_the_runti
     assert given["budgets"] == {"cpu": 2**30} and given["compute"] == "cpu" and given["origins"] == {}
 
 
+def test_gpus_of_a_machine_divide_the_model_its_memory_and_its_drives(gemini_command: Gemini, traced: Path) -> None:
+    options = ["plan", "--trace", traced, "--machine", "dgx-h100", "--json"]
+    one, eight = (json.loads(gemini_command(*options, "--gpus", n).stdout) for n in (1, 8))
+    sixteen = json.loads(gemini_command(*options, "--gpus", 16).stdout)
+    for tier, share in (("gpu", 1), ("cpu", 8), ("nvme", 8)):
+        assert eight["budgets"][tier] == sixteen["budgets"][tier] == one["budgets"][tier] // share
+    assert (eight["tokens"], sixteen["tokens"]) == (8 * one["tokens"], 16 * one["tokens"])
+    assert 0.99 < 8 * eight["needs"]["exp_avg"] / one["needs"]["exp_avg"] < 1.1  # shards are whole pages
+    assert "all-gather" in eight["step"]["busy"] and "all-gather" not in one["step"]["busy"]
+
+
 def test_what_does_not_fit_is_said_with_the_cheapest_change_and_that_one_is_enough(
     gemini_command: Gemini, traced: Path
 ) -> None:
@@ -115,9 +126,14 @@ def test_a_change_that_is_named_makes_it_fit(gemini_command: Gemini, traced: Pat
 # ---- what it writes --------------------------------------------------------------------------------------------------
 
 
-def test_json_is_the_same_answer_and_nothing_else(gemini_command: Gemini, traced: Path) -> None:
+def test_json_is_the_same_answer_and_nothing_else(gemini_command: Gemini, traced: Path, tmp_path: Path) -> None:
     options = ["plan", "--trace", traced, *SIZES, "--machine", "rtx4090"]
-    said = json.loads(gemini_command(*options, "--json").stdout)
+    said = json.loads(gemini_command(*options, "--json", "--out", tmp_path / "plan.json").stdout)
+    plan = gemini.Plan.from_json((tmp_path / "plan.json").read_text())
+    assert {tier: sum(held.values()) for tier, held in said["held"].items()} == {
+        tier.value: num_bytes for tier, num_bytes in plan.bytes_per_tier.items()
+    }
+    assert said["moved"] == {str(boundary): num_bytes for boundary, num_bytes in plan.traffic.items()}
     screen = gemini_command(*options).stdout
     assert (said["gemini"], said["version"], said["fits"]) == ("plan report", VERSION, True)
     for tier, held in said["held"].items():
