@@ -19,7 +19,7 @@ from gemini.jobs.errors import REFUSED, JobError
 from gemini.jobs.plan_report import Question, report_of
 from gemini.jobs.plan_screen import screen
 from gemini.jobs.plan_settings import PlanSettings
-from gemini.jobs.step_files import check_files, say, write_all
+from gemini.jobs.step_files import WIDEST, check_files, say, write_all
 from gemini.jobs.trace import params_of, take_trace
 from gemini.planning import document
 from gemini.planning.break_even import played_break_even
@@ -30,9 +30,6 @@ from gemini.planning.planner import pose_problem
 from gemini.planning.trace import MemoryTrace
 from gemini.planning.working import MARGIN
 from gemini.tiers import Tier
-
-WIDEST = 100
-"""Columns of a screen at most."""
 
 
 class Machine(NamedTuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from pathlib import Path
 
 from rich.console import Console
@@ -62,11 +63,22 @@ _STYLES = {
 """How a line is shown on a terminal, by its beginning."""
 
 
+WIDEST = 100
+"""Columns that are used at most."""
+
+
 def say(console: Console, lines: list[str]) -> None:
-    """Print what is put into lines already; its colours are a terminal's alone."""
-    for line in lines:
+    """Print lines; what is too long for one is folded and indented. Colours are a terminal's alone."""
+    width = min(console.width, WIDEST)
+    for line in (part for whole in lines for part in _folded(whole, width)):
         style = next((style for head, style in _STYLES.items() if line.startswith(head)), None)
         console.print(line, style=style, highlight=False, markup=False, soft_wrap=True)
+
+
+def _folded(line: str, width: int) -> list[str]:
+    if len(line) <= width:
+        return [line]
+    return textwrap.wrap(line, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
 
 
 def write_file(path: Path, text: str) -> None:
