@@ -93,7 +93,7 @@ def trace(settings: TraceSettings, console: Console, *, as_json: bool, out: Path
     if as_json:
         print(found.to_json())
         return 0
-    lines = [str(found), "", *phase_lines(found), "", *module_lines(found)]
+    lines = [*str(found).splitlines(), "", *phase_lines(found), "", *module_lines(found)]
     if out is not None:
         lines += ["", f"written to {out}; for a plan: gemini plan --trace {out}"]
     say(console, lines)
