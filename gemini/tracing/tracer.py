@@ -29,7 +29,7 @@ _OF_ENGINE = ("begin_call", "end_call", "begin_backward_of", "take_grad", "_back
 
 
 class MemoryTracer:
-    """Records steps of ``model`` that run inside the ``with`` block.
+    """Records steps of ``model`` that run inside the ``with`` block::
 
         with gemini.MemoryTracer(model) as tracer:
             for batch in batches[:3]:
