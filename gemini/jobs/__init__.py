@@ -1,4 +1,4 @@
-"""The jobs behind the command line: train, demo and doctor, from text files and HF configs.
+"""The jobs behind the command line: trace, plan, simulate, train, demo and doctor, from HF configs and text files.
 
 The training itself uses ``gemini``'s public names only, so each job is also an example of how to use them; ``team``
 borrows the wire of ``gemini.ranks`` for what the processes of a job tell each other besides. The modules are imported

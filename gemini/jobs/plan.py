@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -11,11 +15,12 @@ from rich.console import Console
 
 import gemini
 from gemini.errors import BudgetExceeded, PlanMismatch, human_bytes
-from gemini.jobs.errors import REFUSED, JobError, as_job_error
+from gemini.jobs.errors import REFUSED, JobError
 from gemini.jobs.plan_report import Question, report_of
 from gemini.jobs.plan_screen import screen
 from gemini.jobs.plan_settings import PlanSettings
-from gemini.jobs.trace import params_of, say, take_trace, write_file
+from gemini.jobs.step_files import WIDEST, check_files, say, write_all
+from gemini.jobs.trace import params_of, take_trace
 from gemini.planning import document
 from gemini.planning.break_even import played_break_even
 from gemini.planning.hardware import Hardware
@@ -25,9 +30,6 @@ from gemini.planning.planner import pose_problem
 from gemini.planning.trace import MemoryTrace
 from gemini.planning.working import MARGIN
 from gemini.tiers import Tier
-
-WIDEST = 100
-"""Columns of a screen at most."""
 
 
 class Machine(NamedTuple):
@@ -52,6 +54,7 @@ def plan(
     settings: PlanSettings, console: Console, *, as_json: bool, out: Path | None, pictures: tuple[Path, ...]
 ) -> int:
     """Plan, write and say it; returns the exit code, 2 if it does not fit."""
+    check_files(out, pictures)
     machine = machine_of(settings)
     if pictures and machine.hardware is None:
         raise JobError(f"--picture {pictures[0]} shows a step in time, which needs the speeds of a machine: --machine.")
@@ -85,16 +88,12 @@ def plan(
         checkpointed=checkpointed,
         changes=_changes(settings, machine, trace, checkpointed, fits=made is not None),
     )
-    if made is not None and out is not None:
-        write_file(out, made.to_json())
-    if timeline is not None:
-        draw(pictures, timeline)
     if as_json:
         print(report.to_json())
     else:
         say(console, screen(report, width=min(console.width, WIDEST)))
-        for path in (*((out,) if out is not None and made is not None else ()), *(pictures if timeline else ())):
-            say(console, [f"written to {path}"])
+    if made is not None:
+        write_all(out, made.to_json(), pictures, timeline, console=None if as_json else console)
     return 0 if report.fits else REFUSED
 
 
@@ -182,9 +181,28 @@ def _plan_of(
 ) -> tuple[gemini.Plan, None] | tuple[None, BudgetExceeded]:
     """The plan, or why there is none."""
     try:
-        return _make(settings, machine, trace), None
+        with _stdout_closed_to_others():
+            return _make(settings, machine, trace), None
     except BudgetExceeded as e:
         return None, e
+
+
+@contextmanager
+def _stdout_closed_to_others() -> Iterator[None]:
+    """The solver inside scipy writes some lines straight to the process's standard output, whatever it is told."""
+    sys.stdout.flush()
+    try:
+        kept = os.dup(1)
+    except OSError:  # there is none
+        yield
+        return
+    try:
+        with open(os.devnull, "wb") as nowhere:
+            os.dup2(nowhere.fileno(), 1)
+        yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
 
 
 def _make(settings: PlanSettings, machine: Machine, trace: MemoryTrace) -> gemini.Plan:
@@ -276,25 +294,10 @@ def _changes(
         one = take_trace(settings.traced(batch_size=1, target=_target(machine)))
         if _fits(replace(settings, accumulate=(settings.batch_size or 1) * settings.accumulate), machine, one):
             found.append("--micro-batch auto: the same step in smaller micro-batches; one window at a time fits")
+    if settings.offload_activations == "no" and trace.checkpoint_bytes and machine.compute is Tier.GPU:
+        if _fits(replace(settings, offload_activations="cpu"), machine, trace):
+            found.append(f"--offload-activations cpu: {human_bytes(trace.checkpoint_bytes)} less; then it fits")
     can_be_transient = settings.accumulate == 1 and trace.precision != "fp16" and settings.gradients is None
     if can_be_transient and _fits(settings, machine, trace, gradients="transient"):
         found.append("--gradients transient (updates inside backward, no clipping): then it fits")
     return tuple(found)
-
-
-# ---- pictures --------------------------------------------------------------------------------------------------------
-
-
-def draw(pictures: tuple[Path, ...], timeline: gemini.Timeline) -> None:
-    """Write each picture of a step.
-
-    Raises:
-        JobError: for a kind of file that there is no picture for, or one that cannot be written.
-    """
-    if not pictures:
-        return
-    from gemini.pictures import draw as draw_timeline
-
-    for path in pictures:
-        with as_job_error(asked=f"--picture {path}"):
-            draw_timeline(timeline, path)

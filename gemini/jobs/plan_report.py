@@ -239,13 +239,15 @@ def _held(plan: Plan) -> dict[str, dict[str, int]]:
     spoken_for = problem.demands(plan.placement)
     compute, host = held[problem.compute.value], held[Tier.CPU.value]
     rest = dict(spoken_for)
-    named = (
+    named: tuple[tuple[Tier, dict[str, int], str, int], ...] = (
         (problem.compute, compute, "activations", problem.activations),
         (problem.compute, compute, "gathered weights", problem.working_set),
         (problem.compute, compute, "whole gradients", problem.in_flight),
         (Tier.CPU, host, "staging", problem.staging),
         (Tier.CPU, host, "exchange", problem.exchange),
     )
+    if problem.offload_to is not None:
+        named += ((problem.offload_to, held[problem.offload_to.value], "saved activations", problem.offloaded),)
     for tier, at, what, num_bytes in named:
         if num_bytes and rest.get(tier, 0) >= num_bytes:
             at[what] = num_bytes

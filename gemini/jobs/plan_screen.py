@@ -121,7 +121,8 @@ def _facts(report: PlanReport) -> Iterator[str]:
         f"{human_bytes(activations.peak_bytes)} at the peak{where if activations.peak_phase else ''}"
         + (f", {human_bytes(activations.checkpoint_bytes)} of it inputs of checkpointed blocks"
            if activations.checkpoint_bytes else "")
-        + (f", which wait on {activations.offloaded_to}" if activations.offloaded_to else ""),
+        + (f", which wait on {activations.offloaded_to}" if activations.offloaded_to else "")
+        + ("" if report.compute == "gpu" else "; on top of the cpu budget"),
     )  # fmt: skip
     if report.fits:
         moved = ", ".join(f"{way} {human_bytes(n)}" for way, n in report.moved.items() if n)
@@ -162,18 +163,24 @@ def _free(report: PlanReport, step: StepReport) -> str:
     if COMPUTE not in step.busy:
         return "not known: the trace has no work in it"
     if step.break_even is not None and step.break_even <= report.tokens:
-        return f"now: a step takes as long as its computing, {within}; it does from {step.break_even:,} tokens on"
+        return f"now: a step takes as long as its computing, {within}; it does from {_about(step.break_even)} tokens on"
     ways = []
     if step.break_even is not None:
-        ways.append(f"from {step.break_even:,} tokens a step on in larger micro-batches")
+        ways.append(f"from {_about(step.break_even)} tokens a step on in larger micro-batches")
     if step.break_even_accumulating is not None:
-        ways.append(f"from {step.break_even_accumulating:,} in more micro-batches of this size")
+        ways.append(f"from {_about(step.break_even_accumulating)} in more micro-batches of this size")
     return f"{' or '.join(ways) or 'at no number of tokens'} ({within}; now {report.tokens:,})"
 
 
 def _changes(report: PlanReport) -> Iterator[str]:
     for number, change in enumerate(report.changes):
         yield _line("what to change" if number == 0 else "", _IN_PYTHON.sub(r"--nvme \1\2", change))
+
+
+def _about(tokens: int) -> str:
+    """Three digits, rounded up: more would promise what a prediction cannot hold."""
+    unit = 10 ** max(0, len(str(tokens)) - 3)
+    return f"{-(-tokens // unit) * unit:,}"
 
 
 def _percent(part: float, whole: float) -> str:

@@ -9,9 +9,8 @@ from rich.console import Console
 import gemini
 from gemini.errors import PlanMismatch
 from gemini.jobs.errors import JobError
-from gemini.jobs.plan import draw
 from gemini.jobs.plan_settings import STEP_SCHEDULES, at_least, one_of
-from gemini.jobs.trace import say, write_file
+from gemini.jobs.step_files import check_files, say, write_all
 from gemini.planning import document
 from gemini.planning.machines import load_hardware, machine_names
 from gemini.planning.plan import Plan
@@ -31,6 +30,7 @@ def simulate(
     """Play, write and say it; returns the exit code."""
     one_of(STEP_SCHEDULES, "--schedule", schedule)
     at_least(1, "--gpus", gpus)
+    check_files(out, pictures)
     if machine is None:
         raise JobError(
             f"Say whose speeds to play the plan with: --machine NAME ({', '.join(machine_names())}), or --machine FILE "
@@ -43,13 +43,9 @@ def simulate(
     except PlanMismatch as e:
         raise PlanMismatch(f"{path}: {e}") from e
     timeline = gemini.simulate(plan, hardware, schedule=schedule, gpus=gpus)
-    if out is not None:
-        write_file(out, timeline.to_json())
-    draw(pictures, timeline)
     if as_json:
         print(timeline.to_json())
-        return 0
-    say(console, str(timeline).splitlines())
-    for written in (*((out,) if out is not None else ()), *pictures):
-        say(console, [f"written to {written}"])
+    else:
+        say(console, str(timeline).splitlines())
+    write_all(out, timeline.to_json(), pictures, timeline, console=None if as_json else console)
     return 0

@@ -11,6 +11,7 @@ from rich.console import Console
 from gemini.errors import GeminiError, human_bytes
 from gemini.jobs.errors import JobError
 from gemini.jobs.plan_settings import MOST_POSITIONS, TraceSettings
+from gemini.jobs.step_files import check_files, say, write_file
 from gemini.planning.trace import MemoryTrace, Phase
 
 _TOP = 8
@@ -85,13 +86,14 @@ def _seq_len(config: Any, asked: int | None) -> int:
 
 def trace(settings: TraceSettings, console: Console, *, as_json: bool, out: Path | None) -> int:
     """Trace, write and say it; returns the exit code."""
+    check_files(out)
     found = take_trace(settings)
     if out is not None:
         write_file(out, found.to_json())
     if as_json:
         print(found.to_json())
         return 0
-    lines = [str(found), "", *phase_lines(found), "", *module_lines(found)]
+    lines = [*str(found).splitlines(), "", *phase_lines(found), "", *module_lines(found)]
     if out is not None:
         lines += ["", f"written to {out}; for a plan: gemini plan --trace {out}"]
     say(console, lines)
@@ -122,17 +124,3 @@ def module_lines(found: MemoryTrace) -> Iterator[str]:
     for (module, phase), peak in sorted(peaks.items(), key=lambda item: -item[1])[:_TOP]:
         shown = module if len(module) < 47 else f"...{module[-43:]}"
         yield f"{shown:<48}{phase:<12}{human_bytes(peak):>14}"
-
-
-def say(console: Console, lines: list[str]) -> None:
-    """Print what is put into lines already."""
-    for line in lines:
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
-
-
-def write_file(path: Path, text: str) -> None:
-    """Raises: JobError: if it cannot be written."""
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as e:
-        raise JobError(f"--out {path} cannot be written: {e.strerror or e}. Choose a file you may write.") from e

@@ -16,6 +16,12 @@ def memory_bytes() -> int:
     return memory_limit() or psutil.virtual_memory().total
 
 
+def available_bytes() -> int:
+    """Bytes that this process can still take: what the machine has free, less what its control group does not allow."""
+    free, limit = psutil.virtual_memory().available, memory_limit()
+    return free if limit is None else max(0, min(free, limit - psutil.Process().memory_info().rss))
+
+
 def memory_limit(process: Path = Path("/proc/self/cgroup"), groups: Path = _GROUPS) -> int | None:
     """The lowest memory limit of the control groups that this process is in, in bytes; None without one.
 

@@ -169,7 +169,7 @@ def pose_problem(
         gradients=gradients,
         budgets=dict(budgets),
         compute=compute,
-        working_set=gathered_at_once(accesses(trace, layout), layout, precision),
+        working_set=gathered_at_once(trace, layout, precision),
         staging=staging_bytes(tile),
         activations=activations,
         in_flight=gradients_in_flight(layout, itemsize) if many else 0,

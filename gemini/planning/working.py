@@ -5,11 +5,9 @@ Closed forms, the same for the planner, which leaves room for them, and for the 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from gemini.planning.layout import Layout, block_of
 from gemini.planning.planes import PlaneKind, compute_itemsize
-from gemini.planning.trace import Access, MemoryTrace
+from gemini.planning.trace import MemoryTrace, chunks_of_params
 
 TILE = 2**20
 """Elements per tile. A whole norm tile, so that a gradient's norm is the same whether it is staged or not."""
@@ -58,10 +56,11 @@ def gradients_in_flight(layout: Layout, itemsize: int) -> int:
     return max(by_block.values(), default=0) + largest
 
 
-def gathered_at_once(accesses: Iterable[Access], layout: Layout, precision: str) -> int:
-    """The working set: the most bytes of gathered weights that any moment needs at once."""
-    itemsize = compute_itemsize(precision)
-    needs = {access.chunks for access in accesses}
+def gathered_at_once(trace: MemoryTrace, layout: Layout, precision: str) -> int:
+    """The working set: the most bytes of gathered weights that any moment, or any module, needs at once."""
+    by_param, itemsize = chunks_of_params(trace, layout), compute_itemsize(precision)
+    read = {*trace.together, *(moment.params for moment in trace.moments)}
+    needs = {frozenset(by_param[index] for index in indices) for indices in read}
     return max((sum(layout.chunks[i].numel for i in chunks) * itemsize for chunks in needs), default=0)
 
 

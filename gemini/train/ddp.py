@@ -147,7 +147,7 @@ class GeminiDDP(nn.Module):
         return make_report(_engine(self))
 
     def recording(self, *, trace: MemoryTrace | None = None) -> AbstractContextManager[Recording]:
-        """Record whole training steps: where their time went, and what every tier held.
+        """Record whole training steps: where their time went, and what every tier held::
 
             with model.recording() as recording:
                 train_one_step()

@@ -8,7 +8,6 @@ import warnings
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import psutil
 import torch
 from torch import nn
 
@@ -17,6 +16,7 @@ from gemini.errors import PlanMismatch, parse_bytes
 from gemini.memory.chunk import COMPUTE_DTYPES
 from gemini.memory.device import Device
 from gemini.memory.nvme import probe
+from gemini.memory.system import available_bytes
 from gemini.planning.hardware import Hardware
 from gemini.planning.placement import Placement, Problem, StaticPlacement, by_fractions, check_fits
 from gemini.planning.plan import Plan
@@ -146,7 +146,7 @@ def measure_budgets(config: GeminiConfig, device: Device, ranks: Ranks | None = 
     elif gpu:
         warnings.warn(f"memory gpu={memory.gpu!r} has no effect: the device is {device.name}", stacklevel=6)
     cpu = memory.bytes_of(Tier.CPU)
-    budgets[Tier.CPU] = int(psutil.virtual_memory().available * MARGIN) if cpu is None else cpu
+    budgets[Tier.CPU] = int(available_bytes() * MARGIN) if cpu is None else cpu
     if memory.nvme_path is not None:
         found = probe(memory.nvme_path)
         nvme = memory.bytes_of(Tier.NVME)

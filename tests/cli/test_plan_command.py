@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -87,6 +88,17 @@ def test_budgets_that_are_left_out_are_the_machines_with_the_margin_of_the_runti
     assert given["budgets"] == {"cpu": 2**30} and given["compute"] == "cpu" and given["origins"] == {}
 
 
+def test_gpus_of_a_machine_divide_the_model_its_memory_and_its_drives(gemini_command: Gemini, traced: Path) -> None:
+    options = ["plan", "--trace", traced, "--machine", "dgx-h100", "--json"]
+    one, eight = (json.loads(gemini_command(*options, "--gpus", n).stdout) for n in (1, 8))
+    sixteen = json.loads(gemini_command(*options, "--gpus", 16).stdout)
+    for tier, share in (("gpu", 1), ("cpu", 8), ("nvme", 8)):
+        assert eight["budgets"][tier] == sixteen["budgets"][tier] == one["budgets"][tier] // share
+    assert (eight["tokens"], sixteen["tokens"]) == (8 * one["tokens"], 16 * one["tokens"])
+    assert 0.99 < 8 * eight["needs"]["exp_avg"] / one["needs"]["exp_avg"] < 1.1  # shards are whole pages
+    assert "all-gather" in eight["step"]["busy"] and "all-gather" not in one["step"]["busy"]
+
+
 def test_what_does_not_fit_is_said_with_the_cheapest_change_and_that_one_is_enough(
     gemini_command: Gemini, traced: Path
 ) -> None:
@@ -107,16 +119,21 @@ def test_a_change_that_is_named_makes_it_fit(gemini_command: Gemini, traced: Pat
     options = ["plan", "--trace", traced, "--cpu", "70MiB"]
     result = gemini_command(*options)
     assert result.exit_code == 2
-    assert re.search(r"^what to change +--gradients transient .*: then it fits", result.stdout, re.M | re.S)
+    assert re.search(r"^what to change +--gradients transient .*:\s+then it fits", result.stdout, re.M)
     assert gemini_command(*options, "--gradients", "transient").exit_code == 0
 
 
 # ---- what it writes --------------------------------------------------------------------------------------------------
 
 
-def test_json_is_the_same_answer_and_nothing_else(gemini_command: Gemini, traced: Path) -> None:
+def test_json_is_the_same_answer_and_nothing_else(gemini_command: Gemini, traced: Path, tmp_path: Path) -> None:
     options = ["plan", "--trace", traced, *SIZES, "--machine", "rtx4090"]
-    said = json.loads(gemini_command(*options, "--json").stdout)
+    said = json.loads(gemini_command(*options, "--json", "--out", tmp_path / "plan.json").stdout)
+    plan = gemini.Plan.from_json((tmp_path / "plan.json").read_text())
+    assert {tier: sum(held.values()) for tier, held in said["held"].items()} == {
+        tier.value: num_bytes for tier, num_bytes in plan.bytes_per_tier.items()
+    }
+    assert said["moved"] == {str(boundary): num_bytes for boundary, num_bytes in plan.traffic.items()}
     screen = gemini_command(*options).stdout
     assert (said["gemini"], said["version"], said["fits"]) == ("plan report", VERSION, True)
     for tier, held in said["held"].items():
@@ -140,7 +157,7 @@ def test_a_saved_plan_runs_and_is_played(gemini_command: Gemini, traced: Path, t
     path, timeline = tmp_path / "plan.json", tmp_path / "timeline.json"
     options = ["plan", "--trace", traced, *SIZES, "--machine", "rtx4090", "--out", path]
     result = gemini_command(*options)
-    assert f"written to {path}" in result.stdout.replace("\n", "")
+    assert f"written to {path}" in " ".join(result.stdout.split())
     said = json.loads(gemini_command(*options, "--json").stdout)
     plan = gemini.Plan.from_json(path.read_text())
     check_plan(plan)
@@ -150,7 +167,7 @@ def test_a_saved_plan_runs_and_is_played(gemini_command: Gemini, traced: Path, t
     assert found == gemini.Timeline.from_json(timeline.read_text())
     assert found.step_seconds == said["step"]["seconds"]
     shown = gemini_command("simulate", path, "--machine", "rtx4090").stdout
-    assert shown.strip() == str(found)
+    assert shown.split() == str(found).split() and all(len(line) <= 80 for line in shown.splitlines())
     overlapped = gemini_command("simulate", path, "--machine", "rtx4090", "--schedule", "overlapped", "--json")
     assert gemini.Timeline.from_json(overlapped.stdout).step_seconds < found.step_seconds
 
@@ -257,4 +274,33 @@ def test_a_plan_that_cannot_be_played(gemini_command: Gemini, traced: Path, tmp_
     refused(gemini_command("simulate", path, "--machine", "rtx4090", "--schedule", "soon"), "--schedule must be one of")
     refused(gemini_command("simulate", path, "--machine", "rtx4090", "--gpus", "0"), "--gpus must be at least 1")
     out = gemini_command("simulate", path, "--machine", "rtx4090", "--out", tmp_path / "absent" / "x.json")
-    refused(out, "cannot be written: No such file or directory")
+    refused(out, "x.json cannot be written: there is no folder ")
+
+
+def test_what_a_solver_writes_to_the_standard_output_is_not_in_the_answer(
+    gemini_command: Gemini, traced: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The process's own, below Python: `gemini plan --json` is read by programs."""
+    make = gemini.plan
+
+    def plan(*args: Any, **kwargs: Any) -> gemini.Plan:
+        os.write(1, b"solver's noise\n")
+        return make(*args, **kwargs)
+
+    monkeypatch.setattr(gemini, "plan", plan)
+    assert gemini_command("plan", "--trace", traced, *SIZES, "--json").exit_code == 0
+    os.write(1, b"after")
+    assert capfd.readouterr().out == "after"
+
+
+def test_a_step_is_drawn(gemini_command: Gemini, traced: Path, tmp_path: Path) -> None:
+    page, trace = tmp_path / "step.html", tmp_path / "step.json"
+    options = ["plan", "--trace", traced, *SIZES, "--machine", "rtx4090", "--out", tmp_path / "plan.json"]
+    result = gemini_command(*options, "--picture", page, "--picture", trace)
+    assert result.exit_code == 0, (result.output, result.exception)
+    assert "<svg" in page.read_text() and json.loads(trace.read_text())["traceEvents"]
+    assert result.stdout.count("written to ") == 3
+    refused(gemini_command(*options, "--picture", "step.bmp"), "--picture step.bmp: a picture is one of .png, .svg,")
+    (tmp_path / "folder.png").mkdir()
+    away = gemini_command(*options, "--picture", tmp_path / "folder.png")
+    assert away.exit_code == 2 and "Is a directory" in away.stderr and "Traceback" not in away.output

@@ -20,6 +20,7 @@ import re
 import shlex
 import textwrap
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -183,11 +184,22 @@ def _check_gemini(words: list[str], whole: bool) -> None:
         assert set(words) <= {"--help", "-h"}, words
         return
     command = group.commands[words[0]]  # type: ignore[attr-defined]
-    context = command.make_context(words[0], [word for word in words[1:] if word != "--help"])
+    try:
+        context = command.make_context(words[0], [word for word in words[1:] if word != "--help"])
+    except Exception as e:  # typer may bring a click of its own, so its classes are known by name
+        if whole or type(e).__name__ != "MissingParameter":
+            raise
+        return
     if words[0] == "train" and whole:
         from gemini.jobs.settings import TrainSettings
 
         TrainSettings(**{**context.params, "data": context.params["data"] or (), "glob": ()}).check()
+    if words[0] in ("trace", "plan") and whole:
+        from gemini.jobs.plan_settings import PlanSettings, TraceSettings
+
+        settings = {"trace": TraceSettings, "plan": PlanSettings}[words[0]]
+        known = {field.name for field in fields(settings)}
+        settings(**{name: value for name, value in context.params.items() if name in known}).check()
 
 
 def _check_torchrun(words: list[str], whole: bool, page: Path) -> None:

@@ -145,6 +145,8 @@ def test_good_python_passes(folder: Path) -> None:
         "gemini train --model c.json --preset gpt2-small --data t",
         "gemini train --model c.json --data t --cpu-memory 8XiB",
         "gemini plan --model c.json",
+        "gemini plan c.json --cpu 8XiB",
+        "gemini trace --batch-size 2",
         "make nothing",
         "torchrun --nproc 2 -m gemini train --no-such-option",
         "torchrun --nproc-per-node 2 missing.py",

@@ -7,6 +7,7 @@ import gc
 import os
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
@@ -152,3 +153,13 @@ def test_caches_that_are_shared_count_once(tmp_path: Path) -> None:
                 (folder / name).write_text(text + "\n")
     assert system.cache_bytes(tmp_path) == 2 * 2**20
     assert system.cache_bytes(tmp_path / "nowhere") == 0
+
+
+def test_what_a_control_group_does_not_allow_is_not_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    free = system.available_bytes()
+    assert 0 < free <= psutil.virtual_memory().total
+    resident = psutil.Process().memory_info().rss
+    monkeypatch.setattr(system, "memory_limit", lambda: resident + 2**20)
+    assert system.available_bytes() <= 2**21, "the group's rest, whatever the machine has"
+    monkeypatch.setattr(system, "memory_limit", lambda: 1)
+    assert system.available_bytes() == 0

@@ -1,0 +1,89 @@
+"""What the commands of planning print and write: lines, a value as JSON, pictures of a step."""
+
+from __future__ import annotations
+
+import textwrap
+from pathlib import Path
+
+from rich.console import Console
+
+from gemini.jobs.errors import JobError, as_job_error
+from gemini.planning.timeline import Timeline
+
+_SUFFIXES = (".png", ".svg", ".html", ".json")
+
+
+def check_files(out: Path | None, pictures: tuple[Path, ...] = ()) -> None:
+    """Before anything is computed for them.
+
+    Raises:
+        JobError: for a folder that is not there, or a kind of file that there is no picture for.
+    """
+    for option, path in (*((("--out", out),) if out is not None else ()), *(("--picture", path) for path in pictures)):
+        if not path.parent.is_dir():
+            raise JobError(f"{option} {path} cannot be written: there is no folder {path.parent}.")
+    for path in pictures:
+        if path.suffix.lower() not in _SUFFIXES:
+            raise JobError(f"--picture {path}: a picture is one of {', '.join(_SUFFIXES)}, by the suffix of its name.")
+
+
+def write_all(
+    out: Path | None, value: str, pictures: tuple[Path, ...], timeline: Timeline | None, *, console: Console | None
+) -> None:
+    """Write ``value`` to ``out``, the pictures of ``timeline``, and what was written where to ``console``.
+
+    Raises:
+        JobError: for a file that cannot be written, or without the package that draws.
+    """
+    written: list[Path] = []
+    if out is not None:
+        write_file(out, value)
+        written.append(out)
+    if pictures and timeline is not None:
+        from gemini.pictures import draw
+
+        for path in pictures:
+            try:
+                with as_job_error(asked=f"--picture {path}"):
+                    draw(path, timeline)
+            except ImportError as e:
+                raise JobError(f"--picture {path}: {e}") from e
+            written.append(path)
+    if console is not None and written:
+        say(console, ["", *(f"written to {path}" for path in written)])
+
+
+_STYLES = {
+    "FITS": "bold green",
+    "DOES NOT FIT": "bold red",
+    "who lives where": "bold",
+    "phase": "bold",
+    "most bytes": "bold",
+}
+"""How a line is shown on a terminal, by its beginning."""
+
+
+WIDEST = 100
+"""Columns that are used at most."""
+
+
+def say(console: Console, lines: list[str]) -> None:
+    """Print lines; what is too long for one is folded and indented. Colours are a terminal's alone."""
+    width = min(console.width, WIDEST)
+    for line in (part for whole in lines for part in _folded(whole, width)):
+        style = next((style for head, style in _STYLES.items() if line.startswith(head)), None)
+        console.print(line, style=style, highlight=False, markup=False, soft_wrap=True)
+
+
+def _folded(line: str, width: int) -> list[str]:
+    if len(line) <= width:
+        return [line]
+    return textwrap.wrap(line, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+
+
+def write_file(path: Path, text: str) -> None:
+    """Raises: JobError: if it cannot be written."""
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as e:
+        raise JobError(f"--out {path} cannot be written: {e.strerror or e}. Choose a file you may write.") from e

@@ -1,0 +1,133 @@
+"""``gemini trace`` from a config: the table, the file, and what it refuses; and plans of what it traces."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import gemini
+from gemini.planning.trace import Phase
+
+Gemini = Callable[..., Any]
+LLAMA2_70B = Path(__file__).parent / "configs" / "llama2_70b.json"
+
+
+def refused(result: Any, *says: str) -> None:
+    """It left with 2, one paragraph on stderr that says all of it, no traceback, and nothing on stdout."""
+    assert result.exit_code == 2, (result.output, result.exception)
+    message = " ".join(result.stderr.split())
+    assert message.startswith("gemini: ") and "Traceback" not in result.output and not result.stdout
+    for words in says:
+        assert words in message
+
+
+def test_a_trace_is_said_in_a_table_and_written_as_it_is(
+    gemini_command: Gemini, tiny_config: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "trace.json"
+    result = gemini_command("trace", tiny_config, "--batch-size", 3, "--gradient-checkpointing", "--out", out)
+    assert result.exit_code == 0, (result.output, result.exception)
+    found = gemini.MemoryTrace.from_json(out.read_text())
+    said = " ".join(result.stdout.split())
+    assert " ".join(str(found).split()) in said and f"gemini plan --trace {out}" in said
+    assert found.batch["input_ids"] == (3, 32)  # the model's positions
+    assert found.checkpointing and found.target == "cuda" and found.precision == "bf16"
+    table = result.stdout.split("phase ")[1].split("\n\n")[0].splitlines()[1:]
+    assert [line.split()[0] for line in table] == [phase.value for phase in Phase]
+    assert sum(int(line.split()[1]) for line in table) == len(found.moments)
+    top = max(found.moments, key=lambda moment: moment.peak_bytes)
+    first = result.stdout.split("most bytes beside params")[1].splitlines()[1]
+    assert (top.module or "(the model itself)") in first and gemini.errors.human_bytes(top.peak_bytes) in first
+    assert all(len(line) <= 80 for line in result.stdout.split("phase ")[1].split("written to")[0].splitlines())
+
+
+def test_json_is_the_trace_and_nothing_else(gemini_command: Gemini, tiny_config: Path) -> None:
+    options = ["--seq-len", 16, "--precision", "fp32", "--attention", "eager", "--target", "cpu", "--layers", 1]
+    result = gemini_command("trace", tiny_config, *options, "--json")
+    found = gemini.MemoryTrace.from_json(result.stdout)
+    assert (found.batch["labels"], found.precision, found.target) == ((1, 16), "fp32", "cpu")
+    assert not any(".1." in param.name for param in found.params)
+    assert found.to_json() == result.stdout.strip()
+    options[options.index("eager")] = "sdpa"
+    fused = gemini.MemoryTrace.from_json(gemini_command("trace", tiny_config, *options, "--json").stdout)
+    assert sum(m.num_ops for m in found.moments) > sum(m.num_ops for m in fused.moments)
+
+
+def test_an_encoder_and_decoder_is_traced_and_planned(gemini_command: Gemini, tmp_path: Path) -> None:
+    config = tmp_path / "t5.json"
+    values = {"vocab_size": 64, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 1, "num_heads": 4}
+    values |= {"decoder_start_token_id": 0, "pad_token_id": 0}
+    config.write_text(json.dumps({"model_type": "t5", **values}))
+    result = gemini_command("plan", config, "--seq-len", 16, "--cpu", "64MiB", "--json")
+    assert result.exit_code == 0, (result.output, result.exception)
+    said = json.loads(result.stdout)
+    assert said["model"] == "T5ForConditionalGeneration" and said["compute"] == "cpu"
+
+
+def test_a_plan_from_a_config_is_that_of_its_trace(gemini_command: Gemini, tiny_config: Path, tmp_path: Path) -> None:
+    """The same answer, but for checkpointing, which a trace alone says nothing of."""
+    sizes, out = ("--gpu", "4MiB", "--cpu", "64MiB"), tmp_path / "trace.json"
+    assert gemini_command("trace", tiny_config, "--out", out).exit_code == 0
+    by_config = json.loads(gemini_command("plan", tiny_config, *sizes, "--json").stdout)
+    by_trace = json.loads(gemini_command("plan", tiny_config, "--trace", out, *sizes, "--json").stdout)
+    assert by_config["activations"].pop("checkpointed_peak_bytes") > 0
+    assert by_trace["activations"].pop("checkpointed_peak_bytes") is None
+    assert {**by_config, "changes": []} == {**by_trace, "changes": []}
+    cut = gemini_command("plan", tiny_config, "--layers", 1, "--trace", out, *sizes)
+    refused(cut, f"--trace {out} is of another model", "'transformer.h.1.")
+
+
+def test_a_micro_batch_is_chosen_that_fits(gemini_command: Gemini, tiny_config: Path) -> None:
+    """The largest of those that divide the windows of a step: one more does not fit."""
+    sizes = ("--gpu", "3MiB", "--cpu", "64MiB", "--json")
+    step = ("--batch-size", 4, "--accumulate", 4)
+    said = json.loads(gemini_command("plan", tiny_config, *step, "--micro-batch", "auto", *sizes).stdout)
+    windows, _ = said["batch"]["input_ids"]
+    assert said["fits"] and windows * said["accumulate"] == 16 and 1 < windows < 16
+    assert said["tokens"] == 16 * 32 and said["gradients"] == "accumulate"
+    larger = ("--batch-size", 2 * windows, "--accumulate", 16 // (2 * windows))
+    refusal = gemini_command("plan", tiny_config, *larger, "--gradients", "accumulate", *sizes)
+    assert refusal.exit_code == 2 and "--micro-batch auto" in json.loads(refusal.stdout)["changes"][-1]
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["absent.json"], "absent.json: there is no such file or folder"),
+        (["tiny.json", "--seq-len", "64"], "--seq-len 64 is more than the model's 32 positions"),
+        (["tiny.json", "--layers", "0"], "--layers must be at least 1"),
+        (["tiny.json", "--precision", "int8"], "--precision must be one of bf16, fp16, fp32"),
+        (["tiny.json", "--target", "tpu"], "--target must be one of cpu, cuda"),
+        (["tiny.json", "--out", "absent/trace.json"], "--out absent/trace.json cannot be written"),
+        (["odd.json"], "config odd.json cannot be traced"),
+        (["text.txt"], "text.txt: this is not a JSON file"),
+    ],
+)
+def test_what_cannot_be_traced(
+    gemini_command: Gemini,
+    tiny_config: Path,
+    tiny_values: dict[str, Any],
+    text: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    options: list[str],
+    says: str,
+) -> None:
+    monkeypatch.chdir(tiny_config.parent)
+    Path("odd.json").write_text(json.dumps({**tiny_values, "n_head": 3}))
+    refused(gemini_command("trace", *options), says)
+
+
+@pytest.mark.slow
+def test_the_largest_llama_2_is_planned_on_a_workstation(gemini_command: Gemini) -> None:
+    sizes = ("--gpu", "24GiB", "--cpu", "64GiB", "--nvme", "1TB", "--machine", "rtx4090")
+    said = json.loads(gemini_command("plan", LLAMA2_70B, *sizes, "--gradient-checkpointing", "--json").stdout)
+    assert said["fits"] and said["num_params"] == 68_976_648_192
+    assert said["bytes_per_param"] == pytest.approx(12.0, abs=0.01)
+    assert all(sum(held.values()) <= said["budgets"][tier] for tier, held in said["held"].items())
+    refusal = gemini_command("plan", LLAMA2_70B, *sizes, "--json")
+    assert refusal.exit_code == 2
+    assert json.loads(refusal.stdout)["changes"][0].endswith("then it fits")
