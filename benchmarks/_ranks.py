@@ -292,24 +292,21 @@ def smallest_budget(
     """Bytes per rank that a plan asks for on the CPU when every plane stays in memory, by what for; and the layout."""
     import torch
 
-    from gemini.memory.mover import staging_bytes, tile_numel
     from gemini.planning.layout import ParamSpec, make_layout
     from gemini.planning.planes import compute_itemsize, plane_itemsizes
-    from gemini.ranks.wire import scratch_bytes
-    from gemini.train.problem import PIECE, gradients_in_flight, working_set
+    from gemini.planning.working import PIECE, gradients_in_flight, scratch_bytes, staging_bytes, tile_numel
+    from gemini.train.structure import working_set
 
     with torch.device("meta"):
         model = make_llama(shape)
     named = list(model.named_parameters())
     layout = make_layout([ParamSpec(name, param.numel()) for name, param in named], ranks=ranks)
-    chunk_of = {slot.name: chunk for chunk in layout.chunks for slot in chunk.slots}
-    name_of = {id(param): name for name, param in named}
     tile = tile_numel(max(chunk.numel for chunk in layout.chunks))
     planes = sum(plane_itemsizes(precision, "retain", trainable=True).values())
     need = {"planes": planes * layout.numel // ranks}
     size = compute_itemsize(precision)
     if ranks > 1:
-        need["working set"] = working_set(model, lambda param: chunk_of[name_of[id(param)]], size)
+        need["working set"] = working_set(model, layout, precision)
         need["staging"] = staging_bytes(tile)
     if ranks * replicas > 1:
         need["gradients in flight"] = gradients_in_flight(layout, size)

@@ -23,6 +23,13 @@ _WHERE = {
     "RankLost": "gemini.errors",
     "RankMismatch": "gemini.errors",
     "StorageError": "gemini.errors",
+    "MissingFigure": "gemini.errors",
+    "Hardware": "gemini.planning.hardware",
+    "MemoryTrace": "gemini.planning.trace",
+    "Plan": "gemini.planning.plan",
+    "Timeline": "gemini.planning.timeline",
+    "plan": "gemini.planning.planner",
+    "simulate": "gemini.planning.simulate",
     "MemoryBudget": "gemini.tiers",
     "Tier": "gemini.tiers",
     "StaticPlacement": "gemini.planning.placement",
@@ -34,7 +41,6 @@ _WHERE = {
     "load_checkpoint": "gemini.train.checkpoint",
     "from_config": "gemini.train.from_config",
     "from_pretrained": "gemini.train.from_pretrained",
-    "MemoryTrace": "gemini.planning.trace",
     "MemoryTracer": "gemini.tracing.tracer",
     "batch_for": "gemini.tracing.batches",
     "trace": "gemini.tracing.ahead",
@@ -47,13 +53,19 @@ if TYPE_CHECKING:
     from gemini.errors import BudgetExceeded as BudgetExceeded
     from gemini.errors import GeminiError as GeminiError
     from gemini.errors import IllegalTransition as IllegalTransition
+    from gemini.errors import MissingFigure as MissingFigure
     from gemini.errors import NonFiniteGradient as NonFiniteGradient
     from gemini.errors import ParamAccessError as ParamAccessError
     from gemini.errors import PlanMismatch as PlanMismatch
     from gemini.errors import RankLost as RankLost
     from gemini.errors import RankMismatch as RankMismatch
     from gemini.errors import StorageError as StorageError
+    from gemini.planning.hardware import Hardware as Hardware
     from gemini.planning.placement import StaticPlacement as StaticPlacement
+    from gemini.planning.plan import Plan as Plan
+    from gemini.planning.planner import plan as plan
+    from gemini.planning.simulate import simulate as simulate
+    from gemini.planning.timeline import Timeline as Timeline
     from gemini.planning.trace import MemoryTrace as MemoryTrace
     from gemini.tiers import MemoryBudget as MemoryBudget
     from gemini.tiers import Tier as Tier

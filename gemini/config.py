@@ -6,9 +6,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gemini.errors import parse_bytes
+from gemini.planning.hardware import Hardware
 from gemini.planning.layout import DEFAULT_MAX_CHUNK
 from gemini.planning.placement import Placement, StaticPlacement
+from gemini.planning.plan import Plan
 from gemini.planning.planes import GRADIENTS, PRECISIONS
+from gemini.planning.trace import MemoryTrace
 from gemini.tiers import MemoryBudget
 
 
@@ -20,18 +23,24 @@ class GeminiConfig:
         precision: dtype of forward and backward. "bf16" (split fp32 master), "fp16" (fp32 master, dynamic loss scale)
             or "fp32". The optimizer always updates an exact fp32 master.
         memory: budgets per tier; what is left out is measured.
-        placement: "auto" (the fastest tier first, in order of use), a :class:`StaticPlacement`, or a whole
+        placement: "auto" (what :func:`gemini.plan` chooses for ``trace`` and ``hardware``), a :class:`StaticPlacement`,
+            a :class:`~gemini.planning.plan.Plan` (its homes and moves exactly), or a whole
             :class:`~gemini.planning.placement.Placement`.
         gradients: what is kept between backward and update. "retain": one backward per step, +2 bytes per param in half
             precision (+4 in fp32); a second backward before the step promotes it to "accumulate" if there is room.
             "accumulate": fp32 sums, +4 bytes. "transient": nothing; needs ``HybridAdam(step_in_backward=True)``.
         device: "cuda", "cuda:1", "cpu", or None for "cuda" if there is one, else "cpu"; "standin" for tests.
-        activations: bytes of the ``gpu`` budget to leave to activations and workspaces ("4GiB"); 0 without a GPU.
+        activations: bytes of the ``gpu`` budget to leave to activations and workspaces ("4GiB"). None for what
+            ``trace`` has of them, and for nothing without a trace; no effect without a GPU.
         offload_activations: where the inputs of checkpointed blocks wait for backward: None (where they are), "cpu"
-            (on a GPU), or "nvme". Takes effect where the model checkpoints: ``model.gradient_checkpointing_enable()``.
+            (on a GPU), "nvme", or "auto" (on the CPU if the plan gains by it, which takes a ``trace``). Takes effect
+            where the model checkpoints: ``model.gradient_checkpointing_enable()``.
         reduce_dtype: what gradients are sent in between ranks: "fp32", "bf16", "fp16", or None for ``precision``. They
             are divided by the number of ranks before and summed up in fp32, so that the mean does not overflow.
         max_chunk: elements above which a block of the model is cut into several chunks.
+        trace: the step to plan for, from :func:`gemini.trace` or :class:`gemini.MemoryTracer`. Without one the order of
+            the modules is taken, and the first step that runs says what is needed when.
+        hardware: the machine to plan for, from ``gemini doctor --measure`` or a named one. Without one typical speeds.
 
     Raises:
         ValueError, TypeError: for values that make no sense, naming what is accepted.
@@ -39,13 +48,15 @@ class GeminiConfig:
 
     precision: str = "bf16"
     memory: MemoryBudget = field(default_factory=MemoryBudget)
-    placement: str | StaticPlacement | Placement = "auto"
+    placement: str | StaticPlacement | Placement | Plan = "auto"
     gradients: str = "retain"
     device: Any = None
-    activations: str | int = 0
+    activations: str | int | None = None
     offload_activations: str | None = None
     reduce_dtype: str | None = None
     max_chunk: int = DEFAULT_MAX_CHUNK
+    trace: MemoryTrace | None = None
+    hardware: Hardware | None = None
 
     def __post_init__(self) -> None:
         _one_of("precision", self.precision, PRECISIONS)
@@ -53,13 +64,19 @@ class GeminiConfig:
         if self.reduce_dtype is not None:
             _one_of("reduce_dtype", self.reduce_dtype, PRECISIONS)
         if self.offload_activations is not None:
-            _one_of("offload_activations", self.offload_activations, ("cpu", "nvme"))
+            _one_of("offload_activations", self.offload_activations, ("cpu", "nvme", "auto"))
         if not isinstance(self.memory, MemoryBudget):
             raise TypeError(f"memory= is a gemini.MemoryBudget, got {type(self.memory).__name__}")
         if isinstance(self.placement, str):
             _one_of("placement", self.placement, ("auto",))
-        elif not isinstance(self.placement, (StaticPlacement, Placement)):
-            raise TypeError(f'placement= is "auto" or a gemini.StaticPlacement, got {type(self.placement).__name__}')
+        elif not isinstance(self.placement, (StaticPlacement, Placement, Plan)):
+            raise TypeError(
+                f'placement= is "auto", a gemini.StaticPlacement or a gemini.Plan, got {type(self.placement).__name__}'
+            )
+        for name, kind in (("trace", MemoryTrace), ("hardware", Hardware)):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, kind):
+                raise TypeError(f"{name}= is a gemini.{kind.__name__}, got {type(value).__name__}")
         if not isinstance(self.max_chunk, int) or isinstance(self.max_chunk, bool) or self.max_chunk < 1:
             raise ValueError(f"max_chunk= is a positive number of elements, got {self.max_chunk!r}")
         if self.gradients == "transient" and self.precision == "fp16":
@@ -69,7 +86,8 @@ class GeminiConfig:
             )
         if self.offload_activations == "nvme" and self.memory.nvme_path is None:
             raise ValueError('offload_activations="nvme" needs MemoryBudget(nvme_path=...), the directory of the file')
-        parse_bytes(self.activations, what="activations=")
+        if self.activations is not None:
+            parse_bytes(self.activations, what="activations=")
 
 
 def _one_of(name: str, value: Any, allowed: tuple[str, ...]) -> None:

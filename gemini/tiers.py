@@ -9,7 +9,7 @@ what does not fit, and gives everything back. It knows no torch and moves no byt
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
@@ -75,6 +75,8 @@ class Ledger:
         self._accounts = {tier: _Account(budget) for tier, budget in budgets.items()}
         self._held: dict[tuple[Tier, str], int] = {}
         self._lock = threading.Lock()
+        self.on_change: Callable[[Tier, Mapping[str, int]], None] | None = None
+        """Told of every change, what the holders that changed hold now; it must not ask back."""
 
     @property
     def tiers(self) -> tuple[Tier, ...]:
@@ -121,7 +123,9 @@ class Ledger:
                 )
             account.used += num_bytes
             account.peak = max(account.peak, account.used)
-            self._held[tier, holder] = self._held.get((tier, holder), 0) + num_bytes
+            held = self._held[tier, holder] = self._held.get((tier, holder), 0) + num_bytes
+            if self.on_change is not None:
+                self.on_change(tier, {holder: held})
 
     def release(self, tier: Tier, num_bytes: int, holder: str) -> None:
         """Give back what ``holder`` reserved."""
@@ -130,6 +134,8 @@ class Ledger:
             assert 0 <= num_bytes <= held, f"{holder} gives back {num_bytes} of {held} bytes of {tier.value}"
             self._held[tier, holder] = held - num_bytes
             self._accounts[tier].used -= num_bytes
+            if self.on_change is not None:
+                self.on_change(tier, {holder: held - num_bytes})
 
     def pass_on(self, tier: Tier, num_bytes: int, giver: str, taker: str) -> None:
         """Let ``taker`` hold what ``giver`` held; the tier's total stays, so this cannot fail for lack of room."""
@@ -137,7 +143,9 @@ class Ledger:
             held = self._held.get((tier, giver), 0)
             assert 0 <= num_bytes <= held, f"{giver} passes on {num_bytes} of {held} bytes of {tier.value}"
             self._held[tier, giver] = held - num_bytes
-            self._held[tier, taker] = self._held.get((tier, taker), 0) + num_bytes
+            taken = self._held[tier, taker] = self._held.get((tier, taker), 0) + num_bytes
+            if self.on_change is not None:
+                self.on_change(tier, {giver: held - num_bytes, taker: taken})
 
     @contextmanager
     def reserving(self, tier: Tier, num_bytes: int, holder: str) -> Iterator[None]:

@@ -307,9 +307,9 @@ def assert_same_bits(found: torch.Tensor, wanted: torch.Tensor, what: str) -> No
 @contextmanager
 def tiles_of(monkeypatch: Any, numel: int | None) -> Iterator[None]:
     """Small tiles, so that tiny params take many. One norm block (4096) keeps the order of the norm's sums."""
-    from gemini.memory import mover
+    from gemini.planning import working
 
     with monkeypatch.context() as patch:
         if numel is not None:
-            patch.setattr(mover, "TILE", numel)
+            patch.setattr(working, "TILE", numel)
         yield

@@ -23,6 +23,7 @@ FLOORS = [
     ("gemini.memory",),
     ("gemini.ranks",),
     ("gemini.train",),
+    ("gemini.pictures",),
     ("gemini.tracing",),
     ("gemini.jobs", "gemini.integrations"),
     ("gemini.cli",),

@@ -21,10 +21,11 @@ import gemini
 from benchmarks.zoo.configs import tiny_config
 from benchmarks.zoo.inputs import Batches, Spec
 from benchmarks.zoo.mappings import Entry
-from gemini.memory.mover import staging_bytes, tile_numel
 from gemini.planning.layout import ParamSpec, make_layout
+from gemini.planning.working import staging_bytes, tile_numel
 from gemini.train.containers import iter_tensors
-from gemini.train.problem import collect_params, working_set
+from gemini.train.problem import collect_params
+from gemini.train.structure import working_set
 from tests.train.helpers import DTYPES, Plain, assert_same_state, same_bits
 
 STEPS = 3
@@ -160,10 +161,8 @@ def tight_config(model: nn.Module, precision: str, path: Path, extra: int) -> ge
     specs = [ParamSpec(n.names[0], n.param.numel(), n.param.requires_grad) for n in named]
     max_chunk = max(1024, sum(s.numel for s in specs) // 8)
     layout = make_layout(specs, max_chunk=max_chunk)
-    chunk_of = {slot.name: chunk for chunk in layout.chunks for slot in chunk.slots}
-    by_id = {id(n.param): chunk_of[n.names[0]] for n in named}
     itemsize, largest = (4 if precision == "fp32" else 2), max(chunk.numel for chunk in layout.chunks)
-    gathered = working_set(model, lambda p: by_id[id(p)], itemsize) + extra * largest * itemsize
+    gathered = working_set(model, layout, precision) + extra * largest * itemsize
     staging = staging_bytes(tile_numel(largest))
     return gemini.GeminiConfig(
         precision=precision,

@@ -76,7 +76,8 @@ def _kind(call: ast.Call) -> tuple[str, ast.expr]:
         return "ParamAccessError", call.args[1]
     if isinstance(func, ast.Attribute) and func.attr == "warn":
         return WARNING, call.args[0]
-    if isinstance(func, ast.Call) and isinstance(func.func, ast.Name) and func.func.id == "type":
+    is_type = isinstance(func, ast.Call) and isinstance(func.func, ast.Name) and func.func.id == "type"
+    if is_type and not isinstance(call.args[0], ast.GeneratorExp):  # that one copies a sequence
         return "BudgetExceeded", call.args[0]  # `raise type(e)(...) from e` adds words to a refusal of the ledger
     return "", call.args[0]
 
@@ -140,7 +141,8 @@ class CommandHelp(SphinxDirective):
         found: list[nodes.Node] = [nodes.paragraph("", text, support_smartquotes=False) for text in words]
         groups: dict[str, list[Any]] = {}
         for option in command.params:
-            groups.setdefault(getattr(option, "rich_help_panel", None) or "Options", []).append(option)
+            title = "Options" if option.opts[0].startswith("-") else "Arguments"
+            groups.setdefault(getattr(option, "rich_help_panel", None) or title, []).append(option)
         hints = get_type_hints(command.callback)
         for title, options in groups.items():
             found += [nodes.rubric("", title), _table([_row(option, hints[option.name]) for option in options])]
@@ -149,11 +151,13 @@ class CommandHelp(SphinxDirective):
 
 def _row(option: Any, hint: Any) -> list[nodes.Node]:
     kinds = {"Path": " PATH", "str": " TEXT", "int": " INT", "float": " NUMBER"}
-    kind = "" if option.is_flag else next(kinds[name] for name in kinds if name in getattr(hint, "__name__", str(hint)))
+    flag, argument = getattr(option, "is_flag", False), not option.opts[0].startswith("-")
+    kind = "" if flag else next(kinds[name] for name in kinds if name in getattr(hint, "__name__", str(hint)))
     default = option.default
-    shown = default is not None and not option.is_flag and not option.multiple and f"{default}" != ""
+    shown = default is not None and not flag and not getattr(option, "multiple", False) and f"{default}" != ""
+    name = max(option.opts, key=len)
     return [
-        nodes.literal("", f"{max(option.opts, key=len)}{kind}"),
+        nodes.literal("", f"{name.upper() if argument else name}{kind}"),
         nodes.literal("", f"{default}") if shown else nodes.Text(""),
         nodes.Text(option.help or ""),
     ]

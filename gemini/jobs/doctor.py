@@ -16,14 +16,23 @@ import torch
 from rich.console import Console
 
 from gemini.errors import GeminiError, human_bytes
+from gemini.jobs.errors import JobError
+from gemini.jobs.measure import check_file, measured
+from gemini.memory.system import memory_limit
 from gemini.ranks import launch
 
 _PACKAGES = ("torch", "transformers", "safetensors", "accelerate", "peft", "lightning", "flash-attn")
 _ISA_FLAGS = ("avx2", "avx512f", "avx512bw", "avx512_bf16", "amx_bf16")
 
 
-def doctor(console: Console, *, nvme_path: Path | None = None) -> int:
-    """Print the findings; returns the exit code, 1 if the NVMe folder that was asked about cannot be used."""
+def doctor(console: Console, *, nvme_path: Path | None = None, measure: bool = False, json: Path | None = None) -> int:
+    """Print the findings; returns the exit code, 1 if the NVMe folder that was asked about cannot be used.
+
+    With ``measure`` the machine's figures follow, and go to the file ``json`` as well.
+    """
+    if json is not None and not measure:
+        raise JobError(f"--json {json} is for the figures that --measure finds: add --measure")
+    check_file(json)
     sections: tuple[tuple[str, Iterable[str]], ...] = (
         ("Versions", _versions()),
         ("CPU", _cpu()),
@@ -35,10 +44,13 @@ def doctor(console: Console, *, nvme_path: Path | None = None) -> int:
     for title, lines in sections:
         _section(console, title, lines)
     if nvme_path is None:
-        _section(console, "NVMe", ["not asked: `gemini doctor --nvme-path FOLDER` tries a folder"])
-        return 0
-    usable, lines = _nvme(nvme_path)
+        usable, lines = True, ["not asked: `gemini doctor --nvme-path FOLDER` tries a folder"]
+    else:
+        usable, lines = _nvme(nvme_path)
     _section(console, "NVMe", lines)
+    if measure and usable:
+        _section(console, "Measured", [])
+        measured(console, _name(), nvme_path=nvme_path, file=json)
     return 0 if usable else 1
 
 
@@ -73,6 +85,16 @@ def _cpu() -> Iterator[str]:
     yield f"torch uses {torch.backends.cpu.get_cpu_capability()} and {torch.get_num_threads()} threads"
 
 
+def _name() -> str:
+    """Of the machine, as its description is called: its GPUs and processor."""
+    from gemini import kernels
+
+    cpu = _cpu_info()[0] or platform.processor() or platform.machine()
+    if not torch.cuda.is_available():
+        return f"{cpu}, {kernels.get_num_threads()} cores"
+    return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}, {cpu}"
+
+
 def _cpu_info() -> tuple[str, set[str]]:
     """Model name and flags as Linux lists them; empty elsewhere."""
     try:
@@ -93,13 +115,9 @@ def _kernels() -> Iterator[str]:
 def _memory() -> Iterator[str]:
     memory = psutil.virtual_memory()
     yield f"{human_bytes(memory.available)} available of {human_bytes(memory.total)}"
-    for path in (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes")):
-        try:
-            limit = int(path.read_text())
-        except (OSError, ValueError):  # no such file, or the word "max"
-            continue
-        if limit < memory.total:
-            yield f"limited to {human_bytes(limit)} by a control group"
+    limit = memory_limit()
+    if limit is not None:
+        yield f"limited to {human_bytes(limit)} by a control group"
 
 
 def _gpus() -> Iterator[str]:

@@ -61,6 +61,23 @@ def find_model(model: Path | None, preset: str | None, layers: int | None = None
     return source
 
 
+def find_config(name: str, layers: int | None = None) -> ModelSource:
+    """The config behind a name: a preset, a config file or a model folder; of any model type, weights are not read.
+
+    Raises:
+        JobError: if there is no such thing.
+    """
+    path = Path(name)
+    if name in PRESETS and not path.exists():
+        source = ModelSource(f"preset {name}", _preset(name))
+    else:
+        file = _config_file(path, name)
+        source = ModelSource(f"config {file}", _read_config(file, str(file)))
+    if layers is not None:
+        _set_layers(source.config, layers)
+    return source
+
+
 def outline_model(source: ModelSource) -> Skeleton:
     """The transformers model without values, from its config or what its files say they hold.
 
@@ -85,7 +102,7 @@ def outline_model(source: ModelSource) -> Skeleton:
         raise
     except Exception as e:
         # Whatever transformers trips over here comes from the files it was given.
-        raise JobError(f"{source.label} cannot be built: {_first_line(e)}") from e
+        raise JobError(f"{source.label} cannot be built: {first_line(e)}") from e
 
 
 def fill_model(skeleton: Skeleton, config: GeminiConfig, *, seed: int) -> Any:
@@ -130,7 +147,7 @@ def load_tokenizer(folder: Path) -> Any:
     try:
         return transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except Exception as e:
-        raise JobError(f"{folder / 'tokenizer.json'} cannot be loaded: {_first_line(e)}") from e
+        raise JobError(f"{folder / 'tokenizer.json'} cannot be loaded: {first_line(e)}") from e
 
 
 def _preset(name: str) -> Any:
@@ -140,16 +157,10 @@ def _preset(name: str) -> Any:
 
 
 def _from_path(path: Path) -> ModelSource:
-    if not path.exists():
-        raise JobError(
-            f"--model {path}: there is no such file or folder. Give a config.json or a folder that holds one; a name "
-            "on a hub has to be downloaded first."
-        )
+    file = _config_file(path, f"--model {path}")
+    config = _read_config(file, f"--model {file}")
     if path.is_file():
-        return ModelSource(f"config {path}", _read_config(path))
-    if not (path / "config.json").is_file():
-        raise JobError(f"--model {path}: the folder has no config.json, so it is not a Hugging Face model folder.")
-    config = _read_config(path / "config.json")
+        return ModelSource(f"config {path}", config)
     tokenizer = path if (path / "tokenizer.json").is_file() else None
     if any(path.glob("*.safetensors")):
         return ModelSource(f"model folder {path}", config, weights=path, tokenizer=tokenizer)
@@ -158,28 +169,42 @@ def _from_path(path: Path) -> ModelSource:
             f"--model {path}: the folder has pickled weights and no safetensors. Pickle files can run code and are not "
             "read; convert them with `model.save_pretrained(folder)` of transformers."
         )
-    return ModelSource(f"config {path / 'config.json'}", config, tokenizer=tokenizer)
+    return ModelSource(f"config {file}", config, tokenizer=tokenizer)
 
 
-def _read_config(path: Path) -> Any:
+def _config_file(path: Path, asked: str) -> Path:
+    """The config.json that ``path`` is or holds; ``asked`` is how the user named it."""
+    if not path.exists():
+        raise JobError(
+            f"{asked}: there is no such file or folder. Give a config.json or a folder that holds one; a name "
+            "on a hub has to be downloaded first."
+        )
+    if path.is_file():
+        return path
+    if not (path / "config.json").is_file():
+        raise JobError(f"{asked}: the folder has no config.json, so it is not a Hugging Face model folder.")
+    return path / "config.json"
+
+
+def _read_config(path: Path, asked: str) -> Any:
     try:
         values = json.loads(path.read_bytes())
     except OSError as e:
-        raise JobError(f"--model {path}: the config cannot be read: {e.strerror or e}.") from e
+        raise JobError(f"{asked}: the config cannot be read: {e.strerror or e}.") from e
     except ValueError as e:
-        raise JobError(f"--model {path}: this is not a JSON file ({e}). Give a Hugging Face config.json.") from e
+        raise JobError(f"{asked}: this is not a JSON file ({e}). Give a Hugging Face config.json.") from e
     if not isinstance(values, dict) or not isinstance(values.get("model_type"), str):
-        raise JobError(f'--model {path}: this is JSON, but no Hugging Face config: it has no "model_type" to go by.')
+        raise JobError(f'{asked}: this is JSON, but no Hugging Face config: it has no "model_type" to go by.')
     model_type = values["model_type"]
     if model_type not in transformers.CONFIG_MAPPING:
         raise JobError(
-            f"--model {path}: transformers {transformers.__version__} does not know the model type {model_type!r}. "
+            f"{asked}: transformers {transformers.__version__} does not know the model type {model_type!r}. "
             "Models that bring their own code are not supported."
         )
     try:
         return transformers.CONFIG_MAPPING[model_type].from_dict(values)
     except Exception as e:
-        raise JobError(f"--model {path}: transformers refuses this {model_type} config: {_first_line(e)}") from e
+        raise JobError(f"{asked}: transformers refuses this {model_type} config: {first_line(e)}") from e
 
 
 def _set_layers(config: Any, layers: int) -> None:
@@ -194,7 +219,7 @@ def _set_layers(config: Any, layers: int) -> None:
     config.num_hidden_layers = layers
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
     """What an error says, without the pages some libraries add."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {' '.join(lines[:3])}" if lines else type(error).__name__

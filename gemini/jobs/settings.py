@@ -50,6 +50,7 @@ class TrainSettings:
     nvme_path: Path | None = None
     activations: str | None = None
     offload_activations: str | None = None
+    plan: Path | None = None
 
     # what is written
     out: Path = Path("runs/train")
@@ -90,6 +91,9 @@ class TrainSettings:
             )
         if self.offload_activations == "nvme" and self.nvme_path is None:
             raise JobError("--offload-activations nvme needs --nvme-path: a folder on the drive that is to hold them.")
+        if self.plan is not None and (self.activations or self.offload_activations):
+            said = "--activations" if self.activations else "--offload-activations"
+            raise JobError(f"{said} is the plan's to say where there is one: leave it out beside --plan.")
         if self.nvme_memory is not None and self.nvme_path is None:
             raise JobError(
                 f"--nvme-memory {self.nvme_memory} needs --nvme-path: a folder on the drive that is to hold them."

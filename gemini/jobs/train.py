@@ -39,6 +39,7 @@ from gemini.jobs.settings import TrainSettings
 from gemini.jobs.team import Team, join
 from gemini.jobs.text_files import find_text_files, fingerprint
 from gemini.jobs.tokens import ByteTokens, TokenizerTokens, Tokens
+from gemini.jobs.train_config import make_config
 from gemini.jobs.windows import WindowStream
 from gemini.ranks import launch
 
@@ -73,20 +74,7 @@ class TrainRun:
             self.device = _device(settings.device)
             skeleton = outline_model(source)
         checkpoint = self._compare(found)
-        with as_job_error(asked="The settings cannot be used together"):
-            config = gemini.GeminiConfig(
-                precision=settings.precision,
-                memory=gemini.MemoryBudget(
-                    gpu=settings.gpu_memory,
-                    cpu=settings.cpu_memory,
-                    nvme=settings.nvme_memory,
-                    nvme_path=settings.nvme_path,
-                ),
-                gradients="accumulate" if settings.accumulate > 1 else "retain",
-                device=settings.device if settings.device == "standin" else str(self.device),
-                activations=settings.activations or 0,
-                offload_activations=settings.offload_activations,
-            )
+        config = make_config(settings, source, self.device)
         model = self.model = fill_model(skeleton, config, seed=settings.seed)
         model.train()
         self._use_cache = getattr(model.config, "use_cache", None)

@@ -126,6 +126,7 @@ class Chunk:
     use: Use = Use.FREE
     pins: int = 0
     last_use: int = 0
+    arrived: int = 0
     stale: bool = False
     """The window was overtaken by an update: drop it as soon as nobody reads it."""
     grads_complete: bool = False

@@ -188,6 +188,9 @@ class Device(ABC):
     def free_bytes(self) -> int:
         """Bytes of the device's memory that nobody holds now."""
 
+    def synchronize(self) -> None:  # noqa: B027 - most devices compute at once
+        """Wait until everything the device was given to compute is done."""
+
     def close(self) -> None:  # noqa: B027 - most devices have nothing to end
         """End the lanes."""
 
@@ -304,6 +307,9 @@ class CudaDevice(Device):
         torch.cuda.current_stream(self.torch_device).synchronize()
         event.finish()
         return event
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self.torch_device)
 
     def free_bytes(self) -> int:
         free, _ = torch.cuda.mem_get_info(self.torch_device)

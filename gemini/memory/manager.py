@@ -14,8 +14,10 @@ from collections.abc import Callable, Iterable
 from gemini.errors import BudgetExceeded, human_bytes
 from gemini.memory.chunk import Chunk
 from gemini.memory.device import Device, Window
+from gemini.memory.foresight import Foresight
 from gemini.memory.mover import Mover
-from gemini.planning.policy import Candidate, EvictionPolicy, LeastRecentlyUsed
+from gemini.planning.plan import Moves
+from gemini.planning.policy import Candidate, EvictionPolicy, NextUse
 from gemini.states import Event, Use
 from gemini.tiers import Ledger
 
@@ -35,15 +37,17 @@ class Manager:
         on_evict: Callable[[Chunk], None],
         gather: Callable[[Chunk], None] | None = None,
         policy: EvictionPolicy | None = None,
+        foresight: Foresight | None = None,
     ):
         self.chunks = chunks
+        self.foresight = foresight or Foresight(lambda steps: [Moves()] * len(steps))
         self.ledger = ledger
         self.num_gathers = 0
         self.num_evictions = 0
         self._device = device
         self._gather = gather or mover.gather
         self._on_evict = on_evict
-        self._policy = policy or LeastRecentlyUsed()
+        self._policy = policy or NextUse()
         self._clock = 0
 
     def acquire(self, chunk: Chunk) -> None:
@@ -59,6 +63,8 @@ class Manager:
             chunk.step(Event.ACQUIRE)
             chunk.grads_complete = False
         chunk.pins += 1
+        if chunk.pins == 1 and not chunk.resident:
+            self.foresight.acquired(chunk.spec.index)
         self._clock += 1
         chunk.last_use = self._clock
 
@@ -67,6 +73,7 @@ class Manager:
         assert chunk.pins > 0, chunk.name
         chunk.pins -= 1
         if chunk.pins == 0:
+            self.foresight.released(chunk.spec.index)
             chunk.step(Event.RELEASE)
             if chunk.stale:
                 self.drop([chunk])
@@ -103,7 +110,14 @@ class Manager:
         missing = num_bytes - self.ledger.free(tier) - self.ledger.held(tier, "pool")
         if missing > 0:
             evictable = [
-                Candidate(c.spec.index, c.window.num_bytes, c.last_use, c.use is Use.GRAD_READY)
+                Candidate(
+                    c.spec.index,
+                    c.window.num_bytes,
+                    c.last_use,
+                    c.use is Use.GRAD_READY,
+                    c.arrived,
+                    *self.foresight.outlook(c.spec.index),
+                )
                 for c in self.chunks
                 if c.window is not None and c.use in (Use.HOLD, Use.GRAD_READY)
             ]
@@ -169,6 +183,7 @@ class Manager:
             self.depopulate(chunk.window, "windows")
             raise
         self.num_gathers += 1
+        chunk.arrived = self._clock
         chunk.stale = False
         chunk.step(Event.FETCH)
 

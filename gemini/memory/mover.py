@@ -9,33 +9,19 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 
 import torch
 
-from gemini.kernels import NORM_TILE
 from gemini.memory.chunk import Chunk, FilePlane, Plane
 from gemini.memory.device import Device
 from gemini.memory.pages import PAGE
+from gemini.memory.recorder import NOTHING, Recorder
 from gemini.planning.layout import ALIGN
 from gemini.planning.planes import PlaneKind
+from gemini.planning.traffic import path
+from gemini.planning.working import STAGED_BYTES, staging_bytes
 from gemini.tiers import Ledger, Tier
-
-TILE = NORM_TILE
-"""Elements per tile. A whole norm tile, so that a gradient's norm is the same whether it is staged or not."""
-
-_STAGED_BYTES = {
-    PlaneKind.WEIGHTS: 4, PlaneKind.RESIDUAL: 2, PlaneKind.EXP_AVG: 4, PlaneKind.EXP_AVG_SQ: 4, PlaneKind.GRAD: 4,
-}  # fmt: skip
-
-
-def tile_numel(largest_chunk: int) -> int:
-    """Elements per tile for a model whose largest chunk has that many."""
-    return min(TILE, largest_chunk)
-
-
-def staging_bytes(tile: int) -> int:
-    """Host bytes of staging for tiles of ``tile`` elements."""
-    return tile * sum(_STAGED_BYTES.values())
 
 
 def page_up(numel: int) -> int:
@@ -58,6 +44,7 @@ class Mover:
         self._ledger = ledger
         self._unreserved = staging_bytes(tile) - ledger.held(Tier.CPU, "staging")
         self.moved: Counter[str] = Counter()
+        self.recorder: Recorder | None = None
         self._staging: dict[PlaneKind, torch.Tensor] = {}
 
     def staged(self, kind: PlaneKind, dtype: torch.dtype, numel: int) -> torch.Tensor:
@@ -67,23 +54,32 @@ class Mover:
                 self._ledger.reserve(Tier.CPU, self._unreserved, "staging")
                 self._unreserved = 0
             with torch.inference_mode(False):  # it outlives the eval that may have asked first
-                self._staging[kind] = self.device.make_host_buffer(self.tile * _STAGED_BYTES[kind])
+                self._staging[kind] = self.device.make_host_buffer(self.tile * STAGED_BYTES[kind])
         return self._staging[kind][: numel * dtype.itemsize].view(dtype)
 
-    def count(self, source: Tier, target: Tier, num_bytes: int) -> None:
-        if source is not target:
-            self.moved[f"{source.value}->{target.value}"] += num_bytes
+    def crossing(self, source: Tier, target: Tier, num_bytes: int) -> AbstractContextManager[None]:
+        """Around one copy: counts its bytes, and records it where somebody does.
+
+        Bytes between the GPU and NVMe cross host memory, and count on both boundaries.
+        """
+        for boundary in path(source, target):
+            self.moved[str(boundary)] += num_bytes
+        return NOTHING if self.recorder is None else self.recorder.move(source, target, num_bytes)
+
+    def about(self, cause: str, name: str, chunk: int = -1) -> AbstractContextManager[None]:
+        """Around what is done for ``name``, for those who record."""
+        return NOTHING if self.recorder is None else self.recorder.about(cause, name, chunk)
 
     def load(self, plane: Plane, start: int, stop: int, into: torch.Tensor) -> torch.Tensor:
         """Fill the host tensor ``into`` from a plane."""
-        plane.load(start, stop, into)
-        self.count(plane.tier, Tier.CPU, into.numel() * into.element_size())
+        with self.crossing(plane.tier, Tier.CPU, into.numel() * into.element_size()):
+            plane.load(start, stop, into)
         return into
 
     def store(self, plane: Plane, start: int, stop: int, source: torch.Tensor) -> None:
         """Overwrite a plane's range from the host tensor ``source``."""
-        plane.store(start, stop, source)
-        self.count(Tier.CPU, plane.tier, source.numel() * source.element_size())
+        with self.crossing(Tier.CPU, plane.tier, source.numel() * source.element_size()):
+            plane.store(start, stop, source)
 
     def host_tile(self, kind: PlaneKind, plane: Plane, start: int, stop: int) -> tuple[torch.Tensor, bool]:
         """The range as a host tensor, and whether it is staged (then it must be stored after it was changed)."""
@@ -94,22 +90,23 @@ class Mover:
 
     def gather(self, chunk: Chunk) -> None:
         """Fill a populated window with the weights from home, cast to the compute dtype if home is a wider master."""
-        self.fetch(chunk.weights, chunk.flat)
+        self.fetch(chunk.weights, chunk.flat, chunk.spec.index)
 
-    def fetch(self, plane: Plane, flat: torch.Tensor) -> None:
-        """Fill ``flat``, gathered weights on the computing device, from a weights plane."""
-        with torch.profiler.record_function("gemini::fetch"):
+    def fetch(self, plane: Plane, flat: torch.Tensor, index: int) -> None:
+        """Fill ``flat``, gathered weights of chunk ``index`` on the computing device, from a weights plane."""
+        about = self.about(f"fetch from {plane.tier.value}", f"fetch chunk {index}", index)
+        with torch.profiler.record_function("gemini::fetch"), about:
             numel = plane.numel
             source = plane.host_view(0, numel)
             straight = self.device.tier is Tier.CPU and flat.data_ptr() % PAGE == 0
             if plane.dtype == flat.dtype and source is not None:
-                self.device.copy(flat, source, "fetch").wait()
+                with self.crossing(Tier.CPU, self.device.tier, plane.num_bytes):
+                    self.device.copy(flat, source, "fetch").wait()
             elif plane.dtype == flat.dtype and isinstance(plane, FilePlane) and straight:
-                plane.load(0, numel, flat)
+                self.load(plane, 0, numel, flat)
             else:
                 for start, stop in tiles(0, numel, self.tile):
                     self._gather_tile(plane, flat, start, stop)
-            self.count(plane.tier, self.device.tier, plane.num_bytes)
 
     def _gather_tile(self, plane: Plane, flat: torch.Tensor, start: int, stop: int) -> None:
         on_device = plane.device_view(start, stop)
@@ -120,4 +117,5 @@ class Mover:
         if tile.dtype != flat.dtype:
             cast = self.staged(PlaneKind.EXP_AVG, flat.dtype, stop - start)
             tile = cast.copy_(tile)
-        self.device.copy(flat[start:stop], tile, "fetch").wait()
+        with self.crossing(Tier.CPU, self.device.tier, tile.numel() * tile.element_size()):
+            self.device.copy(flat[start:stop], tile, "fetch").wait()

@@ -48,7 +48,7 @@ def probe(directory: str | Path) -> DirectoryProbe:
     directory = Path(directory)
     fd, direct, nameless = _open(directory)
     os.close(fd)
-    return DirectoryProbe(directory, direct, nameless, _free_bytes(directory))
+    return DirectoryProbe(directory, direct, nameless, free_bytes(directory))
 
 
 class SpillFile:
@@ -107,7 +107,7 @@ class SpillFile:
         except OSError as e:
             raise StorageError(
                 f"cannot allocate {human_bytes(num_bytes)} in {self.directory} "
-                f"({human_bytes(_free_bytes(self.directory))}"
+                f"({human_bytes(free_bytes(self.directory))}"
                 f" free): {e.strerror}. Give another nvme_path= or a smaller nvme= budget"
             ) from e
 
@@ -205,6 +205,6 @@ def _direct_works(fd: int) -> bool:
         os.ftruncate(fd, 0)
 
 
-def _free_bytes(directory: Path) -> int:
+def free_bytes(directory: Path) -> int:
     stat = os.statvfs(directory)
     return stat.f_bavail * stat.f_frsize

@@ -118,13 +118,20 @@ def human_figure(key: str, value: float) -> str:
     """A figure as a person would say it."""
     unit = FIGURES[key]
     if unit.startswith("bytes/s"):
-        return f"{human_bytes(value)}/s"
+        return _human_rate(value, "B/s")  # powers of 1000, as data sheets have it
     if unit.startswith("bytes"):
         return human_bytes(value)
     if unit.startswith("FLOP/s"):
-        return f"{value / 1e12:.4g} TFLOP/s"
+        return _human_rate(value, "FLOP/s")
     if unit.startswith("seconds per param"):
         return f"{value * 1e9:.3g} ns"
     if unit.startswith("seconds"):
         return f"{value * 1e6:.3g} us"
     return f"{value:g}"
+
+
+def _human_rate(value: float, unit: str) -> str:
+    for factor, prefix in ((1e12, "T"), (1e9, "G")):
+        if value >= factor:
+            return f"{value / factor:.4g} {prefix}{unit}"
+    return f"{value / 1e6:.4g} M{unit}"

@@ -64,6 +64,7 @@ class Problem:
         exchange: bytes of host memory for pieces on their way between ranks.
         activations: bytes of the computing tier that are left to activations and workspaces.
         max_chunk: what the layout was cut with.
+        offloaded: bytes of checkpointed activations that wait in the tier ``offload_to``.
     """
 
     layout: Layout
@@ -77,6 +78,8 @@ class Problem:
     in_flight: int = 0
     exchange: int = 0
     max_chunk: int = DEFAULT_MAX_CHUNK
+    offloaded: int = 0
+    offload_to: Tier | None = None
 
     def plane_bytes(self, index: int) -> dict[PlaneKind, int]:
         """Bytes of each plane of a chunk on one rank: its shard."""
@@ -106,6 +109,8 @@ class Problem:
             taken[Tier.CPU] = taken.get(Tier.CPU, 0) + self.staging
         if self.exchange:
             taken[Tier.CPU] = taken.get(Tier.CPU, 0) + self.exchange
+        if self.offload_to is not None:
+            taken[self.offload_to] = taken.get(self.offload_to, 0) + self.offloaded
         return taken
 
     def demands(self, placement: Placement) -> dict[Tier, int]:

@@ -97,6 +97,7 @@ class Plan:
             "homes": [{kind.value: tier.value for kind, tier in homes.items()} for homes in self.placement.homes],
             "moves": [[list(moves.evict), list(moves.fetch)] for moves in self.moves],
             "offload_activations": self.offload_activations,
+            "offload_to": None if problem.offload_to is None else problem.offload_to.value,
             "accumulate": self.accumulate,
         }
         return document.to_json("plan", VERSION, body)
@@ -116,6 +117,7 @@ class Plan:
             budgets={Tier(tier): n for tier, n in body["budgets"].items()},
             compute=Tier(body["compute"]),
             max_chunk=body["max_chunk"],
+            offload_to=None if body["offload_to"] is None else Tier(body["offload_to"]),
             **{name: int(body["spoken_for"][name]) for name in _SPOKEN_FOR},
         )
         homes = tuple({PlaneKind(kind): Tier(tier) for kind, tier in homes.items()} for homes in body["homes"])
@@ -171,7 +173,7 @@ class Plan:
         return "\n".join(lines)
 
 
-_SPOKEN_FOR = ("working_set", "staging", "activations", "in_flight", "exchange")
+_SPOKEN_FOR = ("working_set", "staging", "activations", "in_flight", "exchange", "offloaded")
 """Fields of a problem that are bytes."""
 
 

@@ -149,12 +149,12 @@ class Timeline:
 
     def __str__(self) -> str:
         """Step time, what bounds it, where it waited, what moved, and each tier's peak."""
-        lines = [
-            f"{self.title}: {self.source} step {_human_seconds(self.step_seconds)}, "
-            f"{self.tokens_per_second:,.0f} tokens/s, {self.flops / self.step_seconds / 1e12:.4g} TFLOP/s per rank"
-            if self.step_seconds
-            else f"{self.title}: {self.source}, an empty step"
-        ]
+        told = f"{self.source} step {_human_seconds(self.step_seconds)}" if self.step_seconds else "an empty step"
+        if self.step_seconds and self.tokens:
+            told += f", {self.tokens_per_second:,.0f} tokens/s"
+        if self.step_seconds and self.flops:  # a recorded step knows them only with a trace
+            told += f", {self.flops / self.step_seconds / 1e12:.4g} TFLOP/s per rank"
+        lines = [f"{self.title}: {told}"]
         busy = ", ".join(f"{lane.value} {_human_seconds(s)}" for lane, s in self.busy.items())
         lines.append(f"busy: {busy or 'nothing'}")
         stalls = ", ".join(f"{cause} {_human_seconds(s)}" for cause, s in self.stalls.items() if s > 0)

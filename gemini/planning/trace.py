@@ -107,6 +107,8 @@ class MemoryTrace:
         buffer_bytes: bytes of the model's buffers, live all the time and not in the moments.
         checkpointing: whether gradient checkpointing was on.
         moments: in the order of the step.
+        together: sets of params that some module may read at once whatever forward does; evaluation may, where the
+            step did not.
     """
 
     model: str
@@ -119,6 +121,7 @@ class MemoryTrace:
     moments: tuple[Moment, ...]
     buffer_bytes: int = 0
     checkpointing: bool = False
+    together: tuple[tuple[int, ...], ...] = ()
 
     @property
     def num_params(self) -> int:
@@ -184,6 +187,7 @@ class MemoryTrace:
             "model": self.model, "precision": self.precision, "batch": {k: list(v) for k, v in self.batch.items()},
             "tokens": self.tokens, "target": self.target, "source": self.source.value,
             "buffer_bytes": self.buffer_bytes, "checkpointing": self.checkpointing,
+            "together": [list(indices) for indices in self.together],
             "params": [[list(p.names), list(p.shape), p.trainable] for p in self.params],
             "moment_fields": list(_FIELDS),
             "moments": [[_plain(getattr(moment, name)) for name in _FIELDS] for moment in self.moments],
@@ -208,10 +212,11 @@ class MemoryTrace:
             params=tuple(TracedParam(tuple(n), tuple(shape), bool(t)) for n, shape, t in body["params"]),
             buffer_bytes=body["buffer_bytes"],
             checkpointing=body["checkpointing"],
+            together=tuple(tuple(indices) for indices in body["together"]),
             moments=tuple(_moment(dict(zip(names, values, strict=True))) for values in body["moments"]),
         )
-        for moment in trace.moments:
-            for index in (*moment.params, *moment.gradients):
+        for indices in (*trace.together, *((*moment.params, *moment.gradients) for moment in trace.moments)):
+            for index in indices:
                 trace.params[index]  # an index out of range is damage too
         return trace
 
@@ -263,10 +268,15 @@ class Access:
     begins: tuple[int, ...] = field(default=())
 
 
+def chunks_of_params(trace: MemoryTrace, layout: Layout) -> list[int]:
+    """The index of the chunk of every param of the trace."""
+    chunk_of = {slot.name: chunk.index for chunk in layout.chunks for slot in chunk.slots}
+    return [chunk_of[param.name] for param in trace.params]
+
+
 def accesses(trace: MemoryTrace, layout: Layout) -> tuple[Access, ...]:
     """The trace in chunks: one :class:`Access` per moment, in order."""
-    chunk_of = {slot.name: chunk.index for chunk in layout.chunks for slot in chunk.slots}
-    by_param = [chunk_of[param.name] for param in trace.params]
+    by_param = chunks_of_params(trace, layout)
     found: list[Access] = []
     before: frozenset[int] = frozenset()
     known: dict[tuple[int, ...], tuple[int, ...]] = {}

@@ -57,8 +57,11 @@ def fetch_traffic(problem: Problem, homes: Homes, index: int) -> Traffic:
     return moved
 
 
-def gradient_traffic(problem: Problem, homes: Homes, index: int) -> Traffic:
-    """Landing the gradients of a chunk once, each param as it arrives (or, transient, bringing it to the update)."""
+def gradient_traffic(problem: Problem, homes: Homes, index: int, *, adding: bool = False) -> Traffic:
+    """Landing the gradients of a chunk once, each param as it arrives (or, transient, bringing it to the update).
+
+    ``adding``: to those of an earlier backward, which have to be read first.
+    """
     chunk, moved = problem.layout.chunks[index], Counter[Boundary]()
     if not chunk.trainable:
         return moved
@@ -70,7 +73,9 @@ def gradient_traffic(problem: Problem, homes: Homes, index: int) -> Traffic:
         if problem.compute is Tier.GPU and home is not Tier.GPU:
             moved[Boundary(Tier.GPU, Tier.CPU)] += numel * itemsize
         if home is Tier.NVME:
-            moved[Boundary(Tier.CPU, Tier.NVME)] += -(-numel // ALIGN) * ALIGN * wide
+            in_pages = -(-numel // ALIGN) * ALIGN * wide
+            moved[Boundary(Tier.CPU, Tier.NVME)] += in_pages
+            moved[Boundary(Tier.NVME, Tier.CPU)] += in_pages if adding else 0
     return moved
 
 
@@ -101,8 +106,8 @@ def step_traffic(problem: Problem, placement: Placement, fetched: Iterable[int],
         for boundary, num_bytes in fetch_traffic(problem, placement.homes[index], index).items():
             moved[boundary] += times * num_bytes
     for index, homes in enumerate(placement.homes):
-        for boundary, num_bytes in gradient_traffic(problem, homes, index).items():
-            moved[boundary] += backwards * num_bytes
+        for backward in range(backwards):
+            moved.update(gradient_traffic(problem, homes, index, adding=backward > 0))
         moved.update(update_traffic(problem, homes, index))
     return +moved
 

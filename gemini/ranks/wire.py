@@ -201,11 +201,6 @@ class _Slots:
         return slot
 
 
-def scratch_bytes(ranks: int, piece: int) -> int:
-    """What :meth:`Wire.reduce_scatter` (and :meth:`Wire.all_reduce` of ``piece`` elements) need."""
-    return 4 * piece * max(2 * (ranks - 1) + 2, 4)
-
-
 def piece_numel(ranks: int, scratch: int) -> int:
     """The piece length that a scratch area of so many bytes allows."""
     return scratch // (4 * max(2 * (ranks - 1) + 2, 4))

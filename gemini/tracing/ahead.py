@@ -28,7 +28,7 @@ from gemini.train.containers import iter_tensors
 from gemini.train.from_config import without_drawing
 from gemini.train.guard import handle_of
 from gemini.train.skeleton import generators_kept
-from gemini.train.structure import buffer_bytes, distinct_params, traced_params
+from gemini.train.structure import buffer_bytes, distinct_params, read_together, traced_params
 
 
 def trace(
@@ -87,6 +87,7 @@ def trace(
         moments=tuple(step.moments),
         buffer_bytes=buffer_bytes(fake),
         checkpointing=step.checkpointing,
+        together=read_together(fake),
     )
 
 

@@ -22,7 +22,7 @@ from gemini.planning.trace import MemoryTrace, Source, with_seconds
 from gemini.tracing.observer import Observer, Step
 from gemini.tracing.targets import make_target
 from gemini.train.engine import Engine
-from gemini.train.structure import buffer_bytes, distinct_params, traced_params
+from gemini.train.structure import buffer_bytes, distinct_params, read_together, traced_params
 
 _OF_ENGINE = ("begin_call", "end_call", "begin_backward_of", "take_grad", "_backward_is_over")
 """What the engine does for its chunks beside the model's own work: it waits for moves in these, and nowhere else."""
@@ -163,6 +163,7 @@ class MemoryTracer:
             moments=tuple(step.moments),
             buffer_bytes=buffer_bytes(self._model),
             checkpointing=step.checkpointing,
+            together=read_together(self._model),
         )
         return with_seconds(made, seconds_of_moments(step, same))
 

@@ -105,7 +105,8 @@ class ActivationStore:
             if offloaded is not None and not alive.expired():
                 return offloaded
         self.collect()
-        with torch.profiler.record_function("gemini::offload_activation"):
+        about = self._mover.about("activation", "offload activations")
+        with torch.profiler.record_function("gemini::offload_activation"), about:
             offloaded = self._store(tensor.detach())
         if offloaded is None:
             return None
@@ -130,10 +131,11 @@ class ActivationStore:
         return Offloaded(self, tensor, place)
 
     def _write(self, source: torch.Tensor, num_bytes: int) -> Any:
-        self._mover.count(self._device.tier, self._tier, num_bytes)
+        computing = self._device.tier
         if self._tier is Tier.CPU:
             buffer = self._device.make_host_buffer(num_bytes)
-            self._device.copy(buffer[: source.numel()], source, "evict").wait()
+            with self._mover.crossing(computing, Tier.CPU, num_bytes):
+                self._device.copy(buffer[: source.numel()], source, "evict").wait()
             return buffer
         assert self._spill is not None
         offset = self._spill.allocate(num_bytes)
@@ -141,8 +143,10 @@ class ActivationStore:
             for start, stop in self._pieces(num_bytes):
                 staged = self._mover.staged(PlaneKind.GRAD, torch.uint8, stop - start)
                 part = source[start : min(stop, source.numel())]
-                self._device.copy(staged[: part.numel()], part, "evict").wait()
-                self._spill.write(staged, offset + start)
+                with self._mover.crossing(computing, Tier.CPU, stop - start):
+                    self._device.copy(staged[: part.numel()], part, "evict").wait()
+                with self._mover.crossing(Tier.CPU, Tier.NVME, stop - start):
+                    self._spill.write(staged, offset + start)
         except BaseException:
             self._spill.give_back(offset, num_bytes)
             raise
@@ -151,20 +155,23 @@ class ActivationStore:
     def _unpack(self, packed: Any) -> torch.Tensor:
         if not isinstance(packed, Offloaded):
             return packed
-        with torch.profiler.record_function("gemini::fetch_activation"):
+        about = self._mover.about("activation", "fetch activations")
+        with torch.profiler.record_function("gemini::fetch_activation"), about:
             out = torch.empty(packed.shape, dtype=packed.dtype, device=packed.device)
             into = out.view(-1).view(torch.uint8)
-            num_bytes = _in_pages(into.numel())
-            self._mover.count(self._tier, self._device.tier, num_bytes)
+            num_bytes, computing = _in_pages(into.numel()), self._device.tier
             if self._tier is Tier.CPU:
-                self._device.copy(into, packed.place[: into.numel()], "fetch").wait()
+                with self._mover.crossing(Tier.CPU, computing, num_bytes):
+                    self._device.copy(into, packed.place[: into.numel()], "fetch").wait()
             else:
                 assert self._spill is not None
                 for start, stop in self._pieces(num_bytes):
                     staged = self._mover.staged(PlaneKind.GRAD, torch.uint8, stop - start)
-                    self._spill.read(staged, packed.place + start)
+                    with self._mover.crossing(Tier.NVME, Tier.CPU, stop - start):
+                        self._spill.read(staged, packed.place + start)
                     part = into[start : min(stop, into.numel())]
-                    self._device.copy(part, staged[: part.numel()], "fetch").wait()
+                    with self._mover.crossing(Tier.CPU, computing, stop - start):
+                        self._device.copy(part, staged[: part.numel()], "fetch").wait()
             if out.stride() != packed.stride:
                 laid_out = torch.empty_strided(packed.shape, packed.stride, dtype=packed.dtype, device=packed.device)
                 return laid_out.copy_(out)
@@ -184,9 +191,8 @@ class ActivationStore:
             )
 
 
-def make_activation_store(engine: Engine) -> ActivationStore | None:
-    """What ``GeminiConfig(offload_activations=)`` asks for; None if nothing is to leave the computing tier."""
-    wanted = engine.config.offload_activations
+def make_activation_store(engine: Engine, wanted: str | None) -> ActivationStore | None:
+    """What the config or the plan wants of ``offload_activations``; None if nothing is to leave the computing tier."""
     if wanted is None:
         return None
     if Tier(wanted) is engine.device.tier:

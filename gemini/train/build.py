@@ -20,17 +20,20 @@ from gemini.config import GeminiConfig
 from gemini.errors import BudgetExceeded, GeminiError, human_bytes
 from gemini.memory.chunk import COMPUTE_DTYPES, Chunk, FilePlane, MemoryPlane, Plane, plane_dtype
 from gemini.memory.device import Device, StorageWindow
-from gemini.memory.mover import tile_numel
+from gemini.memory.foresight import Foresight, Schedule
 from gemini.memory.nvme import SpillFile
-from gemini.planning.layout import ChunkSpec, Layout, ParamSpec, make_layout, part_of
+from gemini.planning.layout import ChunkSpec, part_of
 from gemini.planning.placement import Placement, Problem, bytes_per_tier
+from gemini.planning.plan import Moves
 from gemini.planning.planes import PlaneKind, plane_itemsizes
+from gemini.planning.planner import moves_for
+from gemini.planning.trace import Access, Source
+from gemini.planning.working import tile_numel
 from gemini.ranks.group import Ranks
 from gemini.states import Use
 from gemini.tiers import Ledger, Tier
 from gemini.train.guard import ParamHandle, engine_of
-from gemini.train.problem import collect_params, decide_placement, pose
-from gemini.train.reading import adapter_params
+from gemini.train.problem import Decision, collect_params, decide
 
 if TYPE_CHECKING:
     from gemini.train.engine import Engine
@@ -40,34 +43,27 @@ if TYPE_CHECKING:
 class Built:
     """What :func:`build` hands to the engine."""
 
-    layout: Layout
-    placement: Placement
+    decision: Decision
     ledger: Ledger
     spill: SpillFile | None
     chunks: list[Chunk]
     handles: list[ParamHandle]
     tile: int
-    exchange: int
     working_set: int
     """Bytes of the computing tier that a step takes at most beside planes."""
+    foresight: Foresight
 
 
 def build(
     model: nn.Module, config: GeminiConfig, device: Device, engine: weakref.ref[Engine], ranks: Ranks | None = None
 ) -> Built:
     """Lay out, place, reserve and allocate. The params still hold their own memory afterwards."""
-    named, adapters = collect_params(model), adapter_params(model)
+    named = collect_params(model)
     size, rank = (1, 0) if ranks is None else (ranks.size, ranks.rank)
-    layout = make_layout(
-        [ParamSpec(n.names[0], n.param.numel(), n.param.requires_grad or id(n.param) in adapters) for n in named],
-        ranks=size,
-        max_chunk=config.max_chunk,
-    )
+    decision = decide(model, config, device, ranks)
+    problem, placement, layout = decision.problem, decision.placement, decision.problem.layout
     place_of = {slot.name: (chunk, slot) for chunk in layout.chunks for slot in chunk.slots}
-    chunk_by_id = {id(n.param): place_of[n.names[0]][0] for n in named}
     tile = tile_numel(max(chunk.numel for chunk in layout.chunks))
-    problem = pose(model, config, device, layout, tile, chunk_by_id, ranks)
-    placement = decide_placement(problem, config)
     ledger = Ledger(dict(problem.budgets))
     _reserve(ledger, problem, placement)
     on_disk = bytes_per_tier(problem, placement).get(Tier.NVME, 0)
@@ -89,7 +85,26 @@ def build(
     for chunk, own in ((chunks[index], own) for index, own in iter_chunks(handles).items()):
         _make_views(chunk, own)
     in_steps = problem.working_set + problem.in_flight
-    return Built(layout, placement, ledger, spill, chunks, handles, tile, problem.exchange, in_steps)
+    return Built(decision, ledger, spill, chunks, handles, tile, in_steps, _foresight(decision))
+
+
+def _foresight(decision: Decision) -> Foresight:
+    """The plan's own moves, if it was made for a real step; else those for the first step that is seen."""
+    trace, problem, placement, plan, _ = decision
+    homes = placement.homes
+    chunks = range(len(problem.layout.chunks))
+    moving = frozenset(i for i in chunks if problem.needs_window(i, homes[i][PlaneKind.WEIGHTS]))
+    schedule = None
+    if plan is not None and trace.source is not Source.STRUCTURE:
+        schedule = Schedule(plan.accesses, plan.moves, moving)
+
+    def make_moves(steps: tuple[Access, ...]) -> tuple[Moves, ...]:
+        try:
+            return moves_for(trace, problem, placement, steps=steps)
+        except BudgetExceeded:  # it went well because something else took less than it may: nothing can be promised
+            return (Moves(),) * len(steps)
+
+    return Foresight(make_moves, schedule)
 
 
 def _make_views(chunk: Chunk, handles: list[ParamHandle]) -> None:

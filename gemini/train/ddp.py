@@ -20,6 +20,7 @@ from torch import nn
 from gemini.config import GeminiConfig
 from gemini.errors import GeminiError
 from gemini.memory.chunk import COMPUTE_DTYPES
+from gemini.planning.trace import MemoryTrace
 from gemini.train import hooks
 from gemini.train.adapters import faces_of, refuse_unsupported
 from gemini.train.clipping import clip_grad_norm
@@ -29,6 +30,7 @@ from gemini.train.gathered import gathered
 from gemini.train.guard import ParamHandle, handle_of, optimizer_of
 from gemini.train.injected import refuse_injected
 from gemini.train.reading import is_a
+from gemini.train.recording import Recording, record
 from gemini.train.report import MemoryReport, make_report
 from gemini.train.state_dict import load_model_state, model_state
 
@@ -143,6 +145,25 @@ class GeminiDDP(nn.Module):
     def memory_report(self) -> MemoryReport:
         """Per tier "budget", "used" and "peak" in bytes, and under "moved" what crossed each boundary last step."""
         return make_report(_engine(self))
+
+    def recording(self, *, trace: MemoryTrace | None = None) -> AbstractContextManager[Recording]:
+        """Record whole training steps: where their time went, and what every tier held::
+
+            with model.recording() as recording:
+                train_one_step()
+            print(recording.timeline)
+
+        Weights, gradients and losses keep their bits. On a GPU every boundary is waited for, so recorded steps are
+        slower there. Per rank: what this process did.
+
+        Args:
+            trace: of this model and batch, for the floating point operations of a step (else they count as 0).
+
+        Raises:
+            GeminiError: if the model is being recorded already.
+            PlanMismatch: for a trace of another model.
+        """
+        return record(_engine(self), self, trace)
 
     # ---- saving and loading -------------------------------------------------------------------------------------
 

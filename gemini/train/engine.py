@@ -19,22 +19,23 @@ import torch
 from torch import nn
 
 from gemini.config import GeminiConfig
-from gemini.errors import GeminiError, ParamAccessError
+from gemini.errors import GeminiError
 from gemini.memory.chunk import Chunk
 from gemini.memory.device import make_device
 from gemini.memory.manager import Manager
 from gemini.memory.mover import Mover
 from gemini.planning.planes import PlaneKind
 from gemini.ranks.group import join
+from gemini.train import stray_reads
 from gemini.train.activations import make_activation_store
 from gemini.train.build import adopt_all, build, iter_chunks
 from gemini.train.by_name import ByName
 from gemini.train.calls import CallRecord, Calls
-from gemini.train.containers import iter_tensors
 from gemini.train.gradients import GradientStore, check_grad
-from gemini.train.guard import ManagedParameter, ParamHandle, engine_of, expose, hide, poison, refuse_written
+from gemini.train.guard import ManagedParameter, ParamHandle, expose, hide, poison, refuse_written
 from gemini.train.loss_scale import LossScale
 from gemini.train.problem import prepare
+from gemini.train.recording import Recording
 from gemini.train.reduction import Reduction
 from gemini.train.shards import Shards
 from gemini.train.update import update_now
@@ -60,13 +61,15 @@ class Engine:
         if ranks is not None:
             prepare(model, config, ranks, filled=fill is None)
         built = build(model, config, self.device, self.self_reference, ranks)
-        self.layout, self.placement, self.ledger, self.spill = built.layout, built.placement, built.ledger, built.spill
+        self.plan, self.problem, self.placement = built.decision.plan, built.decision.problem, built.decision.placement
+        self.layout, self.ledger, self.spill = self.problem.layout, built.ledger, built.spill
         self.chunks, self.handles = built.chunks, built.handles
         self.by_chunk = iter_chunks(self.handles)
         self.working_set = built.working_set
         self.saver: Any = None  # the Saver that writes a checkpoint behind the training, or did
+        self.recording: Recording | None = None  # who is told of everything while model.recording() is open
         self.mover = Mover(self.device, built.tile, self.ledger)
-        self.shards = None if ranks is None else Shards(self, ranks, built.exchange)
+        self.shards = None if ranks is None else Shards(self, ranks, self.problem.exchange)
         self.reduction = None if self.shards is None else Reduction(self, self.shards)
         self.manager = Manager(
             self.chunks,
@@ -75,6 +78,7 @@ class Engine:
             mover=self.mover,
             on_evict=self.poison_chunk,
             gather=None if self.shards is None or ranks is None or ranks.size == 1 else self.shards.gather,
+            foresight=built.foresight,
         )
         self.gradients = GradientStore(
             self.handles,
@@ -86,7 +90,7 @@ class Engine:
             working_set=0 if ranks is None and all(chunk.resident for chunk in self.chunks) else built.working_set,
         )
         self.by_names = ByName(self)
-        self.activations = make_activation_store(self)
+        self.activations = make_activation_store(self, built.decision.offload_activations)
         self.loss_scale = LossScale() if config.precision == "fp16" else None
         self.applied_scale = 1.0
         self.clip_coefficient = 1.0
@@ -104,6 +108,7 @@ class Engine:
         if fill is not None:
             fill(self)
         adopt_all(self, filled=fill is not None)
+        self.mover.moved.clear()  # coming home is no part of the first step
         gc.collect(0)
 
     # ---- phases -------------------------------------------------------------------------------------------------
@@ -139,6 +144,10 @@ class Engine:
         if not self.computing:
             self.check_whole()
             self._expose_resident()
+            if torch.is_grad_enabled():
+                self.manager.foresight.begin()
+        if self.recording is not None:
+            self.recording.begin_call(module)
         try:
             self.calls.begin(module, chunks)
         finally:
@@ -147,6 +156,8 @@ class Engine:
     def end_call(self, module: nn.Module) -> CallRecord | None:
         """A hooked module is done, or failed. None if it never began."""
         record = self.calls.end(module)
+        if self.recording is not None:
+            self.recording.end_call()
         self._rest_if_idle()
         return record
 
@@ -155,6 +166,7 @@ class Engine:
         if torch._C._current_graph_task_id() != -1:
             return
         self.calls.abandon()
+        self.manager.foresight.interrupt()
         if self.activations is not None:
             self.activations.close()
         if self.in_backward:
@@ -169,9 +181,7 @@ class Engine:
         """
         if self.in_backward:
             return
-        if any(handle.has_grad for handle in self.handles) or (
-            self.reduction is not None and self.reduction.has_unreduced
-        ):
+        if self.has_gradients:
             if self.config.gradients == "transient":
                 raise GeminiError(
                     'a second backward before optimizer.step(): gradients="transient" keeps nothing to add to. '
@@ -182,6 +192,8 @@ class Engine:
             self.applied_scale = self.loss_scale.scale  # one scale for all gradients that are added up
         self.backward_number += 1
         self.in_backward = True
+        if self.recording is not None:
+            self.recording.begin_backward()
         self._expose_resident()
         for chunk in self.chunks:
             chunk.num_missing_grads = sum(handle.trained for handle in self.by_chunk[chunk.spec.index])
@@ -191,13 +203,14 @@ class Engine:
         """The backward of one call begins."""
         self.begin_backward()
         self.calls.begin_backward(record)
-        self._refuse_writes()
+        self.refuse_writes()
 
     def _backward_is_over(self) -> None:
         if self.reduction is not None:
             self.calls.end_backward()  # nothing is read any more: room for what is still to be reduced
             self.reduction.end_backward()
         self.end_backward()
+        self.manager.foresight.end()
 
     def end_backward(self) -> None:
         """The whole graph is done (or was abandoned)."""
@@ -205,44 +218,20 @@ class Engine:
         if self.activations is not None:
             self.activations.collect()
         self.in_backward = False
+        if self.recording is not None:
+            self.recording.end_backward()
         self._rest_if_idle()
 
     # ---- gathered weights ---------------------------------------------------------------------------------------
 
     def read_in_call(self, func: Callable[..., Any], args: Any, kwargs: Any, handles: list[ParamHandle]) -> Any:
-        """An operation reads params outside their own module's forward, while the model computes.
-
-        The operation is a call of its own: its chunks are gathered for it, and again when the gradient of its result
-        arrives. A result that is a view of the weights keeps them gathered for the call around it.
-        """
-        chunks = {handle.chunk.spec.index: handle.chunk for handle in handles}
-        for chunk in chunks.values():
-            if chunk.resident:
-                self._expose_chunk(chunk)
-        moving = tuple(chunk for chunk in chunks.values() if not chunk.resident)
-        if not moving:
-            return func(*args, **kwargs)
-        around = self.calls.innermost
-        if around is None:
-            raise ParamAccessError(
-                f"managed param {handles[0].name!r} is read where no module of the model is computing; "
-                "read it inside the model's forward, or with model.gathered([param])"
-            )
-        record = CallRecord(None, moving, around)
-        with self.calls.reading(moving):
-            result = func(*args, **kwargs)
-        for tensor in iter_tensors(result):
-            for chunk in moving:
-                if tensor.untyped_storage().data_ptr() == chunk.flat.untyped_storage().data_ptr():
-                    self.calls.hold(chunk)
-            record.on_gradient(tensor, lambda grad: engine_of(handles[0]).begin_backward_of(record))
-        self._refuse_writes()
-        return result
+        """An operation reads params outside their own module's forward, while the model computes."""
+        return stray_reads.read_in_call(self, func, args, kwargs, handles)
 
     def acquire(self, chunk: Chunk) -> None:
         """Gather the weights of a chunk and keep them readable until :meth:`release`."""
         self.manager.acquire(chunk)
-        self._expose_chunk(chunk)
+        self.expose_chunk(chunk)
 
     def release(self, chunk: Chunk) -> None:
         """Unpin, and guard the params again unless they never move: another module's read must not go unnoticed."""
@@ -263,7 +252,7 @@ class Engine:
             self.num_gathered -= 1
             self._rest_if_idle()
 
-    def _expose_chunk(self, chunk: Chunk) -> None:
+    def expose_chunk(self, chunk: Chunk) -> None:
         index = chunk.spec.index
         if index not in self._exposed:
             expose(chunk, self.by_chunk[index])
@@ -280,15 +269,15 @@ class Engine:
     def _expose_resident(self) -> None:
         for chunk in self.chunks:
             if chunk.resident:
-                self._expose_chunk(chunk)
+                self.expose_chunk(chunk)
 
     def _rest_if_idle(self) -> None:
         if not self.computing:
             for index in list(self._exposed):
                 self._written += self.hide_chunk(self.chunks[index])
-        self._refuse_writes()
+        self.refuse_writes()
 
-    def _refuse_writes(self) -> None:
+    def refuse_writes(self) -> None:
         written, self._written = self._written, []
         refuse_written(written)
 
@@ -322,6 +311,13 @@ class Engine:
             if self.reduction is not None:
                 self.reduction.complete(chunk)
 
+    @property
+    def has_gradients(self) -> bool:
+        """Whether gradients of an earlier backward wait for the update."""
+        return any(handle.has_grad for handle in self.handles) or (
+            self.reduction is not None and self.reduction.has_unreduced
+        )
+
     def settle_grads(self) -> None:
         """With several ranks: make gradients and their norms those of all ranks. All of them must come here."""
         if self.reduction is not None:
@@ -348,6 +344,8 @@ class Engine:
         self.gradients.discard(chosen)
         if self.reduction is not None:
             self.reduction.discard(chosen)
+        if self.recording is not None:
+            self.recording.discard()
         self._forget_clipping()
 
     def _forget_clipping(self) -> None:
@@ -362,6 +360,8 @@ class Engine:
         self.mover.moved.clear()
         if self.shards is not None:
             self.shards.end_step()
+        if self.recording is not None:
+            self.recording.end_step()
 
     # ---- the end ----------------------------------------------------------------------------------------------
 

@@ -81,7 +81,9 @@ class GradientStore:
         view = plane.device_view(at, at + flat.numel())
         if view is not None:
             return kernels.accumulate_grad(view, flat) if adding else kernels.copy_grad(view, flat)
-        return self._land_staged(plane, flat, at, adding)
+        index = chunk.spec.index
+        with self._mover.about("gradient landing", f"land gradients of chunk {index}", index):
+            return self._land_staged(plane, flat, at, adding)
 
     def _land_staged(self, plane: Plane, flat: torch.Tensor, base: int, adding: bool) -> list[float]:
         """Tile by tile through host staging: inbound from the device, outbound to a device plane or the spill file."""
@@ -90,8 +92,8 @@ class GradientStore:
             incoming = flat[start:stop]
             if flat.device.type != "cpu" or self._device.tier is Tier.GPU:
                 inbound = self._mover.staged(PlaneKind.WEIGHTS, flat.dtype, stop - start)
-                self._device.copy(inbound, incoming, "evict").wait()
-                self._mover.count(Tier.GPU, Tier.CPU, inbound.numel() * inbound.element_size())
+                with self._mover.crossing(Tier.GPU, Tier.CPU, inbound.numel() * inbound.element_size()):
+                    self._device.copy(inbound, incoming, "evict").wait()
                 incoming = inbound
             # Up to the next page: what lies behind the param's end is padding, nobody reads it as a gradient.
             end = start + page_up(stop - start)

@@ -156,6 +156,8 @@ def _post(ref: weakref.ref[Engine], *, is_root: bool) -> Callable[[nn.Module, An
             engine.activations.close()
         if record is None or output is None:
             return None
+        if engine.recording is not None:
+            engine.recording.watch_backward(module, output)
         if record.chunks and record.parent is not None:
             _hold_returned_weights(engine, record, output)
         if not torch.is_grad_enabled():

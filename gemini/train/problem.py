@@ -2,37 +2,33 @@
 
 from __future__ import annotations
 
+import hashlib
 import sys
 import warnings
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
-import psutil
 import torch
 from torch import nn
 
 from gemini.config import GeminiConfig
-from gemini.errors import parse_bytes
+from gemini.errors import PlanMismatch, parse_bytes
 from gemini.memory.chunk import COMPUTE_DTYPES
 from gemini.memory.device import Device
-from gemini.memory.mover import staging_bytes
 from gemini.memory.nvme import probe
-from gemini.planning.layout import ChunkSpec, Layout, block_of
+from gemini.memory.system import available_bytes
+from gemini.planning.hardware import Hardware
 from gemini.planning.placement import Placement, Problem, StaticPlacement, by_fractions, check_fits
-from gemini.planning.placement import fill_fastest as place_automatically
-from gemini.planning.planes import compute_itemsize
+from gemini.planning.plan import Plan
+from gemini.planning.planner import Planner, pose_problem
+from gemini.planning.speeds import Speeds
+from gemini.planning.trace import MemoryTrace, Source
+from gemini.planning.working import MARGIN
 from gemini.ranks.group import Ranks
-from gemini.ranks.wire import scratch_bytes
 from gemini.tiers import Tier
 from gemini.train.guard import handle_of
-from gemini.train.reading import params_read_by
+from gemini.train.structure import structural_trace
 from gemini.version import __version__
-
-PIECE = 2**20
-"""Elements at most on their way between two ranks at once: 4 MiB messages reach the full speed of a wire."""
-
-MARGIN = 0.8
-"""The share of measured free bytes that a budget which was left out may take; the rest is for others."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +102,7 @@ def prepare(model: nn.Module, config: GeminiConfig, ranks: Ranks, *, filled: boo
         for name, param in model.named_parameters(remove_duplicate=False)
     }
     memory = {name: size for name, size in vars(config.memory).items() if name != "nvme_path"}
-    settings = {name: value for name, value in vars(config).items() if name not in ("memory", "device")}
+    settings = {name: _told(value) for name, value in vars(config).items() if name not in ("memory", "device")}
     ranks.check_same(
         {
             "version of gemini": __version__,
@@ -115,7 +111,7 @@ def prepare(model: nn.Module, config: GeminiConfig, ranks: Ranks, *, filled: boo
             "model": type(model).__name__,
             "set of params": params,
             "set of tied params": [list(n.names) for n in named if len(n.names) > 1],
-            "config": {name: repr(value) for name, value in settings.items()},
+            "config": settings,
             "memory budget": {name: repr(size) for name, size in memory.items()},
             "nvme_path": config.memory.nvme_path is not None,
             "device": str(config.device).partition(":")[0],
@@ -125,6 +121,13 @@ def prepare(model: nn.Module, config: GeminiConfig, ranks: Ranks, *, filled: boo
         return
     tensors = {name: param.data for name, param in model.named_parameters()}
     ranks.take_from_first({**tensors, **dict(model.named_buffers())})
+
+
+def _told(value: Any) -> str:
+    """A setting in words that differ where it does; plans and traces are large."""
+    if isinstance(value, (MemoryTrace, Plan, Hardware)):
+        return hashlib.sha256(value.to_json().encode()).hexdigest()[:16]
+    return repr(value)
 
 
 def measure_budgets(config: GeminiConfig, device: Device, ranks: Ranks | None = None) -> dict[Tier, int]:
@@ -143,7 +146,7 @@ def measure_budgets(config: GeminiConfig, device: Device, ranks: Ranks | None = 
     elif gpu:
         warnings.warn(f"memory gpu={memory.gpu!r} has no effect: the device is {device.name}", stacklevel=6)
     cpu = memory.bytes_of(Tier.CPU)
-    budgets[Tier.CPU] = int(psutil.virtual_memory().available * MARGIN) if cpu is None else cpu
+    budgets[Tier.CPU] = int(available_bytes() * MARGIN) if cpu is None else cpu
     if memory.nvme_path is not None:
         found = probe(memory.nvme_path)
         nvme = memory.bytes_of(Tier.NVME)
@@ -156,61 +159,73 @@ def measure_budgets(config: GeminiConfig, device: Device, ranks: Ranks | None = 
     return budgets
 
 
-def working_set(model: nn.Module, chunk_of: Callable[[nn.Parameter], ChunkSpec], itemsize: int) -> int:
-    """Bytes of gathered weights that one module needs at once: its own chunks and those of the modules around it.
+class Decision(NamedTuple):
+    """What is built: the plan that was given or made, or (for homes the user fixed) the homes alone."""
 
-    A module that owns params may read its leaf children's weights itself (``out_proj.weight`` in an attention module
-    that calls a fused op), so theirs count too.
-    """
-    largest = 0
-
-    def visit(module: nn.Module, around: frozenset[int]) -> None:
-        nonlocal largest
-        own = [chunk_of(p) for p in params_read_by(module)]
-        inside = around | {chunk.index for chunk in own}
-        leaves = [p for child in module.children() if not any(child.children()) for p in child._parameters.values()]
-        read = own + [chunk_of(p) for p in leaves if p is not None and own]
-        for chunk in read:
-            sizes[chunk.index] = chunk.numel * itemsize
-        largest = max(largest, sum(sizes[index] for index in inside | {chunk.index for chunk in read}))
-        for child in module.children():
-            visit(child, inside)
-
-    sizes: dict[int, int] = {}
-    visit(model, frozenset())
-    return largest
+    trace: MemoryTrace
+    problem: Problem
+    placement: Placement
+    plan: Plan | None
+    offload_activations: str | None = None
 
 
-def gradients_in_flight(layout: Layout, itemsize: int) -> int:
-    """Bytes of whole gradients that wait for the rest of their chunk, before they are divided among ranks.
-
-    The chunks of one block are open together, and one of the block before it may be.
-    """
-    by_block: dict[str, int] = {}
-    for chunk in layout.chunks:
-        if chunk.trainable:
-            block = block_of(chunk.slots[0].name) or f"chunk {chunk.index}"
-            by_block[block] = by_block.get(block, 0) + chunk.numel * itemsize
-    largest = max((chunk.numel * itemsize for chunk in layout.chunks if chunk.trainable), default=0)
-    return max(by_block.values(), default=0) + largest
-
-
-def decide_placement(problem: Problem, config: GeminiConfig) -> Placement:
-    """The placement the config asks for.
+def decide(model: nn.Module, config: GeminiConfig, device: Device, ranks: Ranks | None) -> Decision:
+    """The homes the config asks for, in the budgets there are.
 
     Raises:
         BudgetExceeded: if it does not fit.
+        PlanMismatch: for a trace or a plan of another model or of other settings.
     """
-    if isinstance(config.placement, StaticPlacement):
-        wanted = config.placement
-        if problem.compute is Tier.CPU and (wanted.weights_on_gpu or wanted.optimizer_on_gpu):
-            warnings.warn("StaticPlacement: fractions on gpu have no effect without a GPU", stacklevel=6)
-            wanted = StaticPlacement(weights_on_nvme=wanted.weights_on_nvme, optimizer_on_nvme=wanted.optimizer_on_nvme)
-        return by_fractions(problem, wanted)
-    if isinstance(config.placement, Placement):
-        check_fits(problem, config.placement)
-        return config.placement
-    return place_automatically(problem)
+    structure = structural_trace(model, config.precision)
+    given = config.placement
+    if isinstance(given, Plan):
+        _check_plan(given, structure, config, device, ranks)
+    trace = given.trace if isinstance(given, Plan) else config.trace or structure
+    structure.check_same_model(trace, what="the trace")
+    budgets = measure_budgets(config, device, ranks)
+    offload = given.offload_activations if isinstance(given, Plan) else config.offload_activations
+    problem = pose(trace, config, device, budgets, ranks, None if offload == "auto" else offload)
+    sharing = 1 if ranks is None else ranks.local_size
+    speeds = Speeds.typical() if config.hardware is None else Speeds.of(config.hardware, budgets, sharing=sharing)
+    planner = Planner(trace, speeds, hardware=config.hardware)
+    if isinstance(given, Plan):
+        check_fits(problem, given.placement)
+        return Decision(trace, problem, given.placement, given, offload)
+    if isinstance(given, StaticPlacement):
+        return Decision(trace, problem, by_fractions(problem, _without_gpu(given, problem)), None, offload)
+    if isinstance(given, Placement):
+        check_fits(problem, given)
+        return Decision(trace, problem, given, None, offload)
+    if trace.source is Source.STRUCTURE:  # the first step that runs says what moves when
+        plan = planner.choose(problem, None, None if offload == "auto" else offload)
+    else:
+        explicit = _declared_activations(trace, config) is not None
+        plan = planner.best_of(problem, None, offload, explicit=explicit)
+    problem = plan.problem
+    return Decision(trace, problem, plan.placement, plan, plan.offload_activations)
+
+
+def _check_plan(plan: Plan, structure: MemoryTrace, config: GeminiConfig, device: Device, ranks: Ranks | None) -> None:
+    plan.check_for(structure)
+    plan.check_settings(
+        precision=config.precision,
+        gradients=config.gradients,
+        ranks=1 if ranks is None else ranks.size,
+        max_chunk=config.max_chunk,
+        compute=device.tier,
+    )
+    if config.offload_activations not in (None, "auto", plan.offload_activations):
+        raise PlanMismatch(
+            f"the plan was made for offload_activations={plan.offload_activations!r}, and the config says "
+            f"{config.offload_activations!r}: leave it out, and the plan decides"
+        )
+
+
+def _without_gpu(wanted: StaticPlacement, problem: Problem) -> StaticPlacement:
+    if problem.compute is Tier.CPU and (wanted.weights_on_gpu or wanted.optimizer_on_gpu):
+        warnings.warn("StaticPlacement: fractions on gpu have no effect without a GPU", stacklevel=7)
+        return StaticPlacement(weights_on_nvme=wanted.weights_on_nvme, optimizer_on_nvme=wanted.optimizer_on_nvme)
+    return wanted
 
 
 def reduce_dtype(config: GeminiConfig) -> torch.dtype:
@@ -219,30 +234,33 @@ def reduce_dtype(config: GeminiConfig) -> torch.dtype:
 
 
 def pose(
-    model: nn.Module,
+    trace: MemoryTrace,
     config: GeminiConfig,
     device: Device,
-    layout: Layout,
-    tile: int,
-    chunk_by_id: dict[int, ChunkSpec],
+    budgets: dict[Tier, int],
     ranks: Ranks | None,
+    offload_activations: str | None,
 ) -> Problem:
-    """All that placing needs to know. ``chunk_by_id``: the chunk of each param, by its ``id``."""
-    problem = Problem(
-        layout=layout,
+    """All that placing needs to know."""
+    return pose_problem(
+        trace,
+        budgets,
         precision=config.precision,
         gradients=config.gradients,
-        budgets=measure_budgets(config, device, ranks),
         compute=device.tier,
-        working_set=working_set(model, lambda p: chunk_by_id[id(p)], compute_itemsize(config.precision)),
-        staging=staging_bytes(tile),
-        activations=parse_bytes(config.activations) if device.tier is Tier.GPU else 0,
+        activations=_declared_activations(trace, config),
+        offload_activations=offload_activations,
+        ranks=1 if ranks is None else ranks.size,
+        replicas=1 if ranks is None else ranks.num_replicas,
+        reduce_itemsize=reduce_dtype(config).itemsize,
+        max_chunk=config.max_chunk,
     )
-    if ranks is not None:
-        most = max(ranks.size, ranks.num_replicas)
-        problem = replace(
-            problem,
-            in_flight=gradients_in_flight(layout, reduce_dtype(config).itemsize),
-            exchange=scratch_bytes(most, min(tile, PIECE)),
-        )
-    return problem
+
+
+def _declared_activations(trace: MemoryTrace, config: GeminiConfig) -> int | None:
+    """What the user or the plan says; else None for what the trace has, and nothing if there is none."""
+    if config.activations is not None:
+        return parse_bytes(config.activations)
+    if isinstance(config.placement, Plan):
+        return config.placement.problem.activations
+    return 0 if trace.source is Source.STRUCTURE else None

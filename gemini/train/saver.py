@@ -23,8 +23,8 @@ from torch.distributed.checkpoint.planner import WriteItem
 
 from gemini.errors import BudgetExceeded, GeminiError, StorageError, human_bytes
 from gemini.memory.chunk import Chunk
-from gemini.memory.mover import staging_bytes
 from gemini.planning.planes import PlaneKind
+from gemini.planning.working import staging_bytes
 from gemini.tiers import Ledger, Tier
 from gemini.train import checkpoint_ranks
 from gemini.train.checkpoint_parts import Buffer, Source, sources_of

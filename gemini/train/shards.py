@@ -10,6 +10,7 @@ gradients as "gradients in flight", pieces on the wire as "exchange". A rank alo
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,11 +18,14 @@ import torch.distributed as dist
 
 from gemini.memory.chunk import Chunk
 from gemini.memory.mover import tiles
+from gemini.memory.recorder import NOTHING
 from gemini.planning.layout import part_of
 from gemini.planning.planes import PlaneKind
+from gemini.planning.timeline import Lane
 from gemini.ranks.agreement import Agreement, Point, Wish
 from gemini.ranks.group import Ranks
 from gemini.ranks.wire import Tag, guarded
+from gemini.tiers import Tier
 from gemini.train.by_name import host_part
 from gemini.train.guard import ParamHandle
 
@@ -80,7 +84,8 @@ class Shards:
 
     def reach(self, wish: Wish) -> list[Wish]:
         """Wait, serving other ranks, until ``wish`` is done or all ranks stand at its point."""
-        return self._agreement.reach(wish, self)
+        with self.engine.mover.about("other ranks", "wait for other ranks"):
+            return self._agreement.reach(wish, self)
 
     def meet(self, point: Point, detail: int = 0) -> list[int]:
         """Wait until every rank of the shard group stands at ``point``; what each of them says."""
@@ -112,8 +117,8 @@ class Shards:
     def _all_gather(self, chunk: Chunk) -> None:
         shard = chunk.weights.numel
         own = chunk.flat[self.ranks.rank * shard : (self.ranks.rank + 1) * shard]
-        self.engine.mover.fetch(chunk.weights, own)
-        with torch.profiler.record_function("gemini::all_gather"):
+        self.engine.mover.fetch(chunk.weights, own, chunk.spec.index)
+        with torch.profiler.record_function("gemini::all_gather"), self._gathering(chunk):
             group = self.ranks.collective
             if group is None:
                 self.ranks.wire.all_gather(Tag.WEIGHTS, chunk.flat, f"the all-gather of {chunk.name}")
@@ -121,6 +126,11 @@ class Shards:
                 what = f"the all-gather of {chunk.name}"
                 guarded(what, lambda: dist.all_gather_into_tensor(chunk.flat, own, group=group))
                 self.native["all_gather"] += own.numel() * own.element_size() * (self.ranks.size - 1)
+
+    def _gathering(self, chunk: Chunk) -> AbstractContextManager[None]:
+        """Around weights on the wire, for those who record."""
+        recorder, index, cause = self.engine.mover.recorder, chunk.spec.index, Lane.GATHER.value
+        return NOTHING if recorder is None else recorder.span(Lane.GATHER, f"{cause} chunk {index}", index, cause=cause)
 
     def _send_weights(self, chunk: Chunk, takers: list[int]) -> None:
         """Some ranks need weights that others do not: host tile by host tile, so that those need no memory for it."""
@@ -138,10 +148,14 @@ class Shards:
                     peer: room[i * (stop - start) : (i + 1) * (stop - start)] for i, peer in enumerate(wire.peers)
                 }
             outgoing = {taker: own for taker in takers if taker != wire.rank}
-            wire.start(Tag.WEIGHTS, outgoing, received, what).wait()
+            with self._gathering(chunk):
+                wire.start(Tag.WEIGHTS, outgoing, received, what).wait()
             for rank, part in [*received.items(), *([(wire.rank, own)] if taking else [])]:
                 into = chunk.flat[rank * shard + start : rank * shard + stop]
-                self.engine.device.copy(into, part, "fetch").wait()
+                # As in an all-gather: what others sent counts as sent by them.
+                crosses = part.numel() * part.element_size() if rank == wire.rank else 0
+                with mover.crossing(Tier.CPU, self.engine.device.tier, crosses):
+                    self.engine.device.copy(into, part, "fetch").wait()
 
     @property
     def piece(self) -> int:

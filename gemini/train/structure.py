@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from torch import nn
 
+from gemini.planning.layout import Layout
 from gemini.planning.trace import MemoryTrace, Moment, Phase, Source, TracedParam
+from gemini.planning.working import gathered_at_once
 from gemini.train.reading import adapter_params, params_read_by
 
 
@@ -34,6 +36,17 @@ def buffer_bytes(model: nn.Module) -> int:
     """Bytes of all buffers, those that share memory once."""
     storages = {b.untyped_storage()._cdata: b.untyped_storage().nbytes() for b in model.buffers()}
     return sum(storages.values())
+
+
+def working_set(model: nn.Module, layout: Layout, precision: str) -> int:
+    """Bytes of gathered weights that one module needs at once: its own chunks and those of the modules around it."""
+    return gathered_at_once(structural_trace(model, precision), layout, precision)
+
+
+def read_together(model: nn.Module) -> tuple[tuple[int, ...], ...]:
+    """The sets of params that modules of ``model`` may read at once: those of its structural trace, each once."""
+    moments = structural_trace(model, "bf16").moments
+    return tuple(dict.fromkeys(moment.params for moment in moments))
 
 
 def structural_trace(model: nn.Module, precision: str, *, target: str = "cpu") -> MemoryTrace:

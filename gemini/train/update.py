@@ -17,7 +17,9 @@ from gemini import kernels
 from gemini.errors import GeminiError
 from gemini.memory.chunk import Chunk
 from gemini.memory.mover import page_up, tiles
+from gemini.memory.recorder import NOTHING
 from gemini.planning.planes import OPTIMIZER_PLANES, PlaneKind
+from gemini.planning.timeline import Lane
 from gemini.tiers import Tier
 from gemini.train.guard import ParamHandle, optimizer_of
 
@@ -44,7 +46,8 @@ def update_chunk(engine: Engine, chunk: Chunk, segments: list[Segment]) -> None:
     stop = page_up(max((s.handle.part.stop for s in segments), default=0))
     engine.before_write(chunk)
     try:
-        with torch.profiler.record_function("gemini::adam"):
+        about = engine.mover.about("update", f"update chunk {chunk.spec.index}", chunk.spec.index)
+        with torch.profiler.record_function("gemini::adam"), about:
             for first, last in tiles(start, stop, engine.mover.tile):
                 active = [s for s in segments if s.handle.part.start < last and s.handle.part.stop > first]
                 if active:
@@ -103,14 +106,15 @@ def _update_tile(engine: Engine, chunk: Chunk, active: list[Segment], first: int
         else:
             grad = _bring(engine, segment.grad[a - start : b - start], on_device)
         residual = views.get(PlaneKind.RESIDUAL)
-        kernels.adam_update(
-            views[PlaneKind.WEIGHTS][part],
-            None if residual is None else residual[part],
-            views[PlaneKind.EXP_AVG][part],
-            views[PlaneKind.EXP_AVG_SQ][part],
-            grad,
-            segment.hyper,
-        )
+        with NOTHING if engine.mover.recorder is None else engine.mover.recorder.span(Lane.ADAM):
+            kernels.adam_update(
+                views[PlaneKind.WEIGHTS][part],
+                None if residual is None else residual[part],
+                views[PlaneKind.EXP_AVG][part],
+                views[PlaneKind.EXP_AVG_SQ][part],
+                grad,
+                segment.hyper,
+            )
     for kind in staged:
         if kind is not PlaneKind.GRAD:
             engine.mover.store(chunk.planes[kind], first, last, views[kind])
@@ -139,6 +143,6 @@ def _bring(engine: Engine, grad: torch.Tensor, on_device: bool) -> torch.Tensor:
     if on_device or engine.device.tier is Tier.CPU:
         return grad
     inbound = engine.mover.staged(PlaneKind.GRAD, grad.dtype, grad.numel())
-    engine.device.copy(inbound, grad, "evict").wait()
-    engine.mover.count(Tier.GPU, Tier.CPU, inbound.numel() * inbound.element_size())
+    with engine.mover.crossing(Tier.GPU, Tier.CPU, inbound.numel() * inbound.element_size()):
+        engine.device.copy(inbound, grad, "evict").wait()
     return inbound

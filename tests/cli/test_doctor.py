@@ -6,7 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+
+from gemini.memory.measure import Sizes
+from gemini.planning.machines import load_hardware
 
 Gemini = Callable[..., Any]
 
@@ -33,3 +37,58 @@ def test_doctor_fails_for_a_folder_that_is_not_there(gemini_command: Gemini, tmp
     result = gemini_command("doctor", "--nvme-path", tmp_path / "absent")
     assert result.exit_code == 1
     assert str(tmp_path / "absent") in result.stdout.split("NVMe\n")[1]
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measures on next to nothing."""
+    tiny = Sizes(product=(8, 8, 8), stream_bytes=8192, adam_numel=1000, spill_bytes=200_000, repeats=3, ops=10)
+    monkeypatch.setattr("gemini.memory.measure.Sizes", lambda: tiny)
+
+
+def test_doctor_measures_and_writes_a_machine(gemini_command: Gemini, tmp_path: Path, quick: None) -> None:
+    folder, file = tmp_path / "drive", tmp_path / "mine.json"
+    folder.mkdir()
+    result = gemini_command("doctor", "--measure", "--nvme-path", folder, "--json", file)
+    assert result.exit_code == 0, result.output
+    table = result.stdout.split("Measured\n")[1]
+    hardware = load_hardware(file)
+    for key in hardware.figures:
+        assert f"\n  {key} " in f"\n{table}", key
+    assert {"cpu_bytes", "dram_bandwidth", "adam_cpu", "nvme_read"} <= set(hardware.figures)
+    assert f"written to {file}" in table and list(folder.iterdir()) == []
+
+
+def test_doctor_says_what_was_not_measured(gemini_command: Gemini, quick: None) -> None:
+    result = gemini_command("doctor", "--measure")
+    assert result.exit_code == 0, result.output
+    assert "the drive was not measured: add --nvme-path FOLDER" in result.stdout
+    assert "nvme_read" not in result.stdout
+
+
+@pytest.mark.parametrize("load, said", [(0.1, False), (64.0, True)])
+def test_doctor_says_that_others_were_at_work(
+    gemini_command: Gemini, quick: None, monkeypatch: pytest.MonkeyPatch, load: float, said: bool
+) -> None:
+    monkeypatch.setattr("os.getloadavg", lambda: (load, 0.0, 0.0))
+    monkeypatch.setattr("gemini.kernels.get_num_threads", lambda: 16)
+    result = gemini_command("doctor", "--measure")
+    assert ("the machine was busy, a load of 64.0 on 16 cores" in result.stdout) == said
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (["--json", "mine.json"], "add --measure"),
+        (["--measure", "--json", "absent/mine.json"], "there is no folder absent"),
+        (["--measure", "--json", "."], "is a folder"),
+    ],
+)
+def test_doctor_refuses_a_file_before_it_measures(gemini_command: Gemini, words: list[str], said: str) -> None:
+    result = gemini_command("doctor", *words)
+    assert result.exit_code == 2 and said in result.stderr and "Measured" not in result.stdout
+
+
+def test_doctor_does_not_measure_on_a_drive_that_cannot_be_used(gemini_command: Gemini, tmp_path: Path) -> None:
+    result = gemini_command("doctor", "--measure", "--nvme-path", tmp_path / "absent")
+    assert result.exit_code == 1 and "Measured" not in result.stdout

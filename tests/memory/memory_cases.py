@@ -20,10 +20,11 @@ import gemini
 from gemini.memory.chunk import COMPUTE_DTYPES, Chunk
 from gemini.memory.device import Device
 from gemini.memory.manager import Manager
-from gemini.memory.mover import Mover, staging_bytes
+from gemini.memory.mover import Mover
 from gemini.memory.nvme import SpillFile
 from gemini.planning.layout import ALIGN, ParamSpec, make_layout
 from gemini.planning.planes import PlaneKind
+from gemini.planning.working import staging_bytes
 from gemini.states import Use
 from gemini.tiers import Ledger, Tier
 from gemini.train.build import make_plane

@@ -10,13 +10,15 @@ import pytest
 import torch
 from memory_cases import World
 
+from gemini import kernels
 from gemini.memory.chunk import COMPUTE_DTYPES, FilePlane, MemoryPlane, plane_dtype
 from gemini.memory.device import CpuDevice, Device, StandinDevice
-from gemini.memory.mover import _STAGED_BYTES, TILE, Mover, page_up, staging_bytes, tile_numel, tiles
+from gemini.memory.mover import Mover, page_up, tiles
 from gemini.memory.nvme import SpillFile
 from gemini.memory.pages import host_bytes
 from gemini.planning.layout import ALIGN
 from gemini.planning.planes import PlaneKind, plane_itemsizes
+from gemini.planning.working import STAGED_BYTES, TILE, staging_bytes, tile_numel
 from gemini.tiers import Ledger, Tier
 from gemini.train.build import make_plane
 
@@ -101,6 +103,10 @@ def test_file_planes_do_not_touch_each_other_and_give_back(spill: SpillFile) -> 
         assert torch.equal(bits(plane.mapped(0, 2 * ALIGN)), bits(content))
 
 
+def test_a_tile_is_a_whole_norm_tile() -> None:
+    assert TILE % kernels.NORM_TILE == 0
+
+
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
 @pytest.mark.parametrize("gradients", ["transient", "retain", "accumulate"])
 @pytest.mark.parametrize("trainable", [True, False])
@@ -109,7 +115,7 @@ def test_dtypes_have_the_sizes_that_are_reserved(precision: str, gradients: str,
     sizes = plane_itemsizes(precision, gradients, trainable=trainable)
     for kind, size in sizes.items():
         assert plane_dtype(kind, precision, trainable=trainable, itemsize=size).itemsize == size
-        assert size <= _STAGED_BYTES[kind], "a staged tile has room for it"
+        assert size <= STAGED_BYTES[kind], "a staged tile has room for it"
     state = sum(size for kind, size in sizes.items() if kind is not PlaneKind.GRAD)
     assert state == (12 if trainable else COMPUTE_DTYPES[precision].itemsize)
     grad = {"transient": 0, "retain": COMPUTE_DTYPES[precision].itemsize, "accumulate": 4}[gradients]
@@ -167,8 +173,10 @@ def test_gathering_brings_every_element_and_counts_bytes(tmp_path: Path, home: T
         world.manager.acquire(chunk)
         assert torch.equal(chunk.flat.float(), content)
         source = chunk.weights.tier
-        if source is not Tier.GPU:
-            assert world.mover.moved[f"{source.value}->gpu"] == chunk.weights.num_bytes
+        # A wider master is cast on the host; what comes from the drive crosses host memory.
+        crossed = {"cpu->gpu": chunk.spec.numel * chunk.flat.element_size(), "nvme->cpu": chunk.weights.num_bytes}
+        through = {Tier.GPU: (), Tier.CPU: ("cpu->gpu",), Tier.NVME: ("nvme->cpu", "cpu->gpu")}[source]
+        assert world.mover.moved == {way: crossed[way] for way in through}
         world.manager.release(chunk)
         world.ledger.check_invariants()
     device.close()

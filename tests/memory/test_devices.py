@@ -230,7 +230,7 @@ def test_resizing_gives_the_same_bits(monkeypatch: pytest.MonkeyPatch, tmp_path:
             engine.check_invariants()
         return masters(model), engine.manager.num_gathers
 
-    monkeypatch.setattr("gemini.memory.mover.TILE", 4096)
+    monkeypatch.setattr("gemini.planning.working.TILE", 4096)
     by_pages, gathers = run(PageWindow)
     monkeypatch.setattr(devices, "can_move_pages", lambda: False)
     by_storage, _ = run(StorageWindow)

@@ -97,7 +97,7 @@ def check(model: Any) -> None:
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gemini.memory.mover.TILE", 4096)
+    monkeypatch.setattr("gemini.planning.working.TILE", 4096)
 
 
 def reference(directory: Path, micro: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
@@ -247,7 +247,7 @@ def test_training_goes_on_after_many_faults(tmp_path: Path, monkeypatch: pytest.
     engine = model._gemini_engine
     descriptors = len(os.listdir("/proc/self/fd"))
     for turn in range(100):
-        faults.start(1 + turn % 5)
+        faults.start(1 + turn % 4)  # the reads that a forward and backward makes at least
         with pytest.raises(GeminiError):
             one_step(model, optimizer, 1, faults, 1)
         faults.start(0)

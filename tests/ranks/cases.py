@@ -15,13 +15,13 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import gemini
 from gemini.memory.device import make_device
-from gemini.memory.mover import staging_bytes, tile_numel
 from gemini.planning.layout import ParamSpec, make_layout
 from gemini.planning.placement import Placement, Problem, bytes_per_tier
-from gemini.planning.planes import PlaneKind, compute_itemsize
-from gemini.ranks.wire import scratch_bytes
+from gemini.planning.planes import PlaneKind
+from gemini.planning.working import gradients_in_flight, scratch_bytes, staging_bytes, tile_numel
 from gemini.tiers import Tier
-from gemini.train.problem import collect_params, gradients_in_flight, reduce_dtype, working_set
+from gemini.train.problem import collect_params, reduce_dtype
+from gemini.train.structure import working_set
 from tests import models
 
 KINDS = ("weights", "residual", "exp_avg", "exp_avg_sq")
@@ -113,13 +113,11 @@ def config_of(job: Job, model: nn.Module) -> gemini.GeminiConfig:
     layout = make_layout(
         [ParamSpec(n.names[0], n.param.numel(), n.param.requires_grad) for n in named], ranks=shards, max_chunk=8000
     )
-    by_id = {id(n.param): next(c for c in layout.chunks if any(s.name == n.names[0] for s in c.slots)) for n in named}
     tile = tile_numel(max(chunk.numel for chunk in layout.chunks))
-    itemsize = compute_itemsize(job.precision)
     problem = Problem(
         layout=layout, precision=job.precision, gradients=job.gradients, budgets={},
         compute=make_device(how["device"]).tier,
-        working_set=working_set(model, lambda p: by_id[id(p)], itemsize),
+        working_set=working_set(model, layout, job.precision),
         in_flight=gradients_in_flight(layout, reduce_dtype(plain).itemsize) if world > 1 else 0,
         staging=staging_bytes(tile),
         exchange=scratch_bytes(max(shards, replicas), tile) if world > 1 else 0,

@@ -23,9 +23,10 @@ from torch import nn
 import gemini
 from gemini import kernels_reference as reference
 from gemini.kernels import AdamHyper
-from gemini.memory.mover import staging_bytes, tile_numel
 from gemini.planning.layout import ParamSpec, make_layout
-from gemini.train.problem import collect_params, working_set
+from gemini.planning.working import staging_bytes, tile_numel
+from gemini.train.problem import collect_params
+from gemini.train.structure import working_set
 
 transformers.logging.set_verbosity_error()
 
@@ -116,11 +117,8 @@ def tight_bytes(model: nn.Module, precision: str) -> tuple[int, int]:
     """The working set of gathered weights, and host staging: the least that the budgets must leave."""
     named = collect_params(model)
     layout = make_layout([ParamSpec(n.names[0], n.param.numel(), n.param.requires_grad) for n in named])
-    chunk_of = {slot.name: chunk for chunk in layout.chunks for slot in chunk.slots}
-    by_id = {id(n.param): chunk_of[n.names[0]] for n in named}
-    itemsize = 4 if precision == "fp32" else 2
     largest = max(chunk.numel for chunk in layout.chunks)
-    return working_set(model, lambda p: by_id[id(p)], itemsize), staging_bytes(tile_numel(largest))
+    return working_set(model, layout, precision), staging_bytes(tile_numel(largest))
 
 
 def make_config(

@@ -22,12 +22,13 @@ from torch import nn
 import gemini
 from gemini import kernels
 from gemini.memory.device import make_device
-from gemini.memory.mover import staging_bytes, tile_numel
 from gemini.planning.layout import DEFAULT_MAX_CHUNK, ParamSpec, make_layout
 from gemini.planning.placement import Placement, Problem, bytes_per_tier
 from gemini.planning.planes import PlaneKind, compute_itemsize
+from gemini.planning.working import staging_bytes, tile_numel
 from gemini.tiers import MemoryBudget, Tier
-from gemini.train.problem import collect_params, working_set
+from gemini.train.problem import collect_params
+from gemini.train.structure import working_set
 from tests import models
 from tests.models import Recipe
 
@@ -111,8 +112,6 @@ def draw(rng: random.Random, model: nn.Module, precision: str) -> Draw:
     layout = make_layout(
         [ParamSpec(n.names[0], n.param.numel(), n.param.requires_grad) for n in named], max_chunk=max_chunk
     )
-    chunk_of = {slot.name: chunk for chunk in layout.chunks for slot in chunk.slots}
-    chunk_by_id = {id(n.param): chunk_of[n.names[0]] for n in named}
     tiers = [Tier.CPU, Tier.NVME] if device == "cpu" else list(Tier)
     largest = max(chunk.numel for chunk in layout.chunks)
     problem = Problem(
@@ -121,7 +120,7 @@ def draw(rng: random.Random, model: nn.Module, precision: str) -> Draw:
         gradients=gradients,
         budgets=dict.fromkeys(tiers, 0),
         compute=make_device(device).tier,
-        working_set=working_set(model, lambda p: chunk_by_id[id(p)], compute_itemsize(precision)),
+        working_set=working_set(model, layout, precision),
         staging=staging_bytes(min(tile or largest, tile_numel(largest))),
     )
     # Some placements lean to one tier, so that the corners (all on NVMe, all on one tier) come up as well.

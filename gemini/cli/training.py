@@ -1,103 +1,40 @@
-"""The command line ``gemini``: options in, jobs out. Nothing heavy is imported before a command needs it.
-
-A refused request is one paragraph on stderr and exit code 2; 1 means that a check of the job's own failed or another
-process of it was lost, 130 that it was stopped by Ctrl-C. A traceback is always a bug. Of several processes (torchrun)
-one says what all of them have to say.
-"""
+"""The commands that train, and the one that says what there is to train on: train, demo, doctor."""
 
 from __future__ import annotations
 
-import functools
 import shlex
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, NoReturn, ParamSpec
+from typing import Annotated
 
 import typer
 from rich.console import Console
-from typer.core import TyperCommand
 
-from gemini.errors import GeminiError
-from gemini.jobs.errors import REFUSED, JobError, SaidByRanks, exit_code_of
+from gemini.cli.app import OnceForAll, app, refusals
 from gemini.jobs.settings import PRECISIONS, SCHEDULES, TrainSettings
 from gemini.jobs.text_files import DEFAULT_GLOBS
 from gemini.ranks import launch
 
-app = typer.Typer(
-    name="gemini",
-    help="Train models that do not fit: params and optimizer states in chunks on GPU, CPU and NVMe.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
-
-P = ParamSpec("P")
-
-
-def main() -> None:
-    """The console script."""
-    app()
-
-
-def _refusals(command: Callable[P, int]) -> Callable[P, None]:
-    """Run a job, print what it refuses in plain words, and leave with its exit code."""
-
-    @functools.wraps(command)
-    def run(*args: P.args, **kwargs: P.kwargs) -> None:
-        try:
-            code = command(*args, **kwargs)
-        except (JobError, GeminiError) as e:
-            _say(str(e), e, exit_code_of(e))
-        except ModuleNotFoundError as e:
-            if e.name != "transformers":
-                raise
-            needed = "this command needs transformers, an optional part of Gemini: pip install 'gemini-torch[hf]'"
-            _say(needed, e, REFUSED)
-        except KeyboardInterrupt as e:
-            _say("stopped; what was not saved is gone", e, 130)
-        raise typer.Exit(code)
-
-    return run
-
-
-def _say(words: str, cause: BaseException, code: int) -> NoReturn:
-    """Leave with ``code``, and with ``words`` unless another process says them."""
-    if words and (launch.speaks() or isinstance(cause, SaidByRanks)):
-        typer.echo(f"gemini: {words}", err=True)
-    raise typer.Exit(code) from cause
-
-
-# Newer versions of typer bring a click of their own: its UsageError is reached through what typer itself exports.
-_UsageError: Any = typer.BadParameter.__base__
-
-
-class _OnceForAll(TyperCommand):
-    """A command whose several processes complain about their options once."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        try:
-            return super().parse_args(ctx, args)
-        except _UsageError as e:
-            if launch.speaks():
-                raise
-            raise typer.Exit(REFUSED) from e
-
 
 @app.command()
-@_refusals
+@refusals
 def doctor(
     nvme_path: Annotated[
         Path | None, typer.Option(help="Try this folder as the NVMe tier: direct I/O or not, and the room on it.")
     ] = None,
+    measure: Annotated[
+        bool, typer.Option("--measure", help="Measure the machine's speeds as well; with --nvme-path the drive's too.")
+    ] = False,
+    json: Annotated[
+        Path | None, typer.Option(help="Write what was measured to this file, for --machine of gemini plan.")
+    ] = None,
 ) -> int:
-    """Say what this machine offers: versions, processors, native kernels, memory, disks."""
+    """Say what this machine offers: versions, processors, native kernels, memory, disks; --measure how fast it is."""
     if not launch.speaks():
         return 0
     from gemini.jobs.doctor import doctor as job
 
-    return job(Console(), nvme_path=nvme_path)
+    return job(Console(), nvme_path=nvme_path, measure=measure, json=json)
 
 
 _DEFAULTS = TrainSettings(data=())
@@ -105,8 +42,8 @@ _DEFAULTS = TrainSettings(data=())
 _WHAT, _HOW, _MEMORY, _FILES = "What is trained, on what", "How", "In how much memory", "What is written"
 
 
-@app.command(cls=_OnceForAll)
-@_refusals
+@app.command(cls=OnceForAll)
+@refusals
 def train(
     model: Annotated[
         Path | None,
@@ -216,6 +153,13 @@ def train(
             rich_help_panel=_MEMORY,
         ),
     ] = None,
+    plan: Annotated[
+        Path | None,
+        typer.Option(
+            help="A plan that `gemini plan --out` wrote for this model: its budgets, homes and moves.",
+            rich_help_panel=_MEMORY,
+        ),
+    ] = None,
     out: Annotated[
         Path, typer.Option(help="A folder for the model and the checkpoints.", rich_help_panel=_FILES)
     ] = _DEFAULTS.out,
@@ -246,7 +190,7 @@ def train(
 
 
 @app.command()
-@_refusals
+@refusals
 def demo(
     full: Annotated[bool, typer.Option("--full", help="Four times the context and more steps.")] = False,
     steps: Annotated[int | None, typer.Option(help="Optimizer steps.")] = None,

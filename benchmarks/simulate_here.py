@@ -1,0 +1,260 @@
+"""The simulator against this machine: predicted and measured step times of CPU + NVMe runs, from all in memory to next
+to nothing.
+
+    python benchmarks/simulate_here.py --spill /scratch --out benchmarks/reports/simulate_here_<hardware>_<date>.md
+
+The machine is measured as ``gemini doctor --measure`` does, the step is recorded with everything in memory, each budget
+gets its plan, and each plan its prediction (the serial schedule, which is what the engine does). Everything is
+interleaved: every round measures and records again, then builds every budget's model anew, in turning order, and makes
+some steps that do not count and some that do. A prediction is made from the medians of the rounds' figures and moments,
+and compared with the median of the steps. A step is a forward, a backward, an update and zero_grad.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import platform
+import statistics
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+GOAL = 0.15
+SHARES = (1.1, 0.95, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.05, 0.0)
+"""Of all planes, what fits into host memory beside what a step needs in any case."""
+
+
+class Measured(NamedTuple):
+    """Seconds of one step, in parts."""
+
+    forward: float
+    backward: float
+    update: float
+
+    @property
+    def step(self) -> float:
+        return self.forward + self.backward + self.update
+
+
+def make_model(args: argparse.Namespace) -> Any:
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=args.width, intermediate_size=args.width * 11 // 4, num_hidden_layers=args.layers,
+        num_attention_heads=args.width // 64, num_key_value_heads=args.width // 64, vocab_size=args.vocab,
+        max_position_embeddings=args.tokens, tie_word_embeddings=False, use_cache=False,
+    )  # fmt: skip
+    return LlamaForCausalLM(config)
+
+
+def make_batch(args: argparse.Namespace) -> dict[str, Any]:
+    import torch
+
+    ids = torch.randint(0, args.vocab, (args.batch, args.tokens), generator=torch.Generator().manual_seed(1))
+    return {"input_ids": ids, "labels": ids}
+
+
+def wrap(args: argparse.Namespace, budgets: dict[Any, int], placement: Any, folder: Path) -> tuple[Any, Any]:
+    import gemini
+    from gemini.tiers import Tier
+
+    memory = gemini.MemoryBudget(cpu=budgets[Tier.CPU], nvme=budgets[Tier.NVME], nvme_path=folder)
+    config = gemini.GeminiConfig(
+        memory=memory, placement=placement, device="cpu", gradients=args.gradients, max_chunk=args.max_chunk
+    )
+    model = gemini.GeminiDDP(make_model(args), config)
+    return model, gemini.HybridAdam(model.parameters(), lr=1e-4)
+
+
+def one_step(model: Any, optimizer: Any, batch: dict[str, Any]) -> Measured:
+    times = [time.perf_counter()]
+    loss = model(**batch).loss
+    times.append(time.perf_counter())
+    loss.backward()
+    times.append(time.perf_counter())
+    optimizer.step()
+    optimizer.zero_grad()
+    times.append(time.perf_counter())
+    return Measured(*(b - a for a, b in zip(times, times[1:], strict=False)))
+
+
+def measure_machine(folder: Path) -> Any:
+    from gemini.memory.measure import measure
+    from gemini.planning.hardware import FIGURES, Hardware
+
+    figures = dict(measure(folder))
+    return Hardware(platform.node() or "here", {key: figures[key] for key in FIGURES if key in figures})
+
+
+def middle_machine(machines: list[Any]) -> Any:
+    """The median of each figure."""
+    from gemini.planning.hardware import Figure, Hardware
+
+    figures = {}
+    for key, figure in machines[0].figures.items():
+        values = [machine.figures[key].value for machine in machines]
+        note = f"{figure.source}; {len(values)} times, from {min(values):.4g} to {max(values):.4g}"
+        figures[key] = Figure(statistics.median(values), note)
+    return Hardware(machines[0].name, figures)
+
+
+def middle_trace(traces: list[Any]) -> Any:
+    """The median of each moment's seconds."""
+    from gemini.planning.trace import with_seconds
+
+    seconds = zip(*([moment.seconds for moment in trace.moments] for trace in traces), strict=True)
+    return with_seconds(traces[0], [statistics.median(values) for values in seconds])
+
+
+def record(args: argparse.Namespace, folder: Path) -> Any:
+    """The step with everything in memory: what is read, how much work it is, how long it takes."""
+    import gemini
+    from gemini.tiers import Tier
+
+    roomy = {Tier.CPU: 2**40, Tier.NVME: 2**20}
+    model, optimizer = wrap(args, roomy, "auto", folder)
+    batch = make_batch(args)
+    with gemini.MemoryTracer(model, skip=1) as tracer:
+        for _ in range(2 + args.steps * 2):
+            one_step(model, optimizer, batch)
+    return tracer.trace
+
+
+def budgets_of(args: argparse.Namespace, trace: Any) -> list[dict[Any, int]]:
+    from gemini.planning.planner import pose_problem
+    from gemini.tiers import Tier
+
+    there = dict.fromkeys((Tier.CPU, Tier.NVME), 2**40)
+    problem = pose_problem(trace, there, precision="bf16", gradients=args.gradients, max_chunk=args.max_chunk)
+    planes = sum(sum(problem.plane_bytes(i).values()) for i in range(len(problem.layout.chunks)))
+    least = problem.spoken_for()[Tier.CPU]
+    return [{Tier.CPU: least + int(share * planes), Tier.NVME: planes + 2**24} for share in args.shares]
+
+
+def parts_of(timeline: Any) -> Measured:
+    """The prediction in the same parts: where the first backward and the first update of the serial schedule begin."""
+    spans = [span for span in timeline.spans if span.lane.value == "compute"]
+    moments = timeline.moments
+    turn = next(i for i, name in enumerate(moments) if not name.startswith("forward"))
+    forward = max(span.stop for span in spans if span.moment < turn)
+    update = min((s.start for s in timeline.spans if s.name.startswith("update")), default=timeline.step_seconds)
+    return Measured(forward, update - forward, timeline.step_seconds - update)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--width", type=int, default=1024)
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--vocab", type=int, default=8192)
+    parser.add_argument("--batch", type=int, default=2)
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--gradients", default="retain", choices=("retain", "accumulate"))
+    parser.add_argument("--max-chunk", type=int, default=64 * 2**20)
+    parser.add_argument("--shares", type=float, nargs="+", default=SHARES, help="of all planes, in host memory")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--warmup", type=int, default=2, help="steps of each run that do not count")
+    parser.add_argument("--steps", type=int, default=3, help="steps of each run that count")
+    parser.add_argument("--spill", type=Path, default=None, help="folder of the spill file (default: a temporary one)")
+    parser.add_argument("--out", type=Path, default=None, help="write the report here as well")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=args.spill) as folder:
+        report = compare(args, Path(folder))
+    print(report)
+    if args.out is not None:
+        args.out.write_text(report + "\n", encoding="utf-8")
+
+
+def compare(args: argparse.Namespace, folder: Path) -> str:
+    import torch
+
+    import gemini
+    from gemini.planning.traffic import by_name
+
+    machines, traces = [measure_machine(folder)], [record(args, folder)]
+    budgets = budgets_of(args, traces[0])
+    settings = {"gradients": args.gradients, "max_chunk": args.max_chunk}
+    plans = [gemini.plan(traces[0], machines[0], budget, **settings) for budget in budgets]
+    runs: list[list[Measured]] = [[] for _ in plans]
+    batch = make_batch(args)
+    for number in range(args.rounds):
+        order = list(range(len(plans)))
+        for index in reversed(order) if number % 2 else order:
+            model, optimizer = wrap(args, budgets[index], plans[index], folder)
+            for step in range(args.warmup + args.steps):
+                took = one_step(model, optimizer, batch)
+                if step >= args.warmup:
+                    runs[index].append(took)
+                    assert model.memory_report()["moved"] == by_name(plans[index].traffic)
+            del model, optimizer
+            gc.collect()
+        machines.append(measure_machine(folder))
+        traces.append(record(args, folder))
+        gc.collect()
+    hardware, trace = middle_machine(machines), middle_trace(traces)
+    predicted = [gemini.simulate(replace(plan, trace=trace), hardware) for plan in plans]
+    return report_of(args, hardware, trace, plans, predicted, runs, torch.__version__)
+
+
+def report_of(
+    args: argparse.Namespace, hardware: Any, trace: Any, plans: list[Any], predicted: list[Any],
+    runs: list[list[Measured]], torch_version: str,
+) -> str:  # fmt: skip
+    from gemini.errors import human_bytes
+    from gemini.planning.hardware import human_figure
+    from gemini.tiers import Tier
+
+    lines = [
+        f"# Predicted and measured step times, {time.strftime('%Y-%m-%d')}",
+        "",
+        f"Llama of {args.layers} layers of {args.width}, vocab {args.vocab}: {trace.num_params:,} params, bf16, "
+        f"gradients={args.gradients!r}, {args.batch} x {args.tokens} tokens, CPU + NVMe, the serial schedule. "
+        f"{args.rounds} interleaved rounds, {args.steps} steps each after {args.warmup}; median.",
+        f"{platform.system()} {platform.release()}, Python {platform.python_version()}, torch {torch_version}; "
+        f"load at the end {os.getloadavg()[0]:.1f}.",
+        f"Computing alone, recorded with everything in memory: {trace.seconds:.3f} s per step.",
+        "",
+        "| budget cpu | on nvme | predicted, s | measured, s | spread | predicted / measured | forward | backward | "
+        "update | most waited for |",
+        "|---:|---:|---:|---:|---:|---:|---:|---:|---:|:---|",
+    ]
+    errors = []
+    for plan, timeline, found in zip(plans, predicted, runs, strict=True):
+        steps = sorted(run.step for run in found)
+        measured = statistics.median(steps)
+        ratio = timeline.step_seconds / measured
+        errors.append(abs(ratio - 1))
+        told = parts_of(timeline)
+        parts = [
+            f"{getattr(told, part) / statistics.median(getattr(run, part) for run in found):.2f}"
+            for part in Measured._fields
+        ]
+        cause = next(iter(timeline.stalls), "nothing")
+        lines.append(
+            f"| {human_bytes(plan.problem.budgets[Tier.CPU])} | {human_bytes(plan.bytes_per_tier.get(Tier.NVME, 0))} | "
+            f"{timeline.step_seconds:.3f} | {measured:.3f} | {steps[0]:.3f} to {steps[-1]:.3f} | {ratio:.3f} | "
+            f"{' | '.join(parts)} | {cause} |"
+        )
+    within = sum(error <= GOAL for error in errors)
+    lines += [
+        "",
+        f"Within {GOAL:.0%}: {within} of {len(errors)} budgets; largest error {max(errors):.1%}, mean "
+        f"{sum(errors) / len(errors):.1%}. Forward, backward and update are predicted / measured of that part.",
+        "",
+        "| figure | median | source |",
+        "|---|---:|---|",
+    ]
+    for key, figure in hardware.figures.items():
+        lines.append(f"| {key} | {human_figure(key, figure.value)} | {figure.source} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()

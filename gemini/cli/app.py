@@ -1,0 +1,74 @@
+"""What all commands share: the app they belong to, and how a refused request ends.
+
+A refused request is one paragraph on stderr and exit code 2; 1 means that a check of the job's own failed or another
+process of it was lost, 130 that it was stopped by Ctrl-C. A traceback is always a bug. Of several processes (torchrun)
+one says what all of them have to say.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NoReturn, ParamSpec
+
+import typer
+from typer.core import TyperCommand
+
+from gemini.errors import GeminiError
+from gemini.jobs.errors import REFUSED, JobError, SaidByRanks, exit_code_of
+from gemini.ranks import launch
+
+app = typer.Typer(
+    name="gemini",
+    help="Train models that do not fit: params and optimizer states in chunks on GPU, CPU and NVMe.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+P = ParamSpec("P")
+
+
+def refusals(command: Callable[P, int]) -> Callable[P, None]:
+    """Run a job, print what it refuses in plain words, and leave with its exit code."""
+
+    @functools.wraps(command)
+    def run(*args: P.args, **kwargs: P.kwargs) -> None:
+        try:
+            code = command(*args, **kwargs)
+        except (JobError, GeminiError) as e:
+            _say(str(e), e, exit_code_of(e))
+        except ModuleNotFoundError as e:
+            if e.name != "transformers":
+                raise
+            needed = "this command needs transformers, an optional part of Gemini: pip install 'gemini-torch[hf]'"
+            _say(needed, e, REFUSED)
+        except KeyboardInterrupt as e:
+            _say("stopped; what was not saved is gone", e, 130)
+        raise typer.Exit(code)
+
+    return run
+
+
+def _say(words: str, cause: BaseException, code: int) -> NoReturn:
+    """Leave with ``code``, and with ``words`` unless another process says them."""
+    if words and (launch.speaks() or isinstance(cause, SaidByRanks)):
+        typer.echo(f"gemini: {words}", err=True)
+    raise typer.Exit(code) from cause
+
+
+# Newer versions of typer bring a click of their own: its UsageError is reached through what typer itself exports.
+_UsageError: Any = typer.BadParameter.__base__
+
+
+class OnceForAll(TyperCommand):
+    """A command whose several processes complain about their options once."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except _UsageError as e:
+            if launch.speaks():
+                raise
+            raise typer.Exit(REFUSED) from e

@@ -1,0 +1,265 @@
+"""The commands that answer before anything is run: trace, plan, simulate."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from gemini.cli.app import OnceForAll, app, refusals
+from gemini.jobs.plan_settings import (
+    ATTENTIONS,
+    COMPUTES,
+    MOST_POSITIONS,
+    OFFLOADS,
+    STEP_SCHEDULES,
+    TARGETS,
+    PlanSettings,
+    TraceSettings,
+)
+from gemini.planning.planes import GRADIENTS, PRECISIONS
+
+# Help is grouped by the questions that the options answer.
+_WHAT, _STEP, _MACHINE, _OUTPUT = "Which model", "Which step", "On what", "What is written"
+_NAMES = "A Hugging Face config.json, a model folder (its weights are not read), or a preset: gpt2-small."
+
+_Layers = Annotated[
+    int | None, typer.Option(help="This many layers instead of the config's own.", rich_help_panel=_WHAT)
+]
+_SeqLen = Annotated[
+    int | None,
+    typer.Option(
+        help=f"Tokens in a window. (Default: the model's positions, at most {MOST_POSITIONS}.)", rich_help_panel=_STEP
+    ),
+]
+_Checkpointing = Annotated[
+    bool,
+    typer.Option(
+        "--gradient-checkpointing",
+        help="Compute activations again in backward instead of keeping them.",
+        rich_help_panel=_STEP,
+    ),
+]
+_Attention = Annotated[
+    str | None,
+    typer.Option(
+        help=f"How attention is computed: {', '.join(ATTENTIONS)}. (Default: what transformers chooses.)",
+        rich_help_panel=_STEP,
+    ),
+]
+_Machine = Annotated[
+    str | None,
+    typer.Option(
+        help="Whose speeds are predicted with: a machine by name, or a JSON file of `gemini doctor --measure`.",
+        rich_help_panel=_MACHINE,
+    ),
+]
+_Schedule = Annotated[
+    str,
+    typer.Option(
+        help=f"What is predicted: {' or '.join(STEP_SCHEDULES)}. Training is serial now: every move is waited for.",
+        rich_help_panel=_MACHINE,
+    ),
+]
+_Json = Annotated[
+    bool, typer.Option("--json", help="Print JSON, and nothing else, on stdout.", rich_help_panel=_OUTPUT)
+]
+_Pictures = Annotated[
+    list[Path] | None,
+    typer.Option(
+        help="Draw the predicted step: .png, .svg, .html, or .json for a trace viewer. Repeat for more.",
+        rich_help_panel=_OUTPUT,
+    ),
+]
+_T, _P = TraceSettings(), PlanSettings()
+
+
+@app.command(cls=OnceForAll)
+@refusals
+def trace(
+    config: Annotated[str, typer.Argument(help=_NAMES, show_default=False)],
+    layers: _Layers = None,
+    batch_size: Annotated[int, typer.Option(help="Windows in a forward pass.", rich_help_panel=_STEP)] = _T.batch_size,
+    seq_len: _SeqLen = None,
+    precision: Annotated[
+        str, typer.Option(help=f"What is computed in: {', '.join(PRECISIONS)}.", rich_help_panel=_STEP)
+    ] = _T.precision,
+    gradient_checkpointing: _Checkpointing = False,
+    attention: _Attention = None,
+    target: Annotated[
+        str, typer.Option(help=f"Whose workspaces count: {', '.join(TARGETS)}.", rich_help_panel=_STEP)
+    ] = _T.target,
+    json: _Json = False,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Write the trace to this JSON file: what --trace of `plan` takes.", rich_help_panel=_OUTPUT),
+    ] = None,
+) -> int:
+    """Trace a step of a model ahead of time: its memory beside params and its work. Needs no weights and no GPU."""
+    settings = TraceSettings(
+        config=config,
+        layers=layers,
+        batch_size=batch_size,
+        seq_len=seq_len,
+        precision=precision,
+        gradient_checkpointing=gradient_checkpointing,
+        attention=attention,
+        target=target,
+    )
+    settings.check()
+    from gemini.jobs.trace import trace as job
+
+    return job(settings, Console(), as_json=json, out=out)
+
+
+@app.command(cls=OnceForAll)
+@refusals
+def plan(
+    config: Annotated[
+        str | None, typer.Argument(help=f"{_NAMES} With --trace it may be left out.", show_default=False)
+    ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(help="Take the step from this file of `trace --out`.", rich_help_panel=_WHAT),
+    ] = None,
+    layers: _Layers = None,
+    batch_size: Annotated[
+        int | None, typer.Option(help="Windows in a forward pass of each GPU. (Default: 1.)", rich_help_panel=_STEP)
+    ] = None,
+    seq_len: _SeqLen = None,
+    accumulate: Annotated[
+        int, typer.Option(help="Batches in an optimizer step.", rich_help_panel=_STEP)
+    ] = _P.accumulate,
+    micro_batch: Annotated[
+        str | None,
+        typer.Option(
+            help="auto: keep the windows of a step (--batch-size times --accumulate), and choose how many of them go "
+            "through a forward pass at once.",
+            rich_help_panel=_STEP,
+        ),
+    ] = None,
+    precision: Annotated[
+        str | None,
+        typer.Option(help=f"What is computed in: {', '.join(PRECISIONS)}. (Default: bf16.)", rich_help_panel=_STEP),
+    ] = None,
+    gradients: Annotated[
+        str | None,
+        typer.Option(
+            help=f"What is kept until the update: {', '.join(GRADIENTS)}. (Default: retain, or accumulate with "
+            "--accumulate.)",
+            rich_help_panel=_STEP,
+        ),
+    ] = None,
+    gradient_checkpointing: _Checkpointing = False,
+    offload_activations: Annotated[
+        str,
+        typer.Option(
+            help=f"Where the inputs of checkpointed blocks wait for backward: {', '.join(OFFLOADS)}.",
+            rich_help_panel=_STEP,
+        ),
+    ] = _P.offload_activations,
+    attention: _Attention = None,
+    gpu: Annotated[
+        str | None,
+        typer.Option(
+            help="Budget on each GPU, such as 24GiB. (Default: 80 % of what the machine's has.)",
+            rich_help_panel=_MACHINE,
+        ),
+    ] = None,
+    cpu: Annotated[
+        str | None,
+        typer.Option(
+            help="Budget in host memory, for all GPUs of a machine together. (Default: 80 % of the machine's.)",
+            rich_help_panel=_MACHINE,
+        ),
+    ] = None,
+    nvme: Annotated[
+        str | None,
+        typer.Option(
+            help="Budget on NVMe drives, for all GPUs of a machine together. (Default: 80 % of the machine's.)",
+            rich_help_panel=_MACHINE,
+        ),
+    ] = None,
+    machine: _Machine = None,
+    gpus: Annotated[
+        int, typer.Option(help="GPUs (or, on CPUs, processes) that share the model.", rich_help_panel=_MACHINE)
+    ] = _P.gpus,
+    compute: Annotated[
+        str | None,
+        typer.Option(
+            help=f"Where forward and backward run: {', '.join(COMPUTES)}. (Default: gpu if there is one.)",
+            rich_help_panel=_MACHINE,
+        ),
+    ] = None,
+    schedule: _Schedule = _P.schedule,
+    json: _Json = False,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Write the plan to this JSON file: what `simulate` takes.", rich_help_panel=_OUTPUT),
+    ] = None,
+    picture: _Pictures = None,
+) -> int:
+    """Does it fit, how fast will it be, what should be changed? From a config alone; exit code 2 if it does not fit.
+
+    For example: gemini plan config.json --gpu 24GiB --cpu 64GiB --nvme 1TB --machine rtx4090
+    """
+    settings = PlanSettings(
+        config=config,
+        trace=trace,
+        layers=layers,
+        batch_size=batch_size,
+        seq_len=seq_len,
+        precision=precision,
+        gradient_checkpointing=gradient_checkpointing,
+        attention=attention,
+        accumulate=accumulate,
+        micro_batch=micro_batch,
+        gradients=gradients,
+        offload_activations=offload_activations,
+        gpu=gpu,
+        cpu=cpu,
+        nvme=nvme,
+        machine=machine,
+        gpus=gpus,
+        compute=compute,
+        schedule=schedule,
+    )
+    settings.check()
+    from gemini.jobs.plan import plan as job
+
+    return job(settings, Console(), as_json=json, out=out, pictures=tuple(picture or ()))
+
+
+@app.command(cls=OnceForAll)
+@refusals
+def simulate(
+    plan: Annotated[Path, typer.Argument(help="A plan: a JSON file of `plan --out`.", show_default=False)],
+    machine: _Machine = None,
+    gpus: Annotated[
+        int | None,
+        typer.Option(
+            help="Divide a plan of one GPU among this many. (Default: as it was planned.)", rich_help_panel=_MACHINE
+        ),
+    ] = None,
+    schedule: _Schedule = _P.schedule,
+    json: _Json = False,
+    out: Annotated[
+        Path | None, typer.Option(help="Write the timeline to this JSON file.", rich_help_panel=_OUTPUT)
+    ] = None,
+    picture: _Pictures = None,
+) -> int:
+    """Play a plan on a machine: how long a step takes, what waits for what, what moves and what every tier holds."""
+    from gemini.jobs.simulate import simulate as job
+
+    return job(
+        plan,
+        Console(),
+        machine=machine,
+        gpus=gpus,
+        schedule=schedule,
+        as_json=json,
+        out=out,
+        pictures=tuple(picture or ()),
+    )

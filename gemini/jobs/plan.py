@@ -1,0 +1,303 @@
+"""``gemini plan``: from a config, sizes and perhaps a machine to one screen. Does it fit, how fast, what to change?"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rich.console import Console
+
+import gemini
+from gemini.errors import BudgetExceeded, PlanMismatch, human_bytes
+from gemini.jobs.errors import REFUSED, JobError, as_job_error
+from gemini.jobs.plan_report import Question, report_of
+from gemini.jobs.plan_screen import screen
+from gemini.jobs.plan_settings import PlanSettings
+from gemini.jobs.trace import params_of, say, take_trace, write_file
+from gemini.planning import document
+from gemini.planning.break_even import played_break_even
+from gemini.planning.hardware import Hardware
+from gemini.planning.machines import load_hardware
+from gemini.planning.placement import fill_fastest
+from gemini.planning.planner import pose_problem
+from gemini.planning.trace import MemoryTrace
+from gemini.planning.working import MARGIN
+from gemini.tiers import Tier
+
+WIDEST = 100
+"""Columns of a screen at most."""
+
+
+class Machine(NamedTuple):
+    """What there is to plan for: bytes per tier of one machine and where each comes from; its speeds if known.
+
+    ``sharing``: ranks that divide its host memory and drives.
+    """
+
+    budgets: dict[Tier, int]
+    origins: dict[Tier, str]
+    hardware: Hardware | None
+    compute: Tier
+    ranks: int
+    sharing: int
+
+    @property
+    def budgets_of_rank(self) -> dict[Tier, int]:
+        return {tier: n if tier is Tier.GPU else n // self.sharing for tier, n in self.budgets.items()}
+
+
+def plan(
+    settings: PlanSettings, console: Console, *, as_json: bool, out: Path | None, pictures: tuple[Path, ...]
+) -> int:
+    """Plan, write and say it; returns the exit code, 2 if it does not fit."""
+    machine = machine_of(settings)
+    if pictures and machine.hardware is None:
+        raise JobError(f"--picture {pictures[0]} shows a step in time, which needs the speeds of a machine: --machine.")
+    trace = _trace_of(settings, machine)
+    if settings.micro_batch is not None:
+        settings, trace = _with_micro_batch(settings, machine, trace)
+    made, refusal = _plan_of(settings, machine, trace)
+    timeline, tokens_when_free = None, None
+    if made is not None and machine.hardware is not None:
+        play = partial(gemini.simulate, hardware=machine.hardware, schedule=settings.schedule)
+        timeline = play(made)
+        tokens_when_free = played_break_even(made, play, timeline, serial=settings.schedule == "serial")
+    checkpointed = _checkpointed(settings, machine)
+    question = Question(
+        trace=trace,
+        accumulate=settings.accumulate,
+        gradients=settings.kept_gradients,
+        ranks=machine.ranks,
+        compute=machine.compute,
+        machine=None if machine.hardware is None else machine.hardware.name,
+        budgets=machine.budgets_of_rank,
+        origins=machine.origins,
+        schedule=settings.schedule,
+    )
+    report = report_of(
+        question,
+        made,
+        timeline,
+        tokens_when_free=tokens_when_free,
+        refusal=refusal,
+        checkpointed=checkpointed,
+        changes=_changes(settings, machine, trace, checkpointed, fits=made is not None),
+    )
+    if made is not None and out is not None:
+        write_file(out, made.to_json())
+    if timeline is not None:
+        draw(pictures, timeline)
+    if as_json:
+        print(report.to_json())
+    else:
+        say(console, screen(report, width=min(console.width, WIDEST)))
+        for path in (*((out,) if out is not None and made is not None else ()), *(pictures if timeline else ())):
+            say(console, [f"written to {path}"])
+    return 0 if report.fits else REFUSED
+
+
+# ---- what there is ---------------------------------------------------------------------------------------------------
+
+
+def machine_of(settings: PlanSettings) -> Machine:
+    """Budgets as given, else the share of the machine's capacities that the runtime takes of what is free.
+
+    Raises:
+        JobError: if there is nothing to plan for, or no such machine.
+    """
+    hardware = None if settings.machine is None else load_hardware(settings.machine)
+    budgets: dict[Tier, int] = {}
+    origins: dict[Tier, str] = {}
+    for tier in Tier:
+        given = settings.given_bytes(tier)
+        capacity = None if hardware is None else hardware.capacity(tier)
+        if given is None and capacity is not None:
+            given, origins[tier] = int(capacity * MARGIN), f"({MARGIN:.0%} of {human_bytes(capacity)})"
+        if given:
+            budgets[tier] = given
+    if settings.compute == "cpu":
+        budgets.pop(Tier.GPU, None)
+    compute = Tier.GPU if Tier.GPU in budgets else Tier.CPU
+    if settings.compute == "gpu" and compute is not Tier.GPU:
+        raise JobError("--compute gpu needs the size of a GPU: --gpu 24GiB, or a --machine that has one.")
+    if Tier.CPU not in budgets:
+        raise JobError(
+            "A plan needs host memory, where whatever moves stands in between: give --cpu 64GiB, or --machine for "
+            f"{MARGIN:.0%} of what a machine has."
+        )
+    local = settings.gpus
+    if compute is Tier.GPU and hardware is not None and hardware.has("num_gpus"):
+        num_gpus = int(hardware.get("num_gpus", needed_for="a plan for several GPUs"))
+        local = min(local, num_gpus)
+        if settings.gpus % local:
+            raise JobError(
+                f"--gpus {settings.gpus}: a {hardware.name} has {num_gpus}, so that many or fewer, or a multiple of it "
+                "for several machines."
+            )
+    return Machine(budgets, origins, hardware, compute, settings.gpus, local)
+
+
+# ---- the step --------------------------------------------------------------------------------------------------------
+
+
+def _target(machine: Machine) -> str:
+    return "cuda" if machine.compute is Tier.GPU else "cpu"
+
+
+def _trace_of(settings: PlanSettings, machine: Machine) -> MemoryTrace:
+    """The step that is planned for: traced now, or read and found to be of the model that was named.
+
+    Raises:
+        JobError, PlanMismatch: if the file is no trace of it.
+    """
+    if settings.trace is None:
+        return take_trace(settings.traced(target=_target(machine)))
+    text = document.read_file(settings.trace, "--trace")
+    try:
+        trace = MemoryTrace.from_json(text)
+    except PlanMismatch as e:
+        raise PlanMismatch(f"--trace {settings.trace}: {e}") from e
+    if not trace.moments:
+        raise PlanMismatch(f"--trace {settings.trace} has no moments: trace a whole forward and backward")
+    if settings.config is not None:
+        here = params_of(settings.config, settings.layers, trace.precision)
+        here.check_same_model(trace, what=f"--trace {settings.trace}")
+    return trace
+
+
+def _checkpointed(settings: PlanSettings, machine: Machine) -> MemoryTrace | None:
+    """The same step with gradient checkpointing, to compare with; None where it has it, or the model has none."""
+    if settings.config is None or settings.trace is not None or settings.gradient_checkpointing:
+        return None
+    try:
+        return take_trace(replace(settings.traced(target=_target(machine)), gradient_checkpointing=True))
+    except JobError:
+        return None
+
+
+def _plan_of(
+    settings: PlanSettings, machine: Machine, trace: MemoryTrace
+) -> tuple[gemini.Plan, None] | tuple[None, BudgetExceeded]:
+    """The plan, or why there is none."""
+    try:
+        return _make(settings, machine, trace), None
+    except BudgetExceeded as e:
+        return None, e
+
+
+def _make(settings: PlanSettings, machine: Machine, trace: MemoryTrace) -> gemini.Plan:
+    return gemini.plan(
+        trace,
+        machine.hardware,
+        machine.budgets,
+        gradients=settings.kept_gradients,
+        compute=machine.compute,
+        offload_activations=None if settings.offload_activations == "no" else settings.offload_activations,
+        accumulate=settings.accumulate,
+        ranks=machine.ranks,
+        local_ranks=machine.sharing,
+        schedule=settings.schedule,
+    )
+
+
+def _fits(settings: PlanSettings, machine: Machine, trace: MemoryTrace, **changes: Any) -> bool:
+    return _refusal(settings, machine, trace, **changes) is None
+
+
+def _refusal(settings: PlanSettings, machine: Machine, trace: MemoryTrace, **changes: Any) -> BudgetExceeded | None:
+    """Why there is no placement at all, if so: quicker than looking for the best one."""
+    offload, found = settings.offload_activations, None
+    for where in {"auto": (None, "cpu"), "no": (None,)}.get(offload, (offload,)):
+        try:
+            fill_fastest(
+                pose_problem(
+                    trace,
+                    machine.budgets_of_rank,
+                    precision=trace.precision,
+                    gradients=changes.get("gradients", settings.kept_gradients),
+                    compute=machine.compute,
+                    offload_activations=where,
+                    ranks=machine.ranks,
+                )
+            )
+            return None
+        except BudgetExceeded as e:
+            found = found or e
+    return found
+
+
+def _with_micro_batch(settings: PlanSettings, machine: Machine, trace: MemoryTrace) -> tuple[PlanSettings, MemoryTrace]:
+    """The largest micro-batch that fits, of those that divide the windows of a step; the smallest if none does.
+
+    Fewer, larger micro-batches gather every weight fewer times, so the largest is the quickest. What does not fit at
+    one size fits at no larger one, so the sizes are halved, each tried by tracing it.
+    """
+    asked = settings.batch_size or 1
+    windows = asked * settings.accumulate
+    sizes = [size for size in range(1, windows + 1) if windows % size == 0]
+    traces = {asked: trace}
+
+    def tried(size: int) -> tuple[PlanSettings, MemoryTrace]:
+        if size not in traces:
+            traces[size] = take_trace(settings.traced(batch_size=size, target=_target(machine)))
+        return replace(settings, batch_size=size, accumulate=windows // size), traces[size]
+
+    fits, fails = 0, len(sizes)  # the smallest is taken in any case
+    while fails - fits > 1:
+        middle = (fits + fails) // 2
+        now, found = tried(sizes[middle])
+        fits, fails = (middle, fails) if _fits(now, machine, found) else (fits, middle)
+    return tried(sizes[fits])
+
+
+# ---- what to change --------------------------------------------------------------------------------------------------
+
+
+def _changes(
+    settings: PlanSettings, machine: Machine, trace: MemoryTrace, checkpointed: MemoryTrace | None, *, fits: bool
+) -> tuple[str, ...]:
+    """Changes of the step that make it fit, each found by placing again; or what would take off some memory."""
+    found: list[str] = []
+    if checkpointed is not None and checkpointed.peak_bytes < 0.9 * trace.peak_bytes:
+        saved = f"{human_bytes(checkpointed.peak_bytes)} beside params instead of {human_bytes(trace.peak_bytes)}"
+        more = checkpointed.flops / trace.flops - 1 if trace.flops else 0.0
+        words = f"--gradient-checkpointing: {saved}, {more:.0%} more work"
+        if fits:
+            found.append(words)
+        elif machine.compute is Tier.GPU:
+            still = _refusal(settings, machine, checkpointed)
+            then = "then it fits" if still is None else f"then {str(still).partition(' Cheapest change: ')[2]}"
+            found.append(f"{words}; {then}")
+    if fits:
+        return tuple(found)
+    if settings.config is not None and (settings.batch_size or 1) > 1 and machine.compute is Tier.GPU:
+        one = take_trace(settings.traced(batch_size=1, target=_target(machine)))
+        if _fits(replace(settings, accumulate=(settings.batch_size or 1) * settings.accumulate), machine, one):
+            found.append("--micro-batch auto: the same step in smaller micro-batches; one window at a time fits")
+    can_be_transient = settings.accumulate == 1 and trace.precision != "fp16" and settings.gradients is None
+    if can_be_transient and _fits(settings, machine, trace, gradients="transient"):
+        found.append("--gradients transient (updates inside backward, no clipping): then it fits")
+    return tuple(found)
+
+
+# ---- pictures --------------------------------------------------------------------------------------------------------
+
+
+def draw(pictures: tuple[Path, ...], timeline: gemini.Timeline) -> None:
+    """Write each picture of a step.
+
+    Raises:
+        JobError: for a kind of file that there is no picture for, or one that cannot be written.
+    """
+    if not pictures:
+        return
+    from gemini.pictures import draw as draw_timeline
+
+    for path in pictures:
+        with as_job_error(asked=f"--picture {path}"):
+            try:
+                draw_timeline(path, timeline)
+            except ImportError as e:  # it says what to install
+                raise ValueError(f"{e}") from e

@@ -1,0 +1,203 @@
+"""The screen of ``gemini plan``: what a :class:`~gemini.jobs.plan_report.PlanReport` says, in at most 80 columns."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from collections.abc import Iterator
+
+from gemini.errors import human_bytes
+from gemini.jobs.plan_report import COMPUTE, PlanReport, StepReport
+from gemini.planning.break_even import TOLERANCE
+
+_LABEL = 17
+"""Columns of what a line is about."""
+
+_IN_PYTHON = re.compile(r"nvme_path= and nvme=(\d+) (\w+)")
+"""How an error says in Python's words what is an option here."""
+
+_LANES = {
+    "compute": "computing",
+    "adam": "Adam",
+    "host to gpu": "the link from host to GPU",
+    "gpu to host": "the link from GPU to host",
+    "nvme read": "reading from NVMe",
+    "nvme write": "writing to NVMe",
+    "all-gather": "gathering between ranks",
+    "reduce-scatter": "reducing between ranks",
+}
+"""What keeps a step as long as it is, in words."""
+
+
+def screen(report: PlanReport, *, width: int = 80) -> list[str]:
+    """The lines, none of them longer than ``width``."""
+    found: list[str] = []
+    for part in (_head(report), _verdict(report), _homes(report), _facts(report), _changes(report)):
+        lines = [line for text in part for line in _fold(text, width)]
+        found += ["", *lines] if lines and found else lines
+    return found
+
+
+def _fold(text: str, width: int) -> list[str]:
+    """A line of prose is folded under its text; a line of the table fits as it is."""
+    if len(text) <= width:
+        return [text]
+    indent = _LABEL if text[:_LABEL].strip() != text[:_LABEL].rstrip() or text[_LABEL - 1 : _LABEL] == " " else 0
+    return textwrap.wrap(
+        text, width, subsequent_indent=" " * indent, drop_whitespace=True, break_long_words=False,
+        break_on_hyphens=False,
+    )  # fmt: skip
+
+
+def _line(label: str, text: str) -> str:
+    return f"{label:<{_LABEL}}{text}"
+
+
+def _head(report: PlanReport) -> Iterator[str]:
+    frozen = report.num_params - report.num_trained
+    yield (
+        f"{report.model}, {human_count(report.num_params)} params"
+        f"{f', {human_count(frozen)} of them frozen' if frozen else ''}, {report.precision}"
+    )
+    shapes = sorted({"x".join(map(str, shape)) for shape in report.batch.values()})
+    parts = [
+        f"{', '.join(shapes) or 'a batch'} tokens",
+        f"{report.accumulate} micro-batches" if report.accumulate > 1 else "",
+        "gradient checkpointing" if report.checkpointing else "",
+        f"{report.ranks} {'GPUs' if report.compute == 'gpu' else 'processes'}" if report.ranks > 1 else "",
+        f"gradients {report.gradients}" if report.gradients != "retain" else "",
+        f"{report.tokens:,} tokens a step" if report.accumulate * report.ranks > 1 else "",
+    ]
+    yield _line("step", "; ".join(filter(None, parts)))
+    budgets = [f"{tier} {human_bytes(n)} {report.origins.get(tier, '')}".rstrip() for tier, n in report.budgets.items()]
+    each = ", each" if report.ranks > 1 else ""
+    yield _line("given" + each, "; ".join(budgets) + (f"; machine {report.machine}" if report.machine else ""))
+
+
+def _verdict(report: PlanReport) -> Iterator[str]:
+    needs = ", ".join(f"{kind} {human_bytes(n)}" for kind, n in report.needs.items())
+    if report.fits:
+        gradients = report.needs.get("grad", 0) * report.ranks / max(1, report.num_trained)
+        more = f", and {gradients:.2f} for gradients until the update" if gradients else ""
+        yield f"FITS: {report.bytes_per_param:.2f} bytes per trained param{more}"
+        return
+    refusal, _, change = (report.refusal or "").partition(" Cheapest change: ")
+    yield "DOES NOT FIT: " + refusal.partition(" does not fit: ")[2] or refusal
+    if change:
+        yield _line("cheapest change", _IN_PYTHON.sub(r"--nvme \1\2", change))
+    yield _line("it needs", f"{human_bytes(sum(report.needs.values()))} for states and gradients: {needs}")
+
+
+def _homes(report: PlanReport) -> Iterator[str]:
+    """Who lives where: a row for each kind of content, a column for each tier."""
+    if not report.held:
+        return
+    tiers = list(report.held)
+    found = dict.fromkeys(kind for held in report.held.values() for kind in held)
+    kinds = [kind for kind in report.needs if kind in found] + [kind for kind in found if kind not in report.needs]
+    yield f"{'who lives where':<20}" + "".join(f"{tier:>16}" for tier in tiers)
+
+    def row(label: str, cells: list[str]) -> str:
+        return f"{label:<20}" + "".join(f"{cell:>16}" for cell in cells)
+
+    for kind in kinds:
+        held = [report.held[tier].get(kind, 0) for tier in tiers]
+        yield row(f"  {kind}", [human_bytes(n) if n else "." for n in held])
+    used = [sum(report.held[tier].values()) for tier in tiers]
+    budgets = [report.budgets[tier] for tier in tiers]
+    yield row("  in all", [human_bytes(n) for n in used])
+    yield row("  free", [f"{human_bytes(b - n)} {_percent(b - n, b):>4}" for n, b in zip(used, budgets, strict=True)])
+    if report.adam:
+        trained = sum(report.adam.values())
+        cells = [_percent(report.adam[tier], trained) if tier in report.adam else "." for tier in tiers]
+        yield row("  Adam runs on", cells)
+
+
+def _facts(report: PlanReport) -> Iterator[str]:
+    activations = report.activations
+    where = f" (in {activations.peak_phase} of {activations.peak_module or 'the model itself'})"
+    yield _line(
+        "beside params",
+        f"{human_bytes(activations.peak_bytes)} at the peak{where if activations.peak_phase else ''}"
+        + (f", {human_bytes(activations.checkpoint_bytes)} of it inputs of checkpointed blocks"
+           if activations.checkpoint_bytes else "")
+        + (f", which wait on {activations.offloaded_to}" if activations.offloaded_to else ""),
+    )  # fmt: skip
+    if report.fits:
+        moved = ", ".join(f"{way} {human_bytes(n)}" for way, n in report.moved.items() if n)
+        yield _line("moved in a step", moved or "nothing")
+    step = report.step
+    if step is None:
+        if report.fits and report.machine is None:
+            yield _line(
+                "step time",
+                "not known without a machine: --machine NAME, or measure this one with "
+                "`gemini doctor --measure --json FILE` and give --machine FILE",
+            )
+        return
+    yield _line(
+        "step time",
+        f"{human_seconds(step.seconds)} predicted ({step.schedule}), {human_rate(step.tokens_per_second)} tokens/s, "
+        f"{step.flops_per_second / 1e12:.3g} TFLOP/s{' each' if report.ranks > 1 else ''}",
+    )
+    yield _line("bound by", _bounds(step))
+    waited = sorted(step.waited.items(), key=lambda item: -item[1])[:3]
+    if waited and waited[0][1] > 0.01 * step.seconds:
+        yield _line("computing waits", ", ".join(f"{human_seconds(s)} for {cause}" for cause, s in waited))
+    yield _line("offload is free", _free(report, step))
+
+
+def _bounds(step: StepReport) -> str:
+    lanes = list(step.busy.items())[:2]
+    told = [
+        f"{_LANES.get(lane, lane)}, {human_seconds(seconds)} ({_percent(seconds, step.seconds)} of the step)"
+        for lane, seconds in lanes
+    ]
+    return "; then ".join(told) or "nothing"
+
+
+def _free(report: PlanReport, step: StepReport) -> str:
+    """From how many tokens per step on a step is as long as its computing alone."""
+    within = f"within {TOLERANCE:.0%}"
+    if COMPUTE not in step.busy:
+        return "not known: the trace has no work in it"
+    if step.break_even is not None and step.break_even <= report.tokens:
+        return f"now: a step takes as long as its computing, {within}; it does from {step.break_even:,} tokens on"
+    ways = []
+    if step.break_even is not None:
+        ways.append(f"from {step.break_even:,} tokens a step on in larger micro-batches")
+    if step.break_even_accumulating is not None:
+        ways.append(f"from {step.break_even_accumulating:,} in more micro-batches of this size")
+    return f"{' or '.join(ways) or 'at no number of tokens'} ({within}; now {report.tokens:,})"
+
+
+def _changes(report: PlanReport) -> Iterator[str]:
+    for number, change in enumerate(report.changes):
+        yield _line("what to change" if number == 0 else "", _IN_PYTHON.sub(r"--nvme \1\2", change))
+
+
+def _percent(part: float, whole: float) -> str:
+    return "<1%" if 0 < part < 0.005 * whole else f"{part / whole:.0%}" if whole else "0%"
+
+
+def human_seconds(seconds: float) -> str:
+    """Seconds in the unit a person would choose."""
+    if seconds >= 99.5:
+        return f"{seconds:,.0f} s"
+    for factor, unit in ((1.0, "s"), (1e-3, "ms")):
+        if seconds >= factor:
+            return f"{seconds / factor:.3g} {unit}"
+    return f"{seconds * 1e6:.3g} us"
+
+
+def human_rate(rate: float) -> str:
+    """So many a second: "25,600", "12.67"."""
+    return f"{rate:,.0f}" if rate >= 1000 else f"{rate:.4g}"
+
+
+def human_count(number: int) -> str:
+    """Params as people say them: "69.0 G", "124.4 M"."""
+    for factor, unit in ((10**9, "G"), (10**6, "M"), (10**3, "k")):
+        if number >= factor:
+            return f"{number / factor:,.1f} {unit}"
+    return f"{number}"

@@ -1,0 +1,158 @@
+"""What ``gemini trace`` and ``gemini plan`` were asked: frozen records, checked before anything is read or built."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from gemini.errors import parse_bytes
+from gemini.jobs.errors import JobError, as_job_error
+from gemini.planning.planes import GRADIENTS, PRECISIONS
+from gemini.tiers import Tier
+
+TARGETS = ("cpu", "cuda")
+ATTENTIONS = ("sdpa", "eager")
+COMPUTES = ("gpu", "cpu")
+OFFLOADS = ("auto", "no", "cpu", "nvme")
+STEP_SCHEDULES = ("serial", "overlapped")
+MOST_POSITIONS = 4096
+"""What a sequence has by default at most; less where the model has fewer positions."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TraceSettings:
+    """The step that is traced: the options of ``gemini trace`` under their own names."""
+
+    config: str | None = None
+    layers: int | None = None
+    batch_size: int = 1
+    seq_len: int | None = None
+    precision: str = "bf16"
+    gradient_checkpointing: bool = False
+    attention: str | None = None
+    target: str = "cuda"
+
+    def check(self) -> None:
+        """Refuse what no model could make right.
+
+        Raises:
+            JobError: naming the option, what was given and what is possible.
+        """
+        at_least(1, "--layers", self.layers)
+        at_least(1, "--batch-size", self.batch_size)
+        at_least(2, "--seq-len", self.seq_len)
+        one_of(PRECISIONS, "--precision", self.precision)
+        one_of(ATTENTIONS, "--attention", self.attention)
+        one_of(TARGETS, "--target", self.target)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanSettings:
+    """The options of ``gemini plan`` under their own names. What describes the step to trace is None if left out."""
+
+    # what is trained
+    config: str | None = None
+    trace: Path | None = None
+    layers: int | None = None
+    batch_size: int | None = None
+    seq_len: int | None = None
+    precision: str | None = None
+    gradient_checkpointing: bool = False
+    attention: str | None = None
+    accumulate: int = 1
+    micro_batch: str | None = None
+    gradients: str | None = None
+    offload_activations: str = "auto"
+
+    # on what
+    gpu: str | None = None
+    cpu: str | None = None
+    nvme: str | None = None
+    machine: str | None = None
+    gpus: int = 1
+    compute: str | None = None
+    schedule: str = "serial"
+
+    def check(self) -> None:
+        """Refuse what no model or machine could make right.
+
+        Raises:
+            JobError: naming the option, what was given and what is possible.
+        """
+        if self.config is None and self.trace is None:
+            raise JobError("Say what to plan for: a config.json, a model folder, a preset, or a trace with --trace.")
+        if self.trace is not None:
+            given = [name for name in _OF_THE_TRACE if getattr(self, name)]
+            if given:
+                raise JobError(
+                    f"{option(given[0])} describes a step that is to be traced, and --trace {self.trace} brings one "
+                    "that has been: drop one of the two."
+                )
+        elif self.micro_batch is None or self.micro_batch == "auto":
+            self.traced().check()
+        if self.micro_batch not in (None, "auto"):
+            raise JobError(f"--micro-batch must be auto, got {self.micro_batch!r}; --batch-size says how large it is.")
+        at_least(1, "--accumulate", self.accumulate)
+        at_least(1, "--gpus", self.gpus)
+        one_of(GRADIENTS, "--gradients", self.gradients)
+        one_of(OFFLOADS, "--offload-activations", self.offload_activations)
+        one_of(COMPUTES, "--compute", self.compute)
+        one_of(STEP_SCHEDULES, "--schedule", self.schedule)
+        for tier in Tier:
+            self.given_bytes(tier)
+        if self.gradients in ("transient", "retain") and self.accumulate > 1:
+            raise JobError(
+                f"--gradients {self.gradients} has one backward per update, and --accumulate {self.accumulate} has "
+                "several: leave --gradients out."
+            )
+        if self.gradients == "transient" and self.precision == "fp16":
+            raise JobError("--gradients transient updates inside backward, which does not go with --precision fp16.")
+
+    @property
+    def kept_gradients(self) -> str:
+        """What is kept until the update: several micro-batches need sums, for which the runtime takes fp32."""
+        return self.gradients or ("accumulate" if self.accumulate > 1 else "retain")
+
+    def given_bytes(self, tier: Tier) -> int | None:
+        """The budget of a tier as given; None where it was left out.
+
+        Raises:
+            JobError: for what cannot be read as a size.
+        """
+        size = getattr(self, tier.value)
+        if size is None:
+            return None
+        with as_job_error(asked=f"--{tier.value} {size}"):
+            return parse_bytes(size)
+
+    def traced(self, *, batch_size: int | None = None, target: str = "cuda") -> TraceSettings:
+        """The step to trace, perhaps with another number of windows in it."""
+        return TraceSettings(
+            config=self.config,
+            layers=self.layers,
+            batch_size=batch_size or (1 if self.batch_size is None else self.batch_size),
+            seq_len=self.seq_len,
+            precision=self.precision or "bf16",
+            gradient_checkpointing=self.gradient_checkpointing,
+            attention=self.attention,
+            target=target,
+        )
+
+
+_OF_THE_TRACE = ("batch_size", "seq_len", "precision", "gradient_checkpointing", "attention", "micro_batch")
+
+
+def option(name: str) -> str:
+    """The command line's spelling of a field."""
+    assert name in {field.name for field in fields(PlanSettings)}
+    return "--" + name.replace("_", "-")
+
+
+def at_least(least: int, asked: str, value: int | None) -> None:
+    if value is not None and value < least:
+        raise JobError(f"{asked} must be at least {least}, got {value}.")
+
+
+def one_of(choices: tuple[str, ...], asked: str, value: str | None) -> None:
+    if value is not None and value not in choices:
+        raise JobError(f"{asked} must be one of {', '.join(choices)}, got {value!r}.")

@@ -1,0 +1,138 @@
+"""``gemini trace``: a step of a model from its config, ahead of time, and the table of what in it is large."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from gemini.errors import GeminiError, human_bytes
+from gemini.jobs.errors import JobError
+from gemini.jobs.plan_settings import MOST_POSITIONS, TraceSettings
+from gemini.planning.trace import MemoryTrace, Phase
+
+_TOP = 8
+"""Modules in the table."""
+
+
+def take_trace(settings: TraceSettings) -> MemoryTrace:
+    """The step that ``settings`` describes.
+
+    Raises:
+        JobError: if there is no such model, or it cannot be built with these options.
+        GeminiError: if it cannot be traced.
+    """
+    assert settings.config is not None
+    # The imports of seconds: a command line that is refused before does not pay for them.
+    import gemini
+    from gemini.jobs.models import find_config, first_line, hush
+    from gemini.tracing.batches import batch_for, model_class_for
+
+    source = find_config(settings.config, settings.layers)
+    config = source.config
+    seq_len = _seq_len(config, settings.seq_len)
+    hush()
+    config.use_cache = False
+    try:
+        if settings.attention is not None:
+            config._attn_implementation = settings.attention
+        model_class = model_class_for(config)
+        return gemini.trace(
+            config,
+            batch_for(config, settings.batch_size, seq_len, model_class=model_class),
+            precision=settings.precision,
+            target=settings.target,
+            checkpointing="non-reentrant" if settings.gradient_checkpointing else None,
+            model_class=model_class,
+        )
+    except (GeminiError, MemoryError):
+        raise
+    except Exception as e:
+        # Whatever transformers trips over here comes from the config and the options it was given.
+        raise JobError(f"{source.label} cannot be traced: {first_line(e)}") from e
+
+
+def params_of(name: str, layers: int | None, precision: str) -> MemoryTrace:
+    """The model of a config as a trace without work: its params, to compare with."""
+    from gemini.jobs.models import find_config, first_line, hush
+    from gemini.memory.chunk import COMPUTE_DTYPES
+    from gemini.tracing.batches import model_class_for
+    from gemini.train.from_config import skeleton_from_config
+    from gemini.train.structure import structural_trace
+
+    source = find_config(name, layers)
+    hush()
+    try:
+        model_class = model_class_for(source.config)
+        model = skeleton_from_config(source.config, model_class=model_class, dtype=COMPUTE_DTYPES[precision]).model
+    except MemoryError:
+        raise
+    except Exception as e:
+        raise JobError(f"{source.label} cannot be built: {first_line(e)}") from e
+    return structural_trace(model, precision)
+
+
+def _seq_len(config: Any, asked: int | None) -> int:
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if asked is None:
+        return min(positions or MOST_POSITIONS, MOST_POSITIONS)
+    if positions is not None and asked > positions:
+        raise JobError(f"--seq-len {asked} is more than the model's {positions} positions.")
+    return asked
+
+
+def trace(settings: TraceSettings, console: Console, *, as_json: bool, out: Path | None) -> int:
+    """Trace, write and say it; returns the exit code."""
+    found = take_trace(settings)
+    if out is not None:
+        write_file(out, found.to_json())
+    if as_json:
+        print(found.to_json())
+        return 0
+    lines = [str(found), "", *phase_lines(found), "", *module_lines(found)]
+    if out is not None:
+        lines += ["", f"written to {out}; for a plan: gemini plan --trace {out}"]
+    say(console, lines)
+    return 0
+
+
+def phase_lines(found: MemoryTrace) -> Iterator[str]:
+    """Work by phase: matrix products, memory traffic, operations."""
+    yield f"{'phase':<12}{'moments':>10}{'operations':>12}{'TFLOP':>12}{'read+written':>16}{'peak':>14}"
+    for phase in Phase:
+        moments = [moment for moment in found.moments if moment.phase is phase]
+        if moments:
+            yield (
+                f"{phase.value:<12}{len(moments):>10,}{sum(m.num_ops for m in moments):>12,}"
+                f"{sum(m.flops for m in moments) / 1e12:>12,.4g}"
+                f"{human_bytes(sum(m.touched_bytes for m in moments)):>16}"
+                f"{human_bytes(max(m.peak_bytes for m in moments)):>14}"
+            )
+
+
+def module_lines(found: MemoryTrace) -> Iterator[str]:
+    """Where most bytes beside the params are live: modules by their highest peak."""
+    peaks: dict[tuple[str, str], int] = {}
+    for moment in found.moments:
+        key = (moment.module or "(the model itself)", moment.phase.value)
+        peaks[key] = max(peaks.get(key, 0), moment.peak_bytes)
+    yield f"{'most bytes beside params':<48}{'in':<12}{'peak':>14}"
+    for (module, phase), peak in sorted(peaks.items(), key=lambda item: -item[1])[:_TOP]:
+        shown = module if len(module) < 47 else f"...{module[-43:]}"
+        yield f"{shown:<48}{phase:<12}{human_bytes(peak):>14}"
+
+
+def say(console: Console, lines: list[str]) -> None:
+    """Print what is put into lines already."""
+    for line in lines:
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def write_file(path: Path, text: str) -> None:
+    """Raises: JobError: if it cannot be written."""
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as e:
+        raise JobError(f"--out {path} cannot be written: {e.strerror or e}. Choose a file you may write.") from e

@@ -1,0 +1,80 @@
+"""How the model of a training job is managed: the job's options, or a plan that ``gemini plan`` wrote, as a config."""
+
+from __future__ import annotations
+
+import torch
+
+import gemini
+from gemini.jobs.errors import JobError, as_job_error
+from gemini.jobs.models import ModelSource
+from gemini.jobs.settings import TrainSettings
+from gemini.planning.document import read_file
+from gemini.tiers import Tier
+
+
+def make_config(settings: TrainSettings, source: ModelSource, device: torch.device) -> gemini.GeminiConfig:
+    """The config of a job.
+
+    A device with its own memory needs to know what activations take there: without a plan, and unless
+    ``--activations`` says it, the job's own step is traced ahead of time.
+
+    Raises:
+        JobError: for options that cannot be used together.
+        PlanMismatch: for a plan that cannot be read.
+    """
+    plan = None
+    if settings.plan is not None:
+        plan = gemini.Plan.from_json(read_file(settings.plan, "--plan"))
+        _check_plan(plan, settings)
+    trace = None
+    if plan is None and settings.activations is None and (device.type == "cuda" or settings.device == "standin"):
+        trace = trace_of(settings, source)
+    with as_job_error(asked="The settings cannot be used together"):
+        return gemini.GeminiConfig(
+            precision=settings.precision,
+            memory=gemini.MemoryBudget(
+                gpu=settings.gpu_memory or _planned(plan, Tier.GPU),
+                cpu=settings.cpu_memory or _planned(plan, Tier.CPU),
+                nvme=settings.nvme_memory or _planned(plan, Tier.NVME),
+                nvme_path=settings.nvme_path,
+            ),
+            placement="auto" if plan is None else plan,
+            gradients="accumulate" if settings.accumulate > 1 else "retain",
+            device=settings.device if settings.device == "standin" else str(device),
+            activations=settings.activations,
+            offload_activations=settings.offload_activations,
+            trace=trace,
+        )
+
+
+def trace_of(settings: TrainSettings, source: ModelSource) -> gemini.MemoryTrace:
+    """One micro-batch of the job's step, traced on fake tensors."""
+    ids = torch.empty(settings.batch_size, settings.seq_len, dtype=torch.int64, device="meta")
+    return gemini.trace(
+        source.config,
+        {"input_ids": ids, "labels": ids},
+        precision=settings.precision,
+        checkpointing="non-reentrant" if settings.gradient_checkpointing else None,
+    )
+
+
+def _planned(plan: gemini.Plan | None, tier: Tier) -> int | None:
+    return None if plan is None else plan.problem.budgets.get(tier)
+
+
+def _check_plan(plan: gemini.Plan, settings: TrainSettings) -> None:
+    trace = plan.trace
+    if trace.checkpointing != settings.gradient_checkpointing:
+        raise JobError(
+            f"--plan {settings.plan} was made {'with' if trace.checkpointing else 'without'} --gradient-checkpointing: "
+            f"{'give it here too' if trace.checkpointing else 'leave it out here'}, or make another plan."
+        )
+    tokens = settings.batch_size * settings.seq_len
+    if tokens > trace.tokens > 0:
+        raise JobError(
+            f"--plan {settings.plan} is for {trace.tokens:,} tokens in a batch, and --batch-size {settings.batch_size} "
+            f"of --seq-len {settings.seq_len} is {tokens:,}: its room for activations would not do. Make a plan for "
+            "this batch, or take a smaller one."
+        )
+    if Tier.NVME in plan.problem.budgets and settings.nvme_path is None:
+        raise JobError(f"--plan {settings.plan} keeps some of the model on NVMe: give --nvme-path, a folder there.")

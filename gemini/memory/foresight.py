@@ -1,0 +1,123 @@
+"""Which gathered chunk is needed again when: what the manager knows of the future when it has to make room.
+
+The future is a schedule: the accesses of one step and the moves planned for them, from the plan the model was wrapped
+with, or from the first step that was seen. A step that does something else costs time and never correctness: where the
+schedule has lost its place the answer is "not known", and two such steps in a row have the next one recorded anew.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+
+from gemini.planning.moves import NEVER
+from gemini.planning.plan import Moves
+from gemini.planning.trace import Access
+
+LOOK_AHEAD = 64
+"""Moments that a chunk's access may be early or late by before the schedule counts as lost."""
+
+
+class Schedule:
+    """One step's accesses with their moves, and a place in it."""
+
+    def __init__(self, accesses: Sequence[Access], moves: Sequence[Moves], moving: frozenset[int]):
+        self._needs = [frozenset(access.chunks) & moving for access in accesses]
+        self._starts: dict[int, list[int]] = {}
+        self._fetches: set[tuple[int, int]] = set()
+        self._at: int | None = None
+        self.num_deviations = 0
+        before: frozenset[int] = frozenset()
+        for moment, (needed, now) in enumerate(zip(self._needs, moves, strict=True)):
+            for index in sorted(needed - before):
+                self._starts.setdefault(index, []).append(moment)
+            self._fetches.update((index, moment) for index in now.fetch)
+            before = needed
+
+    def begin(self) -> None:
+        """A step begins."""
+        self._at, self.num_deviations = -1, 0
+
+    def lose(self) -> None:
+        """What runs now is not this step."""
+        self._at = None
+
+    def advance(self, index: int) -> None:
+        """A chunk is read: move to the moment that says so."""
+        if self._at is None or (self._at >= 0 and index in self._needs[self._at]):
+            return
+        start = self._next_start(index)
+        if start is None or start - self._at > LOOK_AHEAD:
+            self.num_deviations += 1
+        else:
+            self._at = start
+
+    def outlook(self, index: int) -> tuple[int | None, bool]:
+        """The moment of the next use (of the next step's, counted on), and whether the plan keeps it until then."""
+        if self._at is None or not self._starts:
+            return None, False
+        start = self._next_start(index)
+        if start is not None:
+            return start, (index, start) not in self._fetches
+        if index not in self._starts:
+            return NEVER, False
+        first = self._starts[index][0]
+        return len(self._needs) + first, (index, first) not in self._fetches
+
+    def _next_start(self, index: int) -> int | None:
+        assert self._at is not None
+        starts = self._starts.get(index, [])
+        after = bisect_right(starts, self._at)
+        return starts[after] if after < len(starts) else None
+
+
+class Foresight:
+    """The schedule of one model, planned or recorded; the manager tells it of every access and asks it for the next."""
+
+    def __init__(self, plan: Callable[[tuple[Access, ...]], Sequence[Moves]], schedule: Schedule | None = None):
+        """``plan``: makes the moves for recorded accesses. ``schedule``: what the model was wrapped with."""
+        self.schedule = schedule
+        self._plan = plan
+        self._held: dict[int, None] = {}
+        self._seen: list[Access] | None = None
+        self._strange = 0
+
+    def begin(self) -> None:
+        """A forward that a backward may follow begins."""
+        if self.schedule is not None and self._strange < 2:
+            self.schedule.begin()
+        else:
+            self._seen = []
+
+    def end(self) -> None:
+        """Its backward is over: what was recorded becomes the schedule."""
+        if self._seen:
+            chunks = frozenset(index for access in self._seen for index in access.chunks)
+            steps = tuple(self._seen)
+            self.schedule = Schedule(steps, self._plan(steps), chunks)
+            self._strange = 0
+        elif self.schedule is not None:
+            self._strange = self._strange + 1 if self.schedule.num_deviations else 0
+        self.interrupt()
+
+    def interrupt(self) -> None:
+        """What runs now, or failed, is no such step."""
+        self._seen = None
+        if self.schedule is not None:
+            self.schedule.lose()
+
+    def acquired(self, index: int) -> None:
+        """A chunk is read from now on."""
+        self._held[index] = None
+        if self._seen is not None:
+            self._seen.append(Access(len(self._seen), tuple(sorted(self._held))))
+        elif self.schedule is not None:
+            self.schedule.advance(index)
+
+    def released(self, index: int) -> None:
+        """Nobody reads it any more."""
+        self._held.pop(index, None)
+
+    def outlook(self, index: int) -> tuple[int | None, bool]:
+        """When a chunk is needed next, None if that is not known, and whether the plan keeps it until then."""
+        return (None, False) if self.schedule is None else self.schedule.outlook(index)

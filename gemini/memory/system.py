@@ -1,0 +1,71 @@
+"""What the system says of the host: its memory, less what a control group takes away, and its caches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+
+_GROUPS = Path("/sys/fs/cgroup")
+_CACHES = Path("/sys/devices/system/cpu")
+
+
+def memory_bytes() -> int:
+    """Bytes of memory that this process can have at most: those of the machine, or of its control group."""
+    return memory_limit() or psutil.virtual_memory().total
+
+
+def available_bytes() -> int:
+    """Bytes that this process can still take: what the machine has free, less what its control group does not allow."""
+    free, limit = psutil.virtual_memory().available, memory_limit()
+    return free if limit is None else max(0, min(free, limit - psutil.Process().memory_info().rss))
+
+
+def memory_limit(process: Path = Path("/proc/self/cgroup"), groups: Path = _GROUPS) -> int | None:
+    """The lowest memory limit of the control groups that this process is in, in bytes; None without one.
+
+    One above the machine's memory is none: the first version of control groups writes a huge number for "max".
+    """
+    limits = [psutil.virtual_memory().total]
+    for file in _limit_files(process, groups):
+        try:
+            limits.append(int(file.read_text()))
+        except (OSError, ValueError):  # no such file, or the word "max"
+            continue
+    return min(limits) if min(limits) < limits[0] else None
+
+
+def _limit_files(process: Path, groups: Path) -> Iterator[Path]:
+    """Of the process's own group and of all above it. In a container its group may be mounted as the root itself."""
+    try:
+        lines = process.read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        number, controllers, name = line.split(":", 2)
+        if number == "0":
+            root, file = groups, "memory.max"
+        elif "memory" in controllers.split(","):
+            root, file = groups / "memory", "memory.limit_in_bytes"
+        else:
+            continue
+        group = root / name.lstrip("/")
+        for folder in (group, *group.parents):
+            yield folder / file
+            if folder == root:
+                break
+
+
+def cache_bytes(cpus: Path = _CACHES) -> int:
+    """Bytes of the largest level of cache, all of that level together; 0 where the system does not say."""
+    levels: dict[int, dict[str, int]] = {}
+    for folder in cpus.glob("cpu[0-9]*/cache/index[0-9]*"):
+        try:
+            level, shared_by = int((folder / "level").read_text()), (folder / "shared_cpu_list").read_text()
+            size = (folder / "size").read_text().strip()
+        except (OSError, ValueError):
+            continue
+        if size.endswith("K"):
+            levels.setdefault(level, {})[shared_by] = int(size[:-1]) * 1024
+    return sum(levels[max(levels)].values()) if levels else 0

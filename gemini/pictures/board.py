@@ -1,0 +1,349 @@
+"""The picture of a step: for each tier what it holds over time, below it what comes and goes, then the lanes.
+
+One timeline is one column, two stand beside each other with the same scales. Layout is arithmetic in inches, so that
+nothing overlaps at any size and a page knows where the panels are. matplotlib is optional and imported when it is used.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from gemini.errors import human_bytes
+from gemini.pictures import series
+from gemini.planning.timeline import Lane, Timeline
+from gemini.tiers import Tier
+
+INK, FAINT, WAITING = "#101114", "#8a8d94", "#d9d9d9"
+"""Text, thin lines, and computing that waits; a page replaces them by its own."""
+
+# Okabe and Ito's colours for what is held, Paul Tol's "bright" ones for what is done: people with any kind of colour
+# vision tell them apart.
+_BLUE, _SKY, _GREEN, _ORANGE = "#0072B2", "#56B4E9", "#009E73", "#E69F00"
+_YELLOW, _RED, _PINK = "#F0E442", "#D55E00", "#CC79A7"
+HOLDER_COLOURS = {
+    "weights": _BLUE, "residual": _GREEN, "exp_avg": _ORANGE, "exp_avg_sq": _YELLOW, "grad": _RED, "windows": _SKY,
+    "pool": "#B8DDF2", "gradients in flight": "#A0522D", "activations": _PINK, "buffers": "#6A3D9A",
+    "staging": "#8C8C8C", "exchange": "#5A5A5A",
+}  # fmt: skip
+ACTIVITY_COLOURS = {
+    "forward": "#4477AA", "recompute": "#99BBDD", "backward": "#AA3377", "other computing": "#8C8C8C",
+    "waiting": WAITING, "fetch weights": "#228833", "gradients": "#EE6677", "update": "#CCBB44",
+    "activations": "#66CCEE", "all-gather": "#44AA99", "reduce-scatter": "#997700", "other moves": "#5A5A5A",
+}  # fmt: skip
+_SPARE = ("#332288", "#117733", "#DDCC77", "#AA4499", "#44AA99", "#661100")
+_TIER_NAMES = {Tier.GPU: "GPU memory", Tier.CPU: "Host memory", Tier.NVME: "NVMe"}
+
+_WIDTH, _LEFT, _RIGHT = 7.6, 0.95, 0.6  # inches; the width is a column's
+_HEAD, _PANEL, _STRIP, _LANE, _GAP, _AXIS = 0.75, 1.55, 0.66, 0.36, 0.42, 0.5
+_ENTRY = 1.45
+
+
+@dataclass
+class Panel:
+    """Where an axes of the board is, in inches from the top left."""
+
+    column: int
+    left: float
+    top: float
+    width: float
+    height: float
+
+
+@dataclass
+class Board:
+    """A figure, its size, and the box of each column in which time runs (for a page's pointer)."""
+
+    figure: Any
+    width: float
+    height: float
+    ends: list[float]
+    boxes: list[Panel] = field(default_factory=list)
+
+
+def memory_picture(timeline: Timeline, other: Timeline | None = None, *, path: str | Path) -> Path:
+    """Memory per tier over a step as PNG or SVG: stacked by holder, with budgets, what comes and goes, and phases.
+
+    Raises:
+        ImportError: without matplotlib. ValueError: for a path that ends neither in .png nor in .svg.
+    """
+    path = Path(path)
+    path.write_bytes(picture(timeline, other, suffix=path.suffix, lanes=False))
+    return path
+
+
+def lanes_picture(timeline: Timeline, other: Timeline | None = None, *, path: str | Path) -> Path:
+    """What each lane did over a step as PNG or SVG; the height of a column is the share of it that was busy.
+
+    Raises:
+        ImportError: without matplotlib. ValueError: for a path that ends neither in .png nor in .svg.
+    """
+    path = Path(path)
+    path.write_bytes(picture(timeline, other, suffix=path.suffix, memory=False))
+    return path
+
+
+def picture(
+    timeline: Timeline, other: Timeline | None = None, *, suffix: str, memory: bool = True, lanes: bool = True
+) -> bytes:
+    """The bytes of a PNG or SVG file."""
+    suffix = suffix.lower().removeprefix(".")
+    if suffix not in ("png", "svg"):
+        raise ValueError(f"a picture is a .png or an .svg, not {suffix!r}")
+    timelines = [timeline] if other is None else [timeline, other]
+    return render(board(timelines, memory=memory, lanes=lanes), suffix)
+
+
+def render(made: Board, suffix: str, *, transparent: bool = False) -> bytes:
+    """A board as a file; the same bytes for the same timelines."""
+    matplotlib = _matplotlib()
+    out = io.BytesIO()
+    with matplotlib.rc_context({"svg.hashsalt": "gemini", "svg.fonttype": "none"}):
+        metadata = {"Date": None, "Creator": None} if suffix == "svg" else {"Software": None}
+        made.figure.savefig(out, format=suffix, dpi=110, metadata=metadata, transparent=transparent)
+    if suffix == "png":
+        return out.getvalue()
+    # A hundredth of a point is enough, and half the bytes.
+    return re.sub(rb' d="[^"]+"', lambda path: re.sub(rb"(\.\d\d)\d+", rb"\1", path[0]), out.getvalue())
+
+
+def board(timelines: list[Timeline], *, memory: bool = True, lanes: bool = True) -> Board:
+    """Lay out and draw."""
+    _matplotlib()
+    from matplotlib.figure import Figure
+
+    ends = [timeline.step_seconds or 1.0 for timeline in timelines]
+    if max(ends) <= 4 * min(ends):  # the same scale, unless one would be a splinter
+        ends = [max(ends)] * len(ends)
+    tiers = [tier for tier in Tier if series.holders(timelines, tier)] if memory else []
+    shown = [lane for lane in Lane if lanes and any(s.lane is lane for t in timelines for s in t.spans)]
+    rows = len(tiers) * (_PANEL + _STRIP + _GAP) + len(shown) * _LANE + (0.1 if shown and tiers else 0)
+    names = _legends(timelines, tiers, shown)
+    width = len(timelines) * (_LEFT + _WIDTH + _RIGHT)
+    legend = sum(0.3 + 0.2 * -(-len(entries) // _per_row(width)) for _, entries, _ in names)
+    height = _HEAD + rows + _AXIS + legend + 0.1
+    figure = Figure(figsize=(width, height), facecolor="white")
+    made = Board(figure, width, height, ends)
+    for column, timeline in enumerate(timelines):
+        left = _LEFT + column * (_LEFT + _WIDTH + _RIGHT)
+        _column(made, timelines, timeline, Panel(column, left, _HEAD, _WIDTH, rows), tiers, shown)
+        made.boxes.append(Panel(column, left, _HEAD, _WIDTH, rows))
+    top = _HEAD + rows + _AXIS
+    for title, entries, colours in names:
+        lines = -(-len(entries) // _per_row(width))
+        _legend(made, top, title, entries, colours, lines)
+        top += 0.3 + 0.2 * lines
+    return made
+
+
+def colour_of(holder: str) -> str:
+    """A holder's colour; those that nobody foresaw get spare ones."""
+    return HOLDER_COLOURS.get(holder) or _SPARE[sum(map(ord, holder)) % len(_SPARE)]
+
+
+def _matplotlib() -> Any:
+    try:
+        import matplotlib
+    except ImportError as e:
+        raise ImportError(
+            "pictures need matplotlib, an optional part of Gemini: pip install 'gemini-torch[pictures]'. A trace for "
+            "ui.perfetto.dev (.json) needs nothing"
+        ) from e
+    return matplotlib
+
+
+def _axes(made: Board, left: float, top: float, width: float, height: float) -> Any:
+    box = (left / made.width, 1 - (top + height) / made.height, width / made.width, height / made.height)
+    axes = made.figure.add_axes(box)
+    axes.patch.set_alpha(0)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    for spine in axes.spines.values():
+        spine.set(color=FAINT, linewidth=0.7)
+    axes.tick_params(colors=INK, labelsize=8.5, length=2.5, width=0.6, color=FAINT)
+    return axes
+
+
+def _column(
+    made: Board, timelines: list[Timeline], timeline: Timeline, box: Panel, tiers: list[Tier], lanes: list[Lane]
+) -> None:
+    end = made.ends[box.column]
+    _heading(made, timeline, box)
+    _phases(made, timeline, box, end)
+    top, last = box.top, None
+    for tier in tiers:
+        panel = _axes(made, box.left, top + _GAP - 0.1, box.width, _PANEL)
+        _memory(panel, timelines, timeline, tier, end)
+        top += _GAP - 0.1 + _PANEL
+        last = _axes(made, box.left, top, box.width, _STRIP)
+        _strip(last, timeline, tier, end)
+        top += _STRIP + 0.1
+    top += 0.1 if lanes and tiers else 0
+    for lane in lanes:
+        last = _axes(made, box.left, top, box.width, _LANE)
+        _lane(last, timeline, lane, end, is_first=lane is lanes[0])
+        top += _LANE
+    if last is not None:
+        _time(last, end)
+
+
+def _heading(made: Board, timeline: Timeline, box: Panel) -> None:
+    told = [f"step {series.human_seconds(timeline.step_seconds)}"]
+    if timeline.tokens and timeline.step_seconds:
+        told.append(f"{timeline.tokens_per_second:,.4g} tokens/s" if timeline.tokens_per_second < 1000
+                    else f"{timeline.tokens_per_second:,.0f} tokens/s")  # fmt: skip
+    if timeline.flops and timeline.step_seconds:
+        told.append(f"{timeline.flops / timeline.step_seconds / 1e12:,.3g} TFLOP/s per rank")
+    if timeline.spans:
+        told.append(f"busiest: {timeline.bound_by.value}")
+    title = f"{timeline.source.capitalize()}: {timeline.title}"
+    title = title if len(title) <= 82 else title[:80] + "…"
+    x = box.left / made.width
+    made.figure.text(x, 1 - 0.24 / made.height, title, fontsize=11.5, fontweight="bold", color=INK, va="baseline")
+    made.figure.text(x, 1 - 0.44 / made.height, ", ".join(told), fontsize=9.5, color=INK, va="baseline")
+
+
+def _phases(made: Board, timeline: Timeline, box: Panel, end: float) -> None:
+    """Shading behind everything; a name where there is room for it."""
+    axes = _axes(made, box.left, box.top, box.width, box.height)
+    axes.set(xlim=(0, end), ylim=(0, 1), xticks=[], yticks=[], zorder=-1)
+    for spine in axes.spines.values():
+        spine.set_visible(False)
+    shades = {"forward": 0.0, "backward": 0.09, "update": 0.2}
+    found = series.phases(timeline)
+    for phase in found if len(found) <= 200 else ():
+        if shades[phase.name]:
+            axes.axvspan(phase.start, phase.stop, color=FAINT, alpha=shades[phase.name], linewidth=0)
+        inches = (phase.stop - phase.start) / end * box.width
+        if inches > 0.085 * len(phase.name):
+            middle = (phase.start + phase.stop) / 2
+            axes.text(middle, 1, phase.name, ha="center", va="bottom", fontsize=9, color=INK, clip_on=False)
+
+
+def _memory(axes: Any, timelines: list[Timeline], timeline: Timeline, tier: Tier, end: float) -> None:
+    budget = timeline.budgets.get(tier, 0)
+    peaks = [t.peaks.get(tier, 0) for t in timelines]
+    most = max(*peaks, 1)
+    budgets = [t.budgets.get(tier, 0) for t in timelines]
+    top = max(most, *[b for b in budgets if b <= 2 * most], 1)
+    unit, unit_name = series.byte_unit(top)
+    shown = series.stack(timeline, tier)
+    below = [0.0] * len(shown.samples)
+    for holder in series.holders(timelines, tier):
+        above = [b + v / unit for b, v in zip(below, shown.values(tier, holder), strict=True)]
+        if above != below:
+            low_x, low = series.steps(shown.edges, below)
+            high_x, high = series.steps(shown.edges, above)
+            axes.fill([*low_x, *reversed(high_x)], [*low, *reversed(high)], color=colour_of(holder), linewidth=0)
+        below = above
+    axes.set(xlim=(0, end), ylim=(0, top * 1.06 / unit), xticks=[])
+    axes.locator_params(axis="y", nbins=4)
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g} {unit_name}" if value else "0")
+    axes.grid(axis="y", color=FAINT, linewidth=0.4, alpha=0.4)
+    axes.set_axisbelow(True)
+    told = f"{_TIER_NAMES[tier]}: peak {human_bytes(timeline.peaks.get(tier, 0))}"
+    if budget:
+        share = timeline.peaks[tier] / budget
+        told += f" of {human_bytes(budget)} ({f'{share:.1%}' if 0.99 < share < 1 else f'{share:.0%}'})"
+        if budget <= top:
+            axes.axhline(budget / unit, color=INK, linewidth=1.1, linestyle=(0, (4, 2)))
+            axes.annotate("budget", (1, budget / unit), xycoords=("axes fraction", "data"), xytext=(3, 0),
+                          textcoords="offset points", fontsize=8.5, color=INK, va="center")  # fmt: skip
+    axes.text(0, 1.03, told, transform=axes.transAxes, fontsize=9.5, fontweight="bold", color=INK, va="bottom")
+
+
+def _strip(axes: Any, timeline: Timeline, tier: Tier, end: float) -> None:
+    """What comes into a tier (up), what leaves it (down), and when gathered weights were let go (ticks)."""
+    into, out = series.across(timeline, tier, end)
+    _fill(axes, into, 1.0)
+    _fill(axes, out, -1.0)
+    let_go = series.evictions(timeline, tier)
+    bottom = -1.1
+    labels = [(0.55, "in"), (-0.55, "out")]
+    if let_go:
+        columns = {int(seconds / end * series.COLUMNS) for seconds in let_go}
+        axes.vlines([(c + 0.5) * end / series.COLUMNS for c in sorted(columns)], -2.1, -1.5, color=INK, linewidth=0.5)
+        bottom = -2.2
+        labels.append((-1.8, "let go"))
+    axes.axhline(0, color=FAINT, linewidth=0.5)
+    axes.set(xlim=(0, end), ylim=(bottom, 1.45), xticks=[])
+    axes.set_yticks([at for at, _ in labels], [name for _, name in labels])
+    axes.tick_params(axis="y", labelsize=7.5, length=0)
+
+
+def _lane(axes: Any, timeline: Timeline, lane: Lane, end: float, *, is_first: bool) -> None:
+    _fill(axes, series.in_lane(timeline, lane, end), 1.0)
+    axes.set(xlim=(0, end), ylim=(0, 1.15), xticks=[])
+    axes.set_yticks([0.5], [lane.value])
+    axes.tick_params(axis="y", length=0, labelsize=8.5)
+    share = timeline.busy.get(lane, 0.0) / timeline.step_seconds if timeline.step_seconds else 0.0
+    if is_first:
+        axes.annotate("busy", (1, 1), xycoords="axes fraction", xytext=(4, 1), textcoords="offset points",
+                      fontsize=7.5, color=INK)  # fmt: skip
+    axes.annotate(f"{share:.0%}", (1, 0.5), xycoords="axes fraction", xytext=(4, 0), textcoords="offset points",
+                  fontsize=8.5, color=INK, va="center")  # fmt: skip
+
+
+def _fill(axes: Any, busy: series.Busy, up: float) -> None:
+    """Shares on top of each other, upwards or downwards."""
+    edges = busy.edges
+    below = [0.0] * (len(edges) - 1)
+    for name, values in busy.shares.items():
+        above = [min(1.0, round(b + v, 3)) for b, v in zip(below, values, strict=True)]
+        if above != below:
+            low_x, low = series.steps(edges, [up * b for b in below])
+            high_x, high = series.steps(edges, [up * a for a in above])
+            axes.fill([*low_x, *reversed(high_x)], [*low, *reversed(high)], color=ACTIVITY_COLOURS[name], linewidth=0)
+        below = above
+
+
+def _time(axes: Any, end: float) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    factor, unit = series.time_unit(end)
+    ticks = [t * factor for t in MaxNLocator(8, steps=[1, 2, 2.5, 5, 10]).tick_values(0, end / factor)]
+    ticks = [t for t in ticks if 0 <= t <= end * 1.0001]
+    axes.set_xticks(ticks, [f"{t / factor:g}" for t in ticks])
+    axes.set_xlabel(f"{unit} since the step began", fontsize=9, color=INK)
+
+
+_Legend = tuple[str, list[str], dict[str, str]]
+
+
+def _legends(timelines: list[Timeline], tiers: list[Tier], lanes: list[Lane]) -> list[_Legend]:
+    found: list[_Legend] = []
+    names = series.holders(timelines)
+    if tiers:
+        found.append(("held by", names, {name: colour_of(name) for name in names}))
+    done = {series.activity_of(span) for t in timelines for span in t.spans if lanes or span.lane not in _STILL}
+    if lanes:
+        done.add("waiting")
+    if done:
+        found.append(("what lanes do", [name for name in series.ACTIVITIES if name in done], ACTIVITY_COLOURS))
+    return found
+
+
+_STILL = (Lane.COMPUTE, Lane.ADAM, Lane.GATHER, Lane.REDUCE)
+"""Lanes on which nothing crosses a boundary between tiers."""
+
+
+def _per_row(width: float) -> int:
+    return max(3, int((width - _LEFT) / _ENTRY))
+
+
+def _legend(made: Board, top: float, title: str, entries: list[str], colours: dict[str, str], lines: int) -> None:
+    """Entries row by row, in a band of their own below the panels."""
+    axes = _axes(made, _LEFT, top, made.width - _LEFT - _RIGHT, 0.2 + 0.2 * lines)
+    axes.axis("off")
+    per_row = _per_row(made.width)
+    axes.set(xlim=(0, made.width - _LEFT - _RIGHT), ylim=(0.2 + 0.2 * lines, 0))
+    axes.text(0, 0.1, title, fontsize=8.5, fontweight="bold", color=INK, va="center")
+    from matplotlib.patches import Rectangle
+
+    for number, name in enumerate(entries):
+        x, y = number % per_row * _ENTRY, 0.3 + 0.2 * (number // per_row)
+        axes.add_patch(Rectangle((x, y - 0.06), 0.14, 0.12, color=colours[name], linewidth=0))
+        axes.text(x + 0.2, y, name, fontsize=8.5, color=INK, va="center")

@@ -1,0 +1,87 @@
+"""A timeline as trace events, for ui.perfetto.dev and chrome://tracing: a process per timeline, a thread per lane.
+
+The format is "Trace Event Format" (Google, docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU):
+"X" events have a beginning and a duration in microseconds, "C" events are counters, "M" events give names.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from gemini.errors import human_bytes
+from gemini.pictures.series import activity_of, holders
+from gemini.planning.timeline import Lane, Span, Timeline
+
+Event = dict[str, Any]
+
+
+def perfetto(timeline: Timeline, other: Timeline | None = None) -> str:
+    """The JSON text of one timeline, or of two as two processes."""
+    events: list[Event] = []
+    for number, shown in enumerate([timeline] if other is None else [timeline, other]):
+        events += _process(shown, number + 1)
+    return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}, separators=(",", ":"))
+
+
+def _process(timeline: Timeline, pid: int) -> list[Event]:
+    events = [
+        _name("process_name", pid, 0, name=f"{timeline.source}: {timeline.title}"),
+        _name("process_sort_index", pid, 0, sort_index=pid),
+    ]
+    tid = 0
+    for lane in Lane:
+        for number, spans in enumerate(_tracks([span for span in timeline.spans if span.lane is lane])):
+            tid += 1
+            name = lane.value if number == 0 else f"{lane.value} ({number + 1})"
+            events.append(_name("thread_name", pid, tid, name=name))
+            events.append(_name("thread_sort_index", pid, tid, sort_index=tid))
+            events += [_event(timeline, span, pid, tid) for span in spans]
+    for tier in timeline.budgets:
+        names = holders([timeline], tier)
+        last: dict[str, int] | None = None
+        for sample in timeline.samples:
+            held = {holder: sample.held.get(tier, {}).get(holder, 0) for holder in names}
+            if names and held != last:
+                ts = round(sample.seconds * 1e9) / 1e3
+                events.append({"ph": "C", "name": f"{tier.value} bytes", "pid": pid, "tid": 0, "ts": ts, "args": held})
+                last = held
+    return events
+
+
+def _tracks(spans: list[Span]) -> list[list[Span]]:
+    """Spans that overlap stand on tracks of their own: a viewer takes what overlaps on one for calls in calls."""
+    tracks: list[list[Span]] = []
+    for span in sorted(spans, key=lambda span: (span.start, span.stop)):
+        for track in tracks:
+            if _nanoseconds(track[-1])[1] <= _nanoseconds(span)[0]:
+                track.append(span)
+                break
+        else:
+            tracks.append([span])
+    return tracks
+
+
+def _nanoseconds(span: Span) -> tuple[int, int]:
+    return round(span.start * 1e9), round(span.stop * 1e9)
+
+
+def _event(timeline: Timeline, span: Span, pid: int, tid: int) -> Event:
+    start, stop = _nanoseconds(span)
+    args: Event = {}
+    if 0 <= span.moment < len(timeline.moments):
+        args["moment"] = f"{span.moment}: {timeline.moments[span.moment]}"
+    if span.chunk >= 0:
+        args["chunk"] = span.chunk
+    if span.num_bytes:
+        args["bytes"] = human_bytes(span.num_bytes)
+        if stop > start:
+            args["speed"] = f"{span.num_bytes / (stop - start):.3g} GB/s"
+    return {
+        "ph": "X", "name": span.name, "cat": activity_of(span), "pid": pid, "tid": tid, "ts": start / 1e3,
+        "dur": (stop - start) / 1e3, "args": args,
+    }  # fmt: skip
+
+
+def _name(kind: str, pid: int, tid: int, **args: Any) -> Event:
+    return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": args}

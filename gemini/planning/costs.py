@@ -1,0 +1,191 @@
+"""How long a piece of work takes on one rank of a machine, and which share of what it has.
+
+Figures that were measured are taken as they are. Figures of a specification are peaks that nothing reaches;
+:class:`Efficiency` holds, in this one place, the share of each that is reached, and where that share comes from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from gemini.planning.hardware import Hardware
+from gemini.planning.planes import PlaneKind
+from gemini.planning.trace import Moment
+from gemini.tiers import Tier
+
+GPU, H2D, D2H, DRAM, NVME_READ, NVME_WRITE, THREADS, WIRE = RESOURCES = (
+    "gpu", "h2d", "d2h", "dram", "nvme_read", "nvme_write", "threads", "wire",
+)  # fmt: skip
+"""What tasks share: one GPU, its two directions of the link, and this rank's part of what its machine has: host memory,
+NVMe drives, host threads; and its wire to the next rank.
+"""
+
+_ADAM_BYTES = 26
+"""Bytes that the figure ``adam_cpu`` reads and writes per param: bf16 gradient 2, weights 2, residual 2, moments 8
+read; all but the gradient written.
+"""
+
+
+@dataclass(frozen=True)
+class Efficiency:
+    """The share of a specified peak that real work reaches.
+
+    Attributes:
+        matrix: tensor cores in matrix products. 0.83: the mean of the four NVIDIA rows (A100 SXM 86.9 %, GH200 83.6 %,
+            A100 PCIe 81.1 %, H100 SXM 80.3 %) of the best bf16 products found by S. Bekman, "Machine Learning
+            Engineering", compute/accelerator, "Maximum Achievable Matmul FLOPS comparison table"
+            (github.com/stas00/ml-engineering).
+        gpu_memory: 0.9: an assumption; to be measured.
+        link: PCIe packets of 256 bytes carry 20 to 28 bytes of framing and headers (Intel AN 708, "Understanding PCI
+            Express Throughput"): 256 / 284 = 0.90 of the link's data rate.
+        host_memory: 0.78: STREAM triad against the wire rate of DDR4 (Texas Instruments SPRAD45A, table 3-3; a small
+            processor: large servers may do better).
+        nvme: 1.0: sequential figures of a drive's data sheet are measurements at its own interface.
+        wire: 0.9: as ``link``.
+    """
+
+    matrix: float = 0.83
+    gpu_memory: float = 0.9
+    link: float = 0.9
+    host_memory: float = 0.78
+    nvme: float = 1.0
+    wire: float = 0.9
+
+    def of(self, hardware: Hardware, key: str) -> float:
+        """The share of figure ``key`` that is reached: 1 for a measured one."""
+        if hardware.figures[key].source.startswith("measured"):
+            return 1.0
+        return float(getattr(self, _KIND_OF_FIGURE[key])) if key in _KIND_OF_FIGURE else 1.0
+
+
+_KIND_OF_FIGURE = {
+    "gpu_flops_bf16": "matrix", "gpu_flops_fp32": "matrix", "gpu_bandwidth": "gpu_memory",
+    "cpu_flops_bf16": "matrix", "cpu_flops_fp32": "matrix", "dram_bandwidth": "host_memory",
+    "h2d": "link", "d2h": "link", "nvme_read": "nvme", "nvme_write": "nvme", "interconnect": "wire",
+}  # fmt: skip
+
+
+class Cost(NamedTuple):
+    """Seconds that a task takes alone, and the share of each resource that it uses meanwhile."""
+
+    seconds: float
+    loads: Mapping[str, float]
+
+
+class Costs:
+    """One rank's machine. ``local_ranks``: ranks on the same host, which divide its memory, drives and threads."""
+
+    def __init__(self, hardware: Hardware, efficiency: Efficiency, *, compute: Tier, precision: str, local_ranks: int):
+        self._hardware = hardware
+        self._efficiency = efficiency
+        self._compute = compute
+        self._width = "fp32" if precision == "fp32" else "bf16"
+        self._local = local_ranks
+        self._known: dict[tuple[str, str], float] = {}
+
+    def _get(self, key: str, needed_for: str) -> float:
+        """A figure as one rank sees it."""
+        found = self._known.get((key, needed_for))
+        if found is None:
+            value = self._hardware.get(key, needed_for=needed_for) * self._efficiency.of(self._hardware, key)
+            if key in ("dram_bandwidth", "nvme_read", "nvme_write", "cpu_flops_bf16", "cpu_flops_fp32"):
+                value /= self._local
+            found = self._known[key, needed_for] = value * (self._local if key == "adam_cpu" else 1)
+        return found
+
+    def _on_host(self, seconds: float, dram_bytes: float, needed_for: str, **loads: float) -> Cost:
+        """Work that also takes so many bytes of host memory; those alone take at least as long as they take."""
+        if not dram_bytes:
+            return Cost(seconds, dict.fromkeys(loads, 1.0) if seconds else {})
+        through_memory = dram_bytes / self._get("dram_bandwidth", needed_for)
+        whole = max(seconds, through_memory)
+        return Cost(whole, {DRAM: through_memory / whole, **{name: seconds / whole * n for name, n in loads.items()}})
+
+    def compute(self, moment: Moment, *, measured: bool) -> Cost:
+        """Computing one moment: the slowest of its products, its memory traffic, and launching its operations.
+
+        ``measured``: the trace's own seconds are those of this machine and are taken instead.
+        """
+        if self._compute is Tier.GPU:
+            seconds = moment.seconds if measured else None
+            if seconds is None:
+                seconds = self._roofline(moment, f"gpu_flops_{self._width}", "gpu_bandwidth", "gpu_op_seconds")
+            return Cost(seconds, {GPU: 1.0} if seconds else {})
+        what = "computing on the host"
+        if measured and moment.seconds is not None:
+            if not moment.seconds:
+                return Cost(0.0, {})
+            loads = {THREADS: 1.0}
+            if self._hardware.has("dram_bandwidth"):
+                through_memory = moment.touched_bytes / self._get("dram_bandwidth", what)
+                loads[DRAM] = min(1.0, through_memory / moment.seconds)
+            return Cost(moment.seconds, loads)
+        seconds = self._roofline(moment, f"cpu_flops_{self._width}", "dram_bandwidth", "cpu_op_seconds")
+        if not seconds:
+            return Cost(0.0, {})
+        through_memory = moment.touched_bytes / self._get("dram_bandwidth", what) if moment.touched_bytes else 0.0
+        return Cost(seconds, {THREADS: 1.0, DRAM: through_memory / seconds})
+
+    def _roofline(self, moment: Moment, flops: str, bandwidth: str, op_seconds: str) -> float:
+        what = "computing a moment"
+        return max(
+            moment.flops / self._get(flops, what) if moment.flops else 0.0,
+            moment.touched_bytes / self._get(bandwidth, what) if moment.touched_bytes else 0.0,
+            moment.num_ops * self._get(op_seconds, what) if moment.num_ops else 0.0,
+        )
+
+    def h2d(self, num_bytes: float) -> Cost:
+        """From host memory to the GPU."""
+        return self._on_host(num_bytes / self._get("h2d", "bringing bytes to the GPU"), num_bytes, "a copy", h2d=1.0)
+
+    def d2h(self, num_bytes: float) -> Cost:
+        """From the GPU to host memory."""
+        return self._on_host(num_bytes / self._get("d2h", "taking bytes off the GPU"), num_bytes, "a copy", d2h=1.0)
+
+    def nvme_read(self, num_bytes: float) -> Cost:
+        """From the drives into host memory."""
+        what = "reading from the NVMe tier"
+        return self._on_host(num_bytes / self._get("nvme_read", what), num_bytes, what, nvme_read=1.0)
+
+    def nvme_write(self, num_bytes: float) -> Cost:
+        """From host memory to the drives."""
+        what = "writing to the NVMe tier"
+        return self._on_host(num_bytes / self._get("nvme_write", what), num_bytes, what, nvme_write=1.0)
+
+    def host_pass(self, num_bytes: float) -> Cost:
+        """Host threads reading and writing so many bytes, no more than that (a cast, a copy)."""
+        return self._on_host(0.0, num_bytes, "copying in host memory")
+
+    def gpu_pass(self, num_bytes: float) -> Cost:
+        """The GPU reading and writing so many bytes of its own memory."""
+        seconds = num_bytes / self._get("gpu_bandwidth", "working on planes in GPU memory")
+        return Cost(seconds, {GPU: 1.0} if seconds else {})
+
+    def adam(self, numel: int, planes: Mapping[PlaneKind, int], tier: Tier, *, grad_bytes: int) -> Cost:
+        """One update of ``numel`` params on ``tier``: every plane is read, and all but the gradient are written.
+
+        The figure ``adam_cpu`` is for bf16 with a split master; other formats take time by their bytes. A specified one
+        is no faster than host memory; a measured one is what it is.
+        """
+        states = sum(n for kind, n in planes.items() if kind is not PlaneKind.GRAD)
+        touched = 2 * states + planes.get(PlaneKind.GRAD, grad_bytes)
+        if tier is Tier.GPU:
+            return self.gpu_pass(touched)
+        what = "Adam on the host"
+        seconds = self._get("adam_cpu", what) * touched / _ADAM_BYTES
+        if not seconds:
+            return Cost(0.0, {})
+        through_memory = touched / self._get("dram_bandwidth", what) if self._hardware.has("dram_bandwidth") else 0.0
+        if self._hardware.figures["adam_cpu"].source.startswith("measured"):
+            through_memory = min(through_memory, seconds)
+        whole = max(seconds, through_memory)
+        return Cost(whole, {THREADS: seconds / whole, DRAM: through_memory / whole})
+
+    def ring(self, num_bytes: float, ranks: int) -> Cost:
+        """A ring all-gather or reduce-scatter of ``num_bytes`` in all: each rank sends (ranks - 1) / ranks of them."""
+        if ranks == 1 or not num_bytes:
+            return Cost(0.0, {})
+        wire = self._get("interconnect", "sharing a model among ranks")
+        return Cost(num_bytes * (ranks - 1) / ranks / wire, {WIRE: 1.0})

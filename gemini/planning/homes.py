@@ -1,0 +1,224 @@
+"""Which home for every plane costs a step least: an integer program over chunks, its few budgets and lanes.
+
+For every chunk: do all its planes live on the GPU (its Adam runs there and nothing moves), its weights alone, or are
+they fetched; do gathered weights stay between forward and backward; and which planes live on NVMe. The rows that couple
+chunks are the budgets of the tiers, so the linear relaxation is fractional in a handful of chunks only, and rounding it
+loses next to nothing. What a placement really costs is counted afterwards, from its moves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from gemini.planning.placement import Placement, Problem
+from gemini.planning.planes import OPTIMIZER_PLANES, PlaneKind
+from gemini.planning.speeds import Speeds
+from gemini.planning.traffic import Boundary, Traffic, fetch_traffic, gradient_traffic, update_traffic
+from gemini.tiers import Tier
+
+FINE = 120
+"""Chunks up to which the residual and each moment are placed apart; beyond, one chunk's states are one item."""
+
+
+class Fetches(NamedTuple):
+    """How often a chunk's weights are gathered in a step if nothing stays, and how often at least."""
+
+    at_most: int
+    at_least: int
+
+
+class Choice(NamedTuple):
+    """One binary decision: what it puts where, and what it costs and frees against all planes on the CPU tier."""
+
+    chunk: int
+    homes: Mapping[PlaneKind, Tier]
+    excludes: tuple[PlaneKind, ...]
+    seconds: Mapping[str, float]
+    num_bytes: Mapping[Tier, int]
+
+
+def cheapest_homes(
+    problem: Problem,
+    fetches: Sequence[Fetches],
+    speeds: Speeds,
+    *,
+    accumulate: int = 1,
+    overlapped: bool = False,
+    compute_seconds: float = 0.0,
+) -> Placement | None:
+    """The placement that the program finds; None if it finds none (whether the model fits is for others to say).
+
+    Args:
+        problem: what is placed; its weights are gathered, so that what gathering needs is spoken for.
+        fetches: per chunk, over all micro-batches of a step.
+        overlapped: minimise the busiest lane, and only then the sum of all; else the sum.
+        compute_seconds: of forward and backward, which an overlapped step cannot be shorter than.
+
+    Deterministic, as :func:`gemini.planning.moves.cheapest_moves` is.
+    """
+    choices: list[Choice] = []
+    alike: dict[tuple[object, ...], list[Choice]] = {}  # chunks of repeated blocks differ in nothing but their index
+    for i, chunk in enumerate(problem.layout.chunks):
+        form = (chunk.shape, chunk.trainable, fetches[i])
+        if form not in alike:
+            alike[form] = _choices(problem, i, fetches, speeds, accumulate)
+        choices += [choice._replace(chunk=i) for choice in alike[form]]
+    base, used = _all_on_cpu(problem, fetches, speeds, accumulate)
+    chosen = _solve(problem, choices, base, used, overlapped, compute_seconds)
+    if chosen is None:
+        return None
+    kinds = [problem.plane_bytes(i) for i in range(len(problem.layout.chunks))]
+    homes = [dict.fromkeys(own, Tier.CPU) for own in kinds]
+    for choice in chosen:
+        homes[choice.chunk].update(choice.homes)
+    return Placement(tuple(homes))
+
+
+def _seconds(problem: Problem, homes: Mapping[PlaneKind, Tier], index: int, times: int, speeds: Speeds,
+             accumulate: int) -> dict[str, float]:  # fmt: skip
+    """What a chunk costs in a step, by lane, with its weights gathered ``times``."""
+    moved: Traffic = update_traffic(problem, homes, index)
+    for traffic, repeats in (
+        (fetch_traffic(problem, homes, index), times),
+        (gradient_traffic(problem, homes, index), accumulate),
+    ):
+        for boundary, num_bytes in traffic.items():
+            moved[boundary] += repeats * num_bytes
+    seconds: dict[str, float] = {}
+    for boundary, num_bytes in moved.items():
+        lane = _lane(boundary)
+        seconds[lane] = seconds.get(lane, 0.0) + speeds.seconds(boundary, num_bytes)
+    chunk = problem.layout.chunks[index]
+    if chunk.trainable:
+        on_gpu = problem.compute is Tier.GPU and all(tier is Tier.GPU for tier in homes.values())
+        each = speeds.adam_gpu if on_gpu else speeds.adam_cpu
+        seconds["adam gpu" if on_gpu else "adam"] = each * chunk.numel / problem.layout.ranks
+    return seconds
+
+
+def _lane(boundary: Boundary) -> str:
+    if Tier.NVME in boundary:
+        return "nvme"  # one drive does both, and what it reads it does not write
+    return "h2d" if boundary.target is Tier.GPU else "d2h"
+
+
+def _choices(problem: Problem, index: int, fetches: Sequence[Fetches], speeds: Speeds, accumulate: int) -> list[Choice]:
+    sizes, most = problem.plane_bytes(index), fetches[index].at_most
+    cpu = dict.fromkeys(sizes, Tier.CPU)
+    before = _seconds(problem, cpu, index, most, speeds, accumulate)
+    found: list[Choice] = []
+
+    def add(homes: Mapping[PlaneKind, Tier], excludes: Sequence[PlaneKind], times: int, *, stays: bool = False) -> None:
+        if any(tier not in problem.budgets for tier in homes.values()):
+            return
+        after = _seconds(problem, {**cpu, **homes}, index, times, speeds, accumulate)
+        change = {lane: after.get(lane, 0.0) - before.get(lane, 0.0) for lane in {*after, *before}}
+        num_bytes: dict[Tier, int] = {}
+        for kind, tier in homes.items():
+            num_bytes[tier] = num_bytes.get(tier, 0) + sizes[kind]
+            num_bytes[Tier.CPU] = num_bytes.get(Tier.CPU, 0) - sizes[kind]
+        if stays:
+            num_bytes[problem.compute] = num_bytes.get(problem.compute, 0) + problem.window_bytes(index)
+        found.append(Choice(index, homes, tuple(excludes), change, num_bytes))
+
+    weights = [PlaneKind.WEIGHTS]
+    least = fetches[index].at_least
+    if problem.compute is Tier.GPU:
+        resident = 0 if problem.layout.ranks == 1 else most
+        add(dict.fromkeys(sizes, Tier.GPU), list(sizes), resident)
+        if len(sizes) > 1:
+            add({PlaneKind.WEIGHTS: Tier.GPU}, weights, resident)
+        if least < most:
+            add({}, weights, least, stays=True)
+    add({PlaneKind.WEIGHTS: Tier.NVME}, weights, most)
+    if least < most:
+        add({PlaneKind.WEIGHTS: Tier.NVME}, weights, least, stays=True)
+    states = [kind for kind in OPTIMIZER_PLANES if kind in sizes]
+    groups = [[kind] for kind in states] if len(problem.layout.chunks) <= FINE else [states]
+    for group in (*groups, [PlaneKind.GRAD]):
+        if all(kind in sizes for kind in group) and group:
+            add(dict.fromkeys(group, Tier.NVME), group, most)
+    return found
+
+
+def _all_on_cpu(
+    problem: Problem, fetches: Sequence[Fetches], speeds: Speeds, accumulate: int
+) -> tuple[dict[str, float], dict[Tier, int]]:
+    seconds: dict[str, float] = {}
+    used = dict.fromkeys(problem.budgets, 0)
+    for index in range(len(problem.layout.chunks)):
+        homes = dict.fromkeys(problem.plane_bytes(index), Tier.CPU)
+        for lane, value in _seconds(problem, homes, index, fetches[index].at_most, speeds, accumulate).items():
+            seconds[lane] = seconds.get(lane, 0.0) + value
+        used[Tier.CPU] += sum(problem.plane_bytes(index).values())
+    for tier, num_bytes in problem.spoken_for().items():
+        used[tier] = used.get(tier, 0) + num_bytes
+    return seconds, used
+
+
+def _solve(
+    problem: Problem,
+    choices: Sequence[Choice],
+    base: Mapping[str, float],
+    used: Mapping[Tier, int],
+    overlapped: bool,
+    compute_seconds: float,
+) -> list[Choice] | None:
+    from scipy.optimize import Bounds, LinearConstraint, milp
+    from scipy.sparse import csr_matrix
+
+    if not choices:
+        return []
+    entries: list[tuple[int, int, float]] = []
+    limits: list[float] = []
+    exclusive: dict[tuple[int, PlaneKind], list[int]] = {}
+    for column, choice in enumerate(choices):
+        for kind in choice.excludes:
+            exclusive.setdefault((choice.chunk, kind), []).append(column)
+    for columns in exclusive.values():
+        if len(columns) > 1:
+            entries += [(len(limits), column, 1.0) for column in columns]
+            limits.append(1.0)
+    mebibyte = 2.0**20
+    for tier, budget in problem.budgets.items():
+        for column, choice in enumerate(choices):
+            if choice.num_bytes.get(tier):
+                entries.append((len(limits), column, choice.num_bytes[tier] / mebibyte))
+        limits.append((budget - used.get(tier, 0)) / mebibyte)
+    lanes = sorted({*base, *(lane for choice in choices for lane in choice.seconds)})
+    scale = sum(base.values()) or 1.0
+    last = len(choices)
+    costs = [sum(choice.seconds.values()) / scale * (0.01 if overlapped else 1.0) for choice in choices]
+    # Of equals the first chunks are the ones in faster tiers: their weights are needed first and updated last.
+    nudge = 1e-9 / max(1, len(problem.layout.chunks))
+    for column, choice in enumerate(choices):
+        slower = Tier.NVME in choice.homes.values()
+        costs[column] += nudge * (len(problem.layout.chunks) - choice.chunk if slower else choice.chunk)
+    if overlapped:
+        costs.append(1.0)
+        for lane in lanes:
+            entries += [
+                (len(limits), column, choice.seconds[lane] / scale)
+                for column, choice in enumerate(choices)
+                if choice.seconds.get(lane)
+            ]
+            entries.append((len(limits), last, -1.0))
+            limits.append(-base.get(lane, 0.0) / scale)
+    num_columns = len(costs)
+    rows, columns_of, values = zip(*entries, strict=True)
+    matrix = csr_matrix((values, (rows, columns_of)), shape=(len(limits), num_columns))
+    lower, upper = [0.0] * len(choices), [1.0] * len(choices)
+    if overlapped:
+        lower.append(compute_seconds / scale)
+        upper.append(float("inf"))
+    solution = milp(
+        costs,
+        constraints=LinearConstraint(matrix, ub=limits),
+        integrality=[1] * len(choices) + [0] * (num_columns - len(choices)),
+        bounds=Bounds(lower, upper),
+        options={"mip_rel_gap": 2e-3, "node_limit": 50},
+    )
+    if solution.x is None:
+        return None
+    return [choice for choice, share in zip(choices, solution.x, strict=False) if share > 0.5]

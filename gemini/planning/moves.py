@@ -1,0 +1,266 @@
+"""When gathered weights come and go in a step: demand paging by a policy, or the intervals that save the most bytes.
+
+The question is offline caching: each moment needs some chunks in a room of limited size, and every gathering costs. A
+chunk that is needed again either stays in the interval between (and takes its bytes of all moments in it) or is
+gathered again. Choosing the intervals to keep is an integer program with one row per moment; on chunks of one size its
+matrix is totally unimodular, so that its linear relaxation is exact (S. Albers, S. Arora, S. Khanna, SODA 1999).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from math import gcd
+from typing import NamedTuple
+
+from gemini.errors import BudgetExceeded, human_bytes
+from gemini.planning.plan import Moves
+from gemini.planning.policy import Candidate, EvictionPolicy, NextUse
+from gemini.planning.trace import Access
+
+NEVER = 2**62
+"""The next use of a chunk that is not needed again."""
+
+
+class Run(NamedTuple):
+    """A stretch of consecutive moments, ``first`` to ``last``, that need a chunk."""
+
+    chunk: int
+    first: int
+    last: int
+
+
+def runs(accesses: Sequence[Access], sizes: Mapping[int, int]) -> list[Run]:
+    """The runs of all chunks in ``sizes``, in order of their first moments."""
+    found: list[Run] = []
+    begun: dict[int, int] = {}
+    before: frozenset[int] = frozenset()
+    for moment, access in enumerate(accesses):
+        now = frozenset(i for i in access.chunks if i in sizes)
+        for index in before - now:
+            found.append(Run(index, begun.pop(index), moment - 1))
+        for index in now - before:
+            begun[index] = moment
+        before = now
+    found += [Run(index, first, len(accesses) - 1) for index, first in begun.items()]
+    return sorted(found, key=lambda run: (run.first, run.chunk))
+
+
+def moves_by_policy(
+    accesses: Sequence[Access],
+    *,
+    sizes: Mapping[int, int],
+    room: int,
+    policy: EvictionPolicy,
+    lasting: frozenset[int] = frozenset(),
+) -> tuple[Moves, ...]:
+    """Gather what a moment needs when it begins, and let the policy make room for it.
+
+    Args:
+        accesses: the chunks of each moment.
+        sizes: bytes of the chunks that have to be gathered; others are there anyway.
+        room: bytes that gathered chunks may take at once.
+        lasting: chunks (frozen ones) whose gathered weights outlive the step. The step is then played until it begins
+            with what it leaves.
+
+    Raises:
+        BudgetExceeded: if one moment needs more than ``room``.
+    """
+    starts: dict[int, list[int]] = {}
+    for run in runs(accesses, sizes):
+        starts.setdefault(run.chunk, []).append(run.first)
+    standing: frozenset[int] = frozenset()
+    for _ in range(8):
+        moves, left = _play(accesses, sizes, room, policy, starts, lasting, standing)
+        if left & lasting == standing:
+            return moves
+        standing = left & lasting
+    return _play(accesses, sizes, room, policy, starts, frozenset(), frozenset())[0]
+
+
+def _play(
+    accesses: Sequence[Access],
+    sizes: Mapping[int, int],
+    room: int,
+    policy: EvictionPolicy,
+    starts: Mapping[int, list[int]],
+    lasting: frozenset[int],
+    standing: frozenset[int],
+) -> tuple[tuple[Moves, ...], frozenset[int]]:
+    """One step that begins with ``standing``: its moves, and what is gathered at its end."""
+    gathered = dict.fromkeys(sorted(standing), -1)
+    last_use = dict.fromkeys(gathered, -1)
+    moves: list[Moves] = []
+
+    def next_use(index: int, moment: int) -> int:
+        at = bisect_right(starts[index], moment)
+        if at < len(starts[index]):
+            return starts[index][at]
+        return len(accesses) + starts[index][0] if index in lasting else NEVER
+
+    for moment, access in enumerate(accesses):
+        needed = [index for index in access.chunks if index in sizes]
+        fetch = [index for index in needed if index not in gathered]
+        missing = sum(sizes[i] for i in gathered) + sum(sizes[i] for i in fetch) - room
+        evict: tuple[int, ...] = ()
+        if fetch and missing > 0:
+            candidates = [
+                Candidate(i, sizes[i], last_use[i], False, gathered[i], next_use(i, moment))
+                for i in gathered
+                if i not in needed
+            ]
+            victims = policy.choose(candidates, missing)
+            if victims is None:
+                raise _too_much(access, sum(sizes[i] for i in needed), room)
+            evict = victims
+            for index in evict:
+                del gathered[index]
+        for index in fetch:
+            gathered[index] = moment
+        last_use.update(dict.fromkeys(needed, moment))
+        moves.append(Moves(evict, tuple(fetch)))
+    return tuple(moves), frozenset(gathered)
+
+
+def _too_much(access: Access, needed: int, room: int) -> BudgetExceeded:
+    return BudgetExceeded(
+        f"moment {access.moment} needs {human_bytes(needed)} of gathered weights at once, and there is room for "
+        f"{human_bytes(room)}: raise the budget of the computing tier by {human_bytes(needed - room)}"
+    )
+
+
+def cheapest_moves(
+    accesses: Sequence[Access],
+    *,
+    sizes: Mapping[int, int],
+    room: int,
+    costs: Mapping[int, float] | None = None,
+    lasting: frozenset[int] = frozenset(),
+) -> tuple[Moves, ...]:
+    """The moves that cost least. Arguments as of :func:`moves_by_policy`; ``costs``: of gathering a chunk once, in any
+    unit (default: its bytes).
+
+    Deterministic: the same arguments give the same moves on every rank.
+
+    Raises:
+        BudgetExceeded: if one moment needs more than ``room``.
+    """
+    price = {index: float(size) for index, size in sizes.items()} if costs is None else dict(costs)
+    greedy = moves_by_policy(accesses, sizes=sizes, room=room, policy=NextUse(), lasting=lasting)
+    if not any(moves.evict for moves in greedy):
+        return greedy  # everything stays from its first use on: nothing can be saved
+    found = runs(accesses, sizes)
+    gaps = _gaps(found, len(accesses), lasting)
+    kept = _choose(gaps, accesses, sizes, room, price)
+    chosen = _moves_of(found, kept, len(accesses), lasting)
+    return min((chosen, greedy), key=lambda all_moves: sum(price[i] for moves in all_moves for i in moves.fetch))
+
+
+class Gap(NamedTuple):
+    """Between two runs of a chunk: moments ``start`` to ``stop`` - 1 do not need it. One that leads into the next step
+    has ``stop`` <= ``start``.
+    """
+
+    chunk: int
+    start: int
+    stop: int
+
+
+def _gaps(found: Sequence[Run], num_moments: int, lasting: frozenset[int]) -> list[Gap]:
+    by_chunk: dict[int, list[Run]] = {}
+    for run in found:
+        by_chunk.setdefault(run.chunk, []).append(run)
+    gaps: list[Gap] = []
+    for index, own in by_chunk.items():
+        gaps += [Gap(index, a.last + 1, b.first) for a, b in zip(own, own[1:], strict=False)]
+        if index in lasting:
+            gaps.append(Gap(index, own[-1].last + 1, own[0].first))
+    return gaps
+
+
+def _choose(
+    gaps: Sequence[Gap],
+    accesses: Sequence[Access],
+    sizes: Mapping[int, int],
+    room: int,
+    price: Mapping[int, float],
+) -> set[Gap]:
+    """The gaps to keep chunks gathered in: maximise what they save, within the room that each moment leaves."""
+    from scipy.optimize import Bounds, LinearConstraint, milp
+    from scipy.sparse import csr_matrix
+
+    free = [room - sum(sizes[i] for i in access.chunks if i in sizes) for access in accesses]
+    rows = _binding_rows(gaps, free)
+    if not rows:
+        return set(gaps)
+    unit = gcd(*(sizes[gap.chunk] for gap in gaps))
+    columns = {gap: column for column, gap in enumerate(gaps)}
+    entries = [(row, columns[gap], sizes[gap.chunk] // unit) for row, (_, over) in enumerate(rows) for gap in over]
+    where_row, where_column, values = zip(*entries, strict=True)
+    matrix = csr_matrix((values, (where_row, where_column)), shape=(len(rows), len(gaps)))
+    limits = [free[moment] // unit for moment, _ in rows]  # whole units: a tighter relaxation
+    most = max(price[gap.chunk] for gap in gaps)
+    # The number of nodes is limited and not the time: what is chosen must not depend on how busy the machine is.
+    solution = milp(
+        [-price[gap.chunk] / most for gap in gaps],
+        constraints=LinearConstraint(matrix, ub=limits),
+        integrality=[1] * len(gaps),
+        bounds=Bounds(0, 1),
+        options={"mip_rel_gap": 1e-3 if len(gaps) > 100 else 0.0, "node_limit": 200},
+    )
+    if solution.x is None:
+        return set()
+    return {gap for gap, share in zip(gaps, solution.x, strict=True) if share > 0.5}
+
+
+def _binding_rows(gaps: Sequence[Gap], free: Sequence[int]) -> list[tuple[int, list[Gap]]]:
+    """Moments whose room can be short, with the gaps over each.
+
+    A row that another one implies (all its gaps are over that moment too, which has no more room) is left out: of a
+    whole forward, in which gaps only begin, a few moments remain.
+    """
+    begin: dict[int, list[Gap]] = {}
+    end: dict[int, list[Gap]] = {}
+    over: dict[Gap, None] = {}
+    for gap in gaps:
+        begin.setdefault(gap.start, []).append(gap)
+        end.setdefault(gap.stop, []).append(gap)
+        if gap.stop <= gap.start:
+            over[gap] = None
+    kept: list[tuple[int, list[Gap]]] = []
+    growing: list[tuple[int, list[Gap]]] = []  # no gap has ended since the first of these
+    for moment, room in enumerate(free):
+        ended, begun = end.get(moment, ()), begin.get(moment, ())
+        if ended:
+            kept += growing
+            growing = []
+        for gap in ended:
+            over.pop(gap, None)
+        for gap in begun:
+            over[gap] = None
+        if not over:
+            continue
+        if kept and not growing and not begun and free[kept[-1][0]] <= room:
+            continue  # gaps have only ended since then
+        while growing and free[growing[-1][0]] >= room:
+            growing.pop()
+        growing.append((moment, list(over)))
+    return kept + growing
+
+
+def _moves_of(found: Sequence[Run], kept: set[Gap], num_moments: int, lasting: frozenset[int]) -> tuple[Moves, ...]:
+    evict: list[list[int]] = [[] for _ in range(num_moments)]
+    fetch: list[list[int]] = [[] for _ in range(num_moments)]
+    stays_until = {(gap.chunk, gap.stop) for gap in kept}
+    stays_from = {(gap.chunk, gap.start) for gap in kept}
+    first_run: dict[int, int] = {}
+    for run in found:
+        first_run.setdefault(run.chunk, run.first)
+        if (run.chunk, run.first) not in stays_until:
+            fetch[run.first].append(run.chunk)
+        if (run.chunk, run.last + 1) not in stays_from:
+            if run.last + 1 < num_moments:
+                evict[run.last + 1].append(run.chunk)
+            elif run.chunk in lasting and first_run[run.chunk] > 0:
+                evict[0].append(run.chunk)
+    return tuple(Moves(tuple(e), tuple(f)) for e, f in zip(evict, fetch, strict=True))

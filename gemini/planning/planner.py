@@ -1,0 +1,365 @@
+"""From a trace, a machine and budgets to a plan. ``gemini plan`` and ``GeminiDDP(placement="auto")`` both come here.
+
+Candidates are made (the fastest tier first; the homes that cost least by an integer program), each gets its cheapest
+moves, and the one that costs a step least is the plan. Whether a model fits is decided by the same arithmetic that the
+runtime reserves by.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+from dataclasses import replace
+
+from gemini.errors import BudgetExceeded, PlanMismatch, parse_bytes
+from gemini.planning.hardware import Hardware
+from gemini.planning.homes import Fetches, cheapest_homes
+from gemini.planning.layout import DEFAULT_MAX_CHUNK
+from gemini.planning.moves import cheapest_moves, moves_by_policy
+from gemini.planning.placement import Placement, Problem, StaticPlacement, by_fractions, check_fits, fill_fastest
+from gemini.planning.plan import Moves, Plan, window_room
+from gemini.planning.planes import GRADIENTS, PRECISIONS, PlaneKind
+from gemini.planning.policy import EvictionPolicy, NextUse
+from gemini.planning.speeds import Speeds
+from gemini.planning.trace import Access, MemoryTrace, accesses
+from gemini.planning.traffic import fetch_traffic
+from gemini.planning.working import (
+    MARGIN,
+    PIECE,
+    activation_bytes,
+    gathered_at_once,
+    gradients_in_flight,
+    scratch_bytes,
+    staging_bytes,
+    tile_numel,
+)
+from gemini.tiers import MemoryBudget, Tier
+
+SCHEDULES = ("serial", "overlapped")
+
+
+def plan(
+    trace: MemoryTrace,
+    hardware: Hardware | None,
+    budget: MemoryBudget | Mapping[Tier, int],
+    *,
+    precision: str | None = None,
+    gradients: str = "retain",
+    compute: Tier | None = None,
+    placement: Placement | StaticPlacement | None = None,
+    offload_activations: str | None = None,
+    activations: int | None = None,
+    accumulate: int = 1,
+    ranks: int = 1,
+    local_ranks: int | None = None,
+    max_chunk: int = DEFAULT_MAX_CHUNK,
+    schedule: str = "serial",
+) -> Plan:
+    """Where every plane of every chunk lives and what moves when, so that a step costs least and no tier overflows.
+
+    Args:
+        trace: one micro-batch of the step to plan for.
+        hardware: the machine; None for typical speeds, of which only the order matters.
+        budget: bytes per tier of one machine. What a :class:`~gemini.tiers.MemoryBudget` leaves out is the machine's
+            capacity times ``MARGIN``; a mapping has exactly its tiers.
+        precision: as of ``GeminiConfig``; None for the trace's.
+        gradients: as of ``GeminiConfig``.
+        compute: the tier that computes; None for the GPU if there is a budget for one, else the CPU.
+        placement: fixed homes, for which only moves are made; None to choose them.
+        offload_activations: as of ``GeminiConfig``, or "auto": to host memory if the step costs less for it or does
+            not fit without.
+        activations: bytes of the GPU to leave to activations and workspaces; None for what the trace has.
+        accumulate: micro-batches per optimizer step.
+        ranks: processes that divide the model among them; ``local_ranks`` of them share this machine (default: all).
+        max_chunk: as of ``GeminiConfig``.
+        schedule: what the step's cost is: "serial" (the sum of all that is done) or "overlapped" (the busiest lane).
+
+    Raises:
+        BudgetExceeded: if it does not fit, with the numbers and the cheapest change.
+        MissingFigure: if the hardware lacks a speed that the plan needs.
+        ValueError: for settings that are not known.
+    """
+    for name, value, known in (
+        ("precision", precision or trace.precision, PRECISIONS),
+        ("gradients", gradients, GRADIENTS),
+        ("schedule", schedule, SCHEDULES),
+        ("offload_activations", offload_activations, (None, "auto", "cpu", "nvme")),
+    ):
+        if value not in known:
+            raise ValueError(f"{name}={value!r} is not known; use one of {', '.join(map(repr, known))}")
+    if not trace.moments:
+        raise PlanMismatch(f"the trace of {trace.model} has no moments: trace a whole forward and backward")
+    sharing = local_ranks or ranks
+    budgets = budgets_of(budget, hardware, sharing)
+    problem = pose_problem(
+        trace,
+        budgets,
+        precision=precision or trace.precision,
+        gradients=gradients,
+        compute=compute,
+        activations=activations,
+        offload_activations=None if offload_activations == "auto" else offload_activations,
+        ranks=ranks,
+        max_chunk=max_chunk,
+    )
+    speeds = Speeds.typical() if hardware is None else Speeds.of(hardware, budgets, sharing=sharing)
+    planner = Planner(trace, speeds, accumulate=accumulate, schedule=schedule, hardware=hardware)
+    return planner.best_of(problem, placement, offload_activations, explicit=activations is not None)
+
+
+def budgets_of(
+    budget: MemoryBudget | Mapping[Tier, int], hardware: Hardware | None, sharing: int = 1
+) -> dict[Tier, int]:
+    """Bytes per tier for one of ``sharing`` ranks of a machine.
+
+    Raises:
+        ValueError: for a budget without a tier to hold anything.
+    """
+    found: dict[Tier, int] = {}
+    for tier in Tier:
+        if isinstance(budget, MemoryBudget):
+            declared = budget.bytes_of(tier)
+            if declared is None and hardware is not None and hardware.capacity(tier) is not None:
+                declared = int((hardware.capacity(tier) or 0) * MARGIN)
+        else:
+            declared = budget.get(tier)
+            declared = None if declared is None else parse_bytes(declared, what=f"the {tier.value} budget")
+        if declared is not None and (declared > 0 or tier is Tier.CPU):
+            found[tier] = declared if tier is Tier.GPU else declared // sharing
+    if Tier.CPU not in found:
+        raise ValueError(
+            "a plan needs a budget of host memory: give cpu=, or hardware with a capacity (staging stands there)"
+        )
+    return found
+
+
+def pose_problem(
+    trace: MemoryTrace,
+    budgets: Mapping[Tier, int],
+    *,
+    precision: str,
+    gradients: str = "retain",
+    compute: Tier | None = None,
+    activations: int | None = None,
+    offload_activations: str | None = None,
+    ranks: int = 1,
+    replicas: int = 1,
+    reduce_itemsize: int | None = None,
+    max_chunk: int = DEFAULT_MAX_CHUNK,
+) -> Problem:
+    """What is placed, and the bytes that no plane may take."""
+    compute = compute or (Tier.GPU if Tier.GPU in budgets else Tier.CPU)
+    if compute not in budgets:
+        raise ValueError(f"compute={compute.value!r} has no budget; there are {', '.join(t.value for t in budgets)}")
+    if compute is Tier.CPU:
+        budgets = {tier: n for tier, n in budgets.items() if tier is not Tier.GPU}
+    layout = trace.layout(ranks=ranks, max_chunk=max_chunk)
+    tile = tile_numel(max(chunk.numel for chunk in layout.chunks))
+    many = ranks > 1 or replicas > 1
+    offload_to = None if offload_activations is None else Tier(offload_activations)
+    offloads = offload_to is not None and offload_to is not compute and trace.checkpoint_bytes > 0
+    if compute is Tier.CPU:
+        activations = 0  # they are computed in host memory, beside its budget
+    elif activations is None:
+        activations = activation_bytes(trace, offloaded=offloads)
+    itemsize = reduce_itemsize or (4 if precision == "fp32" else 2)
+    return Problem(
+        layout=layout,
+        precision=precision,
+        gradients=gradients,
+        budgets=dict(budgets),
+        compute=compute,
+        working_set=gathered_at_once(trace, layout, precision),
+        staging=staging_bytes(tile),
+        activations=activations,
+        in_flight=gradients_in_flight(layout, itemsize) if many else 0,
+        exchange=scratch_bytes(max(ranks, replicas), min(tile, PIECE)) if many else 0,
+        max_chunk=max_chunk,
+        offloaded=trace.checkpoint_bytes if offloads else 0,
+        offload_to=offload_to if offloads else None,
+    )
+
+
+class Planner:
+    """Makes and compares the plans of one trace."""
+
+    def __init__(
+        self,
+        trace: MemoryTrace,
+        speeds: Speeds,
+        *,
+        accumulate: int = 1,
+        schedule: str = "serial",
+        hardware: Hardware | None = None,
+    ):
+        self.trace = trace
+        self.speeds = speeds
+        self.accumulate = accumulate
+        self.overlapped = schedule == "overlapped"
+        self.hardware = hardware
+
+    def best_of(
+        self,
+        problem: Problem,
+        placement: Placement | StaticPlacement | None,
+        offload_activations: str | None,
+        *,
+        explicit: bool,
+    ) -> Plan:
+        """As :meth:`best`; with "auto" the better of leaving checkpointed activations and keeping them on the host.
+
+        ``explicit``: the bytes for activations were declared, so offloading does not change them.
+        """
+        if offload_activations != "auto":
+            return self.best(problem, placement, offload_activations)
+        plans: list[Plan] = []
+        refusal: BudgetExceeded | None = None
+        for where in (None, "cpu"):
+            if where is not None and (problem.compute is Tier.CPU or not self.trace.checkpoint_bytes):
+                continue
+            left = problem.activations if explicit else activation_bytes(self.trace, offloaded=where is not None)
+            posed = replace(
+                problem,
+                activations=0 if problem.compute is Tier.CPU else left,
+                offloaded=0 if where is None else self.trace.checkpoint_bytes,
+                offload_to=None if where is None else Tier(where),
+            )
+            try:
+                plans.append(self.choose(posed, placement, where))
+            except BudgetExceeded as e:
+                refusal = refusal or e
+        if not plans:
+            assert refusal is not None
+            raise refusal
+        return self.refined(min(plans, key=self.cost))  # of equals the first: nothing is moved without a gain
+
+    def best(
+        self, problem: Problem, placement: Placement | StaticPlacement | None, offload_activations: str | None
+    ) -> Plan:
+        """The plan that costs least.
+
+        Raises:
+            BudgetExceeded: if it does not fit.
+        """
+        return self.refined(self.choose(problem, placement, offload_activations))
+
+    def choose(
+        self, problem: Problem, placement: Placement | StaticPlacement | None, offload_activations: str | None
+    ) -> Plan:
+        """The best homes, with moves made on demand: as good a measure for the choice, and quick."""
+        if placement is not None:
+            if isinstance(placement, StaticPlacement):
+                placement = by_fractions(problem, placement)
+            check_fits(problem, placement)
+            return self.with_moves(problem, placement, offload_activations)
+        refusal: BudgetExceeded | None = None
+        try:
+            first = self.with_moves(problem, fill_fastest(problem), offload_activations)
+            if not any(_slower(problem, first.placement)):
+                return first  # everything where it is computed: there is nothing to decide
+        except BudgetExceeded as e:
+            first, refusal = None, e
+        homes = self._homes(problem)
+        plans = [] if first is None else [first]
+        if homes is not None:
+            try:
+                check_fits(problem, homes)
+                plans.append(self.with_moves(problem, homes, offload_activations))
+            except BudgetExceeded as e:
+                refusal = refusal or e
+        if not plans:
+            assert refusal is not None
+            raise refusal
+        costs = [self.cost(plan) for plan in plans]
+        # The plain filling unless there is something to be gained: what people expect, and easy to read.
+        return plans[-1] if costs[-1] < 0.999 * costs[0] else plans[0]
+
+    def _homes(self, problem: Problem) -> Placement | None:
+        steps = accesses(self.trace, problem.layout)
+        every = range(len(problem.layout.chunks))
+        sizes = {i: problem.window_bytes(i) for i in every}
+        lasting = frozenset(i for i in every if not problem.layout.chunks[i].trainable)
+        poorest = moves_by_policy(steps, sizes=sizes, room=problem.working_set, policy=NextUse())
+        counts = Counter(i for moves in poorest for i in moves.fetch)
+        n = self.accumulate
+        fetches = [Fetches(n * counts[i], min(n * counts[i], 0 if i in lasting else n)) for i in every]
+        return cheapest_homes(
+            problem,
+            fetches,
+            self.speeds,
+            accumulate=n,
+            overlapped=self.overlapped,
+            compute_seconds=n * self._compute_seconds(problem),
+        )
+
+    def _compute_seconds(self, problem: Problem) -> float:
+        if self.trace.seconds is not None:
+            return self.trace.seconds
+        figure = f"{problem.compute.value}_flops_{'fp32' if problem.precision == 'fp32' else 'bf16'}"
+        if self.hardware is None or not self.hardware.has(figure):
+            return 0.0
+        return self.trace.flops / self.hardware.get(figure, needed_for="the time of forward and backward")
+
+    def with_moves(self, problem: Problem, placement: Placement, offload_activations: str | None) -> Plan:
+        """A placement with the moves that next use makes on demand."""
+        moves = moves_for(self.trace, problem, placement, self.speeds, policy=NextUse())
+        return Plan(self.trace, problem, placement, moves, offload_activations, self.accumulate)
+
+    def refined(self, plan: Plan) -> Plan:
+        """The same homes with the moves that cost least."""
+        return replace(plan, moves=moves_for(self.trace, plan.problem, plan.placement, self.speeds))
+
+    def cost(self, plan: Plan) -> float:
+        """Seconds of a step beside its computing: of all moves and updates, or of the busiest lane."""
+        lanes: defaultdict[str, float] = defaultdict(float)
+        for boundary, num_bytes in plan.traffic.items():
+            lane = "nvme" if Tier.NVME in boundary else str(boundary)
+            lanes[lane] += self.speeds.seconds(boundary, num_bytes)
+        for index, chunk in enumerate(plan.layout.chunks):
+            if chunk.trainable:
+                on_gpu = plan.adam_tier(index) is Tier.GPU
+                each = self.speeds.adam_gpu if on_gpu else self.speeds.adam_cpu
+                lanes["adam gpu" if on_gpu else "adam"] += each * chunk.numel / plan.layout.ranks
+        if plan.problem.offload_to is not None:
+            lanes["d2h"] += self.accumulate * plan.problem.offloaded / self.speeds.d2h
+            lanes["h2d"] += self.accumulate * plan.problem.offloaded / self.speeds.h2d
+        if not self.overlapped:
+            return sum(lanes.values())
+        compute = self.accumulate * self._compute_seconds(plan.problem)
+        return max([compute, *lanes.values()]) + 0.01 * sum(lanes.values())
+
+
+def moves_for(
+    trace: MemoryTrace,
+    problem: Problem,
+    placement: Placement,
+    speeds: Speeds | None = None,
+    *,
+    steps: tuple[Access, ...] | None = None,
+    policy: EvictionPolicy | None = None,
+) -> tuple[Moves, ...]:
+    """The moves of a placement: those that cost least, or those that ``policy`` makes on demand.
+
+    Args:
+        steps: the accesses, where they are not those of ``trace``.
+
+    Raises:
+        BudgetExceeded: if one moment needs more gathered weights than there is room for.
+    """
+    speeds = speeds or Speeds.typical()
+    steps = steps or accesses(trace, problem.layout)
+    chunks = range(len(problem.layout.chunks))
+    moving = [i for i in chunks if problem.needs_window(i, placement.homes[i][PlaneKind.WEIGHTS])]
+    sizes = {i: problem.window_bytes(i) for i in moving}
+    lasting = frozenset(i for i in moving if not problem.layout.chunks[i].trainable)
+    room = window_room(problem, placement)
+    if policy is not None:
+        return moves_by_policy(steps, sizes=sizes, room=room, policy=policy, lasting=lasting)
+    # A copy within the computing tier (a shard gathered from ranks, a cast) is not free either: at memory speed.
+    costs = {i: speeds.cost(fetch_traffic(problem, placement.homes[i], i)) + sizes[i] * 1e-12 for i in moving}
+    return cheapest_moves(steps, sizes=sizes, room=room, costs=costs, lasting=lasting)
+
+
+def _slower(problem: Problem, placement: Placement) -> list[int]:
+    """Chunks with a plane that is not where it is computed."""
+    return [i for i, homes in enumerate(placement.homes) if any(tier is not problem.compute for tier in homes.values())]

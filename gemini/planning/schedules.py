@@ -1,0 +1,326 @@
+"""The order of a step: which hop of a plan waits for which, in the engine that waits for every move and in the one that
+overlaps them.
+
+``serial``      fetch, compute, land, each after the other; updates in declaration order after backward
+``overlapped``  fetches as early as the windows' room allows, landing and updates behind computing, each update in time
+                for its chunk's next use
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from gemini.planning.costs import RESOURCES
+from gemini.planning.fluid import Fluid
+from gemini.planning.plan import standing, window_room
+from gemini.planning.planes import PlaneKind
+from gemini.planning.work import COMPUTING, Hop, Work
+from gemini.tiers import Tier
+
+STEPS = 3
+"""Steps that an overlapped schedule is played for; the last one is taken. The first begins with nothing pending, and
+what it leaves to the second one is what every later step finds.
+"""
+
+STAGED_UPDATES = 3
+"""Updates of the largest chunk between their first read and their last write at once: one is read, one is updated, one
+is written. (The engine works in tiles and needs less; whole chunks are the grain here.)
+"""
+
+LANDINGS_BEHIND = 2
+"""Moments whose gradients may be on their way while backward goes on."""
+
+
+class Task(NamedTuple):
+    """What a task of the fluid model stands for."""
+
+    hop: Hop
+    step: int
+    moment: int
+
+
+class Change(NamedTuple):
+    """Bytes that a tier holds more or fewer from the start or the end of a task on (task -1: from the beginning)."""
+
+    task: int
+    at_end: bool
+    tier: Tier
+    holder: str
+    num_bytes: int
+
+
+class Graph:
+    """The tasks of some steps, and what they change in memory."""
+
+    def __init__(self, work: Work):
+        self.work = work
+        self.fluid = Fluid(RESOURCES)
+        self.tasks: list[Task] = []
+        self.changes: list[Change] = []
+        self.begins: list[int] = []
+        """Per step, the task that its first moment computes in."""
+
+    def add(
+        self,
+        hop: Hop,
+        step: int,
+        moment: int,
+        after: Iterable[int],
+        urgency: float = 0,
+        takes: int = 0,
+        gives: int = 0,
+    ) -> int:
+        self.tasks.append(Task(hop, step, moment))
+        seconds, loads = hop.cost
+        return self.fluid.add(hop.queue, seconds, after=after, loads=loads, urgency=urgency, takes=takes, gives=gives)
+
+    def chain(
+        self, hops: Iterable[Hop], step: int, moment: int, after: Iterable[int], urgency: float = 0, staged: int = 0
+    ) -> list[int]:
+        """One after the other; from the first to the last they hold ``staged`` bytes of the buffer."""
+        hops, found = list(hops), list[int]()
+        for number, hop in enumerate(hops):
+            takes = staged if number == 0 else 0
+            gives = staged if number == len(hops) - 1 else 0
+            found.append(self.add(hop, step, moment, found[-1:] or after, urgency, takes, gives))
+        return found
+
+    def change(self, task: int, holder: str, num_bytes: int, *, at_end: bool, tier: Tier | None = None) -> None:
+        if num_bytes:
+            self.changes.append(Change(task, at_end, tier or self.work.problem.compute, holder, num_bytes))
+
+    def live(self, task: int, moment: int, before: int) -> int:
+        """Activations during and after a moment; returns those after it. On the host no budget counts them."""
+        told = self.work.plan.trace.moments[moment]
+        if self.work.problem.compute is Tier.GPU:
+            self.change(task, "activations", told.peak_bytes - before, at_end=False)
+            self.change(task, "activations", told.live_bytes - told.peak_bytes, at_end=True)
+        return told.live_bytes
+
+    def saved(self, moment: int, tasks: list[int]) -> None:
+        """Activations were taken away by ``tasks``."""
+        away, num_bytes = self.work.activations_at, self.work.plan.trace.moments[moment].saved_bytes
+        if tasks and away is not None:
+            self.change(tasks[0], "activations", num_bytes, at_end=False, tier=away)
+            self.leave(tasks[-1], -num_bytes, at_end=True)
+
+    def restored(self, moment: int, tasks: list[int]) -> None:
+        away, num_bytes = self.work.activations_at, self.work.plan.trace.moments[moment].restored_bytes
+        if tasks and away is not None:
+            self.leave(tasks[0], num_bytes, at_end=False)
+            self.change(tasks[-1], "activations", -num_bytes, at_end=True, tier=away)
+
+    def leave(self, task: int, num_bytes: int, *, at_end: bool) -> None:
+        if self.work.problem.compute is Tier.GPU:
+            self.change(task, "activations", num_bytes, at_end=at_end)
+
+
+def needs_windows(work: Work) -> list[bool]:
+    """Per chunk: whether its weights have to be gathered."""
+    homes = work.plan.placement.homes
+    return [work.problem.needs_window(index, planes[PlaneKind.WEIGHTS]) for index, planes in enumerate(homes)]
+
+
+def serial(work: Work) -> Graph:
+    """Today's engine: one thing at a time. One step; the next is the same."""
+    graph, plan = Graph(work), work.plan
+    layout, moments = plan.layout, plan.trace.moments
+    at: list[int] = []  # the task that everything comes after
+    gathered = dict.fromkeys(standing(plan), True)
+    for index in gathered:
+        graph.change(-1, "windows", work.problem.window_bytes(index), at_end=True)
+    live = 0
+
+    def do(hops: Iterable[Hop], moment: int) -> list[int]:
+        tasks = graph.chain(hops, 0, moment, at)
+        at[:] = tasks[-1:] or at
+        return tasks
+
+    def drop(index: int, task: int, *, at_end: bool) -> None:
+        if gathered.pop(index, False):
+            graph.change(task, "windows", -work.problem.window_bytes(index), at_end=at_end)
+
+    def update(index: int, moment: int) -> None:
+        tasks = do(work.update(index).hops, moment)
+        drop(index, tasks[-1], at_end=True)
+
+    for batch in range(plan.accumulate):
+        is_last = batch == plan.accumulate - 1
+        for moment in range(len(moments)):
+            for index in plan.moves[moment].evict:
+                drop(index, len(graph.tasks), at_end=False)  # before the first task of this moment
+            graph.restored(moment, do(work.restore(moment), moment))
+            for index in plan.moves[moment].fetch:
+                tasks = do(work.fetch(index), moment)
+                drop(index, tasks[0], at_end=False)  # gathered anew in the next micro-batch
+                gathered[index] = True
+                graph.change(tasks[0], "windows", work.problem.window_bytes(index), at_end=False)
+            (computing,) = do([work.computing[moment]], moment)
+            if not graph.begins:
+                graph.begins.append(computing)
+            live = graph.live(computing, moment, live)
+            graph.saved(moment, do(work.save(moment), moment))
+            for landing in work.landings(adding=batch > 0)[moment]:
+                do(landing.hops, moment)
+                if landing.is_last and is_last and work.problem.gradients == "transient":
+                    update(landing.chunk, moment)
+    if work.problem.gradients != "transient":
+        for index, chunk in enumerate(layout.chunks):
+            if chunk.trainable:
+                update(index, -1)
+    return graph
+
+
+class _Fetch(NamedTuple):
+    """Gathering ``chunk`` for its ``first_use``: room for it is there when moment ``room_after`` is computed. Moments
+    are counted through all steps; -1: from the beginning.
+    """
+
+    chunk: int
+    first_use: int
+    room_after: int
+
+
+def _fetches(work: Work, num_steps: int) -> tuple[list[list[_Fetch]], list[tuple[int, int]]]:
+    """Per moment of all steps the fetches that the plan has there; and (moment, chunk) where a window is let go: after
+    its last use, so that the room is there for the next fetch in order.
+    """
+    plan, problem = work.plan, work.problem
+    needs = needs_windows(work)
+    per_batch, per_step = len(plan.moves), len(plan.moves) * plan.accumulate
+    room = window_room(problem, plan.placement)
+    opened: list[tuple[int, int]] = []  # (moment of the fetch, chunk)
+    uses: list[list[int]] = []  # of each, the first and the last use
+    current: dict[int, int] = {}
+    for index in standing(plan):
+        current[index] = len(opened)
+        opened.append((-1, index))
+        uses.append([-1, -1])
+    for at in range(num_steps * per_step):
+        moves = plan.moves[at % per_batch]
+        for index in moves.evict:
+            current.pop(index, None)
+        for index in moves.fetch:
+            current[index] = len(opened)
+            opened.append((at, index))
+            uses.append([at, at])
+        for index in plan.accesses[at % per_batch].chunks:
+            if needs[index] and index in current:
+                first_last = uses[current[index]]
+                if first_last[1] == opened[current[index]][0]:
+                    first_last[0] = at
+                first_last[1] = at
+    found: list[list[_Fetch]] = [[] for _ in range(num_steps * per_step)]
+    held, after, ends = 0, -1, list[tuple[int, int]]()
+    for (at, index), (first, last) in zip(opened, uses, strict=True):
+        size = problem.window_bytes(index)
+        while ends and held + size > room and ends[0][0] < max(at, 0):
+            free_at, gone = heapq.heappop(ends)
+            held -= problem.window_bytes(gone)
+            after = max(after, free_at)
+        held += size
+        heapq.heappush(ends, (last, index))
+        if at >= 0:
+            found[at].append(_Fetch(index, first, after))
+    return found, [(last, index) for (_, index), (_, last) in zip(opened, uses, strict=True)]
+
+
+def overlapped(work: Work, *, clipping: bool, barrier: bool = False) -> Graph:
+    """Everything that may run beside computing does. ``STEPS`` steps, and the beginning of one more.
+
+    ``barrier``: a step begins when all updates of the one before are over, as in engines that overlap them with
+    backward only.
+    """
+    graph, plan = Graph(work), work.plan
+    moments, per_batch, per_step = plan.trace.moments, len(plan.moves), len(plan.moves) * plan.accumulate
+    fetches, released = _fetches(work, STEPS + 1)
+    needs = needs_windows(work)
+    trained = [index for index, chunk in enumerate(plan.layout.chunks) if chunk.trainable]
+    first_use = dict.fromkeys(trained, per_step)
+    for at in reversed(range(per_batch)):
+        first_use.update({index: at for index in plan.accesses[at].chunks if index in first_use})
+    graph.fluid.set_buffer(STAGED_UPDATES * max((work.update(index).staged for index in trained), default=0))
+    next_order = sorted(trained, key=lambda index: (first_use[index], index))
+    computed: list[int] = []
+    fetched: dict[int, int] = {}  # what a moment that reads the chunk has to wait for
+    updated: dict[int, int] = {}  # the end of a chunk's last update
+    landed: dict[int, list[int]] = {}
+    landings: list[list[int]] = []  # by moment that had any
+    saves: list[list[int]] = []
+    waiting: list[tuple[int, int]] = []  # saved activations: (the end of the save, bytes)
+    restores: list[int] = []  # moments that restored
+    live = 0
+
+    def update(index: int, step: int, moment: int, after: Iterable[int]) -> None:
+        urgency = (step + 1) * per_step + first_use[index]
+        told = work.update(index)
+        updated[index] = graph.chain(told.hops, step, moment, after, urgency, told.staged)[-1]
+        if not needs[index]:
+            fetched[index] = updated[index]
+
+    for index in standing(plan):
+        graph.change(-1, "windows", work.problem.window_bytes(index), at_end=True)
+    for at in range(STEPS * per_step + 1):
+        step, moment = divmod(at, per_step)
+        is_last = moment >= per_step - per_batch
+        moment %= per_batch
+        for fetch in fetches[at]:
+            after = [computed[fetch.room_after]] if fetch.room_after >= 0 else []
+            after += [updated[fetch.chunk]] if fetch.chunk in updated else []
+            tasks = graph.chain(work.fetch(fetch.chunk), step, moment, after, fetch.first_use)
+            graph.change(tasks[0], "windows", work.problem.window_bytes(fetch.chunk), at_end=False)
+            fetched[fetch.chunk] = tasks[-1]
+        after = computed[-1:]
+        after += updated.values() if barrier and at and at % per_step == 0 else []
+        after += [fetched.pop(index) for index in plan.accesses[moment].chunks if index in fetched]
+        hops = work.restore(moment)
+        if hops:
+            needed, missing = [], moments[moment].restored_bytes
+            while waiting and missing > 0:
+                end, num_bytes = waiting.pop()
+                needed.append(end)
+                missing -= num_bytes
+            needed += [computed[restores[-2]]] if len(restores) > 1 else []
+            tasks = graph.chain(hops, step, moment, needed, at)
+            graph.restored(moment, tasks)
+            restores.append(at)
+            after.append(tasks[-1])
+        arriving = work.landings(adding=at % per_step >= per_batch)[moment]
+        if arriving and len(landings) >= LANDINGS_BEHIND:
+            after += landings[-LANDINGS_BEHIND]
+        if work.save(moment) and len(saves) >= LANDINGS_BEHIND:
+            after += saves[-LANDINGS_BEHIND]
+        computed.append(graph.add(work.computing[moment], step, moment, after, at))
+        if not moment and at % per_step == 0:
+            graph.begins.append(computed[-1])
+        live = graph.live(computed[-1], moment, live)
+        if step == STEPS:
+            break
+        hops = work.save(moment)
+        if hops:
+            tasks = graph.chain(hops, step, moment, computed[-1:], at)
+            graph.saved(moment, tasks)
+            saves.append(tasks[-1:])
+            waiting.append((tasks[-1], moments[moment].saved_bytes))
+        ends = []
+        for landing in arriving:
+            tasks = graph.chain(landing.hops, step, moment, computed[-1:], at)
+            ends += tasks[-1:]
+            landed.setdefault(landing.chunk, []).extend(tasks[-1:] or computed[-1:])
+            if landing.is_last and is_last and not clipping:
+                update(landing.chunk, step, moment, landed.pop(landing.chunk))
+        if arriving:
+            landings.append(ends)
+        if at % per_step == per_step - 1 and clipping:  # the norm needs every gradient
+            everything = sorted({end for ends in landed.values() for end in ends} | {computed[-1]})
+            landed.clear()
+            norm = Hop(work.computing[0].lane, "norm", work.computing[0].cost._replace(seconds=0.0), "norm", COMPUTING)
+            join = graph.add(norm._replace(cost=norm.cost._replace(loads={})), step, -1, everything)
+            for index in next_order:
+                update(index, step, -1, [join])
+    for last, index in released:
+        if 0 <= last < len(computed):
+            graph.change(computed[last], "windows", -work.problem.window_bytes(index), at_end=True)
+    return graph

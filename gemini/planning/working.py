@@ -1,0 +1,76 @@
+"""The bytes that a step needs beside the planes: staging, gathered weights, gradients on their way, activations.
+
+Closed forms, the same for the planner, which leaves room for them, and for the runtime, which takes it.
+"""
+
+from __future__ import annotations
+
+from gemini.planning.layout import Layout, block_of
+from gemini.planning.planes import PlaneKind, compute_itemsize
+from gemini.planning.trace import MemoryTrace, chunks_of_params
+
+TILE = 2**20
+"""Elements per tile. A whole norm tile, so that a gradient's norm is the same whether it is staged or not."""
+
+PIECE = 2**20
+"""Elements at most on their way between two ranks at once: 4 MiB messages reach the full speed of a wire."""
+
+MARGIN = 0.8
+"""The share of measured free bytes that a budget which was left out may take; the rest is for others."""
+
+ACTIVATION_MARGIN = 1.05
+"""What a traced peak is multiplied by: traces are within 3 % of it, and allocators round up."""
+
+STAGED_BYTES = {
+    PlaneKind.WEIGHTS: 4, PlaneKind.RESIDUAL: 2, PlaneKind.EXP_AVG: 4, PlaneKind.EXP_AVG_SQ: 4, PlaneKind.GRAD: 4,
+}  # fmt: skip
+"""Bytes of staging per element of a tile."""
+
+
+def tile_numel(largest_chunk: int) -> int:
+    """Elements per tile for a model whose largest chunk has that many."""
+    return min(TILE, largest_chunk)
+
+
+def staging_bytes(tile: int) -> int:
+    """Host bytes of staging for tiles of ``tile`` elements."""
+    return tile * sum(STAGED_BYTES.values())
+
+
+def scratch_bytes(ranks: int, piece: int) -> int:
+    """Host bytes for reducing pieces of ``piece`` elements over so many ranks."""
+    return 4 * piece * max(2 * (ranks - 1) + 2, 4)
+
+
+def gradients_in_flight(layout: Layout, itemsize: int) -> int:
+    """Bytes of whole gradients that wait for the rest of their chunk, before they are divided among ranks.
+
+    The chunks of one block are open together, and one of the block before it may be.
+    """
+    by_block: dict[str, int] = {}
+    for chunk in layout.chunks:
+        if chunk.trainable:
+            block = block_of(chunk.slots[0].name) or f"chunk {chunk.index}"
+            by_block[block] = by_block.get(block, 0) + chunk.numel * itemsize
+    largest = max((chunk.numel * itemsize for chunk in layout.chunks if chunk.trainable), default=0)
+    return max(by_block.values(), default=0) + largest
+
+
+def gathered_at_once(trace: MemoryTrace, layout: Layout, precision: str) -> int:
+    """The working set: the most bytes of gathered weights that any moment, or any module, needs at once."""
+    by_param, itemsize = chunks_of_params(trace, layout), compute_itemsize(precision)
+    read = {*trace.together, *(moment.params for moment in trace.moments)}
+    needs = {frozenset(by_param[index] for index in indices) for indices in read}
+    return max((sum(layout.chunks[i].numel for i in chunks) * itemsize for chunks in needs), default=0)
+
+
+def activation_bytes(trace: MemoryTrace, *, offloaded: bool) -> int:
+    """What activations, workspaces and buffers take at once, with the stated margin.
+
+    ``offloaded``: the inputs of checkpointed blocks are elsewhere while they wait for backward.
+    """
+    waiting = most = 0
+    for moment in trace.moments:
+        most = max(most, moment.peak_bytes - (waiting if offloaded else 0))
+        waiting += moment.saved_bytes - moment.restored_bytes
+    return int((most + trace.buffer_bytes) * ACTIVATION_MARGIN)

@@ -1,0 +1,214 @@
+"""``with model.recording() as recording:``, whose ``timeline`` is the last whole step inside: where its time went, what
+every tier held.
+
+The engine tells a :class:`Recording` when modules begin and end, forward and backward; it names the stretches of
+computing between moves, and knows where a step begins (the first forward with gradients after an update) and ends.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import nn
+
+from gemini.errors import GeminiError
+from gemini.memory.recorder import Recorder, Step
+from gemini.planning.timeline import Timeline
+from gemini.planning.trace import MemoryTrace, Source, TracedParam
+from gemini.train.containers import iter_tensors
+
+if TYPE_CHECKING:
+    from gemini.train.engine import Engine
+
+LOSS = "loss"
+"""What is computed between the end of the model's forward and the beginning of its backward."""
+
+
+class _Whole(NamedTuple):
+    step: Step
+    moved: Mapping[str, int]
+    tokens: int
+    num_batches: int
+
+
+class Recording:
+    """What ``model.recording()`` gives: read :attr:`timeline` after a whole step, inside the block or behind it."""
+
+    def __init__(self, engine: Engine, model: nn.Module, trace: MemoryTrace | None):
+        self._reference = engine.self_reference
+        self._trace = trace
+        self._recorder = Recorder(engine.device.synchronize)
+        self._paths = {id(module): path for path, module in model.named_modules()}
+        self._name = type(model).__name__
+        ranks = 1 if engine.shards is None else engine.shards.ranks.size * engine.shards.ranks.num_replicas
+        self._ranks = ranks
+        self._title = f"{self._name}, {engine.config.precision}, {engine.device.name}"
+        self._title += f", 1 of {ranks} ranks" if ranks > 1 else ""
+        self._budgets = {tier: engine.ledger.budget(tier) for tier in engine.ledger.tiers}
+        self._is_open = False
+        # A step whose beginning was before the block is not recorded.
+        self._is_late = engine.computing or engine.has_gradients
+        self._in_backward = ""
+        self._num_backwards = 0
+        self._tokens = 0
+        self._moved_before: Counter[str] = Counter()
+        self._last: _Whole | None = None
+
+    @property
+    def timeline(self) -> Timeline:
+        """The last whole step: from its first forward to the end of ``optimizer.step()``.
+
+        ``step_seconds`` goes on to the next step's first forward if there was one. ``moments`` are stretches of
+        computing. ``moved`` is ``memory_report()["moved"]`` after that step, less what moved before its first forward.
+        Recomputation of a block whose weights do not move counts to the block's backward.
+
+        Raises:
+            GeminiError: if no whole step was recorded.
+        """
+        if self._last is None:
+            raise GeminiError(
+                "no whole step was recorded: let a forward with gradients, its backward and optimizer.step() run "
+                "inside `with model.recording()`, and zero_grad() of what was there before"
+            )
+        step, moved, tokens, num_batches = self._last
+        flops = 0 if self._trace is None else self._trace.flops * num_batches
+        return step.timeline(
+            title=self._title, tokens=tokens * self._ranks, flops=flops, moved=moved, budgets=self._budgets
+        )
+
+    # ---- told by the engine -------------------------------------------------------------------------------------
+
+    def begin_call(self, module: nn.Module) -> None:
+        """A hooked module starts: what it gathers is gathered for it."""
+        engine = self._engine()
+        outermost = not engine.calls.running and not engine.in_backward
+        if outermost and torch.is_grad_enabled() and not self._recorder.in_step and not self._is_late:
+            self._begin_step(engine)
+        self._recorder.computing(self._name_of(module, "recompute" if engine.in_backward else "forward"))
+
+    def count_batch(self, args: Any, kwargs: Any) -> None:
+        """The model was called with these inputs."""
+        if self._recorder.in_step and torch.is_grad_enabled() and not self._engine().in_backward:
+            self._tokens += count_tokens(args, kwargs)
+
+    def end_call(self) -> None:
+        """A hooked module is over: the one around it goes on."""
+        engine = self._engine()
+        around = engine.calls.innermost if engine.calls.running else None
+        if around is not None and around.module is not None:
+            self._recorder.computing(self._name_of(around.module, "recompute" if engine.in_backward else "forward"))
+        elif engine.in_backward:
+            self._recorder.computing(self._in_backward)
+        else:
+            self._recorder.computing(LOSS if torch.is_grad_enabled() else None)
+
+    def watch_backward(self, module: nn.Module, output: Any) -> None:
+        """Notice when the gradient of a module's output arrives: its backward begins."""
+        name = self._name_of(module, "backward")
+
+        def begins(grad: torch.Tensor) -> None:
+            if self._is_open:
+                self._in_backward = name
+                self._recorder.computing(name)
+
+        for tensor in iter_tensors(output):
+            if tensor.grad_fn is not None:
+                tensor.register_hook(begins)
+
+    def begin_backward(self) -> None:
+        """The first gradient of a backward has arrived."""
+        self._is_late = self._is_late or not self._recorder.in_step
+        self._num_backwards += 1
+        if not self._in_backward:
+            self._in_backward = f"backward {self._name}"
+        self._recorder.computing(self._in_backward)
+
+    def end_backward(self) -> None:
+        """The whole graph is done."""
+        self._in_backward = ""
+        self._recorder.computing(None)
+
+    def discard(self) -> None:
+        """Gradients were forgotten: if none is left, what was computed for them became no step."""
+        if not self._engine().has_gradients and (self._num_backwards or self._is_late):
+            self._recorder.abandon_step()
+            self._is_late, self._num_backwards = False, 0
+
+    def end_step(self) -> None:
+        """An optimizer step is over."""
+        if self._recorder.in_step:
+            moved = dict(sorted((self._engine().moved_last_step - self._moved_before).items()))
+            self._last = _Whole(self._recorder.end_step(), moved, self._tokens, self._num_backwards)
+        self._is_late, self._num_backwards = False, 0
+
+    # ---- inside -------------------------------------------------------------------------------------------------
+
+    def open(self) -> None:
+        engine = self._engine()
+        engine.recording, engine.mover.recorder = self, self._recorder
+        engine.ledger.on_change = self._recorder.held
+        self._is_open = True
+
+    def close(self) -> None:
+        self._is_open = False
+        engine = self._reference()
+        if engine is not None:
+            engine.recording = engine.mover.recorder = engine.ledger.on_change = None
+
+    def _begin_step(self, engine: Engine) -> None:
+        self._moved_before = engine.mover.moved.copy()
+        held = {tier: engine.ledger.holders(tier) for tier in engine.ledger.tiers}
+        now = self._recorder.begin_step(held)
+        if self._last is not None and self._last.step.next_start is None:
+            self._last.step.next_start = now
+        self._tokens, self._num_backwards = 0, 0
+
+    def _name_of(self, module: nn.Module, phase: str) -> str:
+        return f"{phase} {self._paths.get(id(module)) or self._name}"
+
+    def _engine(self) -> Engine:
+        engine = self._reference()
+        assert engine is not None
+        return engine
+
+
+@contextmanager
+def record(engine: Engine, model: nn.Module, trace: MemoryTrace | None) -> Iterator[Recording]:
+    """Open a recording of ``engine`` for a block."""
+    if engine.recording is not None:
+        raise GeminiError("this model is being recorded already: open one recording() at a time")
+    if trace is not None:
+        _check_trace(engine, model, trace)
+    recording = Recording(engine, model, trace)
+    counting = model.register_forward_pre_hook(
+        lambda module, args, kwargs: recording.count_batch(args, kwargs), with_kwargs=True
+    )
+    recording.open()
+    try:
+        yield recording
+    finally:
+        recording.close()
+        counting.remove()
+
+
+def _check_trace(engine: Engine, model: nn.Module, trace: MemoryTrace) -> None:
+    params = tuple(
+        TracedParam(tuple(handle.names), tuple(handle.param.shape), handle.chunk.spec.trainable)
+        for handle in engine.handles
+    )
+    ours = MemoryTrace(type(model).__name__, engine.config.precision, {}, 0, "", Source.STRUCTURE, params, ())
+    ours.check_same_model(trace, what="the trace")
+
+
+def count_tokens(args: Any, kwargs: Mapping[str, Any]) -> int:
+    """Positions that a call works on: token ids if there are any, else samples (rows of the first input)."""
+    ids = kwargs.get("input_ids")
+    tensors = [ids] if isinstance(ids, torch.Tensor) else list(iter_tensors((args, dict(kwargs))))
+    if not tensors or tensors[0].dim() == 0:
+        return 0
+    first = tensors[0]
+    return first.numel() if not first.is_floating_point() and first.dim() == 2 else first.shape[0]

@@ -1,0 +1,45 @@
+"""A param that an operation reads outside its own module's forward: served as a call of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from gemini.errors import ParamAccessError
+from gemini.train.calls import CallRecord
+from gemini.train.containers import iter_tensors
+from gemini.train.guard import ParamHandle, engine_of
+
+if TYPE_CHECKING:
+    from gemini.train.engine import Engine
+
+
+def read_in_call(engine: Engine, func: Callable[..., Any], args: Any, kwargs: Any, handles: list[ParamHandle]) -> Any:
+    """An operation reads params outside their own module's forward, while the model computes.
+
+    The operation is a call of its own: its chunks are gathered for it, and again when the gradient of its result
+    arrives. A result that is a view of the weights keeps them gathered for the call around it.
+    """
+    chunks = {handle.chunk.spec.index: handle.chunk for handle in handles}
+    for chunk in chunks.values():
+        if chunk.resident:
+            engine.expose_chunk(chunk)
+    moving = tuple(chunk for chunk in chunks.values() if not chunk.resident)
+    if not moving:
+        return func(*args, **kwargs)
+    around = engine.calls.innermost
+    if around is None:
+        raise ParamAccessError(
+            f"managed param {handles[0].name!r} is read where no module of the model is computing; "
+            "read it inside the model's forward, or with model.gathered([param])"
+        )
+    record = CallRecord(None, moving, around)
+    with engine.calls.reading(moving):
+        result = func(*args, **kwargs)
+    for tensor in iter_tensors(result):
+        for chunk in moving:
+            if tensor.untyped_storage().data_ptr() == chunk.flat.untyped_storage().data_ptr():
+                engine.calls.hold(chunk)
+        record.on_gradient(tensor, lambda grad: engine_of(handles[0]).begin_backward_of(record))
+    engine.refuse_writes()
+    return result

@@ -1,0 +1,265 @@
+"""``gemini plan``: one screen that says whether it fits, how fast it is and what to change; and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from traces import decoder_trace
+
+import gemini
+from gemini.jobs.plan_report import VERSION
+from gemini.planning.break_even import TOLERANCE, with_work
+from gemini.planning.machines import load_hardware
+from gemini.planning.plan import check_plan
+from gemini.planning.timeline import Lane
+
+Gemini = Callable[..., Any]
+SIZES = ("--gpu", "24MiB", "--cpu", "64MiB", "--nvme", "200MB")
+
+
+@pytest.fixture
+def traced(tmp_path: Path) -> Path:
+    """The file of a trace of a small decoder, 5.6 M params."""
+    path = tmp_path / "trace.json"
+    path.write_text(decoder_trace(hidden=192, layers=8, vocab=2000).to_json())
+    return path
+
+
+def refused(result: Any, *says: str) -> None:
+    """It left with 2, one paragraph on stderr that says all of it, no traceback, and nothing on stdout."""
+    assert result.exit_code == 2, (result.output, result.exception)
+    message = " ".join(result.stderr.split())
+    assert message.startswith("gemini: ") and "Traceback" not in result.output and not result.stdout
+    for words in says:
+        assert words in message
+
+
+def rows_of(screen: str) -> dict[str, list[str]]:
+    """The table of who lives where: label to cells."""
+    lines = screen.split("who lives where")[1].split("\n\n")[0].splitlines()[1:]
+    return {line[:20].strip(): re.split(r"\s{2,}", line[20:].strip()) for line in lines}
+
+
+# ---- what it says ----------------------------------------------------------------------------------------------------
+
+
+def test_a_screen_without_a_machine_says_all_that_needs_no_speeds(gemini_command: Gemini, traced: Path) -> None:
+    result = gemini_command("plan", "--trace", traced, *SIZES)
+    assert result.exit_code == 0, (result.output, result.exception)
+    lines = result.stdout.splitlines()
+    assert len(lines) <= 30 and all(len(line) <= 80 for line in lines), result.stdout
+    assert "given            gpu 24 MiB; cpu 64 MiB; nvme 190.7 MiB" in result.stdout
+    assert re.search(r"^FITS: 12\.\d\d bytes per trained param, and 2\.\d\d for gradients", result.stdout, re.M)
+    rows = rows_of(result.stdout)
+    assert list(rows)[:5] == ["weights", "residual", "exp_avg", "exp_avg_sq", "grad"]
+    assert {"activations", "staging", "in all", "free", "Adam runs on"} <= rows.keys()
+    for words in ("beside params", "moved in a step", "step time        not known without a machine: --machine NAME"):
+        assert words in result.stdout
+    assert "gemini doctor --measure --json FILE" in " ".join(result.stdout.split())
+
+
+@pytest.mark.parametrize("schedule", ["serial", "overlapped"])
+def test_a_machine_adds_the_time_and_what_bounds_it(gemini_command: Gemini, traced: Path, schedule: str) -> None:
+    result = gemini_command("plan", "--trace", traced, *SIZES, "--machine", "rtx4090", "--schedule", schedule)
+    assert result.exit_code == 0, (result.output, result.exception)
+    lines = result.stdout.splitlines()
+    assert len(lines) <= 30 and all(len(line) <= 80 for line in lines), result.stdout
+    assert re.search(rf"^step time +[\d.]+ \w+ predicted \({schedule}\), [\d,.]+ tokens/s, ", result.stdout, re.M)
+    assert re.search(r"^bound by +\w.*, [\d.]+ \w+ \(\d+% of the", result.stdout, re.M)
+    assert re.search(r"^offload is free +from [\d,]+ tokens a step on in larger micro-batches", result.stdout, re.M)
+    assert "machine rtx4090" in result.stdout
+
+
+def test_budgets_that_are_left_out_are_the_machines_with_the_margin_of_the_runtime(
+    gemini_command: Gemini, traced: Path
+) -> None:
+    result = gemini_command("plan", "--trace", traced, "--machine", "rtx4090", "--json")
+    said, machine = json.loads(result.stdout), load_hardware("rtx4090")
+    for tier in gemini.Tier:
+        assert said["budgets"][tier.value] == int(0.8 * (machine.capacity(tier) or 0))
+        assert said["origins"][tier.value].startswith("(80% of ")
+    given = json.loads(gemini_command("plan", "--trace", traced, "--cpu", "1GiB", "--json").stdout)
+    assert given["budgets"] == {"cpu": 2**30} and given["compute"] == "cpu" and given["origins"] == {}
+
+
+def test_what_does_not_fit_is_said_with_the_cheapest_change_and_that_one_is_enough(
+    gemini_command: Gemini, traced: Path
+) -> None:
+    options = ["plan", "--trace", traced, "--gpu", "24MiB", "--cpu", "32MiB"]
+    result = gemini_command(*options, "--nvme", "1MB")
+    assert result.exit_code == 2 and not result.stderr, (result.output, result.exception)
+    assert "DOES NOT FIT: " in result.stdout and "it needs  " in result.stdout and "beside params" in result.stdout
+    assert "who lives where" not in result.stdout and "step time" not in result.stdout
+    change = re.search(r"^cheapest change +raise the nvme budget to (\d+ \w+)", result.stdout, re.M)
+    assert change, result.stdout
+    assert gemini_command(*options, "--nvme", change[1]).exit_code == 0
+    said = json.loads(gemini_command(*options, "--nvme", "1MB", "--json").stdout)
+    assert said["fits"] is False and "Cheapest change" in said["refusal"] and said["held"] == {} and not said["step"]
+
+
+def test_a_change_that_is_named_makes_it_fit(gemini_command: Gemini, traced: Path) -> None:
+    """Where the gradients are what is too much."""
+    options = ["plan", "--trace", traced, "--cpu", "70MiB"]
+    result = gemini_command(*options)
+    assert result.exit_code == 2
+    assert re.search(r"^what to change +--gradients transient .*: then it fits", result.stdout, re.M | re.S)
+    assert gemini_command(*options, "--gradients", "transient").exit_code == 0
+
+
+# ---- what it writes --------------------------------------------------------------------------------------------------
+
+
+def test_json_is_the_same_answer_and_nothing_else(gemini_command: Gemini, traced: Path) -> None:
+    options = ["plan", "--trace", traced, *SIZES, "--machine", "rtx4090"]
+    said = json.loads(gemini_command(*options, "--json").stdout)
+    screen = gemini_command(*options).stdout
+    assert (said["gemini"], said["version"], said["fits"]) == ("plan report", VERSION, True)
+    for tier, held in said["held"].items():
+        assert sum(held.values()) <= said["budgets"][tier]
+    rows = rows_of(screen)
+    tiers = list(said["held"])
+    assert [gemini.errors.human_bytes(sum(said["held"][tier].values())) for tier in tiers] == rows["in all"]
+    assert sum(said["adam"].values()) == said["num_trained"]
+    assert f"{said['step']['tokens_per_second']:,.0f} tokens/s" in screen
+    assert list(said["step"]["busy"].values()) == sorted(said["step"]["busy"].values(), reverse=True)
+
+
+def test_every_field_of_the_json_is_in_the_reference(gemini_command: Gemini, traced: Path) -> None:
+    said = json.loads(gemini_command("plan", "--trace", traced, *SIZES, "--machine", "rtx4090", "--json").stdout)
+    page = (Path(gemini.__file__).parents[1] / "docs" / "reference" / "cli.md").read_text()
+    for name in (*said, *said["activations"], *said["step"]):
+        assert f"`{name}`" in page, f"docs/reference/cli.md does not say what {name!r} is"
+
+
+def test_a_saved_plan_runs_and_is_played(gemini_command: Gemini, traced: Path, tmp_path: Path) -> None:
+    path, timeline = tmp_path / "plan.json", tmp_path / "timeline.json"
+    options = ["plan", "--trace", traced, *SIZES, "--machine", "rtx4090", "--out", path]
+    result = gemini_command(*options)
+    assert f"written to {path}" in result.stdout.replace("\n", "")
+    said = json.loads(gemini_command(*options, "--json").stdout)
+    plan = gemini.Plan.from_json(path.read_text())
+    check_plan(plan)
+    played = gemini_command("simulate", path, "--machine", "rtx4090", "--json", "--out", timeline)
+    assert played.exit_code == 0, (played.output, played.exception)
+    found = gemini.Timeline.from_json(played.stdout)
+    assert found == gemini.Timeline.from_json(timeline.read_text())
+    assert found.step_seconds == said["step"]["seconds"]
+    shown = gemini_command("simulate", path, "--machine", "rtx4090").stdout
+    assert shown.strip() == str(found)
+    drawn = [part for name in ("a.svg", "a.perfetto.json") for part in ("--picture", tmp_path / name)]
+    overlapped = gemini_command("simulate", path, "--machine", "rtx4090", "--schedule", "overlapped", "--json", *drawn)
+    assert gemini.Timeline.from_json(overlapped.stdout).step_seconds < found.step_seconds
+    assert "rtx4090, overlapped" in (tmp_path / "a.svg").read_text()
+    assert json.loads((tmp_path / "a.perfetto.json").read_text())["traceEvents"]
+
+
+@pytest.mark.parametrize("schedule", ["serial", "overlapped"])
+def test_offload_is_free_at_the_tokens_it_names(
+    gemini_command: Gemini, traced: Path, tmp_path: Path, schedule: str
+) -> None:
+    """Played with so much more work, a step is as long as its computing; with a fifth less it is not."""
+    path = tmp_path / "plan.json"
+    options = ["plan", "--trace", traced, *SIZES, "--machine", "rtx4090", "--schedule", schedule, "--json"]
+    said = json.loads(gemini_command(*options, "--out", path).stdout)
+    plan, machine = gemini.Plan.from_json(path.read_text()), load_hardware("rtx4090")
+
+    def over(tokens: float) -> float:
+        played = gemini.simulate(with_work(plan, tokens / said["tokens"]), machine, schedule=schedule)
+        return played.step_seconds / played.busy[Lane.COMPUTE] - 1
+
+    tokens = said["step"]["break_even"]
+    assert tokens > said["tokens"]
+    assert 0 < over(1.01 * tokens) <= TOLERANCE < over(0.8 * tokens)
+
+
+# ---- what it refuses -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ([], "Say what to plan for"),
+        (["c.json", "--gpu", "24 parsecs", "--cpu", "1GiB"], "--gpu 24 parsecs: size: unknown unit"),
+        (["c.json", "--cpu", "-1GiB"], "--cpu -1GiB: size must not be negative"),
+        (["c.json", "--cpu", "1GiB", "--batch-size", "0"], "--batch-size must be at least 1, got 0"),
+        (["c.json", "--cpu", "1GiB", "--seq-len", "1"], "--seq-len must be at least 2"),
+        (["c.json", "--cpu", "1GiB", "--gpus", "0"], "--gpus must be at least 1"),
+        (["c.json", "--cpu", "1GiB", "--precision", "int8"], "--precision must be one of bf16, fp16, fp32"),
+        (["c.json", "--cpu", "1GiB", "--gradients", "none"], "--gradients must be one of transient, retain,"),
+        (["c.json", "--cpu", "1GiB", "--compute", "tpu"], "--compute must be one of gpu, cpu"),
+        (["c.json", "--cpu", "1GiB", "--schedule", "soon"], "--schedule must be one of serial, overlapped"),
+        (["c.json", "--cpu", "1GiB", "--attention", "fast"], "--attention must be one of sdpa, eager"),
+        (["c.json", "--cpu", "1GiB", "--offload-activations", "disk"], "must be one of auto, no, cpu, nvme"),
+        (["c.json", "--cpu", "1GiB", "--micro-batch", "4"], "--micro-batch must be auto, got '4'"),
+        (
+            ["c.json", "--gradients", "transient", "--accumulate", "2"],
+            "has one backward per update, and --accumulate 2",
+        ),
+        (["c.json", "--gpu", "24GiB"], "A plan needs host memory"),
+        (["c.json", "--cpu", "1GiB", "--compute", "gpu"], "--compute gpu needs the size of a GPU"),
+        (["c.json", "--machine", "rtx9999"], "'rtx9999' is neither a machine that Gemini knows nor a file"),
+        (["c.json", "--machine", "dgx-h100", "--gpus", "12"], "--gpus 12: a dgx-h100 has 8"),
+        (["c.json", "--cpu", "1GiB"], "c.json: there is no such file or folder"),
+        (["c.json", "--cpu", "1GiB", "--picture", "x.png"], "needs the speeds of a machine: --machine"),
+        (["--trace", "t.json", "--cpu", "1GiB"], "--trace t.json cannot be read: No such file"),
+        (["--trace", "t.json", "--cpu", "1GiB", "--seq-len", "8"], "--seq-len describes a step that is to be traced"),
+    ],
+)
+def test_options_that_cannot_be(
+    gemini_command: Gemini, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: list[str], says: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    refused(gemini_command("plan", *options), says)
+
+
+def changed(path: Path, to: Path, **fields: Any) -> Path:
+    to.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
+    return to
+
+
+def test_files_that_are_not_what_they_should_be(gemini_command: Gemini, traced: Path, tmp_path: Path) -> None:
+    def plan(path: Path) -> Any:
+        return gemini_command("plan", "--trace", path, "--cpu", "1GiB")
+
+    other = tmp_path / "other.json"
+    refused(plan(changed(traced, other, version=99)), str(other), "written in version 99, and version 1 is read here")
+    refused(plan(changed(traced, other, gemini="plan")), "a trace was asked for, and this is a plan")
+    refused(plan(changed(traced, other, tokens="many", params=[1])), "this trace is damaged")
+    refused(plan(changed(traced, other, moments=[])), str(other), "has no moments")
+    other.write_text("{")
+    refused(plan(other), "this is not a trace: it is not JSON")
+    machine = tmp_path / "machine.json"
+    machine.write_text(load_hardware("rtx4090").to_json())
+    figures = json.loads(machine.read_text())["figures"]
+    del figures["nvme_read"]
+    refused(
+        gemini_command("plan", "--trace", traced, *SIZES, "--machine", changed(machine, other, figures=figures)),
+        "hardware 'rtx4090' has no figure 'nvme_read'",
+    )
+
+
+def test_a_trace_of_another_model(gemini_command: Gemini, traced: Path, tiny_config: Path) -> None:
+    refused(
+        gemini_command("plan", tiny_config, "--trace", traced, "--cpu", "1GiB"),
+        f"--trace {traced} is of another model",
+        "Trace this model anew",
+    )
+
+
+def test_a_plan_that_cannot_be_played(gemini_command: Gemini, traced: Path, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    assert gemini_command("plan", "--trace", traced, *SIZES, "--out", path).exit_code == 0
+    refused(gemini_command("simulate", path), "Say whose speeds to play the plan with", "rtx4090")
+    refused(gemini_command("simulate", tmp_path / "absent", "--machine", "rtx4090"), "cannot be read: No such file")
+    refused(gemini_command("simulate", traced, "--machine", "rtx4090"), f"{traced}: a plan was asked for, and this is")
+    refused(gemini_command("simulate", path, "--machine", "rtx4090", "--schedule", "soon"), "--schedule must be one of")
+    refused(gemini_command("simulate", path, "--machine", "rtx4090", "--gpus", "0"), "--gpus must be at least 1")
+    out = gemini_command("simulate", path, "--machine", "rtx4090", "--out", tmp_path / "absent" / "x.json")
+    refused(out, "cannot be written: No such file or directory")
+    out = gemini_command("simulate", path, "--machine", "rtx4090", "--picture", tmp_path / "step.pdf")
+    refused(out, "step.pdf: a picture cannot be drawn as '.pdf'")

@@ -1,0 +1,15 @@
+"""On a card: every figure of a GPU is measured, and is at least of the right order."""
+
+from __future__ import annotations
+
+import torch
+
+from gemini.memory.measure import Sizes, measure_gpu
+from gemini.planning.hardware import FIGURES
+
+
+def test_the_figures_of_a_card() -> None:
+    figures = dict(measure_gpu(torch.device("cuda", 0), Sizes()))
+    assert set(figures) - {"interconnect"} == {key for key in FIGURES if "gpu" in key} | {"h2d", "d2h"}
+    assert figures["gpu_bytes"].value == torch.cuda.mem_get_info(0)[1]
+    assert figures["gpu_flops_bf16"].value > 1e12 and figures["gpu_bandwidth"].value > figures["h2d"].value > 1e9

@@ -1,0 +1,472 @@
+"""What the simulator says of plans whose outcome can be told by hand."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from stacks import NUMEL, machine, stack_plan, stack_trace
+from traces import decoder_trace
+
+import gemini
+from gemini.errors import MissingFigure, PlanMismatch
+from gemini.planning.costs import Costs, Efficiency
+from gemini.planning.outcome import SHARING, timeline_of
+from gemini.planning.plan import Plan, check_plan
+from gemini.planning.planner import plan as make_plan
+from gemini.planning.policy import FirstInFirstOut, LeastRecentlyUsed
+from gemini.planning.schedules import overlapped
+from gemini.planning.simulate import simulate, simulate_policy
+from gemini.planning.timeline import Lane, Timeline
+from gemini.planning.trace import with_seconds
+from gemini.planning.traffic import Traffic, by_name
+from gemini.planning.work import Work
+from gemini.tiers import Tier
+
+LAYERS = 6
+FETCHES = 2 * LAYERS - 2
+"""With room for two layers the last two are still there when backward begins."""
+MS = 1e-3
+
+
+def close(value: float) -> object:
+    return pytest.approx(value, rel=1e-4)  # the round machine's memory is fast, not infinitely so
+
+
+def test_serial_step_is_the_sum_of_its_parts_on_a_gpu() -> None:
+    """Weights, gradients and states in host memory: fetches 2 ms each, computing 1 and 2 ms a layer, landing 4 ms,
+    Adam 10 ms; nothing else takes time.
+    """
+    plan = stack_plan(LAYERS, weights=Tier.CPU, states=Tier.CPU)
+    check_plan(plan)
+    timeline = simulate(plan, machine())
+    assert sum(len(moves.fetch) for moves in plan.moves) == FETCHES
+    assert timeline.step_seconds == close((FETCHES * 2 + LAYERS * (1 + 2 + 4 + 10)) * MS)
+    assert timeline.stalls == {
+        "update": close(LAYERS * 10 * MS),
+        "gradient landing": close(LAYERS * 4 * MS),
+        "fetch from cpu": close(FETCHES * 2 * MS),
+    }
+    assert timeline.busy[Lane.COMPUTE] == close(LAYERS * 3 * MS)
+    assert timeline.busy[Lane.H2D] == close(FETCHES * 2 * MS)
+    assert timeline.moved == {"cpu->gpu": FETCHES * 2 * NUMEL, "gpu->cpu": LAYERS * 2 * NUMEL}
+    assert timeline.source == "predicted" and timeline.tokens == 8 and timeline.flops == LAYERS * 3 * 10**9
+    assert "Stack on round, serial" in str(timeline)
+
+
+def test_serial_step_is_the_sum_of_its_parts_on_cpu_and_nvme() -> None:
+    """Weights and states on drives at 20 ms per 2 bytes per param read and 40 written; computing 10 and 20 ms.
+
+    The update reads 2 + 2 + 4 + 4 + 2 bytes and writes 12; a gradient lands with 2 bytes written.
+    """
+    plan = stack_plan(LAYERS, weights=Tier.NVME, states=Tier.NVME, compute=Tier.CPU)
+    timeline = simulate(plan, machine())
+    per_layer = 10 + 20 + 40 + (7 * 20 + 10 + 6 * 40)
+    assert timeline.step_seconds == close((FETCHES * 20 + LAYERS * per_layer) * MS)
+    assert timeline.moved == {
+        "nvme->cpu": (FETCHES * 2 + LAYERS * 14) * NUMEL,
+        "cpu->nvme": LAYERS * 14 * NUMEL,
+    }
+    assert timeline.stalls["fetch from nvme"] == close(FETCHES * 20 * MS)
+    assert timeline.stalls["update"] == close(LAYERS * 390 * MS)
+    assert timeline.bound_by is Lane.NVME_WRITE
+
+
+def test_what_goes_from_nvme_to_the_gpu_takes_both_ways() -> None:
+    timeline = simulate(stack_plan(LAYERS, weights=Tier.NVME, states=Tier.CPU), machine())
+    assert timeline.stalls["fetch from nvme"] == close(FETCHES * 22 * MS)
+    assert timeline.moved["nvme->cpu"] == timeline.moved["cpu->gpu"] + LAYERS * 2 * NUMEL  # and once for the update
+
+
+def test_serial_transient_updates_follow_their_gradients() -> None:
+    plan = stack_plan(LAYERS, weights=Tier.CPU, states=Tier.CPU, gradients="transient")
+    timeline = simulate(plan, machine())
+    # 26 bytes per param of the figure adam_cpu, whether the gradient has a plane or not
+    assert timeline.step_seconds == close((FETCHES * 2 + LAYERS * (1 + 2 + 4 + 10)) * MS)
+    updates = [span for span in timeline.spans if span.lane is Lane.ADAM]
+    backward = [span for span in timeline.spans if span.name.startswith("backward")]
+    assert updates[0].chunk == LAYERS - 1
+    assert backward[0].stop <= updates[0].start and updates[0].stop <= backward[1].start
+
+
+def test_measured_seconds_stand_for_their_own_device_only() -> None:
+    trace = with_seconds(stack_trace(LAYERS), [7 * MS] * 2 * LAYERS)
+    plan = stack_plan(LAYERS, weights=Tier.CPU, states=Tier.CPU, trace=trace)
+    assert simulate(plan, machine()).busy[Lane.COMPUTE] == close(LAYERS * 14 * MS)
+    elsewhere = replace(plan, trace=replace(plan.trace, target="cpu"))
+    assert simulate(elsewhere, machine()).busy[Lane.COMPUTE] == close(LAYERS * 3 * MS)
+
+
+def test_a_moment_takes_its_slowest_part() -> None:
+    for fields, figures, milliseconds in (
+        ({"touched_bytes": 5 * 10**6}, {"gpu_bandwidth": 1e9}, 5),
+        ({"num_ops": 4}, {"gpu_op_seconds": 1 * MS}, 4),
+        ({"forward_flops": 6 * 10**9, "backward_flops": 6 * 10**9}, {}, 6),
+    ):
+        plan = stack_plan(LAYERS, weights=Tier.CPU, states=Tier.CPU, trace=stack_trace(LAYERS, **fields))
+        assert simulate(plan, machine(**figures)).busy[Lane.COMPUTE] == close(2 * LAYERS * milliseconds * MS)
+
+
+def test_adam_on_the_gpu_runs_at_its_memory_speed() -> None:
+    plan = stack_plan(LAYERS, weights=Tier.GPU, states=Tier.GPU)
+    timeline = simulate(plan, machine(gpu_bandwidth=26 * NUMEL / 1e-3))
+    # and landing a gradient in its plane reads and writes 2 bytes each
+    assert timeline.stalls["update"] == close(LAYERS * 1 * MS)
+    assert timeline.stalls["gradient landing"] == close(LAYERS * 4 / 26 * MS)
+    assert not timeline.moved
+
+
+def test_activations_that_wait_elsewhere_cross_twice() -> None:
+    trace = stack_trace(4)
+    moments = [replace(m, saved_bytes=2 * NUMEL) for m in trace.moments[:4]]
+    moments += [replace(m, restored_bytes=2 * NUMEL) for m in trace.moments[4:]]
+    trace = replace(trace, moments=tuple(moments), checkpointing=True)
+    plan = stack_plan(4, weights=Tier.GPU, states=Tier.GPU, trace=trace, offload_activations="nvme")
+    timeline = simulate(plan, machine())
+    assert timeline.stalls["activation"] == close(4 * (4 + 40 + 20 + 2) * MS)
+    assert timeline.moved == dict.fromkeys(["cpu->gpu", "cpu->nvme", "gpu->cpu", "nvme->cpu"], 8 * NUMEL)
+    held = [sample.held[Tier.NVME].get("activations", 0) for sample in timeline.samples]
+    assert max(held) == 8 * NUMEL and held[-1] == 0
+    overlapped = simulate(plan, machine(), schedule="overlapped")
+    assert overlapped.moved == timeline.moved
+    assert overlapped.step_seconds < timeline.step_seconds
+
+
+def test_micro_batches_repeat_all_but_the_update() -> None:
+    once = simulate(stack_plan(LAYERS, weights=Tier.CPU, states=Tier.CPU, gradients="accumulate"), machine())
+    plan = stack_plan(LAYERS, weights=Tier.CPU, states=Tier.CPU, gradients="accumulate", accumulate=3)
+    thrice = simulate(plan, machine())
+    assert thrice.step_seconds - 3 * once.step_seconds == close(-2 * once.stalls["update"])
+    assert thrice.moved == by_name(plan.traffic)
+    assert (thrice.tokens, thrice.flops) == (24, 3 * once.flops)
+
+
+def test_gradients_on_nvme_are_read_to_be_added_to() -> None:
+    plan = stack_plan(
+        LAYERS, weights=Tier.CPU, states=Tier.NVME, compute=Tier.CPU, gradients="accumulate", accumulate=3
+    )
+    assert plan.traffic == simulate_traffic(plan, "serial") == simulate_traffic(plan, "overlapped")
+    timeline = simulate(plan, machine())
+    # 4 bytes per param: 80 ms to write in each of three micro-batches, 40 ms to read in two
+    assert timeline.stalls["gradient landing"] == close(LAYERS * (3 * 80 + 2 * 40) * MS)
+
+
+def simulate_traffic(plan: Plan, schedule: str) -> Traffic:
+    moved = simulate(plan, machine(), schedule=schedule).moved
+    return Counter({way: moved[str(way)] for way in plan.traffic})
+
+
+# ---- overlapped -------------------------------------------------------------------------------------------------
+
+
+def test_overlapped_step_is_the_busiest_of_computing_and_the_link() -> None:
+    """Forward 1 ms and backward 2 ms a layer hide fetches of 0.5 ms; those of 8 ms are all that is left to wait for."""
+    layer = 2 * NUMEL
+    plan = stack_plan(24, weights=Tier.CPU, states=Tier.CPU, windows=4)
+    fast = machine(h2d=layer / 0.5e-3, d2h=layer / 0.1e-3, adam_cpu=1e-15)
+    assert simulate(plan, fast, schedule="overlapped").step_seconds == pytest.approx(24 * 3 * MS, rel=0.1)
+    slow = machine(h2d=layer / 8e-3, d2h=layer / 0.1e-3, adam_cpu=1e-15)
+    timeline = simulate(plan, slow, schedule="overlapped")
+    link = timeline.moved["cpu->gpu"] / layer * 8 * MS
+    assert link <= timeline.step_seconds <= 1.1 * link
+    assert max(timeline.stalls, key=lambda cause: timeline.stalls[cause]) in ("fetch from cpu", "update")
+
+
+@pytest.mark.parametrize("adam_ms", [0.5, 2.0, 6.0])
+def test_the_bounds_of_the_overlapped_optimizer(adam_ms: float) -> None:
+    """W behind the next forward after clipping: T_b + max(T_f, W); inside backward too without: max(T_f + T_b, W)."""
+    layers = 40
+    figures = {"h2d": 1e18, "d2h": 1e18, "adam_cpu": adam_ms * MS / NUMEL}
+    forward, backward, work = layers * 1 * MS, layers * 2 * MS, layers * adam_ms * MS
+    plan = stack_plan(layers, weights=Tier.CPU, states=Tier.CPU, windows=4)
+    clipped = simulate(plan, machine(**figures), schedule="overlapped")
+    bound = backward + max(forward, work)
+    assert bound <= clipped.step_seconds * (1 + 1e-6) and clipped.step_seconds < 1.06 * bound
+    bound = max(forward + backward, work)
+    transient = stack_plan(layers, weights=Tier.CPU, states=Tier.CPU, windows=4, gradients="transient")
+    for unclipped in (
+        simulate(plan, machine(**figures), schedule="overlapped", clipping=False),
+        simulate(transient, machine(**figures), schedule="overlapped"),
+    ):
+        assert bound <= unclipped.step_seconds * (1 + 1e-6) and unclipped.step_seconds < 1.06 * bound
+    assert simulate(plan, machine(**figures)).step_seconds == close(forward + backward + work)
+
+
+def test_backward_waits_where_gradients_do_not_leave_fast_enough() -> None:
+    """Landing takes 4 ms a layer, computing 2 ms: all but the last two landings are waited for in backward."""
+    layers = 20
+    plan = stack_plan(layers, weights=Tier.GPU, states=Tier.CPU, gradients="retain")
+    timeline = simulate(plan, machine(adam_cpu=1e-15, h2d=1e18), schedule="overlapped", clipping=False)
+    backward = [span for span in timeline.spans if span.name.startswith("backward")]
+    assert backward[-1].stop - backward[0].start == pytest.approx((layers - 2) * 4 * MS + 2 * 2 * MS, rel=0.05)
+    assert timeline.stalls["gradient landing"] > (layers - 3) * 2 * MS
+
+
+def test_forward_waits_where_activations_do_not_leave_fast_enough() -> None:
+    layers = 20
+    moments = stack_trace(layers).moments
+    moments = (
+        *(replace(m, saved_bytes=2 * NUMEL) for m in moments[:layers]),
+        *(replace(m, restored_bytes=2 * NUMEL) for m in moments[layers:]),
+    )
+    trace = replace(stack_trace(layers), moments=moments)
+    plan = stack_plan(layers, weights=Tier.GPU, states=Tier.GPU, trace=trace, offload_activations="cpu")
+    timeline = simulate(plan, machine(), schedule="overlapped")
+    forward = [span for span in timeline.spans if span.name.startswith("forward")]
+    assert forward[-1].stop - forward[0].start == pytest.approx((layers - 2) * 4 * MS + 2 * MS, rel=0.05)
+    # Backward's 2 ms hide what comes back in 2 ms, but for the first, whose bytes were the last to leave.
+    assert timeline.stalls["activation"] == pytest.approx((layers - 2) * 3 * MS + (2 * 4 + 2) * MS, rel=0.1)
+
+
+def test_updates_wait_for_the_last_micro_batch_without_clipping_too() -> None:
+    plan = stack_plan(LAYERS, weights=Tier.CPU, states=Tier.CPU, gradients="accumulate", accumulate=3)
+    timeline = simulate(plan, machine(adam_cpu=0.1e-3 / NUMEL), schedule="overlapped", clipping=False)
+    updates = [span for span in timeline.spans if span.name.startswith("update chunk")]
+    backward = [span for span in timeline.spans if span.name.startswith("backward")]
+    assert len(updates) == LAYERS
+    assert min(span.start for span in updates) > backward[-LAYERS].start
+
+
+@pytest.mark.parametrize("adam_ms", [1.0, 3.0])
+def test_a_barrier_hides_updates_behind_backward_only(adam_ms: float) -> None:
+    """T_f + max(T_b, W) and the update of the last chunk."""
+    layers = 40
+    hardware = machine(h2d=1e18, d2h=1e18, adam_cpu=adam_ms * MS / NUMEL)
+    plan = stack_plan(layers, weights=Tier.CPU, states=Tier.CPU, windows=4, gradients="transient")
+    costs = Costs(hardware, Efficiency(), compute=Tier.GPU, precision="bf16", local_ranks=1)
+    graph = overlapped(Work(plan, costs, measured=False), clipping=False, barrier=True)
+    step = timeline_of(graph, title="", is_serial=False).step_seconds
+    assert step == pytest.approx((layers + max(2 * layers, layers * adam_ms) + adam_ms) * MS, rel=0.02)
+
+
+def test_overlapped_nvme_updates_go_at_the_speed_of_the_slowest_stage() -> None:
+    """Read 120 ms, Adam 10 ms and write 240 ms a chunk: W is the writes, and the pipeline's filling."""
+    layers = 30
+    plan = stack_plan(layers, weights=Tier.CPU, states=Tier.NVME, compute=Tier.CPU, windows=4)
+    timeline = simulate(plan, machine(), schedule="overlapped", clipping=True)
+    # residual and moments: 10 bytes read (and 2 of the gradient), 10 written; landing writes 2 in backward
+    writes = layers * 200 * MS
+    backward = layers * 40 * MS  # landing, which 20 ms of computing do not hide
+    assert timeline.step_seconds == pytest.approx(backward + writes, rel=0.05)
+
+
+def test_updates_come_in_the_order_of_their_next_use() -> None:
+    plan = stack_plan(LAYERS, weights=Tier.CPU, states=Tier.CPU)
+    for schedule in ("overlapped", "serial"):
+        timeline = simulate(plan, machine(), schedule=schedule)
+        updates = [s.chunk for s in timeline.spans if s.name.startswith("update chunk")]
+        assert set(updates) == set(range(LAYERS))
+        turn = updates.index(LAYERS - 1) + 1  # then come those of this step
+        assert updates[:turn] == list(range(LAYERS - turn, LAYERS))
+        assert updates[turn:] == list(range(len(updates) - turn))
+
+
+def test_a_forward_waits_for_the_update_of_the_chunk_that_it_reads() -> None:
+    timeline = simulate(stack_plan(LAYERS, weights=Tier.CPU, states=Tier.CPU), machine(), schedule="overlapped")
+    for index in range(2, LAYERS):  # those of the first two are over or under way when the step begins
+        (update,) = [s for s in timeline.spans if s.name == f"update chunk {index}"]
+        fetch = min(s.start for s in timeline.spans if s.name == f"fetch chunk {index}")
+        (forward,) = [s for s in timeline.spans if s.name == f"forward layers.{index}"]
+        assert update.stop <= fetch < forward.start
+
+
+def test_adam_and_copies_share_host_memory() -> None:
+    """Adam, at work all the time, alone wants all of host memory: every byte that crosses is one that it waits for."""
+    plan = stack_plan(40, weights=Tier.CPU, states=Tier.CPU, windows=4, gradients="transient")
+    crossing = sum(plan.traffic.values())
+    for share in (1.0, 0.5):  # of Adam's own speed that host memory gives
+        hardware = machine(dram_bandwidth=share * 26 * NUMEL / 10e-3, adam_cpu=10e-3 / NUMEL / share)
+        step = simulate(plan, hardware, schedule="overlapped").step_seconds
+        assert step == pytest.approx((40 * 26 * NUMEL + crossing) / hardware.figures["dram_bandwidth"].value, rel=0.03)
+
+
+def test_computing_on_the_host_is_slowed_by_updates_beside_it() -> None:
+    """Both want all threads: each layer's Adam of 10 ms costs computing of 1.5 s the 10 ms that it took."""
+    plan = stack_plan(LAYERS, weights=Tier.CPU, states=Tier.CPU, compute=Tier.CPU, gradients="transient")
+    timeline = simulate(plan, machine(cpu_flops_bf16=2e9), schedule="overlapped")
+    assert timeline.stalls[SHARING] == pytest.approx((LAYERS - 1) * 10 * MS, rel=0.01)
+    assert timeline.step_seconds == close(LAYERS * 1510 * MS)
+    assert SHARING not in simulate(plan, machine(cpu_flops_bf16=2e9)).stalls
+
+
+# ---- ranks ------------------------------------------------------------------------------------------------------
+
+
+def test_ranks_divide_the_machine_and_send_each_other_the_rest() -> None:
+    """Four ranks on one host: a quarter of each plane, at a quarter of the host's speed (Adam, drives), the whole link
+    each; a ring sends three quarters of each chunk at 8 ms a layer.
+    """
+    plan = stack_plan(LAYERS, weights=Tier.CPU, states=Tier.CPU)
+    one, four = simulate(plan, machine()), simulate(plan, machine(), gpus=4)
+    assert four.tokens == 4 * one.tokens and four.flops == one.flops
+    assert four.stalls["all-gather"] == close(FETCHES * 6 * MS)
+    assert four.stalls["reduce-scatter"] == close(LAYERS * 6 * MS)
+    assert four.stalls["fetch from cpu"] == close(FETCHES * 0.5 * MS)
+    assert four.stalls["update"] == close(one.stalls["update"])  # a quarter of the params at a quarter of the speed
+    assert four.moved == {way: num_bytes // 4 for way, num_bytes in one.moved.items()}
+    on_two_machines = simulate(plan, machine(num_gpus=2), gpus=4)
+    assert on_two_machines.stalls["update"] == close(one.stalls["update"] / 2)
+    assert "4 x round" in four.title
+
+
+def test_ranks_divide_drives_and_memory() -> None:
+    """A quarter of the bytes at a quarter of the speed takes as long, whichever figure it is that bounds it."""
+    for figures in ({}, {"dram_bandwidth": 1e8}):
+        plan = stack_plan(LAYERS, weights=Tier.NVME, states=Tier.NVME)
+        one, four = simulate(plan, machine(**figures)), simulate(plan, machine(**figures), gpus=4)
+        assert four.stalls["update"] == close(one.stalls["update"])
+
+
+def test_gradients_of_a_chunk_are_divided_once_all_of_them_are_there() -> None:
+    trace = decoder_trace(hidden=128, layers=2)
+    plan = make_plan(trace, None, {Tier.GPU: 2**30, Tier.CPU: 2**30}, ranks=4, compute=Tier.GPU)
+    assert any(len(chunk.slots) > 1 for chunk in plan.layout.chunks)
+    for schedule in ("serial", "overlapped"):
+        timeline = simulate(plan, machine(), schedule=schedule)
+        reduced = [span.chunk for span in timeline.spans if span.lane is Lane.REDUCE]
+        assert sorted(reduced) == list(range(len(plan.layout.chunks)))
+
+
+def test_a_plan_for_ranks_is_played_as_it_is() -> None:
+    plan = stack_plan(LAYERS, weights=Tier.CPU, states=Tier.CPU, ranks=4)
+    told = simulate(plan, machine())
+    assert told.step_seconds == simulate(plan, machine(), gpus=4).step_seconds
+    scaled = simulate(stack_plan(LAYERS, weights=Tier.CPU, states=Tier.CPU), machine(), gpus=4)
+    assert told.step_seconds == pytest.approx(scaled.step_seconds)
+    with pytest.raises(PlanMismatch, match="for 4 ranks, and gpus=2"):
+        simulate(plan, machine(), gpus=2)
+    with pytest.raises(ValueError, match="gpus=0"):
+        simulate(stack_plan(2, weights=Tier.CPU, states=Tier.CPU), machine(), gpus=0)
+
+
+def test_what_stood_on_the_gpu_is_gathered_from_all_ranks_at_each_use() -> None:
+    plan = stack_plan(LAYERS, weights=Tier.GPU, states=Tier.GPU)
+    timeline = simulate(plan, machine(), gpus=2)
+    gathers = [span for span in timeline.spans if span.lane is Lane.GATHER and span.name.startswith("all-gather")]
+    assert len(gathers) == 2 * LAYERS - 1  # the last layer turns around
+    assert timeline.stalls["all-gather"] == close((2 * LAYERS - 1) * 4 * MS)
+    assert not timeline.moved
+
+
+# ---- policies ---------------------------------------------------------------------------------------------------
+
+
+def test_a_policy_is_played_as_the_plan_that_it_makes() -> None:
+    plan = stack_plan(LAYERS, weights=Tier.CPU, states=Tier.CPU, windows=4)
+    given = plan.trace, plan.problem, plan.placement
+    lru = simulate_policy(*given, LeastRecentlyUsed(), machine())
+    assert lru == simulate(plan, machine())
+    fifo = simulate_policy(*given, FirstInFirstOut(), machine())
+    assert fifo.moved["cpu->gpu"] >= lru.moved["cpu->gpu"]
+
+
+# ---- memory -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("schedule", ["serial", "overlapped"])
+def test_samples_hold_planes_windows_and_staging(schedule: str) -> None:
+    plan = stack_plan(LAYERS, weights=Tier.NVME, states=Tier.CPU, windows=3)
+    timeline = simulate(plan, machine(), schedule=schedule)
+    for sample in timeline.samples:
+        assert sample.held[Tier.NVME] == {"weights": LAYERS * 2 * NUMEL}
+        assert sample.held[Tier.CPU]["exp_avg"] == LAYERS * 4 * NUMEL
+        assert sample.held[Tier.CPU]["staging"] == 17 * NUMEL
+        assert 0 <= sample.held[Tier.GPU].get("windows", 0) <= 3 * 2 * NUMEL
+    assert max(sample.held[Tier.GPU].get("windows", 0) for sample in timeline.samples) == 3 * 2 * NUMEL
+    assert [s.seconds for s in timeline.samples] == sorted({s.seconds for s in timeline.samples})
+    assert all(timeline.peaks[tier] <= budget for tier, budget in plan.problem.budgets.items())
+    assert {sample.moment for sample in timeline.samples} <= set(range(2 * LAYERS))
+
+
+def test_serial_windows_stay_until_someone_needs_the_room_or_the_update_comes() -> None:
+    timeline = simulate(stack_plan(LAYERS, weights=Tier.CPU, states=Tier.CPU, windows=LAYERS), machine())
+    windows = [sample.held[Tier.GPU].get("windows", 0) // (2 * NUMEL) for sample in timeline.samples]
+    assert windows == [*range(1, LAYERS + 1), *reversed(range(1, LAYERS))]
+
+
+def test_activations_on_the_gpu_are_in_the_samples() -> None:
+    trace = stack_trace(2, live_bytes=1000, peak_bytes=5000)
+    timeline = simulate(stack_plan(2, weights=Tier.GPU, states=Tier.GPU, trace=trace), machine())
+    found = [sample.held[Tier.GPU].get("activations", 0) for sample in timeline.samples]
+    assert set(found) <= {1000, 5000} and max(found) == 5000
+
+
+# ---- figures and errors -----------------------------------------------------------------------------------------
+
+
+def test_only_specified_figures_are_discounted() -> None:
+    plan = stack_plan(LAYERS, weights=Tier.CPU, states=Tier.CPU)
+    specified = machine("a data sheet")
+    efficiency = Efficiency(matrix=0.5, link=0.25)
+    found = simulate(plan, specified, efficiency=efficiency)
+    assert found.busy[Lane.COMPUTE] == close(LAYERS * 3 * MS / 0.5)
+    assert found.busy[Lane.H2D] == close(FETCHES * 2 * MS / 0.25)
+    assert simulate(plan, machine(), efficiency=efficiency).busy == simulate(plan, machine()).busy
+    mixed = specified.with_figures("measured yesterday", h2d=machine().figures["h2d"].value)
+    assert simulate(plan, mixed, efficiency=efficiency).busy[Lane.H2D] == close(FETCHES * 2 * MS)
+
+
+def test_a_specified_adam_is_no_faster_than_memory_and_a_measured_one_is_what_it_is() -> None:
+    plan = stack_plan(LAYERS, weights=Tier.CPU, states=Tier.CPU)
+    slow_memory = 26 * NUMEL / (2 * 10e-3)
+    for source, milliseconds in (("measured", 10), ("a data sheet", 20)):
+        hardware = machine().with_figures(source, adam_cpu=10e-3 / NUMEL)
+        hardware = hardware.with_figures("measured", dram_bandwidth=slow_memory)
+        assert simulate(plan, hardware).stalls["update"] == close(LAYERS * milliseconds * MS)
+
+
+def test_measured_computing_on_the_host_shares_its_memory() -> None:
+    """Computing that reads as much as memory gives is slowed by what is written to the drives meanwhile."""
+    trace = stack_trace(LAYERS, touched_bytes=10**9)
+    trace = with_seconds(trace, [1.0] * 2 * LAYERS)
+    plan = stack_plan(LAYERS, weights=Tier.NVME, states=Tier.CPU, compute=Tier.CPU, trace=trace, gradients="transient")
+    timeline = simulate(plan, machine(dram_bandwidth=10**9, nvme_read=2e8, adam_cpu=1e-15), schedule="overlapped")
+    # Speeds of 1 / 1.2 while a chunk is fetched: every fetch that is hidden costs a fifth of its own time or more.
+    assert timeline.stalls[SHARING] > 0.1 * FETCHES * 2 * NUMEL / 2e8
+
+
+def test_a_missing_figure_is_named_with_what_needs_it() -> None:
+    plan = stack_plan(LAYERS, weights=Tier.NVME, states=Tier.CPU)
+    for figure in ("gpu_flops_bf16", "h2d", "d2h", "nvme_read", "dram_bandwidth", "adam_cpu"):
+        hardware = machine()
+        hardware = gemini.Hardware(hardware.name, {k: f for k, f in hardware.figures.items() if k != figure})
+        with pytest.raises(MissingFigure, match=f"has no figure '{figure}' .* needs"):
+            simulate(plan, hardware)
+    without = gemini.Hardware("round", {k: f for k, f in machine().figures.items() if k not in ("interconnect",)})
+    simulate(plan, without)
+    with pytest.raises(MissingFigure, match="interconnect"):
+        simulate(plan, without, gpus=2)
+
+
+def test_what_cannot_be_played_is_refused() -> None:
+    plan = stack_plan(LAYERS, weights=Tier.NVME, states=Tier.CPU)
+    figures = machine().figures
+    diskless = gemini.Hardware("laptop", {k: f for k, f in figures.items() if not k.startswith("nvme")})
+    with pytest.raises(PlanMismatch, match="12 MiB of nvme, and hardware 'laptop' has none"):
+        simulate(plan, diskless)
+    with pytest.raises(PlanMismatch, match="of gpu, and hardware 'laptop' has none"):
+        simulate(plan, gemini.Hardware("laptop", {k: f for k, f in figures.items() if not k.startswith("gpu")}))
+    with pytest.raises(PlanMismatch, match=r"has 1 MiB: make a plan"):
+        simulate(plan, machine(cpu_bytes=2**20))
+    with pytest.raises(PlanMismatch, match="of cpu on one machine"):  # as much as there is, and of that a part per rank
+        simulate(plan, machine(cpu_bytes=1.5 * plan.bytes_per_tier[Tier.CPU]), gpus=4)
+    empty = replace(plan, trace=replace(plan.trace, moments=()), moves=())
+    with pytest.raises(PlanMismatch, match="has no moments"):
+        simulate(empty, machine())
+    idle = replace(plan, trace=stack_trace(LAYERS, forward_flops=0, backward_flops=0))
+    with pytest.raises(PlanMismatch, match="not how much work"):
+        simulate(idle, machine())
+    with pytest.raises(ValueError, match="schedule='parallel'"):
+        simulate(plan, machine(), schedule="parallel")
+    with pytest.raises(ValueError, match="keeps none"):
+        simulate(stack_plan(2, weights=Tier.CPU, states=Tier.CPU, gradients="transient"), machine(), clipping=True)
+
+
+def test_a_prediction_is_a_value() -> None:
+    plan = stack_plan(LAYERS, weights=Tier.NVME, states=Tier.CPU)
+    for schedule in ("serial", "overlapped"):
+        timeline = gemini.simulate(plan, machine(), schedule=schedule)
+        assert Timeline.from_json(timeline.to_json()) == timeline
+        assert timeline.to_json() == gemini.simulate(plan, machine(), schedule=schedule).to_json()
+        assert timeline.moments[0] == "forward layers.0" and len(timeline.moments) == 2 * LAYERS

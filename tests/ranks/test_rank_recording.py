@@ -1,0 +1,48 @@
+"""Recorded steps of several ranks: each has its own view, waiting for the others included."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+import gemini
+from gemini.planning.timeline import Lane, Timeline
+from tests.ranks.cases import Job, batches, config_of, make_model
+from tests.ranks.pool import Pool
+
+
+def record(job: Job) -> tuple[Timeline, dict[str, int], dict[str, int]]:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    model = make_model(job.family)
+    model = gemini.GeminiDDP(model, config_of(job, model))
+    optimizer = gemini.HybridAdam(model.parameters(), lr=job.lr)
+    with model.recording() as recording:
+        for step in batches(job, rank, world):
+            for batch in step:
+                model(**batch).loss.backward()
+            model.clip_grad_norm_(1.0)
+            optimizer.step()
+    report = model.memory_report()
+    return recording.timeline, report["moved"], report["sent"]
+
+
+@pytest.mark.parametrize("where", ["ram", "standin"])
+def test_every_rank_has_its_own_view(where: str, pool_of: Callable[[int], Pool], tmp_path: Path) -> None:
+    job = Job(precision="bf16", where=where, num_steps=2, path=str(tmp_path))
+    for timeline, moved, _ in pool_of(2).run(record, job):
+        assert timeline.moved == moved and "1 of 2 ranks" in timeline.title
+        lanes = {span.lane for span in timeline.spans}
+        assert {Lane.COMPUTE, Lane.GATHER, Lane.REDUCE, Lane.ADAM} <= lanes
+        assert {"other ranks", "all-gather", "reduce-scatter"} <= timeline.stalls.keys()
+        end = 0.0
+        for span in timeline.spans:
+            assert end <= span.start < span.stop
+            end = span.stop
+        gathered = {s.name for s in timeline.spans if s.lane is Lane.GATHER}
+        reduced = {s.name for s in timeline.spans if s.lane is Lane.REDUCE}
+        assert all(name.startswith("all-gather chunk ") for name in gathered) and len(gathered) > 1
+        assert all(name.startswith("reduce-scatter chunk ") for name in reduced) and len(reduced) > 1
+        assert timeline.tokens == 8 * 7, "of all ranks"

@@ -1,0 +1,161 @@
+"""What the planner says is what the engine does: the same homes, the same bytes over every boundary, the same bits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import gemini
+from gemini.errors import PlanMismatch
+from gemini.planning.plan import Plan
+from gemini.planning.planner import plan as make_plan
+from gemini.planning.planner import pose_problem
+from gemini.planning.trace import MemoryTrace, Source
+from gemini.planning.traffic import by_name
+from gemini.tiers import Tier
+from tests import models
+
+MAX_CHUNK = 4096
+
+
+def known_trace(model: Any, precision: str = "bf16") -> MemoryTrace:
+    """Ahead of time, on the batch of the first step."""
+    return gemini.trace(model, models.make_batches(1, 1)[0][0], precision=precision, target="cpu")
+
+
+def budgets(model: Any, share: float, device: str) -> dict[Tier, int]:
+    """What a step needs in any case, and this share of everything else on the computing tier and the host."""
+    trace = known_trace(model)
+    compute = Tier.GPU if device == "standin" else Tier.CPU
+    there = dict.fromkeys((compute, Tier.CPU, Tier.NVME), 2**40)
+    problem = pose_problem(trace, there, precision="bf16", max_chunk=MAX_CHUNK)
+    state = sum(sum(problem.plane_bytes(i).values()) for i in range(len(problem.layout.chunks)))
+    taken = problem.spoken_for()
+    return {
+        **{tier: taken.get(tier, 0) + int(share * state) for tier in (compute, Tier.CPU)},
+        Tier.NVME: 2 * state + 2**20,
+    }
+
+
+def wrap(there: dict[Tier, int], device: str, folder: Path, **settings: Any) -> tuple[Any, Any]:
+    memory = gemini.MemoryBudget(
+        gpu=there.get(Tier.GPU), cpu=there[Tier.CPU], nvme=there[Tier.NVME], nvme_path=folder
+    )  # fmt: skip
+    config = gemini.GeminiConfig(memory=memory, device=device, max_chunk=MAX_CHUNK, **settings)
+    model = gemini.GeminiDDP(models.make_model("llama"), config)
+    return model, gemini.HybridAdam(model.parameters(), lr=1e-3)
+
+
+def steps(model: Any, optimizer: Any, num: int) -> list[dict[str, int]]:
+    moved = []
+    for step in range(num):
+        model(**models.make_batches(8, 1)[step][0]).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        moved.append(model.memory_report()["moved"])
+    return moved
+
+
+@pytest.mark.parametrize("device", ["cpu", "standin"])
+@pytest.mark.parametrize("share", [0.02, 0.15, 0.4, 0.8, 1.1])
+def test_auto_does_what_plan_says(share: float, device: str, tmp_path: Path) -> None:
+    model = models.make_model("llama")
+    trace, there = known_trace(model), budgets(model, share, device)
+    said = gemini.plan(trace, None, there, max_chunk=MAX_CHUNK)
+    model, optimizer = wrap(there, device, tmp_path, trace=trace)
+    engine = model._gemini_engine
+    assert engine.plan == said and engine.placement == said.placement
+    assert {tier: n for tier, n in said.bytes_per_tier.items() if n} == {
+        tier: engine.ledger.used(tier)
+        + (said.problem.working_set if tier is said.problem.compute and _moves(said) else 0)
+        for tier in engine.ledger.tiers
+        if engine.ledger.used(tier)
+    }
+    for moved in steps(model, optimizer, 3):
+        assert moved == by_name(said.traffic), "byte for byte, in the first step as in the third"
+    engine.check_invariants()
+
+
+def _moves(plan: Plan) -> bool:
+    return any(moves.fetch for moves in plan.moves)
+
+
+@pytest.mark.parametrize("device", ["cpu", "standin"])
+def test_a_plan_from_a_file_runs(device: str, tmp_path: Path) -> None:
+    model = models.make_model("llama")
+    there = budgets(model, 0.2, device)
+    said = Plan.from_json(make_plan(known_trace(model), None, there, max_chunk=MAX_CHUNK).to_json())
+    model, optimizer = wrap(there, device, tmp_path, placement=said)
+    assert model._gemini_engine.placement == said.placement
+    assert steps(model, optimizer, 2)[-1] == by_name(said.traffic)
+
+
+def test_the_first_step_is_the_trace_where_none_is_given(tmp_path: Path) -> None:
+    """From the second step on the moves are those that cost least for what the first one did."""
+    model = models.make_model("llama")
+    there = budgets(model, 0.05, "standin")
+    best = by_name(gemini.plan(known_trace(model), None, there, activations=0, max_chunk=MAX_CHUNK).traffic)
+    model, optimizer = wrap(there, "standin", tmp_path)
+    engine = model._gemini_engine
+    assert engine.plan.trace.source is Source.STRUCTURE and engine.manager.foresight.schedule is None
+    moved = steps(model, optimizer, 3)
+    assert engine.manager.foresight.schedule is not None
+    assert moved[1] == moved[2] == best
+    assert sum(moved[0].values()) >= sum(best.values())
+
+
+def test_a_step_that_does_something_else_costs_time_only(tmp_path: Path) -> None:
+    """Planned for a wrong order: the same bits, and after two strange steps the real order is known."""
+    plain, plain_optimizer = wrap({Tier.CPU: 2**30, Tier.NVME: 2**20}, "cpu", tmp_path)
+    steps(plain, plain_optimizer, 4)
+    model = models.make_model("llama")
+    there, trace = budgets(model, 0.05, "standin"), known_trace(model)
+    half = len(trace.moments) // 2
+    wrong = replace(trace, moments=(*trace.moments[half:], *trace.moments[:half]))
+    model, optimizer = wrap(there, "standin", tmp_path, trace=wrong)
+    schedule = model._gemini_engine.manager.foresight.schedule
+    steps(model, optimizer, 4)
+    assert model._gemini_engine.manager.foresight.schedule is not schedule, "recorded anew"
+    for (name, a), b in zip(plain.state_dict(dtype=torch.float32).items(),
+                            model.state_dict(dtype=torch.float32).values(), strict=True):  # fmt: skip
+        assert torch.equal(a, b), name
+
+
+def test_evaluation_between_steps_is_no_step(tmp_path: Path) -> None:
+    model = models.make_model("llama")
+    trace, there = known_trace(model), budgets(model, 0.05, "standin")
+    model, optimizer = wrap(there, "standin", tmp_path, trace=trace)
+    best = steps(model, optimizer, 2)[-1]
+    with torch.no_grad():
+        for _ in range(3):
+            model(**models.make_batches(1, 1)[0][0])
+    model.memory_report()
+    models_moved = steps(model, optimizer, 2)
+    assert models_moved[-1] == best and not model._gemini_engine.manager.foresight._strange
+
+
+def test_plans_and_traces_of_something_else_are_refused(tmp_path: Path) -> None:
+    model = models.make_model("llama")
+    there, trace = budgets(model, 0.5, "cpu"), known_trace(model)
+    said = make_plan(trace, None, there, max_chunk=MAX_CHUNK)
+    other = known_trace(models.make_model("gpt2"))
+    with pytest.raises(PlanMismatch, match="the trace is of another model"):
+        wrap(there, "cpu", tmp_path, trace=other)
+    for settings, words in (
+        ({"precision": "fp32"}, "precision='bf16', and here it is 'fp32'"),
+        ({"gradients": "accumulate"}, "gradients='retain', and here it is 'accumulate'"),
+    ):
+        with pytest.raises(PlanMismatch, match=words):
+            wrap(there, "cpu", tmp_path, placement=said, **settings)
+    with pytest.raises(PlanMismatch, match="offload_activations=None, and the config says 'nvme'"):
+        wrap(there, "cpu", tmp_path, placement=said, offload_activations="nvme")
+    with pytest.raises(gemini.BudgetExceeded):
+        wrap({**there, Tier.CPU: there[Tier.CPU] // 4}, "cpu", tmp_path, placement=said)
+    with pytest.raises(TypeError, match=r"trace= is a gemini.MemoryTrace, got str"):
+        gemini.GeminiConfig(trace="trace.json")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="a gemini.StaticPlacement or a gemini.Plan, got dict"):
+        gemini.GeminiConfig(placement={})  # type: ignore[arg-type]

@@ -1,0 +1,250 @@
+"""``model.recording()``: a real step as a timeline, which changes no bit and agrees with the reports."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import gemini
+from gemini.planning.timeline import Lane, Timeline
+from gemini.planning.trace import MemoryTrace, Source, TracedParam
+from gemini.tiers import Tier
+from tests import models
+
+WAYS = {Lane.NVME_READ: "nvme->cpu", Lane.NVME_WRITE: "cpu->nvme", Lane.H2D: "cpu->gpu", Lane.D2H: "gpu->cpu"}
+
+
+def wrap(device: str, folder: Path, **settings: Any) -> Any:
+    """Room for little more than one module on the computing tier: steps evict and fetch."""
+    budget = {"gpu": "192KiB", "cpu": "64MiB"} if device == "standin" else {"cpu": "320KiB"}
+    memory = gemini.MemoryBudget(**budget, nvme="64MiB", nvme_path=folder)
+    placement = gemini.StaticPlacement(weights_on_nvme=0.5 if device == "standin" else 1, optimizer_on_nvme=1)
+    config = gemini.GeminiConfig(memory=memory, device=device, placement=placement, max_chunk=8192, **settings)
+    return gemini.GeminiDDP(models.make_model("llama"), config)
+
+
+def adam(model: Any, **how: Any) -> gemini.HybridAdam:
+    return gemini.HybridAdam(model.parameters(), lr=1e-3, **how)
+
+
+def loss_of(model: Any, seed: int = 0) -> torch.Tensor:
+    ids = torch.randint(1, models.VOCAB, (2, 6), generator=torch.Generator().manual_seed(seed))
+    return model(input_ids=ids, labels=ids).loss
+
+
+def step(model: Any, optimizer: Any, num_micro: int = 1) -> None:
+    for micro in range(num_micro):
+        loss_of(model, micro).backward()
+    model.clip_grad_norm_(1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def check(timeline: Timeline, model: Any, *, alone: bool = True) -> None:
+    """What holds for every recorded step while everything runs in turn; ``alone``: nothing was done beside it."""
+    end = 0.0
+    for span in timeline.spans:
+        assert end <= span.start < span.stop, "in order, one at a time"
+        end = span.stop
+    assert 0 < end <= timeline.step_seconds
+    assert timeline.source == "measured" and timeline.tokens
+    assert not alone or timeline.moved == model.memory_report()["moved"]
+    for lane, way in WAYS.items():
+        assert sum(s.num_bytes for s in timeline.spans if s.lane is lane) == timeline.moved.get(way, 0), lane
+    busy = timeline.busy
+    moves = sum(seconds for lane, seconds in busy.items() if lane is not Lane.COMPUTE)
+    stalls = sum(timeline.stalls.values())
+    assert moves <= stalls * (1 + 1e-9) and busy[Lane.COMPUTE] + stalls <= timeline.step_seconds * (1 + 1e-9)
+    engine = model._gemini_engine
+    for tier, budget in timeline.budgets.items():
+        assert budget == engine.ledger.budget(tier)
+        assert all(0 <= sample.total(tier) <= budget for sample in timeline.samples)
+        assert not alone or timeline.samples[-1].held.get(tier, {}) == engine.ledger.holders(tier)
+    assert all(0 <= s.moment < len(timeline.moments) for s in timeline.spans if s.lane is Lane.COMPUTE)
+    assert Timeline.from_json(timeline.to_json()) == timeline
+    assert engine.recording is None and engine.mover.recorder is None and engine.ledger.on_change is None
+
+
+@pytest.mark.parametrize("device", ["cpu", "standin"])
+@pytest.mark.parametrize("gradients, num_micro", [("retain", 1), ("accumulate", 2), ("transient", 1)])
+def test_a_step_is_where_its_time_and_its_bytes_went(
+    device: str, gradients: str, num_micro: int, tmp_path: Path
+) -> None:
+    model = wrap(device, tmp_path, gradients=gradients)
+    optimizer = gemini.HybridAdam(model.parameters(), lr=1e-3, step_in_backward=gradients == "transient")
+    clip = gradients != "transient"
+    gathers = 0
+    with model.recording() as recording:
+        for _ in range(2):
+            gathers = model._gemini_engine.manager.num_gathers
+            for micro in range(num_micro):
+                loss_of(model, micro).backward()
+            if clip:
+                model.clip_grad_norm_(1.0)
+            optimizer.step()
+    timeline = recording.timeline
+    check(timeline, model)
+    assert timeline.tokens == 12 * num_micro
+    names = {span.name.split(" chunk ")[0] for span in timeline.spans if span.chunk >= 0}
+    assert {"fetch", "update"} <= names and ("land gradients of" in names) == (gradients != "transient")
+    fetched = [s for s in timeline.spans if s.name.startswith("fetch") and s.lane in (Lane.H2D, Lane.NVME_READ)]
+    assert len({(s.chunk, s.moment) for s in fetched}) <= model._gemini_engine.manager.num_gathers - gathers
+    phases = {name.split()[0] for name in timeline.moments}
+    assert phases == {"forward", "loss", "backward"}
+    assert {"forward model.layers.0", "backward model.layers.0"} <= set(timeline.moments)
+    assert timeline.stalls["update"] >= timeline.busy[Lane.ADAM]
+    peak = timeline.peaks[model._gemini_engine.device.tier]
+    assert peak > timeline.samples[-1].total(model._gemini_engine.device.tier) - 1, "windows came and went"
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_recording_changes_no_bit_and_no_move(precision: str, tmp_path: Path) -> None:
+    seen = []
+    for records in (False, True):
+        model = wrap("standin", tmp_path, precision=precision)
+        optimizer, losses = adam(model), []
+        for _ in range(2):
+            if records:
+                with model.recording() as recording:
+                    losses.append(loss_of(model))
+                    losses[-1].backward()
+                    norm = model.clip_grad_norm_(1.0)
+                    optimizer.step()
+                check(recording.timeline, model)
+            else:
+                losses.append(loss_of(model))
+                losses[-1].backward()
+                norm = model.clip_grad_norm_(1.0)
+                optimizer.step()
+        engine = model._gemini_engine
+        counts = (engine.manager.num_gathers, engine.manager.num_evictions, model.memory_report()["moved"])
+        floats = [float(x.detach()) for x in (*losses, norm)]
+        seen.append((floats, model.state_dict(dtype=torch.float32), counts))
+    (floats, weights, counts), (same_floats, same_weights, same_counts) = seen
+    assert floats == same_floats and counts == same_counts
+    for name, weight in weights.items():
+        models.assert_same_bits(same_weights[name], weight, name)
+
+
+def test_recomputation_and_activations_that_leave_are_told_apart(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    plain = models.make_model("llama")
+    plain.activation_checkpointing_enable({"use_reentrant": False})
+    memory = gemini.MemoryBudget(gpu="1MiB", cpu="64MiB", nvme="64MiB", nvme_path=tmp_path)
+    config = gemini.GeminiConfig(
+        memory=memory, device="standin", placement=gemini.StaticPlacement(), offload_activations="nvme", max_chunk=8192
+    )  # where weights stay on the GPU, recomputing counts as backward of its block
+    model = gemini.GeminiDDP(plain, config).train()
+    ids = torch.randint(1, models.VOCAB, (16, 30))
+    with model.recording() as recording:
+        model(input_ids=ids, labels=ids).loss.backward()
+        adam(model).step()
+    check(recording.timeline, model)
+    assert {name.split()[0] for name in recording.timeline.moments} == {"forward", "loss", "backward", "recompute"}
+    told = {span.name: span for span in recording.timeline.spans}
+    assert told["offload activations"].num_bytes and told["fetch activations"].num_bytes
+    assert recording.timeline.stalls["activation"] > 0
+    assert recording.timeline.peaks[Tier.NVME] >= told["offload activations"].num_bytes
+
+
+def test_a_step_goes_on_to_the_next_first_forward(tmp_path: Path) -> None:
+    model = wrap("cpu", tmp_path)
+    optimizer = adam(model)
+    with model.recording() as recording:
+        step(model, optimizer)
+        before = recording.timeline
+        loss_of(model)  # the next step begins
+        after = recording.timeline
+        assert before.step_seconds < after.step_seconds and before.spans == after.spans
+        with torch.no_grad():
+            loss_of(model)
+        model.zero_grad()
+    check(recording.timeline, model, alone=False)
+
+
+def test_only_whole_steps_count(tmp_path: Path) -> None:
+    model = wrap("cpu", tmp_path, gradients="accumulate")
+    optimizer = adam(model)
+    with model.recording() as recording:
+        with torch.no_grad():
+            loss_of(model)
+        with pytest.raises(gemini.GeminiError, match="no whole step"):
+            _ = recording.timeline
+        loss_of(model).backward()
+        with pytest.raises(gemini.GeminiError, match=r"forward .* backward and optimizer.step\(\)"):
+            _ = recording.timeline
+    with model.recording() as recording:  # its first half was before
+        loss_of(model).backward()
+        optimizer.step()
+        with pytest.raises(gemini.GeminiError, match="no whole step"):
+            _ = recording.timeline
+    waiting = loss_of(model)
+    with model.recording() as recording:
+        waiting.backward()
+        loss_of(model).backward()
+        optimizer.step()
+        with pytest.raises(gemini.GeminiError, match="no whole step"):
+            _ = recording.timeline
+        loss_of(model).backward()
+        optimizer.zero_grad()  # given up
+        step(model, optimizer)
+    check(recording.timeline, model, alone=False)
+    assert recording.timeline.tokens == 12, "of the step that was made"
+    assert recording.timeline.moments.count("loss") == 1
+
+
+def test_gradients_may_be_zeroed_between_forward_and_backward(tmp_path: Path) -> None:
+    model = wrap("cpu", tmp_path)
+    optimizer = adam(model)
+    with model.recording() as recording:
+        for _ in range(2):
+            loss = loss_of(model)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    check(recording.timeline, model)
+    assert recording.timeline.moments[0] == "forward LlamaForCausalLM"
+
+
+def test_a_failed_step_is_dropped_and_the_next_one_recorded(tmp_path: Path) -> None:
+    model = wrap("cpu", tmp_path)
+    optimizer = adam(model)
+    with model.recording() as recording:
+        fetch = model._gemini_engine.spill.read
+        model._gemini_engine.spill.read = lambda into, offset: 1 / 0
+        with pytest.raises(ZeroDivisionError):
+            loss_of(model)
+        model._gemini_engine.spill.read = fetch
+        optimizer.zero_grad()
+        step(model, optimizer)
+    check(recording.timeline, model)
+
+
+def test_a_second_recording_and_a_trace_of_another_model_are_refused(tmp_path: Path) -> None:
+    model = wrap("cpu", tmp_path)
+    params = tuple(TracedParam((n,), tuple(p.shape)) for n, p in model.named_parameters())
+    trace = MemoryTrace("LlamaForCausalLM", "bf16", {}, 12, "cpu", Source.STRUCTURE, params, ())
+    with (
+        pytest.raises(gemini.PlanMismatch, match="another model"),
+        model.recording(trace=MemoryTrace("Other", "bf16", {}, 12, "cpu", Source.STRUCTURE, params[1:], ())),
+    ):
+        pass
+    with model.recording(trace=trace) as recording:
+        with pytest.raises(gemini.GeminiError, match="recorded already"), model.recording():
+            pass
+        step(model, adam(model))
+    assert recording.timeline.flops == 0, "a trace of the structure alone has no work in it"
+    check(recording.timeline, model)
+
+
+def test_a_timeline_reads_well(tmp_path: Path) -> None:
+    model = wrap("cpu", tmp_path)
+    with model.recording() as recording:
+        step(model, adam(model))
+    text = str(recording.timeline)
+    assert text.startswith("LlamaForCausalLM, bf16, cpu: measured step ") and "tokens/s" in text
+    assert "TFLOP/s" not in text, "nobody counted them"
+    assert "computing waited for: " in text and "fetch from nvme" in text

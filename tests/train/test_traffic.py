@@ -1,0 +1,115 @@
+"""The closed forms of traffic against the mover: one step's bytes over every boundary, to the byte.
+
+Models, precisions, gradients and placements are crossed; what was gathered is what the manager did gather, and every
+other byte follows from homes and sizes alone.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import gemini
+from gemini.planning.placement import Placement, Problem
+from gemini.planning.traffic import Boundary, by_name, path, step_traffic
+from gemini.tiers import Tier
+from tests import models
+
+ALL, HALF, NONE = 1.0, 0.5, 0.0
+# weights and states on the GPU, weights and states on NVMe: as fractions.
+HOMES = {
+    "all on the host": (NONE, NONE, NONE, NONE),
+    "all on nvme": (NONE, NONE, ALL, ALL),
+    "weights on nvme": (NONE, NONE, ALL, NONE),
+    "states on nvme": (NONE, NONE, NONE, ALL),
+    "half on nvme": (NONE, NONE, HALF, HALF),
+    "all on the gpu": (ALL, ALL, NONE, NONE),
+    "weights on the gpu": (ALL, NONE, NONE, NONE),
+    "weights on the gpu, states on nvme": (ALL, NONE, NONE, ALL),
+    "states on the gpu, weights on nvme": (NONE, ALL, ALL, NONE),
+    "everywhere": (0.3, 0.4, 0.3, 0.3),
+}
+
+
+def wrap(device: str, homes: str, folder: Path, precision: str = "bf16", gradients: str = "retain") -> Any:
+    memory = gemini.MemoryBudget(gpu="64MiB" if device == "standin" else None, cpu="64MiB", nvme="64MiB",
+                                 nvme_path=folder)  # fmt: skip
+    config = gemini.GeminiConfig(precision=precision, gradients=gradients, memory=memory, device=device,
+                                 placement=gemini.StaticPlacement(*HOMES[homes]), max_chunk=16384)  # fmt: skip
+    return gemini.GeminiDDP(models.make_model("llama"), config)
+
+
+def posed(model: Any) -> tuple[Problem, Placement]:
+    """The problem as the closed forms read it: layout, precision, gradients and the computing tier."""
+    engine = model._gemini_engine
+    problem = Problem(engine.layout, engine.config.precision, engine.config.gradients, {}, engine.device.tier, 0, 0)
+    return problem, engine.placement
+
+
+def fetched_in(model: Any) -> list[int]:
+    """The chunks that are gathered from here on, once for every time."""
+    manager, fetched = model._gemini_engine.manager, []
+    gather = manager._gather
+    manager._gather = lambda chunk: (fetched.append(chunk.spec.index), gather(chunk))[1]
+    return fetched
+
+
+def compare(device: str, homes: str, folder: Path, *, backwards: int = 1, **settings: Any) -> dict[str, int]:
+    """Two steps; the second is compared."""
+    model = wrap(device, homes, folder, **settings)
+    optimizer = gemini.HybridAdam(
+        model.parameters(), lr=1e-3, step_in_backward=settings.get("gradients") == "transient"
+    )
+    fetched = fetched_in(model)
+    for _ in range(2):
+        fetched.clear()
+        for _ in range(backwards):
+            model(**models.make_batches(1, 1)[0][0]).loss.backward()
+        optimizer.step()
+    problem, placement = posed(model)
+    for index, chunk in enumerate(model._gemini_engine.chunks):
+        for kind, home in placement.homes[index].items():
+            assert chunk.planes[kind].tier is home
+    moved = model.memory_report()["moved"]
+    assert moved == by_name(step_traffic(problem, placement, fetched, backwards=backwards))
+    return moved
+
+
+ON_CPU = [name for name, (on_gpu, states_on_gpu, _, _) in HOMES.items() if not on_gpu and not states_on_gpu]
+
+
+@pytest.mark.parametrize("homes", ON_CPU)
+def test_on_the_cpu_the_forms_are_what_moved(homes: str, tmp_path: Path) -> None:
+    moved = compare("cpu", homes, tmp_path)
+    assert bool(moved) == ("nvme" in homes) and moved.keys() <= {"nvme->cpu", "cpu->nvme"}
+
+
+@pytest.mark.parametrize("homes", HOMES)
+def test_on_a_gpu_the_forms_are_what_moved(homes: str, tmp_path: Path) -> None:
+    moved = compare("standin", homes, tmp_path)
+    assert moved.keys() <= {"cpu->gpu", "gpu->cpu", "nvme->cpu", "cpu->nvme"}, "nothing jumps over host memory"
+
+
+@pytest.mark.parametrize("device", ["cpu", "standin"])
+@pytest.mark.parametrize("precision", ["fp16", "fp32"])
+@pytest.mark.parametrize("homes", ["all on the host", "all on nvme", "everywhere"])
+def test_masters_wider_than_what_is_gathered(device: str, homes: str, precision: str, tmp_path: Path) -> None:
+    if device == "standin" or homes != "everywhere":
+        compare(device, homes, tmp_path, precision=precision)
+
+
+@pytest.mark.parametrize("homes", ["all on nvme", "all on the gpu", "everywhere"])
+def test_gradients_that_are_not_kept(homes: str, tmp_path: Path) -> None:
+    compare("standin", homes, tmp_path, gradients="transient")
+
+
+@pytest.mark.parametrize("device, homes", [("cpu", "all on nvme"), ("standin", "everywhere")])
+def test_gradients_that_are_summed_over_several_backwards(device: str, homes: str, tmp_path: Path) -> None:
+    compare(device, homes, tmp_path, backwards=3, gradients="accumulate")
+
+
+def test_what_crosses_host_memory_counts_on_both_boundaries() -> None:
+    assert path(Tier.NVME, Tier.GPU) == (Boundary(Tier.NVME, Tier.CPU), Boundary(Tier.CPU, Tier.GPU))
+    assert path(Tier.CPU, Tier.CPU) == ()
