@@ -30,10 +30,11 @@ FLOORS = [
     ("gemini.__main__",),
 ]
 NO_TORCH = 2  # the first so many floors, and the settings
-# Of DESIGN's names; trace, plan and simulate come with the planner.
+# Of DESIGN's names; plan and simulate come with the planner.
 PUBLIC = {
     "GeminiDDP", "GeminiConfig", "HybridAdam", "MemoryBudget", "StaticPlacement", "save_checkpoint", "load_checkpoint",
-    "GeminiError", "BudgetExceeded", "IllegalTransition", "PlanMismatch", "StorageError", "Tier",
+    "GeminiError", "BudgetExceeded", "IllegalTransition", "PlanMismatch", "StorageError", "Tier", "MemoryTrace",
+    "MemoryTracer", "trace",
 }  # fmt: skip
 SOFT_LIMIT, HARD_LIMIT = 400, 420
 

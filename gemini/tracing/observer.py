@@ -289,6 +289,8 @@ class Observer:
 
     def _release(self, index: Any) -> None:
         self._gathered[index] -= 1
+        if not self._gathered[index]:
+            del self._gathered[index]
 
     def _phase(self) -> Phase:
         if not self._in_backward:
@@ -316,12 +318,11 @@ class Observer:
             return None
         peak, flops, touched, num_ops, read = meter.take()
         saved, restored = self.saved.take()
-        gathered = {index for index, count in self._gathered.items() if count > 0}
         moments.append(
             Moment(
                 phase=self._phase(),
                 module=self._path,
-                params=tuple(sorted(gathered | read)),
+                params=tuple(sorted(read.union(self._gathered))),
                 live_bytes=meter.live,
                 peak_bytes=peak,
                 saved_bytes=saved,
