@@ -7,6 +7,7 @@ nothing overlaps at any size and a page knows where the panels are. matplotlib i
 from __future__ import annotations
 
 import io
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -103,7 +104,10 @@ def render(made: Board, suffix: str, *, transparent: bool = False) -> bytes:
     with matplotlib.rc_context({"svg.hashsalt": "gemini", "svg.fonttype": "none"}):
         metadata = {"Date": None, "Creator": None} if suffix == "svg" else {"Software": None}
         made.figure.savefig(out, format=suffix, dpi=110, metadata=metadata, transparent=transparent)
-    return out.getvalue()
+    if suffix == "png":
+        return out.getvalue()
+    # A hundredth of a point is enough, and half the bytes.
+    return re.sub(rb' d="[^"]+"', lambda path: re.sub(rb"(\.\d\d)\d+", rb"\1", path[0]), out.getvalue())
 
 
 def board(timelines: list[Timeline], *, memory: bool = True, lanes: bool = True) -> Board:
@@ -242,7 +246,8 @@ def _memory(axes: Any, timelines: list[Timeline], timeline: Timeline, tier: Tier
     axes.set_axisbelow(True)
     told = f"{_TIER_NAMES[tier]}: peak {human_bytes(timeline.peaks.get(tier, 0))}"
     if budget:
-        told += f" of {human_bytes(budget)} ({timeline.peaks[tier] / budget:.0%})"
+        share = timeline.peaks[tier] / budget
+        told += f" of {human_bytes(budget)} ({f'{share:.1%}' if 0.99 < share < 1 else f'{share:.0%}'})"
         if budget <= top:
             axes.axhline(budget / unit, color=INK, linewidth=1.1, linestyle=(0, (4, 2)))
             axes.annotate("budget", (1, budget / unit), xycoords=("axes fraction", "data"), xytext=(3, 0),

@@ -38,8 +38,7 @@ def page(timeline: Timeline, other: Timeline | None = None) -> str:
     return _PAGE.format(
         title=escape(title),
         heading=escape(timeline.title),
-        summary=_summary(timelines),
-        stalls=_stalls(timelines),
+        summary=summary(timelines),
         picture=svg,
         width=round(made.width * 96),
         # </ would end the script.
@@ -51,7 +50,12 @@ def page(timeline: Timeline, other: Timeline | None = None) -> str:
 # ---- tables ----------------------------------------------------------------------------------------------------------
 
 
-def _summary(timelines: list[Timeline]) -> str:
+def summary(timelines: list[Timeline]) -> str:
+    """The tables of the page: what came out, and what computing waited for."""
+    return f"{_results(timelines)}\n{_stalls(timelines)}"
+
+
+def _results(timelines: list[Timeline]) -> str:
     rows: list[tuple[str, list[str], str]] = []
 
     def compare(name: str, values: Sequence[float], told: list[str]) -> None:
@@ -195,7 +199,6 @@ footer {{ color: var(--faint); font-size: 12.5px; margin-top: 1rem; }}
 <h1>{heading}</h1>
 <div class="tables">
 {summary}
-{stalls}
 </div>
 <div id="picture">
 {picture}
