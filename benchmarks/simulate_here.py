@@ -3,10 +3,11 @@ to nothing.
 
     python benchmarks/simulate_here.py --spill /scratch --out benchmarks/reports/simulate_here_<hardware>_<date>.md
 
-The machine is measured as ``gemini doctor --measure`` does, the step is recorded once with everything in memory, each
-budget gets its plan, and each plan its prediction (the serial schedule, which is what the engine does) before it runs.
-Runs are interleaved: every round builds every budget's model anew, in turning order, makes some steps that do not count
-and some that do. A step is a forward, a backward, an update and zero_grad.
+The machine is measured as ``gemini doctor --measure`` does, the step is recorded with everything in memory, each budget
+gets its plan, and each plan its prediction (the serial schedule, which is what the engine does). Everything is
+interleaved: every round measures and records again, then builds every budget's model anew, in turning order, and makes
+some steps that do not count and some that do. A prediction is made from the medians of the rounds' figures and moments,
+and compared with the median of the steps. A step is a forward, a backward, an update and zero_grad.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import platform
 import statistics
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -92,6 +94,26 @@ def measure_machine(folder: Path) -> Any:
     return Hardware(platform.node() or "here", {key: figures[key] for key in FIGURES if key in figures})
 
 
+def middle_machine(machines: list[Any]) -> Any:
+    """The median of each figure."""
+    from gemini.planning.hardware import Figure, Hardware
+
+    figures = {}
+    for key, figure in machines[0].figures.items():
+        values = [machine.figures[key].value for machine in machines]
+        note = f"{figure.source}; {len(values)} times, from {min(values):.4g} to {max(values):.4g}"
+        figures[key] = Figure(statistics.median(values), note)
+    return Hardware(machines[0].name, figures)
+
+
+def middle_trace(traces: list[Any]) -> Any:
+    """The median of each moment's seconds."""
+    from gemini.planning.trace import with_seconds
+
+    seconds = zip(*([moment.seconds for moment in trace.moments] for trace in traces), strict=True)
+    return with_seconds(traces[0], [statistics.median(values) for values in seconds])
+
+
 def record(args: argparse.Namespace, folder: Path) -> Any:
     """The step with everything in memory: what is read, how much work it is, how long it takes."""
     import gemini
@@ -156,14 +178,10 @@ def compare(args: argparse.Namespace, folder: Path) -> str:
     import gemini
     from gemini.planning.traffic import by_name
 
-    hardware = measure_machine(folder)
-    trace = record(args, folder)
-    gc.collect()
-    budgets = budgets_of(args, trace)
-    plans = [
-        gemini.plan(trace, hardware, budget, gradients=args.gradients, max_chunk=args.max_chunk) for budget in budgets
-    ]
-    predicted = [gemini.simulate(plan, hardware) for plan in plans]
+    machines, traces = [measure_machine(folder)], [record(args, folder)]
+    budgets = budgets_of(args, traces[0])
+    settings = {"gradients": args.gradients, "max_chunk": args.max_chunk}
+    plans = [gemini.plan(traces[0], machines[0], budget, **settings) for budget in budgets]
     runs: list[list[Measured]] = [[] for _ in plans]
     batch = make_batch(args)
     for number in range(args.rounds):
@@ -177,12 +195,16 @@ def compare(args: argparse.Namespace, folder: Path) -> str:
                     assert model.memory_report()["moved"] == by_name(plans[index].traffic)
             del model, optimizer
             gc.collect()
-    again = measure_machine(folder)
-    return report_of(args, hardware, again, trace, plans, predicted, runs, torch.__version__)
+        machines.append(measure_machine(folder))
+        traces.append(record(args, folder))
+        gc.collect()
+    hardware, trace = middle_machine(machines), middle_trace(traces)
+    predicted = [gemini.simulate(replace(plan, trace=trace), hardware) for plan in plans]
+    return report_of(args, hardware, trace, plans, predicted, runs, torch.__version__)
 
 
 def report_of(
-    args: argparse.Namespace, hardware: Any, again: Any, trace: Any, plans: list[Any], predicted: list[Any],
+    args: argparse.Namespace, hardware: Any, trace: Any, plans: list[Any], predicted: list[Any],
     runs: list[list[Measured]], torch_version: str,
 ) -> str:  # fmt: skip
     from gemini.errors import human_bytes
@@ -226,12 +248,11 @@ def report_of(
         f"Within {GOAL:.0%}: {within} of {len(errors)} budgets; largest error {max(errors):.1%}, mean "
         f"{sum(errors) / len(errors):.1%}. Forward, backward and update are predicted / measured of that part.",
         "",
-        "| figure | before | after the runs | source |",
-        "|---|---:|---:|---|",
+        "| figure | median | source |",
+        "|---|---:|---|",
     ]
     for key, figure in hardware.figures.items():
-        later = again.figures[key].value if key in again.figures else figure.value
-        lines.append(f"| {key} | {human_figure(key, figure.value)} | {human_figure(key, later)} | {figure.source} |")
+        lines.append(f"| {key} | {human_figure(key, figure.value)} | {figure.source} |")
     return "\n".join(lines)
 
 

@@ -175,24 +175,23 @@ def measure_nvme(directory: Path, sizes: Sizes) -> Figures:
 
 
 def _drive(spill: SpillFile, tile: int, count: int, sizes: Sizes) -> Figures:
-    buffer = host_bytes(4 * tile)
-    buffer.random_(0, 256)  # a drive may compress
-    plan = [(buffer[: size * tile], spill.allocate(size * tile)) for _ in range(count) for size in _STATE_BYTES]
-
-    def write() -> None:
-        for source, offset in plan:
-            spill.write(source, offset)
-
-    def read() -> None:
-        for into, offset in plan:
-            spill.read(into, offset)
-
-    write()  # the first write of a block costs more than all later ones: training pays for it once
+    # As an update does it: a buffer per plane, all of which it has changed since they were read. With one small buffer,
+    # which stays in the cache, a drive measured a sixth faster than updates ever saw it.
+    buffers = [host_bytes(size * tile).random_(0, 256) for size in _STATE_BYTES]  # a drive may compress
+    plan = [[(buffer, spill.allocate(buffer.numel())) for buffer in buffers] for _ in range(count)]
+    for planes in plan:
+        _each(spill.write, planes)  # the first write of a block costs more: training pays for it once
     seconds: dict[str, list[float]] = {"nvme_read": [], "nvme_write": []}
     begin = time.perf_counter()
     for _ in range(sizes.repeats):
-        for key, run in (("nvme_read", read), ("nvme_write", write)):
-            seconds[key].append(_time(run))
+        read = write = 0.0
+        for planes in plan:
+            read += _time(partial(_each, spill.read, planes))
+            for buffer in buffers:
+                buffer.add_(1)
+            write += _time(partial(_each, spill.write, planes))
+        seconds["nvme_read"].append(read)
+        seconds["nvme_write"].append(write)
         if time.perf_counter() - begin > sizes.spill_seconds:
             break
     num_bytes = count * tile * sum(_STATE_BYTES)
@@ -207,6 +206,11 @@ def _drive(spill: SpillFile, tile: int, count: int, sizes: Sizes) -> Figures:
             rate = human_figure(key, whole.numel() / at_once)
             note = f" ({rate} in one request of {human_bytes(whole.numel())})"
         yield key, _measured(key, times, how + note, lambda s: num_bytes / s)
+
+
+def _each(transfer: Callable[[torch.Tensor, int], None], planes: list[tuple[torch.Tensor, int]]) -> None:
+    for buffer, offset in planes:
+        transfer(buffer, offset)
 
 
 # ---- GPU -------------------------------------------------------------------------------------------------------------

@@ -72,7 +72,7 @@ def _stalls(graph: Graph, run: Run, begin: float, end: float) -> dict[str, float
             if until > start:
                 cause = graph.tasks[task].hop.cause
                 found[cause] = found.get(cause, 0.0) + until - start
-            until = min(until, start)
+            until = start
             task = run.released_by[task]
 
     before = begin

@@ -212,8 +212,6 @@ def _fetches(work: Work, num_steps: int) -> tuple[list[list[_Fetch]], list[tuple
                 if first_last[1] == opened[current[index]][0]:
                     first_last[0] = at
                 first_last[1] = at
-        if at % per_step == per_step - 1:  # updates overtake the windows of trained chunks
-            current = {i: k for i, k in current.items() if not problem.layout.chunks[i].trainable}
     found: list[list[_Fetch]] = [[] for _ in range(num_steps * per_step)]
     held, after, ends = 0, -1, list[tuple[int, int]]()
     for (at, index), (first, last) in zip(opened, uses, strict=True):

@@ -8,8 +8,9 @@ what the real ones will do.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+import gc
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -67,7 +68,7 @@ def trace(
         raise ValueError(f"precision must be one of {', '.join(COMPUTE_DTYPES)}, got {precision!r}")
     chosen = make_target(target)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    with generators_kept(), mode:
+    with generators_kept(), _nothing_collected(), mode:
         fake = _copy(model, mode) if isinstance(model, nn.Module) else _build(model, model_class)
         _cast_params(fake, COMPUTE_DTYPES[precision])
         fake.train()
@@ -88,6 +89,18 @@ def trace(
         checkpointing=step.checkpointing,
         together=read_together(fake),
     )
+
+
+@contextmanager
+def _nothing_collected() -> Iterator[None]:
+    """Some other object's finalizer may write tensors, and must not find itself among fake ones."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 # ---- the model -------------------------------------------------------------------------------------------------------
@@ -150,11 +163,13 @@ def _set_checkpointing(model: Any, wanted: bool | str | None) -> None:
             "transformers. Leave it out and let forward do what it does"
         )
     if wanted is False:
-        model.gradient_checkpointing_disable()
-    elif wanted is True:
-        model.gradient_checkpointing_enable()
+        getattr(model, "activation_checkpointing_disable", model.gradient_checkpointing_disable)()
+        return
+    how = None if wanted is True else {"use_reentrant": kinds[str(wanted)]}
+    if hasattr(model, "activation_checkpointing_enable"):  # its name since transformers 5.20
+        model.activation_checkpointing_enable(activation_checkpointing_kwargs=how)
     else:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": kinds[wanted]})
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=how)
 
 
 def _input(value: Any, mode: FakeTensorMode, known: dict[int, torch.Tensor]) -> Any:
@@ -188,6 +203,7 @@ def _run(
     with ExitStack() as stack:
         stack.callback(observer.detach)
         observer.attach()
+        stack.enter_context(target.operations())
         stack.enter_context(observer.make_meter(FakeRunner(mode)))
         try:
             result = _loss_of(model, model(**inputs), loss)

@@ -51,6 +51,7 @@ def batch_for(
     *,
     target_len: int | None = None,
     attention_mask: bool = False,
+    dtype: torch.dtype = torch.float32,
     model_class: Any = None,
 ) -> dict[str, torch.Tensor]:
     """Inputs and labels for one step of the model of ``config``, on the meta device.
@@ -61,6 +62,7 @@ def batch_for(
         seq_len: positions of each (of audio: samples of sound; without meaning for images, whose size the config has).
         target_len: positions of the decoder of an encoder-decoder model; by default ``seq_len``.
         attention_mask: whether a mask is passed, as with padded batches.
+        dtype: of images and sounds; some models want them in the compute dtype.
         model_class: if not the one that :func:`model_class_for` finds.
 
     Raises:
@@ -74,7 +76,7 @@ def batch_for(
         return torch.zeros(shape, dtype=torch.long, device="meta")
 
     def numbers(*shape: int) -> torch.Tensor:
-        return torch.zeros(shape, device="meta")
+        return torch.zeros(shape, dtype=dtype, device="meta")
 
     batch: dict[str, torch.Tensor] = {}
     if "pixel_values" in known and "input_ids" not in known:
@@ -109,18 +111,19 @@ def batch_for(
     return batch
 
 
-def count_tokens(shapes: Mapping[str, tuple[int, ...]]) -> int:
-    """Positions in a batch: of the inputs, and of the decoder's inputs or labels if they are others.
+def count_tokens(shapes: Mapping[str, tuple[int, ...]], *, has_decoder: bool = False) -> int:
+    """Positions that a batch of these shapes has the model work on.
 
-    An encoder-decoder model works on both, so both count; a decoder's labels are its inputs and count once. Images and
-    other inputs without positions count as samples.
+    Those of its inputs; of an encoder-decoder model (``has_decoder``) those of the decoder as well. A decoder's labels
+    are its inputs once more and do not count. Images, and what else has no positions, count as samples.
     """
-    for name in ("input_ids", "inputs_embeds"):
-        if name in shapes:
-            source = shapes[name]
-            tokens = source[0] * source[1] if len(source) > 1 else source[0]
-            break
-    else:
-        first = next(iter(shapes.values()), ())
-        return first[0] if first else 0
-    return tokens
+    source = next((shapes[name] for name in ("input_ids", "inputs_embeds") if name in shapes), None)
+    decoder = 0
+    if has_decoder:
+        names = ("decoder_input_ids", "decoder_inputs_embeds", "labels")
+        target = next((shapes[name] for name in names if name in shapes), ())
+        decoder = target[0] * target[1] if len(target) > 1 else 0
+    if source is not None:
+        return decoder + (source[0] * source[1] if len(source) > 1 else source[0])
+    first = next(iter(shapes.values()), ())
+    return decoder or (first[0] if first else 0)

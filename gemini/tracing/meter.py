@@ -57,6 +57,7 @@ class Meter(TorchDispatchMode):
         self._kinds: dict[Any, bool] = {}
         self._paused = 0
         self._resting = True
+        self._standing: dict[bool, int] = {}  # by whether backward has come to a product
         self.live = self.peak = self.flops = self.touched = self.num_ops = 0
         self.read: set[int] = set()
 
@@ -94,6 +95,7 @@ class Meter(TorchDispatchMode):
         self._resting = False
         self._sizes.clear()
         self._guards.clear()
+        self._standing.clear()
         self.live = self.peak = 0
         self.take()
 
@@ -168,8 +170,14 @@ class Meter(TorchDispatchMode):
             touched += tensor.numel() * tensor.itemsize
         self.touched += touched
         self.num_ops += 1
-        self.flops += flops_of(func, args, kwargs, out)
-        temporary = self._target.temporary_bytes(func, args, kwargs, results)
+        flops = flops_of(func, args, kwargs, out)
+        if flops:
+            self.flops += flops
+            in_backward = torch._C._current_graph_task_id() != -1
+            if in_backward not in self._standing:
+                self._standing[in_backward] = self._target.standing_bytes(in_backward=in_backward)
+                self.live += self._standing[in_backward]
+        temporary = self._target.temporary_bytes(func, args, results)
         if temporary and self.live + temporary > self.peak:
             self.peak = self.live + temporary
 

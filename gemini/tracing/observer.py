@@ -86,7 +86,7 @@ class Observer:
         self._path = ""
         self._in_backward = False
         self._gradients: set[int] = set()
-        self._carried = (0, 0)
+        self._inner: CallRecord | None = None  # whose backward runs
         self._since = self._away = 0.0
         self._outside = False
         self._resting = True
@@ -122,7 +122,7 @@ class Observer:
         root = module is self._model
 
         def pre(module: nn.Module, args: Any, kwargs: Any) -> None:
-            if root and not self._calls.running and not self._in_backward:
+            if root and not self._calls.running and torch._C._current_graph_task_id() == -1:
                 self._begin_forward(args, kwargs)
             self._begin_call(path, module, params)
 
@@ -169,7 +169,8 @@ class Observer:
         of samples, whose forwards come one after the other).
         """
         with_backward = torch.is_grad_enabled()
-        if self._resting or not (with_backward and self.step.differentiable):
+        broken_off = self._in_backward  # an exception ended the backward before its end
+        if self._resting or broken_off or not (with_backward and self.step.differentiable):
             self._begin_step()
         self.step.differentiable = with_backward
         shapes = {}
@@ -178,7 +179,8 @@ class Observer:
             if self.meter is not None:
                 self.meter.arrived(value)
         self.step.inputs = self.step.inputs or shapes
-        self.step.tokens += count_tokens(shapes)
+        config = getattr(self._model, "config", None)
+        self.step.tokens += count_tokens(shapes, has_decoder=bool(getattr(config, "is_encoder_decoder", False)))
 
     def _begin_step(self) -> None:
         if self._on_begin is not None:
@@ -189,7 +191,7 @@ class Observer:
         self._gathered.clear()
         self._path_of.clear()
         self._gradients.clear()
-        self._path, self._in_backward, self._carried = "", False, (0, 0)
+        self._path, self._in_backward, self._inner = "", False, None
         self.step = Step()
         if self.meter is not None:
             self.meter.reset()
@@ -264,7 +266,9 @@ class Observer:
         self._cut(("backward", path))
         self._begin_backward()
         self._calls.begin_backward(record)
-        self._path = path
+        inner = self._inner
+        if inner is None or self._calls.running or not record.is_around(inner):
+            self._inner, self._path = record, path  # else one tensor is the result of both, and the inner one is first
 
     def _gradient_hook(self, index: int) -> Callable[[torch.Tensor], None]:
         def complete(param: torch.Tensor) -> None:

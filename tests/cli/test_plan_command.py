@@ -168,11 +168,8 @@ def test_a_saved_plan_runs_and_is_played(gemini_command: Gemini, traced: Path, t
     assert found.step_seconds == said["step"]["seconds"]
     shown = gemini_command("simulate", path, "--machine", "rtx4090").stdout
     assert shown.split() == str(found).split() and all(len(line) <= 80 for line in shown.splitlines())
-    drawn = [part for name in ("a.svg", "a.perfetto.json") for part in ("--picture", tmp_path / name)]
-    overlapped = gemini_command("simulate", path, "--machine", "rtx4090", "--schedule", "overlapped", "--json", *drawn)
+    overlapped = gemini_command("simulate", path, "--machine", "rtx4090", "--schedule", "overlapped", "--json")
     assert gemini.Timeline.from_json(overlapped.stdout).step_seconds < found.step_seconds
-    assert "rtx4090, overlapped" in (tmp_path / "a.svg").read_text()
-    assert json.loads((tmp_path / "a.perfetto.json").read_text())["traceEvents"]
 
 
 @pytest.mark.parametrize("schedule", ["serial", "overlapped"])

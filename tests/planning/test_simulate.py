@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
 from stacks import NUMEL, machine, stack_plan, stack_trace
+from traces import decoder_trace
 
 import gemini
 from gemini.errors import MissingFigure, PlanMismatch
 from gemini.planning.costs import Costs, Efficiency
 from gemini.planning.outcome import SHARING, timeline_of
-from gemini.planning.plan import check_plan
+from gemini.planning.plan import Plan, check_plan
+from gemini.planning.planner import plan as make_plan
 from gemini.planning.policy import FirstInFirstOut, LeastRecentlyUsed
 from gemini.planning.schedules import overlapped
 from gemini.planning.simulate import simulate, simulate_policy
 from gemini.planning.timeline import Lane, Timeline
 from gemini.planning.trace import with_seconds
-from gemini.planning.traffic import by_name
+from gemini.planning.traffic import Traffic, by_name
 from gemini.planning.work import Work
 from gemini.tiers import Tier
 
@@ -139,6 +142,21 @@ def test_micro_batches_repeat_all_but_the_update() -> None:
     assert (thrice.tokens, thrice.flops) == (24, 3 * once.flops)
 
 
+def test_gradients_on_nvme_are_read_to_be_added_to() -> None:
+    plan = stack_plan(
+        LAYERS, weights=Tier.CPU, states=Tier.NVME, compute=Tier.CPU, gradients="accumulate", accumulate=3
+    )
+    assert plan.traffic == simulate_traffic(plan, "serial") == simulate_traffic(plan, "overlapped")
+    timeline = simulate(plan, machine())
+    # 4 bytes per param: 80 ms to write in each of three micro-batches, 40 ms to read in two
+    assert timeline.stalls["gradient landing"] == close(LAYERS * (3 * 80 + 2 * 40) * MS)
+
+
+def simulate_traffic(plan: Plan, schedule: str) -> Traffic:
+    moved = simulate(plan, machine(), schedule=schedule).moved
+    return Counter({way: moved[str(way)] for way in plan.traffic})
+
+
 # ---- overlapped -------------------------------------------------------------------------------------------------
 
 
@@ -173,6 +191,41 @@ def test_the_bounds_of_the_overlapped_optimizer(adam_ms: float) -> None:
     ):
         assert bound <= unclipped.step_seconds * (1 + 1e-6) and unclipped.step_seconds < 1.06 * bound
     assert simulate(plan, machine(**figures)).step_seconds == close(forward + backward + work)
+
+
+def test_backward_waits_where_gradients_do_not_leave_fast_enough() -> None:
+    """Landing takes 4 ms a layer, computing 2 ms: all but the last two landings are waited for in backward."""
+    layers = 20
+    plan = stack_plan(layers, weights=Tier.GPU, states=Tier.CPU, gradients="retain")
+    timeline = simulate(plan, machine(adam_cpu=1e-15, h2d=1e18), schedule="overlapped", clipping=False)
+    backward = [span for span in timeline.spans if span.name.startswith("backward")]
+    assert backward[-1].stop - backward[0].start == pytest.approx((layers - 2) * 4 * MS + 2 * 2 * MS, rel=0.05)
+    assert timeline.stalls["gradient landing"] > (layers - 3) * 2 * MS
+
+
+def test_forward_waits_where_activations_do_not_leave_fast_enough() -> None:
+    layers = 20
+    moments = stack_trace(layers).moments
+    moments = (
+        *(replace(m, saved_bytes=2 * NUMEL) for m in moments[:layers]),
+        *(replace(m, restored_bytes=2 * NUMEL) for m in moments[layers:]),
+    )
+    trace = replace(stack_trace(layers), moments=moments)
+    plan = stack_plan(layers, weights=Tier.GPU, states=Tier.GPU, trace=trace, offload_activations="cpu")
+    timeline = simulate(plan, machine(), schedule="overlapped")
+    forward = [span for span in timeline.spans if span.name.startswith("forward")]
+    assert forward[-1].stop - forward[0].start == pytest.approx((layers - 2) * 4 * MS + 2 * MS, rel=0.05)
+    # Backward's 2 ms hide what comes back in 2 ms, but for the first, whose bytes were the last to leave.
+    assert timeline.stalls["activation"] == pytest.approx((layers - 2) * 3 * MS + (2 * 4 + 2) * MS, rel=0.1)
+
+
+def test_updates_wait_for_the_last_micro_batch_without_clipping_too() -> None:
+    plan = stack_plan(LAYERS, weights=Tier.CPU, states=Tier.CPU, gradients="accumulate", accumulate=3)
+    timeline = simulate(plan, machine(adam_cpu=0.1e-3 / NUMEL), schedule="overlapped", clipping=False)
+    updates = [span for span in timeline.spans if span.name.startswith("update chunk")]
+    backward = [span for span in timeline.spans if span.name.startswith("backward")]
+    assert len(updates) == LAYERS
+    assert min(span.start for span in updates) > backward[-LAYERS].start
 
 
 @pytest.mark.parametrize("adam_ms", [1.0, 3.0])
@@ -257,6 +310,24 @@ def test_ranks_divide_the_machine_and_send_each_other_the_rest() -> None:
     assert "4 x round" in four.title
 
 
+def test_ranks_divide_drives_and_memory() -> None:
+    """A quarter of the bytes at a quarter of the speed takes as long, whichever figure it is that bounds it."""
+    for figures in ({}, {"dram_bandwidth": 1e8}):
+        plan = stack_plan(LAYERS, weights=Tier.NVME, states=Tier.NVME)
+        one, four = simulate(plan, machine(**figures)), simulate(plan, machine(**figures), gpus=4)
+        assert four.stalls["update"] == close(one.stalls["update"])
+
+
+def test_gradients_of_a_chunk_are_divided_once_all_of_them_are_there() -> None:
+    trace = decoder_trace(hidden=128, layers=2)
+    plan = make_plan(trace, None, {Tier.GPU: 2**30, Tier.CPU: 2**30}, ranks=4, compute=Tier.GPU)
+    assert any(len(chunk.slots) > 1 for chunk in plan.layout.chunks)
+    for schedule in ("serial", "overlapped"):
+        timeline = simulate(plan, machine(), schedule=schedule)
+        reduced = [span.chunk for span in timeline.spans if span.lane is Lane.REDUCE]
+        assert sorted(reduced) == list(range(len(plan.layout.chunks)))
+
+
 def test_a_plan_for_ranks_is_played_as_it_is() -> None:
     plan = stack_plan(LAYERS, weights=Tier.CPU, states=Tier.CPU, ranks=4)
     told = simulate(plan, machine())
@@ -336,6 +407,25 @@ def test_only_specified_figures_are_discounted() -> None:
     assert simulate(plan, mixed, efficiency=efficiency).busy[Lane.H2D] == close(FETCHES * 2 * MS)
 
 
+def test_a_specified_adam_is_no_faster_than_memory_and_a_measured_one_is_what_it_is() -> None:
+    plan = stack_plan(LAYERS, weights=Tier.CPU, states=Tier.CPU)
+    slow_memory = 26 * NUMEL / (2 * 10e-3)
+    for source, milliseconds in (("measured", 10), ("a data sheet", 20)):
+        hardware = machine().with_figures(source, adam_cpu=10e-3 / NUMEL)
+        hardware = hardware.with_figures("measured", dram_bandwidth=slow_memory)
+        assert simulate(plan, hardware).stalls["update"] == close(LAYERS * milliseconds * MS)
+
+
+def test_measured_computing_on_the_host_shares_its_memory() -> None:
+    """Computing that reads as much as memory gives is slowed by what is written to the drives meanwhile."""
+    trace = stack_trace(LAYERS, touched_bytes=10**9)
+    trace = with_seconds(trace, [1.0] * 2 * LAYERS)
+    plan = stack_plan(LAYERS, weights=Tier.NVME, states=Tier.CPU, compute=Tier.CPU, trace=trace, gradients="transient")
+    timeline = simulate(plan, machine(dram_bandwidth=10**9, nvme_read=2e8, adam_cpu=1e-15), schedule="overlapped")
+    # Speeds of 1 / 1.2 while a chunk is fetched: every fetch that is hidden costs a fifth of its own time or more.
+    assert timeline.stalls[SHARING] > 0.1 * FETCHES * 2 * NUMEL / 2e8
+
+
 def test_a_missing_figure_is_named_with_what_needs_it() -> None:
     plan = stack_plan(LAYERS, weights=Tier.NVME, states=Tier.CPU)
     for figure in ("gpu_flops_bf16", "h2d", "d2h", "nvme_read", "dram_bandwidth", "adam_cpu"):
@@ -359,6 +449,8 @@ def test_what_cannot_be_played_is_refused() -> None:
         simulate(plan, gemini.Hardware("laptop", {k: f for k, f in figures.items() if not k.startswith("gpu")}))
     with pytest.raises(PlanMismatch, match=r"has 1 MiB: make a plan"):
         simulate(plan, machine(cpu_bytes=2**20))
+    with pytest.raises(PlanMismatch, match="of cpu on one machine"):  # as much as there is, and of that a part per rank
+        simulate(plan, machine(cpu_bytes=1.5 * plan.bytes_per_tier[Tier.CPU]), gpus=4)
     empty = replace(plan, trace=replace(plan.trace, moments=()), moves=())
     with pytest.raises(PlanMismatch, match="has no moments"):
         simulate(empty, machine())

@@ -15,6 +15,7 @@ import gemini.planning.schedules as schedules
 from gemini.planning.costs import Costs, Efficiency
 from gemini.planning.plan import Plan
 from gemini.planning.planner import plan as make_plan
+from gemini.planning.planner import pose_problem
 from gemini.planning.policy import LeastRecentlyUsed
 from gemini.planning.schedules import serial
 from gemini.planning.simulate import plan_by_policy, simulate
@@ -33,19 +34,24 @@ def plans(draw: st.DrawFn) -> Plan:
     )  # fmt: skip
     gradients = draw(st.sampled_from(["retain", "accumulate", "transient"]))
     compute = draw(st.sampled_from([Tier.CPU, Tier.GPU]))
-    whole = 20 * trace.num_params + 2**26
-    ranks = draw(st.sampled_from([1, 1, 4]))
-    budgets = {
-        Tier.CPU: ranks * 2**25 + int(whole * draw(st.sampled_from([0.0, 0.05, 1.0]))),
-        Tier.NVME: 2 * whole,
-    }  # of a machine
+    ranks, max_chunk = draw(st.sampled_from([1, 1, 4])), 2 ** draw(st.integers(14, 18))
+    offload = draw(st.sampled_from([None, "cpu", "nvme"]))
+    there = dict.fromkeys((compute, Tier.CPU, Tier.NVME), 2**40)
+    problem = pose_problem(
+        trace, there, precision=trace.precision, gradients=gradients, offload_activations=offload, ranks=ranks,
+        max_chunk=max_chunk,
+    )  # fmt: skip
+    planes = sum(sum(problem.plane_bytes(i).values()) for i in range(len(problem.layout.chunks)))
+    taken = problem.spoken_for()
+    budgets = {Tier.NVME: ranks * (2 * planes + taken.get(Tier.NVME, 0))}  # of a machine
+    budgets[Tier.CPU] = ranks * (taken.get(Tier.CPU, 0) + int(planes * draw(st.sampled_from([0.0, 0.2, 0.5, 1.1]))))
     if compute is Tier.GPU:
-        budgets[Tier.GPU] = 2**24 + int(whole * draw(st.sampled_from([0.0, 0.05, 0.2])))
+        budgets[Tier.GPU] = taken[Tier.GPU] + int(planes * draw(st.sampled_from([0.0, 0.1, 0.4, 1.1])))
     plan = make_plan(
         trace, None, budgets, gradients=gradients, compute=compute, ranks=ranks,
-        max_chunk=2**draw(st.integers(14, 18)),
+        max_chunk=max_chunk,
         accumulate=1 if gradients == "transient" else draw(st.integers(1, 3)),
-        offload_activations=draw(st.sampled_from([None, "cpu", "nvme"])),
+        offload_activations=offload,
     )  # fmt: skip
     if draw(st.booleans()):
         return plan

@@ -1,0 +1,242 @@
+"""A trace made ahead of time is the one that a real step records: same moments, same params, same bytes."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+import gemini
+from gemini.planning.trace import MemoryTrace, Moment, Phase, Source
+from tests.models import FAMILIES, VOCAB, make_model
+
+KINDS = (False, "non-reentrant", "reentrant")
+
+
+def batch(size: int = 2, length: int = 12) -> dict[str, torch.Tensor]:
+    ids = torch.randint(3, VOCAB, (size, length), generator=torch.Generator().manual_seed(1))
+    return {"input_ids": ids, "labels": ids}
+
+
+def recorded(model: nn.Module, inputs: dict[str, torch.Tensor], checkpointing: Any) -> MemoryTrace:
+    if checkpointing:
+        reentrant = {"use_reentrant": checkpointing == "reentrant"}
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=reentrant)
+    with gemini.MemoryTracer(model) as tracer:
+        model(**inputs).loss.backward()
+    return tracer.trace
+
+
+def without_seconds(trace: MemoryTrace) -> list[Moment]:
+    return [dataclasses.replace(moment, seconds=None) for moment in trace.moments]
+
+
+def num_hooks(model: nn.Module) -> int:
+    of_modules = sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
+    return of_modules + sum(len(p._post_accumulate_grad_hooks or ()) for p in model.parameters())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("checkpointing", KINDS)
+def test_it_equals_the_recorded_one(family: str, checkpointing: Any) -> None:
+    model, inputs = make_model(family), batch()
+    ahead = gemini.trace(model, inputs, precision="fp32", target="cpu", checkpointing=checkpointing)
+    real = recorded(model, inputs, checkpointing)
+    assert without_seconds(ahead) == without_seconds(real)
+    assert ahead == dataclasses.replace(real, source=Source.AHEAD, moments=ahead.moments)
+    assert ahead.checkpointing == bool(checkpointing)
+    assert MemoryTrace.from_json(ahead.to_json()) == ahead and str(ahead)
+    complete = [index for moment in ahead.moments for index in moment.gradients]
+    assert sorted(complete) == [i for i, param in enumerate(ahead.params) if param.trainable]
+    for moment in ahead.moments:
+        assert moment.peak_bytes >= moment.live_bytes >= 0 and moment.num_ops > 0
+        assert set(moment.gradients) <= set(moment.params)
+    recomputed = [m for m in ahead.moments if m.phase is Phase.RECOMPUTE]
+    assert bool(recomputed) == bool(checkpointing)
+
+
+def test_a_config_gives_the_trace_of_its_model() -> None:
+    model = make_model("llama")
+    inputs = gemini.batch_for(model.config, 2, 12)
+    assert inputs["input_ids"].is_meta
+    of_config = gemini.trace(model.config, inputs, target="cpu")
+    on_meta = gemini.trace(make_model("llama").to("meta"), inputs, target="cpu")
+    assert of_config == gemini.trace(model, inputs, target="cpu") == on_meta
+    assert of_config.tokens == 24 and of_config.precision == "bf16"
+    assert of_config.batch == {"input_ids": (2, 12), "labels": (2, 12)}
+    flops = 6 * 24 * (of_config.num_params - VOCAB * 32)  # the embedding multiplies nothing
+    assert flops < of_config.flops < 1.1 * flops  # and attention
+
+
+def test_params_are_cast_and_buffers_are_not() -> None:
+    model = make_model("llama")
+    half = gemini.trace(model, batch(), precision="bf16", target="cpu")
+    full = gemini.trace(model, batch(), precision="fp32", target="cpu")
+    assert half.buffer_bytes == full.buffer_bytes == sum(b.nbytes for b in model.buffers()) > 0
+    assert half.peak_bytes < 0.8 * full.peak_bytes
+    assert half.params == full.params and half.fingerprint == full.fingerprint
+
+
+def test_the_model_is_left_as_it_was() -> None:
+    model = make_model("frozen").eval()
+    before = {name: (id(t), t.clone()) for name, t in [*model.named_parameters(), *model.named_buffers()]}
+    flags = [p.requires_grad for p in model.parameters()]
+    random = torch.get_rng_state()
+    gemini.trace(model, batch(), target="cpu", checkpointing=True)
+    after = {name: (id(t), t) for name, t in [*model.named_parameters(), *model.named_buffers()]}
+    assert before.keys() == after.keys()
+    assert all(before[n][0] == after[n][0] and torch.equal(before[n][1], after[n][1]) for n in before)
+    assert [p.requires_grad for p in model.parameters()] == flags and all(p.grad is None for p in model.parameters())
+    assert num_hooks(model) == 0 and not any(module.training for module in model.modules())
+    assert not model.is_gradient_checkpointing and torch.equal(random, torch.get_rng_state())
+    model(**batch()).loss.backward()
+
+
+def test_a_tied_head_is_read_at_both_ends_and_complete_once() -> None:
+    trace = gemini.trace(make_model("tied"), batch(), target="cpu")
+    tied = next(i for i, param in enumerate(trace.params) if len(param.names) > 1)
+    reading = [(m.phase, m.module) for m in trace.moments if tied in m.params]
+    assert (Phase.FORWARD, "lm_head") in reading and (Phase.FORWARD, "model.embed_tokens") in reading
+    assert (Phase.BACKWARD, "lm_head") in reading
+    assert [m.module for m in trace.moments if tied in m.gradients] == ["model.embed_tokens"]
+
+
+def test_encoder_and_decoder_both_count() -> None:
+    model = make_model("t5")
+    inputs = gemini.batch_for(model.config, 2, 12, target_len=5)
+    trace = gemini.trace(model, inputs, target="cpu")
+    assert trace.tokens == 2 * 12 + 2 * 5
+    modules = [m.module for m in trace.moments if m.phase is Phase.FORWARD]
+    first_of_decoder = next(i for i, module in enumerate(modules) if module.startswith("decoder"))
+    assert not any(module.startswith("encoder") for module in modules[first_of_decoder:])
+
+
+def test_checkpointing_trades_activations_for_recomputation() -> None:
+    model = make_model("llama")
+    inputs = gemini.batch_for(model.config, 8, 64)
+    plain = gemini.trace(model, inputs, target="cpu", checkpointing=False)
+    saving = gemini.trace(model, inputs, target="cpu", checkpointing=True)
+    assert saving.peak_bytes < plain.peak_bytes and saving.flops > plain.flops
+    block_input = 8 * 64 * 32 * 2
+    assert saving.checkpoint_bytes == 2 * block_input and plain.checkpoint_bytes == 0
+    assert [m.restored_bytes for m in saving.moments if m.restored_bytes] == [block_input] * 2
+
+
+class Fused(nn.Module):
+    """Reads the weight of a layer that it never calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.inner = nn.Sequential(nn.Linear(8, 8, bias=False))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return functional.linear(self.first(x), self.inner[0].weight).sum()
+
+
+def test_a_weight_that_is_read_elsewhere_is_needed_there() -> None:
+    trace = gemini.trace(Fused(), {"x": torch.zeros(4, 8)}, target="cpu")
+    borrowed = next(i for i, param in enumerate(trace.params) if param.name == "inner.0.weight")
+    assert [(m.phase, m.module) for m in trace.moments if borrowed in m.params] == [
+        (Phase.FORWARD, ""),
+        (Phase.BACKWARD, ""),
+    ]
+
+
+class Blocks(nn.Module):
+    """Checkpoints by hand, and gives no loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False)
+        return x
+
+
+def test_any_module_with_a_loss_given() -> None:
+    inputs = {"x": torch.zeros(128, 64, requires_grad=True)}
+    trace = gemini.trace(Blocks(), inputs, precision="fp32", target="cpu", loss=lambda out: out.square().mean())
+    assert [m.module for m in trace.moments if m.phase is Phase.RECOMPUTE] == ["layers.2.0", "layers.1.0", "layers.0.0"]
+    assert trace.checkpoint_bytes == 3 * 128 * 64 * 4
+    with pytest.raises(gemini.GeminiError, match=r"gave no loss.*\(128, 64\).*loss="):
+        gemini.trace(Blocks(), inputs, target="cpu")
+
+
+def test_lora() -> None:
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(make_model("llama"), peft.LoraConfig(target_modules=["q_proj"], r=2)).train()
+    ahead = gemini.trace(model, batch(), precision="fp32", target="cpu")
+    assert without_seconds(ahead) == without_seconds(recorded(model, batch(), False))
+    complete = {ahead.params[i].name for moment in ahead.moments for i in moment.gradients}
+    assert len(complete) == 4 and all("lora" in name for name in complete)
+
+
+class Chooses(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.linear(x)
+        return x[x.sum(-1) > 0].sum()
+
+
+def test_what_follows_from_values_is_refused_and_says_what_to_do() -> None:
+    model = Chooses()
+    with pytest.raises(gemini.GeminiError, match=r"forward of Chooses cannot run.*aten.*MemoryTracer"):
+        gemini.trace(model, {"x": torch.zeros(3, 4)}, target="cpu")
+    assert num_hooks(model) == 0
+    with gemini.MemoryTracer(model) as tracer:
+        model(torch.ones(3, 4)).backward()
+    assert tracer.trace.batch == {"x": (3, 4)}
+    config = make_model("mixtral").config
+    config._experts_implementation = "eager"
+    with pytest.raises(gemini.GeminiError, match="MixtralForCausalLM cannot run.*nonzero"):
+        gemini.trace(config, gemini.batch_for(config, 1, 8), target="cpu")
+
+
+def test_bad_arguments() -> None:
+    import transformers
+
+    model = make_model("llama")
+    for bad in ({"precision": "int8"}, {"target": "tpu"}, {"checkpointing": "sometimes"}):
+        with pytest.raises(ValueError, match=str(next(iter(bad.values())))):
+            gemini.trace(model, batch(), **bad)
+    with pytest.raises(ValueError, match="no gradient_checkpointing_enable"):
+        gemini.trace(Fused(), {"x": torch.zeros(4, 8)}, checkpointing=True)
+    with pytest.raises(gemini.GeminiError, match="gave no loss"):
+        gemini.trace(model, {"input_ids": batch()["input_ids"]}, target="cpu")
+    with pytest.raises(gemini.GeminiError, match="no param that requires gradients"):
+        gemini.trace(make_model("llama").requires_grad_(False), batch(), target="cpu")
+    with pytest.raises(ValueError, match="no model class with a loss"):
+        gemini.trace(transformers.CLIPTextConfig(), batch(), target="cpu")
+    managed = gemini.GeminiDDP(model, gemini.GeminiConfig(memory=gemini.MemoryBudget(cpu="1GiB"), device="cpu"))
+    with pytest.raises(gemini.GeminiError, match="before it is wrapped"):
+        gemini.trace(managed, batch())
+
+
+def test_on_cuda_attention_with_dropout_makes_no_scores() -> None:
+    config = make_model("gpt2").config
+    config.attn_pdrop = config.resid_pdrop = 0.1
+    config.n_positions = 1024
+    inputs = gemini.batch_for(config, 1, 1024)
+    cpu = gemini.trace(config, inputs, target="cpu")
+    cuda = gemini.trace(config, inputs, target="cuda")
+    scores = 2 * 1024**2 * 2  # of one layer: heads, positions, half precision
+    workspaces = 2 * 32 * 2**20
+    assert cpu.peak_bytes - (cuda.peak_bytes - workspaces) > 2 * scores
+    assert [(m.phase, m.module, m.gradients) for m in cpu.moments if m.gradients] == [
+        (m.phase, m.module, m.gradients) for m in cuda.moments if m.gradients
+    ]
+    assert cuda.target == "cuda"
+    import torch.nn.functional as now
+
+    assert now.dropout is functional.dropout and now.dropout.__module__ == "torch.nn.functional"
