@@ -114,6 +114,10 @@ def machine_of(settings: PlanSettings) -> Machine:
         capacity = None if hardware is None else hardware.capacity(tier)
         if given is None and capacity is not None:
             given, origins[tier] = int(capacity * MARGIN), f"({MARGIN:.0%} of {human_bytes(capacity)})"
+        if given and hardware is not None and capacity is not None and given > capacity:
+            # Who gives a size knows the machine: its speeds are taken, and the note says what a named one has.
+            origins[tier] = f"({hardware.name}: {human_bytes(capacity)})"
+            hardware = hardware.with_figures("as given", **{f"{tier.value}_bytes": given})
         if given:
             budgets[tier] = given
     if settings.compute == "cpu":

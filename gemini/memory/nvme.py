@@ -11,9 +11,11 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import sys
 import tempfile
 import threading
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -134,8 +136,8 @@ class SpillFile:
             os.close(self._fd)
         self._fd = -1
 
-    def __del__(self) -> None:
-        if getattr(self, "_fd", -1) >= 0:
+    def __del__(self, _ending: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not _ending() and getattr(self, "_fd", -1) >= 0:  # the system closes what is open at the end
             self.close()
 
     def _transfer(self, what: str, tensor: torch.Tensor, offset: int) -> None:

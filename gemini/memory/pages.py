@@ -14,6 +14,7 @@ import ctypes
 import mmap
 import os
 import sys
+from collections.abc import Callable
 from functools import lru_cache
 
 import torch
@@ -86,8 +87,9 @@ class Pages:
         if moved != other.address:
             raise OSError(ctypes.get_errno(), f"mremap of {self.num_bytes} bytes failed: {_errno_text()}")
 
-    def __del__(self) -> None:
-        if getattr(self, "_base", None) and os.getpid() == self._pid:
+    def __del__(self, _ending: Callable[[], bool] = sys.is_finalizing) -> None:
+        # At the end of the interpreter the system takes everything back, and the modules used here may be gone.
+        if not _ending() and getattr(self, "_base", None) and os.getpid() == self._pid:
             _libc.munmap(self._base, self._mapped)
 
 

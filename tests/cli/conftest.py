@@ -22,6 +22,12 @@ def quiet_transformers() -> None:
     transformers.logging.set_verbosity_error()
 
 
+@pytest.fixture(autouse=True)
+def terminal_of_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is printed is folded at the width of the terminal, and tests must not depend on whose that is."""
+    monkeypatch.setenv("COLUMNS", "80")
+
+
 @pytest.fixture
 def gemini_command() -> Callable[..., Any]:
     """``gemini_command("train", "--steps", 3)`` runs it in this process; ``.exit_code``, ``.stdout``, ``.stderr``."""
