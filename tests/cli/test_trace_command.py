@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -82,16 +83,17 @@ def test_a_plan_from_a_config_is_that_of_its_trace(gemini_command: Gemini, tiny_
 
 
 def test_a_micro_batch_is_chosen_that_fits(gemini_command: Gemini, tiny_config: Path) -> None:
-    """The largest of those that divide the windows of a step: one more does not fit."""
-    sizes = ("--gpu", "3MiB", "--cpu", "64MiB", "--json")
-    step = ("--batch-size", 4, "--accumulate", 4)
-    said = json.loads(gemini_command("plan", tiny_config, *step, "--micro-batch", "auto", *sizes).stdout)
-    windows, _ = said["batch"]["input_ids"]
-    assert said["fits"] and windows * said["accumulate"] == 16 and 1 < windows < 16
-    assert said["tokens"] == 16 * 32 and said["gradients"] == "accumulate"
-    larger = ("--batch-size", 2 * windows, "--accumulate", 16 // (2 * windows))
-    refusal = gemini_command("plan", tiny_config, *larger, "--gradients", "accumulate", *sizes)
+    """The largest of those that divide the windows of a step: where eight at once are a little too much, four."""
+    sizes = ("--cpu", "64MiB", "--gradients", "accumulate", "--json")
+    eight = ("plan", tiny_config, "--batch-size", 8, "--accumulate", 2, *sizes)
+    needed = re.search(r"needs ([\d.]+) MiB", json.loads(gemini_command(*eight, "--gpu", "1MiB").stdout)["refusal"])
+    assert needed
+    gpu = ("--gpu", f"{float(needed[1]) - 0.1:.2f}MiB")
+    refusal = gemini_command(*eight, *gpu)
     assert refusal.exit_code == 2 and "--micro-batch auto" in json.loads(refusal.stdout)["changes"][-1]
+    said = json.loads(gemini_command(*eight, *gpu, "--micro-batch", "auto").stdout)
+    assert said["fits"] and said["batch"]["input_ids"] == [4, 32] and said["accumulate"] == 4
+    assert said["tokens"] == 16 * 32 and said["gradients"] == "accumulate"
 
 
 @pytest.mark.parametrize(
