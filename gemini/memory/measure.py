@@ -99,6 +99,7 @@ def measure_host(sizes: Sizes) -> Figures:
     yield "cpu_op_seconds", _measured("cpu_op_seconds", seconds, how, lambda s: s / sizes.ops)
     yield "dram_bandwidth", _dram(sizes, threads)
     yield "adam_cpu", _adam(sizes)
+    yield "land_cpu", _landing(sizes)
 
 
 def _product(size: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> Callable[[], object]:
@@ -141,6 +142,20 @@ def _adam(sizes: Sizes) -> Figure:
     report = kernels.capabilities()
     how = f"Gemini's {report.isa} kernel on {numel / 1e6:.4g} M params in tiles, {report.num_threads} threads"
     return _measured("adam_cpu", seconds, how, lambda s: s / numel)
+
+
+def _landing(sizes: Sizes) -> Figure:
+    """Param by param in backward, as gradients arrive: torch has just written each, so it is in the caches."""
+    numel = _beyond_caches(sizes.adam_numel * 2) // 2
+    plane, gradient = (host_bytes(_whole_pages(n * 2)).view(torch.bfloat16).fill_(1e-3) for n in (numel, TILE))
+
+    def land() -> None:
+        for start, stop in tiles(0, numel, TILE):
+            kernels.copy_grad(plane[start:stop], gradient[: stop - start])
+
+    seconds = _times(land, sizes.repeats)
+    how = f"Gemini's {kernels.capabilities().isa} kernel on {numel / 1e6:.4g} M elements in tiles"
+    return _measured("land_cpu", seconds, how, lambda s: s / numel)
 
 
 def _beyond_caches(num_bytes: int) -> int:

@@ -92,7 +92,7 @@ class Costs:
             value = self._hardware.get(key, needed_for=needed_for) * self._efficiency.of(self._hardware, key)
             if key in ("dram_bandwidth", "nvme_read", "nvme_write", "cpu_flops_bf16", "cpu_flops_fp32"):
                 value /= self._local
-            found = self._known[key, needed_for] = value * (self._local if key == "adam_cpu" else 1)
+            found = self._known[key, needed_for] = value * (self._local if key in ("adam_cpu", "land_cpu") else 1)
         return found
 
     def _on_host(self, seconds: float, dram_bytes: float, needed_for: str, **loads: float) -> Cost:
@@ -157,6 +157,17 @@ class Costs:
     def host_pass(self, num_bytes: float) -> Cost:
         """Host threads reading and writing so many bytes, no more than that (a cast, a copy)."""
         return self._on_host(0.0, num_bytes, "copying in host memory")
+
+    def landing(self, num_bytes: float) -> Cost:
+        """A gradient copied into its plane, or into staging, with its norm in the same pass: bytes read and written.
+
+        The figure ``land_cpu`` is for 2 + 2 bytes; without it the pass takes what host memory takes.
+        """
+        if not num_bytes or not self._hardware.has("land_cpu"):
+            return self.host_pass(num_bytes)
+        what = "landing gradients"
+        seconds = self._get("land_cpu", what) * num_bytes / 4
+        return self._on_host(seconds, num_bytes, what, threads=1.0)
 
     def gpu_pass(self, num_bytes: float) -> Cost:
         """The GPU reading and writing so many bytes of its own memory."""

@@ -35,6 +35,7 @@ FIGURES: dict[str, str] = {
     "nvme_read": "bytes/s read from all NVMe drives together",
     "nvme_write": "bytes/s written to all NVMe drives together",
     "adam_cpu": "seconds per param of one Adam update on the host, all cores, bf16 weights with a split fp32 master",
+    "land_cpu": "seconds per param of one half-precision gradient copied into its plane on the host, with its norm",
     "interconnect": "bytes/s that one GPU sends to its neighbour in a ring",
 }
 """Every figure there is, with its unit."""

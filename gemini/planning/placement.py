@@ -258,14 +258,22 @@ def _cheapest_change(problem: Problem, missing: Mapping[Tier, int]) -> str:
         needed = bytes_per_tier(roomy, _fill(roomy, roomy.spoken_for()))
         if all(needed[other] <= budget for other, budget in budgets.items() if other is not tier):
             if tier not in budgets:
-                whole = sum(sum(problem.plane_bytes(i).values()) for i in range(len(problem.layout.chunks)))
-                whole += sum(problem.spoken_for(gathers=problem.precision == "fp16", stages=False).values())
+                whole = _without_a_drive(problem)
                 return (
                     f"give nvme_path= and nvme={_at_least(needed[tier])}, or raise the {below[-1].value} budget to "
                     f"{_at_least(whole)}"
                 )
             return f"raise the {tier.value} budget to {_at_least(needed[tier])}"
     return "raise " + " and ".join(f"the {tier.value} budget by {_at_least(gap)}" for tier, gap in missing.items())
+
+
+def _without_a_drive(problem: Problem) -> int:
+    """Bytes of host memory with which nothing has to live on NVMe."""
+    if problem.compute is Tier.GPU:
+        roomy = replace(problem, budgets={**problem.budgets, Tier.CPU: 2**62})
+        return bytes_per_tier(roomy, _fill(roomy, roomy.spoken_for()))[Tier.CPU]
+    planes = sum(sum(problem.plane_bytes(i).values()) for i in range(len(problem.layout.chunks)))
+    return planes + sum(problem.spoken_for(gathers=problem.precision == "fp16", stages=False).values())
 
 
 def _at_least(num_bytes: int) -> str:

@@ -178,7 +178,7 @@ class Work:
         if home is not None:  # copied into its plane, or into staging for it, with its norm in the same pass
             wide = 4 if problem.gradients == "accumulate" else narrow
             on_gpu, num_bytes = home is Tier.GPU, (narrow + wide) * numel // self.ranks
-            cost = self._costs.gpu_pass(num_bytes) if on_gpu else self._costs.host_pass(num_bytes)
+            cost = self._costs.gpu_pass(num_bytes) if on_gpu else self._costs.landing(num_bytes)
             hops.append(Hop(Lane.ADAM, "copy" if on_gpu else "host", cost, name, LANDING, index))
         if moved.get(down):
             hops.append(self._move(down, moved[down], name, LANDING, index))

@@ -21,7 +21,10 @@ TINY = Sizes(
     product=(8, 8, 8), stream_bytes=8192, adam_numel=1000, spill_bytes=200_000, repeats=3, ops=10,
     gpu_product=(8, 8, 8), gpu_bytes=8192,
 )  # fmt: skip
-HOST = {"cpu_bytes", "cpu_threads", "cpu_flops_bf16", "cpu_flops_fp32", "cpu_op_seconds", "dram_bandwidth", "adam_cpu"}
+HOST = {
+    "cpu_bytes", "cpu_threads", "cpu_flops_bf16", "cpu_flops_fp32", "cpu_op_seconds", "dram_bandwidth", "adam_cpu",
+    "land_cpu",
+}  # fmt: skip
 DRIVE = {"nvme_bytes", "nvme_read", "nvme_write"}
 
 

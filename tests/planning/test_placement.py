@@ -249,6 +249,18 @@ def test_the_change_it_names_is_enough() -> None:
         fill_fastest(problem_of({**tight, NVME: needed - 1}))
 
 
+def test_the_host_memory_that_would_do_instead_of_a_drive_is_not_overstated() -> None:
+    """What stands on the GPU, and what a step needs there, is not asked of the host."""
+    tiers = {GPU: 4 * N + 100, CPU: 3 * N}
+    with pytest.raises(BudgetExceeded) as error:
+        fill_fastest(problem_of(tiers, activations=100))
+    advice = re.search(r"or raise the cpu budget to ([\d.]+ [KMGi]*B)", str(error.value))
+    assert advice is not None
+    roomy = problem_of({**tiers, CPU: MUCH}, activations=100)
+    needed = bytes_per_tier(roomy, fill_fastest(roomy))[CPU]
+    assert needed <= parse_bytes(advice[1]) <= needed * 1.07, "rounded up to a whole unit"
+
+
 def test_a_computing_tier_that_cannot_hold_one_module_is_told_so() -> None:
     problem = problem_of({CPU: 2 * N + 999, NVME: MUCH})
     with pytest.raises(BudgetExceeded, match="raise the cpu budget to at least.*gathered weights of one module"):

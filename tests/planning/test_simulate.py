@@ -108,6 +108,13 @@ def test_a_moment_takes_its_slowest_part() -> None:
         assert simulate(plan, machine(**figures)).busy[Lane.COMPUTE] == close(2 * LAYERS * milliseconds * MS)
 
 
+def test_landing_takes_what_it_was_measured_to_take() -> None:
+    plan = stack_plan(LAYERS, weights=Tier.CPU, states=Tier.CPU)
+    at_memory_speed = simulate(plan, machine()).stalls["gradient landing"]
+    measured = machine().with_figures("measured here", land_cpu=3 * MS / NUMEL)
+    assert simulate(plan, measured).stalls["gradient landing"] == close(at_memory_speed + LAYERS * 3 * MS)
+
+
 def test_adam_on_the_gpu_runs_at_its_memory_speed() -> None:
     plan = stack_plan(LAYERS, weights=Tier.GPU, states=Tier.GPU)
     timeline = simulate(plan, machine(gpu_bandwidth=26 * NUMEL / 1e-3))
