@@ -36,6 +36,16 @@ def summary(request: pytest.FixtureRequest) -> Callable[[str], None]:
     return say
 
 
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if hasattr(session.config, "workeroutput"):  # one of several processes (pytest-xdist): the first one reports
+        session.config.workeroutput["seen"] = session.config.stash.get(_LINES, [])
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any, error: Any) -> None:
+    node.config.stash.setdefault(_LINES, []).extend(getattr(node, "workeroutput", {}).get("seen", []))
+
+
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     lines = config.stash.get(_LINES, [])
     if lines:

@@ -1,8 +1,8 @@
 """From a trace, a machine and budgets to a plan. ``gemini plan`` and ``GeminiDDP(placement="auto")`` both come here.
 
-Candidates are made (the fastest tier first; the homes that cost least by an integer program), each gets its cheapest
-moves, and the one that costs a step least is the plan. Whether a model fits is decided by the same arithmetic that the
-runtime reserves by.
+Candidates are made (the fastest tier first; the homes that cost least by an integer program) and played with moves made
+on demand; the one that costs a step least is the plan, with the moves that cost least. Whether a model fits is decided
+by the same arithmetic that the runtime reserves by.
 """
 
 from __future__ import annotations
