@@ -128,7 +128,7 @@ def uneven_numbers_of_groups(folder: Path) -> list[int]:
 
 
 def test_ranks_may_have_made_other_groups_before(pool_of: Pools, tmp_path: Path) -> None:
-    found = pool_of(4).run(uneven_numbers_of_groups, tmp_path, seconds=60)
+    found = pool_of(4).run(uneven_numbers_of_groups, tmp_path)
     assert found == [[4, 2], [4, 2, 2], [4, 2], [4, 2, 2]]
 
 
@@ -142,7 +142,7 @@ def test_a_rank_that_does_not_come_is_named(pool_of: Pools) -> None:
     assert isinstance(outcomes[0], Failure) and outcomes[0].kind == "RankLost"
     assert "rank 1 did not come" in outcomes[0].text
     assert outcomes[1:] == [None, None, None]
-    pool_of(4).run(make_a_pair, [0, 1], 30, seconds=60)
+    pool_of(4).run(make_a_pair, [0, 1], 60)
 
 
 def transient_replicas() -> None:
