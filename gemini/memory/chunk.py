@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from gemini.memory.device import Device, Window
+from gemini.memory.device import DONE, Device, Event, Window
 from gemini.memory.nvme import SpillFile
 from gemini.planning.layout import ChunkSpec
 from gemini.planning.planes import PlaneKind
@@ -46,12 +46,20 @@ class Plane(ABC):
         return self.numel * self.dtype.itemsize
 
     @abstractmethod
-    def load(self, start: int, stop: int, into: torch.Tensor) -> None:
-        """Copy ``[start, stop)`` into the host tensor ``into`` (same dtype and length)."""
+    def begin_load(self, start: int, stop: int, into: torch.Tensor, *, urgent: bool = False) -> Event:
+        """Start to copy ``[start, stop)`` into the host tensor ``into`` (same dtype and length)."""
 
     @abstractmethod
+    def begin_store(self, start: int, stop: int, source: torch.Tensor) -> Event:
+        """Start to overwrite ``[start, stop)`` with the host tensor ``source`` (same dtype and length)."""
+
+    def load(self, start: int, stop: int, into: torch.Tensor) -> None:
+        """:meth:`begin_load`, and wait for it: before others."""
+        self.begin_load(start, stop, into, urgent=True).wait()
+
     def store(self, start: int, stop: int, source: torch.Tensor) -> None:
-        """Overwrite ``[start, stop)`` with the host tensor ``source`` (same dtype and length)."""
+        """:meth:`begin_store`, and wait for it."""
+        self.begin_store(start, stop, source).wait()
 
     def host_view(self, start: int, stop: int) -> torch.Tensor | None:
         """The range in place, where the CPU can work on it, else None."""
@@ -69,17 +77,17 @@ class MemoryPlane(Plane):
         self.tensor, self.tier, self._device = tensor, tier, device
         self.dtype, self.numel = tensor.dtype, tensor.numel()
 
-    def load(self, start: int, stop: int, into: torch.Tensor) -> None:
-        self._copy(into, self.tensor[start:stop], "evict")
+    def begin_load(self, start: int, stop: int, into: torch.Tensor, *, urgent: bool = False) -> Event:
+        return self._copy(into, self.tensor[start:stop], "evict")
 
-    def store(self, start: int, stop: int, source: torch.Tensor) -> None:
-        self._copy(self.tensor[start:stop], source, "fetch")
+    def begin_store(self, start: int, stop: int, source: torch.Tensor) -> Event:
+        return self._copy(self.tensor[start:stop], source, "fetch")
 
-    def _copy(self, into: torch.Tensor, source: torch.Tensor, lane: str) -> None:
+    def _copy(self, into: torch.Tensor, source: torch.Tensor, lane: str) -> Event:
         if self.tier is Tier.GPU:
-            self._device.copy(into, source, lane).wait()
-        else:
-            into.copy_(source)
+            return self._device.copy(into, source, lane)
+        into.copy_(source)
+        return DONE
 
     def host_view(self, start: int, stop: int) -> torch.Tensor | None:
         return self.tensor[start:stop] if self.tier is Tier.CPU else None
@@ -97,13 +105,13 @@ class FilePlane(Plane):
         self._spill, self.numel, self.dtype = spill, numel, dtype
         self._offset = spill.allocate(self.num_bytes)
 
-    def load(self, start: int, stop: int, into: torch.Tensor) -> None:
+    def begin_load(self, start: int, stop: int, into: torch.Tensor, *, urgent: bool = False) -> Event:
         assert into.numel() == stop - start and into.dtype == self.dtype
-        self._spill.read(into, self._offset + start * self.dtype.itemsize)
+        return self._spill.begin_read(into, self._offset + start * self.dtype.itemsize, urgent=urgent)
 
-    def store(self, start: int, stop: int, source: torch.Tensor) -> None:
+    def begin_store(self, start: int, stop: int, source: torch.Tensor) -> Event:
         assert source.numel() == stop - start and source.dtype == self.dtype
-        self._spill.write(source, self._offset + start * self.dtype.itemsize)
+        return self._spill.begin_write(source, self._offset + start * self.dtype.itemsize)
 
     def give_back(self) -> None:
         """End this plane: its slot may be allocated again."""

@@ -52,6 +52,11 @@ class Event:
         self._done.set()
 
 
+DONE = Event()
+"""What was over before it was asked for."""
+DONE.finish()
+
+
 class Window(ABC):
     """Memory at a fixed place whose bytes come and go; ``bytes`` stays the same tensor throughout."""
 
