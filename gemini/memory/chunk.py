@@ -17,7 +17,8 @@ from gemini.memory.device import DONE, Device, Event, Window
 from gemini.memory.nvme import SpillFile
 from gemini.planning.layout import ChunkSpec
 from gemini.planning.planes import PlaneKind
-from gemini.states import USE_TABLE, Event, Use, step
+from gemini.states import Event as UseEvent
+from gemini.states import Use, step
 from gemini.tiers import Tier
 
 COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -139,6 +140,8 @@ class Chunk:
     """The window was overtaken by an update: drop it as soon as nobody reads it."""
     grads_complete: bool = False
     """All gradients arrived while the weights were in use: GRAD_READY as soon as they are released."""
+    arriving: Event | None = None
+    """The end of the fetch that is under way."""
     num_missing_grads: int = 0
     """Params whose gradient has yet to arrive in this backward."""
 
@@ -153,11 +156,12 @@ class Chunk:
 
     @property
     def gathered(self) -> bool:
-        return self.use is not Use.FREE
+        """Whether the gathered weights are there to be read."""
+        return self.use not in (Use.FREE, Use.FETCHING)
 
     @property
     def weights(self) -> Plane:
         return self.planes[PlaneKind.WEIGHTS]
 
-    def step(self, event: Event) -> None:
-        self.use = step(USE_TABLE, self.use, event, self.name)
+    def step(self, event: UseEvent) -> None:
+        self.use = step(self.use, event, self.name)

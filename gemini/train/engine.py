@@ -10,7 +10,6 @@ from __future__ import annotations
 import gc
 import sys
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -23,7 +22,8 @@ from gemini.errors import GeminiError
 from gemini.memory.chunk import Chunk
 from gemini.memory.device import make_device
 from gemini.memory.manager import Manager
-from gemini.memory.mover import Mover
+from gemini.memory.lane import Lane
+from gemini.memory.mover import Moved, Mover
 from gemini.planning.planes import PlaneKind
 from gemini.ranks.group import join
 from gemini.train import stray_reads
@@ -38,7 +38,8 @@ from gemini.train.problem import prepare
 from gemini.train.recording import Recording
 from gemini.train.reduction import Reduction
 from gemini.train.shards import Shards
-from gemini.train.update import update_now
+from gemini.train.in_backward import step_landed, use_in_backward
+from gemini.train.updates import Updates
 
 
 class Engine:
@@ -69,16 +70,24 @@ class Engine:
         self.saver: Any = None  # the Saver that writes a checkpoint behind the training, or did
         self.recording: Recording | None = None  # who is told of everything while model.recording() is open
         self.mover = Mover(self.device, built.tile, self.ledger)
+        self.updates = Updates(self, built.first_use, overlap=config.overlap, threads=config.update_threads)
         self.shards = None if ranks is None else Shards(self, ranks, self.problem.exchange)
         self.reduction = None if self.shards is None else Reduction(self, self.shards)
+        alone = self.shards is None or ranks is None or ranks.size == 1
         self.manager = Manager(
             self.chunks,
             ledger=self.ledger,
             device=self.device,
             mover=self.mover,
             on_evict=self.poison_chunk,
-            gather=None if self.shards is None or ranks is None or ranks.size == 1 else self.shards.gather,
+            gather=None if alone or self.shards is None else self.shards.gather,
             foresight=built.foresight,
+            # What ranks gather they gather together, when all of them ask for it.
+            lane=Lane("fetch") if config.overlap and alone else None,
+            lane_staging=self.mover.staging.take() if config.overlap and alone else None,
+            update_of=self.updates.job_of,
+            await_update=self.updates.wait,
+            relieve=self.updates.relieve,
         )
         self.gradients = GradientStore(
             self.handles,
@@ -94,21 +103,25 @@ class Engine:
         self.loss_scale = LossScale() if config.precision == "fp16" else None
         self.applied_scale = 1.0
         self.clip_coefficient = 1.0
-        self.moved_last_step: Counter[str] = Counter()
+        self.moved_last_step = Moved()
         self.num_gathered = 0
         self.backward_number = 0
         self.in_method = False  # a method of the model runs as its forward: calls of the model are inside that one
         self.in_backward = False
+        self.accumulating = False  # inside no_sync(): gradients are added up, none is used yet
+        self.updated_in_backward = False  # since the last optimizer.step()
         self.lost: str | None = None
         self.requires_grad_changed = False
         self.registered = -1  # what refuse_injected has seen
         self.calls = Calls(self.acquire, self.release)
         self._exposed: set[int] = set()
+        self._late: set[int] = set()
+        """Resident chunks that stay guarded while the model computes until somebody has waited for their update."""
         self._written: list[ParamHandle] = []
         if fill is not None:
             fill(self)
         adopt_all(self, filled=fill is not None)
-        self.mover.moved.clear()  # coming home is no part of the first step
+        self.mover.moved = Moved()  # coming home is no part of the first step
         gc.collect(0)
 
     # ---- phases -------------------------------------------------------------------------------------------------
@@ -139,9 +152,10 @@ class Engine:
                 "half of the next. Load the last checkpoint (gemini.load_checkpoint) or make the model anew"
             )
 
-    def begin_call(self, module: nn.Module, chunks: tuple[Chunk, ...]) -> None:
-        """A hooked module starts to compute: gather what it reads."""
+    def begin_call(self, module: nn.Module, chunks: tuple[Chunk, ...], resident: tuple[Chunk, ...] = ()) -> None:
+        """A hooked module starts to compute: gather what it reads, and wait for the updates of what is in place."""
         if not self.computing:
+            self.updates.check()
             self.check_whole()
             self._expose_resident()
             if torch.is_grad_enabled():
@@ -149,7 +163,12 @@ class Engine:
         if self.recording is not None:
             self.recording.begin_call(module)
         try:
+            if self._late:
+                for chunk in resident:
+                    if chunk.spec.index in self._late:
+                        self.expose_chunk(chunk)
             self.calls.begin(module, chunks)
+            self.manager.look_ahead()
         finally:
             self._rest_if_idle()
 
@@ -166,6 +185,7 @@ class Engine:
         if torch._C._current_graph_task_id() != -1:
             return
         self.calls.abandon()
+        self.updates.forget_collected()
         self.manager.foresight.interrupt()
         if self.activations is not None:
             self.activations.close()
@@ -181,6 +201,13 @@ class Engine:
         """
         if self.in_backward:
             return
+        if self.updated_in_backward and not self.accumulating:
+            raise GeminiError(
+                "a second backward before optimizer.step(): with step_in_backward=True the backward before it has updated "
+                "the weights. Call optimizer.step() after every backward that updates, and put all but the last "
+                "micro-batch of a step inside `with model.no_sync()`"
+            )
+        self.updates.drain()  # of params that this forward has not read
         if self.has_gradients:
             if self.config.gradients == "transient":
                 raise GeminiError(
@@ -203,12 +230,17 @@ class Engine:
         """The backward of one call begins."""
         self.begin_backward()
         self.calls.begin_backward(record)
+        self.manager.look_ahead()
         self.refuse_writes()
 
     def _backward_is_over(self) -> None:
         if self.reduction is not None:
             self.calls.end_backward()  # nothing is read any more: room for what is still to be reduced
             self.reduction.end_backward()
+        self.updates.complete_all()
+        if not self.accumulating:
+            for chunk in reversed(self.chunks):
+                step_landed(self, chunk)
         self.end_backward()
         self.manager.foresight.end()
 
@@ -255,6 +287,9 @@ class Engine:
     def expose_chunk(self, chunk: Chunk) -> None:
         index = chunk.spec.index
         if index not in self._exposed:
+            if chunk.resident:
+                self.updates.wait(chunk)
+                self._late.discard(index)
             expose(chunk, self.by_chunk[index])
             self._exposed.add(index)
 
@@ -267,12 +302,18 @@ class Engine:
         poison(self.by_chunk[chunk.spec.index])
 
     def _expose_resident(self) -> None:
+        pending = self.updates.pending
         for chunk in self.chunks:
-            if chunk.resident:
+            if not chunk.resident:
+                continue
+            if pending and self.updates.is_pending(chunk):
+                self._late.add(chunk.spec.index)
+            else:
                 self.expose_chunk(chunk)
 
     def _rest_if_idle(self) -> None:
         if not self.computing:
+            self._late.clear()
             for index in list(self._exposed):
                 self._written += self.hide_chunk(self.chunks[index])
         self.refuse_writes()
@@ -292,6 +333,7 @@ class Engine:
         self.begin_backward()
         check_grad(handle, grad)
         chunk = handle.chunk
+        self.updates.wait(chunk)
         if not chunk.gathered:
             raise GeminiError(
                 f"the gradient of {handle.name!r} was computed while its weights were not gathered: its module's "
@@ -300,7 +342,7 @@ class Engine:
         if self.reduction is not None:
             self.reduction.take(handle, grad)
         elif self.config.gradients == "transient":
-            update_now(self, handle, grad)
+            use_in_backward(self, handle, grad)
         else:
             if handle.has_grad:
                 self.gradients.promote([chunk])  # a shared param under reentrant checkpointing arrives twice
@@ -310,6 +352,10 @@ class Engine:
             self.manager.grads_complete(chunk)
             if self.reduction is not None:
                 self.reduction.complete(chunk)
+            else:
+                self.updates.complete(chunk)
+                if not self.accumulating:
+                    step_landed(self, chunk)
 
     @property
     def has_gradients(self) -> bool:
@@ -356,17 +402,28 @@ class Engine:
     def end_step(self) -> None:
         """After an optimizer step: what moved since the last one is what the report shows."""
         self._forget_clipping()
-        self.moved_last_step = self.mover.moved.copy()
-        self.mover.moved.clear()
+        self.updated_in_backward = False
+        self.moved_last_step, self.mover.moved = self.mover.moved, Moved()
         if self.shards is not None:
             self.shards.end_step()
         if self.recording is not None:
             self.recording.end_step()
+        self.manager.look_ahead()
+
+    def drain(self) -> None:
+        """Wait until nothing is in flight: the world is as if everything had been done in turn.
+
+        Raises:
+            StorageError and whatever else broke off an update.
+        """
+        self.updates.drain()
+        self.manager.settle()
 
     # ---- the end ----------------------------------------------------------------------------------------------
 
     def check_invariants(self) -> None:
         """Everything that must hold between steps; for tests."""
+        self.drain()
         self.manager.check_invariants()
         if not self.computing:
             assert all(isinstance(h.param, ManagedParameter) for h in self.handles)
@@ -376,6 +433,8 @@ class Engine:
         """Give everything back, whoever still holds a param: it keeps its shape and name, and refuses to be read."""
         if self.saver is not None:
             self.saver.close()
+        self.updates.close()
+        self.manager.close()
         poison(self.handles)
         for handle in self.handles:
             handle.view = torch.empty(0, device="cpu")

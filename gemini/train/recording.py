@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from gemini.errors import GeminiError
+from gemini.memory.mover import Moved
 from gemini.memory.recorder import Recorder, Step
 from gemini.planning.timeline import Timeline
 from gemini.planning.trace import MemoryTrace, Source, TracedParam
@@ -30,7 +31,8 @@ LOSS = "loss"
 
 class _Whole(NamedTuple):
     step: Step
-    moved: Mapping[str, int]
+    moved: Moved
+    moved_before: Counter[str]
     tokens: int
     num_batches: int
 
@@ -74,7 +76,9 @@ class Recording:
                 "no whole step was recorded: let a forward with gradients, its backward and optimizer.step() run "
                 "inside `with model.recording()`, and zero_grad() of what was there before"
             )
-        step, moved, tokens, num_batches = self._last
+        step, moving, before, tokens, num_batches = self._last
+        self._engine().drain()
+        moved = dict(sorted((moving.counts() - before).items()))
         flops = 0 if self._trace is None else self._trace.flops * num_batches
         return step.timeline(
             title=self._title, tokens=tokens * self._ranks, flops=flops, moved=moved, budgets=self._budgets
@@ -141,8 +145,8 @@ class Recording:
     def end_step(self) -> None:
         """An optimizer step is over."""
         if self._recorder.in_step:
-            moved = dict(sorted((self._engine().moved_last_step - self._moved_before).items()))
-            self._last = _Whole(self._recorder.end_step(), moved, self._tokens, self._num_backwards)
+            moved = self._engine().moved_last_step
+            self._last = _Whole(self._recorder.end_step(), moved, self._moved_before, self._tokens, self._num_backwards)
         self._is_late, self._num_backwards = False, 0
 
     # ---- inside -------------------------------------------------------------------------------------------------
@@ -160,7 +164,7 @@ class Recording:
             engine.recording = engine.mover.recorder = engine.ledger.on_change = None
 
     def _begin_step(self, engine: Engine) -> None:
-        self._moved_before = engine.mover.moved.copy()
+        self._moved_before = engine.mover.moved.counts(ahead=False)
         held = {tier: engine.ledger.holders(tier) for tier in engine.ledger.tiers}
         now = self._recorder.begin_step(held)
         if self._last is not None and self._last.step.next_start is None:

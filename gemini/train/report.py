@@ -46,7 +46,8 @@ class MemoryReport(dict[str, Any]):
 
 
 def make_report(engine: Engine) -> MemoryReport:
-    """The report of an engine as it stands now."""
+    """The report of an engine as it stands when nothing is in flight."""
+    engine.drain()
     report = MemoryReport()
     for tier in engine.ledger.tiers:
         report[tier.value] = {
@@ -55,7 +56,7 @@ def make_report(engine: Engine) -> MemoryReport:
             "peak": engine.ledger.peak(tier),
             "holders": engine.ledger.holders(tier),
         }
-    report["moved"] = dict(sorted(engine.moved_last_step.items()))
+    report["moved"] = dict(sorted(engine.moved_last_step.counts().items()))
     if engine.shards is not None:
         report["sent"] = dict(sorted(engine.shards.sent_last_step.items()))
     trained = [chunk for chunk in engine.chunks if PlaneKind.EXP_AVG in chunk.planes]

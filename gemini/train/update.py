@@ -9,12 +9,14 @@ back); who does that, and how many at once, is the caller's: the training thread
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from gemini import kernels
+from gemini.errors import NonFiniteGradient
 from gemini.memory.chunk import Chunk
 from gemini.memory.device import Event
 from gemini.memory.mover import Mover, page_up, tiles
@@ -142,6 +144,20 @@ class Tile:
     def _spans(self) -> Iterator[tuple[int, int, Segment]]:
         for start, stop, segment in _spans(self._segments):
             yield max(start, self._first), min(stop, self._last), segment
+
+
+def check_finite(segments: list[Segment]) -> None:
+    """Refuse gradients with inf or NaN that nobody has looked at yet.
+
+    Raises:
+        NonFiniteGradient: naming the param; nothing of this chunk was touched.
+    """
+    for segment in segments:
+        if segment.grad is not None and not math.isfinite(kernels.total(kernels.sum_squares(segment.grad))):
+            raise NonFiniteGradient(
+                f"the gradient of {segment.handle.name!r} holds inf or NaN. It was not updated, but other params were "
+                "in this backward: resume from a checkpoint"
+            )
 
 
 def runs_on_device(mover: Mover, chunk: Chunk, grads_landed: bool) -> bool:
