@@ -152,8 +152,9 @@ class Recording:
 
     def settle(self) -> None:
         """Let updates that the last step left in flight end: they are part of it, unless the next one has begun."""
-        if self._is_open and self._last is not None and self._last.step.next_start is None:
-            self._engine().drain()
+        engine = self._reference()
+        if engine is not None and self._is_open and self._last is not None and self._last.step.next_start is None:
+            engine.drain()
 
     def close(self) -> None:
         self._is_open = False
