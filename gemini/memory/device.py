@@ -79,10 +79,6 @@ DONE = Event()
 DONE.finish()
 
 
-_COMPLETE = Event()
-_COMPLETE.finish()
-
-
 class Device(ABC):
     """What the engine needs of the processor that runs forward and backward."""
 
@@ -114,7 +110,7 @@ class Device(ABC):
 
     def mark(self) -> Event:
         """Complete when everything that the computing stream was given so far is done."""
-        return _COMPLETE
+        return DONE
 
     @abstractmethod
     def free_bytes(self) -> int:
@@ -154,7 +150,7 @@ class CpuDevice(_HostMemoryDevice):
         if after is not None:
             after.wait()
         into.copy_(source)
-        return _COMPLETE
+        return DONE
 
     def free_bytes(self) -> int:
         return psutil.virtual_memory().available

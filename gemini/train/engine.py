@@ -135,6 +135,9 @@ class Engine:
         """An update broke off in the middle: some weights and moments are of this step and some are not."""
         self.lost = f"{type(cause).__name__}: {cause}"
 
+    def drain(self) -> None:
+        """Wait until nothing is in flight. Today whatever is begun is waited for at once."""
+
     def before_write(self, chunk: Chunk) -> None:
         """Masters or moments of a chunk are about to change."""
         if self.saver is not None:

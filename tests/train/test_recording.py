@@ -165,6 +165,30 @@ def test_a_step_goes_on_to_the_next_first_forward(tmp_path: Path) -> None:
     check(recording.timeline, model, alone=False)
 
 
+@pytest.mark.parametrize("inside", [True, False])
+def test_updates_that_a_step_left_in_flight_are_waited_for(inside: bool, tmp_path: Path) -> None:
+    """A drain that ends an update which takes an hour more."""
+    model = wrap("cpu", tmp_path)
+    engine, optimizer = model._gemini_engine, adam(model)
+
+    def drain() -> None:
+        recorder = engine.mover.recorder
+        recorder.add(Lane.ADAM, recorder.clock(), recorder.clock() + 3600, "update chunk 99", 99)
+
+    with model.recording() as recording:
+        step(model, optimizer)
+        engine.drain = drain
+        if inside:
+            assert recording.timeline.step_seconds > 3600
+            loss = loss_of(model)
+            engine.drain = lambda: 1 / 0  # the next step has begun: asking does not wait in its middle
+            assert recording.timeline.spans[-1].chunk == 99
+            engine.drain = lambda: None
+            loss.backward()
+            model.zero_grad()
+    assert recording.timeline.spans[-1].chunk == 99
+
+
 def test_only_whole_steps_count(tmp_path: Path) -> None:
     model = wrap("cpu", tmp_path, gradients="accumulate")
     optimizer = adam(model)
