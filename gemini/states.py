@@ -1,8 +1,8 @@
 """The states of a chunk, as one small table and one ``step``.
 
-*Use* says who needs the gathered weights of a chunk on the computing tier, and so whether memory may be taken from it. An
-event that the table does not have is an error that names the chunk, the state, and what would have been legal: nothing
-is ever skipped silently. ``docs/states.md`` shows it as a picture.
+*Use* says who needs the gathered weights of a chunk on the computing tier, and so whether memory may be taken from it.
+An event that the table does not have is an error that names the chunk, the state, and what would have been legal:
+nothing is ever skipped silently. ``docs/states.md`` shows it as a picture.
 """
 
 from __future__ import annotations

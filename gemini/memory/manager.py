@@ -180,7 +180,7 @@ class Manager:
             self._begin_fetch(chunk, moment)
 
     def _make_room_before(self, moment: int, num_bytes: int) -> bool:
-        """Free room for a window that is read at ``moment`` from what is needed later only; False if that is not enough.
+        """Free room for a window that is read at ``moment`` from what is needed later; False if that is not enough.
 
         The policy chooses among what the plan lets go before that moment, so that no more moves than planned.
         """

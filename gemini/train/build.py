@@ -225,9 +225,9 @@ def adopt_all(engine: Engine, *, filled: bool = False) -> None:
             for handle in handles:
                 given.append((handle, *_adopt(engine, handle, filled)))
             if engine.chunks[index].gathered:
-                engine.hide_chunk(engine.chunks[index])
+                engine.exposure.hide(engine.chunks[index])
             else:
-                engine.poison_chunk(engine.chunks[index])
+                engine.exposure.poison(engine.chunks[index])
     except BaseException:
         if engine.shards is not None:
             raise  # the rest of a param is on other ranks, who may be past this point: the model must be made anew

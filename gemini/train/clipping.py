@@ -35,8 +35,8 @@ def clip_grad_norm(
         )
     if engine.updated_in_backward:
         raise GeminiError(
-            "clipping needs every gradient before the first update, and HybridAdam(step_in_backward=True) has used them: "
-            "leave step_in_backward out"
+            "clipping needs every gradient before the first update, and HybridAdam(step_in_backward=True) has used "
+            "them: leave step_in_backward out"
         )
     engine.settle_grads()
     chosen = engine.handles if handles is None else handles

@@ -68,8 +68,8 @@ class GeminiDDP(nn.Module):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backwards inside only accumulate. In one process that is what every backward does, unless the optimizer steps in
-        backward (``HybridAdam(step_in_backward=True)``): then those inside leave the weights alone.
+        """Backwards inside only accumulate. In one process that is what every backward does, unless the optimizer steps
+        in backward (``HybridAdam(step_in_backward=True)``): then those inside leave the weights alone.
 
         With several ranks the gradients of backwards inside stay whole on each rank (4 bytes per param, in fp32) and
         are reduced with those of the next backward outside. Without ``no_sync`` every backward leaves each rank its

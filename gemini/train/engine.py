@@ -21,8 +21,8 @@ from gemini.config import GeminiConfig
 from gemini.errors import GeminiError
 from gemini.memory.chunk import Chunk
 from gemini.memory.device import make_device
-from gemini.memory.manager import Manager
 from gemini.memory.lane import Lane
+from gemini.memory.manager import Manager
 from gemini.memory.mover import Moved, Mover
 from gemini.planning.planes import PlaneKind
 from gemini.ranks.group import join
@@ -31,14 +31,15 @@ from gemini.train.activations import make_activation_store
 from gemini.train.build import adopt_all, build, iter_chunks
 from gemini.train.by_name import ByName
 from gemini.train.calls import CallRecord, Calls
+from gemini.train.exposure import Exposure
 from gemini.train.gradients import GradientStore, check_grad
-from gemini.train.guard import ManagedParameter, ParamHandle, expose, hide, poison, refuse_written
+from gemini.train.guard import ManagedParameter, ParamHandle, poison
+from gemini.train.in_backward import step_landed, use_in_backward
 from gemini.train.loss_scale import LossScale
 from gemini.train.problem import prepare
 from gemini.train.recording import Recording
 from gemini.train.reduction import Reduction
 from gemini.train.shards import Shards
-from gemini.train.in_backward import step_landed, use_in_backward
 from gemini.train.updates import Updates
 
 
@@ -70,6 +71,7 @@ class Engine:
         self.saver: Any = None  # the Saver that writes a checkpoint behind the training, or did
         self.recording: Recording | None = None  # who is told of everything while model.recording() is open
         self.mover = Mover(self.device, built.tile, self.ledger)
+        self.exposure = Exposure(self)
         self.updates = Updates(self, built.first_use, overlap=config.overlap, threads=config.update_threads)
         self.shards = None if ranks is None else Shards(self, ranks, self.problem.exchange)
         self.reduction = None if self.shards is None else Reduction(self, self.shards)
@@ -79,7 +81,7 @@ class Engine:
             ledger=self.ledger,
             device=self.device,
             mover=self.mover,
-            on_evict=self.poison_chunk,
+            on_evict=self.exposure.poison,
             gather=None if alone or self.shards is None else self.shards.gather,
             foresight=built.foresight,
             # What ranks gather they gather together, when all of them ask for it.
@@ -114,10 +116,6 @@ class Engine:
         self.requires_grad_changed = False
         self.registered = -1  # what refuse_injected has seen
         self.calls = Calls(self.acquire, self.release)
-        self._exposed: set[int] = set()
-        self._late: set[int] = set()
-        """Resident chunks that stay guarded while the model computes until somebody has waited for their update."""
-        self._written: list[ParamHandle] = []
         if fill is not None:
             fill(self)
         adopt_all(self, filled=fill is not None)
@@ -134,9 +132,6 @@ class Engine:
     def mark_lost(self, cause: BaseException) -> None:
         """An update broke off in the middle: some weights and moments are of this step and some are not."""
         self.lost = f"{type(cause).__name__}: {cause}"
-
-    def drain(self) -> None:
-        """Wait until nothing is in flight. Today whatever is begun is waited for at once."""
 
     def before_write(self, chunk: Chunk) -> None:
         """Masters or moments of a chunk are about to change."""
@@ -160,27 +155,24 @@ class Engine:
         if not self.computing:
             self.updates.check()
             self.check_whole()
-            self._expose_resident()
+            self.exposure.begin()
             if torch.is_grad_enabled():
                 self.manager.foresight.begin()
         if self.recording is not None:
             self.recording.begin_call(module)
         try:
-            if self._late:
-                for chunk in resident:
-                    if chunk.spec.index in self._late:
-                        self.expose_chunk(chunk)
+            self.exposure.catch_up(resident)
             self.calls.begin(module, chunks)
             self.manager.look_ahead()
         finally:
-            self._rest_if_idle()
+            self.exposure.rest_if_idle()
 
     def end_call(self, module: nn.Module) -> CallRecord | None:
         """A hooked module is done, or failed. None if it never began."""
         record = self.calls.end(module)
         if self.recording is not None:
             self.recording.end_call()
-        self._rest_if_idle()
+        self.exposure.rest_if_idle()
         return record
 
     def recover_if_interrupted(self) -> None:
@@ -194,7 +186,7 @@ class Engine:
             self.activations.close()
         if self.in_backward:
             self.end_backward()
-        self._rest_if_idle()
+        self.exposure.rest_if_idle()
 
     def begin_backward(self) -> None:
         """The first gradient of a backward is about to flow into the model.
@@ -206,8 +198,8 @@ class Engine:
             return
         if self.updated_in_backward and not self.accumulating:
             raise GeminiError(
-                "a second backward before optimizer.step(): with step_in_backward=True the backward before it has updated "
-                "the weights. Call optimizer.step() after every backward that updates, and put all but the last "
+                "a second backward before optimizer.step(): with step_in_backward=True the backward before it has "
+                "updated the weights. Call optimizer.step() after every backward that updates, and put all but the last "
                 "micro-batch of a step inside `with model.no_sync()`"
             )
         self.updates.drain()  # of params that this forward has not read
@@ -224,7 +216,7 @@ class Engine:
         self.in_backward = True
         if self.recording is not None:
             self.recording.begin_backward()
-        self._expose_resident()
+        self.exposure.begin()
         for chunk in self.chunks:
             chunk.num_missing_grads = sum(handle.trained for handle in self.by_chunk[chunk.spec.index])
         torch.autograd.Variable._execution_engine.queue_callback(self._backward_is_over)
@@ -234,7 +226,7 @@ class Engine:
         self.begin_backward()
         self.calls.begin_backward(record)
         self.manager.look_ahead()
-        self.refuse_writes()
+        self.exposure.refuse_writes()
 
     def _backward_is_over(self) -> None:
         if self.reduction is not None:
@@ -255,7 +247,7 @@ class Engine:
         self.in_backward = False
         if self.recording is not None:
             self.recording.end_backward()
-        self._rest_if_idle()
+        self.exposure.rest_if_idle()
 
     # ---- gathered weights ---------------------------------------------------------------------------------------
 
@@ -266,15 +258,13 @@ class Engine:
     def acquire(self, chunk: Chunk) -> None:
         """Gather the weights of a chunk and keep them readable until :meth:`release`."""
         self.manager.acquire(chunk)
-        self.expose_chunk(chunk)
+        self.exposure.expose(chunk)
 
     def release(self, chunk: Chunk) -> None:
         """Unpin, and guard the params again unless they never move: another module's read must not go unnoticed."""
         self.manager.release(chunk)
         if chunk.pins == 0 and chunk.gathered and not chunk.resident:
-            written = self.hide_chunk(chunk)
-            if written:  # refused when everything has been let go; home does not know of it, so the copy may go
-                self._written += written
+            if self.exposure.hide(chunk):  # a write, refused when everything has been let go: the copy may go
                 self.manager.drop([chunk])
 
     @contextmanager
@@ -285,45 +275,7 @@ class Engine:
             yield
         finally:
             self.num_gathered -= 1
-            self._rest_if_idle()
-
-    def expose_chunk(self, chunk: Chunk) -> None:
-        index = chunk.spec.index
-        if index not in self._exposed:
-            if chunk.resident:
-                self.updates.wait(chunk)
-                self._late.discard(index)
-            expose(chunk, self.by_chunk[index])
-            self._exposed.add(index)
-
-    def hide_chunk(self, chunk: Chunk) -> list[ParamHandle]:
-        self._exposed.discard(chunk.spec.index)
-        return hide(self.by_chunk[chunk.spec.index])
-
-    def poison_chunk(self, chunk: Chunk) -> None:
-        self._exposed.discard(chunk.spec.index)
-        poison(self.by_chunk[chunk.spec.index])
-
-    def _expose_resident(self) -> None:
-        pending = self.updates.pending
-        for chunk in self.chunks:
-            if not chunk.resident:
-                continue
-            if pending and self.updates.is_pending(chunk):
-                self._late.add(chunk.spec.index)
-            else:
-                self.expose_chunk(chunk)
-
-    def _rest_if_idle(self) -> None:
-        if not self.computing:
-            self._late.clear()
-            for index in list(self._exposed):
-                self._written += self.hide_chunk(self.chunks[index])
-        self.refuse_writes()
-
-    def refuse_writes(self) -> None:
-        written, self._written = self._written, []
-        refuse_written(written)
+            self.exposure.rest_if_idle()
 
     # ---- gradients ----------------------------------------------------------------------------------------------
 

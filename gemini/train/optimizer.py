@@ -51,8 +51,8 @@ class HybridAdam(torch.optim.Optimizer):
         eps: added to the denominator.
         weight_decay: decoupled decay, or the L2 coefficient.
         decoupled: AdamW or Adam.
-        step_in_backward: update params inside ``loss.backward()`` as soon as the gradients of their chunk are there. They
-            cannot be clipped then. With ``GeminiConfig(gradients="transient")`` they are used from where they were
+        step_in_backward: update params inside ``loss.backward()`` as soon as the gradients of their chunk are there.
+            They cannot be clipped then. With ``GeminiConfig(gradients="transient")`` they are used from where they were
             computed and take no memory of their own; with "retain" or "accumulate" they wait in their planes, and all
             backwards of a step but the last go inside ``model.no_sync()``. ``step()`` still ends every step.
 
@@ -287,8 +287,8 @@ class HybridAdam(torch.optim.Optimizer):
         if self.step_in_backward and not transient and (engine.reduction is not None or engine.loss_scale is not None):
             why = "with several ranks" if engine.loss_scale is None else "in fp16"
             raise GeminiError(
-                f"HybridAdam(step_in_backward=True) with gradients={engine.config.gradients!r} {why}: whether gradients "
-                "are finite is known only when all are there. Leave step_in_backward out"
+                f"HybridAdam(step_in_backward=True) with gradients={engine.config.gradients!r} {why}: whether "
+                "gradients are finite is known only when all are there. Leave step_in_backward out"
                 + (', or use GeminiConfig(gradients="transient")' if engine.loss_scale is None else "")
             )
 

@@ -1,8 +1,8 @@
 """The thread on which updates run beside training: chunk after chunk by deadline, tiles of staged ones in a pipeline.
 
 While one tile is updated, the next ones are read and the ones before are written back, across the borders of chunks;
-each has a slot of staging of its own. An update that fails ends all others that wait: the model is then half of one step
-and half of the next, and whoever waits for any of them is told why.
+each has a slot of staging of its own. An update that fails ends all others that wait: the model is then half of one
+step and half of the next, and whoever waits for any of them is told why.
 """
 
 from __future__ import annotations

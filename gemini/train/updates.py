@@ -1,8 +1,8 @@
 """Updates in flight: ``optimizer.step()`` hands them over and returns, and whoever needs a chunk waits for its own.
 
-Exact whatever the timing: hyperparameters, clipping and step counts are fixed when an update is handed over, no weight is
-read between then and its end (gathered copies are dropped, params that stay in place are guarded), and no gradient is
-overwritten before it was used. What is needed first goes first: the order of the next forward.
+Exact whatever the timing: hyperparameters, clipping and step counts are fixed when an update is handed over, no weight
+is read between then and its end (gathered copies are dropped, params that stay in place are guarded), and no gradient
+is overwritten before it was used. What is needed first goes first: the order of the next forward.
 """
 
 from __future__ import annotations
