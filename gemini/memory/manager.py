@@ -268,9 +268,12 @@ class Manager:
                 job.wait()
 
     def close(self) -> None:
-        """The model ends."""
+        """The model ends; a chunk that somebody keeps must keep nothing else."""
         if self._lane is not None:
             self._lane.close()
+        for chunk in self._arriving.values():
+            chunk.arriving = None
+        self._arriving.clear()
 
     # ---- inside -------------------------------------------------------------------------------------------------
 
