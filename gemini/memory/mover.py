@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 
@@ -17,8 +18,10 @@ from gemini.memory.chunk import Chunk, FilePlane, Plane
 from gemini.memory.device import Device
 from gemini.memory.pages import PAGE
 from gemini.memory.recorder import NOTHING, Recorder
+from gemini.memory.stalls import Stalls
 from gemini.planning.layout import ALIGN
 from gemini.planning.planes import PlaneKind
+from gemini.planning.timeline import Lane
 from gemini.planning.traffic import path
 from gemini.planning.working import STAGED_BYTES, staging_bytes
 from gemini.tiers import Ledger, Tier
@@ -35,6 +38,25 @@ def tiles(start: int, stop: int, tile: int) -> Iterator[tuple[int, int]]:
         yield at, min(at + tile, stop)
 
 
+class _Both:
+    """Two context managers as one; the first one is around the second."""
+
+    __slots__ = ("_inner", "_outer")
+
+    def __init__(self, outer: AbstractContextManager[None], inner: AbstractContextManager[None]):
+        self._outer, self._inner = outer, inner
+
+    def __enter__(self) -> None:
+        self._outer.__enter__()
+        self._inner.__enter__()
+
+    def __exit__(self, *exc: Any) -> None:
+        try:
+            self._inner.__exit__(*exc)
+        finally:
+            self._outer.__exit__(*exc)
+
+
 class Mover:
     """One per engine. Staging that was not reserved when the model was placed is reserved at its first use."""
 
@@ -45,6 +67,7 @@ class Mover:
         self._unreserved = staging_bytes(tile) - ledger.held(Tier.CPU, "staging")
         self.moved: Counter[str] = Counter()
         self.recorder: Recorder | None = None
+        self.stalls = Stalls()
         self._staging: dict[PlaneKind, torch.Tensor] = {}
 
     def staged(self, kind: PlaneKind, dtype: torch.dtype, numel: int) -> torch.Tensor:
@@ -66,9 +89,20 @@ class Mover:
             self.moved[str(boundary)] += num_bytes
         return NOTHING if self.recorder is None else self.recorder.move(source, target, num_bytes)
 
-    def about(self, cause: str, name: str, chunk: int = -1) -> AbstractContextManager[None]:
-        """Around what is done for ``name``, for those who record."""
-        return NOTHING if self.recorder is None else self.recorder.about(cause, name, chunk)
+    def about(
+        self, cause: str, name: str, chunk: int = -1, *, lane: Lane | None = None
+    ) -> AbstractContextManager[None]:
+        """Around what is done for ``name``, and keeps ``lane`` busy if there is one.
+
+        On the training thread it is a wait by ``cause``, which counts in :attr:`stalls`; those who record are told on
+        any thread.
+        """
+        waiting, recorder = self.stalls.waiting(cause), self.recorder
+        if recorder is None:
+            return waiting
+        if lane is None:
+            return _Both(waiting, recorder.about(cause, name, chunk))
+        return _Both(waiting, recorder.span(lane, name, chunk, cause=cause))
 
     def load(self, plane: Plane, start: int, stop: int, into: torch.Tensor) -> torch.Tensor:
         """Fill the host tensor ``into`` from a plane."""

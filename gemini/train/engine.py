@@ -109,6 +109,7 @@ class Engine:
             fill(self)
         adopt_all(self, filled=fill is not None)
         self.mover.moved.clear()  # coming home is no part of the first step
+        self.mover.stalls.clear()
         gc.collect(0)
 
     # ---- phases -------------------------------------------------------------------------------------------------
@@ -361,6 +362,7 @@ class Engine:
         self._forget_clipping()
         self.moved_last_step = self.mover.moved.copy()
         self.mover.moved.clear()
+        self.mover.stalls.end_step()
         if self.shards is not None:
             self.shards.end_step()
         if self.recording is not None:
