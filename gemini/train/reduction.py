@@ -27,8 +27,8 @@ from gemini.planning.timeline import Lane
 from gemini.ranks.agreement import Point, Wish
 from gemini.ranks.wire import Tag, guarded
 from gemini.train.guard import ParamHandle
+from gemini.train.in_backward import use_in_backward
 from gemini.train.problem import reduce_dtype
-from gemini.train.update import update_now
 
 if TYPE_CHECKING:
     from gemini.train.engine import Engine
@@ -194,7 +194,8 @@ class Reduction:
         """``step_in_backward``: the sums stand in this rank's section of the whole gradient."""
         at = self._ranks.rank * chunk.weights.numel
         for handle in handles:
-            update_now(self._engine(), handle, whole.flat[at + handle.part.start : at + handle.part.stop])
+            use_in_backward(self._engine(), handle, whole.flat[at + handle.part.start : at + handle.part.stop])
+        self._engine().updates.complete(chunk, now=True)  # the whole gradient makes room for the next one
 
     def _open(self, chunk: Chunk) -> _WholeGradient:
         """Memory for the gradient of a whole chunk; without room, others are reduced before they are complete."""

@@ -54,7 +54,8 @@ class MemoryReport(dict[str, Any]):
 
 
 def make_report(engine: Engine) -> MemoryReport:
-    """The report of an engine as it stands now."""
+    """The report of an engine as it stands when nothing is in flight."""
+    engine.drain()
     report = MemoryReport()
     for tier in engine.ledger.tiers:
         report[tier.value] = {
@@ -63,7 +64,7 @@ def make_report(engine: Engine) -> MemoryReport:
             "peak": engine.ledger.peak(tier),
             "holders": engine.ledger.holders(tier),
         }
-    report["moved"] = dict(sorted(engine.moved_last_step.items()))
+    report["moved"] = dict(sorted(engine.moved_last_step.counts().items()))
     report["stalls"] = dict(engine.mover.stalls.last_step)
     if engine.shards is not None:
         report["sent"] = dict(sorted(engine.shards.sent_last_step.items()))

@@ -107,8 +107,11 @@ class Shards:
         point, index = subject
         if point is Point.READ:
             number, kind = divmod(index, len(_KINDS))
+            self.engine.updates.wait(self.engine.handles[number].chunk)
             self._serve_read(self.engine.handles[number], _KINDS[kind], takers)
-        elif len(takers) == self.ranks.size:
+            return
+        self.engine.updates.wait(self.engine.chunks[index])
+        if len(takers) == self.ranks.size:
             self._all_gather(self.engine.chunks[index])
         else:
             self._send_weights(self.engine.chunks[index], takers)
