@@ -36,6 +36,9 @@ FIGURES: dict[str, str] = {
     "nvme_write": "bytes/s written to all NVMe drives together",
     "adam_cpu": "seconds per param of one Adam update on the host, all cores, bf16 weights with a split fp32 master",
     "land_cpu": "seconds per param of one half-precision gradient copied into its plane on the host, with its norm",
+    "torch_threads": "threads with which torch computes on the host, and did for the figures of products and memory",
+    "adam_cpu_one": "seconds per param of the same update by one thread",
+    "cpu_contention": "times as long as alone that computing and an update take on cores of their own, side by side",
     "interconnect": "bytes/s that one GPU sends to its neighbour in a ring",
 }
 """Every figure there is, with its unit."""
