@@ -250,8 +250,8 @@ def overlapped(work: Work, *, clipping: bool, barrier: bool = False, order: str 
     """Everything that may run beside computing does. ``STEPS`` steps, and the beginning of one more.
 
     Updates have a worker of their own, which takes them in the order of their next use (``order="fifo"``: in that in
-    which gradients became complete), reads ahead and writes behind; fetches have another. Gradients land beside
-    computing where it is the GPU that computes; the host that computes lands them itself.
+    which gradients became complete), reads ahead and writes behind; fetches have another. Gradients that leave the
+    computing tier land beside computing; those that stay in host memory the host lands itself, between two moments.
 
     ``barrier``: a step begins when all updates of the one before are over, as in engines that overlap them with
     backward only.
@@ -272,7 +272,7 @@ def overlapped(work: Work, *, clipping: bool, barrier: bool = False, order: str 
     updated: dict[int, int] = {}  # the end of a chunk's last update
     landed: dict[int, list[int]] = {}
     landings: list[list[int]] = []  # by moment that had any
-    lands_itself = work.problem.compute is Tier.CPU
+    landed_here: list[int] = []  # by the host that computes, since the last moment
     saves: list[list[int]] = []
     waiting: list[tuple[int, int]] = []  # saved activations: (the end of the save, bytes)
     restores: list[int] = []  # moments that restored
@@ -317,9 +317,9 @@ def overlapped(work: Work, *, clipping: bool, barrier: bool = False, order: str 
             restores.append(at)
             after.append(tasks[-1])
         arriving = work.landings(adding=at % per_step >= per_batch)[moment]
-        if lands_itself:
-            after += landings[-1] if landings else []
-        elif arriving and len(landings) >= LANDINGS_BEHIND:
+        after += landed_here
+        landed_here.clear()
+        if arriving and len(landings) >= LANDINGS_BEHIND:
             after += landings[-LANDINGS_BEHIND]
         if work.save(moment) and len(saves) >= LANDINGS_BEHIND:
             after += saves[-LANDINGS_BEHIND]
@@ -338,7 +338,10 @@ def overlapped(work: Work, *, clipping: bool, barrier: bool = False, order: str 
         ends = []
         for landing in arriving:
             tasks = graph.chain(landing.hops, step, moment, computed[-1:], at)
-            ends += tasks[-1:]
+            if work.problem.compute is Tier.CPU and all(hop.boundary is None for hop in landing.hops):
+                landed_here += tasks[-1:]
+            else:
+                ends += tasks[-1:]
             landed.setdefault(landing.chunk, []).extend(tasks[-1:] or computed[-1:])
             if landing.is_last and is_last and not clipping:
                 update(landing.chunk, at, moment, landed.pop(landing.chunk))

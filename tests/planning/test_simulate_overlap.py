@@ -113,14 +113,12 @@ def test_the_update_of_a_single_chunk_is_a_pipeline_too() -> None:
     assert whole.step_seconds == pytest.approx((10 + 20 + landing + 120 + 5 + 200) * MS, rel=1e-4)
 
 
-def test_the_host_lands_gradients_between_two_moments() -> None:
-    """Where the GPU computes, landing runs beside it; the thread that computes on the host does it itself."""
+def test_the_host_lands_gradients_that_stay_between_two_moments() -> None:
+    """Those that leave the computing tier land beside it: to the drive in 4 ms a layer, or off a GPU in less."""
     hardware = host(0.001, land_cpu=5 * MS / NUMEL, d2h=1e18, h2d=1e18)
     timeline = overlapped(stack(clipped=True), hardware)
     assert timeline.stalls["gradient landing"] == pytest.approx(LAYERS * 5 * MS, rel=1e-3)
     assert timeline.step_seconds == pytest.approx(FORWARD + BACKWARD + LAYERS * 5 * MS, rel=0.01)
-    on_gpu = stack_plan(LAYERS, weights=Tier.GPU, states=Tier.CPU)
-    assert (
-        overlapped(on_gpu, hardware.with_figures("measured", gpu_flops_bf16=1e11)).stalls.get("gradient landing", 0.0)
-        < 10 * MS
-    )
+    quick = hardware.with_figures("measured", gpu_flops_bf16=1e11, nvme_write=2 * NUMEL / (4 * MS))
+    for leaves in (stack(clipped=True, states=Tier.NVME), stack_plan(LAYERS, weights=Tier.GPU, states=Tier.CPU)):
+        assert overlapped(leaves, quick).stalls.get("gradient landing", 0.0) < 20 * MS, "those of the last moments"
