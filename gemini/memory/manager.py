@@ -220,26 +220,24 @@ class Manager:
         self._arriving[chunk.spec.index] = chunk
 
     def _await_arrival(self, chunk: Chunk) -> None:
-        """Wait for a fetch that is under way.
+        """Wait for a fetch that is under way; one that failed is tried again here and now.
 
         Raises:
-            StorageError: if it failed; the chunk is as it was before.
+            StorageError: if that fails too; the chunk is as it was before.
         """
         job = chunk.arriving
-        assert self._lane is not None and isinstance(job, Job) and chunk.window is not None
-        try:
-            if not job.is_complete():
-                self._await_update(chunk)
-                self._lane.hurry(job)
-                cause, index = f"fetch from {chunk.weights.tier.value}", chunk.spec.index
-                with self._mover.about(cause, f"wait for chunk {index}", index):
-                    job.wait()
-            job.wait()
-        except BaseException:
-            if job.is_complete():  # else it is still being filled: an interrupt, and the fetch goes on
-                self._end_fetch(chunk, UseEvent.FAIL)
-            raise
-        self._end_fetch(chunk, UseEvent.ARRIVE)
+        assert self._lane is not None and isinstance(job, Job)
+        if not job.is_complete():
+            self._await_update(chunk)
+            self._lane.hurry(job)
+            cause, index = f"fetch from {chunk.weights.tier.value}", chunk.spec.index
+            with self._mover.about(cause, f"wait for chunk {index}", index), contextlib.suppress(Exception):
+                job.wait()
+        if job.error is None:
+            self._end_fetch(chunk, UseEvent.ARRIVE)
+        else:
+            self._end_fetch(chunk, UseEvent.FAIL)
+            self._fetch(chunk)
 
     def _end_fetch(self, chunk: Chunk, event: UseEvent) -> None:
         assert chunk.window is not None

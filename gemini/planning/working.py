@@ -39,12 +39,14 @@ def staging_bytes(tile: int) -> int:
 
 
 def staging_sets(compute: Tier, precision: str, *, overlap: bool) -> int:
-    """How many threads stage: the one that trains; beside it the update lane, and the fetch lane where weights are cast
-    or cross to a device on their way.
+    """How many threads stage: the one that trains; beside it the update lane; the fetch lane, where weights are cast or
+    cross to a device on their way; and the landing lane, where gradients leave a device.
     """
     if not overlap:
         return 1
-    return 3 if compute is Tier.GPU or precision == "fp16" else 2
+    if compute is Tier.GPU:
+        return 4
+    return 3 if precision == "fp16" else 2
 
 
 def scratch_bytes(ranks: int, piece: int) -> int:

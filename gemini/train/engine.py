@@ -7,6 +7,7 @@ keeps the params guarded at all other times.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import sys
 import weakref
@@ -26,6 +27,7 @@ from gemini.memory.manager import Manager
 from gemini.memory.mover import Moved, Mover
 from gemini.planning.planes import PlaneKind
 from gemini.ranks.group import join
+from gemini.tiers import Tier
 from gemini.train import stray_reads
 from gemini.train.activations import make_activation_store
 from gemini.train.build import adopt_all, build, iter_chunks
@@ -89,7 +91,7 @@ class Engine:
             lane_staging=self.mover.staging.take() if config.overlap and alone else None,
             update_of=self.updates.job_of,
             await_update=self.updates.wait,
-            relieve=self.updates.relieve,
+            relieve=self._relieve,
         )
         self.gradients = GradientStore(
             self.handles,
@@ -99,6 +101,7 @@ class Engine:
             manager=self.manager,
             spill=self.spill,
             working_set=0 if ranks is None and all(chunk.resident for chunk in self.chunks) else built.working_set,
+            lane=Lane("landing") if config.overlap and alone and self.device.tier is Tier.GPU else None,
         )
         self.by_names = ByName(self)
         self.activations = make_activation_store(self, built.decision.offload_activations)
@@ -182,6 +185,8 @@ class Engine:
             return
         self.calls.abandon()
         self.updates.forget_collected()
+        with contextlib.suppress(Exception):  # the backward broke off: its gradients are of no use
+            self.gradients.settle()
         self.manager.foresight.interrupt()
         if self.activations is not None:
             self.activations.close()
@@ -200,8 +205,8 @@ class Engine:
         if self.updated_in_backward and not self.accumulating:
             raise GeminiError(
                 "a second backward before optimizer.step(): with step_in_backward=True the backward before it has "
-                "updated the weights. Call optimizer.step() after every backward that updates, and put all but the last "
-                "micro-batch of a step inside `with model.no_sync()`"
+                "updated the weights. Call optimizer.step() after every backward that updates, and put all but the "
+                "last micro-batch of a step inside `with model.no_sync()`"
             )
         self.updates.drain()  # of params that this forward has not read
         if self.has_gradients:
@@ -233,6 +238,7 @@ class Engine:
         if self.reduction is not None:
             self.calls.end_backward()  # nothing is read any more: room for what is still to be reduced
             self.reduction.end_backward()
+        self.gradients.settle()
         self.updates.complete_all()
         if not self.accumulating:
             for chunk in reversed(self.chunks):
@@ -249,6 +255,10 @@ class Engine:
         if self.recording is not None:
             self.recording.end_backward()
         self.exposure.rest_if_idle()
+
+    def _relieve(self) -> bool:
+        """Let something end that gives back memory of the computing tier; False if there is nothing."""
+        return self.updates.relieve() or self.gradients.relieve()
 
     # ---- gathered weights ---------------------------------------------------------------------------------------
 
@@ -390,8 +400,8 @@ class Engine:
         """Give everything back, whoever still holds a param: it keeps its shape and name, and refuses to be read."""
         if self.saver is not None:
             self.saver.close()
-        self.updates.close()
-        self.manager.close()
+        for lanes in (self.updates, self.manager, self.gradients):
+            lanes.close()
         poison(self.handles)
         for handle in self.handles:
             handle.view = torch.empty(0, device="cpu")

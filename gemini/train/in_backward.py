@@ -55,6 +55,7 @@ def step_landed(engine: Engine, chunk: Chunk) -> None:
             ready.append((handle, optimizer))
     if not ready:
         return
+    engine.gradients.settle()
     engine.gradients.check_finite([handle for handle, _ in ready])
     for handle, optimizer in ready:
         engine.updates.collect(optimizer.segment_in_backward(engine, handle, None))

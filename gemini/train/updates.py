@@ -13,15 +13,13 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from gemini.errors import BudgetExceeded
 from gemini.memory.chunk import Chunk
+from gemini.train.gradients import HOLDER
 from gemini.train.threads import update_threads
 from gemini.train.update import Segment, check_finite, runs_on_device, update_chunk
 from gemini.train.update_lane import UpdateJob, UpdateLane
 
 if TYPE_CHECKING:
     from gemini.train.engine import Engine
-
-HOLDER = "gradients in flight"
-
 
 class Work(NamedTuple):
     """The update of one chunk."""
@@ -169,7 +167,7 @@ class Updates:
                 engine.ledger.reserve(engine.device.tier, num_bytes, HOLDER)
                 break
             except BudgetExceeded:
-                if not self.relieve():
+                if not (self.relieve() or engine.gradients.relieve()):
                     return False
         return True
 
