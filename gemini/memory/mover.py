@@ -12,7 +12,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,8 +21,10 @@ from gemini.memory.device import Device, Event
 from gemini.memory.pages import PAGE
 from gemini.memory.recorder import NOTHING, Recorder
 from gemini.memory.staging import Staging, StagingSet
+from gemini.memory.stalls import Stalls
 from gemini.planning.layout import ALIGN
 from gemini.planning.planes import PlaneKind
+from gemini.planning.timeline import Lane
 from gemini.planning.traffic import path
 from gemini.tiers import Ledger, Tier
 
@@ -36,6 +38,25 @@ def tiles(start: int, stop: int, tile: int) -> Iterator[tuple[int, int]]:
     """Consecutive ranges of at most ``tile`` elements that cover ``[start, stop)``."""
     for at in range(start, stop, tile):
         yield at, min(at + tile, stop)
+
+
+class _Both:
+    """Two context managers as one; the first one is around the second."""
+
+    __slots__ = ("_inner", "_outer")
+
+    def __init__(self, outer: AbstractContextManager[None], inner: AbstractContextManager[None]):
+        self._outer, self._inner = outer, inner
+
+    def __enter__(self) -> None:
+        self._outer.__enter__()
+        self._inner.__enter__()
+
+    def __exit__(self, *exc: Any) -> None:
+        try:
+            self._inner.__exit__(*exc)
+        finally:
+            self._outer.__exit__(*exc)
 
 
 class Moved:
@@ -82,6 +103,7 @@ class Mover:
         self.moved = Moved()
         """Of the step under way; an optimizer step puts a new one in its place."""
         self.recorder: Recorder | None = None
+        self.stalls = Stalls()
         self._of_thread = _OfThread()
 
     @contextmanager
@@ -114,9 +136,20 @@ class Mover:
         else:
             working.moved.add(source, target, num_bytes, ahead=working.ahead)
 
-    def about(self, cause: str, name: str, chunk: int = -1) -> AbstractContextManager[None]:
-        """Around what is done for ``name``, for those who record."""
-        return NOTHING if self.recorder is None else self.recorder.about(cause, name, chunk)
+    def about(
+        self, cause: str, name: str, chunk: int = -1, *, lane: Lane | None = None
+    ) -> AbstractContextManager[None]:
+        """Around what is done for ``name``, and keeps ``lane`` busy if there is one.
+
+        On the training thread it is a wait by ``cause``, which counts in :attr:`stalls`; those who record are told on
+        any thread.
+        """
+        waiting, recorder = self.stalls.waiting(cause), self.recorder
+        if recorder is None:
+            return waiting
+        if lane is None:
+            return _Both(waiting, recorder.about(cause, name, chunk))
+        return _Both(waiting, recorder.span(lane, name, chunk, cause=cause))
 
     def begin_load(self, plane: Plane, start: int, stop: int, into: torch.Tensor) -> Event:
         """Start to fill the host tensor ``into`` from a plane."""

@@ -6,11 +6,14 @@ training wait for nobody's step, so what they do here counts nothing.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
+from threading import get_ident
 
 import torch
+
+_graph_task = torch._C._current_graph_task_id
+"""Which backward this thread is in; -1: none."""
 
 
 def trains_here(trainer: int) -> bool:
@@ -18,7 +21,7 @@ def trains_here(trainer: int) -> bool:
 
     autograd runs the backward of a GPU on a thread of its own, for which ``backward()`` waits.
     """
-    return threading.get_ident() == trainer or torch._C._current_graph_task_id() != -1
+    return get_ident() == trainer or _graph_task() != -1
 
 
 class _Waiting:
@@ -29,11 +32,21 @@ class _Waiting:
     def __init__(self, stalls: Stalls, cause: str):
         self._stalls, self._cause = stalls, cause
 
+    # No calls of ours in here: it is around every landing of a gradient, however small.
     def __enter__(self) -> None:
-        self._stalls._enter()
+        stalls = self._stalls
+        if get_ident() == stalls._trainer or _graph_task() != -1:
+            if not stalls._depth:
+                stalls._since = stalls._clock()
+            stalls._depth += 1
 
     def __exit__(self, *exc: object) -> None:
-        self._stalls._leave(self._cause)
+        stalls = self._stalls
+        if stalls._depth and (get_ident() == stalls._trainer or _graph_task() != -1):
+            stalls._depth -= 1
+            if not stalls._depth:
+                found, cause = stalls._seconds, self._cause
+                found[cause] = found.get(cause, 0.0) + stalls._clock() - stalls._since
 
 
 class Stalls:
@@ -47,7 +60,7 @@ class Stalls:
         self.last_step: dict[str, float] = {}
         """Seconds of the step that ended last, by cause, the longest first."""
         self._clock = clock
-        self._trainer = threading.get_ident()
+        self._trainer = get_ident()
         self._depth = 0
         self._since = 0.0
         self._seconds: dict[str, float] = {}
@@ -64,21 +77,9 @@ class Stalls:
         """A step is over; called by the thread that trains."""
         self.last_step = dict(sorted(self._seconds.items(), key=lambda item: -item[1]))
         self.clear()
-        self._trainer = threading.get_ident()
+        self._trainer = get_ident()
 
     def clear(self) -> None:
         """Forget what was waited for since the last step."""
         self._seconds = {}
         self._depth = 0  # an interrupt between two bytecodes may have lost the end of a wait
-
-    def _enter(self) -> None:
-        if trains_here(self._trainer):
-            if not self._depth:
-                self._since = self._clock()
-            self._depth += 1
-
-    def _leave(self, cause: str) -> None:
-        if trains_here(self._trainer) and self._depth:
-            self._depth -= 1
-            if not self._depth:
-                self._seconds[cause] = self._seconds.get(cause, 0.0) + self._clock() - self._since

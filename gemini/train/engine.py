@@ -123,6 +123,7 @@ class Engine:
             fill(self)
         adopt_all(self, filled=fill is not None)
         self.mover.moved = Moved()  # coming home is no part of the first step
+        self.mover.stalls.clear()
         gc.collect(0)
 
     # ---- phases -------------------------------------------------------------------------------------------------
@@ -369,6 +370,7 @@ class Engine:
         self._forget_clipping()
         self.updated_in_backward = False
         self.moved_last_step, self.mover.moved = self.mover.moved, Moved()
+        self.mover.stalls.end_step()
         if self.shards is not None:
             self.shards.end_step()
         if self.recording is not None:

@@ -22,7 +22,6 @@ from gemini.errors import BudgetExceeded, GeminiError
 from gemini.memory.chunk import Chunk
 from gemini.memory.device import Window
 from gemini.memory.mover import tiles
-from gemini.memory.recorder import NOTHING
 from gemini.planning.planes import PlaneKind
 from gemini.planning.timeline import Lane
 from gemini.ranks.agreement import Point, Wish
@@ -126,8 +125,8 @@ class Reduction:
         for handle in present:
             handle.norm_sums = None if transient else []
         shard = chunk.weights.numel
-        recorder, what = engine.mover.recorder, Lane.REDUCE.value
-        about = NOTHING if recorder is None else recorder.span(Lane.REDUCE, f"{what} chunk {index}", index, cause=what)
+        what = Lane.REDUCE.value
+        about = engine.mover.about(what, f"{what} chunk {index}", index, lane=Lane.REDUCE)
         with torch.profiler.record_function("gemini::reduce_scatter"), about:
             for start, stop, total in self._sums(chunk, whole, senders):
                 if transient:

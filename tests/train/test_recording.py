@@ -58,6 +58,9 @@ def check(timeline: Timeline, model: Any, *, alone: bool = True) -> None:
     moves = sum(seconds for lane, seconds in busy.items() if lane is not Lane.COMPUTE)
     stalls = sum(timeline.stalls.values())
     assert moves <= stalls * (1 + 1e-9) and busy[Lane.COMPUTE] + stalls <= timeline.step_seconds * (1 + 1e-9)
+    waited = model.memory_report()["stalls"]
+    # The report's waits are around those that are recorded, and count to the outermost cause.
+    assert not alone or (stalls <= sum(waited.values()) * (1 + 1e-9) and waited.keys() <= timeline.stalls.keys())
     engine = model._gemini_engine
     for tier, budget in timeline.budgets.items():
         assert budget == engine.ledger.budget(tier)
@@ -127,6 +130,22 @@ def test_recording_changes_no_bit_and_no_move(precision: str, tmp_path: Path) ->
     assert floats == same_floats and counts == same_counts
     for name, weight in weights.items():
         models.assert_same_bits(same_weights[name], weight, name)
+
+
+def test_the_report_says_what_the_last_step_waited_for(tmp_path: Path) -> None:
+    model = wrap("cpu", tmp_path)
+    optimizer = adam(model)
+    assert model.memory_report()["stalls"] == {}
+    assert "waited in the last step: nothing" in str(model.memory_report())
+    step(model, optimizer)
+    report = model.memory_report()
+    waited = report["stalls"]
+    assert waited.keys() == {"update", "fetch from nvme", "gradient landing"}
+    assert list(waited.values()) == sorted(waited.values(), reverse=True) and min(waited.values()) > 0
+    line = next(line for line in str(report).splitlines() if line.startswith("waited in the last step: "))
+    assert [part.rsplit(" ", 2)[0] for part in line.split(": ")[1].split(", ")] == list(waited)
+    loss_of(model)
+    assert model.memory_report()["stalls"] == waited, "of the last step, not of what came after it"
 
 
 def test_recomputation_and_activations_that_leave_are_told_apart(tmp_path: Path) -> None:
