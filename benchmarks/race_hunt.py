@@ -571,7 +571,7 @@ def nameless_files() -> set[str]:
 
 
 @contextlib.contextmanager
-def watchdog(schedule: Schedule) -> Iterator[None]:
+def watchdog(schedule: object) -> Iterator[None]:
     """A schedule that hangs says so, with all stacks, and ends the program."""
 
     def bark() -> None:
