@@ -191,6 +191,8 @@ class Engine:
         if self.activations is not None:
             self.activations.close()
         if self.in_backward:
+            for handle in self.handles:
+                handle.param.grad = None  # of autograd, if the interrupt came just before the hook that takes it
             self.end_backward()
         self.exposure.rest_if_idle()
 
