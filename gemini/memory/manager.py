@@ -138,8 +138,8 @@ class Manager:
                     self._evict(self.chunks[index])
             elif self._arriving:  # what came ahead of its time gives way to what is needed now
                 self._call_back(next(reversed(self._arriving.values())))
-            elif not self._relieve():
-                raise BudgetExceeded(self._explain(num_bytes, what))
+            elif not self._relieve() and missing <= num_bytes - self.ledger.free(tier) - self.ledger.held(tier, "pool"):
+                raise BudgetExceeded(self._explain(num_bytes, what))  # and nothing came free while it was asked
         self._trim_pool(num_bytes, for_window=for_window)
 
     def _evictable(self) -> list[Candidate]:
