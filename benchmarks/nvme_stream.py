@@ -5,7 +5,7 @@
 One spill file holds the planes of the state as the engine lays them out (weights and residuals of 2 bytes, two moments
 of 4, gradients of 2), in tiles; per tile 14 bytes an element are read and 12 written. O_DIRECT is required, so no page
 cache takes part; buffers are huge pages, reused. Every *way* below is a function that goes through the whole file once;
-in each round all of them run, each round starting with another one, and ratios are taken inside a round. The script
+in each round all of them run, in another order, and ratios are taken inside a round. The script
 checks the bits of the streamed state in the end. `fio` measures the same disk in the same rounds (with pages of 4 KiB:
 its huge ones need pages that the system has set apart); `--sweep` compares numbers of I/O threads, and kinds of pages,
 instead.
@@ -18,6 +18,7 @@ import json
 import mmap
 import os
 import platform
+import random
 import resource
 import shutil
 import statistics
@@ -275,10 +276,13 @@ def fio_rate(file: Path, size: int, seconds: float, mode: str, engine: list[str]
 
 
 def rounds_of(rounds: int, names: list[str]) -> Iterator[tuple[bool, str]]:
-    """(counts, name) of every run: a round that is thrown away, then each round starting with another one."""
+    """(counts, name) of every run: a round that is thrown away, then each round in another order.
+
+    Shuffled, not rotated: a way must not always come after the same one, whose writes the drive may still be busy with.
+    """
     for number in range(rounds + 1):
-        first = number % len(names)
-        yield from ((number > 0, name) for name in names[first:] + names[:first])
+        order = random.Random(number).sample(names, len(names))
+        yield from ((number > 0, name) for name in order)
 
 
 def median_ratio(numerators: list[float], denominators: list[float]) -> float:
