@@ -138,8 +138,8 @@ class Manager:
                     self._evict(self.chunks[index])
             elif self._arriving:  # what came ahead of its time gives way to what is needed now
                 self._call_back(next(reversed(self._arriving.values())))
-            elif not self._relieve():
-                raise BudgetExceeded(self._explain(num_bytes, what))
+            elif not self._relieve() and missing <= num_bytes - self.ledger.free(tier) - self.ledger.held(tier, "pool"):
+                raise BudgetExceeded(self._explain(num_bytes, what))  # and nothing came free while it was asked
         self._trim_pool(num_bytes, for_window=for_window)
 
     def _evictable(self) -> list[Candidate]:
@@ -268,9 +268,12 @@ class Manager:
                 job.wait()
 
     def close(self) -> None:
-        """The model ends."""
+        """The model ends; a chunk that somebody keeps must keep nothing else."""
         if self._lane is not None:
             self._lane.close()
+        for chunk in self._arriving.values():
+            chunk.arriving = None
+        self._arriving.clear()
 
     # ---- inside -------------------------------------------------------------------------------------------------
 

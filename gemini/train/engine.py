@@ -35,7 +35,7 @@ from gemini.train.by_name import ByName
 from gemini.train.calls import CallRecord, Calls
 from gemini.train.exposure import Exposure
 from gemini.train.gradients import GradientStore, check_grad
-from gemini.train.guard import ManagedParameter, ParamHandle, poison
+from gemini.train.guard import ManagedParameter, ParamHandle, poison, stepping_in_backward
 from gemini.train.in_backward import step_landed, use_in_backward
 from gemini.train.loss_scale import LossScale
 from gemini.train.problem import prepare
@@ -191,6 +191,8 @@ class Engine:
         if self.activations is not None:
             self.activations.close()
         if self.in_backward:
+            for handle in self.handles:
+                handle.param.grad = None  # of autograd, if the interrupt came just before the hook that takes it
             self.end_backward()
         self.exposure.rest_if_idle()
 
@@ -240,7 +242,7 @@ class Engine:
             self.reduction.end_backward()
         self.gradients.settle()
         self.updates.complete_all()
-        if not self.accumulating:
+        if not self.accumulating and stepping_in_backward:
             for chunk in reversed(self.chunks):
                 step_landed(self, chunk)
         self.end_backward()

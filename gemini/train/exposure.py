@@ -29,10 +29,10 @@ class Exposure:
 
     def begin(self) -> None:
         """The model computes from now on: what never moves is there to be read, unless it is being updated."""
-        engine = self._engine()
+        engine, exposed = self._engine(), self._exposed
         pending = engine.updates.pending
         for chunk in engine.chunks:
-            if not chunk.resident:
+            if chunk.spec.index in exposed or not chunk.resident:
                 continue
             if pending and engine.updates.is_pending(chunk):
                 self._late.add(chunk.spec.index)

@@ -2,9 +2,9 @@
 
 A gradient arrives in the param's post-accumulate hook, is copied (or added, in fp32) into its chunk's grad plane at the
 plane's home, and torch's own copy is freed: at once where the plane is within reach, else behind backward on a lane of
-its own, with its bytes on the device in the ledger until then. Sums of squares of its norm tiles ride on that copy; they tell the total
-norm and whether anything is not finite without another pass. In declaration order and over fixed tiles, so the same
-bits come out wherever the plane lives.
+its own, with its bytes on the device in the ledger until then. Sums of squares of its norm tiles ride on that copy;
+they tell the total norm and whether anything is not finite without another pass. In declaration order and over fixed
+tiles, so the same bits come out wherever the plane lives.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ import torch
 
 from gemini.errors import GeminiError
 from gemini.memory.chunk import Chunk
-from gemini.train.guard import ParamHandle, optimizer_of
+from gemini.train.guard import ParamHandle, optimizer_of, stepping_in_backward
 
 if TYPE_CHECKING:
     from gemini.train.engine import Engine
@@ -46,7 +46,7 @@ def step_landed(engine: Engine, chunk: Chunk) -> None:
     Raises:
         NonFiniteGradient: for inf or NaN; nothing of the chunk was touched.
     """
-    if engine.config.gradients == "transient":
+    if not stepping_in_backward or engine.config.gradients == "transient":
         return
     ready = []
     for handle in engine.by_chunk.get(chunk.spec.index, ()):

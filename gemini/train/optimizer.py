@@ -23,7 +23,7 @@ from gemini import kernels
 from gemini.errors import GeminiError
 from gemini.planning.planes import OPTIMIZER_PLANES
 from gemini.train.engine import Engine
-from gemini.train.guard import ParamHandle, engine_of, handle_of, optimizer_of
+from gemini.train.guard import ParamHandle, engine_of, handle_of, optimizer_of, stepping_in_backward
 from gemini.train.update import Segment
 from gemini.train.updates import Work
 
@@ -87,6 +87,8 @@ class HybridAdam(torch.optim.Optimizer):
             "decoupled": decoupled,
         }
         self.step_in_backward = step_in_backward
+        if step_in_backward:
+            stepping_in_backward.add(self)
         super().__init__(params, defaults)
         self.state = _States(self.state)
 
