@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 
 import pytest
 from stacks import NUMEL, machine, stack_plan, stack_trace
@@ -17,12 +18,15 @@ from gemini.planning.plan import Plan, check_plan
 from gemini.planning.planner import plan as make_plan
 from gemini.planning.policy import FirstInFirstOut, LeastRecentlyUsed
 from gemini.planning.schedules import overlapped
-from gemini.planning.simulate import simulate, simulate_policy
+from gemini.planning.simulate import simulate as simulate_step
+from gemini.planning.simulate import simulate_policy
 from gemini.planning.timeline import Lane, Timeline
 from gemini.planning.trace import with_seconds
 from gemini.planning.traffic import Traffic, by_name
 from gemini.planning.work import Work
 from gemini.tiers import Tier
+
+simulate = partial(simulate_step, schedule="serial")  # each test says what is played beside it
 
 LAYERS = 6
 FETCHES = 2 * LAYERS - 2
@@ -362,9 +366,9 @@ def test_what_stood_on_the_gpu_is_gathered_from_all_ranks_at_each_use() -> None:
 def test_a_policy_is_played_as_the_plan_that_it_makes() -> None:
     plan = stack_plan(LAYERS, weights=Tier.CPU, states=Tier.CPU, windows=4)
     given = plan.trace, plan.problem, plan.placement
-    lru = simulate_policy(*given, LeastRecentlyUsed(), machine())
+    lru = simulate_policy(*given, LeastRecentlyUsed(), machine(), schedule="serial")
     assert lru == simulate(plan, machine())
-    fifo = simulate_policy(*given, FirstInFirstOut(), machine())
+    fifo = simulate_policy(*given, FirstInFirstOut(), machine(), schedule="serial")
     assert fifo.moved["cpu->gpu"] >= lru.moved["cpu->gpu"]
 
 

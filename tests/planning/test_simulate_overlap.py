@@ -6,6 +6,7 @@ A layer computes 10 ms in forward and 20 ms in backward with one thread; what it
 from __future__ import annotations
 
 import itertools
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,10 +15,12 @@ from stacks import NUMEL, machine, stack_plan, stack_trace
 from gemini.planning.hardware import Hardware
 from gemini.planning.outcome import SHARING
 from gemini.planning.plan import Plan
-from gemini.planning.simulate import simulate
+from gemini.planning.simulate import simulate as simulate_step
 from gemini.planning.timeline import Lane, Timeline
 from gemini.planning.trace import with_seconds
 from gemini.tiers import Tier
+
+simulate = partial(simulate_step, schedule="serial")  # each test says what is played beside it
 
 LAYERS = 60
 MS = 1e-3

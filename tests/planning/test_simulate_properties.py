@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,11 +19,14 @@ from gemini.planning.planner import plan as make_plan
 from gemini.planning.planner import pose_problem
 from gemini.planning.policy import LeastRecentlyUsed
 from gemini.planning.schedules import serial
-from gemini.planning.simulate import plan_by_policy, simulate
+from gemini.planning.simulate import plan_by_policy
+from gemini.planning.simulate import simulate as simulate_step
 from gemini.planning.timeline import Lane
 from gemini.planning.traffic import by_name
 from gemini.planning.work import Work
 from gemini.tiers import Tier
+
+simulate = partial(simulate_step, schedule="serial")  # each test says what is played beside it
 
 
 @st.composite
