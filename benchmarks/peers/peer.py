@@ -18,6 +18,7 @@ PEERS = {
     "plain-fused": Peer("with_plain_torch.py", "the same with AdamW(fused=True)"),
     "deepspeed-cpu": Peer("with_deepspeed.py", "ZeRO-3, params and optimizer offloaded to the CPU"),
     "deepspeed-nvme": Peer("with_deepspeed.py", "ZeRO-3, both offloaded to NVMe, max_in_cpu as it comes", nvme=True),
+    "deepspeed-nvme-pipelined": Peer("with_deepspeed.py", "the same with pipeline_read and pipeline_write", nvme=True),
     "deepspeed-nvme-all": Peer("with_deepspeed.py", "ZeRO-3, both offloaded to NVMe, max_in_cpu 0", nvme=True),
     "fsdp2-offload": Peer("with_fsdp2.py", "CPUOffloadPolicy(pin_memory=False), fp32 params, bf16 compute"),
     "gemini": Peer("with_gemini.py", "all in memory, gradients retained"),
