@@ -49,6 +49,8 @@ def start(args: argparse.Namespace, name: str, spill: str | None) -> _ranks.Grou
     environment = {
         "PYTHONPATH": os.pathsep.join([str(HERE.parent), str(HERE.parents[1])]), "TRANSFORMERS_VERBOSITY": "error",
     }  # fmt: skip
+    if args.wait_policy is not None:
+        environment["OMP_WAIT_POLICY"] = args.wait_policy
     if deepspeed:  # its native ops are built there; ninja is found beside its Python
         environment |= {"DS_ACCELERATOR": "cpu", "TORCH_EXTENSIONS_DIR": str(python.parents[1] / "extensions"),
                         "PATH": os.pathsep.join([str(python.parent), os.environ.get("PATH", "")])}  # fmt: skip
@@ -158,6 +160,9 @@ def parse() -> argparse.Namespace:
     add("--steps", type=int, default=5, help="of a block (default: %(default)s)")
     add("--rounds", type=int, default=7, help="(default: %(default)s)")
     add("--threads", type=int, default=2, help="of each peer (default: %(default)s)")
+    add("--wait-policy", choices=("active", "passive"), default=None,
+        help="OMP_WAIT_POLICY for all: threads that wait for each other spin or sleep (sleep on a busy machine) "
+        "(default: not set)")  # fmt: skip
     add("--clip", type=float, default=None, help="the norm to clip to, for all (default: no clipping)")
     add("--hidden", type=int, default=512, help="(default: %(default)s)")
     add("--layers", type=int, default=12, help="(default: %(default)s)")
