@@ -12,21 +12,21 @@ from traces import decoder_trace
 
 import gemini
 from gemini.errors import MissingFigure, PlanMismatch
+from gemini.planning import simulate as simulating
 from gemini.planning.costs import Costs, Efficiency
 from gemini.planning.outcome import SHARING, timeline_of
 from gemini.planning.plan import Plan, check_plan
 from gemini.planning.planner import plan as make_plan
 from gemini.planning.policy import FirstInFirstOut, LeastRecentlyUsed
 from gemini.planning.schedules import overlapped
-from gemini.planning.simulate import simulate as simulate_step
-from gemini.planning.simulate import simulate_policy
 from gemini.planning.timeline import Lane, Timeline
 from gemini.planning.trace import with_seconds
 from gemini.planning.traffic import Traffic, by_name
 from gemini.planning.work import Work
 from gemini.tiers import Tier
 
-simulate = partial(simulate_step, schedule="serial")  # each test says what is played beside it
+simulate = partial(simulating.simulate, schedule="serial")
+simulate_policy = partial(simulating.simulate_policy, schedule="serial")
 
 LAYERS = 6
 FETCHES = 2 * LAYERS - 2
@@ -366,9 +366,9 @@ def test_what_stood_on_the_gpu_is_gathered_from_all_ranks_at_each_use() -> None:
 def test_a_policy_is_played_as_the_plan_that_it_makes() -> None:
     plan = stack_plan(LAYERS, weights=Tier.CPU, states=Tier.CPU, windows=4)
     given = plan.trace, plan.problem, plan.placement
-    lru = simulate_policy(*given, LeastRecentlyUsed(), machine(), schedule="serial")
+    lru = simulate_policy(*given, LeastRecentlyUsed(), machine())
     assert lru == simulate(plan, machine())
-    fifo = simulate_policy(*given, FirstInFirstOut(), machine(), schedule="serial")
+    fifo = simulate_policy(*given, FirstInFirstOut(), machine())
     assert fifo.moved["cpu->gpu"] >= lru.moved["cpu->gpu"]
 
 

@@ -12,15 +12,15 @@ from typing import Any
 import pytest
 from stacks import NUMEL, machine, stack_plan, stack_trace
 
+from gemini.planning import simulate as simulating
 from gemini.planning.hardware import Hardware
 from gemini.planning.outcome import SHARING
 from gemini.planning.plan import Plan
-from gemini.planning.simulate import simulate as simulate_step
 from gemini.planning.timeline import Lane, Timeline
 from gemini.planning.trace import with_seconds
 from gemini.tiers import Tier
 
-simulate = partial(simulate_step, schedule="serial")  # each test says what is played beside it
+simulate = partial(simulating.simulate, schedule="serial")
 
 LAYERS = 60
 MS = 1e-3

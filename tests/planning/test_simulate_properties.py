@@ -13,6 +13,7 @@ from stacks import machine
 from traces import decoder_trace
 
 import gemini.planning.schedules as schedules
+from gemini.planning import simulate as simulating
 from gemini.planning.costs import Costs, Efficiency
 from gemini.planning.plan import Plan
 from gemini.planning.planner import plan as make_plan
@@ -20,13 +21,12 @@ from gemini.planning.planner import pose_problem
 from gemini.planning.policy import LeastRecentlyUsed
 from gemini.planning.schedules import serial
 from gemini.planning.simulate import plan_by_policy
-from gemini.planning.simulate import simulate as simulate_step
 from gemini.planning.timeline import Lane
 from gemini.planning.traffic import by_name
 from gemini.planning.work import Work
 from gemini.tiers import Tier
 
-simulate = partial(simulate_step, schedule="serial")  # each test says what is played beside it
+simulate = partial(simulating.simulate, schedule="serial")
 
 
 @st.composite
