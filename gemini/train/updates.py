@@ -216,7 +216,8 @@ class Updates:
         if not job.is_complete():
             assert self._lane is not None
             self._lane.hurry(job)
-            with self._lane.alone(), self._engine().mover.about("update", f"wait for the update of chunk {index}", index):
+            about = self._engine().mover.about("update", f"wait for the update of chunk {index}", index)
+            with self._lane.alone(), about:
                 job.wait()
         self._jobs.pop(index, None)
         if job.error is not None:
