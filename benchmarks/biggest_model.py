@@ -305,9 +305,9 @@ def why_not_larger(
         f"Why not larger: every param takes {BYTES_PER_PARAM} bytes, in RAM or on the drive. Of "
         f"{human_bytes(args.limit)} of RAM, {human_bytes(args.limit - cpu)} are reserved for the interpreter, torch, "
         f"activations and gradients on their way, and {human_bytes(working)} were working memory; of "
-        f"{human_bytes(free)} free on the drive {human_bytes(args.keep_free)} stay free. ({human_bytes(cpu - working)} + "
-        f"{human_bytes(nvme)}) / {BYTES_PER_PARAM} = {most / 1e9:.2f} G params at most, of which this model has "
-        f"{shape.params / 1e9:.2f}.",
+        f"{human_bytes(free)} free on the drive {human_bytes(args.keep_free)} stay free. "
+        f"({human_bytes(cpu - working)} + {human_bytes(nvme)}) / {BYTES_PER_PARAM} = {most / 1e9:.2f} G params at "
+        f"most, of which this model has {shape.params / 1e9:.2f}.",
     ]
 
 
