@@ -348,7 +348,11 @@ def limits_table(found: Sequence[Limits]) -> list[str]:
             busy = [getattr(one, where)[gradients] for one in found]
             parts = [[getattr(b, part) for b in busy] for part in ("forward", "backward", "computing", "update")]
             rows.append([f"{words}, {'beside each other' if where == 'beside' else where}", *map(_ms, parts)])
-    return ["Milliseconds, medians over rounds.", "", *table(["", "T forward", "T backward", "T", "W"], rows)]
+    return [
+        "Milliseconds, medians over rounds (processors: of all threads together).",
+        "",
+        *table(["", "T forward", "T backward", "T", "W"], rows),
+    ]
 
 
 def steps_table(
@@ -365,18 +369,10 @@ def steps_table(
             schedule.name, _ms(steps), f"{min(steps) * 1e3:.1f} to {max(steps) * 1e3:.1f}",
             "" if prediction is None else f"{prediction * 1e3:.1f}",
             "" if prediction is None else f"{prediction / measured:.3f}",
-            f"{bound:.3f}", _ms([run.worked for run in runs[schedule]]), ", ".join(f"{cause} {seconds * 1e3:.1f}" for cause, seconds in stalls),
+            f"{bound:.3f}", _ms([run.worked for run in runs[schedule]]),
+            ", ".join(f"{cause} {seconds * 1e3:.1f}" for cause, seconds in stalls),
         ])  # fmt: skip
-    names = [
-        "",
-        "step, ms",
-        "spread",
-        "predicted",
-        "predicted / step",
-        "step / bound",
-        "processors",
-        "waited for (last step)",
-    ]
+    names = ["", "step, ms", "spread", "predicted", "predicted / step", "step / bound", "processors", "last stalls"]
     return table(names, rows)
 
 
