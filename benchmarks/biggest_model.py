@@ -23,7 +23,6 @@ from typing import Any, NamedTuple
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-GiB = 2**30
 BYTES_PER_PARAM = 12
 INTERPRETER = 600 * 2**20
 """Python, torch and transformers with their thread pools, and what a small model computes with."""
@@ -31,6 +30,14 @@ PARAMS_IN_FLIGHT = 6
 """Of the largest param, in bf16, beside the budget: its gradient, the one before it that is still being updated, a copy
 of the weights in the order that a matrix product wants, and at the beginning its drawn values and their masters.
 """
+
+
+GRADIENTS_IN_FLIGHT = 3
+"""Chunks whose gradients may wait for their updates inside the CPU budget."""
+CHUNK = 64 * 2**20
+"""Elements of a chunk at most, unless a single param is larger."""
+STAGING = 128 * 2**20
+"""Bytes, more than any staging takes."""
 
 
 class Shape(NamedTuple):
@@ -68,6 +75,16 @@ def reserve_bytes(shape: Shape, tokens: int) -> int:
     return INTERPRETER + PARAMS_IN_FLIGHT * 2 * shape.largest + 2 * activations
 
 
+def states_on_drive(shape: Shape, cpu: int, in_flight: int) -> float | None:
+    """The fraction of optimizer states on the drive that leaves ``in_flight`` bytes of the CPU budget to gradients that
+    wait for their update. A placement by fractions is exact to one chunk, so one chunk more goes there. None where not
+    even the weights fit: then the planner decides.
+    """
+    chunk = max(shape.largest, CHUNK)
+    left = cpu - 2 * shape.params - in_flight - 10 * chunk - STAGING
+    return None if left < 0 else max(0.0, 1 - left / (10 * shape.params))
+
+
 # ---- the process inside the limit ------------------------------------------------------------------------------------
 
 
@@ -90,7 +107,11 @@ def job(args: argparse.Namespace) -> None:
         use_cache=False, dtype="bfloat16",
     )  # fmt: skip
     memory = gemini.MemoryBudget(cpu=args.cpu, nvme=args.nvme, nvme_path=args.spill)
-    settings = gemini.GeminiConfig(precision="bf16", memory=memory, gradients="transient", device="cpu")
+    fraction = states_on_drive(shape, args.cpu, args.in_flight) if args.in_flight else None
+    placement: Any = "auto" if fraction is None else gemini.StaticPlacement(optimizer_on_nvme=fraction)
+    settings = gemini.GeminiConfig(
+        precision="bf16", memory=memory, placement=placement, gradients="transient", device="cpu", max_chunk=CHUNK
+    )
     torch.manual_seed(0)
     begin = time.perf_counter()
     model = gemini.from_config(config, settings)
@@ -143,7 +164,7 @@ def run(args: argparse.Namespace, cpu: int, nvme: int, cage: Any) -> Ran:
     command = [
         sys.executable, str(Path(__file__).resolve()), "job", f"--params={args.params}", f"--vocab={args.vocab}",
         f"--tokens={args.tokens}", f"--steps={args.steps}", f"--lr={args.lr}", f"--spill={args.spill}",
-        f"--cpu={cpu}", f"--nvme={nvme}",
+        f"--cpu={cpu}", f"--nvme={nvme}", f"--in-flight={args.in_flight}",
     ]  # fmt: skip
     if cage is not None:
         command = ["sh", "-c", f'echo $$ > "{cage.procs}" && exec "$@"', "sh", *command]
@@ -206,6 +227,7 @@ def main() -> None:
     args.quick = args.out is None
     args.limit, args.keep_free = parse_bytes(args.limit), parse_bytes(args.keep_free)
     shape = shape_of(args.params, args.vocab)
+    args.in_flight = GRADIENTS_IN_FLIGHT * 2 * max(shape.largest, CHUNK) if args.in_flight is None else args.in_flight
     reserve = reserve_bytes(shape, args.tokens) if args.reserve is None else parse_bytes(args.reserve)
     cpu = args.limit - reserve
     free = free_bytes(args.spill)
@@ -323,6 +345,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--reserve", default=None, help="of it, what is no budget (default: computed)")
     parser.add_argument("--spill", type=Path, default=Path("/tmp"), help="folder of the spill file")
     parser.add_argument("--keep-free", default="8GiB", help="of the drive (default: %(default)s)")
+    parser.add_argument("--in-flight", type=int, default=None, help="bytes of the CPU budget that planes leave to "
+                        "gradients on their way (default: some chunks' worth; 0: the planner fills the budget)")  # fmt: skip
     parser.add_argument("--no-cgroup", action="store_true", help="run without a limit")
     parser.add_argument("--cpu", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--nvme", type=int, default=0, help=argparse.SUPPRESS)
