@@ -345,8 +345,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--reserve", default=None, help="of it, what is no budget (default: computed)")
     parser.add_argument("--spill", type=Path, default=Path("/tmp"), help="folder of the spill file")
     parser.add_argument("--keep-free", default="8GiB", help="of the drive (default: %(default)s)")
-    parser.add_argument("--in-flight", type=int, default=None, help="bytes of the CPU budget that planes leave to "
-                        "gradients on their way (default: some chunks' worth; 0: the planner fills the budget)")  # fmt: skip
+    in_flight = "bytes of the CPU budget left to gradients that wait (default: some chunks' worth; 0: planned by auto)"
+    parser.add_argument("--in-flight", type=int, default=None, help=in_flight)
     parser.add_argument("--no-cgroup", action="store_true", help="run without a limit")
     parser.add_argument("--cpu", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--nvme", type=int, default=0, help=argparse.SUPPRESS)
