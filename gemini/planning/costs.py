@@ -44,10 +44,6 @@ class Efficiency:
             processor: large servers may do better).
         nvme: 1.0: sequential figures of a drive's data sheet are measurements at its own interface.
         wire: 0.9: as ``link``.
-        compute_cores: part of the host's cores that computing on the host takes; where it leaves some, an update beside
-            it does not slow it down. By default all of them, as torch does.
-        adam_cores: part of them that one update takes, in the time that the figure ``adam_cpu`` says; and landing a
-            gradient, in that of ``land_cpu``.
     """
 
     matrix: float = 0.83
@@ -56,8 +52,6 @@ class Efficiency:
     host_memory: float = 0.78
     nvme: float = 1.0
     wire: float = 0.9
-    compute_cores: float = 1.0
-    adam_cores: float = 1.0
 
     def of(self, hardware: Hardware, key: str) -> float:
         """The share of figure ``key`` that is reached: 1 for a measured one."""
@@ -123,7 +117,7 @@ class Costs:
         if measured and moment.seconds is not None:
             if not moment.seconds:
                 return Cost(0.0, {})
-            loads = {THREADS: self._efficiency.compute_cores}
+            loads = {THREADS: 1.0}
             if self._hardware.has("dram_bandwidth"):
                 through_memory = moment.touched_bytes / self._get("dram_bandwidth", what)
                 loads[DRAM] = min(1.0, through_memory / moment.seconds)
@@ -132,7 +126,7 @@ class Costs:
         if not seconds:
             return Cost(0.0, {})
         through_memory = moment.touched_bytes / self._get("dram_bandwidth", what) if moment.touched_bytes else 0.0
-        return Cost(seconds, {THREADS: self._efficiency.compute_cores, DRAM: through_memory / seconds})
+        return Cost(seconds, {THREADS: 1.0, DRAM: through_memory / seconds})
 
     def _roofline(self, moment: Moment, flops: str, bandwidth: str, op_seconds: str) -> float:
         what = "computing a moment"
@@ -173,7 +167,7 @@ class Costs:
             return self.host_pass(num_bytes)
         what = "landing gradients"
         seconds = self._get("land_cpu", what) * num_bytes / 4
-        return self._on_host(seconds, num_bytes, what, threads=self._efficiency.adam_cores)
+        return self._on_host(seconds, num_bytes, what, threads=1.0)
 
     def gpu_pass(self, num_bytes: float) -> Cost:
         """The GPU reading and writing so many bytes of its own memory."""
@@ -198,8 +192,7 @@ class Costs:
         if self._hardware.figures["adam_cpu"].source.startswith("measured"):
             through_memory = min(through_memory, seconds)
         whole = max(seconds, through_memory)
-        cores = self._efficiency.adam_cores * seconds / whole
-        return Cost(whole, {THREADS: cores, DRAM: through_memory / whole})
+        return Cost(whole, {THREADS: seconds / whole, DRAM: through_memory / whole})
 
     def ring(self, num_bytes: float, ranks: int) -> Cost:
         """A ring all-gather or reduce-scatter of ``num_bytes`` in all: each rank sends (ranks - 1) / ranks of them."""

@@ -297,18 +297,6 @@ def test_computing_on_the_host_is_slowed_by_updates_beside_it() -> None:
     assert SHARING not in simulate(plan, machine(cpu_flops_bf16=2e9)).stalls
 
 
-def test_updates_on_cores_that_computing_leaves_slow_nothing_down() -> None:
-    """Half of the cores each: only the update of the chunk that comes first is waited for."""
-    plan = stack_plan(LAYERS, weights=Tier.CPU, states=Tier.CPU, compute=Tier.CPU, gradients="transient")
-    halves = Efficiency(compute_cores=0.5, adam_cores=0.5)
-    timeline = simulate(plan, machine(cpu_flops_bf16=2e9), schedule="overlapped", efficiency=halves)
-    assert SHARING not in timeline.stalls
-    assert timeline.step_seconds == close((LAYERS * 1500 + 10) * MS)
-    most = Efficiency(compute_cores=0.75, adam_cores=0.5)  # five quarters of the cores: both at four fifths
-    slower = simulate(plan, machine(cpu_flops_bf16=2e9), schedule="overlapped", efficiency=most)
-    assert slower.stalls[SHARING] == pytest.approx((LAYERS - 1) * 10 * MS / 4, rel=0.01)
-
-
 # ---- ranks ------------------------------------------------------------------------------------------------------
 
 
