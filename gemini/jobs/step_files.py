@@ -50,7 +50,9 @@ def write_all(
                 raise JobError(f"--picture {path}: {e}") from e
             written.append(path)
     if console is not None and written:
-        say(console, ["", *(f"written to {path}" for path in written)])
+        say(console, [""])
+        for path in written:  # never folded: a path is there to be copied
+            console.print(f"written to {path}", highlight=False, markup=False, soft_wrap=True)
 
 
 _STYLES = {

@@ -75,15 +75,41 @@ class Cost(NamedTuple):
 
 
 class Costs:
-    """One rank's machine. ``local_ranks``: ranks on the same host, which divide its memory, drives and threads."""
+    """One rank's machine.
 
-    def __init__(self, hardware: Hardware, efficiency: Efficiency, *, compute: Tier, precision: str, local_ranks: int):
+    Args:
+        local_ranks: ranks on the same host, which divide its memory, drives and threads.
+        beside: updates run beside computing. Where both run on the host, each has threads of its own if the hardware
+            says how many torch has and what an update takes with one; else either takes the whole host.
+        update_threads: of an update beside computing; None for the cores that torch leaves, at least one.
+    """
+
+    def __init__(
+        self,
+        hardware: Hardware,
+        efficiency: Efficiency,
+        *,
+        compute: Tier,
+        precision: str,
+        local_ranks: int,
+        beside: bool = False,
+        update_threads: int | None = None,
+    ):
         self._hardware = hardware
         self._efficiency = efficiency
         self._compute = compute
         self._width = "fp32" if precision == "fp32" else "bf16"
         self._local = local_ranks
         self._known: dict[tuple[str, str], float] = {}
+        self._computes_with = self._updates_with = 1.0  # the part of the host's cores
+        self._update_threads: int | None = None
+        if beside and compute is Tier.CPU and all(map(hardware.has, ("cpu_threads", "torch_threads", "adam_cpu_one"))):
+            cores = hardware.figures["cpu_threads"].value / local_ranks
+            threads = hardware.figures["torch_threads"].value
+            self._update_threads = update_threads or max(int(cores - threads), 1)
+            slower = hardware.figures["cpu_contention"].value if hardware.has("cpu_contention") else 1.0
+            self._computes_with = min(1.0, threads / cores * slower)
+            self._updates_with = min(1.0, self._update_threads / cores * slower)
 
     def _get(self, key: str, needed_for: str) -> float:
         """A figure as one rank sees it."""
@@ -117,7 +143,7 @@ class Costs:
         if measured and moment.seconds is not None:
             if not moment.seconds:
                 return Cost(0.0, {})
-            loads = {THREADS: 1.0}
+            loads = {THREADS: self._computes_with}
             if self._hardware.has("dram_bandwidth"):
                 through_memory = moment.touched_bytes / self._get("dram_bandwidth", what)
                 loads[DRAM] = min(1.0, through_memory / moment.seconds)
@@ -126,7 +152,7 @@ class Costs:
         if not seconds:
             return Cost(0.0, {})
         through_memory = moment.touched_bytes / self._get("dram_bandwidth", what) if moment.touched_bytes else 0.0
-        return Cost(seconds, {THREADS: 1.0, DRAM: through_memory / seconds})
+        return Cost(seconds, {THREADS: self._computes_with, DRAM: through_memory / seconds})
 
     def _roofline(self, moment: Moment, flops: str, bandwidth: str, op_seconds: str) -> float:
         what = "computing a moment"
@@ -185,14 +211,17 @@ class Costs:
         if tier is Tier.GPU:
             return self.gpu_pass(touched)
         what = "Adam on the host"
-        seconds = self._get("adam_cpu", what) * touched / _ADAM_BYTES
+        per_param = self._get("adam_cpu", what)
+        if self._update_threads is not None:
+            per_param = max(per_param, self._get("adam_cpu_one", what) / self._update_threads)
+        seconds = per_param * touched / _ADAM_BYTES
         if not seconds:
             return Cost(0.0, {})
         through_memory = touched / self._get("dram_bandwidth", what) if self._hardware.has("dram_bandwidth") else 0.0
         if self._hardware.figures["adam_cpu"].source.startswith("measured"):
             through_memory = min(through_memory, seconds)
         whole = max(seconds, through_memory)
-        return Cost(whole, {THREADS: seconds / whole, DRAM: through_memory / whole})
+        return Cost(whole, {THREADS: self._updates_with * seconds / whole, DRAM: through_memory / whole})
 
     def ring(self, num_bytes: float, ranks: int) -> Cost:
         """A ring all-gather or reduce-scatter of ``num_bytes`` in all: each rank sends (ranks - 1) / ranks of them."""

@@ -26,8 +26,8 @@ FIGURES: dict[str, str] = {
     "gpu_flops_fp32": "FLOP/s of one GPU in fp32 matrix products",
     "gpu_bandwidth": "bytes/s that one GPU reads and writes in its own memory",
     "gpu_op_seconds": "seconds that launching one operation on the GPU takes at least",
-    "cpu_flops_bf16": "FLOP/s of the host in bf16 matrix products, all cores",
-    "cpu_flops_fp32": "FLOP/s of the host in fp32 matrix products, all cores",
+    "cpu_flops_bf16": "FLOP/s of the host in bf16 matrix products, all threads of torch",
+    "cpu_flops_fp32": "FLOP/s of the host in fp32 matrix products, all threads of torch",
     "cpu_op_seconds": "seconds that one operation on the host takes at least",
     "dram_bandwidth": "bytes/s that the host reads and writes in its memory, shared by all that touch it",
     "h2d": "bytes/s from host to one GPU, pinned",
@@ -36,6 +36,9 @@ FIGURES: dict[str, str] = {
     "nvme_write": "bytes/s written to all NVMe drives together",
     "adam_cpu": "seconds per param of one Adam update on the host, all cores, bf16 weights with a split fp32 master",
     "land_cpu": "seconds per param of one half-precision gradient copied into its plane on the host, with its norm",
+    "torch_threads": "threads with which torch computes on the host, and did for the figures of products",
+    "adam_cpu_one": "seconds per param of the same update by one thread",
+    "cpu_contention": "times as long as alone that computing and an update take on cores of their own, side by side",
     "interconnect": "bytes/s that one GPU sends to its neighbour in a ring",
 }
 """Every figure there is, with its unit."""

@@ -8,8 +8,9 @@ by the same arithmetic that the runtime reserves by.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import TypeVar
 
 from gemini.errors import BudgetExceeded, PlanMismatch, parse_bytes
 from gemini.planning.hardware import Hardware
@@ -31,11 +32,14 @@ from gemini.planning.working import (
     gradients_in_flight,
     scratch_bytes,
     staging_bytes,
+    staging_sets,
     tile_numel,
 )
 from gemini.tiers import MemoryBudget, Tier
 
 SCHEDULES = ("serial", "overlapped")
+
+Chosen = TypeVar("Chosen")
 
 
 def plan(
@@ -91,20 +95,39 @@ def plan(
         raise PlanMismatch(f"the trace of {trace.model} has no moments: trace a whole forward and backward")
     sharing = local_ranks or ranks
     budgets = budgets_of(budget, hardware, sharing)
-    problem = pose_problem(
-        trace,
-        budgets,
-        precision=precision or trace.precision,
-        gradients=gradients,
-        compute=compute,
-        activations=activations,
-        offload_activations=None if offload_activations == "auto" else offload_activations,
-        ranks=ranks,
-        max_chunk=max_chunk,
-    )
     speeds = Speeds.typical() if hardware is None else Speeds.of(hardware, budgets, sharing=sharing)
     planner = Planner(trace, speeds, accumulate=accumulate, schedule=schedule, hardware=hardware)
-    return planner.best_of(problem, placement, offload_activations, explicit=activations is not None)
+
+    def choose(overlap: bool) -> Plan:
+        problem = pose_problem(
+            trace,
+            budgets,
+            precision=precision or trace.precision,
+            gradients=gradients,
+            compute=compute,
+            activations=activations,
+            offload_activations=None if offload_activations == "auto" else offload_activations,
+            ranks=ranks,
+            max_chunk=max_chunk,
+            overlap=overlap,
+        )
+        return planner.best_of(problem, placement, offload_activations, explicit=activations is not None)
+
+    return with_staging(choose, overlap=schedule == "overlapped")
+
+
+def with_staging(choose: Callable[[bool], Chosen], *, overlap: bool) -> Chosen:
+    """What ``choose`` makes with staging for every lane, or, where only that does not fit, with one tile of it.
+
+    Raises:
+        BudgetExceeded: if it does not fit without the lanes' either.
+    """
+    if overlap:
+        try:
+            return choose(True)
+        except BudgetExceeded:
+            pass  # then what has to be staged is updated in turn
+    return choose(False)
 
 
 def budgets_of(
@@ -146,6 +169,7 @@ def pose_problem(
     replicas: int = 1,
     reduce_itemsize: int | None = None,
     max_chunk: int = DEFAULT_MAX_CHUNK,
+    overlap: bool = True,
 ) -> Problem:
     """What is placed, and the bytes that no plane may take."""
     compute = compute or (Tier.GPU if Tier.GPU in budgets else Tier.CPU)
@@ -170,7 +194,7 @@ def pose_problem(
         budgets=dict(budgets),
         compute=compute,
         working_set=gathered_at_once(trace, layout, precision),
-        staging=staging_bytes(tile),
+        staging=staging_bytes(tile) * staging_sets(compute, precision, overlap=overlap),
         activations=activations,
         in_flight=gradients_in_flight(layout, itemsize) if many else 0,
         exchange=scratch_bytes(max(ranks, replicas), min(tile, PIECE)) if many else 0,

@@ -27,7 +27,7 @@ from gemini.planning.placement import Placement, Problem, bytes_per_tier
 from gemini.planning.plan import Moves
 from gemini.planning.planes import PlaneKind, plane_itemsizes
 from gemini.planning.planner import moves_for
-from gemini.planning.trace import Access, Source
+from gemini.planning.trace import Access, Source, accesses
 from gemini.planning.working import tile_numel
 from gemini.ranks.group import Ranks
 from gemini.states import Use
@@ -52,6 +52,8 @@ class Built:
     working_set: int
     """Bytes of the computing tier that a step takes at most beside planes."""
     foresight: Foresight
+    first_use: dict[int, int]
+    """By chunk, the moment of a step at which it is read first, as far as that is known beforehand."""
 
 
 def build(
@@ -85,7 +87,11 @@ def build(
     for chunk, own in ((chunks[index], own) for index, own in iter_chunks(handles).items()):
         _make_views(chunk, own)
     in_steps = problem.working_set + problem.in_flight
-    return Built(decision, ledger, spill, chunks, handles, tile, in_steps, _foresight(decision))
+    first_use: dict[int, int] = {}
+    for access in accesses(decision.trace, layout):
+        for index in access.chunks:
+            first_use.setdefault(index, access.moment)
+    return Built(decision, ledger, spill, chunks, handles, tile, in_steps, _foresight(decision), first_use)
 
 
 def _foresight(decision: Decision) -> Foresight:
@@ -219,9 +225,9 @@ def adopt_all(engine: Engine, *, filled: bool = False) -> None:
             for handle in handles:
                 given.append((handle, *_adopt(engine, handle, filled)))
             if engine.chunks[index].gathered:
-                engine.hide_chunk(engine.chunks[index])
+                engine.exposure.hide(engine.chunks[index])
             else:
-                engine.poison_chunk(engine.chunks[index])
+                engine.exposure.poison(engine.chunks[index])
     except BaseException:
         if engine.shards is not None:
             raise  # the rest of a param is on other ranks, who may be past this point: the model must be made anew

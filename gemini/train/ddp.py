@@ -68,18 +68,20 @@ class GeminiDDP(nn.Module):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backwards inside only accumulate. In one process that is what every backward does.
+        """Backwards inside only accumulate. In one process that is what every backward does, unless the optimizer steps
+        in backward (``HybridAdam(step_in_backward=True)``): then those inside leave the weights alone.
 
         With several ranks the gradients of backwards inside stay whole on each rank (4 bytes per param, in fp32) and
         are reduced with those of the next backward outside. Without ``no_sync`` every backward leaves each rank its
         shard of the sum only: the same result within rounding, more traffic, far less memory.
         """
-        reduction = _engine(self).reduction
-        if reduction is None:
-            yield
-        else:
-            with reduction.without_reducing():
+        engine = _engine(self)
+        with contextlib.nullcontext() if engine.reduction is None else engine.reduction.without_reducing():
+            before, engine.accumulating = engine.accumulating, True
+            try:
                 yield
+            finally:
+                engine.accumulating = before
 
     def clip_grad_norm_(
         self,

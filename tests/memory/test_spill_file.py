@@ -312,11 +312,11 @@ def test_a_full_disk_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 def test_an_io_error_names_file_and_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
     spill = SpillFile(tmp_path, 4 * PAGE)
 
-    def fail(self: object, *args: object) -> None:
+    def fail(self: object, *args: object, **kwargs: object) -> None:
         raise OSError(errno.EIO, "Input/output error")
 
     with monkeypatch.context() as patch:
-        patch.setattr(kernels.IoQueue, what, fail)
+        patch.setattr(kernels.IoQueue, f"submit_{what}", fail)
         with pytest.raises(StorageError) as caught:
             getattr(spill, what)(host_bytes(2 * PAGE), PAGE)
     text = str(caught.value)

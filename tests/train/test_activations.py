@@ -116,7 +116,7 @@ def test_without_checkpointing_nothing_moves(tmp_path: Path) -> None:
     model = wrap(llama(), tmp_path, "nvme")
     model(**batch()).loss.backward()
     assert model._gemini_engine.ledger.held(gemini.Tier.NVME, "activations") == 0
-    assert "cpu->nvme" not in model._gemini_engine.mover.moved
+    assert "cpu->nvme" not in model._gemini_engine.mover.moved.counts()
 
 
 @pytest.mark.parametrize("offload", [None, "nvme"])

@@ -55,7 +55,7 @@ print(peak - before, sum(p.numel() for p in model.parameters()) * 2)
 @pytest.mark.parametrize("how", ["load", "draw"])
 def test_loading_takes_a_small_part_of_the_weights(how: str, tmp_path: Path) -> None:
     config = LlamaConfig(
-        vocab_size=2048, hidden_size=768, intermediate_size=2304, num_hidden_layers=10, num_attention_heads=4
+        vocab_size=2048, hidden_size=768, intermediate_size=2304, num_hidden_layers=14, num_attention_heads=4
     )
     LlamaForCausalLM._from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path, max_shard_size="64MB")
     root = Path(__file__).parents[2]

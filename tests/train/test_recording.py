@@ -58,6 +58,9 @@ def check(timeline: Timeline, model: Any, *, alone: bool = True) -> None:
     moves = sum(seconds for lane, seconds in busy.items() if lane is not Lane.COMPUTE)
     stalls = sum(timeline.stalls.values())
     assert moves <= stalls * (1 + 1e-9) and busy[Lane.COMPUTE] + stalls <= timeline.step_seconds * (1 + 1e-9)
+    waited = model.memory_report()["stalls"]
+    # The report's waits are around those that are recorded, and count to the outermost cause.
+    assert not alone or (stalls <= sum(waited.values()) * (1 + 1e-9) and waited.keys() <= timeline.stalls.keys())
     engine = model._gemini_engine
     for tier, budget in timeline.budgets.items():
         assert budget == engine.ledger.budget(tier)
@@ -129,6 +132,22 @@ def test_recording_changes_no_bit_and_no_move(precision: str, tmp_path: Path) ->
         models.assert_same_bits(same_weights[name], weight, name)
 
 
+def test_the_report_says_what_the_last_step_waited_for(tmp_path: Path) -> None:
+    model = wrap("cpu", tmp_path)
+    optimizer = adam(model)
+    assert model.memory_report()["stalls"] == {}
+    assert "waited in the last step: nothing" in str(model.memory_report())
+    step(model, optimizer)
+    report = model.memory_report()
+    waited = report["stalls"]
+    assert waited.keys() == {"update", "fetch from nvme", "gradient landing"}
+    assert list(waited.values()) == sorted(waited.values(), reverse=True) and min(waited.values()) > 0
+    line = next(line for line in str(report).splitlines() if line.startswith("waited in the last step: "))
+    assert [part.rsplit(" ", 2)[0] for part in line.split(": ")[1].split(", ")] == list(waited)
+    loss_of(model)
+    assert model.memory_report()["stalls"] == waited, "of the last step, not of what came after it"
+
+
 def test_recomputation_and_activations_that_leave_are_told_apart(tmp_path: Path) -> None:
     torch.manual_seed(0)
     plain = models.make_model("llama")
@@ -163,6 +182,30 @@ def test_a_step_goes_on_to_the_next_first_forward(tmp_path: Path) -> None:
             loss_of(model)
         model.zero_grad()
     check(recording.timeline, model, alone=False)
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_updates_that_a_step_left_in_flight_are_waited_for(inside: bool, tmp_path: Path) -> None:
+    """A drain that ends an update which takes an hour more."""
+    model = wrap("cpu", tmp_path)
+    engine, optimizer = model._gemini_engine, adam(model)
+
+    def drain() -> None:
+        recorder = engine.mover.recorder
+        recorder.add(Lane.ADAM, recorder.clock(), recorder.clock() + 3600, "update chunk 99", 99)
+
+    with model.recording() as recording:
+        step(model, optimizer)
+        engine.drain = drain
+        if inside:
+            assert recording.timeline.step_seconds > 3600
+            loss = loss_of(model)
+            engine.drain = lambda: 1 / 0  # the next step has begun: asking does not wait in its middle
+            assert recording.timeline.spans[-1].chunk == 99
+            engine.drain = lambda: None
+            loss.backward()
+            model.zero_grad()
+    assert recording.timeline.spans[-1].chunk == 99
 
 
 def test_only_whole_steps_count(tmp_path: Path) -> None:
