@@ -5,7 +5,7 @@
 All sides start from the same weights and read the same batches. "plain" is the bare model with HybridAdam, clipped by
 ``torch.nn.utils.clip_grad_norm_``: the same optimizer, so the difference is management alone. "AdamW" is what people
 write without us: torch's fused AdamW on fp32 masters, cast to the weights after every step. The managed model runs with
-the serial engine and, where there is one, with the overlapped one. They live in one process and take turns, a few steps
+the serial engine and with the overlapped one. They live in one process and take turns, a few steps
 each, in rotating order, so that a busy machine hurts all alike; each ratio is the median of the ratios of neighbouring
 turns. A turn ends when no update is in flight any more, and that wait is charged to it. ``--profile`` also says where
 the managed side spends its time, hook by hook (plain timers) and function by function (cProfile, which adds its own).
@@ -23,7 +23,6 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -122,14 +121,9 @@ def make_sides(args: argparse.Namespace, hidden: int, precision: str) -> dict[st
         params = list(model.parameters())
         optimizer = MasterAdamW(params) if name == PEER else gemini.HybridAdam(params, lr=1e-4)
         sides[name] = Side(model, optimizer, partial(torch.nn.utils.clip_grad_norm_, params))
-    can_overlap = "overlap" in {field.name for field in fields(gemini.GeminiConfig)}
-    for name, settings in ((SERIAL, {"overlap": False}), (OVERLAPPED, {"overlap": True})):
-        if not can_overlap and name == OVERLAPPED:
-            continue
+    for name in (SERIAL, OVERLAPPED):
         memory = gemini.MemoryBudget(cpu="8GiB")
-        config = gemini.GeminiConfig(
-            precision=precision, memory=memory, device="cpu", **(settings if can_overlap else {})
-        )
+        config = gemini.GeminiConfig(precision=precision, memory=memory, device="cpu", overlap=name == OVERLAPPED)
         managed = gemini.GeminiDDP(make_model(args, hidden), config)
         sides[name] = Side(managed, gemini.HybridAdam(managed.parameters(), lr=1e-4), managed.clip_grad_norm_)
     return sides

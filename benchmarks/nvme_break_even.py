@@ -16,7 +16,6 @@ import argparse
 import gc
 import statistics
 import time
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +27,12 @@ import gemini
 from gemini import kernels
 from gemini.errors import human_bytes
 from gemini.planning.break_even import played_break_even, with_work
-from gemini.planning.costs import Efficiency
 from gemini.planning.planner import pose_problem
 from gemini.planning.policy import NextUse
 from gemini.planning.simulate import plan_by_policy
 from gemini.tiers import Tier
+from gemini.train.threads import update_threads
 
-CAN_OVERLAP = "overlap" in {field.name for field in fields(gemini.GeminiConfig)}
 GOAL = 0.9
 WINDOW = 256
 """Tokens of one sample, at most."""
@@ -67,8 +65,13 @@ class Copy:
         if on_drive:
             memory = gemini.MemoryBudget(cpu="64GiB", nvme="64GiB", nvme_path=args.spill)
             placement = gemini.StaticPlacement(optimizer_on_nvme=1.0, weights_on_nvme=1.0 if args.weights else 0.0)
-        more: dict[str, Any] = {"update_threads": args.update_threads} if CAN_OVERLAP else {}
-        config = gemini.GeminiConfig(memory=memory, placement=placement, device="cpu", **more)
+        config = gemini.GeminiConfig(
+            memory=memory,
+            placement=placement,
+            device="cpu",
+            overlap=not args.serial,
+            update_threads=args.update_threads,
+        )
         self.model = gemini.GeminiDDP(make_model(args), config)
         self.optimizer = gemini.HybridAdam(self.model.parameters(), lr=1e-4)
         self.engine = self.model._gemini_engine
@@ -82,8 +85,7 @@ class Copy:
                 self.model.clip_grad_norm_(1.0)
             self.optimizer.step()
             self.optimizer.zero_grad()
-        if CAN_OVERLAP:
-            self.engine.drain()
+        self.engine.drain()
         return [b - a for a, b in zip(begins[1:], begins[2:], strict=False)]  # the first one began with nothing pending
 
 
@@ -96,13 +98,12 @@ def told(args: argparse.Namespace, memory: Copy, drive: Copy, hardware: Any) -> 
             memory.optimizer.step()
     problem = pose_problem(tracer.trace, dict.fromkeys((Tier.CPU, Tier.NVME), 2**42), precision="bf16")
     plan = plan_by_policy(tracer.trace, problem, drive.engine.placement, NextUse())
-    schedule = "overlapped" if CAN_OVERLAP else "serial"
-    shares = Efficiency(compute_cores=args.threads / args.cores, adam_cores=args.update_threads / args.cores)
+    schedule = "serial" if args.serial else "overlapped"
 
     def play(plan: Any) -> Any:
-        return gemini.simulate(plan, hardware, schedule=schedule, efficiency=shares)
+        return gemini.simulate(plan, hardware, schedule=schedule, update_threads=args.update_threads)
 
-    return played_break_even(plan, play, play(plan), serial=not CAN_OVERLAP), plan, play
+    return played_break_even(plan, play, play(plan), serial=args.serial), plan, play
 
 
 def main() -> None:
@@ -115,7 +116,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=3, help="of a turn, that count (default: %(default)s)")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="that torch computes with")
-    parser.add_argument("--update-threads", type=int, default=1, help="of an update (default: %(default)s)")
+    parser.add_argument("--update-threads", type=int, default=None, help="of an update (default: the engine's)")
+    parser.add_argument("--serial", action="store_true", help="with overlap=False")
     parser.add_argument("--weights", action="store_true", help="weights are on the drive too")
     parser.add_argument("--clip", action="store_true", help="with clipping")
     parser.add_argument("--spill", type=Path, default=Path("/tmp"), help="folder of the spill file")
@@ -124,7 +126,6 @@ def main() -> None:
     args.quick = args.out is None
     args.cores = kernels.get_num_threads()
     torch.set_num_threads(args.threads)
-    kernels.set_num_threads(args.update_threads)
     publish(args, "nvme_break_even", compare(args))
 
 
@@ -150,8 +151,9 @@ def compare(args: argparse.Namespace) -> list[str]:
         [
             f"Llama of {args.layers} layers of {args.width}, vocab {args.vocab}: {report['params']:,} params, bf16, "
             f"{'clipping' if args.clip else 'no clipping'}; {human_bytes(report['nvme']['used'])} in the spill file. "
-            f"Torch computes with {args.threads} threads of {args.cores}, an update has {args.update_threads}. "
-            f"{'Overlapped' if CAN_OVERLAP else 'Serial'} engine. {args.rounds} rounds, {args.steps} steps of each "
+            f"Torch computes with {args.threads} threads of {args.cores}, an update has "
+            f"{update_threads(args.update_threads)}. "
+            f"{'Serial' if args.serial else 'Overlapped'} engine. {args.rounds} rounds, {args.steps} steps of each "
             "copy in each.",
         ],
         threads=args.threads,

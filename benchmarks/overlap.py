@@ -27,19 +27,19 @@ import hashlib
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from _contention import AdamLoop, Busy, DriveLoop, measure_alone, measure_beside, together
-from _ranks import head, publish, table
-from simulate_here import measure_machine, one_machine, one_trace
+from _ranks import head, processor, publish, table
+from simulate_here import one_machine, one_trace
 from torch import nn
 
 import gemini
 from gemini import kernels
-from gemini.planning.costs import Efficiency
+from gemini.memory.measure import Sizes, measure, measure_host
+from gemini.planning.hardware import Hardware
 from gemini.planning.placement import Placement
 from gemini.planning.planes import OPTIMIZER_PLANES, PlaneKind
 from gemini.planning.planner import pose_problem
@@ -47,7 +47,6 @@ from gemini.planning.policy import NextUse
 from gemini.planning.simulate import plan_by_policy
 from gemini.tiers import Tier
 
-CAN_OVERLAP = "overlap" in {field.name for field in fields(gemini.GeminiConfig)}
 CLIP = 1e-6
 """Far below the norm of any gradient here, so that clipping changes what is computed."""
 GOAL_BOUND, GOAL_SERIAL, GOAL_FIFO, GOAL_TOLD = 1.10, 1.6, 1.15, 0.10
@@ -60,7 +59,7 @@ class Schedule(NamedTuple):
     overlap: bool
     gradients: str
     clip: bool = False
-    order: str | None = None
+    order: str = "next use"
     cores: int = 1
     in_backward: bool = False
 
@@ -120,22 +119,17 @@ def wrap(args: argparse.Namespace, schedule: Schedule) -> tuple[Any, Any]:
         if schedule.gradients != "transient":
             homes[PlaneKind.GRAD] = Tier.CPU
         placement = Placement((homes,) * args.blocks)
-    more = {"overlap": schedule.overlap, "update_threads": 1} if CAN_OVERLAP else {}
-    config = gemini.GeminiConfig(memory=memory, placement=placement, device="cpu", gradients=schedule.gradients, **more)
+    config = gemini.GeminiConfig(
+        memory=memory, placement=placement, device="cpu", gradients=schedule.gradients, overlap=schedule.overlap,
+        update_threads=1,
+    )  # fmt: skip
     model = gemini.GeminiDDP(make_model(args), config)
     engine = model._gemini_engine
     shares = [chunk.spec.payload / engine.layout.payload for chunk in engine.chunks]
     assert len(shares) >= args.blocks and max(shares) <= max(0.02, 1.001 / args.blocks), (len(shares), max(shares))
-    if schedule.order is not None:
-        engine.updates.order = schedule.order
+    engine.updates.order = schedule.order
     optimizer = gemini.HybridAdam(model.parameters(), lr=1e-4, step_in_backward=schedule.in_backward)
     return model, optimizer
-
-
-def drain(model: Any) -> None:
-    """Until no update is in flight."""
-    if CAN_OVERLAP:
-        model._gemini_engine.drain()
 
 
 class Trained(NamedTuple):
@@ -162,8 +156,7 @@ def train(args: argparse.Namespace, schedule: Schedule, *, with_bits: bool) -> T
             optimizer.step()
             optimizer.zero_grad()
         seconds = [b - a for a, b in zip(begins[args.warmup :], begins[args.warmup + 1 :], strict=False)]
-        stalls = dict(model.memory_report().get("stalls", {}))
-        drain(model)
+        stalls = dict(model.memory_report()["stalls"])  # when nothing is in flight any more
         bits = bits_of(model, optimizer) if with_bits else ""
         del model, optimizer
     finally:
@@ -268,18 +261,29 @@ def record(args: argparse.Namespace) -> Any:
     return tracer.trace
 
 
-def predict(args: argparse.Namespace, schedule: Schedule, trace: Any, hardware: Any) -> float | None:
-    """Seconds of a step as the simulator has it; None for what it does not know."""
-    if schedule.order is not None or schedule.cores != 1:
-        return None
+def measure_machine(args: argparse.Namespace) -> Hardware:
+    """As ``gemini doctor --measure`` does, with one thread of torch; gradients land with one as well."""
+    kernels.set_num_threads(args.all_cores)
+    figures = dict(measure(args.nvme))
+    kernels.set_num_threads(1)
+    figures["land_cpu"] = dict(measure_host(Sizes()))["land_cpu"]
+    return Hardware(processor(), figures)
+
+
+def predict(args: argparse.Namespace, schedule: Schedule, trace: Any, hardware: Hardware) -> float:
+    """Seconds of a step as the simulator has it."""
     budgets = dict.fromkeys((Tier.CPU, Tier.NVME) if args.nvme is not None else (Tier.CPU,), 2**42)
-    settings: dict[str, Any] = {"precision": "bf16", "gradients": schedule.gradients}
-    problem = pose_problem(trace, budgets, **settings)
-    model, _ = wrap(args, schedule._replace(overlap=False, order=None))
+    problem = pose_problem(trace, budgets, precision="bf16", gradients=schedule.gradients)
+    model, _ = wrap(args, schedule)
     plan = plan_by_policy(trace, problem, model._gemini_engine.placement, NextUse())
-    kind, clipping = ("overlapped", not schedule.in_backward) if schedule.overlap else ("serial", None)
-    share = Efficiency(compute_cores=1 / args.all_cores, adam_cores=1 / args.all_cores)
-    return gemini.simulate(plan, hardware, schedule=kind, clipping=clipping, efficiency=share).step_seconds
+    if not schedule.overlap:
+        if schedule.cores == 1:
+            one = hardware.figures["adam_cpu_one"]
+            hardware = hardware.with_figures(one.source, adam_cpu=one.value)
+        return gemini.simulate(plan, hardware).step_seconds
+    return gemini.simulate(
+        plan, hardware, schedule="overlapped", clipping=not schedule.in_backward, order=schedule.order, update_threads=1
+    ).step_seconds
 
 
 # ---- the run ---------------------------------------------------------------------------------------------------------
@@ -306,7 +310,7 @@ def main() -> None:
 
 def compare(args: argparse.Namespace) -> list[str]:
     numel = args.hidden**2 * args.blocks
-    schedules = [schedule for schedule in SCHEDULES if CAN_OVERLAP or not schedule.overlap]
+    schedules = SCHEDULES
     chunk = args.hidden**2
     loop = AdamLoop(numel, chunk) if args.nvme is None else DriveLoop(numel, chunk, args.nvme)
     chosen = "given"
@@ -315,7 +319,7 @@ def compare(args: argparse.Namespace) -> list[str]:
     machines, traces, found = [], [], []
     runs: dict[Schedule, list[Trained]] = {schedule: [] for schedule in schedules}
     for number in range(args.rounds):
-        machines.append(measure_machine(args.nvme))
+        machines.append(measure_machine(args))
         traces.append(record(args))
         gc.collect()
         found.append(limits(args, loop))
@@ -357,7 +361,7 @@ def limits_table(found: Sequence[Limits]) -> list[str]:
 
 def steps_table(
     schedules: Sequence[Schedule], runs: dict[Schedule, list[Trained]], found: Sequence[Limits],
-    told: dict[Schedule, float | None],
+    told: dict[Schedule, float],
 ) -> list[str]:  # fmt: skip
     rows = []
     for schedule in schedules:
@@ -367,8 +371,7 @@ def steps_table(
         stalls = sorted(runs[schedule][-1].stalls.items(), key=lambda item: -item[1])[:2]
         rows.append([
             schedule.name, _ms(steps), f"{min(steps) * 1e3:.1f} to {max(steps) * 1e3:.1f}",
-            "" if prediction is None else f"{prediction * 1e3:.1f}",
-            "" if prediction is None else f"{prediction / measured:.3f}",
+            f"{prediction * 1e3:.1f}", f"{prediction / measured:.3f}",
             f"{bound:.3f}", _ms([run.worked for run in runs[schedule]]),
             ", ".join(f"{cause} {seconds * 1e3:.1f}" for cause, seconds in stalls),
         ])  # fmt: skip
@@ -378,7 +381,7 @@ def steps_table(
 
 def verdicts(
     schedules: Sequence[Schedule], runs: dict[Schedule, list[Trained]], found: Sequence[Limits],
-    told: dict[Schedule, float | None],
+    told: dict[Schedule, float],
 ) -> list[str]:  # fmt: skip
     lines = []
 
@@ -389,25 +392,23 @@ def verdicts(
         spread = f"{min(ratios):.3f} to {max(ratios):.3f}"
         lines.append(f"- {what}: {middle:.3f} (rounds {spread}); goal {words}: {'met' if met else 'MISSED'}")
 
-    if OVERLAPPED in schedules:
-        best = [statistics.median(run.seconds) for run in runs[OVERLAPPED]]
-        bounds = [one.of(OVERLAPPED) for one in found]
-        verdict("step / max(T, W), in backward", of_rounds(runs[OVERLAPPED], bounds), GOAL_BOUND, at_most=True)
-        verdict("serial / overlapped", of_rounds(runs[SERIAL], best), GOAL_SERIAL, at_most=False)
-        verdict("serial with Adam on all cores / overlapped", of_rounds(runs[SERIAL_CORES], best), 1.0, at_most=False)
-        verdict("first in, first out / overlapped", of_rounds(runs[FIFO], best), GOAL_FIFO, at_most=False)
-        bounds = [one.of(LANDED) for one in found]
-        verdict(f"step / max(T, W), {LANDED.name}", of_rounds(runs[LANDED], bounds), GOAL_BOUND, at_most=True)
-        for schedule in (CLIPPED, RETAINED):
-            bounds = [one.of(schedule) for one in found]
-            what = f"step / (T_backward + max(T_forward, W)), {schedule.name}"
-            verdict(what, of_rounds(runs[schedule], bounds), GOAL_BOUND, at_most=True)
-        clipped = [statistics.median(run.seconds) for run in runs[CLIPPED]]
-        verdict("serial / overlapped, both clipping", of_rounds(runs[SERIAL_CLIP], clipped), 1.0, at_most=False)
+    best = [statistics.median(run.seconds) for run in runs[OVERLAPPED]]
+    bounds = [one.of(OVERLAPPED) for one in found]
+    verdict("step / max(T, W), in backward", of_rounds(runs[OVERLAPPED], bounds), GOAL_BOUND, at_most=True)
+    verdict("serial / overlapped", of_rounds(runs[SERIAL], best), GOAL_SERIAL, at_most=False)
+    verdict("serial with Adam on all cores / overlapped", of_rounds(runs[SERIAL_CORES], best), 1.0, at_most=False)
+    verdict("first in, first out / overlapped", of_rounds(runs[FIFO], best), GOAL_FIFO, at_most=False)
+    bounds = [one.of(LANDED) for one in found]
+    verdict(f"step / max(T, W), {LANDED.name}", of_rounds(runs[LANDED], bounds), GOAL_BOUND, at_most=True)
+    for schedule in (CLIPPED, RETAINED):
+        bounds = [one.of(schedule) for one in found]
+        what = f"step / (T_backward + max(T_forward, W)), {schedule.name}"
+        verdict(what, of_rounds(runs[schedule], bounds), GOAL_BOUND, at_most=True)
+    clipped = [statistics.median(run.seconds) for run in runs[CLIPPED]]
+    verdict("serial / overlapped, both clipping", of_rounds(runs[SERIAL_CLIP], clipped), 1.0, at_most=False)
     errors = {
-        schedule.name: abs(told_now / statistics.median([s for run in runs[schedule] for s in run.seconds]) - 1)
+        schedule.name: abs(told[schedule] / statistics.median([s for run in runs[schedule] for s in run.seconds]) - 1)
         for schedule in schedules
-        if (told_now := told[schedule]) is not None
     }
     worst = max(errors, key=errors.__getitem__)
     met = "met" if errors[worst] <= GOAL_TOLD else "MISSED"
