@@ -280,7 +280,7 @@ def predict(args: argparse.Namespace, schedule: Schedule, trace: Any, hardware: 
         if schedule.cores == 1:
             one = hardware.figures["adam_cpu_one"]
             hardware = hardware.with_figures(one.source, adam_cpu=one.value)
-        return gemini.simulate(plan, hardware).step_seconds
+        return gemini.simulate(plan, hardware, schedule="serial").step_seconds
     return gemini.simulate(
         plan, hardware, schedule="overlapped", clipping=not schedule.in_backward, order=schedule.order, update_threads=1
     ).step_seconds

@@ -4,10 +4,11 @@ to nothing.
     python benchmarks/simulate_here.py --spill /scratch --out benchmarks/reports/simulate_here_<hardware>_<date>.md
 
 The machine is measured as ``gemini doctor --measure`` does, the step is recorded with everything in memory, each budget
-gets its plan, and each plan its prediction (the serial schedule, which is what the engine does). Everything is
-interleaved: every round measures and records again, then builds every budget's model anew, in turning order, and makes
-some steps that do not count and some that do. A prediction is made from the medians of the rounds' figures and moments,
-and compared with the median of the steps. A step is a forward, a backward, an update and zero_grad.
+gets its plan, and each plan its prediction, in the serial schedule of ``GeminiConfig(overlap=False)`` (overlap.py has
+the other one). Everything is interleaved: every round measures and records again, then builds every budget's model
+anew, in turning order, and makes some steps that do not count and some that do. A prediction is made from the medians
+of the rounds' figures and moments, and compared with the median of the steps. A step is a forward, a backward, an
+update and zero_grad.
 """
 
 from __future__ import annotations
@@ -68,8 +69,9 @@ def wrap(args: argparse.Namespace, budgets: dict[Any, int], placement: Any, fold
 
     memory = gemini.MemoryBudget(cpu=budgets[Tier.CPU], nvme=budgets[Tier.NVME], nvme_path=folder)
     config = gemini.GeminiConfig(
-        memory=memory, placement=placement, device="cpu", gradients=args.gradients, max_chunk=args.max_chunk
-    )
+        memory=memory, placement=placement, device="cpu", gradients=args.gradients, max_chunk=args.max_chunk,
+        overlap=False,
+    )  # fmt: skip
     model = gemini.GeminiDDP(make_model(args), config)
     return model, gemini.HybridAdam(model.parameters(), lr=1e-4)
 
@@ -182,7 +184,7 @@ def compare(args: argparse.Namespace, folder: Path) -> str:
 
     machines, traces = [measure_machine(folder)], [record(args, folder)]
     budgets = budgets_of(args, traces[0])
-    settings = {"gradients": args.gradients, "max_chunk": args.max_chunk}
+    settings = {"gradients": args.gradients, "max_chunk": args.max_chunk, "schedule": "serial"}
     plans = [gemini.plan(traces[0], machines[0], budget, **settings) for budget in budgets]
     runs: list[list[Measured]] = [[] for _ in plans]
     batch = make_batch(args)
@@ -201,7 +203,7 @@ def compare(args: argparse.Namespace, folder: Path) -> str:
         traces.append(record(args, folder))
         gc.collect()
     hardware, trace = one_machine(machines, args.of), one_trace(traces, args.of)
-    predicted = [gemini.simulate(replace(plan, trace=trace), hardware) for plan in plans]
+    predicted = [gemini.simulate(replace(plan, trace=trace), hardware, schedule="serial") for plan in plans]
     return report_of(args, hardware, trace, plans, predicted, runs, torch.__version__)
 
 
@@ -217,8 +219,8 @@ def report_of(
         f"# Predicted and measured step times, {time.strftime('%Y-%m-%d')}",
         "",
         f"Llama of {args.layers} layers of {args.width}, vocab {args.vocab}: {trace.num_params:,} params, bf16, "
-        f"gradients={args.gradients!r}, {args.batch} x {args.tokens} tokens, CPU + NVMe, the serial schedule. "
-        f"{args.rounds} interleaved rounds, {args.steps} steps each after {args.warmup}; {args.of}.",
+        f"gradients={args.gradients!r}, {args.batch} x {args.tokens} tokens, CPU + NVMe, the serial schedule "
+        f"(overlap=False). {args.rounds} interleaved rounds, {args.steps} steps each after {args.warmup}; {args.of}.",
         f"{platform.system()} {platform.release()}, Python {platform.python_version()}, torch {torch_version}; "
         f"load at the end {os.getloadavg()[0]:.1f}.",
         f"Computing alone, recorded with everything in memory: {trace.seconds:.3f} s per step.",
