@@ -120,9 +120,10 @@ class Updates:
         segments = self._collected.pop(chunk.spec.index, None)
         if not segments:
             return
+        work, engine = Work(chunk, segments), self._engine()
+        engine.updated_in_backward = True
         for segment in segments:
             segment.handle.num_steps += 1
-        work, engine = Work(chunk, segments), self._engine()
         num_bytes = sum(s.grad.numel() * s.grad.element_size() for s in segments if s.grad is not None)
         lane = None if now else self._lane
         if lane is None or not self._can_wait(lane, work) or not self._hold(num_bytes):
@@ -241,6 +242,7 @@ class Updates:
         engine = self._reference()
         if engine is not None:
             engine.mark_lost(cause)
+            engine.lost_because = cause
 
     def _engine(self) -> Engine:
         engine = self._reference()
