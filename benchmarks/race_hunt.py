@@ -390,8 +390,12 @@ def wrap(schedule: Schedule, directory: Path) -> tuple[Any, gemini.HybridAdam]:
 
 
 @contextlib.contextmanager
-def disturbed(schedule: Schedule) -> Iterator[None]:
-    """Pauses in whatever threads do, NaN in fresh windows, another switch interval, small tiles; undone afterwards."""
+def disturbed(schedule: Schedule) -> Iterator[Counter[str]]:
+    """Pauses in whatever threads do, NaN in fresh windows, another switch interval, small tiles; undone afterwards.
+
+    Gives what the lanes were asked to do.
+    """
+    seen: Counter[str] = Counter()
     rng, lock, undo = random.Random(f"pauses {schedule.seed}"), threading.Lock(), contextlib.ExitStack()
 
     def pause() -> None:
@@ -431,12 +435,24 @@ def disturbed(schedule: Schedule) -> Iterator[None]:
             pausing(owner, name)
         for kind in (PageWindow, StorageWindow):
             spoil(kind)
+        with contextlib.suppress(ImportError):
+            from gemini.memory.lane import Worker
+
+            put = Worker.put
+
+            def late(worker: Any, *jobs: Any) -> None:
+                """Now and then the lane is far ahead of who gave it work, or far behind."""
+                put(worker, *jobs)
+                seen[f"jobs of {worker.name}"] += len(jobs)
+                pause()
+
+            patch(Worker, "put", late)
         from gemini.planning import working
 
         patch(working, "TILE", schedule.tile)
         undo.callback(sys.setswitchinterval, sys.getswitchinterval())
         sys.setswitchinterval(schedule.switch_interval)
-        yield
+        yield seen
 
 
 class Reader:
@@ -527,7 +543,7 @@ def run(schedule: Schedule, directory: Path) -> Counter[str]:
     """
     steps, worlds = reference(schedule.recipe)
     open_before = nameless_files()
-    with disturbed(schedule), warnings.catch_warnings():
+    with disturbed(schedule) as jobs, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model, optimizer = wrap(schedule, directory)
         reader = Reader(schedule, model, optimizer, directory)
@@ -538,7 +554,7 @@ def run(schedule: Schedule, directory: Path) -> Counter[str]:
         same_all(optimizer.state_dict()["state"], worlds[-1].states, "final moments")
         check_invariants(model)
         reader.seen["evictions"] = model._gemini_engine.manager.num_evictions
-        seen = reader.seen
+        seen = reader.seen + jobs
         del reader, optimizer, model
         gc.collect()
     check_nothing_left(open_before)
