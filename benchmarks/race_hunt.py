@@ -467,6 +467,10 @@ class Reader:
         self.seen: Counter[str] = Counter()
 
     def watch(self, point: str, done: int) -> int:
+        if point == "end" and self.rng.random() < 0.15:  # first of all, while everything is in flight
+            kind = self.rng.choice(("save", "save behind"))
+            self.seen[kind] += 1
+            self.read(kind, self.worlds[done], done)
         while self.rng.random() < self.schedule.reads:
             after_backward = point == "backward" and self.recipe.in_backward
             world = self.worlds[done + after_backward]
@@ -552,6 +556,11 @@ def run(schedule: Schedule, directory: Path) -> Counter[str]:
         assert found.norms == steps.norms, ("norms", found.norms, steps.norms)
         same_all(model.state_dict(dtype=torch.float32), worlds[-1].masters, "final masters")
         same_all(optimizer.state_dict()["state"], worlds[-1].states, "final moments")
+        if reader.saved_at >= 0:
+            assert gemini.load_checkpoint(reader.checkpoint, model, optimizer) == reader.saved_at
+            world = worlds[reader.saved_at]
+            same_all(model.state_dict(dtype=torch.float32), world.masters, f"masters saved after {reader.saved_at}")
+            same_all(optimizer.state_dict()["state"], world.states, f"moments saved after {reader.saved_at}")
         check_invariants(model)
         reader.seen["evictions"] = model._gemini_engine.manager.num_evictions
         seen = reader.seen + jobs
