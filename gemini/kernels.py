@@ -21,9 +21,10 @@ import torch
 from torch import Tensor
 
 from gemini import kernels_reference as reference
-from gemini.kernels_reference import NORM_BLOCK, NORM_LANES, NORM_TILE, AdamHyper, total
+from gemini.kernels_reference import IO_THREADS, NORM_BLOCK, NORM_LANES, NORM_TILE, AdamHyper, total
 
 __all__ = [
+    "IO_THREADS",
     "NORM_BLOCK",
     "NORM_LANES",
     "NORM_TILE",
@@ -325,7 +326,7 @@ class IoQueue:
     it: in a forked child every call raises RuntimeError. Calls may come from several threads.
     """
 
-    def __init__(self, num_threads: int = 4) -> None:
+    def __init__(self, num_threads: int = IO_THREADS) -> None:
         self._queue = reference.ThreadedIoQueue(num_threads) if _native is None else _native.IoQueue(num_threads)
 
     def submit_read(self, fd: int, address: int, nbytes: int, offset: int, urgent: bool = False) -> int:

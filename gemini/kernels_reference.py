@@ -31,6 +31,7 @@ NORM_BLOCK, NORM_LANES, NORM_TILE = 4096, 32, 1 << 20
 
 _SLAB = 4 * NORM_TILE  # elements per pass: bounds the temporaries (about 100 MB with fp64 squares)
 _IO_BLOCK = 4 << 20
+IO_THREADS = 4  # blocks under way at once; nvme_stream.py --sweep: 1 is slower, neither 2 nor 8 is better at all of it
 _CANONICAL_NAN = 0x7FC00000
 
 
@@ -240,7 +241,7 @@ class _Request:
 class ThreadedIoQueue:
     """The native IoQueue in Python: positioned reads and writes of 4 MiB blocks on a few threads."""
 
-    def __init__(self, num_threads: int = 4) -> None:
+    def __init__(self, num_threads: int = IO_THREADS) -> None:
         if num_threads < 1:
             raise ValueError("IoQueue needs at least 1 thread")
         self._owner = os.getpid()

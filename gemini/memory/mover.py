@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
@@ -18,8 +18,9 @@ import torch
 
 from gemini.memory.chunk import Chunk, FilePlane, Plane
 from gemini.memory.device import Device, Event
+from gemini.memory.noted import NotedEvent
 from gemini.memory.pages import PAGE
-from gemini.memory.recorder import NOTHING, Recorder
+from gemini.memory.recorder import LANES, NOTHING, Recorder
 from gemini.memory.staging import Staging, StagingSet
 from gemini.memory.stalls import Stalls
 from gemini.planning.layout import ALIGN
@@ -151,15 +152,28 @@ class Mover:
             return _Both(waiting, recorder.about(cause, name, chunk))
         return _Both(waiting, recorder.span(lane, name, chunk, cause=cause))
 
-    def begin_load(self, plane: Plane, start: int, stop: int, into: torch.Tensor) -> Event:
-        """Start to fill the host tensor ``into`` from a plane."""
-        self.count(plane.tier, Tier.CPU, into.numel() * into.element_size())
-        return plane.begin_load(start, stop, into)
+    def begin_load(self, plane: Plane, start: int, stop: int, into: torch.Tensor, name: str, chunk: int) -> Event:
+        """Start to fill the host tensor ``into`` from a plane, for ``name``."""
+        return self.under_way(
+            plane.tier, Tier.CPU, into.nbytes, lambda: plane.begin_load(start, stop, into), name, chunk
+        )
 
-    def begin_store(self, plane: Plane, start: int, stop: int, source: torch.Tensor) -> Event:
-        """Start to overwrite a plane's range from the host tensor ``source``."""
-        self.count(Tier.CPU, plane.tier, source.numel() * source.element_size())
-        return plane.begin_store(start, stop, source)
+    def begin_store(self, plane: Plane, start: int, stop: int, source: torch.Tensor, name: str, chunk: int) -> Event:
+        """Start to overwrite a plane's range from the host tensor ``source``, for ``name``."""
+        return self.under_way(
+            Tier.CPU, plane.tier, source.nbytes, lambda: plane.begin_store(start, stop, source), name, chunk
+        )
+
+    def under_way(
+        self, source: Tier, target: Tier, num_bytes: int, begin: Callable[[], Event], name: str, chunk: int
+    ) -> Event:
+        """What ``begin`` begins, counted; who records is told of it when its end is noticed."""
+        self.count(source, target, num_bytes)
+        recorder, lane = self.recorder, LANES.get((source, target))
+        if recorder is None or lane is None:
+            return begin()
+        start = recorder.clock()
+        return NotedEvent(begin(), lambda: recorder.add(lane, start, recorder.clock(), name, chunk, num_bytes))
 
     def load(self, plane: Plane, start: int, stop: int, into: torch.Tensor) -> torch.Tensor:
         """Fill the host tensor ``into`` from a plane."""

@@ -25,13 +25,13 @@ from gemini.tiers import Tier
 NOTHING: AbstractContextManager[None] = nullcontext()
 """What stands in for an activity where nobody records."""
 
-_LANES = {
+LANES = {
     (Tier.NVME, Tier.CPU): Lane.NVME_READ,
     (Tier.CPU, Tier.NVME): Lane.NVME_WRITE,
     (Tier.CPU, Tier.GPU): Lane.H2D,
     (Tier.GPU, Tier.CPU): Lane.D2H,
 }
-_BOUNDARIES = {lane: f"{source.value}->{target.value}" for (source, target), lane in _LANES.items()}
+_BOUNDARIES = {lane: f"{source.value}->{target.value}" for (source, target), lane in LANES.items()}
 
 Held = Mapping[Tier, Mapping[str, int]]
 
@@ -184,7 +184,7 @@ class Recorder:
 
     def move(self, source: Tier, target: Tier, num_bytes: int) -> AbstractContextManager[None]:
         """A copy between two neighbouring tiers, or within one: that keeps no lane busy."""
-        lane = _LANES.get((source, target))
+        lane = LANES.get((source, target))
         return NOTHING if lane is None else self.span(lane, num_bytes=num_bytes)
 
     def add(self, lane: Lane, start: float, stop: float, name: str, chunk: int = -1, num_bytes: int = 0) -> None:

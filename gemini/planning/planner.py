@@ -57,7 +57,7 @@ def plan(
     ranks: int = 1,
     local_ranks: int | None = None,
     max_chunk: int = DEFAULT_MAX_CHUNK,
-    schedule: str = "serial",
+    schedule: str = "overlapped",
 ) -> Plan:
     """Where every plane of every chunk lives and what moves when, so that a step costs least and no tier overflows.
 
@@ -76,7 +76,8 @@ def plan(
         accumulate: micro-batches per optimizer step.
         ranks: processes that divide the model among them; ``local_ranks`` of them share this machine (default: all).
         max_chunk: as of ``GeminiConfig``.
-        schedule: what the step's cost is: "serial" (the sum of all that is done) or "overlapped" (the busiest lane).
+        schedule: what the step's cost is: "overlapped" (the busiest lane) or, for ``GeminiConfig(overlap=False)``,
+            "serial" (the sum of all that is done).
 
     Raises:
         BudgetExceeded: if it does not fit, with the numbers and the cheapest change.

@@ -282,9 +282,7 @@ def overlapped(work: Work, *, clipping: bool, barrier: bool = False, order: str 
     def update(index: int, at: int, moment: int, after: Iterable[int]) -> None:
         step = at // per_step
         urgency = at if order == "fifo" else (step + 1) * per_step + first_use[index]
-        ends = [
-            graph.chain(piece.hops, step, moment, after, urgency, piece.staged)[-1] for piece in pieces[index]
-        ]
+        ends = [graph.chain(piece.hops, step, moment, after, urgency, piece.staged)[-1] for piece in pieces[index]]
         updated[index] = ends[0] if len(ends) == 1 else graph.add(nothing, step, -1, ends)
         if not needs[index]:
             fetched[index] = updated[index]

@@ -33,7 +33,7 @@ def simulate(
     plan: Plan,
     hardware: Hardware,
     *,
-    schedule: str = "serial",
+    schedule: str = "overlapped",
     gpus: int | None = None,
     clipping: bool | None = None,
     order: str = "next use",
@@ -107,7 +107,7 @@ def simulate_policy(
     policy: EvictionPolicy,
     hardware: Hardware,
     *,
-    schedule: str = "serial",
+    schedule: str = "overlapped",
     gpus: int | None = None,
 ) -> Timeline:
     """The same where a policy decides as it goes what makes room for what, instead of a plan that was made before.

@@ -186,6 +186,7 @@ class GeminiDDP(nn.Module):
         if keep_vars:
             raise GeminiError("state_dict(keep_vars=True): managed params hold no values; use keep_vars=False")
         engine = _engine(self)
+        engine.drain()
         engine.check_whole()
         return model_state(super(), destination, prefix, lambda handle: engine.by_names.read(handle, dtype))
 
@@ -202,6 +203,7 @@ class GeminiDDP(nn.Module):
 
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
         """As in transformers: an ordinary directory of safetensors, written shard by shard from where chunks live."""
+        _engine(self).drain()
         _engine(self).check_whole()
         return export_pretrained(self, _engine(self), super(), save_directory, *args, **kwargs)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -57,6 +58,7 @@ class Tile:
         self._views: dict[PlaneKind, torch.Tensor] = {}
         self._staged: list[PlaneKind] = []
         self._events: list[Event] = []
+        self._told = f"update chunk {chunk.spec.index}", chunk.spec.index  # for those who record
 
     def begin(self) -> None:
         """Start to bring what cannot be worked on where it is."""
@@ -76,27 +78,27 @@ class Tile:
             if view is None:
                 view = self._area(kind, plane.dtype)
                 self._staged.append(kind)
-                self._events.append(self._mover.begin_load(plane, self._first, self._last, view))
+                self._events.append(self._mover.begin_load(plane, self._first, self._last, view, *self._told))
             self._views[kind] = view
         if not grads_landed and self._mover.device.tier is Tier.GPU:
             inbound = self._views[PlaneKind.GRAD] = self._area(PlaneKind.GRAD, self._grad_of(self._segments[0]).dtype)
             for a, b, segment in self._spans():
-                self._mover.count(Tier.GPU, Tier.CPU, (b - a) * inbound.element_size())
                 part = self._grad_of(segment)[a - segment.handle.part.start : b - segment.handle.part.start]
                 into = inbound[a - self._first : b - self._first]
-                self._events.append(self._mover.device.copy(into, part, "evict"))
+                copy = partial(self._mover.device.copy, into, part, "evict")
+                self._events.append(self._mover.under_way(Tier.GPU, Tier.CPU, into.nbytes, copy, *self._told))
 
     def run(self) -> None:
         """Wait for what was brought, update, and start to take it back."""
         self._wait()
         residual = self._views.get(PlaneKind.RESIDUAL)
         landed = self._views.get(PlaneKind.GRAD)
-        recorder, index = self._mover.recorder, self.chunk.spec.index
+        recorder = self._mover.recorder
         for a, b, segment in self._spans():
             part = slice(a - self._first, b - self._first)
             start = segment.handle.part.start
             grad = self._grad_of(segment)[a - start : b - start] if landed is None else landed[part]
-            with NOTHING if recorder is None else recorder.span(Lane.ADAM, f"update chunk {index}", index):
+            with NOTHING if recorder is None else recorder.span(Lane.ADAM, *self._told):
                 kernels.adam_update(
                     self._views[PlaneKind.WEIGHTS][part],
                     None if residual is None else residual[part],
@@ -108,7 +110,8 @@ class Tile:
         for kind in self._staged:
             if kind is not PlaneKind.GRAD:
                 plane = self.chunk.planes[kind]
-                self._events.append(self._mover.begin_store(plane, self._first, self._last, self._views[kind]))
+                view = self._views[kind]
+                self._events.append(self._mover.begin_store(plane, self._first, self._last, view, *self._told))
 
     def finish(self) -> None:
         """Wait until everything is home."""

@@ -8,6 +8,7 @@ is overwritten before it was used. What is needed first goes first: the order of
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -47,7 +48,7 @@ class Updates:
         self._threads = threads
         self._lane: UpdateLane | None = None
         if overlap:
-            self._lane = UpdateLane(engine.mover, engine.mover.staging.take_slots(), self._mark_lost)
+            self._lane = UpdateLane(engine.mover, engine.mover.staging.take_slots(), _mark_lost(self._reference))
 
     @property
     def pending(self) -> bool:
@@ -238,13 +239,19 @@ class Updates:
         if engine is not None:
             engine.before_write(chunk)
 
-    def _mark_lost(self, cause: BaseException) -> None:
-        engine = self._reference()
-        if engine is not None:
-            engine.mark_lost(cause)
-            engine.lost_because = cause
-
     def _engine(self) -> Engine:
         engine = self._reference()
         assert engine is not None
         return engine
+
+
+def _mark_lost(reference: weakref.ref[Engine]) -> Callable[[BaseException], None]:
+    """What the lane tells of an update that broke off; it refers to nothing that refers to the lane."""
+
+    def mark_lost(cause: BaseException) -> None:
+        engine = reference()
+        if engine is not None:
+            engine.mark_lost(cause)
+            engine.lost_because = cause
+
+    return mark_lost

@@ -223,22 +223,29 @@ def test_free_workers_do_not_break_anothers_limit(threads_restored: None) -> Non
 
 @needs_native
 def test_limited_callers_have_a_worker_each(threads_restored: None) -> None:
-    # In a new process, where no worker was started yet.
+    # In a new process, where no worker was started yet; as often as it takes for all of them to be in at once.
     code = """
 import os, threading
 from gemini import kernels
 kernels.set_num_threads(5)
-meet = threading.Barrier(4)
+before = len(os.listdir("/proc/self/task"))
+workers = 0
+def count():
+    global workers
+    workers = len(os.listdir("/proc/self/task")) - before - 4
+begin, end = threading.Barrier(4), threading.Barrier(4, action=count)
 def call():
     kernels.limit_threads(2)
-    meet.wait()
-    for _ in range(5):
+    for _ in range(100):
+        begin.wait()
         kernels._native.probe_width(8_000_000)
+        end.wait()
+        if workers == 4:
+            break
 callers = [threading.Thread(target=call) for _ in range(4)]
-before = len(os.listdir("/proc/self/task"))
 for caller in callers: caller.start()
 for caller in callers: caller.join()
-print(len(os.listdir("/proc/self/task")) - before)
+print(workers)
 """
     assert in_subprocess(code) == "4\n"
 
