@@ -390,8 +390,12 @@ def wrap(schedule: Schedule, directory: Path) -> tuple[Any, gemini.HybridAdam]:
 
 
 @contextlib.contextmanager
-def disturbed(schedule: Schedule) -> Iterator[None]:
-    """Pauses in whatever threads do, NaN in fresh windows, another switch interval, small tiles; undone afterwards."""
+def disturbed(schedule: Schedule) -> Iterator[Counter[str]]:
+    """Pauses in whatever threads do, NaN in fresh windows, another switch interval, small tiles; undone afterwards.
+
+    Gives what the lanes were asked to do.
+    """
+    seen: Counter[str] = Counter()
     rng, lock, undo = random.Random(f"pauses {schedule.seed}"), threading.Lock(), contextlib.ExitStack()
 
     def pause() -> None:
@@ -431,12 +435,24 @@ def disturbed(schedule: Schedule) -> Iterator[None]:
             pausing(owner, name)
         for kind in (PageWindow, StorageWindow):
             spoil(kind)
+        with contextlib.suppress(ImportError):
+            from gemini.memory.lane import Worker
+
+            put = Worker.put
+
+            def late(worker: Any, *jobs: Any) -> None:
+                """Now and then the lane is far ahead of who gave it work, or far behind."""
+                put(worker, *jobs)
+                seen[f"jobs of {worker.name}"] += len(jobs)
+                pause()
+
+            patch(Worker, "put", late)
         from gemini.planning import working
 
         patch(working, "TILE", schedule.tile)
         undo.callback(sys.setswitchinterval, sys.getswitchinterval())
         sys.setswitchinterval(schedule.switch_interval)
-        yield
+        yield seen
 
 
 class Reader:
@@ -451,6 +467,10 @@ class Reader:
         self.seen: Counter[str] = Counter()
 
     def watch(self, point: str, done: int) -> int:
+        if point == "end" and self.rng.random() < 0.15:  # first of all, while everything is in flight
+            kind = self.rng.choice(("save", "save behind"))
+            self.seen[kind] += 1
+            self.read(kind, self.worlds[done], done)
         while self.rng.random() < self.schedule.reads:
             after_backward = point == "backward" and self.recipe.in_backward
             world = self.worlds[done + after_backward]
@@ -527,7 +547,7 @@ def run(schedule: Schedule, directory: Path) -> Counter[str]:
     """
     steps, worlds = reference(schedule.recipe)
     open_before = nameless_files()
-    with disturbed(schedule), warnings.catch_warnings():
+    with disturbed(schedule) as jobs, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model, optimizer = wrap(schedule, directory)
         reader = Reader(schedule, model, optimizer, directory)
@@ -536,9 +556,14 @@ def run(schedule: Schedule, directory: Path) -> Counter[str]:
         assert found.norms == steps.norms, ("norms", found.norms, steps.norms)
         same_all(model.state_dict(dtype=torch.float32), worlds[-1].masters, "final masters")
         same_all(optimizer.state_dict()["state"], worlds[-1].states, "final moments")
+        if reader.saved_at >= 0:
+            assert gemini.load_checkpoint(reader.checkpoint, model, optimizer) == reader.saved_at
+            world = worlds[reader.saved_at]
+            same_all(model.state_dict(dtype=torch.float32), world.masters, f"masters saved after {reader.saved_at}")
+            same_all(optimizer.state_dict()["state"], world.states, f"moments saved after {reader.saved_at}")
         check_invariants(model)
         reader.seen["evictions"] = model._gemini_engine.manager.num_evictions
-        seen = reader.seen
+        seen = reader.seen + jobs
         del reader, optimizer, model
         gc.collect()
     check_nothing_left(open_before)

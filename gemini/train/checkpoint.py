@@ -175,7 +175,8 @@ class _Loading:
         for handle in engine.handles:
             handle.num_steps = self._manifest["params"][handle.name]["step"]
         engine.discard_grads()
-        engine.lost = None
+        engine.lost = engine.lost_because = None
+        engine.updated_in_backward = False
         engine.manager.drop(engine.chunks)
         for name, value in self._saved_buffers.items():
             self._buffers[name].copy_(value)

@@ -116,6 +116,7 @@ class Engine:
         self.accumulating = False  # inside no_sync(): gradients are added up, none is used yet
         self.updated_in_backward = False  # since the last optimizer.step()
         self.lost: str | None = None
+        self.lost_because: BaseException | None = None  # where nobody was told of it yet
         self.requires_grad_changed = False
         self.registered = -1  # what refuse_injected has seen
         self.calls = Calls(self.acquire, self.release)
@@ -152,7 +153,7 @@ class Engine:
             raise GeminiError(
                 f"an update of this model broke off ({self.lost}): its weights and moments are half of one step and "
                 "half of the next. Load the last checkpoint (gemini.load_checkpoint) or make the model anew"
-            )
+            ) from self.lost_because
 
     def begin_call(self, module: nn.Module, chunks: tuple[Chunk, ...], resident: tuple[Chunk, ...] = ()) -> None:
         """A hooked module starts to compute: gather what it reads, and wait for the updates of what is in place."""
@@ -194,6 +195,9 @@ class Engine:
             for handle in self.handles:
                 handle.param.grad = None  # of autograd, if the interrupt came just before the hook that takes it
             self.end_backward()
+            if self.updated_in_backward:
+                self.updated_in_backward = False
+                self.mark_lost(GeminiError("its backward ended early, after some params were updated in it"))
         self.exposure.rest_if_idle()
 
     def begin_backward(self) -> None:

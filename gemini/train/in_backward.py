@@ -37,7 +37,6 @@ def use_in_backward(engine: Engine, handle: ParamHandle, grad: torch.Tensor) -> 
         )
     engine.updates.collect(optimizer.segment_in_backward(engine, handle, grad.detach().contiguous().view(-1)))
     handle.in_backward = engine.backward_number
-    engine.updated_in_backward = True
 
 
 def step_landed(engine: Engine, chunk: Chunk) -> None:
@@ -60,5 +59,4 @@ def step_landed(engine: Engine, chunk: Chunk) -> None:
     for handle, optimizer in ready:
         engine.updates.collect(optimizer.segment_in_backward(engine, handle, None))
         handle.norm_sums = None
-    engine.updated_in_backward = True
     engine.updates.complete(chunk)

@@ -121,9 +121,10 @@ class Updates:
         segments = self._collected.pop(chunk.spec.index, None)
         if not segments:
             return
+        work, engine = Work(chunk, segments), self._engine()
+        engine.updated_in_backward = True
         for segment in segments:
             segment.handle.num_steps += 1
-        work, engine = Work(chunk, segments), self._engine()
         num_bytes = sum(s.grad.numel() * s.grad.element_size() for s in segments if s.grad is not None)
         lane = None if now else self._lane
         if lane is None or not self._can_wait(lane, work) or not self._hold(num_bytes):
@@ -252,5 +253,6 @@ def _mark_lost(reference: weakref.ref[Engine]) -> Callable[[BaseException], None
         engine = reference()
         if engine is not None:
             engine.mark_lost(cause)
+            engine.lost_because = cause
 
     return mark_lost
