@@ -127,8 +127,8 @@ class Updates:
             segment.handle.num_steps += 1
         num_bytes = sum(s.grad.numel() * s.grad.element_size() for s in segments if s.grad is not None)
         lane = None if now else self._lane
+        self.wait(chunk)  # another optimizer's part of it
         if lane is None or not self._can_wait(lane, work) or not self._hold(num_bytes):
-            self.wait(chunk)
             check_finite(segments)
             update_chunk(engine, chunk, segments)
             return
@@ -138,7 +138,6 @@ class Updates:
             ledger.release(tier, num_bytes, HOLDER)
 
         job = self._job(work, release if num_bytes else None)
-        self.wait(chunk)
         engine.manager.drop([chunk])
         try:
             lane.put(job)

@@ -1,0 +1,256 @@
+"""Updates in flight: their order, what they hold on to, where they wait and where their errors come out."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import gemini
+from gemini import kernels
+from gemini.errors import GeminiError, StorageError
+from gemini.memory.nvme import SpillFile
+from gemini.tiers import Tier
+from tests import models
+
+PLACES = ["ram", "nvme", "standin"]
+
+
+def wrap(where: str, folder: Path, **how: Any) -> Any:
+    cpu = {"nvme": "1MiB"}.get(where, "64MiB")
+    memory = gemini.MemoryBudget(gpu="1MiB" if where == "standin" else None, cpu=cpu, nvme="64MiB", nvme_path=folder)
+    placement = gemini.StaticPlacement(weights_on_nvme=0.5, optimizer_on_nvme=1.0) if where != "ram" else "auto"
+    device = "standin" if where == "standin" else "cpu"
+    config = gemini.GeminiConfig(memory=memory, device=device, placement=placement, max_chunk=4096, **how)
+    return gemini.GeminiDDP(models.make_model("llama"), config)
+
+
+def adam(model: Any, **how: Any) -> gemini.HybridAdam:
+    return gemini.HybridAdam(model.parameters(), lr=1e-2, **how)
+
+
+BATCHES = [batch for batches in models.make_batches(6, 1) for batch in batches]
+
+
+def backward(model: Any, number: int) -> float:
+    loss = model(**BATCHES[number]).loss
+    loss.backward()
+    return float(loss.detach())
+
+
+def same(a: Any, b: Any) -> bool:
+    first, second = a.state_dict(dtype=torch.float32), b.state_dict(dtype=torch.float32)
+    return all(torch.equal(first[name], second[name]) for name in first)
+
+
+class Held:
+    """Holds every kernel call of the update lane until it is opened, and notes the order of weights."""
+
+    def __init__(self, patch: pytest.MonkeyPatch):
+        self.gate = threading.Event()
+        self.threads: list[str] = []
+        real = kernels.adam_update
+
+        def update(*args: Any) -> None:
+            self.threads.append(threading.current_thread().name)
+            if self.threads[-1] == "gemini-update":
+                assert self.gate.wait(30), "nobody opened the gate"
+            real(*args)
+
+        patch.setattr(kernels, "adam_update", update)
+
+
+@pytest.mark.parametrize("where", PLACES)
+def test_step_returns_with_updates_in_flight(where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, plain = wrap(where, tmp_path), wrap("ram", tmp_path, overlap=False)
+    optimizer, other = adam(model), adam(plain)
+    held = Held(monkeypatch)
+    backward(model, 0)
+    optimizer.step()
+    updates = model._gemini_engine.updates
+    assert updates.pending and set(held.threads) <= {"gemini-update"}
+    optimizer.param_groups[0]["lr"] = 1e9  # of the next step
+    optimizer.zero_grad()
+    held.gate.set()
+    assert model.memory_report()["cpu"]["used"] > 0 and not updates.pending, "a report is of a finished world"
+    backward(plain, 0)
+    other.step()
+    assert same(model, plain)
+
+
+def test_what_is_needed_first_is_updated_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = wrap("ram", tmp_path)
+    optimizer, held = adam(model), Held(monkeypatch)
+    order: list[int] = []
+    lane = model._gemini_engine.updates._lane
+    run = lane._update
+    monkeypatch.setattr(lane, "_update", lambda job, tile: (order.append(job.chunk.spec.index), run(job, tile)))
+    backward(model, 0)
+    optimizer.step()
+    held.gate.set()
+    model._gemini_engine.drain()
+    first_use = model._gemini_engine.updates._first_use
+    assert len(order) > 4 and order[1:] == sorted(order[1:], key=lambda index: first_use[index])
+
+
+def test_a_forward_waits_for_the_chunk_that_it_reads_and_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The gate opens when the first block begins: had the forward waited for everything, it would stay shut."""
+    model = wrap("ram", tmp_path)
+    optimizer = adam(model)
+    backward(model, 0)
+    optimizer.step()
+    model._gemini_engine.drain()
+    lane, passed, gate = model._gemini_engine.updates._lane, threading.Event(), threading.Event()
+    last = len(model._gemini_engine.chunks) - 1
+    run = lane._update
+
+    def update(job: Any, tile: Any) -> None:
+        if job.chunk.spec.index == last:
+            assert gate.wait(30), "the forward waited for what it does not read yet"
+        run(job, tile)
+
+    monkeypatch.setattr(lane, "_update", update)
+    model.model.layers[0].register_forward_pre_hook(lambda *_: (passed.set(), gate.set()) and None)
+    backward(model, 1)
+    optimizer.step()
+    backward(model, 2)
+    assert passed.is_set()
+
+
+@pytest.mark.parametrize("where", PLACES)
+@pytest.mark.parametrize("gradients", ["retain", "accumulate", "transient"])
+def test_steps_inside_backward_are_the_bits_of_steps_after_it(where: str, gradients: str, tmp_path: Path) -> None:
+    inside = wrap(where, tmp_path, gradients=gradients)
+    after = wrap("ram", tmp_path, overlap=False)
+    first, second = adam(inside, step_in_backward=True), adam(after)
+    for number in range(4):
+        assert backward(inside, number) == backward(after, number)
+        first.step()
+        second.step()
+        second.zero_grad()
+    assert same(inside, after)
+
+
+@pytest.mark.parametrize("where", PLACES)
+def test_the_backward_outside_no_sync_is_the_one_that_updates(where: str, tmp_path: Path) -> None:
+    inside = wrap(where, tmp_path, gradients="accumulate")
+    after = wrap("ram", tmp_path, gradients="accumulate", overlap=False)
+    first, second = adam(inside, step_in_backward=True), adam(after)
+    for number in range(0, 4, 2):
+        with inside.no_sync():
+            backward(inside, number)
+        assert inside._gemini_engine.has_gradients and not inside._gemini_engine.updated_in_backward
+        backward(inside, number + 1)
+        first.step()
+        backward(after, number)
+        backward(after, number + 1)
+        second.step()
+        second.zero_grad()
+    assert same(inside, after)
+
+
+def test_a_second_backward_that_would_update_again_is_refused(tmp_path: Path) -> None:
+    model = wrap("ram", tmp_path)
+    optimizer = adam(model, step_in_backward=True)
+    backward(model, 0)
+    with pytest.raises(GeminiError, match=r"optimizer\.step\(\).*no_sync"):
+        backward(model, 1)
+    optimizer.step()
+    with pytest.raises(GeminiError, match="leave step_in_backward out"):
+        backward(model, 1)
+        model.clip_grad_norm_(1.0)
+
+
+@pytest.mark.parametrize("reader", ["forward", "state_dict", "full_param", "step", "save"])
+def test_an_error_comes_out_where_somebody_waits(
+    reader: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = wrap("nvme", tmp_path)
+    optimizer = adam(model)
+    backward(model, 0)
+    optimizer.step()
+    gemini.save_checkpoint(tmp_path / "ckpt", model, optimizer)
+    reference = {name: value.clone() for name, value in model.state_dict(dtype=torch.float32).items()}
+    backward(model, 1)
+
+    def full(self: SpillFile, source: torch.Tensor, offset: int) -> Any:
+        raise StorageError("no space left")
+
+    name = next(iter(reference))
+    look: dict[str, Callable[[], Any]] = {
+        "forward": lambda: backward(model, 2),
+        "state_dict": model.state_dict,
+        "full_param": lambda: [model.full_param(n) for n in reference],
+        "step": lambda: (model.memory_report(), optimizer.step()),
+        "save": lambda: gemini.save_checkpoint(tmp_path / "other", model, optimizer),
+    }
+    with monkeypatch.context() as patch:
+        patch.setattr(SpillFile, "begin_write", full)
+        with pytest.raises(StorageError, match="no space left"):
+            optimizer.step()
+            look[reader]()
+    with pytest.raises(GeminiError, match="Load the last checkpoint"):
+        backward(model, 2)
+    gemini.load_checkpoint(tmp_path / "ckpt", model, optimizer)
+    assert torch.equal(model.full_param(name, dtype=torch.float32), reference[name])
+    backward(model, 1)
+    optimizer.step()
+    model._gemini_engine.check_invariants()
+
+
+def test_gradients_that_wait_are_in_the_ledger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = wrap("ram", tmp_path, gradients="transient")
+    optimizer, held = adam(model, step_in_backward=True), Held(monkeypatch)
+    backward(model, 0)
+    ledger = model._gemini_engine.ledger
+    waiting = ledger.held(Tier.CPU, "gradients in flight")
+    params = sum(p.numel() for p in model.parameters())
+    assert 0 < waiting <= 2 * params
+    held.gate.set()
+    optimizer.step()
+    model._gemini_engine.drain()
+    assert ledger.held(Tier.CPU, "gradients in flight") == 0
+
+
+def test_without_room_for_a_lane_everything_is_done_in_turn(tmp_path: Path) -> None:
+    """The staging of one thread is all that fits: no error, the same bits."""
+    tight: Any = None
+    for kib in range(64, 1024, 16):
+        memory = gemini.MemoryBudget(cpu=kib * 1024, nvme="64MiB", nvme_path=tmp_path)
+        placement = gemini.StaticPlacement(weights_on_nvme=1.0, optimizer_on_nvme=1.0)
+        config = gemini.GeminiConfig(memory=memory, device="cpu", placement=placement, max_chunk=4096)
+        try:
+            tight = gemini.GeminiDDP(models.make_model("llama"), config)
+            break
+        except gemini.BudgetExceeded:
+            continue
+    assert tight._gemini_engine.updates._lane.slot_tile == 0
+    plain = wrap("ram", tmp_path, overlap=False)
+    first, second = adam(tight), adam(plain)
+    for number in range(3):
+        assert backward(tight, number) == backward(plain, number)
+        first.step()
+        second.step()
+        second.zero_grad()
+    assert same(tight, plain)
+
+
+@pytest.mark.parametrize("where", PLACES)
+def test_a_model_may_go_in_the_middle_of_its_updates(where: str, tmp_path: Path) -> None:
+    model = wrap(where, tmp_path)
+    optimizer = adam(model)
+    backward(model, 0)
+    optimizer.step()
+    engine = model._gemini_engine
+    lane = engine.updates._lane
+    del engine, model, optimizer
+    import gc
+
+    gc.collect()
+    assert not lane.is_alive
