@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import subprocess
 import sys
@@ -61,11 +62,11 @@ class Shape(NamedTuple):
 
 
 def shape_of(params: float, vocab: int) -> Shape:
-    """A Llama of about so many params: as wide as those of its size are, and as deep as that leaves."""
+    """A Llama of at least so many params: as wide as those of its size are, and as deep as that takes."""
     widths = ((4e8, 1024), (1.6e9, 2048), (4e9, 3072), (3e10, 4096))
     hidden = next((width for limit, width in widths if params < limit), 8192)
     one = Shape(hidden, hidden * 11 // 4, 1, vocab)
-    return one._replace(layers=max(1, round((params - one.params) / one.of_layer) + 1))
+    return one._replace(layers=max(1, math.ceil((params - one.params) / one.of_layer) + 1))
 
 
 def reserve_bytes(shape: Shape, tokens: int) -> int:
