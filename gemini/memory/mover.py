@@ -12,6 +12,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -60,6 +61,11 @@ class _Both:
             self._outer.__exit__(*exc)
 
 
+@cache
+def _boundaries(source: Tier, target: Tier) -> tuple[str, ...]:
+    return tuple(str(boundary) for boundary in path(source, target))
+
+
 class Moved:
     """Bytes over each boundary in one step; any thread may add.
 
@@ -73,8 +79,8 @@ class Moved:
     def add(self, source: Tier, target: Tier, num_bytes: int, *, ahead: bool = False) -> None:
         """Bytes between the GPU and NVMe cross host memory, and count on both boundaries."""
         with self._lock:
-            for boundary in path(source, target):
-                self._bytes[ahead][str(boundary)] += num_bytes
+            for boundary in _boundaries(source, target):
+                self._bytes[ahead][boundary] += num_bytes
 
     def counts(self, *, ahead: bool = True) -> Counter[str]:
         """All of them, or all but those ahead of the step."""

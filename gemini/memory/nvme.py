@@ -58,9 +58,9 @@ def probe(directory: str | Path) -> DirectoryProbe:
 class Transfer(Event):
     """A read or a write under way. It keeps its memory alive until the disk is done with it."""
 
-    def __init__(self, spill: SpillFile, ticket: int, tensor: torch.Tensor, what: str):
+    def __init__(self, spill: SpillFile, ticket: int, tensor: torch.Tensor, what: str, offset: int):
         super().__init__()
-        self._spill, self._ticket, self._tensor, self._what = spill, ticket, tensor, what
+        self._spill, self._ticket, self._tensor, self._what, self._offset = spill, ticket, tensor, what, offset
         self._lock = threading.Lock()
         self._is_over = False
 
@@ -78,7 +78,7 @@ class Transfer(Event):
                 try:
                     self._spill.queue.wait(self._ticket)
                 except (OSError, RuntimeError) as e:
-                    self._error = self._spill.failed(self._what, e)
+                    self._error = self._spill.failed(self._what, self._tensor.nbytes, self._offset, e)
                 finally:
                     self._is_over = True
                     del self._tensor
@@ -191,16 +191,16 @@ class SpillFile:
 
     @property
     def queue(self) -> IoQueue:
-        with self._lock:  # used from several threads
-            if self._queue is None:
-                self._queue = IoQueue()
-            return self._queue
+        if self._queue is None:
+            with self._lock:  # used from several threads
+                self._queue = self._queue or IoQueue()
+        return self._queue
 
-    def failed(self, what: str, cause: Exception) -> StorageError:
+    def failed(self, what: str, num_bytes: int, offset: int, cause: Exception) -> StorageError:
         """The error to raise for a failed transfer."""
         error = StorageError(
-            f"could not {what} of the spill file in {self.directory}: {cause}. Check the disk; training can be resumed "
-            "from the last checkpoint"
+            f"could not {what} {human_bytes(num_bytes)} at {offset} of the spill file in {self.directory}: {cause}. "
+            "Check the disk; training can be resumed from the last checkpoint"
         )
         error.__cause__ = cause
         return error
@@ -209,13 +209,12 @@ class SpillFile:
         num_bytes = tensor.numel() * tensor.element_size()
         assert tensor.is_contiguous() and tensor.data_ptr() % PAGE == 0 and offset % PAGE == 0, "unaligned transfer"
         assert num_bytes % PAGE == 0 and offset + num_bytes <= self.num_bytes, (offset, num_bytes, self.num_bytes)
-        told = f"{what} {human_bytes(num_bytes)} at {offset}"
         submit = self.queue.submit_read if what == "read" else self.queue.submit_write
         try:
             ticket = submit(self._fd, tensor.data_ptr(), num_bytes, offset, urgent=urgent)
         except (OSError, RuntimeError) as e:  # RuntimeError: a forked child uses its parent's queue
-            raise self.failed(told, e) from e
-        return Transfer(self, ticket, tensor, told)
+            raise self.failed(what, num_bytes, offset, e) from e
+        return Transfer(self, ticket, tensor, what, offset)
 
 
 def _open(directory: Path) -> tuple[int, bool, bool]:

@@ -15,7 +15,7 @@ from typing import TypeVar
 from gemini.errors import BudgetExceeded, PlanMismatch, parse_bytes
 from gemini.planning.hardware import Hardware
 from gemini.planning.homes import Fetches, cheapest_homes
-from gemini.planning.layout import DEFAULT_MAX_CHUNK
+from gemini.planning.layout import DEFAULT_MAX_CHUNK, Layout
 from gemini.planning.moves import cheapest_moves, moves_by_policy
 from gemini.planning.placement import Placement, Problem, StaticPlacement, by_fractions, check_fits, fill_fastest
 from gemini.planning.plan import Moves, Plan, window_room
@@ -27,6 +27,7 @@ from gemini.planning.traffic import fetch_traffic
 from gemini.planning.working import (
     MARGIN,
     PIECE,
+    WAITING_GRADIENTS,
     activation_bytes,
     gathered_at_once,
     gradients_in_flight,
@@ -197,12 +198,20 @@ def pose_problem(
         working_set=gathered_at_once(trace, layout, precision),
         staging=staging_bytes(tile) * staging_sets(compute, precision, overlap=overlap),
         activations=activations,
-        in_flight=gradients_in_flight(layout, itemsize) if many else 0,
+        in_flight=_in_flight(layout, itemsize, many=many, waiting=overlap and gradients == "transient"),
         exchange=scratch_bytes(max(ranks, replicas), min(tile, PIECE)) if many else 0,
         max_chunk=max_chunk,
         offloaded=trace.checkpoint_bytes if offloads else 0,
         offload_to=offload_to if offloads else None,
     )
+
+
+def _in_flight(layout: Layout, itemsize: int, *, many: bool, waiting: bool) -> int:
+    """Bytes of gradients on their way: whole ones that wait to be divided, or those that wait for their update."""
+    if many:
+        return gradients_in_flight(layout, itemsize)
+    largest = max((chunk.numel for chunk in layout.chunks if chunk.trainable), default=0)
+    return WAITING_GRADIENTS * largest * itemsize if waiting else 0
 
 
 class Planner:

@@ -28,6 +28,10 @@ STAGED_BYTES = {
 """Bytes of staging per element of a tile."""
 
 
+WAITING_GRADIENTS = 3
+"""Chunks whose transient gradients may wait for their updates at least; more where a budget has room."""
+
+
 def tile_numel(largest_chunk: int) -> int:
     """Elements per tile for a model whose largest chunk has that many."""
     return min(TILE, largest_chunk)

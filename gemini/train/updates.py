@@ -217,12 +217,11 @@ class Updates:
             assert self._lane is not None
             self._lane.hurry(job)
             about = self._engine().mover.about("update", f"wait for the update of chunk {index}", index)
-            with self._lane.alone(), about:
+            with self._lane.alone(), about, contextlib.suppress(Exception):  # raised below
                 job.wait()
         self._jobs.pop(index, None)
-        if job.error is not None:
-            for other in [i for i, j in self._jobs.items() if j.is_complete() and j.error is job.error]:
-                del self._jobs[other]  # told once
+        if job.error is not None and self._engine().lost is not None:
+            self.forget()  # all of them ended with this error, which is told once
         job.wait()
 
     def close(self) -> None:
