@@ -47,10 +47,16 @@ from benchmarks import race_hunt  # noqa: E402
 from benchmarks.race_hunt import NUM_STEPS, Recipe, Schedule, World, reference, same_all  # noqa: E402
 from gemini import kernels  # noqa: E402
 from gemini.errors import GeminiError  # noqa: E402
+from gemini.memory.chunk import Chunk  # noqa: E402
 from gemini.memory.device import Event  # noqa: E402
+from gemini.memory.windows import PageWindow  # noqa: E402
+from gemini.tiers import Ledger  # noqa: E402
 from gemini.train.engine import Engine  # noqa: E402
 
 KINDS = ("write: disk full", "read: i/o error", "adam: raises", "interrupt")
+BESIDE = "beside the books: interrupt"
+"""After a move of memory or an entry in the ledger, before what belongs to it. Not among the others: a model that was
+interrupted there trains on in a new one only (its own ledger no longer holds)."""
 ALARM = "interrupt at a moment"
 """As Ctrl-C comes: between any two bytecodes of the training thread. The number of the fault draws the moment."""
 ALARM_S = 0.15
@@ -102,7 +108,7 @@ class Faults:
         """Count a call; whether it is the one."""
         if self.phase == "" or getattr(self._inside, "call", False):
             return False
-        if self.kind == "interrupt" and threading.current_thread() is not threading.main_thread():
+        if "interrupt" in self.kind and threading.current_thread() is not threading.main_thread():
             return False
         with self._lock:
             self.calls += 1
@@ -118,6 +124,7 @@ class Faults:
             "read: i/o error": lambda: OSError(errno.EIO, "Input/output error"),
             "adam: raises": lambda: Injected("the kernel was made to fail"),
             "interrupt": lambda: KeyboardInterrupt("made by the test"),
+            BESIDE: lambda: KeyboardInterrupt("made by the test"),
             ALARM: lambda: KeyboardInterrupt("made by the test"),
         }[self.kind]()
 
@@ -127,6 +134,12 @@ class Faults:
         with contextlib.ExitStack() as undo:
             if self.kind == "adam: raises":
                 self._patch(undo, kernels, "adam_update")
+            elif self.kind == BESIDE:
+                for name in ("reserve", "release", "pass_on"):
+                    self._patch_after(undo, Ledger, name)
+                for name in ("populate", "depopulate"):
+                    self._patch_after(undo, PageWindow, name)
+                self._patch_after(undo, Chunk, "step")
             elif self.kind == ALARM:
                 undo.callback(signal.signal, signal.SIGALRM, signal.signal(signal.SIGALRM, self._alarm))
                 undo.callback(signal.setitimer, signal.ITIMER_REAL, 0)
@@ -162,6 +175,18 @@ class Faults:
                 return real(*args, **kwargs)
             finally:
                 self._inside.call = inside
+
+        undo.callback(setattr, owner, name, real)
+        setattr(owner, name, call)
+
+    def _patch_after(self, undo: contextlib.ExitStack, owner: Any, name: str) -> None:
+        real = getattr(owner, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            result = real(*args, **kwargs)
+            if self.hit():
+                raise self.error()
+            return result
 
         undo.callback(setattr, owner, name, real)
         setattr(owner, name, call)
@@ -232,7 +257,7 @@ def chain(error: BaseException | None) -> Iterator[BaseException]:
 
 def check_message(kind: str, error: BaseException) -> None:
     """It says what and what to do, and has what was injected as a cause."""
-    injected = {"interrupt": KeyboardInterrupt, ALARM: KeyboardInterrupt, "adam: raises": Injected}.get(kind, OSError)
+    injected = KeyboardInterrupt if "interrupt" in kind else Injected if kind == "adam: raises" else OSError
     assert any(isinstance(e, injected) for e in chain(error)), f"the cause is lost: {error!r}"
     if injected is KeyboardInterrupt:
         assert isinstance(error, KeyboardInterrupt), f"Ctrl-C came out as {error!r}"
@@ -443,7 +468,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--stride", type=int, default=1, help="fail every n-th call; 0 for none")
     parser.add_argument("--first", type=int, default=1, help="the first call to fail")
-    parser.add_argument("--only", default="", help="kinds of faults that contain this")
+    parser.add_argument("--only", default="", help=f"kinds of faults that contain this, or {BESIDE!r}")
     parser.add_argument("--case", default="", help="cases that contain this")
     parser.add_argument("--kills", type=int, default=10, help="processes to send signals to")
     parser.add_argument("--alarms", type=int, default=0, help="for each case, interrupts at moments that are drawn")
@@ -453,7 +478,7 @@ def main() -> int:
     gc.freeze()
     began, failures, total = time.monotonic(), 0, 0
     for name in [n for n in CASES if args.case in n] if args.stride else []:
-        for kind in [k for k in KINDS if args.only in k]:
+        for kind in [k for k in KINDS if args.only in k] or [args.only]:
             bad: list[int] = []
             fired = sweep(name, kind, lambda calls: range(args.first, calls + 1, args.stride),
                           partial(tell, f"{name}; {kind}", bad))  # fmt: skip
