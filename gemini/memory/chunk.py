@@ -142,6 +142,8 @@ class Chunk:
     """All gradients arrived while the weights were in use: GRAD_READY as soon as they are released."""
     arriving: Event | None = None
     """The end of the fetch that is under way."""
+    ahead: bool = False
+    """Fetched ahead of its use, which is still to come."""
     num_missing_grads: int = 0
     """Params whose gradient has yet to arrive in this backward."""
 

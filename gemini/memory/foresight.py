@@ -58,6 +58,9 @@ class Schedule:
         """The moment of the next use (of the next step's, counted on), and whether the plan keeps it until then."""
         if self._at is None or not self._starts:
             return None, False
+        following = self._at + 1
+        if 0 < following < len(self._needs) and index in self._needs[self._at] & self._needs[following]:
+            return following, True  # let go between two moments that both read it
         start = self._next_start(index)
         if start is not None:
             return start, (index, start) not in self._fetches

@@ -85,6 +85,7 @@ class Manager:
             chunk.step(UseEvent.ACQUIRE)
             chunk.grads_complete = False
         chunk.pins += 1
+        chunk.ahead = False
         if chunk.pins == 1 and not chunk.resident:
             self.foresight.acquired(chunk.spec.index)
         self._clock += 1
@@ -132,13 +133,18 @@ class Manager:
         if self.ledger.free(tier) >= num_bytes:
             return
         while (missing := num_bytes - self.ledger.free(tier) - self.ledger.held(tier, "pool")) > 0:
-            victims = self._policy.choose(self._evictable(), missing)
+            evictable = self._evictable()
+            victims = self._policy.choose([c for c in evictable if not c.kept], missing)
+            if victims is None and self._relieve():
+                continue
+            if victims is None:  # what the plan keeps goes only where there is nothing else
+                victims = self._policy.choose(evictable, missing)
             if victims is not None:
                 for index in victims:
                     self._evict(self.chunks[index])
             elif self._arriving:  # what came ahead of its time gives way to what is needed now
                 self._call_back(next(reversed(self._arriving.values())))
-            elif not self._relieve() and missing <= num_bytes - self.ledger.free(tier) - self.ledger.held(tier, "pool"):
+            elif missing <= num_bytes - self.ledger.free(tier) - self.ledger.held(tier, "pool"):
                 raise BudgetExceeded(self._explain(num_bytes, what))  # and nothing came free while it was asked
         self._trim_pool(num_bytes, for_window=for_window)
 
@@ -150,11 +156,16 @@ class Manager:
                 c.last_use,
                 c.use is Use.GRAD_READY,
                 c.arrived,
-                *self.foresight.outlook(c.spec.index),
+                *self._outlook(c),
             )
             for c in self.chunks
             if c.window is not None and c.use in (Use.HOLD, Use.GRAD_READY)
         ]
+
+    def _outlook(self, chunk: Chunk) -> tuple[int | None, bool]:
+        """When it is needed next, and whether it should stay until then: so plans the plan, or it came for that use."""
+        next_use, kept = self.foresight.outlook(chunk.spec.index)
+        return next_use, kept or chunk.ahead
 
     def _trim_pool(self, num_bytes: int, *, for_window: bool) -> None:
         tier, frames = self._device.tier, self._device.frames
@@ -217,6 +228,7 @@ class Manager:
             self.depopulate(chunk.window, "windows")
             raise
         chunk.step(UseEvent.FETCH)
+        chunk.ahead = True
         self._arriving[chunk.spec.index] = chunk
 
     def _await_arrival(self, chunk: Chunk) -> None:
@@ -342,7 +354,7 @@ class Manager:
     def _evict(self, chunk: Chunk) -> None:
         chunk.step(UseEvent.EVICT)
         self.num_evictions += 1
-        chunk.stale = False
+        chunk.stale = chunk.ahead = False
         self._on_evict(chunk)
         assert chunk.window is not None
         self.depopulate(chunk.window, "windows")

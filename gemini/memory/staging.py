@@ -19,20 +19,38 @@ SLOTS = 4
 """Tiles of the update lane under way at once: one or two being read, one in the update, one being written."""
 
 
-class StagingSet:
-    """Room for one tile of every kind of plane; memory comes with the first use of each kind."""
+class _Memory:
+    """One buffer for all areas of a set; it comes with the first use. Whole, so that huge pages can stand behind it:
+    they make a read from the disk several times as fast as pages of 4 KiB (MiB-sized areas alone would not get any).
+    """
 
-    def __init__(self, device: Device, tile: int):
+    def __init__(self, device: Device, num_bytes: int):
+        self._device, self._num_bytes = device, num_bytes
+        self._buffer: torch.Tensor | None = None
+
+    def get(self) -> torch.Tensor:
+        if self._buffer is None:
+            with torch.inference_mode(False):  # it outlives the eval that may have asked first
+                self._buffer = self._device.make_host_buffer(self._num_bytes)
+        return self._buffer
+
+
+class StagingSet:
+    """Room for one tile of every kind of plane, from byte ``at`` of some memory."""
+
+    def __init__(self, memory: _Memory, tile: int, at: int = 0):
         self.tile = tile
-        self._device = device
-        self._areas: dict[PlaneKind, torch.Tensor] = {}
+        self._memory = memory
+        self._at: dict[PlaneKind, int] = {}
+        for kind, size in STAGED_BYTES.items():
+            self._at[kind] = at
+            at += tile * size
 
     def staged(self, kind: PlaneKind, dtype: torch.dtype, numel: int) -> torch.Tensor:
         """The first ``numel`` elements of the area of ``kind``, as ``dtype``. Valid until it is asked again."""
-        if kind not in self._areas:
-            with torch.inference_mode(False):  # it outlives the eval that may have asked first
-                self._areas[kind] = self._device.make_host_buffer(self.tile * STAGED_BYTES[kind])
-        return self._areas[kind][: numel * dtype.itemsize].view(dtype)
+        num_bytes, at = numel * dtype.itemsize, self._at[kind]
+        assert num_bytes <= self.tile * STAGED_BYTES[kind], (kind, numel, dtype, self.tile)
+        return self._memory.get()[at : at + num_bytes].view(dtype)
 
 
 class Staging:
@@ -48,7 +66,7 @@ class Staging:
         self.tile = tile
         self._device, self._ledger = device, ledger
         self._is_reserved = reserved > 0
-        self._own = StagingSet(device, tile)
+        self._own = StagingSet(_Memory(device, staging_bytes(tile)), tile)
         self._num_left = max(reserved // staging_bytes(tile) - 1, 0)
 
     @property
@@ -65,15 +83,18 @@ class Staging:
 
     def take(self) -> StagingSet | None:
         """A set for a lane, while there is one left."""
-        if self._num_left == 0:
-            return None
-        self._num_left -= 1
-        return StagingSet(self._device, self.tile)
+        slots = self._take(1)
+        return slots[0] if slots else None
 
     def take_slots(self) -> list[StagingSet]:
         """The same cut into slots of smaller tiles; none if no set is left."""
+        return self._take(SLOTS)
+
+    def _take(self, num_slots: int) -> list[StagingSet]:
         if self._num_left == 0:
             return []
         self._num_left -= 1
-        slot = max(self.tile // SLOTS // ALIGN * ALIGN, ALIGN)
-        return [StagingSet(self._device, slot) for _ in range(max(min(SLOTS, self.tile // slot), 1))]
+        memory = _Memory(self._device, staging_bytes(self.tile))
+        tile = max(self.tile // num_slots // ALIGN * ALIGN, ALIGN)
+        num_slots = min(num_slots, max(self.tile // tile, 1))
+        return [StagingSet(memory, tile, number * staging_bytes(tile)) for number in range(num_slots)]

@@ -32,7 +32,7 @@ from gemini.planning.working import tile_numel
 from gemini.ranks.group import Ranks
 from gemini.states import Use
 from gemini.tiers import Ledger, Tier
-from gemini.train.guard import ParamHandle, engine_of
+from gemini.train.guard import ParamHandle, engine_of, poison
 from gemini.train.problem import Decision, collect_params, decide
 
 if TYPE_CHECKING:
@@ -269,3 +269,17 @@ def grad_hook(handle: ParamHandle) -> Any:
         engine_of(handle).take_grad(handle)
 
     return take
+
+
+def take_apart(chunks: Iterable[Chunk], handles: Iterable[ParamHandle]) -> None:
+    """The model ends: params refuse to be read, and neither they nor a chunk that somebody keeps hold any memory."""
+    handles = list(handles)
+    poison(handles)
+    for handle in handles:
+        handle.view = torch.empty(0, device="cpu")
+        if handle.hook is not None:
+            handle.hook.remove()
+    for chunk in chunks:
+        chunk.planes.clear()
+        chunk.window = None
+        chunk.flat = torch.empty(0, dtype=chunk.flat.dtype, device="cpu")

@@ -30,12 +30,12 @@ from gemini.ranks.group import join
 from gemini.tiers import Tier
 from gemini.train import stray_reads
 from gemini.train.activations import make_activation_store
-from gemini.train.build import adopt_all, build, iter_chunks
+from gemini.train.build import adopt_all, build, iter_chunks, take_apart
 from gemini.train.by_name import ByName
 from gemini.train.calls import CallRecord, Calls
 from gemini.train.exposure import Exposure
 from gemini.train.gradients import GradientStore, check_grad
-from gemini.train.guard import ManagedParameter, ParamHandle, poison, stepping_in_backward
+from gemini.train.guard import ManagedParameter, ParamHandle, stepping_in_backward
 from gemini.train.in_backward import step_landed, use_in_backward
 from gemini.train.loss_scale import LossScale
 from gemini.train.problem import prepare
@@ -408,15 +408,7 @@ class Engine:
             self.saver.close()
         for lanes in (self.updates, self.manager, self.gradients):
             lanes.close()
-        poison(self.handles)
-        for handle in self.handles:
-            handle.view = torch.empty(0, device="cpu")
-            if handle.hook is not None:
-                handle.hook.remove()
-        for chunk in self.chunks:
-            chunk.planes.clear()
-            chunk.window = None
-            chunk.flat = torch.empty(0, dtype=chunk.flat.dtype, device="cpu")
+        take_apart(self.chunks, self.handles)
         if self.spill is not None:
             self.spill.close()
         self.device.close()

@@ -5,10 +5,13 @@ from __future__ import annotations
 import torch
 
 from gemini import kernels
+from gemini.tiers import Tier
 
 
-def update_threads(setting: int | None) -> int:
-    """``setting``, or the processors that torch's own threads leave, at least one."""
+def update_threads(setting: int | None, compute: Tier) -> int:
+    """``setting``, or the processors that computing leaves, at least one: all where a GPU computes."""
     if setting is not None:
         return setting
+    if compute is Tier.GPU:
+        return kernels.get_num_threads()
     return max(kernels.get_num_threads() - torch.get_num_threads(), 1)

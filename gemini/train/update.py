@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 _UPDATED = (PlaneKind.WEIGHTS, *OPTIMIZER_PLANES)
 
-_IN_PLACE_TILE = 2**24
+_IN_PLACE_TILE = 2**22
 """Elements of a tile where nothing is staged: milliseconds, so that what became more urgent does not wait for long."""
 
 

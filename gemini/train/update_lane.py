@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -76,11 +77,21 @@ class UpdateLane(Worker):
         self.slot_tile = slots[0].tile if slots else 0
         self._mover, self._on_lost = mover, on_lost
         self._free = list(slots)
+        self._is_alone = False
         self._tiles: Iterator[tuple[UpdateJob, Tile]] | None = None
         self._next: tuple[UpdateJob, Tile] | None = None
         self._reading: deque[tuple[UpdateJob, Tile]] = deque()
         self._writing: deque[tuple[UpdateJob, Tile]] = deque()
         self._open: dict[UpdateJob, None] = {}
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """The thread that computes only waits inside: its processors are free for the update."""
+        self._is_alone = True
+        try:
+            yield
+        finally:
+            self._is_alone = False
 
     def can_take(self, chunk: Chunk, segments: list[Segment]) -> bool:
         """Whether there is staging for it, or none is needed."""
@@ -141,7 +152,6 @@ class UpdateLane(Worker):
                     return None
                 assert isinstance(job, UpdateJob)
                 kernels.set_flush_mode(job.flush_mode)
-                kernels.limit_threads(job.threads)
                 try:
                     check_finite(job.segments)
                 except NonFiniteGradient as e:
@@ -164,6 +174,7 @@ class UpdateLane(Worker):
 
     def _update(self, job: UpdateJob, tile: Tile) -> None:
         self._writing.append((job, tile))
+        kernels.limit_threads(None if self._is_alone else job.threads)
         with torch.profiler.record_function("gemini::adam"), self._mover.working(job.working):
             tile.run()
         if tile.staging is None:

@@ -101,7 +101,7 @@ class Updates:
             work.segments,
             self._urgency(work.chunk),
             moved=self._engine().mover.moved,
-            threads=update_threads(self._threads),
+            threads=update_threads(self._threads, self._engine().device.tier),
             before=self._before,
             release=release,
         )
@@ -217,7 +217,8 @@ class Updates:
         if not job.is_complete():
             assert self._lane is not None
             self._lane.hurry(job)
-            with self._engine().mover.about("update", f"wait for the update of chunk {index}", index):
+            about = self._engine().mover.about("update", f"wait for the update of chunk {index}", index)
+            with self._lane.alone(), about:
                 job.wait()
         self._jobs.pop(index, None)
         if job.error is not None:

@@ -151,7 +151,7 @@ def test_staging_does_not_grow(device: Device) -> None:
         for kind in PlaneKind:
             part = mover.staged(kind, torch.int16, 2 * ALIGN)
             assert part.data_ptr() == seen[kind] and part.data_ptr() % 4096 == 0 and part.numel() == 2 * ALIGN
-    held = sum(tensor.numel() for tensor in mover.staging.own._areas.values())
+    held = mover.staging.own._memory.get().numel()
     assert held == staging_bytes(2 * ALIGN) == ledger.used(Tier.CPU), "reserved, even where nobody did before"
 
 

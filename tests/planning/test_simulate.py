@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 
 import pytest
 from stacks import NUMEL, machine, stack_plan, stack_trace
@@ -11,18 +12,21 @@ from traces import decoder_trace
 
 import gemini
 from gemini.errors import MissingFigure, PlanMismatch
+from gemini.planning import simulate as simulating
 from gemini.planning.costs import Costs, Efficiency
 from gemini.planning.outcome import SHARING, timeline_of
 from gemini.planning.plan import Plan, check_plan
 from gemini.planning.planner import plan as make_plan
 from gemini.planning.policy import FirstInFirstOut, LeastRecentlyUsed
 from gemini.planning.schedules import overlapped
-from gemini.planning.simulate import simulate, simulate_policy
 from gemini.planning.timeline import Lane, Timeline
 from gemini.planning.trace import with_seconds
 from gemini.planning.traffic import Traffic, by_name
 from gemini.planning.work import Work
 from gemini.tiers import Tier
+
+simulate = partial(simulating.simulate, schedule="serial")
+simulate_policy = partial(simulating.simulate_policy, schedule="serial")
 
 LAYERS = 6
 FETCHES = 2 * LAYERS - 2

@@ -6,18 +6,21 @@ A layer computes 10 ms in forward and 20 ms in backward with one thread; what it
 from __future__ import annotations
 
 import itertools
+from functools import partial
 from typing import Any
 
 import pytest
 from stacks import NUMEL, machine, stack_plan, stack_trace
 
+from gemini.planning import simulate as simulating
 from gemini.planning.hardware import Hardware
 from gemini.planning.outcome import SHARING
 from gemini.planning.plan import Plan
-from gemini.planning.simulate import simulate
 from gemini.planning.timeline import Lane, Timeline
 from gemini.planning.trace import with_seconds
 from gemini.tiers import Tier
+
+simulate = partial(simulating.simulate, schedule="serial")
 
 LAYERS = 60
 MS = 1e-3

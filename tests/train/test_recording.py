@@ -26,7 +26,7 @@ def wrap(device: str, folder: Path, **settings: Any) -> Any:
     budget = {"gpu": "192KiB", "cpu": "64MiB"} if device == "standin" else {"cpu": "320KiB"}
     memory = gemini.MemoryBudget(**budget, nvme="64MiB", nvme_path=folder)
     placement = gemini.StaticPlacement(weights_on_nvme=0.5 if device == "standin" else 1, optimizer_on_nvme=1)
-    config = gemini.GeminiConfig(memory=memory, device=device, placement=placement, max_chunk=8192, overlap=False, **settings)
+    config = gemini.GeminiConfig(memory=memory, device=device, placement=placement, max_chunk=8192, **settings)
     return gemini.GeminiDDP(models.make_model("llama"), config)
 
 
