@@ -43,7 +43,7 @@ class GeminiConfig:
         hardware: the machine to plan for, from ``gemini doctor --measure`` or a named one. Without one typical speeds.
         overlap: let updates, fetches and writes run beside computing. The bits are the same without.
         update_threads: threads that share an update on the CPU that runs beside computing; None for the processors that
-            torch's own threads leave, at least one.
+            computing leaves. Where torch takes them all, None makes updates that need no drive at once, with all.
 
     Raises:
         ValueError, TypeError: for values that make no sense, naming what is accepted.

@@ -75,6 +75,8 @@ class GradientStore:
         self._lane = None if staging is None else lane
         self._lane_staging = staging
         self._landing: list[Job] = []
+        self.in_turn = False
+        """Land at once: for who looks at what is alive at every moment."""
         self._working_set = working_set
         self._handles = handles
         self._ledger = ledger
@@ -87,7 +89,7 @@ class GradientStore:
         """Keep ``grad`` (of the param's shape, any strides), added to what is there from earlier backwards."""
         adding, flat = handle.has_grad, grad.detach().contiguous().view(-1)
         leaves = handle.chunk.planes[PlaneKind.GRAD].tier is not self._device.tier
-        if self._lane is None or not leaves or not self._hold(flat.nbytes):
+        if self._lane is None or self.in_turn or not leaves or not self._hold(flat.nbytes):
             handle.norm_sums = self.land_piece(handle.chunk, flat, handle.slot.start, adding)
             return
         handle.norm_sums = []  # it is there; its sums come with it

@@ -93,10 +93,6 @@ class UpdateLane(Worker):
         finally:
             self._is_alone = False
 
-    def can_take(self, chunk: Chunk, segments: list[Segment]) -> bool:
-        """Whether there is staging for it, or none is needed."""
-        return bool(self.slot_tile) or not is_staged(self._mover, chunk, segments)
-
     def _work(self) -> None:
         while True:
             try:

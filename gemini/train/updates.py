@@ -16,7 +16,7 @@ from gemini.errors import BudgetExceeded
 from gemini.memory.chunk import Chunk
 from gemini.train.gradients import HOLDER
 from gemini.train.threads import update_threads
-from gemini.train.update import Segment, check_finite, runs_on_device, update_chunk
+from gemini.train.update import Segment, check_finite, is_staged, runs_on_device, update_chunk
 from gemini.train.update_lane import UpdateJob, UpdateLane
 
 if TYPE_CHECKING:
@@ -90,10 +90,19 @@ class Updates:
             update_chunk(engine, work.chunk, work.segments)
 
     def _can_wait(self, lane: UpdateLane, work: Work) -> bool:
-        """Where every plane stands on the device, the update is one more thing that it computes."""
-        landed = work.segments[0].grad is None
-        on_device = runs_on_device(self._engine().mover, work.chunk, landed)
-        return not on_device and lane.can_take(work.chunk, work.segments)
+        """Whether an update may run beside computing: there is staging if it needs some, else there is a processor.
+
+        Where every plane stands on the device, the update is one more thing that it computes.
+        """
+        mover = self._engine().mover
+        if runs_on_device(mover, work.chunk, work.segments[0].grad is None):
+            return False
+        if is_staged(mover, work.chunk, work.segments):
+            return lane.slot_tile > 0
+        return self._num_threads() > 0
+
+    def _num_threads(self) -> int:
+        return update_threads(self._threads, self._engine().device.tier)
 
     def _job(self, work: Work, release: Callable[[], None] | None = None) -> UpdateJob:
         return UpdateJob(
@@ -101,7 +110,7 @@ class Updates:
             work.segments,
             self._urgency(work.chunk),
             moved=self._engine().mover.moved,
-            threads=update_threads(self._threads, self._engine().device.tier),
+            threads=max(self._num_threads(), 1),
             before=self._before,
             release=release,
         )

@@ -25,7 +25,7 @@ from gemini.memory.device import make_device
 from gemini.planning.layout import DEFAULT_MAX_CHUNK, ParamSpec, make_layout
 from gemini.planning.placement import Placement, Problem, bytes_per_tier
 from gemini.planning.planes import PlaneKind, compute_itemsize
-from gemini.planning.working import staging_bytes, tile_numel
+from gemini.planning.working import staging_bytes, staging_sets, tile_numel
 from gemini.tiers import MemoryBudget, Tier
 from gemini.train.problem import collect_params
 from gemini.train.structure import working_set
@@ -121,7 +121,8 @@ def draw(rng: random.Random, model: nn.Module, precision: str) -> Draw:
         budgets=dict.fromkeys(tiers, 0),
         compute=make_device(device).tier,
         working_set=working_set(model, layout, precision),
-        staging=staging_bytes(min(tile or largest, tile_numel(largest))),
+        staging=staging_bytes(min(tile or largest, tile_numel(largest)))
+        * staging_sets(make_device(device).tier, precision, overlap=True),
     )
     # Some placements lean to one tier, so that the corners (all on NVMe, all on one tier) come up as well.
     lean = rng.choice((None, None, None, *tiers))

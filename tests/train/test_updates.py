@@ -25,7 +25,8 @@ def wrap(where: str, folder: Path, **how: Any) -> Any:
     memory = gemini.MemoryBudget(gpu="1MiB" if where == "standin" else None, cpu=cpu, nvme="64MiB", nvme_path=folder)
     placement = gemini.StaticPlacement(weights_on_nvme=0.5, optimizer_on_nvme=1.0) if where != "ram" else "auto"
     device = "standin" if where == "standin" else "cpu"
-    config = gemini.GeminiConfig(memory=memory, device=device, placement=placement, max_chunk=4096, **how)
+    how = {"max_chunk": 4096, "update_threads": 1, **how}
+    config = gemini.GeminiConfig(memory=memory, device=device, placement=placement, **how)
     return gemini.GeminiDDP(models.make_model("llama"), config)
 
 
