@@ -95,7 +95,7 @@ def test_a_plan_from_a_file_runs(device: str, tmp_path: Path) -> None:
 
 
 def test_the_first_step_is_the_trace_where_none_is_given(tmp_path: Path) -> None:
-    """From the second step on the moves are those that cost least, in the homes there are, for what the first one did."""
+    """From the second step on the moves are those that cost least in these homes for what the first one did."""
     model = models.make_model("llama")
     there, trace = budgets(model, 0.05, "standin"), known_trace(model)
     model, optimizer = wrap(there, "standin", tmp_path)
