@@ -117,6 +117,7 @@ class Foresight:
     def interrupt(self) -> None:
         """What runs now, or failed, is no such step."""
         self.in_step = False
+        self._held.clear()
         self._seen = None
         if self.schedule is not None:
             self.schedule.lose()

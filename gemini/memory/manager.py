@@ -279,6 +279,41 @@ class Manager:
             with contextlib.suppress(Exception):
                 job.wait()
 
+    def is_balanced(self) -> bool:
+        """Whether the books say what there is, where nobody computes: nothing pinned, every window accounted for."""
+        tier, frames = self._device.tier, self._device.frames
+        gathered = 0
+        for chunk in self.chunks:
+            arriving = (chunk.use is Use.FETCHING, chunk.arriving is not None, chunk.spec.index in self._arriving)
+            if chunk.pins or chunk.use is Use.COMPUTE or len(set(arriving)) > 1:
+                return False
+            if chunk.window is not None and chunk.use is not Use.FREE:
+                gathered += chunk.window.num_bytes
+        parked = 0 if frames is None else frames.parked_bytes
+        return self.ledger.held(tier, "windows") == gathered and self.ledger.held(tier, "pool") == parked
+
+    def start_over(self) -> None:
+        """Forget every gathered copy and what the books say of them: an interrupt came between two lines of them.
+
+        Copies are clean, so nothing is lost but the time to gather them again.
+        """
+        for chunk in self.chunks:
+            job = chunk.arriving
+            if self._lane is not None and isinstance(job, Job):
+                self._lane.cancel(job)
+                with contextlib.suppress(Exception):
+                    job.wait()
+            chunk.arriving, chunk.pins, chunk.stale, chunk.ahead, chunk.grads_complete = None, 0, False, False, False
+            chunk.use = Use.HOLD if chunk.window is None else Use.FREE
+            if chunk.window is not None:
+                self._on_evict(chunk)
+                chunk.window.discard()
+        self._arriving.clear()
+        if self._device.frames is not None:
+            self._device.frames.trim()
+        for holder in ("windows", "pool"):
+            self.ledger.release(self._device.tier, self.ledger.held(self._device.tier, holder), holder)
+
     def close(self) -> None:
         """The model ends; a chunk that somebody keeps must keep nothing else."""
         if self._lane is not None:

@@ -35,6 +35,10 @@ class Window(ABC):
         True if it waits in the device's frame pool, False if it went back to the system.
         """
 
+    @abstractmethod
+    def discard(self) -> None:
+        """Give what memory there may be back to the system, whether the window was populated or not."""
+
 
 class StorageWindow(Window):
     """A resizable torch storage: the caching allocator behind it makes this cheap on CUDA."""
@@ -54,6 +58,9 @@ class StorageWindow(Window):
     def depopulate(self) -> bool:
         self.bytes.untyped_storage().resize_(0)
         return False
+
+    def discard(self) -> None:
+        self.depopulate()
 
 
 class PageWindow(Window):
@@ -80,6 +87,9 @@ class PageWindow(Window):
             self.pages.discard()
             return False
         return True
+
+    def discard(self) -> None:
+        self.pages.discard()
 
 
 class FramePool:

@@ -91,7 +91,7 @@ class Engine:
             lane_staging=self.mover.staging.take() if config.overlap and alone else None,
             update_of=self.updates.job_of,
             await_update=self.updates.wait,
-            relieve=self._relieve,
+            relieve=lambda: self.updates.relieve() or self.gradients.relieve(),
         )
         self.gradients = GradientStore(
             self.handles,
@@ -131,7 +131,7 @@ class Engine:
 
     @property
     def computing(self) -> bool:
-        """Whether params are ordinary parameters now: a forward, a backward or gathered() is under way."""
+        """Whether params are ordinary ones now: a forward, a backward or gathered() is under way."""
         return self.calls.running or self.in_backward or self.num_gathered > 0
 
     def mark_lost(self, cause: BaseException) -> None:
@@ -194,11 +194,14 @@ class Engine:
         if self.in_backward:
             for handle in self.handles:
                 handle.param.grad = None  # of autograd, if the interrupt came just before the hook that takes it
+            self.calls.abandon(backward=True)
             self.end_backward()
             if self.updated_in_backward:
                 self.updated_in_backward = False
                 self.mark_lost(GeminiError("its backward ended early, after some params were updated in it"))
         self.exposure.rest_if_idle()
+        if not self.computing and not self.manager.is_balanced():
+            self.manager.start_over()
 
     def begin_backward(self) -> None:
         """The first gradient of a backward is about to flow into the model.
@@ -261,10 +264,6 @@ class Engine:
         if self.recording is not None:
             self.recording.end_backward()
         self.exposure.rest_if_idle()
-
-    def _relieve(self) -> bool:
-        """Let something end that gives back memory of the computing tier; False if there is nothing."""
-        return self.updates.relieve() or self.gradients.relieve()
 
     # ---- gathered weights ---------------------------------------------------------------------------------------
 

@@ -30,7 +30,7 @@ class Failure(NamedTuple):
 class Pool:
     """``size`` processes of one gloo group. ``timeout``: seconds the group waits for a rank."""
 
-    def __init__(self, size: int, timeout: float = 60.0):
+    def __init__(self, size: int, timeout: float = 180.0):
         self.size = size
         self._folder = tempfile.TemporaryDirectory(prefix="gemini-ranks-")
         store = str(Path(self._folder.name) / "store")
@@ -45,7 +45,7 @@ class Pool:
             self.processes.append(process)
             self._pipes.append(ours)
 
-    def outcomes(self, function: Callable[..., Any], *args: Any, seconds: float = 240.0) -> list[Any]:
+    def outcomes(self, function: Callable[..., Any], *args: Any, seconds: float = 400.0) -> list[Any]:
         """Run ``function(*args)`` on every rank: what each returned, or its :class:`Failure`.
 
         A rank that died gives a ``Failure`` of kind "Died". Nobody gets more than ``seconds``.
@@ -72,7 +72,7 @@ class Pool:
             self.close()
         return results
 
-    def run(self, function: Callable[..., Any], *args: Any, seconds: float = 240.0) -> list[Any]:
+    def run(self, function: Callable[..., Any], *args: Any, seconds: float = 400.0) -> list[Any]:
         """The same, and no rank may fail."""
         results = self.outcomes(function, *args, seconds=seconds)
         for rank, result in enumerate(results):
