@@ -7,10 +7,14 @@ leave nothing behind. If a rank dies or hangs the pool is ended and the next tes
 
 from __future__ import annotations
 
+import contextlib
+import faulthandler
 import gc
 import multiprocessing as mp
 import os
+import signal
 import tempfile
+import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -59,6 +63,8 @@ class Pool:
             ready = wait(list(pending), timeout=seconds)
             if not ready:
                 broken = True
+                for rank in pending.values():
+                    results[rank] = results[rank]._replace(traceback=self._stacks(rank))
                 break
             for pipe in ready:
                 assert isinstance(pipe, Connection)
@@ -75,11 +81,24 @@ class Pool:
     def run(self, function: Callable[..., Any], *args: Any, seconds: float = 400.0) -> list[Any]:
         """The same, and no rank may fail."""
         results = self.outcomes(function, *args, seconds=seconds)
-        for rank, result in enumerate(results):
-            if isinstance(result, Failure):
-                self.close()
-                raise AssertionError(f"rank {rank} failed: {result.kind}: {result.text}\n{result.traceback}")
+        failed = [
+            f"rank {rank} failed: {result.kind}: {result.text}\n{result.traceback}"
+            for rank, result in enumerate(results)
+            if isinstance(result, Failure)
+        ]
+        if failed:
+            self.close()
+            raise AssertionError("\n".join(failed))
         return results
+
+    def _stacks(self, rank: int) -> str:
+        """Where every thread of a rank stands."""
+        file = Path(self._folder.name) / f"stacks-{rank}"
+        with contextlib.suppress(OSError, TypeError):
+            os.kill(self.processes[rank].pid or 0, signal.SIGUSR1)
+            time.sleep(1)
+            return file.read_text()
+        return ""
 
     @property
     def alive(self) -> bool:
@@ -103,6 +122,8 @@ def _work(rank: int, size: int, store: str, timeout: float, pipe: Connection) ->
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    stacks = open(Path(store).parent / f"stacks-{rank}", "w")  # noqa: SIM115 - for as long as the process lives
+    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     dist.init_process_group(
         "gloo", store=dist.FileStore(store, size), rank=rank, world_size=size, timeout=timedelta(seconds=timeout)
     )
