@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from gemini.errors import RankMismatch
 from gemini.ranks import launch
 from gemini.ranks.meeting import start_group
+from gemini.ranks.subgroup import make_subgroup
 from gemini.ranks.wire import Tag, Wire
 
 
@@ -158,15 +159,12 @@ def _make(rows: list[list[int]], parent: dist.ProcessGroup, *, cuda: bool) -> Ra
     replicas = None if len(rows) == 1 else _wire(column, parent)
     collective = None
     if cuda:
-        collective = (
-            parent if _has_nccl(parent) else dist.new_group(row, backend="nccl", use_local_synchronization=True)
-        )
+        collective = parent if _has_nccl(parent) else make_subgroup(row, "nccl")
     return Ranks(wire, replicas, everyone, collective, _count_local(everyone))
 
 
 def _wire(ranks: list[int], parent: dist.ProcessGroup) -> Wire:
-    group = dist.new_group(ranks, backend="gloo", timeout=_timeout(parent), use_local_synchronization=True)
-    return Wire(group)
+    return Wire(make_subgroup(ranks, "gloo", _timeout(parent)))
 
 
 def _timeout(group: dist.ProcessGroup) -> Any:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from gemini import errors
 from gemini.errors import GeminiError, RankMismatch
 from gemini.ranks.agreement import Point
+from gemini.ranks.subgroup import make_subgroup
 from gemini.ranks.wire import guarded
 
 if TYPE_CHECKING:
@@ -72,7 +73,7 @@ def group_for(engine: Engine) -> dist.ProcessGroup | None:
         return None
     if engine not in _groups:
         ranks = engine.shards.ranks.everyone.global_ranks
-        _groups[engine] = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+        _groups[engine] = make_subgroup(ranks, "gloo")
     return _groups[engine]
 
 

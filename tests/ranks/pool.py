@@ -34,7 +34,7 @@ class Failure(NamedTuple):
 class Pool:
     """``size`` processes of one gloo group. ``timeout``: seconds the group waits for a rank."""
 
-    def __init__(self, size: int, timeout: float = 180.0):
+    def __init__(self, size: int, timeout: float = 60.0):
         self.size = size
         self._folder = tempfile.TemporaryDirectory(prefix="gemini-ranks-")
         store = str(Path(self._folder.name) / "store")
@@ -49,7 +49,7 @@ class Pool:
             self.processes.append(process)
             self._pipes.append(ours)
 
-    def outcomes(self, function: Callable[..., Any], *args: Any, seconds: float = 400.0) -> list[Any]:
+    def outcomes(self, function: Callable[..., Any], *args: Any, seconds: float = 240.0) -> list[Any]:
         """Run ``function(*args)`` on every rank: what each returned, or its :class:`Failure`.
 
         A rank that died gives a ``Failure`` of kind "Died". Nobody gets more than ``seconds``.
@@ -78,7 +78,7 @@ class Pool:
             self.close()
         return results
 
-    def run(self, function: Callable[..., Any], *args: Any, seconds: float = 400.0) -> list[Any]:
+    def run(self, function: Callable[..., Any], *args: Any, seconds: float = 240.0) -> list[Any]:
         """The same, and no rank may fail."""
         results = self.outcomes(function, *args, seconds=seconds)
         failed = [
@@ -93,11 +93,12 @@ class Pool:
 
     def _stacks(self, rank: int) -> str:
         """Where every thread of a rank stands."""
-        file = Path(self._folder.name) / f"stacks-{rank}"
-        with contextlib.suppress(OSError, TypeError):
-            os.kill(self.processes[rank].pid or 0, signal.SIGUSR1)
+        pid = self.processes[rank].pid
+        assert pid is not None, "it was started"
+        with contextlib.suppress(OSError):  # it ended meanwhile, or never came so far
+            os.kill(pid, signal.SIGUSR1)
             time.sleep(1)
-            return file.read_text()
+            return (Path(self._folder.name) / f"stacks-{rank}").read_text()
         return ""
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import gemini
 from gemini.planning.layout import Layout, ParamSpec, make_layout
+from gemini.ranks.subgroup import make_subgroup
 from tests.ranks.cases import Job, config_of, make_model, run
 from tests.ranks.pool import Failure, Pool
 from tests.ranks.test_rank_exactness import assert_close_to_plain, assert_ranks_agree, assert_same_bits
@@ -105,6 +107,42 @@ def a_group_of_some() -> int:
 
 def test_a_process_group_may_be_given(pool_of: Pools) -> None:
     assert pool_of(4).run(a_group_of_some) == [1, 2, 2, 1]
+
+
+def uneven_numbers_of_groups(folder: Path) -> list[int]:
+    """Each rank has another number of torch's groups, when all share a model and when two do; checkpoints as well."""
+    rank = dist.get_rank()
+    for _ in range(rank):
+        dist.new_group([rank], use_local_synchronization=True)
+    counts = []
+    for name, mesh in (("all", None), ("replicated", (2, 2))):
+        model = small(mesh=None if mesh is None else init_device_mesh("cpu", mesh))
+        gemini.save_checkpoint(folder / name, model, gemini.HybridAdam(model.parameters()))
+        counts.append(model._gemini_engine.layout.ranks)
+    pair = dist.new_group([1, 3])
+    if rank in (1, 3):
+        model = small(process_group=pair)
+        gemini.save_checkpoint(folder / "pair", model, gemini.HybridAdam(model.parameters()))
+        counts.append(model._gemini_engine.layout.ranks)
+    return counts
+
+
+def test_ranks_may_have_made_other_groups_before(pool_of: Pools, tmp_path: Path) -> None:
+    found = pool_of(4).run(uneven_numbers_of_groups, tmp_path, seconds=60)
+    assert found == [[4, 2], [4, 2, 2], [4, 2], [4, 2, 2]]
+
+
+def make_a_pair(by: list[int], seconds: float) -> None:
+    if dist.get_rank() in by:
+        dist.barrier(make_subgroup([0, 1], "gloo", timedelta(seconds=seconds)))
+
+
+def test_a_rank_that_does_not_come_is_named(pool_of: Pools) -> None:
+    outcomes = pool_of(4).outcomes(make_a_pair, [0], 0.5)
+    assert isinstance(outcomes[0], Failure) and outcomes[0].kind == "RankLost"
+    assert "rank 1 did not come" in outcomes[0].text
+    assert outcomes[1:] == [None, None, None]
+    pool_of(4).run(make_a_pair, [0, 1], 30, seconds=60)
 
 
 def transient_replicas() -> None:

@@ -1,0 +1,60 @@
+"""Process groups of some ranks, made by those ranks alone.
+
+torch names a group that is made locally by a hash of its ranks and of how many groups the process has, and ranks that
+hash differently wait for each other until the timeout (torch 2.13, ``_hash_ranks_to_str``). Ranks do have different
+numbers: of ``new_group([0, 1])`` ranks 0 and 1 keep one, the others none. A group of all ranks is named by a count that
+is the same on all of them; for one of some ranks, its members agree through the store first.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from gemini.errors import RankLost
+
+_made: Counter[tuple[int, ...]] = Counter()
+
+
+def make_subgroup(ranks: Sequence[int], backend: str, timeout: timedelta | None = None) -> dist.ProcessGroup:
+    """A new group of ``ranks`` (global ones, ascending), of which this process is one; called by all of them.
+
+    ``timeout``: of its collectives and of waiting for the others to come here; None is torch's default.
+
+    Raises:
+        RankLost: if one of them does not come.
+    """
+    if len(ranks) == dist.get_world_size():
+        return dist.new_group(list(ranks), backend=backend, timeout=timeout)
+    most = max(_group_counts(tuple(ranks), timeout or c10d.default_pg_timeout))
+    while len(c10d._world.pg_names) < most:
+        dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
+    return dist.new_group(list(ranks), backend=backend, timeout=timeout, use_local_synchronization=True)
+
+
+def _group_counts(ranks: tuple[int, ...], timeout: timedelta) -> list[int]:
+    """How many groups each of ``ranks`` has."""
+    default = dist.group.WORLD
+    assert default is not None
+    meeting = f"gemini/subgroup/{'_'.join(map(str, ranks))}/{_made[ranks]}"
+    _made[ranks] += 1
+    store = c10d._world.pg_map[default][1]
+    mine = f"{meeting}/{dist.get_rank()}"
+    store.set(mine, str(len(c10d._world.pg_names)))
+    counts = []
+    for rank in ranks:
+        try:
+            store.wait([f"{meeting}/{rank}"], timeout)
+        except RuntimeError as e:
+            _made[ranks] -= 1
+            store.delete_key(mine)  # they may meet here at another attempt
+            raise RankLost(
+                f"rank {rank} did not come to make a process group of ranks {list(ranks)} within {timeout}. It died, "
+                "hangs, or does not wrap this model: its own output says why"
+            ) from e
+        counts.append(int(store.get(f"{meeting}/{rank}")))
+    return counts
