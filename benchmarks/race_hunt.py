@@ -546,7 +546,7 @@ def run(schedule: Schedule, directory: Path) -> Counter[str]:
         AssertionError: if something has other bits, or is left behind; and whatever the engine raises.
     """
     steps, worlds = reference(schedule.recipe)
-    open_before = nameless_files()
+    before = left_open()
     with disturbed(schedule) as jobs, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model, optimizer = wrap(schedule, directory)
@@ -566,19 +566,20 @@ def run(schedule: Schedule, directory: Path) -> Counter[str]:
         seen = reader.seen + jobs
         del reader, optimizer, model
         gc.collect()
-    check_nothing_left(open_before)
+    check_nothing_left(before)
     return seen
 
 
-def check_nothing_left(open_before: set[str]) -> None:
+def left_open() -> set[Any]:
+    """Worker threads and nameless files of this process."""
+    return nameless_files() | {thread for thread in threading.enumerate() if thread.name.startswith("gemini-")}
+
+
+def check_nothing_left(before: set[Any]) -> None:
     """Spill files and worker threads go with their model."""
     until = time.monotonic() + 20
-    while True:
-        threads = [thread.name for thread in threading.enumerate() if thread.name.startswith("gemini-")]
-        files = nameless_files() - open_before
-        if not threads and not files:
-            return
-        assert time.monotonic() < until, f"left behind: threads {threads}, files {files}"
+    while left := left_open() - before:
+        assert time.monotonic() < until, f"left behind: {left}"
         gc.collect()
         time.sleep(0.01)
 

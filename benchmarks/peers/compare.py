@@ -40,7 +40,8 @@ def settings_of(args: argparse.Namespace, name: str, spill: str | None) -> dict[
     shape = {key: getattr(args, key) for key in ("hidden", "layers", "vocab", "tokens", "seq_len")}
     config = args.gemini if name.startswith("gemini") else args.deepspeed if name.startswith("deepspeed") else {}
     return {"peer": name, "shape": shape, "threads": args.threads, "clip": args.clip, "spill": spill, "config": config,
-            "cpu": args.cpu, "cpu_beside_nvme": args.cpu_beside_nvme}  # fmt: skip
+            "cpu": args.cpu, "cpu_beside_nvme": args.cpu_beside_nvme,
+            "cpu_budget": args.cpu_budget}  # fmt: skip
 
 
 def start(args: argparse.Namespace, name: str, spill: str | None) -> _ranks.Group:
@@ -170,6 +171,8 @@ def parse() -> argparse.Namespace:
     add("--spill", type=Path, default=None, help="an existing folder on the drive, for all that use NVMe")
     add("--cpu", default="8GiB", help="cpu budget of Gemini in memory (default: %(default)s)")
     add("--cpu-beside-nvme", default="256MiB", help="cpu budget of Gemini on NVMe (default: %(default)s)")
+    add("--cpu-budget", default="1GiB",
+        help="of Gemini in a budget, and with weights in memory, states on NVMe (default: %(default)s)")  # fmt: skip
     add("--gemini", type=pair, action="append", default=[], metavar="FIELD=VALUE",
         help="of GeminiConfig, for every gemini peer; may be given several times")  # fmt: skip
     add("--deepspeed", type=json.loads, default={}, metavar="JSON", help="merged into DeepSpeed's configs")

@@ -23,8 +23,12 @@ PEERS = {
     "fsdp2-offload": Peer("with_fsdp2.py", "CPUOffloadPolicy(pin_memory=False), fp32 params, bf16 compute"),
     "gemini": Peer("with_gemini.py", "all in memory, gradients retained"),
     "gemini-nvme": Peer("with_gemini.py", "all states and retained gradients in the spill file", nvme=True),
+    "gemini-nvme-budget": Peer("with_gemini.py", "placement auto in --cpu-budget, NVMe behind it", nvme=True),
     "gemini-transient": Peer("with_gemini.py", "all in memory, step_in_backward", clips=False),
     "gemini-transient-nvme": Peer("with_gemini.py", "all states on NVMe, step_in_backward", nvme=True, clips=False),
+    "gemini-transient-nvme-states": Peer(
+        "with_gemini.py", "weights in memory, residual and moments on NVMe, step_in_backward", nvme=True, clips=False
+    ),
 }
 BASES = ("plain", "plain-fused", "deepspeed-cpu", "deepspeed-nvme", "fsdp2-offload")
 """Whose speed the others' is divided by."""

@@ -81,7 +81,7 @@ def goals_of(tokens: int) -> list[Goal]:
         return [
             Goal(("gemini", "gemini-transient"), ("deepspeed-cpu",), 2.33),
             Goal(
-                ("gemini-nvme", "gemini-transient-nvme"),
+                ("gemini-nvme", "gemini-nvme-budget", "gemini-transient-nvme", "gemini-transient-nvme-states"),
                 ("deepspeed-nvme", "deepspeed-nvme-pipelined", "deepspeed-nvme-all"),
                 3.0,
             ),
