@@ -42,6 +42,10 @@ class Job(Event):
     def error(self) -> BaseException | None:
         return self._error
 
+    def finish(self, error: BaseException | None = None) -> None:
+        self.run = _nothing  # who keeps the job, to ask how it ended, keeps none of the tensors that it worked on
+        super().finish(error)
+
     def wait(self, timeout: float = float("inf")) -> None:
         """Block until the job is over.
 
@@ -56,6 +60,10 @@ class Job(Event):
                 raise GeminiError(f"the thread {self.worker.name} is gone with a job of it undone")
         if self._error is not None:
             raise self._error
+
+
+def _nothing() -> None:
+    """It was done already."""
 
 
 class Worker:
