@@ -111,6 +111,7 @@ class Updates:
             self._urgency(work.chunk),
             moved=self._engine().mover.moved,
             threads=max(self._num_threads(), 1),
+            ready=self._engine().device.mark(),
             before=self._before,
             release=release,
         )
@@ -148,6 +149,7 @@ class Updates:
 
         job = self._job(work, release if num_bytes else None)
         engine.manager.drop([chunk])
+        engine.exposure.withdraw(chunk)
         try:
             lane.put(job)
         except BaseException as e:
