@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 import gemini
 from gemini import kernels
-from gemini.errors import GeminiError, StorageError
+from gemini.errors import GeminiError, NonFiniteGradient, StorageError
+from gemini.memory.device import Event
 from gemini.memory.nvme import SpillFile
 from gemini.tiers import Tier
+from gemini.train import update_lane
 from tests import models
 
 PLACES = ["ram", "nvme", "standin"]
@@ -80,6 +85,27 @@ def test_step_returns_with_updates_in_flight(where: str, tmp_path: Path, monkeyp
     assert model.memory_report()["cpu"]["used"] > 0 and not updates.pending, "a report is of a finished world"
     backward(plain, 0)
     other.step()
+    assert same(model, plain)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_weights_are_written_by_hand_after_their_update(
+    fails: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What they were before is what the update made of them: else all that it changed would count as written."""
+    model, plain = wrap("ram", tmp_path), wrap("ram", tmp_path, overlap=False)
+    optimizers = adam(model), adam(plain)
+    held = Held(monkeypatch)
+    for managed, optimizer in zip((model, plain), optimizers, strict=True):
+        backward(managed, 0)
+        optimizer.step()
+        if managed is model:
+            assert managed._gemini_engine.updates.pending
+            threading.Timer(0.1, held.gate.set).start()
+        param = dict(managed.named_parameters())["lm_head.weight"]
+        with contextlib.suppress(ZeroDivisionError), managed.gathered([param], write=True), torch.no_grad():
+            param[0, 0] = 1.0
+            assert not fails or 1 / 0
     assert same(model, plain)
 
 
@@ -217,6 +243,147 @@ def test_gradients_that_wait_are_in_the_ledger(tmp_path: Path, monkeypatch: pyte
     optimizer.step()
     model._gemini_engine.drain()
     assert ledger.held(Tier.CPU, "gradients in flight") == 0
+
+
+def test_a_gradient_that_has_landed_is_let_go_before_backward_ends(tmp_path: Path) -> None:
+    model = wrap("standin", tmp_path)
+    adam(model)
+    store = model._gemini_engine.gradients
+    land, settle, alive = store.land, store.settle, list[Any]()
+    found = list[int]()
+
+    def landing(handle: Any, grad: torch.Tensor) -> None:
+        alive.append(weakref.ref(grad.untyped_storage()))
+        land(handle, grad)
+
+    def settling() -> None:
+        for job in store._landing:
+            job.wait(30)
+        found.append(sum(reference() is not None for reference in alive))
+        settle()
+
+    store.land, store.settle = landing, settling
+    backward(model, 0)
+    assert len(alive) > 10 and store._lane is not None
+    assert found[-1] <= 1, "their bytes were given back to the ledger, and they were still there"
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_gradient_that_is_not_finite_breaks_the_step_off_wherever_it_is_found(overlap: bool, tmp_path: Path) -> None:
+    model = wrap("ram", tmp_path, gradients="transient", overlap=overlap)
+    optimizer = adam(model, step_in_backward=True)
+    backward(model, 0)
+    optimizer.step()
+    gemini.save_checkpoint(tmp_path / "ckpt", model, optimizer)
+    reference = {name: value.clone() for name, value in model.state_dict(dtype=torch.float32).items()}
+
+    def spoil(module: Any, args: Any, output: Any) -> None:
+        output.register_hook(lambda grad: grad * float("nan"))
+
+    hook = model.model.layers[0].mlp.register_forward_hook(spoil)
+    with pytest.raises(NonFiniteGradient, match="holds inf or NaN"):
+        backward(model, 1)
+        model._gemini_engine.drain()
+    hook.remove()
+    with pytest.raises(GeminiError, match="Load the last checkpoint"):
+        backward(model, 2)
+    gemini.load_checkpoint(tmp_path / "ckpt", model, optimizer)
+    assert all(torch.equal(value, reference[name]) for name, value in model.state_dict(dtype=torch.float32).items())
+
+
+class Recomputed(torch.nn.Module):
+    """``shared`` is called in two checkpointed parts; the first part also looks at the weights of ``last``."""
+
+    def __init__(self, reentrant: bool):
+        super().__init__()
+        torch.manual_seed(0)
+        self.shared, self.last = torch.nn.Linear(32, 32), torch.nn.Linear(32, 32)
+        self.reentrant = reentrant
+
+    def part(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            scale = self.last.weight.abs().sum()
+        return torch.tanh(self.shared(x)) * scale
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(2):
+            x = checkpoint(self.part, x, use_reentrant=self.reentrant)
+        return self.last(x)
+
+
+def recomputed(reentrant: bool, overlap: bool) -> tuple[Any, Callable[[], None]]:
+    memory = gemini.MemoryBudget(cpu="64MiB")
+    how: dict[str, Any] = {"memory": memory, "device": "cpu", "precision": "fp32", "max_chunk": 4096}
+    config = gemini.GeminiConfig(overlap=overlap, update_threads=1, **how)
+    model = gemini.GeminiDDP(Recomputed(reentrant), config)
+    optimizer = adam(model, step_in_backward=True)
+
+    def step() -> None:
+        model(torch.ones(2, 32, requires_grad=True)).square().mean().backward()
+        optimizer.step()
+
+    return model, step
+
+
+def test_a_recomputation_reads_no_weights_that_are_being_updated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the last layer are in place, and their update began inside this backward."""
+    (model, step), (plain, plain_step) = recomputed(False, True), recomputed(False, False)
+    held = Held(monkeypatch)
+    threading.Timer(0.2, held.gate.set).start()
+    step()
+    plain_step()
+    assert "gemini-update" in held.threads and same(model, plain)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_gradient_in_two_parts_is_no_two_steps(overlap: bool) -> None:
+    model, step = recomputed(True, overlap)
+    with pytest.raises(GeminiError, match="'shared.* in two parts .*leave step_in_backward out"):
+        step()
+    assert all(handle.num_steps <= 1 for handle in model._gemini_engine.handles)
+
+
+def test_gradients_that_the_device_still_computes_are_not_looked_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = wrap("standin", tmp_path, gradients="transient")
+    optimizer = adam(model, step_in_backward=True)
+    marks, early = list[Event](), list[bool]()
+
+    def mark() -> Event:
+        marks.append(Event())
+        threading.Timer(0.05, marks[-1].finish).start()
+        return marks[-1]
+
+    def looked(segments: Any) -> None:
+        early.append(not any(event.is_complete() for event in marks))
+
+    monkeypatch.setattr(model._gemini_engine.device, "mark", mark)
+    monkeypatch.setattr(update_lane, "check_finite", looked)
+    backward(model, 0)
+    optimizer.step()
+    model._gemini_engine.drain()
+    assert early and not any(early)
+
+
+def test_an_error_before_the_first_tile_reaches_who_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = wrap("ram", tmp_path, gradients="transient")
+    optimizer = adam(model, step_in_backward=True)
+
+    def fails(segments: Any) -> None:
+        raise MemoryError("no memory to look at a gradient")
+
+    monkeypatch.setattr(update_lane, "check_finite", fails)
+    backward(model, 0)
+    engine = model._gemini_engine
+    job = next(iter(engine.updates._jobs.values()))
+    with pytest.raises(MemoryError):
+        job.wait(10)
+    with pytest.raises(GeminiError, match="MemoryError"):
+        optimizer.step()
+    with pytest.raises(MemoryError):
+        engine.drain()
+    engine.check_invariants()
 
 
 def test_without_room_for_a_lane_everything_is_done_in_turn(tmp_path: Path) -> None:
