@@ -266,9 +266,8 @@ class Manager:
         job = chunk.arriving
         assert self._lane is not None and isinstance(job, Job)
         self._lane.cancel(job)
-        while not job.is_complete():
-            with contextlib.suppress(Exception):  # nobody wants it
-                job.wait()
+        with contextlib.suppress(Exception):  # nobody wants it
+            job.wait()
         self._end_fetch(chunk, UseEvent.FAIL)
 
     def settle(self) -> None:
