@@ -100,7 +100,7 @@ class UpdateLane(Worker):
         while True:
             try:
                 if self._is_closed and self._open:
-                    raise GeminiError("the model was deleted while it was updated")
+                    raise _deleted()
                 self._begin_tiles()
                 if self._reading:
                     self._update(*self._reading.popleft())
@@ -110,6 +110,10 @@ class UpdateLane(Worker):
                     return
             except BaseException as e:
                 self._break_off(e)
+
+    def _end_here(self) -> None:
+        for job in list(self._open):  # a fetch may wait for one, and the end of the model for that fetch
+            job.finish(_deleted())
 
     def _sleep(self) -> bool:
         """Wait for jobs; False when the lane is closed."""
@@ -156,6 +160,8 @@ class UpdateLane(Worker):
                     job.ready.wait()
                 check_finite(job.segments)
                 job.before(job.chunk)
+                if self._is_closed:
+                    raise _deleted()
                 self._tiles = self._tiles_of(job)
             found = next(self._tiles, None)
             if found is not None:
@@ -215,3 +221,7 @@ class UpdateLane(Worker):
         for job in failed:
             job.finish(error)
         self.cancel_all(error)
+
+
+def _deleted() -> GeminiError:
+    return GeminiError("the model was deleted while it was updated")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +18,9 @@ from torch.utils.checkpoint import checkpoint
 import gemini
 from gemini import kernels
 from gemini.errors import GeminiError, NonFiniteGradient, StorageError
+from gemini.memory import lane as lane_module
 from gemini.memory.device import Event
+from gemini.memory.lane import Job, Worker
 from gemini.memory.nvme import SpillFile
 from gemini.tiers import Tier
 from gemini.train import update_lane
@@ -409,6 +413,68 @@ def test_without_room_for_a_lane_everything_is_done_in_turn(tmp_path: Path) -> N
     assert same(tight, plain)
 
 
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_an_interrupt_between_handing_over_and_noting_leaves_no_update_behind(
+    in_backward: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What nobody knows of would go on while a checkpoint is loaded."""
+    model = wrap("ram", tmp_path)
+    optimizer, held = adam(model, step_in_backward=in_backward), Held(monkeypatch)
+    updates, put, jobs = model._gemini_engine.updates, Worker.put, list[Job]()
+
+    def interrupted(self: Worker, *given: Job) -> None:
+        put(self, *given)
+        jobs.extend(given)
+        assert given[0].worker is self
+        while not held.threads:
+            time.sleep(0.001)  # the first one is under way
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Worker, "put", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            backward(model, 0)
+            optimizer.step()
+    assert {job for job in jobs if not job.is_complete()} == set(updates._jobs.values())
+    threading.Timer(0.1, held.gate.set).start()
+    updates.forget()
+    assert all(job.is_complete() for job in jobs)
+    with pytest.raises(GeminiError, match="Load the last checkpoint"):
+        backward(model, 1)
+
+
+def test_a_model_may_end_on_the_lane_that_updates_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The collector runs anywhere. A fetch that waits for that very update must not be waited for."""
+    model = wrap("nvme", tmp_path)
+    optimizer = adam(model)
+    for number in range(2):  # then it is known what to fetch ahead
+        backward(model, number)
+        optimizer.step()
+    engine = model._gemini_engine
+    engine.drain()
+    monkeypatch.setattr(lane_module, "_END_SECONDS", 3.0)
+    fetches, go, ended, found = engine.manager._lane, threading.Event(), threading.Event(), list[bool]()
+
+    class Ends:
+        def before_write(self, chunk: Any) -> None:
+            if not found:
+                assert go.wait(30)
+                found.append(any(c.arriving is not None and not c.arriving.is_complete() for c in engine.chunks))
+                engine.close()
+                found.append(fetches.is_alive)
+                ended.set()
+
+        def close(self) -> None:
+            pass
+
+    backward(model, 2)
+    engine.saver = Ends()
+    optimizer.step()
+    go.set()
+    assert ended.wait(30)
+    assert found == [True, False], "a fetch was waiting, and the end waited for it in vain"
+
+
 @pytest.mark.parametrize("where", PLACES)
 def test_a_model_may_go_in_the_middle_of_its_updates(where: str, tmp_path: Path) -> None:
     model = wrap(where, tmp_path)
@@ -418,7 +484,5 @@ def test_a_model_may_go_in_the_middle_of_its_updates(where: str, tmp_path: Path)
     engine = model._gemini_engine
     lane = engine.updates._lane
     del engine, model, optimizer
-    import gc
-
     gc.collect()
     assert not lane.is_alive
