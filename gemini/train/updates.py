@@ -22,6 +22,7 @@ from gemini.train.update_lane import UpdateJob, UpdateLane
 if TYPE_CHECKING:
     from gemini.train.engine import Engine
 
+
 class Work(NamedTuple):
     """The update of one chunk."""
 

@@ -199,9 +199,7 @@ def test_a_second_backward_that_would_update_again_is_refused(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("reader", ["forward", "state_dict", "full_param", "step", "save"])
-def test_an_error_comes_out_where_somebody_waits(
-    reader: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_comes_out_where_somebody_waits(reader: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = wrap("nvme", tmp_path)
     optimizer = adam(model)
     backward(model, 0)
