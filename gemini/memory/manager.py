@@ -186,6 +186,8 @@ class Manager:
                 continue
             if self._lane_staging is None and self._mover.needs_staging(chunk):
                 continue
+            if self._mover.computes(chunk):
+                continue
             if not self._make_room_before(moment, chunk.window.num_bytes):
                 return
             self._begin_fetch(chunk, moment)

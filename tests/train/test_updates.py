@@ -484,3 +484,22 @@ def test_a_model_may_go_in_the_middle_of_its_updates(where: str, tmp_path: Path)
     del engine, model, optimizer
     gc.collect()
     assert not lane.is_alive
+
+
+def test_what_the_device_computes_is_left_to_the_thread_that_computes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """fp16 masters on the device are cast there: on a worker's stream nothing would order it before the reading."""
+    memory = gemini.MemoryBudget(gpu="700KiB", cpu="64MiB")
+    placement = gemini.StaticPlacement(weights_on_gpu=1.0)
+    config = gemini.GeminiConfig(memory=memory, device="standin", precision="fp16", max_chunk=4096, placement=placement)
+    model = gemini.GeminiDDP(models.make_model("llama"), config)
+    optimizer, threads = adam(model), set[threading.Thread]()
+    mover = model._gemini_engine.mover
+    gather = mover._gather_tile
+    monkeypatch.setattr(mover, "_gather_tile", lambda *given: (threads.add(threading.current_thread()), gather(*given)))
+    for number in range(3):
+        backward(model, number)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert threads == {threading.current_thread()}
