@@ -80,6 +80,8 @@ class Updates:
         if jobs:
             assert self._lane is not None
             engine.manager.drop([job.chunk for job in jobs])
+            for job in jobs:
+                engine.exposure.withdraw(job.chunk)  # a step inside gathered()
             self._put(engine, self._lane, jobs)
         for work in now:
             self.wait(work.chunk)

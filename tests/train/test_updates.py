@@ -503,3 +503,19 @@ def test_what_the_device_computes_is_left_to_the_thread_that_computes(
         optimizer.step()
         optimizer.zero_grad()
     assert threads == {threading.current_thread()}
+
+
+def test_a_step_inside_gathered_shows_no_weights_that_are_being_updated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, plain = wrap("ram", tmp_path), wrap("ram", tmp_path, overlap=False)
+    held, seen = Held(monkeypatch), list[torch.Tensor]()
+    threading.Timer(0.2, held.gate.set).start()
+    for managed in (model, plain):
+        optimizer = adam(managed)
+        backward(managed, 0)
+        param = dict(managed.named_parameters())["lm_head.weight"]
+        with managed.gathered([param]), torch.no_grad():
+            optimizer.step()
+            seen.append(param * 1)
+    assert "gemini-update" in held.threads and torch.equal(*seen)
