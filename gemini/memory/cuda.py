@@ -57,6 +57,8 @@ class CudaEvent(Event):
                     raise GeminiError(f"{self.what} did not complete within {timeout:.0f} s: its lane is stuck")
                 time.sleep(pause)
                 pause = min(pause + 10e-6, 1e-3)
+        except GeminiError:
+            raise
         except RuntimeError as e:  # an error of the GPU, of this work or of any before it
             raise GeminiError(f"{self.what} failed: {e}") from e
 
@@ -84,6 +86,9 @@ class CudaWindow(StorageWindow):
 
     def populate(self) -> None:
         self._stream = torch.cuda.current_stream(self.bytes.device)  # whose block it is, for the caching allocator
+        device = self._owner()
+        if device is not None:
+            device.computes_on(self._stream)
         super().populate()
 
     def depopulate(self) -> bool:
@@ -253,9 +258,13 @@ class CudaDevice(Device):
 
         A worker thread's current stream is the default one, whichever the training thread chose for itself.
         """
-        stream = torch.cuda.current_stream(self.torch_device)
-        self._computing.setdefault(stream.cuda_stream, stream)
+        self.computes_on(torch.cuda.current_stream(self.torch_device))
         return list(self._computing.values())
+
+    def computes_on(self, stream: torch.cuda.Stream) -> None:
+        """Know of a stream on which something may still be under way: copies, of any thread, come behind it."""
+        with self._lock:
+            self._computing.setdefault(stream.cuda_stream, stream)
 
     def _keep_for(self, tensor: torch.Tensor, stream: torch.cuda.Stream, lane: str, event: CudaEvent) -> None:
         """See that the memory of a tensor on the GPU is not given to others while the lane works on it.

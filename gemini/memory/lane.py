@@ -42,6 +42,10 @@ class Job(Event):
     def error(self) -> BaseException | None:
         return self._error
 
+    def finish(self, error: BaseException | None = None) -> None:
+        self.run = _nothing  # who keeps the job, to ask how it ended, keeps none of the tensors that it worked on
+        super().finish(error)
+
     def wait(self, timeout: float = float("inf")) -> None:
         """Block until the job is over.
 
@@ -56,6 +60,10 @@ class Job(Event):
                 raise GeminiError(f"the thread {self.worker.name} is gone with a job of it undone")
         if self._error is not None:
             raise self._error
+
+
+def _nothing() -> None:
+    """It was done already."""
 
 
 class Worker:
@@ -88,8 +96,8 @@ class Worker:
                 self._thread = threading.Thread(target=self._run, name=self.name, daemon=True)
                 self._thread.start()
             for job in jobs:
-                job.worker = self
                 heapq.heappush(self._waiting, (job.urgency, self._number, job))
+                job.worker = self
                 self._number += 1
             self._changed.notify_all()
 
@@ -122,12 +130,19 @@ class Worker:
 
     def close(self) -> None:
         """Drop what has not begun, let what is under way end, and end the thread. Idempotent; from any thread."""
+        if os.getpid() != self._pid:
+            return  # a forked child has no such thread, and perhaps a lock that nobody gives back
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
         self.cancel_all(GeminiError(f"{self.name} was closed: its model was deleted"))
-        if self._thread is not None and not self.is_own_thread and os.getpid() == self._pid:
+        if self.is_own_thread:
+            self._end_here()
+        elif self._thread is not None:
             self._thread.join(_END_SECONDS)
+
+    def _end_here(self) -> None:
+        """Closed by a job under way, or by the garbage collector inside one: what follows must not wait for it."""
 
     def _take(self) -> Job | None:
         """The next job, if one is waiting; for ``_work``, under the lock."""

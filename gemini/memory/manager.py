@@ -186,6 +186,8 @@ class Manager:
                 continue
             if self._lane_staging is None and self._mover.needs_staging(chunk):
                 continue
+            if self._mover.computes(chunk):
+                continue
             if not self._make_room_before(moment, chunk.window.num_bytes):
                 return
             self._begin_fetch(chunk, moment)
@@ -266,9 +268,8 @@ class Manager:
         job = chunk.arriving
         assert self._lane is not None and isinstance(job, Job)
         self._lane.cancel(job)
-        while not job.is_complete():
-            with contextlib.suppress(Exception):  # nobody wants it
-                job.wait()
+        with contextlib.suppress(Exception):  # nobody wants it
+            job.wait()
         self._end_fetch(chunk, UseEvent.FAIL)
 
     def settle(self) -> None:

@@ -208,6 +208,13 @@ class Mover:
         plane, flat = chunk.weights, chunk.flat
         return plane.dtype != flat.dtype or not (plane.host_view(0, 0) is not None or self._is_straight(plane, flat))
 
+    def computes(self, chunk: Chunk) -> bool:
+        """Whether :meth:`gather` is work for the computing device: a cast of masters that it keeps itself.
+
+        Such work belongs to the thread that computes, whose stream puts it before what reads the result.
+        """
+        return self.device.tier is Tier.GPU and chunk.weights.device_view(0, 0) is not None
+
     def _is_straight(self, plane: Plane, flat: torch.Tensor) -> bool:
         """Whether the disk can fill ``flat`` itself."""
         return isinstance(plane, FilePlane) and self.device.tier is Tier.CPU and flat.data_ptr() % PAGE == 0

@@ -65,7 +65,12 @@ class Transfer(Event):
         self._is_over = False
 
     def is_complete(self) -> bool:
-        return self._is_over or self._spill.queue.done(self._ticket)
+        if not self._lock.acquire(blocking=False):
+            return self._is_over  # somebody waits, and so has the ticket
+        try:
+            return self._is_over or self._spill.queue.done(self._ticket)
+        finally:
+            self._lock.release()
 
     def wait(self, timeout: float = 0.0) -> None:
         """Block until the disk is done. (The system bounds this, not ``timeout``.)
@@ -79,9 +84,11 @@ class Transfer(Event):
                     self._spill.queue.wait(self._ticket)
                 except (OSError, RuntimeError) as e:
                     self._error = self._spill.failed(self._what, self._tensor.nbytes, self._offset, e)
-                finally:
-                    self._is_over = True
-                    del self._tensor
+                except ValueError:  # the ticket was used up by a wait that an interrupt ended when it was over
+                    pass
+                # Not after an interrupt, which may have come before the wait: the disk still has the memory.
+                self._is_over = True
+                del self._tensor
         if self._error is not None:
             raise self._error
 

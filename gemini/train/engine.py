@@ -36,7 +36,7 @@ from gemini.train.calls import CallRecord, Calls
 from gemini.train.exposure import Exposure
 from gemini.train.gradients import GradientStore, check_grad
 from gemini.train.guard import ManagedParameter, ParamHandle, stepping_in_backward
-from gemini.train.in_backward import step_landed, use_in_backward
+from gemini.train.in_backward import refuse_used, step_landed, use_in_backward
 from gemini.train.loss_scale import LossScale
 from gemini.train.problem import prepare
 from gemini.train.recording import Recording
@@ -315,6 +315,7 @@ class Engine:
         elif self.config.gradients == "transient":
             use_in_backward(self, handle, grad)
         else:
+            refuse_used(self, handle)
             if handle.has_grad:
                 self.gradients.promote([chunk])  # a shared param under reentrant checkpointing arrives twice
             self.gradients.land(handle, grad)

@@ -56,6 +56,12 @@ class Exposure:
             guard.expose(chunk, engine.by_chunk[index])
             self._exposed.add(index)
 
+    def withdraw(self, chunk: Chunk) -> None:
+        """Its update begins while the model computes: whoever reads it from now on (a recomputation) waits."""
+        if chunk.resident and chunk.spec.index in self._exposed:
+            self.hide(chunk)
+            self._late.add(chunk.spec.index)
+
     def hide(self, chunk: Chunk) -> bool:
         """Guard the params of a chunk. True if one was written to, which is refused when that can be done."""
         index = chunk.spec.index

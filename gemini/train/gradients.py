@@ -100,7 +100,7 @@ class GradientStore:
         def land() -> None:
             try:
                 written.wait()
-                with self._mover.working(working):
+                with torch.profiler.record_function("gemini::land"), self._mover.working(working):
                     handle.norm_sums = self.land_piece(handle.chunk, flat, handle.slot.start, adding)
             except BaseException:
                 handle.norm_sums = None  # what was there of it may be torn

@@ -16,6 +16,7 @@ from gemini.train.guard import ParamHandle, optimizer_of, stepping_in_backward
 
 if TYPE_CHECKING:
     from gemini.train.engine import Engine
+    from gemini.train.optimizer import HybridAdam
 
 
 def use_in_backward(engine: Engine, handle: ParamHandle, grad: torch.Tensor) -> None:
@@ -39,6 +40,20 @@ def use_in_backward(engine: Engine, handle: ParamHandle, grad: torch.Tensor) -> 
     handle.in_backward = engine.backward_number
 
 
+def refuse_used(engine: Engine, handle: ParamHandle) -> None:
+    """Refuse another part of a gradient that was used in this backward already.
+
+    Raises:
+        GeminiError: it would be another step of this param.
+    """
+    if handle.in_backward == engine.backward_number:
+        raise GeminiError(
+            f"{handle.name!r} got its gradient in two parts (shared under reentrant checkpointing), and "
+            "HybridAdam(step_in_backward=True) has used the first one: leave step_in_backward out, or checkpoint with "
+            "use_reentrant=False"
+        )
+
+
 def step_landed(engine: Engine, chunk: Chunk) -> None:
     """Update the params of a chunk whose gradients are in the grad plane, and whose optimizer steps in backward.
 
@@ -47,7 +62,7 @@ def step_landed(engine: Engine, chunk: Chunk) -> None:
     """
     if not stepping_in_backward or engine.config.gradients == "transient":
         return
-    ready = []
+    ready: list[tuple[ParamHandle, HybridAdam]] = []
     for handle in engine.by_chunk.get(chunk.spec.index, ()):
         optimizer = optimizer_of(handle.param) if handle.has_grad else None
         if optimizer is not None and optimizer.step_in_backward:
@@ -59,4 +74,5 @@ def step_landed(engine: Engine, chunk: Chunk) -> None:
     for handle, optimizer in ready:
         engine.updates.collect(optimizer.segment_in_backward(engine, handle, None))
         handle.norm_sums = None
+        handle.in_backward = engine.backward_number
     engine.updates.complete(chunk)

@@ -14,8 +14,9 @@ from contextlib import contextmanager
 import torch
 
 from gemini import kernels
-from gemini.errors import GeminiError, NonFiniteGradient
+from gemini.errors import GeminiError
 from gemini.memory.chunk import Chunk
+from gemini.memory.device import Event
 from gemini.memory.lane import Job, Worker
 from gemini.memory.mover import Moved, Mover, Working
 from gemini.memory.staging import StagingSet
@@ -29,6 +30,7 @@ class UpdateJob(Job):
         urgency: when the chunk is needed next; the smallest goes first.
         moved: the step that its bytes count for.
         threads: that share one call of the kernel.
+        ready: what the computing device was given when this was handed over is done; its gradients are there then.
         before: called when it begins, before anything of the chunk changes.
         release: called when its gradients are not needed any more.
     """
@@ -41,13 +43,14 @@ class UpdateJob(Job):
         *,
         moved: Moved,
         threads: int,
+        ready: Event,
         before: Callable[[Chunk], None],
         release: Callable[[], None] | None = None,
     ):
         super().__init__(lambda: None, urgency)
         self.chunk, self.segments = chunk, segments
         self.working, self.threads = Working(moved), threads
-        self.before, self._release = before, release
+        self.ready, self.before, self._release = ready, before, release
         self.num_open = 0  # tiles that have begun and not finished
         self.all_begun = False
 
@@ -97,7 +100,7 @@ class UpdateLane(Worker):
         while True:
             try:
                 if self._is_closed and self._open:
-                    raise GeminiError("the model was deleted while it was updated")
+                    raise _deleted()
                 self._begin_tiles()
                 if self._reading:
                     self._update(*self._reading.popleft())
@@ -107,6 +110,10 @@ class UpdateLane(Worker):
                     return
             except BaseException as e:
                 self._break_off(e)
+
+    def _end_here(self) -> None:
+        for job in list(self._open):  # a fetch may wait for one, and the end of the model for that fetch
+            job.finish(_deleted())
 
     def _sleep(self) -> bool:
         """Wait for jobs; False when the lane is closed."""
@@ -147,14 +154,14 @@ class UpdateLane(Worker):
                 if job is None:
                     return None
                 assert isinstance(job, UpdateJob)
+                self._open[job] = None  # from here on whatever goes wrong ends it: somebody waits
                 kernels.set_flush_mode(job.flush_mode)
-                try:
-                    check_finite(job.segments)
-                except NonFiniteGradient as e:
-                    job.finish(e)
-                    continue
-                self._open[job] = None
+                if job.segments and job.segments[0].grad is not None:  # where autograd left it
+                    job.ready.wait()
+                check_finite(job.segments)
                 job.before(job.chunk)
+                if self._is_closed:
+                    raise _deleted()
                 self._tiles = self._tiles_of(job)
             found = next(self._tiles, None)
             if found is not None:
@@ -214,3 +221,7 @@ class UpdateLane(Worker):
         for job in failed:
             job.finish(error)
         self.cancel_all(error)
+
+
+def _deleted() -> GeminiError:
+    return GeminiError("the model was deleted while it was updated")

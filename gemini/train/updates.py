@@ -22,6 +22,7 @@ from gemini.train.update_lane import UpdateJob, UpdateLane
 if TYPE_CHECKING:
     from gemini.train.engine import Engine
 
+
 class Work(NamedTuple):
     """The update of one chunk."""
 
@@ -79,15 +80,25 @@ class Updates:
         if jobs:
             assert self._lane is not None
             engine.manager.drop([job.chunk for job in jobs])
-            try:
-                self._lane.put(*jobs)
-            except BaseException as e:
-                engine.mark_lost(e)
-                raise
-            self._jobs.update({job.chunk.spec.index: job for job in jobs})
+            for job in jobs:
+                engine.exposure.withdraw(job.chunk)  # a step inside gathered()
+            self._put(engine, self._lane, jobs)
         for work in now:
             self.wait(work.chunk)
             update_chunk(engine, work.chunk, work.segments)
+
+    def _put(self, engine: Engine, lane: UpdateLane, jobs: list[UpdateJob]) -> None:
+        """Noted first: an interrupt must leave none under way of which nobody knows."""
+        try:
+            self._jobs.update({job.chunk.spec.index: job for job in jobs})
+            lane.put(*jobs)
+        except BaseException as e:
+            engine.mark_lost(e)
+            for job in jobs:
+                if lane.cancel(job) or job.worker is None:
+                    self._jobs.pop(job.chunk.spec.index, None)
+                    job.finish(e)
+            raise
 
     def _can_wait(self, lane: UpdateLane, work: Work) -> bool:
         """Whether an update may run beside computing: there is staging if it needs some, else there is a processor.
@@ -111,6 +122,7 @@ class Updates:
             self._urgency(work.chunk),
             moved=self._engine().mover.moved,
             threads=max(self._num_threads(), 1),
+            ready=self._engine().device.mark(),
             before=self._before,
             release=release,
         )
@@ -148,13 +160,8 @@ class Updates:
 
         job = self._job(work, release if num_bytes else None)
         engine.manager.drop([chunk])
-        try:
-            lane.put(job)
-        except BaseException as e:
-            job.finish(e)
-            engine.mark_lost(e)
-            raise
-        self._jobs[chunk.spec.index] = job
+        engine.exposure.withdraw(chunk)
+        self._put(engine, lane, [job])
 
     def complete_all(self) -> None:
         """The backward is over: chunks of which some params had no gradient."""
@@ -244,8 +251,9 @@ class Updates:
     def _before(self, chunk: Chunk) -> None:
         """On the lane: a checkpoint that is being written must have the chunk first."""
         engine = self._reference()
-        if engine is not None:
-            engine.before_write(chunk)
+        saver, engine = None if engine is None else engine.saver, None  # the model may end while this waits
+        if saver is not None:
+            saver.before_write(chunk)
 
     def _engine(self) -> Engine:
         engine = self._reference()

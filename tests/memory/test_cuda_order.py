@@ -248,6 +248,29 @@ def test_a_window_gives_its_block_back_behind_the_copies_into_it(
     assert runtime.said() == [], "that copy is past"
 
 
+def test_a_worker_s_copy_waits_for_the_stream_that_a_window_is_from(
+    runtime: Runtime, device: CudaDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was computed there last may still read the block that the window has now."""
+    with monkeypatch.context() as patch:
+        patch.setattr(device, "torch_device", torch.device("cpu"))
+        window = device.make_window(4096)
+    with runtime.stream(runtime.Stream(name="the program's")):
+        window.populate()
+    card = Tensor(runtime, "window", "cuda", storage=window.bytes.untyped_storage()._cdata)
+    worker = threading.Thread(target=device.copy, args=(card, Tensor(runtime, "host", "cpu"), "fetch"))
+    worker.start()
+    worker.join()
+    lines = runtime.said()
+    waits = [line for line in lines if "waits for" in line and "the program's" in line]
+    assert waits and lines.index(waits[0]) < next(i for i, line in enumerate(lines) if "copies host" in line)
+
+
+def test_a_copy_that_is_stuck_is_said_to_be(runtime: Runtime, device: CudaDevice, tensors: tuple[Any, Any]) -> None:
+    with pytest.raises(GeminiError, match=r"^a copy did not complete within 0 s"):
+        device.copy(*tensors, "evict").wait(0.0)
+
+
 def test_host_memory_is_registered_and_given_back(runtime: Runtime, device: CudaDevice) -> None:
     first, second = device.make_host_buffer(8192), device.make_host_buffer(4096)
     assert runtime.registered == {first.data_ptr(): 8192, second.data_ptr(): 4096}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import os
+import signal
 import subprocess
 import sys
 import threading
@@ -122,6 +124,28 @@ def test_a_job_computes_as_the_thread_that_submitted_it(lane: Lane, flushes: boo
 def test_a_job_that_is_not_over_in_time_is_said_to_be() -> None:
     with pytest.raises(GeminiError, match="not over"):
         Job(lambda: None, 0).wait(0.05)
+
+
+def test_a_forked_child_ends_whatever_locks_were_held(lane: Lane) -> None:
+    lane.submit(lambda: None).wait(10)
+    held, free = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with lane._changed:
+            held.set()
+            assert free.wait(30)
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    assert held.wait(10)
+    child = os.fork()
+    if child == 0:
+        signal.alarm(10)
+        lane.close()
+        os._exit(0)
+    free.set()
+    holder.join()
+    assert os.waitpid(child, 0)[1] == 0
 
 
 def test_the_interpreter_ends_with_a_lane_at_work() -> None:

@@ -332,3 +332,29 @@ def test_a_timeline_reads_well(tmp_path: Path) -> None:
     assert text.startswith("LlamaForCausalLM, bf16, cpu: measured step ") and "tokens/s" in text
     assert "TFLOP/s" not in text, "nobody counted them"
     assert "computing waited for: " in text and "fetch from nvme" in text
+
+
+@pytest.mark.parametrize(("device", "ranges"), [("cpu", {"adam", "fetch"}), ("standin", {"adam", "fetch", "land"})])
+def test_a_profile_of_all_threads_shows_the_lanes_and_a_plain_one_does_not(
+    device: str, ranges: set[str], tmp_path: Path
+) -> None:
+    """As the guide says: torch profiles the threads that it knows of, unless it is told to profile all."""
+    model = wrap(device, tmp_path, overlap=True)
+    optimizer = adam(model)
+    everywhere = torch.profiler._ExperimentalConfig(profile_all_threads=True)
+
+    step(model, optimizer)
+    step(model, optimizer)  # from now on it is known what to fetch ahead
+    found = []
+    for how in (None, everywhere):
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        with torch.profiler.profile(activities=activities, experimental_config=how) as profile:
+            step(model, optimizer)
+            model.memory_report()
+        found.append({(event.name, event.thread) for event in profile.events()})
+    plain, all_threads = found
+    training = {thread for name, thread in plain if name == "aten::mm"}
+    assert len(training) == 1 and {thread for name, thread in plain if name.startswith("gemini::")} <= training
+    (trains,) = {thread for name, thread in all_threads if name == "aten::mm"}
+    beside = {name for name, thread in all_threads if name.startswith("gemini::") and thread != trains}
+    assert beside == {f"gemini::{name}" for name in ranges}
