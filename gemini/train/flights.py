@@ -54,7 +54,7 @@ class Flight:
             if self.event is not None:
                 self.event.wait()
         except Exception as e:
-            return e
+            return e.with_traceback(None)  # its frames hold what is being moved, and it is kept for a while
         return None
 
 
