@@ -36,7 +36,7 @@ class Manager:
         lane: where fetches ahead run, with ``lane_staging`` of its own; without one every fetch is waited for.
         update_of: what has to be over before the home of a chunk's weights may be read; ``await_update`` waits for it.
         relieve: waits for something else that gives back memory of the computing tier; False if there is nothing.
-        leave: bytes of the computing tier that fetches ahead leave to others, where a window is not smaller.
+        leave: bytes of the computing tier that fetches ahead leave to others.
     """
 
     def __init__(
@@ -197,8 +197,7 @@ class Manager:
 
         The policy chooses among what the plan lets go before that moment, so that no more moves than planned.
         """
-        frames, others = self._device.frames, self._leave()
-        wanted = num_bytes + (others if others <= num_bytes else 0)
+        frames, wanted = self._device.frames, num_bytes + self._leave()
         if self.ledger.free(self._device.tier) >= wanted or (frames is not None and frames.has(num_bytes)):
             return True
         has_room = self._let_go(wanted, lambda next_use: next_use > moment)

@@ -52,6 +52,7 @@ class ActivationLanes:
         self._order: list[weakref.ref[Offloaded] | None] = []
         self._at = -1
         self._largest = 0
+        self._is_starved = False
 
     # ---- behind forward -----------------------------------------------------------------------------------------
 
@@ -72,6 +73,7 @@ class ActivationLanes:
                 self.call_back(self._restoring[-1])
             else:
                 self._room.trim()
+                self._is_starved = True
                 return False
         offloaded.saving = flight
         self._saving.append(flight)
@@ -156,6 +158,7 @@ class ActivationLanes:
 
     def begin_forward(self) -> None:
         """What no graph refers to any more will not be asked for."""
+        self._is_starved = False
         self._order = [known for known in self._order if known is not None and known() is not None]
 
     def begin_backward(self) -> None:
@@ -285,8 +288,12 @@ class ActivationLanes:
     # ---- room ---------------------------------------------------------------------------------------------------
 
     def wish(self) -> int:
-        """Bytes of the computing tier that fetches of weights should leave: two tensors', less what is held."""
-        return max(2 * self._largest - self._room.held(), 0)
+        """Bytes of the computing tier that windows should leave: two tensors', unless even one found no room."""
+        return 0 if self._is_starved else 2 * self._largest
+
+    def held(self) -> int:
+        """Bytes of the computing tier in flight, or ready to be."""
+        return self._room.held()
 
     def relieve(self) -> bool:
         """Give back some memory, waiting if need be; False if nothing is held."""

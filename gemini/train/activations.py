@@ -161,8 +161,12 @@ class ActivationStore:
         return self.lanes is not None and self.lanes.relieve()
 
     def wish(self) -> int:
-        """Bytes of the computing tier that fetches ahead should leave."""
+        """Bytes of the computing tier that windows should leave to moves beside computing."""
         return 0 if self.lanes is None else self.lanes.wish()
+
+    def missing(self) -> int:
+        """What of that they do not hold."""
+        return 0 if self.lanes is None else max(self.lanes.wish() - self.lanes.held(), 0)
 
     def close(self) -> None:
         """The model ends."""

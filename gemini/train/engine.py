@@ -92,7 +92,7 @@ class Engine:
             update_of=self.updates.job_of,
             await_update=self.updates.wait,
             relieve=lambda: self.activations.relieve() or self.updates.relieve() or self.gradients.relieve(),
-            leave=lambda: self.activations.wish(),
+            leave=lambda: self.activations.missing(),
         )
         self.gradients = GradientStore(
             self.handles,

@@ -1,4 +1,4 @@
-"""Offloaded activations beside computing: the bits of doing it in turn, whatever the timing, the room, and what fails."""
+"""Offloaded activations beside computing: the bits of doing it in turn, whatever the timing, the room, the faults."""
 
 from __future__ import annotations
 
