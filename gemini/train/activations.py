@@ -95,6 +95,8 @@ class ActivationStore:
         self._known: dict[Any, tuple[StorageWeakRef, weakref.ref[Offloaded]]] = {}
         self._stored: weakref.WeakSet[Offloaded] = weakref.WeakSet()
         self.lanes = ActivationLanes(engine, tier) if overlap and tier is not None else None
+        self.in_turn = False
+        """Move at once: for who looks at what is alive at every moment."""
 
     def begin_forward(self) -> None:
         """From here on what checkpointing saves is offloaded."""
@@ -114,7 +116,7 @@ class ActivationStore:
 
     def begin_backward(self) -> None:
         """What was saved last is asked for soon."""
-        if self.lanes is not None:
+        if self.lanes is not None and not self.in_turn:
             with self._mover.about("activation", "fetch activations"):
                 self.lanes.begin_backward()
 
@@ -237,7 +239,7 @@ class ActivationStore:
             raise
         try:
             self._stored.add(offloaded)
-            if self.lanes is None or not self.lanes.save(offloaded, tensor):
+            if self.lanes is None or self.in_turn or not self.lanes.save(offloaded, tensor):
                 self._write(tensor.contiguous().view(-1).view(torch.uint8), offloaded)
         except BaseException:
             offloaded.let_go()
@@ -277,7 +279,7 @@ class ActivationStore:
             if out is None:
                 out = torch.empty(packed.shape, dtype=packed.dtype, device=packed.device)
                 self._read(packed, out.view(-1).view(torch.uint8))
-            if self.lanes is not None:
+            if self.lanes is not None and not self.in_turn:
                 self.lanes.read_ahead()
             if out.stride() != packed.stride:
                 laid_out = torch.empty_strided(packed.shape, packed.stride, dtype=packed.dtype, device=packed.device)

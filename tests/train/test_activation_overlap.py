@@ -231,6 +231,7 @@ def test_backward_reads_ahead_in_the_order_of_its_need(tmp_path: Path, monkeypat
     assert set(lanes) <= {"gemini-restore", "MainThread"} and lanes.count("gemini-restore") > LAYERS
     inputs = [place for place in reads if reads.count(place) == 1]
     assert inputs == sorted(inputs, reverse=True)  # slots of a new file are in the order of saving
+    assert not model._gemini_engine.activations.lanes._order  # backward has come to all of them
     model.zero_grad()
 
 
