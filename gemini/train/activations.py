@@ -94,6 +94,8 @@ class ActivationStore:
         self._warned = False
         self._known: dict[Any, tuple[StorageWeakRef, weakref.ref[Offloaded]]] = {}
         self._stored: weakref.WeakSet[Offloaded] = weakref.WeakSet()
+        self._slots: dict[int, int] = {}
+        """Bytes of what is taken of the spill file, by offset."""
         self.lanes = ActivationLanes(engine, tier) if overlap and tier is not None else None
         self.in_turn = False
         """Move at once: for who looks at what is alive at every moment."""
@@ -133,10 +135,12 @@ class ActivationStore:
             self.lanes.start_over()
         if self._tier is not None:
             self.collect()
-            stored = sum(offloaded.num_bytes for offloaded in self._stored if offloaded.place is not None)
-            lost = self._ledger.held(self._tier, HOLDER) - stored
+            stored = [offloaded for offloaded in self._stored if offloaded.place is not None]
+            lost = self._ledger.held(self._tier, HOLDER) - sum(offloaded.num_bytes for offloaded in stored)
             if lost > 0 and not self.gone:
                 self._ledger.release(self._tier, lost, HOLDER)
+                for place in self._slots.keys() - {offloaded.place for offloaded in stored}:
+                    self._give_back(place, self._slots[place])
 
     def check(self) -> None:
         """Raise what kept a tensor from being written that nobody has waited for.
@@ -184,9 +188,14 @@ class ActivationStore:
                     self.lanes.call_back(flight)
             self.gone.popleft()
             assert self._tier is not None
-            if self._tier is Tier.NVME and self._spill is not None:
-                self._spill.give_back(place, num_bytes)
+            if self._tier is Tier.NVME:
+                self._give_back(place, num_bytes)
             self._ledger.release(self._tier, num_bytes, HOLDER)
+
+    def _give_back(self, offset: int, num_bytes: int) -> None:
+        assert self._spill is not None
+        if self._slots.pop(offset, None) is not None:
+            self._spill.give_back(offset, num_bytes)
 
     def _pack(self, tensor: torch.Tensor) -> Any:
         """Runs for everything that is saved. What stays is detached: an output that held its own graph would be freed
@@ -252,7 +261,9 @@ class ActivationStore:
         if self._tier is Tier.CPU:
             return self._device.make_host_buffer(num_bytes)
         assert self._spill is not None
-        return self._spill.allocate(num_bytes)
+        offset = self._spill.allocate(num_bytes)
+        self._slots[offset] = num_bytes
+        return offset
 
     def _write(self, source: torch.Tensor, offloaded: Offloaded) -> None:
         """Move the bytes there, here and now."""

@@ -49,6 +49,7 @@ class Flight:
     def wait(self) -> Exception | None:
         """Block until it is over: what went wrong."""
         if isinstance(self.event, Job) and self.event.worker is None:  # interrupted just before it was put
+            self.called_back = True
             self.event.finish(GeminiError("an activation was not moved: interrupted"))
         try:
             if self.event is not None:
