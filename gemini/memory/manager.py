@@ -36,6 +36,7 @@ class Manager:
         lane: where fetches ahead run, with ``lane_staging`` of its own; without one every fetch is waited for.
         update_of: what has to be over before the home of a chunk's weights may be read; ``await_update`` waits for it.
         relieve: waits for something else that gives back memory of the computing tier; False if there is nothing.
+        leave: bytes of the computing tier that fetches ahead leave to others.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class Manager:
         update_of: Callable[[Chunk], Event | None] = lambda chunk: None,
         await_update: Callable[[Chunk], None] = lambda chunk: None,
         relieve: Callable[[], bool] = lambda: False,
+        leave: Callable[[], int] = lambda: 0,
     ):
         self.chunks = chunks
         self.foresight = foresight or Foresight(lambda steps: [Moves()] * len(steps))
@@ -67,7 +69,7 @@ class Manager:
         self._clock = 0
         self._mover = mover
         self._lane, self._lane_staging = lane, lane_staging
-        self._update_of, self._await_update, self._relieve = update_of, await_update, relieve
+        self._update_of, self._await_update, self.relieve, self._leave = update_of, await_update, relieve, leave
         self._arriving: dict[int, Chunk] = {}
 
     def acquire(self, chunk: Chunk) -> None:
@@ -135,7 +137,7 @@ class Manager:
         while (missing := num_bytes - self.ledger.free(tier) - self.ledger.held(tier, "pool")) > 0:
             evictable = self._evictable()
             victims = self._policy.choose([c for c in evictable if not c.kept], missing)
-            if victims is None and self._relieve():
+            if victims is None and self.relieve():
                 continue
             if victims is None:  # what the plan keeps goes only where there is nothing else
                 victims = self._policy.choose(evictable, missing)
@@ -197,19 +199,30 @@ class Manager:
 
         The policy chooses among what the plan lets go before that moment, so that no more moves than planned.
         """
-        tier, frames = self._device.tier, self._device.frames
-        if self.ledger.free(tier) >= num_bytes or (frames is not None and frames.has(num_bytes)):
+        frames, wanted = self._device.frames, num_bytes + self._leave()
+        if self.ledger.free(self._device.tier) >= wanted or (frames is not None and frames.has(num_bytes)):
             return True
+        has_room = self._let_go(wanted, lambda next_use: next_use > moment)
+        if has_room:
+            self._trim_pool(num_bytes, for_window=True)
+        return has_room
+
+    def spare_room(self, num_bytes: int) -> bool:
+        """Free room for what is welcome and not needed, from what the plan fetches again anyway; False if it cannot."""
+        has_room = self._let_go(num_bytes, lambda next_use: True)
+        if has_room:
+            self._trim_pool(num_bytes, for_window=False)
+        return has_room
+
+    def _let_go(self, num_bytes: int, may_go: Callable[[int], bool]) -> bool:
+        """Evict what the plan lets go before its next use, until so much is free or parked; nothing if not enough."""
+        tier = self._device.tier
         missing = num_bytes - self.ledger.free(tier) - self.ledger.held(tier, "pool")
-        if missing > 0:
-            later = [c for c in self._evictable() if c.next_use is not None and c.next_use > moment and not c.kept]
-            victims = self._policy.choose(later, missing)
-            if victims is None:
-                return False
-            for index in victims:
-                self._evict(self.chunks[index])
-        self._trim_pool(num_bytes, for_window=True)
-        return True
+        candidates = [c for c in self._evictable() if c.next_use is not None and may_go(c.next_use) and not c.kept]
+        victims = self._policy.choose(candidates, missing) if missing > 0 else ()
+        for index in victims or ():
+            self._evict(self.chunks[index])
+        return victims is not None
 
     def _begin_fetch(self, chunk: Chunk, moment: int) -> None:
         """Fill the window of a chunk on the lane, behind the update of its weights."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -91,11 +91,13 @@ def build(
     for access in accesses(decision.trace, layout):
         for index in access.chunks:
             first_use.setdefault(index, access.moment)
-    return Built(decision, ledger, spill, chunks, handles, tile, in_steps, _foresight(decision), first_use)
+    return Built(decision, ledger, spill, chunks, handles, tile, in_steps, _foresight(decision, engine), first_use)
 
 
-def _foresight(decision: Decision) -> Foresight:
-    """The plan's own moves, if it was made for a real step; else those for the first step that is seen."""
+def _foresight(decision: Decision, engine: weakref.ref[Engine]) -> Foresight:
+    """The plan's own moves, if it was made for a real step; else those for the first step that is seen, which leave
+    some room to activations on their way if they can.
+    """
     trace, problem, placement, plan, _ = decision
     homes = placement.homes
     chunks = range(len(problem.layout.chunks))
@@ -105,10 +107,13 @@ def _foresight(decision: Decision) -> Foresight:
         schedule = Schedule(plan.accesses, plan.moves, moving)
 
     def make_moves(steps: tuple[Access, ...]) -> tuple[Moves, ...]:
-        try:
-            return moves_for(trace, problem, placement, steps=steps)
-        except BudgetExceeded:  # it went well because something else took less than it may: nothing can be promised
-            return (Moves(),) * len(steps)
+        owner = engine()
+        for left in {0 if owner is None else owner.activations.wish(): None, 0: None}:
+            budgets = {**problem.budgets, problem.compute: problem.budgets[problem.compute] - left}
+            with contextlib.suppress(BudgetExceeded):
+                return moves_for(trace, replace(problem, budgets=budgets), placement, steps=steps)
+        # It went well because something else took less than it may: nothing can be promised.
+        return (Moves(),) * len(steps)
 
     return Foresight(make_moves, schedule)
 
@@ -199,6 +204,7 @@ def make_trainable(engine: Engine, chunk: Chunk) -> None:
 def follow_requires_grad(engine: Engine) -> None:
     """After a flip of ``requires_grad``: a param that became trained gets its hook, its chunk what it lacks."""
     engine.requires_grad_changed = False
+    engine.activations.drain()
     for handle in engine.handles:
         handle.trained = handle.param.requires_grad
         if handle.trained and handle.hook is None:

@@ -7,7 +7,6 @@ keeps the params guarded at all other times.
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import sys
 import weakref
@@ -40,6 +39,7 @@ from gemini.train.in_backward import refuse_used, step_landed, use_in_backward
 from gemini.train.loss_scale import LossScale
 from gemini.train.problem import prepare
 from gemini.train.recording import Recording
+from gemini.train.recovery import forget_interrupted
 from gemini.train.reduction import Reduction
 from gemini.train.shards import Shards
 from gemini.train.updates import Updates
@@ -91,7 +91,8 @@ class Engine:
             lane_staging=self.mover.staging.take() if config.overlap and alone else None,
             update_of=self.updates.job_of,
             await_update=self.updates.wait,
-            relieve=lambda: self.updates.relieve() or self.gradients.relieve(),
+            relieve=lambda: self.activations.relieve() or self.updates.relieve() or self.gradients.relieve(),
+            leave=lambda: self.activations.missing(),
         )
         self.gradients = GradientStore(
             self.handles,
@@ -104,7 +105,7 @@ class Engine:
             lane=Lane("landing") if config.overlap and alone and self.device.tier is Tier.GPU else None,
         )
         self.by_names = ByName(self)
-        self.activations = make_activation_store(self, built.decision.offload_activations)
+        self.activations = make_activation_store(self, built.decision.offload_activations, config.overlap and alone)
         self.loss_scale = LossScale() if config.precision == "fp16" else None
         self.applied_scale = 1.0
         self.clip_coefficient = 1.0
@@ -159,6 +160,7 @@ class Engine:
         """A hooked module starts to compute: gather what it reads, and wait for the updates of what is in place."""
         if not self.computing:
             self.updates.check()
+            self.activations.check()
             self.check_whole()
             self.exposure.begin()
             if torch.is_grad_enabled():
@@ -182,26 +184,7 @@ class Engine:
 
     def recover_if_interrupted(self) -> None:
         """Forget a forward or backward that an exception ended without its hooks; called where none can be running."""
-        if torch._C._current_graph_task_id() != -1:
-            return
-        self.calls.abandon()
-        self.updates.forget_collected()
-        with contextlib.suppress(Exception):  # the backward broke off: its gradients are of no use
-            self.gradients.settle()
-        self.manager.foresight.interrupt()
-        if self.activations is not None:
-            self.activations.close()
-        if self.in_backward:
-            for handle in self.handles:
-                handle.param.grad = None  # of autograd, if the interrupt came just before the hook that takes it
-            self.calls.abandon(backward=True)
-            self.end_backward()
-            if self.updated_in_backward:
-                self.updated_in_backward = False
-                self.mark_lost(GeminiError("its backward ended early, after some params were updated in it"))
-        self.exposure.rest_if_idle()
-        if not self.computing and not self.manager.is_balanced():
-            self.manager.start_over()
+        forget_interrupted(self)
 
     def begin_backward(self) -> None:
         """The first gradient of a backward is about to flow into the model.
@@ -235,6 +218,7 @@ class Engine:
         for chunk in self.chunks:
             chunk.num_missing_grads = sum(handle.trained for handle in self.by_chunk[chunk.spec.index])
         torch.autograd.Variable._execution_engine.queue_callback(self._backward_is_over)
+        self.activations.begin_backward()
 
     def begin_backward_of(self, record: CallRecord) -> None:
         """The backward of one call begins."""
@@ -258,8 +242,7 @@ class Engine:
     def end_backward(self) -> None:
         """The whole graph is done (or was abandoned)."""
         self.calls.end_backward()
-        if self.activations is not None:
-            self.activations.collect()
+        self.activations.end_backward()
         self.in_backward = False
         if self.recording is not None:
             self.recording.end_backward()
@@ -391,6 +374,7 @@ class Engine:
         """
         self.updates.drain()
         self.manager.settle()
+        self.activations.drain()
 
     # ---- the end ----------------------------------------------------------------------------------------------
 
@@ -406,7 +390,7 @@ class Engine:
         """Give everything back, whoever still holds a param: it keeps its shape and name, and refuses to be read."""
         if self.saver is not None:
             self.saver.close()
-        for lanes in (self.updates, self.manager, self.gradients):
+        for lanes in (self.updates, self.manager, self.gradients, self.activations):
             lanes.close()
         take_apart(self.chunks, self.handles)
         if self.spill is not None:

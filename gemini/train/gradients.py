@@ -195,6 +195,8 @@ class GradientStore:
         if not narrow:
             return
         self.settle()
+        while self._manager.relieve():  # what moves beside computing gives way
+            pass
         # The old planes stay until the new ones are filled, so the whole fp32 size must be free for a moment.
         reserved: list[tuple[Tier, int]] = []
         wide: list[Plane] = []

@@ -163,8 +163,8 @@ def _pre(
                 "whole block, or use torch.no_grad()"
             )
         engine.begin_call(module, chunks, resident)
-        if engine.activations is not None and not engine.in_backward:
-            engine.activations.open()
+        if not engine.in_backward:
+            engine.activations.begin_forward()
 
     return pre
 
@@ -173,8 +173,8 @@ def _post(ref: weakref.ref[Engine], *, is_root: bool) -> Callable[[nn.Module, An
     def post(module: nn.Module, args: Any, output: Any) -> Any:
         engine = _engine(ref)
         record = engine.end_call(module)
-        if engine.activations is not None and not engine.calls.running:
-            engine.activations.close()
+        if not engine.calls.running:
+            engine.activations.end_forward()
         if record is None or output is None:
             return None
         if engine.recording is not None:
