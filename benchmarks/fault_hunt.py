@@ -282,7 +282,7 @@ def attempt(schedule: Schedule, faults: Faults, chosen: int, directory: Path) ->
     """
     recipe, worlds = schedule.recipe, reference(schedule.recipe)[1]
     quiet = Faults("")
-    open_before = race_hunt.nameless_files()
+    before = race_hunt.belongings()
     with race_hunt.disturbed(schedule), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model, optimizer = race_hunt.wrap(schedule, directory)
@@ -321,7 +321,7 @@ def attempt(schedule: Schedule, faults: Faults, chosen: int, directory: Path) ->
         race_hunt.check_invariants(model)
         del model, optimizer
         gc.collect()
-    race_hunt.check_nothing_left(open_before)
+    race_hunt.check_nothing_left(before)
     assert not any(path.name.startswith(".") for path in directory.iterdir()), "an unfinished checkpoint is left"
     return faults.fired
 

@@ -546,7 +546,7 @@ def run(schedule: Schedule, directory: Path) -> Counter[str]:
         AssertionError: if something has other bits, or is left behind; and whatever the engine raises.
     """
     steps, worlds = reference(schedule.recipe)
-    open_before = nameless_files()
+    before = belongings()
     with disturbed(schedule) as jobs, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model, optimizer = wrap(schedule, directory)
@@ -566,30 +566,28 @@ def run(schedule: Schedule, directory: Path) -> Counter[str]:
         seen = reader.seen + jobs
         del reader, optimizer, model
         gc.collect()
-    check_nothing_left(open_before)
+    check_nothing_left(before)
     return seen
 
 
-def check_nothing_left(open_before: set[str]) -> None:
-    """Spill files and worker threads go with their model."""
+def check_nothing_left(before: set[str]) -> None:
+    """Spill files and worker threads go with their model; ``before``: :func:`belongings` of other models."""
     until = time.monotonic() + 20
-    while True:
-        threads = [thread.name for thread in threading.enumerate() if thread.name.startswith("gemini-")]
-        files = nameless_files() - open_before
-        if not threads and not files:
-            return
-        assert time.monotonic() < until, f"left behind: threads {threads}, files {files}"
+    while left := belongings() - before:
+        assert time.monotonic() < until, f"left behind: {sorted(left)}"
         gc.collect()
         time.sleep(0.01)
 
 
-def nameless_files() -> set[str]:
-    """The files without a name that this process has open, by inode."""
-    found = set()
+def belongings() -> set[str]:
+    """What models of this process have outside of their objects: files without a name, by inode, and threads."""
+    found = {f"{t.name} {t.native_id}" for t in threading.enumerate() if t.name.startswith("gemini-")}
     for fd in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):  # the one that lists them is gone
-            found.add(os.readlink(f"/proc/self/fd/{fd}"))
-    return {link for link in found if "(deleted)" in link}
+            link = os.readlink(f"/proc/self/fd/{fd}")
+            if "(deleted)" in link:
+                found.add(link)
+    return found
 
 
 # ---- the hunt --------------------------------------------------------------------------------------------------------
