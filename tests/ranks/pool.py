@@ -1,8 +1,9 @@
 """Processes that stay: a test hands a function to all ranks of a pool and gets what each of them returned.
 
-Starting a process imports torch and transformers, which takes longer than most tests; so the ranks of one pool are
-started once per test session and every test runs its function on them. A function must be importable (module level) and
-leave nothing behind. If a rank dies or hangs the pool is ended and the next test gets a new one.
+Starting a process imports torch and transformers, which takes longer than most tests; so ranks are forked from a
+process that has imported them, those of one pool are started once per test session, and every test runs its function on
+them. A function must be importable (module level) and leave nothing behind. If a rank dies or hangs the pool is ended
+and the next test gets a new one.
 
 Process groups are left behind all the same: torch keeps each of them until it is destroyed, and gloo has a thread for
 each that wakes some hundred times a second. After a test its pools meet in a new default group (:meth:`Pool.renew`):
@@ -27,6 +28,11 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
+PRELOADED = ["torch.distributed"] + [
+    f"transformers.models.{name}.modeling_{name}" for name in ("llama", "gpt2", "mixtral", "t5")
+]
+"""Imported once, in the process that ranks are forked from; it has no threads."""
+
 
 class Failure(NamedTuple):
     """What a function raised on one rank."""
@@ -45,7 +51,8 @@ class Pool:
         self._num_stores = 0
         self._folder = tempfile.TemporaryDirectory(prefix="gemini-ranks-")
         store = self._new_store()
-        context = mp.get_context("spawn")
+        context = mp.get_context("forkserver")
+        context.set_forkserver_preload(PRELOADED)
         self.processes = []
         self._pipes: list[Connection] = []
         for rank in range(size):
@@ -98,10 +105,13 @@ class Pool:
             raise AssertionError("\n".join(failed))
         return results
 
-    def renew(self) -> None:
-        """All ranks leave all process groups and meet in a new default one; a pool that cannot do it is ended."""
+    def renew(self, timeout: float | None = None) -> None:
+        """All ranks leave all process groups and meet in a new default one; a pool that cannot do it is ended.
+
+        ``timeout``: of the new group, if it is to be another than the pool's.
+        """
         with contextlib.suppress(AssertionError):
-            self.run(_meet, self._new_store(), self._timeout)
+            self.run(_meet, self._new_store(), self._timeout if timeout is None else timeout)
 
     def _new_store(self) -> str:
         self._num_stores += 1
