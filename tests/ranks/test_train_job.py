@@ -129,7 +129,7 @@ def test_a_run_goes_on_with_another_number_of_ranks(pool_of: PoolOf, folder: Pat
 
 def test_a_run_that_explodes_stops_on_all_ranks_with_a_checkpoint(pool_of: PoolOf, folder: Path) -> None:
     options = options_of(folder, precision="bf16", lr=1e30, steps=100, out=folder / "out")
-    outcomes = pool_of(2).outcomes(train_here, options, seconds=180)
+    outcomes = pool_of(2).outcomes(train_here, options, seconds=60)
     assert all("The gradients of step 2 hold inf or NaN" in outcome.text for outcome in outcomes), outcomes
     assert [path.name for path in (folder / "out" / "checkpoints").iterdir()] == ["step-00000001"]
 
@@ -139,7 +139,7 @@ def test_a_run_that_explodes_stops_on_all_ranks_with_a_checkpoint(pool_of: PoolO
 
 def test_what_one_rank_cannot_find_all_refuse_and_that_rank_says(pool_of: PoolOf, folder: Path) -> None:
     absent = {"data": (folder / "absent.txt",)}
-    outcomes = pool_of(2).outcomes(train_here, options_of(folder, out=folder / "out"), {1: absent}, seconds=180)
+    outcomes = pool_of(2).outcomes(train_here, options_of(folder, out=folder / "out"), {1: absent}, seconds=60)
     assert [outcome.kind for outcome in outcomes] == ["SaidByRanks"] * 2
     assert outcomes[0].text == "" and outcomes[1].text.startswith(f"rank 1: --data {folder / 'absent.txt'}: there is")
     # Nobody is left waiting: the same ranks go on to the next job.
@@ -148,7 +148,7 @@ def test_what_one_rank_cannot_find_all_refuse_and_that_rank_says(pool_of: PoolOf
 
 def test_what_no_rank_can_find_is_said_once(pool_of: PoolOf, folder: Path) -> None:
     options = options_of(folder, data=(folder / "absent.txt",), out=folder / "out")
-    first, second = pool_of(2).outcomes(train_here, options, seconds=180)
+    first, second = pool_of(2).outcomes(train_here, options, seconds=60)
     assert first.kind == second.kind == "SaidByRanks"
     assert first.text.startswith("--data ") and second.text == ""
 
@@ -156,7 +156,7 @@ def test_what_no_rank_can_find_is_said_once(pool_of: PoolOf, folder: Path) -> No
 def test_other_text_on_another_rank_is_refused(pool_of: PoolOf, folder: Path) -> None:
     (folder / "other.txt").write_text("other text " * 400)
     other = {"data": (folder / "other.txt",)}
-    outcomes = pool_of(2).outcomes(train_here, options_of(folder, out=folder / "out"), {1: other}, seconds=180)
+    outcomes = pool_of(2).outcomes(train_here, options_of(folder, out=folder / "out"), {1: other}, seconds=60)
     assert all("rank 1 found other text than rank 0" in outcome.text for outcome in outcomes), outcomes
 
 
@@ -196,7 +196,7 @@ def test_a_later_error_is_said_once(
     pool_of: PoolOf, tmp_path: Path, words: dict[int, str], said: list[str | None]
 ) -> None:
     """``None``: rank 0 met no error."""
-    outcomes = pool_of(2).outcomes(speak_of, tmp_path, words, seconds=180)
+    outcomes = pool_of(2).outcomes(speak_of, tmp_path, words, seconds=60)
     assert [outcome.text if isinstance(outcome, Failure) else None for outcome in outcomes] == said
 
 
@@ -245,11 +245,11 @@ class Torchrun:
         found = sorted(self._logs.glob(f"*/attempt_*/{rank}/{stream}.log"))
         return "".join(path.read_text() for path in found)
 
-    def wait_for(self, words: str, seconds: float = 180) -> None:
+    def wait_for(self, words: str, seconds: float = 240) -> None:
         deadline = time.monotonic() + seconds
         while words not in self.said(0, "stdout"):
             assert time.monotonic() < deadline and self.process.poll() is None, self.everything()
-            time.sleep(0.005)
+            time.sleep(0.02)
 
     def pid(self, rank: int) -> int:
         import psutil
@@ -257,7 +257,7 @@ class Torchrun:
         children = psutil.Process(self.process.pid).children()
         return next(child.pid for child in children if child.environ().get("RANK") == str(rank))
 
-    def end(self, seconds: float = 180) -> str:
+    def end(self, seconds: float = 240) -> str:
         """What torchrun itself has to say at the end."""
         return self.process.communicate(timeout=seconds)[0]
 

@@ -5,9 +5,8 @@ A few of the faults of ``benchmarks/fault_hunt.py``, which makes every call of s
 
 from __future__ import annotations
 
-import gc
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,15 +15,6 @@ from benchmarks import fault_hunt, race_hunt
 from benchmarks.fault_hunt import CASES, KINDS, Child, Faults, step
 
 PER_KIND = 4
-
-
-@pytest.fixture(autouse=True)
-def quick_collections() -> Iterator[None]:
-    """After each run everything it made must be gone; what was there before need not be looked at."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,15 +12,6 @@ import torch
 from benchmarks import race_hunt
 
 SEEDS = range(10_000, 10_025)  # not those of the hunt
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_collections() -> Iterator[None]:
-    """After each schedule everything it made must be gone; what was there before need not be looked at."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 def test_schedules_do_not_change_the_bits(tmp_path: Path, summary: Callable[[str], None]) -> None:
