@@ -42,6 +42,7 @@ from gemini.train.recording import Recording
 from gemini.train.recovery import forget_interrupted
 from gemini.train.reduction import Reduction
 from gemini.train.shards import Shards
+from gemini.train.together import end_group_of
 from gemini.train.updates import Updates
 
 
@@ -393,6 +394,9 @@ class Engine:
         for lanes in (self.updates, self.manager, self.gradients, self.activations):
             lanes.close()
         take_apart(self.chunks, self.handles)
+        if self.shards is not None:
+            end_group_of(self.shards)
+            self.shards.ranks.close()
         if self.spill is not None:
             self.spill.close()
         self.device.close()

@@ -52,6 +52,8 @@ class Shards:
         self._engine = engine.self_reference
         self._numbers = {handle.name: number for number, handle in enumerate(engine.handles)}
         self._read: torch.Tensor | None = None
+        self.waiting_group: dist.ProcessGroup | None = None
+        """Where the ranks wait for each other's disks, once they have."""
         self.native: Counter[str] = Counter()
         """Bytes that the library's own collectives have sent."""
         self._sent_before: Counter[str] = Counter()

@@ -223,8 +223,9 @@ class Updates:
 
     def check(self) -> None:
         """Raise what broke an update off that nobody has waited for."""
+        broken_off = self._engine().lost is not None  # known a moment before the jobs end
         for job in list(self._jobs.values()):
-            if job.is_complete() and job.error is not None:
+            if broken_off or (job.is_complete() and job.error is not None):
                 self._await(job)
 
     def _await(self, job: UpdateJob) -> None:

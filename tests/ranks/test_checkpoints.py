@@ -200,7 +200,6 @@ def save_behind(where: str, gradients: str, change: str, folder: Path) -> tuple[
     for state in moments["state"].values():
         state["exp_avg"] = state["exp_avg"] * 2
     real, waits = os.pwrite, []
-    before_write = engine.before_write
 
     def slow(fd: int, data: Any, position: int) -> int:
         import time
@@ -209,15 +208,16 @@ def save_behind(where: str, gradients: str, change: str, folder: Path) -> tuple[
         return real(fd, data, position)
 
     def counted(chunk: Any) -> None:
-        if engine.saver is not None and chunk.spec.index in engine.saver._unsaved:
+        if chunk.spec.index in saver._unsaved:
             waits.append(chunk.spec.index)
-        before_write(chunk)
+        type(saver).before_write(saver, chunk)
 
     tensor_file.os.pwrite = slow
-    engine.before_write = counted
     held = engine.ledger.used(gemini.Tier.CPU)
     try:
         pending = run.save(folder / "ckpt", wait=False)
+        saver = engine.saver
+        saver.before_write = counted
         during = engine.ledger.holders(gemini.Tier.CPU).get("checkpoint", 0)
         assert not pending.done()
         if change == "gathered":
@@ -234,7 +234,6 @@ def save_behind(where: str, gradients: str, change: str, folder: Path) -> tuple[
         assert pending.done()
     finally:
         tensor_file.os.pwrite = real
-        del engine.before_write
     assert engine.ledger.holders(gemini.Tier.CPU).get("checkpoint", 0) == 0
     assert during <= engine.mover.tile * 4 and held <= engine.ledger.budget(gemini.Tier.CPU)
     changed = run.digest()
