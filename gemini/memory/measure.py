@@ -23,8 +23,9 @@ import torch
 from gemini import kernels
 from gemini.errors import human_bytes
 from gemini.memory.mover import tiles
-from gemini.memory.nvme import SpillFile, free_bytes
+from gemini.memory.nvme import SpillFile, Transfer, free_bytes
 from gemini.memory.pages import PAGE, host_bytes
+from gemini.memory.staging import SLOTS
 from gemini.memory.system import cache_bytes, memory_bytes, memory_limit
 from gemini.planning.hardware import Figure, human_figure
 from gemini.planning.working import TILE
@@ -258,6 +259,7 @@ def measure_nvme(directory: Path, sizes: Sizes) -> Figures:
     try:
         yield "nvme_bytes", _asked(free, f"free in {directory}")
         yield from _drive(spill, tile, count, sizes)
+        yield "nvme_mixed", _both_ways(spill, tile, count, sizes)
     finally:
         spill.close()
 
@@ -294,6 +296,40 @@ def _drive(spill: SpillFile, tile: int, count: int, sizes: Sizes) -> Figures:
             rate = human_figure(key, whole.numel() / at_once)
             note = f" ({rate} in one request of {human_bytes(whole.numel())})"
         yield key, _measured(key, times, how + note, lambda s: num_bytes / s)
+
+
+def _both_ways(spill: SpillFile, tile: int, count: int, sizes: Sizes) -> Figure:
+    """As updates beside computing do it: two tiles are read ahead while one is changed and those before are written."""
+    part = _whole_pages(tile // SLOTS)
+    slots = [[host_bytes(size * part).random_(0, 256) for size in _STATE_BYTES] for _ in range(SLOTS)]
+    steps = count * tile // part
+    before = [sum(_STATE_BYTES[:kind]) for kind in range(len(_STATE_BYTES))]
+    places = [[(number * sum(_STATE_BYTES) + at) * part for at in before] for number in range(steps)]
+
+    def begin(transfer: Callable[[torch.Tensor, int], Transfer], number: int) -> list[Transfer]:
+        return [transfer(*pair) for pair in zip(slots[number % SLOTS], places[number], strict=True)]
+
+    def stream() -> None:
+        reading = {number: begin(spill.begin_read, number) for number in range(min(2, steps))}
+        writing: dict[int, list[Transfer]] = {}
+        for number in range(steps):
+            for transfer in reading.pop(number):
+                transfer.wait()
+            for buffer in slots[number % SLOTS]:
+                buffer.add_(1)
+            writing[number] = begin(spill.begin_write, number)
+            if number + 2 < steps:
+                for transfer in writing.pop(number + 2 - SLOTS, []):
+                    transfer.wait()
+                reading[number + 2] = begin(spill.begin_read, number + 2)
+        for transfers in writing.values():
+            for transfer in transfers:
+                transfer.wait()
+
+    seconds = _times(stream, min(sizes.repeats, 5))
+    num_bytes = 2 * steps * part * sum(_STATE_BYTES)
+    how = f"{human_bytes(num_bytes)} read and written in {spill.directory}, {SLOTS} tiles under way"
+    return _measured("nvme_mixed", seconds, how, lambda s: num_bytes / s)
 
 
 def _each(transfer: Callable[[torch.Tensor, int], None], planes: list[tuple[torch.Tensor, int]]) -> None:

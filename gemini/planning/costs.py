@@ -15,11 +15,11 @@ from gemini.planning.planes import PlaneKind
 from gemini.planning.trace import Moment
 from gemini.tiers import Tier
 
-GPU, H2D, D2H, DRAM, NVME_READ, NVME_WRITE, THREADS, WIRE = RESOURCES = (
-    "gpu", "h2d", "d2h", "dram", "nvme_read", "nvme_write", "threads", "wire",
+GPU, H2D, D2H, DRAM, NVME, NVME_READ, NVME_WRITE, THREADS, WIRE = RESOURCES = (
+    "gpu", "h2d", "d2h", "dram", "nvme", "nvme_read", "nvme_write", "threads", "wire",
 )  # fmt: skip
 """What tasks share: one GPU, its two directions of the link, and this rank's part of what its machine has: host memory,
-NVMe drives, host threads; and its wire to the next rank.
+NVMe drives (reading, writing, and what they do of both at once), host threads; and its wire to the next rank.
 """
 
 _ADAM_BYTES = 26
@@ -63,7 +63,8 @@ class Efficiency:
 _KIND_OF_FIGURE = {
     "gpu_flops_bf16": "matrix", "gpu_flops_fp32": "matrix", "gpu_bandwidth": "gpu_memory",
     "cpu_flops_bf16": "matrix", "cpu_flops_fp32": "matrix", "dram_bandwidth": "host_memory",
-    "h2d": "link", "d2h": "link", "nvme_read": "nvme", "nvme_write": "nvme", "interconnect": "wire",
+    "h2d": "link", "d2h": "link", "nvme_read": "nvme", "nvme_write": "nvme", "nvme_mixed": "nvme",
+    "interconnect": "wire",
 }  # fmt: skip
 
 
@@ -116,7 +117,7 @@ class Costs:
         found = self._known.get((key, needed_for))
         if found is None:
             value = self._hardware.get(key, needed_for=needed_for) * self._efficiency.of(self._hardware, key)
-            if key in ("dram_bandwidth", "nvme_read", "nvme_write", "cpu_flops_bf16", "cpu_flops_fp32"):
+            if key in ("dram_bandwidth", "nvme_read", "nvme_write", "nvme_mixed", "cpu_flops_bf16", "cpu_flops_fp32"):
                 value /= self._local
             found = self._known[key, needed_for] = value * (self._local if key in ("adam_cpu", "land_cpu") else 1)
         return found
@@ -172,13 +173,19 @@ class Costs:
 
     def nvme_read(self, num_bytes: float) -> Cost:
         """From the drives into host memory."""
-        what = "reading from the NVMe tier"
-        return self._on_host(num_bytes / self._get("nvme_read", what), num_bytes, what, nvme_read=1.0)
+        return self._on_drive("nvme_read", num_bytes, "reading from the NVMe tier")
 
     def nvme_write(self, num_bytes: float) -> Cost:
         """From host memory to the drives."""
-        what = "writing to the NVMe tier"
-        return self._on_host(num_bytes / self._get("nvme_write", what), num_bytes, what, nvme_write=1.0)
+        return self._on_drive("nvme_write", num_bytes, "writing to the NVMe tier")
+
+    def _on_drive(self, key: str, num_bytes: float, what: str) -> Cost:
+        """One direction alone goes at its own speed; of both at once the drives do ``nvme_mixed`` together."""
+        speed = self._get(key, what)
+        loads = {key: 1.0}
+        if self._hardware.has("nvme_mixed"):
+            loads[NVME] = min(1.0, speed / self._get("nvme_mixed", what))
+        return self._on_host(num_bytes / speed, num_bytes, what, **loads)
 
     def host_pass(self, num_bytes: float) -> Cost:
         """Host threads reading and writing so many bytes, no more than that (a cast, a copy)."""

@@ -34,6 +34,7 @@ FIGURES: dict[str, str] = {
     "d2h": "bytes/s from one GPU to host, pinned",
     "nvme_read": "bytes/s read from all NVMe drives together",
     "nvme_write": "bytes/s written to all NVMe drives together",
+    "nvme_mixed": "bytes/s read and written together while all NVMe drives do both (without it: each as if alone)",
     "adam_cpu": "seconds per param of one Adam update on the host, all cores, bf16 weights with a split fp32 master",
     "land_cpu": "seconds per param of one half-precision gradient copied into its plane on the host, with its norm",
     "torch_threads": "threads with which torch computes on the host, and did for the figures of products",

@@ -25,7 +25,7 @@ HOST = {
     "cpu_bytes", "cpu_threads", "cpu_flops_bf16", "cpu_flops_fp32", "cpu_op_seconds", "dram_bandwidth", "adam_cpu",
     "land_cpu", "torch_threads", "adam_cpu_one",
 }  # fmt: skip
-DRIVE = {"nvme_bytes", "nvme_read", "nvme_write"}
+DRIVE = {"nvme_bytes", "nvme_read", "nvme_write", "nvme_mixed"}
 
 
 def test_every_figure_of_host_and_drive_is_there_with_when_and_how(tmp_path: Path) -> None:

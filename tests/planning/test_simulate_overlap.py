@@ -125,3 +125,14 @@ def test_the_host_lands_gradients_that_stay_between_two_moments() -> None:
     quick = hardware.with_figures("measured", gpu_flops_bf16=1e11, nvme_write=2 * NUMEL / (4 * MS))
     for leaves in (stack(clipped=True, states=Tier.NVME), stack_plan(LAYERS, weights=Tier.GPU, states=Tier.CPU)):
         assert overlapped(leaves, quick).stalls.get("gradient landing", 0.0) < 20 * MS, "those of the last moments"
+
+
+@pytest.mark.parametrize(("mixed", "layer_ms"), [(None, 100.0), (1.2, 10 * 20 / 1.2), (1.0, 200.0), (0.5, 200.0)])
+def test_a_drive_that_reads_and_writes_has_one_speed_for_both(mixed: float | None, layer_ms: float) -> None:
+    """10 bytes per param each way, 20 ms per 2 bytes alone; ``mixed``: of both at once, by the speed of one alone."""
+    alone = NUMEL * 2 / (20 * MS)
+    figures = {"nvme_read": alone, "nvme_write": alone} | ({} if mixed is None else {"nvme_mixed": mixed * alone})
+    timeline = overlapped(stack(states=Tier.NVME), host(2.0, **figures))
+    assert timeline.step_seconds == pytest.approx(LAYERS * layer_ms * MS, rel=0.05)
+    serial = simulate(stack(states=Tier.NVME), host(2.0, **figures))
+    assert serial.step_seconds == pytest.approx(FORWARD + BACKWARD + LAYERS * (200 + 1) * MS, rel=0.01), "one at a time"
