@@ -232,7 +232,8 @@ class Updates:
         index = job.chunk.spec.index
         if not job.is_complete():
             assert self._lane is not None
-            self._lane.hurry(job)
+            if self.order != "fifo":
+                self._lane.hurry(job)
             about = self._engine().mover.about("update", f"wait for the update of chunk {index}", index)
             with self._lane.alone(), about, contextlib.suppress(Exception):  # raised below
                 job.wait()
