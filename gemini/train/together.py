@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import json
+import weakref
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from gemini.train.engine import Engine
     from gemini.train.shards import Shards
 
-_groups: set[dist.ProcessGroup] = set()
+_waiting: weakref.WeakSet[Shards] = weakref.WeakSet()  # those that have such a group
 
 
 def agree(engine: Engine, point: Point, doing: str, refusal: Exception | None, **facts: str) -> None:
@@ -73,24 +74,22 @@ def group_for(engine: Engine) -> dist.ProcessGroup | None:
         return None
     if shards.waiting_group is None:
         shards.waiting_group = make_subgroup(shards.ranks.everyone.global_ranks, "gloo")
-        _groups.add(shards.waiting_group)
+        _waiting.add(shards)
     return shards.waiting_group
 
 
 def end_group_of(shards: Shards) -> None:
     """The model ends."""
-    group, shards.waiting_group = shards.waiting_group, None
+    group, shards.waiting_group = shards.waiting_group, None  # its threads live as long as somebody refers to it
     if group is not None:
-        _groups.discard(group)
         end_subgroup(group)
 
 
 @atexit.register
 def _end_groups() -> None:
     """A thread of gloo may be the last to let go of a tensor, which takes the interpreter: they end before it does."""
-    for group in _groups:
-        end_subgroup(group)
-    _groups.clear()
+    for shards in list(_waiting):
+        end_group_of(shards)
 
 
 def wait_for_all(engine: Engine, doing: str) -> None:
