@@ -106,7 +106,10 @@ class Rank:
 
 
 class Group:
-    """``size`` processes of one job. ``environment`` and ``prefix`` (a command to run under) may differ by rank."""
+    """``size`` processes of one job. ``environment`` and ``prefix`` (a command to run under) may differ by rank.
+
+    ``python``: the interpreter, for a job in a virtual environment of its own.
+    """
 
     def __init__(
         self,
@@ -118,6 +121,7 @@ class Group:
         prefix: Callable[[int], Sequence[str]] = lambda rank: (),
         threads: int = 1,
         timeout: float = 300.0,
+        python: str = sys.executable,
     ):
         self.size = size
         self.timeout = timeout
@@ -134,7 +138,7 @@ class Group:
                 own = {"RANK": str(rank), "LOCAL_RANK": str(rank), **environment(rank)}
                 errors = tempfile.TemporaryFile("w+")
                 process = subprocess.Popen(
-                    [*prefix(rank), sys.executable, str(Path(script).resolve()), "rank"],
+                    [*prefix(rank), python, str(Path(script).resolve()), "rank"],
                     stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, bufsize=0,
                     env=os.environ | common | own, preexec_fn=_die_with_parent,
                 )  # fmt: skip

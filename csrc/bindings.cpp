@@ -4,7 +4,11 @@
 #include <pybind11/stl.h>
 
 #include <atomic>
+#include <chrono>
+#include <mutex>
+#include <set>
 #include <stdexcept>
+#include <thread>
 
 #include "cpu_adam.h"
 #include "cpu_grad.h"
@@ -31,12 +35,24 @@ int64_t probe_pool(int64_t n, int64_t align, int64_t fail_at) {
     return counted;
 }
 
+// Also for them: how many threads run the pieces of a parallel_for over n elements, when each piece takes a millisecond.
+size_t probe_width(int64_t n) {
+    std::mutex mutex;
+    std::set<std::thread::id> threads;
+    parallel_for(n, 1, [&](int64_t, int64_t) {
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));
+        const std::lock_guard<std::mutex> lock(mutex);
+        threads.insert(std::this_thread::get_id());
+    });
+    return threads.size();
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_C, m) {
     using nogil = py::call_guard<py::gil_scoped_release>;
     // Raised when a signature below changes: a library left over from another version is then refused, not misused.
-    m.attr("INTERFACE") = 1;
+    m.attr("INTERFACE") = 2;
 
     py::register_exception_translator([](std::exception_ptr thrown) {
         try {
@@ -51,7 +67,11 @@ PYBIND11_MODULE(_C, m) {
     m.def("runs_here", &runs_here);
     m.def("set_num_threads", &set_num_threads);
     m.def("num_threads", &num_threads);
+    m.def("limit_threads", &limit_threads);
+    m.def("flush_mode", &flush_mode);
+    m.def("set_flush_mode", &set_flush_mode);
     m.def("probe_pool", &probe_pool, nogil());
+    m.def("probe_width", &probe_width, nogil());
 
     py::class_<AdamScalars>(m, "AdamScalars")
         .def(py::init([](float c1, float c2, float beta2, float decay, float wd, float neg_step, float inv_sqrt_bc2,
@@ -96,15 +116,16 @@ PYBIND11_MODULE(_C, m) {
     py::class_<IoQueue>(m, "IoQueue")
         .def(py::init<int>())
         .def("submit_read",
-             [](IoQueue& queue, int fd, Address memory, size_t num_bytes, int64_t offset) {
-                 return queue.submit_read(fd, at(memory), num_bytes, offset);
+             [](IoQueue& queue, int fd, Address memory, size_t num_bytes, int64_t offset, bool urgent) {
+                 return queue.submit_read(fd, at(memory), num_bytes, offset, urgent);
              },
              nogil())
         .def("submit_write",
-             [](IoQueue& queue, int fd, Address memory, size_t num_bytes, int64_t offset) {
-                 return queue.submit_write(fd, at(memory), num_bytes, offset);
+             [](IoQueue& queue, int fd, Address memory, size_t num_bytes, int64_t offset, bool urgent) {
+                 return queue.submit_write(fd, at(memory), num_bytes, offset, urgent);
              },
              nogil())
         .def("wait", &IoQueue::wait, nogil())
+        .def("done", &IoQueue::done, nogil())
         .def("close", &IoQueue::close, nogil());
 }

@@ -1,5 +1,5 @@
-// The queue of nvme_io.h: requests in order of submission, workers take the next block of the first one that has any
-// left. A failed block stops the blocks not yet started; the first error is kept for wait().
+// The queue of nvme_io.h: two lines of requests in order of submission, the urgent and the others; workers take the next
+// block of the first urgent one that has any left, or else of the first other one. A failed block stops the blocks not yet started; the first error is kept for wait().
 #include "nvme_io.h"
 
 #include <errno.h>
@@ -28,6 +28,7 @@ struct Request {
     char* memory;
     size_t num_bytes;
     int64_t offset;
+    bool urgent;
     size_t taken = 0;       // bytes handed to workers so far
     int blocks_inside = 0;  // blocks being transferred now
     int code = 0;           // errno of the first failure, and what it was about
@@ -69,7 +70,7 @@ struct IoQueue::State {
     const pid_t owner = getpid();
     std::mutex mutex;
     std::condition_variable wake, finished;
-    std::deque<std::shared_ptr<Request>> queue;  // those with blocks not yet taken
+    std::deque<std::shared_ptr<Request>> urgent, others;  // those with blocks not yet taken
     std::unordered_map<uint64_t, std::shared_ptr<Request>> tickets;
     std::vector<std::thread> workers;
     uint64_t next_ticket = 1;
@@ -84,14 +85,15 @@ struct IoQueue::State {
     void work() {
         std::unique_lock<std::mutex> lock(mutex);
         for (;;) {
-            wake.wait(lock, [&] { return closing || !queue.empty(); });
-            if (queue.empty()) return;
-            const std::shared_ptr<Request> request = queue.front();
+            wake.wait(lock, [&] { return closing || !urgent.empty() || !others.empty(); });
+            auto& line = urgent.empty() ? others : urgent;
+            if (line.empty()) return;
+            const std::shared_ptr<Request> request = line.front();
             const size_t begin = request->taken;
             const size_t end = std::min(begin + kBlock, request->num_bytes);
             request->taken = end;
             ++request->blocks_inside;
-            if (end == request->num_bytes) queue.pop_front();
+            if (end == request->num_bytes) line.pop_front();
             lock.unlock();
             auto [code, text] = transfer(*request, begin, end);
             lock.lock();
@@ -107,8 +109,19 @@ struct IoQueue::State {
             request.text = std::move(text);
         }
         request.taken = request.num_bytes;
+        auto& line = line_of(request);
         const auto same = [&](const std::shared_ptr<Request>& other) { return other.get() == &request; };
-        queue.erase(std::remove_if(queue.begin(), queue.end(), same), queue.end());
+        line.erase(std::remove_if(line.begin(), line.end(), same), line.end());
+    }
+
+    std::deque<std::shared_ptr<Request>>& line_of(const Request& request) { return request.urgent ? urgent : others; }
+
+    // Where the ticket is; throws when there is none.
+    auto find(uint64_t ticket) {
+        const auto found = tickets.find(ticket);
+        if (found == tickets.end())
+            throw std::invalid_argument("ticket " + std::to_string(ticket) + " is unknown or was already waited for");
+        return found;
     }
 
     uint64_t submit(Request request) {
@@ -117,7 +130,7 @@ struct IoQueue::State {
         const std::lock_guard<std::mutex> lock(mutex);
         if (closing) throw std::invalid_argument("this IoQueue is closed");
         tickets.emplace(next_ticket, shared);
-        if (!shared->done()) queue.push_back(std::move(shared));
+        if (!shared->done()) line_of(*shared).push_back(shared);
         wake.notify_all();
         return next_ticket++;
     }
@@ -159,25 +172,29 @@ IoQueue::~IoQueue() {
     state_->close();
 }
 
-uint64_t IoQueue::submit_read(int fd, void* memory, size_t num_bytes, int64_t offset) {
-    return state_->submit({false, fd, static_cast<char*>(memory), num_bytes, offset});
+uint64_t IoQueue::submit_read(int fd, void* memory, size_t num_bytes, int64_t offset, bool urgent) {
+    return state_->submit({false, fd, static_cast<char*>(memory), num_bytes, offset, urgent});
 }
 
-uint64_t IoQueue::submit_write(int fd, const void* memory, size_t num_bytes, int64_t offset) {
+uint64_t IoQueue::submit_write(int fd, const void* memory, size_t num_bytes, int64_t offset, bool urgent) {
     char* source = static_cast<char*>(const_cast<void*>(memory));  // pwrite only reads it
-    return state_->submit({true, fd, source, num_bytes, offset});
+    return state_->submit({true, fd, source, num_bytes, offset, urgent});
 }
 
 void IoQueue::wait(uint64_t ticket) {
     state_->require_owner();
     std::unique_lock<std::mutex> lock(state_->mutex);
-    const auto found = state_->tickets.find(ticket);
-    if (found == state_->tickets.end())
-        throw std::invalid_argument("ticket " + std::to_string(ticket) + " is unknown or was already waited for");
+    const auto found = state_->find(ticket);
     const std::shared_ptr<Request> request = std::move(found->second);
     state_->tickets.erase(found);
     state_->finished.wait(lock, [&] { return request->done(); });
     if (request->code != 0) throw IoError(request->code, request->text);
+}
+
+bool IoQueue::done(uint64_t ticket) {
+    state_->require_owner();
+    const std::lock_guard<std::mutex> lock(state_->mutex);
+    return state_->find(ticket)->second->done();
 }
 
 void IoQueue::close() {

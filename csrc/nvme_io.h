@@ -24,13 +24,18 @@ public:
     IoQueue(const IoQueue&) = delete;
     IoQueue& operator=(const IoQueue&) = delete;
 
-    // Requests start in order of submission, and are cut into blocks that all workers share. Offsets are in bytes.
-    uint64_t submit_read(int fd, void* memory, size_t num_bytes, int64_t offset);
-    uint64_t submit_write(int fd, const void* memory, size_t num_bytes, int64_t offset);
+    // Requests are cut into blocks that all workers share, and start in order of submission, except that every block
+    // of an urgent one goes before the blocks of the others that are not yet started. Offsets are in bytes.
+    uint64_t submit_read(int fd, void* memory, size_t num_bytes, int64_t offset, bool urgent = false);
+    uint64_t submit_write(int fd, const void* memory, size_t num_bytes, int64_t offset, bool urgent = false);
 
     // Blocks until no worker touches the request's memory any more; throws IoError if any block of it failed. A ticket
     // is good for one wait; std::invalid_argument otherwise.
     void wait(uint64_t ticket);
+
+    // Whether wait() would return or throw at once. The ticket stays good for its one wait; std::invalid_argument for
+    // those it would be thrown for there.
+    bool done(uint64_t ticket);
 
     // Completes what was submitted, then ends the workers. Idempotent; submitting afterwards throws, waiting does not.
     void close();

@@ -32,8 +32,8 @@ constexpr int kMaxThreads = 1024;
 // The flush-to-zero / denormals-are-zero bits of the floating point control register, which are per thread.
 #if defined(__x86_64__)
 constexpr unsigned kFlushBits = 0x8040;
-unsigned flush_mode() { return _mm_getcsr() & kFlushBits; }
-void set_flush_mode(unsigned mode) { _mm_setcsr((_mm_getcsr() & ~kFlushBits) | mode); }
+unsigned read_mode() { return _mm_getcsr() & kFlushBits; }
+void write_mode(unsigned mode) { _mm_setcsr((_mm_getcsr() & ~kFlushBits) | (mode & kFlushBits)); }
 #elif defined(__aarch64__)
 constexpr uint64_t kFlushBits = 1ull << 24;
 uint64_t control() {
@@ -41,12 +41,15 @@ uint64_t control() {
     asm volatile("mrs %0, fpcr" : "=r"(value));
     return value;
 }
-unsigned flush_mode() { return static_cast<unsigned>(control() & kFlushBits); }
-void set_flush_mode(unsigned mode) { asm volatile("msr fpcr, %0" ::"r"((control() & ~kFlushBits) | mode)); }
+unsigned read_mode() { return static_cast<unsigned>(control() & kFlushBits); }
+void write_mode(unsigned mode) { asm volatile("msr fpcr, %0" ::"r"((control() & ~kFlushBits) | (mode & kFlushBits))); }
 #else
-unsigned flush_mode() { return 0; }
-void set_flush_mode(unsigned) {}
+unsigned read_mode() { return 0; }
+void write_mode(unsigned) {}
 #endif
+
+// The most threads that may share a parallel_for of the calling thread; 0: as many as the pool has.
+thread_local int limit_here = 0;
 
 int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -56,11 +59,13 @@ struct Job {
     const int64_t piece;
     const unsigned mode;
     std::atomic<int64_t> next{0};
-    int inside = 0;            // workers in run(); guarded by the pool's mutex
+    int wanted;                // workers that may still come in; it and `inside` are guarded by the pool's mutex
+    int inside = 0;            // workers in run()
     std::exception_ptr error;  // the first; guarded by error_mutex
     std::mutex error_mutex;
 
-    Job(const RangeTask& task, int64_t n, int64_t piece) : task(task), n(n), piece(piece), mode(flush_mode()) {}
+    Job(const RangeTask& task, int64_t n, int64_t piece, int num_helpers)
+        : task(task), n(n), piece(piece), mode(read_mode()), wanted(num_helpers) {}
 
     void run() {
         for (;;) {
@@ -86,13 +91,16 @@ public:
         return owner == 0 || owner == getpid();
     }
 
-    void run(Job& job, int num_helpers) {
+    void run(Job& job) {
+        const int num_helpers = job.wanted;  // workers change it once they know of the job
         owner_.store(getpid(), std::memory_order_release);  // before the mutex: a child must never find it locked
         bool some_sleep_on;
         {
             const std::lock_guard<std::mutex> lock(mutex_);
-            start_if_needed(num_helpers);
             jobs_.push_back(&job);
+            int num_workers = num_busy_;
+            for (const Job* waiting : jobs_) num_workers += waiting->wanted;
+            start_if_needed(std::min(num_workers, num_threads - 1));
             some_sleep_on = num_workers_ >= num_threads;
         }
         if (some_sleep_on) {
@@ -127,10 +135,13 @@ private:
             wake_.wait(lock, [&] { return !jobs_.empty() && index < num_threads - 1; });
             Job& job = *jobs_.front();
             ++job.inside;
+            ++num_busy_;
+            if (--job.wanted == 0) withdraw(job);  // its caller's limit: workers that are free look further
             lock.unlock();
-            set_flush_mode(job.mode);
+            write_mode(job.mode);
             job.run();
             lock.lock();
+            --num_busy_;
             withdraw(job);
             if (--job.inside == 0) idle_.notify_all();  // from here on the job may be gone
         }
@@ -145,7 +156,7 @@ private:
     std::mutex mutex_;
     std::condition_variable wake_, idle_;
     std::deque<Job*> jobs_;
-    int num_workers_ = 0;
+    int num_workers_ = 0, num_busy_ = 0;
 };
 
 // Leaked on purpose: at exit workers may still be asleep in it, and in a forked child there is nobody to join.
@@ -158,18 +169,25 @@ ThreadPool& pool() {
 
 void parallel_for(int64_t n, int64_t align, const RangeTask& task, int64_t inline_below) {
     if (n <= 0) return;
-    const int threads = num_threads();
+    const int threads = limit_here == 0 ? num_threads() : std::min(num_threads(), limit_here);
     if (n < inline_below || threads == 1 || !pool().usable()) return task(0, n);
     const int64_t share = std::clamp(divide_up(n, threads), kMinPiece, kMaxPiece);
     const int64_t piece = divide_up(share, align) * align;
-    Job job(task, n, piece);
-    const int64_t num_pieces = divide_up(n, piece);
-    pool().run(job, static_cast<int>(std::min<int64_t>(threads, num_pieces)) - 1);
+    const int num_helpers = static_cast<int>(std::min<int64_t>(threads, divide_up(n, piece))) - 1;
+    if (num_helpers == 0) return task(0, n);
+    Job job(task, n, piece, num_helpers);
+    pool().run(job);
     if (job.error) std::rethrow_exception(job.error);
 }
 
 void set_num_threads(int num_threads) { pool().num_threads = std::min(std::max(num_threads, 1), kMaxThreads); }
 
 int num_threads() { return pool().num_threads; }
+
+void limit_threads(int limit) { limit_here = std::max(limit, 0); }
+
+unsigned flush_mode() { return read_mode(); }
+
+void set_flush_mode(unsigned mode) { write_mode(mode); }
 
 }  // namespace gemini

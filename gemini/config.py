@@ -41,6 +41,9 @@ class GeminiConfig:
         trace: the step to plan for, from :func:`gemini.trace` or :class:`gemini.MemoryTracer`. Without one the order of
             the modules is taken, and the first step that runs says what is needed when.
         hardware: the machine to plan for, from ``gemini doctor --measure`` or a named one. Without one typical speeds.
+        overlap: let updates, fetches and writes run beside computing. The bits are the same without.
+        update_threads: threads that share an update on the CPU that runs beside computing; None for the processors that
+            computing leaves. Where torch takes them all, None makes updates that need no drive at once, with all.
 
     Raises:
         ValueError, TypeError: for values that make no sense, naming what is accepted.
@@ -57,6 +60,8 @@ class GeminiConfig:
     max_chunk: int = DEFAULT_MAX_CHUNK
     trace: MemoryTrace | None = None
     hardware: Hardware | None = None
+    overlap: bool = True
+    update_threads: int | None = None
 
     def __post_init__(self) -> None:
         _one_of("precision", self.precision, PRECISIONS)
@@ -86,6 +91,8 @@ class GeminiConfig:
             )
         if self.offload_activations == "nvme" and self.memory.nvme_path is None:
             raise ValueError('offload_activations="nvme" needs MemoryBudget(nvme_path=...), the directory of the file')
+        if self.update_threads is not None and (not isinstance(self.update_threads, int) or self.update_threads < 1):
+            raise ValueError(f"update_threads= is a positive number of threads, got {self.update_threads!r}")
         if self.activations is not None:
             parse_bytes(self.activations, what="activations=")
 

@@ -21,9 +21,10 @@ import torch
 from torch import Tensor
 
 from gemini import kernels_reference as reference
-from gemini.kernels_reference import NORM_BLOCK, NORM_LANES, NORM_TILE, AdamHyper, total
+from gemini.kernels_reference import IO_THREADS, NORM_BLOCK, NORM_LANES, NORM_TILE, AdamHyper, total
 
 __all__ = [
+    "IO_THREADS",
     "NORM_BLOCK",
     "NORM_LANES",
     "NORM_TILE",
@@ -34,8 +35,11 @@ __all__ = [
     "adam_update",
     "capabilities",
     "copy_grad",
+    "flush_mode",
     "get_num_threads",
     "join_master",
+    "limit_threads",
+    "set_flush_mode",
     "set_num_threads",
     "split_master",
     "sum_squares",
@@ -43,7 +47,7 @@ __all__ = [
     "use_isa",
 ]
 
-_INTERFACE = 1  # of the signatures in csrc/bindings.cpp
+_INTERFACE = 2  # of the signatures in csrc/bindings.cpp
 
 
 def _load() -> tuple[Any, str | None]:
@@ -147,6 +151,34 @@ def set_num_threads(n: int) -> None:
 def get_num_threads() -> int:
     """How many threads share one call of a native kernel."""
     return _num_threads if _native is None else _native.num_threads()
+
+
+def limit_threads(n: int | None) -> None:
+    """Sets how many threads at most share the native kernels which the calling thread calls, the caller counted.
+
+    Of the calling thread only, and of those it starts none: a worker that updates in the background leaves the other
+    cores to who computes. Never more than `get_num_threads()`; 1 runs every kernel in the calling thread; None is no
+    limit of its own, as every thread begins. Results do not depend on it. Without the native library nothing happens:
+    the reference takes torch's threads. Raises ValueError for n below 1.
+    """
+    if n is not None and n < 1:
+        raise ValueError(f"there must be at least 1 thread, not {n}; None takes the limit away")
+    if _native is not None:
+        _native.limit_threads(n or 0)
+
+
+def flush_mode() -> int:
+    """How the calling thread treats subnormal numbers: 0 keeps them, anything else is for `set_flush_mode`.
+
+    It is the flush-to-zero and denormals-are-zero bits of the processor, which `torch.set_flush_denormal` sets for one
+    thread. A new thread may begin with another mode than the thread that hands it work, and then with other bits.
+    """
+    return reference.flush_mode() if _native is None else _native.flush_mode()
+
+
+def set_flush_mode(mode: int) -> None:
+    """Gives the calling thread a mode that `flush_mode` returned in another one."""
+    (reference if _native is None else _native).set_flush_mode(mode)
 
 
 # ---- checks ----------------------------------------------------------------------------------------------------------
@@ -289,22 +321,27 @@ class IoQueue:
     Addresses, sizes and offsets are in bytes; what O_DIRECT asks of their alignment is the caller's business, and
     blocks are cut at multiples of 4 MiB from the start of a request. File and memory must live until `wait` has
     returned or raised for the ticket; only then is the memory free of the threads. Requests start in the order of
-    submission, and end in any order. A queue belongs to the process that made it: in a forked child every call raises
-    RuntimeError. Calls may come from several threads.
+    submission, and end in any order. Urgent ones come first: their blocks go before every block of the others that is
+    not yet being transferred, in the order of submission among themselves. A queue belongs to the process that made
+    it: in a forked child every call raises RuntimeError. Calls may come from several threads.
     """
 
-    def __init__(self, num_threads: int = 4) -> None:
+    def __init__(self, num_threads: int = IO_THREADS) -> None:
         self._queue = reference.ThreadedIoQueue(num_threads) if _native is None else _native.IoQueue(num_threads)
 
-    def submit_read(self, fd: int, address: int, nbytes: int, offset: int) -> int:
+    def submit_read(self, fd: int, address: int, nbytes: int, offset: int, urgent: bool = False) -> int:
         """Starts reading `nbytes` at `offset` of the file into memory at `address`; returns the ticket to wait for."""
         _check_range(nbytes, offset)
-        return self._queue.submit_read(fd, address, nbytes, offset)
+        return self._queue.submit_read(fd, address, nbytes, offset, urgent)
 
-    def submit_write(self, fd: int, address: int, nbytes: int, offset: int) -> int:
+    def submit_write(self, fd: int, address: int, nbytes: int, offset: int, urgent: bool = False) -> int:
         """Starts writing `nbytes` from memory at `address` to `offset` of the file; returns the ticket to wait for."""
         _check_range(nbytes, offset)
-        return self._queue.submit_write(fd, address, nbytes, offset)
+        return self._queue.submit_write(fd, address, nbytes, offset, urgent)
+
+    def done(self, ticket: int) -> bool:
+        """Whether `wait` would return or raise at once. The ticket stays good for its one wait (else ValueError)."""
+        return self._queue.done(ticket)
 
     def wait(self, ticket: int) -> None:
         """Waits for a request to end, with the GIL released. A ticket is good for one wait (else ValueError).
@@ -314,13 +351,13 @@ class IoQueue:
         """
         self._queue.wait(ticket)
 
-    def read(self, fd: int, address: int, nbytes: int, offset: int) -> None:
+    def read(self, fd: int, address: int, nbytes: int, offset: int, urgent: bool = False) -> None:
         """submit_read and wait."""
-        self.wait(self.submit_read(fd, address, nbytes, offset))
+        self.wait(self.submit_read(fd, address, nbytes, offset, urgent))
 
-    def write(self, fd: int, address: int, nbytes: int, offset: int) -> None:
+    def write(self, fd: int, address: int, nbytes: int, offset: int, urgent: bool = False) -> None:
         """submit_write and wait."""
-        self.wait(self.submit_write(fd, address, nbytes, offset))
+        self.wait(self.submit_write(fd, address, nbytes, offset, urgent))
 
     def close(self) -> None:
         """Completes what was submitted and ends the threads. Idempotent; tickets may still be waited for."""

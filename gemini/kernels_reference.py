@@ -3,7 +3,8 @@
 Each function works on any device and any number of elements, in slabs, so that its temporaries stay small whatever the
 size of the tensor. Arithmetic is plain IEEE fp32 in the order written here; scalars are computed in double and rounded
 to fp32 once. The checks of arguments live in gemini.kernels, whose functions of the same names come here where there
-is no native code for a tensor. The Python IoQueue for installations without a compiler is here too.
+is no native code for a tensor. The flush-to-zero mode and the IoQueue for installations without a compiler are here
+too.
 """
 
 from __future__ import annotations
@@ -13,8 +14,11 @@ import errno
 import itertools
 import math
 import os
+import sys
+import threading
+from collections import deque
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -27,6 +31,7 @@ NORM_BLOCK, NORM_LANES, NORM_TILE = 4096, 32, 1 << 20
 
 _SLAB = 4 * NORM_TILE  # elements per pass: bounds the temporaries (about 100 MB with fp64 squares)
 _IO_BLOCK = 4 << 20
+IO_THREADS = 4  # blocks under way at once; nvme_stream.py --sweep: 1 is slower, neither 2 nor 8 is better at all of it
 _CANONICAL_NAN = 0x7FC00000
 
 
@@ -202,50 +207,123 @@ def total(sums: list[float]) -> float:
     return result
 
 
+# ---- the mode of a thread --------------------------------------------------------------------------------------------
+
+
+def flush_mode() -> int:
+    # In both modes that torch sets the half of the smallest normal number is zero, or counts as one.
+    return int(sys.float_info.min / 2 == 0.0)
+
+
+def set_flush_mode(mode: int) -> None:
+    torch.set_flush_denormal(mode != 0)
+
+
 # ---- I/O without native code -----------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False, slots=True)
+class _Request:
+    write: bool
+    fd: int
+    address: int
+    nbytes: int
+    offset: int
+    taken: int = 0  # bytes handed to threads so far
+    inside: int = 0  # blocks being transferred now
+    error: BaseException | None = None  # the first
+
+    @property
+    def done(self) -> bool:
+        return not self.inside and self.taken == self.nbytes
 
 
 class ThreadedIoQueue:
     """The native IoQueue in Python: positioned reads and writes of 4 MiB blocks on a few threads."""
 
-    def __init__(self, num_threads: int = 4) -> None:
+    def __init__(self, num_threads: int = IO_THREADS) -> None:
         if num_threads < 1:
             raise ValueError("IoQueue needs at least 1 thread")
         self._owner = os.getpid()
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="gemini-io")
-        self._tickets: dict[int, list[Future[None]]] = {}
+        self._tickets: dict[int, _Request] = {}
+        self._urgent: deque[_Request] = deque()  # requests with blocks not yet taken
+        self._others: deque[_Request] = deque()
+        self._changed = threading.Condition()
         self._next_ticket = itertools.count(1)
         self._closed = False
 
-    def submit_read(self, fd: int, address: int, nbytes: int, offset: int) -> int:
-        return self._submit(False, fd, address, nbytes, offset)
+    def submit_read(self, fd: int, address: int, nbytes: int, offset: int, urgent: bool = False) -> int:
+        return self._submit(_Request(False, fd, address, nbytes, offset), urgent)
 
-    def submit_write(self, fd: int, address: int, nbytes: int, offset: int) -> int:
-        return self._submit(True, fd, address, nbytes, offset)
+    def submit_write(self, fd: int, address: int, nbytes: int, offset: int, urgent: bool = False) -> int:
+        return self._submit(_Request(True, fd, address, nbytes, offset), urgent)
 
-    def _submit(self, write: bool, fd: int, address: int, nbytes: int, offset: int) -> int:
+    def _submit(self, request: _Request, urgent: bool) -> int:
         self._require_owner()
-        if self._closed:
-            raise ValueError("this IoQueue is closed")
-        ticket = next(self._next_ticket)
-        self._tickets[ticket] = [
-            self._pool.submit(_transfer, write, fd, address + at, min(_IO_BLOCK, nbytes - at), offset + at)
-            for at in range(0, nbytes, _IO_BLOCK)
-        ]
+        with self._changed:
+            if self._closed:
+                raise ValueError("this IoQueue is closed")
+            ticket = next(self._next_ticket)
+            self._tickets[ticket] = request
+            if request.nbytes:
+                (self._urgent if urgent else self._others).append(request)
+            # A thread gets one turn per block, and decides when its turn comes which block that is.
+            for _ in range(0, request.nbytes, _IO_BLOCK):
+                self._pool.submit(self._transfer_next)
         return ticket
+
+    def _transfer_next(self) -> None:
+        with self._changed:
+            line = self._urgent or self._others
+            if not line:
+                return  # a request failed, and its other blocks were dropped
+            request = line[0]
+            begin = request.taken
+            nbytes = min(_IO_BLOCK, request.nbytes - begin)
+            request.taken += nbytes
+            request.inside += 1
+            if request.taken == request.nbytes:
+                line.popleft()
+        error = None
+        try:
+            _transfer(request.write, request.fd, request.address + begin, nbytes, request.offset + begin)
+        except BaseException as caught:
+            error = caught
+        with self._changed:
+            request.inside -= 1
+            if error is not None:
+                request.error = request.error or error
+                request.taken = request.nbytes
+                if request in line:
+                    line.remove(request)
+            if request.done:
+                self._changed.notify_all()
 
     def wait(self, ticket: int) -> None:
         self._require_owner()
-        futures = self._tickets.pop(ticket, None)
-        if futures is None:
+        with self._changed:
+            request = self._find(ticket)
+            del self._tickets[ticket]
+            # All of its blocks: after an error too, no thread may touch the memory any more.
+            self._changed.wait_for(lambda: request.done)
+        if request.error is not None:
+            raise request.error
+
+    def done(self, ticket: int) -> bool:
+        self._require_owner()
+        with self._changed:
+            return self._find(ticket).done
+
+    def _find(self, ticket: int) -> _Request:
+        if ticket not in self._tickets:
             raise ValueError(f"ticket {ticket} is unknown or was already waited for")
-        wait(futures)  # all of them: after an error too, no thread may touch the memory any more
-        for future in futures:
-            future.result()
+        return self._tickets[ticket]
 
     def close(self) -> None:
         self._require_owner()
-        self._closed = True
+        with self._changed:
+            self._closed = True
         self._pool.shutdown(wait=True)
 
     def _require_owner(self) -> None:

@@ -1,14 +1,13 @@
-"""The states of a chunk, as two small tables and one ``step``.
+"""The states of a chunk, as one small table and one ``step``.
 
 *Use* says who needs the gathered weights of a chunk on the computing tier, and so whether memory may be taken from it.
-*Phase* says what a plane is doing in its tier. An event that the table does not have is an error that names the chunk,
-the state, and what would have been legal: nothing is ever skipped silently. ``docs/states.md`` shows both as pictures.
+An event that the table does not have is an error that names the chunk, the state, and what would have been legal:
+nothing is ever skipped silently. ``docs/states.md`` shows it as a picture.
 """
 
 from __future__ import annotations
 
 from enum import Enum
-from typing import TypeVar
 
 from gemini.errors import IllegalTransition
 
@@ -17,6 +16,7 @@ class Use(Enum):
     """Who holds memory for the gathered weights of a chunk.
 
     FREE: nobody; the weights are only at home (if home is the computing tier, a chunk is never FREE).
+    FETCHING: there is memory for them and they are on their way; nobody reads it, and it may be taken once they came.
     HOLD: they are gathered and nobody reads them now; their memory may be taken (weights are clean: dropped, not
         copied).
     COMPUTE: a module reads them in forward or backward; their memory may not be taken.
@@ -25,34 +25,28 @@ class Use(Enum):
     """
 
     FREE = "free"
+    FETCHING = "fetching"
     HOLD = "hold"
     COMPUTE = "compute"
     GRAD_READY = "grad_ready"
 
 
-class Phase(Enum):
-    """What a plane does in its tier: nothing, arriving as a copy, or leaving. The source stays authoritative."""
-
-    STEADY = "steady"
-    FETCHING = "fetching"
-    EVICTING = "evicting"
-
-
 class Event(Enum):
-    """What can happen to a chunk (FETCH, ACQUIRE, RELEASE, GRADS, EVICT) and to a move (BEGIN_*, FINISH)."""
+    """What can happen to a chunk. A fetch ends with ARRIVE, or with FAIL."""
 
     FETCH = "fetch"
+    ARRIVE = "arrive"
+    FAIL = "fail"
     ACQUIRE = "acquire"
     RELEASE = "release"
     GRADS = "grads"
     EVICT = "evict"
-    BEGIN_FETCH = "begin_fetch"
-    BEGIN_EVICT = "begin_evict"
-    FINISH = "finish"
 
 
 USE_TABLE: dict[tuple[Use, Event], Use] = {
-    (Use.FREE, Event.FETCH): Use.HOLD,
+    (Use.FREE, Event.FETCH): Use.FETCHING,
+    (Use.FETCHING, Event.ARRIVE): Use.HOLD,
+    (Use.FETCHING, Event.FAIL): Use.FREE,
     (Use.HOLD, Event.ACQUIRE): Use.COMPUTE,
     (Use.GRAD_READY, Event.ACQUIRE): Use.COMPUTE,
     (Use.COMPUTE, Event.RELEASE): Use.HOLD,
@@ -61,24 +55,15 @@ USE_TABLE: dict[tuple[Use, Event], Use] = {
     (Use.GRAD_READY, Event.EVICT): Use.FREE,
 }
 
-PHASE_TABLE: dict[tuple[Phase, Event], Phase] = {
-    (Phase.STEADY, Event.BEGIN_FETCH): Phase.FETCHING,
-    (Phase.STEADY, Event.BEGIN_EVICT): Phase.EVICTING,
-    (Phase.FETCHING, Event.FINISH): Phase.STEADY,
-    (Phase.EVICTING, Event.FINISH): Phase.STEADY,
-}
 
-State = TypeVar("State", Use, Phase)
-
-
-def step(table: dict[tuple[State, Event], State], state: State, event: Event, who: str) -> State:
+def step(state: Use, event: Event, who: str) -> Use:
     """The state after ``event``.
 
     Raises:
         IllegalTransition: naming ``who``, the state, the event and the legal events.
     """
-    after = table.get((state, event))
+    after = USE_TABLE.get((state, event))
     if after is None:
-        legal = sorted(e.value for s, e in table if s is state)
+        legal = sorted(e.value for s, e in USE_TABLE if s is state)
         raise IllegalTransition(f"{who} is {state.value}: {event.value} is not legal here, only {', '.join(legal)}")
     return after

@@ -25,6 +25,8 @@ class Tier(Enum):
     CPU = "cpu"
     NVME = "nvme"
 
+    __hash__ = object.__hash__  # Enum's own is Python, and tiers are keys for every tile that moves
+
 
 @dataclass(frozen=True)
 class MemoryBudget:

@@ -1,12 +1,16 @@
-"""What all tests share: no network, one torch thread, and lines that tests want to see at the end of the run.
+"""What all tests share: no network, one torch thread, an order, and lines that tests want to see at the end of the run.
 
 torch's own products change bits between one thread and two on some shapes, so a comparison of bits needs a fixed count.
 The product never sets one; the tests do, here. A test that counts what it saw (``summary("180 placements ...")``) is
 reported after the run, because a property test that never met its hard cases proves nothing.
+
+Whole files are given to several processes (pytest-xdist, ``--dist loadfile``). The longest come first, so that none of
+them is left for the end, when the other process has nothing more to do.
 """
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable
 from typing import Any
@@ -21,7 +25,32 @@ import torch  # noqa: E402
 
 torch.set_num_threads(1)
 
+LONGEST = """
+test_rank_exactness test_exactness test_train_job test_memory test_loading_memory test_rank_behaviour test_docs_pages
+test_export_memory test_checkpoints test_sharding test_rank_export test_faults test_lightning_ranks test_model_zoo
+test_doc_blocks test_faults_in_flight test_rank_adapters test_train test_pool test_races test_checkpoint
+test_activations test_updates test_promotion test_rank_loading test_trainer_ranks test_access
+""".split()
+"""Files by the seconds they take, the longest first; the others follow as they were collected."""
+
 _LINES = pytest.StashKey[list[str]]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if hasattr(config.option, "loadscopereorder"):  # else pytest-xdist puts the files with most tests first
+        config.option.loadscopereorder = False
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    place = {name: number for number, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: place.get(item.path.stem, len(place)))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_collections() -> None:
+    """What was imported stays: a collection of garbage, and tests ask for many, need not look at a million objects."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

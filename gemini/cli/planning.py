@@ -59,7 +59,7 @@ _Machine = Annotated[
 _Schedule = Annotated[
     str,
     typer.Option(
-        help=f"What is predicted: {' or '.join(STEP_SCHEDULES)}. Training is serial now: every move is waited for.",
+        help=f"What is predicted: {' or '.join(STEP_SCHEDULES)}, which is training with overlap=False.",
         rich_help_panel=_MACHINE,
     ),
 ]

@@ -42,7 +42,7 @@ class Question:
     machine: str | None
     budgets: Mapping[Tier, int]
     origins: Mapping[Tier, str]
-    schedule: str = "serial"
+    schedule: str = "overlapped"
 
     @property
     def tokens(self) -> int:

@@ -14,7 +14,7 @@ TARGETS = ("cpu", "cuda")
 ATTENTIONS = ("sdpa", "eager")
 COMPUTES = ("gpu", "cpu")
 OFFLOADS = ("auto", "no", "cpu", "nvme")
-STEP_SCHEDULES = ("serial", "overlapped")
+STEP_SCHEDULES = ("overlapped", "serial")
 MOST_POSITIONS = 4096
 """What a sequence has by default at most; less where the model has fewer positions."""
 
@@ -71,7 +71,7 @@ class PlanSettings:
     machine: str | None = None
     gpus: int = 1
     compute: str | None = None
-    schedule: str = "serial"
+    schedule: str = "overlapped"
 
     def check(self) -> None:
         """Refuse what no model or machine could make right.

@@ -21,7 +21,7 @@ from rich.console import Console
 import gemini
 from gemini.errors import human_bytes
 from gemini.jobs import checkpoints
-from gemini.jobs.budgets import budget_lines, shares, tiers_of, use_line
+from gemini.jobs.budgets import budget_lines, shares, use_line
 from gemini.jobs.errors import JobError, as_job_error
 from gemini.jobs.interrupt import StopWish
 from gemini.jobs.models import (
@@ -259,14 +259,14 @@ class TrainRun:
         self.optimizer.zero_grad()
         self.step += 1
         everyone = team.swap([float(total), float(stop.wanted)], "the loss of a step")
-        memory = self.model.memory_report()
+        ledger = self.model._gemini_engine.ledger  # memory_report() would wait for the updates that are in flight
         report = StepReport(
             step=self.step,
             loss=sum(loss for loss, _ in everyone) / team.size,
             grad_norm=norm,
             lr=lr,
             num_tokens=self._windows_per_step * settings.seq_len,
-            used_bytes={tier: memory[tier]["used"] for tier in tiers_of(memory)},
+            used_bytes={tier.value: ledger.used(tier) for tier in ledger.tiers},
         )
         return report, any(wanted for _, wanted in everyone)
 

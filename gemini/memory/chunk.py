@@ -13,11 +13,12 @@ from dataclasses import dataclass
 
 import torch
 
-from gemini.memory.device import Device, Window
+from gemini.memory.device import DONE, Device, Event, Window
 from gemini.memory.nvme import SpillFile
 from gemini.planning.layout import ChunkSpec
 from gemini.planning.planes import PlaneKind
-from gemini.states import USE_TABLE, Event, Use, step
+from gemini.states import Event as UseEvent
+from gemini.states import Use, step
 from gemini.tiers import Tier
 
 COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -46,12 +47,20 @@ class Plane(ABC):
         return self.numel * self.dtype.itemsize
 
     @abstractmethod
-    def load(self, start: int, stop: int, into: torch.Tensor) -> None:
-        """Copy ``[start, stop)`` into the host tensor ``into`` (same dtype and length)."""
+    def begin_load(self, start: int, stop: int, into: torch.Tensor, *, urgent: bool = False) -> Event:
+        """Start to copy ``[start, stop)`` into the host tensor ``into`` (same dtype and length)."""
 
     @abstractmethod
+    def begin_store(self, start: int, stop: int, source: torch.Tensor) -> Event:
+        """Start to overwrite ``[start, stop)`` with the host tensor ``source`` (same dtype and length)."""
+
+    def load(self, start: int, stop: int, into: torch.Tensor) -> None:
+        """:meth:`begin_load`, and wait for it: before others."""
+        self.begin_load(start, stop, into, urgent=True).wait()
+
     def store(self, start: int, stop: int, source: torch.Tensor) -> None:
-        """Overwrite ``[start, stop)`` with the host tensor ``source`` (same dtype and length)."""
+        """:meth:`begin_store`, and wait for it."""
+        self.begin_store(start, stop, source).wait()
 
     def host_view(self, start: int, stop: int) -> torch.Tensor | None:
         """The range in place, where the CPU can work on it, else None."""
@@ -69,17 +78,17 @@ class MemoryPlane(Plane):
         self.tensor, self.tier, self._device = tensor, tier, device
         self.dtype, self.numel = tensor.dtype, tensor.numel()
 
-    def load(self, start: int, stop: int, into: torch.Tensor) -> None:
-        self._copy(into, self.tensor[start:stop], "evict")
+    def begin_load(self, start: int, stop: int, into: torch.Tensor, *, urgent: bool = False) -> Event:
+        return self._copy(into, self.tensor[start:stop], "evict")
 
-    def store(self, start: int, stop: int, source: torch.Tensor) -> None:
-        self._copy(self.tensor[start:stop], source, "fetch")
+    def begin_store(self, start: int, stop: int, source: torch.Tensor) -> Event:
+        return self._copy(self.tensor[start:stop], source, "fetch")
 
-    def _copy(self, into: torch.Tensor, source: torch.Tensor, lane: str) -> None:
+    def _copy(self, into: torch.Tensor, source: torch.Tensor, lane: str) -> Event:
         if self.tier is Tier.GPU:
-            self._device.copy(into, source, lane).wait()
-        else:
-            into.copy_(source)
+            return self._device.copy(into, source, lane)
+        into.copy_(source)
+        return DONE
 
     def host_view(self, start: int, stop: int) -> torch.Tensor | None:
         return self.tensor[start:stop] if self.tier is Tier.CPU else None
@@ -97,13 +106,13 @@ class FilePlane(Plane):
         self._spill, self.numel, self.dtype = spill, numel, dtype
         self._offset = spill.allocate(self.num_bytes)
 
-    def load(self, start: int, stop: int, into: torch.Tensor) -> None:
+    def begin_load(self, start: int, stop: int, into: torch.Tensor, *, urgent: bool = False) -> Event:
         assert into.numel() == stop - start and into.dtype == self.dtype
-        self._spill.read(into, self._offset + start * self.dtype.itemsize)
+        return self._spill.begin_read(into, self._offset + start * self.dtype.itemsize, urgent=urgent)
 
-    def store(self, start: int, stop: int, source: torch.Tensor) -> None:
+    def begin_store(self, start: int, stop: int, source: torch.Tensor) -> Event:
         assert source.numel() == stop - start and source.dtype == self.dtype
-        self._spill.write(source, self._offset + start * self.dtype.itemsize)
+        return self._spill.begin_write(source, self._offset + start * self.dtype.itemsize)
 
     def give_back(self) -> None:
         """End this plane: its slot may be allocated again."""
@@ -131,6 +140,10 @@ class Chunk:
     """The window was overtaken by an update: drop it as soon as nobody reads it."""
     grads_complete: bool = False
     """All gradients arrived while the weights were in use: GRAD_READY as soon as they are released."""
+    arriving: Event | None = None
+    """The end of the fetch that is under way."""
+    ahead: bool = False
+    """Fetched ahead of its use, which is still to come."""
     num_missing_grads: int = 0
     """Params whose gradient has yet to arrive in this backward."""
 
@@ -145,11 +158,12 @@ class Chunk:
 
     @property
     def gathered(self) -> bool:
-        return self.use is not Use.FREE
+        """Whether the gathered weights are there to be read."""
+        return self.use not in (Use.FREE, Use.FETCHING)
 
     @property
     def weights(self) -> Plane:
         return self.planes[PlaneKind.WEIGHTS]
 
-    def step(self, event: Event) -> None:
-        self.use = step(USE_TABLE, self.use, event, self.name)
+    def step(self, event: UseEvent) -> None:
+        self.use = step(self.use, event, self.name)

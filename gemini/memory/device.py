@@ -1,17 +1,19 @@
 """The computing device, as one small contract with three implementations: CPU, CUDA, and a stand-in for tests.
 
-The engine asks a device for *windows* (memory for gathered weights that comes and goes at a fixed place, because
-autograd keeps views of it), for plain *buffers* (homes of planes), and to *copy* between host and device on a lane,
-which gives an :class:`Event`. The CPU device computes in host memory and copies at once. The stand-in has its "own"
-memory and byte budget on a machine without a GPU; its copies run on a thread behind a clock that tests control, so that
-an event can be *not yet complete*. All waits are bounded, and a failed copy surfaces in whoever waits for it.
+The engine asks a device for *windows* (memory for gathered weights that comes and goes at a fixed place), for plain
+*buffers* (homes of planes), and to *copy* between host and device on a lane, which gives an :class:`Event`. The CPU
+device computes in host memory and copies at once. The stand-in has its "own" memory and byte budget on a machine
+without a GPU; its copies run on threads behind a clock that tests control, so that an event can be *not yet complete*.
+CUDA is in :mod:`gemini.memory.cuda`. All waits are bounded, and a failed copy surfaces in whoever waits for it.
 """
 
 from __future__ import annotations
 
-import os
+import atexit
 import queue
+import sys
 import threading
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 
@@ -19,145 +21,62 @@ import psutil
 import torch
 
 from gemini.errors import GeminiError
-from gemini.memory.pages import Pages, can_move_pages, host_bytes
+from gemini.memory.clock import RandomClock
+from gemini.memory.pages import can_move_pages, host_bytes
+from gemini.memory.windows import FramePool, PageWindow, StorageWindow, Window
 from gemini.tiers import Tier
 
 WAIT_SECONDS = 120.0
 """How long anything waits for a copy before it says that the copy is stuck."""
 
+END_SECONDS = 10.0
+"""How long the end of a device waits for each of its lanes."""
+
 
 class Event:
-    """The end of a copy. ``wait`` raises what the copy raised."""
+    """The end of something that was begun: of a copy, or of what the device was given to compute (``Device.mark``).
+
+    May be asked from any thread, as often as one likes.
+    """
+
+    what = "a copy"
 
     def __init__(self) -> None:
         self._done = threading.Event()
         self._error: BaseException | None = None
 
     def is_complete(self) -> bool:
+        """Whether it is over, well or not. Never blocks."""
         return self._done.is_set()
 
     def wait(self, timeout: float = WAIT_SECONDS) -> None:
-        """Block until the copy is over.
+        """Block the calling thread until it is over.
 
         Raises:
-            GeminiError: if the copy failed, or did not end in ``timeout`` seconds.
+            GeminiError: if it failed (with what it raised as the cause), or did not end in ``timeout`` seconds.
         """
         if not self._done.wait(timeout):
-            raise GeminiError(f"a copy did not complete within {timeout:.0f} s: its lane is stuck")
+            raise GeminiError(f"{self.what} did not complete within {timeout:.0f} s: its lane is stuck")
         if self._error is not None:
-            raise GeminiError(f"a copy failed: {self._error}") from self._error
+            raise GeminiError(f"{self.what} failed: {self._error}") from self._error
+
+    def wait_on_device(self) -> None:
+        """Let what is given to the computing stream from now on come after this event.
+
+        To be called on the thread that computes. On CUDA it returns at once; a device that computes on the calling
+        thread has no other way than :meth:`wait`, whose errors it then raises.
+        """
+        self.wait()
 
     def finish(self, error: BaseException | None = None) -> None:
+        """It is over: for the one who works on it. ``error``: what ``wait`` raises as the cause."""
         self._error = error
         self._done.set()
 
 
-class Window(ABC):
-    """Memory at a fixed place whose bytes come and go; ``bytes`` stays the same tensor throughout."""
-
-    bytes: torch.Tensor
-
-    @property
-    def num_bytes(self) -> int:
-        return self.bytes.numel()
-
-    @abstractmethod
-    def populate(self) -> None:
-        """Put memory behind ``bytes``; its content is undefined."""
-
-    @abstractmethod
-    def depopulate(self) -> bool:
-        """Take the memory away; reading ``bytes`` afterwards is an error of the engine.
-
-        True if it waits in the device's frame pool, False if it went back to the system.
-        """
-
-
-class StorageWindow(Window):
-    """A resizable torch storage: the caching allocator behind it makes this cheap on CUDA."""
-
-    def __init__(self, num_bytes: int, device: torch.device):
-        self.bytes = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-        self._size = num_bytes
-        self.depopulate()
-
-    @property
-    def num_bytes(self) -> int:
-        return self._size
-
-    def populate(self) -> None:
-        self.bytes.untyped_storage().resize_(self._size)
-
-    def depopulate(self) -> bool:
-        self.bytes.untyped_storage().resize_(0)
-        return False
-
-
-class PageWindow(Window):
-    """Host addresses under which physical pages are moved; pages that left wait in the device's frame pool."""
-
-    def __init__(self, num_bytes: int, frames: FramePool):
-        self.pages = Pages(num_bytes)
-        self.bytes = self.pages.tensor()
-        self._frames = frames
-
-    def populate(self) -> None:
-        try:
-            self._frames.take(self.pages)
-        except OSError as e:
-            raise GeminiError(
-                f"the system refused to move memory to a window ({e}). If the limit of mappings was reached, raise "
-                "vm.max_map_count or GeminiConfig(max_chunk=...)"
-            ) from e
-
-    def depopulate(self) -> bool:
-        try:
-            self._frames.park(self.pages)
-        except OSError:  # then the next window of this size starts with fresh pages
-            self.pages.discard()
-            return False
-        return True
-
-
-class FramePool:
-    """Physical memory of evicted windows, by size, ready for the next window of that size without page faults."""
-
-    def __init__(self) -> None:
-        self._parked: dict[int, list[Pages]] = {}
-        self._shells: dict[int, list[Pages]] = {}
-        self.parked_bytes = 0
-
-    def has(self, num_bytes: int) -> bool:
-        return bool(self._parked.get(num_bytes))
-
-    def take(self, into: Pages) -> None:
-        """Move a parked frame under ``into``; without one, pages come from the system at the first touch."""
-        frames = self._parked.get(into.num_bytes)
-        if frames:
-            frame = frames[-1]
-            frame.move_to(into)
-            frames.pop()
-            self.parked_bytes -= into.num_bytes
-            self._shells.setdefault(into.num_bytes, []).append(frame)
-
-    def park(self, pages: Pages) -> None:
-        shells = self._shells.get(pages.num_bytes)
-        shell = shells[-1] if shells else Pages(pages.num_bytes)
-        pages.move_to(shell)
-        if shells:
-            shells.pop()
-        self._parked.setdefault(pages.num_bytes, []).append(shell)
-        self.parked_bytes += pages.num_bytes
-
-    def trim(self) -> int:
-        """Give every parked frame back to the system: the bytes given back."""
-        freed, self.parked_bytes = self.parked_bytes, 0
-        for num_bytes, frames in self._parked.items():
-            for frame in frames:
-                frame.discard()
-            self._shells.setdefault(num_bytes, []).extend(frames)
-            frames.clear()
-        return freed
+DONE = Event()
+"""What was over before it was asked for."""
+DONE.finish()
 
 
 class Device(ABC):
@@ -181,8 +100,17 @@ class Device(ABC):
         return host_bytes(num_bytes)
 
     @abstractmethod
-    def copy(self, into: torch.Tensor, source: torch.Tensor, lane: str) -> Event:
-        """Start copying between host and device. Lanes ("fetch", "evict") run in order, independent of each other."""
+    def copy(self, into: torch.Tensor, source: torch.Tensor, lane: str, after: Event | None = None) -> Event:
+        """Start copying between host and device, from any thread.
+
+        Lanes ("fetch", "evict") run in order, independent of each other. A copy begins when what the computing stream
+        was given before this call is done, and ``after`` is complete; an ``after`` that failed fails the copy. Until
+        the event is complete ``into`` must be neither read nor written, and ``source`` not written; both may be let go.
+        """
+
+    def mark(self) -> Event:
+        """Complete when everything that the computing stream was given so far is done."""
+        return DONE
 
     @abstractmethod
     def free_bytes(self) -> int:
@@ -192,7 +120,7 @@ class Device(ABC):
         """Wait until everything the device was given to compute is done."""
 
     def close(self) -> None:  # noqa: B027 - most devices have nothing to end
-        """End the lanes."""
+        """Finish the copies that were begun, and end the lanes; a later copy would begin them anew."""
 
 
 class _HostMemoryDevice(Device):
@@ -213,16 +141,16 @@ class _HostMemoryDevice(Device):
 
 
 class CpuDevice(_HostMemoryDevice):
-    """Forward and backward run on the CPU: what is in host memory is used in place."""
+    """Forward and backward run on the CPU: what is in host memory is used in place, and copies are made at once."""
 
     name = "cpu"
     tier = Tier.CPU
 
-    def copy(self, into: torch.Tensor, source: torch.Tensor, lane: str) -> Event:
-        event = Event()
+    def copy(self, into: torch.Tensor, source: torch.Tensor, lane: str, after: Event | None = None) -> Event:
+        if after is not None:
+            after.wait()
         into.copy_(source)
-        event.finish()
-        return event
+        return DONE
 
     def free_bytes(self) -> int:
         return psutil.virtual_memory().available
@@ -233,93 +161,105 @@ class StandinDevice(_HostMemoryDevice):
 
     Args:
         memory: bytes it pretends to have when no ``gpu=`` budget is given.
-        gate: called on the lane's thread before each copy is made, with the lane's name; it may block (a test's clock).
+        gate: called on the lane's thread before each copy is made, with the lane's name; it may block (a test's clock,
+            or a :class:`~gemini.memory.clock.RandomClock`, which is closed with the device).
+        poison: fill what a copy will overwrite with 0xFF (NaN, in every float) as soon as the copy may begin, so that
+            one who reads it before the copy is complete is found out whatever was there before.
     """
 
     name = "standin"
     tier = Tier.GPU
 
-    def __init__(self, memory: int = 2**30, gate: Callable[[str], None] | None = None):
+    def __init__(self, memory: int = 2**30, gate: Callable[[str], None] | None = None, *, poison: bool = False):
         super().__init__()
         self._memory = memory
         self._gate = gate or (lambda lane: None)
-        self._lanes: dict[str, queue.SimpleQueue[Callable[[], None] | None]] = {}
+        self._poison = poison
+        self._lock = threading.Lock()
+        self._lanes: dict[str, _CopyLane] = {}
+        _live.add(self)
 
-    def copy(self, into: torch.Tensor, source: torch.Tensor, lane: str) -> Event:
-        event = Event()
+    def copy(self, into: torch.Tensor, source: torch.Tensor, lane: str, after: Event | None = None) -> Event:
+        event, gate, poison = Event(), self._gate, self._poison
+        if poison and after is None:
+            _fill_with_nan(into)
 
-        def run() -> None:
+        def run() -> None:  # knows nothing of the device: a copy under way does not keep it alive
             try:
-                self._gate(lane)
-                into.copy_(source)
+                gate(lane)
+                if after is not None:
+                    after.wait()
+                    if poison:
+                        _fill_with_nan(into)
+                with torch.inference_mode(into.is_inference()), torch.no_grad():
+                    into.copy_(source)
             except BaseException as e:  # surfaces in wait(): a lane never dies
                 event.finish(e)
             else:
                 event.finish()
 
-        if lane not in self._lanes:
-            self._lanes[lane] = queue.SimpleQueue()
-            threading.Thread(target=_run_lane, args=(self._lanes[lane],), name=f"gemini-{lane}", daemon=True).start()
-        self._lanes[lane].put(run)
+        with self._lock:
+            if lane not in self._lanes:
+                self._lanes[lane] = _CopyLane(lane)
+            self._lanes[lane].put(run)
         return event
 
     def free_bytes(self) -> int:
         return self._memory
 
     def close(self) -> None:
-        for lane in self._lanes.values():
-            lane.put(None)
-        self._lanes.clear()
+        if isinstance(self._gate, RandomClock):
+            self._gate.close()
+        with self._lock:
+            lanes, self._lanes = self._lanes, {}
+        for lane in lanes.values():
+            lane.end()
 
-    def __del__(self) -> None:
-        self.close()
+    def __del__(self, _ending: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not _ending() and hasattr(self, "_lanes"):
+            self.close()
 
 
-def _run_lane(jobs: queue.SimpleQueue[Callable[[], None] | None]) -> None:
-    """Module level, so that a lane's thread does not keep its device alive."""
+class _CopyLane:
+    """A thread that runs jobs in order. The thread knows only the queue, so an abandoned lane can be ended."""
+
+    def __init__(self, name: str):
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=_run_jobs, args=(self._jobs,), name=f"gemini-{name}", daemon=True)
+        self._thread.start()
+
+    def put(self, job: Callable[[], None]) -> None:
+        self._jobs.put(job)
+
+    def end(self) -> None:
+        """Let what was put be done, then end the thread, and see it ended (unless it is the caller's own)."""
+        self._jobs.put(None)
+        if self._thread is not threading.current_thread():
+            self._thread.join(END_SECONDS)
+
+
+def _run_jobs(jobs: queue.SimpleQueue[Callable[[], None] | None]) -> None:
     while (job := jobs.get()) is not None:
         job()
-        del job
+        del job  # its tensors go now, not with the next job
 
 
-class CudaDevice(Device):
-    """One NVIDIA GPU: the caching allocator behind windows, copies on the current stream, waited for by the host.
-
-    Plain on purpose: streams per lane and the pinned arena come with the overlapped engine.
-    """
-
-    name = "cuda"
-    tier = Tier.GPU
-
-    def __init__(self, torch_device: torch.device):
-        index = torch_device.index if torch_device.index is not None else _own_gpu()
-        self.torch_device = torch.device("cuda", index)
-
-    def make_window(self, num_bytes: int) -> Window:
-        return StorageWindow(num_bytes, self.torch_device)
-
-    def make_buffer(self, num_bytes: int) -> torch.Tensor:
-        return torch.zeros(num_bytes, dtype=torch.uint8, device=self.torch_device)
-
-    def copy(self, into: torch.Tensor, source: torch.Tensor, lane: str) -> Event:
-        event = Event()
-        into.copy_(source)
-        torch.cuda.current_stream(self.torch_device).synchronize()
-        event.finish()
-        return event
-
-    def synchronize(self) -> None:
-        torch.cuda.synchronize(self.torch_device)
-
-    def free_bytes(self) -> int:
-        free, _ = torch.cuda.mem_get_info(self.torch_device)
-        return free
+def _fill_with_nan(tensor: torch.Tensor) -> None:
+    with torch.no_grad(), torch.inference_mode(tensor.is_inference()):
+        if tensor.is_contiguous():
+            tensor.view(-1).view(torch.uint8).fill_(255)
 
 
-def _own_gpu() -> int:
-    """The GPU of this process: as torchrun counts processes on a machine, unless the program chose another already."""
-    current, local = torch.cuda.current_device(), int(os.environ.get("LOCAL_RANK", 0))
-    return local if current == 0 and local < torch.cuda.device_count() else current
+_live: weakref.WeakSet[StandinDevice] = weakref.WeakSet()
+
+
+def _end_all() -> None:
+    """A daemon thread that is inside torch when the interpreter goes away aborts the process."""
+    for device in list(_live):
+        device.close()
+
+
+atexit.register(_end_all)
 
 
 def make_device(name: str | torch.device | Device | None) -> Device:
@@ -343,5 +283,7 @@ def make_device(name: str | torch.device | Device | None) -> Device:
     if wanted.type == "cuda":
         if not torch.cuda.is_available():
             raise ValueError(f"device={name!r} was asked for, but torch sees no CUDA device; use device=None or 'cpu'")
+        from gemini.memory.cuda import CudaDevice
+
         return CudaDevice(wanted)
     raise ValueError(f"device={name!r} is not supported; use 'cuda', 'cuda:N', 'cpu' or None")

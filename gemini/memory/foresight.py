@@ -8,7 +8,7 @@ schedule has lost its place the answer is "not known", and two such steps in a r
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from gemini.planning.moves import NEVER
 from gemini.planning.plan import Moves
@@ -27,11 +27,13 @@ class Schedule:
         self._fetches: set[tuple[int, int]] = set()
         self._at: int | None = None
         self.num_deviations = 0
+        self._planned: list[tuple[int, int]] = []
         before: frozenset[int] = frozenset()
         for moment, (needed, now) in enumerate(zip(self._needs, moves, strict=True)):
             for index in sorted(needed - before):
                 self._starts.setdefault(index, []).append(moment)
             self._fetches.update((index, moment) for index in now.fetch)
+            self._planned += [(moment, index) for index in now.fetch]
             before = needed
 
     def begin(self) -> None:
@@ -56,6 +58,9 @@ class Schedule:
         """The moment of the next use (of the next step's, counted on), and whether the plan keeps it until then."""
         if self._at is None or not self._starts:
             return None, False
+        following = self._at + 1
+        if 0 < following < len(self._needs) and index in self._needs[self._at] & self._needs[following]:
+            return following, True  # let go between two moments that both read it
         start = self._next_start(index)
         if start is not None:
             return start, (index, start) not in self._fetches
@@ -63,6 +68,12 @@ class Schedule:
             return NEVER, False
         first = self._starts[index][0]
         return len(self._needs) + first, (index, first) not in self._fetches
+
+    def upcoming(self) -> Iterator[tuple[int, int]]:
+        """The fetches planned from here on: (moment, chunk). Between two steps: those of the next one."""
+        after = -1 if self._at is None else self._at
+        for position in range(bisect_right(self._planned, (after, 2**62)), len(self._planned)):
+            yield self._planned[position]
 
     def _next_start(self, index: int) -> int | None:
         assert self._at is not None
@@ -81,9 +92,12 @@ class Foresight:
         self._held: dict[int, None] = {}
         self._seen: list[Access] | None = None
         self._strange = 0
+        self.in_step = False
+        """Whether a step is under way: from its first forward to the end of its backward."""
 
     def begin(self) -> None:
         """A forward that a backward may follow begins."""
+        self.in_step = True
         if self.schedule is not None and self._strange < 2:
             self.schedule.begin()
         else:
@@ -102,6 +116,8 @@ class Foresight:
 
     def interrupt(self) -> None:
         """What runs now, or failed, is no such step."""
+        self.in_step = False
+        self._held.clear()
         self._seen = None
         if self.schedule is not None:
             self.schedule.lose()
@@ -117,6 +133,10 @@ class Foresight:
     def released(self, index: int) -> None:
         """Nobody reads it any more."""
         self._held.pop(index, None)
+
+    def upcoming(self) -> Iterator[tuple[int, int]]:
+        """The fetches that the schedule plans from here on, (moment, chunk): all of them where no step is under way."""
+        return iter(()) if self.schedule is None else self.schedule.upcoming()
 
     def outlook(self, index: int) -> tuple[int | None, bool]:
         """When a chunk is needed next, None if that is not known, and whether the plan keeps it until then."""

@@ -4,27 +4,39 @@
     release = unpin; the window stays until someone needs the room
 
 Weights in windows are clean copies, so eviction drops them. Every byte is reserved in the ledger before it is taken:
-populated windows as "windows", frames that wait for reuse as "pool". Moves are waited for here; overlap comes on top.
+populated windows as "windows", frames that wait for reuse as "pool". What the schedule says is needed next is gathered
+ahead on a lane of its own, as far as there is room without taking the place of what is needed sooner.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable
 
 from gemini.errors import BudgetExceeded, human_bytes
 from gemini.memory.chunk import Chunk
-from gemini.memory.device import Device, Window
+from gemini.memory.device import Device, Event, Window
 from gemini.memory.foresight import Foresight
-from gemini.memory.mover import Mover
+from gemini.memory.lane import Job, Lane
+from gemini.memory.mover import Mover, Working
+from gemini.memory.staging import StagingSet
 from gemini.planning.plan import Moves
 from gemini.planning.policy import Candidate, EvictionPolicy, NextUse
-from gemini.states import Event, Use
+from gemini.states import Event as UseEvent
+from gemini.states import Use
 from gemini.tiers import Ledger
 
 
 class Manager:
-    """Owns the windows of ``chunks``. ``on_evict`` is told of every chunk whose gathered weights went away; ``gather``
-    fills a populated window, by default from the chunk's home.
+    """Owns the windows of ``chunks``.
+
+    Args:
+        on_evict: told of every chunk whose gathered weights went away.
+        gather: fills a populated window; by default from the chunk's home.
+        lane: where fetches ahead run, with ``lane_staging`` of its own; without one every fetch is waited for.
+        update_of: what has to be over before the home of a chunk's weights may be read; ``await_update`` waits for it.
+        relieve: waits for something else that gives back memory of the computing tier; False if there is nothing.
+        leave: bytes of the computing tier that fetches ahead leave to others.
     """
 
     def __init__(
@@ -38,6 +50,12 @@ class Manager:
         gather: Callable[[Chunk], None] | None = None,
         policy: EvictionPolicy | None = None,
         foresight: Foresight | None = None,
+        lane: Lane | None = None,
+        lane_staging: StagingSet | None = None,
+        update_of: Callable[[Chunk], Event | None] = lambda chunk: None,
+        await_update: Callable[[Chunk], None] = lambda chunk: None,
+        relieve: Callable[[], bool] = lambda: False,
+        leave: Callable[[], int] = lambda: 0,
     ):
         self.chunks = chunks
         self.foresight = foresight or Foresight(lambda steps: [Moves()] * len(steps))
@@ -49,6 +67,10 @@ class Manager:
         self._on_evict = on_evict
         self._policy = policy or NextUse()
         self._clock = 0
+        self._mover = mover
+        self._lane, self._lane_staging = lane, lane_staging
+        self._update_of, self._await_update, self.relieve, self._leave = update_of, await_update, relieve, leave
+        self._arriving: dict[int, Chunk] = {}
 
     def acquire(self, chunk: Chunk) -> None:
         """Make the gathered weights of ``chunk`` readable and keep them until the matching :meth:`release`.
@@ -59,10 +81,13 @@ class Manager:
         """
         if chunk.use is Use.FREE:
             self._fetch(chunk)
+        elif chunk.use is Use.FETCHING:
+            self._await_arrival(chunk)
         if chunk.use is not Use.COMPUTE:
-            chunk.step(Event.ACQUIRE)
+            chunk.step(UseEvent.ACQUIRE)
             chunk.grads_complete = False
         chunk.pins += 1
+        chunk.ahead = False
         if chunk.pins == 1 and not chunk.resident:
             self.foresight.acquired(chunk.spec.index)
         self._clock += 1
@@ -74,25 +99,27 @@ class Manager:
         chunk.pins -= 1
         if chunk.pins == 0:
             self.foresight.released(chunk.spec.index)
-            chunk.step(Event.RELEASE)
+            chunk.step(UseEvent.RELEASE)
             if chunk.stale:
                 self.drop([chunk])
             elif chunk.grads_complete:
-                chunk.step(Event.GRADS)
+                chunk.step(UseEvent.GRADS)
 
     def grads_complete(self, chunk: Chunk) -> None:
         """Every gradient of the chunk has arrived: once released, it is the first to go."""
         if chunk.use is Use.COMPUTE:
             chunk.grads_complete = True
         elif chunk.use is Use.HOLD:
-            chunk.step(Event.GRADS)
+            chunk.step(UseEvent.GRADS)
 
     def drop(self, chunks: Iterable[Chunk]) -> None:
         """Forget gathered copies that an update of the weights has overtaken; at their release if they are in use."""
         for chunk in chunks:
             if chunk.resident or chunk.use is Use.FREE:
                 continue
-            if chunk.use is Use.COMPUTE:
+            if chunk.use is Use.FETCHING:
+                self._call_back(chunk)
+            elif chunk.use is Use.COMPUTE:
                 chunk.stale = True
             else:
                 self._evict(chunk)
@@ -107,42 +134,222 @@ class Manager:
         tier = self._device.tier
         if self.ledger.free(tier) >= num_bytes:
             return
-        missing = num_bytes - self.ledger.free(tier) - self.ledger.held(tier, "pool")
-        if missing > 0:
-            evictable = [
-                Candidate(
-                    c.spec.index,
-                    c.window.num_bytes,
-                    c.last_use,
-                    c.use is Use.GRAD_READY,
-                    c.arrived,
-                    *self.foresight.outlook(c.spec.index),
-                )
-                for c in self.chunks
-                if c.window is not None and c.use in (Use.HOLD, Use.GRAD_READY)
-            ]
-            victims = self._policy.choose(evictable, missing)
-            if victims is None:
-                raise BudgetExceeded(self._explain(num_bytes, what))
-            for index in victims:
-                self._evict(self.chunks[index])
-        frames = self._device.frames
+        while (missing := num_bytes - self.ledger.free(tier) - self.ledger.held(tier, "pool")) > 0:
+            evictable = self._evictable()
+            victims = self._policy.choose([c for c in evictable if not c.kept], missing)
+            if victims is None and self.relieve():
+                continue
+            if victims is None:  # what the plan keeps goes only where there is nothing else
+                victims = self._policy.choose(evictable, missing)
+            if victims is not None:
+                for index in victims:
+                    self._evict(self.chunks[index])
+            elif self._arriving:  # what came ahead of its time gives way to what is needed now
+                self._call_back(next(reversed(self._arriving.values())))
+            elif missing <= num_bytes - self.ledger.free(tier) - self.ledger.held(tier, "pool"):
+                raise BudgetExceeded(self._explain(num_bytes, what))  # and nothing came free while it was asked
+        self._trim_pool(num_bytes, for_window=for_window)
+
+    def _evictable(self) -> list[Candidate]:
+        return [
+            Candidate(
+                c.spec.index,
+                c.window.num_bytes,
+                c.last_use,
+                c.use is Use.GRAD_READY,
+                c.arrived,
+                *self._outlook(c),
+            )
+            for c in self.chunks
+            if c.window is not None and c.use in (Use.HOLD, Use.GRAD_READY)
+        ]
+
+    def _outlook(self, chunk: Chunk) -> tuple[int | None, bool]:
+        """When it is needed next, and whether it should stay until then: so plans the plan, or it came for that use."""
+        next_use, kept = self.foresight.outlook(chunk.spec.index)
+        return next_use, kept or chunk.ahead
+
+    def _trim_pool(self, num_bytes: int, *, for_window: bool) -> None:
+        tier, frames = self._device.tier, self._device.frames
         if frames is None or (for_window and frames.has(num_bytes)):
             return
         if self.ledger.free(tier) < num_bytes:
             self.ledger.release(tier, frames.trim(), "pool")
 
+    # ---- ahead of time ------------------------------------------------------------------------------------------
+
+    def look_ahead(self) -> None:
+        """Begin the fetches that come next, in their planned order, as far as there is room for them."""
+        if self._lane is None:
+            return
+        for moment, index in self.foresight.upcoming():
+            chunk = self.chunks[index]
+            if chunk.use is not Use.FREE or chunk.window is None:
+                continue
+            if self._lane_staging is None and self._mover.needs_staging(chunk):
+                continue
+            if self._mover.computes(chunk):
+                continue
+            if not self._make_room_before(moment, chunk.window.num_bytes):
+                return
+            self._begin_fetch(chunk, moment)
+
+    def _make_room_before(self, moment: int, num_bytes: int) -> bool:
+        """Free room for a window that is read at ``moment`` from what is needed later; False if that is not enough.
+
+        The policy chooses among what the plan lets go before that moment, so that no more moves than planned.
+        """
+        frames, wanted = self._device.frames, num_bytes + self._leave()
+        if self.ledger.free(self._device.tier) >= wanted or (frames is not None and frames.has(num_bytes)):
+            return True
+        has_room = self._let_go(wanted, lambda next_use: next_use > moment)
+        if has_room:
+            self._trim_pool(num_bytes, for_window=True)
+        return has_room
+
+    def spare_room(self, num_bytes: int) -> bool:
+        """Free room for what is welcome and not needed, from what the plan fetches again anyway; False if it cannot."""
+        has_room = self._let_go(num_bytes, lambda next_use: True)
+        if has_room:
+            self._trim_pool(num_bytes, for_window=False)
+        return has_room
+
+    def _let_go(self, num_bytes: int, may_go: Callable[[int], bool]) -> bool:
+        """Evict what the plan lets go before its next use, until so much is free or parked; nothing if not enough."""
+        tier = self._device.tier
+        missing = num_bytes - self.ledger.free(tier) - self.ledger.held(tier, "pool")
+        candidates = [c for c in self._evictable() if c.next_use is not None and may_go(c.next_use) and not c.kept]
+        victims = self._policy.choose(candidates, missing) if missing > 0 else ()
+        for index in victims or ():
+            self._evict(self.chunks[index])
+        return victims is not None
+
+    def _begin_fetch(self, chunk: Chunk, moment: int) -> None:
+        """Fill the window of a chunk on the lane, behind the update of its weights."""
+        assert self._lane is not None and chunk.window is not None
+        self.populate(chunk.window, "windows", what=chunk.name)
+        update, gather, mover = self._update_of(chunk), self._gather, self._mover
+        working = Working(mover.moved, not self.foresight.in_step, self._lane_staging)
+
+        def fetch() -> None:
+            if update is not None:
+                update.wait()
+            with mover.working(working):
+                gather(chunk)
+
+        try:
+            chunk.arriving = self._lane.submit(fetch, moment)
+        except BaseException:
+            self.depopulate(chunk.window, "windows")
+            raise
+        chunk.step(UseEvent.FETCH)
+        chunk.ahead = True
+        self._arriving[chunk.spec.index] = chunk
+
+    def _await_arrival(self, chunk: Chunk) -> None:
+        """Wait for a fetch that is under way; one that failed is tried again here and now.
+
+        Raises:
+            StorageError: if that fails too; the chunk is as it was before.
+        """
+        job = chunk.arriving
+        assert self._lane is not None and isinstance(job, Job)
+        if not job.is_complete():
+            self._await_update(chunk)
+            self._lane.hurry(job)
+            cause, index = f"fetch from {chunk.weights.tier.value}", chunk.spec.index
+            with self._mover.about(cause, f"wait for chunk {index}", index), contextlib.suppress(Exception):
+                job.wait()
+        if job.error is None:
+            self._end_fetch(chunk, UseEvent.ARRIVE)
+        else:
+            self._end_fetch(chunk, UseEvent.FAIL)
+            self._fetch(chunk)
+
+    def _end_fetch(self, chunk: Chunk, event: UseEvent) -> None:
+        assert chunk.window is not None
+        chunk.step(event)
+        chunk.arriving = None
+        del self._arriving[chunk.spec.index]
+        if event is UseEvent.FAIL:
+            self.depopulate(chunk.window, "windows")
+        else:
+            self._count_arrival(chunk)
+
+    def _call_back(self, chunk: Chunk) -> None:
+        """A fetch under way is not wanted any more: its memory is free afterwards."""
+        job = chunk.arriving
+        assert self._lane is not None and isinstance(job, Job)
+        self._lane.cancel(job)
+        with contextlib.suppress(Exception):  # nobody wants it
+            job.wait()
+        self._end_fetch(chunk, UseEvent.FAIL)
+
+    def settle(self) -> None:
+        """Wait until nothing is on its way; what failed is told when it is needed."""
+        for chunk in list(self._arriving.values()):
+            job = chunk.arriving
+            assert job is not None
+            with contextlib.suppress(Exception):
+                job.wait()
+
+    def is_balanced(self) -> bool:
+        """Whether the books say what there is, where nobody computes: nothing pinned, every window accounted for."""
+        tier, frames = self._device.tier, self._device.frames
+        gathered = 0
+        for chunk in self.chunks:
+            arriving = (chunk.use is Use.FETCHING, chunk.arriving is not None, chunk.spec.index in self._arriving)
+            if chunk.pins or chunk.use is Use.COMPUTE or len(set(arriving)) > 1:
+                return False
+            if chunk.window is not None and chunk.use is not Use.FREE:
+                gathered += chunk.window.num_bytes
+        parked = 0 if frames is None else frames.parked_bytes
+        return self.ledger.held(tier, "windows") == gathered and self.ledger.held(tier, "pool") == parked
+
+    def start_over(self) -> None:
+        """Forget every gathered copy and what the books say of them: an interrupt came between two lines of them.
+
+        Copies are clean, so nothing is lost but the time to gather them again.
+        """
+        for chunk in self.chunks:
+            job = chunk.arriving
+            if self._lane is not None and isinstance(job, Job):
+                self._lane.cancel(job)
+                with contextlib.suppress(Exception):
+                    job.wait()
+            chunk.arriving, chunk.pins, chunk.stale, chunk.ahead, chunk.grads_complete = None, 0, False, False, False
+            chunk.use = Use.HOLD if chunk.window is None else Use.FREE
+            if chunk.window is not None:
+                self._on_evict(chunk)
+                chunk.window.discard()
+        self._arriving.clear()
+        if self._device.frames is not None:
+            self._device.frames.trim()
+        for holder in ("windows", "pool"):
+            self.ledger.release(self._device.tier, self.ledger.held(self._device.tier, holder), holder)
+
+    def close(self) -> None:
+        """The model ends; a chunk that somebody keeps must keep nothing else."""
+        if self._lane is not None:
+            self._lane.close()
+        for chunk in self._arriving.values():
+            chunk.arriving = None
+        self._arriving.clear()
+
+    # ---- inside -------------------------------------------------------------------------------------------------
+
     def check_invariants(self) -> None:
         """The ledger's equations, and: windows + pool are exactly what is gathered or parked."""
         self.ledger.check_invariants()
         tier = self._device.tier
-        gathered = sum(c.window.num_bytes for c in self.chunks if c.window is not None and c.gathered)
+        gathered = sum(c.window.num_bytes for c in self.chunks if c.window is not None and c.use is not Use.FREE)
         assert self.ledger.held(tier, "windows") == gathered
         parked = self._device.frames.parked_bytes if self._device.frames is not None else 0
         assert self.ledger.held(tier, "pool") == parked
         for chunk in self.chunks:
             assert (chunk.use is Use.COMPUTE) == (chunk.pins > 0), (chunk.name, chunk.use, chunk.pins)
             assert chunk.gathered or not chunk.resident, chunk.name
+            assert (chunk.use is Use.FETCHING) == (chunk.arriving is not None) == (chunk.spec.index in self._arriving)
 
     def populate(self, window: Window, holder: str, *, what: str) -> None:
         """Put memory behind a window, for ``holder``; others give way to it.
@@ -175,22 +382,28 @@ class Manager:
             self.ledger.release(self._device.tier, window.num_bytes, holder)
 
     def _fetch(self, chunk: Chunk) -> None:
+        """Gather a chunk here and now: somebody waits for it."""
         assert chunk.window is not None
+        self._await_update(chunk)
         self.populate(chunk.window, "windows", what=chunk.name)
         try:
             self._gather(chunk)
         except BaseException:
             self.depopulate(chunk.window, "windows")
             raise
+        chunk.step(UseEvent.FETCH)
+        chunk.step(UseEvent.ARRIVE)
+        self._count_arrival(chunk)
+
+    def _count_arrival(self, chunk: Chunk) -> None:
         self.num_gathers += 1
         chunk.arrived = self._clock
         chunk.stale = False
-        chunk.step(Event.FETCH)
 
     def _evict(self, chunk: Chunk) -> None:
-        chunk.step(Event.EVICT)
+        chunk.step(UseEvent.EVICT)
         self.num_evictions += 1
-        chunk.stale = False
+        chunk.stale = chunk.ahead = False
         self._on_evict(chunk)
         assert chunk.window is not None
         self.depopulate(chunk.window, "windows")

@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import datetime
 import statistics
+import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,8 +23,9 @@ import torch
 from gemini import kernels
 from gemini.errors import human_bytes
 from gemini.memory.mover import tiles
-from gemini.memory.nvme import SpillFile, free_bytes
+from gemini.memory.nvme import SpillFile, Transfer, free_bytes
 from gemini.memory.pages import PAGE, host_bytes
+from gemini.memory.staging import SLOTS
 from gemini.memory.system import cache_bytes, memory_bytes, memory_limit
 from gemini.planning.hardware import Figure, human_figure
 from gemini.planning.working import TILE
@@ -83,10 +87,12 @@ def measure(nvme_path: Path | None = None, sizes: Sizes | None = None) -> Figure
 
 
 def measure_host(sizes: Sizes) -> Figures:
-    """Memory and cores, matrix products, the smallest operation, memory bandwidth, Adam."""
-    threads = f"{torch.get_num_threads()} threads"
+    """Memory and cores, matrix products, the smallest operation, memory bandwidth, Adam; and two of them at once."""
+    num_threads, cores = torch.get_num_threads(), kernels.get_num_threads()
+    threads = _threads(num_threads)
     yield "cpu_bytes", _asked(memory_bytes(), "host memory" if memory_limit() is None else "limit of the control group")
-    yield "cpu_threads", _asked(kernels.get_num_threads(), "cores that the process may use")
+    yield "cpu_threads", _asked(cores, "cores that the process may use")
+    yield "torch_threads", _asked(num_threads, "of torch in this process")
     rows, inner, columns = sizes.product
     for key, dtype in (("cpu_flops_bf16", torch.bfloat16), ("cpu_flops_fp32", torch.float32)):
         product = _product(sizes.product, dtype, torch.device("cpu"))
@@ -97,8 +103,14 @@ def measure_host(sizes: Sizes) -> Figures:
     seconds = _times(lambda: _small_ops(small, sizes.ops), sizes.repeats)
     how = f"{sizes.ops} recorded additions of 64 numbers"
     yield "cpu_op_seconds", _measured("cpu_op_seconds", seconds, how, lambda s: s / sizes.ops)
-    yield "dram_bandwidth", _dram(sizes, threads)
-    yield "adam_cpu", _adam(sizes)
+    yield "dram_bandwidth", _dram(sizes, num_threads, cores)
+    update, numel = _update(sizes)
+    yield "adam_cpu", _adam(update, numel, sizes, cores)
+    yield "adam_cpu_one", _adam(update, numel, sizes, 1)
+    if num_threads < cores:  # else computing and updates have no cores of their own
+        product = _product(sizes.product, torch.bfloat16, torch.device("cpu"))
+        yield "cpu_contention", _contention(product, update, cores - num_threads, sizes)
+    del update
     yield "land_cpu", _landing(sizes)
 
 
@@ -114,16 +126,21 @@ def _small_ops(small: torch.Tensor, count: int) -> None:
         small + small  # noqa: B018 - its time is what is wanted
 
 
-def _dram(sizes: Sizes, threads: str) -> Figure:
-    """In place, so that what is counted is what crosses the bus: for a copy the processor reads the target as well."""
+def _dram(sizes: Sizes, num_threads: int, cores: int) -> Figure:
+    """In place, so that what is counted is what crosses the bus: for a copy the processor reads the target as well.
+
+    By all cores, whatever threads torch has: what one of them can draw is not what there is.
+    """
     num_bytes = _beyond_caches(sizes.stream_bytes)
-    buffer = host_bytes(num_bytes).view(torch.float32).fill_(1.0)
-    seconds = _times(lambda: buffer.mul_(1.0), sizes.repeats)
-    how = f"{human_bytes(num_bytes)} read and written in place, {threads}"
+    parts = host_bytes(num_bytes).view(torch.float32).fill_(1.0).tensor_split(max(cores // num_threads, 1))
+    with ThreadPoolExecutor(len(parts)) as pool:
+        seconds = _times(lambda: list(pool.map(lambda part: part.mul_(1.0), parts)), sizes.repeats)
+    how = f"{human_bytes(num_bytes)} read and written in place, {_threads(len(parts) * num_threads)}"
     return _measured("dram_bandwidth", seconds, how, lambda s: 2 * num_bytes / s)
 
 
-def _adam(sizes: Sizes) -> Figure:
+def _update(sizes: Sizes) -> tuple[Callable[[], None], int]:
+    """An update of so many params, tile by tile."""
     numel = _beyond_caches(sizes.adam_numel * _ADAM_BYTES) // _ADAM_BYTES
     weights, residual, exp_avg, exp_avg_sq, grad = (
         host_bytes(_whole_pages(numel * dtype.itemsize)).view(dtype)[:numel].fill_(value)
@@ -138,10 +155,67 @@ def _adam(sizes: Sizes) -> Figure:
             part = slice(start, stop)
             kernels.adam_update(weights[part], residual[part], exp_avg[part], exp_avg_sq[part], grad[part], hyper)
 
-    seconds = _times(update, sizes.repeats)
-    report = kernels.capabilities()
-    how = f"Gemini's {report.isa} kernel on {numel / 1e6:.4g} M params in tiles, {report.num_threads} threads"
+    return update, numel
+
+
+def _adam(update: Callable[[], None], numel: int, sizes: Sizes, num_threads: int) -> Figure:
+    with _limited(num_threads):
+        seconds = _times(update, sizes.repeats)
+    how = f"Gemini's {kernels.capabilities().isa} kernel on {numel / 1e6:.4g} M params in tiles"
+    how += f", {_threads(num_threads)}"
     return _measured("adam_cpu", seconds, how, lambda s: s / numel)
+
+
+def _contention(product: Callable[[], object], update: Callable[[], None], num_threads: int, sizes: Sizes) -> Figure:
+    """Products on torch's threads and updates on the others: how many times as long both take as each alone.
+
+    Where both are at work they share caches, memory, and what the processor's cores share.
+    """
+
+    def rate(work: Callable[[], object], seconds: float) -> float:
+        begin, count = time.perf_counter(), 0
+        while time.perf_counter() - begin < seconds:
+            work()
+            count += 1
+        return count / (time.perf_counter() - begin)
+
+    def updates(begins: threading.Barrier, seconds: float) -> float:
+        with _limited(num_threads):
+            begins.wait()
+            return rate(update, seconds)
+
+    def times() -> float:
+        alone = 0.0
+        for work in (product, update):
+            with _limited(num_threads):
+                alone = max(alone, _time(work))
+        seconds = 2 * alone  # two of the longer one, and as many of the other as fit
+        with _limited(num_threads), ThreadPoolExecutor(1) as pool:
+            both = rate(product, seconds), rate(update, seconds)
+            begins = threading.Barrier(2)
+            beside = pool.submit(updates, begins, seconds)
+            begins.wait()
+            kept = rate(product, seconds) / both[0], beside.result() / both[1]
+        return max(1.0, 2 / (kept[0] + kept[1]))
+
+    times()
+    found = [times() for _ in range(min(3, sizes.repeats))]
+    how = f"products on {_threads(torch.get_num_threads())} beside updates on {_threads(num_threads)}"
+    return _measured("cpu_contention", found, how, lambda value: value)
+
+
+def _threads(count: int) -> str:
+    return f"{count} thread{'s' if count != 1 else ''}"
+
+
+@contextmanager
+def _limited(num_threads: int) -> Iterator[None]:
+    """Kernels that this thread calls run on so many threads."""
+    kernels.limit_threads(num_threads)
+    try:
+        yield
+    finally:
+        kernels.limit_threads(None)
 
 
 def _landing(sizes: Sizes) -> Figure:
@@ -185,6 +259,7 @@ def measure_nvme(directory: Path, sizes: Sizes) -> Figures:
     try:
         yield "nvme_bytes", _asked(free, f"free in {directory}")
         yield from _drive(spill, tile, count, sizes)
+        yield "nvme_mixed", _both_ways(spill, tile, count, sizes)
     finally:
         spill.close()
 
@@ -221,6 +296,40 @@ def _drive(spill: SpillFile, tile: int, count: int, sizes: Sizes) -> Figures:
             rate = human_figure(key, whole.numel() / at_once)
             note = f" ({rate} in one request of {human_bytes(whole.numel())})"
         yield key, _measured(key, times, how + note, lambda s: num_bytes / s)
+
+
+def _both_ways(spill: SpillFile, tile: int, count: int, sizes: Sizes) -> Figure:
+    """As updates beside computing do it: two tiles are read ahead while one is changed and those before are written."""
+    part = _whole_pages(tile // SLOTS)
+    slots = [[host_bytes(size * part).random_(0, 256) for size in _STATE_BYTES] for _ in range(SLOTS)]
+    steps = count * tile // part
+    before = [sum(_STATE_BYTES[:kind]) for kind in range(len(_STATE_BYTES))]
+    places = [[(number * sum(_STATE_BYTES) + at) * part for at in before] for number in range(steps)]
+
+    def begin(transfer: Callable[[torch.Tensor, int], Transfer], number: int) -> list[Transfer]:
+        return [transfer(*pair) for pair in zip(slots[number % SLOTS], places[number], strict=True)]
+
+    def stream() -> None:
+        reading = {number: begin(spill.begin_read, number) for number in range(min(2, steps))}
+        writing: dict[int, list[Transfer]] = {}
+        for number in range(steps):
+            for transfer in reading.pop(number):
+                transfer.wait()
+            for buffer in slots[number % SLOTS]:
+                buffer.add_(1)
+            writing[number] = begin(spill.begin_write, number)
+            if number + 2 < steps:
+                for transfer in writing.pop(number + 2 - SLOTS, []):
+                    transfer.wait()
+                reading[number + 2] = begin(spill.begin_read, number + 2)
+        for transfers in writing.values():
+            for transfer in transfers:
+                transfer.wait()
+
+    seconds = _times(stream, min(sizes.repeats, 5))
+    num_bytes = 2 * steps * part * sum(_STATE_BYTES)
+    how = f"{human_bytes(num_bytes)} read and written in {spill.directory}, {SLOTS} tiles under way"
+    return _measured("nvme_mixed", seconds, how, lambda s: num_bytes / s)
 
 
 def _each(transfer: Callable[[torch.Tensor, int], None], planes: list[tuple[torch.Tensor, int]]) -> None:

@@ -1,26 +1,33 @@
 """Moves bytes between homes, windows and staging, tile by tile, and counts what crosses each boundary.
 
 A tile is at most ``TILE`` elements of a chunk. Everything that cannot be worked on in place (spill file, a device's own
-memory) passes through one host staging area of one tile per plane, whatever the size of a param: a fused expert weight
-of 0.9 G elements needs no more staging than a bias. The mover decides nothing and evicts nothing.
+memory) passes through host staging of one tile per plane, whatever the size of a param: a fused expert weight of 0.9 G
+elements needs no more staging than a bias. The mover decides nothing and evicts nothing. Several threads use it: each
+has a set of staging of its own, and counts for the step that its work belongs to.
 """
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 
 from gemini.memory.chunk import Chunk, FilePlane, Plane
-from gemini.memory.device import Device
+from gemini.memory.device import Device, Event
+from gemini.memory.noted import NotedEvent
 from gemini.memory.pages import PAGE
-from gemini.memory.recorder import NOTHING, Recorder
+from gemini.memory.recorder import LANES, NOTHING, Recorder
+from gemini.memory.staging import Staging, StagingSet
+from gemini.memory.stalls import Stalls
 from gemini.planning.layout import ALIGN
 from gemini.planning.planes import PlaneKind
+from gemini.planning.timeline import Lane
 from gemini.planning.traffic import path
-from gemini.planning.working import STAGED_BYTES, staging_bytes
 from gemini.tiers import Ledger, Tier
 
 
@@ -35,40 +42,144 @@ def tiles(start: int, stop: int, tile: int) -> Iterator[tuple[int, int]]:
         yield at, min(at + tile, stop)
 
 
+class _Both:
+    """Two context managers as one; the first one is around the second."""
+
+    __slots__ = ("_inner", "_outer")
+
+    def __init__(self, outer: AbstractContextManager[None], inner: AbstractContextManager[None]):
+        self._outer, self._inner = outer, inner
+
+    def __enter__(self) -> None:
+        self._outer.__enter__()
+        self._inner.__enter__()
+
+    def __exit__(self, *exc: Any) -> None:
+        try:
+            self._inner.__exit__(*exc)
+        finally:
+            self._outer.__exit__(*exc)
+
+
+@cache
+def _boundaries(source: Tier, target: Tier) -> tuple[str, ...]:
+    return tuple(str(boundary) for boundary in path(source, target))
+
+
+class Moved:
+    """Bytes over each boundary in one step; any thread may add.
+
+    What is fetched between two steps, ahead of the second, is told apart from what else moves there (an evaluation).
+    """
+
+    def __init__(self) -> None:
+        self._bytes: tuple[Counter[str], Counter[str]] = (Counter(), Counter())
+        self._lock = threading.Lock()
+
+    def add(self, source: Tier, target: Tier, num_bytes: int, *, ahead: bool = False) -> None:
+        """Bytes between the GPU and NVMe cross host memory, and count on both boundaries."""
+        with self._lock:
+            for boundary in _boundaries(source, target):
+                self._bytes[ahead][boundary] += num_bytes
+
+    def counts(self, *, ahead: bool = True) -> Counter[str]:
+        """All of them, or all but those ahead of the step."""
+        with self._lock:
+            return self._bytes[0] + self._bytes[1] if ahead else self._bytes[0].copy()
+
+
+class Working(NamedTuple):
+    """What a worker thread works with: the step that its work belongs to, and its set of staging."""
+
+    moved: Moved
+    ahead: bool = False
+    staging: StagingSet | None = None
+
+
+class _OfThread(threading.local):
+    working: Working | None = None
+
+
 class Mover:
     """One per engine. Staging that was not reserved when the model was placed is reserved at its first use."""
 
     def __init__(self, device: Device, tile: int, ledger: Ledger):
         self.device = device
         self.tile = tile
-        self._ledger = ledger
-        self._unreserved = staging_bytes(tile) - ledger.held(Tier.CPU, "staging")
-        self.moved: Counter[str] = Counter()
+        self.staging = Staging(device, tile, ledger, ledger.held(Tier.CPU, "staging"))
+        self.moved = Moved()
+        """Of the step under way; an optimizer step puts a new one in its place."""
         self.recorder: Recorder | None = None
-        self._staging: dict[PlaneKind, torch.Tensor] = {}
+        self.stalls = Stalls()
+        self._of_thread = _OfThread()
+
+    @contextmanager
+    def working(self, working: Working) -> Iterator[None]:
+        """Around what a worker thread does."""
+        before, self._of_thread.working = self._of_thread.working, working
+        try:
+            yield
+        finally:
+            self._of_thread.working = before
 
     def staged(self, kind: PlaneKind, dtype: torch.dtype, numel: int) -> torch.Tensor:
-        """The first ``numel`` elements of the staging area of ``kind``, as ``dtype``. Valid until it is asked again."""
-        if kind not in self._staging:
-            if self._unreserved:
-                self._ledger.reserve(Tier.CPU, self._unreserved, "staging")
-                self._unreserved = 0
-            with torch.inference_mode(False):  # it outlives the eval that may have asked first
-                self._staging[kind] = self.device.make_host_buffer(self.tile * STAGED_BYTES[kind])
-        return self._staging[kind][: numel * dtype.itemsize].view(dtype)
+        """The first ``numel`` elements of this thread's staging area of ``kind``, as ``dtype``. Valid until it is asked
+        again.
+        """
+        working = self._of_thread.working
+        staging = self.staging.own if working is None or working.staging is None else working.staging
+        return staging.staged(kind, dtype, numel)
 
     def crossing(self, source: Tier, target: Tier, num_bytes: int) -> AbstractContextManager[None]:
-        """Around one copy: counts its bytes, and records it where somebody does.
-
-        Bytes between the GPU and NVMe cross host memory, and count on both boundaries.
-        """
-        for boundary in path(source, target):
-            self.moved[str(boundary)] += num_bytes
+        """Around one copy: counts its bytes, and records it where somebody does."""
+        self.count(source, target, num_bytes)
         return NOTHING if self.recorder is None else self.recorder.move(source, target, num_bytes)
 
-    def about(self, cause: str, name: str, chunk: int = -1) -> AbstractContextManager[None]:
-        """Around what is done for ``name``, for those who record."""
-        return NOTHING if self.recorder is None else self.recorder.about(cause, name, chunk)
+    def count(self, source: Tier, target: Tier, num_bytes: int) -> None:
+        """Bytes that cross a boundary now."""
+        working = self._of_thread.working
+        if working is None:
+            self.moved.add(source, target, num_bytes)
+        else:
+            working.moved.add(source, target, num_bytes, ahead=working.ahead)
+
+    def about(
+        self, cause: str, name: str, chunk: int = -1, *, lane: Lane | None = None
+    ) -> AbstractContextManager[None]:
+        """Around what is done for ``name``, and keeps ``lane`` busy if there is one.
+
+        On the training thread it is a wait by ``cause``, which counts in :attr:`stalls`; those who record are told on
+        any thread.
+        """
+        waiting, recorder = self.stalls.waiting(cause), self.recorder
+        if recorder is None:
+            return waiting
+        if lane is None:
+            return _Both(waiting, recorder.about(cause, name, chunk))
+        return _Both(waiting, recorder.span(lane, name, chunk, cause=cause))
+
+    def begin_load(self, plane: Plane, start: int, stop: int, into: torch.Tensor, name: str, chunk: int) -> Event:
+        """Start to fill the host tensor ``into`` from a plane, for ``name``."""
+        return self.under_way(
+            plane.tier, Tier.CPU, into.nbytes, lambda: plane.begin_load(start, stop, into), name, chunk
+        )
+
+    def begin_store(self, plane: Plane, start: int, stop: int, source: torch.Tensor, name: str, chunk: int) -> Event:
+        """Start to overwrite a plane's range from the host tensor ``source``, for ``name``."""
+        return self.under_way(
+            Tier.CPU, plane.tier, source.nbytes, lambda: plane.begin_store(start, stop, source), name, chunk
+        )
+
+    def under_way(
+        self, source: Tier, target: Tier, num_bytes: int, begin: Callable[[], Event], name: str, chunk: int
+    ) -> Event:
+        """What ``begin`` begins, counted; who records is told of it when its end is noticed."""
+        self.count(source, target, num_bytes)
+        recorder, lane = self.recorder, LANES.get((source, target))
+        if recorder is None or lane is None:
+            return begin()
+        start = recorder.clock()
+        return NotedEvent(begin(), lambda: recorder.add(lane, start, recorder.clock(), name, chunk, num_bytes))
 
     def load(self, plane: Plane, start: int, stop: int, into: torch.Tensor) -> torch.Tensor:
         """Fill the host tensor ``into`` from a plane."""
@@ -92,17 +203,32 @@ class Mover:
         """Fill a populated window with the weights from home, cast to the compute dtype if home is a wider master."""
         self.fetch(chunk.weights, chunk.flat, chunk.spec.index)
 
+    def needs_staging(self, chunk: Chunk) -> bool:
+        """Whether :meth:`gather` passes through staging."""
+        plane, flat = chunk.weights, chunk.flat
+        return plane.dtype != flat.dtype or not (plane.host_view(0, 0) is not None or self._is_straight(plane, flat))
+
+    def computes(self, chunk: Chunk) -> bool:
+        """Whether :meth:`gather` is work for the computing device: a cast of masters that it keeps itself.
+
+        Such work belongs to the thread that computes, whose stream puts it before what reads the result.
+        """
+        return self.device.tier is Tier.GPU and chunk.weights.device_view(0, 0) is not None
+
+    def _is_straight(self, plane: Plane, flat: torch.Tensor) -> bool:
+        """Whether the disk can fill ``flat`` itself."""
+        return isinstance(plane, FilePlane) and self.device.tier is Tier.CPU and flat.data_ptr() % PAGE == 0
+
     def fetch(self, plane: Plane, flat: torch.Tensor, index: int) -> None:
         """Fill ``flat``, gathered weights of chunk ``index`` on the computing device, from a weights plane."""
         about = self.about(f"fetch from {plane.tier.value}", f"fetch chunk {index}", index)
         with torch.profiler.record_function("gemini::fetch"), about:
             numel = plane.numel
             source = plane.host_view(0, numel)
-            straight = self.device.tier is Tier.CPU and flat.data_ptr() % PAGE == 0
             if plane.dtype == flat.dtype and source is not None:
                 with self.crossing(Tier.CPU, self.device.tier, plane.num_bytes):
                     self.device.copy(flat, source, "fetch").wait()
-            elif plane.dtype == flat.dtype and isinstance(plane, FilePlane) and straight:
+            elif plane.dtype == flat.dtype and self._is_straight(plane, flat):
                 self.load(plane, 0, numel, flat)
             else:
                 for start, stop in tiles(0, numel, self.tile):

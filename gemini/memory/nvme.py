@@ -8,6 +8,7 @@ do.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import os
@@ -23,6 +24,7 @@ import torch
 
 from gemini.errors import StorageError, human_bytes
 from gemini.kernels import IoQueue
+from gemini.memory.device import Event
 from gemini.memory.pages import PAGE, host_bytes
 
 
@@ -51,6 +53,49 @@ def probe(directory: str | Path) -> DirectoryProbe:
     fd, direct, nameless = _open(directory)
     os.close(fd)
     return DirectoryProbe(directory, direct, nameless, free_bytes(directory))
+
+
+class Transfer(Event):
+    """A read or a write under way. It keeps its memory alive until the disk is done with it."""
+
+    def __init__(self, spill: SpillFile, ticket: int, tensor: torch.Tensor, what: str, offset: int):
+        super().__init__()
+        self._spill, self._ticket, self._tensor, self._what, self._offset = spill, ticket, tensor, what, offset
+        self._lock = threading.Lock()
+        self._is_over = False
+
+    def is_complete(self) -> bool:
+        if not self._lock.acquire(blocking=False):
+            return self._is_over  # somebody waits, and so has the ticket
+        try:
+            return self._is_over or self._spill.queue.done(self._ticket)
+        finally:
+            self._lock.release()
+
+    def wait(self, timeout: float = 0.0) -> None:
+        """Block until the disk is done. (The system bounds this, not ``timeout``.)
+
+        Raises:
+            StorageError: if it failed.
+        """
+        with self._lock:
+            if not self._is_over:
+                try:
+                    self._spill.queue.wait(self._ticket)
+                except (OSError, RuntimeError) as e:
+                    self._error = self._spill.failed(self._what, self._tensor.nbytes, self._offset, e)
+                except ValueError:  # the ticket was used up by a wait that an interrupt ended when it was over
+                    pass
+                # Not after an interrupt, which may have come before the wait: the disk still has the memory.
+                self._is_over = True
+                del self._tensor
+        if self._error is not None:
+            raise self._error
+
+    def __del__(self, _ending: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not getattr(self, "_is_over", True) and not _ending():
+            with contextlib.suppress(Exception):
+                self.wait()
 
 
 class SpillFile:
@@ -113,13 +158,24 @@ class SpillFile:
                 f" free): {e.strerror}. Give another nvme_path= or a smaller nvme= budget"
             ) from e
 
+    def begin_read(self, into: torch.Tensor, offset: int, *, urgent: bool = False) -> Transfer:
+        """Start to fill the page-aligned, contiguous host tensor ``into`` from ``offset``.
+
+        ``urgent``: before other requests that have not been started.
+        """
+        return self._transfer("read", into, offset, urgent)
+
+    def begin_write(self, source: torch.Tensor, offset: int) -> Transfer:
+        """Start to write the page-aligned, contiguous host tensor ``source`` at ``offset``."""
+        return self._transfer("write", source, offset, False)
+
     def read(self, into: torch.Tensor, offset: int) -> None:
-        """Fill the page-aligned, contiguous host tensor ``into`` from ``offset``."""
-        self._transfer("read", into, offset)
+        """Fill ``into`` from ``offset``, before other requests: somebody waits for it."""
+        self.begin_read(into, offset, urgent=True).wait()
 
     def write(self, source: torch.Tensor, offset: int) -> None:
-        """Write the page-aligned, contiguous host tensor ``source`` at ``offset``."""
-        self._transfer("write", source, offset)
+        """Write ``source`` at ``offset``."""
+        self.begin_write(source, offset).wait()
 
     def map(self, num_bytes: int, offset: int) -> torch.Tensor:
         """Bytes of the file as a read-only-by-convention uint8 tensor whose memory the system can take back at will."""
@@ -140,20 +196,32 @@ class SpillFile:
         if not _ending() and getattr(self, "_fd", -1) >= 0:  # the system closes what is open at the end
             self.close()
 
-    def _transfer(self, what: str, tensor: torch.Tensor, offset: int) -> None:
+    @property
+    def queue(self) -> IoQueue:
+        if self._queue is None:
+            with self._lock:  # used from several threads
+                self._queue = self._queue or IoQueue()
+        return self._queue
+
+    def failed(self, what: str, num_bytes: int, offset: int, cause: Exception) -> StorageError:
+        """The error to raise for a failed transfer."""
+        error = StorageError(
+            f"could not {what} {human_bytes(num_bytes)} at {offset} of the spill file in {self.directory}: {cause}. "
+            "Check the disk; training can be resumed from the last checkpoint"
+        )
+        error.__cause__ = cause
+        return error
+
+    def _transfer(self, what: str, tensor: torch.Tensor, offset: int, urgent: bool) -> Transfer:
         num_bytes = tensor.numel() * tensor.element_size()
         assert tensor.is_contiguous() and tensor.data_ptr() % PAGE == 0 and offset % PAGE == 0, "unaligned transfer"
         assert num_bytes % PAGE == 0 and offset + num_bytes <= self.num_bytes, (offset, num_bytes, self.num_bytes)
-        with self._lock:  # a checkpoint may be read from here by a thread of its own
-            if self._queue is None:
-                self._queue = IoQueue()
+        submit = self.queue.submit_read if what == "read" else self.queue.submit_write
         try:
-            getattr(self._queue, what)(self._fd, tensor.data_ptr(), num_bytes, offset)
+            ticket = submit(self._fd, tensor.data_ptr(), num_bytes, offset, urgent=urgent)
         except (OSError, RuntimeError) as e:  # RuntimeError: a forked child uses its parent's queue
-            raise StorageError(
-                f"could not {what} {human_bytes(num_bytes)} at {offset} of the spill file in {self.directory}: {e}. "
-                "Check the disk; training can be resumed from the last checkpoint"
-            ) from e
+            raise self.failed(what, num_bytes, offset, e) from e
+        return Transfer(self, ticket, tensor, what, offset)
 
 
 def _open(directory: Path) -> tuple[int, bool, bool]:

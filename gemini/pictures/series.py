@@ -145,7 +145,8 @@ def coverage(intervals: Iterable[tuple[float, float]], edges: Sequence[float]) -
 
 
 def busy(spans: Sequence[Span], end: float, *, step: float = 0.0, columns: int = COLUMNS) -> Busy:
-    """Shares of spans by activity. Few spans have columns of their own and are seen as they are.
+    """Shares of spans by activity. Few spans have columns of their own and are seen as they are. Activities that a lane
+    does at once (reads of several threads) share the time that they cover.
 
     ``step``: seconds of which the rest, in which no span is under way, is "waiting".
     """
@@ -155,9 +156,13 @@ def busy(spans: Sequence[Span], end: float, *, step: float = 0.0, columns: int =
     for span in spans:
         by_activity.setdefault(activity_of(span), []).append((span.start, span.stop))
     shares = {name: coverage(by_activity[name], edges) for name in ACTIVITIES if name in by_activity}
+    worked = coverage([(span.start, span.stop) for span in spans], edges)
+    for column, (covered, *told) in enumerate(zip(worked, *shares.values(), strict=True)):
+        if sum(told) > covered > 0:
+            for values in shares.values():
+                values[column] *= covered / sum(told)
     if step:
         whole = coverage([(0.0, step)], edges)
-        worked = coverage([(span.start, span.stop) for span in spans], edges)
         shares["waiting"] = [max(0.0, all_ - part) for all_, part in zip(whole, worked, strict=True)]
     return Busy(edges, shares)
 

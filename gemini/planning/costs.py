@@ -15,11 +15,11 @@ from gemini.planning.planes import PlaneKind
 from gemini.planning.trace import Moment
 from gemini.tiers import Tier
 
-GPU, H2D, D2H, DRAM, NVME_READ, NVME_WRITE, THREADS, WIRE = RESOURCES = (
-    "gpu", "h2d", "d2h", "dram", "nvme_read", "nvme_write", "threads", "wire",
+GPU, H2D, D2H, DRAM, NVME, NVME_READ, NVME_WRITE, THREADS, WIRE = RESOURCES = (
+    "gpu", "h2d", "d2h", "dram", "nvme", "nvme_read", "nvme_write", "threads", "wire",
 )  # fmt: skip
 """What tasks share: one GPU, its two directions of the link, and this rank's part of what its machine has: host memory,
-NVMe drives, host threads; and its wire to the next rank.
+NVMe drives (reading, writing, and what they do of both at once), host threads; and its wire to the next rank.
 """
 
 _ADAM_BYTES = 26
@@ -63,7 +63,8 @@ class Efficiency:
 _KIND_OF_FIGURE = {
     "gpu_flops_bf16": "matrix", "gpu_flops_fp32": "matrix", "gpu_bandwidth": "gpu_memory",
     "cpu_flops_bf16": "matrix", "cpu_flops_fp32": "matrix", "dram_bandwidth": "host_memory",
-    "h2d": "link", "d2h": "link", "nvme_read": "nvme", "nvme_write": "nvme", "interconnect": "wire",
+    "h2d": "link", "d2h": "link", "nvme_read": "nvme", "nvme_write": "nvme", "nvme_mixed": "nvme",
+    "interconnect": "wire",
 }  # fmt: skip
 
 
@@ -75,22 +76,48 @@ class Cost(NamedTuple):
 
 
 class Costs:
-    """One rank's machine. ``local_ranks``: ranks on the same host, which divide its memory, drives and threads."""
+    """One rank's machine.
 
-    def __init__(self, hardware: Hardware, efficiency: Efficiency, *, compute: Tier, precision: str, local_ranks: int):
+    Args:
+        local_ranks: ranks on the same host, which divide its memory, drives and threads.
+        beside: updates run beside computing. Where both run on the host, each has threads of its own if the hardware
+            says how many torch has and what an update takes with one; else either takes the whole host.
+        update_threads: of an update beside computing; None for the cores that torch leaves, at least one.
+    """
+
+    def __init__(
+        self,
+        hardware: Hardware,
+        efficiency: Efficiency,
+        *,
+        compute: Tier,
+        precision: str,
+        local_ranks: int,
+        beside: bool = False,
+        update_threads: int | None = None,
+    ):
         self._hardware = hardware
         self._efficiency = efficiency
         self._compute = compute
         self._width = "fp32" if precision == "fp32" else "bf16"
         self._local = local_ranks
         self._known: dict[tuple[str, str], float] = {}
+        self._computes_with = self._updates_with = 1.0  # the part of the host's cores
+        self._update_threads: int | None = None
+        if beside and compute is Tier.CPU and all(map(hardware.has, ("cpu_threads", "torch_threads", "adam_cpu_one"))):
+            cores = hardware.figures["cpu_threads"].value / local_ranks
+            threads = hardware.figures["torch_threads"].value
+            self._update_threads = update_threads or max(int(cores - threads), 1)
+            slower = hardware.figures["cpu_contention"].value if hardware.has("cpu_contention") else 1.0
+            self._computes_with = min(1.0, threads / cores * slower)
+            self._updates_with = min(1.0, self._update_threads / cores * slower)
 
     def _get(self, key: str, needed_for: str) -> float:
         """A figure as one rank sees it."""
         found = self._known.get((key, needed_for))
         if found is None:
             value = self._hardware.get(key, needed_for=needed_for) * self._efficiency.of(self._hardware, key)
-            if key in ("dram_bandwidth", "nvme_read", "nvme_write", "cpu_flops_bf16", "cpu_flops_fp32"):
+            if key in ("dram_bandwidth", "nvme_read", "nvme_write", "nvme_mixed", "cpu_flops_bf16", "cpu_flops_fp32"):
                 value /= self._local
             found = self._known[key, needed_for] = value * (self._local if key in ("adam_cpu", "land_cpu") else 1)
         return found
@@ -117,7 +144,7 @@ class Costs:
         if measured and moment.seconds is not None:
             if not moment.seconds:
                 return Cost(0.0, {})
-            loads = {THREADS: 1.0}
+            loads = {THREADS: self._computes_with}
             if self._hardware.has("dram_bandwidth"):
                 through_memory = moment.touched_bytes / self._get("dram_bandwidth", what)
                 loads[DRAM] = min(1.0, through_memory / moment.seconds)
@@ -126,7 +153,7 @@ class Costs:
         if not seconds:
             return Cost(0.0, {})
         through_memory = moment.touched_bytes / self._get("dram_bandwidth", what) if moment.touched_bytes else 0.0
-        return Cost(seconds, {THREADS: 1.0, DRAM: through_memory / seconds})
+        return Cost(seconds, {THREADS: self._computes_with, DRAM: through_memory / seconds})
 
     def _roofline(self, moment: Moment, flops: str, bandwidth: str, op_seconds: str) -> float:
         what = "computing a moment"
@@ -146,13 +173,19 @@ class Costs:
 
     def nvme_read(self, num_bytes: float) -> Cost:
         """From the drives into host memory."""
-        what = "reading from the NVMe tier"
-        return self._on_host(num_bytes / self._get("nvme_read", what), num_bytes, what, nvme_read=1.0)
+        return self._on_drive("nvme_read", num_bytes, "reading from the NVMe tier")
 
     def nvme_write(self, num_bytes: float) -> Cost:
         """From host memory to the drives."""
-        what = "writing to the NVMe tier"
-        return self._on_host(num_bytes / self._get("nvme_write", what), num_bytes, what, nvme_write=1.0)
+        return self._on_drive("nvme_write", num_bytes, "writing to the NVMe tier")
+
+    def _on_drive(self, key: str, num_bytes: float, what: str) -> Cost:
+        """One direction alone goes at its own speed; of both at once the drives do ``nvme_mixed`` together."""
+        speed = self._get(key, what)
+        loads = {key: 1.0}
+        if self._hardware.has("nvme_mixed"):
+            loads[NVME] = min(1.0, speed / self._get("nvme_mixed", what))
+        return self._on_host(num_bytes / speed, num_bytes, what, **loads)
 
     def host_pass(self, num_bytes: float) -> Cost:
         """Host threads reading and writing so many bytes, no more than that (a cast, a copy)."""
@@ -185,14 +218,17 @@ class Costs:
         if tier is Tier.GPU:
             return self.gpu_pass(touched)
         what = "Adam on the host"
-        seconds = self._get("adam_cpu", what) * touched / _ADAM_BYTES
+        per_param = self._get("adam_cpu", what)
+        if self._update_threads is not None:
+            per_param = max(per_param, self._get("adam_cpu_one", what) / self._update_threads)
+        seconds = per_param * touched / _ADAM_BYTES
         if not seconds:
             return Cost(0.0, {})
         through_memory = touched / self._get("dram_bandwidth", what) if self._hardware.has("dram_bandwidth") else 0.0
         if self._hardware.figures["adam_cpu"].source.startswith("measured"):
             through_memory = min(through_memory, seconds)
         whole = max(seconds, through_memory)
-        return Cost(whole, {THREADS: seconds / whole, DRAM: through_memory / whole})
+        return Cost(whole, {THREADS: self._updates_with * seconds / whole, DRAM: through_memory / whole})
 
     def ring(self, num_bytes: float, ranks: int) -> Cost:
         """A ring all-gather or reduce-scatter of ``num_bytes`` in all: each rank sends (ranks - 1) / ranks of them."""

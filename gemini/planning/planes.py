@@ -22,6 +22,8 @@ class PlaneKind(Enum):
     EXP_AVG_SQ = "exp_avg_sq"
     GRAD = "grad"
 
+    __hash__ = object.__hash__  # Enum's own is Python, and kinds are keys for every tile that moves
+
 
 OPTIMIZER_PLANES = (PlaneKind.RESIDUAL, PlaneKind.EXP_AVG, PlaneKind.EXP_AVG_SQ)
 

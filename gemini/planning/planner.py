@@ -8,13 +8,14 @@ by the same arithmetic that the runtime reserves by.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import TypeVar
 
 from gemini.errors import BudgetExceeded, PlanMismatch, parse_bytes
 from gemini.planning.hardware import Hardware
 from gemini.planning.homes import Fetches, cheapest_homes
-from gemini.planning.layout import DEFAULT_MAX_CHUNK
+from gemini.planning.layout import DEFAULT_MAX_CHUNK, Layout
 from gemini.planning.moves import cheapest_moves, moves_by_policy
 from gemini.planning.placement import Placement, Problem, StaticPlacement, by_fractions, check_fits, fill_fastest
 from gemini.planning.plan import Moves, Plan, window_room
@@ -26,16 +27,20 @@ from gemini.planning.traffic import fetch_traffic
 from gemini.planning.working import (
     MARGIN,
     PIECE,
+    WAITING_GRADIENTS,
     activation_bytes,
     gathered_at_once,
     gradients_in_flight,
     scratch_bytes,
     staging_bytes,
+    staging_sets,
     tile_numel,
 )
 from gemini.tiers import MemoryBudget, Tier
 
 SCHEDULES = ("serial", "overlapped")
+
+Chosen = TypeVar("Chosen")
 
 
 def plan(
@@ -53,7 +58,7 @@ def plan(
     ranks: int = 1,
     local_ranks: int | None = None,
     max_chunk: int = DEFAULT_MAX_CHUNK,
-    schedule: str = "serial",
+    schedule: str = "overlapped",
 ) -> Plan:
     """Where every plane of every chunk lives and what moves when, so that a step costs least and no tier overflows.
 
@@ -72,7 +77,8 @@ def plan(
         accumulate: micro-batches per optimizer step.
         ranks: processes that divide the model among them; ``local_ranks`` of them share this machine (default: all).
         max_chunk: as of ``GeminiConfig``.
-        schedule: what the step's cost is: "serial" (the sum of all that is done) or "overlapped" (the busiest lane).
+        schedule: what the step's cost is: "overlapped" (the busiest lane) or, for ``GeminiConfig(overlap=False)``,
+            "serial" (the sum of all that is done).
 
     Raises:
         BudgetExceeded: if it does not fit, with the numbers and the cheapest change.
@@ -91,20 +97,39 @@ def plan(
         raise PlanMismatch(f"the trace of {trace.model} has no moments: trace a whole forward and backward")
     sharing = local_ranks or ranks
     budgets = budgets_of(budget, hardware, sharing)
-    problem = pose_problem(
-        trace,
-        budgets,
-        precision=precision or trace.precision,
-        gradients=gradients,
-        compute=compute,
-        activations=activations,
-        offload_activations=None if offload_activations == "auto" else offload_activations,
-        ranks=ranks,
-        max_chunk=max_chunk,
-    )
     speeds = Speeds.typical() if hardware is None else Speeds.of(hardware, budgets, sharing=sharing)
     planner = Planner(trace, speeds, accumulate=accumulate, schedule=schedule, hardware=hardware)
-    return planner.best_of(problem, placement, offload_activations, explicit=activations is not None)
+
+    def choose(overlap: bool) -> Plan:
+        problem = pose_problem(
+            trace,
+            budgets,
+            precision=precision or trace.precision,
+            gradients=gradients,
+            compute=compute,
+            activations=activations,
+            offload_activations=None if offload_activations == "auto" else offload_activations,
+            ranks=ranks,
+            max_chunk=max_chunk,
+            overlap=overlap,
+        )
+        return planner.best_of(problem, placement, offload_activations, explicit=activations is not None)
+
+    return with_staging(choose, overlap=schedule == "overlapped")
+
+
+def with_staging(choose: Callable[[bool], Chosen], *, overlap: bool) -> Chosen:
+    """What ``choose`` makes with staging for every lane, or, where only that does not fit, with one tile of it.
+
+    Raises:
+        BudgetExceeded: if it does not fit without the lanes' either.
+    """
+    if overlap:
+        try:
+            return choose(True)
+        except BudgetExceeded:
+            pass  # then what has to be staged is updated in turn
+    return choose(False)
 
 
 def budgets_of(
@@ -146,6 +171,7 @@ def pose_problem(
     replicas: int = 1,
     reduce_itemsize: int | None = None,
     max_chunk: int = DEFAULT_MAX_CHUNK,
+    overlap: bool = True,
 ) -> Problem:
     """What is placed, and the bytes that no plane may take."""
     compute = compute or (Tier.GPU if Tier.GPU in budgets else Tier.CPU)
@@ -170,14 +196,22 @@ def pose_problem(
         budgets=dict(budgets),
         compute=compute,
         working_set=gathered_at_once(trace, layout, precision),
-        staging=staging_bytes(tile),
+        staging=staging_bytes(tile) * staging_sets(compute, precision, overlap=overlap),
         activations=activations,
-        in_flight=gradients_in_flight(layout, itemsize) if many else 0,
+        in_flight=_in_flight(layout, itemsize, many=many, waiting=overlap and gradients == "transient"),
         exchange=scratch_bytes(max(ranks, replicas), min(tile, PIECE)) if many else 0,
         max_chunk=max_chunk,
         offloaded=trace.checkpoint_bytes if offloads else 0,
         offload_to=offload_to if offloads else None,
     )
+
+
+def _in_flight(layout: Layout, itemsize: int, *, many: bool, waiting: bool) -> int:
+    """Bytes of gradients on their way: whole ones that wait to be divided, or those that wait for their update."""
+    if many:
+        return gradients_in_flight(layout, itemsize)
+    largest = max((chunk.numel for chunk in layout.chunks if chunk.trainable), default=0)
+    return WAITING_GRADIENTS * largest * itemsize if waiting else 0
 
 
 class Planner:

@@ -12,11 +12,13 @@ import heapq
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from gemini.planning.costs import RESOURCES
+from gemini.planning.costs import RESOURCES, Cost
 from gemini.planning.fluid import Fluid
 from gemini.planning.plan import standing, window_room
 from gemini.planning.planes import PlaneKind
-from gemini.planning.work import COMPUTING, Hop, Work
+from gemini.planning.timeline import Lane
+from gemini.planning.work import COMPUTING, Hop, Update, Work
+from gemini.planning.working import TILE
 from gemini.tiers import Tier
 
 STEPS = 3
@@ -24,10 +26,16 @@ STEPS = 3
 what it leaves to the second one is what every later step finds.
 """
 
-STAGED_UPDATES = 3
-"""Updates of the largest chunk between their first read and their last write at once: one is read, one is updated, one
-is written. (The engine works in tiles and needs less; whole chunks are the grain here.)
+SLOTS = 4
+"""Pieces of updates between their first read and their last write at once, as in the engine: one or two are read, one
+is updated, one is written.
 """
+
+PIECES = 8
+"""Into so many pieces at most an update that passes through staging is cut. (The engine's tiles are smaller.)"""
+
+MANY_PIECES = 512
+"""Not more pieces than these where chunks are many: then a chunk is a small part of all work."""
 
 LANDINGS_BEHIND = 2
 """Moments whose gradients may be on their way while backward goes on."""
@@ -173,6 +181,17 @@ def serial(work: Work) -> Graph:
     return graph
 
 
+def _pieces(work: Work, trained: list[int]) -> dict[int, tuple[Update, ...]]:
+    """The update of each chunk, cut where it passes through staging."""
+    updates = {index: work.update(index) for index in trained}
+    most = max(1, min(PIECES, MANY_PIECES // max(sum(told.staged > 0 for told in updates.values()), 1)))
+    found = {}
+    for index, told in updates.items():
+        tiles = -(-work.plan.layout.chunks[index].numel // work.ranks * SLOTS // TILE)
+        found[index] = told.pieces(max(1, min(most, tiles)) if told.staged else 1)
+    return found
+
+
 class _Fetch(NamedTuple):
     """Gathering ``chunk`` for its ``first_use``: room for it is there when moment ``room_after`` is computed. Moments
     are counted through all steps; -1: from the beginning.
@@ -227,8 +246,12 @@ def _fetches(work: Work, num_steps: int) -> tuple[list[list[_Fetch]], list[tuple
     return found, [(last, index) for (_, index), (_, last) in zip(opened, uses, strict=True)]
 
 
-def overlapped(work: Work, *, clipping: bool, barrier: bool = False) -> Graph:
+def overlapped(work: Work, *, clipping: bool, barrier: bool = False, order: str = "next use") -> Graph:
     """Everything that may run beside computing does. ``STEPS`` steps, and the beginning of one more.
+
+    Updates have a worker of their own, which takes them in the order of their next use (``order="fifo"``: in that in
+    which gradients became complete), reads ahead and writes behind; fetches have another. Gradients that leave the
+    computing tier land beside computing; those that stay in host memory the host lands itself, between two moments.
 
     ``barrier``: a step begins when all updates of the one before are over, as in engines that overlap them with
     backward only.
@@ -241,22 +264,26 @@ def overlapped(work: Work, *, clipping: bool, barrier: bool = False) -> Graph:
     first_use = dict.fromkeys(trained, per_step)
     for at in reversed(range(per_batch)):
         first_use.update({index: at for index in plan.accesses[at].chunks if index in first_use})
-    graph.fluid.set_buffer(STAGED_UPDATES * max((work.update(index).staged for index in trained), default=0))
+    pieces = _pieces(work, trained)
+    graph.fluid.set_buffer(SLOTS * max((piece.staged for parts in pieces.values() for piece in parts), default=0))
     next_order = sorted(trained, key=lambda index: (first_use[index], index))
     computed: list[int] = []
     fetched: dict[int, int] = {}  # what a moment that reads the chunk has to wait for
     updated: dict[int, int] = {}  # the end of a chunk's last update
     landed: dict[int, list[int]] = {}
     landings: list[list[int]] = []  # by moment that had any
+    landed_here: list[int] = []  # by the host that computes, since the last moment
     saves: list[list[int]] = []
     waiting: list[tuple[int, int]] = []  # saved activations: (the end of the save, bytes)
     restores: list[int] = []  # moments that restored
     live = 0
+    nothing = Hop(Lane.COMPUTE, "nothing", Cost(0.0, {}), "", COMPUTING)  # the end of several
 
-    def update(index: int, step: int, moment: int, after: Iterable[int]) -> None:
-        urgency = (step + 1) * per_step + first_use[index]
-        told = work.update(index)
-        updated[index] = graph.chain(told.hops, step, moment, after, urgency, told.staged)[-1]
+    def update(index: int, at: int, moment: int, after: Iterable[int]) -> None:
+        step = at // per_step
+        urgency = at if order == "fifo" else (step + 1) * per_step + first_use[index]
+        ends = [graph.chain(piece.hops, step, moment, after, urgency, piece.staged)[-1] for piece in pieces[index]]
+        updated[index] = ends[0] if len(ends) == 1 else graph.add(nothing, step, -1, ends)
         if not needs[index]:
             fetched[index] = updated[index]
 
@@ -288,6 +315,8 @@ def overlapped(work: Work, *, clipping: bool, barrier: bool = False) -> Graph:
             restores.append(at)
             after.append(tasks[-1])
         arriving = work.landings(adding=at % per_step >= per_batch)[moment]
+        after += landed_here
+        landed_here.clear()
         if arriving and len(landings) >= LANDINGS_BEHIND:
             after += landings[-LANDINGS_BEHIND]
         if work.save(moment) and len(saves) >= LANDINGS_BEHIND:
@@ -307,19 +336,22 @@ def overlapped(work: Work, *, clipping: bool, barrier: bool = False) -> Graph:
         ends = []
         for landing in arriving:
             tasks = graph.chain(landing.hops, step, moment, computed[-1:], at)
-            ends += tasks[-1:]
+            if work.problem.compute is Tier.CPU and all(hop.boundary is None for hop in landing.hops):
+                landed_here += tasks[-1:]
+            else:
+                ends += tasks[-1:]
             landed.setdefault(landing.chunk, []).extend(tasks[-1:] or computed[-1:])
             if landing.is_last and is_last and not clipping:
-                update(landing.chunk, step, moment, landed.pop(landing.chunk))
+                update(landing.chunk, at, moment, landed.pop(landing.chunk))
         if arriving:
             landings.append(ends)
         if at % per_step == per_step - 1 and clipping:  # the norm needs every gradient
             everything = sorted({end for ends in landed.values() for end in ends} | {computed[-1]})
+            landed_order = [index for index in landed if index in first_use]
             landed.clear()
-            norm = Hop(work.computing[0].lane, "norm", work.computing[0].cost._replace(seconds=0.0), "norm", COMPUTING)
-            join = graph.add(norm._replace(cost=norm.cost._replace(loads={})), step, -1, everything)
-            for index in next_order:
-                update(index, step, -1, [join])
+            join = graph.add(nothing, step, -1, everything)
+            for index in landed_order if order == "fifo" else next_order:
+                update(index, at, -1, [join])
     for last, index in released:
         if 0 <= last < len(computed):
             graph.change(computed[last], "windows", -work.problem.window_bytes(index), at_end=True)

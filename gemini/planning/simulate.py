@@ -26,15 +26,18 @@ from gemini.planning.work import Work
 from gemini.tiers import Tier
 
 SCHEDULES = ("serial", "overlapped")
+ORDERS = ("next use", "fifo")
 
 
 def simulate(
     plan: Plan,
     hardware: Hardware,
     *,
-    schedule: str = "serial",
+    schedule: str = "overlapped",
     gpus: int | None = None,
     clipping: bool | None = None,
+    order: str = "next use",
+    update_threads: int | None = None,
     efficiency: Efficiency | None = None,
 ) -> Timeline:
     """Predict one optimizer step of ``plan`` on ``hardware``: step time, stalls by cause, bytes moved, memory.
@@ -53,6 +56,9 @@ def simulate(
             is then gathered from all ranks at each use.
         clipping: whether updates wait for the norm of all gradients (overlapped only); by default they do unless
             the plan's gradients are "transient".
+        order: of updates beside computing: "next use", what the next forward reads first goes first, or "fifo", the
+            order in which gradients became complete.
+        update_threads: threads of an update beside computing on the host, as ``GeminiConfig(update_threads=...)``.
         efficiency: the share of specified peaks that is reached.
 
     Returns:
@@ -62,8 +68,10 @@ def simulate(
         MissingFigure: naming the figure of the hardware and what needs it.
         PlanMismatch: for a plan without moments or work in them, of a tier that the machine does not have or that is
             too small there, or of another number of ranks.
-        ValueError: for an unknown schedule, or clipping with gradients that are not kept.
+        ValueError: for an unknown schedule or order, or clipping with gradients that are not kept.
     """
+    if order not in ORDERS:
+        raise ValueError(f"order={order!r}: choose one of {', '.join(map(repr, ORDERS))}")
     if schedule not in SCHEDULES:
         raise ValueError(f"schedule={schedule!r}: choose one of {', '.join(map(repr, SCHEDULES))}")
     if clipping and plan.problem.gradients == "transient":
@@ -78,13 +86,16 @@ def simulate(
         compute=plan.problem.compute,
         precision=plan.problem.precision,
         local_ranks=local_ranks,
+        beside=schedule == "overlapped",
+        update_threads=update_threads,
     )
     recorded_here = (plan.trace.target == "cpu") == (plan.problem.compute is Tier.CPU)
     work = Work(plan, costs, measured=recorded_here and plan.trace.seconds is not None)
     if schedule == "serial":
         graph = serial(work)
     else:
-        graph = overlapped(work, clipping=plan.problem.gradients != "transient" if clipping is None else clipping)
+        clips = plan.problem.gradients != "transient" if clipping is None else clipping
+        graph = overlapped(work, clipping=clips, order=order)
     title = f"{plan.trace.model} on {f'{ranks} x ' if ranks > 1 else ''}{hardware.name}, {schedule}"
     return timeline_of(graph, title=title, is_serial=schedule == "serial")
 
@@ -96,7 +107,7 @@ def simulate_policy(
     policy: EvictionPolicy,
     hardware: Hardware,
     *,
-    schedule: str = "serial",
+    schedule: str = "overlapped",
     gpus: int | None = None,
 ) -> Timeline:
     """The same where a policy decides as it goes what makes room for what, instead of a plan that was made before.

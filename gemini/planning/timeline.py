@@ -149,15 +149,15 @@ class Timeline:
 
     def __str__(self) -> str:
         """Step time, what bounds it, where it waited, what moved, and each tier's peak."""
-        told = f"{self.source} step {_human_seconds(self.step_seconds)}" if self.step_seconds else "an empty step"
+        told = f"{self.source} step {human_seconds(self.step_seconds)}" if self.step_seconds else "an empty step"
         if self.step_seconds and self.tokens:
             told += f", {self.tokens_per_second:,.0f} tokens/s"
         if self.step_seconds and self.flops:  # a recorded step knows them only with a trace
             told += f", {self.flops / self.step_seconds / 1e12:.4g} TFLOP/s per rank"
         lines = [f"{self.title}: {told}"]
-        busy = ", ".join(f"{lane.value} {_human_seconds(s)}" for lane, s in self.busy.items())
+        busy = ", ".join(f"{lane.value} {human_seconds(s)}" for lane, s in self.busy.items())
         lines.append(f"busy: {busy or 'nothing'}")
-        stalls = ", ".join(f"{cause} {_human_seconds(s)}" for cause, s in self.stalls.items() if s > 0)
+        stalls = ", ".join(f"{cause} {human_seconds(s)}" for cause, s in self.stalls.items() if s > 0)
         lines.append(f"computing waited for: {stalls or 'nothing'}")
         moved = ", ".join(f"{way} {human_bytes(n)}" for way, n in self.moved.items() if n)
         lines.append(f"moved: {moved or 'nothing'}")
@@ -166,7 +166,8 @@ class Timeline:
         return "\n".join(lines)
 
 
-def _human_seconds(seconds: float) -> str:
+def human_seconds(seconds: float) -> str:
+    """Seconds in the unit a person would choose: ``human_seconds(0.0125) == "12.5 ms"``."""
     for factor, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
         if seconds >= factor:
             return f"{seconds / factor:.3g} {unit}"

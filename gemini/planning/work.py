@@ -63,6 +63,24 @@ class Update(NamedTuple):
         """Bytes of staging that it passes through, as a whole."""
         return max(sum(hop.num_bytes for hop in hops) for hops in (self.reads, self.writes))
 
+    def pieces(self, count: int) -> tuple[Update, ...]:
+        """The same in ``count`` equal parts, which together move just as many bytes."""
+        if count == 1:
+            return (self,)
+        return tuple(
+            Update(
+                tuple(_part(hop, number, count) for hop in self.reads),
+                _part(self.adam, number, count),
+                tuple(_part(hop, number, count) for hop in self.writes),
+            )
+            for number in range(count)
+        )
+
+
+def _part(hop: Hop, number: int, count: int) -> Hop:
+    num_bytes = hop.num_bytes * (number + 1) // count - hop.num_bytes * number // count
+    return hop._replace(cost=hop.cost._replace(seconds=hop.cost.seconds / count), num_bytes=num_bytes)
+
 
 class Landing(NamedTuple):
     """Gradients of a chunk that are complete after a moment, and whether they are the chunk's last."""

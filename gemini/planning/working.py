@@ -8,6 +8,7 @@ from __future__ import annotations
 from gemini.planning.layout import Layout, block_of
 from gemini.planning.planes import PlaneKind, compute_itemsize
 from gemini.planning.trace import MemoryTrace, chunks_of_params
+from gemini.tiers import Tier
 
 TILE = 2**20
 """Elements per tile. A whole norm tile, so that a gradient's norm is the same whether it is staged or not."""
@@ -27,6 +28,10 @@ STAGED_BYTES = {
 """Bytes of staging per element of a tile."""
 
 
+WAITING_GRADIENTS = 3
+"""Chunks whose transient gradients may wait for their updates at least; more where a budget has room."""
+
+
 def tile_numel(largest_chunk: int) -> int:
     """Elements per tile for a model whose largest chunk has that many."""
     return min(TILE, largest_chunk)
@@ -35,6 +40,17 @@ def tile_numel(largest_chunk: int) -> int:
 def staging_bytes(tile: int) -> int:
     """Host bytes of staging for tiles of ``tile`` elements."""
     return tile * sum(STAGED_BYTES.values())
+
+
+def staging_sets(compute: Tier, precision: str, *, overlap: bool) -> int:
+    """How many threads stage: the one that trains; beside it the update lane; the fetch lane, where weights are cast or
+    cross to a device on their way; and the landing lane, where gradients leave a device.
+    """
+    if not overlap:
+        return 1
+    if compute is Tier.GPU:
+        return 4
+    return 3 if precision == "fp16" else 2
 
 
 def scratch_bytes(ranks: int, piece: int) -> int:

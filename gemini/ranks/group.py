@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from gemini.errors import RankMismatch
 from gemini.ranks import launch
 from gemini.ranks.meeting import start_group
-from gemini.ranks.subgroup import make_subgroup
+from gemini.ranks.subgroup import end_subgroup, make_subgroup
 from gemini.ranks.wire import Tag, Wire
 
 
@@ -59,6 +59,11 @@ class Ranks:
     def is_first(self) -> bool:
         """Whether this rank writes what only one may write."""
         return self.everyone.rank == 0
+
+    def close(self) -> None:
+        """The model ends: so do the groups that were made for it, each with threads and connections of its own."""
+        for group in {wire.group for wire in (self.wire, self.replicas, self.everyone) if wire is not None}:
+            end_subgroup(group)
 
     def check_same(self, facts: Mapping[str, Any]) -> None:
         """Compare ``facts`` (name to plain value) with the other ranks.

@@ -8,6 +8,7 @@ is the same on all of them; for one of some ranks, its members agree through the
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Sequence
 from datetime import timedelta
@@ -18,6 +19,7 @@ from torch.distributed import distributed_c10d as c10d
 from gemini.errors import RankLost
 
 _made: Counter[tuple[int, ...]] = Counter()
+_highest: dict[tuple[int, ...], int] = {}
 
 
 def make_subgroup(ranks: Sequence[int], backend: str, timeout: timedelta | None = None) -> dist.ProcessGroup:
@@ -31,20 +33,31 @@ def make_subgroup(ranks: Sequence[int], backend: str, timeout: timedelta | None 
     if len(ranks) == dist.get_world_size():
         return dist.new_group(list(ranks), backend=backend, timeout=timeout)
     most = max(_group_counts(tuple(ranks), timeout or c10d.default_pg_timeout))
+    fill_up = []
     while len(c10d._world.pg_names) < most:
-        dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
-    return dist.new_group(list(ranks), backend=backend, timeout=timeout, use_local_synchronization=True)
+        fill_up.append(dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True))
+    made = dist.new_group(list(ranks), backend=backend, timeout=timeout, use_local_synchronization=True)
+    _highest[tuple(ranks)] = most
+    for group in fill_up:
+        dist.destroy_process_group(group)
+    return made
+
+
+def end_subgroup(group: dist.ProcessGroup) -> None:
+    """End a group of :func:`make_subgroup`, with its threads and connections; its ranks are done with it."""
+    with contextlib.suppress(Exception):  # ended by the program already, with the default group
+        dist.destroy_process_group(group)
 
 
 def _group_counts(ranks: tuple[int, ...], timeout: timedelta) -> list[int]:
-    """How many groups each of ``ranks`` has."""
+    """How many groups each of ``ranks`` has, or should have: the name of a group that has ended leads nowhere."""
     default = dist.group.WORLD
     assert default is not None
     meeting = f"gemini/subgroup/{'_'.join(map(str, ranks))}/{_made[ranks]}"
     _made[ranks] += 1
     store = c10d._world.pg_map[default][1]
     mine = f"{meeting}/{dist.get_rank()}"
-    store.set(mine, str(len(c10d._world.pg_names)))
+    store.set(mine, str(max(len(c10d._world.pg_names), _highest.get(ranks, -1) + 1)))
     counts = []
     for rank in ranks:
         try:

@@ -99,6 +99,7 @@ class MemoryTracer:
         if self._engine is not None:
             for name in _OF_ENGINE:
                 self._engine.__dict__.pop(name, None)
+            self._engine.gradients.in_turn = self._engine.activations.in_turn = False
             self._engine.calls._acquire = self._engine.acquire
             self._engine.calls._release = self._engine.release
         observer.detach()
@@ -108,6 +109,7 @@ class MemoryTracer:
     def _watch(self, engine: Engine, observer: Observer) -> None:
         for name in _OF_ENGINE:
             engine.__dict__[name] = _elsewhere(observer, getattr(engine, name))
+        engine.gradients.in_turn = engine.activations.in_turn = True
         engine.calls._acquire = _elsewhere(observer, engine.calls._acquire)
         engine.calls._release = _elsewhere(observer, engine.calls._release)
 

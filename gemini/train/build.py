@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,12 +27,12 @@ from gemini.planning.placement import Placement, Problem, bytes_per_tier
 from gemini.planning.plan import Moves
 from gemini.planning.planes import PlaneKind, plane_itemsizes
 from gemini.planning.planner import moves_for
-from gemini.planning.trace import Access, Source
+from gemini.planning.trace import Access, Source, accesses
 from gemini.planning.working import tile_numel
 from gemini.ranks.group import Ranks
 from gemini.states import Use
 from gemini.tiers import Ledger, Tier
-from gemini.train.guard import ParamHandle, engine_of
+from gemini.train.guard import ParamHandle, engine_of, poison
 from gemini.train.problem import Decision, collect_params, decide
 
 if TYPE_CHECKING:
@@ -52,6 +52,8 @@ class Built:
     working_set: int
     """Bytes of the computing tier that a step takes at most beside planes."""
     foresight: Foresight
+    first_use: dict[int, int]
+    """By chunk, the moment of a step at which it is read first, as far as that is known beforehand."""
 
 
 def build(
@@ -85,11 +87,17 @@ def build(
     for chunk, own in ((chunks[index], own) for index, own in iter_chunks(handles).items()):
         _make_views(chunk, own)
     in_steps = problem.working_set + problem.in_flight
-    return Built(decision, ledger, spill, chunks, handles, tile, in_steps, _foresight(decision))
+    first_use: dict[int, int] = {}
+    for access in accesses(decision.trace, layout):
+        for index in access.chunks:
+            first_use.setdefault(index, access.moment)
+    return Built(decision, ledger, spill, chunks, handles, tile, in_steps, _foresight(decision, engine), first_use)
 
 
-def _foresight(decision: Decision) -> Foresight:
-    """The plan's own moves, if it was made for a real step; else those for the first step that is seen."""
+def _foresight(decision: Decision, engine: weakref.ref[Engine]) -> Foresight:
+    """The plan's own moves, if it was made for a real step; else those for the first step that is seen, which leave
+    some room to activations on their way if they can.
+    """
     trace, problem, placement, plan, _ = decision
     homes = placement.homes
     chunks = range(len(problem.layout.chunks))
@@ -99,10 +107,13 @@ def _foresight(decision: Decision) -> Foresight:
         schedule = Schedule(plan.accesses, plan.moves, moving)
 
     def make_moves(steps: tuple[Access, ...]) -> tuple[Moves, ...]:
-        try:
-            return moves_for(trace, problem, placement, steps=steps)
-        except BudgetExceeded:  # it went well because something else took less than it may: nothing can be promised
-            return (Moves(),) * len(steps)
+        owner = engine()
+        for left in {0 if owner is None else owner.activations.wish(): None, 0: None}:
+            budgets = {**problem.budgets, problem.compute: problem.budgets[problem.compute] - left}
+            with contextlib.suppress(BudgetExceeded):
+                return moves_for(trace, replace(problem, budgets=budgets), placement, steps=steps)
+        # It went well because something else took less than it may: nothing can be promised.
+        return (Moves(),) * len(steps)
 
     return Foresight(make_moves, schedule)
 
@@ -193,6 +204,7 @@ def make_trainable(engine: Engine, chunk: Chunk) -> None:
 def follow_requires_grad(engine: Engine) -> None:
     """After a flip of ``requires_grad``: a param that became trained gets its hook, its chunk what it lacks."""
     engine.requires_grad_changed = False
+    engine.activations.drain()
     for handle in engine.handles:
         handle.trained = handle.param.requires_grad
         if handle.trained and handle.hook is None:
@@ -219,9 +231,9 @@ def adopt_all(engine: Engine, *, filled: bool = False) -> None:
             for handle in handles:
                 given.append((handle, *_adopt(engine, handle, filled)))
             if engine.chunks[index].gathered:
-                engine.hide_chunk(engine.chunks[index])
+                engine.exposure.hide(engine.chunks[index])
             else:
-                engine.poison_chunk(engine.chunks[index])
+                engine.exposure.poison(engine.chunks[index])
     except BaseException:
         if engine.shards is not None:
             raise  # the rest of a param is on other ranks, who may be past this point: the model must be made anew
@@ -263,3 +275,17 @@ def grad_hook(handle: ParamHandle) -> Any:
         engine_of(handle).take_grad(handle)
 
     return take
+
+
+def take_apart(chunks: Iterable[Chunk], handles: Iterable[ParamHandle]) -> None:
+    """The model ends: params refuse to be read, and neither they nor a chunk that somebody keeps hold any memory."""
+    handles = list(handles)
+    poison(handles)
+    for handle in handles:
+        handle.view = torch.empty(0, device="cpu")
+        if handle.hook is not None:
+            handle.hook.remove()
+    for chunk in chunks:
+        chunk.planes.clear()
+        chunk.window = None
+        chunk.flat = torch.empty(0, dtype=chunk.flat.dtype, device="cpu")

@@ -30,6 +30,7 @@ class ByName:
     def __init__(self, engine: Engine):
         self._mover = engine.mover
         self._manager = engine.manager
+        self._updates = engine.updates
         self._shards = engine.shards
         self._compute = COMPUTE_DTYPES[engine.config.precision]
         self._handles = {name: handle for handle in engine.handles for name in handle.names}
@@ -54,6 +55,7 @@ class ByName:
     def read(self, handle: ParamHandle, dtype: torch.dtype | None = None) -> torch.Tensor:
         """The full weights on the CPU, in the compute dtype; ``torch.float32`` gives the exact master."""
         dtype = dtype or self._compute
+        self._updates.wait(handle.chunk)
         planes = handle.chunk.planes
         exact = dtype is torch.float32 and PlaneKind.RESIDUAL in planes
         if self._shards is not None:
@@ -73,6 +75,7 @@ class ByName:
 
     def _whole(self, handle: ParamHandle, kind: PlaneKind) -> torch.Tensor:
         """A param's values in a plane, flat, from all ranks: all of them read together, or serve the one that does."""
+        self._updates.wait(handle.chunk)
         if self._shards is not None:
             return self._shards.read(handle, kind)
         return read_range(self._mover, handle.chunk.planes[kind], handle)
@@ -87,6 +90,7 @@ class ByName:
         """
         if value.shape != handle.param.shape:
             raise ValueError(f"{handle.name!r} has shape {tuple(handle.param.shape)}, was given {tuple(value.shape)}")
+        self._updates.wait(handle.chunk)
         planes = handle.chunk.planes
         flat = _own_part(handle, value)
         for start, stop in tiles(0, flat.numel(), self._mover.tile):
@@ -118,16 +122,19 @@ class ByName:
             raise ValueError(
                 f"{kind.value} of {handle.name!r} has shape {tuple(value.shape)}, wanted {tuple(handle.param.shape)}"
             )
+        self._updates.wait(handle.chunk)
         write_range(self._mover, plane, handle, _own_part(handle, value).to("cpu"))
 
     def read_parts(self, handle: ParamHandle, kind: PlaneKind) -> Iterator[torch.Tensor]:
         """What this rank keeps of a param in a plane, flat, tile by tile. A part may be overwritten by the next one."""
+        self._updates.wait(handle.chunk)
         plane, base = handle.chunk.planes[kind], handle.part.start
         for start, stop in tiles(0, handle.part.numel, self._mover.tile):
             yield host_part(self._mover, plane, base + start, base + stop)
 
     def write_parts(self, handle: ParamHandle, kind: PlaneKind, parts: Iterable[torch.Tensor]) -> None:
         """Overwrite what this rank keeps of a param in a plane, in order (each part but the last in whole pages)."""
+        self._updates.wait(handle.chunk)
         offset = 0
         for part in parts:
             write_range(self._mover, handle.chunk.planes[kind], handle, part, offset)

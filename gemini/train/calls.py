@@ -11,12 +11,14 @@ forward did.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
 from torch import nn
 
+from gemini.errors import IllegalTransition
 from gemini.memory.chunk import Chunk
 
 
@@ -135,15 +137,21 @@ class Calls:
             staying.append(record)
 
     def end_backward(self) -> None:
-        for record in self._reading:
+        reading, self._reading, self._waiting = self._reading, [], []
+        for record in reading:
             self._release_all(record.chunks)
-        self._reading, self._waiting = [], []
 
-    def abandon(self) -> None:
-        """Forget a forward that an exception ended without its hooks."""
-        for record in self._running:
-            self._release_all(record.chunks)
-        self._running = []
+    def abandon(self, *, backward: bool = False) -> None:
+        """Forget a forward, or a backward, that an exception ended without its hooks.
+
+        An interrupt may have come between pinning a chunk and noting it: whoever keeps the books looks at them next.
+        """
+        records, self._running = self._running, []
+        if backward:
+            records, self._reading, self._waiting = [*records, *self._reading], [], []
+        for record in records:
+            with contextlib.suppress(AssertionError, IllegalTransition):
+                self._release_all(record.chunks)
 
     def _acquire_all(self, chunks: Iterable[Chunk]) -> None:
         acquired = []

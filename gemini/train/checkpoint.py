@@ -80,6 +80,7 @@ def save_checkpoint(
     try:
         refuse_injected(engine, model, is_root=True)
         _check_optimizer(engine, optimizer)
+        engine.drain()
         if engine.saver is not None:
             engine.saver.join()
             engine.saver.raise_if_unseen()
@@ -115,6 +116,8 @@ def load_checkpoint(
         if engine.saver is not None:
             engine.saver.join()
         engine.recover_if_interrupted()
+        engine.updates.forget()
+        engine.manager.settle()
         path = files.find(Path(directory))
         manifest = files.read_manifest(path)
         opened = files.open_files(path, manifest)
@@ -172,7 +175,8 @@ class _Loading:
         for handle in engine.handles:
             handle.num_steps = self._manifest["params"][handle.name]["step"]
         engine.discard_grads()
-        engine.lost = None
+        engine.lost = engine.lost_because = None
+        engine.updated_in_backward = False
         engine.manager.drop(engine.chunks)
         for name, value in self._saved_buffers.items():
             self._buffers[name].copy_(value)

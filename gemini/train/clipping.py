@@ -33,6 +33,11 @@ def clip_grad_norm(
             'clipping needs every gradient before the first update: gradients="transient" cannot be clipped. '
             'Use GeminiConfig(gradients="retain")'
         )
+    if engine.updated_in_backward:
+        raise GeminiError(
+            "clipping needs every gradient before the first update, and HybridAdam(step_in_backward=True) has used "
+            "them: leave step_in_backward out"
+        )
     engine.settle_grads()
     chosen = engine.handles if handles is None else handles
     total = math.sqrt(engine.gradients.total_sum(chosen)) * engine.clip_coefficient * engine.grad_unscale

@@ -68,18 +68,20 @@ class GeminiDDP(nn.Module):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backwards inside only accumulate. In one process that is what every backward does.
+        """Backwards inside only accumulate. In one process that is what every backward does, unless the optimizer steps
+        in backward (``HybridAdam(step_in_backward=True)``): then those inside leave the weights alone.
 
         With several ranks the gradients of backwards inside stay whole on each rank (4 bytes per param, in fp32) and
         are reduced with those of the next backward outside. Without ``no_sync`` every backward leaves each rank its
         shard of the sum only: the same result within rounding, more traffic, far less memory.
         """
-        reduction = _engine(self).reduction
-        if reduction is None:
-            yield
-        else:
-            with reduction.without_reducing():
+        engine = _engine(self)
+        with contextlib.nullcontext() if engine.reduction is None else engine.reduction.without_reducing():
+            before, engine.accumulating = engine.accumulating, True
+            try:
                 yield
+            finally:
+                engine.accumulating = before
 
     def clip_grad_norm_(
         self,
@@ -184,6 +186,7 @@ class GeminiDDP(nn.Module):
         if keep_vars:
             raise GeminiError("state_dict(keep_vars=True): managed params hold no values; use keep_vars=False")
         engine = _engine(self)
+        engine.drain()
         engine.check_whole()
         return model_state(super(), destination, prefix, lambda handle: engine.by_names.read(handle, dtype))
 
@@ -200,6 +203,7 @@ class GeminiDDP(nn.Module):
 
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
         """As in transformers: an ordinary directory of safetensors, written shard by shard from where chunks live."""
+        _engine(self).drain()
         _engine(self).check_whole()
         return export_pretrained(self, _engine(self), super(), save_directory, *args, **kwargs)
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import gc
 import sys
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -22,23 +21,29 @@ from gemini.config import GeminiConfig
 from gemini.errors import GeminiError
 from gemini.memory.chunk import Chunk
 from gemini.memory.device import make_device
+from gemini.memory.lane import Lane
 from gemini.memory.manager import Manager
-from gemini.memory.mover import Mover
+from gemini.memory.mover import Moved, Mover
 from gemini.planning.planes import PlaneKind
 from gemini.ranks.group import join
+from gemini.tiers import Tier
 from gemini.train import stray_reads
 from gemini.train.activations import make_activation_store
-from gemini.train.build import adopt_all, build, iter_chunks
+from gemini.train.build import adopt_all, build, iter_chunks, take_apart
 from gemini.train.by_name import ByName
 from gemini.train.calls import CallRecord, Calls
+from gemini.train.exposure import Exposure
 from gemini.train.gradients import GradientStore, check_grad
-from gemini.train.guard import ManagedParameter, ParamHandle, expose, hide, poison, refuse_written
+from gemini.train.guard import ManagedParameter, ParamHandle, stepping_in_backward
+from gemini.train.in_backward import refuse_used, step_landed, use_in_backward
 from gemini.train.loss_scale import LossScale
 from gemini.train.problem import prepare
 from gemini.train.recording import Recording
+from gemini.train.recovery import forget_interrupted
 from gemini.train.reduction import Reduction
 from gemini.train.shards import Shards
-from gemini.train.update import update_now
+from gemini.train.together import end_group_of
+from gemini.train.updates import Updates
 
 
 class Engine:
@@ -69,16 +74,26 @@ class Engine:
         self.saver: Any = None  # the Saver that writes a checkpoint behind the training, or did
         self.recording: Recording | None = None  # who is told of everything while model.recording() is open
         self.mover = Mover(self.device, built.tile, self.ledger)
+        self.exposure = Exposure(self)
+        self.updates = Updates(self, built.first_use, overlap=config.overlap, threads=config.update_threads)
         self.shards = None if ranks is None else Shards(self, ranks, self.problem.exchange)
         self.reduction = None if self.shards is None else Reduction(self, self.shards)
+        alone = self.shards is None or ranks is None or ranks.size == 1
         self.manager = Manager(
             self.chunks,
             ledger=self.ledger,
             device=self.device,
             mover=self.mover,
-            on_evict=self.poison_chunk,
-            gather=None if self.shards is None or ranks is None or ranks.size == 1 else self.shards.gather,
+            on_evict=self.exposure.poison,
+            gather=None if alone or self.shards is None else self.shards.gather,
             foresight=built.foresight,
+            # What ranks gather they gather together, when all of them ask for it.
+            lane=Lane("fetch") if config.overlap and alone else None,
+            lane_staging=self.mover.staging.take() if config.overlap and alone else None,
+            update_of=self.updates.job_of,
+            await_update=self.updates.wait,
+            relieve=lambda: self.activations.relieve() or self.updates.relieve() or self.gradients.relieve(),
+            leave=lambda: self.activations.missing(),
         )
         self.gradients = GradientStore(
             self.handles,
@@ -88,34 +103,37 @@ class Engine:
             manager=self.manager,
             spill=self.spill,
             working_set=0 if ranks is None and all(chunk.resident for chunk in self.chunks) else built.working_set,
+            lane=Lane("landing") if config.overlap and alone and self.device.tier is Tier.GPU else None,
         )
         self.by_names = ByName(self)
-        self.activations = make_activation_store(self, built.decision.offload_activations)
+        self.activations = make_activation_store(self, built.decision.offload_activations, config.overlap and alone)
         self.loss_scale = LossScale() if config.precision == "fp16" else None
         self.applied_scale = 1.0
         self.clip_coefficient = 1.0
-        self.moved_last_step: Counter[str] = Counter()
+        self.moved_last_step = Moved()
         self.num_gathered = 0
         self.backward_number = 0
         self.in_method = False  # a method of the model runs as its forward: calls of the model are inside that one
         self.in_backward = False
+        self.accumulating = False  # inside no_sync(): gradients are added up, none is used yet
+        self.updated_in_backward = False  # since the last optimizer.step()
         self.lost: str | None = None
+        self.lost_because: BaseException | None = None  # where nobody was told of it yet
         self.requires_grad_changed = False
         self.registered = -1  # what refuse_injected has seen
         self.calls = Calls(self.acquire, self.release)
-        self._exposed: set[int] = set()
-        self._written: list[ParamHandle] = []
         if fill is not None:
             fill(self)
         adopt_all(self, filled=fill is not None)
-        self.mover.moved.clear()  # coming home is no part of the first step
+        self.mover.moved = Moved()  # coming home is no part of the first step
+        self.mover.stalls.clear()
         gc.collect(0)
 
     # ---- phases -------------------------------------------------------------------------------------------------
 
     @property
     def computing(self) -> bool:
-        """Whether params are ordinary parameters now: a forward, a backward or gathered() is under way."""
+        """Whether params are ordinary ones now: a forward, a backward or gathered() is under way."""
         return self.calls.running or self.in_backward or self.num_gathered > 0
 
     def mark_lost(self, cause: BaseException) -> None:
@@ -137,41 +155,37 @@ class Engine:
             raise GeminiError(
                 f"an update of this model broke off ({self.lost}): its weights and moments are half of one step and "
                 "half of the next. Load the last checkpoint (gemini.load_checkpoint) or make the model anew"
-            )
+            ) from self.lost_because
 
-    def begin_call(self, module: nn.Module, chunks: tuple[Chunk, ...]) -> None:
-        """A hooked module starts to compute: gather what it reads."""
+    def begin_call(self, module: nn.Module, chunks: tuple[Chunk, ...], resident: tuple[Chunk, ...] = ()) -> None:
+        """A hooked module starts to compute: gather what it reads, and wait for the updates of what is in place."""
         if not self.computing:
+            self.updates.check()
+            self.activations.check()
             self.check_whole()
-            self._expose_resident()
+            self.exposure.begin()
             if torch.is_grad_enabled():
                 self.manager.foresight.begin()
         if self.recording is not None:
             self.recording.begin_call(module)
         try:
+            self.exposure.catch_up(resident)
             self.calls.begin(module, chunks)
+            self.manager.look_ahead()
         finally:
-            self._rest_if_idle()
+            self.exposure.rest_if_idle()
 
     def end_call(self, module: nn.Module) -> CallRecord | None:
         """A hooked module is done, or failed. None if it never began."""
         record = self.calls.end(module)
         if self.recording is not None:
             self.recording.end_call()
-        self._rest_if_idle()
+        self.exposure.rest_if_idle()
         return record
 
     def recover_if_interrupted(self) -> None:
         """Forget a forward or backward that an exception ended without its hooks; called where none can be running."""
-        if torch._C._current_graph_task_id() != -1:
-            return
-        self.calls.abandon()
-        self.manager.foresight.interrupt()
-        if self.activations is not None:
-            self.activations.close()
-        if self.in_backward:
-            self.end_backward()
-        self._rest_if_idle()
+        forget_interrupted(self)
 
     def begin_backward(self) -> None:
         """The first gradient of a backward is about to flow into the model.
@@ -181,6 +195,13 @@ class Engine:
         """
         if self.in_backward:
             return
+        if self.updated_in_backward and not self.accumulating:
+            raise GeminiError(
+                "a second backward before optimizer.step(): with step_in_backward=True the backward before it has "
+                "updated the weights. Call optimizer.step() after every backward that updates, and put all but the "
+                "last micro-batch of a step inside `with model.no_sync()`"
+            )
+        self.updates.drain()  # of params that this forward has not read
         if self.has_gradients:
             if self.config.gradients == "transient":
                 raise GeminiError(
@@ -194,33 +215,39 @@ class Engine:
         self.in_backward = True
         if self.recording is not None:
             self.recording.begin_backward()
-        self._expose_resident()
+        self.exposure.begin()
         for chunk in self.chunks:
             chunk.num_missing_grads = sum(handle.trained for handle in self.by_chunk[chunk.spec.index])
         torch.autograd.Variable._execution_engine.queue_callback(self._backward_is_over)
+        self.activations.begin_backward()
 
     def begin_backward_of(self, record: CallRecord) -> None:
         """The backward of one call begins."""
         self.begin_backward()
         self.calls.begin_backward(record)
-        self.refuse_writes()
+        self.manager.look_ahead()
+        self.exposure.refuse_writes()
 
     def _backward_is_over(self) -> None:
         if self.reduction is not None:
             self.calls.end_backward()  # nothing is read any more: room for what is still to be reduced
             self.reduction.end_backward()
+        self.gradients.settle()
+        self.updates.complete_all()
+        if not self.accumulating and stepping_in_backward:
+            for chunk in reversed(self.chunks):
+                step_landed(self, chunk)
         self.end_backward()
         self.manager.foresight.end()
 
     def end_backward(self) -> None:
         """The whole graph is done (or was abandoned)."""
         self.calls.end_backward()
-        if self.activations is not None:
-            self.activations.collect()
+        self.activations.end_backward()
         self.in_backward = False
         if self.recording is not None:
             self.recording.end_backward()
-        self._rest_if_idle()
+        self.exposure.rest_if_idle()
 
     # ---- gathered weights ---------------------------------------------------------------------------------------
 
@@ -231,15 +258,13 @@ class Engine:
     def acquire(self, chunk: Chunk) -> None:
         """Gather the weights of a chunk and keep them readable until :meth:`release`."""
         self.manager.acquire(chunk)
-        self.expose_chunk(chunk)
+        self.exposure.expose(chunk)
 
     def release(self, chunk: Chunk) -> None:
         """Unpin, and guard the params again unless they never move: another module's read must not go unnoticed."""
         self.manager.release(chunk)
         if chunk.pins == 0 and chunk.gathered and not chunk.resident:
-            written = self.hide_chunk(chunk)
-            if written:  # refused when everything has been let go; home does not know of it, so the copy may go
-                self._written += written
+            if self.exposure.hide(chunk):  # a write, refused when everything has been let go: the copy may go
                 self.manager.drop([chunk])
 
     @contextmanager
@@ -250,36 +275,7 @@ class Engine:
             yield
         finally:
             self.num_gathered -= 1
-            self._rest_if_idle()
-
-    def expose_chunk(self, chunk: Chunk) -> None:
-        index = chunk.spec.index
-        if index not in self._exposed:
-            expose(chunk, self.by_chunk[index])
-            self._exposed.add(index)
-
-    def hide_chunk(self, chunk: Chunk) -> list[ParamHandle]:
-        self._exposed.discard(chunk.spec.index)
-        return hide(self.by_chunk[chunk.spec.index])
-
-    def poison_chunk(self, chunk: Chunk) -> None:
-        self._exposed.discard(chunk.spec.index)
-        poison(self.by_chunk[chunk.spec.index])
-
-    def _expose_resident(self) -> None:
-        for chunk in self.chunks:
-            if chunk.resident:
-                self.expose_chunk(chunk)
-
-    def _rest_if_idle(self) -> None:
-        if not self.computing:
-            for index in list(self._exposed):
-                self._written += self.hide_chunk(self.chunks[index])
-        self.refuse_writes()
-
-    def refuse_writes(self) -> None:
-        written, self._written = self._written, []
-        refuse_written(written)
+            self.exposure.rest_if_idle()
 
     # ---- gradients ----------------------------------------------------------------------------------------------
 
@@ -292,6 +288,7 @@ class Engine:
         self.begin_backward()
         check_grad(handle, grad)
         chunk = handle.chunk
+        self.updates.wait(chunk)
         if not chunk.gathered:
             raise GeminiError(
                 f"the gradient of {handle.name!r} was computed while its weights were not gathered: its module's "
@@ -300,8 +297,9 @@ class Engine:
         if self.reduction is not None:
             self.reduction.take(handle, grad)
         elif self.config.gradients == "transient":
-            update_now(self, handle, grad)
+            use_in_backward(self, handle, grad)
         else:
+            refuse_used(self, handle)
             if handle.has_grad:
                 self.gradients.promote([chunk])  # a shared param under reentrant checkpointing arrives twice
             self.gradients.land(handle, grad)
@@ -310,6 +308,10 @@ class Engine:
             self.manager.grads_complete(chunk)
             if self.reduction is not None:
                 self.reduction.complete(chunk)
+            else:
+                self.updates.complete(chunk)
+                if not self.accumulating:
+                    step_landed(self, chunk)
 
     @property
     def has_gradients(self) -> bool:
@@ -356,17 +358,30 @@ class Engine:
     def end_step(self) -> None:
         """After an optimizer step: what moved since the last one is what the report shows."""
         self._forget_clipping()
-        self.moved_last_step = self.mover.moved.copy()
-        self.mover.moved.clear()
+        self.updated_in_backward = False
+        self.moved_last_step, self.mover.moved = self.mover.moved, Moved()
+        self.mover.stalls.end_step()
         if self.shards is not None:
             self.shards.end_step()
         if self.recording is not None:
             self.recording.end_step()
+        self.manager.look_ahead()
+
+    def drain(self) -> None:
+        """Wait until nothing is in flight: the world is as if everything had been done in turn.
+
+        Raises:
+            StorageError and whatever else broke off an update.
+        """
+        self.updates.drain()
+        self.manager.settle()
+        self.activations.drain()
 
     # ---- the end ----------------------------------------------------------------------------------------------
 
     def check_invariants(self) -> None:
         """Everything that must hold between steps; for tests."""
+        self.drain()
         self.manager.check_invariants()
         if not self.computing:
             assert all(isinstance(h.param, ManagedParameter) for h in self.handles)
@@ -376,15 +391,12 @@ class Engine:
         """Give everything back, whoever still holds a param: it keeps its shape and name, and refuses to be read."""
         if self.saver is not None:
             self.saver.close()
-        poison(self.handles)
-        for handle in self.handles:
-            handle.view = torch.empty(0, device="cpu")
-            if handle.hook is not None:
-                handle.hook.remove()
-        for chunk in self.chunks:
-            chunk.planes.clear()
-            chunk.window = None
-            chunk.flat = torch.empty(0, dtype=chunk.flat.dtype, device="cpu")
+        for lanes in (self.updates, self.manager, self.gradients, self.activations):
+            lanes.close()
+        take_apart(self.chunks, self.handles)
+        if self.shards is not None:
+            end_group_of(self.shards)
+            self.shards.ranks.close()
         if self.spill is not None:
             self.spill.close()
         self.device.close()

@@ -27,7 +27,11 @@ def gathered(engine: Engine, handles: list[ParamHandle], *, write: bool) -> Iter
     chunks = list({handle.chunk.spec.index: handle.chunk for handle in handles}.values())
     acquired: list[Chunk] = []
     # Of weights that are changed in place nothing else tells what they were, so that the rest keeps its residual.
-    before = {h.name: h.view.clone() for h in handles if write and h.chunk.resident}
+    before: dict[str, torch.Tensor] = {}
+    if write:
+        for chunk in chunks:
+            engine.updates.wait(chunk)
+        before = {handle.name: handle.view.clone() for handle in handles if handle.chunk.resident}
     with engine.open_gathered():
         try:
             for chunk in chunks:

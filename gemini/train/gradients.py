@@ -1,13 +1,15 @@
 """Gradients between backward and update: landed in the grad plane as they arrive, with their norm in the same pass.
 
 A gradient arrives in the param's post-accumulate hook, is copied (or added, in fp32) into its chunk's grad plane at the
-plane's home, and torch's own copy is freed. Sums of squares of its norm tiles ride on that copy; they tell the total
-norm and whether anything is not finite without another pass. In declaration order and over fixed tiles, so the same
-bits come out wherever the plane lives.
+plane's home, and torch's own copy is freed: at once where the plane is within reach, else behind backward on a lane of
+its own, with its bytes on the device in the ledger until then. Sums of squares of its norm tiles ride on that copy;
+they tell the total norm and whether anything is not finite without another pass. In declaration order and over fixed
+tiles, so the same bits come out wherever the plane lives.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 
 import torch
@@ -16,13 +18,16 @@ from gemini import kernels
 from gemini.errors import BudgetExceeded, GeminiError, NonFiniteGradient, StorageError, human_bytes
 from gemini.memory.chunk import Chunk, FilePlane, Plane
 from gemini.memory.device import Device
+from gemini.memory.lane import Job, Lane
 from gemini.memory.manager import Manager
-from gemini.memory.mover import Mover, page_up, tiles
+from gemini.memory.mover import Mover, Working, page_up, tiles
 from gemini.memory.nvme import SpillFile
 from gemini.planning.planes import PlaneKind
 from gemini.tiers import Ledger, Tier
 from gemini.train.build import make_plane
 from gemini.train.guard import ParamHandle
+
+HOLDER = "gradients in flight"
 
 
 def check_grad(handle: ParamHandle, grad: torch.Tensor) -> None:
@@ -59,8 +64,19 @@ class GradientStore:
         manager: Manager,
         spill: SpillFile | None,
         working_set: int,
+        lane: Lane | None = None,
     ):
-        """``working_set``: bytes of the computing tier that a step takes beside planes, which sums must leave free."""
+        """
+        Args:
+            working_set: bytes of the computing tier that a step takes beside planes, which sums must leave free.
+            lane: where gradients that leave the device land behind backward; without one each is waited for.
+        """
+        staging = None if lane is None else mover.staging.take()
+        self._lane = None if staging is None else lane
+        self._lane_staging = staging
+        self._landing: list[Job] = []
+        self.in_turn = False
+        """Land at once: for who looks at what is alive at every moment."""
         self._working_set = working_set
         self._handles = handles
         self._ledger = ledger
@@ -71,8 +87,68 @@ class GradientStore:
 
     def land(self, handle: ParamHandle, grad: torch.Tensor) -> None:
         """Keep ``grad`` (of the param's shape, any strides), added to what is there from earlier backwards."""
-        adding = handle.has_grad
-        handle.norm_sums = self.land_piece(handle.chunk, grad.detach().contiguous().view(-1), handle.slot.start, adding)
+        adding, flat = handle.has_grad, grad.detach().contiguous().view(-1)
+        leaves = handle.chunk.planes[PlaneKind.GRAD].tier is not self._device.tier
+        if self._lane is None or self.in_turn or not leaves or not self._hold(flat.nbytes):
+            handle.norm_sums = self.land_piece(handle.chunk, flat, handle.slot.start, adding)
+            return
+        handle.norm_sums = []  # it is there; its sums come with it
+        ledger, tier, num_bytes = self._ledger, self._device.tier, flat.nbytes
+        working = Working(self._mover.moved, staging=self._lane_staging)
+        written = self._device.mark()
+
+        def land() -> None:
+            try:
+                written.wait()
+                with torch.profiler.record_function("gemini::land"), self._mover.working(working):
+                    handle.norm_sums = self.land_piece(handle.chunk, flat, handle.slot.start, adding)
+            except BaseException:
+                handle.norm_sums = None  # what was there of it may be torn
+                raise
+            finally:
+                ledger.release(tier, num_bytes, HOLDER)
+
+        self._landing.append(self._lane.submit(land, len(self._landing)))
+
+    def _hold(self, num_bytes: int) -> bool:
+        """Reserve a gradient that waits for its landing; those before it make room. False if nothing can."""
+        while True:
+            try:
+                self._ledger.reserve(self._device.tier, num_bytes, HOLDER)
+                return True
+            except BudgetExceeded:
+                if not self.relieve():
+                    return False
+
+    def relieve(self) -> bool:
+        """Wait for a landing, whose end gives back memory of the device; False if there is none."""
+        waiting = next((job for job in self._landing if not job.is_complete()), None)
+        if waiting is not None:
+            with self._mover.about("gradient landing", "wait for gradients to land"):
+                waiting.wait()
+        return waiting is not None
+
+    def settle(self) -> None:
+        """Wait until every gradient has landed.
+
+        Raises:
+            StorageError and whatever else kept one from it; what has landed stays.
+        """
+        jobs, self._landing = self._landing, []
+        try:
+            for job in jobs:
+                if not job.is_complete():
+                    with self._mover.about("gradient landing", "wait for gradients to land"):
+                        job.wait()
+                job.wait()
+        except BaseException:
+            self._landing = [job for job in jobs if not job.is_complete()]
+            raise
+
+    def close(self) -> None:
+        """The model ends."""
+        if self._lane is not None:
+            self._lane.close()
 
     def land_piece(self, chunk: Chunk, flat: torch.Tensor, at: int, adding: bool) -> list[float]:
         """Keep ``flat`` at element ``at`` (a whole page) of a grad plane: the sums of squares of its norm tiles."""
@@ -118,6 +194,9 @@ class GradientStore:
         narrow = [c for c in chunks if PlaneKind.GRAD in c.planes and c.planes[PlaneKind.GRAD].dtype != torch.float32]
         if not narrow:
             return
+        self.settle()
+        while self._manager.relieve():  # what moves beside computing gives way
+            pass
         # The old planes stay until the new ones are filled, so the whole fp32 size must be free for a moment.
         reserved: list[tuple[Tier, int]] = []
         wide: list[Plane] = []
@@ -211,6 +290,10 @@ class GradientStore:
             )
 
     def discard(self, handles: list[ParamHandle]) -> None:
+        """Forget gradients, and what failed of their landing."""
+        while self._landing:
+            with contextlib.suppress(Exception):
+                self.settle()
         for handle in handles:
             handle.norm_sums, handle.clip = None, 1.0
 

@@ -72,6 +72,10 @@ def handle_of(param: Any) -> ParamHandle | None:
     return getattr(param, "_gemini", None)
 
 
+stepping_in_backward: weakref.WeakSet[HybridAdam] = weakref.WeakSet()
+"""The optimizers that do; where there is none, nobody looks for them in backward."""
+
+
 def optimizer_of(param: Any) -> HybridAdam | None:
     """The HybridAdam that was given ``param``, if it still lives."""
     reference = getattr(param, "_gemini_optimizer", None)

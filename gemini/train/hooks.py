@@ -38,15 +38,16 @@ def attach(model: nn.Module, engine: Engine) -> list[RemovableHandle]:
     """Register every hook on ``model``. They refer to the engine weakly: the model alone keeps it alive."""
     ref = weakref.ref(engine)
     hooks: list[RemovableHandle] = []
+    waits = _chunks_to_await(model) if engine.config.overlap else {}
     for path, module in model.named_modules():
-        chunks = _chunks_to_gather(module)
+        chunks, resident = _chunks_to_gather(module), waits.get(path, ())
         entrance = ENTRANCE.fullmatch(path) is not None
         if is_a(type(module), "ParamWrapper"):
             hooks.append(module.register_forward_hook(_after_parametrization, always_call=True))
         if module is model:
-            hooks += _attach_root(module, ref, chunks)
+            hooks += _attach_root(module, ref, chunks, resident)
         elif chunks or (entrance and any(True for _ in module.parameters())):
-            pre = _pre(ref, chunks, None if entrance else path)
+            pre = _pre(ref, chunks, resident, None if entrance else path)
             hooks.append(module.register_forward_pre_hook(pre, prepend=True))
             hooks.append(module.register_forward_hook(_post(ref, is_root=False), always_call=True))
     return hooks
@@ -59,6 +60,24 @@ def _chunks_to_gather(module: nn.Module) -> tuple[Chunk, ...]:
         if handle is not None and not handle.chunk.resident:
             chunks[handle.chunk.spec.index] = handle.chunk
     return tuple(chunks.values())
+
+
+def _chunks_to_await(model: nn.Module) -> dict[str, tuple[Chunk, ...]]:
+    """By path of an entrance: the resident chunks whose updates it waits for before it computes.
+
+    A block waits for all that it holds; what is around blocks for what it reads itself. A param that is read elsewhere
+    is still guarded, and waits then.
+    """
+    found: dict[str, dict[int, Chunk]] = {}
+    for path, module in model.named_modules():
+        around = path
+        while ENTRANCE.fullmatch(around) is None:
+            around = around.rpartition(".")[0]
+        for param in params_read_by(module):
+            handle = handle_of(param)
+            if handle is not None and handle.chunk.resident:
+                found.setdefault(around, {})[handle.chunk.spec.index] = handle.chunk
+    return {path: tuple(chunks.values()) for path, chunks in found.items()}
 
 
 def _after_parametrization(module: nn.Module, args: Any, output: Any) -> None:
@@ -79,9 +98,9 @@ def _engine(ref: weakref.ref[Engine]) -> Engine:
 
 
 def _attach_root(
-    model: nn.Module, ref: weakref.ref[Engine], chunks: tuple[Chunk, ...]
+    model: nn.Module, ref: weakref.ref[Engine], chunks: tuple[Chunk, ...], resident: tuple[Chunk, ...]
 ) -> tuple[RemovableHandle, RemovableHandle]:
-    begin = _pre(ref, chunks, None)
+    begin = _pre(ref, chunks, resident, None)
 
     def root_pre(module: nn.Module, args: Any) -> None:
         engine = _engine(ref)
@@ -123,7 +142,9 @@ def call_as_forward(model: nn.Module, engine: Engine, method: Callable[..., Any]
         restore()
 
 
-def _pre(ref: weakref.ref[Engine], chunks: tuple[Chunk, ...], inside: str | None) -> Callable[[nn.Module, Any], None]:
+def _pre(
+    ref: weakref.ref[Engine], chunks: tuple[Chunk, ...], resident: tuple[Chunk, ...], inside: str | None
+) -> Callable[[nn.Module, Any], None]:
     """``inside``: the path of a module that is no entrance.
 
     Where nothing has to be gathered such a module has no hook, and the guard refuses a differentiable call of it from
@@ -141,9 +162,9 @@ def _pre(ref: weakref.ref[Engine], chunks: tuple[Chunk, ...], inside: str | None
                 f"{inside!r} was called on its own with gradients enabled: call the model, a named part of it, or a "
                 "whole block, or use torch.no_grad()"
             )
-        engine.begin_call(module, chunks)
-        if engine.activations is not None and not engine.in_backward:
-            engine.activations.open()
+        engine.begin_call(module, chunks, resident)
+        if not engine.in_backward:
+            engine.activations.begin_forward()
 
     return pre
 
@@ -152,8 +173,8 @@ def _post(ref: weakref.ref[Engine], *, is_root: bool) -> Callable[[nn.Module, An
     def post(module: nn.Module, args: Any, output: Any) -> Any:
         engine = _engine(ref)
         record = engine.end_call(module)
-        if engine.activations is not None and not engine.calls.running:
-            engine.activations.close()
+        if not engine.calls.running:
+            engine.activations.end_forward()
         if record is None or output is None:
             return None
         if engine.recording is not None:

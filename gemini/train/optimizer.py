@@ -20,11 +20,12 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from gemini import kernels
-from gemini.errors import GeminiError, NonFiniteGradient
+from gemini.errors import GeminiError
 from gemini.planning.planes import OPTIMIZER_PLANES
 from gemini.train.engine import Engine
-from gemini.train.guard import ParamHandle, engine_of, handle_of, optimizer_of
-from gemini.train.update import Segment, update_chunk
+from gemini.train.guard import ParamHandle, engine_of, handle_of, optimizer_of, stepping_in_backward
+from gemini.train.update import Segment
+from gemini.train.updates import Work
 
 Group = dict[str, Any]
 
@@ -50,8 +51,10 @@ class HybridAdam(torch.optim.Optimizer):
         eps: added to the denominator.
         weight_decay: decoupled decay, or the L2 coefficient.
         decoupled: AdamW or Adam.
-        step_in_backward: update each param inside ``loss.backward()`` as soon as its gradient is there; then gradients
-            take no memory, and cannot be clipped or accumulated. Goes with ``GeminiConfig(gradients="transient")``.
+        step_in_backward: update params inside ``loss.backward()`` as soon as the gradients of their chunk are there.
+            They cannot be clipped then. With ``GeminiConfig(gradients="transient")`` they are used from where they were
+            computed and take no memory of their own; with "retain" or "accumulate" they wait in their planes, and all
+            backwards of a step but the last go inside ``model.no_sync()``. ``step()`` still ends every step.
 
     Raises:
         ValueError: for hyperparameters out of range.
@@ -84,6 +87,8 @@ class HybridAdam(torch.optim.Optimizer):
             "decoupled": decoupled,
         }
         self.step_in_backward = step_in_backward
+        if step_in_backward:
+            stepping_in_backward.add(self)
         super().__init__(params, defaults)
         self.state = _States(self.state)
 
@@ -231,19 +236,12 @@ class HybridAdam(torch.optim.Optimizer):
 
     # ---- managed params -----------------------------------------------------------------------------------------
 
-    def update_in_backward(self, engine: Engine, handle: ParamHandle, grad: torch.Tensor) -> None:
-        """The gradient of one param is complete: update it now (``step_in_backward``)."""
+    def segment_in_backward(self, engine: Engine, handle: ParamHandle, grad: torch.Tensor | None) -> Segment:
+        """The gradient of one param is complete: how to update it (``step_in_backward``). None: it is in its plane."""
         self._check_mode(engine)
-        flat = grad.detach().contiguous().view(-1)
-        if not math.isfinite(kernels.total(kernels.sum_squares(flat))):
-            raise NonFiniteGradient(
-                f"the gradient of {handle.name!r} holds inf or NaN. It was not updated, but params whose gradients "
-                "came before it in this backward were: resume from a checkpoint"
-            )
         group = next(g for g in self.param_groups if any(p is handle.param for p in g["params"]))
-        with torch.no_grad():
-            update_chunk(engine, handle.chunk, [Segment(handle, _hyper(group, handle.num_steps + 1), flat)])
-        handle.num_steps += 1
+        scale = 1.0 if grad is not None else engine.clip_coefficient * engine.grad_unscale * handle.clip
+        return Segment(handle, _hyper(group, handle.num_steps + 1, scale), grad)
 
     def _step_managed(self, managed: list[tuple[ParamHandle, Group]]) -> None:
         engine = self._engine_of(handle.param for handle, _ in managed)
@@ -270,11 +268,10 @@ class HybridAdam(torch.optim.Optimizer):
                 hypers[key] = _hyper(group, handle.num_steps + 1, scale * handle.clip)
             by_chunk.setdefault(handle.chunk.spec.index, []).append(Segment(handle, hypers[key]))
         try:
-            for index in sorted(by_chunk):
-                update_chunk(engine, engine.chunks[index], by_chunk[index])
-                for segment in by_chunk[index]:
-                    segment.handle.num_steps += 1
-                    segment.handle.norm_sums, segment.handle.clip = None, 1.0
+            for handle in handles:
+                handle.num_steps += 1
+                handle.norm_sums, handle.clip = None, 1.0
+            engine.updates.submit(Work(engine.chunks[index], segments) for index, segments in by_chunk.items())
         except BaseException as e:  # an interrupt between two chunks breaks the step as well
             engine.mark_lost(e)
             raise
@@ -289,10 +286,12 @@ class HybridAdam(torch.optim.Optimizer):
                 'GeminiConfig(gradients="transient") keeps no gradients for step(): make the optimizer with '
                 'HybridAdam(..., step_in_backward=True), or use gradients="retain"'
             )
-        if self.step_in_backward and not transient:
+        if self.step_in_backward and not transient and (engine.reduction is not None or engine.loss_scale is not None):
+            why = "with several ranks" if engine.loss_scale is None else "in fp16"
             raise GeminiError(
-                f"HybridAdam(step_in_backward=True) with gradients={engine.config.gradients!r}: use "
-                'GeminiConfig(gradients="transient"), or leave step_in_backward out'
+                f"HybridAdam(step_in_backward=True) with gradients={engine.config.gradients!r} {why}: whether "
+                "gradients are finite is known only when all are there. Leave step_in_backward out"
+                + (', or use GeminiConfig(gradients="transient")' if engine.loss_scale is None else "")
             )
 
     def adopt_plain_states(self) -> None:

@@ -20,7 +20,7 @@ from gemini.memory.system import available_bytes
 from gemini.planning.hardware import Hardware
 from gemini.planning.placement import Placement, Problem, StaticPlacement, by_fractions, check_fits
 from gemini.planning.plan import Plan
-from gemini.planning.planner import Planner, pose_problem
+from gemini.planning.planner import Planner, pose_problem, with_staging
 from gemini.planning.speeds import Speeds
 from gemini.planning.trace import MemoryTrace, Source
 from gemini.planning.working import MARGIN
@@ -183,11 +183,23 @@ def decide(model: nn.Module, config: GeminiConfig, device: Device, ranks: Ranks 
     trace = given.trace if isinstance(given, Plan) else config.trace or structure
     structure.check_same_model(trace, what="the trace")
     budgets = measure_budgets(config, device, ranks)
-    offload = given.offload_activations if isinstance(given, Plan) else config.offload_activations
-    problem = pose(trace, config, device, budgets, ranks, None if offload == "auto" else offload)
     sharing = 1 if ranks is None else ranks.local_size
     speeds = Speeds.typical() if config.hardware is None else Speeds.of(config.hardware, budgets, sharing=sharing)
-    planner = Planner(trace, speeds, hardware=config.hardware)
+    schedule = "overlapped" if config.overlap else "serial"
+    planner = Planner(trace, speeds, schedule=schedule, hardware=config.hardware)
+    offload = given.offload_activations if isinstance(given, Plan) else config.offload_activations
+
+    def choose(overlap: bool) -> Decision:
+        problem = pose(trace, config, device, budgets, ranks, None if offload == "auto" else offload, overlap=overlap)
+        return _choose(config, trace, problem, planner, offload)
+
+    return with_staging(choose, overlap=config.overlap)
+
+
+def _choose(
+    config: GeminiConfig, trace: MemoryTrace, problem: Problem, planner: Planner, offload: str | None
+) -> Decision:
+    given = config.placement
     if isinstance(given, Plan):
         check_fits(problem, given.placement)
         return Decision(trace, problem, given.placement, given, offload)
@@ -240,6 +252,8 @@ def pose(
     budgets: dict[Tier, int],
     ranks: Ranks | None,
     offload_activations: str | None,
+    *,
+    overlap: bool,
 ) -> Problem:
     """All that placing needs to know."""
     return pose_problem(
@@ -254,6 +268,7 @@ def pose(
         replicas=1 if ranks is None else ranks.num_replicas,
         reduce_itemsize=reduce_dtype(config).itemsize,
         max_chunk=config.max_chunk,
+        overlap=overlap,
     )
 
 

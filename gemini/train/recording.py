@@ -7,7 +7,6 @@ computing between moves, and knows where a step begins (the first forward with g
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -30,7 +29,6 @@ LOSS = "loss"
 
 class _Whole(NamedTuple):
     step: Step
-    moved: Mapping[str, int]
     tokens: int
     num_batches: int
 
@@ -55,16 +53,17 @@ class Recording:
         self._in_backward = ""
         self._num_backwards = 0
         self._tokens = 0
-        self._moved_before: Counter[str] = Counter()
         self._last: _Whole | None = None
 
     @property
     def timeline(self) -> Timeline:
-        """The last whole step: from its first forward to the end of ``optimizer.step()``.
+        """The last whole step: from its first forward to the next step's first forward; if there was none, to the end
+        of ``optimizer.step()`` and of the updates that it left in flight, which are waited for.
 
-        ``step_seconds`` goes on to the next step's first forward if there was one. ``moments`` are stretches of
-        computing. ``moved`` is ``memory_report()["moved"]`` after that step, less what moved before its first forward.
-        Recomputation of a block whose weights do not move counts to the block's backward.
+        So of steps in a row each has the end of the updates of the one before. ``stalls`` is what the training thread
+        waited for. ``moments`` are stretches of computing. ``moved`` is what crossed each boundary for the step: with
+        nothing else done in between, ``memory_report()["moved"]`` after it. Recomputation of a block whose weights do
+        not move counts to the block's backward.
 
         Raises:
             GeminiError: if no whole step was recorded.
@@ -74,11 +73,10 @@ class Recording:
                 "no whole step was recorded: let a forward with gradients, its backward and optimizer.step() run "
                 "inside `with model.recording()`, and zero_grad() of what was there before"
             )
-        step, moved, tokens, num_batches = self._last
+        self.settle()
+        step, tokens, num_batches = self._last
         flops = 0 if self._trace is None else self._trace.flops * num_batches
-        return step.timeline(
-            title=self._title, tokens=tokens * self._ranks, flops=flops, moved=moved, budgets=self._budgets
-        )
+        return step.timeline(title=self._title, tokens=tokens * self._ranks, flops=flops, budgets=self._budgets)
 
     # ---- told by the engine -------------------------------------------------------------------------------------
 
@@ -141,8 +139,7 @@ class Recording:
     def end_step(self) -> None:
         """An optimizer step is over."""
         if self._recorder.in_step:
-            moved = dict(sorted((self._engine().moved_last_step - self._moved_before).items()))
-            self._last = _Whole(self._recorder.end_step(), moved, self._tokens, self._num_backwards)
+            self._last = _Whole(self._recorder.end_step(), self._tokens, self._num_backwards)
         self._is_late, self._num_backwards = False, 0
 
     # ---- inside -------------------------------------------------------------------------------------------------
@@ -153,18 +150,21 @@ class Recording:
         engine.ledger.on_change = self._recorder.held
         self._is_open = True
 
+    def settle(self) -> None:
+        """Let updates that the last step left in flight end: they are part of it, unless the next one has begun."""
+        engine = self._reference()
+        if engine is not None and self._is_open and self._last is not None and self._last.step.next_start is None:
+            engine.drain()
+
     def close(self) -> None:
         self._is_open = False
         engine = self._reference()
         if engine is not None:
             engine.recording = engine.mover.recorder = engine.ledger.on_change = None
+        self._recorder.close()
 
     def _begin_step(self, engine: Engine) -> None:
-        self._moved_before = engine.mover.moved.copy()
-        held = {tier: engine.ledger.holders(tier) for tier in engine.ledger.tiers}
-        now = self._recorder.begin_step(held)
-        if self._last is not None and self._last.step.next_start is None:
-            self._last.step.next_start = now
+        self._recorder.begin_step({tier: engine.ledger.holders(tier) for tier in engine.ledger.tiers})
         self._tokens, self._num_backwards = 0, 0
 
     def _name_of(self, module: nn.Module, phase: str) -> str:
@@ -190,6 +190,7 @@ def record(engine: Engine, model: nn.Module, trace: MemoryTrace | None) -> Itera
     recording.open()
     try:
         yield recording
+        recording.settle()
     finally:
         recording.close()
         counting.remove()

@@ -22,14 +22,13 @@ from gemini.errors import BudgetExceeded, GeminiError
 from gemini.memory.chunk import Chunk
 from gemini.memory.device import Window
 from gemini.memory.mover import tiles
-from gemini.memory.recorder import NOTHING
 from gemini.planning.planes import PlaneKind
 from gemini.planning.timeline import Lane
 from gemini.ranks.agreement import Point, Wish
 from gemini.ranks.wire import Tag, guarded
 from gemini.train.guard import ParamHandle
+from gemini.train.in_backward import use_in_backward
 from gemini.train.problem import reduce_dtype
-from gemini.train.update import update_now
 
 if TYPE_CHECKING:
     from gemini.train.engine import Engine
@@ -126,8 +125,8 @@ class Reduction:
         for handle in present:
             handle.norm_sums = None if transient else []
         shard = chunk.weights.numel
-        recorder, what = engine.mover.recorder, Lane.REDUCE.value
-        about = NOTHING if recorder is None else recorder.span(Lane.REDUCE, f"{what} chunk {index}", index, cause=what)
+        what = Lane.REDUCE.value
+        about = engine.mover.about(what, f"{what} chunk {index}", index, lane=Lane.REDUCE)
         with torch.profiler.record_function("gemini::reduce_scatter"), about:
             for start, stop, total in self._sums(chunk, whole, senders):
                 if transient:
@@ -195,7 +194,8 @@ class Reduction:
         """``step_in_backward``: the sums stand in this rank's section of the whole gradient."""
         at = self._ranks.rank * chunk.weights.numel
         for handle in handles:
-            update_now(self._engine(), handle, whole.flat[at + handle.part.start : at + handle.part.stop])
+            use_in_backward(self._engine(), handle, whole.flat[at + handle.part.start : at + handle.part.stop])
+        self._engine().updates.complete(chunk, now=True)  # the whole gradient makes room for the next one
 
     def _open(self, chunk: Chunk) -> _WholeGradient:
         """Memory for the gradient of a whole chunk; without room, others are reduced before they are complete."""

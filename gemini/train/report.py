@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from gemini.errors import human_bytes
 from gemini.planning.planes import PlaneKind
+from gemini.planning.timeline import human_seconds
 
 if TYPE_CHECKING:
     from gemini.train.engine import Engine
@@ -16,6 +17,11 @@ class MemoryReport(dict[str, Any]):
 
     With several ranks the tiers are those of this rank, and "sent" has the bytes it sent in the last step, by
     collective.
+
+    "stalls" has the seconds that the training thread waited in the last step, from the end of the ``optimizer.step()``
+    before to its own end, by cause, the longest first: "fetch from nvme" and the like for weights that a module needs,
+    "gradient landing", "update", "activation", and with several ranks "other ranks", "all-gather" and "reduce-scatter".
+    Where one wait has another in it, all of it counts to the outer one's cause.
 
     Each tier has "budget", "used", "peak" and "holders" (bytes by what holds them). "params" counts the managed params,
     "bytes_per_param" their persistent planes (weights, residual, moments) and "grad_bytes_per_param" what is reserved
@@ -35,6 +41,8 @@ class MemoryReport(dict[str, Any]):
             lines.append(f"{name:<6}{sizes}  {held or 'nothing'}")
         moved = ", ".join(f"{way} {human_bytes(n)}" for way, n in self["moved"].items()) or "nothing"
         lines.append(f"moved in the last step: {moved}")
+        waited = ", ".join(f"{cause} {human_seconds(s)}" for cause, s in self["stalls"].items()) or "nothing"
+        lines.append(f"waited in the last step: {waited}")
         if "sent" in self:
             sent = ", ".join(f"{how} {human_bytes(n)}" for how, n in self["sent"].items()) or "nothing"
             lines.append(f"sent to other ranks in the last step: {sent}")
@@ -46,7 +54,8 @@ class MemoryReport(dict[str, Any]):
 
 
 def make_report(engine: Engine) -> MemoryReport:
-    """The report of an engine as it stands now."""
+    """The report of an engine as it stands when nothing is in flight."""
+    engine.drain()
     report = MemoryReport()
     for tier in engine.ledger.tiers:
         report[tier.value] = {
@@ -55,7 +64,8 @@ def make_report(engine: Engine) -> MemoryReport:
             "peak": engine.ledger.peak(tier),
             "holders": engine.ledger.holders(tier),
         }
-    report["moved"] = dict(sorted(engine.moved_last_step.items()))
+    report["moved"] = dict(sorted(engine.moved_last_step.counts().items()))
+    report["stalls"] = dict(engine.mover.stalls.last_step)
     if engine.shards is not None:
         report["sent"] = dict(sorted(engine.shards.sent_last_step.items()))
     trained = [chunk for chunk in engine.chunks if PlaneKind.EXP_AVG in chunk.planes]

@@ -227,7 +227,7 @@ def _reserve(engine: Engine, num_bytes: int) -> None:
     ledger = engine.ledger
     if num_bytes == 0:
         return
-    room = ledger.free(Tier.CPU) - (staging_bytes(engine.mover.tile) - ledger.held(Tier.CPU, "staging"))
+    room = ledger.free(Tier.CPU) - max(staging_bytes(engine.mover.tile) - ledger.held(Tier.CPU, "staging"), 0)
     if engine.device.tier is Tier.CPU:  # windows come and go: what counts is what a step may take in all
         passing = sum(ledger.held(Tier.CPU, holder) for holder in ("windows", "pool", "gradients in flight"))
         room += passing - engine.working_set

@@ -18,7 +18,6 @@ import torch.distributed as dist
 
 from gemini.memory.chunk import Chunk
 from gemini.memory.mover import tiles
-from gemini.memory.recorder import NOTHING
 from gemini.planning.layout import part_of
 from gemini.planning.planes import PlaneKind
 from gemini.planning.timeline import Lane
@@ -53,6 +52,8 @@ class Shards:
         self._engine = engine.self_reference
         self._numbers = {handle.name: number for number, handle in enumerate(engine.handles)}
         self._read: torch.Tensor | None = None
+        self.waiting_group: dist.ProcessGroup | None = None
+        """Where the ranks wait for each other's disks, once they have."""
         self.native: Counter[str] = Counter()
         """Bytes that the library's own collectives have sent."""
         self._sent_before: Counter[str] = Counter()
@@ -108,8 +109,11 @@ class Shards:
         point, index = subject
         if point is Point.READ:
             number, kind = divmod(index, len(_KINDS))
+            self.engine.updates.wait(self.engine.handles[number].chunk)
             self._serve_read(self.engine.handles[number], _KINDS[kind], takers)
-        elif len(takers) == self.ranks.size:
+            return
+        self.engine.updates.wait(self.engine.chunks[index])
+        if len(takers) == self.ranks.size:
             self._all_gather(self.engine.chunks[index])
         else:
             self._send_weights(self.engine.chunks[index], takers)
@@ -128,9 +132,9 @@ class Shards:
                 self.native["all_gather"] += own.numel() * own.element_size() * (self.ranks.size - 1)
 
     def _gathering(self, chunk: Chunk) -> AbstractContextManager[None]:
-        """Around weights on the wire, for those who record."""
-        recorder, index, cause = self.engine.mover.recorder, chunk.spec.index, Lane.GATHER.value
-        return NOTHING if recorder is None else recorder.span(Lane.GATHER, f"{cause} chunk {index}", index, cause=cause)
+        """Around weights on the wire."""
+        index, what = chunk.spec.index, Lane.GATHER.value
+        return self.engine.mover.about(what, f"{what} chunk {index}", index, lane=Lane.GATHER)
 
     def _send_weights(self, chunk: Chunk, takers: list[int]) -> None:
         """Some ranks need weights that others do not: host tile by host tile, so that those need no memory for it."""

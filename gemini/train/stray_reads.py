@@ -23,7 +23,7 @@ def read_in_call(engine: Engine, func: Callable[..., Any], args: Any, kwargs: An
     chunks = {handle.chunk.spec.index: handle.chunk for handle in handles}
     for chunk in chunks.values():
         if chunk.resident:
-            engine.expose_chunk(chunk)
+            engine.exposure.expose(chunk)
     moving = tuple(chunk for chunk in chunks.values() if not chunk.resident)
     if not moving:
         return func(*args, **kwargs)
@@ -41,5 +41,5 @@ def read_in_call(engine: Engine, func: Callable[..., Any], args: Any, kwargs: An
             if tensor.untyped_storage().data_ptr() == chunk.flat.untyped_storage().data_ptr():
                 engine.calls.hold(chunk)
         record.on_gradient(tensor, lambda grad: engine_of(handles[0]).begin_backward_of(record))
-    engine.refuse_writes()
+    engine.exposure.refuse_writes()
     return result

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
 import json
 import weakref
 from typing import TYPE_CHECKING
@@ -13,13 +12,14 @@ import torch.distributed as dist
 from gemini import errors
 from gemini.errors import GeminiError, RankMismatch
 from gemini.ranks.agreement import Point
-from gemini.ranks.subgroup import make_subgroup
+from gemini.ranks.subgroup import end_subgroup, make_subgroup
 from gemini.ranks.wire import guarded
 
 if TYPE_CHECKING:
     from gemini.train.engine import Engine
+    from gemini.train.shards import Shards
 
-_groups: weakref.WeakKeyDictionary[Engine, dist.ProcessGroup] = weakref.WeakKeyDictionary()
+_waiting: weakref.WeakSet[Shards] = weakref.WeakSet()  # those that have such a group
 
 
 def agree(engine: Engine, point: Point, doing: str, refusal: Exception | None, **facts: str) -> None:
@@ -69,21 +69,27 @@ def group_for(engine: Engine) -> dist.ProcessGroup | None:
     It is another group than those of training, whose messages go on while a checkpoint is written behind it, and waits
     as long as torch does by default (half an hour), whatever was chosen to notice a rank that hangs in a step.
     """
-    if engine.shards is None:
+    shards = engine.shards
+    if shards is None:
         return None
-    if engine not in _groups:
-        ranks = engine.shards.ranks.everyone.global_ranks
-        _groups[engine] = make_subgroup(ranks, "gloo")
-    return _groups[engine]
+    if shards.waiting_group is None:
+        shards.waiting_group = make_subgroup(shards.ranks.everyone.global_ranks, "gloo")
+        _waiting.add(shards)
+    return shards.waiting_group
+
+
+def end_group_of(shards: Shards) -> None:
+    """The model ends."""
+    group, shards.waiting_group = shards.waiting_group, None  # its threads live as long as somebody refers to it
+    if group is not None:
+        end_subgroup(group)
 
 
 @atexit.register
 def _end_groups() -> None:
     """A thread of gloo may be the last to let go of a tensor, which takes the interpreter: they end before it does."""
-    for group in list(_groups.values()):
-        with contextlib.suppress(Exception):  # ended by the program already
-            dist.destroy_process_group(group)
-    _groups.clear()
+    for shards in list(_waiting):
+        end_group_of(shards)
 
 
 def wait_for_all(engine: Engine, doing: str) -> None:

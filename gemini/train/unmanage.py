@@ -21,6 +21,7 @@ def unmanage(model: nn.Module, engine: Engine, what: str) -> None:
         BudgetExceeded: if the weights need more than the free memory of the host; nothing was changed.
     """
     engine.recover_if_interrupted()
+    engine.drain()
     engine.check_whole()
     itemsize = COMPUTE_DTYPES[engine.config.precision].itemsize
     needed, free = engine.layout.payload * itemsize, psutil.virtual_memory().available

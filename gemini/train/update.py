@@ -1,32 +1,40 @@
 """One optimizer update of one chunk, tile by tile, wherever its planes live.
 
-Planes in host memory are updated in place; planes in the spill file (or in a device's own memory) pass through one
-staging tile each and are written back. Where every plane stands on the computing device, the update runs there. Params
-of one tile may have different hyperparameters, step counts, or no gradient: each is a segment, and neighbours that are
-updated alike go through the kernel together.
+Planes in host memory are updated in place; planes in the spill file (or in a device's own memory) pass through staging
+and are written back. Where every plane stands on the computing device, the update runs there. Params of one tile may
+have different hyperparameters, step counts, or no gradient: each is a segment, and neighbours that are updated alike go
+through the kernel together. A tile begins (what is not here is on its way), runs, and finishes (what was brought is
+back); who does that, and how many at once, is the caller's: the training thread, or the update lane.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from gemini import kernels
-from gemini.errors import GeminiError
+from gemini.errors import NonFiniteGradient
 from gemini.memory.chunk import Chunk
-from gemini.memory.mover import page_up, tiles
+from gemini.memory.device import Event
+from gemini.memory.mover import Mover, page_up, tiles
 from gemini.memory.recorder import NOTHING
+from gemini.memory.staging import StagingSet
 from gemini.planning.planes import OPTIMIZER_PLANES, PlaneKind
 from gemini.planning.timeline import Lane
 from gemini.tiers import Tier
-from gemini.train.guard import ParamHandle, optimizer_of
+from gemini.train.guard import ParamHandle
 
 if TYPE_CHECKING:
     from gemini.train.engine import Engine
 
 _UPDATED = (PlaneKind.WEIGHTS, *OPTIMIZER_PLANES)
+
+_IN_PLACE_TILE = 2**22
+"""Elements of a tile where nothing is staged: milliseconds, so that what became more urgent does not wait for long."""
 
 
 class Segment(NamedTuple):
@@ -39,85 +47,167 @@ class Segment(NamedTuple):
     grad: torch.Tensor | None = None
 
 
-def update_chunk(engine: Engine, chunk: Chunk, segments: list[Segment]) -> None:
-    """Update ``segments`` (params of ``chunk``), then drop the gathered copy that they have overtaken."""
+class Tile:
+    """A part of a chunk's update. ``staging`` is its own until :meth:`finish`; None for the calling thread's."""
+
+    def __init__(self, mover: Mover, chunk: Chunk, segments: list[Segment], first: int, last: int):
+        self.chunk = chunk
+        self.staging: StagingSet | None = None
+        self._mover, self._segments = mover, segments
+        self._first, self._last = first, last
+        self._views: dict[PlaneKind, torch.Tensor] = {}
+        self._staged: list[PlaneKind] = []
+        self._events: list[Event] = []
+        self._told = f"update chunk {chunk.spec.index}", chunk.spec.index  # for those who record
+
+    def begin(self) -> None:
+        """Start to bring what cannot be worked on where it is."""
+        kinds = [kind for kind in _UPDATED if kind in self.chunk.planes]
+        grads_landed = self._segments[0].grad is None
+        if grads_landed:
+            kinds.append(PlaneKind.GRAD)
+        if runs_on_device(self._mover, self.chunk, grads_landed):
+            for kind in kinds:
+                view = self.chunk.planes[kind].device_view(self._first, self._last)
+                assert view is not None
+                self._views[kind] = view
+            return
+        for kind in kinds:
+            plane = self.chunk.planes[kind]
+            view = plane.host_view(self._first, self._last)
+            if view is None:
+                view = self._area(kind, plane.dtype)
+                self._staged.append(kind)
+                self._events.append(self._mover.begin_load(plane, self._first, self._last, view, *self._told))
+            self._views[kind] = view
+        if not grads_landed and self._mover.device.tier is Tier.GPU:
+            inbound = self._views[PlaneKind.GRAD] = self._area(PlaneKind.GRAD, self._grad_of(self._segments[0]).dtype)
+            for a, b, segment in self._spans():
+                part = self._grad_of(segment)[a - segment.handle.part.start : b - segment.handle.part.start]
+                into = inbound[a - self._first : b - self._first]
+                copy = partial(self._mover.device.copy, into, part, "evict")
+                self._events.append(self._mover.under_way(Tier.GPU, Tier.CPU, into.nbytes, copy, *self._told))
+
+    def run(self) -> None:
+        """Wait for what was brought, update, and start to take it back."""
+        self._wait()
+        residual = self._views.get(PlaneKind.RESIDUAL)
+        landed = self._views.get(PlaneKind.GRAD)
+        recorder = self._mover.recorder
+        for a, b, segment in self._spans():
+            part = slice(a - self._first, b - self._first)
+            start = segment.handle.part.start
+            grad = self._grad_of(segment)[a - start : b - start] if landed is None else landed[part]
+            with NOTHING if recorder is None else recorder.span(Lane.ADAM, *self._told):
+                kernels.adam_update(
+                    self._views[PlaneKind.WEIGHTS][part],
+                    None if residual is None else residual[part],
+                    self._views[PlaneKind.EXP_AVG][part],
+                    self._views[PlaneKind.EXP_AVG_SQ][part],
+                    grad,
+                    segment.hyper,
+                )
+        for kind in self._staged:
+            if kind is not PlaneKind.GRAD:
+                plane = self.chunk.planes[kind]
+                view = self._views[kind]
+                self._events.append(self._mover.begin_store(plane, self._first, self._last, view, *self._told))
+
+    def finish(self) -> None:
+        """Wait until everything is home."""
+        self._wait()
+
+    def is_finished(self) -> bool:
+        """Whether :meth:`finish` would return at once."""
+        return all(event.is_complete() for event in self._events)
+
+    def abandon(self) -> None:
+        """After a failure: nothing of this tile is under way any more, whatever became of it."""
+        for event in self._events:
+            try:
+                event.wait()
+            except Exception:
+                continue  # the first failure is what is told
+        self._events.clear()
+
+    def _wait(self) -> None:
+        while self._events:
+            self._events[0].wait()
+            self._events.pop(0)
+
+    def _area(self, kind: PlaneKind, dtype: torch.dtype) -> torch.Tensor:
+        staged = self._mover.staged if self.staging is None else self.staging.staged
+        return staged(kind, dtype, self._last - self._first)
+
+    @staticmethod
+    def _grad_of(segment: Segment) -> torch.Tensor:
+        assert segment.grad is not None
+        return segment.grad
+
+    def _spans(self) -> Iterator[tuple[int, int, Segment]]:
+        for start, stop, segment in _spans(self._segments):
+            yield max(start, self._first), min(stop, self._last), segment
+
+
+def check_finite(segments: list[Segment]) -> None:
+    """Refuse gradients with inf or NaN that nobody has looked at yet.
+
+    Raises:
+        NonFiniteGradient: naming the param; nothing of this chunk was touched.
+    """
+    for segment in segments:
+        if segment.grad is not None and not math.isfinite(kernels.total(kernels.sum_squares(segment.grad))):
+            raise NonFiniteGradient(
+                f"the gradient of {segment.handle.name!r} holds inf or NaN. It was not updated, but other params were "
+                "in this backward: resume from a checkpoint"
+            )
+
+
+def runs_on_device(mover: Mover, chunk: Chunk, grads_landed: bool) -> bool:
+    """Whether every plane of the update stands on a device with memory of its own."""
+    kinds = [kind for kind in _UPDATED if kind in chunk.planes] + [PlaneKind.GRAD] * grads_landed
+    return mover.device.tier is Tier.GPU and all(chunk.planes[kind].tier is Tier.GPU for kind in kinds)
+
+
+def is_staged(mover: Mover, chunk: Chunk, segments: list[Segment]) -> bool:
+    """Whether something of the update has to pass through host staging."""
+    landed = segments[0].grad is None
+    if runs_on_device(mover, chunk, landed):
+        return False
+    kinds = [kind for kind in _UPDATED if kind in chunk.planes] + [PlaneKind.GRAD] * landed
+    from_device = not landed and mover.device.tier is Tier.GPU
+    return from_device or any(chunk.planes[kind].host_view(0, 0) is None for kind in kinds)
+
+
+def tiles_of(mover: Mover, chunk: Chunk, segments: list[Segment], tile: int) -> Iterator[Tile]:
+    """The tiles of an update of at most ``tile`` elements, in order; larger ones where nothing is staged."""
     segments = [s for s in segments if s.handle.part.numel]
-    start = min((s.handle.part.start for s in segments), default=0)
-    stop = page_up(max((s.handle.part.stop for s in segments), default=0))
+    if not segments:
+        return
+    start = min(s.handle.part.start for s in segments)
+    stop = page_up(max(s.handle.part.stop for s in segments))
+    for first, last in tiles(start, stop, tile if is_staged(mover, chunk, segments) else _IN_PLACE_TILE):
+        active = [s for s in segments if s.handle.part.start < last and s.handle.part.stop > first]
+        if active:
+            yield Tile(mover, chunk, active, first, last)
+
+
+def update_chunk(engine: Engine, chunk: Chunk, segments: list[Segment]) -> None:
+    """Update ``segments`` (params of ``chunk``) now, and drop the gathered copy that they have overtaken."""
     engine.before_write(chunk)
     try:
         about = engine.mover.about("update", f"update chunk {chunk.spec.index}", chunk.spec.index)
         with torch.profiler.record_function("gemini::adam"), about:
-            for first, last in tiles(start, stop, engine.mover.tile):
-                active = [s for s in segments if s.handle.part.start < last and s.handle.part.stop > first]
-                if active:
-                    _update_tile(engine, chunk, active, first, last)
+            for tile in tiles_of(engine.mover, chunk, segments, engine.mover.tile):
+                tile.begin()
+                tile.run()
+                tile.finish()
         engine.manager.drop([chunk])
     except BaseException as e:
         # A repeated step would update finished tiles twice, and planes may be torn: there is no way on from here.
         engine.mark_lost(e)
+        engine.updates.forget()  # this error is told; what it means for those in flight goes without saying
         raise
-
-
-def update_now(engine: Engine, handle: ParamHandle, grad: torch.Tensor) -> None:
-    """``step_in_backward``: update one param with its gradient, as far as this rank keeps it.
-
-    Raises:
-        GeminiError: if no optimizer owns it, or it was updated in this backward already.
-    """
-    if handle.in_backward == engine.backward_number:
-        raise GeminiError(
-            f"{handle.name!r} got its gradient in two parts (shared under reentrant checkpointing), after its "
-            'update: gradients="transient" cannot be used with this model; use gradients="retain"'
-        )
-    optimizer = optimizer_of(handle.param)
-    if optimizer is None:
-        raise GeminiError(
-            f'gradients="transient": no HybridAdam(step_in_backward=True) owns {handle.name!r}, so its gradient '
-            "would be lost. Give all trained params to the optimizer before the first backward, or freeze this one"
-        )
-    optimizer.update_in_backward(engine, handle, grad)
-    handle.in_backward = engine.backward_number
-
-
-def _update_tile(engine: Engine, chunk: Chunk, active: list[Segment], first: int, last: int) -> None:
-    kinds = [kind for kind in _UPDATED if kind in chunk.planes]
-    grads_landed = active[0].grad is None
-    if grads_landed:
-        kinds.append(PlaneKind.GRAD)
-    views: dict[PlaneKind, torch.Tensor] = {}
-    staged: list[PlaneKind] = []
-    on_device = engine.device.tier is Tier.GPU and all(chunk.planes[kind].tier is Tier.GPU for kind in kinds)
-    for kind in kinds:
-        plane = chunk.planes[kind]
-        if on_device:
-            view = plane.device_view(first, last)
-            assert view is not None
-            views[kind] = view
-        else:
-            views[kind], is_staged = engine.mover.host_tile(kind, plane, first, last)
-            if is_staged:
-                staged.append(kind)
-    for start, stop, segment in _spans(active):
-        a, b = max(start, first), min(stop, last)
-        part = slice(a - first, b - first)
-        if segment.grad is None:
-            grad = views[PlaneKind.GRAD][part]
-        else:
-            grad = _bring(engine, segment.grad[a - start : b - start], on_device)
-        residual = views.get(PlaneKind.RESIDUAL)
-        with NOTHING if engine.mover.recorder is None else engine.mover.recorder.span(Lane.ADAM):
-            kernels.adam_update(
-                views[PlaneKind.WEIGHTS][part],
-                None if residual is None else residual[part],
-                views[PlaneKind.EXP_AVG][part],
-                views[PlaneKind.EXP_AVG_SQ][part],
-                grad,
-                segment.hyper,
-            )
-    for kind in staged:
-        if kind is not PlaneKind.GRAD:
-            engine.mover.store(chunk.planes[kind], first, last, views[kind])
 
 
 def _spans(segments: list[Segment]) -> Iterator[tuple[int, int, Segment]]:
@@ -136,13 +226,3 @@ def _spans(segments: list[Segment]) -> Iterator[tuple[int, int, Segment]]:
         run.append(segment)
     if run:
         yield run[0].handle.part.start, run[-1].handle.part.stop, run[0]
-
-
-def _bring(engine: Engine, grad: torch.Tensor, on_device: bool) -> torch.Tensor:
-    """A gradient that was never landed, where the update runs."""
-    if on_device or engine.device.tier is Tier.CPU:
-        return grad
-    inbound = engine.mover.staged(PlaneKind.GRAD, grad.dtype, grad.numel())
-    with engine.mover.crossing(Tier.GPU, Tier.CPU, inbound.numel() * inbound.element_size()):
-        engine.device.copy(inbound, grad, "evict").wait()
-    return inbound

@@ -13,7 +13,7 @@ from memory_cases import World
 from gemini import kernels
 from gemini.memory.chunk import COMPUTE_DTYPES, FilePlane, MemoryPlane, plane_dtype
 from gemini.memory.device import CpuDevice, Device, StandinDevice
-from gemini.memory.mover import Mover, page_up, tiles
+from gemini.memory.mover import Moved, Mover, page_up, tiles
 from gemini.memory.nvme import SpillFile
 from gemini.memory.pages import host_bytes
 from gemini.planning.layout import ALIGN
@@ -151,7 +151,7 @@ def test_staging_does_not_grow(device: Device) -> None:
         for kind in PlaneKind:
             part = mover.staged(kind, torch.int16, 2 * ALIGN)
             assert part.data_ptr() == seen[kind] and part.data_ptr() % 4096 == 0 and part.numel() == 2 * ALIGN
-    held = sum(tensor.numel() for tensor in mover._staging.values())
+    held = mover.staging.own._memory.get().numel()
     assert held == staging_bytes(2 * ALIGN) == ledger.used(Tier.CPU), "reserved, even where nobody did before"
 
 
@@ -169,14 +169,14 @@ def test_gathering_brings_every_element_and_counts_bytes(tmp_path: Path, home: T
         content = host_bytes(numel * 4).view(torch.float32).copy_(torch.arange(numel).float().remainder(251))
         plane = chunk.weights
         plane.store(0, numel, host_bytes(numel * plane.dtype.itemsize).view(plane.dtype).copy_(content))
-        world.mover.moved.clear()
+        world.mover.moved = Moved()
         world.manager.acquire(chunk)
         assert torch.equal(chunk.flat.float(), content)
         source = chunk.weights.tier
         # A wider master is cast on the host; what comes from the drive crosses host memory.
         crossed = {"cpu->gpu": chunk.spec.numel * chunk.flat.element_size(), "nvme->cpu": chunk.weights.num_bytes}
         through = {Tier.GPU: (), Tier.CPU: ("cpu->gpu",), Tier.NVME: ("nvme->cpu", "cpu->gpu")}[source]
-        assert world.mover.moved == {way: crossed[way] for way in through}
+        assert world.mover.moved.counts() == {way: crossed[way] for way in through}
         world.manager.release(chunk)
         world.ledger.check_invariants()
     device.close()

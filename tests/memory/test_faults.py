@@ -4,6 +4,8 @@ First a step is run with a counter in place of each such call, then once for eac
 forward and backward nothing is lost: after ``zero_grad()`` the same step gives the bits of an undisturbed run. In an
 update some bytes may have been written when the fault came; then every param must be wholly before or wholly after its
 update, or the model must say, whenever it is used again, that its state is lost. The ledger never passes its budget.
+
+Everything is done in turn here (``overlap=False``), so that each call belongs to one phase.
 """
 
 from __future__ import annotations
@@ -37,9 +39,9 @@ class Faults:
         self.phases: list[str] = []
         """The phase of training in which each call came."""
         targets: dict[str, tuple[Any, str, Callable[[], BaseException]]] = {
-            "read": (kernels.IoQueue, "read", lambda: OSError(errno.EIO, "Input/output error")),
-            "write": (kernels.IoQueue, "write", lambda: OSError(errno.EIO, "Input/output error")),
-            "torn write": (kernels.IoQueue, "write", lambda: OSError(errno.EIO, "Input/output error")),
+            "read": (kernels.IoQueue, "submit_read", lambda: OSError(errno.EIO, "Input/output error")),
+            "write": (kernels.IoQueue, "submit_write", lambda: OSError(errno.EIO, "Input/output error")),
+            "torn write": (kernels.IoQueue, "submit_write", lambda: OSError(errno.EIO, "Input/output error")),
             "reserve": (Ledger, "reserve", lambda: BudgetExceeded("chosen to fail")),
             "allocate": (nvme.os, "posix_fallocate", lambda: OSError(errno.ENOSPC, "No space left on device")),
             "move pages": (Pages, "move_to", lambda: OSError(errno.ENOMEM, "Cannot allocate memory")),
@@ -53,7 +55,7 @@ class Faults:
             if self.calls == self.chosen:
                 if kind == "torn write":
                     queue, fd, address, nbytes, offset = args
-                    real(queue, fd, address, max(4096, nbytes // 8192 * 4096), offset)
+                    queue.wait(real(queue, fd, address, max(4096, nbytes // 8192 * 4096), offset))
                 raise error()
             return real(*args, **kwargs)
 
@@ -83,7 +85,7 @@ def one_step(model: Any, optimizer: gemini.HybridAdam, step: int, faults: Faults
 
 def make(directory: Path) -> tuple[Any, gemini.HybridAdam]:
     """All planes in the spill file; a budget in which chunks have to make room for each other; one step made."""
-    model, optimizer = wrap(make_net(blocks=2), directory, cpu="116KiB")
+    model, optimizer = wrap(make_net(blocks=2), directory, cpu="116KiB", overlap=False)
     one_step(model, optimizer, 0, None, 1)
     return model, optimizer
 

@@ -23,9 +23,9 @@ TINY = Sizes(
 )  # fmt: skip
 HOST = {
     "cpu_bytes", "cpu_threads", "cpu_flops_bf16", "cpu_flops_fp32", "cpu_op_seconds", "dram_bandwidth", "adam_cpu",
-    "land_cpu",
+    "land_cpu", "torch_threads", "adam_cpu_one",
 }  # fmt: skip
-DRIVE = {"nvme_bytes", "nvme_read", "nvme_write"}
+DRIVE = {"nvme_bytes", "nvme_read", "nvme_write", "nvme_mixed"}
 
 
 def test_every_figure_of_host_and_drive_is_there_with_when_and_how(tmp_path: Path) -> None:
@@ -45,6 +45,19 @@ def test_every_figure_of_host_and_drive_is_there_with_when_and_how(tmp_path: Pat
 
 def test_without_a_folder_no_drive_is_measured() -> None:
     assert not DRIVE & set(dict(measure(None, TINY)))
+
+
+def test_computing_beside_updates_is_measured_where_they_have_cores_of_their_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for spare in (0, 1):
+        monkeypatch.setattr(measuring.kernels, "get_num_threads", lambda spare=spare: torch.get_num_threads() + spare)
+        figures = dict(measure(None, TINY))
+        assert ("cpu_contention" in figures) == bool(spare)
+        assert figures["torch_threads"].value == torch.get_num_threads()
+        if spare:
+            assert figures["cpu_contention"].value >= 1
+            assert "beside updates on 1 thread" in figures["cpu_contention"].source
 
 
 def open_files(folder: Path) -> list[str]:

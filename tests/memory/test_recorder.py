@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from gemini.memory.recorder import Recorder
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack
+
+import torch
+
+from gemini.memory.recorder import Recorder, Step
 from gemini.planning.timeline import Lane, Timeline
 from gemini.tiers import Ledger, Tier
 
@@ -20,12 +27,33 @@ def recorded(seconds: float = 100.0) -> tuple[Recorder, Clock]:
     return Recorder(clock=clock), clock
 
 
+def value(step: Step) -> Timeline:
+    return step.timeline(title="", tokens=0, flops=0, budgets={Tier.CPU: 100})
+
+
 def timeline_of(recorder: Recorder) -> Timeline:
-    return recorder.end_step().timeline(title="", tokens=0, flops=0, moved={}, budgets={Tier.CPU: 100})
+    return value(recorder.end_step())
 
 
 def spans(timeline: Timeline) -> list[tuple[str, str, float, float]]:
     return [(s.lane.value, s.name, s.start, s.stop) for s in timeline.spans]
+
+
+class Worker:
+    """A thread beside the training, which does as it is told, at once."""
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(1)
+        self._open = ExitStack()
+
+    def does(self, what: Callable[[], object]) -> None:
+        self._pool.submit(what).result(5)
+
+    def enters(self, activity: Callable[[], AbstractContextManager[None]]) -> None:
+        self.does(lambda: self._open.enter_context(activity()))
+
+    def leaves(self) -> None:
+        self.does(self._open.close)
 
 
 def test_a_move_inside_a_module_splits_its_computing_and_is_a_stall() -> None:
@@ -45,6 +73,7 @@ def test_a_move_inside_a_module_splits_its_computing_and_is_a_stall() -> None:
         ("compute", "forward a", 0, 1), ("nvme read", "fetch chunk 7", 3, 6), ("compute", "forward a", 10, 15),
     ]  # fmt: skip
     assert [(s.moment, s.chunk, s.num_bytes) for s in timeline.spans] == [(0, -1, 0), (0, 7, 4096), (0, -1, 0)]
+    assert timeline.moved == {"nvme->cpu": 4096}
     assert timeline.stalls == {"fetch from nvme": 9} and timeline.busy == {Lane.COMPUTE: 6, Lane.NVME_READ: 3}
     assert timeline.step_seconds == 15
 
@@ -115,3 +144,206 @@ def test_the_device_is_waited_for_before_the_clock_is_read() -> None:
     recorder.computing("forward a")
     recorder.computing("forward b")
     assert spans(timeline_of(recorder)) == [("compute", "forward a", 1, 2), ("compute", "forward b", 2, 3)]
+
+
+# ---- beside the training thread --------------------------------------------------------------------------------------
+
+
+def test_what_other_threads_do_is_beside_computing_and_stalls_nobody() -> None:
+    recorder, clock = recorded()
+    adam, ahead = Worker(), Worker()
+    recorder.begin_step({})
+    recorder.computing("forward a")
+    clock.now += 1
+    ahead.enters(lambda: recorder.about("fetch from nvme", "fetch chunk 2", 2))
+    ahead.enters(lambda: recorder.move(Tier.NVME, Tier.CPU, 64))
+    clock.now += 1
+    adam.enters(lambda: recorder.about("update", "update chunk 1", 1))
+    adam.enters(lambda: recorder.span(Lane.ADAM))
+    clock.now += 2
+    ahead.leaves()
+    recorder.computing("forward b")
+    clock.now += 1
+    adam.leaves()
+    with recorder.about("update", "wait for the update of chunk 3", 3):
+        clock.now += 4
+    timeline = timeline_of(recorder)
+    assert spans(timeline) == [
+        ("compute", "forward a", 0, 4), ("nvme read", "fetch chunk 2", 1, 4), ("adam", "update chunk 1", 2, 5),
+        ("compute", "forward b", 4, 5),
+    ]  # fmt: skip
+    assert [(s.moment, s.chunk, s.num_bytes) for s in timeline.spans] == [(0, -1, 0), (0, 2, 64), (0, 1, 0), (1, -1, 0)]
+    assert timeline.stalls == {"update": 4}, "only what the training thread waited for"
+    assert timeline.busy == {Lane.COMPUTE: 5, Lane.NVME_READ: 3, Lane.ADAM: 3} and timeline.step_seconds == 9
+    assert timeline.moved == {"nvme->cpu": 64} and timeline.moments == ("forward a", "forward b")
+
+
+def test_each_thread_has_its_own_nesting() -> None:
+    """An update that passes through a drive, while the training thread waits for something else."""
+    recorder, clock = recorded()
+    worker = Worker()
+    recorder.begin_step({})
+    with recorder.about("fetch from cpu", "fetch chunk 9", 9):
+        worker.enters(lambda: recorder.span(Lane.ADAM, "update chunk 1", 1))
+        clock.now += 1
+        write = Worker()
+        worker.enters(lambda: recorder.move(Tier.CPU, Tier.NVME, 8))
+        clock.now += 2
+        write.enters(lambda: recorder.span(Lane.NVME_WRITE, "write behind", 4, 16))
+        clock.now += 3
+        write.leaves()
+    clock.now += 1
+    worker.leaves()
+    timeline = timeline_of(recorder)
+    assert spans(timeline) == [
+        ("adam", "update chunk 1", 0, 1), ("nvme write", "update chunk 1", 1, 7), ("nvme write", "write behind", 3, 6),
+    ]  # fmt: skip
+    assert [s.num_bytes for s in timeline.spans] == [0, 8, 16] and timeline.moved == {"cpu->nvme": 24}
+    assert timeline.stalls == {"fetch from cpu": 6}
+
+
+def test_the_tail_of_the_last_updates_is_cut_where_the_next_step_begins() -> None:
+    recorder, clock = recorded()
+    worker = Worker()
+    recorder.begin_step({})
+    recorder.computing("forward a")
+    clock.now += 1
+    worker.enters(lambda: recorder.span(Lane.ADAM, "update chunk 1", 1, 5))
+    clock.now += 1
+    first = recorder.end_step()
+    clock.now += 2
+    assert value(first).step_seconds == 2, "as far as it is known"
+    recorder.begin_step({})
+    recorder.computing("forward a")
+    assert value(first).step_seconds == 4 and spans(value(first))[1] == ("adam", "update chunk 1", 1, 4)
+    clock.now += 3
+    worker.leaves()
+    worker.enters(lambda: recorder.span(Lane.ADAM, "update chunk 2", 2))
+    clock.now += 1
+    second = recorder.end_step()
+    clock.now += 2
+    worker.leaves()
+    clock.now += 7  # nobody's
+    assert spans(value(first)) == [("compute", "forward a", 0, 2), ("adam", "update chunk 1", 1, 4)]
+    assert spans(value(second)) == [
+        ("adam", "update chunk 1", 0, 3), ("compute", "forward a", 0, 4), ("adam", "update chunk 2", 3, 6),
+    ]  # fmt: skip
+    assert [s.moment for s in value(second).spans] == [-1, 0, 0], "a moment of the first step is none of the second"
+    assert value(second).step_seconds == 6, "until the updates that were left in flight are over"
+    recorder.close()
+    worker.enters(lambda: recorder.span(Lane.ADAM, "too late"))
+    clock.now += 1
+    worker.leaves()
+    assert len(value(second).spans) == 3
+
+
+def test_transfers_that_are_added_may_overlap_and_reach_across_a_step() -> None:
+    recorder, clock = recorded()
+    recorder.add(Lane.NVME_READ, 95.0, 99.0, "before any step")
+    recorder.begin_step({})
+    clock.now += 4
+    first = recorder.end_step()
+    recorder.begin_step({})
+    clock.now += 6
+    recorder.add(Lane.NVME_READ, 98.0, 102.0, "fetch chunk 1", 1, 10)
+    recorder.add(Lane.NVME_READ, 101.0, 107.0, "fetch chunk 2", 2, 20)
+    recorder.add(Lane.NVME_READ, 105.0, 109.0, "fetch chunk 3", 3, 40)
+    second = recorder.end_step()
+    assert spans(value(first)) == [("nvme read", "fetch chunk 1", 0, 2), ("nvme read", "fetch chunk 2", 1, 4)]
+    assert spans(value(second)) == [("nvme read", "fetch chunk 2", 0, 3), ("nvme read", "fetch chunk 3", 1, 5)]
+    assert (value(first).moved, value(second).moved) == ({"nvme->cpu": 30}, {"nvme->cpu": 40}), "where they started"
+    assert value(second).busy == {Lane.NVME_READ: 5} and not value(second).stalls
+
+
+def test_what_is_given_up_takes_what_others_did_for_it_along() -> None:
+    recorder, clock = recorded()
+    worker = Worker()
+    recorder.begin_step({})
+    clock.now += 1
+    first = recorder.end_step()
+    recorder.begin_step({})
+    worker.enters(lambda: recorder.span(Lane.ADAM))
+    clock.now += 1
+    recorder.abandon_step()
+    clock.now += 1
+    worker.leaves()
+    recorder.begin_step({})
+    clock.now += 1
+    assert not spans(value(first)) and value(first).step_seconds == 1 and not spans(timeline_of(recorder))
+
+
+def test_bytes_that_other_threads_take_are_seen_between_steps_too() -> None:
+    recorder, clock = recorded()
+    worker = Worker()
+    ledger = Ledger({Tier.CPU: 100})
+    ledger.reserve(Tier.CPU, 3, "staging")
+    ledger.on_change = recorder.held
+    stale = {Tier.CPU: ledger.holders(Tier.CPU)}
+    worker.does(lambda: ledger.reserve(Tier.CPU, 7, "staging"))  # between asking the ledger and the step
+    recorder.begin_step(stale)
+    clock.now += 1
+    first = recorder.end_step()
+    clock.now += 1
+    worker.does(lambda: ledger.release(Tier.CPU, 10, "staging"))
+    assert value(first).samples[-1].seconds == value(first).step_seconds == 1, "no sample is later than the step"
+    ledger.reserve(Tier.CPU, 7, "windows")  # nothing of the step
+    clock.now += 1
+    recorder.begin_step(stale)
+    assert [(s.seconds, dict(s.held[Tier.CPU])) for s in value(first).samples] == [(0, {"staging": 10}), (2, {})]
+    assert value(recorder.end_step()).samples[0].held == {Tier.CPU: {"windows": 7}}
+
+
+def test_backward_on_a_thread_of_autograd_is_the_training_thread() -> None:
+    """As on a GPU; the stand-in here is a thread that is inside a backward."""
+    recorder, clock = recorded()
+    recorder.begin_step({})
+
+    class Node(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: object, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            recorder.computing("backward a")
+            clock.now += 1
+            with recorder.about("gradient landing", "land gradients of chunk 1", 1):
+                clock.now += 2
+            return grad
+
+    x = torch.ones(1, requires_grad=True)
+    thread = threading.Thread(target=lambda: Node.apply(x).backward())
+    thread.start()
+    thread.join(5)
+    timeline = timeline_of(recorder)
+    assert spans(timeline) == [("compute", "backward a", 0, 1)] and timeline.stalls == {"gradient landing": 2}
+
+
+def test_many_threads_at_once_lose_nothing() -> None:
+    recorder = Recorder()
+    recorder.begin_step({})
+    start = threading.Barrier(5)
+
+    def work(number: int) -> None:
+        start.wait(5)
+        for turn in range(200):
+            with recorder.about("update", f"update chunk {number}", number):
+                with recorder.move(Tier.NVME, Tier.CPU, 1), recorder.span(Lane.ADAM):
+                    pass
+                recorder.held(Tier.CPU, {"staging": turn})
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    start.wait(5)
+    for turn in range(200):
+        recorder.computing(f"forward {turn}")
+    for thread in threads:
+        thread.join(20)
+    timeline = timeline_of(recorder)
+    assert timeline.moved == {"nvme->cpu": 800} and not timeline.stalls and len(timeline.samples) == 801
+    for number in range(4):
+        mine = [s for s in timeline.spans if s.chunk == number]
+        assert all(a.stop <= b.start for a, b in zip(mine, mine[1:], strict=False))
+        assert sum(s.lane is Lane.ADAM for s in mine) == 200
+    assert [s.start for s in timeline.spans] == sorted(s.start for s in timeline.spans)

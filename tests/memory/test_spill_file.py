@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Iterator
@@ -312,11 +313,11 @@ def test_a_full_disk_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 def test_an_io_error_names_file_and_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
     spill = SpillFile(tmp_path, 4 * PAGE)
 
-    def fail(self: object, *args: object) -> None:
+    def fail(self: object, *args: object, **kwargs: object) -> None:
         raise OSError(errno.EIO, "Input/output error")
 
     with monkeypatch.context() as patch:
-        patch.setattr(kernels.IoQueue, what, fail)
+        patch.setattr(kernels.IoQueue, f"submit_{what}", fail)
         with pytest.raises(StorageError) as caught:
             getattr(spill, what)(host_bytes(2 * PAGE), PAGE)
     text = str(caught.value)
@@ -359,4 +360,52 @@ def test_short_reads_and_writes_are_continued(tmp_path: Path, monkeypatch: pytes
     spill.read(back, 0)
     assert torch.equal(data, back)
     assert {"read", "write"} == set(calls) and len(calls) >= 2 * (8 * PAGE // piece)
+    spill.close()
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_an_interrupted_wait_leaves_the_memory_to_the_disk(
+    before: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C may come before the wait began, or when it was over: only then is the memory free."""
+    spill = SpillFile(tmp_path, 16 * PAGE)
+    content = noise(16 * PAGE)
+    spill.write(content, 0)
+    into = host_bytes(16 * PAGE)
+    transfer, wait = spill.begin_read(into, 0), spill.queue.wait
+
+    def interrupted(ticket: int) -> None:
+        if not before:
+            wait(ticket)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(spill.queue, "wait", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            transfer.wait()
+    assert hasattr(transfer, "_tensor"), "nothing else keeps it"
+    transfer.wait()
+    assert transfer.is_complete() and torch.equal(into, content)
+    spill.close()
+
+
+def test_a_transfer_may_be_asked_for_while_another_thread_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spill = SpillFile(tmp_path, 16 * PAGE)
+    transfer, wait = spill.begin_read(host_bytes(16 * PAGE), 0), spill.queue.wait
+    taken, go = threading.Event(), threading.Event()
+
+    def slow(ticket: int) -> None:
+        wait(ticket)
+        taken.set()
+        assert go.wait(30)
+
+    monkeypatch.setattr(spill.queue, "wait", slow)
+    waiting = threading.Thread(target=transfer.wait)
+    waiting.start()
+    assert taken.wait(30) and not transfer.is_complete(), "its ticket is gone, and it is not over"
+    go.set()
+    waiting.join(30)
+    assert transfer.is_complete()
     spill.close()

@@ -132,10 +132,13 @@ def test_full_disk(queue: IoQueue) -> None:
 
 def test_python_queue_waits_for_every_block_before_it_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     ended = []
+    other_began = threading.Event()
 
     def transfer(write: bool, fd: int, address: int, nbytes: int, offset: int) -> None:
         if offset == 0:
+            assert other_began.wait(30)
             raise OSError(errno.EIO, "told to fail")
+        other_began.set()
         time.sleep(0.2)
         ended.append(offset)  # until here a thread may touch the memory
 
@@ -143,8 +146,79 @@ def test_python_queue_waits_for_every_block_before_it_raises(monkeypatch: pytest
     monkeypatch.setattr(kernels_reference, "_transfer", transfer)
     with IoQueue(num_threads=2) as queue:
         with pytest.raises(OSError, match="told to fail"):
-            queue.read(0, 0, 2 * BLOCK, 0)
-        assert ended == [BLOCK]
+            queue.read(0, 0, 5 * BLOCK, 0)
+        assert ended == [BLOCK], "blocks that had not begun were to be left out"
+
+
+@pytest.fixture(params=KINDS)
+def single(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[IoQueue]:
+    """A queue of one thread: what it does, it does in one order."""
+    if request.param == "python":
+        monkeypatch.setattr(kernels, "_native", None)
+    with IoQueue(num_threads=1) as made:
+        yield made
+
+
+def test_urgent_requests_overtake_what_has_not_started(single: IoQueue, tmp_path: Path) -> None:
+    # A file that appends whatever the offset: its content is the order of the writes.
+    stream = torch.full((8 * BLOCK,), ord("."), dtype=torch.uint8)
+    letters = {letter: torch.tensor([ord(letter)], dtype=torch.uint8) for letter in "abuv"}
+    for attempt in range(20):
+        log = os.open(tmp_path / f"log{attempt}", os.O_RDWR | os.O_CREAT | os.O_APPEND)
+        try:
+            tickets = [single.submit_write(log, stream.data_ptr(), stream.numel(), 0)]
+            for letter in "aubv":
+                urgent = letter in "uv"
+                tickets.append(single.submit_write(log, letters[letter].data_ptr(), 1, 0, urgent=urgent))
+            in_time = not single.done(tickets[0])
+            for ticket in tickets:
+                single.wait(ticket)
+            content = os.pread(log, os.fstat(log).st_size, 0)
+        finally:
+            os.close(log)
+        if in_time and content.find(b"u") < content.rfind(b"."):
+            break  # else this thread was held up, and the stream was over before the urgent ones came
+    else:
+        pytest.fail("in 20 attempts no urgent write overtook a stream of 8 blocks")
+    assert content.replace(b".", b"") == b"uvab"
+    assert content.count(b".") == stream.numel() and content.find(b"u") % BLOCK == 0
+
+
+def test_done_says_whether_wait_would_return_at_once(single: IoQueue, fd: int) -> None:
+    stream, part = noise(8 * BLOCK), noise(10)
+    for _ in range(20):
+        first = single.submit_write(fd, stream.data_ptr(), stream.numel(), 0)
+        second = single.submit_write(fd, part.data_ptr(), 10, 0)
+        before = single.done(second), single.done(first)
+        single.wait(second)
+        assert single.done(first) and single.done(first)  # one thread: the first is over
+        single.wait(first)
+        if before == (False, False):
+            break
+    else:
+        pytest.fail("two requests of 33 MB were never seen under way")
+    for ticket in (first, second, 999_999):
+        with pytest.raises(ValueError, match="unknown or was already waited for"):
+            single.done(ticket)
+    failing = single.submit_read(fd, part.data_ptr(), 10, 100 * BLOCK, urgent=True)
+    nothing = single.submit_read(fd, 0, 0, 0)
+    assert single.done(nothing)
+    single.close()
+    assert single.done(failing)
+    with pytest.raises(OSError, match="the file ends"):
+        single.wait(failing)
+
+
+def test_urgent_requests_fail_and_succeed_as_others_do(queue: IoQueue, fd: int) -> None:
+    written, back = noise(3 * BLOCK + 5), torch.zeros(3 * BLOCK + 5, dtype=torch.uint8)
+    gone = os.dup(fd)
+    os.close(gone)
+    for _ in range(3):
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            queue.write(gone, written.data_ptr(), written.numel(), 0, urgent=True)
+    queue.write(fd, written.data_ptr(), written.numel(), 0, urgent=True)
+    queue.read(fd, back.data_ptr(), back.numel(), 0, urgent=True)
+    assert torch.equal(written, back)
 
 
 def test_tickets_are_good_for_one_wait(queue: IoQueue, fd: int) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from native_cases import NATIVE_ISAS
+from native_cases import NATIVE_ISAS, in_subprocess
 
 from gemini import kernels
 from gemini.kernels import AdamHyper
@@ -166,6 +168,86 @@ def test_many_callers_at_once(threads_restored: None) -> None:
     for caller in callers:
         caller.join(timeout=30)
     assert not wrong and not any(caller.is_alive() for caller in callers)
+
+
+def on_thread(work: Callable[[], object]) -> object:
+    """What `work` returns on a new thread."""
+    with ThreadPoolExecutor(1) as other:
+        return other.submit(work).result(timeout=30)
+
+
+@needs_native
+def test_a_limit_holds_for_the_thread_that_set_it(threads_restored: None) -> None:
+    kernels.set_num_threads(4)
+    width = kernels._native.probe_width
+
+    def widths() -> list[int]:
+        found = []
+        for limit in (1, 2, 3, 100, None):
+            kernels.limit_threads(limit)
+            found.append(max(width(4_000_000) for _ in range(3)))
+        kernels.limit_threads(2)
+        return found
+
+    found = on_thread(widths)
+    assert found == [1, 2, 3, 4, 4]
+    assert on_thread(lambda: max(width(4_000_000) for _ in range(3))) == 4, "another thread is limited too"
+    with pytest.raises(ValueError, match="at least 1 thread, not 0"):
+        kernels.limit_threads(0)
+
+
+@needs_native
+def test_free_workers_do_not_break_anothers_limit(threads_restored: None) -> None:
+    kernels.set_num_threads(5)
+    width = kernels._native.probe_width
+    ended = threading.Event()
+
+    def unlimited() -> int:
+        return [width(1_000_000) for _ in range(40)][-1]  # short ones: workers come free all the time
+
+    def limited() -> int:
+        kernels.limit_threads(2)
+        found = 0
+        while not ended.is_set():
+            found = max(found, width(8_000_000))
+        return found
+
+    with ThreadPoolExecutor(2) as both:
+        one, other = both.submit(limited), both.submit(unlimited)
+        try:
+            assert other.result(timeout=30) >= 1
+        finally:
+            ended.set()
+        assert one.result(timeout=30) == 2
+
+
+@needs_native
+def test_limited_callers_have_a_worker_each(threads_restored: None) -> None:
+    # In a new process, where no worker was started yet; as often as it takes for all of them to be in at once.
+    code = """
+import os, threading
+from gemini import kernels
+kernels.set_num_threads(5)
+before = len(os.listdir("/proc/self/task"))
+workers = 0
+def count():
+    global workers
+    workers = len(os.listdir("/proc/self/task")) - before - 4
+begin, end = threading.Barrier(4), threading.Barrier(4, action=count)
+def call():
+    kernels.limit_threads(2)
+    for _ in range(100):
+        begin.wait()
+        kernels._native.probe_width(8_000_000)
+        end.wait()
+        if workers == 4:
+            break
+callers = [threading.Thread(target=call) for _ in range(4)]
+for caller in callers: caller.start()
+for caller in callers: caller.join()
+print(workers)
+"""
+    assert in_subprocess(code) == "4\n"
 
 
 @needs_native

@@ -6,8 +6,10 @@ import platform
 import re
 import shutil
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import torch
 from native_cases import NATIVE_ISAS, in_subprocess
 
 from gemini import kernels
@@ -28,6 +30,8 @@ assert torch.allclose(weights.float(), torch.tensor(0.9), rtol=1e-2)
 assert kernels.sum_squares(torch.ones(100)) == [100.0]
 kernels.set_num_threads(2)
 assert kernels.get_num_threads() == 2
+kernels.limit_threads(1)
+kernels.limit_threads(None)
 with tempfile.TemporaryFile() as file, kernels.IoQueue() as queue:
     queue.write(file.fileno(), m.data_ptr(), 400, 0)
     queue.read(file.fileno(), v.data_ptr(), 400, 0)
@@ -78,6 +82,36 @@ for turn in range(5):
 print("done")
 """
     assert "done" in in_subprocess(code)
+
+
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="torch flushes denormals on x86 only")
+@pytest.mark.parametrize("kind", ["reference", *(["native"] if NATIVE_ISAS else [])])
+def test_a_thread_takes_anothers_flush_to_zero_mode(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if kind == "reference":
+        monkeypatch.setattr(kernels, "_native", None)
+    subnormal, half = torch.tensor([1e-38]), torch.tensor([0.5])
+
+    def flushes() -> bool:
+        return (subnormal * half).view(torch.int32).item() == 0
+
+    def lend() -> int:
+        assert kernels.flush_mode() == 0 and not flushes()
+        assert torch.set_flush_denormal(True)
+        mode = kernels.flush_mode()
+        with ThreadPoolExecutor(1) as other:
+            other.submit(take, mode).result()
+        assert kernels.flush_mode() == mode and flushes(), "the other thread changed this one"
+        return mode
+
+    def take(mode: int) -> None:
+        for _ in range(2):
+            kernels.set_flush_mode(mode)
+            assert kernels.flush_mode() == mode and flushes()
+            kernels.set_flush_mode(0)
+            assert kernels.flush_mode() == 0 and not flushes()
+
+    with ThreadPoolExecutor(1) as one:  # never in this thread: it has other tests to run
+        assert one.submit(lend).result() != 0
 
 
 FORK = """

@@ -71,6 +71,21 @@ def test_few_spans_are_seen_as_they_are() -> None:
     assert set(shown.shares["fetch weights"]) == {0.0, 1.0}, "no column is half full"
 
 
+def test_what_a_lane_does_at_once_shares_its_time() -> None:
+    """Fetches beside reads for updates: neither hides the other, and the lane is not busier than all of its time."""
+    spans = [Span(Lane.NVME_READ, 0, 4, "fetch chunk 1"), Span(Lane.NVME_READ, 0, 4, "fetch chunk 2")]
+    spans += [Span(Lane.NVME_READ, 2, 6, "update chunk 3"), Span(Lane.NVME_READ, 3, 5, "offload activations")]
+    shown = series.busy(spans, 8)
+    assert shown.edges == [0, 2, 3, 4, 5, 6, 8]
+    third = pytest.approx(1 / 3)
+    assert shown.shares["fetch weights"] == [1, 0.5, third, 0, 0, 0]
+    assert shown.shares["update"] == [0, 0.5, third, 0.5, 1, 0]
+    assert shown.shares["activations"] == [0, 0, third, 0.5, 0, 0]
+    coarse = series.busy(spans, 8, columns=2)
+    assert sum(values[0] for values in coarse.shares.values()) == pytest.approx(1)
+    assert sum(values[1] for values in coarse.shares.values()) == pytest.approx(0.5)
+
+
 def test_phases_follow_each_other() -> None:
     names = [phase.name for phase in series.phases(toy())]
     assert names == ["forward", "backward", "update"]

@@ -162,7 +162,8 @@ def test_ranks_share_host_memory_and_drives() -> None:
     made = plan(decoder_trace(hidden=256), None, there, ranks=4)
     assert made.layout.ranks == 4 and made.problem.budgets[CPU] == 2**28
     assert made.bytes_per_param == pytest.approx(12, rel=0.01)
-    assert sum(made.bytes_per_tier.values()) < 14 * made.trace.num_params / 4 + 2**26, "each holds its shard"
+    shard, beside = 14 * made.trace.num_params / 4, made.problem.staging + 2**26
+    assert sum(made.bytes_per_tier.values()) < shard + beside, "each holds its shard"
 
 
 def test_what_a_budget_leaves_out_is_the_machines_with_a_margin() -> None:

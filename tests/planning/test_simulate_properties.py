@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,17 +13,20 @@ from stacks import machine
 from traces import decoder_trace
 
 import gemini.planning.schedules as schedules
+from gemini.planning import simulate as simulating
 from gemini.planning.costs import Costs, Efficiency
 from gemini.planning.plan import Plan
 from gemini.planning.planner import plan as make_plan
 from gemini.planning.planner import pose_problem
 from gemini.planning.policy import LeastRecentlyUsed
 from gemini.planning.schedules import serial
-from gemini.planning.simulate import plan_by_policy, simulate
+from gemini.planning.simulate import plan_by_policy
 from gemini.planning.timeline import Lane
 from gemini.planning.traffic import by_name
 from gemini.planning.work import Work
 from gemini.tiers import Tier
+
+simulate = partial(simulating.simulate, schedule="serial")
 
 
 @st.composite

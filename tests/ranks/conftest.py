@@ -18,14 +18,22 @@ def _pools() -> Iterator[dict[int, Pool]]:
 
 
 @pytest.fixture
-def pool_of(_pools: dict[int, Pool]) -> Callable[[int], Pool]:
-    """``pool_of(2)``: two ranks that wait for work, started anew if an earlier test ended them."""
+def pool_of(_pools: dict[int, Pool]) -> Iterator[Callable[[int], Pool]]:
+    """``pool_of(2)``: two ranks that wait for work, started anew if an earlier test ended them.
+
+    They have no process groups of an earlier test.
+    """
+    used: set[int] = set()
 
     def get(size: int) -> Pool:
+        used.add(size)
         if size not in _pools or not _pools[size].alive:
             if size in _pools:
                 _pools[size].close()
             _pools[size] = Pool(size)
         return _pools[size]
 
-    return get
+    yield get
+    for size in used:
+        if _pools[size].alive:
+            _pools[size].renew()

@@ -1,8 +1,13 @@
 """Processes that stay: a test hands a function to all ranks of a pool and gets what each of them returned.
 
-Starting a process imports torch and transformers, which takes longer than most tests; so the ranks of one pool are
-started once per test session and every test runs its function on them. A function must be importable (module level) and
-leave nothing behind. If a rank dies or hangs the pool is ended and the next test gets a new one.
+Starting a process imports torch and transformers, which takes longer than most tests; so ranks are forked from a
+process that has imported them, those of one pool are started once per test session, and every test runs its function on
+them. A function must be importable (module level) and leave nothing behind. If a rank dies or hangs the pool is ended
+and the next test gets a new one.
+
+Process groups are left behind all the same: torch keeps each of them until it is destroyed, and gloo has a thread for
+each that wakes some hundred times a second. After a test its pools meet in a new default group (:meth:`Pool.renew`):
+ranks that wait for work with the groups of a hundred tests would keep a processor busy.
 """
 
 from __future__ import annotations
@@ -13,6 +18,7 @@ import gc
 import multiprocessing as mp
 import os
 import signal
+import sys
 import tempfile
 import time
 import traceback
@@ -21,6 +27,11 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NamedTuple
+
+PRELOADED = ["torch.distributed"] + [
+    f"transformers.models.{name}.modeling_{name}" for name in ("llama", "gpt2", "mixtral", "t5")
+]
+"""Imported once, in the process that ranks are forked from; it has no threads."""
 
 
 class Failure(NamedTuple):
@@ -36,9 +47,12 @@ class Pool:
 
     def __init__(self, size: int, timeout: float = 60.0):
         self.size = size
+        self._timeout = timeout
+        self._num_stores = 0
         self._folder = tempfile.TemporaryDirectory(prefix="gemini-ranks-")
-        store = str(Path(self._folder.name) / "store")
-        context = mp.get_context("spawn")
+        store = self._new_store()
+        context = mp.get_context("forkserver")
+        context.set_forkserver_preload(PRELOADED)
         self.processes = []
         self._pipes: list[Connection] = []
         for rank in range(size):
@@ -91,6 +105,18 @@ class Pool:
             raise AssertionError("\n".join(failed))
         return results
 
+    def renew(self, timeout: float | None = None) -> None:
+        """All ranks leave all process groups and meet in a new default one; a pool that cannot do it is ended.
+
+        ``timeout``: of the new group, if it is to be another than the pool's.
+        """
+        with contextlib.suppress(AssertionError):
+            self.run(_meet, self._new_store(), self._timeout if timeout is None else timeout)
+
+    def _new_store(self) -> str:
+        self._num_stores += 1
+        return str(Path(self._folder.name) / f"store-{self._num_stores}")
+
     def _stacks(self, rank: int) -> str:
         """Where every thread of a rank stands."""
         pid = self.processes[rank].pid
@@ -116,18 +142,28 @@ class Pool:
         self._folder.cleanup()
 
 
+def _meet(store: str, timeout: float) -> None:
+    """Run by every rank: the default group, as if the process had just started."""
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(store, size), rank=rank, world_size=size, timeout=timedelta(seconds=timeout)
+    )
+
+
 def _work(rank: int, size: int, store: str, timeout: float, pipe: Connection) -> None:
     os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", OMP_NUM_THREADS="1")
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(size))
     import torch
-    import torch.distributed as dist
 
     torch.set_num_threads(1)
     stacks = open(Path(store).parent / f"stacks-{rank}", "w")  # noqa: SIM115 - for as long as the process lives
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
-    dist.init_process_group(
-        "gloo", store=dist.FileStore(store, size), rank=rank, world_size=size, timeout=timedelta(seconds=timeout)
-    )
+    _meet(store, timeout)
+    num_modules = 0
     while True:
         try:
             function, args = pipe.recv()
@@ -139,5 +175,8 @@ def _work(rank: int, size: int, store: str, timeout: float, pipe: Connection) ->
             result = Failure(type(e).__name__, str(e), traceback.format_exc())
             del e
         gc.collect()
+        if len(sys.modules) > num_modules:  # what was imported stays: not looked at in every collection
+            num_modules = len(sys.modules)
+            gc.freeze()
         pipe.send(result)
         del result

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -43,12 +44,8 @@ def threads_of_a_save(folder: Path) -> tuple[int, int, int]:
     return before, saved, num_threads()
 
 
-def test_the_threads_of_checkpoints_end_before_the_interpreter(tmp_path: Path) -> None:
-    """In a pool of its own: a group that is made after another has ended may get its name, and its dead addresses."""
-    pool = Pool(2)
-    try:
-        for before, saved, ended in pool.run(threads_of_a_save, tmp_path):
-            assert saved > before, "no thread was seen: this test looks for the wrong name"
-            assert ended <= before
-    finally:
-        pool.close()
+def test_the_threads_of_checkpoints_end_before_the_interpreter(pool_of: Callable[[int], Pool], tmp_path: Path) -> None:
+    """Nothing may follow in the same default group: one made after another has ended may get its dead addresses."""
+    for before, saved, ended in pool_of(2).run(threads_of_a_save, tmp_path):
+        assert saved > before, "no thread was seen: this test looks for the wrong name"
+        assert ended <= before

@@ -32,6 +32,22 @@ def hang_on(rank: int) -> None:
         time.sleep(60)
 
 
+def num_groups(more: int) -> int:
+    import torch.distributed as dist
+    from torch.distributed import distributed_c10d as c10d
+
+    for _ in range(more):
+        dist.new_group()
+    return len(c10d._world.pg_names)
+
+
+def test_a_renewed_pool_has_no_groups_of_before(pool_of: Callable[[int], Pool]) -> None:
+    pool = pool_of(2)
+    assert pool.run(num_groups, 3) == [4, 4]
+    pool.renew()
+    assert pool.run(num_groups, 0) == [1, 1] and pool.run(my_rank, 0) == [0, 1]
+
+
 def test_a_pool_runs_reports_and_survives_failures(pool_of: Callable[[int], Pool]) -> None:
     pool = pool_of(2)
     assert pool.run(my_rank, 10) == [10, 11]

@@ -370,10 +370,8 @@ def hang_in_step() -> float:
     raise AssertionError("waited for ever")
 
 
-def test_a_hanging_rank_is_given_up_after_the_groups_timeout() -> None:
-    pool = Pool(2, timeout=3)
-    try:
-        waited = pool.outcomes(hang_in_step)[0]
-        assert isinstance(waited, float) and 2 < waited < 8, waited
-    finally:
-        pool.close()
+def test_a_hanging_rank_is_given_up_after_the_groups_timeout(pool_of: Pools) -> None:
+    pool = pool_of(2)
+    pool.renew(timeout=3)
+    waited = pool.outcomes(hang_in_step)[0]
+    assert isinstance(waited, float) and 2 < waited < 8, waited

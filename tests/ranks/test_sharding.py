@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
@@ -130,6 +132,23 @@ def uneven_numbers_of_groups(folder: Path) -> list[int]:
 def test_ranks_may_have_made_other_groups_before(pool_of: Pools, tmp_path: Path) -> None:
     found = pool_of(4).run(uneven_numbers_of_groups, tmp_path)
     assert found == [[4, 2], [4, 2, 2], [4, 2], [4, 2, 2]]
+
+
+def models_come_and_go(folder: Path) -> list[int]:
+    """Threads of this process after each of some models that were trained with, saved and deleted."""
+    counts, mesh = [], init_device_mesh("cpu", (2, 2))
+    for number in range(4):
+        model = small(mesh=mesh)
+        gemini.save_checkpoint(folder / str(number), model, gemini.HybridAdam(model.parameters()))
+        del model
+        gc.collect()
+        counts.append(len(os.listdir("/proc/self/task")))
+    return counts
+
+
+def test_groups_end_with_their_model(pool_of: Pools, tmp_path: Path) -> None:
+    for counts in pool_of(4).run(models_come_and_go, tmp_path):
+        assert len(set(counts)) == 1
 
 
 def make_a_pair(by: list[int], seconds: float) -> None:

@@ -245,11 +245,11 @@ class Torchrun:
         found = sorted(self._logs.glob(f"*/attempt_*/{rank}/{stream}.log"))
         return "".join(path.read_text() for path in found)
 
-    def wait_for(self, words: str, seconds: float = 60) -> None:
+    def wait_for(self, words: str, seconds: float = 240) -> None:
         deadline = time.monotonic() + seconds
         while words not in self.said(0, "stdout"):
             assert time.monotonic() < deadline and self.process.poll() is None, self.everything()
-            time.sleep(0.005)
+            time.sleep(0.02)
 
     def pid(self, rank: int) -> int:
         import psutil
@@ -257,7 +257,7 @@ class Torchrun:
         children = psutil.Process(self.process.pid).children()
         return next(child.pid for child in children if child.environ().get("RANK") == str(rank))
 
-    def end(self, seconds: float = 60) -> str:
+    def end(self, seconds: float = 240) -> str:
         """What torchrun itself has to say at the end."""
         return self.process.communicate(timeout=seconds)[0]
 

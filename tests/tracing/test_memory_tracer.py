@@ -117,14 +117,14 @@ def test_saved_inputs_are_those_that_offloading_moves(tmp_path: Path) -> None:
     model(**inputs).loss.backward()
     optimizer = gemini.HybridAdam(model.parameters())
     optimizer.step()
-    moved = dict(model._gemini_engine.moved_last_step) or dict(model._gemini_engine.mover.moved)
+    moved = dict(model._gemini_engine.moved_last_step.counts()) or dict(model._gemini_engine.mover.moved.counts())
     trace = gemini.trace(make_model("llama"), inputs, target="cpu", checkpointing=True)
     plain = managed("llama", "standin", tmp_path)
     plain.gradient_checkpointing_enable()
     plain(**inputs).loss.backward()
     other = gemini.HybridAdam(plain.parameters())
     other.step()
-    less = dict(plain._gemini_engine.moved_last_step) or dict(plain._gemini_engine.mover.moved)
+    less = dict(plain._gemini_engine.moved_last_step.counts()) or dict(plain._gemini_engine.mover.moved.counts())
     out, back = "gpu->cpu", "cpu->gpu"
     assert moved[out] - less.get(out, 0) == sum(m.saved_bytes for m in trace.moments) > 0
     assert moved[back] - less.get(back, 0) == sum(m.restored_bytes for m in trace.moments) > 0

@@ -24,7 +24,8 @@ import gemini
 from gemini import kernels_reference as reference
 from gemini.kernels import AdamHyper
 from gemini.planning.layout import ParamSpec, make_layout
-from gemini.planning.working import staging_bytes, tile_numel
+from gemini.planning.working import staging_bytes, staging_sets, tile_numel
+from gemini.tiers import Tier
 from gemini.train.problem import collect_params
 from gemini.train.structure import working_set
 
@@ -114,11 +115,12 @@ def squares(model: nn.Module, seed: int) -> torch.Tensor:
 
 
 def tight_bytes(model: nn.Module, precision: str) -> tuple[int, int]:
-    """The working set of gathered weights, and host staging: the least that the budgets must leave."""
+    """The working set of gathered weights, and host staging of all lanes: what the budgets must leave."""
     named = collect_params(model)
     layout = make_layout([ParamSpec(n.names[0], n.param.numel(), n.param.requires_grad) for n in named])
     largest = max(chunk.numel for chunk in layout.chunks)
-    return working_set(model, layout, precision), staging_bytes(tile_numel(largest))
+    sets = staging_sets(Tier.CPU, precision, overlap=True)
+    return working_set(model, layout, precision), sets * staging_bytes(tile_numel(largest))
 
 
 def make_config(

@@ -369,11 +369,12 @@ def test_memory_goes_with_the_model_while_something_is_kept(kept: str, where: st
     model(noise(2, 1024)).float().square().mean().backward()
     optimizer.step()
     keep = optimizer if kept == "optimizer" else next(model.parameters())
-    held = model.memory_report()["cpu"]["used"]
+    report = model.memory_report()["cpu"]
+    held = report["used"] - report["holders"].get("staging", 0)  # of which not all was touched
     full = resident()
     del model, optimizer
     freed = full - resident()
-    assert freed > 0.8 * held, (freed, held)
+    assert held > 2**20 and freed > 0.8 * held, (freed, held)
     assert keep is not None
 
 

@@ -95,12 +95,13 @@ def test_a_plan_from_a_file_runs(device: str, tmp_path: Path) -> None:
 
 
 def test_the_first_step_is_the_trace_where_none_is_given(tmp_path: Path) -> None:
-    """From the second step on the moves are those that cost least for what the first one did."""
+    """From the second step on the moves are those that cost least in these homes for what the first one did."""
     model = models.make_model("llama")
-    there = budgets(model, 0.05, "standin")
-    best = by_name(gemini.plan(known_trace(model), None, there, activations=0, max_chunk=MAX_CHUNK).traffic)
+    there, trace = budgets(model, 0.05, "standin"), known_trace(model)
     model, optimizer = wrap(there, "standin", tmp_path)
     engine = model._gemini_engine
+    how = {"activations": 0, "max_chunk": MAX_CHUNK, "placement": engine.placement}
+    best = by_name(gemini.plan(trace, None, there, **how).traffic)
     assert engine.plan.trace.source is Source.STRUCTURE and engine.manager.foresight.schedule is None
     moved = steps(model, optimizer, 3)
     assert engine.manager.foresight.schedule is not None

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import gemini
+from gemini.pictures import perfetto
 from gemini.planning.timeline import Lane, Timeline
 from gemini.planning.trace import MemoryTrace, Source, TracedParam
 from gemini.tiers import Tier
@@ -18,7 +19,10 @@ WAYS = {Lane.NVME_READ: "nvme->cpu", Lane.NVME_WRITE: "cpu->nvme", Lane.H2D: "cp
 
 
 def wrap(device: str, folder: Path, **settings: Any) -> Any:
-    """Room for little more than one module on the computing tier: steps evict and fetch."""
+    """Room for little more than one module on the computing tier: steps evict and fetch. Everything in turn, unless
+    ``overlap=True``.
+    """
+    settings.setdefault("overlap", False)
     budget = {"gpu": "192KiB", "cpu": "64MiB"} if device == "standin" else {"cpu": "320KiB"}
     memory = gemini.MemoryBudget(**budget, nvme="64MiB", nvme_path=folder)
     placement = gemini.StaticPlacement(weights_on_nvme=0.5 if device == "standin" else 1, optimizer_on_nvme=1)
@@ -44,21 +48,27 @@ def step(model: Any, optimizer: Any, num_micro: int = 1) -> None:
 
 
 def check(timeline: Timeline, model: Any, *, alone: bool = True) -> None:
-    """What holds for every recorded step while everything runs in turn; ``alone``: nothing was done beside it."""
-    end = 0.0
-    for span in timeline.spans:
-        assert end <= span.start < span.stop, "in order, one at a time"
-        end = span.stop
-    assert 0 < end <= timeline.step_seconds
+    """What holds for every recorded step; ``alone``: nothing was done beside it, and its updates ran inside it."""
+    assert [span.start for span in timeline.spans] == sorted(span.start for span in timeline.spans)
+    for lane in (Lane.COMPUTE, Lane.ADAM):
+        end = 0.0
+        for span in timeline.spans:
+            if span.lane is lane:
+                assert end <= span.start < span.stop, "one thread, one thing at a time"
+                end = span.stop
+    assert 0 < max(span.stop for span in timeline.spans) <= timeline.step_seconds * (1 + 1e-9)
     assert timeline.source == "measured" and timeline.tokens
     assert not alone or timeline.moved == model.memory_report()["moved"]
     for lane, way in WAYS.items():
         assert sum(s.num_bytes for s in timeline.spans if s.lane is lane) == timeline.moved.get(way, 0), lane
-    busy = timeline.busy
-    moves = sum(seconds for lane, seconds in busy.items() if lane is not Lane.COMPUTE)
-    stalls = sum(timeline.stalls.values())
-    assert moves <= stalls * (1 + 1e-9) and busy[Lane.COMPUTE] + stalls <= timeline.step_seconds * (1 + 1e-9)
+    busy, stalls = timeline.busy, sum(timeline.stalls.values())
+    assert busy[Lane.COMPUTE] + stalls <= timeline.step_seconds * (1 + 1e-9)
     engine = model._gemini_engine
+    if not engine.config.overlap:  # whatever is done, computing waits for it
+        assert busy.get(Lane.ADAM, 0.0) <= stalls * (1 + 1e-9)
+    waited = model.memory_report()["stalls"]
+    # The report's waits are around those that are recorded, and count to the outermost cause.
+    assert not alone or stalls <= sum(waited.values()) * (1 + 1e-9)
     for tier, budget in timeline.budgets.items():
         assert budget == engine.ledger.budget(tier)
         assert all(0 <= sample.total(tier) <= budget for sample in timeline.samples)
@@ -100,6 +110,35 @@ def test_a_step_is_where_its_time_and_its_bytes_went(
     assert peak > timeline.samples[-1].total(model._gemini_engine.device.tier) - 1, "windows came and went"
 
 
+@pytest.mark.parametrize("device", ["cpu", "standin"])
+@pytest.mark.parametrize("gradients", ["retain", "transient"])
+def test_an_overlapped_step_shows_what_ran_beside_computing(device: str, gradients: str, tmp_path: Path) -> None:
+    in_backward = gradients == "transient"
+    model = wrap(device, tmp_path, gradients=gradients, overlap=True)
+    optimizer = gemini.HybridAdam(model.parameters(), lr=1e-3, step_in_backward=in_backward)
+    with model.recording() as recording:
+        for seed in range(3):
+            loss_of(model, seed).backward()
+            if not in_backward:
+                model.clip_grad_norm_(1.0)
+            optimizer.step()
+            if seed == 1:  # of the second step until the third begins
+                engine, tail = model._gemini_engine, recording._last.step
+    second = tail.timeline(title="", tokens=0, flops=0, budgets={})
+    third = recording.timeline
+    check(third, model, alone=False)
+    assert second.step_seconds == tail.next_start - tail.start, "to the first forward of the third"
+    assert all(0 <= span.start < span.stop <= second.step_seconds * (1 + 1e-9) for span in second.spans)
+    updates = [span for span in third.spans if span.lane is Lane.ADAM and span.name.startswith("update chunk")]
+    assert {span.chunk for span in updates} == {chunk.spec.index for chunk in engine.chunks}
+    assert sum(third.stalls.values()) < third.step_seconds and set(third.stalls) <= {
+        "update", "fetch from nvme", "fetch from cpu", "gradient landing",
+    }  # fmt: skip
+    in_flight = [span for span in third.spans if span.lane is Lane.NVME_READ and span.name.startswith("update chunk")]
+    assert {span.chunk for span in in_flight} == {span.chunk for span in updates}, "every state is on the drive"
+    perfetto(third)
+
+
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_recording_changes_no_bit_and_no_move(precision: str, tmp_path: Path) -> None:
     seen = []
@@ -129,13 +168,34 @@ def test_recording_changes_no_bit_and_no_move(precision: str, tmp_path: Path) ->
         models.assert_same_bits(same_weights[name], weight, name)
 
 
+def test_the_report_says_what_the_last_step_waited_for(tmp_path: Path) -> None:
+    model = wrap("cpu", tmp_path)
+    optimizer = adam(model)
+    assert model.memory_report()["stalls"] == {}
+    assert "waited in the last step: nothing" in str(model.memory_report())
+    step(model, optimizer)
+    report = model.memory_report()
+    waited = report["stalls"]
+    assert waited.keys() == {"update", "fetch from nvme", "gradient landing"}
+    assert list(waited.values()) == sorted(waited.values(), reverse=True) and min(waited.values()) > 0
+    line = next(line for line in str(report).splitlines() if line.startswith("waited in the last step: "))
+    assert [part.rsplit(" ", 2)[0] for part in line.split(": ")[1].split(", ")] == list(waited)
+    loss_of(model)
+    assert model.memory_report()["stalls"] == waited, "of the last step, not of what came after it"
+
+
 def test_recomputation_and_activations_that_leave_are_told_apart(tmp_path: Path) -> None:
     torch.manual_seed(0)
     plain = models.make_model("llama")
     plain.activation_checkpointing_enable({"use_reentrant": False})
     memory = gemini.MemoryBudget(gpu="1MiB", cpu="64MiB", nvme="64MiB", nvme_path=tmp_path)
     config = gemini.GeminiConfig(
-        memory=memory, device="standin", placement=gemini.StaticPlacement(), offload_activations="nvme", max_chunk=8192
+        memory=memory,
+        device="standin",
+        placement=gemini.StaticPlacement(),
+        offload_activations="nvme",
+        max_chunk=8192,
+        overlap=False,
     )  # where weights stay on the GPU, recomputing counts as backward of its block
     model = gemini.GeminiDDP(plain, config).train()
     ids = torch.randint(1, models.VOCAB, (16, 30))
@@ -163,6 +223,30 @@ def test_a_step_goes_on_to_the_next_first_forward(tmp_path: Path) -> None:
             loss_of(model)
         model.zero_grad()
     check(recording.timeline, model, alone=False)
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_updates_that_a_step_left_in_flight_are_waited_for(inside: bool, tmp_path: Path) -> None:
+    """A drain that ends an update which takes an hour more."""
+    model = wrap("cpu", tmp_path)
+    engine, optimizer = model._gemini_engine, adam(model)
+
+    def drain() -> None:
+        recorder = engine.mover.recorder
+        recorder.add(Lane.ADAM, recorder.clock(), recorder.clock() + 3600, "update chunk 99", 99)
+
+    with model.recording() as recording:
+        step(model, optimizer)
+        engine.drain = drain
+        if inside:
+            assert recording.timeline.step_seconds > 3600
+            loss = loss_of(model)
+            engine.drain = lambda: 1 / 0  # the next step has begun: asking does not wait in its middle
+            assert recording.timeline.spans[-1].chunk == 99
+            engine.drain = lambda: None
+            loss.backward()
+            model.zero_grad()
+    assert recording.timeline.spans[-1].chunk == 99
 
 
 def test_only_whole_steps_count(tmp_path: Path) -> None:
@@ -213,11 +297,11 @@ def test_a_failed_step_is_dropped_and_the_next_one_recorded(tmp_path: Path) -> N
     model = wrap("cpu", tmp_path)
     optimizer = adam(model)
     with model.recording() as recording:
-        fetch = model._gemini_engine.spill.read
-        model._gemini_engine.spill.read = lambda into, offset: 1 / 0
+        fetch = model._gemini_engine.spill.begin_read
+        model._gemini_engine.spill.begin_read = lambda into, offset, urgent: 1 / 0
         with pytest.raises(ZeroDivisionError):
             loss_of(model)
-        model._gemini_engine.spill.read = fetch
+        model._gemini_engine.spill.begin_read = fetch
         optimizer.zero_grad()
         step(model, optimizer)
     check(recording.timeline, model)
@@ -248,3 +332,29 @@ def test_a_timeline_reads_well(tmp_path: Path) -> None:
     assert text.startswith("LlamaForCausalLM, bf16, cpu: measured step ") and "tokens/s" in text
     assert "TFLOP/s" not in text, "nobody counted them"
     assert "computing waited for: " in text and "fetch from nvme" in text
+
+
+@pytest.mark.parametrize(("device", "ranges"), [("cpu", {"adam", "fetch"}), ("standin", {"adam", "fetch", "land"})])
+def test_a_profile_of_all_threads_shows_the_lanes_and_a_plain_one_does_not(
+    device: str, ranges: set[str], tmp_path: Path
+) -> None:
+    """As the guide says: torch profiles the threads that it knows of, unless it is told to profile all."""
+    model = wrap(device, tmp_path, overlap=True)
+    optimizer = adam(model)
+    everywhere = torch.profiler._ExperimentalConfig(profile_all_threads=True)
+
+    step(model, optimizer)
+    step(model, optimizer)  # from now on it is known what to fetch ahead
+    found = []
+    for how in (None, everywhere):
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        with torch.profiler.profile(activities=activities, experimental_config=how) as profile:
+            step(model, optimizer)
+            model.memory_report()
+        found.append({(event.name, event.thread) for event in profile.events()})
+    plain, all_threads = found
+    training = {thread for name, thread in plain if name == "aten::mm"}
+    assert len(training) == 1 and {thread for name, thread in plain if name.startswith("gemini::")} <= training
+    (trains,) = {thread for name, thread in all_threads if name == "aten::mm"}
+    beside = {name for name, thread in all_threads if name.startswith("gemini::") and thread != trains}
+    assert beside == {f"gemini::{name}" for name in ranges}

@@ -48,11 +48,17 @@ def posed(model: Any) -> tuple[Problem, Placement]:
     return problem, engine.placement
 
 
-def fetched_in(model: Any) -> list[int]:
-    """The chunks that are gathered from here on, once for every time."""
-    manager, fetched = model._gemini_engine.manager, []
+def fetched_in(model: Any) -> list[tuple[int, bool]]:
+    """The chunks that are gathered from here on, once for every time, and whether that is between two steps."""
+    manager, mover, fetched = model._gemini_engine.manager, model._gemini_engine.mover, []
     gather = manager._gather
-    manager._gather = lambda chunk: (fetched.append(chunk.spec.index), gather(chunk))[1]
+
+    def noted(chunk: Any) -> None:
+        working = mover._of_thread.working
+        fetched.append((chunk.spec.index, working is not None and working.ahead))
+        gather(chunk)
+
+    manager._gather = noted
     return fetched
 
 
@@ -64,6 +70,8 @@ def compare(device: str, homes: str, folder: Path, *, backwards: int = 1, **sett
     )
     fetched = fetched_in(model)
     for _ in range(2):
+        model._gemini_engine.drain()
+        ahead = [index for index, is_ahead in fetched if is_ahead]
         fetched.clear()
         for _ in range(backwards):
             model(**models.make_batches(1, 1)[0][0]).loss.backward()
@@ -73,7 +81,8 @@ def compare(device: str, homes: str, folder: Path, *, backwards: int = 1, **sett
         for kind, home in placement.homes[index].items():
             assert chunk.planes[kind].tier is home
     moved = model.memory_report()["moved"]
-    assert moved == by_name(step_traffic(problem, placement, fetched, backwards=backwards))
+    ahead += [index for index, is_ahead in fetched if not is_ahead]
+    assert moved == by_name(step_traffic(problem, placement, ahead, backwards=backwards))
     return moved
 
 

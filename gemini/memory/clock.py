@@ -1,0 +1,74 @@
+"""A seeded clock for the lanes of a stand-in device, for tests and for hunting races.
+
+A real GPU's copies end when they like. ``StandinDevice(gate=RandomClock(seed))`` makes a machine without one as unruly:
+copies end late, those of different lanes overtake each other, and the same seed draws the same delays again.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections import Counter
+
+SHORT, LONG = 0.0002, 0.003
+"""Seconds: the longest of the ordinary delays, and of the long ones (four in ten)."""
+
+
+class RandomClock:
+    """Delays each copy by a time drawn for its lane, or until copies of other lanes have overtaken it.
+
+    The n-th copy of a lane gets the same fate under the same seed, whatever the other lanes do; how threads then meet
+    is up to the system. Nothing is ever held for longer than ``longest``, and nothing at all once the clock is closed.
+
+    Args:
+        seed: what the fates are drawn from.
+        longest: seconds that a copy can be held at most.
+    """
+
+    def __init__(self, seed: int, *, longest: float = LONG):
+        self._seed, self._longest = seed, longest
+        self._fates: dict[str, random.Random] = {}
+        self._released: Counter[str] = Counter()
+        self._change = threading.Condition()
+        self._closed = False
+        self.order: list[str] = []
+        """The lanes of the copies released so far, in the order of their release."""
+
+    def __call__(self, lane: str) -> None:
+        """Hold the calling thread, which is about to make a copy of ``lane``."""
+        with self._change:
+            held_for, overtaken_by = self.draw(lane)
+            target = self._others(lane) + overtaken_by
+            until = time.monotonic() + held_for
+            while not self._closed and not (overtaken_by and self._others(lane) >= target):
+                left = until - time.monotonic()
+                if left <= 0:
+                    break
+                self._change.wait(left)
+            self._released[lane] += 1
+            self.order.append(lane)
+            self._change.notify_all()
+
+    def draw(self, lane: str) -> tuple[float, int]:
+        """The fate of the lane's next copy: seconds to hold it at most, and how many others may end that sooner (0: no
+        number of them).
+        """
+        fates = self._fates.setdefault(lane, random.Random(f"{self._seed}/{lane}"))
+        kind, fraction = fates.random(), fates.random()
+        if kind < 0.3:
+            return 0.0, 0
+        if kind < 0.6:
+            return fraction * min(SHORT, self._longest), 0
+        if kind < 0.88:
+            return self._longest, 1 + int(3 * fraction)
+        return fraction * self._longest, 0
+
+    def close(self) -> None:
+        """Release everything, now and from now on."""
+        with self._change:
+            self._closed = True
+            self._change.notify_all()
+
+    def _others(self, lane: str) -> int:
+        return self._released.total() - self._released[lane]

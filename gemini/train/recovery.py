@@ -1,0 +1,40 @@
+"""Forgets what a forward or backward left behind that an exception, Ctrl-C above all, ended without its hooks.
+
+Called at the next place that begins something new, so that a program which goes on after an exception finds books that
+balance, and one that does not has lost nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING
+
+import torch
+
+from gemini.errors import GeminiError
+
+if TYPE_CHECKING:
+    from gemini.train.engine import Engine
+
+
+def forget_interrupted(engine: Engine) -> None:
+    """End what was under way; nothing if a backward is running in this thread."""
+    if torch._C._current_graph_task_id() != -1:
+        return
+    engine.calls.abandon()
+    engine.updates.forget_collected()
+    with contextlib.suppress(Exception):  # the backward broke off: its gradients are of no use
+        engine.gradients.settle()
+    engine.manager.foresight.interrupt()
+    engine.activations.recover()
+    if engine.in_backward:
+        for handle in engine.handles:
+            handle.param.grad = None  # of autograd, if the interrupt came just before the hook that takes it
+        engine.calls.abandon(backward=True)
+        engine.end_backward()
+        if engine.updated_in_backward:
+            engine.updated_in_backward = False
+            engine.mark_lost(GeminiError("its backward ended early, after some params were updated in it"))
+    engine.exposure.rest_if_idle()
+    if not engine.computing and not engine.manager.is_balanced():
+        engine.manager.start_over()

@@ -1,0 +1,182 @@
+"""On a card: copies on lanes, the order of lanes and computation, registered host memory, blocks that are reused."""
+
+from __future__ import annotations
+
+import gc
+import threading
+
+import pytest
+import torch
+
+from gemini.errors import GeminiError
+from gemini.memory.device import Device, make_device
+
+MIB = 2**20
+
+
+@pytest.fixture
+def device() -> object:
+    made = make_device("cuda")
+    yield made
+    made.close()
+
+
+def busy(device: Device, turns: int = 60) -> torch.Tensor:
+    """Some milliseconds of work on the current stream."""
+    a = torch.ones(2048, 2048, device=device.torch_device)
+    for _ in range(turns):
+        a = a @ a / 2048
+    return a
+
+
+def on_card(device: Device, values: torch.Tensor) -> torch.Tensor:
+    return values.to(device.torch_device)
+
+
+def test_copies_go_there_and_back(device: Device) -> None:
+    source, back = device.make_host_buffer(MIB), device.make_host_buffer(MIB)
+    source.copy_(torch.randint(0, 256, (MIB,), dtype=torch.uint8))
+    there = device.make_buffer(MIB)
+    arrived = device.copy(there, source, "fetch")
+    device.copy(back, there, "evict", after=arrived).wait()
+    assert torch.equal(back, source) and arrived.is_complete()
+
+
+def test_host_buffers_are_page_locked_until_they_go(device: Device) -> None:
+    buffer = device.make_host_buffer(MIB)
+    assert buffer.is_pinned() and buffer[4096:].is_pinned()
+    del buffer
+    gc.collect()
+    again = device.make_host_buffer(MIB)  # perhaps at the same address: it was given back
+    assert again.is_pinned()
+    device.close()
+    assert not again.is_pinned()
+    again.fill_(1)
+
+
+def test_a_copy_from_the_card_comes_after_the_work_that_wrote_it(device: Device) -> None:
+    expected, back = busy(device).cpu(), device.make_host_buffer(4 * 2048 * 2048).view(torch.float32)
+    for _ in range(3):
+        result = busy(device)
+        event = device.copy(back, result.view(-1), "evict")
+        del result  # its block may be asked for again at once
+        torch.empty(2048, 2048, device=device.torch_device).fill_(-1)
+        event.wait()
+        assert torch.equal(back.view(2048, 2048), expected)
+
+
+def test_a_copy_to_the_card_comes_after_the_work_that_reads_it(device: Device) -> None:
+    weights = on_card(device, torch.ones(MIB))
+    source = device.make_host_buffer(4 * MIB).view(torch.float32).fill_(2)
+    busy(device)
+    read = weights.sum()
+    device.copy(weights, source, "fetch").wait_on_device()
+    assert read.item() == MIB and weights.sum().item() == 2 * MIB
+
+
+def test_computation_waits_on_the_device(device: Device) -> None:
+    source = device.make_host_buffer(64 * MIB)
+    into = device.make_buffer(64 * MIB)
+    for turn in range(1, 6):
+        source.fill_(turn)
+        event = device.copy(into, source, "fetch")
+        event.wait_on_device()
+        seen = into.to(torch.int64).sum()
+        assert seen.item() == turn * into.numel()
+        event.wait()
+
+
+def test_a_mark_completes_after_the_work_before_it(device: Device) -> None:
+    result = busy(device, 300)
+    mark = device.mark()
+    early = mark.is_complete()
+    mark.wait()
+    assert mark.is_complete() and result.isfinite().all()
+    assert not early, "300 products of 2048 x 2048 take longer than giving them to the card"
+
+
+def test_a_lane_is_in_order_in_both_directions(device: Device) -> None:
+    cell, out = device.make_buffer(MIB), device.make_host_buffer(MIB)
+    sources = [device.make_host_buffer(MIB).fill_(n) for n in range(10)]
+    for number, source in enumerate(sources):
+        device.copy(cell, source, "fetch")
+        event = device.copy(out, cell, "fetch")  # one lane, back again
+        event.wait()
+        assert out.unique().tolist() == [number]
+
+
+def test_windows_come_and_go_while_lanes_work(device: Device) -> None:
+    """Memory of one window becomes the next one's while copies are still under way: no window sees another's bytes."""
+    sources = [device.make_host_buffer(8 * MIB).fill_(n + 1) for n in range(8)]
+    windows = [device.make_window(8 * MIB) for _ in sources]
+    seen = []
+    for _ in range(5):
+        for window, source in zip(windows, sources, strict=True):
+            window.populate()
+            device.copy(window.bytes, source, "fetch").wait_on_device()
+            seen.append(window.bytes.to(torch.int32).sum())
+            window.depopulate()
+    assert [s.item() // (8 * MIB) for s in seen] == [n + 1 for n in range(8)] * 5
+    window = windows[0]
+    window.populate()
+    device.copy(window.bytes, sources[0], "fetch")
+    window.depopulate()  # nobody waited for this one
+    other = torch.full((8 * MIB,), 9, dtype=torch.uint8, device=device.torch_device)
+    torch.cuda.synchronize()
+    assert other.unique().tolist() == [9]
+
+
+def test_worker_threads_copy_too(device: Device) -> None:
+    source = device.make_host_buffer(MIB).fill_(3)
+    into = [device.make_buffer(MIB) for _ in range(4)]
+    errors: list[BaseException] = []
+
+    def work(number: int) -> None:
+        try:
+            for _ in range(20):
+                device.copy(into[number], source, "fetch" if number % 2 else "evict").wait()
+        except BaseException as e:  # seen below, on the test's thread
+            errors.append(e)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not errors and all(tensor.unique().tolist() == [3] for tensor in into)
+
+
+def test_a_stream_of_the_user_s(device: Device) -> None:
+    back = device.make_host_buffer(4 * 2048 * 2048).view(torch.float32)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        result = busy(device)
+        device.mark()
+        worker = threading.Thread(target=lambda: device.copy(back, result.view(-1), "evict").wait())
+        worker.start()
+        worker.join(60)
+        assert torch.equal(back.view(2048, 2048), result.cpu())
+
+
+def test_a_copy_that_cannot_be_says_so(device: Device) -> None:
+    with pytest.raises((GeminiError, RuntimeError)):
+        device.copy(device.make_buffer(4096), torch.zeros(5, dtype=torch.uint8), "fetch").wait()
+    device.copy(device.make_buffer(4096), device.make_host_buffer(4096), "fetch").wait()
+
+
+def test_a_refused_registration_leaves_no_error_behind(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Registering twice is refused by the driver; the next kernel must not be blamed for it."""
+    from gemini.memory.cuda import PinnedPages
+
+    register = PinnedPages.register
+
+    def twice(pages: PinnedPages) -> None:
+        register(pages)
+        register(pages)
+
+    monkeypatch.setattr(PinnedPages, "register", twice)
+    with pytest.warns(UserWarning, match="cannot be registered"):
+        buffer = device.make_host_buffer(MIB)
+    assert torch.ones(10, device=device.torch_device).sum().item() == 10
+    into = device.make_buffer(MIB)
+    device.copy(into, buffer.fill_(4), "fetch").wait()
+    assert into.unique().tolist() == [4]

@@ -1,0 +1,161 @@
+"""Lanes: jobs by urgency on a thread of their own, errors where somebody waits, and an end that never hangs."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import threading
+import weakref
+
+import pytest
+import torch
+
+from gemini import kernels
+from gemini.errors import GeminiError, StorageError
+from gemini.memory.lane import Job, Lane
+
+
+class Gate:
+    """Holds a lane up, so that what is submitted meanwhile waits."""
+
+    def __init__(self, lane: Lane):
+        self.entered, self._open = threading.Event(), threading.Event()
+        self.job = lane.submit(self._run, -1)
+        assert self.entered.wait(10)
+
+    def _run(self) -> None:
+        self.entered.set()
+        assert self._open.wait(10)
+
+    def open(self) -> None:
+        self._open.set()
+        self.job.wait(10)
+
+
+@pytest.fixture
+def lane():  # type: ignore[no-untyped-def]
+    made = Lane("test")
+    yield made
+    made.close()
+
+
+def test_the_most_urgent_goes_first_and_equals_in_order(lane: Lane) -> None:
+    gate, done = Gate(lane), list[int]()
+    jobs = [lane.submit(lambda n=n: done.append(n), urgency) for n, urgency in enumerate([3, 1, 2, 1])]
+    gate.open()
+    for job in jobs:
+        job.wait(10)
+    assert done == [1, 3, 2, 0]
+
+
+def test_what_somebody_waits_for_is_hurried_and_what_nobody_wants_taken_back(lane: Lane) -> None:
+    gate, done = Gate(lane), list[int]()
+    jobs = [lane.submit(lambda n=n: done.append(n), n) for n in range(4)]
+    lane.hurry(jobs[3])
+    assert lane.cancel(jobs[1]) and jobs[1].is_complete()
+    gate.open()
+    jobs[2].wait(10)
+    assert done == [3, 0, 2] and not lane.cancel(jobs[0])
+    with pytest.raises(GeminiError, match="taken back"):
+        jobs[1].wait()
+
+
+def test_what_a_job_raises_is_raised_where_it_is_waited_for_and_the_lane_goes_on(lane: Lane) -> None:
+    error = StorageError("the disk is gone")
+
+    def fail() -> None:
+        raise error
+
+    job = lane.submit(fail)
+    for _ in range(2):
+        with pytest.raises(StorageError) as caught:
+            job.wait(10)
+        assert caught.value is error
+    lane.submit(lambda: None).wait(10)
+
+
+def test_closing_drops_what_waits_and_lets_end_what_runs(lane: Lane) -> None:
+    gate = Gate(lane)
+    waiting = lane.submit(lambda: None)
+    closing = threading.Thread(target=lane.close)
+    closing.start()
+    with pytest.raises(GeminiError, match="deleted"):
+        waiting.wait(10)
+    gate.open()
+    closing.join(10)
+    assert not closing.is_alive() and not lane.is_alive
+    with pytest.raises(GeminiError, match="closed"):
+        lane.submit(lambda: None)
+
+
+def test_a_lane_may_be_closed_by_its_own_job(lane: Lane) -> None:
+    lane.submit(lane.close).wait(10)
+
+
+def test_an_idle_lane_keeps_nothing_alive(lane: Lane) -> None:
+    class Thing:
+        def work(self) -> None:
+            pass
+
+    thing = Thing()
+    seen = weakref.ref(thing)
+    lane.submit(thing.work).wait(10)
+    lane.submit(lambda: None).wait(10)
+    del thing
+    gc.collect()
+    assert seen() is None
+
+
+@pytest.mark.parametrize("flushes", [True, False])
+def test_a_job_computes_as_the_thread_that_submitted_it(lane: Lane, flushes: bool) -> None:
+    modes: list[int] = []
+    try:
+        torch.set_flush_denormal(flushes)
+        expected = kernels.flush_mode()
+        lane.submit(lambda: modes.append(kernels.flush_mode())).wait(10)
+    finally:
+        torch.set_flush_denormal(False)
+    assert modes == [expected]
+
+
+def test_a_job_that_is_not_over_in_time_is_said_to_be() -> None:
+    with pytest.raises(GeminiError, match="not over"):
+        Job(lambda: None, 0).wait(0.05)
+
+
+def test_a_forked_child_ends_whatever_locks_were_held(lane: Lane) -> None:
+    lane.submit(lambda: None).wait(10)
+    held, free = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with lane._changed:
+            held.set()
+            assert free.wait(30)
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    assert held.wait(10)
+    child = os.fork()
+    if child == 0:
+        signal.alarm(10)
+        lane.close()
+        os._exit(0)
+    free.set()
+    holder.join()
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def test_the_interpreter_ends_with_a_lane_at_work() -> None:
+    """In the middle of native code, and with more that waits: nothing hangs, nothing is printed."""
+    code = (
+        "import torch\n"
+        "from gemini.memory.lane import Lane\n"
+        "lane = Lane('busy')\n"
+        "x = torch.zeros(2**22)\n"
+        "jobs = [lane.submit(lambda: [x.add_(1) for _ in range(20)]) for _ in range(1000)]\n"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert run.returncode == 0 and run.stderr == "", run.stderr

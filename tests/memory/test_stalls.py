@@ -1,0 +1,150 @@
+"""What the training thread waited for, with a clock of whole seconds; and what it costs to know."""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+
+from gemini.memory.device import CpuDevice
+from gemini.memory.mover import Mover
+from gemini.memory.recorder import Recorder
+from gemini.memory.stalls import Stalls
+from gemini.planning.timeline import Lane
+from gemini.tiers import Ledger, Tier
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def on_a_thread(work: object) -> None:
+    thread = threading.Thread(target=work)  # type: ignore[arg-type]
+    thread.start()
+    thread.join(5)
+
+
+def test_waits_add_up_by_cause_and_the_longest_comes_first() -> None:
+    clock = Clock()
+    stalls = Stalls(clock)
+    assert stalls.last_step == {}
+    for seconds in (1, 2):
+        with stalls.waiting("fetch from nvme"):
+            clock.now += seconds
+        clock.now += 10
+    with stalls.waiting("update"):
+        clock.now += 4
+    stalls.end_step()
+    assert list(stalls.last_step.items()) == [("update", 4), ("fetch from nvme", 3)]
+    with stalls.waiting("update"):
+        clock.now += 5
+    assert stalls.last_step["update"] == 4, "until the step is over"
+    stalls.end_step()
+    assert stalls.last_step == {"update": 5}
+    stalls.end_step()
+    assert stalls.last_step == {}
+
+
+def test_a_wait_inside_another_counts_to_the_outer_one() -> None:
+    clock = Clock()
+    stalls = Stalls(clock)
+    with stalls.waiting("other ranks"):
+        clock.now += 1
+        with stalls.waiting("fetch from nvme"):
+            clock.now += 2
+            with stalls.waiting("other ranks"):
+                clock.now += 4
+        clock.now += 8
+    try:
+        with stalls.waiting("update"), stalls.waiting("update"):
+            clock.now += 1
+            raise ZeroDivisionError
+    except ZeroDivisionError:
+        pass
+    stalls.end_step()
+    assert stalls.last_step == {"other ranks": 15, "update": 1}
+
+
+def test_other_threads_wait_for_nobody() -> None:
+    clock = Clock()
+    stalls = Stalls(clock)
+
+    def work() -> None:
+        with stalls.waiting("update"):
+            clock.now += 2
+
+    on_a_thread(work)
+    with stalls.waiting("fetch from cpu"):
+        clock.now += 1
+        on_a_thread(work)
+    stalls.end_step()
+    assert stalls.last_step == {"fetch from cpu": 3}
+
+
+def test_whoever_ends_steps_is_the_training_thread() -> None:
+    clock = Clock()
+    stalls = Stalls(clock)
+
+    def train() -> None:
+        for _ in range(2):
+            with stalls.waiting("update"):
+                clock.now += 1
+            stalls.end_step()
+
+    on_a_thread(train)
+    assert stalls.last_step == {"update": 1}
+    with stalls.waiting("update"):
+        clock.now += 1
+    stalls.end_step()
+    assert stalls.last_step == {}, "it was another thread's step"
+
+
+def test_backward_on_a_thread_of_autograd_waits_too() -> None:
+    clock = Clock()
+    stalls = Stalls(clock)
+    x = torch.ones(1, requires_grad=True)
+    y = x.clone()
+
+    def wait(grad: torch.Tensor) -> None:
+        with stalls.waiting("gradient landing"):
+            clock.now += 1
+
+    y.register_hook(wait)
+    on_a_thread(lambda: y.backward())
+    stalls.end_step()
+    assert stalls.last_step == {"gradient landing": 1}
+
+
+def test_a_lost_end_of_a_wait_costs_one_step() -> None:
+    clock = Clock()
+    stalls = Stalls(clock)
+    stalls.waiting("update").__enter__()  # an interrupt came before the block did
+    stalls.end_step()
+    with stalls.waiting("update"):
+        clock.now += 1
+    stalls.end_step()
+    assert stalls.last_step == {"update": 1}
+
+
+def test_waits_are_known_whether_somebody_records_or_not() -> None:
+    clock = Clock()
+    mover = Mover(CpuDevice(), 1024, Ledger({Tier.CPU: 2**20}))
+    mover.stalls = Stalls(clock)
+    for recorder in (None, Recorder(clock=clock)):
+        mover.recorder = recorder
+        if recorder is not None:
+            recorder.begin_step({})
+        with mover.about("update", "wait for the update of chunk 3", 3):
+            clock.now += 2
+        with mover.about("all-gather", "all-gather chunk 1", 1, lane=Lane.GATHER):
+            clock.now += 1
+        mover.stalls.end_step()
+        assert mover.stalls.last_step == {"update": 2, "all-gather": 1}
+    assert recorder is not None
+    timeline = recorder.end_step().timeline(title="", tokens=0, flops=0, budgets={})
+    assert timeline.stalls == {"update": 2, "all-gather": 1} and timeline.busy == {Lane.GATHER: 1}
+    assert timeline.spans[0].name == "all-gather chunk 1"

@@ -1,0 +1,481 @@
+"""Offloaded activations beside computing: the bits of doing it in turn, whatever the timing, the room, the faults."""
+
+from __future__ import annotations
+
+import gc
+import random
+import re
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import gemini
+from gemini.errors import parse_bytes
+from gemini.memory.clock import RandomClock
+from gemini.memory.device import Event, StandinDevice
+from gemini.memory.lane import Job
+from gemini.memory.nvme import SpillFile
+from gemini.tiers import Tier
+from gemini.train import activation_lanes
+from gemini.train.flights import IN_FLIGHT
+
+ROWS, WIDTH, LAYERS = 128, 64, 6
+INPUT = ROWS * WIDTH * 2
+"""Bytes of what one block is given, in bf16: four pages, and the least that is offloaded."""
+WAYS = [("cpu", "nvme"), ("standin", "cpu"), ("standin", "nvme")]
+PATIENCE = 30.0
+
+
+class Stack(nn.Module):
+    """Checkpointed blocks that share a second input; ``spoils``: what a block was given is overwritten after it."""
+
+    def __init__(self, *, spoils: bool = False):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))
+        self.spoils = spoils
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scale = torch.linspace(0.5, 1.5, x.numel()).view_as(x).to(x.dtype)
+        x = x * scale
+        for number, layer in enumerate(self.layers):
+            given = x.t().contiguous().t() if number == 2 else x  # once another layout
+            x = checkpoint(lambda t, s, layer=layer: torch.tanh(layer(t)) * s, given, scale, use_reentrant=False)
+            if self.spoils:
+                given.detach().fill_(float("nan"))
+        return x.float().square().mean()
+
+
+def wrap(
+    folder: Path, device: Any = "cpu", offload: str | None = "nvme", *, overlap: bool = True, spoils: bool = False,
+    placement: Any = "auto", **memory: Any,
+) -> Any:  # fmt: skip
+    gpu = None if device == "cpu" else "16MiB"
+    budget = gemini.MemoryBudget(**({"cpu": "16MiB", "gpu": gpu, "nvme": "16MiB", "nvme_path": folder} | memory))
+    config = gemini.GeminiConfig(
+        device=device, memory=budget, offload_activations=offload, overlap=overlap, placement=placement,
+    )  # fmt: skip
+    return gemini.GeminiDDP(Stack(spoils=spoils), config).train()
+
+
+def noise(step: int = 0) -> torch.Tensor:
+    return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(step)).bfloat16()
+
+
+def adam(model: Any) -> gemini.HybridAdam:
+    return gemini.HybridAdam(model.parameters(), lr=1e-2)
+
+
+def train(model: Any, optimizer: Any = None, steps: int = 3) -> tuple[list[float], dict[str, torch.Tensor]]:
+    optimizer, losses = optimizer or adam(model), []
+    for step in range(steps):
+        loss = model(noise(step))
+        loss.backward()
+        losses += [loss.item(), float(model.clip_grad_norm_(1.0))]
+        optimizer.step()
+        optimizer.zero_grad()
+    nothing_is_left(model)
+    return losses, model.state_dict(dtype=torch.float32)
+
+
+def same(one: tuple[list[float], dict[str, torch.Tensor]], other: tuple[list[float], dict[str, torch.Tensor]]) -> None:
+    assert one[0] == other[0]
+    assert all(torch.equal(value, other[1][name]) for name, value in one[1].items())
+
+
+def held(model: Any, holder: str) -> int:
+    ledger = model._gemini_engine.ledger
+    return sum(ledger.held(tier, holder) for tier in ledger.tiers)
+
+
+def nothing_is_left(model: Any) -> None:
+    """Nothing in flight, no place taken, every slot of the file that activations had given back."""
+    engine = model._gemini_engine
+    engine.check_invariants()
+    assert held(model, IN_FLIGHT) == held(model, "activations") == 0
+    spill, planes = engine.spill, engine.ledger.held
+    given_back = sum(size * len(slots) for size, slots in spill._given_back.items())
+    on_disk = sum(planes(Tier.NVME, holder) for holder in engine.ledger.holders(Tier.NVME))
+    assert spill._used == on_disk + given_back
+
+
+def lane_of_now() -> str:
+    return threading.current_thread().name
+
+
+class Gate:
+    """Reads or writes of the spill file by one lane wait until it opens; then ``error``, if there is one."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, name: str, lane: str):
+        self.open, self.calls, self.error = threading.Event(), list[int](), list[BaseException | None]()
+        real = getattr(SpillFile, name)
+
+        def call(spill: SpillFile, tensor: torch.Tensor, offset: int) -> None:
+            if lane_of_now() == lane:
+                assert self.open.wait(PATIENCE), f"somebody waited for {lane} while it could not go on"
+                self.calls.append(offset)
+                error = self.error.pop(0) if self.error else None
+                if error is not None:
+                    raise error
+            real(spill, tensor, offset)
+
+        monkeypatch.setattr(SpillFile, name, call)
+
+
+@pytest.fixture
+def unruly(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]]:
+    """Reads and writes of the file that take their time, before and after."""
+    rng, lock = random.Random(), threading.Lock()
+
+    def pause() -> None:
+        with lock:
+            kind, fraction = rng.random(), rng.random()
+        if kind < 0.3:
+            time.sleep(0.002 * fraction)
+
+    for name in ("read", "write"):
+        real = getattr(SpillFile, name)
+
+        def call(*args: Any, real: Any = real) -> None:
+            pause()
+            real(*args)
+            pause()
+
+        monkeypatch.setattr(SpillFile, name, call)
+    yield rng.seed
+
+
+# ---- the same bits ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("device", "offload"), WAYS)
+def test_beside_as_in_turn(
+    device: str, offload: str, tmp_path: Path, unruly: Callable[[int], None], summary: Callable[[str], None]
+) -> None:
+    """Random schedules, some with weights that come and go, some whose blocks overwrite what they were given."""
+    plain = train(wrap(tmp_path, offload=None))
+    jobs = 0
+    for seed in range(6):
+        unruly(seed)
+        there = device if device == "cpu" else StandinDevice(gate=RandomClock(seed), poison=True)
+        in_file = {"weights_on_nvme": 1.0, "optimizer_on_nvme": 1.0} if seed % 2 else {}
+        placement: Any = gemini.StaticPlacement(**in_file) if in_file else "auto"
+        model = wrap(tmp_path, there, offload, spoils=seed % 4 > 1, placement=placement, overlap=seed != 5)
+        lanes = model._gemini_engine.activations.lanes
+        assert (lanes is None) == (seed == 5)
+        if lanes is not None:
+            begun: list[Any] = []
+            lanes._begin_restore = lambda o, real=lanes._begin_restore, begun=begun: begun.append(1) or real(o)
+        same(train(model), plain)
+        if lanes is not None:
+            jobs += len(begun)
+    assert jobs >= 5 * LAYERS
+    summary(f"activations beside computing: {device} to {offload}, {jobs} reads ahead in 5 schedules")
+
+
+@pytest.mark.parametrize(("device", "offload"), WAYS)
+def test_forward_does_not_wait_and_what_it_was_given_may_be_overwritten(
+    device: str, offload: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No byte moves before forward has ended and its blocks have overwritten everything."""
+    plain = train(wrap(tmp_path, offload=None), steps=1)
+    gate = threading.Event()
+    there: Any = device
+    if device == "standin":
+        there = StandinDevice(gate=lambda lane: None if lane != "evict" else assert_(gate.wait(PATIENCE)))
+    writes = Gate(monkeypatch, "write", "gemini-offload")
+    model = wrap(tmp_path, there, offload, spoils=True)
+    loss = model(noise())
+    assert not writes.calls and held(model, IN_FLIGHT) >= LAYERS * INPUT
+    gate.set()
+    writes.open.set()
+    loss.backward()
+    loss_and_norm = [loss.item(), float(model.clip_grad_norm_(1.0))]
+    assert loss_and_norm == plain[0]
+    assert held(model, IN_FLIGHT) == 0
+    model.zero_grad()
+
+
+def assert_(condition: bool) -> None:
+    assert condition
+
+
+def test_backward_reads_ahead_in_the_order_of_its_need(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything is in the file when backward begins. Two tensors at a time: the last block's first."""
+    monkeypatch.setattr(activation_lanes, "DEPTH", 2 * INPUT)
+    model = wrap(tmp_path)
+    reads, lanes = list[int](), list[str]()
+    real = SpillFile.read
+
+    def read(spill: SpillFile, into: torch.Tensor, offset: int) -> None:
+        reads.append(offset)
+        lanes.append(lane_of_now())
+        assert held(model, IN_FLIGHT) <= 2 * INPUT
+        real(spill, into, offset)
+
+    monkeypatch.setattr(SpillFile, "read", read)
+    loss = model(noise())
+    model.memory_report()  # drains
+    assert held(model, IN_FLIGHT) == 0
+    places = {o.place for o in model._gemini_engine.activations._stored}
+    loss.backward()
+    assert len(places) == LAYERS + 1 and places == set(reads)
+    assert set(lanes) <= {"gemini-restore", "MainThread"} and lanes.count("gemini-restore") > LAYERS
+    inputs = [place for place in reads if reads.count(place) == 1]
+    assert inputs == sorted(inputs, reverse=True)  # slots of a new file are in the order of saving
+    assert not model._gemini_engine.activations.lanes._order  # backward has come to all of them
+    model.zero_grad()
+
+
+# ---- room ------------------------------------------------------------------------------------------------------------
+
+
+def least(make: Callable[[int], Any], low: int) -> int:
+    """The least budget with which ``make`` does not refuse."""
+    for _ in range(60):
+        try:
+            make(low)
+            return low
+        except gemini.BudgetExceeded as refusal:
+            named = re.search(r"budget to at least ([\d.]+ [KMG]iB)", str(refusal))
+            low = max(low + 4096, parse_bytes(named[1], what="the error") if named else 0)
+    raise AssertionError("no budget is enough")
+
+
+@pytest.mark.parametrize(("device", "offload"), [("cpu", "nvme"), ("standin", "nvme"), ("standin", "cpu")])
+def test_tight_budgets_are_kept_and_refuse_nothing_more(device: str, offload: str, tmp_path: Path) -> None:
+    """What in turn fits fits, with the same tensors offloaded, and no tier ever holds more than its budget."""
+    placement = gemini.StaticPlacement(weights_on_nvme=1.0, optimizer_on_nvme=1.0)
+    tier = "cpu" if device == "cpu" else "gpu"
+
+    def make(budget: int, *, overlap: bool = False) -> Any:
+        return wrap(tmp_path, device, offload, overlap=overlap, placement=placement, **{tier: budget})
+
+    low, flying = least(make, 4096), list[int]()
+    for slack in (0, INPUT, 3 * INPUT, 12 * INPUT):
+        results, offloaded, said = [], [], []
+        for overlap in (False, True):
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                model = make(low + slack, overlap=overlap)
+                optimizer = adam(model)
+                results.append(train(model, optimizer))
+                loss = model(noise(7))
+                model._gemini_engine.drain()
+                offloaded.append(held(model, "activations"))
+                loss.backward()
+                said.append(sum("offload_activations" in str(w.message) for w in caught))
+            for one in (Tier.GPU, Tier.CPU, Tier.NVME):
+                if one in model._gemini_engine.ledger.tiers:
+                    assert model._gemini_engine.ledger.peak(one) <= model._gemini_engine.ledger.budget(one)
+            lanes = model._gemini_engine.activations.lanes
+            if lanes is not None:
+                flying.append(lanes._largest)
+        same(*results)
+        assert offloaded[0] == offloaded[1] and said[0] == said[1]
+    assert flying
+
+
+@pytest.mark.parametrize(("device", "offload"), WAYS)
+def test_what_is_in_flight_gives_way(device: str, offload: str, tmp_path: Path) -> None:
+    model = wrap(tmp_path, device, offload)
+    engine = model._gemini_engine
+    loss = model(noise())
+    engine.activations.begin_backward()  # reads ahead, of what has been written
+    tier = engine.device.tier
+    free = engine.ledger.free(tier) + engine.ledger.held(tier, IN_FLIGHT)
+    assert free > engine.ledger.free(tier)
+    engine.manager.make_room(free, what="the test")
+    assert engine.ledger.free(tier) == free
+    loss.backward()
+    model.zero_grad()
+    nothing_is_left(model)
+
+
+# ---- what goes wrong -------------------------------------------------------------------------------------------------
+
+
+def test_a_write_that_fails_in_flight_is_told_with_its_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In forward, in backward, or at the next report: wherever the training thread comes next, once."""
+    texts = []
+    for when in ("forward", "backward", "report", "next forward"):
+        with monkeypatch.context() as patches:
+            writes = Gate(patches, "write", "gemini-offload")
+            model = wrap(tmp_path)
+            spill = model._gemini_engine.spill
+            writes.error = [None, spill.failed("write", INPUT, 0, OSError(28, "No space left on device"))]
+            if when == "forward":
+                writes.open.set()
+                patches.setattr(activation_lanes, "DEPTH", 0)  # waits for the last but one
+            with pytest.raises(gemini.StorageError) as caught:
+                loss = model(noise())
+                assert when != "forward"
+                writes.open.set()
+                if when == "backward":
+                    spill_over(model)
+                    loss.backward()
+                elif when == "report":
+                    model.memory_report()
+                else:
+                    spill_over(model)
+                    model(noise())
+            texts.append(str(caught.value))
+            assert isinstance(caught.value.__cause__, OSError)
+            del caught
+            loss = None
+            gc.collect()
+            model.zero_grad()
+            nothing_is_left(model)
+            same(train(model), train(wrap(tmp_path, offload=None)))
+    assert len(set(texts)) == 1 and "could not write 16 KiB at 0 of the spill file" in texts[0], texts
+
+
+def spill_over(model: Any) -> None:
+    """Until every write is over, without a look at how they ended."""
+    for flight in model._gemini_engine.activations.lanes._saving:
+        flight.wait()
+
+
+@pytest.mark.parametrize("always", [False, True])
+def test_a_read_that_fails_ahead_is_tried_again_by_who_needs_it(
+    always: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = train(wrap(tmp_path, offload=None), steps=1)
+    model = wrap(tmp_path)
+    real, failed = SpillFile.read, list[str]()
+
+    def read(spill: SpillFile, into: torch.Tensor, offset: int) -> None:
+        if lane_of_now() == "gemini-restore" or always:
+            failed.append(lane_of_now())
+            raise spill.failed("read", into.nbytes, offset, OSError(5, "Input/output error"))
+        real(spill, into, offset)
+
+    monkeypatch.setattr(SpillFile, "read", read)
+    loss = model(noise())
+    model._gemini_engine.drain()
+    if always:
+        with pytest.raises(gemini.StorageError, match=r"could not read .* of the spill file .*Input/output error"):
+            loss.backward()
+        assert {"gemini-restore", "MainThread"} <= set(failed)
+        del loss
+        gc.collect()
+        model.zero_grad()
+        monkeypatch.setattr(SpillFile, "read", real)
+        nothing_is_left(model)
+        loss = model(noise())
+    loss.backward()
+    assert [loss.item(), float(model.clip_grad_norm_(1.0))] == plain[0]
+    model.zero_grad()
+    nothing_is_left(model)
+    assert "gemini-restore" in failed
+
+
+@pytest.mark.parametrize(("device", "offload"), WAYS)
+def test_forwards_without_backward_give_everything_back(
+    device: str, offload: str, tmp_path: Path, unruly: Callable[[int], None]
+) -> None:
+    model = wrap(tmp_path, device, offload)
+    gc.collect()
+    gc.disable()
+    try:
+        sizes = []
+        for seed in range(6):
+            unruly(seed)
+            loss = model(noise(seed))
+            assert held(model, "activations") == (LAYERS + 1) * INPUT
+            del loss
+            nothing_is_left(model)
+            sizes.append(model._gemini_engine.spill.num_bytes)
+        assert sizes[0] == sizes[-1]
+    finally:
+        gc.enable()
+    first, second = model(noise(0)), model(noise(1))
+    first.backward()  # not the one that was last
+    second.backward()
+    model.zero_grad()
+    del first, second
+    nothing_is_left(model)
+
+
+@pytest.mark.parametrize(("device", "offload"), WAYS)
+def test_an_interrupt_anywhere_leaves_nothing(device: str, offload: str, tmp_path: Path) -> None:
+    """At every wait of the training thread, and beside every entry in the books, in forward and backward."""
+    plain = train(wrap(tmp_path, offload=None))
+    model = wrap(tmp_path, device, offload)
+    optimizer, ledger = adam(model), model._gemini_engine.ledger
+    fired = 0
+    for chosen in range(3, 120, 19):
+        calls, patches = [], pytest.MonkeyPatch()
+        for owner, name in ((Event, "wait"), (Job, "wait"), (type(ledger), "reserve"), (type(ledger), "release")):
+            real = getattr(owner, name)
+
+            def call(*args: Any, real: Any = real, calls: list[int] = calls, chosen: int = chosen, **how: Any) -> Any:
+                result = real(*args, **how)
+                if lane_of_now() == "MainThread":
+                    calls.append(1)
+                    if len(calls) == chosen:
+                        raise KeyboardInterrupt
+                return result
+
+            patches.setattr(owner, name, call)
+        try:
+            model(noise()).backward()
+        except KeyboardInterrupt:
+            fired += 1
+        finally:
+            patches.undo()
+        gc.collect()
+        model.zero_grad()
+        nothing_is_left(model)
+    assert fired >= 2
+    same(train(model, optimizer), plain)
+
+
+def test_a_deleted_model_ends_its_lanes_with_writes_in_flight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gc.collect()
+    before = threading.active_count()
+    writes = Gate(monkeypatch, "write", "gemini-offload")
+    model = wrap(tmp_path)
+    loss = model(noise())
+    threading.Timer(0.05, writes.open.set).start()
+    del model
+    gc.collect()
+    del loss
+    for _ in range(200):
+        if threading.active_count() <= before:
+            break
+        time.sleep(0.01)
+    assert not [t.name for t in threading.enumerate() if t.name in ("gemini-offload", "gemini-restore")]
+
+
+# ---- to be seen ------------------------------------------------------------------------------------------------------
+
+
+def test_waits_and_ranges_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = wrap(tmp_path)
+    optimizer = adam(model)
+    config = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
+    kinds = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=kinds, experimental_config=config) as profile:
+        model(noise()).backward()
+        optimizer.step()
+    stalls = model.memory_report()["stalls"]
+    assert stalls["activation"] > 0
+    names = {"gemini::offload_activation", "gemini::fetch_activation"}
+    threads = {name: {e.thread for e in profile.events() if e.name == name} for name in names}
+    assert all(len(found) >= 2 for found in threads.values()), threads
+    with model.recording() as recording:
+        for _ in range(2):
+            model(noise()).backward()
+            optimizer.step()
+    spans = [span for span in recording.timeline.spans if "activations" in span.name]
+    assert {span.lane.value for span in spans} == {"nvme read", "nvme write"}, {span.lane.value for span in spans}
+    assert recording.timeline.moved["cpu->nvme"] == (LAYERS + 1) * INPUT

@@ -1,0 +1,75 @@
+"""Whatever breaks wherever, the error is clear, nothing is left, and the last checkpoint resumes to the same bits.
+
+A few of the faults of ``benchmarks/fault_hunt.py``, which makes every call of several cases fail in turn.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from benchmarks import fault_hunt, race_hunt
+from benchmarks.fault_hunt import CASES, KINDS, Child, Faults, step
+
+PER_KIND = 4
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("cpu, all on nvme", "write: disk full"),
+        ("standin, half on nvme", "read: i/o error"),
+        ("cpu, all on nvme, in backward", "adam: raises"),
+        ("cpu, half on nvme, fp16", "interrupt"),
+    ],
+)
+def test_a_fault_anywhere(name: str, kind: str, summary: Callable[[str], None]) -> None:
+    errors: list[tuple[int, BaseException]] = []
+
+    def report(number: int, error: BaseException | None) -> None:
+        if error is not None:
+            errors.append((number, error))
+
+    fired = fault_hunt.sweep(name, kind, lambda calls: range(2, calls + 1, max(calls // PER_KIND, 1)), report)
+    if errors:
+        number, error = errors[0]
+        print(f"failed: python benchmarks/fault_hunt.py --case {name!r} --only {kind!r} --first {number} --stride 9999")
+        raise error
+    assert fired.total() >= 2, "hardly anything broke"
+    summary(f"faults: {name}; {kind}: " + ", ".join(f"{where[0]} ({where[1]}) {n}" for where, n in fired.items()))
+
+
+def test_every_kind_is_met() -> None:
+    (cases,) = (mark.args[1] for mark in test_a_fault_anywhere.pytestmark)  # type: ignore[attr-defined]
+    assert {kind for _, kind in cases} == set(KINDS)
+
+
+def test_an_interrupt_before_a_gradient_is_taken_is_not_added_to_the_next(tmp_path: Path) -> None:
+    """Python notices Ctrl-C where it next runs: in backward that is the start of the hook that takes a gradient."""
+    schedule, quiet = CASES["cpu, all in memory"], Faults("")
+    worlds = race_hunt.reference(schedule.recipe)[1]
+    model, optimizer = race_hunt.wrap(schedule, tmp_path)
+    engine, taken = model._gemini_engine, []
+    real = engine.take_grad
+
+    def interrupted(handle: object) -> None:
+        taken.append(handle)
+        if len(taken) == 4:
+            raise KeyboardInterrupt
+        real(handle)
+
+    engine.take_grad = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        step(schedule.recipe, model, optimizer, 0, quiet)
+    optimizer.zero_grad()
+    step(schedule.recipe, model, optimizer, 0, quiet)
+    fault_hunt.same_world(schedule.recipe, model, optimizer, worlds[1], "after the step was made again")
+
+
+def test_ctrl_c_ends_a_program_in_order(tmp_path: Path) -> None:
+    """In the middle of training, a checkpoint perhaps being written behind it."""
+    child = Child.start("cpu, all on nvme", tmp_path)
+    assert child.kill(signal.SIGINT, 0.05) >= 2

@@ -1,0 +1,45 @@
+"""Random schedules give the bits of a run in which everything is done in turn: a few of benchmarks/race_hunt.py."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import race_hunt
+
+SEEDS = range(10_000, 10_025)  # not those of the hunt
+
+
+def test_schedules_do_not_change_the_bits(tmp_path: Path, summary: Callable[[str], None]) -> None:
+    seen: Counter[str] = Counter()
+    for seed in SEEDS:
+        schedule = race_hunt.draw(seed)
+        try:
+            seen += race_hunt.run(schedule, tmp_path)
+        except BaseException:
+            print(f"failed: python benchmarks/race_hunt.py --seeds {seed}:{seed + 1}\n{schedule}")
+            raise
+    assert seen["evictions"] > len(SEEDS) and len(seen) > 10, seen
+    summary(f"races: {len(SEEDS)} schedules, {dict(sorted(seen.items()))}")
+
+
+def test_the_hunt_sees_one_wrong_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An update that is different in a schedule, not in the reference, is found."""
+    schedule = next(s for s in map(race_hunt.draw, SEEDS) if not s.recipe.in_backward)
+    race_hunt.reference(schedule.recipe)
+    real, calls = race_hunt.kernels.adam_update, []
+
+    def wrong(*args: torch.Tensor) -> None:
+        real(*args)
+        calls.append(1)
+        if len(calls) == 5:
+            args[2][7] *= 1.01  # exp_avg
+
+    monkeypatch.setattr(race_hunt.kernels, "adam_update", wrong)
+    with pytest.raises(AssertionError, match="differ|losses|norms|after"):
+        race_hunt.run(schedule, tmp_path)
+    assert len(calls) > 5

@@ -1,0 +1,521 @@
+"""Updates in flight: their order, what they hold on to, where they wait and where their errors come out."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import gemini
+from gemini import kernels
+from gemini.errors import GeminiError, NonFiniteGradient, StorageError
+from gemini.memory import lane as lane_module
+from gemini.memory.device import Event
+from gemini.memory.lane import Job, Worker
+from gemini.memory.nvme import SpillFile
+from gemini.tiers import Tier
+from gemini.train import update_lane
+from tests import models
+
+PLACES = ["ram", "nvme", "standin"]
+
+
+def wrap(where: str, folder: Path, **how: Any) -> Any:
+    cpu = {"nvme": "1MiB"}.get(where, "64MiB")
+    memory = gemini.MemoryBudget(gpu="1MiB" if where == "standin" else None, cpu=cpu, nvme="64MiB", nvme_path=folder)
+    placement = gemini.StaticPlacement(weights_on_nvme=0.5, optimizer_on_nvme=1.0) if where != "ram" else "auto"
+    device = "standin" if where == "standin" else "cpu"
+    how = {"max_chunk": 4096, "update_threads": 1, **how}
+    config = gemini.GeminiConfig(memory=memory, device=device, placement=placement, **how)
+    return gemini.GeminiDDP(models.make_model("llama"), config)
+
+
+def adam(model: Any, **how: Any) -> gemini.HybridAdam:
+    return gemini.HybridAdam(model.parameters(), lr=1e-2, **how)
+
+
+BATCHES = [batch for batches in models.make_batches(6, 1) for batch in batches]
+
+
+def backward(model: Any, number: int) -> float:
+    loss = model(**BATCHES[number]).loss
+    loss.backward()
+    return float(loss.detach())
+
+
+def same(a: Any, b: Any) -> bool:
+    first, second = a.state_dict(dtype=torch.float32), b.state_dict(dtype=torch.float32)
+    return all(torch.equal(first[name], second[name]) for name in first)
+
+
+class Held:
+    """Holds every kernel call of the update lane until it is opened, and notes the order of weights."""
+
+    def __init__(self, patch: pytest.MonkeyPatch):
+        self.gate = threading.Event()
+        self.threads: list[str] = []
+        real = kernels.adam_update
+
+        def update(*args: Any) -> None:
+            self.threads.append(threading.current_thread().name)
+            if self.threads[-1] == "gemini-update":
+                assert self.gate.wait(30), "nobody opened the gate"
+            real(*args)
+
+        patch.setattr(kernels, "adam_update", update)
+
+
+@pytest.mark.parametrize("where", PLACES)
+def test_step_returns_with_updates_in_flight(where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, plain = wrap(where, tmp_path), wrap("ram", tmp_path, overlap=False)
+    optimizer, other = adam(model), adam(plain)
+    held = Held(monkeypatch)
+    backward(model, 0)
+    optimizer.step()
+    updates = model._gemini_engine.updates
+    assert updates.pending and set(held.threads) <= {"gemini-update"}
+    optimizer.param_groups[0]["lr"] = 1e9  # of the next step
+    optimizer.zero_grad()
+    held.gate.set()
+    assert model.memory_report()["cpu"]["used"] > 0 and not updates.pending, "a report is of a finished world"
+    backward(plain, 0)
+    other.step()
+    assert same(model, plain)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_weights_are_written_by_hand_after_their_update(
+    fails: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What they were before is what the update made of them: else all that it changed would count as written."""
+    model, plain = wrap("ram", tmp_path), wrap("ram", tmp_path, overlap=False)
+    optimizers = adam(model), adam(plain)
+    held = Held(monkeypatch)
+    for managed, optimizer in zip((model, plain), optimizers, strict=True):
+        backward(managed, 0)
+        optimizer.step()
+        if managed is model:
+            assert managed._gemini_engine.updates.pending
+            threading.Timer(0.1, held.gate.set).start()
+        param = dict(managed.named_parameters())["lm_head.weight"]
+        with contextlib.suppress(ZeroDivisionError), managed.gathered([param], write=True), torch.no_grad():
+            param[0, 0] = 1.0
+            assert not fails or 1 / 0
+    assert same(model, plain)
+
+
+def test_what_is_needed_first_is_updated_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = wrap("ram", tmp_path)
+    optimizer, held = adam(model), Held(monkeypatch)
+    order: list[int] = []
+    lane = model._gemini_engine.updates._lane
+    run = lane._update
+    monkeypatch.setattr(lane, "_update", lambda job, tile: (order.append(job.chunk.spec.index), run(job, tile)))
+    backward(model, 0)
+    optimizer.step()
+    held.gate.set()
+    model._gemini_engine.drain()
+    first_use = model._gemini_engine.updates._first_use
+    assert len(order) > 4 and order[1:] == sorted(order[1:], key=lambda index: first_use[index])
+
+
+def test_a_forward_waits_for_the_chunk_that_it_reads_and_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The gate opens when the first block begins: had the forward waited for everything, it would stay shut."""
+    model = wrap("ram", tmp_path)
+    optimizer = adam(model)
+    backward(model, 0)
+    optimizer.step()
+    model._gemini_engine.drain()
+    lane, passed, gate = model._gemini_engine.updates._lane, threading.Event(), threading.Event()
+    last = len(model._gemini_engine.chunks) - 1
+    run = lane._update
+
+    def update(job: Any, tile: Any) -> None:
+        if job.chunk.spec.index == last:
+            assert gate.wait(30), "the forward waited for what it does not read yet"
+        run(job, tile)
+
+    monkeypatch.setattr(lane, "_update", update)
+    model.model.layers[0].register_forward_pre_hook(lambda *_: (passed.set(), gate.set()) and None)
+    backward(model, 1)
+    optimizer.step()
+    backward(model, 2)
+    assert passed.is_set()
+
+
+@pytest.mark.parametrize("where", PLACES)
+@pytest.mark.parametrize("gradients", ["retain", "accumulate", "transient"])
+def test_steps_inside_backward_are_the_bits_of_steps_after_it(where: str, gradients: str, tmp_path: Path) -> None:
+    inside = wrap(where, tmp_path, gradients=gradients)
+    after = wrap("ram", tmp_path, overlap=False)
+    first, second = adam(inside, step_in_backward=True), adam(after)
+    for number in range(4):
+        assert backward(inside, number) == backward(after, number)
+        first.step()
+        second.step()
+        second.zero_grad()
+    assert same(inside, after)
+
+
+@pytest.mark.parametrize("where", PLACES)
+def test_the_backward_outside_no_sync_is_the_one_that_updates(where: str, tmp_path: Path) -> None:
+    inside = wrap(where, tmp_path, gradients="accumulate")
+    after = wrap("ram", tmp_path, gradients="accumulate", overlap=False)
+    first, second = adam(inside, step_in_backward=True), adam(after)
+    for number in range(0, 4, 2):
+        with inside.no_sync():
+            backward(inside, number)
+        assert inside._gemini_engine.has_gradients and not inside._gemini_engine.updated_in_backward
+        backward(inside, number + 1)
+        first.step()
+        backward(after, number)
+        backward(after, number + 1)
+        second.step()
+        second.zero_grad()
+    assert same(inside, after)
+
+
+def test_a_second_backward_that_would_update_again_is_refused(tmp_path: Path) -> None:
+    model = wrap("ram", tmp_path)
+    optimizer = adam(model, step_in_backward=True)
+    backward(model, 0)
+    with pytest.raises(GeminiError, match=r"optimizer\.step\(\).*no_sync"):
+        backward(model, 1)
+    optimizer.step()
+    with pytest.raises(GeminiError, match="leave step_in_backward out"):
+        backward(model, 1)
+        model.clip_grad_norm_(1.0)
+
+
+@pytest.mark.parametrize("reader", ["forward", "state_dict", "full_param", "step", "save"])
+def test_an_error_comes_out_where_somebody_waits(reader: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = wrap("nvme", tmp_path)
+    optimizer = adam(model)
+    backward(model, 0)
+    optimizer.step()
+    gemini.save_checkpoint(tmp_path / "ckpt", model, optimizer)
+    reference = {name: value.clone() for name, value in model.state_dict(dtype=torch.float32).items()}
+    backward(model, 1)
+
+    def full(self: SpillFile, source: torch.Tensor, offset: int) -> Any:
+        raise StorageError("no space left")
+
+    name = next(iter(reference))
+    look: dict[str, Callable[[], Any]] = {
+        "forward": lambda: backward(model, 2),
+        "state_dict": model.state_dict,
+        "full_param": lambda: [model.full_param(n) for n in reference],
+        "step": lambda: (model.memory_report(), optimizer.step()),
+        "save": lambda: gemini.save_checkpoint(tmp_path / "other", model, optimizer),
+    }
+    with monkeypatch.context() as patch:
+        patch.setattr(SpillFile, "begin_write", full)
+        with pytest.raises(StorageError, match="no space left"):
+            optimizer.step()
+            look[reader]()
+    with pytest.raises(GeminiError, match="Load the last checkpoint"):
+        backward(model, 2)
+    gemini.load_checkpoint(tmp_path / "ckpt", model, optimizer)
+    assert torch.equal(model.full_param(name, dtype=torch.float32), reference[name])
+    backward(model, 1)
+    optimizer.step()
+    model._gemini_engine.check_invariants()
+
+
+def test_gradients_that_wait_are_in_the_ledger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = wrap("ram", tmp_path, gradients="transient")
+    optimizer, held = adam(model, step_in_backward=True), Held(monkeypatch)
+    backward(model, 0)
+    ledger = model._gemini_engine.ledger
+    waiting = ledger.held(Tier.CPU, "gradients in flight")
+    params = sum(p.numel() for p in model.parameters())
+    assert 0 < waiting <= 2 * params
+    held.gate.set()
+    optimizer.step()
+    model._gemini_engine.drain()
+    assert ledger.held(Tier.CPU, "gradients in flight") == 0
+
+
+def test_a_gradient_that_has_landed_is_let_go_before_backward_ends(tmp_path: Path) -> None:
+    model = wrap("standin", tmp_path)
+    adam(model)
+    store = model._gemini_engine.gradients
+    land, settle, alive = store.land, store.settle, list[Any]()
+    found = list[int]()
+
+    def landing(handle: Any, grad: torch.Tensor) -> None:
+        alive.append(weakref.ref(grad.untyped_storage()))
+        land(handle, grad)
+
+    def settling() -> None:
+        for job in store._landing:
+            job.wait(30)
+        found.append(sum(reference() is not None for reference in alive))
+        settle()
+
+    store.land, store.settle = landing, settling
+    backward(model, 0)
+    assert len(alive) > 10 and store._lane is not None
+    assert found[-1] <= 1, "their bytes were given back to the ledger, and they were still there"
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_gradient_that_is_not_finite_breaks_the_step_off_wherever_it_is_found(overlap: bool, tmp_path: Path) -> None:
+    model = wrap("ram", tmp_path, gradients="transient", overlap=overlap)
+    optimizer = adam(model, step_in_backward=True)
+    backward(model, 0)
+    optimizer.step()
+    gemini.save_checkpoint(tmp_path / "ckpt", model, optimizer)
+    reference = {name: value.clone() for name, value in model.state_dict(dtype=torch.float32).items()}
+
+    def spoil(module: Any, args: Any, output: Any) -> None:
+        output.register_hook(lambda grad: grad * float("nan"))
+
+    hook = model.model.layers[0].mlp.register_forward_hook(spoil)
+    with pytest.raises(NonFiniteGradient, match="holds inf or NaN"):
+        backward(model, 1)
+        model._gemini_engine.drain()
+    hook.remove()
+    with pytest.raises(GeminiError, match="Load the last checkpoint"):
+        backward(model, 2)
+    gemini.load_checkpoint(tmp_path / "ckpt", model, optimizer)
+    assert all(torch.equal(value, reference[name]) for name, value in model.state_dict(dtype=torch.float32).items())
+
+
+class Recomputed(torch.nn.Module):
+    """``shared`` is called in two checkpointed parts; the first part also looks at the weights of ``last``."""
+
+    def __init__(self, reentrant: bool):
+        super().__init__()
+        torch.manual_seed(0)
+        self.shared, self.last = torch.nn.Linear(32, 32), torch.nn.Linear(32, 32)
+        self.reentrant = reentrant
+
+    def part(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            scale = self.last.weight.abs().sum()
+        return torch.tanh(self.shared(x)) * scale
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(2):
+            x = checkpoint(self.part, x, use_reentrant=self.reentrant)
+        return self.last(x)
+
+
+def recomputed(reentrant: bool, overlap: bool) -> tuple[Any, Callable[[], None]]:
+    memory = gemini.MemoryBudget(cpu="64MiB")
+    how: dict[str, Any] = {"memory": memory, "device": "cpu", "precision": "fp32", "max_chunk": 4096}
+    config = gemini.GeminiConfig(overlap=overlap, update_threads=1, **how)
+    model = gemini.GeminiDDP(Recomputed(reentrant), config)
+    optimizer = adam(model, step_in_backward=True)
+
+    def step() -> None:
+        model(torch.ones(2, 32, requires_grad=True)).square().mean().backward()
+        optimizer.step()
+
+    return model, step
+
+
+def test_a_recomputation_reads_no_weights_that_are_being_updated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the last layer are in place, and their update began inside this backward."""
+    (model, step), (plain, plain_step) = recomputed(False, True), recomputed(False, False)
+    held = Held(monkeypatch)
+    threading.Timer(0.2, held.gate.set).start()
+    step()
+    plain_step()
+    assert "gemini-update" in held.threads and same(model, plain)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_gradient_in_two_parts_is_no_two_steps(overlap: bool) -> None:
+    model, step = recomputed(True, overlap)
+    with pytest.raises(GeminiError, match="'shared.* in two parts .*leave step_in_backward out"):
+        step()
+    assert all(handle.num_steps <= 1 for handle in model._gemini_engine.handles)
+
+
+def test_gradients_that_the_device_still_computes_are_not_looked_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = wrap("standin", tmp_path, gradients="transient")
+    optimizer = adam(model, step_in_backward=True)
+    marks, early = list[Event](), list[bool]()
+
+    def mark() -> Event:
+        marks.append(Event())
+        threading.Timer(0.05, marks[-1].finish).start()
+        return marks[-1]
+
+    def looked(segments: Any) -> None:
+        early.append(not any(event.is_complete() for event in marks))
+
+    monkeypatch.setattr(model._gemini_engine.device, "mark", mark)
+    monkeypatch.setattr(update_lane, "check_finite", looked)
+    backward(model, 0)
+    optimizer.step()
+    model._gemini_engine.drain()
+    assert early and not any(early)
+
+
+def test_an_error_before_the_first_tile_reaches_who_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = wrap("ram", tmp_path, gradients="transient")
+    optimizer = adam(model, step_in_backward=True)
+
+    def fails(segments: Any) -> None:
+        raise MemoryError("no memory to look at a gradient")
+
+    monkeypatch.setattr(update_lane, "check_finite", fails)
+    backward(model, 0)
+    engine = model._gemini_engine
+    job = next(iter(engine.updates._jobs.values()))
+    with pytest.raises(MemoryError):
+        job.wait(10)
+    with pytest.raises(GeminiError, match="MemoryError"):
+        optimizer.step()
+    with pytest.raises(MemoryError):
+        engine.drain()
+    engine.check_invariants()
+
+
+def test_without_room_for_a_lane_everything_is_done_in_turn(tmp_path: Path) -> None:
+    """The staging of one thread is all that fits: no error, the same bits."""
+    tight: Any = None
+    for kib in range(64, 1024, 16):
+        memory = gemini.MemoryBudget(cpu=kib * 1024, nvme="64MiB", nvme_path=tmp_path)
+        placement = gemini.StaticPlacement(weights_on_nvme=1.0, optimizer_on_nvme=1.0)
+        config = gemini.GeminiConfig(memory=memory, device="cpu", placement=placement, max_chunk=4096)
+        try:
+            tight = gemini.GeminiDDP(models.make_model("llama"), config)
+            break
+        except gemini.BudgetExceeded:
+            continue
+    assert tight._gemini_engine.updates._lane.slot_tile == 0
+    plain = wrap("ram", tmp_path, overlap=False)
+    first, second = adam(tight), adam(plain)
+    for number in range(3):
+        assert backward(tight, number) == backward(plain, number)
+        first.step()
+        second.step()
+        second.zero_grad()
+    assert same(tight, plain)
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_an_interrupt_between_handing_over_and_noting_leaves_no_update_behind(
+    in_backward: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What nobody knows of would go on while a checkpoint is loaded."""
+    model = wrap("ram", tmp_path)
+    optimizer, held = adam(model, step_in_backward=in_backward), Held(monkeypatch)
+    updates, put, jobs = model._gemini_engine.updates, Worker.put, list[Job]()
+
+    def interrupted(self: Worker, *given: Job) -> None:
+        put(self, *given)
+        jobs.extend(given)
+        assert given[0].worker is self
+        while not held.threads:
+            time.sleep(0.001)  # the first one is under way
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Worker, "put", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            backward(model, 0)
+            optimizer.step()
+    assert {job for job in jobs if not job.is_complete()} == set(updates._jobs.values())
+    threading.Timer(0.1, held.gate.set).start()
+    updates.forget()
+    assert all(job.is_complete() for job in jobs)
+    with pytest.raises(GeminiError, match="Load the last checkpoint"):
+        backward(model, 1)
+
+
+def test_a_model_may_end_on_the_lane_that_updates_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The collector runs anywhere. A fetch that waits for that very update must not be waited for."""
+    model = wrap("nvme", tmp_path)
+    optimizer = adam(model)
+    for number in range(2):  # then it is known what to fetch ahead
+        backward(model, number)
+        optimizer.step()
+    engine = model._gemini_engine
+    engine.drain()
+    monkeypatch.setattr(lane_module, "_END_SECONDS", 3.0)
+    fetches, go, ended, found = engine.manager._lane, threading.Event(), threading.Event(), list[bool]()
+
+    class Ends:
+        def before_write(self, chunk: Any) -> None:
+            if not found:
+                assert go.wait(30)
+                found.append(any(c.arriving is not None and not c.arriving.is_complete() for c in engine.chunks))
+                engine.close()
+                found.append(fetches.is_alive)
+                ended.set()
+
+        def close(self) -> None:
+            pass
+
+    backward(model, 2)
+    engine.saver = Ends()
+    optimizer.step()
+    go.set()
+    assert ended.wait(30)
+    assert found == [True, False], "a fetch was waiting, and the end waited for it in vain"
+
+
+@pytest.mark.parametrize("where", PLACES)
+def test_a_model_may_go_in_the_middle_of_its_updates(where: str, tmp_path: Path) -> None:
+    model = wrap(where, tmp_path)
+    optimizer = adam(model)
+    backward(model, 0)
+    optimizer.step()
+    engine = model._gemini_engine
+    lane = engine.updates._lane
+    del engine, model, optimizer
+    gc.collect()
+    assert not lane.is_alive
+
+
+def test_what_the_device_computes_is_left_to_the_thread_that_computes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """fp16 masters on the device are cast there: on a worker's stream nothing would order it before the reading."""
+    memory = gemini.MemoryBudget(gpu="700KiB", cpu="64MiB")
+    placement = gemini.StaticPlacement(weights_on_gpu=1.0)
+    config = gemini.GeminiConfig(memory=memory, device="standin", precision="fp16", max_chunk=4096, placement=placement)
+    model = gemini.GeminiDDP(models.make_model("llama"), config)
+    optimizer, threads = adam(model), set[threading.Thread]()
+    mover = model._gemini_engine.mover
+    gather = mover._gather_tile
+    monkeypatch.setattr(mover, "_gather_tile", lambda *given: (threads.add(threading.current_thread()), gather(*given)))
+    for number in range(3):
+        backward(model, number)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert threads == {threading.current_thread()}
+
+
+def test_a_step_inside_gathered_shows_no_weights_that_are_being_updated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, plain = wrap("ram", tmp_path), wrap("ram", tmp_path, overlap=False)
+    held, seen = Held(monkeypatch), list[torch.Tensor]()
+    threading.Timer(0.2, held.gate.set).start()
+    for managed in (model, plain):
+        optimizer = adam(managed)
+        backward(managed, 0)
+        param = dict(managed.named_parameters())["lm_head.weight"]
+        with managed.gathered([param]), torch.no_grad():
+            optimizer.step()
+            seen.append(param * 1)
+    assert "gemini-update" in held.threads and torch.equal(*seen)
