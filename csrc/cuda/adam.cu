@@ -46,9 +46,10 @@ unsigned blocks_for(int64_t n) {
 
 }  // namespace
 
-void adam_update(void* stream, const AdamArrays& arrays, Dtype grad_dtype, const AdamSegment* segments, int count,
+void adam_update(const Stream& stream, const AdamArrays& arrays, Dtype grad_dtype, const AdamSegment* segments, int count,
                  const float* grad_scale, const int* stop) {
-    const auto on = static_cast<cudaStream_t>(stream);
+    const OnDevice device(stream.device);
+    const auto on = static_cast<cudaStream_t>(stream.handle);
     for_each_launch(arrays, segments, count, grad_scale, stop, [&](const AdamLaunch& launch, bool aligned) {
         switch (grad_dtype) {
             case Dtype::f32: return start<Dtype::f32>(on, launch, aligned);
@@ -58,16 +59,18 @@ void adam_update(void* stream, const AdamArrays& arrays, Dtype grad_dtype, const
     });
 }
 
-void split_master(void* stream, const void* master, void* hi, void* lo, int64_t n) {
+void split_master(const Stream& stream, const void* master, void* hi, void* lo, int64_t n) {
     if (n == 0) return;
-    split_kernel<<<blocks_for(n), kThreads, 0, static_cast<cudaStream_t>(stream)>>>(
+    const OnDevice device(stream.device);
+    split_kernel<<<blocks_for(n), kThreads, 0, static_cast<cudaStream_t>(stream.handle)>>>(
         static_cast<const float*>(master), static_cast<uint16_t*>(hi), static_cast<uint16_t*>(lo), n);
     check(cudaGetLastError(), "starting the split kernel");
 }
 
-void join_master(void* stream, const void* hi, const void* lo, void* out, int64_t n) {
+void join_master(const Stream& stream, const void* hi, const void* lo, void* out, int64_t n) {
     if (n == 0) return;
-    join_kernel<<<blocks_for(n), kThreads, 0, static_cast<cudaStream_t>(stream)>>>(
+    const OnDevice device(stream.device);
+    join_kernel<<<blocks_for(n), kThreads, 0, static_cast<cudaStream_t>(stream.handle)>>>(
         static_cast<const uint16_t*>(hi), static_cast<const uint16_t*>(lo), static_cast<float*>(out), n);
     check(cudaGetLastError(), "starting the join kernel");
 }

@@ -66,11 +66,12 @@ __global__ void __launch_bounds__(kThreads) grad_kernel(void* dst, const void* s
 }
 
 template <Doing What, Dtype Source>
-void start(void* stream, void* dst, const void* src, int64_t n, const NormPlaces& places) {
+void start(const Stream& stream, void* dst, const void* src, int64_t n, const NormPlaces& places) {
     if (n == 0) return;
+    const OnDevice device(stream.device);
     const bool aligned = reinterpret_cast<uintptr_t>(dst) % sizeof(Sixteen) == 0 &&
                          reinterpret_cast<uintptr_t>(src) % sizeof(Sixteen) == 0;
-    const auto on = static_cast<cudaStream_t>(stream);
+    const auto on = static_cast<cudaStream_t>(stream.handle);
     const auto blocks = static_cast<unsigned>((n + kBlock * kWarps - 1) / (kBlock * kWarps));
     if (aligned) grad_kernel<What, Source, true><<<blocks, kThreads, 0, on>>>(dst, src, n, places);
     else grad_kernel<What, Source, false><<<blocks, kThreads, 0, on>>>(dst, src, n, places);
@@ -78,7 +79,7 @@ void start(void* stream, void* dst, const void* src, int64_t n, const NormPlaces
 }
 
 template <Doing What>
-void start_from(void* stream, void* dst, const void* src, Dtype src_dtype, int64_t n, const NormPlaces& places) {
+void start_from(const Stream& stream, void* dst, const void* src, Dtype src_dtype, int64_t n, const NormPlaces& places) {
     switch (src_dtype) {
         case Dtype::f32: return start<What, Dtype::f32>(stream, dst, src, n, places);
         case Dtype::bf16: return start<What, Dtype::bf16>(stream, dst, src, n, places);
@@ -103,22 +104,23 @@ __global__ void clip_kernel(const double* sums, int64_t count, double scale, dou
 
 }  // namespace
 
-void copy_grad(void* stream, void* dst, Dtype dst_dtype, const void* src, Dtype src_dtype, int64_t n, const NormPlaces& places) {
+void copy_grad(const Stream& stream, void* dst, Dtype dst_dtype, const void* src, Dtype src_dtype, int64_t n, const NormPlaces& places) {
     if (dst_dtype == src_dtype) start_from<Doing::copy>(stream, dst, src, src_dtype, n, places);
     else start_from<Doing::widen>(stream, dst, src, src_dtype, n, places);
 }
 
-void accumulate_grad(void* stream, void* acc, const void* src, Dtype src_dtype, int64_t n, const NormPlaces& places) {
+void accumulate_grad(const Stream& stream, void* acc, const void* src, Dtype src_dtype, int64_t n, const NormPlaces& places) {
     start_from<Doing::accumulate>(stream, acc, src, src_dtype, n, places);
 }
 
-void sum_squares(void* stream, const void* src, Dtype src_dtype, int64_t n, const NormPlaces& places) {
+void sum_squares(const Stream& stream, const void* src, Dtype src_dtype, int64_t n, const NormPlaces& places) {
     start_from<Doing::read>(stream, nullptr, src, src_dtype, n, places);
 }
 
-void clip_factor(void* stream, const double* sums, int64_t count, double scale, double max_norm, double* norm, float* factor,
+void clip_factor(const Stream& stream, const double* sums, int64_t count, double scale, double max_norm, double* norm, float* factor,
                  int* nonfinite) {
-    clip_kernel<<<1, 1, 0, static_cast<cudaStream_t>(stream)>>>(sums, count, scale, max_norm, norm, factor, nonfinite);
+    const OnDevice device(stream.device);
+    clip_kernel<<<1, 1, 0, static_cast<cudaStream_t>(stream.handle)>>>(sums, count, scale, max_norm, norm, factor, nonfinite);
     check(cudaGetLastError(), "starting the clip kernel");
 }
 

@@ -5,7 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "../formats.h"
+#include "adam.h"
 
 namespace gemini::cuda {
 
@@ -20,18 +20,18 @@ struct NormPlaces {
 };
 
 // dst = src (of the same format, or fp32) with the sums of squares of dst; enqueued on `stream`.
-void copy_grad(void* stream, void* dst, Dtype dst_dtype, const void* src, Dtype src_dtype, int64_t n, const NormPlaces& places);
+void copy_grad(const Stream& stream, void* dst, Dtype dst_dtype, const void* src, Dtype src_dtype, int64_t n, const NormPlaces& places);
 
 // acc (fp32) += src, with those of the new acc.
-void accumulate_grad(void* stream, void* acc, const void* src, Dtype src_dtype, int64_t n, const NormPlaces& places);
+void accumulate_grad(const Stream& stream, void* acc, const void* src, Dtype src_dtype, int64_t n, const NormPlaces& places);
 
 // Those of src alone.
-void sum_squares(void* stream, const void* src, Dtype src_dtype, int64_t n, const NormPlaces& places);
+void sum_squares(const Stream& stream, const void* src, Dtype src_dtype, int64_t n, const NormPlaces& places);
 
 // What clipping to `max_norm` multiplies gradients by, from `count` sums added in their order: with
 // norm = sqrt(sum) * scale, writes norm to `norm` and scale * min(1, max_norm / (norm + 1e-6)), rounded to fp32 once, to
 // `factor`; a norm that is not finite leaves scale alone in `factor`, and 1 in `nonfinite`.
-void clip_factor(void* stream, const double* sums, int64_t count, double scale, double max_norm, double* norm, float* factor,
+void clip_factor(const Stream& stream, const double* sums, int64_t count, double scale, double max_norm, double* norm, float* factor,
                  int* nonfinite);
 
 }  // namespace gemini::cuda
