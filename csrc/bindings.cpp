@@ -12,6 +12,7 @@
 
 #include "cpu_adam.h"
 #include "cpu_grad.h"
+#include "cuda/bindings.h"
 #include "nvme_io.h"
 #include "stream.h"
 #include "thread_pool.h"
@@ -52,7 +53,7 @@ size_t probe_width(int64_t n) {
 PYBIND11_MODULE(_C, m) {
     using nogil = py::call_guard<py::gil_scoped_release>;
     // Raised when a signature below changes: a library left over from another version is then refused, not misused.
-    m.attr("INTERFACE") = 2;
+    m.attr("INTERFACE") = 3;
 
     py::register_exception_translator([](std::exception_ptr thrown) {
         try {
@@ -78,6 +79,13 @@ PYBIND11_MODULE(_C, m) {
                          float eps, float grad_scale, bool decoupled) {
             return AdamScalars{c1, c2, beta2, decay, wd, neg_step, inv_sqrt_bc2, eps, grad_scale, decoupled};
         }));
+
+#if defined(GEMINI_CUDA)
+    m.attr("HAS_CUDA") = true;
+    cuda::bind(m);
+#else
+    m.attr("HAS_CUDA") = false;
+#endif
 
     m.def("adam_update",
           [](Isa isa, Address weights, Address residual, Address exp_avg, Address exp_avg_sq, Address grad,

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from gemini import kernels_reference as reference
+from gemini.kernels_cuda import CudaKernels, Places, Segment
 from gemini.kernels_reference import IO_THREADS, NORM_BLOCK, NORM_LANES, NORM_TILE, AdamHyper, total
 
 __all__ = [
@@ -47,7 +48,7 @@ __all__ = [
     "use_isa",
 ]
 
-_INTERFACE = 2  # of the signatures in csrc/bindings.cpp
+_INTERFACE = 3  # of the signatures in csrc/bindings.cpp
 
 
 def _load() -> tuple[Any, str | None]:
@@ -85,6 +86,8 @@ _dtypes: dict[torch.dtype, Any] = (
     {} if _native is None else dict(zip(_GRAD, (_native.Dtype.f32, _native.Dtype.bf16, _native.Dtype.f16), strict=True))
 )
 
+_cuda = CudaKernels(_native, _dtypes) if getattr(_native, "HAS_CUDA", False) else None
+
 # ---- what is here ----------------------------------------------------------------------------------------------------
 
 
@@ -113,8 +116,7 @@ class KernelReport:
 
 def capabilities() -> KernelReport:
     """What runs the kernels here and now."""
-    cuda = bool(getattr(_native, "HAS_CUDA", False))
-    return KernelReport(_native is not None, _why_not, _isa_name, tuple(_isas), get_num_threads(), cuda)
+    return KernelReport(_native is not None, _why_not, _isa_name, tuple(_isas), get_num_threads(), _cuda is not None)
 
 
 @contextmanager
@@ -222,6 +224,11 @@ def _refusal(op: str, args: _Args) -> str:
     return "\n".join(lines)
 
 
+def _cuda_for(tensor: Tensor) -> CudaKernels | None:
+    """The native CUDA kernels, if they take it; `use_isa("reference")` and a library without them leave it to torch."""
+    return _cuda if _isa is not None and tensor.is_cuda else None
+
+
 # ---- kernels ---------------------------------------------------------------------------------------------------------
 
 
@@ -253,6 +260,9 @@ def adam_update(
         scalars = _native_scalars(hyper)
         n = weights.numel()
         _native.adam_update(_isa, w, r[0] if r else 0, m, v, g, _dtypes[grad.dtype], n, scalars)
+    elif cuda := _cuda_for(weights):
+        whole = [Segment(0, weights.numel(), hyper)]
+        cuda.adam_update(weights, residual, exp_avg, exp_avg_sq, grad, whole)
     else:
         reference.adam_update(weights, residual, exp_avg, exp_avg_sq, grad, hyper)
 
@@ -267,6 +277,10 @@ def copy_grad(dst: Tensor, src: Tensor) -> list[float]:
     d, s = _check("copy_grad", (("dst", dst, accepted), ("src", src, _GRAD)))
     if _isa is not None and dst.is_cpu:
         return _native.copy_grad(_isa, d, _dtypes[dst.dtype], s, _dtypes[src.dtype], dst.numel())
+    if cuda := _cuda_for(dst):
+        places = Places(dst.numel(), dst.device)
+        cuda.copy_grad(dst, src, places)
+        return places.tiles.tolist()
     return reference.copy_grad(dst, src)
 
 
@@ -275,6 +289,10 @@ def accumulate_grad(acc: Tensor, src: Tensor) -> list[float]:
     a, s = _check("accumulate_grad", (("acc", acc, _FLOAT32), ("src", src, _GRAD)))
     if _isa is not None and acc.is_cpu:
         return _native.accumulate_grad(_isa, a, s, _dtypes[src.dtype], acc.numel())
+    if cuda := _cuda_for(acc):
+        places = Places(acc.numel(), acc.device)
+        cuda.accumulate_grad(acc, src, places)
+        return places.tiles.tolist()
     return reference.accumulate_grad(acc, src)
 
 
@@ -288,6 +306,10 @@ def sum_squares(src: Tensor) -> list[float]:
     (s,) = _check("sum_squares", (("src", src, _GRAD),))
     if _isa is not None and src.is_cpu:
         return _native.sum_squares(_isa, s, _dtypes[src.dtype], src.numel())
+    if cuda := _cuda_for(src):
+        places = Places(src.numel(), src.device)
+        cuda.sum_squares(src, places)
+        return places.tiles.tolist()
     return reference.sum_squares(src)
 
 
@@ -299,6 +321,8 @@ def split_master(master: Tensor, hi: Tensor, lo: Tensor) -> None:
     m, h, w = _check("split_master", (("master", master, _FLOAT32), ("hi", hi, _BFLOAT16), ("lo", lo, _INT16)))
     if _isa is not None and master.is_cpu:
         _native.split_master(_isa, m, h, w, master.numel())
+    elif cuda := _cuda_for(master):
+        cuda.split_master(master, hi, lo)
     else:
         reference.split_master(master, hi, lo)
 
@@ -308,6 +332,8 @@ def join_master(hi: Tensor, lo: Tensor, out: Tensor) -> None:
     h, w, o = _check("join_master", (("hi", hi, _BFLOAT16), ("lo", lo, _INT16), ("out", out, _FLOAT32)))
     if _isa is not None and out.is_cpu:
         _native.join_master(_isa, h, w, o, out.numel())
+    elif cuda := _cuda_for(out):
+        cuda.join_master(hi, lo, out)
     else:
         reference.join_master(hi, lo, out)
 

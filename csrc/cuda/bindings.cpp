@@ -1,0 +1,83 @@
+// The Python face of the CUDA kernels; gemini/kernels_cuda.py is the only module that calls it. Compiled with or without
+// them: what is missing is missing, and HAS_CUDA says so.
+#include "bindings.h"
+
+#if defined(GEMINI_CUDA)
+
+#include <pybind11/stl.h>
+
+#include <tuple>
+#include <vector>
+
+#include "adam.h"
+#include "grad.h"
+
+namespace py = pybind11;
+
+namespace gemini::cuda {
+namespace {
+
+using Address = uintptr_t;
+
+template <class T = void>
+T* at(Address address) { return reinterpret_cast<T*>(address); }
+
+Stream stream_of(int device, Address handle) { return {device, at(handle)}; }
+
+}  // namespace
+
+void bind(py::module_& m) {
+    using nogil = py::call_guard<py::gil_scoped_release>;
+    py::class_<AdamSegment>(m, "CudaSegment").def(py::init([](int64_t begin, int64_t end, const AdamScalars& scalars) {
+        return AdamSegment{begin, end, scalars};
+    }));
+    py::class_<NormPlaces>(m, "CudaNormPlaces")
+        .def(py::init([](Address blocks, Address tiles, Address arrived, Address nonfinite) {
+            return NormPlaces{at<double>(blocks), at<double>(tiles), at<unsigned>(arrived), at<int>(nonfinite)};
+        }));
+    m.def("cuda_adam_update",
+          [](int device, Address stream, Address weights, Address residual, Address exp_avg, Address exp_avg_sq,
+             Address grad, Dtype grad_dtype, const std::vector<AdamSegment>& segments, Address grad_scale, Address stop) {
+              adam_update(stream_of(device, stream), {at(weights), at(residual), at(exp_avg), at(exp_avg_sq), at(grad)},
+                          grad_dtype, segments.data(), static_cast<int>(segments.size()), at<float>(grad_scale),
+                          at<int>(stop));
+          },
+          nogil());
+    m.def("cuda_split_master",
+          [](int device, Address stream, Address master, Address hi, Address lo, int64_t n) {
+              split_master(stream_of(device, stream), at(master), at(hi), at(lo), n);
+          },
+          nogil());
+    m.def("cuda_join_master",
+          [](int device, Address stream, Address hi, Address lo, Address out, int64_t n) {
+              join_master(stream_of(device, stream), at(hi), at(lo), at(out), n);
+          },
+          nogil());
+    m.def("cuda_copy_grad",
+          [](int device, Address stream, Address dst, Dtype dst_dtype, Address src, Dtype src_dtype, int64_t n,
+             const NormPlaces& places) {
+              copy_grad(stream_of(device, stream), at(dst), dst_dtype, at(src), src_dtype, n, places);
+          },
+          nogil());
+    m.def("cuda_accumulate_grad",
+          [](int device, Address stream, Address acc, Address src, Dtype src_dtype, int64_t n, const NormPlaces& places) {
+              accumulate_grad(stream_of(device, stream), at(acc), at(src), src_dtype, n, places);
+          },
+          nogil());
+    m.def("cuda_sum_squares",
+          [](int device, Address stream, Address src, Dtype src_dtype, int64_t n, const NormPlaces& places) {
+              sum_squares(stream_of(device, stream), at(src), src_dtype, n, places);
+          },
+          nogil());
+    m.def("cuda_clip_factor",
+          [](int device, Address stream, Address sums, int64_t count, double scale, double max_norm, Address norm,
+             Address factor, Address nonfinite) {
+              clip_factor(stream_of(device, stream), at<double>(sums), count, scale, max_norm, at<double>(norm),
+                          at<float>(factor), at<int>(nonfinite));
+          },
+          nogil());
+}
+
+}  // namespace gemini::cuda
+
+#endif

@@ -1,0 +1,108 @@
+// The arithmetic of cpu_adam.h and the number formats of formats.h for device code, one element at a time.
+//
+// Every operation is an intrinsic that rounds to nearest and is never contracted, whatever the compiler is told; division
+// and square root are the correctly rounded ones, and subnormal numbers are kept. The same text compiles for the host
+// (-ffp-contract=off), where tests/native runs it against the CPU kernels: what a machine without a card can prove.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#include "../cpu_adam.h"
+
+#if defined(__CUDACC__)
+#define GEMINI_DEVICE __host__ __device__ __forceinline__
+#else
+#define GEMINI_DEVICE inline
+#endif
+
+namespace gemini::cuda {
+
+#if defined(__CUDA_ARCH__)
+GEMINI_DEVICE float add(float a, float b) { return __fadd_rn(a, b); }
+GEMINI_DEVICE float sub(float a, float b) { return __fsub_rn(a, b); }
+GEMINI_DEVICE float mul(float a, float b) { return __fmul_rn(a, b); }
+GEMINI_DEVICE float div(float a, float b) { return __fdiv_rn(a, b); }
+GEMINI_DEVICE float root(float a) { return __fsqrt_rn(a); }
+GEMINI_DEVICE double add(double a, double b) { return __dadd_rn(a, b); }
+GEMINI_DEVICE double mul(double a, double b) { return __dmul_rn(a, b); }
+GEMINI_DEVICE uint32_t bits_of(float value) { return __float_as_uint(value); }
+GEMINI_DEVICE float float_of(uint32_t bits) { return __uint_as_float(bits); }
+#else
+GEMINI_DEVICE float add(float a, float b) { return a + b; }
+GEMINI_DEVICE float sub(float a, float b) { return a - b; }
+GEMINI_DEVICE float mul(float a, float b) { return a * b; }
+GEMINI_DEVICE float div(float a, float b) { return a / b; }
+GEMINI_DEVICE float root(float a) { return std::sqrt(a); }
+GEMINI_DEVICE double add(double a, double b) { return a + b; }
+GEMINI_DEVICE double mul(double a, double b) { return a * b; }
+GEMINI_DEVICE uint32_t bits_of(float value) {
+    uint32_t bits;
+    std::memcpy(&bits, &value, sizeof bits);
+    return bits;
+}
+GEMINI_DEVICE float float_of(uint32_t bits) {
+    float value;
+    std::memcpy(&value, &bits, sizeof value);
+    return value;
+}
+#endif
+
+// fp16 -> fp32, exact: a subnormal half is its mantissa, an integer, times 2^-24; inf and NaN keep their payload.
+GEMINI_DEVICE float float_of_half(uint32_t half) {
+    const uint32_t magnitude = half & 0x7fffu, sign = (half & 0x8000u) << 16;
+    uint32_t bits = (magnitude << 13) + (112u << 23);
+    if (magnitude >= 0x7c00u) bits += 112u << 23;
+    if (magnitude < 0x0400u) bits = bits_of(mul(static_cast<float>(static_cast<int32_t>(magnitude)), 0x1p-24f));
+    return float_of(bits | sign);
+}
+
+// An element of an array in one of the three formats, as it stands in memory, to fp32.
+template <Dtype>
+struct Format;
+
+template <>
+struct Format<Dtype::f32> {
+    using Element = uint32_t;
+    static GEMINI_DEVICE float widen(Element bits) { return float_of(bits); }
+};
+
+template <>
+struct Format<Dtype::bf16> {
+    using Element = uint16_t;
+    static GEMINI_DEVICE float widen(Element bits) { return float_of(static_cast<uint32_t>(bits) << 16); }
+};
+
+template <>
+struct Format<Dtype::f16> {
+    using Element = uint16_t;
+    static GEMINI_DEVICE float widen(Element bits) { return float_of_half(bits); }
+};
+
+// The split master: fp32 bits = (hi << 16) + sign_extend(lo), modulo 2^32.
+GEMINI_DEVICE float join(uint16_t hi, uint16_t lo) {
+    return float_of((static_cast<uint32_t>(hi) << 16) + static_cast<uint32_t>(static_cast<int32_t>(static_cast<int16_t>(lo))));
+}
+
+// hi rounds half away from zero; a NaN becomes canonical.
+GEMINI_DEVICE void split(float master, uint16_t& hi, uint16_t& lo) {
+    uint32_t bits = bits_of(master);
+    if ((bits & 0x7fffffffu) > 0x7f800000u) bits = 0x7fc00000u;
+    hi = static_cast<uint16_t>((bits + 0x8000u) >> 16);
+    lo = static_cast<uint16_t>(bits);
+}
+
+// One element of one update, in the order of cpu_adam.h.
+template <bool Decoupled>
+GEMINI_DEVICE void adam(float& p, float& m, float& v, float g, const AdamScalars& s, float grad_scale) {
+    g = mul(g, grad_scale);
+    if (!Decoupled) g = add(g, mul(s.wd, p));
+    m = add(m, mul(sub(g, m), s.c1));
+    v = add(mul(v, s.beta2), mul(mul(s.c2, g), g));
+    const float d = add(mul(root(v), s.inv_sqrt_bc2), s.eps);
+    if (Decoupled) p = mul(p, s.decay);
+    p = add(p, div(mul(s.neg_step, m), d));
+}
+
+}  // namespace gemini::cuda

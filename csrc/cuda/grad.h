@@ -1,0 +1,37 @@
+// The gradient kernels on a CUDA device: copy or add, with the sums of squares in the same pass, the bits of cpu_grad.h.
+// And from those sums, without the host, the factor that clips. For bindings.cpp.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "adam.h"
+
+namespace gemini::cuda {
+
+// Where one call leaves what it finds; all in device memory. `blocks` holds a double per 4096 elements of the tensor,
+// `tiles` one per 2^20; `arrived` is 0 before and after. `nonfinite` becomes 1 if a tile's sum is not finite, and is
+// left alone otherwise: several calls may share it.
+struct NormPlaces {
+    double* blocks;
+    double* tiles;
+    unsigned* arrived;
+    int* nonfinite;
+};
+
+// dst = src (of the same format, or fp32) with the sums of squares of dst; enqueued on `stream`.
+void copy_grad(const Stream& stream, void* dst, Dtype dst_dtype, const void* src, Dtype src_dtype, int64_t n, const NormPlaces& places);
+
+// acc (fp32) += src, with those of the new acc.
+void accumulate_grad(const Stream& stream, void* acc, const void* src, Dtype src_dtype, int64_t n, const NormPlaces& places);
+
+// Those of src alone.
+void sum_squares(const Stream& stream, const void* src, Dtype src_dtype, int64_t n, const NormPlaces& places);
+
+// What clipping to `max_norm` multiplies gradients by, from `count` sums added in their order: with
+// norm = sqrt(sum) * scale, writes norm to `norm` and scale * min(1, max_norm / (norm + 1e-6)), rounded to fp32 once, to
+// `factor`; a norm that is not finite leaves scale alone in `factor`, and 1 in `nonfinite`.
+void clip_factor(const Stream& stream, const double* sums, int64_t count, double scale, double max_norm, double* norm, float* factor,
+                 int* nonfinite);
+
+}  // namespace gemini::cuda

@@ -1,0 +1,85 @@
+// What a warp of the gradient kernels does with one block of 4096 elements, in steps of 256 that go through shared memory:
+// loads are 16 bytes wide, and each lane still adds every 32nd square in order, as gemini/kernels.sum_squares defines it.
+//
+// Each phase is a function of one lane; between phases the lanes meet. On the host the tests run lane after lane.
+#pragma once
+
+#include <type_traits>
+
+#include "adam_body.cuh"
+#include "bits.cuh"
+
+namespace gemini::cuda {
+
+constexpr int kLanes = 32;
+constexpr int kStep = kLanes * kPerThread;
+constexpr int64_t kBlock = 4096, kTile = int64_t{1} << 20;
+constexpr int kTileBlocks = static_cast<int>(kTile / kBlock);
+
+enum class Doing : int { read, copy, widen, accumulate };
+
+// What of a warp is in shared memory.
+struct WarpShared {
+    float values[kStep];
+    double lanes[kLanes];
+};
+
+template <Doing What, Dtype Source, bool Aligned>
+struct GradLane {
+    using Element = typename Format<Source>::Element;
+
+    // Eight elements from `at`, done with and left for the squares.
+    static GEMINI_DEVICE void take(WarpShared& shared, int lane, void* dst, const void* src, int64_t at, int64_t n) {
+        float values[kPerThread];
+        if (Aligned && at + kPerThread <= n) {
+            Octet<Element> octet;
+            octet.load(src, at);
+#pragma unroll
+            for (int i = 0; i < kPerThread; ++i) values[i] = Format<Source>::widen(octet.elements[i]);
+            if (What == Doing::copy) octet.store(dst, at);
+            if (What == Doing::widen || What == Doing::accumulate) {
+                Octet<uint32_t> whole;
+                if (What == Doing::accumulate) {
+                    whole.load(dst, at);
+#pragma unroll
+                    for (int i = 0; i < kPerThread; ++i) values[i] = add(float_of(whole.elements[i]), values[i]);
+                }
+#pragma unroll
+                for (int i = 0; i < kPerThread; ++i) whole.elements[i] = bits_of(values[i]);
+                whole.store(dst, at);
+            }
+        } else {
+#pragma unroll
+            for (int i = 0; i < kPerThread; ++i) values[i] = at + i < n ? one(dst, src, at + i) : 0.0f;
+        }
+#pragma unroll
+        for (int i = 0; i < kPerThread; ++i) shared.values[lane * kPerThread + i] = values[i];
+    }
+
+    static GEMINI_DEVICE float one(void* dst, const void* src, int64_t at) {
+        const Element bits = static_cast<const Element*>(src)[at];
+        float value = Format<Source>::widen(bits);
+        if (What == Doing::copy) static_cast<Element*>(dst)[at] = bits;
+        if (What == Doing::accumulate) value = add(float_of(static_cast<uint32_t*>(dst)[at]), value);
+        if (What == Doing::widen || What == Doing::accumulate) static_cast<uint32_t*>(dst)[at] = bits_of(value);
+        return value;
+    }
+};
+
+// The squares of a step; what lies beyond the end is +0.0, which changes nothing.
+GEMINI_DEVICE void add_squares(const WarpShared& shared, int lane, double& sum) {
+#pragma unroll
+    for (int row = 0; row < kPerThread; ++row) {
+        const double x = static_cast<double>(shared.values[row * kLanes + lane]);
+        sum = add(sum, mul(x, x));
+    }
+}
+
+// One round of adding lanes pairwise: 16 apart, 8, 4, 2, 1.
+GEMINI_DEVICE void add_lanes(WarpShared& shared, int lane, int half) {
+    if (lane < half) shared.lanes[lane] = add(shared.lanes[lane], shared.lanes[lane + half]);
+}
+
+GEMINI_DEVICE bool is_finite(double value) { return value - value == 0.0; }
+
+}  // namespace gemini::cuda

@@ -1,0 +1,93 @@
+// Runs the bodies of the CUDA kernels on the host, thread after thread and phase after phase, for test_cuda_bodies.py:
+// the text that nvcc compiles for the device, with the bits that a machine without a card can check.
+#include <type_traits>
+#include <vector>
+
+#include "../../csrc/cuda/adam_body.cuh"
+#include "../../csrc/cuda/grad_body.cuh"
+
+using namespace gemini;
+using namespace gemini::cuda;
+
+namespace {
+
+template <Dtype Grad, bool Split, bool Aligned>
+void run_launch(const AdamLaunch& launch) {
+    for (int64_t block = 0; block < launch.first_block[launch.count]; ++block)
+        for (int thread = 0; thread < kThreads; ++thread) adam_of_launch<Grad, Split, Aligned>(launch, block, thread);
+}
+
+template <Dtype Grad>
+void run_launch(const AdamLaunch& launch, bool aligned) {
+    const bool split = launch.arrays.residual != nullptr;
+    if (split && aligned) return run_launch<Grad, true, true>(launch);
+    if (split) return run_launch<Grad, true, false>(launch);
+    if (aligned) return run_launch<Grad, false, true>(launch);
+    run_launch<Grad, false, false>(launch);
+}
+
+template <Doing What, Dtype Source, bool Aligned>
+void run_block(void* dst, const void* src, int64_t block, int64_t n, double* blocks) {
+    WarpShared shared;
+    double sums[kLanes] = {};
+    const int64_t begin = block * kBlock, end = begin + kBlock < n ? begin + kBlock : n;
+    for (int64_t at = begin; at < end; at += kStep) {
+        for (int lane = 0; lane < kLanes; ++lane)
+            GradLane<What, Source, Aligned>::take(shared, lane, dst, src, at + lane * kPerThread, n);
+        for (int lane = 0; lane < kLanes; ++lane) add_squares(shared, lane, sums[lane]);
+    }
+    for (int lane = 0; lane < kLanes; ++lane) shared.lanes[lane] = sums[lane];
+    for (int half = kLanes / 2; half > 0; half /= 2)
+        for (int lane = 0; lane < kLanes; ++lane) add_lanes(shared, lane, half);
+    blocks[block] = shared.lanes[0];
+}
+
+template <Doing What, Dtype Source>
+void run_grad(void* dst, const void* src, int64_t n, double* blocks) {
+    const bool aligned = (reinterpret_cast<uintptr_t>(dst) | reinterpret_cast<uintptr_t>(src)) % sizeof(Sixteen) == 0;
+    for (int64_t block = 0; block * kBlock < n; ++block) {
+        if (aligned) run_block<What, Source, true>(dst, src, block, n, blocks);
+        else run_block<What, Source, false>(dst, src, block, n, blocks);
+    }
+}
+
+template <Dtype Source>
+void run_grad(int doing, void* dst, const void* src, int64_t n, double* blocks) {
+    switch (static_cast<Doing>(doing)) {
+        case Doing::read: return run_grad<Doing::read, Source>(dst, src, n, blocks);
+        case Doing::copy: return run_grad<Doing::copy, Source>(dst, src, n, blocks);
+        case Doing::widen: return run_grad<Doing::widen, Source>(dst, src, n, blocks);
+        case Doing::accumulate: return run_grad<Doing::accumulate, Source>(dst, src, n, blocks);
+    }
+}
+
+}  // namespace
+
+// `bounds`: begin and end of each segment; `scalars`: nine floats of each, in the order of AdamScalars.
+extern "C" void adam(void* weights, void* residual, void* exp_avg, void* exp_avg_sq, const void* grad, int grad_dtype,
+                     const int64_t* bounds, const float* scalars, const bool* decoupled, int count,
+                     const float* grad_scale, const int* stop) {
+    std::vector<AdamSegment> segments;
+    for (int i = 0; i < count; ++i) {
+        const float* s = scalars + 9 * i;
+        segments.push_back({bounds[2 * i], bounds[2 * i + 1],
+                            AdamScalars{s[0], s[1], s[2], s[3], s[4], s[5], s[6], s[7], s[8], decoupled[i]}});
+    }
+    const AdamArrays arrays{weights, residual, exp_avg, exp_avg_sq, grad};
+    for_each_launch(arrays, segments.data(), count, grad_scale, stop, [&](const AdamLaunch& launch, bool aligned) {
+        switch (static_cast<Dtype>(grad_dtype)) {
+            case Dtype::f32: return run_launch<Dtype::f32>(launch, aligned);
+            case Dtype::bf16: return run_launch<Dtype::bf16>(launch, aligned);
+            case Dtype::f16: return run_launch<Dtype::f16>(launch, aligned);
+        }
+    });
+}
+
+// `doing`: 0 reads, 1 copies, 2 widens, 3 accumulates; `blocks` takes a double per 4096 elements.
+extern "C" void grad(int doing, void* dst, const void* src, int src_dtype, int64_t n, double* blocks) {
+    switch (static_cast<Dtype>(src_dtype)) {
+        case Dtype::f32: return run_grad<Dtype::f32>(doing, dst, src, n, blocks);
+        case Dtype::bf16: return run_grad<Dtype::bf16>(doing, dst, src, n, blocks);
+        case Dtype::f16: return run_grad<Dtype::f16>(doing, dst, src, n, blocks);
+    }
+}
