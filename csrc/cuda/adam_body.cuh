@@ -23,29 +23,54 @@ struct AdamLaunch {
 };
 static_assert(sizeof(AdamLaunch) <= 4096, "arguments of a kernel");
 
+#if defined(__CUDACC__)
+using Sixteen = uint4;
+#else
 struct alignas(16) Sixteen {
-    uint32_t words[4];
+    uint32_t x, y, z, w;
 };
+#endif
+static_assert(sizeof(Sixteen) == 16 && alignof(Sixteen) == 16, "what one thread loads or stores at once");
 
-// Eight elements from a multiple of 8 of a 16-byte aligned array, as they stand in memory.
+GEMINI_DEVICE void store_sixteen(Sixteen* to, Sixteen part) {
+#if defined(__CUDA_ARCH__)
+    __stwb(to, part);  // an ordinary store: of an assignment nvcc 13.0 may make four narrow ones
+#else
+    *to = part;
+#endif
+}
+
+// Eight elements from a multiple of 8 of a 16-byte aligned array, as they stand in memory: 32 bits, or two in 32.
 template <class Element>
 struct Octet {
-    static constexpr int kLoads = sizeof(Element) * kPerThread / sizeof(Sixteen);
-    union {
-        Sixteen parts[kLoads];
-        Element elements[kPerThread];
-    };
-
-    GEMINI_DEVICE Octet() {}
+    static constexpr int kWords = static_cast<int>(sizeof(Element)) * kPerThread / 4;
+    uint32_t words[kWords];
 
     GEMINI_DEVICE void load(const void* array, int64_t at) {
         const Sixteen* from = reinterpret_cast<const Sixteen*>(static_cast<const Element*>(array) + at);
-        for (int i = 0; i < kLoads; ++i) parts[i] = from[i];
+#pragma unroll
+        for (int i = 0; i < kWords; i += 4) {
+            const Sixteen part = from[i / 4];
+            words[i] = part.x, words[i + 1] = part.y, words[i + 2] = part.z, words[i + 3] = part.w;
+        }
     }
 
     GEMINI_DEVICE void store(void* array, int64_t at) const {
         Sixteen* to = reinterpret_cast<Sixteen*>(static_cast<Element*>(array) + at);
-        for (int i = 0; i < kLoads; ++i) to[i] = parts[i];
+#pragma unroll
+        for (int i = 0; i < kWords; i += 4) {
+            store_sixteen(to + i / 4, Sixteen{words[i], words[i + 1], words[i + 2], words[i + 3]});
+        }
+    }
+
+    GEMINI_DEVICE Element get(int i) const {
+        return static_cast<Element>(sizeof(Element) == 4 ? words[i] : words[i / 2] >> (i % 2 * 16));
+    }
+
+    GEMINI_DEVICE void set(int i, Element bits) {
+        if (sizeof(Element) == 4) words[i] = bits;
+        else if (i % 2 == 0) words[i / 2] = (words[i / 2] & 0xffff0000u) | bits;
+        else words[i / 2] = (words[i / 2] & 0x0000ffffu) | static_cast<uint32_t>(bits) << 16;
     }
 };
 
@@ -83,10 +108,14 @@ GEMINI_DEVICE void adam_thread(const AdamArrays& a, const AdamSegment& segment, 
         g.load(a.grad, at);
 #pragma unroll
         for (int i = 0; i < kPerThread; ++i) {
-            uint32_t weight = w.elements[i];
-            adam_element<Split, Decoupled>(weight, r.elements[i], m.elements[i], v.elements[i],
-                                           Format<Grad>::widen(g.elements[i]), segment.scalars, grad_scale);
-            w.elements[i] = static_cast<Weight>(weight);
+            uint32_t weight = w.get(i), m_bits = m.get(i), v_bits = v.get(i);
+            uint16_t residual = Split ? r.get(i) : uint16_t{0};
+            adam_element<Split, Decoupled>(weight, residual, m_bits, v_bits, Format<Grad>::widen(g.get(i)),
+                                           segment.scalars, grad_scale);
+            w.set(i, static_cast<Weight>(weight));
+            if (Split) r.set(i, residual);
+            m.set(i, m_bits);
+            v.set(i, v_bits);
         }
         w.store(a.weights, at);
         if (Split) r.store(a.residual, at);

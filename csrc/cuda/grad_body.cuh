@@ -35,17 +35,17 @@ struct GradLane {
             Octet<Element> octet;
             octet.load(src, at);
 #pragma unroll
-            for (int i = 0; i < kPerThread; ++i) values[i] = Format<Source>::widen(octet.elements[i]);
+            for (int i = 0; i < kPerThread; ++i) values[i] = Format<Source>::widen(octet.get(i));
             if (What == Doing::copy) octet.store(dst, at);
             if (What == Doing::widen || What == Doing::accumulate) {
                 Octet<uint32_t> whole;
                 if (What == Doing::accumulate) {
                     whole.load(dst, at);
 #pragma unroll
-                    for (int i = 0; i < kPerThread; ++i) values[i] = add(float_of(whole.elements[i]), values[i]);
+                    for (int i = 0; i < kPerThread; ++i) values[i] = add(float_of(whole.get(i)), values[i]);
                 }
 #pragma unroll
-                for (int i = 0; i < kPerThread; ++i) whole.elements[i] = bits_of(values[i]);
+                for (int i = 0; i < kPerThread; ++i) whole.set(i, bits_of(values[i]));
                 whole.store(dst, at);
             }
         } else {

@@ -1,0 +1,294 @@
+"""What the compiler makes of the CUDA kernels: registers, local memory and wide accesses of each, per architecture.
+
+    python benchmarks/cuda_code.py --report benchmarks/reports/cuda_code_<architectures>_<date>.md
+
+Compiles csrc/cuda/*.cu with the flags that setup.py builds the library with, for each architecture that it names, and
+reads what ptxas says of every kernel, its PTX, and its machine code (SASS) where there is a disassembler: cuobjdump on
+PATH, beside nvcc, or given with --cuobjdump (the package nvidia-cuda-cuobjdump holds one). No card is needed.
+
+Status 1, naming the kernel, where one uses local memory (a stack frame, spills, LDL or STL); where one for aligned
+arrays has fewer 128-bit loads or stores than a thread's elements fill; and where PTX holds a fused multiply-add, an
+approximation or flushed subnormals, none of which the CPU kernels have. Status 2: there is no nvcc.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from datetime import date
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+SOURCES = sorted((ROOT / "csrc" / "cuda").glob("*.cu"))
+FORMATS = {"0": "fp32", "1": "bf16", "2": "fp16"}  # of gradients: enum Dtype
+DOINGS = {"0": "read", "1": "copy", "2": "widen", "3": "accumulate"}  # enum Doing
+
+
+@dataclass
+class Kernel:
+    """What is known of one kernel on one architecture. ``machine`` is None without a disassembler."""
+
+    name: str
+    registers: int = 0
+    stack: int = 0
+    spills: int = 0
+    shared: int = 0
+    ptx: dict[str, int] = field(default_factory=dict)
+    machine: dict[str, int] | None = None
+
+    def wide(self) -> tuple[int, int]:
+        """128-bit loads and stores of global memory: in the machine code, else in PTX."""
+        counts = self.ptx if self.machine is None else self.machine
+        return counts.get("wide loads", 0), counts.get("wide stores", 0)
+
+    def faults(self) -> list[str]:
+        """What must not be."""
+        found = []
+        local = 0 if self.machine is None else self.machine["local"]
+        if self.stack or self.spills or local or self.ptx["local"]:
+            found.append(f"local memory: {self.stack} bytes of stack, {self.spills} spilled, {local} instructions")
+        wanted, wide = expected_wide(self.name), self.wide()
+        if wide[0] < wanted[0] or wide[1] < wanted[1]:
+            found.append(f"128-bit accesses: {wide[0]} loads and {wide[1]} stores, of {wanted[0]} and {wanted[1]}")
+        if self.ptx["inexact"]:
+            found.append(f"{self.ptx['inexact']} instructions that fuse, approximate or flush")
+        return found
+
+
+def expected_wide(name: str) -> tuple[int, int]:
+    """The 128-bit loads and stores of a kernel for aligned arrays, whose threads take eight elements of each.
+
+    The text of Adam is there twice, for AdamW and for Adam with L2. Of what is not aligned nothing is demanded.
+    """
+    narrow, wide = 8 * 2 // 16, 8 * 4 // 16
+    if match := re.fullmatch(r"adam<(\w+), (split|fp32 master), aligned>", name):
+        master = 2 * narrow if match[2] == "split" else wide
+        stored = master + 2 * wide
+        return 2 * (stored + (wide if match[1] == "fp32" else narrow)), 2 * stored
+    if match := re.fullmatch(r"grad<(\w+), (\w+), aligned>", name):
+        source = wide if match[2] == "fp32" else narrow
+        stored = {"read": 0, "copy": source}.get(match[1], wide)
+        return source + wide * (match[1] == "accumulate"), stored
+    return 0, 0
+
+
+def short_name(symbol: str) -> str:
+    """A kernel's name and template arguments, from its mangled symbol."""
+    match = re.search(r"\d(adam|split|join|grad|clip)_kernel(?:I(.*?)EEv)?", symbol)
+    if match is None:
+        return symbol
+    arguments = re.findall(r"L(?:NS_\d*\w*?E|N\w*?E|b)(\d)E", f"{match[2] or ''}E")
+    if match[1] == "adam":
+        grad, is_split, is_aligned = arguments
+        master = "split" if is_split == "1" else "fp32 master"
+        return f"adam<{FORMATS[grad]}, {master}, {'aligned' if is_aligned == '1' else 'not aligned'}>"
+    if match[1] == "grad":
+        doing, source, is_aligned = arguments
+        return f"grad<{DOINGS[doing]}, {FORMATS[source]}, {'aligned' if is_aligned == '1' else 'not aligned'}>"
+    return match[1]
+
+
+# ---- reading what the tools say --------------------------------------------------------------------------------------
+
+
+def read_resources(said: str) -> dict[str, Kernel]:
+    """By symbol, from ``ptxas -v``."""
+    found: dict[str, Kernel] = {}
+    kernel: Kernel | None = None
+    for line in said.splitlines():
+        if match := re.search(r"Compiling entry function '(\w+)'", line):
+            kernel = found[match[1]] = Kernel(short_name(match[1]))
+        elif re.search(r"Function properties for", line):
+            continue
+        elif kernel is not None:
+            if match := re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", line):
+                kernel.stack, kernel.spills = int(match[1]), int(match[2]) + int(match[3])
+            if match := re.search(r"Used (\d+) registers", line):
+                kernel.registers = int(match[1])
+                shared = re.search(r"(\d+) bytes smem", line)
+                kernel.shared = int(shared[1]) if shared else 0
+    return found
+
+
+def read_ptx(text: str) -> dict[str, dict[str, int]]:
+    """Counts by symbol."""
+    found = {}
+    for symbol, body in _bodies(text, r"^\s*(?:\.visible )?\.entry (\w+)\(", r"^}"):
+        found[symbol] = {
+            "wide loads": _count(body, r"\bld\.global\.(?:\w+\.)*v4\.\w?32|\bld\.global\.(?:\w+\.)*v2\.\w?64"),
+            "wide stores": _count(body, r"\bst\.global\.(?:\w+\.)*v4\.\w?32|\bst\.global\.(?:\w+\.)*v2\.\w?64"),
+            "local": _count(body, r"\b(?:ld|st)\.local\b"),
+            "inexact": _count(body, r"\b(?:fma|mad)\.\S*f(?:32|64)\b|\.approx\b|\.ftz\b|\b(?:div|sqrt)\.full\b"),
+        }
+    return found
+
+
+def read_machine_code(text: str) -> dict[str, dict[str, int]]:
+    """Counts by symbol, of SASS as cuobjdump prints it."""
+    found = {}
+    for symbol, body in _bodies(text, r"^\s*Function : (\w+)", r"^\s*\.{6,}"):
+        found[symbol] = {
+            "wide loads": _count(body, r"\bLDG?\.E\.(?:\w+\.)*128\b"),
+            "wide stores": _count(body, r"\bSTG?\.E\.(?:\w+\.)*128\b"),
+            "loads": _count(body, r"\bLDG?\.E\b"),
+            "stores": _count(body, r"\bSTG?\.E\b"),
+            "local": _count(body, r"\b(?:LDL|STL)\b"),
+            "instructions": _count(body, r"/\*[0-9a-f]{4,}\*/ +(?!NOP)\S"),
+        }
+    return found
+
+
+def _bodies(text: str, begins: str, ends: str) -> Iterator[tuple[str, str]]:
+    symbol, lines = "", list[str]()
+    for line in text.splitlines():
+        if match := re.match(begins, line):
+            symbol, lines = match[1], []
+        elif symbol and re.match(ends, line):
+            yield symbol, "\n".join(lines)
+            symbol = ""
+        else:
+            lines.append(line)
+    if symbol:
+        yield symbol, "\n".join(lines)
+
+
+def _count(text: str, pattern: str) -> int:
+    return len(re.findall(pattern, text))
+
+
+# ---- the tools -------------------------------------------------------------------------------------------------------
+
+
+def flags() -> tuple[list[str], list[str]]:
+    """nvcc's flags and the architectures, as setup.py has them."""
+    values = {}
+    for node in ast.parse((ROOT / "setup.py").read_text()).body:
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            if node.targets[0].id in ("NVCC_ARGS", "GENCODE"):
+                values[node.targets[0].id] = ast.literal_eval(node.value)
+    architectures = [match[1] for code in values["GENCODE"] if (match := re.search(r"code=sm_(\d+)", code))]
+    return values["NVCC_ARGS"], architectures
+
+
+def examine(nvcc: str, disassembler: str | None, source: Path, architecture: str, folder: Path) -> list[Kernel]:
+    """Every kernel of a source. Raises subprocess.CalledProcessError, with what the tool said."""
+    arguments, _ = flags()
+    binary, ptx = folder / f"{source.stem}.cubin", folder / f"{source.stem}.ptx"
+    target = [*arguments, f"-arch=sm_{architecture}"]
+    said = _run(nvcc, *target, "-Xptxas=-v", "-cubin", str(source), "-o", str(binary))
+    _run(nvcc, *arguments, f"-arch=compute_{architecture}", "-ptx", str(source), "-o", str(ptx))
+    kernels, texts = read_resources(said), read_ptx(ptx.read_text())
+    code = None if disassembler is None else read_machine_code(_run(disassembler, "-sass", str(binary)))
+    for symbol, kernel in kernels.items():
+        kernel.ptx = texts[symbol]
+        kernel.machine = None if code is None else code[symbol]
+    return sorted(kernels.values(), key=lambda kernel: kernel.name)
+
+
+def _run(*command: str) -> str:
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise subprocess.CalledProcessError(done.returncode, command, done.stdout, done.stderr)
+    return done.stdout + done.stderr
+
+
+def find_nvcc() -> str | None:
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda"
+    return shutil.which("nvcc") or shutil.which("nvcc", path=str(Path(home, "bin")))
+
+
+def find_disassembler(nvcc: str, given: str | None) -> str | None:
+    if given is not None:
+        return given
+    said = subprocess.run([nvcc, "--dryrun", "-x", "cu", "-c", os.devnull], capture_output=True, text=True).stderr
+    top = next((line.partition("=")[2] for line in said.splitlines() if line.startswith("#$ TOP=")), "")
+    beside = os.pathsep.join([str(Path(nvcc).parent), str(Path(top, "bin"))])
+    return shutil.which("cuobjdump") or shutil.which("cuobjdump", path=beside)
+
+
+# ---- the report ------------------------------------------------------------------------------------------------------
+
+
+def report(found: dict[str, list[Kernel]], tools: str, command: str) -> str:
+    """Markdown: the verdict, then a table for each architecture."""
+    faults = [
+        f"- sm_{architecture}, {kernel.name}: {fault}"
+        for architecture, kernels in found.items()
+        for kernel in kernels
+        for fault in kernel.faults()
+    ]
+    num_kernels = sum(map(len, found.values()))
+    verdict = (
+        f"**{len(faults)} faults.**\n\n" + "\n".join(faults)
+        if faults
+        else f"**No faults** in {num_kernels} kernels: no local memory, all elements of aligned arrays in 128-bit\n"
+        "accesses, no fused, approximate or flushing arithmetic in PTX."
+    )
+    parts = [
+        f"# Code of the CUDA kernels, {date.today().isoformat()}\n",
+        f"Compiled, not run: this says nothing of speed. {tools}\nFlags: `{' '.join(flags()[0])}`.",
+        f"Command: `{command}`\n",
+        f"{verdict}\n",
+        "Wide: instructions that move 16 bytes for each thread, of all that access global memory. Each Adam kernel\n"
+        "holds its text twice, for AdamW and for Adam with L2, and beside it one that goes element by element, for\n"
+        "the ends of segments. Shared memory in bytes for a block of 256 threads.\n",
+    ]
+    for architecture, kernels in found.items():
+        parts.append(f"## sm_{architecture}\n\n{table(kernels)}\n")
+    return "\n".join(parts)
+
+
+def table(kernels: list[Kernel]) -> str:
+    is_machine = all(kernel.machine is not None for kernel in kernels)
+    kind = "SASS" if is_machine else "PTX"
+    head = ["kernel", "registers", "stack", "spills", "shared", f"wide loads ({kind})", f"wide stores ({kind})"]
+    rows = ["| " + " | ".join(head) + " |", "|---|" + "---:|" * (len(head) - 1)]
+    for kernel in kernels:
+        loads, stores = map(str, kernel.wide())
+        if kernel.machine is not None:
+            loads, stores = f"{loads} of {kernel.machine['loads']}", f"{stores} of {kernel.machine['stores']}"
+        cells = [kernel.name, kernel.registers, kernel.stack, kernel.spills, kernel.shared, loads, stores]
+        rows.append("| " + " | ".join(map(str, cells)) + " |")
+    return "\n".join(rows)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--report", type=Path, help="where to write the markdown; printed as well")
+    parser.add_argument("--cuobjdump", help="the disassembler; default: found on PATH or beside nvcc")
+    arguments = parser.parse_args()
+    nvcc = find_nvcc()
+    if nvcc is None:
+        print("there is no nvcc on PATH, in CUDA_HOME or in /usr/local/cuda: nothing was looked at", file=sys.stderr)
+        return 2
+    disassembler = find_disassembler(nvcc, arguments.cuobjdump)
+    version = re.search(r"release [\d.]+, V[\d.]+", _run(nvcc, "--version"))
+    tools = f"nvcc {version[0] if version else 'of an unknown release'}; machine code "
+    tools += "not looked at (no cuobjdump)." if disassembler is None else "read with cuobjdump."
+    found = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for architecture in flags()[1]:
+            kernels = [
+                kernel
+                for source in SOURCES
+                for kernel in examine(nvcc, disassembler, source, architecture, Path(folder))
+            ]
+            found[architecture] = kernels
+    target = f" --report {arguments.report}" if arguments.report else ""
+    text = report(found, tools, f"python benchmarks/cuda_code.py{target}")
+    print(text)
+    if arguments.report:
+        arguments.report.write_text(text)
+    return int(any(kernel.faults() for kernels in found.values() for kernel in kernels))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
