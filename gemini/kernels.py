@@ -9,10 +9,11 @@ leave version counters alone. Set GEMINI_NATIVE=0 to run without the native libr
 from __future__ import annotations
 
 import importlib
+import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from types import TracebackType
 from typing import Any
@@ -21,8 +22,19 @@ import torch
 from torch import Tensor
 
 from gemini import kernels_reference as reference
-from gemini.kernels_cuda import CudaKernels, Places, Segment
-from gemini.kernels_reference import IO_THREADS, NORM_BLOCK, NORM_LANES, NORM_TILE, AdamHyper, total
+from gemini.kernels_checks import (
+    BFLOAT16,
+    FLOAT32,
+    GRAD,
+    INT16,
+    adam_args,
+    check,
+    check_one,
+    check_segments,
+)
+from gemini.kernels_cuda import CudaKernels
+from gemini.kernels_reference import IO_THREADS, NORM_BLOCK, NORM_LANES, NORM_TILE, AdamHyper, Segment, total
+from gemini.kernels_sums import DeviceSums, Sums, nonfinite_flag, resolve, totals
 
 __all__ = [
     "IO_THREADS",
@@ -30,21 +42,30 @@ __all__ = [
     "NORM_LANES",
     "NORM_TILE",
     "AdamHyper",
+    "DeviceSums",
     "IoQueue",
     "KernelReport",
+    "Segment",
+    "Sums",
     "accumulate_grad",
     "adam_update",
+    "adam_update_segments",
     "capabilities",
     "copy_grad",
     "flush_mode",
     "get_num_threads",
     "join_master",
+    "leaves_sums_there",
     "limit_threads",
+    "new_flag",
+    "nonfinite_flag",
+    "resolve",
     "set_flush_mode",
     "set_num_threads",
     "split_master",
     "sum_squares",
     "total",
+    "totals",
     "use_isa",
 ]
 
@@ -78,12 +99,8 @@ _isa_name = list(_isas)[-1]
 _isa: Any = _isas[_isa_name]
 _num_threads = _num_cpus()
 
-_FLOAT32 = (torch.float32,)
-_BFLOAT16 = (torch.bfloat16,)
-_INT16 = (torch.int16,)
-_GRAD = (torch.float32, torch.bfloat16, torch.float16)
 _dtypes: dict[torch.dtype, Any] = (
-    {} if _native is None else dict(zip(_GRAD, (_native.Dtype.f32, _native.Dtype.bf16, _native.Dtype.f16), strict=True))
+    {} if _native is None else dict(zip(GRAD, (_native.Dtype.f32, _native.Dtype.bf16, _native.Dtype.f16), strict=True))
 )
 
 _cuda = CudaKernels(_native, _dtypes) if getattr(_native, "HAS_CUDA", False) else None
@@ -183,53 +200,12 @@ def set_flush_mode(mode: int) -> None:
     (reference if _native is None else _native).set_flush_mode(mode)
 
 
-# ---- checks ----------------------------------------------------------------------------------------------------------
-
-_Args = tuple[tuple[str, Tensor, tuple[torch.dtype, ...]], ...]
-
-
-def _check(op: str, args: _Args) -> list[int]:
-    """Addresses of the tensors, which are flat, of the accepted dtypes, as long as the first, and apart in memory."""
-    first = args[0][1]
-    n, device = first.numel(), first.device
-    for _, tensor, accepted in args:
-        if (
-            tensor.dtype not in accepted
-            or tensor.dim() != 1
-            or tensor.numel() != n
-            or tensor.device != device
-            or not tensor.is_contiguous()
-        ):
-            raise ValueError(_refusal(op, args))
-    addresses = [tensor.data_ptr() for _, tensor, _ in args]
-    if n and len(args) > 1 and device.type != "meta":
-        spans = sorted([(begin, begin + arg[1].nbytes, arg[0]) for begin, arg in zip(addresses, args, strict=True)])
-        end, before = 0, ""
-        for begin, stop, name in spans:
-            if begin < end:
-                raise ValueError(f"{op}: {before} and {name} overlap in memory; each needs its own")
-            end, before = stop, name
-    return addresses
-
-
-def _refusal(op: str, args: _Args) -> str:
-    def short(dtype: torch.dtype) -> str:
-        return str(dtype).removeprefix("torch.")
-
-    lines = [f"{op} takes 1-D contiguous tensors of equal length on one device, and was given"]
-    for name, tensor, accepted in args:
-        layout = "" if tensor.is_contiguous() else ", not contiguous"
-        given = f"{short(tensor.dtype)} of shape {tuple(tensor.shape)} on {tensor.device}{layout}"
-        lines.append(f"  {name}: {given} (accepted: {', '.join(map(short, accepted))})")
-    return "\n".join(lines)
+# ---- kernels ---------------------------------------------------------------------------------------------------------
 
 
 def _cuda_for(tensor: Tensor) -> CudaKernels | None:
     """The native CUDA kernels, if they take it; `use_isa("reference")` and a library without them leave it to torch."""
     return _cuda if _isa is not None and tensor.is_cuda else None
-
-
-# ---- kernels ---------------------------------------------------------------------------------------------------------
 
 
 @lru_cache(maxsize=256)
@@ -247,70 +223,109 @@ def adam_update(
     kind of weights, and is only read. All are 1-D, contiguous, of n elements, on one device. A weight of the split
     master that becomes NaN is stored canonically (0x7FC0, 0). Raises ValueError for anything else.
     """
-    args: _Args = (
-        ("weights", weights, _FLOAT32 if residual is None else _BFLOAT16),
-        ("exp_avg", exp_avg, _FLOAT32),
-        ("exp_avg_sq", exp_avg_sq, _FLOAT32),
-        ("grad", grad, _GRAD),
-    )
-    if residual is not None:
-        args += (("residual", residual, _INT16),)
-    w, m, v, g, *r = _check("adam_update", args)
-    if _isa is not None and weights.is_cpu:
+    w, m, v, g, *r = check("adam_update", adam_args(weights, residual, exp_avg, exp_avg_sq, grad))
+    if cuda := _cuda_for(weights):
+        whole = [Segment(0, weights.numel(), hyper)]
+        cuda.adam_update(weights, residual, exp_avg, exp_avg_sq, grad, whole)
+    elif _isa is not None and weights.is_cpu:
         scalars = _native_scalars(hyper)
         n = weights.numel()
         _native.adam_update(_isa, w, r[0] if r else 0, m, v, g, _dtypes[grad.dtype], n, scalars)
-    elif cuda := _cuda_for(weights):
-        whole = [Segment(0, weights.numel(), hyper)]
-        cuda.adam_update(weights, residual, exp_avg, exp_avg_sq, grad, whole)
     else:
         reference.adam_update(weights, residual, exp_avg, exp_avg_sq, grad, hyper)
 
 
-def copy_grad(dst: Tensor, src: Tensor) -> list[float]:
+def adam_update_segments(
+    weights: Tensor, residual: Tensor | None, exp_avg: Tensor, exp_avg_sq: Tensor, grad: Tensor,
+    segments: Sequence[Segment], grad_scale: Tensor | None = None, stop: Tensor | None = None,
+) -> None:  # fmt: skip
+    """`adam_update` of parts of the arrays, each in its own way: one launch on CUDA, where nothing waits.
+
+    `segments` ascend and do not overlap; what lies between them is not touched. `grad_scale` (fp32, one element on the
+    device of the arrays) takes the place of the one of every segment; with `stop` (int32, one element there, as of
+    `new_flag`) nothing is updated if it is not 0. Both are read when their turn comes: on CUDA by the kernel, behind
+    what was enqueued before it (by the host where torch stands in for it). Raises ValueError for anything else.
+    """
+    op = "adam_update_segments"
+    check(op, adam_args(weights, residual, exp_avg, exp_avg_sq, grad))
+    check_segments(op, segments, weights.numel())
+    check_one(op, "grad_scale", grad_scale, torch.float32, weights)
+    check_one(op, "stop", stop, torch.int32, weights)
+    if cuda := _cuda_for(weights):
+        cuda.adam_update(weights, residual, exp_avg, exp_avg_sq, grad, segments, grad_scale, stop)
+        return
+    if stop is not None and int(stop) != 0:
+        return
+    scale = None if grad_scale is None else float(grad_scale)
+    for begin, end, hyper in segments:
+        part = slice(begin, end)
+        lower = None if residual is None else residual[part]
+        own = hyper if scale is None else replace(hyper, grad_scale=scale)
+        adam_update(weights[part], lower, exp_avg[part], exp_avg_sq[part], grad[part], own)
+
+
+def new_flag(beside: Tensor) -> Tensor:
+    """An int32 that is 0, on the device of `beside`: for `sum_squares` to set, and to stop `adam_update_segments`."""
+    cuda = _cuda_for(beside)
+    return torch.zeros(1, dtype=torch.int32, device=beside.device) if cuda is None else cuda.new_flag(beside.device)
+
+
+def leaves_sums_there(tensor: Tensor) -> bool:
+    """Whether `copy_grad`, `accumulate_grad` and `sum_squares` leave the sums of such a tensor on its device."""
+    return _cuda_for(tensor) is not None
+
+
+def copy_grad(dst: Tensor, src: Tensor) -> Sums:
     """dst = src, in one pass with the norm: returns the sums of squares of dst, one per NORM_TILE elements.
 
     `src` is fp32, bf16 or fp16, at any address; `dst` is of its dtype or fp32. Both 1-D, contiguous, n elements, on
     one device, without overlap; anything else is a ValueError. A non-finite element makes its tile's sum non-finite.
+    Sums of a CUDA kernel stay on the device until `resolve` or `totals` asks for them; others are numbers.
     """
-    accepted = (src.dtype, torch.float32) if src.dtype != torch.float32 else _FLOAT32
-    d, s = _check("copy_grad", (("dst", dst, accepted), ("src", src, _GRAD)))
+    accepted = (src.dtype, torch.float32) if src.dtype != torch.float32 else FLOAT32
+    d, s = check("copy_grad", (("dst", dst, accepted), ("src", src, GRAD)))
+    if cuda := _cuda_for(dst):
+        places = cuda.places(dst)
+        cuda.copy_grad(dst, src, places)
+        return cuda.left_in(places)
     if _isa is not None and dst.is_cpu:
         return _native.copy_grad(_isa, d, _dtypes[dst.dtype], s, _dtypes[src.dtype], dst.numel())
-    if cuda := _cuda_for(dst):
-        places = Places(dst.numel(), dst.device)
-        cuda.copy_grad(dst, src, places)
-        return places.tiles.tolist()
-    return reference.copy_grad(dst, src)
+    return list(reference.copy_grad(dst, src))
 
 
-def accumulate_grad(acc: Tensor, src: Tensor) -> list[float]:
+def accumulate_grad(acc: Tensor, src: Tensor) -> Sums:
     """acc (fp32) += src, in one pass with the norm: returns the sums of squares of the new acc, as copy_grad does."""
-    a, s = _check("accumulate_grad", (("acc", acc, _FLOAT32), ("src", src, _GRAD)))
+    a, s = check("accumulate_grad", (("acc", acc, FLOAT32), ("src", src, GRAD)))
+    if cuda := _cuda_for(acc):
+        places = cuda.places(acc)
+        cuda.accumulate_grad(acc, src, places)
+        return cuda.left_in(places)
     if _isa is not None and acc.is_cpu:
         return _native.accumulate_grad(_isa, a, s, _dtypes[src.dtype], acc.numel())
-    if cuda := _cuda_for(acc):
-        places = Places(acc.numel(), acc.device)
-        cuda.accumulate_grad(acc, src, places)
-        return places.tiles.tolist()
-    return reference.accumulate_grad(acc, src)
+    return list(reference.accumulate_grad(acc, src))
 
 
-def sum_squares(src: Tensor) -> list[float]:
+def sum_squares(src: Tensor, nonfinite: Tensor | None = None) -> Sums:
     """The sums of squares of an fp32, bf16 or fp16 tensor: one float per NORM_TILE elements, none if it is empty.
 
     fp64 over a fixed tree, the same bits on every device: blocks of NORM_BLOCK elements from the tensor's start, in
     each NORM_LANES lanes that add every NORM_LANES-th square in order; lanes are added pairwise (16 apart, 8, 4, 2, 1),
-    blocks in order inside a tile. Add the tiles with `total`.
+    blocks in order inside a tile. Add the tiles with `total`, or `totals` where they may be on a device as those of
+    `copy_grad`. `nonfinite` (as of `new_flag`) becomes 1 if a sum is not finite, else it is left alone.
     """
-    (s,) = _check("sum_squares", (("src", src, _GRAD),))
-    if _isa is not None and src.is_cpu:
-        return _native.sum_squares(_isa, s, _dtypes[src.dtype], src.numel())
+    (s,) = check("sum_squares", (("src", src, GRAD),))
+    check_one("sum_squares", "nonfinite", nonfinite, torch.int32, src)
     if cuda := _cuda_for(src):
-        places = Places(src.numel(), src.device)
+        places = cuda.places(src, nonfinite)
         cuda.sum_squares(src, places)
-        return places.tiles.tolist()
-    return reference.sum_squares(src)
+        return cuda.left_in(places)
+    if _isa is not None and src.is_cpu:
+        sums = _native.sum_squares(_isa, s, _dtypes[src.dtype], src.numel())
+    else:
+        sums = list(reference.sum_squares(src))
+    if nonfinite is not None and not all(map(math.isfinite, sums)):
+        nonfinite.fill_(1)
+    return sums
 
 
 def split_master(master: Tensor, hi: Tensor, lo: Tensor) -> None:
@@ -318,22 +333,22 @@ def split_master(master: Tensor, hi: Tensor, lo: Tensor) -> None:
 
     bits(master) = (bits(hi) << 16) + lo, modulo 2^32; a NaN becomes (0x7FC0, 0). ValueError as in adam_update.
     """
-    m, h, w = _check("split_master", (("master", master, _FLOAT32), ("hi", hi, _BFLOAT16), ("lo", lo, _INT16)))
-    if _isa is not None and master.is_cpu:
-        _native.split_master(_isa, m, h, w, master.numel())
-    elif cuda := _cuda_for(master):
+    m, h, w = check("split_master", (("master", master, FLOAT32), ("hi", hi, BFLOAT16), ("lo", lo, INT16)))
+    if cuda := _cuda_for(master):
         cuda.split_master(master, hi, lo)
+    elif _isa is not None and master.is_cpu:
+        _native.split_master(_isa, m, h, w, master.numel())
     else:
         reference.split_master(master, hi, lo)
 
 
 def join_master(hi: Tensor, lo: Tensor, out: Tensor) -> None:
     """The exact inverse of split_master: fp32 `out` from bf16 `hi` and int16 `lo`."""
-    h, w, o = _check("join_master", (("hi", hi, _BFLOAT16), ("lo", lo, _INT16), ("out", out, _FLOAT32)))
-    if _isa is not None and out.is_cpu:
-        _native.join_master(_isa, h, w, o, out.numel())
-    elif cuda := _cuda_for(out):
+    h, w, o = check("join_master", (("hi", hi, BFLOAT16), ("lo", lo, INT16), ("out", out, FLOAT32)))
+    if cuda := _cuda_for(out):
         cuda.join_master(hi, lo, out)
+    elif _isa is not None and out.is_cpu:
+        _native.join_master(_isa, h, w, o, out.numel())
     else:
         reference.join_master(hi, lo, out)
 

@@ -2,40 +2,38 @@
 
 Work is enqueued on torch's current stream of the tensors' device, and nothing waits: sums of squares are left there, in
 `Places`, for whoever can wait later or never (`clip_factor` turns them into the factor that clips without the host).
-Arguments were checked by gemini.kernels.
+The host waits in `fetch` alone. Arguments were checked by gemini.kernels.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from gemini.kernels_reference import NORM_BLOCK, NORM_TILE, AdamHyper, fp32_scalars
-
-
-class Segment(NamedTuple):
-    """Elements ``[begin, end)`` of the arrays of a chunk, and how they are updated."""
-
-    begin: int
-    end: int
-    hyper: AdamHyper
+from gemini.kernels_reference import NORM_BLOCK, NORM_TILE, AdamHyper, Segment, fp32_scalars
+from gemini.kernels_sums import DeviceSums, Sums
 
 
 class Places:
     """Device memory in which one gradient kernel leaves what it finds; the kernel's own until it has run.
+
+    Args:
+        nonfinite: a flag that several calls may share; without one the call gets its own.
+        arrived: int32, one element, 0 between kernels: those of one stream may share it.
 
     Attributes:
         tiles: fp64, a sum of squares per NORM_TILE elements.
         nonfinite: int32, one element: not 0 if one of the sums was not finite.
     """
 
-    def __init__(self, n: int, device: torch.device, nonfinite: Tensor | None = None):
+    def __init__(self, n: int, device: torch.device, nonfinite: Tensor | None = None, arrived: Tensor | None = None):
         blocks, tiles = -(-n // NORM_BLOCK), -(-n // NORM_TILE)
         self._blocks = torch.empty(blocks, dtype=torch.float64, device=device)
-        self._arrived = torch.zeros(1, dtype=torch.int32, device=device)
+        self._arrived = torch.zeros(1, dtype=torch.int32, device=device) if arrived is None else arrived
         self.tiles = torch.empty(tiles, dtype=torch.float64, device=device)
         self.nonfinite = torch.zeros(1, dtype=torch.int32, device=device) if nonfinite is None else nonfinite
 
@@ -54,6 +52,40 @@ class CudaKernels:
 
     def __init__(self, module: Any, dtypes: dict[torch.dtype, Any]):
         self._module, self._dtypes = module, dtypes
+        self._shared: dict[tuple[int, int], Tensor] = {}
+        self._scalars = lru_cache(maxsize=256)(self._make_scalars)
+
+    def _make_scalars(self, hyper: AdamHyper) -> Any:
+        return self._module.AdamScalars(*fp32_scalars(hyper))
+
+    def stream(self, device: torch.device) -> torch.cuda.Stream | None:
+        """The stream on which work is enqueued now; None if the device has only one."""
+        return torch.cuda.current_stream(device)
+
+    def places(self, tensor: Tensor, nonfinite: Tensor | None = None) -> Places:
+        """For a kernel over ``tensor`` that is enqueued next; ``nonfinite`` is a flag of the caller's, if he wants one.
+
+        What no caller looks at is shared by all kernels of a stream, which run one after the other: a launch costs no
+        memset beside it.
+        """
+        where = self._where(tensor)
+        shared = self._shared.get(where)
+        if shared is None:
+            shared = self._shared[where] = torch.zeros(2, dtype=torch.int32, device=tensor.device)
+        return Places(tensor.numel(), tensor.device, shared[1:] if nonfinite is None else nonfinite, shared[:1])
+
+    def left_in(self, places: Places) -> Sums:
+        """The sums that the kernel enqueued last leaves in ``places``."""
+        tiles = places.tiles
+        return [DeviceSums(tiles, self.stream(tiles.device), self.fetch)] if tiles.numel() else []
+
+    def fetch(self, tensors: Sequence[Tensor]) -> list[float]:
+        """The elements of fp64 tensors of one device, one after the other: the host waits for its current stream."""
+        return (torch.cat(list(tensors)) if len(tensors) > 1 else tensors[0]).tolist()
+
+    def new_flag(self, device: torch.device) -> Tensor:
+        """An int32 that is 0."""
+        return torch.zeros(1, dtype=torch.int32, device=device)
 
     def adam_update(
         self, weights: Tensor, residual: Tensor | None, exp_avg: Tensor, exp_avg_sq: Tensor, grad: Tensor,
@@ -64,34 +96,35 @@ class CudaKernels:
         ``grad_scale``: fp32, one element on the device, instead of the one of the hyperparameters; ``stop``: int32, one
         element there: nothing is updated if it is not 0 by then.
         """
-        native = [
-            self._module.CudaSegment(begin, end, self._module.AdamScalars(*fp32_scalars(hyper)))
-            for begin, end, hyper in segments
-        ]
+        native = [self._module.CudaSegment(begin, end, self._scalars(hyper)) for begin, end, hyper in segments]
         arrays = map(_address, (weights, residual, exp_avg, exp_avg_sq, grad))
         dtype = self._dtypes[grad.dtype]
-        self._module.cuda_adam_update(*_where(weights), *arrays, dtype, native, _address(grad_scale), _address(stop))
+        scale_and_stop = map(_address, (grad_scale, stop))
+        self._module.cuda_adam_update(*self._where(weights), *arrays, dtype, native, *scale_and_stop)
 
     def split_master(self, master: Tensor, hi: Tensor, lo: Tensor) -> None:
-        self._module.cuda_split_master(*_where(master), *map(_address, (master, hi, lo)), master.numel())
+        self._module.cuda_split_master(*self._where(master), *map(_address, (master, hi, lo)), master.numel())
 
     def join_master(self, hi: Tensor, lo: Tensor, out: Tensor) -> None:
-        self._module.cuda_join_master(*_where(out), *map(_address, (hi, lo, out)), out.numel())
+        self._module.cuda_join_master(*self._where(out), *map(_address, (hi, lo, out)), out.numel())
 
     def copy_grad(self, dst: Tensor, src: Tensor, places: Places) -> None:
-        formats = self._dtypes[dst.dtype], self._dtypes[src.dtype]
-        self._module.cuda_copy_grad(
-            *_where(dst), _address(dst), formats[0], _address(src), formats[1], dst.numel(), places.native(self._module)
-        )
+        arrays = _address(dst), self._dtypes[dst.dtype], _address(src), self._dtypes[src.dtype]
+        self._module.cuda_copy_grad(*self._where(dst), *arrays, dst.numel(), places.native(self._module))
 
     def accumulate_grad(self, acc: Tensor, src: Tensor, places: Places) -> None:
         addresses, native = map(_address, (acc, src)), places.native(self._module)
-        self._module.cuda_accumulate_grad(*_where(acc), *addresses, self._dtypes[src.dtype], acc.numel(), native)
+        self._module.cuda_accumulate_grad(*self._where(acc), *addresses, self._dtypes[src.dtype], acc.numel(), native)
 
     def sum_squares(self, src: Tensor, places: Places) -> None:
         self._module.cuda_sum_squares(
-            *_where(src), _address(src), self._dtypes[src.dtype], src.numel(), places.native(self._module)
+            *self._where(src), _address(src), self._dtypes[src.dtype], src.numel(), places.native(self._module)
         )
+
+    def _where(self, tensor: Tensor) -> tuple[int, int]:
+        """The number of the device, and the handle of the stream there."""
+        stream = self.stream(tensor.device)
+        return tensor.get_device(), 0 if stream is None else stream.cuda_stream
 
     def clip_factor(
         self, sums: Tensor, scale: float, max_norm: float, norm: Tensor, factor: Tensor, nonfinite: Tensor
@@ -100,13 +133,8 @@ class CudaKernels:
         max_norm / (norm + 1e-6)) (fp32), and 1 in ``nonfinite`` (int32) if the norm is not finite. One element each.
         """
         places = map(_address, (norm, factor, nonfinite))
-        self._module.cuda_clip_factor(*_where(sums), _address(sums), sums.numel(), scale, max_norm, *places)
+        self._module.cuda_clip_factor(*self._where(sums), _address(sums), sums.numel(), scale, max_norm, *places)
 
 
 def _address(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
-
-
-def _where(tensor: Tensor) -> tuple[int, int]:
-    """The number of the device, and the handle of torch's current stream there."""
-    return tensor.get_device(), torch.cuda.current_stream(tensor.device).cuda_stream

@@ -62,6 +62,14 @@ class AdamHyper:
             raise ValueError(f"step counts from 1 and includes the update itself; it was {self.step}")
 
 
+class Segment(NamedTuple):
+    """Elements ``[begin, end)`` of the arrays of a chunk, and how they are updated."""
+
+    begin: int
+    end: int
+    hyper: AdamHyper
+
+
 class Fp32Scalars(NamedTuple):
     """What the kernels multiply by: every number is representable in fp32. In the order the native code takes them."""
 

@@ -19,7 +19,10 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 FLOORS = [
     ("gemini.errors", "gemini.tiers", "gemini.states", "gemini.version"),
     ("gemini.planning",),
-    ("gemini.config", "gemini.kernels", "gemini.kernels_cuda", "gemini.kernels_reference", "gemini._C"),
+    (
+        "gemini.config", "gemini.kernels", "gemini.kernels_checks", "gemini.kernels_cuda", "gemini.kernels_reference",
+        "gemini.kernels_sums", "gemini._C",
+    ),  # fmt: skip
     ("gemini.memory",),
     ("gemini.ranks",),
     ("gemini.train",),

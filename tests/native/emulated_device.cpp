@@ -91,3 +91,21 @@ extern "C" void grad(int doing, void* dst, const void* src, int src_dtype, int64
         case Dtype::f16: return run_grad<Dtype::f16>(doing, dst, src, n, blocks);
     }
 }
+
+// What the thread block that comes last does with the sums of blocks.
+extern "C" void add_tiles(const double* blocks, int64_t count, double* tiles, int* nonfinite) {
+    for (int64_t first = 0; first < count; first += kTileBlocks) {
+        double sum = 0.0;
+        for (int64_t i = first; i < count && i < first + kTileBlocks; ++i) sum = add(sum, blocks[i]);
+        tiles[first / kTileBlocks] = sum;
+        if (!is_finite(sum)) *nonfinite = 1;
+    }
+}
+
+extern "C" void split_master(const float* master, uint16_t* hi, uint16_t* lo, int64_t n) {
+    for (int64_t i = 0; i < n; ++i) split(master[i], hi[i], lo[i]);
+}
+
+extern "C" void join_master(const uint16_t* hi, const uint16_t* lo, float* out, int64_t n) {
+    for (int64_t i = 0; i < n; ++i) out[i] = join(hi[i], lo[i]);
+}

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import ctypes
 import shutil
-import subprocess
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from native_cases import GRAD_DTYPES, LENGTHS, ROOT, any_bits, assert_same_bits, same_sums, to_dtype
+from native_cases import GRAD_DTYPES, LENGTHS, any_bits, assert_same_bits, same_sums, to_dtype
 from torch import Tensor
 
 from gemini import kernels
 from gemini.kernels import AdamHyper
 from gemini.kernels_reference import NORM_BLOCK, NORM_TILE, fp32_scalars
+from tests.native.emulated_cuda import library
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="there is no C++ compiler")
 
@@ -27,12 +26,8 @@ NUMBER = {dtype: number for number, dtype in enumerate(GRAD_DTYPES)}
 
 
 @pytest.fixture(scope="module")
-def device(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    library = tmp_path_factory.mktemp("emulated") / "device.so"
-    flags = ["-std=c++17", "-O2", "-ffp-contract=off", "-Wno-unknown-pragmas", "-shared", "-fPIC"]
-    source = Path(__file__).parent / "emulated_device.cpp"
-    subprocess.run(["g++", *flags, str(source), "-o", str(library)], check=True, cwd=ROOT)
-    return ctypes.CDLL(str(library))
+def device() -> Any:
+    return library()
 
 
 def address(tensor: Tensor | None) -> ctypes.c_void_p:

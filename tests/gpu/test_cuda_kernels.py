@@ -1,0 +1,215 @@
+"""On a card: the CUDA kernels give the bits of the CPU kernels, and nobody waits for them but ``resolve``.
+
+The same bodies run on the host in tests/native (test_cuda_bodies, test_device_sums); here the device runs them, with
+its own arithmetic, warps and streams.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import gemini
+from gemini import kernels
+from gemini.kernels import AdamHyper, DeviceSums, Segment
+from gemini.kernels_cuda import CudaKernels
+from tests import models
+from tests.native.native_cases import GRAD_DTYPES, LENGTHS, any_bits, assert_same_bits, same_sums, to_dtype
+
+ADAMW = AdamHyper(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1, step=3, grad_scale=0.37)
+L2 = AdamHyper(lr=2e-3, beta1=0.8, beta2=0.99, eps=1e-6, weight_decay=0.1, step=7, decoupled=False)
+BIG = (1 << 21) + 4097
+
+
+@pytest.fixture(autouse=True)
+def built() -> None:
+    assert kernels.capabilities().cuda, f"the library holds no CUDA kernels: {kernels.capabilities()}"
+
+
+@contextmanager
+def nobody_waits() -> Iterator[None]:
+    """Torch raises where it would let the host wait for the device."""
+    torch.cuda.synchronize()
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+
+
+def arrays(n: int, is_split: bool, dtype: torch.dtype, seed: int = 0) -> list[Tensor | None]:
+    """On the host, of any bits: all magnitudes, subnormals, inf and NaN."""
+    p, m, v, g = (any_bits(n, 4 * seed + number).clone() for number in range(4))
+    hi, lo = torch.empty(n, dtype=torch.bfloat16), torch.empty(n, dtype=torch.int16)
+    kernels.split_master(p, hi, lo)
+    return [hi if is_split else p, lo if is_split else None, m, v.abs(), to_dtype(g, dtype)]
+
+
+def on_card(tensors: list[Tensor | None], shift: int = 0) -> list[Any]:
+    """``shift`` elements off an aligned address."""
+    result: list[Any] = []
+    for tensor in tensors:
+        if tensor is not None:
+            room = torch.empty(len(tensor) + shift, dtype=tensor.dtype, device="cuda")
+            room[shift:].copy_(tensor)
+            tensor = room[shift:]
+        result.append(tensor)
+    return result
+
+
+def assert_all_same(given: list[Any], expected: list[Any]) -> None:
+    for name, a, b in zip(("weights", "residual", "exp_avg", "exp_avg_sq", "grad"), given, expected, strict=True):
+        if b is not None:
+            assert_same_bits(a.cpu(), b, name)
+
+
+@pytest.mark.parametrize("shift", [0, 1], ids=["aligned", "not aligned"])
+@pytest.mark.parametrize("is_split", [True, False], ids=["split", "fp32"])
+@pytest.mark.parametrize("dtype", GRAD_DTYPES, ids=str)
+def test_adam_is_the_cpu_kernel_s(dtype: torch.dtype, is_split: bool, shift: int) -> None:
+    for hyper in (ADAMW, L2):
+        expected: list[Any] = arrays(BIG, is_split, dtype)
+        given = on_card(expected, shift)
+        for step in range(3):  # what an update made of special values is the next one's input
+            kernels.adam_update(*expected, replace(hyper, step=1 + step))
+            with nobody_waits():
+                kernels.adam_update(*given, replace(hyper, step=1 + step))
+        assert_all_same(given, expected)
+
+
+@pytest.mark.parametrize("is_split", [True, False], ids=["split", "fp32"])
+def test_segments_go_together_and_leave_what_is_between(is_split: bool) -> None:
+    """More of them than one launch holds, beginning and ending anywhere."""
+    n = 40_000
+    edges = [3, 8, 8, 15, 64, 4101, *range(4200, 4400, 2), 6000, 8999, 9001, 39_999]
+    segments = [
+        Segment(begin, end, ADAMW if number % 2 else L2)
+        for number, (begin, end) in enumerate(zip(edges[:-1], edges[1:], strict=True))
+        if number != 5
+    ]
+    assert len(segments) > 2 * 48
+    expected: list[Any] = arrays(n, is_split, torch.bfloat16)
+    given, scale = on_card(expected), torch.tensor([0.25])
+    kernels.adam_update_segments(*expected, segments, grad_scale=scale)
+    with nobody_waits():
+        stop = kernels.new_flag(given[0])
+        kernels.adam_update_segments(*given, segments, grad_scale=scale.cuda(non_blocking=True), stop=stop)
+    assert_all_same(given, expected)
+    with nobody_waits():
+        kernels.adam_update_segments(*given, segments, stop=stop.fill_(1))
+    assert_all_same(given, expected)
+
+
+@pytest.mark.parametrize("shift", [0, 1], ids=["aligned", "not aligned"])
+@pytest.mark.parametrize("dtype", GRAD_DTYPES, ids=str)
+def test_gradients_and_their_sums(dtype: torch.dtype, shift: int) -> None:
+    """Of many calls, which one copy brings: those of ordinary values, and of any bits."""
+    sources = [to_dtype(torch.randn(n, generator=torch.Generator().manual_seed(n)), dtype) for n in (*LENGTHS, BIG)]
+    sources.append(to_dtype(any_bits(100_000, 5), dtype))
+    expected: list[kernels.Sums] = []
+    found: list[kernels.Sums] = []
+    written: list[tuple[Tensor, Tensor]] = []
+    for src in sources:
+        (there,) = on_card([src], shift)
+        targets = [torch.empty_like(src), torch.zeros(len(src)), torch.ones(len(src))]
+        on_device = on_card([*targets], shift)
+        for into, sums, values in ((targets, expected, src), (on_device, found, there)):
+            with nobody_waits():
+                sums.append(kernels.sum_squares(values))
+                sums.append(kernels.copy_grad(into[0], values))
+                sums.append(kernels.copy_grad(into[1], values))
+                sums.append(kernels.accumulate_grad(into[2], values))
+        written += zip(on_device, targets, strict=True)
+    assert all(isinstance(part, DeviceSums) for sums in found for part in sums)
+    for sums, wanted in zip(kernels.resolve(found), expected, strict=True):
+        assert same_sums(sums, wanted)  # type: ignore[arg-type]
+    for given, wanted in written:
+        assert_same_bits(given.cpu(), wanted, f"{len(wanted)} elements")
+
+
+def test_sums_of_another_stream_are_waited_for() -> None:
+    src = torch.randn(BIG, generator=torch.Generator().manual_seed(1))
+    expected, side = kernels.total(kernels.sum_squares(src)), torch.cuda.Stream()  # type: ignore[arg-type]
+    for _ in range(5):
+        with torch.cuda.stream(side):
+            there = src.cuda()
+            for _ in range(20):
+                there = there * 1.0
+            sums = kernels.sum_squares(there)
+        assert kernels.totals([sums]) == [expected]
+
+
+@pytest.mark.parametrize("bad", [1.0, float("inf"), float("nan")])
+def test_a_flag_stops_the_update_without_the_host(bad: float) -> None:
+    grad = torch.ones(BIG, dtype=torch.bfloat16)
+    grad[-1] = bad
+    expected: list[Any] = [torch.ones(BIG), None, torch.zeros(BIG), torch.zeros(BIG), grad]
+    given = on_card(expected)
+    whole = [Segment(0, BIG, ADAMW)]
+    with nobody_waits():
+        flag = kernels.new_flag(given[4])
+        sums = [kernels.sum_squares(given[4], flag), kernels.sum_squares(given[4][:100], flag)]
+        of_sums = kernels.nonfinite_flag(sums)
+        kernels.adam_update_segments(*given, whole, stop=flag)
+        kernels.adam_update_segments(*given, whole, stop=of_sums)
+    if math.isfinite(bad):
+        for _ in range(2):
+            kernels.adam_update_segments(*expected, whole)
+    assert_all_same(given, expected)
+    assert of_sums is not None and int(flag) == int(of_sums) == (not math.isfinite(bad))
+    assert math.isfinite(kernels.totals(sums)[0]) == math.isfinite(bad)
+
+
+def test_the_clip_factor_is_the_host_s() -> None:
+    cuda = kernels._cuda
+    assert cuda is not None
+    for sums in ([3.0, 1e16, 1.0, 1.0], [0.25], [float("inf"), 1.0], [float("nan")]):
+        there = torch.tensor(sums, dtype=torch.float64, device="cuda")
+        norm, factor = torch.zeros(1, dtype=torch.float64, device="cuda"), torch.zeros(1, device="cuda")
+        with nobody_waits():
+            flag = kernels.new_flag(there)
+            cuda.clip_factor(there, 0.5, 1.0, norm, factor, flag)
+        wanted = math.sqrt(kernels.total(sums)) * 0.5
+        coefficient = min(1.0, 1.0 / (wanted + 1e-6)) if math.isfinite(wanted) else 1.0
+        assert norm.item() == wanted or math.isnan(wanted)
+        assert factor.cpu().equal(torch.tensor([0.5 * coefficient])) and int(flag) == (not math.isfinite(wanted))
+
+
+@pytest.mark.parametrize("gradients", ["retain", "transient"])
+def test_backward_of_a_model_on_the_card_waits_for_nothing(gradients: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every plane on the card: the host waits for the gradients once in a step, at its end."""
+    waits: list[int] = []
+    fetch = CudaKernels.fetch
+
+    def counted(self: CudaKernels, tensors: Any) -> list[float]:
+        waits.append(len(tensors))
+        return fetch(self, tensors)
+
+    monkeypatch.setattr(CudaKernels, "fetch", counted)
+    config = gemini.GeminiConfig(
+        gradients=gradients,
+        memory=gemini.MemoryBudget(gpu="1GiB", cpu="1GiB"),
+        placement=gemini.StaticPlacement(weights_on_gpu=1, optimizer_on_gpu=1),
+    )
+    model = gemini.GeminiDDP(models.make_model("llama"), config)
+    optimizer = gemini.HybridAdam(model.parameters(), step_in_backward=gradients == "transient")
+    for number, (batch,) in enumerate(models.make_batches(4, 1)):
+        loss = model(**{name: value.cuda() for name, value in batch.items()}).loss
+        if number == 0:  # cuBLAS sets itself up
+            loss.backward()
+        else:
+            with nobody_waits():
+                loss.backward()
+        if gradients == "retain":
+            model.clip_grad_norm_(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        assert len(waits) == number + 1

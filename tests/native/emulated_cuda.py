@@ -1,0 +1,176 @@
+"""The CUDA face of gemini.kernels without a card: kernels that run on the host, and memory that the host may not read.
+
+``EmulatedKernels`` is ``CudaKernels`` over a native module whose functions run the bodies of the CUDA kernels thread
+after thread (emulated_device.cpp), so that everything of Python that a card would run runs here, with its bits. What a
+kernel leaves in device memory for the host (sums of squares, flags) is of a class that refuses every read before
+``fetch`` has brought it, and ``fetch`` counts: how often a step waits for the device is a number. ``EmulatedGpu`` is
+the stand-in device that knows which memory is the host's: what is not is worked on by those kernels.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+import tempfile
+from collections import Counter
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from gemini import kernels
+from gemini.kernels_cuda import CudaKernels, Places
+from gemini.kernels_reference import NORM_BLOCK
+from gemini.memory.device import StandinDevice
+
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_ROOT = Path(__file__).resolve().parents[2]
+_FLAGS = ["-std=c++17", "-O2", "-ffp-contract=off", "-Wno-unknown-pragmas", "-shared", "-fPIC"]
+
+
+@cache
+def library() -> ctypes.CDLL:
+    """The bodies, compiled once in a process; needs g++."""
+    with tempfile.TemporaryDirectory() as folder:
+        built = Path(folder) / "device.so"
+        source = Path(__file__).parent / "emulated_device.cpp"
+        subprocess.run(["g++", *_FLAGS, str(source), "-o", str(built)], check=True, cwd=_ROOT)
+        return ctypes.CDLL(str(built))
+
+
+class EmulatedModule:
+    """The CUDA part of gemini._C: the same names and arguments, on host addresses."""
+
+    def __init__(self) -> None:
+        self._library = library()
+        self.launches: Counter[str] = Counter()
+        self.segments: list[int] = []
+        """Of each Adam launch."""
+
+    def AdamScalars(self, *values: Any) -> tuple[Any, ...]:  # noqa: N802 - a class of the native module
+        assert len(values) == 10
+        return values
+
+    def CudaSegment(self, begin: int, end: int, scalars: tuple[Any, ...]) -> tuple[Any, ...]:  # noqa: N802
+        return begin, end, scalars
+
+    def CudaNormPlaces(self, *addresses: int) -> tuple[int, ...]:  # noqa: N802
+        assert len(addresses) == 4 and all(addresses[2:]), "only sums of nothing have no place"
+        return addresses
+
+    def cuda_adam_update(
+        self, device: int, stream: int, weights: int, residual: int, exp_avg: int, exp_avg_sq: int, grad: int,
+        dtype: int, segments: Sequence[tuple[Any, ...]], grad_scale: int, stop: int,
+    ) -> None:  # fmt: skip
+        self.launches["adam_update"] += 1
+        self.segments.append(len(segments))
+        count = len(segments)
+        bounds = (ctypes.c_int64 * (2 * count))(*(bound for begin, end, _ in segments for bound in (begin, end)))
+        scalars = (ctypes.c_float * (9 * count))(*(value for *_, values in segments for value in values[:9]))
+        decoupled = (ctypes.c_bool * count)(*(values[9] for *_, values in segments))
+        arrays = map(_pointer, (weights, residual, exp_avg, exp_avg_sq, grad))
+        self._library.adam(*arrays, dtype, bounds, scalars, decoupled, count, _pointer(grad_scale), _pointer(stop))
+
+    def cuda_copy_grad(
+        self, device: int, stream: int, dst: int, dst_dtype: int, src: int, src_dtype: int, n: int, places: Any
+    ) -> None:
+        self._grad("copy_grad", 1 if dst_dtype == src_dtype else 2, dst, src, src_dtype, n, places)
+
+    def cuda_accumulate_grad(
+        self, device: int, stream: int, acc: int, src: int, src_dtype: int, n: int, places: Any
+    ) -> None:
+        self._grad("accumulate_grad", 3, acc, src, src_dtype, n, places)
+
+    def cuda_sum_squares(self, device: int, stream: int, src: int, dtype: int, n: int, places: Any) -> None:
+        self._grad("sum_squares", 0, 0, src, dtype, n, places)
+
+    def _grad(self, name: str, doing: int, dst: int, src: int, dtype: int, n: int, places: Sequence[int]) -> None:
+        self.launches[name] += 1
+        blocks, tiles, arrived, nonfinite = map(_pointer, places)
+        assert ctypes.cast(arrived, ctypes.POINTER(ctypes.c_int))[0] == 0
+        self._library.grad(doing, _pointer(dst), _pointer(src), dtype, ctypes.c_int64(n), blocks)
+        self._library.add_tiles(blocks, ctypes.c_int64(-(-n // NORM_BLOCK)), tiles, nonfinite)
+
+    def cuda_split_master(self, device: int, stream: int, master: int, hi: int, lo: int, n: int) -> None:
+        self._library.split_master(*map(_pointer, (master, hi, lo)), ctypes.c_int64(n))
+
+    def cuda_join_master(self, device: int, stream: int, hi: int, lo: int, out: int, n: int) -> None:
+        self._library.join_master(*map(_pointer, (hi, lo, out)), ctypes.c_int64(n))
+
+
+def _pointer(address: int) -> ctypes.c_void_p:
+    return ctypes.c_void_p(address or None)
+
+
+_READS = {
+    torch.Tensor.item, torch.Tensor.tolist, torch.Tensor.cpu, torch.Tensor.numpy, torch.Tensor.__bool__,
+    torch.Tensor.__float__, torch.Tensor.__int__, torch.Tensor.__index__, torch.Tensor.__repr__, torch.equal,
+    torch.Tensor.equal, torch.Tensor.nonzero, torch.nonzero, torch.Tensor.is_nonzero, torch.allclose,
+}  # fmt: skip
+
+
+class OnDevice(torch.Tensor):
+    """Memory of the device: what torch computes from it stays there, and the host cannot look at it."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _READS:
+            raise AssertionError(f"the host read device memory ({func.__name__}) without waiting for it")
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+class EmulatedKernels(CudaKernels):
+    """Also counts: ``num_fetched`` are the tensors that each wait of the host brought."""
+
+    def __init__(self) -> None:
+        self.module = EmulatedModule()
+        super().__init__(self.module, DTYPES)
+        self.num_fetched: list[int] = []
+
+    @property
+    def num_fetches(self) -> int:
+        return len(self.num_fetched)
+
+    def stream(self, device: torch.device) -> None:
+        return None
+
+    def places(self, tensor: Tensor, nonfinite: Tensor | None = None) -> Places:
+        places = super().places(tensor, nonfinite)
+        places.tiles = places.tiles.as_subclass(OnDevice)
+        return places
+
+    def new_flag(self, device: torch.device) -> Tensor:
+        return super().new_flag(device).as_subclass(OnDevice)
+
+    def fetch(self, tensors: Sequence[Tensor]) -> list[float]:
+        self.num_fetched.append(len(tensors))
+        with torch._C.DisableTorchFunctionSubclass():
+            return super().fetch(tensors)
+
+
+class EmulatedGpu(StandinDevice):
+    """The stand-in, which knows the host's memory from its own."""
+
+    def __init__(self, **how: Any):
+        super().__init__(**how)
+        self._of_host: list[tuple[int, int]] = []
+
+    def make_host_buffer(self, num_bytes: int) -> Tensor:
+        buffer = super().make_host_buffer(num_bytes)
+        self._of_host.append((buffer.data_ptr(), buffer.data_ptr() + num_bytes))
+        return buffer
+
+    def holds(self, tensor: Tensor) -> bool:
+        address = tensor.data_ptr()
+        return not any(begin <= address < end for begin, end in self._of_host)
+
+
+def emulate(monkeypatch: pytest.MonkeyPatch, gpu: EmulatedGpu | None = None) -> EmulatedKernels:
+    """From now on tensors of ``gpu`` (without one: all tensors) are worked on by the bodies of the CUDA kernels."""
+    emulated = EmulatedKernels()
+    monkeypatch.setattr(kernels, "_cuda_for", lambda tensor: emulated if gpu is None or gpu.holds(tensor) else None)
+    return emulated

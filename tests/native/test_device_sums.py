@@ -1,0 +1,199 @@
+"""The face of the CUDA kernels, over emulated ones: sums stay on the device until one wait brings all of them, segments
+go in one launch, flags stop updates. And the same calls on the CPU, whose bits they have."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+
+import pytest
+import torch
+from native_cases import GRAD_DTYPES, any_bits, assert_same_bits, same_sums, to_dtype
+from torch import Tensor
+
+from gemini import kernels
+from gemini.kernels import AdamHyper, DeviceSums, Segment
+from tests.native.emulated_cuda import EmulatedKernels, emulate
+
+ADAMW = AdamHyper(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1, step=3, grad_scale=0.37)
+L2 = AdamHyper(lr=2e-3, beta1=0.8, beta2=0.99, eps=1e-6, weight_decay=0.1, step=7, decoupled=False)
+BIG = (1 << 20) + 4097  # two tiles, the second of a whole block and one element
+
+
+@pytest.fixture
+def emulated(monkeypatch: pytest.MonkeyPatch) -> EmulatedKernels:
+    if shutil.which("g++") is None:
+        pytest.skip("there is no C++ compiler")
+    return emulate(monkeypatch)
+
+
+def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "_cuda_for", lambda tensor: None)
+
+
+def gradients(dtype: torch.dtype) -> list[Tensor]:
+    return [to_dtype(any_bits(n, n), dtype) for n in (1, 5000)] + [
+        to_dtype(torch.randn(BIG, generator=torch.Generator().manual_seed(1)), dtype)
+    ]
+
+
+# ---- sums ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", GRAD_DTYPES, ids=str)
+def test_one_wait_brings_the_sums_of_many_calls_in_their_bits(
+    dtype: torch.dtype, emulated: EmulatedKernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sources = gradients(dtype)
+
+    def run() -> list[kernels.Sums]:
+        found = [kernels.sum_squares(src) for src in sources]
+        found += [kernels.copy_grad(torch.empty_like(src), src) for src in sources]
+        found += [kernels.accumulate_grad(torch.ones(len(src)), src) for src in sources]
+        found.append(kernels.copy_grad(torch.empty(5000), sources[1]) + kernels.sum_squares(sources[2]))
+        return [*found, [2.5, 0.5], []]
+
+    waiting = run()
+    assert emulated.num_fetched == [], "nothing is waited for yet"
+    assert emulated.module.launches == {"sum_squares": 4, "copy_grad": 4, "accumulate_grad": 3}
+    found = kernels.resolve(waiting)
+    assert emulated.num_fetched == [11], "all of them in one copy"
+    assert kernels.totals(waiting)[-2:] == [3.0, 0.0] and len(emulated.num_fetched) == 1, "known from now on"
+    on_cpu(monkeypatch)
+    expected = run()
+    assert all(isinstance(number, float) for sums in expected for number in sums)
+    assert len(found) == len(expected) and all(map(same_sums, found, expected))
+    assert [len(sums) for sums in found] == [1, 1, 2] * 3 + [3, 2, 0]
+
+
+def test_an_empty_tensor_has_no_sums(emulated: EmulatedKernels) -> None:
+    assert kernels.sum_squares(torch.empty(0)) == kernels.copy_grad(torch.empty(0), torch.empty(0)) == []
+    assert kernels.totals([[], []]) == [0.0, 0.0] and emulated.num_fetched == []
+
+
+def test_sums_cannot_be_read_before_they_are_there(emulated: EmulatedKernels) -> None:
+    sums = kernels.sum_squares(torch.ones(10))
+    (waiting,) = sums
+    assert isinstance(waiting, DeviceSums) and not waiting.is_here
+    with pytest.raises(TypeError):
+        kernels.total(sums)  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError, match=r"kernels\.resolve brings them"):
+        waiting.numbers()
+    with pytest.raises(AssertionError, match="tolist"):
+        waiting.on_device().tolist()
+    flag = kernels.new_flag(torch.ones(1))
+    for read in (bool, int, float, Tensor.item, lambda tensor: (tensor + 1).cpu()):
+        with pytest.raises(AssertionError, match="without waiting"):
+            read(flag)
+    assert kernels.totals([sums]) == [10.0] and waiting.is_here
+    with pytest.raises(AssertionError, match="freed"):
+        waiting.on_device()
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_flags_say_what_the_sums_say(
+    bad: float, emulated: EmulatedKernels, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    fine, spoilt = torch.ones(BIG), torch.ones(BIG)
+    spoilt[-1] = bad
+
+    def flags() -> list[Tensor]:
+        made = [kernels.new_flag(fine) for _ in range(2)]
+        kernels.sum_squares(fine, made[0])
+        kernels.sum_squares(spoilt, made[1])
+        kernels.sum_squares(fine, made[1])  # shared: it stays set
+        return made
+
+    on_device = flags()
+    of_sums = [kernels.nonfinite_flag([kernels.sum_squares(src) for src in (fine, last)]) for last in (fine, spoilt)]
+    known, unknown = kernels.sum_squares(spoilt), kernels.sum_squares(fine)
+    kernels.resolve([known])
+    of_sums.append(kernels.nonfinite_flag([known, unknown]))
+    assert kernels.nonfinite_flag([known, [1.0]]) is None and emulated.num_fetched == [1]
+    for flag in (*on_device, *of_sums):
+        assert flag is not None and flag.dtype == torch.int32 and flag.numel() == 1
+    found = [bool(flag.numel() and emulated.fetch([flag])[0]) for flag in (*on_device, *of_sums) if flag is not None]
+    assert found == [False, True, False, True, True]
+    on_cpu(monkeypatch)
+    assert [int(flag) for flag in flags()] == [0, 1]
+    assert kernels.nonfinite_flag([kernels.sum_squares(spoilt)]) is None, "for the host to look at"
+
+
+# ---- segments --------------------------------------------------------------------------------------------------------
+
+
+def arrays(n: int, is_split: bool, dtype: torch.dtype) -> list[Tensor | None]:
+    p, m, v, g = (any_bits(n, seed).clone() for seed in range(4))
+    hi, lo = torch.empty(n, dtype=torch.bfloat16), torch.empty(n, dtype=torch.int16)
+    kernels.split_master(p, hi, lo)
+    return [hi if is_split else p, lo if is_split else None, m, v.abs(), to_dtype(g, dtype)]
+
+
+SEGMENTS = [Segment(3, 8, ADAMW), Segment(8, 8, L2), Segment(64, 4101, L2), Segment(5000, 9000, ADAMW)]
+
+
+@pytest.mark.parametrize("where", ["emulated", "native", "reference"])
+@pytest.mark.parametrize("is_split", [True, False], ids=["split", "fp32"])
+def test_segments_are_updated_each_in_its_way(where: str, is_split: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if where == "emulated" and shutil.which("g++") is None:
+        pytest.skip("there is no C++ compiler")
+    given = arrays(9100, is_split, torch.bfloat16)
+    expected = [None if array is None else array.clone() for array in given]
+    for begin, end, hyper in SEGMENTS:
+        part = [None if array is None else array[begin:end] for array in expected]
+        kernels.adam_update(*part, replace(hyper, grad_scale=0.25))  # type: ignore[arg-type]
+    emulated = emulate(monkeypatch) if where == "emulated" else None
+    scale, stop = torch.tensor([0.25]), kernels.new_flag(torch.ones(1))
+    with kernels.use_isa("reference" if where == "reference" else None):
+        before = [None if array is None else array.clone() for array in given]
+        kernels.adam_update_segments(*given, SEGMENTS, grad_scale=scale, stop=stop.fill_(1))  # type: ignore[arg-type]
+        same(given, before)
+        kernels.adam_update_segments(*given, SEGMENTS, grad_scale=scale, stop=stop.fill_(0))  # type: ignore[arg-type]
+    same(given, expected)
+    if emulated is not None:
+        assert emulated.module.segments == [4, 4] and emulated.num_fetched == []
+
+
+def same(found: list[Tensor | None], expected: list[Tensor | None]) -> None:
+    for name, a, b in zip(("weights", "residual", "exp_avg", "exp_avg_sq", "grad"), found, expected, strict=True):
+        if a is not None and b is not None:
+            assert_same_bits(a, b, name)
+
+
+def test_the_emulated_face_splits_and_joins(emulated: EmulatedKernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    master = any_bits(5000, 3).clone()
+    hi, lo, out = torch.empty(5000, dtype=torch.bfloat16), torch.empty(5000, dtype=torch.int16), torch.empty(5000)
+    kernels.split_master(master, hi, lo)
+    kernels.join_master(hi, lo, out)
+    assert_same_bits(out, master, "joined")
+
+
+@pytest.mark.parametrize(
+    ("bounds", "complaint"),
+    [
+        ([(0, 5), (4, 8)], r"\[4, 8\) was given behind element 5"),
+        ([(5, 8), (0, 5)], r"\[0, 5\) was given behind element 8"),
+        ([(0, 9)], r"inside the 8 elements"),
+        ([(4, 2)], r"\[4, 2\)"),
+        ([(-1, 2)], r"\[-1, 2\)"),
+    ],
+)
+def test_segments_are_refused(bounds: list[tuple[int, int]], complaint: str) -> None:
+    with pytest.raises(ValueError, match=complaint):
+        call([Segment(begin, end, ADAMW) for begin, end in bounds])
+
+
+def test_scales_and_flags_are_refused() -> None:
+    with pytest.raises(ValueError, match="grad_scale is one element of float32 on cpu, .* float64"):
+        call([], grad_scale=torch.ones(1, dtype=torch.float64))
+    with pytest.raises(ValueError, match=r"stop is one element of int32 on cpu, .* of shape \(2,\)"):
+        call([], stop=torch.zeros(2, dtype=torch.int32))
+    with pytest.raises(ValueError, match="nonfinite is one element of int32 on cpu, .* on meta"):
+        kernels.sum_squares(torch.ones(4), torch.zeros(1, dtype=torch.int32, device="meta"))
+    with pytest.raises(ValueError, match=r"adam_update_segments: grad and weights overlap"):
+        memory = torch.ones(8)
+        kernels.adam_update_segments(memory, None, torch.ones(8), torch.ones(8), memory, [])
+
+
+def call(segments: list[Segment], **how: Tensor) -> None:
+    kernels.adam_update_segments(*(None if i == 1 else torch.ones(8) for i in range(5)), segments, **how)  # type: ignore
