@@ -23,6 +23,8 @@ def clip_grad_norm(
 ) -> torch.Tensor:
     """Total 2-norm of the gradients of ``handles`` (None: of all), unscaled, as it was before.
 
+    On CUDA this is where the host waits for the sums of squares, once; ``optimizer.step()`` then knows them already.
+
     Raises:
         GeminiError: for transient gradients, which are gone when the norm is known.
         NonFiniteGradient: with ``error_if_nonfinite``.

@@ -5,6 +5,9 @@ plane's home, and torch's own copy is freed: at once where the plane is within r
 its own, with its bytes on the device in the ledger until then. Sums of squares of its norm tiles ride on that copy;
 they tell the total norm and whether anything is not finite without another pass. In declaration order and over fixed
 tiles, so the same bits come out wherever the plane lives.
+
+Backward never waits for a sum: where the plane is on a CUDA device its sums stay there, and come to the host all at
+once, the first time in a step that somebody asks (``clip_grad_norm_``, else ``optimizer.step()``).
 """
 
 from __future__ import annotations
@@ -150,7 +153,7 @@ class GradientStore:
         if self._lane is not None:
             self._lane.close()
 
-    def land_piece(self, chunk: Chunk, flat: torch.Tensor, at: int, adding: bool) -> list[float]:
+    def land_piece(self, chunk: Chunk, flat: torch.Tensor, at: int, adding: bool) -> kernels.Sums:
         """Keep ``flat`` at element ``at`` (a whole page) of a grad plane: the sums of squares of its norm tiles."""
         plane = chunk.planes[PlaneKind.GRAD]
         assert not adding or plane.dtype is torch.float32, "promote before adding"
@@ -161,9 +164,9 @@ class GradientStore:
         with self._mover.about("gradient landing", f"land gradients of chunk {index}", index):
             return self._land_staged(plane, flat, at, adding)
 
-    def _land_staged(self, plane: Plane, flat: torch.Tensor, base: int, adding: bool) -> list[float]:
+    def _land_staged(self, plane: Plane, flat: torch.Tensor, base: int, adding: bool) -> kernels.Sums:
         """Tile by tile through host staging: inbound from the device, outbound to a device plane or the spill file."""
-        sums: list[float] = []
+        sums: kernels.Sums = []
         for start, stop in tiles(0, flat.numel(), self._mover.tile):
             incoming = flat[start:stop]
             if flat.device.type != "cpu" or self._device.tier is Tier.GPU:
@@ -266,8 +269,11 @@ class GradientStore:
                 self._mover.store(new, start, stop, wide.copy_(narrow))
 
     def total_sum(self, handles: list[ParamHandle]) -> float:
-        """Sum of squares over all gradients: per-param sums in tile order, params in declaration order."""
-        return kernels.total([kernels.total(h.norm_sums) * h.clip**2 for h in handles if h.norm_sums is not None])
+        """Sum of squares over all gradients: per-param sums in tile order, params in declaration order.
+
+        On CUDA the host waits for those it has not seen yet, once for all of them.
+        """
+        return kernels.total([total * handle.clip**2 for handle, total in _totals(handles)])
 
     def clip(self, handles: list[ParamHandle], coefficient: float) -> None:
         """Let the update scale the gradients of these params, beside the coefficient of the whole model."""
@@ -276,12 +282,12 @@ class GradientStore:
                 handle.clip *= coefficient
 
     def check_finite(self, handles: list[ParamHandle]) -> None:
-        """Refuse inf and NaN.
+        """Refuse inf and NaN; on CUDA a wait for sums that the host has not seen yet, as in :meth:`total_sum`.
 
         Raises:
             NonFiniteGradient: naming the first param; nothing was touched.
         """
-        bad = [h for h in handles if h.norm_sums is not None and not math.isfinite(kernels.total(h.norm_sums))]
+        bad = [handle for handle, total in _totals(handles) if not math.isfinite(total)]
         if bad:
             raise NonFiniteGradient(
                 f"the gradient of {bad[0].name!r} holds inf or NaN (and {len(bad) - 1} more params). No weight was "
@@ -296,6 +302,13 @@ class GradientStore:
                 self.settle()
         for handle in handles:
             handle.norm_sums, handle.clip = None, 1.0
+
+
+def _totals(handles: list[ParamHandle]) -> list[tuple[ParamHandle, float]]:
+    """Those that have a gradient, with its sum of squares."""
+    there = [(handle, handle.norm_sums) for handle in handles if handle.norm_sums is not None]
+    found = kernels.totals([sums for _, sums in there])
+    return [(handle, total) for (handle, _), total in zip(there, found, strict=True)]
 
 
 def _grad_numel(chunk: Chunk) -> int:

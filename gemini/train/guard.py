@@ -22,6 +22,7 @@ from torch import nn
 from torch.nn.utils import clip_grad
 
 from gemini.errors import ParamAccessError
+from gemini.kernels import Sums
 from gemini.memory.chunk import Chunk
 from gemini.planning.layout import Part, Slot
 
@@ -53,8 +54,8 @@ class ParamHandle:
     """``param.data`` is NaN: its weights are not gathered."""
     trained: bool = False
     """``requires_grad`` as of the last look; flips at rest are noticed by the guard."""
-    norm_sums: list[float] | None = None
-    """Sums of squares of the gradient's norm tiles; None while there is no gradient."""
+    norm_sums: Sums | None = None
+    """Sums of squares of the gradient's norm tiles, on a device still perhaps; None while there is no gradient."""
     num_steps: int = 0
     """Updates this param has had (Adam's bias correction); a skipped step leaves it."""
     in_backward: int = -1

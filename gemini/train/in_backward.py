@@ -58,7 +58,8 @@ def step_landed(engine: Engine, chunk: Chunk) -> None:
     """Update the params of a chunk whose gradients are in the grad plane, and whose optimizer steps in backward.
 
     Raises:
-        NonFiniteGradient: for inf or NaN; nothing of the chunk was touched.
+        NonFiniteGradient: for inf or NaN; nothing of the chunk was touched. Where the update runs on a device with
+            kernels of its own that is told when the step ends.
     """
     if not stepping_in_backward or engine.config.gradients == "transient":
         return
@@ -70,9 +71,12 @@ def step_landed(engine: Engine, chunk: Chunk) -> None:
     if not ready:
         return
     engine.gradients.settle()
-    engine.gradients.check_finite([handle for handle, _ in ready])
+    handles = [handle for handle, _ in ready]
+    stop = engine.updates.unseen.stop_for_landed(engine.mover, chunk, handles)
+    if stop is None:
+        engine.gradients.check_finite(handles)
     for handle, optimizer in ready:
         engine.updates.collect(optimizer.segment_in_backward(engine, handle, None))
         handle.norm_sums = None
         handle.in_backward = engine.backward_number
-    engine.updates.complete(chunk)
+    engine.updates.complete(chunk, stop=stop)

@@ -115,8 +115,13 @@ class HybridAdam(torch.optim.Optimizer):
         Gradients of managed params are consumed. In fp16 a step with inf or NaN is skipped as a whole and lowers the
         loss scale.
 
+        On CUDA the host waits once in a step for what the kernels found in the gradients (the norm, the loss scale's
+        verdict and the check for inf and NaN come out of the same sums): in ``clip_grad_norm_`` if it is called, else
+        here; with ``step_in_backward`` here, for updates on the device, and never inside backward.
+
         Raises:
-            NonFiniteGradient: in bf16 and fp32, naming the param; nothing was changed.
+            NonFiniteGradient: in bf16 and fp32, naming the param; nothing was changed, unless ``step_in_backward`` had
+                updated other params: then it says so.
         """
         loss = None
         if closure is not None:
@@ -249,6 +254,7 @@ class HybridAdam(torch.optim.Optimizer):
         self._check_mode(engine)
         engine.check_whole()
         engine.recover_if_interrupted()
+        engine.updates.unseen.look(engine)
         engine.settle_grads()
         ready = [(handle, group) for handle, group in managed if handle.has_grad]
         handles = [handle for handle, _ in ready]

@@ -266,7 +266,7 @@ class Reduction:
         handles = self._engine().handles
         if self._ranks.replicas is not None:
             self._sum_across_replicas()
-        own = [0.0 if h.norm_sums is None else kernels.total(h.norm_sums) for h in handles]
+        own = kernels.totals([handle.norm_sums or [] for handle in handles])
         rows = self._ranks.wire.swap(Tag.AGREEMENT, torch.tensor(own, dtype=torch.float64), "the gradient norm")
         for handle, parts in zip(handles, rows.T.tolist(), strict=True):
             if handle.norm_sums is not None:

@@ -53,11 +53,14 @@ class Tile:
     def __init__(self, mover: Mover, chunk: Chunk, segments: list[Segment], first: int, last: int):
         self.chunk = chunk
         self.staging: StagingSet | None = None
+        self.stop: torch.Tensor | None = None
+        """On the device: nothing is updated there if it is not 0 by then."""
         self._mover, self._segments = mover, segments
         self._first, self._last = first, last
         self._views: dict[PlaneKind, torch.Tensor] = {}
         self._staged: list[PlaneKind] = []
         self._events: list[Event] = []
+        self._on_device = runs_on_device(mover, chunk, grads_landed=segments[0].grad is None)
         self._told = f"update chunk {chunk.spec.index}", chunk.spec.index  # for those who record
 
     def begin(self) -> None:
@@ -66,7 +69,7 @@ class Tile:
         grads_landed = self._segments[0].grad is None
         if grads_landed:
             kinds.append(PlaneKind.GRAD)
-        if runs_on_device(self._mover, self.chunk, grads_landed):
+        if self._on_device:
             for kind in kinds:
                 view = self.chunk.planes[kind].device_view(self._first, self._last)
                 assert view is not None
@@ -91,6 +94,9 @@ class Tile:
     def run(self) -> None:
         """Wait for what was brought, update, and start to take it back."""
         self._wait()
+        if self._on_device:
+            self._run_on_device()
+            return
         residual = self._views.get(PlaneKind.RESIDUAL)
         landed = self._views.get(PlaneKind.GRAD)
         recorder = self._mover.recorder
@@ -112,6 +118,33 @@ class Tile:
                 plane = self.chunk.planes[kind]
                 view = self._views[kind]
                 self._events.append(self._mover.begin_store(plane, self._first, self._last, view, *self._told))
+
+    def _run_on_device(self) -> None:
+        """In one launch where all gradients are in the grad plane, else in one for each."""
+        weights, exp_avg, exp_avg_sq = (
+            self._views[kind] for kind in (PlaneKind.WEIGHTS, PlaneKind.EXP_AVG, PlaneKind.EXP_AVG_SQ)
+        )
+        residual, landed = self._views.get(PlaneKind.RESIDUAL), self._views.get(PlaneKind.GRAD)
+        spans = list(self._spans())
+        recorder = self._mover.recorder
+        for together in [spans] if landed is not None else [[span] for span in spans]:
+            first, last = together[0][0], together[-1][1]
+            part = slice(first - self._first, last - self._first)
+            if landed is not None:
+                grad = landed[part]
+            else:
+                segment = together[0][2]
+                grad = self._grad_of(segment)[first - segment.handle.part.start : last - segment.handle.part.start]
+            with NOTHING if recorder is None else recorder.span(Lane.ADAM, *self._told):
+                kernels.adam_update_segments(
+                    weights[part],
+                    None if residual is None else residual[part],
+                    exp_avg[part],
+                    exp_avg_sq[part],
+                    grad,
+                    [kernels.Segment(a - first, b - first, segment.hyper) for a, b, segment in together],
+                    stop=self.stop,
+                )
 
     def finish(self) -> None:
         """Wait until everything is home."""
@@ -150,13 +183,15 @@ class Tile:
 
 
 def check_finite(segments: list[Segment]) -> None:
-    """Refuse gradients with inf or NaN that nobody has looked at yet.
+    """Refuse gradients with inf or NaN that nobody has looked at yet: a wait for the device if they are there.
 
     Raises:
         NonFiniteGradient: naming the param; nothing of this chunk was touched.
     """
-    for segment in segments:
-        if segment.grad is not None and not math.isfinite(kernels.total(kernels.sum_squares(segment.grad))):
+    unseen = [(segment, segment.grad) for segment in segments if segment.grad is not None]
+    found = kernels.totals([kernels.sum_squares(grad) for _, grad in unseen])
+    for (segment, _), total in zip(unseen, found, strict=True):
+        if not math.isfinite(total):
             raise NonFiniteGradient(
                 f"the gradient of {segment.handle.name!r} holds inf or NaN. It was not updated, but other params were "
                 "in this backward: resume from a checkpoint"
@@ -180,25 +215,36 @@ def is_staged(mover: Mover, chunk: Chunk, segments: list[Segment]) -> bool:
 
 
 def tiles_of(mover: Mover, chunk: Chunk, segments: list[Segment], tile: int) -> Iterator[Tile]:
-    """The tiles of an update of at most ``tile`` elements, in order; larger ones where nothing is staged."""
+    """The tiles of an update of at most ``tile`` elements, in order; larger ones where nothing is staged.
+
+    A device gets all in one: it is one launch there, and nothing more urgent could overtake it.
+    """
     segments = [s for s in segments if s.handle.part.numel]
     if not segments:
         return
     start = min(s.handle.part.start for s in segments)
     stop = page_up(max(s.handle.part.stop for s in segments))
-    for first, last in tiles(start, stop, tile if is_staged(mover, chunk, segments) else _IN_PLACE_TILE):
+    if runs_on_device(mover, chunk, segments[0].grad is None):
+        size = stop - start
+    else:
+        size = tile if is_staged(mover, chunk, segments) else _IN_PLACE_TILE
+    for first, last in tiles(start, stop, size):
         active = [s for s in segments if s.handle.part.start < last and s.handle.part.stop > first]
         if active:
             yield Tile(mover, chunk, active, first, last)
 
 
-def update_chunk(engine: Engine, chunk: Chunk, segments: list[Segment]) -> None:
-    """Update ``segments`` (params of ``chunk``) now, and drop the gathered copy that they have overtaken."""
+def update_chunk(engine: Engine, chunk: Chunk, segments: list[Segment], stop: torch.Tensor | None = None) -> None:
+    """Update ``segments`` (params of ``chunk``) now, and drop the gathered copy that they have overtaken.
+
+    ``stop``: a flag on the device that stops the update there (:mod:`gemini.train.finite`).
+    """
     engine.before_write(chunk)
     try:
         about = engine.mover.about("update", f"update chunk {chunk.spec.index}", chunk.spec.index)
         with torch.profiler.record_function("gemini::adam"), about:
             for tile in tiles_of(engine.mover, chunk, segments, engine.mover.tile):
+                tile.stop = stop
                 tile.begin()
                 tile.run()
                 tile.finish()

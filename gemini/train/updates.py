@@ -12,11 +12,14 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
+import torch
+
 from gemini.errors import BudgetExceeded
 from gemini.memory.chunk import Chunk
+from gemini.train.finite import Unseen
 from gemini.train.gradients import HOLDER
 from gemini.train.threads import update_threads
-from gemini.train.update import Segment, check_finite, is_staged, runs_on_device, update_chunk
+from gemini.train.update import Segment, is_staged, runs_on_device, update_chunk
 from gemini.train.update_lane import UpdateJob, UpdateLane
 
 if TYPE_CHECKING:
@@ -46,6 +49,7 @@ class Updates:
         self._jobs: dict[int, UpdateJob] = {}
         self._number = 0
         self._collected: dict[int, list[Segment]] = {}
+        self.unseen = Unseen()
         self._threads = threads
         self._lane: UpdateLane | None = None
         if overlap:
@@ -137,21 +141,26 @@ class Updates:
         """A gradient that is to be used inside backward; with those of its whole chunk (:meth:`complete`)."""
         self._collected.setdefault(segment.handle.chunk.spec.index, []).append(segment)
 
-    def complete(self, chunk: Chunk, *, now: bool = False) -> None:
-        """Every gradient of the chunk that will come has come: update what was collected; ``now``: before returning."""
+    def complete(self, chunk: Chunk, *, now: bool = False, stop: torch.Tensor | None = None) -> None:
+        """Every gradient of the chunk that will come has come: update what was collected; ``now``: before returning.
+
+        ``stop``: a flag on the device that stops the update there, if it runs there; for landed gradients.
+        """
         segments = self._collected.pop(chunk.spec.index, None)
         if not segments:
             return
         work, engine = Work(chunk, segments), self._engine()
         engine.updated_in_backward = True
+        self.unseen.num_chunks += 1
         for segment in segments:
             segment.handle.num_steps += 1
         num_bytes = sum(s.grad.numel() * s.grad.element_size() for s in segments if s.grad is not None)
         lane = None if now else self._lane
         self.wait(chunk)  # another optimizer's part of it
         if lane is None or not self._can_wait(lane, work) or not self._hold(num_bytes):
-            check_finite(segments)
-            update_chunk(engine, chunk, segments)
+            if stop is None:
+                stop = self.unseen.stop_for(engine.mover, chunk, segments)
+            update_chunk(engine, chunk, segments, stop)
             return
         ledger, tier = engine.ledger, engine.device.tier
 
@@ -201,9 +210,10 @@ class Updates:
             self._await(job)
 
     def drain(self) -> None:
-        """Until no update is in flight."""
+        """Until no update is in flight, and every gradient that was used in backward has been looked at."""
         while self._jobs:
             self._await(next(iter(self._jobs.values())))
+        self.unseen.look(self._engine())
 
     def relieve(self) -> bool:
         """Wait for an update whose end gives back memory; False if there is none."""
@@ -220,6 +230,7 @@ class Updates:
                 job.wait()
         self._jobs.clear()
         self._collected.clear()
+        self.unseen.forget()
 
     def check(self) -> None:
         """Raise what broke an update off that nobody has waited for."""

@@ -1,0 +1,240 @@
+"""Training on a device with kernels of its own, emulated: the bits of the CPU kernels, and no wait in backward.
+
+The stand-in device computes, everything of the model stands on it, and what a card would give to its CUDA kernels goes
+to the bodies of those kernels on the host (tests/native/emulated_cuda.py). Sums and flags cannot be read on the host
+before they were fetched, and each fetch, where a card would make the host wait, is counted.
+"""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import gemini
+from gemini import kernels
+from gemini.errors import GeminiError, NonFiniteGradient
+from gemini.memory.device import StandinDevice
+from gemini.planning.planes import PlaneKind
+from gemini.tiers import Tier
+from tests import models
+from tests.native.emulated_cuda import EmulatedGpu, EmulatedKernels, emulate
+from tests.train.helpers import assert_same_snapshot, engine_of, snapshot
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="there is no C++ compiler")
+
+STEPS = 3
+RECIPE = models.Recipe(num_steps=STEPS)
+
+
+@dataclass(frozen=True)
+class How:
+    """One way to train."""
+
+    gradients: str = "retain"
+    precision: str = "bf16"
+    clips: bool = True
+    num_micro: int = 1
+    in_backward: bool = False
+    on_gpu: float = 1.0
+
+    def __str__(self) -> str:
+        said = [self.gradients, self.precision, "clipped" if self.clips else "", f"{self.num_micro} micro-batches"]
+        said += ["in backward"] * self.in_backward + ["half on the host"] * (self.on_gpu < 1)
+        return ", ".join(filter(None, said))
+
+
+def wrap(how: How, device: StandinDevice, folder: Path) -> tuple[Any, gemini.HybridAdam]:
+    model = models.make_model("llama")
+    config = gemini.GeminiConfig(
+        precision=how.precision,
+        gradients=how.gradients,
+        device=device,
+        memory=gemini.MemoryBudget(gpu="64MiB", cpu="64MiB", nvme="64MiB", nvme_path=folder),
+        placement=gemini.StaticPlacement(weights_on_gpu=1, optimizer_on_gpu=how.on_gpu),
+        max_chunk=8192,
+    )
+    model = gemini.GeminiDDP(model, config)
+    groups = models.param_groups(model, RECIPE)
+    return model, gemini.HybridAdam(groups, betas=RECIPE.betas, step_in_backward=how.in_backward)
+
+
+@dataclass
+class Seen:
+    """Losses and norms, and by step how often the host waited: in backward, in clipping, in the step."""
+
+    values: list[float] = field(default_factory=list)
+    waits: list[tuple[int, int, int]] = field(default_factory=list)
+
+
+def train(model: Any, optimizer: Any, how: How, emulated: EmulatedKernels | None = None) -> Seen:
+    seen = Seen()
+    for micro_batches in models.make_batches(STEPS, how.num_micro):
+        counts = [num_waits(emulated)]
+        for batch in micro_batches:
+            loss = model(**batch).loss
+            (loss / how.num_micro).backward()
+            seen.values.append(float(loss.detach()))
+        counts.append(num_waits(emulated))
+        if how.clips:
+            seen.values.append(float(model.clip_grad_norm_(1.0)))
+        counts.append(num_waits(emulated))
+        optimizer.step()
+        optimizer.zero_grad()
+        counts.append(num_waits(emulated))
+        seen.waits.append((counts[1] - counts[0], counts[2] - counts[1], counts[3] - counts[2]))
+    return seen
+
+
+def num_waits(emulated: EmulatedKernels | None) -> int:
+    return 0 if emulated is None else len(emulated.num_fetched)
+
+
+IN_CLIP, IN_STEP = (0, 1, 0), (0, 0, 1)
+PROMISED = [
+    (How(), IN_CLIP),
+    (How(clips=False), IN_STEP),
+    (How(num_micro=2), IN_CLIP),  # the second backward adds in fp32
+    (How(gradients="accumulate", num_micro=2, precision="fp32"), IN_CLIP),
+    (How(precision="fp16"), IN_CLIP),
+    (How(precision="fp16", clips=False), IN_STEP),
+    (How(gradients="transient", clips=False, in_backward=True), IN_STEP),
+    (How(gradients="transient", clips=False, in_backward=True, precision="fp32"), IN_STEP),
+    (How(clips=False, in_backward=True), IN_STEP),
+    (How(on_gpu=0.5), IN_CLIP),
+    (How(gradients="transient", clips=False, in_backward=True, on_gpu=0.5), None),  # updates on the host look first
+]
+
+
+@pytest.mark.parametrize(("how", "promised"), PROMISED, ids=[str(how) for how, _ in PROMISED])
+def test_the_bits_of_the_cpu_kernels_and_the_promised_waits(
+    how: How, promised: tuple[int, int, int] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, optimizer = wrap(how, StandinDevice(), tmp_path)
+    expected = train(plain, optimizer, how)
+    gpu = EmulatedGpu()
+    emulated = emulate(monkeypatch, gpu)
+    model, optimizer = wrap(how, gpu, tmp_path)
+    emulated.module.launches.clear()
+    seen = train(model, optimizer, how, emulated)
+    assert seen.values == expected.values
+    assert_same_snapshot(snapshot(model), snapshot(plain))
+    if promised is not None:
+        assert seen.waits == [promised] * STEPS
+    chunks = [chunk for chunk in engine_of(model).chunks if chunk.planes[PlaneKind.EXP_AVG].tier is Tier.GPU]
+    num_params = sum(len(engine_of(model).by_chunk[chunk.spec.index]) for chunk in chunks)
+    per_step = num_params if how.gradients == "transient" else len(chunks)
+    assert emulated.module.launches["adam_update"] == STEPS * per_step, "one for a chunk, or for a gradient left alone"
+    assert how.gradients == "transient" or max(emulated.module.segments) > 1, "no chunk held params of two groups"
+
+
+# ---- inf and NaN -----------------------------------------------------------------------------------------------------
+
+
+def spoil(model: Any, batch: dict[str, torch.Tensor], by: float) -> None:
+    """A backward whose gradients are not finite in the first layer's MLP and in everything before it."""
+
+    def spoil_output(module: Any, args: Any, output: Any) -> None:
+        output.register_hook(lambda grad: grad * by)
+
+    hook = model.model.layers[0].mlp.register_forward_hook(spoil_output)
+    model(**batch).loss.backward()
+    hook.remove()
+
+
+def test_a_bad_gradient_is_refused_before_anything_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = EmulatedGpu()
+    emulated = emulate(monkeypatch, gpu)
+    model, optimizer = wrap(How(), gpu, tmp_path)
+    before = snapshot(model)
+    spoil(model, models.make_batches(1, 1)[0][0], float("inf"))
+    assert not emulated.num_fetched and not model.clip_grad_norm_(1.0).isfinite()
+    with pytest.raises(NonFiniteGradient, match=r"No weight was changed: call optimizer\.zero_grad"):
+        optimizer.step()
+    assert_same_snapshot(snapshot(model), before)
+    optimizer.zero_grad()
+    plain, other = wrap(How(), StandinDevice(), tmp_path)
+    monkeypatch.undo()
+    expected = train(plain, other, How())
+    emulate(monkeypatch, gpu)
+    assert train(model, optimizer, How()).values == expected.values
+
+
+@pytest.mark.parametrize("gradients", ["transient", "retain"])
+@pytest.mark.parametrize("noticed_by", ["step", "drain"])
+def test_chunks_with_a_bad_gradient_are_not_updated_and_the_step_says_which(
+    gradients: str, noticed_by: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu, how = EmulatedGpu(), How(gradients, clips=False, in_backward=True)
+    emulated = emulate(monkeypatch, gpu)
+    model, optimizer = wrap(how, gpu, tmp_path)
+    train(model, optimizer, how)
+    gemini.save_checkpoint(tmp_path / "ckpt", model, optimizer)
+    before, num_waits = snapshot(model), len(emulated.num_fetched)
+    spoil(model, models.make_batches(1, 1)[0][0], float("nan"))
+    assert len(emulated.num_fetched) == num_waits, "backward does not look"
+    with pytest.raises(NonFiniteGradient) as raised:
+        optimizer.step() if noticed_by == "step" else engine_of(model).drain()
+    assert len(emulated.num_fetched) == num_waits + 1
+    after = snapshot(model)
+    changed = {name for name in before if not torch.equal(before[name]["exp_avg"], after[name]["exp_avg"])}
+    by_chunk = engine_of(model).by_chunk.values()
+    stopped = [chunk for chunk in by_chunk if not {handle.name for handle in chunk} & changed]
+    updated = [chunk for chunk in by_chunk if chunk not in stopped]
+    assert any("layers.0.mlp.down" in handle.name for chunk in stopped for handle in chunk)
+    assert any("layers.1" in handle.name for chunk in updated for handle in chunk)
+    for chunk in stopped:
+        for handle in chunk:
+            assert_same_snapshot({handle.name: after[handle.name]}, {handle.name: before[handle.name]})
+    said = str(raised.value)
+    assert f"but {len(updated)} others of this rank were in this backward: resume from a checkpoint" in said
+    named = said.split("'")[1]
+    assert named in {handle.name for chunk in stopped for handle in chunk}
+    with pytest.raises(GeminiError, match="Load the last checkpoint"):
+        model(**models.make_batches(1, 1)[0][0])
+    gemini.load_checkpoint(tmp_path / "ckpt", model, optimizer)
+    assert_same_snapshot(snapshot(model), before)
+    train(model, optimizer, how)
+
+
+def test_where_every_gradient_is_bad_nothing_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    how = How("transient", clips=False, in_backward=True)
+    plain, other = wrap(how, StandinDevice(), tmp_path)
+    expected = train(plain, other, how)
+    gpu = EmulatedGpu()
+    emulate(monkeypatch, gpu)
+    model, optimizer = wrap(how, gpu, tmp_path)
+    before = snapshot(model)
+    (model(**models.make_batches(1, 1)[0][0]).loss * float("nan")).backward()
+    with pytest.raises(NonFiniteGradient, match=r"'lm_head\.weight' holds inf or NaN.*No weight was changed"):
+        optimizer.step()
+    assert_same_snapshot(snapshot(model), before)
+    optimizer.zero_grad()
+    assert train(model, optimizer, how).values == expected.values
+    assert_same_snapshot(snapshot(model), snapshot(plain))
+
+
+def test_an_fp16_step_with_inf_is_skipped_after_one_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu, how = EmulatedGpu(), How(precision="fp16", clips=False)
+    emulated = emulate(monkeypatch, gpu)
+    model, optimizer = wrap(how, gpu, tmp_path)
+    before, scale = snapshot(model), engine_of(model).loss_scale.scale
+    spoil(model, models.make_batches(1, 1)[0][0], float("inf"))
+    optimizer.step()
+    assert len(emulated.num_fetched) == 1 and engine_of(model).loss_scale.scale == scale / 2
+    assert_same_snapshot(snapshot(model), before)
+
+
+def test_kernels_of_the_host_are_asked_for_what_is_the_host_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The emulation tells one memory from the other: else a step would prove nothing of either."""
+    gpu = EmulatedGpu()
+    emulate(monkeypatch, gpu)
+    model, _ = wrap(How(on_gpu=0.5), gpu, tmp_path)
+    planes = [plane for chunk in engine_of(model).chunks for plane in chunk.planes.values()]
+    for tier in (Tier.GPU, Tier.CPU):
+        there = [plane.tensor for plane in planes if plane.tier is tier]
+        assert there and all((kernels._cuda_for(tensor) is not None) is (tier is Tier.GPU) for tensor in there)
