@@ -1,0 +1,108 @@
+"""The report on the CUDA kernels' code reads what the tools say, and names what must not be."""
+
+from __future__ import annotations
+
+from benchmarks import cuda_code
+from benchmarks.cuda_code import Kernel
+
+ADAM = "_ZN6gemini4cuda37_GLOBAL__N__abc_7_adam_cu_1211adam_kernelILNS_5DtypeE1ELb1ELb1EEEvNS0_10AdamLaunchE"
+GRAD = "_ZN6gemini4cuda37_GLOBAL__N__abc_7_grad_cu_1211grad_kernelILNS0_5DoingE3ELNS_5DtypeE0ELb0EEEvPvPKvlNS0_6PlacesE"
+CLIP = "_ZN6gemini4cuda37_GLOBAL__N__abc_7_grad_cu_1211clip_kernelEPKdlddPdPfPi"
+
+RESOURCES = f"""
+ptxas info    : 0 bytes gmem
+ptxas info    : Compiling entry function '{ADAM}' for 'sm_90'
+ptxas info    : Function properties for {ADAM}
+    16 bytes stack frame, 8 bytes spill stores, 4 bytes spill loads
+ptxas info    : Used 58 registers, used 0 barriers, 16 bytes cumulative stack size
+ptxas info    : Compiling entry function '{GRAD}' for 'sm_90'
+ptxas info    : Function properties for {GRAD}
+    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+ptxas info    : Used 40 registers, used 1 barriers, 16385 bytes smem
+"""
+
+PTX = f"""
+.visible .entry {ADAM}(
+{{
+    ld.global.v4.u32 {{%r1, %r2, %r3, %r4}}, [%rd1];
+    ld.global.nc.v2.u64 {{%rd2, %rd3}}, [%rd1];
+    st.global.wb.v4.u32 [%rd1], {{%r1, %r2, %r3, %r4}};
+    st.global.u32 [%rd1], %r1;
+    div.rn.f32 %f1, %f2, %f3;
+    mad.lo.s32 %r1, %r2, %r3, %r4;
+}}
+.entry {GRAD}(
+{{
+    st.local.u32 [%rd1], %r1;
+    fma.rn.f32 %f1, %f2, %f3, %f4;
+    sqrt.approx.f32 %f1, %f2;
+    add.ftz.f32 %f1, %f2, %f3;
+    mad.rn.f64 %fd1, %fd2, %fd3, %fd4;
+}}
+"""
+
+MACHINE = f"""
+		Function : {ADAM}
+        /*0010*/                   LDG.E.128 R8, desc[UR4][R6.64] ;              /* 0x0 */
+        /*0020*/                   LDG.E.128.CONSTANT R8, [R6.64] ;              /* 0x0 */
+        /*0030*/              @!P0 LDG.E.U16 R8, [R6.64] ;                       /* 0x0 */
+        /*0040*/                   STG.E.128 [R6.64], R8 ;                       /* 0x0 */
+        /*0050*/                   STG.E.STRONG.GPU [R6.64], R8 ;                /* 0x0 */
+        /*0060*/                   STL [R1], R8 ;                                /* 0x0 */
+        /*0070*/                   NOP ;                                         /* 0x0 */
+		..........
+		Function : {CLIP}
+        /*0010*/                   LDL R8, [R1] ;                                /* 0x0 */
+		..........
+"""
+
+
+def test_names_say_which_kernel_it_is() -> None:
+    assert [cuda_code.short_name(symbol) for symbol in (ADAM, GRAD, CLIP, "_Z5otherv")] == [
+        "adam<bf16, split, aligned>", "grad<accumulate, fp32, not aligned>", "clip", "_Z5otherv",
+    ]  # fmt: skip
+
+
+def test_resources_are_read() -> None:
+    adam, grad = cuda_code.read_resources(RESOURCES).values()
+    assert (adam.registers, adam.stack, adam.spills, adam.shared) == (58, 16, 12, 0)
+    assert (grad.registers, grad.stack, grad.spills, grad.shared) == (40, 0, 0, 16385)
+
+
+def test_accesses_and_arithmetic_are_counted() -> None:
+    ptx, machine = cuda_code.read_ptx(PTX), cuda_code.read_machine_code(MACHINE)
+    assert ptx[ADAM] == {"wide loads": 2, "wide stores": 1, "local": 0, "inexact": 0}
+    assert ptx[GRAD] == {"wide loads": 0, "wide stores": 0, "local": 1, "inexact": 4}
+    assert machine[ADAM] == {
+        "wide loads": 2, "wide stores": 1, "loads": 3, "stores": 2, "local": 1, "instructions": 6,
+    }  # fmt: skip
+    assert machine[CLIP]["local"] == 1
+
+
+def test_every_thread_s_elements_are_demanded_in_wide_accesses() -> None:
+    """Eight elements: 16 bytes of 2 each, 32 of 4; the text of Adam is there twice."""
+    assert cuda_code.expected_wide("adam<bf16, split, aligned>") == (14, 12)  # 1 + 1 + 2 + 2 + 1 loads
+    assert cuda_code.expected_wide("adam<fp32, fp32 master, aligned>") == (16, 12)
+    assert cuda_code.expected_wide("grad<copy, bf16, aligned>") == (1, 1)
+    assert cuda_code.expected_wide("grad<widen, fp16, aligned>") == (1, 2)
+    assert cuda_code.expected_wide("grad<accumulate, fp32, aligned>") == (4, 2)
+    assert cuda_code.expected_wide("grad<read, fp32, aligned>") == (2, 0)
+    assert cuda_code.expected_wide("adam<bf16, split, not aligned>") == (0, 0)
+
+
+def test_faults_are_named() -> None:
+    clean = {"wide loads": 14, "wide stores": 12, "local": 0, "inexact": 0}
+    fine = Kernel("adam<bf16, split, aligned>", ptx=clean)
+    assert fine.faults() == []
+    fine.machine = {**clean, "wide stores": 8, "loads": 60, "stores": 50, "instructions": 900}
+    assert fine.faults() == ["128-bit accesses: 14 loads and 8 stores, of 14 and 12"]
+    assert "stack" in Kernel("clip", stack=8, ptx=clean).faults()[0]
+    assert "spilled" in Kernel("clip", spills=8, ptx=clean).faults()[0]
+    assert "1 instructions" in Kernel("clip", ptx=clean, machine={**clean, "local": 1}).faults()[0]
+    assert "local" in Kernel("clip", ptx={**clean, "local": 2}).faults()[0]
+    assert "fuse" in Kernel("clip", ptx={**clean, "inexact": 2}).faults()[0]
+
+
+def test_the_flags_are_those_of_the_build() -> None:
+    arguments, architectures = cuda_code.flags()
+    assert "-fmad=false" in arguments and architectures == ["80", "90"]
