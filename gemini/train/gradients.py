@@ -259,6 +259,10 @@ class GradientStore:
     def _widen(self, chunk: Chunk, old: Plane, new: Plane) -> None:
         if not any(handle.has_grad for handle in self._handles if handle.chunk is chunk):
             return
+        there, into = old.device_view(0, old.numel), new.device_view(0, old.numel)
+        if there is not None and into is not None:
+            into.copy_(there)  # neither through the host nor waited for
+            return
         for start, stop in tiles(0, old.numel, self._mover.tile):
             narrow, _ = self._mover.host_tile(PlaneKind.GRAD, old, start, stop)
             wide = new.host_view(start, stop)

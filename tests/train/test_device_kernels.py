@@ -65,10 +65,11 @@ def wrap(how: How, device: StandinDevice, folder: Path) -> tuple[Any, gemini.Hyb
 
 @dataclass
 class Seen:
-    """Losses and norms, and by step how often the host waited: in backward, in clipping, in the step."""
+    """Losses and norms, by step how often the host waited (in backward, in clipping, in the step), and bytes moved."""
 
     values: list[float] = field(default_factory=list)
     waits: list[tuple[int, int, int]] = field(default_factory=list)
+    moved: int = 0
 
 
 def train(model: Any, optimizer: Any, how: How, emulated: EmulatedKernels | None = None) -> Seen:
@@ -87,6 +88,7 @@ def train(model: Any, optimizer: Any, how: How, emulated: EmulatedKernels | None
         optimizer.zero_grad()
         counts.append(num_waits(emulated))
         seen.waits.append((counts[1] - counts[0], counts[2] - counts[1], counts[3] - counts[2]))
+        seen.moved += sum(engine_of(model).moved_last_step.counts().values())
     return seen
 
 
@@ -123,6 +125,7 @@ def test_the_bits_of_the_cpu_kernels_and_the_promised_waits(
     seen = train(model, optimizer, how, emulated)
     assert seen.values == expected.values
     assert_same_snapshot(snapshot(model), snapshot(plain))
+    assert (how.on_gpu == 1) is (seen.moved == 0), "gradients that are added up on the device stay there"
     if promised is not None:
         assert seen.waits == [promised] * STEPS
     chunks = [chunk for chunk in engine_of(model).chunks if chunk.planes[PlaneKind.EXP_AVG].tier is Tier.GPU]
