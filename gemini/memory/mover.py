@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from gemini.memory.chunk import Chunk, FilePlane, Plane
-from gemini.memory.device import Device, Event
+from gemini.memory.device import DONE, Device, Event, Together
 from gemini.memory.noted import NotedEvent
 from gemini.memory.pages import PAGE
 from gemini.memory.recorder import LANES, NOTHING, Recorder
@@ -122,13 +122,20 @@ class Mover:
         finally:
             self._of_thread.working = before
 
+    @property
+    def in_worker(self) -> bool:
+        """Whether this is a worker thread, which began behind the computation of what it reads on the device."""
+        return self._of_thread.working is not None
+
     def staged(self, kind: PlaneKind, dtype: torch.dtype, numel: int) -> torch.Tensor:
         """The first ``numel`` elements of this thread's staging area of ``kind``, as ``dtype``. Valid until it is asked
         again.
         """
+        return self._own_staging().staged(kind, dtype, numel)
+
+    def _own_staging(self) -> StagingSet:
         working = self._of_thread.working
-        staging = self.staging.own if working is None or working.staging is None else working.staging
-        return staging.staged(kind, dtype, numel)
+        return self.staging.own if working is None or working.staging is None else working.staging
 
     def crossing(self, source: Tier, target: Tier, num_bytes: int) -> AbstractContextManager[None]:
         """Around one copy: counts its bytes, and records it where somebody does."""
@@ -199,9 +206,11 @@ class Mover:
             return view, False
         return self.load(plane, start, stop, self.staged(kind, plane.dtype, stop - start)), True
 
-    def gather(self, chunk: Chunk) -> None:
-        """Fill a populated window with the weights from home, cast to the compute dtype if home is a wider master."""
-        self.fetch(chunk.weights, chunk.flat, chunk.spec.index)
+    def gather(self, chunk: Chunk) -> Event:
+        """Start to fill a populated window with the weights from home, cast to the compute dtype if home is a wider
+        master; see :meth:`fetch`.
+        """
+        return self.fetch(chunk.weights, chunk.flat, chunk.spec.index)
 
     def needs_staging(self, chunk: Chunk) -> bool:
         """Whether :meth:`gather` passes through staging."""
@@ -219,29 +228,56 @@ class Mover:
         """Whether the disk can fill ``flat`` itself."""
         return isinstance(plane, FilePlane) and self.device.tier is Tier.CPU and flat.data_ptr() % PAGE == 0
 
-    def fetch(self, plane: Plane, flat: torch.Tensor, index: int) -> None:
-        """Fill ``flat``, gathered weights of chunk ``index`` on the computing device, from a weights plane."""
+    def fetch(self, plane: Plane, flat: torch.Tensor, index: int) -> Event:
+        """Start to fill ``flat``, gathered weights of chunk ``index`` in a window, from a weights plane: the end of it.
+
+        The copies wait for the last use of the window's memory and for nothing else. Reading a file is waited for here.
+
+        Raises:
+            StorageError and whatever else can be told at once; then nothing is under way.
+        """
         about = self.about(f"fetch from {plane.tier.value}", f"fetch chunk {index}", index)
         with torch.profiler.record_function("gemini::fetch"), about:
             numel = plane.numel
             source = plane.host_view(0, numel)
             if plane.dtype == flat.dtype and source is not None:
-                with self.crossing(Tier.CPU, self.device.tier, plane.num_bytes):
-                    self.device.copy(flat, source, "fetch").wait()
-            elif plane.dtype == flat.dtype and self._is_straight(plane, flat):
+                return self._send(flat, source)
+            if plane.dtype == flat.dtype and self._is_straight(plane, flat):
                 self.load(plane, 0, numel, flat)
-            else:
-                for start, stop in tiles(0, numel, self.tile):
-                    self._gather_tile(plane, flat, start, stop)
+                return DONE
+            return self._send_tiles(plane, flat)
 
-    def _gather_tile(self, plane: Plane, flat: torch.Tensor, start: int, stop: int) -> None:
-        on_device = plane.device_view(start, stop)
-        if on_device is not None:
-            flat[start:stop].copy_(on_device)
-            return
-        tile, _ = self.host_tile(PlaneKind.WEIGHTS, plane, start, stop)
-        if tile.dtype != flat.dtype:
-            cast = self.staged(PlaneKind.EXP_AVG, flat.dtype, stop - start)
-            tile = cast.copy_(tile)
-        with self.crossing(Tier.CPU, self.device.tier, tile.numel() * tile.element_size()):
-            self.device.copy(flat[start:stop], tile, "fetch").wait()
+    def _send(self, into: torch.Tensor, source: torch.Tensor) -> Event:
+        """Start the copy of weights into a window."""
+        with self.crossing(Tier.CPU, self.device.tier, source.nbytes):
+            event = self.device.copy(into, source, "fetch", behind_computing=False)
+            if self.recorder is not None:
+                event.wait()  # who records wants to know its end, and nobody would look for it
+        return event
+
+    def _send_tiles(self, plane: Plane, flat: torch.Tensor) -> Event:
+        """Tile after tile through two areas of staging: one is filled while the other one is on its way."""
+        sent: dict[PlaneKind, Event] = {}
+        areas = (PlaneKind.WEIGHTS, PlaneKind.EXP_AVG)
+        if plane.dtype != flat.dtype:  # WEIGHTS has the tile before the cast
+            areas = (PlaneKind.EXP_AVG, PlaneKind.EXP_AVG_SQ)
+        try:
+            for number, (start, stop) in enumerate(tiles(0, plane.numel, self.tile)):
+                on_device = plane.device_view(start, stop)
+                if on_device is not None:
+                    flat[start:stop].copy_(on_device)
+                    continue
+                area = areas[number % 2]
+                tile = self._own_staging().staged(area, flat.dtype, stop - start)  # waits for the copy out of it
+                if area in sent:
+                    sent[area].wait()  # and how did it end?
+                if plane.dtype == flat.dtype:
+                    self.load(plane, start, stop, tile)
+                else:
+                    tile.copy_(self.host_tile(PlaneKind.WEIGHTS, plane, start, stop)[0])
+                sent[area] = self._send(flat[start:stop], tile)
+                self._own_staging().leaves(area, sent[area])
+        except BaseException:
+            Together(list(sent.values())).wait_until_over()  # the window is given back next
+            raise
+        return Together(list(sent.values()))
