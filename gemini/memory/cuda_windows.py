@@ -110,7 +110,12 @@ class WindowMemory:
                 yield
 
     def reserve(self, num_bytes: int) -> None:
-        """Get one segment for so many bytes of windows; where the driver has none that long they come one by one."""
+        """Get one segment for so many bytes of windows; where the driver has none that long they come one by one.
+
+        They do, too, if the program has set ``max_split_size_mb``: the allocator would cut nothing out of it.
+        """
+        if torch.cuda.memory_stats(self._device).get("max_split_size", -1) > 0:
+            return
         with contextlib.suppress(torch.cuda.OutOfMemoryError), self.own():
             torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
 

@@ -102,9 +102,10 @@ class Shards:
     # ---- weights ------------------------------------------------------------------------------------------------
 
     def gather(self, chunk: Chunk) -> Event:
-        """Fill a populated window with the weights of all ranks."""
+        """Fill a populated window with the weights of all ranks; the end of the copy out of this rank's home."""
+        chunk.fetched = DONE
         self.reach(Wish(Point.GATHER, chunk.spec.index))
-        return DONE
+        return chunk.fetched
 
     def serve(self, subject: tuple[Point, int], takers: list[int]) -> None:
         """Every rank gives what it keeps of a chunk's weights, or of a param's plane, to those who asked."""
@@ -123,11 +124,11 @@ class Shards:
     def _all_gather(self, chunk: Chunk) -> None:
         shard = chunk.weights.numel
         own = chunk.flat[self.ranks.rank * shard : (self.ranks.rank + 1) * shard]
-        fetched = self.engine.mover.fetch(chunk.weights, own, chunk.spec.index)
+        chunk.fetched = self.engine.mover.fetch(chunk.weights, own, chunk.spec.index)
         if self.ranks.collective is None:
-            fetched.wait()  # the wire reads it on the host
+            chunk.fetched.wait()  # the wire reads it on the host
         else:
-            fetched.wait_on_device()
+            chunk.fetched.wait_on_device()
         with torch.profiler.record_function("gemini::all_gather"), self._gathering(chunk):
             group = self.ranks.collective
             if group is None:

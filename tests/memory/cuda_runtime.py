@@ -51,6 +51,7 @@ class Runtime:
         self.pools: list[object] = []
         self.in_pool: object | None = None
         self.backend = "native"
+        self.max_split_size = -1
         self.streams_there_are = 10_000
         self.figures = {"memory_allocated": 0, "max_memory_allocated": 0, "memory_reserved": 0}
         self.figures["max_memory_reserved"] = 0
@@ -153,6 +154,7 @@ class Runtime:
             "cudart": Cudart, "MemPool": make_pool, "use_mem_pool": use_pool, "empty_cache": empty_cache,
             "get_allocator_backend": lambda: self.backend, "memory_snapshot": lambda: self.segments,
             "mem_get_info": lambda device: (60, 100),
+            "memory_stats": lambda device: {"max_split_size": self.max_split_size},
             "synchronize": lambda device: self.lines.append("the host waits for everything"),
             **{name: (lambda device, name=name: self.figures[name]) for name in self.figures},
         }.items():  # fmt: skip

@@ -214,6 +214,24 @@ def test_the_allocator_is_told_to_let_go_where_the_pool_finds_no_room(runtime: R
     assert runtime.in_pool is None
 
 
+def test_one_segment_is_got_beforehand(runtime: Runtime, device: CudaDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the pool and freed at once, so that windows are cut out of it; unless the allocator would not cut it."""
+    asked: list[tuple[int, bool]] = []
+
+    def empty(num_bytes: int, **where: Any) -> None:
+        asked.append((num_bytes, runtime.in_pool is not None))
+        if num_bytes > 2**40:
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(torch, "empty", empty)
+    device.reserve_windows(2**30)
+    device.reserve_windows(2**41)
+    device.reserve_windows(0)
+    runtime.max_split_size = 2**28
+    device.reserve_windows(2**30)
+    assert asked == [(2**30, True), (2**41, True)] and runtime.in_pool is None
+
+
 def test_events_of_ranges() -> None:
     def event(name: str, complete: bool = False) -> Any:
         return type("Moment", (), {"name": name, "is_complete": lambda self: complete})()
