@@ -9,7 +9,7 @@ has a set of staging of its own, and counts for the step that its work belongs t
 from __future__ import annotations
 
 import threading
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
@@ -29,6 +29,15 @@ from gemini.planning.planes import PlaneKind
 from gemini.planning.timeline import Lane
 from gemini.planning.traffic import path
 from gemini.tiers import Ledger, Tier
+
+_W, _V, _S, _G = PlaneKind.WEIGHTS, PlaneKind.EXP_AVG, PlaneKind.EXP_AVG_SQ, PlaneKind.GRAD
+_AREAS = {
+    (False, False): ((_W, _V), (_W, _V)),
+    (False, True): ((_W,), (_V, _S)),
+    (True, False): ((_W, _V, _S, _G), (_W, _V, _S, _G)),
+    (True, True): ((_W, _G), (_V, _S)),
+}
+"""By whether a lane fetches, and whether it casts: areas of staging that tiles are read into, and sent from."""
 
 
 def page_up(numel: int) -> int:
@@ -245,7 +254,7 @@ class Mover:
             if plane.dtype == flat.dtype and self._is_straight(plane, flat):
                 self.load(plane, 0, numel, flat)
                 return DONE
-            return self._send_tiles(plane, flat)
+            return self._send_tiles(plane, flat, index)
 
     def _send(self, into: torch.Tensor, source: torch.Tensor) -> Event:
         """Start the copy of weights into a window."""
@@ -255,29 +264,62 @@ class Mover:
                 event.wait()  # who records wants to know its end, and nobody would look for it
         return event
 
-    def _send_tiles(self, plane: Plane, flat: torch.Tensor) -> Event:
-        """Tile after tile through two areas of staging: one is filled while the other one is on its way."""
+    def _send_tiles(self, plane: Plane, flat: torch.Tensor, index: int) -> Event:
+        """Tile after tile through areas of staging: some are being read into while another one is on its way.
+
+        A lane has a set of its own and uses all of it; the training thread leaves most of its set to others.
+        """
+        staging, casts = self._own_staging(), plane.dtype != flat.dtype
+        reads, sends = _AREAS[self.in_worker, casts]
+        reading: deque[tuple[int, int, torch.Tensor, Event]] = deque()
         sent: dict[PlaneKind, Event] = {}
-        areas = (PlaneKind.WEIGHTS, PlaneKind.EXP_AVG)
-        if plane.dtype != flat.dtype:  # WEIGHTS has the tile before the cast
-            areas = (PlaneKind.EXP_AVG, PlaneKind.EXP_AVG_SQ)
+
+        def area(kind: PlaneKind, dtype: torch.dtype, numel: int) -> torch.Tensor:
+            tile = staging.staged(kind, dtype, numel)  # waits for the copy out of it
+            if kind in sent:
+                sent[kind].wait()  # and how did that end?
+            return tile
+
+        def send(number: int) -> None:
+            start, stop, tile, read = reading[0]
+            read.wait()
+            kind = sends[number % len(sends)]
+            if casts:
+                tile = area(kind, flat.dtype, stop - start).copy_(tile)
+            sent[kind] = self._send(flat[start:stop], tile)
+            staging.leaves(kind, sent[kind])
+            reading.popleft()
+
         try:
             for number, (start, stop) in enumerate(tiles(0, plane.numel, self.tile)):
                 on_device = plane.device_view(start, stop)
                 if on_device is not None:
                     flat[start:stop].copy_(on_device)
                     continue
-                area = areas[number % 2]
-                tile = self._own_staging().staged(area, flat.dtype, stop - start)  # waits for the copy out of it
-                if area in sent:
-                    sent[area].wait()  # and how did it end?
-                if plane.dtype == flat.dtype:
-                    self.load(plane, start, stop, tile)
-                else:
-                    tile.copy_(self.host_tile(PlaneKind.WEIGHTS, plane, start, stop)[0])
-                sent[area] = self._send(flat[start:stop], tile)
-                self._own_staging().leaves(area, sent[area])
+                if len(reading) == len(reads) - (not casts):  # without a cast one area is left to the copy out of it
+                    send(number - len(reading))
+                tile = plane.host_view(start, stop)
+                read = DONE
+                if tile is None:
+                    tile = area(reads[number % len(reads)], plane.dtype, stop - start)
+                    read = self._begin_read(plane, start, stop, tile, index)
+                reading.append((start, stop, tile, read))
+            while reading:
+                send(number - len(reading) + 1)
         except BaseException:
+            for *_, read in reading:
+                read.wait_until_over()
             Together(list(sent.values())).wait_until_over()  # the window is given back next
             raise
         return Together(list(sent.values()))
+
+    def _begin_read(self, plane: Plane, start: int, stop: int, into: torch.Tensor, index: int) -> Event:
+        """Start to read a tile that somebody waits for, before other requests."""
+        return self.under_way(
+            plane.tier,
+            Tier.CPU,
+            into.nbytes,
+            lambda: plane.begin_load(start, stop, into, urgent=True),
+            f"fetch chunk {index}",
+            index,
+        )

@@ -20,10 +20,13 @@ from gemini.memory.device import Event, StandinDevice, Together
 from gemini.memory.foresight import Foresight, Schedule
 from gemini.memory.lane import Lane
 from gemini.memory.manager import Manager
+from gemini.memory.mover import Working
+from gemini.memory.staging import StagingSet, _Memory
 from gemini.planning.layout import ALIGN
 from gemini.planning.plan import Moves
 from gemini.planning.planes import PlaneKind
 from gemini.planning.trace import Access
+from gemini.planning.working import staging_bytes
 from gemini.states import Use
 from gemini.tiers import Tier
 from gemini.train.build import make_plane
@@ -233,24 +236,64 @@ def test_staging_is_used_again_when_its_copy_is_over(make_world: Callable[..., W
     assert other.flat.unique().tolist() == [2]
 
 
+def test_a_lane_reads_several_tiles_while_others_are_on_their_way(
+    make_world: Callable[..., World], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = make_world([14], 14, home=Tier.NVME)
+    [chunk] = world.chunks
+    most = 0
+
+    class Read(Event):
+        """Read when somebody waits for it."""
+
+        def __init__(self, run: Callable[[], Any]):
+            super().__init__()
+            self._run = run
+
+        def wait(self, timeout: float = 1.0) -> None:
+            if not self.is_complete():
+                self._run()
+                self.finish()
+
+    reads = list[Read]()
+
+    def begin_load(start: int, stop: int, into: torch.Tensor, *, urgent: bool) -> Event:
+        nonlocal most
+        assert urgent
+        reads.append(Read(lambda: into.fill_(start // world.mover.tile + 1)))
+        most = max(most, sum(not read.is_complete() for read in reads))
+        return reads[-1]
+
+    monkeypatch.setattr(chunk.weights, "begin_load", begin_load)
+    world.manager.populate(chunk.window, "windows", what="a test")
+    own = StagingSet(_Memory(world.device, staging_bytes(world.mover.tile)), world.mover.tile)
+    with world.mover.working(Working(world.mover.moved, staging=own)):
+        fetched = world.mover.gather(chunk)
+    assert most == 3 and len(reads) == 7
+    assert [copy.is_complete() for copy in copies(world)] == [True] * 3 + [False] * 4
+    fetched.wait()
+    tiles = chunk.flat.view(7, -1)
+    assert tiles.min(1).values.tolist() == tiles.max(1).values.tolist() == [1, 2, 3, 4, 5, 6, 7]
+
+
 def test_a_staged_fetch_that_fails_leaves_nothing_under_way(
     make_world: Callable[..., World], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world = make_world([14], 14, home=Tier.NVME)
     [chunk] = world.chunks
-    load, loads = world.mover.load, list[Any]()
+    begin, reads = chunk.weights.begin_load, list[Event]()
 
-    def fails_late(plane: Any, start: int, stop: int, into: torch.Tensor) -> torch.Tensor:
-        loads.append(start)
-        if len(loads) == 4:
+    def fails_late(*given: Any, **how: Any) -> Event:
+        if len(reads) == 4:
             raise GeminiError("the disk is gone")
-        return load(plane, start, stop, into)
+        reads.append(begin(*given, **how))
+        return reads[-1]
 
     with monkeypatch.context() as patch:
-        patch.setattr(world.mover, "load", fails_late)
+        patch.setattr(chunk.weights, "begin_load", fails_late)
         with pytest.raises(GeminiError, match="the disk is gone"):
             world.manager.acquire(chunk)
-    assert len(copies(world)) == 3 and all(copy.is_complete() for copy in copies(world)), "the window was given back"
+    assert len(copies(world)) == 4 and all(event.is_complete() for event in [*reads, *copies(world)])
     world.manager.check_invariants()
     world.device.refusals.append(OSError("the card fell off the bus"))
     with pytest.raises(GeminiError, match="fell off the bus"):  # in a tile whose staging was needed again
