@@ -241,7 +241,7 @@ def test_a_lane_reads_several_tiles_while_others_are_on_their_way(
 ) -> None:
     world = make_world([14], 14, home=Tier.NVME)
     [chunk] = world.chunks
-    most = 0
+    most, limit = 0, 7
 
     class Read(Event):
         """Read when somebody waits for it."""
@@ -260,6 +260,8 @@ def test_a_lane_reads_several_tiles_while_others_are_on_their_way(
     def begin_load(start: int, stop: int, into: torch.Tensor, *, urgent: bool) -> Event:
         nonlocal most
         assert urgent
+        if len(reads) == limit:
+            raise GeminiError("the disk is gone")
         reads.append(Read(lambda: into.fill_(start // world.mover.tile + 1)))
         most = max(most, sum(not read.is_complete() for read in reads))
         return reads[-1]
@@ -274,6 +276,11 @@ def test_a_lane_reads_several_tiles_while_others_are_on_their_way(
     fetched.wait()
     tiles = chunk.flat.view(7, -1)
     assert tiles.min(1).values.tolist() == tiles.max(1).values.tolist() == [1, 2, 3, 4, 5, 6, 7]
+
+    limit = 9  # the third one is refused while two are under way
+    with world.mover.working(Working(world.mover.moved, staging=own)), pytest.raises(GeminiError, match="disk is gone"):
+        world.mover.gather(chunk)
+    assert len(reads) == 9 and all(read.is_complete() for read in reads), "nobody reads into staging any more"
 
 
 def test_a_staged_fetch_that_fails_leaves_nothing_under_way(

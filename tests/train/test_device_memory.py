@@ -57,8 +57,8 @@ class Arranged(StandinDevice):
         return sum(tensor.untyped_storage().nbytes() for tensor in tensors) - self.lost
 
 
-def wrap(device: StandinDevice, path: Path, **settings: Any) -> tuple[Any, gemini.HybridAdam]:
-    memory = gemini.MemoryBudget(gpu="320KiB", cpu="64MiB", nvme="64MiB", nvme_path=path)
+def wrap(device: StandinDevice, path: Path, gpu: str = "320KiB", **settings: Any) -> tuple[Any, gemini.HybridAdam]:
+    memory = gemini.MemoryBudget(gpu=gpu, cpu="64MiB", nvme="64MiB", nvme_path=path)
     homes = gemini.StaticPlacement(weights_on_gpu=0.3, optimizer_on_gpu=0.2, weights_on_nvme=0.2, optimizer_on_nvme=0.2)
     config = {"memory": memory, "device": device, "placement": homes, "max_chunk": 4096}
     model: Any = gemini.GeminiDDP(llama(), gemini.GeminiConfig(**(config | settings)))
@@ -72,16 +72,20 @@ def train(model: Any, optimizer: gemini.HybridAdam, steps: int = 2) -> None:
         optimizer.zero_grad()
 
 
-@pytest.mark.parametrize(("precision", "overlap"), [("bf16", True), ("bf16", False), ("fp16", True)])
-def test_all_host_memory_of_a_run_is_asked_for_once(tmp_path: Path, precision: str, overlap: bool) -> None:
+@pytest.mark.parametrize(
+    ("precision", "gpu", "overlap"), [("bf16", "200KiB", True), ("bf16", "8MiB", False), ("fp16", "320KiB", True)]
+)
+def test_all_memory_of_a_run_is_asked_for_once(tmp_path: Path, precision: str, gpu: str, overlap: bool) -> None:
     device = Arranged()
-    model, optimizer = wrap(device, tmp_path, precision=precision, overlap=overlap)
+    model, optimizer = wrap(device, tmp_path, gpu, precision=precision, overlap=overlap)
     train(model, optimizer, 3)
     assert len(device.reservations) == 1 and device.num_inside > 10 and device.num_beyond == 0
     engine = model._gemini_engine
     assert device.reservations == [engine.ledger.used(Tier.CPU)], "what the placement names, and nothing else"
-    [for_windows] = device.for_windows
-    assert engine.working_set <= for_windows <= engine.ledger.budget(Tier.GPU) - engine.ledger.held(Tier.GPU, "weights")
+    windows = sum(chunk.window.num_bytes for chunk in engine.chunks if chunk.window is not None)
+    planes = engine.ledger.used(Tier.GPU) - sum(engine.ledger.held(Tier.GPU, holder) for holder in ("windows", "pool"))
+    left = engine.ledger.budget(Tier.GPU) - planes
+    assert device.for_windows == [min(windows, left)] and (windows < left) == (gpu == "8MiB")
 
 
 class NotYet(Event):
