@@ -82,7 +82,7 @@ class MemoryPlane(Plane):
         return self._copy(into, self.tensor[start:stop], "evict")
 
     def begin_store(self, start: int, stop: int, source: torch.Tensor) -> Event:
-        return self._copy(self.tensor[start:stop], source, "fetch")
+        return self._copy(self.tensor[start:stop], source, "store")  # not behind weights that are fetched far ahead
 
     def _copy(self, into: torch.Tensor, source: torch.Tensor, lane: str) -> Event:
         if self.tier is Tier.GPU:
@@ -141,7 +141,10 @@ class Chunk:
     grads_complete: bool = False
     """All gradients arrived while the weights were in use: GRAD_READY as soon as they are released."""
     arriving: Event | None = None
-    """The end of the fetch that is under way."""
+    """The job that fetches it, ahead of its use; over when all copies of the fetch are under way."""
+    fetched: Event = DONE
+    """The end of the copies into the window, of the last fetch: what reads it comes after them on the device, and who
+    writes its home on the host waits for them (:meth:`begin_write`)."""
     ahead: bool = False
     """Fetched ahead of its use, which is still to come."""
     num_missing_grads: int = 0
@@ -164,6 +167,10 @@ class Chunk:
     @property
     def weights(self) -> Plane:
         return self.planes[PlaneKind.WEIGHTS]
+
+    def begin_write(self) -> None:
+        """The weights' home is about to change: nothing may be on its way out of it any more."""
+        self.fetched.wait_until_over()
 
     def step(self, event: UseEvent) -> None:
         self.use = step(self.use, event, self.name)

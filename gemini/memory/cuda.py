@@ -1,13 +1,16 @@
 """One NVIDIA GPU behind the device contract: streams for lanes, CUDA events, registered host memory.
 
-Each lane has a stream for each direction. A copy comes after what the computing streams were given before it, by
-events and not by waiting, so host code goes on at once; who reads the copied bytes on the GPU lets the computing stream
-wait (``Event.wait_on_device``), who reads them on the host waits itself. Three things need care. Copies are
-asynchronous only from and to page-locked memory, so host buffers are registered with the driver, page-aligned as they
-are (torch's own pinned allocator rounds sizes up to powers of two). The caching allocator orders the reuse of a block
-on the stream that it was allocated for and knows nothing of lanes, so windows wait for copies that touch them before
-they give their block back, and other tensors are recorded on the lane's stream. And the current device is a setting of
-each thread, so nothing here relies on it: worker threads may call everything.
+Each lane has a stream for each direction, and no two lanes share one, so that weights on their way in and gradients on
+their way out run at the same time and wait for nothing of each other's. A copy comes after what the computing streams
+were given before it, or only after the event that it is told to come after; by events and not by waiting, so host code
+goes on at once. Who reads the copied bytes on the GPU lets the computing stream wait (``Event.wait_on_device``), who
+reads them on the host waits itself.
+
+Three things need care. Copies are asynchronous only from and to page-locked memory, so host buffers are cut out of one
+registered stretch (:mod:`gemini.memory.pinned`). The caching allocator knows nothing of lanes: windows keep the order
+of their blocks themselves (:mod:`gemini.memory.cuda_windows`, with the whole argument), and other tensors are recorded
+on the lane's stream. And the current device is a setting of each thread, so nothing here relies on it: worker threads
+may call everything.
 """
 
 from __future__ import annotations
@@ -17,135 +20,27 @@ import mmap
 import os
 import sys
 import threading
-import time
 import warnings
 import weakref
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 
-from gemini.errors import GeminiError
-from gemini.memory.device import WAIT_SECONDS, Device, Event
-from gemini.memory.pages import PAGE, Pages
-from gemini.memory.windows import StorageWindow, Window
+from gemini.memory.cuda_streams import CopyStreams, CudaEvent
+from gemini.memory.cuda_windows import CudaWindow, WindowMemory
+from gemini.memory.device import Device, Event
+from gemini.memory.pages import PAGE
+from gemini.memory.pinned import PinnedArena
+from gemini.memory.windows import Window
 from gemini.tiers import Tier
 
-_PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every context of the process
+_STREAMS_OF_TORCH = 32
+"""How many streams torch has for a device before it gives the first one again."""
 
 
-class CudaEvent(Event):
-    """A point in a stream. CUDA's own wait has no limit, so the host asks again and again, ever less often."""
-
-    def __init__(self, device: torch.device, stream: torch.cuda.Stream, what: str):
-        self.what = what
-        self._device = device
-        self._event = torch.cuda.Event()
-        self._event.record(stream)
-
-    def is_complete(self) -> bool:
-        try:
-            return self._event.query()
-        except RuntimeError:  # over, though not well: wait() says how
-            return True
-
-    def wait(self, timeout: float = WAIT_SECONDS) -> None:
-        until, pause = time.monotonic() + timeout, 0.0
-        try:
-            while not self._event.query():
-                if time.monotonic() > until:
-                    raise GeminiError(f"{self.what} did not complete within {timeout:.0f} s: its lane is stuck")
-                time.sleep(pause)
-                pause = min(pause + 10e-6, 1e-3)
-        except GeminiError:
-            raise
-        except RuntimeError as e:  # an error of the GPU, of this work or of any before it
-            raise GeminiError(f"{self.what} failed: {e}") from e
-
-    def wait_on_device(self) -> None:
-        with torch.cuda.device(self._device):
-            torch.cuda.current_stream(self._device).wait_event(self._event)
-
-    def hold_back(self, stream: torch.cuda.Stream) -> None:
-        """Let what ``stream`` is given from now on come after this event."""
-        stream.wait_event(self._event)
-
-    def finish(self, error: BaseException | None = None) -> None:
-        raise AssertionError("the GPU says when its work is over")
-
-
-class CudaWindow(StorageWindow):
-    """A resizable storage that gives its block back only behind the copies that read or write it."""
-
-    def __init__(self, num_bytes: int, device: CudaDevice):
-        self._owner = weakref.ref(device)
-        self._stream: torch.cuda.Stream | None = None
-        self.touched: dict[str, CudaEvent] = {}
-        """The last copy of each lane that reads or writes this memory."""
-        super().__init__(num_bytes, device.torch_device)
-
-    def populate(self) -> None:
-        self._stream = torch.cuda.current_stream(self.bytes.device)  # whose block it is, for the caching allocator
-        device = self._owner()
-        if device is not None:
-            device.computes_on(self._stream)
-        super().populate()
-
-    def depopulate(self) -> bool:
-        touched, self.touched = self.touched, {}
-        if self._stream is not None:
-            for event in touched.values():
-                event.hold_back(self._stream)
-            device = self._owner()
-            if device is not None:
-                device.outlive_streams(self.bytes, self._stream)
-            self._stream = None
-        return super().depopulate()
-
-
-class PinnedPages(Pages):
-    """Host pages that the driver knows and keeps in place, so that the GPU's copy engines reach them by themselves."""
-
-    def __init__(self, num_bytes: int):
-        super().__init__(num_bytes)
-        self._registered = False
-
-    def register(self) -> None:
-        """Pin the pages, all of them and now.
-
-        Raises:
-            RuntimeError: if the driver refuses (a limit on locked memory, or too little of it); they are as before.
-        """
-        _check(torch.cuda.cudart().cudaHostRegister(self.address, self.num_bytes, _PORTABLE))
-        self._registered = True
-
-    def unregister(self) -> None:
-        if self._registered and os.getpid() == self._pid:
-            self._registered = False
-            _check(torch.cuda.cudart().cudaHostUnregister(self.address))
-
-    def __del__(self, _ending: Callable[[], bool] = sys.is_finalizing) -> None:
-        if _ending():
-            return
-        try:  # before the addresses go: the driver would hold what is no longer there
-            if getattr(self, "_registered", False):
-                self.unregister()
-        finally:
-            super().__del__()
-
-
-class _CopyStreams:
-    """The streams of one lane. Its copies are in order, also where they turn from one direction to the other."""
-
-    def __init__(self) -> None:
-        self.by_direction: dict[str, torch.cuda.Stream] = {}
-        self.last: tuple[str, CudaEvent] | None = None
-        self.in_flight: deque[tuple[CudaEvent, torch.Tensor, torch.Tensor]] = deque()
-
-    def let_go(self) -> None:
-        """Drop the references to tensors whose copies are over."""
-        while self.in_flight and self.in_flight[0][0].is_complete():
-            self.in_flight.popleft()
+class _OfThread(threading.local):
+    is_beside = False
 
 
 class CudaDevice(Device):
@@ -157,64 +52,124 @@ class CudaDevice(Device):
     def __init__(self, torch_device: torch.device):
         index = torch_device.index if torch_device.index is not None else _own_gpu()
         self.torch_device = torch.device("cuda", index)
+        self.pinned = PinnedArena(self.torch_device)
         self._lock = threading.RLock()
-        self._lanes: dict[str, _CopyStreams] = {}
+        self._lanes: dict[str, CopyStreams] = {}
+        self._beside: dict[str, torch.cuda.Stream] = {}
+        self._own: set[int] = set()
+        self._of_thread = _OfThread()
         self._windows: weakref.WeakValueDictionary[int, CudaWindow] = weakref.WeakValueDictionary()
         self._computing: dict[int, torch.cuda.Stream] = {}
-        self._pinned: weakref.WeakSet[PinnedPages] = weakref.WeakSet()
+        self._memory = WindowMemory(self.torch_device, self._computing_streams, self._new_stream, self._lock)
         self._can_pin = sys.platform == "linux" and mmap.PAGESIZE == PAGE
 
+    # ---- memory -------------------------------------------------------------------------------------------------
+
     def make_window(self, num_bytes: int) -> Window:
-        window = CudaWindow(num_bytes, self)
+        window = CudaWindow(num_bytes, self.torch_device, self._memory)
         self._windows[_storage(window.bytes)] = window
         return window
+
+    def reserve_windows(self, num_bytes: int) -> None:
+        if num_bytes > 0:
+            self._memory.reserve(num_bytes)
 
     def make_buffer(self, num_bytes: int) -> torch.Tensor:
         return torch.zeros(num_bytes, dtype=torch.uint8, device=self.torch_device)
 
-    def make_host_buffer(self, num_bytes: int) -> torch.Tensor:
-        if not self._can_pin:
-            return super().make_host_buffer(num_bytes)
-        pages = PinnedPages(num_bytes)
-        try:
-            with torch.cuda.device(self.torch_device):
-                pages.register()
-        except RuntimeError as e:
-            self._can_pin = False
-            _forget_error(self.torch_device)
-            warnings.warn(
-                f"host memory cannot be registered with the CUDA driver ({e}): copies are slower and wait for each "
-                "other. Raise the limit of locked memory (ulimit -l), or give a smaller cpu= budget",
-                stacklevel=2,
-            )
-        else:
-            self._pinned.add(pages)
-        return pages.tensor()
+    def reserve_host(self, num_bytes: int) -> None:
+        if self._can_pin and num_bytes > 0:
+            try:
+                self.pinned.reserve(num_bytes)
+            except (RuntimeError, MemoryError) as e:
+                self._refuse_to_pin(e)
 
-    def copy(self, into: torch.Tensor, source: torch.Tensor, lane: str, after: Event | None = None) -> Event:
+    def make_host_buffer(self, num_bytes: int, *, zeroed: bool = True) -> torch.Tensor:
+        buffer = None
+        try:
+            buffer = self.pinned.take(num_bytes, grow=self._can_pin, zeroed=zeroed)
+        except (RuntimeError, MemoryError) as e:
+            self._refuse_to_pin(e)
+        return super().make_host_buffer(num_bytes) if buffer is None else buffer
+
+    def _refuse_to_pin(self, error: Exception) -> None:
+        self._can_pin = False
+        _forget_error(self.torch_device)
+        warnings.warn(
+            f"host memory cannot be registered with the CUDA driver ({error}): copies are slower and wait for each "
+            "other. Raise the limit of locked memory (ulimit -l), or give a smaller cpu= budget",
+            stacklevel=3,
+        )
+
+    def free_bytes(self) -> int:
+        free, _ = torch.cuda.mem_get_info(self.torch_device)
+        return free
+
+    def memory_figures(self) -> dict[str, int]:
+        free, total = torch.cuda.mem_get_info(self.torch_device)
+        return {
+            "allocated": torch.cuda.memory_allocated(self.torch_device),
+            "allocated_peak": torch.cuda.max_memory_allocated(self.torch_device),
+            "reserved": torch.cuda.memory_reserved(self.torch_device),
+            "reserved_peak": torch.cuda.max_memory_reserved(self.torch_device),
+            "driver": total - free,
+        }
+
+    def bytes_behind(self, tensors: Iterable[torch.Tensor]) -> int | None:
+        asked: dict[int, int] = {}  # by address: what each block was asked for
+        for segment in torch.cuda.memory_snapshot():
+            if segment["device"] == self.torch_device.index:
+                address = segment["address"]
+                for block in segment["blocks"]:
+                    if block["state"] == "active_allocated":
+                        asked[address] = block["requested_size"]
+                    address += block["size"]
+        addresses = {tensor.untyped_storage().data_ptr() for tensor in tensors if tensor.is_cuda}
+        return sum(asked.get(address, 0) for address in addresses)
+
+    # ---- order --------------------------------------------------------------------------------------------------
+
+    def copy(
+        self,
+        into: torch.Tensor,
+        source: torch.Tensor,
+        lane: str,
+        after: Event | None = None,
+        *,
+        behind_computing: bool = True,
+    ) -> Event:
         if after is not None and not isinstance(after, CudaEvent):
             after.wait()  # of the host: nothing on the GPU could wait for it
         direction = f"{source.device.type} to {into.device.type}"
         with self._lock, torch.cuda.device(self.torch_device):
-            streams = self._lanes.setdefault(lane, _CopyStreams())
+            streams = self._lanes.setdefault(lane, CopyStreams())
             streams.let_go()
             if direction not in streams.by_direction:
-                streams.by_direction[direction] = torch.cuda.Stream(self.torch_device)
+                streams.by_direction[direction] = self._new_stream()
             stream = streams.by_direction[direction]
-            for computing in self._computing_streams():
-                stream.wait_event(computing.record_event())
+            if behind_computing:
+                for computing in self._computing_streams():
+                    stream.wait_event(computing.record_event())
             if isinstance(after, CudaEvent):
                 after.hold_back(stream)
             if streams.last is not None and streams.last[0] != direction:
                 streams.last[1].hold_back(stream)
+            windows = [self._windows.get(_storage(tensor)) if tensor.is_cuda else None for tensor in (into, source)]
+            for window in windows:
+                if window is not None:
+                    window.let_follow(stream)
             plain = into.dtype == source.dtype and into.is_contiguous() and source.is_contiguous()
             with torch.cuda.stream(stream), torch.no_grad():
                 into.copy_(source, non_blocking=plain)  # else torch goes through copies of its own
             event = CudaEvent(self.torch_device, stream, "a copy")
             streams.last = (direction, event)
-            for tensor in (into, source):
-                if tensor.is_cuda:
-                    self._keep_for(tensor, stream, lane, event)
+            for tensor, window in zip((into, source), windows, strict=True):
+                # The memory is not given to others while the lane works on it. For windows not by ``record_stream``,
+                # which frees a block behind everything that the lane was given until then, the copies far ahead too.
+                if window is not None:
+                    window.touched[lane] = event
+                elif tensor.is_cuda:
+                    tensor.record_stream(stream)
             # The engines read and write host memory after this returns; nothing but these references keeps it there.
             streams.in_flight.append((event, _host_side(into), _host_side(source)))
         return event
@@ -224,65 +179,55 @@ class CudaDevice(Device):
             self._computing_streams()
             return CudaEvent(self.torch_device, torch.cuda.current_stream(self.torch_device), "the computation")
 
+    @contextmanager
+    def beside(self, name: str) -> Iterator[None]:
+        with self._lock, torch.cuda.device(self.torch_device):
+            if name not in self._beside:
+                self._beside[name] = self._new_stream()
+            stream = self._beside[name]
+        before, self._of_thread.is_beside = self._of_thread.is_beside, True
+        try:
+            with torch.cuda.stream(stream):
+                yield
+        finally:
+            self._of_thread.is_beside = before
+
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.torch_device)
-
-    def free_bytes(self) -> int:
-        free, _ = torch.cuda.mem_get_info(self.torch_device)
-        return free
 
     def close(self) -> None:
         with self._lock:
             lanes, self._lanes = self._lanes, {}
-        with torch.cuda.device(self.torch_device):
+        try:
+            if lanes or self._computing:
+                self.synchronize()  # computing too: windows may have gone without giving their blocks back in order
+        finally:
             for streams in lanes.values():
-                for stream in streams.by_direction.values():
-                    stream.synchronize()
                 streams.in_flight.clear()
-            for pages in list(self._pinned):
-                pages.unregister()
-        self._pinned.clear()
-
-    def outlive_streams(self, tensor: torch.Tensor, own: torch.cuda.Stream) -> None:
-        """The block behind ``tensor`` is about to be freed: not before all computing streams are done with it.
-
-        The caching allocator sees to it for ``own``, the stream of the allocation: in most programs the only one.
-        """
-        with self._lock:
-            for stream in self._computing.values():
-                if stream.cuda_stream != own.cuda_stream:
-                    tensor.record_stream(stream)
+            self.pinned.close()
 
     def _computing_streams(self) -> list[torch.cuda.Stream]:
         """The streams on which this device was ever seen to compute: the calling thread's, and those before.
 
         A worker thread's current stream is the default one, whichever the training thread chose for itself.
         """
-        self.computes_on(torch.cuda.current_stream(self.torch_device))
-        return list(self._computing.values())
-
-    def computes_on(self, stream: torch.cuda.Stream) -> None:
-        """Know of a stream on which something may still be under way: copies, of any thread, come behind it."""
         with self._lock:
-            self._computing.setdefault(stream.cuda_stream, stream)
+            if not self._of_thread.is_beside:
+                stream = torch.cuda.current_stream(self.torch_device)
+                self._computing.setdefault(stream.cuda_stream, stream)
+            return list(self._computing.values())
 
-    def _keep_for(self, tensor: torch.Tensor, stream: torch.cuda.Stream, lane: str, event: CudaEvent) -> None:
-        """See that the memory of a tensor on the GPU is not given to others while the lane works on it.
-
-        Not by ``record_stream`` for windows: it frees a block behind everything the lane was given until then, so a
-        lane that works far ahead would keep blocks that the ledger takes for free.
-        """
-        window = self._windows.get(_storage(tensor))
-        if window is not None:
-            window.touched[lane] = event
-        else:
-            tensor.record_stream(stream)
-
-
-def _check(error: object) -> None:
-    """Raise what a call of the CUDA runtime returned; torch's names do not cover every number."""
-    if int(error) != 0:  # type: ignore[call-overload]
-        raise RuntimeError(f"CUDA error {int(error)}")  # type: ignore[call-overload]
+    def _new_stream(self) -> torch.cuda.Stream:
+        """One that nothing of this device runs on: torch hands out a few dozen in turn, and then the first again."""
+        with self._lock:
+            taken = self._own | set(self._computing)
+            stream = torch.cuda.Stream(self.torch_device)
+            for _ in range(_STREAMS_OF_TORCH):
+                if stream.cuda_stream not in taken:
+                    break
+                stream = torch.cuda.Stream(self.torch_device)
+            self._own.add(stream.cuda_stream)
+            return stream
 
 
 def _forget_error(device: torch.device) -> None:

@@ -15,7 +15,8 @@ import sys
 import threading
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import psutil
 import torch
@@ -60,6 +61,18 @@ class Event:
         if self._error is not None:
             raise GeminiError(f"{self.what} failed: {self._error}") from self._error
 
+    def wait_until_over(self, timeout: float = WAIT_SECONDS) -> None:
+        """:meth:`wait`, for who does not need to know how it ended.
+
+        Raises:
+            GeminiError: if it did not end in ``timeout`` seconds.
+        """
+        try:
+            self.wait(timeout)
+        except Exception:
+            if not self.is_complete():
+                raise
+
     def wait_on_device(self) -> None:
         """Let what is given to the computing stream from now on come after this event.
 
@@ -72,6 +85,33 @@ class Event:
         """It is over: for the one who works on it. ``error``: what ``wait`` raises as the cause."""
         self._error = error
         self._done.set()
+
+
+class Together(Event):
+    """Several events as one: over with the last of them, and failed if any has."""
+
+    def __init__(self, events: Sequence[Event]):
+        super().__init__()
+        self._events = events
+
+    def is_complete(self) -> bool:
+        return all(event.is_complete() for event in self._events)
+
+    def wait(self, timeout: float = WAIT_SECONDS) -> None:
+        for event in self._events:
+            event.wait_until_over(timeout)
+        for event in self._events:
+            event.wait(timeout)
+
+    def wait_on_device(self) -> None:
+        failed: Exception | None = None
+        for event in self._events:
+            try:
+                event.wait_on_device()
+            except Exception as e:
+                failed = failed or e
+        if failed is not None:
+            raise failed
 
 
 DONE = Event()
@@ -95,18 +135,46 @@ class Device(ABC):
     def make_buffer(self, num_bytes: int) -> torch.Tensor:
         """Zeroed memory on the device, as a uint8 tensor, for as long as the tensor lives."""
 
-    def make_host_buffer(self, num_bytes: int) -> torch.Tensor:
-        """Zeroed, page-aligned host memory that this device copies to and from at full speed."""
+    def reserve_windows(self, num_bytes: int) -> None:  # noqa: B027 - pages of the host come one by one
+        """So many bytes of windows will have memory at once: get it in one piece, as far as that goes."""
+
+    def reserve_host(self, num_bytes: int) -> None:  # noqa: B027 - most devices copy from any memory alike
+        """Host buffers of so many bytes in all are going to be made: get ready what they are cut out of, once."""
+
+    def make_host_buffer(self, num_bytes: int, *, zeroed: bool = True) -> torch.Tensor:
+        """Page-aligned host memory that this device copies to and from at full speed.
+
+        ``zeroed``: whether it holds zeros; else whatever an earlier buffer left there.
+        """
         return host_bytes(num_bytes)
 
     @abstractmethod
-    def copy(self, into: torch.Tensor, source: torch.Tensor, lane: str, after: Event | None = None) -> Event:
+    def copy(
+        self,
+        into: torch.Tensor,
+        source: torch.Tensor,
+        lane: str,
+        after: Event | None = None,
+        *,
+        behind_computing: bool = True,
+    ) -> Event:
         """Start copying between host and device, from any thread.
 
         Lanes ("fetch", "evict") run in order, independent of each other. A copy begins when what the computing stream
         was given before this call is done, and ``after`` is complete; an ``after`` that failed fails the copy. Until
         the event is complete ``into`` must be neither read nor written, and ``source`` not written; both may be let go.
+
+        ``behind_computing``: False waits for ``after`` only, not for what the computing stream was given.
         """
+
+    def beside(self, name: str) -> AbstractContextManager[None]:
+        """What the calling thread computes inside is given to a stream of its own, of that name.
+
+        ``mark()`` inside marks that stream, and ``Event.wait_on_device()`` inside makes that stream wait. Such streams
+        are not computing streams for :meth:`copy`, nor for windows, which must not go before a computing stream has
+        waited for what reads them there.
+        """
+        return nullcontext()
 
     def mark(self) -> Event:
         """Complete when everything that the computing stream was given so far is done."""
@@ -115,6 +183,16 @@ class Device(ABC):
     @abstractmethod
     def free_bytes(self) -> int:
         """Bytes of the device's memory that nobody holds now."""
+
+    def memory_figures(self) -> dict[str, int]:
+        """What the system says of the device's memory, in bytes, for this process and (as "driver") for all of them:
+        "allocated" and "reserved" by torch, "allocated_peak", "reserved_peak". Nothing where it is host memory.
+        """
+        return {}
+
+    def bytes_behind(self, tensors: Iterable[torch.Tensor]) -> int | None:
+        """Bytes that torch's allocator was asked for by these tensors' memory; None where it has no books to ask."""
+        return None
 
     def synchronize(self) -> None:  # noqa: B027 - most devices compute at once
         """Wait until everything the device was given to compute is done."""
@@ -146,7 +224,15 @@ class CpuDevice(_HostMemoryDevice):
     name = "cpu"
     tier = Tier.CPU
 
-    def copy(self, into: torch.Tensor, source: torch.Tensor, lane: str, after: Event | None = None) -> Event:
+    def copy(
+        self,
+        into: torch.Tensor,
+        source: torch.Tensor,
+        lane: str,
+        after: Event | None = None,
+        *,
+        behind_computing: bool = True,
+    ) -> Event:
         if after is not None:
             after.wait()
         into.copy_(source)
@@ -179,7 +265,15 @@ class StandinDevice(_HostMemoryDevice):
         self._lanes: dict[str, _CopyLane] = {}
         _live.add(self)
 
-    def copy(self, into: torch.Tensor, source: torch.Tensor, lane: str, after: Event | None = None) -> Event:
+    def copy(
+        self,
+        into: torch.Tensor,
+        source: torch.Tensor,
+        lane: str,
+        after: Event | None = None,
+        *,
+        behind_computing: bool = True,
+    ) -> Event:
         event, gate, poison = Event(), self._gate, self._poison
         if poison and after is None:
             _fill_with_nan(into)

@@ -5,20 +5,21 @@
 
 Weights in windows are clean copies, so eviction drops them. Every byte is reserved in the ledger before it is taken:
 populated windows as "windows", frames that wait for reuse as "pool". What the schedule says is needed next is gathered
-ahead on a lane of its own, as far as there is room without taking the place of what is needed sooner.
+ahead on a lane of its own (:mod:`gemini.memory.fetches`), as far as there is room without taking the place of what is
+needed sooner.
 """
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterable
 
 from gemini.errors import BudgetExceeded, human_bytes
 from gemini.memory.chunk import Chunk
 from gemini.memory.device import Device, Event, Window
+from gemini.memory.fetches import Fetches
 from gemini.memory.foresight import Foresight
-from gemini.memory.lane import Job, Lane
-from gemini.memory.mover import Mover, Working
+from gemini.memory.lane import Lane
+from gemini.memory.mover import Mover
 from gemini.memory.staging import StagingSet
 from gemini.planning.plan import Moves
 from gemini.planning.policy import Candidate, EvictionPolicy, NextUse
@@ -32,8 +33,9 @@ class Manager:
 
     Args:
         on_evict: told of every chunk whose gathered weights went away.
-        gather: fills a populated window; by default from the chunk's home.
-        lane: where fetches ahead run, with ``lane_staging`` of its own; without one every fetch is waited for.
+        gather: starts to fill a populated window, and gives the end of that; by default from the chunk's home.
+        lane: where fetches ahead begin, with ``lane_staging`` of its own; without one every fetch begins when it is
+            needed.
         update_of: what has to be over before the home of a chunk's weights may be read; ``await_update`` waits for it.
         relieve: waits for something else that gives back memory of the computing tier; False if there is nothing.
         leave: bytes of the computing tier that fetches ahead leave to others.
@@ -47,7 +49,7 @@ class Manager:
         device: Device,
         mover: Mover,
         on_evict: Callable[[Chunk], None],
-        gather: Callable[[Chunk], None] | None = None,
+        gather: Callable[[Chunk], Event] | None = None,
         policy: EvictionPolicy | None = None,
         foresight: Foresight | None = None,
         lane: Lane | None = None,
@@ -62,15 +64,12 @@ class Manager:
         self.ledger = ledger
         self.num_gathers = 0
         self.num_evictions = 0
+        self.fetches = Fetches(mover, gather or mover.gather, lane, lane_staging, update_of, await_update)
         self._device = device
-        self._gather = gather or mover.gather
         self._on_evict = on_evict
         self._policy = policy or NextUse()
         self._clock = 0
-        self._mover = mover
-        self._lane, self._lane_staging = lane, lane_staging
-        self._update_of, self._await_update, self.relieve, self._leave = update_of, await_update, relieve, leave
-        self._arriving: dict[int, Chunk] = {}
+        self._await_update, self.relieve, self._leave = await_update, relieve, leave
 
     def acquire(self, chunk: Chunk) -> None:
         """Make the gathered weights of ``chunk`` readable and keep them until the matching :meth:`release`.
@@ -83,6 +82,7 @@ class Manager:
             self._fetch(chunk)
         elif chunk.use is Use.FETCHING:
             self._await_arrival(chunk)
+        self.fetches.let_compute_wait(chunk)
         if chunk.use is not Use.COMPUTE:
             chunk.step(UseEvent.ACQUIRE)
             chunk.grads_complete = False
@@ -144,8 +144,8 @@ class Manager:
             if victims is not None:
                 for index in victims:
                     self._evict(self.chunks[index])
-            elif self._arriving:  # what came ahead of its time gives way to what is needed now
-                self._call_back(next(reversed(self._arriving.values())))
+            elif self.fetches.ahead:  # what came ahead of its time gives way to what is needed now
+                self._call_back(next(reversed(self.fetches.ahead.values())))
             elif missing <= num_bytes - self.ledger.free(tier) - self.ledger.held(tier, "pool"):
                 raise BudgetExceeded(self._explain(num_bytes, what))  # and nothing came free while it was asked
         self._trim_pool(num_bytes, for_window=for_window)
@@ -180,15 +180,11 @@ class Manager:
 
     def look_ahead(self) -> None:
         """Begin the fetches that come next, in their planned order, as far as there is room for them."""
-        if self._lane is None:
+        if self.fetches.lane is None:
             return
         for moment, index in self.foresight.upcoming():
             chunk = self.chunks[index]
-            if chunk.use is not Use.FREE or chunk.window is None:
-                continue
-            if self._lane_staging is None and self._mover.needs_staging(chunk):
-                continue
-            if self._mover.computes(chunk):
+            if chunk.use is not Use.FREE or chunk.window is None or not self.fetches.can_begin(chunk):
                 continue
             if not self._make_room_before(moment, chunk.window.num_bytes):
                 return
@@ -225,80 +221,50 @@ class Manager:
         return victims is not None
 
     def _begin_fetch(self, chunk: Chunk, moment: int) -> None:
-        """Fill the window of a chunk on the lane, behind the update of its weights."""
-        assert self._lane is not None and chunk.window is not None
+        """Fill the window of a chunk ahead of its use."""
+        assert chunk.window is not None
         self.populate(chunk.window, "windows", what=chunk.name)
-        update, gather, mover = self._update_of(chunk), self._gather, self._mover
-        working = Working(mover.moved, not self.foresight.in_step, self._lane_staging)
-
-        def fetch() -> None:
-            if update is not None:
-                update.wait()
-            with mover.working(working):
-                gather(chunk)
-
         try:
-            chunk.arriving = self._lane.submit(fetch, moment)
+            self.fetches.begin(chunk, moment, in_step=self.foresight.in_step)
         except BaseException:
             self.depopulate(chunk.window, "windows")
             raise
         chunk.step(UseEvent.FETCH)
         chunk.ahead = True
-        self._arriving[chunk.spec.index] = chunk
 
     def _await_arrival(self, chunk: Chunk) -> None:
-        """Wait for a fetch that is under way; one that failed is tried again here and now.
+        """Take a fetch ahead as it is; one that failed is tried again here and now.
 
         Raises:
             StorageError: if that fails too; the chunk is as it was before.
         """
-        job = chunk.arriving
-        assert self._lane is not None and isinstance(job, Job)
-        if not job.is_complete():
-            self._await_update(chunk)
-            self._lane.hurry(job)
-            cause, index = f"fetch from {chunk.weights.tier.value}", chunk.spec.index
-            with self._mover.about(cause, f"wait for chunk {index}", index), contextlib.suppress(Exception):
-                job.wait()
-        if job.error is None:
-            self._end_fetch(chunk, UseEvent.ARRIVE)
-        else:
-            self._end_fetch(chunk, UseEvent.FAIL)
-            self._fetch(chunk)
-
-    def _end_fetch(self, chunk: Chunk, event: UseEvent) -> None:
-        assert chunk.window is not None
-        chunk.step(event)
-        chunk.arriving = None
-        del self._arriving[chunk.spec.index]
-        if event is UseEvent.FAIL:
-            self.depopulate(chunk.window, "windows")
-        else:
+        if self.fetches.arrive(chunk):
+            chunk.step(UseEvent.ARRIVE)
             self._count_arrival(chunk)
+        else:
+            self._fail(chunk)
+            self._fetch(chunk)
 
     def _call_back(self, chunk: Chunk) -> None:
         """A fetch under way is not wanted any more: its memory is free afterwards."""
-        job = chunk.arriving
-        assert self._lane is not None and isinstance(job, Job)
-        self._lane.cancel(job)
-        with contextlib.suppress(Exception):  # nobody wants it
-            job.wait()
-        self._end_fetch(chunk, UseEvent.FAIL)
+        self.fetches.call_back(chunk)
+        self._fail(chunk)
+
+    def _fail(self, chunk: Chunk) -> None:
+        assert chunk.window is not None
+        chunk.step(UseEvent.FAIL)
+        self.depopulate(chunk.window, "windows")
 
     def settle(self) -> None:
         """Wait until nothing is on its way; what failed is told when it is needed."""
-        for chunk in list(self._arriving.values()):
-            job = chunk.arriving
-            assert job is not None
-            with contextlib.suppress(Exception):
-                job.wait()
+        self.fetches.settle()
 
     def is_balanced(self) -> bool:
         """Whether the books say what there is, where nobody computes: nothing pinned, every window accounted for."""
         tier, frames = self._device.tier, self._device.frames
         gathered = 0
         for chunk in self.chunks:
-            arriving = (chunk.use is Use.FETCHING, chunk.arriving is not None, chunk.spec.index in self._arriving)
+            arriving = (chunk.use is Use.FETCHING, chunk.arriving is not None, chunk.spec.index in self.fetches.ahead)
             if chunk.pins or chunk.use is Use.COMPUTE or len(set(arriving)) > 1:
                 return False
             if chunk.window is not None and chunk.use is not Use.FREE:
@@ -312,44 +278,39 @@ class Manager:
         Copies are clean, so nothing is lost but the time to gather them again.
         """
         for chunk in self.chunks:
-            job = chunk.arriving
-            if self._lane is not None and isinstance(job, Job):
-                self._lane.cancel(job)
-                with contextlib.suppress(Exception):
-                    job.wait()
-            chunk.arriving, chunk.pins, chunk.stale, chunk.ahead, chunk.grads_complete = None, 0, False, False, False
+            self.fetches.start_over(chunk)
+            chunk.pins, chunk.stale, chunk.ahead, chunk.grads_complete = 0, False, False, False
             chunk.use = Use.HOLD if chunk.window is None else Use.FREE
             if chunk.window is not None:
                 self._on_evict(chunk)
                 chunk.window.discard()
-        self._arriving.clear()
         if self._device.frames is not None:
             self._device.frames.trim()
         for holder in ("windows", "pool"):
             self.ledger.release(self._device.tier, self.ledger.held(self._device.tier, holder), holder)
 
     def close(self) -> None:
-        """The model ends; a chunk that somebody keeps must keep nothing else."""
-        if self._lane is not None:
-            self._lane.close()
-        for chunk in self._arriving.values():
-            chunk.arriving = None
-        self._arriving.clear()
+        """The model ends."""
+        self.fetches.close()
 
     # ---- inside -------------------------------------------------------------------------------------------------
 
     def check_invariants(self) -> None:
-        """The ledger's equations, and: windows + pool are exactly what is gathered or parked."""
+        """The ledger's equations, and: windows + pool are exactly what is gathered or parked, for the allocator too."""
         self.ledger.check_invariants()
         tier = self._device.tier
-        gathered = sum(c.window.num_bytes for c in self.chunks if c.window is not None and c.use is not Use.FREE)
+        windows = [c.window for c in self.chunks if c.window is not None and c.use is not Use.FREE]
+        gathered = sum(window.num_bytes for window in windows)
         assert self.ledger.held(tier, "windows") == gathered
+        behind = self._device.bytes_behind(window.bytes for window in windows)
+        assert behind in (None, gathered), f"{gathered} bytes of windows are {behind} bytes of the allocator's"
         parked = self._device.frames.parked_bytes if self._device.frames is not None else 0
         assert self.ledger.held(tier, "pool") == parked
         for chunk in self.chunks:
             assert (chunk.use is Use.COMPUTE) == (chunk.pins > 0), (chunk.name, chunk.use, chunk.pins)
             assert chunk.gathered or not chunk.resident, chunk.name
-            assert (chunk.use is Use.FETCHING) == (chunk.arriving is not None) == (chunk.spec.index in self._arriving)
+            ahead = chunk.spec.index in self.fetches.ahead
+            assert (chunk.use is Use.FETCHING) == (chunk.arriving is not None) == ahead
 
     def populate(self, window: Window, holder: str, *, what: str) -> None:
         """Put memory behind a window, for ``holder``; others give way to it.
@@ -387,7 +348,7 @@ class Manager:
         self._await_update(chunk)
         self.populate(chunk.window, "windows", what=chunk.name)
         try:
-            self._gather(chunk)
+            self.fetches.begin_now(chunk)
         except BaseException:
             self.depopulate(chunk.window, "windows")
             raise

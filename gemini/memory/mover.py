@@ -9,7 +9,7 @@ has a set of staging of its own, and counts for the step that its work belongs t
 from __future__ import annotations
 
 import threading
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from gemini.memory.chunk import Chunk, FilePlane, Plane
-from gemini.memory.device import Device, Event
+from gemini.memory.device import DONE, Device, Event, Together
 from gemini.memory.noted import NotedEvent
 from gemini.memory.pages import PAGE
 from gemini.memory.recorder import LANES, NOTHING, Recorder
@@ -29,6 +29,15 @@ from gemini.planning.planes import PlaneKind
 from gemini.planning.timeline import Lane
 from gemini.planning.traffic import path
 from gemini.tiers import Ledger, Tier
+
+_W, _V, _S, _G = PlaneKind.WEIGHTS, PlaneKind.EXP_AVG, PlaneKind.EXP_AVG_SQ, PlaneKind.GRAD
+_AREAS = {
+    (False, False): ((_W, _V), (_W, _V)),
+    (False, True): ((_W,), (_V, _S)),
+    (True, False): ((_W, _V, _S, _G), (_W, _V, _S, _G)),
+    (True, True): ((_W, _G), (_V, _S)),
+}
+"""By whether a lane fetches, and whether it casts: areas of staging that tiles are read into, and sent from."""
 
 
 def page_up(numel: int) -> int:
@@ -122,13 +131,20 @@ class Mover:
         finally:
             self._of_thread.working = before
 
+    @property
+    def in_worker(self) -> bool:
+        """Whether this is a worker thread, which began behind the computation of what it reads on the device."""
+        return self._of_thread.working is not None
+
     def staged(self, kind: PlaneKind, dtype: torch.dtype, numel: int) -> torch.Tensor:
         """The first ``numel`` elements of this thread's staging area of ``kind``, as ``dtype``. Valid until it is asked
         again.
         """
+        return self._own_staging().staged(kind, dtype, numel)
+
+    def _own_staging(self) -> StagingSet:
         working = self._of_thread.working
-        staging = self.staging.own if working is None or working.staging is None else working.staging
-        return staging.staged(kind, dtype, numel)
+        return self.staging.own if working is None or working.staging is None else working.staging
 
     def crossing(self, source: Tier, target: Tier, num_bytes: int) -> AbstractContextManager[None]:
         """Around one copy: counts its bytes, and records it where somebody does."""
@@ -199,9 +215,11 @@ class Mover:
             return view, False
         return self.load(plane, start, stop, self.staged(kind, plane.dtype, stop - start)), True
 
-    def gather(self, chunk: Chunk) -> None:
-        """Fill a populated window with the weights from home, cast to the compute dtype if home is a wider master."""
-        self.fetch(chunk.weights, chunk.flat, chunk.spec.index)
+    def gather(self, chunk: Chunk) -> Event:
+        """Start to fill a populated window with the weights from home, cast to the compute dtype if home is a wider
+        master; see :meth:`fetch`.
+        """
+        return self.fetch(chunk.weights, chunk.flat, chunk.spec.index)
 
     def needs_staging(self, chunk: Chunk) -> bool:
         """Whether :meth:`gather` passes through staging."""
@@ -219,29 +237,89 @@ class Mover:
         """Whether the disk can fill ``flat`` itself."""
         return isinstance(plane, FilePlane) and self.device.tier is Tier.CPU and flat.data_ptr() % PAGE == 0
 
-    def fetch(self, plane: Plane, flat: torch.Tensor, index: int) -> None:
-        """Fill ``flat``, gathered weights of chunk ``index`` on the computing device, from a weights plane."""
+    def fetch(self, plane: Plane, flat: torch.Tensor, index: int) -> Event:
+        """Start to fill ``flat``, gathered weights of chunk ``index`` in a window, from a weights plane: the end of it.
+
+        The copies wait for the last use of the window's memory and for nothing else. Reading a file is waited for here.
+
+        Raises:
+            StorageError and whatever else can be told at once; then nothing is under way.
+        """
         about = self.about(f"fetch from {plane.tier.value}", f"fetch chunk {index}", index)
         with torch.profiler.record_function("gemini::fetch"), about:
             numel = plane.numel
             source = plane.host_view(0, numel)
             if plane.dtype == flat.dtype and source is not None:
-                with self.crossing(Tier.CPU, self.device.tier, plane.num_bytes):
-                    self.device.copy(flat, source, "fetch").wait()
-            elif plane.dtype == flat.dtype and self._is_straight(plane, flat):
+                return self._send(flat, source)
+            if plane.dtype == flat.dtype and self._is_straight(plane, flat):
                 self.load(plane, 0, numel, flat)
-            else:
-                for start, stop in tiles(0, numel, self.tile):
-                    self._gather_tile(plane, flat, start, stop)
+                return DONE
+            return self._send_tiles(plane, flat, index)
 
-    def _gather_tile(self, plane: Plane, flat: torch.Tensor, start: int, stop: int) -> None:
-        on_device = plane.device_view(start, stop)
-        if on_device is not None:
-            flat[start:stop].copy_(on_device)
-            return
-        tile, _ = self.host_tile(PlaneKind.WEIGHTS, plane, start, stop)
-        if tile.dtype != flat.dtype:
-            cast = self.staged(PlaneKind.EXP_AVG, flat.dtype, stop - start)
-            tile = cast.copy_(tile)
-        with self.crossing(Tier.CPU, self.device.tier, tile.numel() * tile.element_size()):
-            self.device.copy(flat[start:stop], tile, "fetch").wait()
+    def _send(self, into: torch.Tensor, source: torch.Tensor) -> Event:
+        """Start the copy of weights into a window."""
+        with self.crossing(Tier.CPU, self.device.tier, source.nbytes):
+            event = self.device.copy(into, source, "fetch", behind_computing=False)
+            if self.recorder is not None:
+                event.wait()  # who records wants to know its end, and nobody would look for it
+        return event
+
+    def _send_tiles(self, plane: Plane, flat: torch.Tensor, index: int) -> Event:
+        """Tile after tile through areas of staging: some are being read into while another one is on its way.
+
+        A lane has a set of its own and uses all of it; the training thread leaves most of its set to others.
+        """
+        staging, casts = self._own_staging(), plane.dtype != flat.dtype
+        reads, sends = _AREAS[self.in_worker, casts]
+        reading: deque[tuple[int, int, torch.Tensor, Event]] = deque()
+        sent: dict[PlaneKind, Event] = {}
+
+        def area(kind: PlaneKind, dtype: torch.dtype, numel: int) -> torch.Tensor:
+            tile = staging.staged(kind, dtype, numel)  # waits for the copy out of it
+            if kind in sent:
+                sent[kind].wait()  # and how did that end?
+            return tile
+
+        def send(number: int) -> None:
+            start, stop, tile, read = reading[0]
+            read.wait()
+            kind = sends[number % len(sends)]
+            if casts:
+                tile = area(kind, flat.dtype, stop - start).copy_(tile)
+            sent[kind] = self._send(flat[start:stop], tile)
+            staging.leaves(kind, sent[kind])
+            reading.popleft()
+
+        try:
+            for number, (start, stop) in enumerate(tiles(0, plane.numel, self.tile)):
+                on_device = plane.device_view(start, stop)
+                if on_device is not None:
+                    flat[start:stop].copy_(on_device)
+                    continue
+                if len(reading) == len(reads) - (not casts):  # without a cast one area is left to the copy out of it
+                    send(number - len(reading))
+                tile = plane.host_view(start, stop)
+                read = DONE
+                if tile is None:
+                    tile = area(reads[number % len(reads)], plane.dtype, stop - start)
+                    read = self._begin_read(plane, start, stop, tile, index)
+                reading.append((start, stop, tile, read))
+            while reading:
+                send(number - len(reading) + 1)
+        except BaseException:
+            for *_, read in reading:
+                read.wait_until_over()
+            Together(list(sent.values())).wait_until_over()  # the window is given back next
+            raise
+        return Together(list(sent.values()))
+
+    def _begin_read(self, plane: Plane, start: int, stop: int, into: torch.Tensor, index: int) -> Event:
+        """Start to read a tile that somebody waits for, before other requests."""
+        return self.under_way(
+            plane.tier,
+            Tier.CPU,
+            into.nbytes,
+            lambda: plane.begin_load(start, stop, into, urgent=True),
+            f"fetch chunk {index}",
+            index,
+        )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from gemini.memory.device import Device
+from gemini.memory.device import Device, Event
 from gemini.planning.layout import ALIGN
 from gemini.planning.planes import PlaneKind
 from gemini.planning.working import STAGED_BYTES, staging_bytes
@@ -41,16 +41,27 @@ class StagingSet:
     def __init__(self, memory: _Memory, tile: int, at: int = 0):
         self.tile = tile
         self._memory = memory
+        self._leaving: dict[PlaneKind, Event] = {}
         self._at: dict[PlaneKind, int] = {}
         for kind, size in STAGED_BYTES.items():
             self._at[kind] = at
             at += tile * size
 
     def staged(self, kind: PlaneKind, dtype: torch.dtype, numel: int) -> torch.Tensor:
-        """The first ``numel`` elements of the area of ``kind``, as ``dtype``. Valid until it is asked again."""
+        """The first ``numel`` elements of the area of ``kind``, as ``dtype``. Valid until it is asked again.
+
+        Waits for a copy out of it that is under way (:meth:`leaves`); how that ended is told to whoever began it.
+        """
+        leaving = self._leaving.pop(kind, None)
+        if leaving is not None:
+            leaving.wait_until_over()
         num_bytes, at = numel * dtype.itemsize, self._at[kind]
         assert num_bytes <= self.tile * STAGED_BYTES[kind], (kind, numel, dtype, self.tile)
         return self._memory.get()[at : at + num_bytes].view(dtype)
+
+    def leaves(self, kind: PlaneKind, event: Event) -> None:
+        """A copy out of the area of ``kind`` was begun, which is over with ``event``."""
+        self._leaving[kind] = event
 
 
 class Staging:

@@ -101,7 +101,7 @@ class ActivationLanes:
             flight.on_device = tensor.clone(memory_format=torch.contiguous_format)
             source, into = _bytes(flight.on_device), (place if buffer is None else buffer)[: tensor.nbytes]
             copied = mover.under_way(
-                computing, Tier.CPU, num_bytes, lambda: device.copy(into, source, "evict"), _SAVE, -1
+                computing, Tier.CPU, num_bytes, lambda: device.copy(into, source, "offload"), _SAVE, -1
             )
         if self._tier is Tier.CPU:
             flight.event = copied
@@ -202,11 +202,12 @@ class ActivationLanes:
             assert into is not None
             copying, source = into, place[:size]
             flight.event = mover.under_way(
-                Tier.CPU, computing, num_bytes, lambda: device.copy(copying, source, "fetch"), _RESTORE, -1
+                Tier.CPU, computing, num_bytes, lambda: device.copy(copying, source, "restore"), _RESTORE, -1
             )
             return True
         spill, working = self._spill, Working(mover.moved)
         assert spill is not None and buffer is not None
+        free = device.mark()  # behind it nobody uses what is the memory of ``into`` now; the worker comes much later
 
         def read() -> None:
             about = mover.about("activation", _RESTORE)
@@ -215,7 +216,7 @@ class ActivationLanes:
                     spill.read(buffer, place)
                 if into is not None:
                     with mover.crossing(Tier.CPU, computing, num_bytes):
-                        device.copy(into, buffer[:size], "fetch").wait()
+                        device.copy(into, buffer[:size], "restore", after=free, behind_computing=False).wait()
 
         flight.begin(self._restorers, Job(read, 0.0))
         return True

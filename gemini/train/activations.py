@@ -259,7 +259,7 @@ class ActivationStore:
     def _allocate(self, num_bytes: int) -> Any:
         """A place: a host buffer, or an offset in the spill file."""
         if self._tier is Tier.CPU:
-            return self._device.make_host_buffer(num_bytes)
+            return self._device.make_host_buffer(num_bytes, zeroed=False)
         assert self._spill is not None
         offset = self._spill.allocate(num_bytes)
         self._slots[offset] = num_bytes
@@ -270,14 +270,14 @@ class ActivationStore:
         computing, num_bytes, place = self._device.tier, offloaded.num_bytes, offloaded.place
         if self._tier is Tier.CPU:
             with self._mover.crossing(computing, Tier.CPU, num_bytes):
-                self._device.copy(place[: source.numel()], source, "evict").wait()
+                self._device.copy(place[: source.numel()], source, "offload").wait()
             return
         assert self._spill is not None
         for start, stop in self._pieces(num_bytes):
             staged = self._mover.staged(PlaneKind.GRAD, torch.uint8, stop - start)
             part = source[start : min(stop, source.numel())]
             with self._mover.crossing(computing, Tier.CPU, stop - start):
-                self._device.copy(staged[: part.numel()], part, "evict").wait()
+                self._device.copy(staged[: part.numel()], part, "offload").wait()
             with self._mover.crossing(Tier.CPU, Tier.NVME, stop - start):
                 self._spill.write(staged, place + start)
 
@@ -302,7 +302,7 @@ class ActivationStore:
         num_bytes, computing = packed.num_bytes, self._device.tier
         if self._tier is Tier.CPU:
             with self._mover.crossing(Tier.CPU, computing, num_bytes):
-                self._device.copy(into, packed.place[: into.numel()], "fetch").wait()
+                self._device.copy(into, packed.place[: into.numel()], "restore").wait()
             return
         assert self._spill is not None
         for start, stop in self._pieces(num_bytes):
@@ -311,7 +311,7 @@ class ActivationStore:
                 self._spill.read(staged, packed.place + start)
             part = into[start : min(stop, into.numel())]
             with self._mover.crossing(Tier.CPU, computing, stop - start):
-                self._device.copy(part, staged[: part.numel()], "fetch").wait()
+                self._device.copy(part, staged[: part.numel()], "restore").wait()
 
     def _pieces(self, num_bytes: int) -> Any:
         """Ranges of bytes that fit the staging area."""

@@ -68,7 +68,10 @@ def build(
     tile = tile_numel(max(chunk.numel for chunk in layout.chunks))
     ledger = Ledger(dict(problem.budgets))
     _reserve(ledger, problem, placement)
-    on_disk = bytes_per_tier(problem, placement).get(Tier.NVME, 0)
+    needed = bytes_per_tier(problem, placement)
+    device.reserve_host(needed.get(Tier.CPU, 0))
+    device.reserve_windows(_window_bytes(ledger, problem, placement))
+    on_disk = needed.get(Tier.NVME, 0)
     spill = SpillFile(config.memory.nvme_path, on_disk) if config.memory.nvme_path is not None else None
     chunks = [_make_chunk(spec, problem, placement, device, spill) for spec in layout.chunks]
     handles = [
@@ -141,6 +144,12 @@ def _reserve(ledger: Ledger, problem: Problem, placement: Placement) -> None:
     demands = problem.demands(placement)
     if problem.compute is Tier.GPU or demands != problem.spoken_for(gathers=False, stages=False):
         ledger.reserve(Tier.CPU, problem.staging, "staging")
+
+
+def _window_bytes(ledger: Ledger, problem: Problem, placement: Placement) -> int:
+    """The most that windows can have at once: all of them, or what the budget leaves them."""
+    moving = [i for i, homes in enumerate(placement.homes) if problem.needs_window(i, homes[PlaneKind.WEIGHTS])]
+    return min(sum(problem.window_bytes(i) for i in moving), ledger.free(problem.compute) - problem.in_flight)
 
 
 def make_plane(numel: int, dtype: torch.dtype, tier: Tier, device: Device, spill: SpillFile | None) -> Plane:

@@ -41,6 +41,7 @@ from gemini.train.problem import prepare
 from gemini.train.recording import Recording
 from gemini.train.recovery import forget_interrupted
 from gemini.train.reduction import Reduction
+from gemini.train.report import check_planes
 from gemini.train.shards import Shards
 from gemini.train.together import end_group_of
 from gemini.train.updates import Updates
@@ -142,6 +143,7 @@ class Engine:
 
     def before_write(self, chunk: Chunk) -> None:
         """Masters or moments of a chunk are about to change."""
+        chunk.begin_write()
         if self.saver is not None:
             self.saver.before_write(chunk)
 
@@ -383,6 +385,7 @@ class Engine:
         """Everything that must hold between steps; for tests."""
         self.drain()
         self.manager.check_invariants()
+        check_planes(self)
         if not self.computing:
             assert all(isinstance(h.param, ManagedParameter) for h in self.handles)
             assert all(c.pins == 0 for c in self.chunks)

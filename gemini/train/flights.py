@@ -104,7 +104,7 @@ class Room:
         if not self._reserve(Tier.CPU, num_bytes):
             return None
         try:
-            return self._device.make_host_buffer(num_bytes)
+            return self._device.make_host_buffer(num_bytes, zeroed=False)
         except BaseException:
             self._ledger.release(Tier.CPU, num_bytes, IN_FLIGHT)
             raise

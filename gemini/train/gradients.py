@@ -172,7 +172,8 @@ class GradientStore:
             if flat.device.type != "cpu" or self._device.tier is Tier.GPU:
                 inbound = self._mover.staged(PlaneKind.WEIGHTS, flat.dtype, stop - start)
                 with self._mover.crossing(Tier.GPU, Tier.CPU, inbound.numel() * inbound.element_size()):
-                    self._device.copy(inbound, incoming, "evict").wait()
+                    behind = not self._mover.in_worker  # the lane has waited for it, and what is computed since is more
+                    self._device.copy(inbound, incoming, "evict", behind_computing=behind).wait()
                 incoming = inbound
             # Up to the next page: what lies behind the param's end is padding, nobody reads it as a gradient.
             end = start + page_up(stop - start)

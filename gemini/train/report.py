@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from gemini.errors import human_bytes
+from gemini.memory.chunk import MemoryPlane
 from gemini.planning.planes import PlaneKind
 from gemini.planning.timeline import human_seconds
 
@@ -26,6 +27,13 @@ class MemoryReport(dict[str, Any]):
     Each tier has "budget", "used", "peak" and "holders" (bytes by what holds them). "params" counts the managed params,
     "bytes_per_param" their persistent planes (weights, residual, moments) and "grad_bytes_per_param" what is reserved
     for gradients between backward and update, both over the params that are trained.
+
+    On CUDA "allocator" has what others say of the same memory: torch's "allocated" and "reserved" bytes with their
+    peaks ("allocated_peak", "reserved_peak"), and "driver", what is used of the GPU by whatever program. Reconciled
+    with the ledger: "unmanaged" bytes are allocated by torch and by nothing that is managed here (activations, the
+    program's own tensors, workspaces), "cached" ones are reserved by torch and used by nobody (fragments are in here),
+    "elsewhere" are the driver's and not torch's (CUDA itself, other programs). There a wait of the GPU for weights is
+    none of the training thread, so "stalls" does not have it.
     """
 
     def __str__(self) -> str:
@@ -39,6 +47,8 @@ class MemoryReport(dict[str, Any]):
             )
             sizes = "".join(f"{human_bytes(tier[key]):>12}" for key in ("used", "peak", "budget"))
             lines.append(f"{name:<6}{sizes}  {held or 'nothing'}")
+        if "allocator" in self:
+            lines += _told(self["allocator"])
         moved = ", ".join(f"{way} {human_bytes(n)}" for way, n in self["moved"].items()) or "nothing"
         lines.append(f"moved in the last step: {moved}")
         waited = ", ".join(f"{cause} {human_seconds(s)}" for cause, s in self["stalls"].items()) or "nothing"
@@ -53,6 +63,39 @@ class MemoryReport(dict[str, Any]):
         return "\n".join(lines)
 
 
+def _told(figures: dict[str, int]) -> list[str]:
+    size = {key: human_bytes(num_bytes) for key, num_bytes in figures.items()}
+    return [
+        f"gpu, says torch: allocated {size['allocated']} (peak {size['allocated_peak']}), {size['unmanaged']} of it "
+        f"not managed here; reserved {size['reserved']} (peak {size['reserved_peak']}), {size['cached']} of it unused",
+        f"gpu, says the driver: used {size['driver']}, {size['elsewhere']} of it not by torch here",
+    ]
+
+
+def _reconcile(engine: Engine) -> dict[str, int]:
+    """The allocator's and the driver's figures beside the ledger's; nothing where the device has none."""
+    figures = engine.device.memory_figures()
+    if not figures:
+        return {}
+    holders = engine.ledger.holders(engine.device.tier)
+    managed = sum(num_bytes for holder, num_bytes in holders.items() if holder != "activations")  # that one is room
+    return {
+        **figures,
+        "unmanaged": max(figures["allocated"] - managed, 0),
+        "cached": figures["reserved"] - figures["allocated"],
+        "elsewhere": max(figures["driver"] - figures["reserved"], 0),
+    }
+
+
+def check_planes(engine: Engine) -> None:
+    """What the ledger says of planes in the device's own memory is what its allocator was asked for."""
+    tier = engine.device.tier
+    planes = [p for c in engine.chunks for p in c.planes.values() if isinstance(p, MemoryPlane) and p.tier is tier]
+    behind = engine.device.bytes_behind(plane.tensor for plane in planes)
+    held = sum(engine.ledger.held(tier, kind.value) for kind in PlaneKind)
+    assert behind in (None, held), f"{held} bytes of planes are {behind} bytes of the allocator's"
+
+
 def make_report(engine: Engine) -> MemoryReport:
     """The report of an engine as it stands when nothing is in flight."""
     engine.drain()
@@ -64,6 +107,9 @@ def make_report(engine: Engine) -> MemoryReport:
             "peak": engine.ledger.peak(tier),
             "holders": engine.ledger.holders(tier),
         }
+    allocator = _reconcile(engine)
+    if allocator:
+        report["allocator"] = allocator
     report["moved"] = dict(sorted(engine.moved_last_step.counts().items()))
     report["stalls"] = dict(engine.mover.stalls.last_step)
     if engine.shards is not None:

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from gemini.memory.chunk import Chunk
+from gemini.memory.device import DONE, Event
 from gemini.memory.mover import tiles
 from gemini.planning.layout import part_of
 from gemini.planning.planes import PlaneKind
@@ -100,9 +101,11 @@ class Shards:
 
     # ---- weights ------------------------------------------------------------------------------------------------
 
-    def gather(self, chunk: Chunk) -> None:
-        """Fill a populated window with the weights of all ranks."""
+    def gather(self, chunk: Chunk) -> Event:
+        """Fill a populated window with the weights of all ranks; the end of the copy out of this rank's home."""
+        chunk.fetched = DONE
         self.reach(Wish(Point.GATHER, chunk.spec.index))
+        return chunk.fetched
 
     def serve(self, subject: tuple[Point, int], takers: list[int]) -> None:
         """Every rank gives what it keeps of a chunk's weights, or of a param's plane, to those who asked."""
@@ -121,7 +124,11 @@ class Shards:
     def _all_gather(self, chunk: Chunk) -> None:
         shard = chunk.weights.numel
         own = chunk.flat[self.ranks.rank * shard : (self.ranks.rank + 1) * shard]
-        self.engine.mover.fetch(chunk.weights, own, chunk.spec.index)
+        chunk.fetched = self.engine.mover.fetch(chunk.weights, own, chunk.spec.index)
+        if self.ranks.collective is None:
+            chunk.fetched.wait()  # the wire reads it on the host
+        else:
+            chunk.fetched.wait_on_device()
         with torch.profiler.record_function("gemini::all_gather"), self._gathering(chunk):
             group = self.ranks.collective
             if group is None:

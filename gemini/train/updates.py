@@ -262,7 +262,8 @@ class Updates:
     # ---- inside -------------------------------------------------------------------------------------------------
 
     def _before(self, chunk: Chunk) -> None:
-        """On the lane: a checkpoint that is being written must have the chunk first."""
+        """On the lane: a fetch under way, and a checkpoint that is being written, must have the chunk first."""
+        chunk.begin_write()
         engine = self._reference()
         saver, engine = None if engine is None else engine.saver, None  # the model may end while this waits
         if saver is not None:

@@ -1,9 +1,13 @@
-"""On a card: copies on lanes, the order of lanes and computation, registered host memory, blocks that are reused."""
+"""On a card: copies on lanes, the order of lanes and computation, registered host memory, blocks that are reused.
+
+What is asked of the runtime, and that the order of it is enough, is in ``tests/memory/test_cuda_*.py``.
+"""
 
 from __future__ import annotations
 
 import gc
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -126,6 +130,95 @@ def test_windows_come_and_go_while_lanes_work(device: Device) -> None:
     assert other.unique().tolist() == [9]
 
 
+def test_a_fetch_waits_for_its_block_and_not_for_the_computation(device: Device) -> None:
+    source = device.make_host_buffer(64 * MIB).fill_(3)
+    window = device.make_window(64 * MIB)
+    window.populate()
+    device.copy(window.bytes, source, "fetch", behind_computing=False).wait()  # the streams are made with the first
+    busy(device, 400)
+    later = device.mark()
+    fetched = device.copy(window.bytes, source, "fetch", behind_computing=False)
+    fetched.wait()
+    early = later.is_complete()
+    assert not early, "400 products of 2048 x 2048 take longer than a copy of 64 MiB"
+    later.wait()
+
+
+def test_a_host_that_runs_far_ahead_mixes_no_windows_up(device: Device) -> None:
+    """Eight chunks through room for three, nobody waits on the host, and computing is far behind all the time."""
+    size = 8 * MIB
+    device.reserve_host(8 * size)
+    device.reserve_windows(3 * size)
+    sources = [device.make_host_buffer(size).fill_(n + 1) for n in range(8)]
+    windows = [device.make_window(size) for _ in sources]
+    there: list[int] = []
+    seen: list[tuple[int, torch.Tensor]] = []
+    for turn in range(60):
+        index = (turn * 5) % 8
+        if len(there) == 3:
+            windows[there.pop(0)].depopulate()
+        windows[index].populate()
+        there.append(index)
+        with ThreadPoolExecutor(1) as worker:
+            fetched = worker.submit(
+                device.copy, windows[index].bytes, sources[index], "fetch", behind_computing=False
+            ).result()
+        busy(device, 4)
+        fetched.wait_on_device()
+        part = windows[index].bytes[:: size // 4096]
+        seen.append((index + 1, torch.stack([part.min(), part.max()])))
+    assert [tuple(values.tolist()) for _, values in seen] == [(n, n) for n, _ in seen]
+    own = [s for s in torch.cuda.memory_snapshot() if s["stream"] == device._memory._stream.cuda_stream]
+    assert [s["total_size"] for s in own] == [3 * size], "all of them came out of what was got beforehand"
+
+
+def test_windows_share_their_pool_with_nobody(device: Device) -> None:
+    window = device.make_window(32 * MIB)
+    window.populate()
+    address = window.bytes.data_ptr()
+    assert device.bytes_behind([window.bytes]) == 32 * MIB
+    window.depopulate()
+    assert device.bytes_behind([window.bytes]) == 0
+    others = [torch.empty(32 * MIB, dtype=torch.uint8, device=device.torch_device) for _ in range(3)]
+    assert all(other.data_ptr() != address for other in others)
+    window.populate()
+    assert window.bytes.data_ptr() == address
+    assert device.bytes_behind([window.bytes, *others]) == 4 * 32 * MIB
+
+
+def test_what_is_computed_beside_does_not_hold_copies_up(device: Device) -> None:
+    source, into = device.make_host_buffer(MIB).fill_(5), device.make_buffer(MIB)
+    device.copy(into, source, "fetch").wait()
+    with device.beside("adam"):
+        result = busy(device, 400)
+        beside = device.mark()
+    device.copy(into, source, "fetch").wait()
+    assert not beside.is_complete(), "400 products of 2048 x 2048 take longer than a copy of 1 MiB"
+    beside.wait()
+    assert result.isfinite().all()
+
+
+def test_one_registration_for_all_host_buffers(device: Device) -> None:
+    device.reserve_host(64 * MIB)
+    buffers = [device.make_host_buffer(size * MIB) for size in (1, 30, 3, 30)]
+    assert device.pinned.num_registrations == 1 and all(buffer.is_pinned() for buffer in buffers)
+    into = device.make_buffer(30 * MIB)
+    buffers[1].random_(0, 255)
+    device.copy(into, buffers[1], "fetch")
+    device.copy(buffers[3], into, "evict").wait()
+    assert torch.equal(buffers[1], buffers[3])
+
+
+def test_the_figures_of_torch_and_of_the_driver(device: Device) -> None:
+    before = device.memory_figures()
+    window = device.make_window(64 * MIB)
+    window.populate()
+    after = device.memory_figures()
+    assert after["allocated"] - before["allocated"] == 64 * MIB
+    assert after["allocated"] <= after["reserved"] <= after["driver"]
+    assert after["allocated_peak"] >= after["allocated"] and after["reserved_peak"] >= after["reserved"]
+
+
 def test_worker_threads_copy_too(device: Device) -> None:
     source = device.make_host_buffer(MIB).fill_(3)
     into = [device.make_buffer(MIB) for _ in range(4)]
@@ -165,7 +258,7 @@ def test_a_copy_that_cannot_be_says_so(device: Device) -> None:
 
 def test_a_refused_registration_leaves_no_error_behind(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Registering twice is refused by the driver; the next kernel must not be blamed for it."""
-    from gemini.memory.cuda import PinnedPages
+    from gemini.memory.pinned import PinnedPages
 
     register = PinnedPages.register
 

@@ -1,7 +1,8 @@
 """What the CUDA device asks of the CUDA runtime, and in which order, against a runtime that only writes it down.
 
 This says nothing about a card (``tests/gpu`` does, on one). It holds what can be held without: which stream waits for
-which event before a copy, what is recorded for the caching allocator, what is registered and given back.
+which event before a copy, what is recorded for the caching allocator, what is registered and given back. Windows and
+their blocks are in ``test_cuda_windows.py``.
 """
 
 from __future__ import annotations
@@ -9,123 +10,17 @@ from __future__ import annotations
 import gc
 import threading
 import warnings
-from contextlib import contextmanager
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from cuda_runtime import Runtime, Tensor
 
 from gemini.errors import GeminiError
-from gemini.memory import cuda
+from gemini.memory import cuda_streams
 from gemini.memory.cuda import CudaDevice
 from gemini.memory.device import Event
-
-
-class Runtime:
-    """Streams, events and registered memory, as names and lines."""
-
-    def __init__(self, patch: pytest.MonkeyPatch):
-        self.lines: list[str] = []
-        self.finished: set[str] = set()
-        self.registered: dict[int, int] = {}
-        self.refusal = 0
-        self.error: str | None = None
-        self.num_streams = 0
-        self.num_events = 0
-        runtime = self
-        chosen = threading.local()
-
-        class Stream:
-            def __init__(self, device: Any = None, name: str | None = None):
-                runtime.num_streams += 1
-                self.name = name or f"lane {runtime.num_streams}"
-                self.cuda_stream = runtime.num_streams
-
-            def wait_event(self, event: Moment) -> None:
-                runtime.lines.append(f"{self.name} waits for {event.name}")
-
-            def record_event(self) -> Moment:
-                event = Moment()
-                event.record(self)
-                return event
-
-            def synchronize(self) -> None:
-                runtime.lines.append(f"the host waits for {self.name}")
-
-        class Moment:
-            name = ""
-
-            def record(self, stream: Stream) -> None:
-                runtime.num_events += 1
-                self.name = f"event {runtime.num_events} of {stream.name}"
-
-            def query(self) -> bool:
-                if runtime.error is not None:
-                    raise RuntimeError(runtime.error)
-                return self.name in runtime.finished
-
-        @contextmanager
-        def stream(to: Stream) -> Any:
-            before = current()
-            chosen.stream = to
-            yield
-            chosen.stream = before
-
-        @contextmanager
-        def device(which: Any) -> Any:
-            assert which == torch.device("cuda", 1)
-            yield
-
-        default = Stream(name="default")
-
-        def current(device: Any = None) -> Stream:
-            return getattr(chosen, "stream", default)
-
-        class Cudart:
-            def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:  # noqa: N802 - CUDA's name
-                if runtime.refusal:
-                    return runtime.refusal
-                assert address not in runtime.registered
-                runtime.registered[address] = num_bytes
-                return 0
-
-            def cudaHostUnregister(self, address: int) -> int:  # noqa: N802 - CUDA's name
-                return 0 if runtime.registered.pop(address, None) else 713
-
-        self.Stream, self.stream, self.current = Stream, stream, current
-        for name, value in {
-            "Stream": Stream, "Event": Moment, "stream": stream, "device": device, "current_stream": current,
-            "cudart": Cudart,
-        }.items():  # fmt: skip
-            patch.setattr(torch.cuda, name, value)
-        patch.setattr(cuda, "_forget_error", lambda device: self.lines.append("the last error is forgotten"))
-
-    def said(self) -> list[str]:
-        lines, self.lines = self.lines, []
-        return lines
-
-
-class Tensor:
-    """As much of a tensor as a copy needs."""
-
-    dtype = torch.uint8
-
-    def __init__(self, runtime: Runtime, name: str, kind: str, storage: int = 0):
-        self.runtime, self.name, self.storage = runtime, name, storage or id(self)
-        self.device, self.is_cuda = torch.device(kind), kind == "cuda"
-
-    def is_contiguous(self) -> bool:
-        return True
-
-    def copy_(self, source: Tensor, non_blocking: bool) -> None:
-        assert non_blocking
-        self.runtime.lines.append(f"{self.runtime.current().name} copies {source.name} into {self.name}")
-
-    def record_stream(self, stream: Any) -> None:
-        self.runtime.lines.append(f"{self.name} recorded on {stream.name}")
-
-    def untyped_storage(self) -> Any:
-        return type("Storage", (), {"_cdata": self.storage})
 
 
 @pytest.fixture
@@ -134,8 +29,10 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> Runtime:
 
 
 @pytest.fixture
-def device(runtime: Runtime) -> CudaDevice:
-    return CudaDevice(torch.device("cuda", 1))
+def device(runtime: Runtime) -> Iterator[CudaDevice]:
+    made = CudaDevice(torch.device("cuda", 1))
+    yield made
+    made.close()
 
 
 @pytest.fixture
@@ -231,62 +128,72 @@ def test_tensors_are_kept_until_their_copy_is_over(runtime: Runtime, device: Cud
     assert [kept[2] for kept in streams.in_flight] == [other, other]
 
 
-def test_a_window_gives_its_block_back_behind_the_copies_into_it(
-    runtime: Runtime, device: CudaDevice, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with monkeypatch.context() as patch:  # a storage of the host in place of the card's
-        patch.setattr(device, "torch_device", torch.device("cpu"))
-        window = device.make_window(4096)
-    window.populate()
-    card = Tensor(runtime, "window", "cuda", storage=window.bytes.untyped_storage()._cdata)
-    device.copy(card, Tensor(runtime, "host", "cpu"), "fetch")  # type: ignore[arg-type]
-    assert "window recorded on lane 2" not in runtime.said()
-    window.depopulate()
-    assert runtime.said() == ["default waits for event 2 of lane 2"]
-    window.populate()
-    window.depopulate()
-    assert runtime.said() == [], "that copy is past"
-
-
-def test_a_worker_s_copy_waits_for_the_stream_that_a_window_is_from(
-    runtime: Runtime, device: CudaDevice, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What was computed there last may still read the block that the window has now."""
-    with monkeypatch.context() as patch:
-        patch.setattr(device, "torch_device", torch.device("cpu"))
-        window = device.make_window(4096)
-    with runtime.stream(runtime.Stream(name="the program's")):
-        window.populate()
-    card = Tensor(runtime, "window", "cuda", storage=window.bytes.untyped_storage()._cdata)
-    worker = threading.Thread(target=device.copy, args=(card, Tensor(runtime, "host", "cpu"), "fetch"))
-    worker.start()
-    worker.join()
-    lines = runtime.said()
-    waits = [line for line in lines if "waits for" in line and "the program's" in line]
-    assert waits and lines.index(waits[0]) < next(i for i, line in enumerate(lines) if "copies host" in line)
-
-
 def test_a_copy_that_is_stuck_is_said_to_be(runtime: Runtime, device: CudaDevice, tensors: tuple[Any, Any]) -> None:
     with pytest.raises(GeminiError, match=r"^a copy did not complete within 0 s"):
         device.copy(*tensors, "evict").wait(0.0)
 
 
-def test_host_memory_is_registered_and_given_back(runtime: Runtime, device: CudaDevice) -> None:
-    first, second = device.make_host_buffer(8192), device.make_host_buffer(4096)
-    assert runtime.registered == {first.data_ptr(): 8192, second.data_ptr(): 4096}
-    assert int(first.count_nonzero()) == 0
+def test_host_memory_is_registered_once_and_cut_up(runtime: Runtime, device: CudaDevice) -> None:
+    device.reserve_host(7 * 4096)
+    [(base, size)] = runtime.registered.items()
+    assert size == 7 * 4096 and base % 2**21 == 0
+    first, second = device.make_host_buffer(8192), device.make_host_buffer(4095)
+    assert (first.data_ptr(), second.data_ptr()) == (base, base + 8192)
+    assert int(first.count_nonzero()) == int(second.count_nonzero()) == 0 and second.numel() == 4095
+    first.fill_(7)
     view = first[4096:].view(torch.int32)
     del first
     gc.collect()
-    assert len(runtime.registered) == 2, "a view is as good"
+    assert device.pinned.used_bytes == 3 * 4096, "a view is as good"
     del view
     gc.collect()
-    assert list(runtime.registered) == [second.data_ptr()]
+    assert device.pinned.used_bytes == 4096
+    fourth = device.make_host_buffer(4 * 4096, zeroed=False)
+    again = device.make_host_buffer(8192)
+    assert again.data_ptr() == base, "its size fits exactly"
+    assert fourth.data_ptr() != base and int(again.count_nonzero()) == 0, "what was left in it is gone"
+    del again
+    assert int(device.make_host_buffer(8192, zeroed=False).count_nonzero()) == 0
+    assert device.pinned.num_registrations == 1 and device.pinned.registered_bytes == 7 * 4096
+
+
+def test_what_is_left_in_a_range_shows_only_to_who_allows_it(runtime: Runtime, device: CudaDevice) -> None:
+    device.reserve_host(4096)
+    device.make_host_buffer(4096).fill_(7)
+    assert device.make_host_buffer(4096, zeroed=False).unique().tolist() == [7]
+    assert device.make_host_buffer(4096).unique().tolist() == [0]
+
+
+def test_more_is_registered_where_it_does_not_fit_and_given_back(runtime: Runtime, device: CudaDevice) -> None:
+    device.reserve_host(4096)
+    inside, outside = device.make_host_buffer(4096), device.make_host_buffer(4096)
+    beside = device.make_host_buffer(4096)
+    assert list(runtime.registered.values()) == [4096, 2**21] and device.pinned.num_registrations == 2
+    assert beside.data_ptr() == outside.data_ptr() + 4096
+    del outside, inside
+    gc.collect()
+    assert len(runtime.registered) == 2, "one stays for what is planned, in the other one there is still something"
+    beside.fill_(1)
+    del beside
+    gc.collect()
+    assert list(runtime.registered.values()) == [4096]
+
+
+def test_memory_outlives_its_registration_and_its_device(runtime: Runtime, device: CudaDevice) -> None:
+    device.reserve_host(8192)
+    kept = device.make_host_buffer(4096)
     device.close()
     assert not runtime.registered
-    second.fill_(1)  # still memory
-    del second
+    kept.fill_(3)
+    other = CudaDevice(torch.device("cuda", 1))
+    late = other.make_host_buffer(4096)
+    del other
     gc.collect()
+    assert late.fill_(4).unique().tolist() == [4] and kept.unique().tolist() == [3]
+    assert len(runtime.registered) == 1
+    del late, kept
+    gc.collect()
+    assert not runtime.registered, "unregistered before the addresses went"
 
 
 def test_without_registered_memory_it_goes_on_and_says_so_once(runtime: Runtime, device: CudaDevice) -> None:
@@ -297,15 +204,143 @@ def test_without_registered_memory_it_goes_on_and_says_so_once(runtime: Runtime,
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         device.make_host_buffer(8192)
+        device.reserve_host(8192)
     device.close()
 
 
-def test_the_end_waits_for_the_lanes(runtime: Runtime, device: CudaDevice, tensors: tuple[Any, Any]) -> None:
+def test_a_refused_reservation_is_told_at_once_and_what_there_is_is_used(runtime: Runtime, device: CudaDevice) -> None:
+    device.reserve_host(8192)
+    runtime.refusal = 2
+    with pytest.warns(UserWarning, match="cannot be registered"):
+        device.reserve_host(2**30)
+    [(base, _)] = runtime.registered.items()
+    assert device.make_host_buffer(8192).data_ptr() == base
+
+
+def test_the_end_waits_for_everything(runtime: Runtime, device: CudaDevice, tensors: tuple[Any, Any]) -> None:
     host, card = tensors
     device.copy(card, host, "fetch")
-    device.copy(host, card, "evict")
     runtime.said()
     device.close()
-    assert runtime.said() == ["the host waits for lane 2", "the host waits for lane 3"]
-    device.close()
-    assert runtime.said() == []
+    assert runtime.said() == ["the host waits for everything"]
+
+
+def test_a_copy_that_is_not_behind_computing(runtime: Runtime, device: CudaDevice, tensors: tuple[Any, Any]) -> None:
+    host, card = tensors
+    mark = device.mark()
+    device.copy(card, host, "fetch", behind_computing=False)
+    assert runtime.said() == ["lane 2 copies host into card", "card recorded on lane 2"]
+    device.copy(card, host, "fetch", after=mark, behind_computing=False)
+    assert runtime.said()[0] == "lane 2 waits for event 1 of default"
+
+
+def test_what_is_computed_beside(runtime: Runtime, device: CudaDevice, tensors: tuple[Any, Any]) -> None:
+    host, card = tensors
+    arrived = device.copy(card, host, "fetch")
+    runtime.said()
+    with device.beside("adam"):
+        stream = runtime.current().name
+        arrived.wait_on_device()
+        device.copy(host, card, "evict", after=device.mark(), behind_computing=False)
+        device.copy(host, card, "evict")
+    waits = [line for line in runtime.said() if "waits" in line]
+    assert waits == [
+        f"{stream} waits for event 2 of lane 2",
+        f"lane 4 waits for event 3 of {stream}",
+        "lane 4 waits for event 5 of default",
+    ], "its stream is none that others' copies wait for"
+    assert runtime.current().name == "default"
+    with device.beside("adam"):
+        assert runtime.current().name == stream, "one stream for each name"
+    with device.beside("another"):
+        assert runtime.current().name != stream
+    with pytest.raises(KeyError), device.beside("adam"):
+        raise KeyError
+    device.mark()
+    assert runtime.current().name == "default"
+
+
+def test_lanes_share_no_stream_though_torch_hands_them_out_in_turn(
+    runtime: Runtime, device: CudaDevice, tensors: tuple[Any, Any]
+) -> None:
+    host, card = tensors
+    runtime.streams_there_are = 32
+    used = set()
+    for lane in ("fetch", "evict", "store", "offload", "restore"):
+        for into, source in ((card, host), (host, card)):
+            for _ in range(5):
+                device.copy(into, source, lane)
+            for _ in range(31):  # somebody else's: the next one would be the last one again
+                runtime.Stream()
+        used |= {stream.cuda_stream for stream in device._lanes[lane].by_direction.values()}
+    assert len(used) == 10 and runtime.current().cuda_stream not in used
+
+
+def test_grads_out_and_weights_in_wait_for_nothing_of_each_other_s(
+    runtime: Runtime, device: CudaDevice, tensors: tuple[Any, Any]
+) -> None:
+    host, card = tensors
+    for _ in range(3):
+        device.copy(card, host, "fetch", behind_computing=False)
+        device.copy(host, card, "evict", behind_computing=False)
+    assert not [line for line in runtime.said() if "waits" in line]
+
+
+class Clock:
+    """Seconds that pass while somebody sleeps, and a little with every question."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.num_sleeps = self.num_yields = 0
+
+    def perf_counter(self) -> float:
+        self.now += 1e-6
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.num_sleeps += seconds > 0
+        self.num_yields += seconds == 0
+        self.now += seconds + (50e-6 if seconds else 1e-6)  # being woken up takes that long
+
+
+@pytest.mark.parametrize("seconds", [5e-6, 40e-6, 200e-6, 1e-3, 10e-3, 0.5])
+def test_a_wait_sees_the_end_soon(
+    runtime: Runtime, device: CudaDevice, tensors: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch, seconds: float
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr(cuda_streams, "time", clock)
+    event = device.copy(*tensors, "fetch")
+    over = clock.now + seconds
+    monkeypatch.setattr(event._event, "query", lambda: clock.now >= over)
+    event.wait()
+    assert 0 <= clock.now - over <= 155e-6
+    assert clock.num_sleeps <= seconds / 70e-6 + 1 and clock.num_yields < 30, "it leaves the processor to others"
+    if seconds < 50e-6:
+        assert clock.num_sleeps == 0 and clock.now - over <= 5e-6
+
+
+def test_figures_of_the_allocator_and_of_the_driver(runtime: Runtime, device: CudaDevice) -> None:
+    runtime.figures |= {"memory_allocated": 10, "max_memory_allocated": 30, "memory_reserved": 20}
+    runtime.figures["max_memory_reserved"] = 35
+    assert device.memory_figures() == {
+        "allocated": 10, "allocated_peak": 30, "reserved": 20, "reserved_peak": 35, "driver": 40,
+    }  # fmt: skip
+
+
+def test_the_bytes_behind_tensors_are_the_allocator_s(runtime: Runtime, device: CudaDevice) -> None:
+    def block(size: int, asked: int, state: str = "active_allocated") -> dict[str, Any]:
+        return {"size": size, "requested_size": asked, "state": state}
+
+    def at(address: int, is_cuda: bool = True) -> Any:
+        storage = type("Storage", (), {"data_ptr": lambda self: address})()
+        return type("Tensor", (), {"is_cuda": is_cuda, "untyped_storage": lambda self: storage})()
+
+    runtime.segments = [
+        {"device": 1, "address": 1000, "blocks": [block(512, 500), block(100, 100, "inactive"), block(1024, 1000)]},
+        {"device": 0, "address": 5000, "blocks": [block(64, 64)]},
+    ]
+    assert device.bytes_behind([at(1000), at(1612)]) == 1500
+    assert device.bytes_behind([at(1000), at(1000)]) == 500, "views of one block"
+    assert device.bytes_behind([at(1512)]) == 0, "nobody has that one"
+    assert device.bytes_behind([at(5000)]) == 0, "another GPU's"
+    assert device.bytes_behind([at(1000, is_cuda=False)]) == 0 and device.bytes_behind([]) == 0

@@ -51,14 +51,14 @@ def posed(model: Any) -> tuple[Problem, Placement]:
 def fetched_in(model: Any) -> list[tuple[int, bool]]:
     """The chunks that are gathered from here on, once for every time, and whether that is between two steps."""
     manager, mover, fetched = model._gemini_engine.manager, model._gemini_engine.mover, []
-    gather = manager._gather
+    gather = manager.fetches.gather
 
-    def noted(chunk: Any) -> None:
+    def noted(chunk: Any) -> Any:
         working = mover._of_thread.working
         fetched.append((chunk.spec.index, working is not None and working.ahead))
-        gather(chunk)
+        return gather(chunk)
 
-    manager._gather = noted
+    manager.fetches.gather = noted
     return fetched
 
 

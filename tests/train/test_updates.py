@@ -451,7 +451,7 @@ def test_a_model_may_end_on_the_lane_that_updates_it(tmp_path: Path, monkeypatch
     engine = model._gemini_engine
     engine.drain()
     monkeypatch.setattr(lane_module, "_END_SECONDS", 3.0)
-    fetches, go, ended, found = engine.manager._lane, threading.Event(), threading.Event(), list[bool]()
+    fetches, go, ended, found = engine.manager.fetches.lane, threading.Event(), threading.Event(), list[bool]()
 
     class Ends:
         def before_write(self, chunk: Any) -> None:
@@ -496,8 +496,13 @@ def test_what_the_device_computes_is_left_to_the_thread_that_computes(
     model = gemini.GeminiDDP(models.make_model("llama"), config)
     optimizer, threads = adam(model), set[threading.Thread]()
     mover = model._gemini_engine.mover
-    gather = mover._gather_tile
-    monkeypatch.setattr(mover, "_gather_tile", lambda *given: (threads.add(threading.current_thread()), gather(*given)))
+    cast = mover._send_tiles
+
+    def noted(*given: Any) -> Any:
+        threads.add(threading.current_thread())
+        return cast(*given)
+
+    monkeypatch.setattr(mover, "_send_tiles", noted)
     for number in range(3):
         backward(model, number)
         optimizer.step()

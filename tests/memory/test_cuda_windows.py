@@ -1,0 +1,251 @@
+"""Windows of the CUDA device on a recorded runtime: every use of a block comes after all uses of its earlier owners.
+
+The runtime knows what happens before what, and looks at each use of memory as it is given to a stream. So these tests
+prove the order of what was asked for, however a GPU runs it; that a GPU does what it is asked for they cannot.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from cuda_runtime import Runtime, Tensor, bytes_of, make_window, on_card
+
+from gemini.memory.cuda import CudaDevice
+from gemini.memory.cuda_windows import CudaWindow, LastUses
+from gemini.memory.device import Event
+
+PAGE = 4096
+
+
+@pytest.fixture
+def runtime(monkeypatch: pytest.MonkeyPatch) -> Runtime:
+    return Runtime(monkeypatch)
+
+
+@pytest.fixture
+def device(runtime: Runtime) -> CudaDevice:
+    return CudaDevice(torch.device("cuda", 1))
+
+
+def host(runtime: Runtime) -> Any:
+    return Tensor(runtime, "host", "cpu")
+
+
+def fetch(runtime: Runtime, device: CudaDevice, window: CudaWindow) -> Event:
+    return device.copy(on_card(window), host(runtime), "fetch", behind_computing=False)
+
+
+def compute(window: CudaWindow) -> int:
+    return bytes_of(window).use(f"computing with {bytes_of(window).name}")
+
+
+def in_thread(run: Callable[[], Any]) -> Any:
+    """As a worker does it: its current stream is the default one."""
+    got: list[Any] = []
+    failed: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            got.append(run())
+        except BaseException as e:  # seen on the test's thread
+            failed.append(e)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    if failed:
+        raise failed[0]
+    return got[0]
+
+
+def test_a_block_is_written_after_its_last_use_and_after_nothing_else(runtime: Runtime, device: CudaDevice) -> None:
+    first, second, third = (make_window(runtime, device, name, 8 * PAGE) for name in "abc")
+    for window in (first, second):
+        window.populate()
+        fetch(runtime, device, window).wait_on_device()
+    used = compute(first)
+    first.depopulate()
+    later = [compute(second) for _ in range(3)]  # the host runs far ahead
+    third.populate()
+    assert bytes_of(third).data_ptr() == 2**20, "the first one's memory"
+    in_thread(lambda: fetch(runtime, device, third))
+    with runtime.stream(device._lanes["fetch"].by_direction["cpu to cuda"]):
+        assert runtime.is_behind(used) and not any(runtime.is_behind(number) for number in later)
+    compute(second)
+    with pytest.raises(AssertionError, match=r"computing with a: a has no memory"):
+        compute(first)
+
+
+def test_a_copy_that_nobody_waited_for_keeps_its_block(runtime: Runtime, device: CudaDevice) -> None:
+    first, second = (make_window(runtime, device, name, 8 * PAGE) for name in "ab")
+    first.populate()
+    fetch(runtime, device, first)
+    device.copy(host(runtime), on_card(first), "evict", behind_computing=False)
+    first.depopulate()
+    second.populate()
+    compute(second)  # the computing stream itself has to wait for both
+    device.copy(on_card(second), host(runtime), "store", behind_computing=False)
+
+
+def test_blocks_that_were_joined_or_cut_keep_their_order(runtime: Runtime, device: CudaDevice) -> None:
+    small = [make_window(runtime, device, name, 4 * PAGE) for name in "abcd"]
+    for window in small:
+        window.populate()
+        fetch(runtime, device, window).wait_on_device()
+        compute(window)
+    for window in small[1:3]:
+        window.depopulate()
+    large = make_window(runtime, device, "large", 8 * PAGE)
+    large.populate()
+    assert bytes_of(large).data_ptr() == 2**20 + 4 * PAGE, "two blocks made one"
+    fetch(runtime, device, large).wait_on_device()
+    compute(large)
+    large.depopulate()
+    for window in small[1:3]:
+        window.populate()
+        fetch(runtime, device, window)
+
+
+def test_windows_of_two_computing_streams(runtime: Runtime, device: CudaDevice) -> None:
+    first, second = (make_window(runtime, device, name, 8 * PAGE) for name in "ab")
+    first.populate()
+    fetch(runtime, device, first).wait_on_device()
+    with runtime.stream(runtime.Stream(name="the program's")):
+        device.mark()
+        fetched = fetch(runtime, device, first)
+        fetched.wait_on_device()
+        compute(first)
+    first.depopulate()
+    second.populate()
+    compute(second)
+    in_thread(lambda: fetch(runtime, device, second))
+
+
+def test_what_is_computed_beside_must_have_been_waited_for(runtime: Runtime, device: CudaDevice) -> None:
+    first, second = (make_window(runtime, device, name, 8 * PAGE) for name in "ab")
+    first.populate()
+    with device.beside("adam"):
+        fetch(runtime, device, first).wait_on_device()
+        compute(first)
+        over = device.mark()
+    over.wait_on_device()
+    first.depopulate()
+    second.populate()
+    fetch(runtime, device, second)
+
+
+@pytest.mark.parametrize("backend", ["native", "cudaMallocAsync"])
+@pytest.mark.parametrize("seed", range(4))
+def test_whatever_happens_no_window_sees_another_s_bytes(runtime: Runtime, seed: int, backend: str) -> None:
+    """Windows of three sizes come and go; some are read, some called back, some sent home; threads and streams mix.
+
+    The runtime refuses any use of memory that is not behind all uses of it by others.
+    """
+    runtime.backend = backend
+    rng, device = random.Random(seed), CudaDevice(torch.device("cuda", 1))
+    streams = [runtime.current(), runtime.Stream(name="the program's")]
+    idle = [make_window(runtime, device, f"window {n}", rng.choice((3, 7, 12)) * PAGE) for n in range(14)]
+    there: dict[CudaWindow, Event | None] = {}
+    last_uses: dict[tuple[int, int], int] = {}
+    reused = 0
+    for _ in range(600):
+        with runtime.stream(rng.choice(streams)):
+            what = rng.choice(("come", "come", "compute", "compute", "compute", "home", "go", "end of a copy"))
+            if what == "come" and idle:
+                window = idle.pop(rng.randrange(len(idle)))
+                if any(size >= window.num_bytes for _, size in runtime.arena.free):
+                    window.populate()
+                    place = (bytes_of(window).data_ptr(), window.num_bytes)
+                    reused += any(a < sum(place) and place[0] < a + n for a, n in last_uses)
+                    last_uses[place] = 1
+                    fetching = rng.random() < 0.8
+                    begin = lambda window=window: fetch(runtime, device, window)  # noqa: E731
+                    there[window] = (in_thread(begin) if rng.random() < 0.5 else begin()) if fetching else None
+                else:
+                    idle.append(window)
+            elif there:
+                window = rng.choice(list(there))
+                if what == "compute":
+                    fetched = there[window]
+                    if fetched is not None:
+                        fetched.wait_on_device()
+                    compute(window)
+                elif what == "home":
+                    device.copy(host(runtime), on_card(window), rng.choice(("evict", "offload")))
+                elif what == "go":
+                    del there[window]
+                    window.depopulate()
+                    idle.append(window)
+                elif runtime.events:
+                    runtime.finished.add(rng.choice(runtime.events[-30:]))
+    assert reused > 60 and len(runtime.uses) > 200
+    assert len(runtime.pools) == (backend == "native"), "all of them in one pool of their own"
+
+
+def test_the_pool_s_stream_is_behind_all_uses_too(runtime: Runtime, device: CudaDevice) -> None:
+    """The allocator waits for it before it unmaps what was given back to it."""
+    window = make_window(runtime, device, "a", 8 * PAGE)
+    window.populate()
+    fetched = fetch(runtime, device, window)
+    fetched.wait_on_device()
+    used = compute(window)
+    window.depopulate()
+    assert device._memory._stream is not None
+    with runtime.stream(device._memory._stream):
+        assert runtime.is_behind(used)
+
+
+def test_the_allocator_is_told_to_let_go_where_the_pool_finds_no_room(runtime: Runtime, device: CudaDevice) -> None:
+    window = make_window(runtime, device, "a", 8 * PAGE)
+    runtime.refused_allocations = 1
+    window.populate()
+    assert runtime.emptied == 1 and bytes_of(window).data_ptr()
+    window.depopulate()
+    runtime.refused_allocations = 2
+    with pytest.raises(torch.cuda.OutOfMemoryError):
+        window.populate()
+    window.depopulate()  # nothing was left behind
+    window.populate()
+    assert runtime.in_pool is None
+
+
+def test_one_segment_is_got_beforehand(runtime: Runtime, device: CudaDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the pool and freed at once, so that windows are cut out of it; unless the allocator would not cut it."""
+    asked: list[tuple[int, bool]] = []
+
+    def empty(num_bytes: int, **where: Any) -> None:
+        asked.append((num_bytes, runtime.in_pool is not None))
+        if num_bytes > 2**40:
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(torch, "empty", empty)
+    device.reserve_windows(2**30)
+    device.reserve_windows(2**41)
+    device.reserve_windows(0)
+    runtime.max_split_size = 2**28
+    device.reserve_windows(2**30)
+    assert asked == [(2**30, True), (2**41, True)] and runtime.in_pool is None
+
+
+def test_events_of_ranges() -> None:
+    def event(name: str, complete: bool = False) -> Any:
+        return type("Moment", (), {"name": name, "is_complete": lambda self: complete})()
+
+    uses, a, b, over = LastUses(), event("a"), event("b"), event("c", complete=True)
+    uses.note(0, 10, [a, over])
+    uses.note(10, 20, [b])
+    assert uses.take(20, 30) == []
+    assert uses.take(8, 12) == [a, b], "what is over is nothing to wait for"
+    assert uses.take(8, 12) == [], "it belongs to somebody"
+    assert uses.take(0, 3) == [a] and uses.take(12, 14) == [b]
+    uses.note(8, 12, [b])
+    assert uses.take(0, 100) == [a, b]
+    assert len(uses) == 0
+    for number in range(1000):
+        uses.note(number, number + 1, [over])
+    assert len(uses) < 300

@@ -1,0 +1,196 @@
+"""What an engine asks of a device with memory of its own: host memory once, order without waiting, figures.
+
+The stand-in is that device, with one promise of CUDA's less at a time, or with books like its allocator's.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import batch, llama
+
+import gemini
+from gemini.memory.arena import Arena
+from gemini.memory.chunk import Chunk
+from gemini.memory.device import Event, StandinDevice
+from gemini.tiers import Tier
+
+
+class Arranged(StandinDevice):
+    """Host buffers are ranges of one stretch, as on CUDA; its memory has an allocator's books."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.arena: Arena | None = None
+        self.reservations: list[int] = []
+        self.for_windows: list[int] = []
+        self.num_beyond = self.num_inside = 0
+        self.figures: dict[str, int] = {}
+        self.lost = 0
+
+    def reserve_host(self, num_bytes: int) -> None:
+        self.reservations.append(num_bytes)
+        self.arena = Arena(num_bytes)
+
+    def reserve_windows(self, num_bytes: int) -> None:
+        self.for_windows.append(num_bytes)
+
+    def make_host_buffer(self, num_bytes: int, *, zeroed: bool = True) -> torch.Tensor:
+        assert self.arena is not None, "a buffer before the reservation"
+        buffer, offset = super().make_host_buffer(num_bytes), self.arena.take(num_bytes)
+        if offset is None:
+            self.num_beyond += 1
+        else:
+            self.num_inside += 1
+            weakref.finalize(buffer, self.arena.give_back, offset)
+        return buffer
+
+    def memory_figures(self) -> dict[str, int]:
+        return self.figures
+
+    def bytes_behind(self, tensors: Iterable[torch.Tensor]) -> int | None:
+        return sum(tensor.untyped_storage().nbytes() for tensor in tensors) - self.lost
+
+
+def wrap(device: StandinDevice, path: Path, gpu: str = "320KiB", **settings: Any) -> tuple[Any, gemini.HybridAdam]:
+    memory = gemini.MemoryBudget(gpu=gpu, cpu="64MiB", nvme="64MiB", nvme_path=path)
+    homes = gemini.StaticPlacement(weights_on_gpu=0.3, optimizer_on_gpu=0.2, weights_on_nvme=0.2, optimizer_on_nvme=0.2)
+    config = {"memory": memory, "device": device, "placement": homes, "max_chunk": 4096}
+    model: Any = gemini.GeminiDDP(llama(), gemini.GeminiConfig(**(config | settings)))
+    return model, gemini.HybridAdam(model.parameters(), lr=1e-3)
+
+
+def train(model: Any, optimizer: gemini.HybridAdam, steps: int = 2) -> None:
+    for number in range(steps):
+        model(**batch(number)).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize(
+    ("precision", "gpu", "overlap"), [("bf16", "200KiB", True), ("bf16", "8MiB", False), ("fp16", "320KiB", True)]
+)
+def test_all_memory_of_a_run_is_asked_for_once(tmp_path: Path, precision: str, gpu: str, overlap: bool) -> None:
+    device = Arranged()
+    model, optimizer = wrap(device, tmp_path, gpu, precision=precision, overlap=overlap)
+    train(model, optimizer, 3)
+    assert len(device.reservations) == 1 and device.num_inside > 10 and device.num_beyond == 0
+    engine = model._gemini_engine
+    assert device.reservations == [engine.ledger.used(Tier.CPU)], "what the placement names, and nothing else"
+    windows = sum(chunk.window.num_bytes for chunk in engine.chunks if chunk.window is not None)
+    planes = engine.ledger.used(Tier.GPU) - sum(engine.ledger.held(Tier.GPU, holder) for holder in ("windows", "pool"))
+    left = engine.ledger.budget(Tier.GPU) - planes
+    assert device.for_windows == [min(windows, left)] and (windows < left) == (gpu == "8MiB")
+
+
+class NotYet(Event):
+    """A copy out of a chunk's home that the device has not made: what waits for it on the host is noted."""
+
+    def __init__(self, chunk: Chunk):
+        super().__init__()
+        self._plane = chunk.weights
+        self._before = self._content()
+        self.untouched: bool | None = None
+
+    def _content(self) -> torch.Tensor | None:
+        view = self._plane.host_view(0, self._plane.numel)
+        return None if view is None else view.clone()
+
+    def wait(self, timeout: float = 1.0) -> None:
+        if self.untouched is None:
+            now = self._content()
+            self.untouched = now is None or torch.equal(now, self._before)  # type: ignore[arg-type]
+        self.finish()
+
+    def wait_on_device(self) -> None:
+        pass
+
+
+def load(model: Any, optimizer: gemini.HybridAdam) -> None:
+    model.load_state_dict({name: value + 1 for name, value in model.state_dict().items()})
+
+
+def load_states(model: Any, optimizer: gemini.HybridAdam) -> None:
+    optimizer.load_state_dict(optimizer.state_dict())
+
+
+def step(model: Any, optimizer: gemini.HybridAdam) -> None:
+    optimizer.step()
+    model._gemini_engine.drain()
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("write", [step, load, load_states])
+def test_who_changes_a_chunk_waits_for_the_copies_out_of_it(tmp_path: Path, write: Callable, overlap: bool) -> None:
+    model, optimizer = wrap(StandinDevice(), tmp_path, overlap=overlap)
+    train(model, optimizer)
+    model(**batch(5)).loss.backward()
+    engine = model._gemini_engine
+    engine.drain()
+    moving = [chunk for chunk in engine.chunks if not chunk.resident]
+    for chunk in moving:
+        chunk.fetched = NotYet(chunk)
+    copies = [chunk.fetched for chunk in moving]
+    write(model, optimizer)
+    assert len(copies) > 3 and all(copy.untouched for copy in copies), [copy.untouched for copy in copies]
+
+
+def test_what_was_written_to_gathered_weights_waits_too(tmp_path: Path) -> None:
+    model, optimizer = wrap(StandinDevice(), tmp_path)
+    train(model, optimizer)
+    engine = model._gemini_engine
+    chunk = next(c for c in engine.chunks if not c.resident and c.weights.tier is Tier.CPU)
+    param = engine.by_chunk[chunk.spec.index][0].param
+    with model.gathered([param], write=True), torch.no_grad():
+        param.add_(1)
+        copy = chunk.fetched = NotYet(chunk)
+    assert copy.untouched
+
+
+def test_the_report_shows_what_the_allocator_and_the_driver_say(tmp_path: Path) -> None:
+    device = Arranged()
+    model, optimizer = wrap(device, tmp_path)
+    train(model, optimizer, 1)
+    report = model.memory_report()
+    assert "allocator" not in report and "says" not in str(report)
+    used = report["gpu"]["used"]
+    device.figures = {
+        "allocated": used + 1000, "allocated_peak": used + 3000, "reserved": used + 5000, "reserved_peak": 2**20,
+        "driver": used + 25000,
+    }  # fmt: skip
+    report = model.memory_report()
+    assert report["allocator"] == device.figures | {"unmanaged": 1000, "cached": 4000, "elsewhere": 20000}
+    lines = [line for line in str(report).splitlines() if "says" in line]
+    assert len(lines) == 2 and "1000 B of it not managed here" in lines[0] and "(peak 1 MiB)" in lines[0]
+    assert "says the driver" in lines[1] and "19.53 KiB of it not by torch" in lines[1]
+
+
+def test_room_that_was_declared_for_activations_is_not_managed_memory(tmp_path: Path) -> None:
+    device = Arranged()
+    model, _ = wrap(device, tmp_path, memory=gemini.MemoryBudget(gpu="4MiB", cpu="64MiB"), activations="1MiB",
+                    placement="auto")  # fmt: skip
+    device.figures = dict.fromkeys(("allocated", "allocated_peak", "reserved", "reserved_peak", "driver"), 3 * 2**20)
+    report = model.memory_report()
+    assert report["allocator"]["unmanaged"] == 3 * 2**20 - (report["gpu"]["used"] - 2**20)
+
+
+@pytest.mark.parametrize("what", ["windows", "planes"])
+def test_books_that_differ_from_the_allocator_s_are_found(
+    tmp_path: Path, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = Arranged()
+    model, optimizer = wrap(device, tmp_path)
+    train(model, optimizer)
+    engine = model._gemini_engine
+    engine.check_invariants()
+    assert engine.ledger.held(Tier.GPU, "windows") and engine.ledger.held(Tier.GPU, "weights")
+    if what == "planes":
+        monkeypatch.setattr(engine.manager, "check_invariants", lambda: None)
+    device.lost = 4096
+    with pytest.raises(AssertionError, match=f"bytes of {what} are .* bytes of the allocator's"):
+        engine.check_invariants()
