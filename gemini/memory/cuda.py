@@ -191,7 +191,15 @@ class CudaDevice(Device):
             self._pinned.add(pages)
         return pages.tensor()
 
-    def copy(self, into: torch.Tensor, source: torch.Tensor, lane: str, after: Event | None = None) -> Event:
+    def copy(
+        self,
+        into: torch.Tensor,
+        source: torch.Tensor,
+        lane: str,
+        after: Event | None = None,
+        *,
+        behind_computing: bool = True,
+    ) -> Event:
         if after is not None and not isinstance(after, CudaEvent):
             after.wait()  # of the host: nothing on the GPU could wait for it
         direction = f"{source.device.type} to {into.device.type}"

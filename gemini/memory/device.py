@@ -16,6 +16,7 @@ import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import psutil
 import torch
@@ -100,13 +101,32 @@ class Device(ABC):
         return host_bytes(num_bytes)
 
     @abstractmethod
-    def copy(self, into: torch.Tensor, source: torch.Tensor, lane: str, after: Event | None = None) -> Event:
+    def copy(
+        self,
+        into: torch.Tensor,
+        source: torch.Tensor,
+        lane: str,
+        after: Event | None = None,
+        *,
+        behind_computing: bool = True,
+    ) -> Event:
         """Start copying between host and device, from any thread.
 
         Lanes ("fetch", "evict") run in order, independent of each other. A copy begins when what the computing stream
         was given before this call is done, and ``after`` is complete; an ``after`` that failed fails the copy. Until
         the event is complete ``into`` must be neither read nor written, and ``source`` not written; both may be let go.
+
+        ``behind_computing``: False for a copy that waits for ``after`` only, not for what the computing stream was
+        given: between memory whose last use the caller has waited for (staging slots).
         """
+
+    def beside(self, name: str) -> AbstractContextManager[None]:
+        """What the calling thread computes inside is given to a stream of its own of that name, not to the computing
+        stream. ``mark()`` inside marks that stream, and ``Event.wait_on_device()`` inside makes that stream wait.
+
+        A device that computes on the calling thread has nothing to do.
+        """
+        return nullcontext()
 
     def mark(self) -> Event:
         """Complete when everything that the computing stream was given so far is done."""
@@ -146,7 +166,15 @@ class CpuDevice(_HostMemoryDevice):
     name = "cpu"
     tier = Tier.CPU
 
-    def copy(self, into: torch.Tensor, source: torch.Tensor, lane: str, after: Event | None = None) -> Event:
+    def copy(
+        self,
+        into: torch.Tensor,
+        source: torch.Tensor,
+        lane: str,
+        after: Event | None = None,
+        *,
+        behind_computing: bool = True,
+    ) -> Event:
         if after is not None:
             after.wait()
         into.copy_(source)
@@ -179,7 +207,15 @@ class StandinDevice(_HostMemoryDevice):
         self._lanes: dict[str, _CopyLane] = {}
         _live.add(self)
 
-    def copy(self, into: torch.Tensor, source: torch.Tensor, lane: str, after: Event | None = None) -> Event:
+    def copy(
+        self,
+        into: torch.Tensor,
+        source: torch.Tensor,
+        lane: str,
+        after: Event | None = None,
+        *,
+        behind_computing: bool = True,
+    ) -> Event:
         event, gate, poison = Event(), self._gate, self._poison
         if poison and after is None:
             _fill_with_nan(into)
