@@ -10,6 +10,8 @@ from stacks import NUMEL, machine, stack_plan
 from traces import decoder_trace
 
 from gemini.errors import BudgetExceeded, PlanMismatch
+from gemini.jobs.plan_report import Question, report_of
+from gemini.jobs.plan_screen import screen
 from gemini.planning.hardware import Figure, Hardware
 from gemini.planning.layout import Layout, ParamSpec, make_layout
 from gemini.planning.placement import Placement, Problem, StaticPlacement, by_fractions, bytes_per_tier, check_fits
@@ -243,6 +245,21 @@ def test_plans_of_before_are_read_and_stream_nothing() -> None:
     body["streamed"] = [len(made.layout.chunks)]
     with pytest.raises(PlanMismatch):
         Plan.from_json(json.dumps(body))
+
+
+def test_the_report_says_how_much_is_streamed_and_what_that_holds() -> None:
+    made = plan(SMALL, None, tight(more=ROOM), placement=StaticPlacement(updates_on_gpu=0.5))
+    question = Question(SMALL, 1, "retain", 1, GPU, None, made.problem.budgets, {})
+    told = report_of(question, made)
+    assert told.held["gpu"]["staging"] == made.problem.device_staging
+    assert sum(told.held["gpu"].values()) == made.bytes_per_tier[GPU]
+    params = sum(made.layout.chunks[i].payload for i in made.placement.streamed)
+    assert told.streamed == params == told.adam["gpu"] and told.adam["cpu"] == SMALL.num_params - params
+    (line,) = [line for line in screen(told) if line.startswith("  of it streamed")]
+    assert f"{params / SMALL.num_params:.0%}" in line
+    without = report_of(question, plan(SMALL, None, tight(more=ROOM), placement=StaticPlacement()))
+    assert without.streamed == 0 and "staging" not in without.held["gpu"]
+    assert not any("streamed" in line for line in screen(without))
 
 
 # ---- the predicted time ----------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -296,25 +297,32 @@ def test_no_kernel_before_what_was_computed_when_it_was_handed_over(
     optimizer = adam(model, step_in_backward=gradients == "transient")
     step(model, optimizer, 0)
     model._gemini_engine.drain()
-    trainer, given, early, beside = threading.get_ident(), list[Event](), list[bool](), list[str]()
+    trainer, early, beside = threading.get_ident(), list[bool](), list[str]()
     device, real, check = model._gemini_engine.device, kernels.adam_update, update_lane.check_finite
+    lane = model._gemini_engine.updates._lane
+    run, under_way = lane._update, list[Any]()
 
     def mark() -> Event:
         event = Event()
         if threading.get_ident() == trainer:  # what training computes takes its time
-            given.append(event)
             threading.Timer(0.05, event.finish).start()
         else:
             event.finish()
         return event
 
     def looked(segments: Any) -> None:
-        early.append(not any(event.is_complete() for event in given))
+        early.append(not next(reversed(lane._open)).ready.is_complete())
         check(segments)
 
+    def updating(job: Any, tile: Any) -> None:
+        under_way[:] = [job]
+        run(job, tile)
+
     def update(*args: Any) -> None:
-        early.append(not any(event.is_complete() for event in given))
+        early.append(not under_way[0].ready.is_complete())
         real(*args)
+
+    monkeypatch.setattr(lane, "_update", updating)
 
     monkeypatch.setattr(device, "mark", mark)
     monkeypatch.setattr(device, "beside", lambda name: (beside.append(name), type(device).beside(device, name))[1])
@@ -328,7 +336,15 @@ def test_no_kernel_before_what_was_computed_when_it_was_handed_over(
 def test_an_update_that_waits_for_its_gradients_keeps_none_that_has_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = wrap(tmp_path, gradients="transient")
+    """The first update is held until there is a second one, whose gradients then do not come."""
+
+    def hold(lane: str, number: int) -> None:
+        for _ in range(1000 if (lane, number) == ("update in", 1) else 0):
+            if len(engine.updates._jobs) > 1:
+                return
+            time.sleep(0.01)
+
+    model = wrap(tmp_path, StandinDevice(gate=Gate(hold)), gradients="transient")
     optimizer = adam(model, step_in_backward=True)
     engine, trainer, marks = model._gemini_engine, threading.get_ident(), list[Event]()
 
