@@ -314,6 +314,8 @@ class Schedule:
     switch_interval: float
     reads: float
     """How often something is read at a point of the loop."""
+    updates_on_gpu: float = 0.0
+    """Of the states in host memory, for which there is a GPU: streamed through it."""
 
     def config(self, budget: int, directory: Path) -> gemini.GeminiConfig:
         memory: dict[str, Any] = {"cpu": "1GiB", "nvme": "64MiB", "nvme_path": directory}
@@ -322,7 +324,7 @@ class Schedule:
         if self.homes:
             on_gpu = dict(zip(("weights_on_gpu", "optimizer_on_gpu"), self.homes[:2], strict=True))
             placement = gemini.StaticPlacement(
-                **(on_gpu if self.device == "standin" else {}),
+                **(on_gpu | {"updates_on_gpu": self.updates_on_gpu} if self.device == "standin" else {}),
                 weights_on_nvme=self.homes[2], optimizer_on_nvme=self.homes[3],
             )  # fmt: skip
         device: Any = self.device
@@ -363,8 +365,11 @@ def draw(seed: int) -> Schedule:
         pauses=rng.choice((0.0, 0.1, 0.5)),
         switch_interval=10 ** rng.uniform(-6, -2.3),
         reads=rng.choice((0.0, 0.1, 0.4)),
+        updates_on_gpu=rng.choice((0.0, 0.5, 1.0)),
     )
 
+
+WHAT_BUDGETS_DEPEND_ON = ("recipe", "device", "homes", "updates_on_gpu", "max_chunk", "tile", "overlap")
 
 _least: dict[tuple[Any, ...], int] = {}
 
@@ -373,7 +378,7 @@ def wrap(schedule: Schedule, directory: Path) -> tuple[Any, gemini.HybridAdam]:
     """The model under the least budget that holds it, and the slack. What the least is, refusals say."""
     if not schedule.homes and not schedule.slack:
         return schedule.recipe.wrap(schedule.config(2**28, directory))
-    key = tuple(getattr(schedule, name) for name in ("recipe", "device", "homes", "max_chunk", "tile", "overlap"))
+    key = tuple(getattr(schedule, name) for name in WHAT_BUDGETS_DEPEND_ON)
     budget = _least.get(key, 4096)
     for _ in range(50):
         try:

@@ -106,6 +106,7 @@ class PlanReport:
         refusal: why it does not fit; None if it does.
         held: bytes that each tier holds at most, by kind of plane and of working memory; empty where it does not fit.
         adam: params whose update runs on a tier.
+        streamed: those of them on the GPU whose states come from host memory and go back there.
         moved: bytes over each boundary in a step of one rank.
         changes: what to change, the cheapest first.
     """
@@ -130,6 +131,7 @@ class PlanReport:
     refusal: str | None = None
     held: dict[str, dict[str, int]] = field(default_factory=dict)
     adam: dict[str, int] = field(default_factory=dict)
+    streamed: int = 0
     moved: dict[str, int] = field(default_factory=dict)
     step: StepReport | None = None
     changes: tuple[str, ...] = ()
@@ -192,6 +194,7 @@ def report_of(
         refusal=None if refusal is None else str(refusal),
         held=held,
         adam=adam,
+        streamed=0 if plan is None else sum(plan.layout.chunks[index].payload for index in plan.placement.streamed),
         moved={} if plan is None else by_name(plan.traffic),
         step=None if timeline is None else _step(timeline, question.schedule, tokens_when_free),
         changes=changes,
@@ -243,6 +246,7 @@ def _held(plan: Plan) -> dict[str, dict[str, int]]:
         (problem.compute, compute, "activations", problem.activations),
         (problem.compute, compute, "gathered weights", problem.working_set),
         (problem.compute, compute, "whole gradients", problem.in_flight),
+        (problem.compute, compute, "staging", problem.device_staging if plan.placement.streamed else 0),
         (Tier.CPU, host, "staging", problem.staging),
         (Tier.CPU, host, "exchange", problem.exchange),
     )

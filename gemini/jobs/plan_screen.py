@@ -111,6 +111,9 @@ def _homes(report: PlanReport) -> Iterator[str]:
         trained = sum(report.adam.values())
         cells = [_percent(report.adam[tier], trained) if tier in report.adam else "." for tier in tiers]
         yield row("  Adam runs on", cells)
+        if report.streamed:
+            cells = [_percent(report.streamed, trained) if tier == report.compute else "." for tier in tiers]
+            yield row("  of it streamed", cells)
 
 
 def _facts(report: PlanReport) -> Iterator[str]:

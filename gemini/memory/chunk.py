@@ -149,6 +149,8 @@ class Chunk:
     """Fetched ahead of its use, which is still to come."""
     num_missing_grads: int = 0
     """Params whose gradient has yet to arrive in this backward."""
+    streamed: bool = False
+    """Its update runs on the device, through which planes from host memory pass."""
 
     @property
     def name(self) -> str:

@@ -28,7 +28,7 @@ from gemini.memory.pages import PAGE, host_bytes
 from gemini.memory.staging import SLOTS
 from gemini.memory.system import cache_bytes, memory_bytes, memory_limit
 from gemini.planning.hardware import Figure, human_figure
-from gemini.planning.working import TILE
+from gemini.planning.working import DEVICE_TILE, TILE
 
 MiB = 2**20
 _LARGE_SPREAD = 0.1
@@ -142,8 +142,13 @@ def _dram(sizes: Sizes, num_threads: int, cores: int) -> Figure:
 def _update(sizes: Sizes) -> tuple[Callable[[], None], int]:
     """An update of so many params, tile by tile."""
     numel = _beyond_caches(sizes.adam_numel * _ADAM_BYTES) // _ADAM_BYTES
+    return _update_in(host_bytes, numel, TILE), numel
+
+
+def _update_in(make: Callable[[int], torch.Tensor], numel: int, tile: int) -> Callable[[], None]:
+    """An update of planes in memory that ``make`` gives, by bytes."""
     weights, residual, exp_avg, exp_avg_sq, grad = (
-        host_bytes(_whole_pages(numel * dtype.itemsize)).view(dtype)[:numel].fill_(value)
+        make(_whole_pages(numel * dtype.itemsize)).view(dtype)[:numel].fill_(value)
         for dtype, value in (
             (torch.bfloat16, 1.0), (torch.int16, 0), (torch.float32, 0.0), (torch.float32, 0.0), (torch.bfloat16, 1e-3),
         )
@@ -151,11 +156,11 @@ def _update(sizes: Sizes) -> tuple[Callable[[], None], int]:
     hyper = kernels.AdamHyper(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, step=1)
 
     def update() -> None:
-        for start, stop in tiles(0, numel, TILE):
+        for start, stop in tiles(0, numel, tile):
             part = slice(start, stop)
             kernels.adam_update(weights[part], residual[part], exp_avg[part], exp_avg_sq[part], grad[part], hyper)
 
-    return update, numel
+    return update
 
 
 def _adam(update: Callable[[], None], numel: int, sizes: Sizes, num_threads: int) -> Figure:
@@ -341,7 +346,7 @@ def _each(transfer: Callable[[torch.Tensor, int], None], planes: list[tuple[torc
 
 
 def measure_gpu(device: torch.device, sizes: Sizes) -> Figures:
-    """Memory, matrix products, its own memory's bandwidth, a launch, and copies from and to pinned host memory."""
+    """Memory, matrix products, its own memory's bandwidth, Adam, a launch, copies from and to pinned host memory."""
     on_cuda = device.type == "cuda"  # anything else stands in for it in tests
 
     def times(run: Callable[[], object]) -> list[float]:
@@ -361,6 +366,10 @@ def measure_gpu(device: torch.device, sizes: Sizes) -> Figures:
     seconds = times(lambda: here.mul_(1.0))
     how = f"{human_bytes(num_bytes)} read and written in place"
     yield "gpu_bandwidth", _measured("gpu_bandwidth", seconds, how, lambda s: 2 * num_bytes / s)
+    numel = _whole_pages(max(num_bytes // _ADAM_BYTES, PAGE))
+    seconds = times(_update_in(partial(torch.zeros, dtype=torch.uint8, device=device), numel, DEVICE_TILE))
+    how = f"Gemini's kernel on {numel / 1e6:.4g} M params in tiles"
+    yield "adam_gpu", _measured("adam_gpu", seconds, how, lambda s: s / numel)
     small = torch.ones(64, device=device, requires_grad=True)
     seconds = times(lambda: _small_ops(small, sizes.ops))
     how = f"{sizes.ops} recorded additions of 64 numbers"

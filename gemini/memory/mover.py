@@ -112,10 +112,11 @@ class _OfThread(threading.local):
 class Mover:
     """One per engine. Staging that was not reserved when the model was placed is reserved at its first use."""
 
-    def __init__(self, device: Device, tile: int, ledger: Ledger):
+    def __init__(self, device: Device, tile: int, ledger: Ledger, *, device_tile: int = 0):
         self.device = device
         self.tile = tile
-        self.staging = Staging(device, tile, ledger, ledger.held(Tier.CPU, "staging"))
+        on_host, on_device = (ledger.held(tier, "staging") for tier in (Tier.CPU, Tier.GPU))
+        self.staging = Staging(device, tile, ledger, on_host, device_tile=device_tile, on_device=on_device)
         self.moved = Moved()
         """Of the step under way; an optimizer step puts a new one in its place."""
         self.recorder: Recorder | None = None

@@ -32,6 +32,7 @@ class NotedEvent(Event):
 
     def wait_on_device(self) -> None:
         self._event.wait_on_device()
+        self.is_complete()  # a device that computes on the calling thread has waited
 
     def _note(self) -> None:
         told, self._told = self._told, _nothing

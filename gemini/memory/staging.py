@@ -1,11 +1,14 @@
-"""Staging: host memory that planes pass through where they cannot be worked on in place, one set per thread that works.
+"""Staging: memory that planes pass through where they cannot be worked on in place, one set per thread that works.
 
 A set has room for one tile of every kind of plane. The training thread has one. The update lane has another, cut into
-*slots* of smaller tiles, so that one tile is read while one is updated and one is written. All bytes are in the ledger
-("staging"), reserved when the model is placed or at the first use.
+*slots* of smaller tiles, so that one tile is read while one is updated and one is written. Updates that are streamed
+through the device have slots in its memory. All bytes are in the ledger ("staging"), reserved when the model is placed,
+or on the host at the first use.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 
@@ -24,14 +27,14 @@ class _Memory:
     they make a read from the disk several times as fast as pages of 4 KiB (MiB-sized areas alone would not get any).
     """
 
-    def __init__(self, device: Device, num_bytes: int):
-        self._device, self._num_bytes = device, num_bytes
+    def __init__(self, make: Callable[[int], torch.Tensor], num_bytes: int):
+        self._make, self._num_bytes = make, num_bytes
         self._buffer: torch.Tensor | None = None
 
     def get(self) -> torch.Tensor:
         if self._buffer is None:
             with torch.inference_mode(False):  # it outlives the eval that may have asked first
-                self._buffer = self._device.make_host_buffer(self._num_bytes)
+                self._buffer = self._make(self._num_bytes)
         return self._buffer
 
 
@@ -71,14 +74,21 @@ class Staging:
         tile: elements of a tile.
         reserved: bytes of staging that are in the ledger already; the first set is reserved at its first use if there
             are none. What is reserved beyond it makes the sets of lanes.
+        device_tile: elements of a tile in the device's memory; ``on_device`` bytes there are reserved for such tiles.
     """
 
-    def __init__(self, device: Device, tile: int, ledger: Ledger, reserved: int):
+    def __init__(
+        self, device: Device, tile: int, ledger: Ledger, reserved: int, *, device_tile: int = 0, on_device: int = 0
+    ):
         self.tile = tile
         self._device, self._ledger = device, ledger
         self._is_reserved = reserved > 0
-        self._own = StagingSet(_Memory(device, staging_bytes(tile)), tile)
+        self._own = StagingSet(_Memory(device.make_host_buffer, staging_bytes(tile)), tile)
         self._num_left = max(reserved // staging_bytes(tile) - 1, 0)
+        memory, slot = _Memory(self._make_on_device, on_device), staging_bytes(device_tile)
+        count = on_device // slot if slot else 0
+        self.on_device = [StagingSet(memory, device_tile, number * slot) for number in range(count)]
+        """Slots in the device's memory: the update lane's, or the training thread's where there is no such lane."""
 
     @property
     def own(self) -> StagingSet:
@@ -91,6 +101,11 @@ class Staging:
             self._ledger.reserve(Tier.CPU, staging_bytes(self.tile), "staging")
             self._is_reserved = True
         return self._own
+
+    def _make_on_device(self, num_bytes: int) -> torch.Tensor:
+        buffer = self._device.make_buffer(num_bytes)
+        self._device.mark().wait()  # zeroed: copies into slots wait for nothing that was computed before
+        return buffer
 
     def take(self) -> StagingSet | None:
         """A set for a lane, while there is one left."""
@@ -105,7 +120,7 @@ class Staging:
         if self._num_left == 0:
             return []
         self._num_left -= 1
-        memory = _Memory(self._device, staging_bytes(self.tile))
+        memory = _Memory(self._device.make_host_buffer, staging_bytes(self.tile))
         tile = max(self.tile // num_slots // ALIGN * ALIGN, ALIGN)
         num_slots = min(num_slots, max(self.tile // tile, 1))
         return [StagingSet(memory, tile, number * staging_bytes(tile)) for number in range(num_slots)]

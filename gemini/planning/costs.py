@@ -210,13 +210,17 @@ class Costs:
     def adam(self, numel: int, planes: Mapping[PlaneKind, int], tier: Tier, *, grad_bytes: int) -> Cost:
         """One update of ``numel`` params on ``tier``: every plane is read, and all but the gradient are written.
 
-        The figure ``adam_cpu`` is for bf16 with a split master; other formats take time by their bytes. A specified one
-        is no faster than host memory; a measured one is what it is.
+        The figures ``adam_cpu`` and ``adam_gpu`` are for bf16 with a split master; other formats take time by their
+        bytes. A specified ``adam_cpu`` is no faster than host memory; a measured one is what it is. Without
+        ``adam_gpu`` an update takes what the GPU's memory takes.
         """
         states = sum(n for kind, n in planes.items() if kind is not PlaneKind.GRAD)
         touched = 2 * states + planes.get(PlaneKind.GRAD, grad_bytes)
         if tier is Tier.GPU:
-            return self.gpu_pass(touched)
+            if not self._hardware.has("adam_gpu"):
+                return self.gpu_pass(touched)
+            seconds = self._get("adam_gpu", "Adam on the GPU") * touched / _ADAM_BYTES
+            return Cost(seconds, {GPU: 1.0} if seconds else {})
         what = "Adam on the host"
         per_param = self._get("adam_cpu", what)
         if self._update_threads is not None:

@@ -36,6 +36,7 @@ FIGURES: dict[str, str] = {
     "nvme_write": "bytes/s written to all NVMe drives together",
     "nvme_mixed": "bytes/s read and written together while all NVMe drives do both (without it: each as if alone)",
     "adam_cpu": "seconds per param of one Adam update on the host, all cores, bf16 weights with a split fp32 master",
+    "adam_gpu": "seconds per param of the same update on one GPU, all planes in its memory",
     "land_cpu": "seconds per param of one half-precision gradient copied into its plane on the host, with its norm",
     "torch_threads": "threads with which torch computes on the host, and did for the figures of products",
     "adam_cpu_one": "seconds per param of the same update by one thread",

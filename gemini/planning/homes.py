@@ -1,9 +1,10 @@
 """Which home for every plane costs a step least: an integer program over chunks, its few budgets and lanes.
 
 For every chunk: do all its planes live on the GPU (its Adam runs there and nothing moves), its weights alone, or are
-they fetched; do gathered weights stay between forward and backward; and which planes live on NVMe. The rows that couple
-chunks are the budgets of the tiers, so the linear relaxation is fractional in a handful of chunks only, and rounding it
-loses next to nothing. What a placement really costs is counted afterwards, from its moves.
+they fetched; is its update streamed from host memory through the GPU; do gathered weights stay between forward and
+backward; and which planes live on NVMe. The rows that couple chunks are the budgets of the tiers, so the linear
+relaxation is fractional in a handful of chunks only, and rounding it loses next to nothing. What a placement really
+costs is counted afterwards, from its moves.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import NamedTuple
 from gemini.planning.placement import Placement, Problem
 from gemini.planning.planes import OPTIMIZER_PLANES, PlaneKind
 from gemini.planning.speeds import Speeds
-from gemini.planning.traffic import Boundary, Traffic, fetch_traffic, gradient_traffic, update_traffic
+from gemini.planning.traffic import Boundary, Traffic, fetch_traffic, gradient_traffic, update_tier, update_traffic
 from gemini.tiers import Tier
 
 FINE = 120
@@ -36,6 +37,7 @@ class Choice(NamedTuple):
     excludes: tuple[PlaneKind, ...]
     seconds: Mapping[str, float]
     num_bytes: Mapping[Tier, int]
+    streamed: bool = False
 
 
 def cheapest_homes(
@@ -46,6 +48,7 @@ def cheapest_homes(
     accumulate: int = 1,
     overlapped: bool = False,
     compute_seconds: float = 0.0,
+    streaming: bool = False,
 ) -> Placement | None:
     """The placement that the program finds; None if it finds none (whether the model fits is for others to say).
 
@@ -54,6 +57,7 @@ def cheapest_homes(
         fetches: per chunk, over all micro-batches of a step.
         overlapped: minimise the busiest lane, and only then the sum of all; else the sum.
         compute_seconds: of forward and backward, which an overlapped step cannot be shorter than.
+        streaming: updates may be streamed through the GPU; what that takes of it is then left for it.
 
     Deterministic, as :func:`gemini.planning.moves.cheapest_moves` is.
     """
@@ -62,9 +66,9 @@ def cheapest_homes(
     for i, chunk in enumerate(problem.layout.chunks):
         form = (chunk.shape, chunk.trainable, fetches[i])
         if form not in alike:
-            alike[form] = _choices(problem, i, fetches, speeds, accumulate)
+            alike[form] = _choices(problem, i, fetches, speeds, accumulate, streaming)
         choices += [choice._replace(chunk=i) for choice in alike[form]]
-    base, used = _all_on_cpu(problem, fetches, speeds, accumulate)
+    base, used = _all_on_cpu(problem, fetches, speeds, accumulate, streaming)
     chosen = _solve(problem, choices, base, used, overlapped, compute_seconds)
     if chosen is None:
         return None
@@ -72,16 +76,16 @@ def cheapest_homes(
     homes = [dict.fromkeys(own, Tier.CPU) for own in kinds]
     for choice in chosen:
         homes[choice.chunk].update(choice.homes)
-    return Placement(tuple(homes))
+    return Placement(tuple(homes), frozenset(choice.chunk for choice in chosen if choice.streamed))
 
 
 def _seconds(problem: Problem, homes: Mapping[PlaneKind, Tier], index: int, times: int, speeds: Speeds,
-             accumulate: int) -> dict[str, float]:  # fmt: skip
+             accumulate: int, streamed: bool = False) -> dict[str, float]:  # fmt: skip
     """What a chunk costs in a step, by lane, with its weights gathered ``times``."""
-    moved: Traffic = update_traffic(problem, homes, index)
+    moved: Traffic = update_traffic(problem, homes, index, streamed=streamed)
     for traffic, repeats in (
         (fetch_traffic(problem, homes, index), times),
-        (gradient_traffic(problem, homes, index), accumulate),
+        (gradient_traffic(problem, homes, index, streamed=streamed), accumulate),
     ):
         for boundary, num_bytes in traffic.items():
             moved[boundary] += repeats * num_bytes
@@ -91,7 +95,7 @@ def _seconds(problem: Problem, homes: Mapping[PlaneKind, Tier], index: int, time
         seconds[lane] = seconds.get(lane, 0.0) + speeds.seconds(boundary, num_bytes)
     chunk = problem.layout.chunks[index]
     if chunk.trainable:
-        on_gpu = problem.compute is Tier.GPU and all(tier is Tier.GPU for tier in homes.values())
+        on_gpu = update_tier(problem, homes, streamed=streamed) is Tier.GPU
         each = speeds.adam_gpu if on_gpu else speeds.adam_cpu
         seconds["adam gpu" if on_gpu else "adam"] = each * chunk.numel / problem.layout.ranks
     return seconds
@@ -103,16 +107,19 @@ def _lane(boundary: Boundary) -> str:
     return "h2d" if boundary.target is Tier.GPU else "d2h"
 
 
-def _choices(problem: Problem, index: int, fetches: Sequence[Fetches], speeds: Speeds, accumulate: int) -> list[Choice]:
+def _choices(
+    problem: Problem, index: int, fetches: Sequence[Fetches], speeds: Speeds, accumulate: int, streaming: bool
+) -> list[Choice]:
     sizes, most = problem.plane_bytes(index), fetches[index].at_most
     cpu = dict.fromkeys(sizes, Tier.CPU)
     before = _seconds(problem, cpu, index, most, speeds, accumulate)
     found: list[Choice] = []
 
-    def add(homes: Mapping[PlaneKind, Tier], excludes: Sequence[PlaneKind], times: int, *, stays: bool = False) -> None:
+    def add(homes: Mapping[PlaneKind, Tier], excludes: Sequence[PlaneKind], times: int, *, stays: bool = False,
+            streamed: bool = False) -> None:  # fmt: skip
         if any(tier not in problem.budgets for tier in homes.values()):
             return
-        after = _seconds(problem, {**cpu, **homes}, index, times, speeds, accumulate)
+        after = _seconds(problem, {**cpu, **homes}, index, times, speeds, accumulate, streamed)
         change = {lane: after.get(lane, 0.0) - before.get(lane, 0.0) for lane in {*after, *before}}
         num_bytes: dict[Tier, int] = {}
         for kind, tier in homes.items():
@@ -120,7 +127,7 @@ def _choices(problem: Problem, index: int, fetches: Sequence[Fetches], speeds: S
             num_bytes[Tier.CPU] = num_bytes.get(Tier.CPU, 0) - sizes[kind]
         if stays:
             num_bytes[problem.compute] = num_bytes.get(problem.compute, 0) + problem.window_bytes(index)
-        found.append(Choice(index, homes, tuple(excludes), change, num_bytes))
+        found.append(Choice(index, homes, tuple(excludes), change, num_bytes, streamed))
 
     weights = [PlaneKind.WEIGHTS]
     least = fetches[index].at_least
@@ -131,6 +138,15 @@ def _choices(problem: Problem, index: int, fetches: Sequence[Fetches], speeds: S
             add({PlaneKind.WEIGHTS: Tier.GPU}, weights, resident)
         if least < most:
             add({}, weights, least, stays=True)
+        if streaming and problem.layout.chunks[index].trainable:
+            # Each excludes every other choice: what an update brings depends on all homes at once.
+            on_gpu: list[list[PlaneKind]] = [[], weights]
+            on_gpu += [[*kinds, PlaneKind.GRAD] for kinds in on_gpu] if PlaneKind.GRAD in sizes else []
+            for kinds in on_gpu:
+                homes, fetched = dict.fromkeys(kinds, Tier.GPU), resident if PlaneKind.WEIGHTS in kinds else most
+                add(homes, list(sizes), fetched, streamed=True)
+                if fetched == most and least < most:
+                    add(homes, list(sizes), least, stays=True, streamed=True)
     add({PlaneKind.WEIGHTS: Tier.NVME}, weights, most)
     if least < most:
         add({PlaneKind.WEIGHTS: Tier.NVME}, weights, least, stays=True)
@@ -143,7 +159,7 @@ def _choices(problem: Problem, index: int, fetches: Sequence[Fetches], speeds: S
 
 
 def _all_on_cpu(
-    problem: Problem, fetches: Sequence[Fetches], speeds: Speeds, accumulate: int
+    problem: Problem, fetches: Sequence[Fetches], speeds: Speeds, accumulate: int, streaming: bool
 ) -> tuple[dict[str, float], dict[Tier, int]]:
     seconds: dict[str, float] = {}
     used = dict.fromkeys(problem.budgets, 0)
@@ -152,7 +168,7 @@ def _all_on_cpu(
         for lane, value in _seconds(problem, homes, index, fetches[index].at_most, speeds, accumulate).items():
             seconds[lane] = seconds.get(lane, 0.0) + value
         used[Tier.CPU] += sum(problem.plane_bytes(index).values())
-    for tier, num_bytes in problem.spoken_for().items():
+    for tier, num_bytes in problem.spoken_for(streams=streaming).items():
         used[tier] = used.get(tier, 0) + num_bytes
     return seconds, used
 

@@ -27,12 +27,15 @@ class StaticPlacement:
         optimizer_on_gpu: residual and moments there, so that their update runs there (first chunks first).
         weights_on_nvme: weights in the spill file (last chunks first).
         optimizer_on_nvme: residual, moments and retained gradients in the spill file (last chunks first).
+        updates_on_gpu: of the states that live in host memory: streamed through the accelerator for their update, which
+            runs there (first chunks first). Ignored with a warning without one.
     """
 
     weights_on_gpu: float = 0.0
     optimizer_on_gpu: float = 0.0
     weights_on_nvme: float = 0.0
     optimizer_on_nvme: float = 0.0
+    updates_on_gpu: float = 0.0
 
     def __post_init__(self) -> None:
         for name, fraction in vars(self).items():
@@ -46,9 +49,34 @@ class StaticPlacement:
 
 @dataclass(frozen=True)
 class Placement:
-    """The home tier of every plane of every chunk: ``homes[chunk_index][PlaneKind.WEIGHTS]``."""
+    """The home tier of every plane of every chunk: ``homes[chunk_index][PlaneKind.WEIGHTS]``.
+
+    Attributes:
+        homes: by chunk.
+        streamed: chunks with planes in host memory that pass through the GPU for their update, which runs there.
+
+    Raises:
+        ValueError: for a streamed chunk that is not there, or has nothing in host memory, or something on NVMe.
+    """
 
     homes: tuple[Homes, ...]
+    streamed: frozenset[int] = frozenset()
+
+    def __post_init__(self) -> None:
+        for index in sorted(self.streamed):
+            if not 0 <= index < len(self.homes):
+                raise ValueError(f"the update of chunk {index} is streamed, and there are {len(self.homes)} chunks")
+            if not can_stream(self.homes[index]):
+                told = ", ".join(f"{kind.value} on {tier.value}" for kind, tier in self.homes[index].items())
+                raise ValueError(
+                    f"the update of chunk {index} is streamed from host memory through the GPU, and its planes live "
+                    f"elsewhere ({told}): leave it out of streamed, or put them on cpu"
+                )
+
+
+def can_stream(homes: Homes) -> bool:
+    """Whether an update may be streamed: something comes from host memory, and nothing from further away."""
+    return Tier.CPU in homes.values() and Tier.NVME not in homes.values()
 
 
 @dataclass(frozen=True)
@@ -60,6 +88,7 @@ class Problem:
         compute: the tier on which forward and backward run (GPU, or CPU on a machine without one).
         working_set: bytes of gathered weights that one module needs at once, at worst.
         staging: bytes of host staging that are reserved if any plane has to be staged.
+        device_staging: bytes of the GPU that are reserved if any update is streamed through it.
         in_flight: bytes of the computing tier for whole gradients that wait to be divided among ranks.
         exchange: bytes of host memory for pieces on their way between ranks.
         activations: bytes of the computing tier that are left to activations and workspaces.
@@ -80,6 +109,7 @@ class Problem:
     max_chunk: int = DEFAULT_MAX_CHUNK
     offloaded: int = 0
     offload_to: Tier | None = None
+    device_staging: int = 0
 
     def plane_bytes(self, index: int) -> dict[PlaneKind, int]:
         """Bytes of each plane of a chunk on one rank: its shard."""
@@ -97,12 +127,13 @@ class Problem:
         sharded = self.layout.ranks > 1
         return sharded or home is not self.compute or (self.precision == "fp16" and trainable)
 
-    def spoken_for(self, *, gathers: bool = True, stages: bool = True) -> dict[Tier, int]:
+    def spoken_for(self, *, gathers: bool = True, stages: bool = True, streams: bool = False) -> dict[Tier, int]:
         """Bytes per tier that no plane may take.
 
         Args:
             gathers: some weights have to be gathered into windows.
             stages: some plane cannot be worked on in place; on an accelerator that is always possible (reads by name).
+            streams: some update is streamed through the GPU.
         """
         taken = {self.compute: self.activations + self.in_flight + (self.working_set if gathers else 0)}
         if stages or gathers or self.compute is Tier.GPU:
@@ -111,13 +142,15 @@ class Problem:
             taken[Tier.CPU] = taken.get(Tier.CPU, 0) + self.exchange
         if self.offload_to is not None:
             taken[self.offload_to] = taken.get(self.offload_to, 0) + self.offloaded
+        if streams:
+            taken[Tier.GPU] = taken.get(Tier.GPU, 0) + self.device_staging
         return taken
 
     def demands(self, placement: Placement) -> dict[Tier, int]:
         """What is spoken for under ``placement``."""
         gathers = any(self.needs_window(i, homes[PlaneKind.WEIGHTS]) for i, homes in enumerate(placement.homes))
         stages = any(tier is not self.compute for homes in placement.homes for tier in homes.values())
-        return self.spoken_for(gathers=gathers, stages=stages)
+        return self.spoken_for(gathers=gathers, stages=stages, streams=bool(placement.streamed))
 
 
 def fill_fastest(problem: Problem) -> Placement:
@@ -176,7 +209,7 @@ def by_fractions(problem: Problem, static: StaticPlacement) -> Placement:
     """
     for tier, fraction in (
         (Tier.NVME, max(static.weights_on_nvme, static.optimizer_on_nvme)),
-        (Tier.GPU, max(static.weights_on_gpu, static.optimizer_on_gpu)),
+        (Tier.GPU, max(static.weights_on_gpu, static.optimizer_on_gpu, static.updates_on_gpu)),
     ):
         if fraction and tier not in problem.budgets:
             remedy = "nvme_path=" if tier is Tier.NVME else "a device with its own memory"
@@ -201,9 +234,25 @@ def by_fractions(problem: Problem, static: StaticPlacement) -> Placement:
     states = assign([*OPTIMIZER_PLANES, PlaneKind.GRAD], static.optimizer_on_gpu, static.optimizer_on_nvme)
     for planes, weights_home, states_home in zip(sizes, weights, states, strict=True):
         homes.append({kind: weights_home if kind is PlaneKind.WEIGHTS else states_home for kind in planes})
-    placement = Placement(tuple(homes))
+    placement = Placement(tuple(homes), _streamed(problem, homes, static.updates_on_gpu))
     check_fits(problem, placement)
     return placement
+
+
+def _streamed(problem: Problem, homes: Sequence[Homes], fraction: float) -> frozenset[int]:
+    """The first chunks of those whose states live in host memory: this fraction of the bytes of their states."""
+    sizes: dict[int, int] = {}
+    for index, planes in enumerate(homes):
+        on_cpu = all(tier is Tier.CPU for kind, tier in planes.items() if kind is not PlaneKind.WEIGHTS)
+        if problem.layout.chunks[index].trainable and on_cpu and can_stream(planes):
+            num_bytes = problem.plane_bytes(index)
+            sizes[index] = sum(n for kind, n in num_bytes.items() if kind is not PlaneKind.WEIGHTS)
+    total, before, found = sum(sizes.values()), 0, set[int]()
+    for index, size in sizes.items():
+        if before + size / 2 < fraction * total:
+            found.add(index)
+        before += size
+    return frozenset(found)
 
 
 def bytes_per_tier(problem: Problem, placement: Placement) -> dict[Tier, int]:
@@ -222,7 +271,9 @@ def check_fits(problem: Problem, placement: Placement) -> None:
 
     Raises:
         BudgetExceeded: with the missing bytes of each tier and the cheapest change.
+        ValueError: if it streams updates that do not exist (frozen chunks), or where there is no GPU.
     """
+    _check_streamed(problem, placement)
     used = bytes_per_tier(problem, placement)
     missing = {t: n - problem.budgets.get(t, 0) for t, n in used.items() if n > problem.budgets.get(t, 0)}
     if not missing:
@@ -235,7 +286,27 @@ def check_fits(problem: Problem, placement: Placement) -> None:
     ]
     raise BudgetExceeded(
         f"the model ({layout.payload:,} params, {problem.precision}, gradients={problem.gradients!r}) does not fit: "
-        f"{'; '.join(lines)}. Cheapest change: {_cheapest_change(problem, missing)}"
+        f"{'; '.join(lines)}. Cheapest change: "
+        f"{_without_streaming(problem, placement, used) or _cheapest_change(problem, missing)}"
+    )
+
+
+def _check_streamed(problem: Problem, placement: Placement) -> None:
+    frozen = [index for index in placement.streamed if not problem.layout.chunks[index].trainable]
+    if placement.streamed and problem.compute is not Tier.GPU:
+        raise ValueError("the placement streams updates through the GPU, and there is none: leave streamed= out")
+    if frozen:
+        raise ValueError(f"the placement streams updates of chunks {sorted(frozen)}, which are frozen: there are none")
+
+
+def _without_streaming(problem: Problem, placement: Placement, used: Mapping[Tier, int]) -> str | None:
+    """The remedy where it is only the staging of streamed updates that does not fit."""
+    fewer = bytes_per_tier(problem, replace(placement, streamed=frozenset()))
+    if not placement.streamed or any(n > problem.budgets.get(tier, 0) for tier, n in fewer.items()):
+        return None
+    return (
+        f"raise the gpu budget to at least {_at_least(used[Tier.GPU])}, or stream no updates (updates_on_gpu=0): their "
+        f"staging takes {human_bytes(problem.device_staging)}"
     )
 
 

@@ -74,7 +74,7 @@ class Plan:
 
     def adam_tier(self, index: int) -> Tier:
         """Where the update of a chunk runs."""
-        return update_tier(self.problem, self.placement.homes[index])
+        return update_tier(self.problem, self.placement.homes[index], streamed=index in self.placement.streamed)
 
     @cached_property
     def traffic(self) -> Traffic:
@@ -95,6 +95,7 @@ class Plan:
             "compute": problem.compute.value,
             "spoken_for": {name: getattr(problem, name) for name in _SPOKEN_FOR},
             "homes": [{kind.value: tier.value for kind, tier in homes.items()} for homes in self.placement.homes],
+            "streamed": sorted(self.placement.streamed),
             "moves": [[list(moves.evict), list(moves.fetch)] for moves in self.moves],
             "offload_activations": self.offload_activations,
             "offload_to": None if problem.offload_to is None else problem.offload_to.value,
@@ -110,6 +111,7 @@ class Plan:
     @classmethod
     def _from_body(cls, body: dict[str, Any]) -> Plan:
         trace = MemoryTrace.from_json(body["trace"])
+        spoken_for = {_NEW: 0, **body["spoken_for"]}
         problem = Problem(
             layout=trace.layout(ranks=body["ranks"], max_chunk=body["max_chunk"]),
             precision=body["precision"],
@@ -118,13 +120,14 @@ class Plan:
             compute=Tier(body["compute"]),
             max_chunk=body["max_chunk"],
             offload_to=None if body["offload_to"] is None else Tier(body["offload_to"]),
-            **{name: int(body["spoken_for"][name]) for name in _SPOKEN_FOR},
+            **{name: int(spoken_for[name]) for name in _SPOKEN_FOR},
         )
         homes = tuple({PlaneKind(kind): Tier(tier) for kind, tier in homes.items()} for homes in body["homes"])
         moves = tuple(Moves(tuple(evict), tuple(fetch)) for evict, fetch in body["moves"])
         if len(homes) != len(problem.layout.chunks) or len(moves) != len(trace.moments):
             raise ValueError("its homes or moves are not as many as its chunks or moments")
-        return cls(trace, problem, Placement(homes), moves, body["offload_activations"], body["accumulate"])
+        placement = Placement(homes, frozenset(map(int, body.get("streamed", ()))))  # older plans stream nothing
+        return cls(trace, problem, placement, moves, body["offload_activations"], body["accumulate"])
 
     def check_for(self, trace: MemoryTrace) -> None:
         """Refuse a plan of another model.
@@ -167,13 +170,18 @@ class Plan:
         on_gpu = sum(self.adam_tier(i) is Tier.GPU for i, c in enumerate(self.layout.chunks) if c.trainable)
         trained = sum(chunk.trainable for chunk in self.layout.chunks)
         if on_gpu:
-            lines.append(f"Adam runs on the GPU for {on_gpu} of {trained} chunks")
+            streamed = len(self.placement.streamed)
+            told = f", {streamed} of them streamed" if streamed else ""
+            lines.append(f"Adam runs on the GPU for {on_gpu} of {trained} chunks{told}")
         moved = ", ".join(f"{way} {human_bytes(n)}" for way, n in self.traffic.items())
         lines.append(f"moved in a step: {moved or 'nothing'}")
         return "\n".join(lines)
 
 
-_SPOKEN_FOR = ("working_set", "staging", "activations", "in_flight", "exchange", "offloaded")
+_NEW = "device_staging"
+"""A field that older plans lack."""
+
+_SPOKEN_FOR = ("working_set", "staging", "activations", "in_flight", "exchange", "offloaded", _NEW)
 """Fields of a problem that are bytes."""
 
 

@@ -29,6 +29,7 @@ from gemini.planning.working import (
     PIECE,
     WAITING_GRADIENTS,
     activation_bytes,
+    device_staging_bytes,
     gathered_at_once,
     gradients_in_flight,
     scratch_bytes,
@@ -180,7 +181,8 @@ def pose_problem(
     if compute is Tier.CPU:
         budgets = {tier: n for tier, n in budgets.items() if tier is not Tier.GPU}
     layout = trace.layout(ranks=ranks, max_chunk=max_chunk)
-    tile = tile_numel(max(chunk.numel for chunk in layout.chunks))
+    largest = max(chunk.numel for chunk in layout.chunks)
+    tile = tile_numel(largest)
     many = ranks > 1 or replicas > 1
     offload_to = None if offload_activations is None else Tier(offload_activations)
     offloads = offload_to is not None and offload_to is not compute and trace.checkpoint_bytes > 0
@@ -203,6 +205,7 @@ def pose_problem(
         max_chunk=max_chunk,
         offloaded=trace.checkpoint_bytes if offloads else 0,
         offload_to=offload_to if offloads else None,
+        device_staging=device_staging_bytes(largest, overlap=overlap) if compute is Tier.GPU else 0,
     )
 
 
@@ -293,9 +296,12 @@ class Planner:
                 return first  # everything where it is computed: there is nothing to decide
         except BudgetExceeded as e:
             first, refusal = None, e
-        homes = self._homes(problem)
         plans = [] if first is None else [first]
-        if homes is not None:
+        may_stream = problem.compute is Tier.GPU and self.speeds.measured_adam_gpu
+        for streaming in (False, True) if may_stream else (False,):
+            homes = self._homes(problem, streaming=streaming)
+            if homes is None:
+                continue
             try:
                 check_fits(problem, homes)
                 plans.append(self.with_moves(problem, homes, offload_activations))
@@ -304,11 +310,13 @@ class Planner:
         if not plans:
             assert refusal is not None
             raise refusal
-        costs = [self.cost(plan) for plan in plans]
         # The plain filling unless there is something to be gained: what people expect, and easy to read.
-        return plans[-1] if costs[-1] < 0.999 * costs[0] else plans[0]
+        best, *others = [(self.cost(plan), plan) for plan in plans]
+        for other in others:
+            best = other if other[0] < 0.999 * best[0] else best
+        return best[1]
 
-    def _homes(self, problem: Problem) -> Placement | None:
+    def _homes(self, problem: Problem, *, streaming: bool) -> Placement | None:
         steps = accesses(self.trace, problem.layout)
         every = range(len(problem.layout.chunks))
         sizes = {i: problem.window_bytes(i) for i in every}
@@ -324,6 +332,7 @@ class Planner:
             accumulate=n,
             overlapped=self.overlapped,
             compute_seconds=n * self._compute_seconds(problem),
+            streaming=streaming,
         )
 
     def _compute_seconds(self, problem: Problem) -> float:

@@ -18,7 +18,7 @@ from gemini.planning.plan import standing, window_room
 from gemini.planning.planes import PlaneKind
 from gemini.planning.timeline import Lane
 from gemini.planning.work import COMPUTING, Hop, Update, Work
-from gemini.planning.working import TILE
+from gemini.planning.working import TILE, device_tile_numel
 from gemini.tiers import Tier
 
 STEPS = 3
@@ -186,8 +186,10 @@ def _pieces(work: Work, trained: list[int]) -> dict[int, tuple[Update, ...]]:
     updates = {index: work.update(index) for index in trained}
     most = max(1, min(PIECES, MANY_PIECES // max(sum(told.staged > 0 for told in updates.values()), 1)))
     found = {}
+    device_tile = device_tile_numel(max(chunk.numel for chunk in work.plan.layout.chunks))
     for index, told in updates.items():
-        tiles = -(-work.plan.layout.chunks[index].numel // work.ranks * SLOTS // TILE)
+        tile = device_tile if index in work.plan.placement.streamed else TILE // SLOTS
+        tiles = -(-(work.plan.layout.chunks[index].numel // work.ranks) // tile)
         found[index] = told.pieces(max(1, min(most, tiles)) if told.staged else 1)
     return found
 

@@ -28,6 +28,8 @@ class Speeds:
     nvme_write: float
     adam_cpu: float
     adam_gpu: float
+    measured_adam_gpu: bool = False
+    """Whether ``adam_gpu`` is a figure of the machine: without one no update is streamed through the GPU."""
 
     @classmethod
     def typical(cls) -> Speeds:
@@ -48,13 +50,21 @@ class Speeds:
                 return otherwise
             return hardware.get(key, needed_for=f"a plan with a {tier.value} tier") * shares.of(hardware, key)
 
+        measured = Tier.GPU in tiers and hardware.has("adam_gpu")
+
+        def adam_gpu() -> float:
+            if measured:
+                return figure("adam_gpu", Tier.GPU, usual.adam_gpu)
+            return GPU_BYTES_PER_UPDATE / figure("gpu_bandwidth", Tier.GPU, GPU_BYTES_PER_UPDATE / usual.adam_gpu)
+
         return cls(
             h2d=figure("h2d", Tier.GPU, usual.h2d),
             d2h=figure("d2h", Tier.GPU, usual.d2h),
             nvme_read=figure("nvme_read", Tier.NVME, usual.nvme_read) / sharing,
             nvme_write=figure("nvme_write", Tier.NVME, usual.nvme_write) / sharing,
             adam_cpu=figure("adam_cpu", Tier.CPU, usual.adam_cpu) * sharing,
-            adam_gpu=GPU_BYTES_PER_UPDATE / figure("gpu_bandwidth", Tier.GPU, GPU_BYTES_PER_UPDATE / usual.adam_gpu),
+            adam_gpu=adam_gpu(),
+            measured_adam_gpu=measured,
         )
 
     def seconds(self, boundary: Boundary, num_bytes: float) -> float:

@@ -57,15 +57,19 @@ def fetch_traffic(problem: Problem, homes: Homes, index: int) -> Traffic:
     return moved
 
 
-def gradient_traffic(problem: Problem, homes: Homes, index: int, *, adding: bool = False) -> Traffic:
+def gradient_traffic(
+    problem: Problem, homes: Homes, index: int, *, adding: bool = False, streamed: bool = False
+) -> Traffic:
     """Landing the gradients of a chunk once, each param as it arrives (or, transient, bringing it to the update).
 
-    ``adding``: to those of an earlier backward, which have to be read first.
+    Args:
+        adding: to those of an earlier backward, which have to be read first.
+        streamed: the chunk's update is; then transient gradients are used where they are.
     """
     chunk, moved = problem.layout.chunks[index], Counter[Boundary]()
     if not chunk.trainable:
         return moved
-    home = homes.get(PlaneKind.GRAD, update_tier(problem, homes))
+    home = homes.get(PlaneKind.GRAD, update_tier(problem, homes, streamed=streamed))
     itemsize = compute_itemsize(problem.precision)
     wide = problem.plane_bytes(index).get(PlaneKind.GRAD, 0) // (chunk.numel // problem.layout.ranks)
     for slot in chunk.slots:
@@ -79,21 +83,23 @@ def gradient_traffic(problem: Problem, homes: Homes, index: int, *, adding: bool
     return moved
 
 
-def update_traffic(problem: Problem, homes: Homes, index: int) -> Traffic:
-    """One Adam update of a chunk: planes that are not where it runs come to host memory and go back changed."""
+def update_traffic(problem: Problem, homes: Homes, index: int, *, streamed: bool = False) -> Traffic:
+    """One Adam update of a chunk: planes that are not where it runs come there, and all but the gradient go back."""
     chunk, moved = problem.layout.chunks[index], Counter[Boundary]()
-    where = update_tier(problem, homes)
-    if not chunk.trainable or where is Tier.GPU:
+    where = update_tier(problem, homes, streamed=streamed)
+    if not chunk.trainable:
         return moved
     for kind, num_bytes in problem.plane_bytes(index).items():
-        moved.update(_move(homes[kind], Tier.CPU, num_bytes))
+        moved.update(_move(homes[kind], where, num_bytes))
         if kind is not PlaneKind.GRAD:
-            moved.update(_move(Tier.CPU, homes[kind], num_bytes))
+            moved.update(_move(where, homes[kind], num_bytes))
     return moved
 
 
-def update_tier(problem: Problem, homes: Homes) -> Tier:
-    """Where a chunk's Adam runs: on the GPU if all that it touches stands there, else on the host."""
+def update_tier(problem: Problem, homes: Homes, *, streamed: bool = False) -> Tier:
+    """Where a chunk's Adam runs: on the GPU if all that it touches stands there or is streamed, else on the host."""
+    if streamed:
+        return Tier.GPU
     kinds = (PlaneKind.WEIGHTS, *OPTIMIZER_PLANES, PlaneKind.GRAD)
     on_gpu = problem.compute is Tier.GPU and all(homes[kind] is Tier.GPU for kind in kinds if kind in homes)
     return Tier.GPU if on_gpu else Tier.CPU
@@ -106,9 +112,10 @@ def step_traffic(problem: Problem, placement: Placement, fetched: Iterable[int],
         for boundary, num_bytes in fetch_traffic(problem, placement.homes[index], index).items():
             moved[boundary] += times * num_bytes
     for index, homes in enumerate(placement.homes):
+        streamed = index in placement.streamed
         for backward in range(backwards):
-            moved.update(gradient_traffic(problem, homes, index, adding=backward > 0))
-        moved.update(update_traffic(problem, homes, index))
+            moved.update(gradient_traffic(problem, homes, index, adding=backward > 0, streamed=streamed))
+        moved.update(update_traffic(problem, homes, index, streamed=streamed))
     return +moved
 
 

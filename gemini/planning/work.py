@@ -173,7 +173,9 @@ class Work:
                 numels[at.get(slot.name, last)] += slot.numel
             if self.ranks > 1:
                 numels = Counter({max(numels): chunk.payload})
-            moved = gradient_traffic(self.problem, self.plan.placement.homes[index], index, adding=adding)
+            placement = self.plan.placement
+            homes, streamed = placement.homes[index], index in placement.streamed
+            moved = gradient_traffic(self.problem, homes, index, adding=adding, streamed=streamed)
             done = 0
             for moment in sorted(numels):
                 before, done = done, done + numels[moment]
@@ -210,16 +212,17 @@ class Work:
 
     def _update(self, index: int) -> Update:
         problem, homes, name = self.problem, self.plan.placement.homes[index], f"update chunk {index}"
-        where = update_tier(problem, homes)
+        streamed = index in self.plan.placement.streamed
+        where = update_tier(problem, homes, streamed=streamed)
         numel = problem.layout.chunks[index].numel // self.ranks
         cost = self._costs.adam(
             numel, problem.plane_bytes(index), where, grad_bytes=numel * compute_itemsize(problem.precision)
         )
         adam = Hop(Lane.ADAM, "adam on gpu" if where is Tier.GPU else "adam", cost, name, UPDATE, index)
-        moved = update_traffic(problem, homes, index)
+        moved = update_traffic(problem, homes, index, streamed=streamed)
         hops = {way: self._move(way, moved[way], name, UPDATE, index) for way in _LANES if moved[way]}
-        reads = tuple(hop for way, hop in hops.items() if way.target is Tier.CPU)
-        writes = tuple(hop for way, hop in hops.items() if way.source is Tier.CPU)
+        reads = tuple(hop for way, hop in hops.items() if way.target is where)
+        writes = tuple(hop for way, hop in hops.items() if way.source is where)
         return Update(reads, adam, writes)
 
     @property

@@ -5,7 +5,7 @@ Closed forms, the same for the planner, which leaves room for them, and for the 
 
 from __future__ import annotations
 
-from gemini.planning.layout import Layout, block_of
+from gemini.planning.layout import ALIGN, Layout, block_of
 from gemini.planning.planes import PlaneKind, compute_itemsize
 from gemini.planning.trace import MemoryTrace, chunks_of_params
 from gemini.tiers import Tier
@@ -28,6 +28,12 @@ STAGED_BYTES = {
 """Bytes of staging per element of a tile."""
 
 
+DEVICE_TILE = 2**21
+"""Elements per tile of a streamed update: copies of 4 and 8 MiB, long beside what starting one costs the host."""
+
+DEVICE_SLOTS = 4
+"""Tiles of streamed updates under way at once: one or two on their way in, one in the kernel or on its way out."""
+
 WAITING_GRADIENTS = 3
 """Chunks whose transient gradients may wait for their updates at least; more where a budget has room."""
 
@@ -40,6 +46,16 @@ def tile_numel(largest_chunk: int) -> int:
 def staging_bytes(tile: int) -> int:
     """Host bytes of staging for tiles of ``tile`` elements."""
     return tile * sum(STAGED_BYTES.values())
+
+
+def device_tile_numel(largest_chunk: int) -> int:
+    """Elements per tile of a streamed update: of a small chunk a part, so that it goes through in a pipeline too."""
+    return min(DEVICE_TILE, -(-largest_chunk // (DEVICE_SLOTS * ALIGN)) * ALIGN)
+
+
+def device_staging_bytes(largest_chunk: int, *, overlap: bool) -> int:
+    """Device bytes of staging for streamed updates; updates in turn need one tile of it."""
+    return (DEVICE_SLOTS if overlap else 1) * staging_bytes(device_tile_numel(largest_chunk))
 
 
 def staging_sets(compute: Tier, precision: str, *, overlap: bool) -> int:

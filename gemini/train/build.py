@@ -28,7 +28,7 @@ from gemini.planning.plan import Moves
 from gemini.planning.planes import PlaneKind, plane_itemsizes
 from gemini.planning.planner import moves_for
 from gemini.planning.trace import Access, Source, accesses
-from gemini.planning.working import tile_numel
+from gemini.planning.working import device_tile_numel, tile_numel
 from gemini.ranks.group import Ranks
 from gemini.states import Use
 from gemini.tiers import Ledger, Tier
@@ -49,6 +49,8 @@ class Built:
     chunks: list[Chunk]
     handles: list[ParamHandle]
     tile: int
+    device_tile: int
+    """Elements of a tile that passes through the device."""
     working_set: int
     """Bytes of the computing tier that a step takes at most beside planes."""
     foresight: Foresight
@@ -65,7 +67,8 @@ def build(
     decision = decide(model, config, device, ranks)
     problem, placement, layout = decision.problem, decision.placement, decision.problem.layout
     place_of = {slot.name: (chunk, slot) for chunk in layout.chunks for slot in chunk.slots}
-    tile = tile_numel(max(chunk.numel for chunk in layout.chunks))
+    largest = max(chunk.numel for chunk in layout.chunks)
+    tile, device_tile = tile_numel(largest), device_tile_numel(largest)
     ledger = Ledger(dict(problem.budgets))
     _reserve(ledger, problem, placement)
     needed = bytes_per_tier(problem, placement)
@@ -94,7 +97,8 @@ def build(
     for access in accesses(decision.trace, layout):
         for index in access.chunks:
             first_use.setdefault(index, access.moment)
-    return Built(decision, ledger, spill, chunks, handles, tile, in_steps, _foresight(decision, engine), first_use)
+    foresight = _foresight(decision, engine)
+    return Built(decision, ledger, spill, chunks, handles, tile, device_tile, in_steps, foresight, first_use)
 
 
 def _foresight(decision: Decision, engine: weakref.ref[Engine]) -> Foresight:
@@ -144,6 +148,8 @@ def _reserve(ledger: Ledger, problem: Problem, placement: Placement) -> None:
     demands = problem.demands(placement)
     if problem.compute is Tier.GPU or demands != problem.spoken_for(gathers=False, stages=False):
         ledger.reserve(Tier.CPU, problem.staging, "staging")
+    if placement.streamed:
+        ledger.reserve(Tier.GPU, problem.device_staging, "staging")
 
 
 def _window_bytes(ledger: Ledger, problem: Problem, placement: Placement) -> int:
@@ -171,12 +177,12 @@ def _make_chunk(
         dtype = plane_dtype(kind, precision, trainable=spec.trainable, itemsize=itemsize)
         planes[kind] = make_plane(spec.numel // problem.layout.ranks, dtype, homes[kind], device, spill)
     weights = planes[PlaneKind.WEIGHTS]
-    dtype = COMPUTE_DTYPES[precision]
+    dtype, streamed = COMPUTE_DTYPES[precision], spec.index in placement.streamed
     if not problem.needs_window(spec.index, homes[PlaneKind.WEIGHTS]):
         assert isinstance(weights, MemoryPlane)
-        return Chunk(spec, planes, weights.tensor, None, use=Use.HOLD)
+        return Chunk(spec, planes, weights.tensor, None, use=Use.HOLD, streamed=streamed)
     window = device.make_window(spec.numel * dtype.itemsize)
-    return Chunk(spec, planes, window.bytes.view(dtype), window)
+    return Chunk(spec, planes, window.bytes.view(dtype), window, streamed=streamed)
 
 
 def make_trainable(engine: Engine, chunk: Chunk) -> None:

@@ -74,7 +74,7 @@ class Engine:
         self.working_set = built.working_set
         self.saver: Any = None  # the Saver that writes a checkpoint behind the training, or did
         self.recording: Recording | None = None  # who is told of everything while model.recording() is open
-        self.mover = Mover(self.device, built.tile, self.ledger)
+        self.mover = Mover(self.device, built.tile, self.ledger, device_tile=built.device_tile)
         self.exposure = Exposure(self)
         self.updates = Updates(self, built.first_use, overlap=config.overlap, threads=config.update_threads)
         self.shards = None if ranks is None else Shards(self, ranks, self.problem.exchange)

@@ -234,7 +234,7 @@ def _check_plan(plan: Plan, structure: MemoryTrace, config: GeminiConfig, device
 
 
 def _without_gpu(wanted: StaticPlacement, problem: Problem) -> StaticPlacement:
-    if problem.compute is Tier.CPU and (wanted.weights_on_gpu or wanted.optimizer_on_gpu):
+    if problem.compute is Tier.CPU and (wanted.weights_on_gpu or wanted.optimizer_on_gpu or wanted.updates_on_gpu):
         warnings.warn("StaticPlacement: fractions on gpu have no effect without a GPU", stacklevel=7)
         return StaticPlacement(weights_on_nvme=wanted.weights_on_nvme, optimizer_on_nvme=wanted.optimizer_on_nvme)
     return wanted

@@ -10,7 +10,7 @@ back); who does that, and how many at once, is the caller's: the training thread
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -65,10 +65,8 @@ class Tile:
 
     def begin(self) -> None:
         """Start to bring what cannot be worked on where it is."""
-        kinds = [kind for kind in _UPDATED if kind in self.chunk.planes]
         grads_landed = self._segments[0].grad is None
-        if grads_landed:
-            kinds.append(PlaneKind.GRAD)
+        kinds = planes_of(self.chunk, grads_landed=grads_landed)
         if self._on_device:
             for kind in kinds:
                 view = self.chunk.planes[kind].device_view(self._first, self._last)
@@ -200,8 +198,13 @@ def check_finite(segments: list[Segment]) -> None:
 
 def runs_on_device(mover: Mover, chunk: Chunk, grads_landed: bool) -> bool:
     """Whether every plane of the update stands on a device with memory of its own."""
-    kinds = [kind for kind in _UPDATED if kind in chunk.planes] + [PlaneKind.GRAD] * grads_landed
+    kinds = planes_of(chunk, grads_landed=grads_landed)
     return mover.device.tier is Tier.GPU and all(chunk.planes[kind].tier is Tier.GPU for kind in kinds)
+
+
+def planes_of(chunk: Chunk, *, grads_landed: bool) -> list[PlaneKind]:
+    """What an update of a chunk works on; gradients only where they have a plane."""
+    return [kind for kind in _UPDATED if kind in chunk.planes] + [PlaneKind.GRAD] * grads_landed
 
 
 def is_staged(mover: Mover, chunk: Chunk, segments: list[Segment]) -> bool:
@@ -209,45 +212,56 @@ def is_staged(mover: Mover, chunk: Chunk, segments: list[Segment]) -> bool:
     landed = segments[0].grad is None
     if runs_on_device(mover, chunk, landed):
         return False
-    kinds = [kind for kind in _UPDATED if kind in chunk.planes] + [PlaneKind.GRAD] * landed
+    kinds = planes_of(chunk, grads_landed=landed)
     from_device = not landed and mover.device.tier is Tier.GPU
     return from_device or any(chunk.planes[kind].host_view(0, 0) is None for kind in kinds)
 
 
-def tiles_of(mover: Mover, chunk: Chunk, segments: list[Segment], tile: int) -> Iterator[Tile]:
+def tiles_of(
+    mover: Mover, chunk: Chunk, segments: list[Segment], tile: int, stop: torch.Tensor | None = None
+) -> Iterator[Tile]:
     """The tiles of an update of at most ``tile`` elements, in order; larger ones where nothing is staged.
 
-    A device gets all in one: it is one launch there, and nothing more urgent could overtake it.
+    A device gets all in one: it is one launch there, and nothing more urgent could overtake it. ``stop`` is a flag on
+    the device that stops the update there (:mod:`gemini.train.finite`).
     """
+    if segments and runs_on_device(mover, chunk, segments[0].grad is None):
+        size = chunk.spec.numel
+    else:
+        size = tile if is_staged(mover, chunk, segments) else _IN_PLACE_TILE
+    for first, last, active in cut(segments, size):
+        made = Tile(mover, chunk, active, first, last)
+        made.stop = stop
+        yield made
+
+
+def cut(segments: list[Segment], tile: int) -> Iterator[tuple[int, int, list[Segment]]]:
+    """Ranges of at most ``tile`` elements over all segments, in order, each with those that it touches."""
     segments = [s for s in segments if s.handle.part.numel]
     if not segments:
         return
     start = min(s.handle.part.start for s in segments)
     stop = page_up(max(s.handle.part.stop for s in segments))
-    if runs_on_device(mover, chunk, segments[0].grad is None):
-        size = stop - start
-    else:
-        size = tile if is_staged(mover, chunk, segments) else _IN_PLACE_TILE
-    for first, last in tiles(start, stop, size):
+    for first, last in tiles(start, stop, tile):
         active = [s for s in segments if s.handle.part.start < last and s.handle.part.stop > first]
         if active:
-            yield Tile(mover, chunk, active, first, last)
+            yield first, last, active
 
 
-def update_chunk(engine: Engine, chunk: Chunk, segments: list[Segment], stop: torch.Tensor | None = None) -> None:
-    """Update ``segments`` (params of ``chunk``) now, and drop the gathered copy that they have overtaken.
-
-    ``stop``: a flag on the device that stops the update there (:mod:`gemini.train.finite`).
-    """
+def update_chunk(engine: Engine, chunk: Chunk, parts: Iterable[Tile]) -> None:
+    """Update a chunk now, tile by tile, and drop the gathered copy that this has overtaken."""
     engine.before_write(chunk)
     try:
         about = engine.mover.about("update", f"update chunk {chunk.spec.index}", chunk.spec.index)
         with torch.profiler.record_function("gemini::adam"), about:
-            for tile in tiles_of(engine.mover, chunk, segments, engine.mover.tile):
-                tile.stop = stop
-                tile.begin()
-                tile.run()
-                tile.finish()
+            for tile in parts:
+                try:
+                    tile.begin()
+                    tile.run()
+                    tile.finish()
+                except BaseException:
+                    tile.abandon()
+                    raise
         engine.manager.drop([chunk])
     except BaseException as e:
         # A repeated step would update finished tiles twice, and planes may be torn: there is no way on from here.

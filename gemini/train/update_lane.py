@@ -1,8 +1,9 @@
 """The thread on which updates run beside training: chunk after chunk by deadline, tiles of staged ones in a pipeline.
 
 While one tile is updated, the next ones are read and the ones before are written back, across the borders of chunks;
-each has a slot of staging of its own. An update that fails ends all others that wait: the model is then half of one
-step and half of the next, and whoever waits for any of them is told why.
+each has a slot of staging of its own, in host memory, or on the device for updates that are streamed through it. An
+update that fails ends all others that wait: the model is then half of one step and half of the next, and whoever waits
+for any of them is told why.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from gemini.memory.device import Event
 from gemini.memory.lane import Job, Worker
 from gemini.memory.mover import Moved, Mover, Working
 from gemini.memory.staging import StagingSet
+from gemini.train.streamed import STREAM, StreamedTile, is_streamed, streamed_tiles
 from gemini.train.update import Segment, Tile, check_finite, is_staged, tiles_of
 
 
@@ -73,14 +75,24 @@ class UpdateLane(Worker):
     Args:
         slots: staging for tiles that cannot be updated in place; without any, only chunks that can be are accepted.
         on_lost: told what broke an update off in its middle.
+        device_slots: staging on the device, for tiles that are streamed.
     """
 
-    def __init__(self, mover: Mover, slots: list[StagingSet], on_lost: Callable[[BaseException], None]):
+    def __init__(
+        self,
+        mover: Mover,
+        slots: list[StagingSet],
+        on_lost: Callable[[BaseException], None],
+        *,
+        device_slots: list[StagingSet],
+    ):
         super().__init__("update")
         self.slot_tile = slots[0].tile if slots else 0
+        self._device_tile = device_slots[0].tile if device_slots else 0
         self._mover, self._on_lost = mover, on_lost
-        self._free = list(slots)
+        self._free, self._free_on_device = list(slots), list(device_slots)
         self._is_alone = False
+        self._ahead: UpdateJob | None = None  # taken, and waiting for its gradients
         self._tiles: Iterator[tuple[UpdateJob, Tile]] | None = None
         self._next: tuple[UpdateJob, Tile] | None = None
         self._reading: deque[tuple[UpdateJob, Tile]] = deque()
@@ -130,15 +142,16 @@ class UpdateLane(Worker):
             if self._next is None:
                 return
             job, tile = self._next
-            if is_staged(self._mover, job.chunk, job.segments):
-                while not self._free and self._writing and self._writing[0][1].is_finished():
+            free = self._slots_of(tile)
+            if isinstance(tile, StreamedTile) or is_staged(self._mover, job.chunk, job.segments):
+                while not free and self._writing and self._writing[0][1].is_finished():
                     self._end(*self._writing.popleft())
-                if not self._free:
+                if not free:
                     if not self._reading:  # every slot is on its way back
                         self._end(*self._writing.popleft())
                         continue
                     return
-                tile.staging = self._free.pop()
+                tile.staging = free.pop()
             elif self._reading:
                 return
             self._next = None
@@ -149,16 +162,14 @@ class UpdateLane(Worker):
     def _next_tile(self) -> tuple[UpdateJob, Tile] | None:
         while True:
             if self._tiles is None:
-                with self._changed:
-                    job = self._take()
+                job = self._ahead or self._take_job()
                 if job is None:
                     return None
-                assert isinstance(job, UpdateJob)
-                self._open[job] = None  # from here on whatever goes wrong ends it: somebody waits
-                kernels.set_flush_mode(job.flush_mode)
-                if job.segments and job.segments[0].grad is not None:  # where autograd left it
-                    job.ready.wait()
-                check_finite(job.segments)
+                if (self._reading or self._writing) and not job.ready.is_complete():
+                    self._ahead = job  # what has begun is ended first: the device may take its time with this one
+                    return None
+                self._ahead = None
+                self._check(job)
                 job.before(job.chunk)
                 if self._is_closed:
                     raise _deleted()
@@ -169,8 +180,35 @@ class UpdateLane(Worker):
                 return found
             self._tiles = None
 
+    def _take_job(self) -> UpdateJob | None:
+        with self._changed:
+            job = self._take()
+        if job is None:
+            return None
+        assert isinstance(job, UpdateJob)
+        self._open[job] = None  # from here on whatever goes wrong ends it: somebody waits
+        kernels.set_flush_mode(job.flush_mode)
+        return job
+
+    def _check(self, job: UpdateJob) -> None:
+        """Look at gradients that stand where autograd left them, once they are there."""
+        if not job.segments or job.segments[0].grad is None:
+            return
+        if is_streamed(job.chunk, job.segments):
+            with self._mover.device.beside(STREAM):
+                job.ready.wait_on_device()
+                check_finite(job.segments)
+        else:
+            job.ready.wait()
+            check_finite(job.segments)
+
     def _tiles_of(self, job: UpdateJob) -> Iterator[tuple[UpdateJob, Tile]]:
-        for tile in tiles_of(self._mover, job.chunk, job.segments, max(self.slot_tile, 1)):
+        parts: Iterator[Tile]
+        if is_streamed(job.chunk, job.segments):
+            parts = streamed_tiles(self._mover, job.chunk, job.segments, self._device_tile, job.ready)
+        else:
+            parts = tiles_of(self._mover, job.chunk, job.segments, max(self.slot_tile, 1))
+        for tile in parts:
             yield job, tile
         job.all_begun = True
         self._finish_if_done(job)
@@ -201,8 +239,11 @@ class UpdateLane(Worker):
 
     def _give_back(self, tile: Tile) -> None:
         if tile.staging is not None:
-            self._free.append(tile.staging)
+            self._slots_of(tile).append(tile.staging)
             tile.staging = None
+
+    def _slots_of(self, tile: Tile) -> list[StagingSet]:
+        return self._free_on_device if isinstance(tile, StreamedTile) else self._free
 
     def _break_off(self, error: BaseException) -> None:
         """An update failed: nothing is under way afterwards, and everybody who waits is told."""
@@ -216,7 +257,7 @@ class UpdateLane(Worker):
             self._give_back(tile)
         self._reading.clear()
         self._writing.clear()
-        self._tiles = self._next = None
+        self._tiles = self._next = self._ahead = None
         failed, self._open = list(self._open), {}
         for job in failed:
             job.finish(error)

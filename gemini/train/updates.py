@@ -18,8 +18,9 @@ from gemini.errors import BudgetExceeded
 from gemini.memory.chunk import Chunk
 from gemini.train.finite import Unseen
 from gemini.train.gradients import HOLDER
+from gemini.train.streamed import is_streamed, streamed_in_turn
 from gemini.train.threads import update_threads
-from gemini.train.update import Segment, is_staged, runs_on_device, update_chunk
+from gemini.train.update import Segment, is_staged, runs_on_device, tiles_of, update_chunk
 from gemini.train.update_lane import UpdateJob, UpdateLane
 
 if TYPE_CHECKING:
@@ -53,7 +54,8 @@ class Updates:
         self._threads = threads
         self._lane: UpdateLane | None = None
         if overlap:
-            self._lane = UpdateLane(engine.mover, engine.mover.staging.take_slots(), _mark_lost(self._reference))
+            staging, told = engine.mover.staging, _mark_lost(self._reference)
+            self._lane = UpdateLane(engine.mover, staging.take_slots(), told, device_slots=staging.on_device)
 
     @property
     def pending(self) -> bool:
@@ -89,7 +91,7 @@ class Updates:
             self._put(engine, self._lane, jobs)
         for work in now:
             self.wait(work.chunk)
-            update_chunk(engine, work.chunk, work.segments)
+            self._update_now(work)
 
     def _put(self, engine: Engine, lane: UpdateLane, jobs: list[UpdateJob]) -> None:
         """Noted first: an interrupt must leave none under way of which nobody knows."""
@@ -104,12 +106,23 @@ class Updates:
                     job.finish(e)
             raise
 
+    def _update_now(self, work: Work, stop: torch.Tensor | None = None) -> None:
+        """``stop``: a flag on the device that stops the update there (:mod:`gemini.train.finite`)."""
+        engine = self._engine()
+        if is_streamed(*work):
+            update_chunk(engine, work.chunk, streamed_in_turn(engine, *work))
+        else:
+            update_chunk(engine, work.chunk, tiles_of(engine.mover, *work, engine.mover.tile, stop))
+
     def _can_wait(self, lane: UpdateLane, work: Work) -> bool:
         """Whether an update may run beside computing: there is staging if it needs some, else there is a processor.
 
-        Where every plane stands on the device, the update is one more thing that it computes.
+        Where every plane stands on the device, the update is one more thing that it computes. What is streamed always
+        goes through the lane, whose slots on the device are all there are.
         """
         mover = self._engine().mover
+        if is_streamed(*work):
+            return True
         if runs_on_device(mover, work.chunk, work.segments[0].grad is None):
             return False
         if is_staged(mover, work.chunk, work.segments):
@@ -155,22 +168,25 @@ class Updates:
         for segment in segments:
             segment.handle.num_steps += 1
         num_bytes = sum(s.grad.numel() * s.grad.element_size() for s in segments if s.grad is not None)
-        lane = None if now else self._lane
+        lane = self._lane
         self.wait(chunk)  # another optimizer's part of it
-        if lane is None or not self._can_wait(lane, work) or not self._hold(num_bytes):
+        behind = lane is not None and not now and self._can_wait(lane, work) and self._hold(num_bytes)
+        if lane is None or not (behind or is_streamed(*work)):
             if stop is None:
                 stop = self.unseen.stop_for(engine.mover, chunk, segments)
-            update_chunk(engine, chunk, segments, stop)
+            self._update_now(work, stop)
             return
         ledger, tier = engine.ledger, engine.device.tier
 
         def release() -> None:
             ledger.release(tier, num_bytes, HOLDER)
 
-        job = self._job(work, release if num_bytes else None)
+        job = self._job(work, release if behind and num_bytes else None)
         engine.manager.drop([chunk])
         engine.exposure.withdraw(chunk)
         self._put(engine, lane, [job])
+        if not behind:
+            self.wait(chunk)
 
     def complete_all(self) -> None:
         """The backward is over: chunks of which some params had no gradient."""

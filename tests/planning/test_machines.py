@@ -15,10 +15,11 @@ from gemini.planning.machines import load_hardware, machine, machine_names
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = machine_names()
 # What a plan for a machine with GPUs may ask for; the ring only matters where there are several, and what landing takes
-# has to be measured: without it memory's speed is taken. Threads beside each other matter where the host computes.
+# and Adam on a GPU take has to be measured: without it memory's speed is taken (and no update is streamed). Threads
+# beside each other matter where the host computes.
 _OTHERS = (
     "cpu_flops_bf16", "cpu_flops_fp32", "cpu_op_seconds", "interconnect", "land_cpu", "torch_threads", "adam_cpu_one",
-    "cpu_contention", "nvme_mixed",
+    "cpu_contention", "nvme_mixed", "adam_gpu",
 )  # fmt: skip
 NEEDED = set(FIGURES) - set(_OTHERS)
 ADAM_BYTES = 26  # per param: read 14 with a bf16 gradient, written 12

@@ -15,6 +15,7 @@ from traces import decoder_trace
 import gemini.planning.schedules as schedules
 from gemini.planning import simulate as simulating
 from gemini.planning.costs import Costs, Efficiency
+from gemini.planning.placement import can_stream
 from gemini.planning.plan import Plan
 from gemini.planning.planner import plan as make_plan
 from gemini.planning.planner import pose_problem
@@ -57,10 +58,22 @@ def plans(draw: st.DrawFn) -> Plan:
         accumulate=1 if gradients == "transient" else draw(st.integers(1, 3)),
         offload_activations=offload,
     )  # fmt: skip
+    if compute is Tier.GPU and draw(st.booleans()):
+        plan = with_streamed(plan, draw(st.sampled_from([2, 1])))
     if draw(st.booleans()):
         return plan
     made = plan_by_policy(trace, plan.problem, plan.placement, LeastRecentlyUsed())
     return replace(plan, moves=made.moves)
+
+
+def with_streamed(plan: Plan, every: int) -> Plan:
+    """The same plan with so many of the updates streamed as can be, and the room for that."""
+    homes, chunks = plan.placement.homes, plan.layout.chunks
+    able = [i for i, planes in enumerate(homes) if chunks[i].trainable and can_stream(planes)]
+    placement = replace(plan.placement, streamed=frozenset(able[::every]))
+    more = plan.problem.device_staging if placement.streamed else 0
+    budgets = {**plan.problem.budgets, Tier.GPU: plan.problem.budgets[Tier.GPU] + more}
+    return replace(plan, placement=placement, problem=replace(plan.problem, budgets=budgets))
 
 
 def _hops(plan: Plan) -> list[Any]:

@@ -18,7 +18,13 @@ from gemini.memory.device import make_device
 from gemini.planning.layout import ParamSpec, make_layout
 from gemini.planning.placement import Placement, Problem, bytes_per_tier
 from gemini.planning.planes import PlaneKind
-from gemini.planning.working import gradients_in_flight, scratch_bytes, staging_bytes, tile_numel
+from gemini.planning.working import (
+    device_staging_bytes,
+    gradients_in_flight,
+    scratch_bytes,
+    staging_bytes,
+    tile_numel,
+)
 from gemini.tiers import Tier
 from gemini.train.problem import collect_params, reduce_dtype
 from gemini.train.structure import working_set
@@ -106,14 +112,15 @@ def config_of(job: Job, model: nn.Module) -> gemini.GeminiConfig:
     replicas, shards = job.mesh or (1, world)
     how: dict[str, Any] = {
         "precision": job.precision, "gradients": job.gradients, "reduce_dtype": job.reduce_dtype, "max_chunk": 8000,
-        "device": "standin" if job.where == "standin" else "cpu",
+        "device": "standin" if job.where in ("standin", "streamed") else "cpu",
     }  # fmt: skip
     plain = gemini.GeminiConfig(**how)
     named = collect_params(model)
     layout = make_layout(
         [ParamSpec(n.names[0], n.param.numel(), n.param.requires_grad) for n in named], ranks=shards, max_chunk=8000
     )
-    tile = tile_numel(max(chunk.numel for chunk in layout.chunks))
+    largest = max(chunk.numel for chunk in layout.chunks)
+    tile = tile_numel(largest)
     problem = Problem(
         layout=layout, precision=job.precision, gradients=job.gradients, budgets={},
         compute=make_device(how["device"]).tier,
@@ -121,8 +128,12 @@ def config_of(job: Job, model: nn.Module) -> gemini.GeminiConfig:
         in_flight=gradients_in_flight(layout, reduce_dtype(plain).itemsize) if world > 1 else 0,
         staging=staging_bytes(tile),
         exchange=scratch_bytes(max(shards, replicas), tile) if world > 1 else 0,
+        device_staging=device_staging_bytes(largest, overlap=True),
     )  # fmt: skip
-    tiers = {"ram": [Tier.CPU], "disk": [Tier.NVME], "mixed": [Tier.CPU, Tier.NVME], "standin": list(Tier)}[job.where]
+    tiers = {
+        "ram": [Tier.CPU], "disk": [Tier.NVME], "mixed": [Tier.CPU, Tier.NVME], "standin": list(Tier),
+        "streamed": [Tier.CPU],
+    }[job.where]  # fmt: skip
     homes = tuple(
         {
             kind: tiers[(i + number) % len(tiers)]
@@ -131,7 +142,9 @@ def config_of(job: Job, model: nn.Module) -> gemini.GeminiConfig:
         }
         for i in range(len(layout.chunks))
     )
-    needs = bytes_per_tier(problem, Placement(homes))
+    trained = frozenset(chunk.index for chunk in layout.chunks if chunk.trainable)
+    placement = Placement(homes, trained if job.where == "streamed" else frozenset())
+    needs = bytes_per_tier(problem, placement)
     spare = 0 if job.tight else 64 * 2**20
     sizes = {tier: num_bytes + spare for tier, num_bytes in needs.items()}
     for tier in (Tier.CPU, Tier.NVME):  # these are a machine's, and divided among its ranks
@@ -142,7 +155,7 @@ def config_of(job: Job, model: nn.Module) -> gemini.GeminiConfig:
         memory = {name: size + 8 * 2**20 for name, size in memory.items()}  # sums need more than was declared
     if Tier.NVME in sizes:
         memory["nvme_path"] = job.path
-    return gemini.GeminiConfig(memory=gemini.MemoryBudget(**memory), placement=Placement(homes), **how)
+    return gemini.GeminiConfig(memory=gemini.MemoryBudget(**memory), placement=placement, **how)
 
 
 def batches(job: Job, rank: int, world: int) -> Iterator[list[dict[str, torch.Tensor]]]:

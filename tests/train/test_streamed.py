@@ -1,0 +1,414 @@
+"""Updates streamed through the device: the plan's bytes, the plain loop's bits, and no way to come too early."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import gemini
+from benchmarks import race_hunt
+from gemini import kernels
+from gemini.errors import GeminiError
+from gemini.memory.clock import RandomClock
+from gemini.memory.device import Event, StandinDevice
+from gemini.planning.hardware import Figure, Hardware
+from gemini.planning.planes import PlaneKind
+from gemini.planning.traffic import by_name
+from gemini.planning.working import DEVICE_SLOTS
+from gemini.tiers import Tier
+from gemini.train import streamed, update_lane
+from tests import models
+
+MAX_CHUNK = 8192
+BATCHES = [batch for batches in models.make_batches(6, 1) for batch in batches]
+
+
+def wrap(
+    folder: Path, device: Any = "standin", *, gpu: str | int = "2MiB", cpu: str | int = "64MiB", homes: Any = None,
+    **how: Any,
+) -> Any:  # fmt: skip
+    memory = gemini.MemoryBudget(gpu=gpu, cpu=cpu, nvme="64MiB", nvme_path=folder)
+    placement = gemini.StaticPlacement(**{"updates_on_gpu": 1.0, **(homes or {})})
+    how = {"max_chunk": MAX_CHUNK, "placement": placement, **how}
+    return gemini.GeminiDDP(models.make_model("llama"), gemini.GeminiConfig(memory=memory, device=device, **how))
+
+
+def plain(**how: Any) -> Any:
+    """All in host memory, in turn."""
+    config = gemini.GeminiConfig(memory=gemini.MemoryBudget(cpu="64MiB"), device="cpu", overlap=False, **how)
+    return gemini.GeminiDDP(models.make_model("llama"), config)
+
+
+def adam(model: Any, **how: Any) -> gemini.HybridAdam:
+    """Two groups."""
+    vectors = [p for p in model.parameters() if p.dim() == 1]
+    rest = [p for p in model.parameters() if p.dim() > 1]
+    groups = [{"params": rest, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    return gemini.HybridAdam(groups, lr=1e-2, **how)
+
+
+def step(model: Any, optimizer: Any, number: int) -> float:
+    loss = model(**BATCHES[number]).loss
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return float(loss.detach())
+
+
+def assert_same(a: Any, b: Any) -> None:
+    first, second = a.state_dict(dtype=torch.float32), b.state_dict(dtype=torch.float32)
+    for name, value in second.items():
+        models.assert_same_bits(first[name], value, name)
+
+
+def unruly(seed: int) -> StandinDevice:
+    return StandinDevice(gate=RandomClock(seed), poison=True)
+
+
+# ---- the same bits ---------------------------------------------------------------------------------------------------
+
+CASES = [
+    ("bf16", "retain", 1.0, {}),
+    ("bf16", "accumulate", 0.5, {}),
+    ("bf16", "retain", 1.0, {"weights_on_gpu": 1.0}),
+    ("bf16", "accumulate", 0.5, {"weights_on_gpu": 0.5, "optimizer_on_gpu": 0.3, "optimizer_on_nvme": 0.3}),
+    ("fp16", "retain", 1.0, {}),
+    ("fp16", "accumulate", 1.0, {"weights_on_gpu": 0.5}),
+    ("fp32", "retain", 0.5, {"weights_on_gpu": 0.4}),
+]
+
+
+@pytest.mark.parametrize("number", range(len(CASES) + 2))
+def test_clipped_and_accumulated_steps_are_the_plain_loop_s_bits(number: int, tmp_path: Path) -> None:
+    """Under a clock that lets copies end when they like, into memory full of NaN until then; two of them in turn."""
+    recipe_of, overlap = CASES[number % len(CASES)], number < len(CASES)
+    precision, gradients, fraction, homes = recipe_of
+    recipe = models.Recipe(precision, num_steps=3)
+    how = {"precision": precision, "gradients": gradients, "overlap": overlap}
+    device, gpu = unruly(number), "2MiB" if overlap else "1MiB"
+    model = wrap(tmp_path, device, gpu=gpu, homes={"updates_on_gpu": fraction, **homes}, **how)
+    engine = model._gemini_engine
+    streams = [chunk for chunk in engine.chunks if chunk.streamed]
+    assert (len(streams) == len(engine.chunks)) == (fraction == 1.0)
+    run, _ = models.managed_loop(model, recipe, each_step=engine.check_invariants)
+    models.assert_same(run, models.plain_loop("llama", recipe))
+    assert min(run.coefficients) < 1 and {"update in", "update out"} <= set(device._gate.order)
+    assert engine.ledger.held(Tier.GPU, "staging") == engine.problem.device_staging > 0
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize(("precision", "gradients"), [("bf16", "transient"), ("fp32", "transient"), ("bf16", "retain")])
+def test_steps_inside_backward_are_the_bits_of_steps_after_it(
+    precision: str, gradients: str, overlap: bool, tmp_path: Path
+) -> None:
+    how = {"precision": precision, "gradients": gradients, "overlap": overlap}
+    model, other = wrap(tmp_path, unruly(7), **how), plain(precision=precision)
+    first, second = adam(model, step_in_backward=True), adam(other)
+    for number in range(4):
+        assert step(model, first, number) == step(other, second, number)
+    assert_same(model, other)
+    model._gemini_engine.check_invariants()
+
+
+def test_transient_gradients_without_room_to_wait_are_used_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Through the lane all the same: its slots on the device are all there are."""
+    model, other = wrap(tmp_path, gradients="transient"), plain()
+    monkeypatch.setattr(model._gemini_engine.updates, "_hold", lambda num_bytes: False)
+    threads, run = set[str](), streamed.StreamedTile.run
+    monkeypatch.setattr(
+        streamed.StreamedTile, "run", lambda tile: (threads.add(threading.current_thread().name), run(tile))
+    )
+    first, second = adam(model, step_in_backward=True), adam(other)
+    for number in range(3):
+        loss = model(**BATCHES[number]).loss
+        loss.backward()
+        assert not model._gemini_engine.updates.pending, "their gradients are not in the ledger: none may wait"
+        first.step()
+        step(other, second, number)
+    assert_same(model, other)
+    assert threads == {"gemini-update"}
+
+
+def test_sums_that_went_to_the_spill_file_are_added_by_the_host(tmp_path: Path) -> None:
+    """Nothing is streamed from NVMe: such a chunk is updated as if nobody had said that it is streamed."""
+    model, other = wrap(tmp_path), plain()
+    ledger = model._gemini_engine.ledger
+    ledger.reserve(Tier.CPU, ledger.free(Tier.CPU) - 100_000, "somebody else")
+    optimizers = adam(model), adam(other)
+    for managed, optimizer in zip((model, other), optimizers, strict=True):
+        for number in range(2):
+            managed(**BATCHES[number]).loss.backward()
+        optimizer.step()
+    tiers = Counter(chunk.planes[PlaneKind.GRAD].tier for chunk in model._gemini_engine.chunks)
+    assert tiers[Tier.NVME] and tiers[Tier.CPU], "some of the sums, for the test to see both"
+    assert_same(model, other)
+
+
+def test_random_schedules_give_the_bits_of_a_serial_run(tmp_path: Path) -> None:
+    """Some of benchmarks/race_hunt.py, all with streamed updates; tests/train/test_races.py draws them now and then."""
+    seen: Counter[str] = Counter()
+    for seed in range(20_000, 20_003):
+        drawn = race_hunt.draw(seed)
+        homes = ((0.0, 0.0, 0.0, 0.0), (0.6, 0.2, 0.2, 0.3))[seed % 2]
+        schedule = replace(drawn, device="standin", poison=True, homes=homes, updates_on_gpu=(1.0, 0.6)[seed % 2])
+        try:
+            seen += race_hunt.run(schedule, tmp_path)
+        except BaseException:
+            print(f"failed: {schedule}")
+            raise
+    assert seen["jobs of gemini-update"] > 10
+
+
+# ---- what the plan says ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("gradients", ["retain", "accumulate", "transient"])
+@pytest.mark.parametrize("homes", [{}, {"updates_on_gpu": 0.5}, {"weights_on_gpu": 0.5, "optimizer_on_gpu": 0.2}])
+def test_bytes_held_and_moved_are_the_plan_s(gradients: str, homes: dict[str, float], tmp_path: Path) -> None:
+    unwrapped = models.make_model("llama")
+    trace = gemini.trace(unwrapped, BATCHES[0], precision="bf16", target="cpu")
+    static = gemini.StaticPlacement(**{"updates_on_gpu": 1.0, **homes})
+    there = {Tier.GPU: 2**21, Tier.CPU: 2**26, Tier.NVME: 2**26}
+    said = gemini.plan(trace, None, there, placement=static, gradients=gradients, max_chunk=MAX_CHUNK)
+    assert said.placement.streamed
+    said = gemini.plan(trace, None, there, placement=said.placement, gradients=gradients, max_chunk=MAX_CHUNK)
+    model = wrap(tmp_path, gpu=2**21, gradients=gradients, placement=type(said).from_json(said.to_json()))
+    engine, optimizer = model._gemini_engine, adam(model, step_in_backward=gradients == "transient")
+    assert engine.placement == said.placement
+    assert {i for i, chunk in enumerate(engine.chunks) if chunk.streamed} == said.placement.streamed
+    for tier, num_bytes in said.bytes_per_tier.items():
+        gathers = said.problem.working_set + said.problem.in_flight if tier is Tier.GPU else 0
+        assert engine.ledger.used(tier) == num_bytes - gathers
+    assert engine.ledger.held(Tier.GPU, "staging") == said.problem.device_staging
+    for number in range(3):
+        step(model, optimizer, number)
+        assert model.memory_report()["moved"] == by_name(said.traffic), "byte for byte"
+    for tier in engine.ledger.tiers:
+        assert engine.ledger.peak(tier) <= engine.ledger.budget(tier)
+    assert "staging" in str(model.memory_report())
+
+
+def test_auto_streams_on_a_machine_whose_link_beats_its_host(tmp_path: Path) -> None:
+    figures = {
+        "h2d": 1e13, "d2h": 1e13, "gpu_bandwidth": 1e13, "adam_cpu": 5e-9, "adam_gpu": 1e-12, "nvme_read": 1e9,
+        "nvme_write": 1e9, "gpu_flops_bf16": 1e15,
+    }  # fmt: skip
+    machine = Hardware("made up", {key: Figure(value, "a test") for key, value in figures.items()})
+    trace = gemini.trace(models.make_model("llama"), BATCHES[0], precision="bf16", target="cpu")
+    model = wrap(tmp_path, gpu="500KiB", placement="auto", trace=trace, hardware=machine, activations=0)
+    other = plain()
+    assert any(chunk.streamed for chunk in model._gemini_engine.chunks)
+    first, second = adam(model), adam(other)
+    for number in range(3):
+        assert step(model, first, number) == step(other, second, number)
+        assert model.memory_report()["moved"] == by_name(model._gemini_engine.plan.traffic)
+    assert_same(model, other)
+
+
+def test_without_a_gpu_it_has_no_effect_and_says_so(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="no effect without a GPU"):
+        config = gemini.GeminiConfig(
+            memory=gemini.MemoryBudget(cpu="64MiB"), device="cpu",
+            placement=gemini.StaticPlacement(updates_on_gpu=1.0),
+        )  # fmt: skip
+        model = gemini.GeminiDDP(models.make_model("llama"), config)
+    assert not any(chunk.streamed for chunk in model._gemini_engine.chunks)
+
+
+# ---- in a pipeline, and in order -------------------------------------------------------------------------------------
+
+
+class Gate:
+    """Notes the copies of each lane as they begin; ``fate`` may hold or fail one."""
+
+    def __init__(self, fate: Callable[[str, int], None] = lambda lane, number: None):
+        self.begun: Counter[str] = Counter()
+        self.changed = threading.Condition()
+        self.fate = fate
+
+    def __call__(self, lane: str) -> None:
+        with self.changed:
+            self.begun[lane] += 1
+            number = self.begun[lane]
+            self.changed.notify_all()
+        self.fate(lane, number)
+
+
+def test_tiles_go_through_in_a_pipeline_over_the_borders_of_chunks(tmp_path: Path) -> None:
+    """The first copy out is held until every slot is on its way in: had each tile been waited for, it would stay so."""
+    slots = 4 * DEVICE_SLOTS  # of each tile weights, residual and both moments
+
+    def hold(lane: str, number: int) -> None:
+        if (lane, number) == ("update out", 1):
+            with gate.changed:
+                assert gate.changed.wait_for(lambda: gate.begun["update in"] >= slots, 10), dict(gate.begun)
+
+    gate = Gate(hold)
+    model = wrap(tmp_path, StandinDevice(gate=gate), gradients="transient")
+    tiles = -(-MAX_CHUNK // model._gemini_engine.updates._lane._device_tile)
+    assert len(model._gemini_engine.chunks) > 3 and tiles <= DEVICE_SLOTS
+    optimizer = adam(model, step_in_backward=True)
+    step(model, optimizer, 0)
+    model._gemini_engine.drain()
+    assert gate.begun["update in"] == gate.begun["update out"] > slots
+    assert set(gate.begun) == {"fetch", "update in", "update out"}, "and gradients crossed nothing"
+
+
+def test_copies_of_an_update_wait_for_nothing_that_is_computed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their slots were waited for; what they take back comes after the kernel, by its event."""
+    model = wrap(tmp_path)
+    device, found, marks = model._gemini_engine.device, list[tuple[str, bool, bool]](), list[Event]()
+    copy = device.copy
+
+    def mark() -> Event:
+        marks.append(Event())
+        marks[-1].finish()
+        return marks[-1]
+
+    def copying(into: Any, source: Any, lane: str, after: Any = None, *, behind_computing: bool = True) -> Event:
+        found.append((lane, after in marks, behind_computing))
+        return copy(into, source, lane, after, behind_computing=behind_computing)
+
+    monkeypatch.setattr(device, "copy", copying)
+    monkeypatch.setattr(device, "mark", mark)
+    step(model, adam(model), 0)
+    model._gemini_engine.drain()
+    of_updates = {how for how in found if how[0].startswith("update")}
+    assert of_updates == {("update in", False, False), ("update out", True, False)}
+
+
+@pytest.mark.parametrize("gradients", ["retain", "transient"])
+def test_no_kernel_before_what_was_computed_when_it_was_handed_over(
+    gradients: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gradients may not be there yet, and weights that live on the device may still be read."""
+    homes = {"weights_on_gpu": 1.0} if gradients == "retain" else {}
+    model = wrap(tmp_path, gradients=gradients, homes=homes)
+    optimizer = adam(model, step_in_backward=gradients == "transient")
+    step(model, optimizer, 0)
+    model._gemini_engine.drain()
+    trainer, early, beside = threading.get_ident(), list[bool](), list[str]()
+    device, real, check = model._gemini_engine.device, kernels.adam_update, update_lane.check_finite
+    lane = model._gemini_engine.updates._lane
+    run, under_way = lane._update, list[Any]()
+
+    def mark() -> Event:
+        event = Event()
+        if threading.get_ident() == trainer:  # what training computes takes its time
+            threading.Timer(0.05, event.finish).start()
+        else:
+            event.finish()
+        return event
+
+    def looked(segments: Any) -> None:
+        early.append(not next(reversed(lane._open)).ready.is_complete())
+        check(segments)
+
+    def updating(job: Any, tile: Any) -> None:
+        under_way[:] = [job]
+        run(job, tile)
+
+    def update(*args: Any) -> None:
+        early.append(not under_way[0].ready.is_complete())
+        real(*args)
+
+    monkeypatch.setattr(lane, "_update", updating)
+
+    monkeypatch.setattr(device, "mark", mark)
+    monkeypatch.setattr(device, "beside", lambda name: (beside.append(name), type(device).beside(device, name))[1])
+    monkeypatch.setattr(kernels, "adam_update", update)
+    monkeypatch.setattr(update_lane, "check_finite", looked)
+    step(model, optimizer, 1)
+    model._gemini_engine.drain()
+    assert early and not any(early) and set(beside) == {"update"}
+
+
+def test_an_update_that_waits_for_its_gradients_keeps_none_that_has_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first update is held until there is a second one, whose gradients then do not come."""
+
+    def hold(lane: str, number: int) -> None:
+        for _ in range(1000 if (lane, number) == ("update in", 1) else 0):
+            if len(engine.updates._jobs) > 1:
+                return
+            time.sleep(0.01)
+
+    model = wrap(tmp_path, StandinDevice(gate=Gate(hold)), gradients="transient")
+    optimizer = adam(model, step_in_backward=True)
+    engine, trainer, marks = model._gemini_engine, threading.get_ident(), list[Event]()
+
+    def mark() -> Event:
+        event = Event()
+        if threading.get_ident() != trainer or not marks:
+            event.finish()
+        if threading.get_ident() == trainer:
+            marks.append(event)
+        return event
+
+    monkeypatch.setattr(engine.device, "mark", mark)
+    model(**BATCHES[0]).loss.backward()
+    first, *others = engine.updates._jobs.values()
+    first.wait(10)
+    assert others and not any(job.is_complete() for job in others)
+    for event in marks[1:]:
+        event.finish()
+    optimizer.step()
+    engine.check_invariants()
+
+
+# ---- what goes wrong -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize(("lane", "number"), [("in", 1), ("in", 30), ("out", 1), ("out", 9)])
+def test_a_copy_that_fails_surfaces_and_nothing_hangs(lane: str, number: int, overlap: bool, tmp_path: Path) -> None:
+    fails = list[int]()
+
+    def fail(at: str, count: int) -> None:
+        if at == f"update {lane}" and count - before == number and fails:
+            raise OSError("the link is down")
+
+    gate, before = Gate(fail), 0
+    model, other = wrap(tmp_path, StandinDevice(gate=gate), overlap=overlap), plain()
+    first, second = adam(model), adam(other)
+    step(model, first, 0)
+    gemini.save_checkpoint(tmp_path / "ckpt", model, first)
+    before = gate.begun[f"update {lane}"]
+    fails.append(1)
+    with pytest.raises(GeminiError, match="the link is down"):
+        step(model, first, 1)
+        model(**BATCHES[2])
+    fails.clear()
+    with pytest.raises(GeminiError, match="Load the last checkpoint"):
+        step(model, first, 2)
+    gemini.load_checkpoint(tmp_path / "ckpt", model, first)
+    step(other, second, 0)
+    for count in (1, 2):
+        assert step(model, first, count) == step(other, second, count)
+    assert_same(model, other)
+    model._gemini_engine.check_invariants()
+
+
+def test_a_budget_without_room_for_the_staging_is_refused_with_the_remedy(tmp_path: Path) -> None:
+    problem = wrap(tmp_path, overlap=False)._gemini_engine.problem
+    needed = problem.spoken_for(streams=True)[Tier.GPU]
+    with pytest.raises(gemini.BudgetExceeded, match=r"1 B missing on gpu.*stream no updates \(updates_on_gpu=0\)"):
+        wrap(tmp_path, gpu=needed - 1)
+    assert wrap(tmp_path, gpu=needed - 1, homes={"updates_on_gpu": 0.0}) is not None
+    model, other = wrap(tmp_path, gpu=needed), plain()
+    assert len(model._gemini_engine.mover.staging.on_device) == 1, "one slot, which the lane has for itself"
+    first, second = adam(model), adam(other)
+    for number in range(3):
+        assert step(model, first, number) == step(other, second, number)
+    assert_same(model, other)
