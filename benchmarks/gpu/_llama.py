@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
 PIECE = 1024
@@ -97,7 +97,9 @@ class PiecewiseLlama(LlamaForCausalLM):
 @contextlib.contextmanager
 def quick_weights() -> Iterator[None]:
     """Models that are built inside get repeated tiles of normal numbers, the same in every process; norms get ones."""
-    tile = torch.randn(2**20, generator=torch.Generator().manual_seed(0)) * STD
+    # Whatever dtype and device are the default by now: the same numbers for everybody.
+    generator = torch.Generator("cpu").manual_seed(0)
+    tile = torch.randn(2**20, generator=generator, dtype=torch.float32, device="cpu") * STD
 
     def fill(module: Any) -> None:
         weight = module.weight.data
@@ -109,14 +111,13 @@ def quick_weights() -> Iterator[None]:
             part = flat[at : at + len(values)]
             part.copy_(values[: len(part)])
 
-    kept = nn.Linear.reset_parameters, nn.Embedding.reset_parameters, PiecewiseLlama.__dict__.get("_init_weights")
+    kept = nn.Linear.reset_parameters, nn.Embedding.reset_parameters, PreTrainedModel._init_weights
     nn.Linear.reset_parameters = nn.Embedding.reset_parameters = fill  # type: ignore[assignment, method-assign]
-    PiecewiseLlama._init_weights = lambda self, module: None  # type: ignore[method-assign]
+    PreTrainedModel._init_weights = lambda self, module: None  # of the model inside as well: it would draw them again
     try:
         yield
     finally:
-        nn.Linear.reset_parameters, nn.Embedding.reset_parameters = kept[:2]  # type: ignore[method-assign]
-        del PiecewiseLlama._init_weights
+        nn.Linear.reset_parameters, nn.Embedding.reset_parameters, PreTrainedModel._init_weights = kept
 
 
 def plain_model(shape: Shape, seq_len: int, device: str = "cpu") -> Any:
@@ -139,7 +140,7 @@ def with_checkpointing(model: Any) -> Any:
 
 def make_batch(shape: Shape, tokens: int, seq_len: int, step: int, device: str = "cpu") -> dict[str, torch.Tensor]:
     """Frequent words are drawn more often (a squared uniform), so that there is something to learn."""
-    generator = torch.Generator().manual_seed(1000 + step)
+    generator = torch.Generator("cpu").manual_seed(1000 + step)
     words = min(WORDS, shape.vocab)
     ids = (torch.rand(max(tokens // seq_len, 1), min(seq_len, tokens), generator=generator) ** 2 * words).long()
     return {"input_ids": ids.to(device), "labels": ids.to(device)}

@@ -56,8 +56,8 @@ def shape_of(params: float, vocab: int) -> _llama.Shape:
 def budgets(args: argparse.Namespace, card: Card) -> gemini.MemoryBudget:
     """Nearly all of the card that is free, the share of host memory that was said, and the drive but for a reserve."""
     nvme = 2**26 if args.tiny else max(0, free_disk(args.spill) - args.keep_free)
-    gpu = 2**22 if args.tiny else int(card.free_bytes * args.gpu_share)
-    cpu = 2**26 if args.tiny else host_budget(args.host)
+    gpu = 2**20 if args.tiny else int(card.free_bytes * args.gpu_share)
+    cpu = 3 * 2**20 if args.tiny else host_budget(args.host)
     drive: dict[str, Any] = {"nvme": nvme, "nvme_path": args.spill} if nvme > 2**20 else {}
     return gemini.MemoryBudget(gpu=gpu, cpu=cpu, **drive)
 

@@ -10,6 +10,7 @@ step:
     T_fwd, T_bwd   forward and backward of the plain model, all weights on the card, gradients dropped
     W              all updates with nothing beside them
     step           with clipping, and without, updates inside backward
+    bound          T_bwd + max(T_fwd, W) with clipping, max(T_fwd + T_bwd, W) with updates inside backward
     goal           with clipping 0.9 of the bound (T_fwd + T_bwd) / (T_bwd + max(T_fwd, W)); from 16k tokens without
                    clipping 0.9 of computing alone
 
@@ -37,7 +38,7 @@ from benchmarks.gpu._card import Card, free_disk, host_budget
 from benchmarks.gpu._llama import Shape
 from benchmarks.gpu._training import AFTER, CLIPPED, IN_BACKWARD, Training, computing_alone, trace_of
 from gemini.errors import human_bytes, parse_bytes
-from gemini.memory.measure import Sizes
+from gemini.memory.measure import Sizes, measure_gpu
 from gemini.memory.measure import measure as measure_machine
 from gemini.planning.hardware import Hardware
 
@@ -80,7 +81,10 @@ def figures_of(args: argparse.Namespace, card: Card) -> Hardware:
         ops=10, gpu_product=(32, 32, 32), gpu_bytes=2**16,
     )  # fmt: skip
     sizes = small if args.tiny else Sizes(spill_seconds=3.0)
-    return Hardware(card.slug, dict(measure_machine(args.spill if args.nvme else None, sizes)))
+    figures = dict(measure_machine(args.spill if args.nvme else None, sizes))
+    if not card.real:
+        figures |= dict(measure_gpu(torch.device("cpu"), sizes))
+    return Hardware(card.slug, figures)
 
 
 def settings_for(args: argparse.Namespace, card: Card, budget: int, trace: Any, hardware: Any) -> dict[str, Any]:
@@ -111,45 +115,36 @@ def case_of(args: argparse.Namespace, training: Training, tokens: int, results: 
     return case
 
 
-def row_of(shape: Shape, tokens: int, seq_len: int, budget: int, case: dict[str, Any]) -> tuple[list[str], list[str]]:
-    """A row of the table, and what is to be said of the goals."""
+def rows_of(
+    shape: Shape, tokens: int, seq_len: int, budget: int, case: dict[str, Any]
+) -> tuple[list[list[str]], list[str]]:
+    """Rows of the table, one for each schedule, and what is to be said of the goals."""
     flops, work = shape.flops(tokens, seq_len), statistics.median(case["update alone"])
-    compute, lines = case["alone"], []
-    t_fwd = t_bwd = None
-    if "forward" in compute:
-        t_fwd, t_bwd = statistics.median(compute["forward"]), statistics.median(compute["backward"])
-    row = [
-        human_bytes(budget),
-        f"{tokens:,}",
-        *(f"{t:.3f}" if t is not None else "-" for t in (t_fwd, t_bwd)),
-        f"{work:.3f}",
-    ]
+    alone_t, rows, lines = case["alone"], [], []
     where = f"{human_bytes(budget)}, {tokens:,} tokens"
-    for key in ("clip", "in-backward", "after"):
-        own = case["schedules"].get(key)
-        if own is None:
-            row += ["-", "-", "-"]
-            continue
+    for key, own in case["schedules"].items():
         step = statistics.median(own["seconds"])
-        row += [f"{step:.3f}", f"{flops / step / 1e12:.1f}"]
-        if t_fwd is None or t_bwd is None:
-            row.append("-")
+        row = [human_bytes(budget), f"{tokens:,}", SCHEDULES[key].name, f"{step:.3f}", f"{flops / step / 1e12:.1f}"]
+        if "forward" not in alone_t:
+            rows.append([*row, "-", "-", "-", "-", f"{work:.3f}"])
             continue
-        share = (t_fwd + t_bwd) / step
-        row.append(f"{share:.1%}")
-        bound = (t_bwd + max(t_fwd, work)) / step
-        if key == "clip":
+        t_fwd, t_bwd = (statistics.median(alone_t[name]) for name in ("forward", "backward"))
+        share, bound = (t_fwd + t_bwd) / step, (t_bwd + max(t_fwd, work)) / step
+        if SCHEDULES[key].in_backward:
+            bound = max(t_fwd + t_bwd, work) / step
+        rows.append([*row, f"{share:.1%}", f"{bound:.1%}", f"{t_fwd:.3f}", f"{t_bwd:.3f}", f"{work:.3f}"])
+        if SCHEDULES[key].clip:
             lines.append(_part.verdict(f"{where}, with clipping: share of the bound", bound, GOAL))
-        elif key == "in-backward" and tokens >= GOAL_TOKENS:
-            lines.append(_part.verdict(f"{where}, without clipping: share of computing alone", share, GOAL))
-    return row, lines
+        elif tokens >= GOAL_TOKENS:
+            lines.append(_part.verdict(f"{where}, {SCHEDULES[key].name}: share of computing alone", share, GOAL))
+    return rows, lines
 
 
 def measure(args: argparse.Namespace, card: Card, results: _part.Results) -> None:
     shape = _llama.SHAPES["tiny" if args.tiny else args.shape]
     seq_len = 32 if args.tiny else args.seq_len
     groups = [[32, 64]] if args.tiny else args.groups
-    budgets = [2**26] if args.tiny else args.budgets
+    budgets = [2**20] if args.tiny else args.budgets
     hardware = None
     if not args.typical:
         hardware = figures_of(args, card)
@@ -180,22 +175,22 @@ def measure(args: argparse.Namespace, card: Card, results: _part.Results) -> Non
                 continue
             built = max(built, left - results.left())
             told = {"budget": budget, "planned for": max(group), "build seconds": training.build_seconds,
-                    "plan": str(training.model._gemini_engine.plan)}  # fmt: skip
+                    "plan": str(training.model._gemini_engine.plan),
+                    "checkpointed activations wait in": training.model._gemini_engine.plan.offload_activations}  # fmt: skip
             results.append("built", told)
             for tokens in group:
                 case = told | {"tokens": tokens, "alone": computing[tokens]} | case_of(args, training, tokens, results)
                 results.append("cases", case)
-                row, said = row_of(shape, tokens, seq_len, budget, case)
-                rows.append(row)
+                more, said = rows_of(shape, tokens, seq_len, budget, case)
+                rows += more
                 lines += said
             training.close()
             del training
     for tokens, found in computing.items():
         if "why not" in found:
             lines.append(f"- computing alone at {tokens:,} tokens was not measured: {found['why not']}")
-    names = ["GPU budget", "tokens", "T_fwd", "T_bwd", "W"]
-    for key in ("clipping", "in backward", "after backward"):
-        names += [f"step, {key}", "TFLOP/s", "of computing alone"]
+    names = ["GPU budget", "tokens", "schedule", "step", "TFLOP/s", "of computing alone", "of the bound", "T_fwd",
+             "T_bwd", "W"]  # fmt: skip
     results.say(
         f"Llama of {shape.params:,} params, bf16, AdamW, gradient checkpointing, sequences of {seq_len} (seconds; "
         "medians).",

@@ -51,7 +51,7 @@ def test_20_steps_of_a_small_llama(where: str, overlap: bool, tmp_path: Path) ->
     model = gpu_cases.wrap(model, where, tmp_path, overlap=overlap, max_chunk=20000)
     run, num_evictions = models.managed_loop(model, recipe, each_step=model._gemini_engine.check_invariants)
     models.assert_same(run, plain)
-    assert (num_evictions > 0) == (not PLACEMENTS[where].roomy)
+    assert num_evictions > 0 or where not in ("all on the host", "all on nvme")
 
 
 @pytest.mark.parametrize(

@@ -30,18 +30,19 @@ class FailingCopies:
 
     def __init__(self, model: Any, monkeypatch: pytest.MonkeyPatch):
         device = engine_of(model).device
-        self.count, self.chosen, self.fired = 0, 0, False
+        self.count, self.chosen = 0, 0
+        self.fired: str | None = None  # the lane of the one that failed
         self._lock, self._copy = threading.Lock(), device.copy
         monkeypatch.setattr(device, "copy", self.copy)
 
-    def copy(self, *args: Any, **kwargs: Any) -> Any:
+    def copy(self, into: torch.Tensor, source: torch.Tensor, lane: str, *args: Any, **kwargs: Any) -> Any:
         with self._lock:
             self.count += 1
             fails = self.count == self.chosen
-            self.fired = self.fired or fails
         if fails:
+            self.fired = lane
             raise Broken("an illegal address, say")
-        return self._copy(*args, **kwargs)
+        return self._copy(into, source, lane, *args, **kwargs)
 
 
 def one_step(model: Any, optimizer: Any, seed: int) -> None:
@@ -69,34 +70,38 @@ def test_any_copy_may_fail(where: str, tmp_path: Path, monkeypatch: pytest.Monke
             counting.count = 0
     expected, num_copies = snapshot(whole), counting.count
     assert num_copies > 4, "nothing moves here"
-    repeated = loaded = 0
+    told = 0
     for chosen in range(1, num_copies + 1, max(num_copies // 8, 1)):
         model = gpu_cases.wrap(llama(), where, tmp_path)
         optimizer = helpers.adam(model)
         gemini.load_checkpoint(tmp_path / "ckpt", model, optimizer)
-        copies, done = FailingCopies(model, monkeypatch), 1
+        copies, error = FailingCopies(model, monkeypatch), None
         copies.chosen = chosen
-        with pytest.raises((Broken, GeminiError)) as caught:
-            while done < STEPS:
-                one_step(model, optimizer, done)
-                done += 1
-            pytest.fail(f"copy {chosen} of {num_copies} failed and nobody said so")
-        assert copies.fired and caused_by(caught.value), f"the cause is lost: {caught.value!r}"
-        caught.value.__traceback__ = None
-        del caught
+        try:
+            for seed in range(1, STEPS):
+                one_step(model, optimizer, seed)
+        except (Broken, GeminiError) as e:
+            error = e
+        copies.chosen = 0
         engine_of(model).ledger.check_invariants()
-        if engine_of(model).lost is not None:
-            with pytest.raises(GeminiError, match="Load the last checkpoint"):
-                model(**gpu_cases.batch(0))
-        gemini.load_checkpoint(tmp_path / "ckpt", model, optimizer)
-        loaded += engine_of(model).lost is None
-        for seed in range(1, STEPS):
-            one_step(model, optimizer, seed)
+        if error is not None:
+            assert copies.fired and caused_by(error), f"the cause is lost: {error!r}"
+            told, error = told + 1, error.with_traceback(None)
+            if engine_of(model).lost is not None:
+                with pytest.raises(GeminiError, match="Load the last checkpoint"):
+                    model(**gpu_cases.batch(0))
+            gemini.load_checkpoint(tmp_path / "ckpt", model, optimizer)
+            assert engine_of(model).lost is None
+            for seed in range(1, STEPS):
+                one_step(model, optimizer, seed)
+        else:  # what is fetched ahead may fail, and is fetched again when it is needed; or there were fewer this time
+            assert copies.fired in (None, "fetch"), f"a copy on the lane {copies.fired} failed and nobody said so"
         assert_same_snapshot(snapshot(model), expected)
         engine_of(model).check_invariants()
-        repeated += 1
-    summary(f"on {gpu_cases.DEVICE}, {where}: {repeated} of {num_copies} copies failed in turn, each told and resumed")
-    assert repeated == loaded > 4
+    summary(
+        f"on {gpu_cases.DEVICE}, {where}: of {num_copies} copies every {num_copies // 8}th failed; {told} were told"
+    )
+    assert told > 4
 
 
 def test_a_budget_that_is_too_small_is_refused_before_anything_moves(tmp_path: Path) -> None:
