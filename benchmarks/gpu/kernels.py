@@ -51,7 +51,7 @@ def fused(params: torch.Tensor, grad: torch.Tensor) -> Callable[[], object]:
 
 def copying(num_bytes: int, device: str) -> Callable[[], object]:
     """Reads half of ``num_bytes`` and writes the other half."""
-    source = torch.ones(num_bytes // 8, device=device)
+    source = torch.randn(num_bytes // 8, device=device)
     into = torch.zeros_like(source)
     return lambda: into.copy_(source)
 
@@ -153,6 +153,12 @@ def other_kernels(device: str) -> Any:
     return kernels.use_isa("reference") if device == "cpu" else contextlib.nullcontext()
 
 
+def numbers(sums: Any) -> torch.Tensor:
+    """Sums of squares, wherever the kernels left them."""
+    resolve = getattr(kernels, "resolve", None)
+    return torch.tensor(sums if resolve is None else resolve([sums])[0], dtype=torch.float64)
+
+
 def compare_slab(n: int, seed: int, device: str) -> dict[str, int]:
     """Three updates of one slab on both, for each kind of master and gradient; elements that differ, and were NaN."""
     found = operands(n, seed)
@@ -178,10 +184,10 @@ def compare_slab(n: int, seed: int, device: str) -> dict[str, int]:
                     seen["nan"] += int(here.isnan().sum()) if here.is_floating_point() else 0
         finite = grad.nan_to_num(0, 0, 0)
         for given in (finite, grad):
-            here_sums = kernels.sum_squares(given)
+            sums = [numbers(kernels.sum_squares(given))]
             with other_kernels(device):
-                sums = [here_sums, kernels.sum_squares(given.to(device))]
-            seen["norms differing"] += differing(*(torch.tensor(one, dtype=torch.float64) for one in sums))
+                sums.append(numbers(kernels.sum_squares(given.to(device))))
+            seen["norms differing"] += differing(*sums)
     return seen
 
 

@@ -107,7 +107,8 @@ def case_of(args: argparse.Namespace, training: Training, tokens: int, results: 
         report = training.finish()
         case["schedules"][key] = {
             "seconds": seconds, "losses": losses, "moved": dict(report["moved"]), "stalls": dict(report["stalls"]),
-            "gpu": {name: report["gpu"][name] for name in ("budget", "peak", "used")}, "torch": training.card.peaks(),
+            "gpu": {name: report["gpu"][name] for name in ("budget", "peak", "used")},
+            "allocator": dict(report.get("allocator", {})) or training.card.peaks(),
             "host": {name: report["cpu"][name] for name in ("budget", "peak", "used")},
         }  # fmt: skip
     training.use(AFTER)
@@ -174,9 +175,9 @@ def measure(args: argparse.Namespace, card: Card, results: _part.Results) -> Non
                 lines.append(f"- {human_bytes(budget)}, {group} tokens: does not fit. {e}")
                 continue
             built = max(built, left - results.left())
+            plan = training.model._gemini_engine.plan
             told = {"budget": budget, "planned for": max(group), "build seconds": training.build_seconds,
-                    "plan": str(training.model._gemini_engine.plan),
-                    "checkpointed activations wait in": training.model._gemini_engine.plan.offload_activations}  # fmt: skip
+                    "plan": str(plan), "checkpointed activations wait in": plan.offload_activations}  # fmt: skip
             results.append("built", told)
             for tokens in group:
                 case = told | {"tokens": tokens, "alone": computing[tokens]} | case_of(args, training, tokens, results)

@@ -25,7 +25,8 @@ DEVICE = "standin" if ON_STANDIN else "cuda"
 """What ``GeminiConfig(device=)`` is given."""
 TORCH = "cpu" if ON_STANDIN else "cuda"
 """Where tensors of forward are."""
-PLENTY = "1GiB"
+PLENTY = "64MiB"
+"""For models of some 40,000 params; host memory in a budget may be page-locked, all of it."""
 
 
 @dataclass(frozen=True)
@@ -55,8 +56,7 @@ def config(model: nn.Module, where: str, path: Path, *, precision: str = "bf16",
     """Budgets with room on the GPU for what lives there and, unless roomy, the weights of one module at a time."""
     placement = PLACEMENTS[where]
     on_gpu = {name: fraction for name, fraction in placement.fractions.items() if name.endswith("on_gpu")}
-    specs = [ParamSpec(n.names[0], n.param.numel(), n.param.requires_grad) for n in collect_params(model)]
-    sizes = [chunk.numel for chunk in make_layout(specs, max_chunk=more.get("max_chunk", DEFAULT_MAX_CHUNK)).chunks]
+    sizes = chunk_sizes(model, more.get("max_chunk", DEFAULT_MAX_CHUNK))
     planes = sum(sizes) * (4 * on_gpu.get("weights_on_gpu", 0) + 16 * on_gpu.get("optimizer_on_gpu", 0))
     # A fraction is honoured to one chunk of weights and one of states. An update through the GPU takes tiles there.
     extra = 20 * max(sizes) if on_gpu else 0
@@ -65,6 +65,12 @@ def config(model: nn.Module, where: str, path: Path, *, precision: str = "bf16",
     gpu: Any = PLENTY if placement.roomy else int(planes + gathered + extra)
     memory = gemini.MemoryBudget(gpu=gpu, cpu=PLENTY, nvme=PLENTY, nvme_path=path)
     return gemini.GeminiConfig(precision=precision, memory=memory, placement=placement.static, device=DEVICE, **more)
+
+
+def chunk_sizes(model: nn.Module, max_chunk: int = DEFAULT_MAX_CHUNK) -> list[int]:
+    """Elements of each chunk, padding included."""
+    specs = [ParamSpec(n.names[0], n.param.numel(), n.param.requires_grad) for n in collect_params(model)]
+    return [chunk.numel for chunk in make_layout(specs, max_chunk=max_chunk).chunks]
 
 
 def wrap(model: nn.Module, where: str, path: Path, **how: Any) -> Any:

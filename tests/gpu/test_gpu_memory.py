@@ -70,6 +70,18 @@ def activations_of(card: torch.device) -> int:
     return torch.cuda.max_memory_allocated(card) - before
 
 
+def config_for(model: Any, on_gpu: float, gradients: str, activations: int) -> gemini.GeminiConfig:
+    """A budget for the planes that live there (to one chunk), two modules' weights at a time, and the activations."""
+    sizes = gpu_cases.chunk_sizes(model)
+    gathered, _ = helpers.tight_bytes(model, "bf16")
+    planes = int(14 * sum(sizes) * on_gpu) + (16 * max(sizes) if on_gpu else 0)
+    placement = gemini.StaticPlacement(weights_on_gpu=on_gpu, optimizer_on_gpu=on_gpu)
+    return gemini.GeminiConfig(
+        memory=gemini.MemoryBudget(gpu=planes + 2 * gathered + activations + 8 * MIB, cpu="3GiB"),
+        placement=placement, activations=activations, gradients=gradients, device=DEVICE,
+    )  # fmt: skip
+
+
 def train(model: Any, card: torch.device, *, in_backward: bool) -> None:
     optimizer = gemini.HybridAdam(model.parameters(), lr=1e-3, step_in_backward=in_backward)
     for step in range(4):
@@ -85,21 +97,14 @@ def train(model: Any, card: torch.device, *, in_backward: bool) -> None:
 @pytest.mark.parametrize("gradients", ["retain", "transient"])
 @pytest.mark.parametrize("on_gpu", [0.0, 0.5, 1.0])
 def test_what_torch_handed_out_is_within_the_budget(
-    on_gpu: float, gradients: str, card: torch.device, tmp_path: Path, summary: Any
+    on_gpu: float, gradients: str, card: torch.device, summary: Any
 ) -> None:
     activations = activations_of(card)
     gc.collect()
     model: Any = stack()
     params = sum(param.numel() for param in model.parameters())
-    gathered, _ = helpers.tight_bytes(model, "bf16")
-    largest = max(param.numel() for param in model.parameters())
-    planes = int(14 * params * on_gpu) + (16 * largest if on_gpu else 0)
-    budget = planes + 2 * gathered + activations + 8 * MIB
-    memory = gemini.MemoryBudget(gpu=budget, cpu="4GiB", nvme="4GiB", nvme_path=tmp_path)
-    placement = gemini.StaticPlacement(weights_on_gpu=on_gpu, optimizer_on_gpu=on_gpu)
-    config = gemini.GeminiConfig(
-        memory=memory, placement=placement, activations=activations, gradients=gradients, device=DEVICE
-    )
+    config = config_for(model, on_gpu, gradients, activations)
+    budget = config.memory.bytes_of(gemini.Tier.GPU)
     gpu_cases.forget_cached()
     before, kept = torch.cuda.memory_allocated(card), torch.cuda.memory_reserved(card)
     model = gemini.GeminiDDP(model, config)
@@ -112,14 +117,14 @@ def test_what_torch_handed_out_is_within_the_budget(
         f"{peak / MIB:.0f}, reserved {reserved / MIB:.0f}"
     )
     assert report["gpu"]["peak"] <= budget
-    assert peak <= budget, "torch handed out more than the budget"
+    assert peak <= report["gpu"]["peak"] + MIB <= budget + MIB, "torch handed out more than the ledger knows of"
     assert reserved <= budget + ROUNDING, "fragments: torch keeps more of the card than the budget"
 
 
-def test_deleting_the_model_gives_the_card_back(card: torch.device, tmp_path: Path) -> None:
+def test_deleting_the_model_gives_the_card_back(card: torch.device) -> None:
     def once() -> None:
         placement = gemini.StaticPlacement(weights_on_gpu=0.5, optimizer_on_gpu=0.5)
-        memory = gemini.MemoryBudget(gpu="2GiB", cpu="4GiB")
+        memory = gemini.MemoryBudget(gpu="2GiB", cpu="3GiB")
         model: Any = gemini.GeminiDDP(stack(), gemini.GeminiConfig(memory=memory, placement=placement, device=DEVICE))
         train(model, card, in_backward=False)
 
