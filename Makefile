@@ -17,7 +17,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: help venv demo test test-slow lint docs doctor clean
+.PHONY: help venv demo test test-slow test-gpu lint docs doctor clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -32,6 +32,9 @@ test: $(VENV)/.built  ## set up, then run the tests (ARGS="-k name" to choose)
 
 test-slow: $(VENV)/.built  ## set up, then run every test, the slow ones too
 	$(BIN)/python -m pytest -m "slow or not slow" $(ARGS)
+
+test-gpu: $(VENV)/.built  ## set up, then run the tests of a card (GEMINI_GPU_TESTS=standin: without one)
+	$(BIN)/python -m pytest -m gpu tests/gpu $(ARGS)
 
 lint: $(VENV)/.built  ## ruff and mypy
 	$(BIN)/ruff check .

@@ -179,10 +179,15 @@ def to_compute_dtype(model: nn.Module, precision: str) -> dict[str, torch.Tensor
     return masters
 
 
+def on(device: torch.device | str, batch: Batch) -> Batch:
+    """The batch on the device that computes."""
+    return {name: value.to(device) for name, value in batch.items()}
+
+
 @cache
-def plain_loop(family: str, recipe: Recipe) -> Run:
-    """Train with nothing but torch and the reference kernels."""
-    model = make_model(family)
+def plain_loop(family: str, recipe: Recipe, device: str = "cpu") -> Run:
+    """Train with nothing but torch and the reference kernels, on ``device``; what comes out is on the CPU."""
+    model = make_model(family).to(device)
     masters = to_compute_dtype(model, recipe.precision)
     named = {name: param for name, param in model.named_parameters() if param.requires_grad}
     moments = {n: (torch.zeros_like(m), torch.zeros_like(m)) for n, m in masters.items()}
@@ -195,9 +200,9 @@ def plain_loop(family: str, recipe: Recipe) -> Run:
     for micro_batches in make_batches(recipe.num_steps, recipe.num_micro):
         sums: dict[str, torch.Tensor] = {}
         for batch in micro_batches:
-            loss = model(**batch).loss
+            loss = model(**on(device, batch)).loss
             run.losses.append(float(loss.detach()))
-            loss.backward(torch.tensor(scale / recipe.num_micro, dtype=loss.dtype))
+            loss.backward(torch.tensor(scale / recipe.num_micro, dtype=loss.dtype, device=device))
             for name, param in named.items():
                 if param.grad is not None:
                     grad = param.grad.reshape(-1).float()
@@ -227,9 +232,10 @@ def plain_loop(family: str, recipe: Recipe) -> Run:
                 param.data = rounded(masters[name], recipe.precision).view(param.shape)
         scheduler.step()
     for name, param in model.named_parameters():
-        run.masters[name] = masters[name].view(param.shape) if name in masters else param.detach().float()
+        master = masters[name].view(param.shape) if name in masters else param.detach().float()
+        run.masters[name] = master.cpu()
         if name in moments and counts[name]:
-            m, v = moments[name]
+            m, v = (moment.cpu() for moment in moments[name])
             step = torch.tensor(float(counts[name]))
             run.moments[name] = {"step": step, "exp_avg": m.view(param.shape), "exp_avg_sq": v.view(param.shape)}
     return run
@@ -253,7 +259,7 @@ def managed_loop(model: nn.Module, recipe: Recipe, *, each_step: Callable[[], No
     for micro_batches in make_batches(recipe.num_steps, recipe.num_micro):
         before = engine.manager.num_evictions  # an update also drops what it has overtaken: not counted
         for batch in micro_batches:
-            loss = model(**batch).loss
+            loss = model(**on(engine.device.torch_device, batch)).loss
             run.losses.append(float(loss.detach()))
             (loss / recipe.num_micro).backward()
         num_evictions += engine.manager.num_evictions - before

@@ -184,7 +184,8 @@ class Plain:
         param.data = self.states[name]["weights"].to(DTYPES[self.precision], copy=True).view(param.shape)
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        loss.backward(None if self.scale is None else torch.tensor(self.scale, dtype=loss.dtype), **kwargs)
+        scale = None if self.scale is None else torch.tensor(self.scale, dtype=loss.dtype, device=loss.device)
+        loss.backward(scale, **kwargs)
         self.collect()
 
     def collect(self) -> None:

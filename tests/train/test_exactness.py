@@ -107,9 +107,11 @@ class Draw:
         )
 
 
-def draw(rng: random.Random, model: nn.Module, precision: str) -> Draw:
+def draw(
+    rng: random.Random, model: nn.Module, precision: str, devices: tuple[str, ...] = ("cpu", "standin")
+) -> Draw:
     """A random placement and the budgets that just hold it."""
-    device = rng.choice(("cpu", "standin"))
+    device = rng.choice(devices)
     tile = rng.choice((None, 4096))
     isa = rng.choice((None, None, "reference"))
     gradients = rng.choice(("retain", "accumulate"))

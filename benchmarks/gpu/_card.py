@@ -1,0 +1,129 @@
+"""The device that a benchmark measures: a card, or the stand-in on which every script can be tried without one.
+
+All that is CUDA's own in these benchmarks is behind :class:`Card`, so that a run on the stand-in (``--device standin``)
+executes everything but the few lines here. Times on a card are CUDA events on the current stream.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import re
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import psutil
+import torch
+
+HOST_SHARE = 0.86
+"""Of host memory, what budgets may take if nobody says otherwise: the rest is for the interpreter, CUDA and caches."""
+
+
+class Card:
+    """``device`` is for ``GeminiConfig(device=)``, ``torch`` for tensors of forward."""
+
+    def __init__(self, device: str = "cuda"):
+        self.device = device
+        self.real = device == "cuda"
+        self.torch = "cuda" if self.real else "cpu"
+        if self.real and not torch.cuda.is_available():
+            raise SystemExit("torch sees no CUDA device; --device standin tries the script without one")
+
+    @property
+    def name(self) -> str:
+        return torch.cuda.get_device_name() if self.real else "the stand-in device"
+
+    @property
+    def slug(self) -> str:
+        """``h200``"""
+        words = re.findall(r"[a-z0-9]+", self.name.lower()) if self.real else ["standin"]
+        return next((word for word in words if re.fullmatch(r"[a-z]+\d+\w*", word)), "-".join(words))
+
+    @property
+    def total_bytes(self) -> int:
+        return torch.cuda.get_device_properties(0).total_memory if self.real else 2**30
+
+    @property
+    def free_bytes(self) -> int:
+        return torch.cuda.mem_get_info()[0] if self.real else 2**30
+
+    def synchronize(self) -> None:
+        if self.real:
+            torch.cuda.synchronize()
+
+    def forget(self) -> None:
+        """Collect garbage, give back what torch's allocator keeps, and count peaks from here."""
+        gc.collect()
+        if self.real:
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+
+    def peaks(self) -> dict[str, int]:
+        """Bytes that torch handed out and kept at most since :meth:`forget`; nothing on the stand-in."""
+        if not self.real:
+            return {}
+        return {"allocated": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
+
+    # ---- time -------------------------------------------------------------------------------------------------------
+
+    def stamp(self) -> Any:
+        """A moment in the current stream (on the stand-in, of the clock)."""
+        if not self.real:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def seconds(self, begin: Any, end: Any) -> float:
+        """Between two stamps; waits for the second."""
+        if not self.real:
+            return end - begin
+        end.synchronize()
+        return begin.elapsed_time(end) / 1e3
+
+    def time(self, run: Callable[[], object]) -> float:
+        """Seconds of what ``run`` gives the device, which has nothing else to do."""
+        self.synchronize()
+        begin = self.stamp()
+        run()
+        return self.seconds(begin, self.stamp())
+
+    def interleave(self, contenders: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
+        """Seconds of each by round: in each all run once, beginning with another one. The first does not count."""
+        names, found = list(contenders), {name: [] for name in contenders}
+        for number in range(rounds + 1):
+            first = number % len(names)
+            for name in names[first:] + names[:first]:
+                seconds = self.time(contenders[name])
+                if number:
+                    found[name].append(seconds)
+        return found
+
+
+class Spread(NamedTuple):
+    """Median, least and most of some measurements."""
+
+    median: float
+    least: float
+    most: float
+
+    @classmethod
+    def of(cls, values: list[float]) -> Spread:
+        return cls(statistics.median(values), min(values), max(values))
+
+
+def host_budget(said: int | None) -> int:
+    """Bytes of host memory for the budgets, as said or as a share of what there is."""
+    return int(psutil.virtual_memory().total * HOST_SHARE) if said is None else said
+
+
+def free_disk(folder: Path) -> int:
+    stat = os.statvfs(folder)
+    return stat.f_bavail * stat.f_frsize

@@ -1,0 +1,165 @@
+"""Copies between host and card while training, against what the link can do: at least 90 % of pinned copies.
+
+    python benchmarks/gpu/copies.py --out FOLDER
+    python benchmarks/gpu/copies.py --device standin --tiny        # to try the script
+
+First the link alone, through torch with pinned memory: host to card, card to host, and both at once. Then some steps of
+a model whose chunks all live in host memory, recorded (``model.recording()``): bytes that each lane moved over the
+seconds that it was busy. A recorded step waits at every boundary between modules and a lane counts as busy until its
+end is noticed, so the lanes are at least as fast as this says; the same steps unrecorded say how much of the link the
+whole step used.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import torch
+
+import gemini
+from benchmarks._ranks import table
+from benchmarks.gpu import _llama, _part
+from benchmarks.gpu._card import Card, Spread, host_budget
+from benchmarks.gpu._training import CLIPPED, Training, trace_of
+from gemini.planning.timeline import Lane
+
+GOAL = 0.90
+WAYS = {"host to card": (Lane.H2D, "cpu->gpu"), "card to host": (Lane.D2H, "gpu->cpu")}
+
+
+class Link:
+    """Buffers on both sides; copies in either direction on a stream of its own."""
+
+    def __init__(self, card: Card, num_bytes: int):
+        self.card, self.num_bytes = card, num_bytes
+        numel = num_bytes // 4
+        self.here = [torch.randn(numel, device=card.torch) for _ in WAYS]
+        self.host = [torch.randn(numel, pin_memory=card.real) for _ in WAYS]
+        self.streams = [torch.cuda.Stream() for _ in WAYS] if card.real else [None, None]
+
+    def copy(self, way: int) -> None:
+        into, source = (self.here[0], self.host[0]) if way == 0 else (self.host[1], self.here[1])
+        into.copy_(source, non_blocking=True)
+
+    def rates(self, ways: Sequence[int], copies: int) -> list[float]:
+        """bytes/s of each way while all of them are under way, ``copies`` of each."""
+        self.card.synchronize()
+        stamps: list[list[Any]] = [[] for _ in WAYS]
+        for number in range(copies + 1):
+            for way in ways:
+                with torch.cuda.stream(self.streams[way]) if self.card.real else _nothing():
+                    stamps[way].append(self.card.stamp())
+                    if number < copies:
+                        self.copy(way)
+        self.card.synchronize()
+        return [copies * self.num_bytes / self.card.seconds(stamps[way][0], stamps[way][-1]) for way in ways]
+
+
+def _nothing() -> Any:
+    import contextlib
+
+    return contextlib.nullcontext()
+
+
+def link_alone(card: Card, num_bytes: int, rounds: int) -> dict[str, list[float]]:
+    """bytes/s by round."""
+    link, found = Link(card, num_bytes), {}
+    for number in range(rounds + 1):
+        rates = {
+            "host to card": link.rates([0], 4), "card to host": link.rates([1], 4), "both": link.rates([0, 1], 4)
+        }  # fmt: skip
+        if number:
+            for name, (first, *second) in rates.items():
+                key = f"{name}, alone" if name != "both" else "host to card, both at once"
+                found.setdefault(key, []).append(first)
+                for rate in second:
+                    found.setdefault("card to host, both at once", []).append(rate)
+    return found
+
+
+def lanes_in_training(training: Training, steps: int) -> list[dict[str, Any]]:
+    """For each recorded step: its seconds, and by direction the bytes and the seconds that the lane was busy."""
+    found = []
+    for _ in range(steps):
+        with training.model.recording() as recording:
+            training.step(training.batch())
+        timeline = recording.timeline
+        own: dict[str, Any] = {"step": timeline.step_seconds, "stalls": dict(timeline.stalls)}
+        for name, (lane, _) in WAYS.items():
+            spans = [span for span in timeline.spans if span.lane is lane]
+            busy = timeline.busy.get(lane, 0.0)
+            num_bytes = sum(span.num_bytes for span in spans)
+            rates = [span.num_bytes / (span.stop - span.start) for span in spans if span.num_bytes]
+            own[name] = {"bytes": num_bytes, "busy": busy, "copies": len(rates),
+                         "median rate of a copy": statistics.median(rates) if rates else 0.0}  # fmt: skip
+        found.append(own)
+    return found
+
+
+def measure(args: argparse.Namespace, card: Card, results: _part.Results) -> None:
+    num_bytes, rounds = (2**20, 2) if args.tiny else (2**30, 7)
+    raw = link_alone(card, num_bytes, rounds)
+    results.add("link, bytes/s", raw)
+    card.forget()
+    rows = [[name, *(f"{value / 1e9:.2f}" for value in Spread.of(rates))] for name, rates in raw.items()]
+    results.say("The link, pinned memory", "", *table(["way", "GB/s", "least", "most"], rows))
+    shape = _llama.SHAPES["tiny" if args.tiny else args.shape]
+    tokens, seq_len = (64, 32) if args.tiny else (args.tokens, args.seq_len)
+    memory = gemini.MemoryBudget(gpu=args.gpu or int(card.total_bytes * 0.9), cpu=host_budget(args.host))
+    settings = {
+        "memory": memory, "placement": gemini.StaticPlacement(), "trace": trace_of(shape, tokens, seq_len, card)
+    }  # fmt: skip
+    training = Training(card, shape, tokens, seq_len, settings)
+    training.use(CLIPPED)
+    seconds, _ = training.timed_steps(1 if args.tiny else 3, 1 if args.tiny else 2)
+    moved = training.finish()["moved"]
+    recorded = lanes_in_training(training, 1 if args.tiny else 3)
+    results.add("steps", {"shape": shape._asdict(), "params": shape.params, "tokens": tokens, "seconds": seconds,
+                          "moved in a step": dict(moved), "recorded": recorded,
+                          "build seconds": training.build_seconds})  # fmt: skip
+    training.close()
+    rows, lines = [], []
+    for name, (_, boundary) in WAYS.items():
+        rates = [own[name]["bytes"] / own[name]["busy"] for own in recorded if own[name]["busy"]]
+        alone, both = (Spread.of(raw[f"{name}, {how}"]).median for how in ("alone", "both at once"))
+        if not rates:
+            lines.append(f"- {name}: nothing moved")
+            continue
+        of_step = moved.get(boundary, 0) / statistics.median(seconds)
+        rows.append([name, f"{moved.get(boundary, 0) / 1e9:.2f}", f"{statistics.median(rates) / 1e9:.2f}",
+                     f"{alone / 1e9:.2f}", f"{both / 1e9:.2f}", f"{of_step / 1e9:.2f}"])  # fmt: skip
+        lines.append(
+            _part.verdict(f"{name}, lane while busy over the link alone", statistics.median(rates) / alone, GOAL)
+        )
+        lines.append(
+            f"- {name}, lane while busy over the link with both at once: {statistics.median(rates) / both:.3f}"
+        )
+    results.say(
+        f"Training of {shape.params:,} params, all chunks in host memory, {tokens} tokens per step, clipping: "
+        f"{statistics.median(seconds):.3f} s per step",
+        "",
+        *table(["way", "GB per step", "GB/s of the lane while busy", "link alone", "link, both at once",
+                "GB/s over the whole step"], rows),
+        *lines,
+        "",
+    )  # fmt: skip
+
+
+def main(argv: Sequence[str] | None = None) -> _part.Results:
+    parser = _part.make_parser(__doc__, seconds=90)
+    parser.add_argument("--shape", choices=_llama.SHAPES, default="3b", help="(default: %(default)s)")
+    parser.add_argument("--tokens", type=int, default=8192, help="per step (default: %(default)s)")
+    parser.add_argument("--seq-len", type=int, default=4096, help="(default: %(default)s)")
+    parser.add_argument("--gpu", type=_part.parse_bytes, default=None, help="GPU budget (default: 90 %% of the card)")
+    return _part.run("copies", parser, measure, argv)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,74 @@
+"""On a card: checkpointed activations wait in host memory or on the drive. The same bits, and they leave the card."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import gemini
+from tests.gpu import gpu_cases
+from tests.gpu.gpu_cases import DEVICE
+from tests.train import helpers, test_activations
+from tests.train.helpers import llama
+
+SHAPE = {"rows": 4, "length": 64}
+
+
+def wrap(folder: Path, offload: str | None, make: Any, **more: Any) -> Any:
+    sizes: dict[str, Any] = {"gpu": "64MiB", "cpu": "64MiB", "nvme": "64MiB", **more}
+    memory = gemini.MemoryBudget(**sizes, nvme_path=folder)
+    config = gemini.GeminiConfig(device=DEVICE, memory=memory, offload_activations=offload)
+    model = gemini.GeminiDDP(make(), config).train()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    return model
+
+
+def train(model: Any) -> tuple[list[tuple[float, float]], list[set[str]], dict[str, torch.Tensor]]:
+    """Losses and norms, where activations waited after each forward, and the masters."""
+    optimizer, seen, waited = helpers.adam(model), [], []
+    torch.manual_seed(1)  # dropout
+    for step in range(4):
+        loss = model(**gpu_cases.batch(step, **SHAPE)).loss
+        waited.append(set(test_activations.held(model)))
+        loss.backward()
+        norm = model.clip_grad_norm_(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.append((loss.item(), norm.item()))
+    model._gemini_engine.check_invariants()
+    assert test_activations.held(model) == {} and not test_activations.hooks_are_open()
+    return seen, waited, model.state_dict(dtype=torch.float32)
+
+
+@pytest.mark.parametrize("offload", ["cpu", "nvme"])
+@pytest.mark.parametrize("make", [lambda: llama(dropout=0.1), test_activations.t5], ids=["llama", "t5"])
+def test_the_same_bits(make: Any, offload: str, tmp_path: Path) -> None:
+    seen, nowhere, masters = train(wrap(tmp_path, None, make))
+    moved, waited, same_masters = train(wrap(tmp_path, offload, make))
+    assert moved == seen and all(where == {offload} for where in waited) and not any(nowhere)
+    assert all(torch.equal(value, same_masters[name]) for name, value in masters.items())
+
+
+def test_inputs_of_blocks_leave_the_card(card: torch.device, tmp_path: Path) -> None:
+    """Between forward and backward torch holds their bytes less, each of which the ledger has in host memory."""
+
+    def make() -> Any:
+        return llama(layers=8)
+
+    shape, held = {"rows": 64, "length": 64}, {}
+    for offload in (None, "cpu"):
+        model = wrap(tmp_path, offload, make)
+        for _ in range(2):  # the second forward finds windows, staging and workspaces where they stay
+            loss = model(**gpu_cases.batch(0, **shape)).loss
+            model._gemini_engine.activations.drain()
+            torch.cuda.synchronize()
+            held[offload] = torch.cuda.memory_allocated(card), test_activations.held(model).get("cpu", 0)
+            loss.backward()
+            model.zero_grad()
+        del model, loss
+    inputs = 8 * 64 * 64 * 32 * 2
+    assert held["cpu"][1] == inputs
+    assert held[None][0] - held["cpu"][0] >= 0.9 * inputs, held

@@ -1,0 +1,138 @@
+"""On a card: the GPU budget is kept, by the ledger's own count and by what torch's allocator says it handed out.
+
+The budget is the whole of what the process may take there: planes, windows, activations and workspaces. The last two
+are measured here on the same model without Gemini, by the same allocator, and declared (``activations=``); so the sum
+is arithmetic, and nothing may exceed it.
+"""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import gemini
+from tests.gpu import gpu_cases
+from tests.gpu.gpu_cases import DEVICE, PLACEMENTS
+from tests.train import helpers
+from tests.train.test_memory import Stack
+
+MIB = 2**20
+ROUNDING = 64 * MIB
+"""What torch's allocator may keep beyond what it handed out: segments are whole (2 and 20 MiB, larger ones in steps of
+2 MiB), and one of each kind may be partly empty per stream."""
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize("where", PLACEMENTS)
+def test_no_tier_goes_over_its_budget(where: str, precision: str, tmp_path: Path) -> None:
+    model = gpu_cases.wrap(helpers.llama(), where, tmp_path, precision=precision)
+    engine = helpers.engine_of(model)
+    optimizer = helpers.adam(model)
+    for step in range(4):
+        gpu_cases.train(model, optimizer, [step])
+        engine.check_invariants()
+    report = model.memory_report()
+    for tier in ("gpu", "cpu", "nvme"):
+        assert report[tier]["used"] <= report[tier]["peak"] <= report[tier]["budget"]
+    if not PLACEMENTS[where].roomy:
+        assert report["gpu"]["peak"] > 0.8 * report["gpu"]["budget"] - 2**24, "a budget that nobody comes near"
+
+
+# ---- by torch's allocator --------------------------------------------------------------------------------------------
+
+WIDTH, LAYERS, VOCAB = 1024, 8, 8192
+
+
+def stack() -> Stack:
+    """84M params: 1.0 GB of planes, layers of 17 MB in bf16."""
+    torch.manual_seed(0)
+    return Stack(WIDTH, LAYERS, VOCAB)
+
+
+def tokens(card: torch.device, step: int) -> torch.Tensor:
+    return torch.randint(0, VOCAB, (8, 256), generator=torch.Generator().manual_seed(step)).to(card)
+
+
+def activations_of(card: torch.device) -> int:
+    """Bytes that forward and backward take beside the weights, each gradient let go as it comes."""
+    model = stack().to(card, torch.bfloat16)
+    for param in model.parameters():
+        param.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+    model(tokens(card, 0)).backward()  # workspaces of libraries stay from here on, and are in every later count
+    gpu_cases.forget_cached()
+    before = torch.cuda.memory_allocated(card)
+    model(tokens(card, 0)).backward()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated(card) - before
+
+
+def config_for(model: Any, on_gpu: float, gradients: str, activations: int) -> gemini.GeminiConfig:
+    """A budget for the planes that live there (to one chunk), two modules' weights at a time, and the activations."""
+    sizes = gpu_cases.chunk_sizes(model)
+    gathered, _ = helpers.tight_bytes(model, "bf16")
+    planes = int(14 * sum(sizes) * on_gpu) + (16 * max(sizes) if on_gpu else 0)
+    placement = gemini.StaticPlacement(weights_on_gpu=on_gpu, optimizer_on_gpu=on_gpu)
+    return gemini.GeminiConfig(
+        memory=gemini.MemoryBudget(gpu=planes + 2 * gathered + activations + 8 * MIB, cpu="3GiB"),
+        placement=placement, activations=activations, gradients=gradients, device=DEVICE,
+    )  # fmt: skip
+
+
+def train(model: Any, card: torch.device, *, in_backward: bool) -> None:
+    optimizer = gemini.HybridAdam(model.parameters(), lr=1e-3, step_in_backward=in_backward)
+    for step in range(4):
+        model(tokens(card, step)).backward()
+        if not in_backward:
+            model.clip_grad_norm_(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    model.memory_report()  # of a finished world
+    torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("gradients", ["retain", "transient"])
+@pytest.mark.parametrize("on_gpu", [0.0, 0.5, 1.0])
+def test_what_torch_handed_out_is_within_the_budget(
+    on_gpu: float, gradients: str, card: torch.device, summary: Any
+) -> None:
+    activations = activations_of(card)
+    gc.collect()
+    model: Any = stack()
+    params = sum(param.numel() for param in model.parameters())
+    config = config_for(model, on_gpu, gradients, activations)
+    budget = config.memory.bytes_of(gemini.Tier.GPU)
+    gpu_cases.forget_cached()
+    before, kept = torch.cuda.memory_allocated(card), torch.cuda.memory_reserved(card)
+    model = gemini.GeminiDDP(model, config)
+    train(model, card, in_backward=gradients == "transient")
+    peak, reserved = torch.cuda.max_memory_allocated(card) - before, torch.cuda.max_memory_reserved(card) - kept
+    report = model.memory_report()
+    summary(
+        f"card: {params / 1e6:.0f}M params, {on_gpu:.0%} on the GPU, {gradients}: budget {budget / MIB:.0f} MiB "
+        f"({activations / MIB:.0f} of them activations), ledger's peak {report['gpu']['peak'] / MIB:.0f}, allocated "
+        f"{peak / MIB:.0f}, reserved {reserved / MIB:.0f}"
+    )
+    assert report["gpu"]["peak"] <= budget
+    assert peak <= report["gpu"]["peak"] + MIB <= budget + MIB, "torch handed out more than the ledger knows of"
+    assert reserved <= budget + ROUNDING, "fragments: torch keeps more of the card than the budget"
+
+
+def test_deleting_the_model_gives_the_card_back(card: torch.device) -> None:
+    def once() -> None:
+        placement = gemini.StaticPlacement(weights_on_gpu=0.5, optimizer_on_gpu=0.5)
+        memory = gemini.MemoryBudget(gpu="2GiB", cpu="3GiB")
+        model: Any = gemini.GeminiDDP(stack(), gemini.GeminiConfig(memory=memory, placement=placement, device=DEVICE))
+        train(model, card, in_backward=False)
+
+    once()
+    gc.collect()
+    gpu_cases.forget_cached()
+    before = torch.cuda.memory_allocated(card), torch.cuda.memory_reserved(card)
+    once()
+    gc.collect()
+    gpu_cases.forget_cached()
+    assert (torch.cuda.memory_allocated(card), torch.cuda.memory_reserved(card)) == before

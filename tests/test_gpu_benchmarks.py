@@ -1,0 +1,132 @@
+"""The GPU benchmarks run: commands, models, a tiny form of what needs no card, and a suite whose parts fail.
+
+Their other tiny forms are processes of their own (``benchmarks/gpu/README.md``); nothing here measures anything.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import gemini
+from benchmarks import gpu_suite
+from benchmarks.gpu import _llama, copies, exactness, kernels, pack_deepspeed, peers, size, throughput
+from benchmarks.gpu._card import Card
+from benchmarks.gpu._training import CLIPPED, Training
+from tests import models
+
+SCRIPTS = (gpu_suite, kernels, copies, exactness, throughput, size, peers, pack_deepspeed)
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
+def test_every_script_says_what_it_takes(script: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        script.main(["--help"])
+    assert left.value.code == 0 and "--" in capsys.readouterr().out
+
+
+def test_every_part_of_the_suite_is_a_script() -> None:
+    for part in set(gpu_suite.PARTS) - {"build", "tests"}:
+        assert (gpu_suite.ROOT / "benchmarks" / "gpu" / f"{part}.py").exists(), part
+
+
+@pytest.mark.parametrize(("name", "params"), [("8b", 8_030_261_248), ("3b", 3_212_749_824), ("tiny-tied", None)])
+def test_shapes_are_those_of_the_models_they_are_named_after(name: str, params: int | None) -> None:
+    shape = _llama.SHAPES[name]
+    with torch.device("meta"):
+        model = _llama.PiecewiseLlama(_llama.config_of(shape, 64))
+    assert sum(param.numel() for param in model.parameters()) == shape.params == (params or shape.params)
+
+
+def test_flops_are_six_per_weight_and_token_and_half_of_attention() -> None:
+    shape = _llama.Shape(hidden=4, intermediate=8, layers=2, heads=2, kv_heads=1, vocab=10)
+    matrices = 2 * (4 * 4 + 2 * 2 * 4 + 4 * 4 + 3 * 4 * 8) + 4 * 10  # two layers (q, k, v, o, MLP), and the head
+    scores = 2 * 2 * 5 * 5 * 4 / 2  # of a layer in forward: two products of 5 x 5 x 4, half masked
+    assert shape.flops(5, 5) == 5 * 6 * matrices + 3 * 2 * scores
+
+
+def test_the_managed_model_starts_from_the_plain_one_s_weights() -> None:
+    shape = _llama.SHAPES["tiny-tied"]
+    plain = _llama.plain_model(shape, 32)
+    memory = gemini.MemoryBudget(gpu="64MiB", cpu="64MiB")
+    training = Training(Card("standin"), shape, 64, 32, {"memory": memory})
+    for name, param in plain.named_parameters():
+        models.assert_same_bits(training.model.full_param(name), param.detach(), name)
+    training.use(CLIPPED)
+    batch = _llama.make_batch(shape, 64, 32, 0)
+    wanted = plain(**batch).loss
+    assert training.step(batch).item() == wanted.item()
+    whole = super(_llama.PiecewiseLlama, plain).forward(**batch)
+    torch.testing.assert_close(wanted, whole.loss, rtol=1e-5, atol=0)
+    training.close()
+
+
+def test_kernels_in_a_tiny_form(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    kernels.main(["--device", "standin", "--tiny", "--out", str(tmp_path)])
+    found = json.loads((tmp_path / "kernels.json").read_text())
+    assert found["state"] == "done" and set(found["raw"]) == {"Adam", "Gradients", "bits"}
+    bits = found["raw"]["bits"]
+    assert bits["differing"] == bits["norms differing"] == 0 < bits["nan"] and bits["params"] == bits["asked"]
+    assert "goal at least 0.85" in capsys.readouterr().out
+
+
+def test_a_bit_that_differs_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    real, calls = kernels.kernels.adam_update, []
+
+    def one_bit_off(weights: torch.Tensor, *rest: Any) -> None:
+        real(weights, *rest)
+        calls.append(None)
+        if len(calls) == 6:  # the last update on the other side, of the first kind
+            weights.view(torch.int16)[7] ^= 1
+
+    monkeypatch.setattr(kernels.kernels, "adam_update", one_bit_off)
+    assert kernels.compare_slab(1000, 0, "cpu")["differing"] == 1
+
+
+def test_who_fits_together_is_compared_together() -> None:
+    everybody = ["gemini", "deepspeed", "fsdp2"]
+    assert peers.groups_of(everybody, 10**9, 60 * 10**9) == [everybody]
+    assert peers.groups_of(everybody, 10**9, 40 * 10**9) == [["gemini", "deepspeed"], ["gemini", "fsdp2"]]
+
+
+SAYS = "import json, time; open(OUT, 'w').write(json.dumps({WHAT}));"
+PROGRAMS = {
+    "kernels": SAYS.replace("WHAT", "'lines': ['- it went well'], 'raw': [1], 'machine': {'card': 'NVIDIA H200'}"),
+    "copies": "print('about to fail'); raise SystemExit(3)",
+    "exactness": SAYS.replace("WHAT", "'lines': ['- half of it'], 'raw': [2]") + "time.sleep(60)",
+}
+
+
+def test_a_part_that_fails_or_hangs_is_told_and_the_rest_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def command_of(part: str, args: Any, seconds: float) -> list[str]:
+        return [sys.executable, "-c", PROGRAMS[part].replace("OUT", repr(str(args.parts_folder / f"{part}.json")))]
+
+    monkeypatch.setattr(gpu_suite, "command_of", command_of)
+    command = ["--out", str(tmp_path), "--parts", "copies,exactness,kernels,size", "--limit", "exactness=0.6"]
+    monkeypatch.setitem(gpu_suite.PARTS, "size", gpu_suite.PARTS["size"]._replace(least=10**6))
+    assert gpu_suite.main(command) == 1
+    (report,) = tmp_path.glob("gpu_suite_h200_*.md")
+    raw = json.loads(report.with_suffix(".json").read_text())["parts"]
+    states = {part: raw[part]["state"] for part in ("copies", "exactness", "kernels", "size")}
+    assert states == {
+        "copies": "failed with 3", "exactness": "stopped after 1 s", "kernels": "done", "size": "not run: no time left",
+    }  # fmt: skip
+    text = report.read_text()
+    for told in ("about to fail", "- half of it", "- it went well", "not measured: build, tests, throughput, peers"):
+        assert told in text, told
+    assert raw["exactness"]["raw"] == [2] and sorted(file.name for file in tmp_path.iterdir()) == sorted(
+        [report.name, report.with_suffix(".json").name, "log.txt"]
+    )
+
+
+def test_a_part_that_does_not_exist_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        gpu_suite.main(["--parts", "kernels,kernel"])
+    assert "no part kernel; there are build, tests" in capsys.readouterr().err
