@@ -21,6 +21,7 @@ from accelerate.utils import DistributedType
 from torch import nn
 
 from gemini.config import GeminiConfig
+from gemini.train.compiled import BLOCKS_INSTEAD
 from gemini.train.ddp import GeminiDDP
 from gemini.train.guard import engine_of, handle_of
 from gemini.train.optimizer import HybridAdam
@@ -85,7 +86,7 @@ class GeminiAccelerator(SavingAccelerator):
         if self.state.dynamo_plugin.backend.value != "NO":
             raise ValueError(
                 "torch.compile of a whole managed model is not supported: leave torch_compile= (dynamo_backend=, "
-                "ACCELERATE_DYNAMO_BACKEND) out"
+                f"ACCELERATE_DYNAMO_BACKEND) out. {BLOCKS_INSTEAD}"
             )
         if self.parallelism_config is not None and self.parallelism_config.total_size > 1:
             raise ValueError("parallelism_config: Gemini shards over all processes; leave parallelism_config out")

@@ -7,6 +7,7 @@ import os
 from typing import Any
 
 from gemini.config import GeminiConfig
+from gemini.train.compiled import BLOCKS_INSTEAD
 
 from .settings import check_precision
 
@@ -29,7 +30,9 @@ def check_args(args: Any) -> None:
                 "(in `accelerate config` too). GeminiConfig(memory=gemini.MemoryBudget(...)) says what goes where"
             )
     if args.torch_compile:
-        raise ValueError("torch_compile=True: a managed model cannot be compiled as a whole; leave it out")
+        raise ValueError(
+            f"torch_compile=True: a managed model cannot be compiled as a whole; leave it out. {BLOCKS_INSTEAD}"
+        )
     optim = getattr(args.optim, "value", args.optim)
     if optim not in OPTIMIZERS:
         raise ValueError(

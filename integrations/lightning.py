@@ -23,6 +23,7 @@ from gemini.config import GeminiConfig
 from gemini.errors import GeminiError
 from gemini.ranks.agreement import Point
 from gemini.train import streamed_file
+from gemini.train.compiled import BLOCKS_INSTEAD
 from gemini.train.ddp import GeminiDDP
 from gemini.train.engine import Engine
 from gemini.train.guard import refuse_in
@@ -167,7 +168,7 @@ class GeminiStrategy(DDPStrategy):
                 )
             return module
         if getattr(module, "_compiler_ctx", None) is not None:
-            raise GeminiError("the LightningModule was compiled as a whole: compile parts of it (a block's forward)")
+            raise GeminiError(f"the LightningModule was compiled as a whole. {BLOCKS_INSTEAD}")
         device, root = torch.device("cpu" if config.device == "standin" else config.device), self.root_device
         if device.type != root.type:
             raise ValueError(

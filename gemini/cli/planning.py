@@ -45,7 +45,7 @@ _Checkpointing = Annotated[
 _Attention = Annotated[
     str | None,
     typer.Option(
-        help=f"How attention is computed: {', '.join(ATTENTIONS)}. (Default: what transformers chooses.)",
+        help=f"How attention is computed: {', '.join(ATTENTIONS)}. (Default: auto, what transformers chooses.)",
         rich_help_panel=_STEP,
     ),
 ]
@@ -87,7 +87,7 @@ def trace(
         str, typer.Option(help=f"What is computed in: {', '.join(PRECISIONS)}.", rich_help_panel=_STEP)
     ] = _T.precision,
     gradient_checkpointing: _Checkpointing = False,
-    attention: _Attention = None,
+    attn_implementation: _Attention = None,
     target: Annotated[
         str, typer.Option(help=f"Whose workspaces count: {', '.join(TARGETS)}.", rich_help_panel=_STEP)
     ] = _T.target,
@@ -105,7 +105,7 @@ def trace(
         seq_len=seq_len,
         precision=precision,
         gradient_checkpointing=gradient_checkpointing,
-        attention=attention,
+        attn_implementation=attn_implementation,
         target=target,
     )
     settings.check()
@@ -160,7 +160,7 @@ def plan(
             rich_help_panel=_STEP,
         ),
     ] = _P.offload_activations,
-    attention: _Attention = None,
+    attn_implementation: _Attention = None,
     gpu: Annotated[
         str | None,
         typer.Option(
@@ -213,7 +213,7 @@ def plan(
         seq_len=seq_len,
         precision=precision,
         gradient_checkpointing=gradient_checkpointing,
-        attention=attention,
+        attn_implementation=attn_implementation,
         accumulate=accumulate,
         micro_batch=micro_batch,
         gradients=gradients,

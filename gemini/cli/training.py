@@ -104,6 +104,17 @@ def train(
             rich_help_panel=_HOW,
         ),
     ] = False,
+    attn_implementation: Annotated[
+        str,
+        typer.Option(
+            help="How attention is computed: eager, sdpa, flash_attention_2, or another name of transformers. auto: "
+            "what the config says; else FlashAttention on a GPU where it is installed, and torch's sdpa.",
+            rich_help_panel=_HOW,
+        ),
+    ] = _DEFAULTS.attn_implementation,
+    compile: Annotated[
+        bool, typer.Option("--compile", help="Compile the repeated blocks with torch.compile.", rich_help_panel=_HOW)
+    ] = False,
     seed: Annotated[
         int, typer.Option(help="Draws the weights, the order of the text and dropout.", rich_help_panel=_HOW)
     ] = _DEFAULTS.seed,

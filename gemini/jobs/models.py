@@ -19,6 +19,7 @@ import transformers
 
 from gemini.config import GeminiConfig
 from gemini.jobs.errors import JobError
+from gemini.train.attention import Attention
 from gemini.train.from_config import skeleton_from_config
 from gemini.train.from_pretrained import skeleton_from_pretrained
 from gemini.train.skeleton import Skeleton
@@ -78,7 +79,7 @@ def find_config(name: str, layers: int | None = None) -> ModelSource:
     return source
 
 
-def outline_model(source: ModelSource) -> Skeleton:
+def outline_model(source: ModelSource, attention: Attention | None = None) -> Skeleton:
     """The transformers model without values, from its config or what its files say they hold.
 
     Raises:
@@ -87,11 +88,15 @@ def outline_model(source: ModelSource) -> Skeleton:
     try:
         if source.weights is None:
             return skeleton_from_config(
-                source.config, model_class=transformers.AutoModelForCausalLM, dtype=torch.float32
+                source.config,
+                model_class=transformers.AutoModelForCausalLM,
+                attention=attention,
+                dtype=torch.float32,
             )
         skeleton, _ = skeleton_from_pretrained(
             source.weights,
             model_class=transformers.AutoModelForCausalLM,
+            attention=attention,
             config=source.config,
             dtype="auto",
             local_files_only=True,

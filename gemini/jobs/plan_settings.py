@@ -11,7 +11,7 @@ from gemini.planning.planes import GRADIENTS, PRECISIONS
 from gemini.tiers import Tier
 
 TARGETS = ("cpu", "cuda")
-ATTENTIONS = ("sdpa", "eager")
+ATTENTIONS = ("auto", "eager", "sdpa", "flash_attention_2")
 COMPUTES = ("gpu", "cpu")
 OFFLOADS = ("auto", "no", "cpu", "nvme")
 STEP_SCHEDULES = ("overlapped", "serial")
@@ -29,7 +29,7 @@ class TraceSettings:
     seq_len: int | None = None
     precision: str = "bf16"
     gradient_checkpointing: bool = False
-    attention: str | None = None
+    attn_implementation: str | None = None
     target: str = "cuda"
 
     def check(self) -> None:
@@ -42,8 +42,15 @@ class TraceSettings:
         at_least(1, "--batch-size", self.batch_size)
         at_least(2, "--seq-len", self.seq_len)
         one_of(PRECISIONS, "--precision", self.precision)
-        one_of(ATTENTIONS, "--attention", self.attention)
+        one_of(ATTENTIONS, "--attn-implementation", self.attn_implementation)
         one_of(TARGETS, "--target", self.target)
+        if self.attn_implementation == "flash_attention_2":
+            for asked, value, other in (("--precision", self.precision, "fp32"), ("--target", self.target, "cpu")):
+                if value == other:
+                    raise JobError(
+                        f"--attn-implementation flash_attention_2 and {asked} {other}: FlashAttention computes in bf16 "
+                        "and fp16 on CUDA only. Leave one of the two out."
+                    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +65,7 @@ class PlanSettings:
     seq_len: int | None = None
     precision: str | None = None
     gradient_checkpointing: bool = False
-    attention: str | None = None
+    attn_implementation: str | None = None
     accumulate: int = 1
     micro_batch: str | None = None
     gradients: str | None = None
@@ -134,12 +141,12 @@ class PlanSettings:
             seq_len=self.seq_len,
             precision=self.precision or "bf16",
             gradient_checkpointing=self.gradient_checkpointing,
-            attention=self.attention,
+            attn_implementation=self.attn_implementation,
             target=target,
         )
 
 
-_OF_THE_TRACE = ("batch_size", "seq_len", "precision", "gradient_checkpointing", "attention", "micro_batch")
+_OF_THE_TRACE = ("batch_size", "seq_len", "precision", "gradient_checkpointing", "attn_implementation", "micro_batch")
 
 
 def option(name: str) -> str:

@@ -39,6 +39,8 @@ class TrainSettings:
     clip: float = 1.0
     precision: str = "bf16"
     gradient_checkpointing: bool = False
+    attn_implementation: str = "auto"
+    compile: bool = False
     seed: int = 0
     device: str | None = None
     rank_timeout: int = 600

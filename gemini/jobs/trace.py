@@ -26,10 +26,12 @@ def take_trace(settings: TraceSettings) -> MemoryTrace:
         GeminiError: if it cannot be traced.
     """
     assert settings.config is not None
+    settings.check()
     # The imports of seconds: a command line that is refused before does not pay for them.
     import gemini
     from gemini.jobs.models import find_config, first_line, hush
     from gemini.tracing.batches import batch_for, model_class_for
+    from gemini.train.attention import FLASH, supports_flash
 
     source = find_config(settings.config, settings.layers)
     config = source.config
@@ -37,9 +39,14 @@ def take_trace(settings: TraceSettings) -> MemoryTrace:
     hush()
     config.use_cache = False
     try:
-        if settings.attention is not None:
-            config._attn_implementation = settings.attention
         model_class = model_class_for(config)
+        if settings.attn_implementation not in (None, "auto"):
+            config._attn_implementation = settings.attn_implementation
+            if settings.attn_implementation == FLASH and not supports_flash(model_class, config):
+                raise JobError(
+                    f"--attn-implementation {FLASH}: {model_class.__name__} has none in transformers, or its heads are "
+                    "too wide for it. Leave it out."
+                )
         return gemini.trace(
             config,
             batch_for(config, settings.batch_size, seq_len, model_class=model_class),
@@ -48,7 +55,7 @@ def take_trace(settings: TraceSettings) -> MemoryTrace:
             checkpointing="non-reentrant" if settings.gradient_checkpointing else None,
             model_class=model_class,
         )
-    except (GeminiError, MemoryError):
+    except (GeminiError, JobError, MemoryError):
         raise
     except Exception as e:
         # Whatever transformers trips over here comes from the config and the options it was given.

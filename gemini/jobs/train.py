@@ -42,6 +42,8 @@ from gemini.jobs.tokens import ByteTokens, TokenizerTokens, Tokens
 from gemini.jobs.train_config import make_config
 from gemini.jobs.windows import WindowStream
 from gemini.ranks import launch
+from gemini.train.attention import Attention
+from gemini.train.compiled import compile_blocks
 
 # fp16 skips steps while it looks for a loss scale, but then the loss itself is finite.
 _HOPELESS_STEPS = 10
@@ -72,10 +74,14 @@ class TrainRun:
             self.stream = self._open_text(source)
 
             self.device = _device(settings.device)
-            skeleton = outline_model(source)
+            skeleton = outline_model(source, _attention(settings, source, self.device))
+            if settings.compile:
+                _compile_blocks(skeleton.model)
         checkpoint = self._compare(found)
         config = make_config(settings, source, self.device)
         model = self.model = fill_model(skeleton, config, seed=settings.seed)
+        if settings.compile:
+            _compile_blocks(model)  # drawing builds the model anew
         model.train()
         self._use_cache = getattr(model.config, "use_cache", None)
         model.config.use_cache = False  # generate()'s cache would keep keys and values of all layers for nothing
@@ -92,7 +98,10 @@ class TrainRun:
             settings.schedule, self.optimizer, num_warmup_steps=settings.warmup, num_training_steps=settings.steps
         )
         self.step = 0
-        self._say(f"model: {source.label}, {self.num_params:,} params, {settings.precision}")
+        self._say(
+            f"model: {source.label}, {self.num_params:,} params, {settings.precision}, "
+            f"{model.config._attn_implementation} attention{', compiled blocks' if settings.compile else ''}"
+        )
         if self.team.size > 1:
             self._say(
                 f"{self.team.size} processes: each keeps a share of the model and of the memory, and takes "
@@ -363,6 +372,21 @@ def _device(asked: str | None) -> torch.device:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     return device
+
+
+def _attention(settings: TrainSettings, source: ModelSource, device: torch.device) -> Attention:
+    """What ``--attn-implementation`` asks for, as far as it can be told before the model is built."""
+    attention = Attention(settings.attn_implementation, settings.precision, device)
+    with as_job_error(asked=f"--attn-implementation {settings.attn_implementation}"):
+        attention.keyword(source.config, transformers.AutoModelForCausalLM)
+    return attention
+
+
+def _compile_blocks(model: torch.nn.Module) -> None:
+    try:
+        compile_blocks(model)
+    except gemini.GeminiError as e:
+        raise JobError(f"--compile: {e}") from e
 
 
 def _param_groups(model: torch.nn.Module, weight_decay: float) -> list[dict[str, Any]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import torch
 
 import gemini
@@ -10,6 +12,7 @@ from gemini.jobs.models import ModelSource
 from gemini.jobs.settings import TrainSettings
 from gemini.planning.document import read_file
 from gemini.tiers import Tier
+from gemini.train.attention import AUTO
 
 
 def make_config(settings: TrainSettings, source: ModelSource, device: torch.device) -> gemini.GeminiConfig:
@@ -49,9 +52,12 @@ def make_config(settings: TrainSettings, source: ModelSource, device: torch.devi
 
 def trace_of(settings: TrainSettings, source: ModelSource) -> gemini.MemoryTrace:
     """One micro-batch of the job's step, traced on fake tensors."""
+    config = copy.deepcopy(source.config)
+    if settings.attn_implementation != AUTO:
+        config._attn_implementation = settings.attn_implementation
     ids = torch.empty(settings.batch_size, settings.seq_len, dtype=torch.int64, device="meta")
     return gemini.trace(
-        source.config,
+        config,
         {"input_ids": ids, "labels": ids},
         precision=settings.precision,
         checkpointing="non-reentrant" if settings.gradient_checkpointing else None,

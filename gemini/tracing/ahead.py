@@ -24,6 +24,8 @@ from gemini.tracing.batches import model_class_for
 from gemini.tracing.fake_ops import MOST_REAL, FakeRunner
 from gemini.tracing.observer import Observer, Step
 from gemini.tracing.targets import Target, make_target
+from gemini.train.attention import without_package
+from gemini.train.compiled import compiled_part, mark_compiled
 from gemini.train.containers import iter_tensors
 from gemini.train.from_config import without_drawing
 from gemini.train.guard import handle_of
@@ -71,6 +73,8 @@ def trace(
     with generators_kept(), _nothing_collected(), mode:
         fake = _copy(model, mode) if isinstance(model, nn.Module) else _build(model, model_class)
         _cast_params(fake, COMPUTE_DTYPES[precision])
+        for module in fake.modules():
+            without_package(getattr(module, "config", None))
         fake.train()
         _set_checkpointing(fake, checkpointing)
         known: dict[int, torch.Tensor] = {}
@@ -111,6 +115,7 @@ def _build(config: Any, model_class: Any) -> nn.Module:
     model_class = model_class or model_class_for(config)
     make = getattr(model_class, "from_config", None) or model_class._from_config
     config = copy.deepcopy(config)
+    without_package(config)
     with without_drawing():
         return make(config)
 
@@ -130,12 +135,30 @@ def _copy(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
     for buffer in model.buffers():
         memo[id(buffer)] = _empty_as(buffer, mode)
     try:
-        return copy.deepcopy(model, memo)
+        copied = copy.deepcopy(model, memo)
+        for own, other in zip(model.modules(), copied.modules(), strict=True):
+            if compiled_part(own) is not None:
+                _run_as_python(own, other)
+        return copied
     except Exception as e:
         raise GeminiError(
             f"{type(model).__name__} cannot be copied onto fake tensors ({type(e).__name__}: {e}): give gemini.trace "
             "its config, or record a step with gemini.MemoryTracer"
         ) from e
+
+
+def _run_as_python(own: nn.Module, other: nn.Module) -> None:
+    """A copy of a compiled module has no compiled call, but would have the forward that was compiled: the other's own.
+
+    What it does is what is traced. That it reads its params together is kept.
+    """
+    forward = own.__dict__.get("forward")
+    if forward is not None and forward is compiled_part(own):
+        plain = getattr(forward, "_torchdynamo_orig_callable", forward)
+        other.__dict__.pop("forward")
+        if getattr(plain, "__self__", None) is own and plain.__func__ is not type(own).forward:
+            other.__dict__["forward"] = plain.__func__.__get__(other)
+    mark_compiled(other)
 
 
 def _empty_as(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:

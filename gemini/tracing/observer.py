@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from gemini.planning.trace import Moment, Phase
 from gemini.tracing.batches import count_tokens
@@ -25,10 +24,11 @@ from gemini.tracing.meter import Meter
 from gemini.tracing.saved import SavedInputs
 from gemini.tracing.targets import Target
 from gemini.train.calls import CallRecord, Calls
+from gemini.train.compiled import hook_around
 from gemini.train.containers import iter_tensors
 from gemini.train.guard import handle_of
 from gemini.train.hooks import ENTRANCE
-from gemini.train.reading import params_read_by
+from gemini.train.reading import readers
 from gemini.train.structure import distinct_params
 
 
@@ -79,7 +79,7 @@ class Observer:
         self._on_step = on_step
         self._on_begin = on_begin
         self._now = now
-        self._hooks: list[RemovableHandle] = []
+        self._hooks: list[Any] = []
         self._gathered: Counter[int] = Counter()
         self._calls = Calls(self._acquire, self._release)  # type: ignore[arg-type]
         self._path_of: dict[CallRecord, str] = {}
@@ -99,8 +99,8 @@ class Observer:
     def attach(self) -> None:
         """Register the hooks on the same modules as the engine."""
         try:
-            for path, module in self._model.named_modules():
-                params = tuple(dict.fromkeys(self._index_of[id(p)] for p in params_read_by(module)))
+            for path, module, read in readers(self._model):
+                params = tuple(dict.fromkeys(self._index_of[id(p)] for p in read))
                 entrance = ENTRANCE.fullmatch(path) is not None and any(True for _ in module.parameters())
                 if module is self._model or params or entrance:
                     self._attach_to(path, module, params)
@@ -129,8 +129,7 @@ class Observer:
         def post(module: nn.Module, args: Any, output: Any) -> None:
             self._end_call(path, module, output)
 
-        self._hooks.append(module.register_forward_pre_hook(pre, prepend=True, with_kwargs=True))
-        self._hooks.append(module.register_forward_hook(post, always_call=True))
+        self._hooks += hook_around(module, pre, post, with_kwargs=True)
 
     # ---- measuring ---------------------------------------------------------------------------------------------------
 

@@ -21,6 +21,7 @@ from gemini.memory.chunk import COMPUTE_DTYPES
 from gemini.planning.trace import MemoryTrace, Source, with_seconds
 from gemini.tracing.observer import Observer, Step
 from gemini.tracing.targets import make_target
+from gemini.train.compiled import compiled_part
 from gemini.train.engine import Engine
 from gemini.train.structure import buffer_bytes, distinct_params, read_together, traced_params
 
@@ -40,6 +41,9 @@ class MemoryTracer:
     after it are timed without that, and each moment gets the median of its seconds. Of a model that ``GeminiDDP``
     manages, the moves of chunks are neither counted nor timed. What it keeps of activations elsewhere
     (``offload_activations``) is not in the recorded bytes: record without it.
+
+    Compiled code has no operations to count: the step that is counted runs compiled blocks as Python, so its results
+    are other bits than theirs, and its bytes those of operations that are not fused. Later steps are timed compiled.
 
     Attributes:
         trace: the MemoryTrace. Also after the block.
@@ -67,6 +71,7 @@ class MemoryTracer:
         self._skip = skip
         self._recorded: Step | None = None
         self._timed: list[Step] = []
+        self._as_python: Any = None  # what keeps compiled code from running while operations are counted
 
     def __enter__(self) -> MemoryTracer:
         if self._observer is not None:
@@ -81,7 +86,7 @@ class MemoryTracer:
             if self._engine is not None:
                 self._watch(self._engine, observer)
             if not self._skip:
-                observer.make_meter().__enter__()
+                self._begin_counting(observer)
         except BaseException:
             self._leave()
             raise
@@ -103,8 +108,20 @@ class MemoryTracer:
             self._engine.calls._acquire = self._engine.acquire
             self._engine.calls._release = self._engine.release
         observer.detach()
+        self._end_counting(observer)
+
+    def _begin_counting(self, observer: Observer) -> None:
+        if any(compiled_part(module) is not None for module in self._model.modules()):
+            self._as_python = torch.compiler.set_stance("force_eager")
+        observer.make_meter().__enter__()
+
+    def _end_counting(self, observer: Observer) -> None:
         if observer.meter is not None:
             observer.meter.leave_stack()
+        observer.meter = None
+        stance, self._as_python = self._as_python, None
+        if stance is not None:
+            stance.__exit__(None, None, None)
 
     def _watch(self, engine: Engine, observer: Observer) -> None:
         for name in _OF_ENGINE:
@@ -120,10 +137,9 @@ class MemoryTracer:
         observer = self._observer
         assert observer is not None
         if self._recorded is not None and observer.meter is not None:
-            observer.meter.leave_stack()
-            observer.meter = None
+            self._end_counting(observer)
         elif self._recorded is None and not self._skip and observer.meter is None:
-            observer.make_meter().__enter__()
+            self._begin_counting(observer)
 
     def _end_step(self, step: Step) -> None:
         if self._skip:

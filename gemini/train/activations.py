@@ -10,6 +10,7 @@ overlap the moves are made beside computing (:mod:`gemini.train.activation_lanes
 
 from __future__ import annotations
 
+import os
 import sys
 import warnings
 import weakref
@@ -26,6 +27,7 @@ from gemini.memory.pages import PAGE
 from gemini.planning.planes import PlaneKind
 from gemini.tiers import Tier
 from gemini.train.activation_lanes import ActivationLanes
+from gemini.train.compiled import compiled_part
 from gemini.train.flights import Flight
 
 if TYPE_CHECKING:
@@ -37,6 +39,7 @@ MIN_BYTES = 16 * 2**10
 """Smaller tensors stay: a mask or a position is not worth the move."""
 
 _OF_CHECKPOINTING = torch.utils.checkpoint.__file__
+_OF_COMPILED = f"{os.path.dirname(torch.__file__)}{os.sep}_functorch{os.sep}"
 _BETWEEN = torch.autograd.function.__file__
 
 
@@ -88,6 +91,7 @@ class ActivationStore:
     def __init__(self, engine: Engine, tier: Tier | None, *, overlap: bool = False):
         self.gone: deque[_Gone] = deque()
         self._tier = tier
+        self._engine = engine.self_reference
         self._ledger, self._device, self._mover, self._spill = engine.ledger, engine.device, engine.mover, engine.spill
         self._weights = {chunk.flat.untyped_storage().data_ptr() for chunk in engine.chunks}
         self._is_open = False
@@ -204,7 +208,9 @@ class ActivationStore:
         return self._offload(tensor) or tensor.detach()
 
     def _offload(self, tensor: torch.Tensor) -> Offloaded | None:
-        if tensor.numel() * tensor.element_size() < MIN_BYTES or not saved_by_checkpointing(3):
+        if tensor.numel() * tensor.element_size() < MIN_BYTES:
+            return None
+        if not saved_by_checkpointing(3) and not (_saver(3).startswith(_OF_COMPILED) and self._checkpoints_compiled()):
             return None
         storage = tensor.untyped_storage()
         if tensor.device != self._device.torch_device or storage.data_ptr() in self._weights:
@@ -226,6 +232,17 @@ class ActivationStore:
         self._known[key] = (StorageWeakRef(storage), weakref.ref(offloaded))
         self._note(offloaded)
         return offloaded
+
+    def _checkpoints_compiled(self) -> bool:
+        """Whether what computes now is a compiled block of transformers that checkpoints: the recomputation is compiled
+        with it, and compiled code saves its inputs.
+        """
+        engine = self._engine()
+        call = None if engine is None else engine.calls.innermost
+        block = None if call is None else call.module
+        if block is None or not (block.training and getattr(block, "gradient_checkpointing", False)):
+            return False
+        return compiled_part(block) is not None
 
     def _note(self, offloaded: Offloaded) -> None:
         if self.lanes is not None:
@@ -344,10 +361,15 @@ def saved_by_checkpointing(depth: int) -> bool:
 
     ``depth``: how many functions of ours are between here and there, this one included.
     """
+    return _saver(depth + 1) == _OF_CHECKPOINTING
+
+
+def _saver(depth: int) -> str:
+    """The file of the code that saves a tensor now."""
     frame = sys._getframe(depth)
     while frame.f_back is not None and frame.f_code.co_filename == _BETWEEN:
         frame = frame.f_back
-    return frame.f_code.co_filename == _OF_CHECKPOINTING
+    return frame.f_code.co_filename
 
 
 def _in_pages(num_bytes: int) -> int:

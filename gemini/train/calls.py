@@ -45,10 +45,13 @@ class CallRecord:
     def on_gradient(self, result: torch.Tensor, begin: Callable[[torch.Tensor], None]) -> None:
         """Call ``begin`` when the gradient of a result of this call arrives.
 
+        What it was given and passes on (T5's position bias) is no result: its gradient arrives when this call's
+        backward is over, in the middle of that of the call which made it.
+
         A write into a view (``h[mask] = 0``, and ``h`` of a linear layer is a view) leads its gradient around the view
         to what it is a view of; so that is hooked as well, if it was made by this call and not given to it.
         """
-        if result.grad_fn is None:
+        if result.grad_fn is None or result.grad_fn._sequence_nr() < self.first_node:
             return
         result.register_hook(begin)
         base = result._base

@@ -24,6 +24,7 @@ from gemini.planning.trace import MemoryTrace
 from gemini.train import hooks
 from gemini.train.adapters import faces_of, refuse_unsupported
 from gemini.train.clipping import clip_grad_norm
+from gemini.train.compiled import compile_blocks, refuse_compiled_whole
 from gemini.train.engine import Engine
 from gemini.train.export import export_pretrained
 from gemini.train.gathered import gathered
@@ -111,6 +112,17 @@ class GeminiDDP(nn.Module):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients."""
         _engine(self).discard_grads()
+
+    def compile(self, **options: Any) -> None:  # type: ignore[override]
+        """Compile each repeated block in place: ``block.compile(**options)``, the options of ``torch.compile``.
+
+        The weights of a compiled block are gathered together. Its results are other bits than those of the plain block,
+        and the same ones wherever chunks live. The model as a whole cannot be compiled.
+
+        Raises:
+            GeminiError: if the model has no repeated blocks. With the next forward, if there is no room for a block.
+        """
+        compile_blocks(self, **options)
 
     # ---- looking and writing ------------------------------------------------------------------------------------
 
@@ -302,6 +314,7 @@ def _wrap(model: Any, config: GeminiConfig | None = None, *, process_group: Any 
         raise TypeError(f"wrap the bare model (model.module): GeminiDDP takes the place of {type(model).__name__}")
     if any(isinstance(module, GeminiDDP) for module in model.modules()):
         raise ValueError("a part of this model is managed already: wrap the outermost model, once")
+    refuse_compiled_whole(model)
     refuse_unsupported(model)
     return manage(model, Engine(model, config, process_group=process_group, mesh=mesh))
 

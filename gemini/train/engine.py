@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from gemini.config import GeminiConfig
 from gemini.errors import GeminiError
@@ -407,4 +408,5 @@ class Engine:
     def __del__(self) -> None:
         # At the end of the interpreter the system takes everything back, and torch may be half gone.
         if hasattr(self, "manager") and not sys.is_finalizing():
-            self.close()
+            with _disable_current_modes():  # garbage is collected in the middle of anything, of fake tensors too
+                self.close()

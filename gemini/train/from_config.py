@@ -10,6 +10,7 @@ registration, and checked by name at the end: what came about in another way (a 
 from __future__ import annotations
 
 import contextlib
+import copy
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -18,6 +19,7 @@ from torch import nn
 
 from gemini.config import GeminiConfig
 from gemini.errors import GeminiError
+from gemini.train.attention import Attention
 from gemini.train.engine import Engine
 from gemini.train.paging import Pager
 from gemini.train.skeleton import (
@@ -35,6 +37,7 @@ def from_config(
     config: GeminiConfig | None = None,
     *,
     model_class: Any = None,
+    attn_implementation: Any = None,
     process_group: Any = None,
     mesh: Any = None,
     **kwargs: Any,
@@ -50,23 +53,36 @@ def from_config(
         config: how to manage the model.
         model_class: a model class or an auto class of transformers; by default what ``hf_config.architectures`` names,
             else ``AutoModelForCausalLM``.
+        attn_implementation: "eager", "sdpa", "flash_attention_2", ... (or a dict by sub-config), as in transformers.
+            None or "auto": what ``hf_config`` says; else FlashAttention on a GPU in half precision where the package
+            is installed and the model has it, unless deterministic algorithms are on; else what transformers chooses.
         process_group, mesh: as for :class:`gemini.GeminiDDP`.
-        **kwargs: for the model class: ``dtype=`` (by default that of ``hf_config``), ``attn_implementation=``, ...
+        **kwargs: for the model class: ``dtype=`` (by default that of ``hf_config``), ...
 
     Raises:
         BudgetExceeded: before anything is drawn, if the budgets cannot hold the model.
-        ValueError: if no model class follows from the config.
+        ValueError: if no model class follows from the config, and for FlashAttention where it cannot run.
     """
-    skeleton = skeleton_from_config(hf_config, model_class=model_class, **kwargs)
+    config = GeminiConfig() if config is None else config
+    attention = Attention(attn_implementation, config.precision, config.device)
+    skeleton = skeleton_from_config(hf_config, model_class=model_class, attention=attention, **kwargs)
     return skeleton.manage(config, process_group=process_group, mesh=mesh)
 
 
-def skeleton_from_config(hf_config: Any, *, model_class: Any = None, **kwargs: Any) -> Skeleton:
+def skeleton_from_config(
+    hf_config: Any, *, model_class: Any = None, attention: Attention | None = None, **kwargs: Any
+) -> Skeleton:
     """What :func:`from_config` makes before it places anything."""
     if model_class is None:
         model_class = class_of(hf_config)
     build = getattr(model_class, "from_config", None) or model_class._from_config
-    return DrawnModel(lambda: build(hf_config, **kwargs))
+    attention = Attention() if attention is None else attention
+    chosen = attention.keyword(hf_config, model_class)
+    if chosen and attention.is_open:
+        hf_config = copy.deepcopy(hf_config)  # transformers notes in it what it was given: nothing the user said
+    kwargs |= chosen
+    with attention.refused_by_transformers(hf_config):
+        return DrawnModel(lambda: build(hf_config, **kwargs))
 
 
 class DrawnModel(Skeleton):

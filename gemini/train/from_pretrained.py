@@ -23,6 +23,7 @@ from torch import nn
 
 from gemini.config import GeminiConfig
 from gemini.errors import GeminiError
+from gemini.train.attention import Attention
 from gemini.train.by_name import ByName
 from gemini.train.engine import Engine
 from gemini.train.from_config import class_of
@@ -47,6 +48,7 @@ def from_pretrained(
     *,
     model_class: Any = None,
     adapt: Callable[[Any], Any] | None = None,
+    attn_implementation: Any = None,
     process_group: Any = None,
     mesh: Any = None,
     output_loading_info: bool = False,
@@ -65,30 +67,42 @@ def from_pretrained(
         adapt: changes the model before its chunks are placed and returns what is to be managed, for example
             ``lambda model: peft.get_peft_model(model, lora_config)``. The weights of the files cannot be read yet; what
             it adds is kept as it is.
+        attn_implementation: "eager", "sdpa", "flash_attention_2", ..., or None to choose as :func:`from_config` does.
         process_group, mesh: as for :class:`gemini.GeminiDDP`; every rank reads the files and keeps its part.
         output_loading_info: also return the dict of missing, unexpected and mismatched keys.
-        **kwargs: for ``from_pretrained`` of the model class: ``dtype=``, ``attn_implementation=``, ``key_mapping=``...
+        **kwargs: for ``from_pretrained`` of the model class: ``dtype=``, ``key_mapping=``, ...
 
     Raises:
         BudgetExceeded: before a weight is read, if the budgets cannot hold the model.
         OSError: as transformers, for a path that is no model.
         ValueError: for what cannot be streamed: quantized models, adapters, ``device_map=``, ``state_dict=``; and if
-            ``adapt`` computed with weights that are not there yet (as DoRA's start does).
+            ``adapt`` computed with weights that are not there yet (as DoRA's start does). For FlashAttention where it
+            cannot run.
     """
-    skeleton, info = skeleton_from_pretrained(path, model_class=model_class, adapt=adapt, **kwargs)
+    config = GeminiConfig() if config is None else config
+    attention = Attention(attn_implementation, config.precision, config.device)
+    skeleton, info = skeleton_from_pretrained(path, model_class=model_class, adapt=adapt, attention=attention, **kwargs)
     model = skeleton.manage(config, process_group=process_group, mesh=mesh)
     return (model, info) if output_loading_info else model
 
 
 def skeleton_from_pretrained(
-    path: str | os.PathLike[str], *, model_class: Any = None, adapt: Callable[[Any], Any] | None = None, **kwargs: Any
+    path: str | os.PathLike[str],
+    *,
+    model_class: Any = None,
+    adapt: Callable[[Any], Any] | None = None,
+    attention: Attention | None = None,
+    **kwargs: Any,
 ) -> tuple[Skeleton, dict[str, Any]]:
     """What :func:`from_pretrained` makes before it places anything, and the report of keys."""
     _refuse(path, kwargs)
+    hf_config = _read_config(path, model_class, kwargs)
     if model_class is None:
-        model_class = class_of(_read_config(path, kwargs))
+        model_class = class_of(hf_config)
+    attention = Attention() if attention is None else attention
+    kwargs |= attention.keyword(hf_config, model_class)
     loading = _Loading()
-    with loading.replacing_steps():
+    with loading.replacing_steps(), attention.refused_by_transformers(hf_config):
         model, info = model_class.from_pretrained(path, output_loading_info=True, **kwargs)
     if loading.source is None:
         raise GeminiError(
@@ -235,13 +249,15 @@ def _refuse(path: Any, kwargs: dict[str, Any]) -> None:
         )
 
 
-def _read_config(path: Any, kwargs: dict[str, Any]) -> Any:
+def _read_config(path: Any, model_class: Any, kwargs: dict[str, Any]) -> Any:
     import transformers
 
-    if kwargs.get("config") is not None:
-        return kwargs["config"]
+    given = kwargs.get("config")
+    if given is not None and not isinstance(given, (str, os.PathLike)):
+        return given
+    reader = getattr(model_class, "config_class", None) or transformers.AutoConfig
     hub = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder", "trust_remote_code")
-    return transformers.AutoConfig.from_pretrained(path, **{key: kwargs[key] for key in hub if key in kwargs})
+    return reader.from_pretrained(given or path, **{key: kwargs[key] for key in hub if key in kwargs})
 
 
 def _shapes(file: str) -> dict[str, torch.Tensor]:

@@ -16,15 +16,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from gemini.errors import GeminiError, ParamAccessError
 from gemini.memory.chunk import Chunk
 from gemini.train.build import follow_requires_grad
+from gemini.train.compiled import CompiledParts, hook_around, make_room_for_compiled, refuse_inside_compiled
 from gemini.train.containers import iter_tensors, map_tensors
 from gemini.train.guard import handle_of
 from gemini.train.injected import refuse_injected
-from gemini.train.reading import is_a, params_read_by
+from gemini.train.reading import is_a, params_read_by, readers
 
 if TYPE_CHECKING:
     from gemini.train.calls import CallRecord
@@ -33,29 +33,38 @@ if TYPE_CHECKING:
 ENTRANCE = re.compile(r"(?:[^.\d][^.]*\.)*(?:[^.\d][^.]*|\d+)|")
 """Paths without a numbered part, or with just one at their end: "", "model", "model.norm", "model.layers.7"."""
 
+NUM_ROOT_HOOKS = 2
+"""Of the list of hooks the first ones are the root's, which run while others change."""
 
-def attach(model: nn.Module, engine: Engine) -> list[RemovableHandle]:
-    """Register every hook on ``model``. They refer to the engine weakly: the model alone keeps it alive."""
-    ref = weakref.ref(engine)
-    hooks: list[RemovableHandle] = []
-    waits = _chunks_to_await(model) if engine.config.overlap else {}
-    for path, module in model.named_modules():
-        chunks, resident = _chunks_to_gather(module), waits.get(path, ())
-        entrance = ENTRANCE.fullmatch(path) is not None
-        if is_a(type(module), "ParamWrapper"):
-            hooks.append(module.register_forward_hook(_after_parametrization, always_call=True))
-        if module is model:
-            hooks += _attach_root(module, ref, chunks, resident)
-        elif chunks or (entrance and any(True for _ in module.parameters())):
-            pre = _pre(ref, chunks, resident, None if entrance else path)
-            hooks.append(module.register_forward_pre_hook(pre, prepend=True))
-            hooks.append(module.register_forward_hook(_post(ref, is_root=False), always_call=True))
+
+def attach(model: nn.Module, engine: Engine) -> list[Any]:
+    """Register every hook on ``model``. They refer to the engine weakly: the model alone keeps it alive.
+
+    The list changes with what is compiled: it is the model's own, and all that is ever to be removed.
+    """
+    hooks: list[Any] = []
+    _attach_root(model, engine, hooks)
+    _attach_parts(model, engine, hooks)
     return hooks
 
 
-def _chunks_to_gather(module: nn.Module) -> tuple[Chunk, ...]:
+def _attach_parts(model: nn.Module, engine: Engine, hooks: list[Any]) -> None:
+    """Hooks on all but the root, as what is compiled has it now."""
+    ref = weakref.ref(engine)
+    waits = _chunks_to_await(model) if engine.config.overlap else {}
+    for path, module, params in readers(model):
+        chunks, resident = _chunks_to_gather(params), waits.get(path, ())
+        entrance = ENTRANCE.fullmatch(path) is not None
+        if is_a(type(module), "ParamWrapper"):
+            hooks.append(module.register_forward_hook(_after_parametrization, always_call=True))
+        if module is not model and (chunks or (entrance and any(True for _ in module.parameters()))):
+            pre = _pre(ref, chunks, resident, None if entrance else path)
+            hooks += hook_around(module, pre, _post(ref, is_root=False))
+
+
+def _chunks_to_gather(params: tuple[nn.Parameter, ...]) -> tuple[Chunk, ...]:
     chunks: dict[int, Chunk] = {}
-    for param in params_read_by(module):
+    for param in params:
         handle = handle_of(param)
         if handle is not None and not handle.chunk.resident:
             chunks[handle.chunk.spec.index] = handle.chunk
@@ -69,11 +78,11 @@ def _chunks_to_await(model: nn.Module) -> dict[str, tuple[Chunk, ...]]:
     is still guarded, and waits then.
     """
     found: dict[str, dict[int, Chunk]] = {}
-    for path, module in model.named_modules():
+    for path, _, params in readers(model):
         around = path
         while ENTRANCE.fullmatch(around) is None:
             around = around.rpartition(".")[0]
-        for param in params_read_by(module):
+        for param in params:
             handle = handle_of(param)
             if handle is not None and handle.chunk.resident:
                 found.setdefault(around, {})[handle.chunk.spec.index] = handle.chunk
@@ -97,22 +106,41 @@ def _engine(ref: weakref.ref[Engine]) -> Engine:
     return engine
 
 
-def _attach_root(
-    model: nn.Module, ref: weakref.ref[Engine], chunks: tuple[Chunk, ...], resident: tuple[Chunk, ...]
-) -> tuple[RemovableHandle, RemovableHandle]:
-    begin = _pre(ref, chunks, resident, None)
+def _attach_root(model: nn.Module, engine: Engine, hooks: list[Any]) -> None:
+    ref = weakref.ref(engine)
+    own = tuple(param for param in params_read_by(model))
+    resident = _chunks_to_await(model).get("", ()) if engine.config.overlap else ()
+    begin = _pre(ref, _chunks_to_gather(own), resident, None)
+    compiled = CompiledParts(model)
 
     def root_pre(module: nn.Module, args: Any) -> None:
         engine = _engine(ref)
         if not engine.in_method:
             engine.recover_if_interrupted()
         refuse_injected(engine, module, is_root=True)
+        refuse_inside_compiled()
+        if not engine.computing and compiled.have_changed(module):
+            follow_compiled(module, engine)
+            compiled.note(module)
         begin(module, args)
 
-    return (
-        model.register_forward_pre_hook(root_pre, prepend=True),
-        model.register_forward_hook(_post(ref, is_root=True), always_call=True),
-    )
+    hooks.append(model.register_forward_pre_hook(root_pre, prepend=True))
+    hooks.append(model.register_forward_hook(_post(ref, is_root=True), always_call=True))
+
+
+def follow_compiled(model: nn.Module, engine: Engine) -> None:
+    """Parts of the model were compiled, or are no longer: what is gathered when goes by that.
+
+    Raises:
+        GeminiError: if the whole was compiled.
+        BudgetExceeded: if there is no room for what a part reads at once.
+    """
+    make_room_for_compiled(engine, model)
+    hooks = model.__dict__["_gemini_hooks"]
+    for hook in hooks[NUM_ROOT_HOOKS:]:
+        hook.remove()
+    del hooks[NUM_ROOT_HOOKS:]
+    _attach_parts(model, engine, hooks)
 
 
 def call_as_forward(model: nn.Module, engine: Engine, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

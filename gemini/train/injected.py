@@ -16,6 +16,7 @@ from torch.nn.modules.module import (
 )
 
 from gemini.errors import GeminiError
+from gemini.train.compiled import BLOCKS_INSTEAD, wraps_compiled
 from gemini.train.guard import handle_of
 
 if TYPE_CHECKING:
@@ -33,6 +34,11 @@ def _count(module: nn.Module, name: str, param: Any) -> None:
 def _look_at_new_parent(module: nn.Module, name: str, child: Any) -> None:
     global _registered
     _registered += 1
+    if name == "_orig_mod" and wraps_compiled(module) and any(handle_of(p) is not None for p in child.parameters()):
+        raise GeminiError(
+            f"torch.compile(module) puts another module around this {type(child).__name__}, which Gemini manages: "
+            f"compile in place. {BLOCKS_INSTEAD}"
+        )
     if (
         isinstance(child, nn.Module)
         and any(c.__module__.startswith("peft.") for c in type(module).__mro__)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import sys
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +26,7 @@ from gemini.planning.trace import MemoryTrace, Source
 from gemini.planning.working import MARGIN
 from gemini.ranks.group import Ranks
 from gemini.tiers import Tier
+from gemini.train.compiled import compiled_part
 from gemini.train.guard import handle_of
 from gemini.train.structure import structural_trace
 from gemini.version import __version__
@@ -182,6 +183,9 @@ def decide(model: nn.Module, config: GeminiConfig, device: Device, ranks: Ranks 
         _check_plan(given, structure, config, device, ranks)
     trace = given.trace if isinstance(given, Plan) else config.trace or structure
     structure.check_same_model(trace, what="the trace")
+    if any(compiled_part(module) is not None for module in model.modules()):  # which read more at once than any trace
+        read = {*trace.together, *(moment.params for moment in structure.moments)}
+        trace = replace(trace, together=tuple(sorted(read)))
     budgets = measure_budgets(config, device, ranks)
     sharing = 1 if ranks is None else ranks.local_size
     speeds = Speeds.typical() if config.hardware is None else Speeds.of(config.hardware, budgets, sharing=sharing)

@@ -1,8 +1,9 @@
 """Which params a module reads in its own forward: what is gathered when it starts, and counted before it fits.
 
 Most modules read the params they own. ``nn.ParameterDict`` and ``nn.ParameterList`` are never called, so whoever holds
-them reads what is in them. A tuner layer of PEFT (LoRA and its kin around one layer of the base) reads all that is
-under it: DoRA takes the norm of the base weight, IA3 scales it, LoHa and OFT build new weights out of factors.
+them reads what is in them. A compiled module reads all that is under it, where nothing is called on its own any more. A
+tuner layer of PEFT (LoRA and its kin around one layer of the base) reads all that is under it: DoRA takes the norm of
+the base weight, IA3 scales it, LoHa and OFT build new weights out of factors.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from torch import nn
+
+from gemini.train.compiled import compiled_part
 
 
 def is_a(kind: type, name: str) -> bool:
@@ -24,13 +27,29 @@ def is_tuner_layer(module: nn.Module) -> bool:
 
 def params_read_by(module: nn.Module) -> Iterator[nn.Parameter]:
     """The params that ``module`` reads itself, when it is called."""
-    if is_tuner_layer(module):
+    if is_tuner_layer(module) or compiled_part(module) is not None:
         yield from module.parameters()
         return
     yield from (param for param in module._parameters.values() if param is not None)
     for child in module.children():
         if isinstance(child, (nn.ParameterDict, nn.ParameterList)):
             yield from params_read_by(child)
+
+
+def readers(model: nn.Module) -> Iterator[tuple[str, nn.Module, tuple[nn.Parameter, ...]]]:
+    """Every module that is called on its own, by path, with the params it reads itself."""
+    seen: set[nn.Module] = set()
+
+    def visit(path: str, module: nn.Module) -> Iterator[tuple[str, nn.Module, tuple[nn.Parameter, ...]]]:
+        if module in seen:
+            return
+        seen.add(module)
+        yield path, module, tuple(params_read_by(module))
+        if compiled_part(module) is None:
+            for name, child in module.named_children():
+                yield from visit(f"{path}.{name}" if path else name, child)
+
+    yield from visit("", model)
 
 
 def adapter_params(model: nn.Module) -> set[int]:

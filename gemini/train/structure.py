@@ -12,6 +12,7 @@ from torch import nn
 from gemini.planning.layout import Layout
 from gemini.planning.trace import MemoryTrace, Moment, Phase, Source, TracedParam
 from gemini.planning.working import gathered_at_once
+from gemini.train.compiled import compiled_part
 from gemini.train.reading import adapter_params, params_read_by
 
 
@@ -69,6 +70,8 @@ def structural_trace(model: nn.Module, precision: str, *, target: str = "cpu") -
             around |= frozenset(own)
             moments.append(Moment(Phase.FORWARD, path, tuple(sorted(around | frozenset(reachable)))))
             owns.append(own)
+        if compiled_part(module) is not None:
+            return
         for name, child in module.named_children():
             visit(child, f"{path}.{name}" if path else name, around)
 

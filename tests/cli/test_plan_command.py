@@ -207,7 +207,7 @@ def test_offload_is_free_at_the_tokens_it_names(
         (["c.json", "--cpu", "1GiB", "--gradients", "none"], "--gradients must be one of transient, retain,"),
         (["c.json", "--cpu", "1GiB", "--compute", "tpu"], "--compute must be one of gpu, cpu"),
         (["c.json", "--cpu", "1GiB", "--schedule", "soon"], "--schedule must be one of overlapped, serial"),
-        (["c.json", "--cpu", "1GiB", "--attention", "fast"], "--attention must be one of sdpa, eager"),
+        (["c.json", "--cpu", "1GiB", "--attn-implementation", "fast"], "--attn-implementation must be one of auto"),
         (["c.json", "--cpu", "1GiB", "--offload-activations", "disk"], "must be one of auto, no, cpu, nvme"),
         (["c.json", "--cpu", "1GiB", "--micro-batch", "4"], "--micro-batch must be auto, got '4'"),
         (

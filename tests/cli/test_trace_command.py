@@ -47,7 +47,8 @@ def test_a_trace_is_said_in_a_table_and_written_as_it_is(
 
 
 def test_json_is_the_trace_and_nothing_else(gemini_command: Gemini, tiny_config: Path) -> None:
-    options = ["--seq-len", 16, "--precision", "fp32", "--attention", "eager", "--target", "cpu", "--layers", 1]
+    options = ["--seq-len", 16, "--precision", "fp32", "--target", "cpu", "--layers", 1]
+    options += ["--attn-implementation", "eager"]
     result = gemini_command("trace", tiny_config, *options, "--json")
     found = gemini.MemoryTrace.from_json(result.stdout)
     assert (found.batch["labels"], found.precision, found.target) == ((1, 16), "fp32", "cpu")

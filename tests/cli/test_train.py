@@ -240,3 +240,33 @@ def test_gradient_checkpointing_changes_no_bit(train: Gemini, tmp_path: Path) ->
     offloaded = train("--out", tmp_path / "offloaded", *words)
     assert offloaded.exit_code == 0, (offloaded.output, offloaded.exception)
     assert losses_of(offloaded.stdout) == losses_of(plain.stdout)
+
+
+def test_compiled_blocks_and_another_attention(train: Gemini, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bits of autograd's ahead-of-time half are those of Python here: the run is the one that is not compiled."""
+    from gemini.jobs import train as job
+    from gemini.train.compiled import compile_blocks
+
+    num_blocks: list[int] = []
+    monkeypatch.setattr(
+        job, "compile_blocks", lambda model: num_blocks.append(compile_blocks(model, backend="aot_eager"))
+    )
+    runs = {}
+    nvme = ["--cpu-memory", "1600KiB", "--nvme-path", tmp_path]
+    for name, more in {"plain": ["eager"], "compiled": ["eager", "--compile", *nvme], "sdpa": ["auto"]}.items():
+        result = train("--out", tmp_path / name, "--steps", 2, "--attn-implementation", *more)
+        assert result.exit_code == 0, (result.output, result.exception)
+        runs[name] = result.stdout
+    assert num_blocks == [2, 2]  # the model that is planned for, and the one that is drawn
+    assert "bf16, eager attention\n" in runs["plain"] and "eager attention, compiled blocks\n" in runs["compiled"]
+    assert "bf16, sdpa attention\n" in runs["sdpa"]
+    assert losses_of(runs["compiled"]) == losses_of(runs["plain"])
+    plain, compiled = weights_of(tmp_path / "plain"), weights_of(tmp_path / "compiled")
+    assert all(torch.equal(weight, compiled[name]) for name, weight in plain.items())
+
+
+def test_attention_that_cannot_be_is_refused(train: Gemini, tmp_path: Path) -> None:
+    for asked, said in {"flash_attention_2": "needs the package flash_attn", "fast": "is not supported"}.items():
+        result = train("--out", tmp_path / "out", "--attn-implementation", asked)
+        assert result.exit_code == 2
+        assert asked in result.stderr and said in " ".join(result.stderr.split())
