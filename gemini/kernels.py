@@ -12,7 +12,7 @@ import importlib
 import math
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from types import TracebackType
@@ -22,16 +22,7 @@ import torch
 from torch import Tensor
 
 from gemini import kernels_reference as reference
-from gemini.kernels_checks import (
-    BFLOAT16,
-    FLOAT32,
-    GRAD,
-    INT16,
-    adam_args,
-    check,
-    check_one,
-    check_segments,
-)
+from gemini.kernels_checks import BFLOAT16, FLOAT32, GRAD, INT16, adam_args, check, check_one, check_segments
 from gemini.kernels_cuda import CudaKernels
 from gemini.kernels_reference import IO_THREADS, NORM_BLOCK, NORM_LANES, NORM_TILE, AdamHyper, Segment, total
 from gemini.kernels_sums import DeviceSums, Sums, nonfinite_flag, resolve, totals
@@ -50,6 +41,7 @@ __all__ = [
     "accumulate_grad",
     "adam_update",
     "adam_update_segments",
+    "beside",
     "capabilities",
     "copy_grad",
     "flush_mode",
@@ -268,6 +260,12 @@ def new_flag(beside: Tensor) -> Tensor:
     """An int32 that is 0, on the device of `beside`: for `sum_squares` to set, and to stop `adam_update_segments`."""
     cuda = _cuda_for(beside)
     return torch.zeros(1, dtype=torch.int32, device=beside.device) if cuda is None else cuda.new_flag(beside.device)
+
+
+def beside(tensor: Tensor) -> AbstractContextManager[Any]:
+    """Around kernels that only read `tensor`, which is complete: on CUDA they wait for nothing that came after it."""
+    cuda = _cuda_for(tensor)
+    return nullcontext() if cuda is None else cuda.beside(tensor.device)
 
 
 def leaves_sums_there(tensor: Tensor) -> bool:

@@ -8,6 +8,7 @@ The host waits in `fetch` alone. Arguments were checked by gemini.kernels.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from functools import lru_cache
 from typing import Any
 
@@ -53,6 +54,7 @@ class CudaKernels:
     def __init__(self, module: Any, dtypes: dict[torch.dtype, Any]):
         self._module, self._dtypes = module, dtypes
         self._shared: dict[tuple[int, int], Tensor] = {}
+        self._beside: dict[torch.device, torch.cuda.Stream] = {}
         self._scalars = lru_cache(maxsize=256)(self._make_scalars)
 
     def _make_scalars(self, hyper: AdamHyper) -> Any:
@@ -61,6 +63,12 @@ class CudaKernels:
     def stream(self, device: torch.device) -> torch.cuda.Stream | None:
         """The stream on which work is enqueued now; None if the device has only one."""
         return torch.cuda.current_stream(device)
+
+    def beside(self, device: torch.device) -> AbstractContextManager[Any]:
+        """Around work that waits for nothing: on a stream of its own."""
+        if device not in self._beside:
+            self._beside[device] = torch.cuda.Stream(device)
+        return torch.cuda.stream(self._beside[device])
 
     def places(self, tensor: Tensor, nonfinite: Tensor | None = None) -> Places:
         """For a kernel over ``tensor`` that is enqueued next; ``nonfinite`` is a flag of the caller's, if he wants one.

@@ -156,9 +156,11 @@ class UpdateLane(Worker):
                 assert isinstance(job, UpdateJob)
                 self._open[job] = None  # from here on whatever goes wrong ends it: somebody waits
                 kernels.set_flush_mode(job.flush_mode)
-                if job.segments and job.segments[0].grad is not None:  # where autograd left it
+                grad = job.segments[0].grad if job.segments else None
+                if grad is not None:  # where autograd left it
                     job.ready.wait()
-                check_finite(job.segments)
+                    with kernels.beside(grad):
+                        check_finite(job.segments)
                 job.before(job.chunk)
                 if self._is_closed:
                     raise _deleted()

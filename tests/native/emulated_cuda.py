@@ -14,6 +14,7 @@ import subprocess
 import tempfile
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -137,6 +138,9 @@ class EmulatedKernels(CudaKernels):
 
     def stream(self, device: torch.device) -> None:
         return None
+
+    def beside(self, device: torch.device) -> AbstractContextManager[Any]:
+        return nullcontext()
 
     def places(self, tensor: Tensor, nonfinite: Tensor | None = None) -> Places:
         places = super().places(tensor, nonfinite)
