@@ -22,16 +22,7 @@ import torch
 from torch import Tensor
 
 from gemini import kernels_reference as reference
-from gemini.kernels_checks import (
-    BFLOAT16,
-    FLOAT32,
-    GRAD,
-    INT16,
-    adam_args,
-    check,
-    check_one,
-    check_segments,
-)
+from gemini.kernels_checks import BFLOAT16, FLOAT32, GRAD, INT16, adam_args, check, check_one, check_segments
 from gemini.kernels_cuda import CudaKernels
 from gemini.kernels_reference import IO_THREADS, NORM_BLOCK, NORM_LANES, NORM_TILE, AdamHyper, Segment, total
 from gemini.kernels_sums import DeviceSums, Sums, nonfinite_flag, resolve, totals

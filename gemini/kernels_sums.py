@@ -41,6 +41,12 @@ class DeviceSums:
         """Whether the numbers are on the host."""
         return self._tiles is None
 
+    @property
+    def device(self) -> torch.device:
+        """Where they are, before they are here."""
+        assert self._tiles is not None
+        return self._tiles.device
+
     def on_device(self) -> Tensor:
         """The tiles, for what the current stream is given from now on."""
         assert self._tiles is not None, "brought to the host and freed"
@@ -82,7 +88,7 @@ def resolve(many: Sequence[Sums]) -> list[list[float]]:
     """
     by_device: dict[torch.device, list[DeviceSums]] = {}
     for sums in _unresolved(many):
-        by_device.setdefault(sums.on_device().device, []).append(sums)
+        by_device.setdefault(sums.device, []).append(sums)
     for several in by_device.values():
         DeviceSums.bring(several)
     return [

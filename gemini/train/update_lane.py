@@ -194,12 +194,10 @@ class UpdateLane(Worker):
         """Look at gradients that stand where autograd left them, once they are there."""
         if not job.segments or job.segments[0].grad is None:
             return
-        if is_streamed(job.chunk, job.segments):
-            with self._mover.device.beside(STREAM):
-                job.ready.wait_on_device()
-                check_finite(job.segments)
-        else:
+        if not is_streamed(job.chunk, job.segments):
             job.ready.wait()
+        with self._mover.device.beside(STREAM):  # not behind what was given to the device since
+            job.ready.wait_on_device()
             check_finite(job.segments)
 
     def _tiles_of(self, job: UpdateJob) -> Iterator[tuple[UpdateJob, Tile]]:

@@ -98,10 +98,11 @@ def test_segments_go_together_and_leave_what_is_between(is_split: bool) -> None:
     assert len(segments) > 2 * 48
     expected: list[Any] = arrays(n, is_split, torch.bfloat16)
     given, scale = on_card(expected), torch.tensor([0.25])
+    scale_there = scale.cuda()
     kernels.adam_update_segments(*expected, segments, grad_scale=scale)
     with nobody_waits():
         stop = kernels.new_flag(given[0])
-        kernels.adam_update_segments(*given, segments, grad_scale=scale.cuda(non_blocking=True), stop=stop)
+        kernels.adam_update_segments(*given, segments, grad_scale=scale_there, stop=stop)
     assert_all_same(given, expected)
     with nobody_waits():
         kernels.adam_update_segments(*given, segments, stop=stop.fill_(1))
@@ -145,6 +146,21 @@ def test_sums_of_another_stream_are_waited_for() -> None:
                 there = there * 1.0
             sums = kernels.sum_squares(there)
         assert kernels.totals([sums]) == [expected]
+
+
+def test_sums_on_a_stream_of_their_own_come_before_what_is_under_way() -> None:
+    src = torch.randn(BIG, generator=torch.Generator().manual_seed(1))
+    expected, there = kernels.total(kernels.sum_squares(src)), src.cuda()  # type: ignore[arg-type]
+    busy = torch.ones(4096, 4096, device="cuda")
+    torch.cuda.synchronize()
+    for _ in range(200):
+        busy = busy @ busy / 4096
+    under_way = torch.cuda.Event()
+    under_way.record()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        found = kernels.totals([kernels.sum_squares(there)])
+    was_done = under_way.query()
+    assert found == [expected] and not was_done, "200 products of 4096 x 4096 take longer than one sum"
 
 
 @pytest.mark.parametrize("bad", [1.0, float("inf"), float("nan")])
