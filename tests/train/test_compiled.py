@@ -36,6 +36,7 @@ from helpers import (
 from torch import nn
 from torch._dynamo.backends.registry import lookup_backend
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.checkpoint import checkpoint
 
 import gemini
 from gemini.planning.layout import ParamSpec, make_layout
@@ -309,6 +310,49 @@ def test_evaluation(tmp_path: Path) -> None:
     with torch.no_grad():
         assert squares(model, 0) == squares(plain.eval(), 0)
     assert len(ran) == 6
+
+
+class Around(nn.Module):
+    """Blocks that are checkpointed from outside of their call, as those of older transformers are."""
+
+    class Block(nn.Sequential):
+        def __call__(self, x: torch.Tensor) -> torch.Tensor:
+            return checkpoint(super().__call__, x, use_reentrant=self.reentrant)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + self[1](torch.tanh(self[0](x)))
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(self.Block(nn.Linear(32, 64), nn.Linear(64, 32)) for _ in range(3))
+        for block in self.blocks:
+            block.reentrant = reentrant
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.clone().requires_grad_()
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+@pytest.mark.parametrize("where", ["disk", "standin"])
+@pytest.mark.parametrize("way", ["call", "forward"])
+@pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
+def test_checkpointing_around_compiled_blocks(reentrant: bool, way: str, where: str, tmp_path: Path) -> None:
+    def make() -> Any:
+        model = Around(reentrant)
+        for block in model.blocks:
+            if way == "call":
+                block.compile(backend=counted)
+            else:
+                block.forward = torch.compile(block.forward, backend=counted)
+        return model
+
+    model, plain = wrap(make(), where, tmp_path), Plain(make())
+    assert train(model, adam(model), range(2), squares) == train_plain(plain, range(2), squares)
+    assert_same_state(model, plain)
+    assert len(ran) == 2 * 2 * 3 * 2  # models, steps, blocks, forward and recomputation
 
 
 # ---- room ------------------------------------------------------------------------------------------------------------
