@@ -36,14 +36,16 @@ from helpers import (
 from torch import nn
 from torch._dynamo.backends.registry import lookup_backend
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.checkpoint import checkpoint
 
 import gemini
 from gemini.planning.layout import ParamSpec, make_layout
 from gemini.planning.working import staging_bytes, staging_sets, tile_numel
 from gemini.tiers import Tier
-from gemini.train.compiled import compile_blocks, compiled_part
+from gemini.train import hooks
+from gemini.train.compiled import compile_blocks, compiled_part, hook_around
 from gemini.train.problem import collect_params
-from gemini.train.structure import working_set
+from gemini.train.structure import structural_trace, working_set
 
 CUT = 4000
 """Elements of the largest chunk: a block of the tiny Llama is several."""
@@ -200,6 +202,47 @@ def test_compiled_code_of_others_may_call_modules_with_hooks(where: str, tmp_pat
     assert train(model, adam(model), range(2)) == train_plain(plain, range(2))
     assert_same_state(model, plain)
     assert ran
+    assert torch._dynamo.trace_rules.check_file(hooks.__file__).skipped
+
+
+@pytest.mark.parametrize("way", ["call", "forward"])
+def test_hooks_are_outside_of_compiled_code(way: str) -> None:
+    """Else dynamo looks at every frame of whatever they call; torch's own hooks are inside of ``module.compile()``."""
+    module, seen = Blocks(), []
+
+    def active() -> bool:
+        return torch._C._dynamo.eval_frame.get_eval_frame_callback() is not None
+
+    if way == "call":
+        module.compile(backend=counted)
+    else:
+        module.forward = torch.compile(module.forward, backend=counted)
+
+    def hook(name: str, result: Any = None) -> list[Any]:
+        return hook_around(
+            module,
+            lambda m, args: seen.append((name, "pre", active())),
+            lambda m, args, out: seen.append((name, "post" if out is not None else "failed", active())) or result,
+        )
+
+    x = torch.ones(2, 32)
+    inner, outer = hook("inner"), hook("outer", result=x)
+    assert module(x) is x and len(ran) == 1
+    order = [("outer", "pre"), ("inner", "pre"), ("inner", "post"), ("outer", "post")]
+    assert seen == [(*moment, False) for moment in order]
+    seen.clear()
+    with pytest.raises(Exception, match=r"."):
+        module(torch.ones(2, 3))
+    assert [moment[1] for moment in seen] == ["pre", "pre", "failed", "failed"]
+    seen.clear()
+    for handle in inner:
+        handle.remove()
+    module(x)
+    assert {moment[0] for moment in seen} == {"outer"}
+    for handle in outer:
+        handle.remove()
+    seen.clear()
+    assert module(x) is not x and seen == [] and compiled_part(module) is not None
 
 
 @pytest.mark.slow
@@ -269,6 +312,49 @@ def test_evaluation(tmp_path: Path) -> None:
     assert len(ran) == 6
 
 
+class Around(nn.Module):
+    """Blocks that are checkpointed from outside of their call, as those of older transformers are."""
+
+    class Block(nn.Sequential):
+        def __call__(self, x: torch.Tensor) -> torch.Tensor:
+            return checkpoint(super().__call__, x, use_reentrant=self.reentrant)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + self[1](torch.tanh(self[0](x)))
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(self.Block(nn.Linear(32, 64), nn.Linear(64, 32)) for _ in range(3))
+        for block in self.blocks:
+            block.reentrant = reentrant
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.clone().requires_grad_()
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+@pytest.mark.parametrize("where", ["disk", "standin"])
+@pytest.mark.parametrize("way", ["call", "forward"])
+@pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
+def test_checkpointing_around_compiled_blocks(reentrant: bool, way: str, where: str, tmp_path: Path) -> None:
+    def make() -> Any:
+        model = Around(reentrant)
+        for block in model.blocks:
+            if way == "call":
+                block.compile(backend=counted)
+            else:
+                block.forward = torch.compile(block.forward, backend=counted)
+        return model
+
+    model, plain = wrap(make(), where, tmp_path), Plain(make())
+    assert train(model, adam(model), range(2), squares) == train_plain(plain, range(2), squares)
+    assert_same_state(model, plain)
+    assert len(ran) == 2 * 2 * 3 * 2  # models, steps, blocks, forward and recomputation
+
+
 # ---- room ------------------------------------------------------------------------------------------------------------
 
 
@@ -277,6 +363,8 @@ def test_a_compiled_block_is_read_as_a_whole() -> None:
     layout = make_layout([ParamSpec(n.names[0], n.param.numel()) for n in collect_params(plain)], max_chunk=CUT)
     block = sum(c.numel for c in layout.chunks if c.slots[0].name.startswith("model.layers.0."))
     assert working_set(plain, layout, "bf16") < working_set(compiled, layout, "bf16") == 2 * block
+    paths = [moment.module for moment in structural_trace(compiled, "bf16").moments]
+    assert "model.layers.0" in paths and not [path for path in paths if path.startswith("model.layers.0.")]
 
 
 def test_what_has_no_room_after_wrapping_is_refused_until_it_has(tmp_path: Path) -> None:
