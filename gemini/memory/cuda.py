@@ -179,6 +179,9 @@ class CudaDevice(Device):
             self._computing_streams()
             return CudaEvent(self.torch_device, torch.cuda.current_stream(self.torch_device), "the computation")
 
+    def computes_here(self) -> None:
+        self._computing_streams()
+
     @contextmanager
     def beside(self, name: str) -> Iterator[None]:
         with self._lock, torch.cuda.device(self.torch_device):

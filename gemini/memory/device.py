@@ -176,6 +176,9 @@ class Device(ABC):
         """
         return nullcontext()
 
+    def computes_here(self) -> None:  # noqa: B027 - most devices compute on the calling thread
+        """The calling thread's stream is one that computes: it is about to read a window."""
+
     def mark(self) -> Event:
         """Complete when everything that the computing stream was given so far is done."""
         return DONE

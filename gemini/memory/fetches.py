@@ -96,7 +96,12 @@ class Fetches:
         return arrived
 
     def let_compute_wait(self, chunk: Chunk) -> None:
-        """What is computed from now on, on whichever stream, may read the window."""
+        """What is computed from now on, on whichever stream, may read the window.
+
+        The device must know of that stream also where there is nothing to wait for: when the window goes, its memory is
+        not written before the stream is done with it.
+        """
+        self._mover.device.computes_here()
         if not chunk.fetched.is_complete():
             self._wait_on_device(chunk)
 

@@ -255,7 +255,7 @@ class Mover:
             if plane.dtype == flat.dtype and self._is_straight(plane, flat):
                 self.load(plane, 0, numel, flat)
                 return DONE
-            return self._send_tiles(plane, flat, index)
+            return self._send_tiles(plane, flat)
 
     def _send(self, into: torch.Tensor, source: torch.Tensor) -> Event:
         """Start the copy of weights into a window."""
@@ -265,7 +265,7 @@ class Mover:
                 event.wait()  # who records wants to know its end, and nobody would look for it
         return event
 
-    def _send_tiles(self, plane: Plane, flat: torch.Tensor, index: int) -> Event:
+    def _send_tiles(self, plane: Plane, flat: torch.Tensor) -> Event:
         """Tile after tile through areas of staging: some are being read into while another one is on its way.
 
         A lane has a set of its own and uses all of it; the training thread leaves most of its set to others.
@@ -303,7 +303,7 @@ class Mover:
                 read = DONE
                 if tile is None:
                     tile = area(reads[number % len(reads)], plane.dtype, stop - start)
-                    read = self._begin_read(plane, start, stop, tile, index)
+                    read = self._begin_read(plane, start, stop, tile)
                 reading.append((start, stop, tile, read))
             while reading:
                 send(number - len(reading) + 1)
@@ -314,13 +314,10 @@ class Mover:
             raise
         return Together(list(sent.values()))
 
-    def _begin_read(self, plane: Plane, start: int, stop: int, into: torch.Tensor, index: int) -> Event:
+    def _begin_read(self, plane: Plane, start: int, stop: int, into: torch.Tensor) -> Event:
         """Start to read a tile that somebody waits for, before other requests."""
-        return self.under_way(
-            plane.tier,
-            Tier.CPU,
-            into.nbytes,
-            lambda: plane.begin_load(start, stop, into, urgent=True),
-            f"fetch chunk {index}",
-            index,
-        )
+        if self.recorder is not None:  # as with copies: who records wants to know when it was over
+            self.load(plane, start, stop, into)
+            return DONE
+        self.count(plane.tier, Tier.CPU, into.nbytes)
+        return plane.begin_load(start, stop, into, urgent=True)

@@ -56,12 +56,14 @@ class Runtime:
         self.figures = {"memory_allocated": 0, "max_memory_allocated": 0, "memory_reserved": 0}
         self.figures["max_memory_reserved"] = 0
         self.segments: list[dict[str, Any]] = []
+        self.blocks: dict[int, int] = {}
+        """By address, the bytes that were asked for."""
         self.pasts: dict[int, set[int]] = {}
         self.past_of_all: set[int] = set()
         """What the host has seen to be over: everything that it gives from then on comes after."""
         self.events: list[str] = []
         self.uses: list[Use] = []
-        self.num_uses = 0
+        self._lock = threading.Lock()
         runtime = self
         chosen = threading.local()
 
@@ -152,7 +154,7 @@ class Runtime:
         for name, value in {
             "Stream": Stream, "Event": Moment, "stream": stream, "device": device, "current_stream": current,
             "cudart": Cudart, "MemPool": make_pool, "use_mem_pool": use_pool, "empty_cache": empty_cache,
-            "get_allocator_backend": lambda: self.backend, "memory_snapshot": lambda: self.segments,
+            "get_allocator_backend": lambda: self.backend, "memory_snapshot": self.snapshot,
             "mem_get_info": lambda device: (60, 100),
             "memory_stats": lambda device: {"max_split_size": self.max_split_size},
             "synchronize": lambda device: self.lines.append("the host waits for everything"),
@@ -166,20 +168,32 @@ class Runtime:
         lines, self.lines = self.lines, []
         return lines
 
+    def snapshot(self) -> list[dict[str, Any]]:
+        """As torch tells it: segments with their blocks."""
+        return self.segments or [
+            {
+                "device": GPU,
+                "address": address,
+                "blocks": [{"size": size, "requested_size": size, "state": "active_allocated"}],
+            }
+            for address, size in self.blocks.items()
+        ]
+
     def use(self, start: int, num_bytes: int, owner: object, what: str) -> int:
         """Something on the current stream uses ``[start, start + num_bytes)``: its number.
 
         Fails unless every use of any of it by another owner happens before.
         """
         past, stop = self.current().past, start + num_bytes
-        before = past | self.past_of_all
-        for other in self.uses:
-            if other.owner is not owner and other.start < stop and start < other.stop:
-                assert other.number in before, f"{what} may come before {other.what}, whose memory it was"
-        self.num_uses += 1
-        self.uses.append(Use(self.num_uses, start, stop, owner, what))
-        past.add(self.num_uses)
-        return self.num_uses
+        with self._lock:
+            before = past | self.past_of_all
+            for other in self.uses:
+                if other.owner is not owner and other.start < stop and start < other.stop:
+                    assert other.number in before, f"{what} may come before {other.what}, whose memory it was"
+            number = len(self.uses) + 1
+            self.uses.append(Use(number, start, stop, owner, what))
+            past.add(number)
+        return number
 
     def is_behind(self, number: int) -> bool:
         """Whether what the current stream is given next comes after a use."""
@@ -189,10 +203,10 @@ class Runtime:
 class Tensor:
     """As much of a tensor as a copy needs. ``of``: the window whose memory it is."""
 
-    dtype = torch.uint8
-
-    def __init__(self, runtime: Runtime, name: str, kind: str, of: Bytes | None = None):
-        self.runtime, self.name, self.of = runtime, name, of
+    def __init__(
+        self, runtime: Runtime, name: str, kind: str, of: Bytes | None = None, dtype: torch.dtype = torch.uint8
+    ):
+        self.runtime, self.name, self.of, self.dtype = runtime, name, of, dtype
         self.device, self.is_cuda = torch.device(kind), kind == "cuda"
 
     def is_contiguous(self) -> bool:
@@ -200,10 +214,11 @@ class Tensor:
 
     def copy_(self, source: Tensor, non_blocking: bool) -> None:
         assert non_blocking
-        self.runtime.lines.append(f"{self.runtime.current().name} copies {source.name} into {self.name}")
-        for tensor in (self, source):
-            if tensor.of is not None:
-                tensor.of.use(f"the copy of {source.name} into {self.name}")
+        what = f"{getattr(source, 'name', 'host memory')} into {self.name}"
+        self.runtime.lines.append(f"{self.runtime.current().name} copies {what}")
+        for tensor, does in ((self, "the copy of"), (source, "who reads for the copy of")):
+            if getattr(tensor, "of", None) is not None:
+                tensor.of.use(f"{does} {what}")
 
     def record_stream(self, stream: Any) -> None:
         self.runtime.lines.append(f"{self.name} recorded on {stream.name}")
@@ -227,9 +242,13 @@ class Bytes:
     def untyped_storage(self) -> Bytes:
         return self
 
+    def view(self, dtype: torch.dtype) -> Tensor:
+        return Tensor(self.runtime, self.name, "cuda", of=self, dtype=dtype)
+
     def resize_(self, num_bytes: int) -> None:
         if num_bytes == 0:
             if self._offset is not None:
+                del self.runtime.blocks[self.data_ptr()]
                 self.runtime.arena.give_back(self._offset)
             self._offset = None
             return
@@ -239,13 +258,18 @@ class Bytes:
             raise torch.cuda.OutOfMemoryError("CUDA out of memory")
         self._offset, self._size = self.runtime.arena.take(num_bytes), num_bytes
         assert self._offset is not None, "the test asks for more than there is"
+        self.runtime.blocks[self.data_ptr()] = num_bytes
         self.owner = object()  # another one each time
 
     def data_ptr(self) -> int:
         return 0 if self._offset is None else 2**20 + self._offset
 
     def use(self, what: str) -> int:
+        """Something on the current stream reads or writes all of it; what computes must come after what was copied."""
         assert self._offset is not None, f"{what}: {self.name} has no memory"
+        if "computing" in what:
+            arrived = [use for use in self.runtime.uses if use.owner is self.owner and use.what.startswith("the copy")]
+            assert all(self.runtime.is_behind(use.number) for use in arrived), f"{what} may come before its weights"
         return self.runtime.use(self.data_ptr(), self._size, self.owner, what)
 
 
@@ -253,7 +277,7 @@ def make_window(runtime: Runtime, device: CudaDevice, name: str, num_bytes: int)
     """A window of the device whose memory is the runtime's."""
     gpu, device.torch_device = device.torch_device, torch.device("cpu")
     try:
-        window = device.make_window(num_bytes)
+        window = CudaDevice.make_window(device, num_bytes)
     finally:
         device.torch_device = gpu
     assert isinstance(window, CudaWindow)

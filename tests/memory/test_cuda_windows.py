@@ -8,16 +8,26 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from cuda_runtime import Runtime, Tensor, bytes_of, make_window, on_card
+from memory_cases import World
 
+from gemini.memory.arena import Arena
 from gemini.memory.cuda import CudaDevice
 from gemini.memory.cuda_windows import CudaWindow, LastUses
 from gemini.memory.device import Event
+from gemini.memory.foresight import Foresight, Schedule
+from gemini.memory.lane import Lane
+from gemini.memory.manager import Manager
+from gemini.planning.plan import Moves
+from gemini.planning.trace import Access
+from gemini.states import Use
+from gemini.tiers import Tier
 
 PAGE = 4096
 
@@ -28,8 +38,10 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> Runtime:
 
 
 @pytest.fixture
-def device(runtime: Runtime) -> CudaDevice:
-    return CudaDevice(torch.device("cuda", 1))
+def device(runtime: Runtime) -> Iterator[CudaDevice]:
+    made = CudaDevice(torch.device("cuda", 1))
+    yield made
+    made.close()
 
 
 def host(runtime: Runtime) -> Any:
@@ -126,6 +138,20 @@ def test_windows_of_two_computing_streams(runtime: Runtime, device: CudaDevice) 
     in_thread(lambda: fetch(runtime, device, second))
 
 
+def test_a_stream_that_reads_what_is_there_already_is_known(runtime: Runtime, device: CudaDevice) -> None:
+    first, second = (make_window(runtime, device, name, 8 * PAGE) for name in "ab")
+    first.populate()
+    fetched = fetch(runtime, device, first)
+    runtime.finished.add(runtime.events[-1])
+    assert fetched.is_complete()
+    with runtime.stream(runtime.Stream(name="the program's")):
+        device.computes_here()
+        compute(first)
+    first.depopulate()
+    second.populate()
+    fetch(runtime, device, second)
+
+
 def test_what_is_computed_beside_must_have_been_waited_for(runtime: Runtime, device: CudaDevice) -> None:
     first, second = (make_window(runtime, device, name, 8 * PAGE) for name in "ab")
     first.populate()
@@ -185,6 +211,68 @@ def test_whatever_happens_no_window_sees_another_s_bytes(runtime: Runtime, seed:
                     runtime.finished.add(rng.choice(runtime.events[-30:]))
     assert reused > 60 and len(runtime.uses) > 200
     assert len(runtime.pools) == (backend == "native"), "all of them in one pool of their own"
+
+
+class Card(CudaDevice):
+    """A device whose windows are the recorded runtime's."""
+
+    def __init__(self, runtime: Runtime):
+        super().__init__(torch.device("cuda", 1))
+        self.runtime, self.num_windows = runtime, 0
+
+    def make_window(self, num_bytes: int) -> CudaWindow:
+        self.num_windows += 1
+        return make_window(self.runtime, self, f"window {self.num_windows}", num_bytes)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_manager_that_runs_ahead_of_a_card(runtime: Runtime, tmp_path: Path, seed: int) -> None:
+    """Steps of a model in a third of the room that it needs: on and off their plan, from two streams, updates between.
+
+    Whatever computes with weights comes after the copy of just those, and no use of memory may come before an earlier
+    owner's. The host waits for nothing.
+    """
+    rng = random.Random(seed)
+    sizes = [rng.choice((1, 1, 2, 4)) for _ in range(9)]
+    runtime.arena = Arena(14 * PAGE * 2)
+    world = World(sizes, Card(runtime), 8 * PAGE, Tier.CPU, tmp_path)
+    order = [*range(9), *reversed(range(9))]
+    accesses = [Access(moment, (index,)) for moment, index in enumerate(order)]
+    schedule = Schedule(accesses, [Moves(fetch=(index,)) for index in order], frozenset(order))
+    lane = Lane("fetch")
+    world.manager = manager = Manager(
+        world.chunks, ledger=world.ledger, device=world.device, mover=world.mover, lane=lane,
+        on_evict=lambda chunk: None, foresight=Foresight(lambda steps: [Moves()] * len(steps), schedule),
+    )  # fmt: skip
+    streams, ahead = [runtime.current(), runtime.Stream(name="the program's")], 0
+    try:
+        for _ in range(12):
+            manager.foresight.begin()
+            for index in order if rng.random() < 0.8 else rng.sample(order, 12):
+                with runtime.stream(rng.choice(streams)):
+                    chunk = world.chunks[index]
+                    ahead += chunk.use is Use.FETCHING
+                    manager.acquire(chunk)
+                    manager.look_ahead()
+                    bytes_of(chunk.window).use(f"computing with chunk {index}")
+                    if rng.random() < 0.3:
+                        with runtime.stream(rng.choice(streams)):
+                            manager.acquire(chunk)
+                            bytes_of(chunk.window).use(f"more computing with chunk {index}")
+                            manager.release(chunk)
+                    manager.release(chunk)
+                    if rng.random() < 0.1:
+                        manager.drop(rng.sample(world.chunks, 3))
+                manager.check_invariants()
+            manager.foresight.end()
+            manager.drop(world.chunks)  # an update
+            if rng.random() < 0.5:
+                manager.look_ahead()
+    finally:
+        lane.close()
+    world.device.close()
+    assert manager.num_evictions > 100 and ahead > 20 and runtime.num_queries > 0
+    assert not runtime.past_of_all, "nobody has seen the end of anything"
 
 
 def test_the_pool_s_stream_is_behind_all_uses_too(runtime: Runtime, device: CudaDevice) -> None:
