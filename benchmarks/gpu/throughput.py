@@ -103,7 +103,7 @@ def case_of(args: argparse.Namespace, training: Training, tokens: int, results: 
     case: dict[str, Any] = {"schedules": {}}
     for key in args.schedules:
         training.use(SCHEDULES[key])
-        seconds, losses = training.timed_steps(steps, 1 if args.tiny else 2)
+        seconds, losses = training.timed_steps(steps, 1 if args.tiny or training.done else 2)
         report = training.finish()
         case["schedules"][key] = {
             "seconds": seconds, "losses": losses, "moved": dict(report["moved"]), "stalls": dict(report["stalls"]),
@@ -213,7 +213,7 @@ def main(argv: Sequence[str] | None = None) -> _part.Results:
         help="tokens per step, those that share a plan together (default: 4096,8192/16384,32768)")  # fmt: skip
     add("--tokens", type=int, nargs="+", default=None, help="instead of --groups: each planned by itself")
     add("--seq-len", type=int, default=4096, help="(default: %(default)s)")
-    add("--steps", type=int, default=3, help="that count, of each schedule (default: %(default)s)")
+    add("--steps", type=int, default=2, help="that count, of each schedule (default: %(default)s)")
     add("--schedules", type=lambda text: text.split(","), default=["clip", "in-backward"], metavar="NAME,...",
         help=f"of {', '.join(SCHEDULES)} (default: clip,in-backward)")  # fmt: skip
     add("--nvme", action="store_true", help="the plan may use the drive of --spill as well")
