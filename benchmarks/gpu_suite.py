@@ -71,19 +71,8 @@ def command_of(part: str, args: argparse.Namespace, seconds: float) -> list[str]
     if part == "build":
         return [sys.executable, "setup.py", "build_ext", "--inplace", *more]
     if part == "tests":
-        return [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-m",
-            "gpu",
-            "tests/gpu",
-            "-v",
-            "--tb=short",
-            "-p",
-            "no:cacheprovider",
-            *more,
-        ]
+        options = ["-v", "--tb=short", "-p", "no:cacheprovider", *more]
+        return [sys.executable, "-m", "pytest", "-m", "gpu", "tests/gpu", *options]
     command = [sys.executable, f"benchmarks/gpu/{part}.py", "--device", args.device, "--out", str(args.parts_folder)]
     command += ["--spill", str(args.spill), "--seconds", f"{max(seconds - 15, 10):.0f}"]
     command += ["--tiny"] if args.tiny else []

@@ -128,15 +128,8 @@ def test_a_part_that_fails_or_hangs_is_told_and_the_rest_goes_on(
 
 
 def test_folders_are_not_told() -> None:
-    command = [
-        "/x/benchmarks/gpu_suite.py",
-        "--out",
-        "/y",
-        "--parts",
-        "peers",
-        "--args",
-        "peers=--deepspeed /z --clip 0",
-    ]
+    command = ["/x/benchmarks/gpu_suite.py", "--out", "/y", "--parts", "peers"]
+    command += ["--args", "peers=--deepspeed /z --clip 0"]
     told = "python benchmarks/gpu_suite.py --out DIR --parts peers --args 'peers=--deepspeed DIR --clip 0'"
     assert told_command(command) == told
 
