@@ -37,6 +37,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.gpu._command import told_command  # noqa: E402
+
 MARGIN = 8.0
 """Seconds of a call that are left for writing the report."""
 
@@ -51,7 +55,7 @@ class Part(NamedTuple):
 
 PARTS = {
     "build": Part("Build", 180, 20),
-    "tests": Part("Tests on the card", 240, 30),
+    "tests": Part("Tests on the card", 300, 30),
     "kernels": Part("Kernels", 100, 20),
     "copies": Part("Copies", 100, 20),
     "exactness": Part("Exactness", 150, 20),
@@ -67,7 +71,8 @@ def command_of(part: str, args: argparse.Namespace, seconds: float) -> list[str]
     if part == "build":
         return [sys.executable, "setup.py", "build_ext", "--inplace", *more]
     if part == "tests":
-        return [sys.executable, "-m", "pytest", "-m", "gpu", "tests/gpu", "-q", "-p", "no:cacheprovider", *more]
+        options = ["-v", "--tb=short", "-p", "no:cacheprovider", *more]
+        return [sys.executable, "-m", "pytest", "-m", "gpu", "tests/gpu", *options]
     command = [sys.executable, f"benchmarks/gpu/{part}.py", "--device", args.device, "--out", str(args.parts_folder)]
     command += ["--spill", str(args.spill), "--seconds", f"{max(seconds - 15, 10):.0f}"]
     command += ["--tiny"] if args.tiny else []
@@ -169,12 +174,11 @@ def write(args: argparse.Namespace, results: dict[str, dict[str, Any]]) -> Path:
     date = time.strftime("%Y-%m-%d")
     name = f"gpu_suite_{slug(machine.get('card', 'card'))}_{date}"
     told = [f"{key.replace('_', ' ')} {value}" for key, value in machine.items()]
-    said = list(sys.argv[1:])
     lines = [
         f"# GPU suite on {machine.get('card', 'a card')}, {date}",
         "",
         "; ".join(told) + "." if told else "No part has said what machine this is.",
-        f"Commit {commit()}. Command: `python benchmarks/gpu_suite.py {shlex.join(said)}`. "
+        f"Commit {commit()}. Command: `{told_command(args.argv)}`. "
         + ", ".join(f"{part}: {one['state']}, {one['seconds']:.0f} s" for part, one in results.items())
         + ".",
         "",
@@ -189,7 +193,7 @@ def write(args: argparse.Namespace, results: dict[str, dict[str, Any]]) -> Path:
     missing = [part for part in PARTS if part not in results]
     if missing:
         lines += [f"Not asked for in this call, so not measured: {', '.join(missing)}.", ""]
-    body = json.dumps({"date": date, "command": sys.argv, "parts": results}, indent=1, default=str)
+    body = json.dumps({"date": date, "command": told_command(args.argv), "parts": results}, indent=1, default=str)
     for old in [*args.out.glob("gpu_suite_*.md"), *args.out.glob("gpu_suite_*.json")]:
         if old.stem != name and old.name in args.written:
             old.unlink()
@@ -271,6 +275,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     args.out = args.out.resolve()
     args.parts_folder = args.out / "parts"
     args.written = set()
+    args.argv = [__file__, *(sys.argv[1:] if argv is None else argv)]
     return args
 
 

@@ -17,6 +17,7 @@ import gemini
 from benchmarks import gpu_suite
 from benchmarks.gpu import _llama, copies, exactness, kernels, pack_deepspeed, peers, size, throughput
 from benchmarks.gpu._card import Card
+from benchmarks.gpu._command import told_command
 from benchmarks.gpu._training import CLIPPED, Training
 from tests import models
 
@@ -124,6 +125,13 @@ def test_a_part_that_fails_or_hangs_is_told_and_the_rest_goes_on(
     assert raw["exactness"]["raw"] == [2] and sorted(file.name for file in tmp_path.iterdir()) == sorted(
         [report.name, report.with_suffix(".json").name, "log.txt"]
     )
+
+
+def test_folders_are_not_told() -> None:
+    command = ["/x/benchmarks/gpu_suite.py", "--out", "/y", "--parts", "peers"]
+    command += ["--args", "peers=--deepspeed /z --clip 0"]
+    told = "python benchmarks/gpu_suite.py --out DIR --parts peers --args 'peers=--deepspeed DIR --clip 0'"
+    assert told_command(command) == told
 
 
 def test_a_part_that_does_not_exist_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -74,19 +74,21 @@ def config_of(shape: Shape, seq_len: int) -> LlamaConfig:
 
 
 class PiecewiseLlama(LlamaForCausalLM):
-    """The loss of each piece of ``piece`` tokens by itself, its logits made again in backward. No logits are given."""
+    """The loss of each piece of the tokens by itself, its logits made again in backward. No logits are given."""
 
-    piece = PIECE
     reentrant = False
-    """DeepSpeed ZeRO-3 partitions params between forward and recomputation, which the non-reentrant kind refuses."""
+    """Of the blocks: DeepSpeed ZeRO-3 partitions params between forward and recomputation, which the non-reentrant kind
+    refuses. Pieces of the loss are of that kind everywhere: the other would give the head a gradient for each of them,
+    and DeepSpeed takes one."""
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor, **_: Any) -> CausalLMOutput:
         hidden = self.model(input_ids=input_ids, use_cache=False).last_hidden_state
         hidden, targets = hidden[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+        piece = PIECE if self.config.vocab_size > 1000 else 16  # tiny models have several pieces as well
         losses = [
-            checkpoint(self._loss_of, hidden[at : at + self.piece], targets[at : at + self.piece],
-                       use_reentrant=self.reentrant)
-            for at in range(0, len(targets), self.piece)
+            checkpoint(self._loss_of, hidden[at : at + piece], targets[at : at + piece],
+                       use_reentrant=False)
+            for at in range(0, len(targets), piece)
         ]  # fmt: skip
         return CausalLMOutput(loss=torch.stack(losses).sum() / len(targets))
 

@@ -20,6 +20,7 @@ import psutil
 import torch
 
 from benchmarks.gpu._card import Card
+from benchmarks.gpu._command import told_command
 from gemini.errors import parse_bytes
 
 
@@ -72,7 +73,7 @@ class Results:
         self.args.out.mkdir(parents=True, exist_ok=True)
         body = {
             "part": self.name, "state": state, "seconds": time.monotonic() - self.began, "tiny": self.args.tiny,
-            "command": ["python", *sys.argv], "machine": machine(self.card), "raw": self.raw, "lines": self.lines,
+            "command": told_command(sys.argv), "machine": machine(self.card), "raw": self.raw, "lines": self.lines,
         }  # fmt: skip
         file = self.args.out / f"{self.name}.json"
         file.with_suffix(".new").write_text(json.dumps(body, indent=1, default=str))

@@ -12,6 +12,7 @@ import gemini
 from benchmarks.gpu import _llama
 from benchmarks.gpu._card import Card
 from benchmarks.gpu._llama import PiecewiseLlama, Shape
+from gemini.planning.working import activation_bytes
 
 HYPER: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 CLIP = 0.5
@@ -36,6 +37,17 @@ def trace_of(shape: Shape, tokens: int, seq_len: int, card: Card) -> Any:
         config, batch, precision="bf16", target="cuda" if card.real else "cpu",
         checkpointing="reentrant" if PiecewiseLlama.reentrant else "non-reentrant", model_class=PiecewiseLlama,
     )  # fmt: skip
+
+
+def tight_gpu(shape: Shape, trace: Any, fractions: Mapping[str, float]) -> int:
+    """A GPU budget for activations, what a static placement puts there, and windows for a few blocks of weights only,
+    so that those which live elsewhere are fetched in forward and in backward.
+    """
+    largest = max(shape.of_layer + 2 * shape.hidden, shape.hidden * shape.vocab)
+    planes = 2 * fractions.get("weights_on_gpu", 0) + 14 * fractions.get("optimizer_on_gpu", 0)
+    slack = 16 * largest if planes else 0  # a fraction is honoured to one chunk
+    staging = 2**30 if fractions.get("updates_on_gpu") else 0
+    return activation_bytes(trace, offloaded=False) + int(planes * shape.params) + slack + staging + 3 * 2 * largest
 
 
 class Training:

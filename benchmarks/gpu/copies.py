@@ -13,6 +13,7 @@ whole step used.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import statistics
 import sys
 from collections.abc import Sequence
@@ -27,7 +28,7 @@ import gemini
 from benchmarks._ranks import table
 from benchmarks.gpu import _llama, _part
 from benchmarks.gpu._card import Card, Spread, host_budget
-from benchmarks.gpu._training import CLIPPED, Training, trace_of
+from benchmarks.gpu._training import CLIPPED, Training, tight_gpu, trace_of
 from gemini.planning.timeline import Lane
 
 GOAL = 0.90
@@ -54,18 +55,12 @@ class Link:
         stamps: list[list[Any]] = [[] for _ in WAYS]
         for number in range(copies + 1):
             for way in ways:
-                with torch.cuda.stream(self.streams[way]) if self.card.real else _nothing():
+                with torch.cuda.stream(self.streams[way]) if self.card.real else contextlib.nullcontext():
                     stamps[way].append(self.card.stamp())
                     if number < copies:
                         self.copy(way)
         self.card.synchronize()
         return [copies * self.num_bytes / self.card.seconds(stamps[way][0], stamps[way][-1]) for way in ways]
-
-
-def _nothing() -> Any:
-    import contextlib
-
-    return contextlib.nullcontext()
 
 
 def link_alone(card: Card, num_bytes: int, rounds: int) -> dict[str, list[float]]:
@@ -112,10 +107,9 @@ def measure(args: argparse.Namespace, card: Card, results: _part.Results) -> Non
     results.say("The link, pinned memory", "", *table(["way", "GB/s", "least", "most"], rows))
     shape = _llama.SHAPES["tiny" if args.tiny else args.shape]
     tokens, seq_len = (64, 32) if args.tiny else (args.tokens, args.seq_len)
-    memory = gemini.MemoryBudget(gpu=args.gpu or int(card.total_bytes * 0.9), cpu=host_budget(args.host))
-    settings = {
-        "memory": memory, "placement": gemini.StaticPlacement(), "trace": trace_of(shape, tokens, seq_len, card)
-    }  # fmt: skip
+    trace = trace_of(shape, tokens, seq_len, card)
+    memory = gemini.MemoryBudget(gpu=args.gpu or tight_gpu(shape, trace, {}), cpu=host_budget(args.host))
+    settings = {"memory": memory, "placement": gemini.StaticPlacement(), "trace": trace}
     training = Training(card, shape, tokens, seq_len, settings)
     training.use(CLIPPED)
     seconds, _ = training.timed_steps(1 if args.tiny else 3, 1 if args.tiny else 2)
@@ -157,7 +151,9 @@ def main(argv: Sequence[str] | None = None) -> _part.Results:
     parser.add_argument("--shape", choices=_llama.SHAPES, default="3b", help="(default: %(default)s)")
     parser.add_argument("--tokens", type=int, default=8192, help="per step (default: %(default)s)")
     parser.add_argument("--seq-len", type=int, default=4096, help="(default: %(default)s)")
-    parser.add_argument("--gpu", type=_part.parse_bytes, default=None, help="GPU budget (default: 90 %% of the card)")
+    parser.add_argument(
+        "--gpu", type=_part.parse_bytes, default=None, help="GPU budget (default: activations and some blocks)"
+    )
     return _part.run("copies", parser, measure, argv)
 
 

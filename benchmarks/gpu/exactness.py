@@ -26,7 +26,7 @@ import gemini
 from benchmarks._ranks import table
 from benchmarks.gpu import _llama, _part
 from benchmarks.gpu._card import Card, free_disk, host_budget
-from benchmarks.gpu._training import CLIP, CLIPPED, Training, trace_of
+from benchmarks.gpu._training import CLIP, CLIPPED, Training, tight_gpu, trace_of
 
 PLACEMENTS: dict[str, dict[str, float]] = {
     "all on the GPU": {"weights_on_gpu": 1, "optimizer_on_gpu": 1},
@@ -70,10 +70,7 @@ def measure(args: argparse.Namespace, card: Card, results: _part.Results) -> Non
     torch.use_deterministic_algorithms(True, warn_only=True)
     shape = _llama.SHAPES["tiny" if args.tiny else args.shape]
     tokens, seq_len, steps = (64, 32, 4) if args.tiny else (args.tokens, args.seq_len, args.steps)
-    memory = gemini.MemoryBudget(
-        gpu=int(card.total_bytes * 0.8), cpu=host_budget(args.host), nvme=int(free_disk(args.spill) * 0.8),
-        nvme_path=args.spill,
-    )  # fmt: skip
+    sizes = {"cpu": min(host_budget(args.host), 64 * shape.params + 2**30), "nvme": int(free_disk(args.spill) * 0.8)}
     trace = trace_of(shape, tokens, seq_len, card)
     results.add("shape", shape._asdict() | {"params": shape.params, "tokens": tokens, "steps": steps})
     runs: dict[str, dict[str, Any]] = {}
@@ -85,6 +82,7 @@ def measure(args: argparse.Namespace, card: Card, results: _part.Results) -> Non
         before = results.left()
         fractions = PLACEMENTS[next(iter(PLACEMENTS)) if name == "again" else name]
         placement = gemini.StaticPlacement(**fractions)
+        memory = gemini.MemoryBudget(gpu=tight_gpu(shape, trace, fractions), **sizes, nvme_path=args.spill)
         training = Training(card, shape, tokens, seq_len, {"memory": memory, "placement": placement, "trace": trace})
         training.use(CLIPPED)
         runs[name] = train(training, steps) | {"seconds": before - results.left()}

@@ -192,7 +192,7 @@ def main(argv: Sequence[str] | None = None) -> _part.Results:
     add("--clip", type=float, default=1.0, help="0: no clipping (default: %(default)s)")
     add("--gpu", type=parse_bytes, default=24 * 2**30, help="Gemini's GPU budget (default: 24GiB)")
     add("--steps", type=int, default=2, help="of a block (default: %(default)s)")
-    add("--rounds", type=int, default=4, help="(default: %(default)s)")
+    add("--rounds", type=int, default=3, help="(default: %(default)s)")
     add("--threads", type=int, default=len(os.sched_getaffinity(0)), help="of every peer (default: all cores)")
     add("--timeout", type=float, default=240.0, help="seconds for one order (default: %(default)s)")
     add("--deepspeed", type=Path, default=None, help="the folder made by pack_deepspeed.py")

@@ -11,6 +11,7 @@ step:
     W              all updates with nothing beside them
     step           with clipping, and without, updates inside backward
     bound          T_bwd + max(T_fwd, W) with clipping, max(T_fwd + T_bwd, W) with updates inside backward
+    predicted      by the simulator, for the number of tokens that the plan was made for
     goal           with clipping 0.9 of the bound (T_fwd + T_bwd) / (T_bwd + max(T_fwd, W)); from 16k tokens without
                    clipping 0.9 of computing alone
 
@@ -103,7 +104,7 @@ def case_of(args: argparse.Namespace, training: Training, tokens: int, results: 
     case: dict[str, Any] = {"schedules": {}}
     for key in args.schedules:
         training.use(SCHEDULES[key])
-        seconds, losses = training.timed_steps(steps, 1 if args.tiny else 2)
+        seconds, losses = training.timed_steps(steps, 1 if args.tiny or training.done else 2)
         report = training.finish()
         case["schedules"][key] = {
             "seconds": seconds, "losses": losses, "moved": dict(report["moved"]), "stalls": dict(report["stalls"]),
@@ -125,7 +126,9 @@ def rows_of(
     where = f"{human_bytes(budget)}, {tokens:,} tokens"
     for key, own in case["schedules"].items():
         step = statistics.median(own["seconds"])
-        row = [human_bytes(budget), f"{tokens:,}", SCHEDULES[key].name, f"{step:.3f}", f"{flops / step / 1e12:.1f}"]
+        foretold = case.get("predicted", {}).get(key) if tokens == case["planned for"] else None
+        row = [human_bytes(budget), f"{tokens:,}", SCHEDULES[key].name, f"{step:.3f}"]
+        row += ["-" if foretold is None else f"{foretold:.3f}", f"{flops / step / 1e12:.1f}"]
         if "forward" not in alone_t:
             rows.append([*row, "-", "-", "-", "-", f"{work:.3f}"])
             continue
@@ -178,6 +181,11 @@ def measure(args: argparse.Namespace, card: Card, results: _part.Results) -> Non
             plan = training.model._gemini_engine.plan
             told = {"budget": budget, "planned for": max(group), "build seconds": training.build_seconds,
                     "plan": str(plan), "checkpointed activations wait in": plan.offload_activations}  # fmt: skip
+            if hardware is not None:
+                told["predicted"] = {
+                    key: gemini.simulate(plan, hardware, clipping=not SCHEDULES[key].in_backward).step_seconds
+                    for key in args.schedules
+                }
             results.append("built", told)
             for tokens in group:
                 case = told | {"tokens": tokens, "alone": computing[tokens]} | case_of(args, training, tokens, results)
@@ -190,8 +198,8 @@ def measure(args: argparse.Namespace, card: Card, results: _part.Results) -> Non
     for tokens, found in computing.items():
         if "why not" in found:
             lines.append(f"- computing alone at {tokens:,} tokens was not measured: {found['why not']}")
-    names = ["GPU budget", "tokens", "schedule", "step", "TFLOP/s", "of computing alone", "of the bound", "T_fwd",
-             "T_bwd", "W"]  # fmt: skip
+    names = ["GPU budget", "tokens", "schedule", "step", "predicted", "TFLOP/s", "of computing alone", "of the bound",
+             "T_fwd", "T_bwd", "W"]  # fmt: skip
     results.say(
         f"Llama of {shape.params:,} params, bf16, AdamW, gradient checkpointing, sequences of {seq_len} (seconds; "
         "medians).",
@@ -213,7 +221,7 @@ def main(argv: Sequence[str] | None = None) -> _part.Results:
         help="tokens per step, those that share a plan together (default: 4096,8192/16384,32768)")  # fmt: skip
     add("--tokens", type=int, nargs="+", default=None, help="instead of --groups: each planned by itself")
     add("--seq-len", type=int, default=4096, help="(default: %(default)s)")
-    add("--steps", type=int, default=3, help="that count, of each schedule (default: %(default)s)")
+    add("--steps", type=int, default=2, help="that count, of each schedule (default: %(default)s)")
     add("--schedules", type=lambda text: text.split(","), default=["clip", "in-backward"], metavar="NAME,...",
         help=f"of {', '.join(SCHEDULES)} (default: clip,in-backward)")  # fmt: skip
     add("--nvme", action="store_true", help="the plan may use the drive of --spill as well")
