@@ -85,3 +85,17 @@ def test_placement_changes_no_bit(
     summary(
         f"ranks, {family}: {num_placements} placements, {evictions} evictions inside forward and backward on rank 0"
     )
+
+
+@pytest.mark.parametrize("gradients", ["retain", "transient"])
+def test_streaming_updates_changes_no_bit(gradients: str, pool_of: Callable[[int], Pool], tmp_path: Path) -> None:
+    """Shards in host memory, each through the device of its rank."""
+    job = Job("llama", num_steps=3, gradients=gradients, path=str(tmp_path), reads=False)
+    found = pool_of(2).run(run, replace(job, where="streamed"))
+    assert_same_bits(found, pool_of(2).run(run, replace(job, tight=False)), gradients)
+    states = 12 * found[0].report["params"]
+    for way in ("cpu->gpu", "gpu->cpu"):
+        assert sum(outcome.report["moved"][way] for outcome in found) >= states, "every shard went up and came back"
+    for outcome in found:
+        assert outcome.report["gpu"]["holders"]["staging"] > 0
+        assert outcome.report["gpu"]["peak"] <= outcome.report["gpu"]["budget"]

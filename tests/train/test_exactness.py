@@ -2,9 +2,10 @@
 
 Each case draws placements for one model family and precision: a random home for every plane of every chunk (one plane
 of a chunk on the GPU and its neighbour in the spill file makes no sense to a user, and must work), a random largest
-chunk, small or whole tiles, the CPU or the stand-in for a GPU to compute on, retained or accumulated gradients, the
-best kernels or the reference ones. Budgets are what the placement needs and at most a little more, so that windows
-are taken from chunks inside forward and backward. The draws are seeded: a failure prints its own, and replays.
+chunk, small or whole tiles, the CPU or the stand-in for a GPU to compute on, updates streamed through it or not,
+retained or accumulated gradients, the best kernels or the reference ones. Budgets are what the placement needs and at
+most a little more, so that windows are taken from chunks inside forward and backward. The draws are seeded: a failure
+prints its own, and replays.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ import gemini
 from gemini import kernels
 from gemini.memory.device import make_device
 from gemini.planning.layout import DEFAULT_MAX_CHUNK, ParamSpec, make_layout
-from gemini.planning.placement import Placement, Problem, bytes_per_tier
+from gemini.planning.placement import Placement, Problem, bytes_per_tier, can_stream
 from gemini.planning.planes import PlaneKind, compute_itemsize
-from gemini.planning.working import staging_bytes, staging_sets, tile_numel
+from gemini.planning.working import device_staging_bytes, staging_bytes, staging_sets, tile_numel
 from gemini.tiers import MemoryBudget, Tier
 from gemini.train.problem import collect_params
 from gemini.train.structure import working_set
@@ -83,6 +84,7 @@ class Draw:
     gradients: str
     homes: tuple[dict[PlaneKind, Tier], ...]
     budgets: dict[Tier, int]
+    streamed: frozenset[int]
 
     def __str__(self) -> str:
         """Homes as one letter per plane: "gnncg" is weights, residual, exp_avg, exp_avg_sq, grad of one chunk."""
@@ -92,7 +94,7 @@ class Draw:
         budgets = ", ".join(f"{tier.value} {num_bytes}" for tier, num_bytes in self.budgets.items())
         return (
             f"device={self.device}, max_chunk={self.max_chunk}, tile={self.tile}, isa={self.isa}, "
-            f"gradients={self.gradients}, budgets: {budgets}; homes: {homes}"
+            f"gradients={self.gradients}, budgets: {budgets}; homes: {homes}; streamed: {sorted(self.streamed)}"
         )
 
     def config(self, precision: str, nvme_path: Path) -> gemini.GeminiConfig:
@@ -100,7 +102,7 @@ class Draw:
         return gemini.GeminiConfig(
             precision=precision,
             memory=MemoryBudget(**sizes, nvme_path=nvme_path),
-            placement=Placement(self.homes),
+            placement=Placement(self.homes, self.streamed),
             gradients=self.gradients,
             device=self.device,
             max_chunk=self.max_chunk,
@@ -131,6 +133,7 @@ def draw(
         working_set=working_set(model, layout, precision),
         staging=staging_bytes(min(tile or largest, tile_numel(largest)))
         * staging_sets(make_device(device).tier, precision, overlap=True),
+        device_staging=device_staging_bytes(largest, overlap=True),
     )
     # Some placements lean to one tier, so that the corners (all on NVMe, all on one tier) come up as well.
     lean = rng.choice((None, None, None, *tiers))
@@ -145,7 +148,10 @@ def draw(
             if PlaneKind.GRAD in planes:
                 budgets[planes[PlaneKind.GRAD]] += 4 * chunk.numel
     budgets[problem.compute] += rng.choice((0, 0, 4096, problem.working_set))
-    return Draw(device, max_chunk, tile, isa, gradients, homes, budgets)
+    able = [chunk.index for chunk in layout.chunks if chunk.trainable and can_stream(homes[chunk.index])]
+    streamed = frozenset(i for i in able if rng.random() < 0.7 and problem.compute is Tier.GPU)
+    budgets[problem.compute] += problem.device_staging if streamed else 0
+    return Draw(device, max_chunk, tile, isa, gradients, homes, budgets, streamed)
 
 
 @pytest.mark.parametrize(("family", "recipe", "draws", "cut_short"), list(parts()))
