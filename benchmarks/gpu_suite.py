@@ -97,7 +97,7 @@ class Ran(NamedTuple):
 def run(part: str, args: argparse.Namespace, seconds: float) -> Ran:
     """One part; its whole process group is gone when this returns."""
     if part == "build" and is_built() and not args.args.get("build"):
-        return Ran("done", 0.0, "built already: the library is newer than its sources\n")
+        return checked(Ran("done", 0.0, "built already: the library is newer than its sources\n"), args)
     environment = os.environ | {
         "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false",
         "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
@@ -126,7 +126,17 @@ def run(part: str, args: argparse.Namespace, seconds: float) -> Ran:
     if part == "build":
         shutil.rmtree(ROOT / "build", ignore_errors=True)  # what is left there could be shipped in another build
     print(output[-3000:], flush=True)
-    return Ran(state, time.monotonic() - begin, output)
+    ran = Ran(state, time.monotonic() - begin, output)
+    return checked(ran, args) if part == "build" and state == "done" else ran
+
+
+def checked(ran: Ran, args: argparse.Namespace) -> Ran:
+    """A build, and whether the library has CUDA kernels: where nvcc fails it is built without them."""
+    program = "from gemini import kernels; print(kernels.capabilities())"
+    told = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    has_cuda = "on CUDA: native" in told.stdout
+    state = "done" if has_cuda or args.device != "cuda" else "failed: the library has no CUDA kernels"
+    return ran._replace(state=state, output=ran.output + told.stdout + told.stderr[-2000:])
 
 
 def end_group(process: subprocess.Popen[bytes]) -> None:
@@ -162,7 +172,7 @@ def lines_of(part: str, found: dict[str, Any]) -> list[str]:
         ]
         said = [line for line in said if line] or found.get("end of output", [])
     elif part == "build" and found["state"] == "done":
-        said = said[-2:]
+        said = said[-1:]
     if said:
         lines += ["```", *said, "```", ""]
     return lines
