@@ -86,7 +86,8 @@ class Tile:
             for a, b, segment in self._spans():
                 part = self._grad_of(segment)[a - segment.handle.part.start : b - segment.handle.part.start]
                 into = inbound[a - self._first : b - self._first]
-                copy = partial(self._mover.device.copy, into, part, "evict")
+                behind = not self._mover.in_worker  # the lane has waited for it, and what is computed since is more
+                copy = partial(self._mover.device.copy, into, part, "evict", behind_computing=behind)
                 self._events.append(self._mover.under_way(Tier.GPU, Tier.CPU, into.nbytes, copy, *self._told))
 
     def run(self) -> None:
