@@ -152,7 +152,7 @@ def compare(args: argparse.Namespace) -> list[str]:
             f"Llama of {args.layers} layers of {args.width}, vocab {args.vocab}: {report['params']:,} params, bf16, "
             f"{'clipping' if args.clip else 'no clipping'}; {human_bytes(report['nvme']['used'])} in the spill file. "
             f"Torch computes with {args.threads} threads of {args.cores}, an update has "
-            f"{update_threads(args.update_threads)}. "
+            f"{update_threads(args.update_threads, Tier.CPU)}. "
             f"{'Serial' if args.serial else 'Overlapped'} engine. {args.rounds} rounds, {args.steps} steps of each "
             "copy in each.",
         ],
