@@ -190,7 +190,7 @@ def test_forward_does_not_wait_and_what_it_was_given_may_be_overwritten(
     gate = threading.Event()
     there: Any = device
     if device == "standin":
-        there = StandinDevice(gate=lambda lane: None if lane != "evict" else assert_(gate.wait(PATIENCE)))
+        there = StandinDevice(gate=lambda lane: None if lane != "offload" else assert_(gate.wait(PATIENCE)))
     writes = Gate(monkeypatch, "write", "gemini-offload")
     model = wrap(tmp_path, there, offload, spoils=True)
     loss = model(noise())
