@@ -328,6 +328,8 @@ def _cheapest_change(problem: Problem, missing: Mapping[Tier, int]) -> str:
         roomy = replace(problem, budgets={**budgets, tier: 2**62})
         needed = bytes_per_tier(roomy, _fill(roomy, roomy.spoken_for()))
         if all(needed[other] <= budget for other, budget in budgets.items() if other is not tier):
+            if needed[tier] <= budgets.get(tier, 0):  # it is this placement that does not fit
+                return "placement='auto', which these budgets hold"
             if tier not in budgets:
                 whole = _without_a_drive(problem)
                 return (

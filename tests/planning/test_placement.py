@@ -249,6 +249,14 @@ def test_the_change_it_names_is_enough() -> None:
         fill_fastest(problem_of({**tight, NVME: needed - 1}))
 
 
+def test_where_other_homes_would_fit_no_budget_is_asked_for() -> None:
+    budgets = {GPU: 20 * N, CPU: MUCH, NVME: MUCH}
+    fill_fastest(problem_of(budgets))
+    for only in (budgets, {GPU: budgets[GPU], CPU: MUCH}):
+        with pytest.raises(BudgetExceeded, match=r"missing on gpu.*Cheapest change: placement='auto'"):
+            by_fractions(problem_of(only), StaticPlacement(optimizer_on_gpu=1))
+
+
 def test_the_host_memory_that_would_do_instead_of_a_drive_is_not_overstated() -> None:
     """What stands on the GPU, and what a step needs there, is not asked of the host."""
     tiers = {GPU: 4 * N + 100, CPU: 3 * N}
