@@ -3,7 +3,8 @@
     python benchmarks/nvme_break_even.py --spill /scratch --report benchmarks/reports/nvme_break_even_<box>_<date>.md
 
 Two copies of one Llama live in one process: all in memory, and with residuals, moments and retained gradients in the
-spill file (``--weights`` puts the weights there too). For every number of tokens they take turns, some steps each; a
+spill file (``--weights`` puts the weights there too; with ``--gradients transient`` updates begin inside backward, and
+no gradient is kept). For every number of tokens they take turns, some steps each; a
 step is counted from one forward's beginning to the next one's, and what is in flight at the end of a turn is waited for
 outside of the clock. The planner's break-even (``gemini.planning.break_even``) comes from a step recorded in memory at
 ``--traced`` tokens and from the machine as measured in the same run. At it, and past it, the goal is nine tenths of the
@@ -71,9 +72,12 @@ class Copy:
             device="cpu",
             overlap=not args.serial,
             update_threads=args.update_threads,
+            gradients=args.gradients,
         )
         self.model = gemini.GeminiDDP(make_model(args), config)
-        self.optimizer = gemini.HybridAdam(self.model.parameters(), lr=1e-4)
+        self.optimizer = gemini.HybridAdam(
+            self.model.parameters(), lr=1e-4, step_in_backward=args.gradients == "transient"
+        )
         self.engine = self.model._gemini_engine
 
     def turn(self, args: argparse.Namespace, batch: dict[str, Any], steps: int) -> list[float]:
@@ -96,7 +100,8 @@ def told(args: argparse.Namespace, memory: Copy, drive: Copy, hardware: Any) -> 
         for _ in range(5):
             memory.model(**batch).loss.backward()
             memory.optimizer.step()
-    problem = pose_problem(tracer.trace, dict.fromkeys((Tier.CPU, Tier.NVME), 2**42), precision="bf16")
+    budgets = dict.fromkeys((Tier.CPU, Tier.NVME), 2**42)
+    problem = pose_problem(tracer.trace, budgets, precision="bf16", gradients=args.gradients)
     plan = plan_by_policy(tracer.trace, problem, drive.engine.placement, NextUse())
     schedule = "serial" if args.serial else "overlapped"
 
@@ -119,6 +124,7 @@ def main() -> None:
     parser.add_argument("--update-threads", type=int, default=None, help="of an update (default: the engine's)")
     parser.add_argument("--serial", action="store_true", help="with overlap=False")
     parser.add_argument("--weights", action="store_true", help="weights are on the drive too")
+    parser.add_argument("--gradients", default="retain", choices=("retain", "transient"))
     parser.add_argument("--clip", action="store_true", help="with clipping")
     parser.add_argument("--spill", type=Path, default=Path("/tmp"), help="folder of the spill file")
     parser.add_argument("--report", "--out", dest="out", type=Path, default=None, help="write the report here")
@@ -150,7 +156,8 @@ def compare(args: argparse.Namespace) -> list[str]:
         "Training from the drive against training from memory",
         [
             f"Llama of {args.layers} layers of {args.width}, vocab {args.vocab}: {report['params']:,} params, bf16, "
-            f"{'clipping' if args.clip else 'no clipping'}; {human_bytes(report['nvme']['used'])} in the spill file. "
+            f"{'clipping' if args.clip else 'no clipping'}, gradients={args.gradients!r}; "
+            f"{human_bytes(report['nvme']['used'])} in the spill file. "
             f"Torch computes with {args.threads} threads of {args.cores}, an update has "
             f"{update_threads(args.update_threads, Tier.CPU)}. "
             f"{'Serial' if args.serial else 'Overlapped'} engine. {args.rounds} rounds, {args.steps} steps of each "
