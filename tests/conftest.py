@@ -29,7 +29,8 @@ LONGEST = """
 test_rank_exactness test_exactness test_train_job test_memory test_loading_memory test_rank_behaviour test_docs_pages
 test_export_memory test_checkpoints test_sharding test_rank_export test_faults test_lightning_ranks test_model_zoo
 test_compiled test_doc_blocks test_device_kernels test_streamed test_faults_in_flight test_rank_adapters test_train
-test_pool test_races test_checkpoint test_activations test_updates test_promotion test_rank_loading test_trainer_ranks test_access
+test_pool test_races test_checkpoint test_activations test_updates test_promotion test_rank_loading
+test_trainer_ranks test_access
 """.split()
 """Files by the seconds they take, the longest first; the others follow as they were collected."""
 
