@@ -17,7 +17,7 @@ import contextlib
 from collections.abc import Callable
 
 from gemini.memory.chunk import Chunk
-from gemini.memory.device import Event
+from gemini.memory.device import DONE, Event
 from gemini.memory.lane import Job, Lane
 from gemini.memory.mover import Mover, Working
 from gemini.memory.staging import StagingSet
@@ -75,7 +75,11 @@ class Fetches:
             StorageError, GeminiError: if it failed; nothing is under way any more.
         """
         chunk.fetched = self.gather(chunk)
-        self._wait_on_device(chunk)
+        try:
+            self._wait_on_device(chunk)
+        except BaseException:
+            _forget_if_over(chunk)
+            raise
 
     def arrive(self, chunk: Chunk) -> bool:
         """Somebody needs a chunk that is fetched ahead: let computing wait for it; False if it failed."""
@@ -118,8 +122,7 @@ class Fetches:
     def settle(self) -> None:
         """Wait until nothing is on its way; what failed is told when it is needed."""
         for chunk in list(self.ahead.values()):
-            with contextlib.suppress(Exception):
-                self._job_of(chunk).wait()
+            self._job_of(chunk).wait_until_over()
             chunk.fetched.wait_until_over()
 
     def start_over(self, chunk: Chunk) -> None:
@@ -152,6 +155,7 @@ class Fetches:
             chunk.fetched.wait_on_device()
 
     def _end(self, chunk: Chunk) -> None:
+        _forget_if_over(chunk)
         chunk.arriving = None
         self.ahead.pop(chunk.spec.index, None)
 
@@ -159,3 +163,9 @@ class Fetches:
     def _job_of(chunk: Chunk) -> Job:
         assert isinstance(chunk.arriving, Job), chunk.name
         return chunk.arriving
+
+
+def _forget_if_over(chunk: Chunk) -> None:
+    """An event that failed keeps its error, and that the frames of whoever was told: the model among what they hold."""
+    if chunk.fetched.is_complete():
+        chunk.fetched = DONE

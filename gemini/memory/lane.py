@@ -52,14 +52,22 @@ class Job(Event):
         Raises:
             GeminiError: if its thread is gone; else whatever the job raised.
         """
+        self.wait_until_over(timeout)
+        if self._error is not None:
+            raise self._error
+
+    def wait_until_over(self, timeout: float = float("inf")) -> None:
+        """:meth:`wait` without what the job raised, which then keeps none of the caller's frames.
+
+        Raises:
+            GeminiError: if its thread is gone.
+        """
         while not self._done.wait(min(timeout, _LOOK_SECONDS)):
             timeout -= _LOOK_SECONDS
             if timeout <= 0:
                 raise GeminiError("a job of a worker thread is not over in the given time")
             if self.worker is not None and not self.worker.is_alive and not self._done.is_set():
                 raise GeminiError(f"the thread {self.worker.name} is gone with a job of it undone")
-        if self._error is not None:
-            raise self._error
 
 
 def _nothing() -> None:

@@ -78,6 +78,12 @@ class Transfer(Event):
         Raises:
             StorageError: if it failed.
         """
+        self.wait_until_over()
+        if self._error is not None:
+            raise self._error
+
+    def wait_until_over(self, timeout: float = 0.0) -> None:
+        """:meth:`wait` for who does not need to know how it ended."""
         with self._lock:
             if not self._is_over:
                 try:
@@ -89,8 +95,6 @@ class Transfer(Event):
                 # Not after an interrupt, which may have come before the wait: the disk still has the memory.
                 self._is_over = True
                 del self._tensor
-        if self._error is not None:
-            raise self._error
 
     def __del__(self, _ending: Callable[[], bool] = sys.is_finalizing) -> None:
         if not getattr(self, "_is_over", True) and not _ending():

@@ -27,9 +27,9 @@ def forget_interrupted(engine: Engine) -> None:
         engine.gradients.settle()
     engine.manager.foresight.interrupt()
     engine.activations.recover()
+    for handle in engine.handles:
+        handle.param.grad = None  # of autograd, if the interrupt came just before the hook that takes it
     if engine.in_backward:
-        for handle in engine.handles:
-            handle.param.grad = None  # of autograd, if the interrupt came just before the hook that takes it
         engine.calls.abandon(backward=True)
         engine.end_backward()
         if engine.updated_in_backward:

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import traceback
 import weakref
 
 import pytest
@@ -159,3 +160,20 @@ def test_the_interpreter_ends_with_a_lane_at_work() -> None:
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert run.returncode == 0 and run.stderr == "", run.stderr
+
+
+def test_who_only_waits_is_not_kept_by_the_error() -> None:
+    """An error keeps the frames that it went through, and they keep the model of whoever trains there."""
+    lane = Lane("test")
+    job = lane.submit(lambda: 1 // 0)  # type: ignore[arg-type, return-value]
+    job.wait_until_over()
+    assert isinstance(job.error, ZeroDivisionError) and _waiters(job.error) == 0
+    with pytest.raises(ZeroDivisionError):
+        job.wait()
+    assert _waiters(job.error) == 1
+    lane.close()
+
+
+def _waiters(error: BaseException) -> int:
+    frames = traceback.extract_tb(error.__traceback__)
+    return sum(frame.name == "test_who_only_waits_is_not_kept_by_the_error" for frame in frames)

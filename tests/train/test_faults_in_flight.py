@@ -47,7 +47,8 @@ def test_every_kind_is_met() -> None:
     assert {kind for _, kind in cases} == set(KINDS)
 
 
-def test_an_interrupt_before_a_gradient_is_taken_is_not_added_to_the_next(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [1, 4])
+def test_an_interrupt_before_a_gradient_is_taken_is_not_added_to_the_next(number: int, tmp_path: Path) -> None:
     """Python notices Ctrl-C where it next runs: in backward that is the start of the hook that takes a gradient."""
     schedule, quiet = CASES["cpu, all in memory"], Faults("")
     worlds = race_hunt.reference(schedule.recipe)[1]
@@ -57,7 +58,7 @@ def test_an_interrupt_before_a_gradient_is_taken_is_not_added_to_the_next(tmp_pa
 
     def interrupted(handle: object) -> None:
         taken.append(handle)
-        if len(taken) == 4:
+        if len(taken) == number:
             raise KeyboardInterrupt
         real(handle)
 
