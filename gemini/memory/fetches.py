@@ -88,8 +88,8 @@ class Fetches:
         if not job.is_complete():
             self._await_update(chunk)
             self.lane.hurry(job)
-            with self._waiting_for(chunk), contextlib.suppress(Exception):
-                job.wait()
+            with self._waiting_for(chunk):
+                job.wait_until_over()
         arrived = job.error is None
         if arrived:
             try:
