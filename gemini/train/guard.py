@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -50,6 +50,8 @@ class ParamHandle:
     """The gathered weights of the param, in its shape. Only to be read while its chunk is gathered."""
     version: int = 0
     """torch's count of writes to the param when it became ordinary."""
+    num_writes: int = 0
+    """How often Gemini has changed the weights: a graph from before must not be used after."""
     poisoned: bool = False
     """``param.data`` is NaN: its weights are not gathered."""
     trained: bool = False
@@ -168,6 +170,18 @@ def hide(handles: list[ParamHandle]) -> list[ParamHandle]:
             written.append(handle)
         param.__class__ = ManagedParameter
     return written
+
+
+def note_writes(handles: Iterable[ParamHandle]) -> None:
+    """The weights of these params change now. For autograd that is a write in place, as an update is in torch: a
+    backward of a forward from before that reads them is refused.
+    """
+    handles = list(handles)
+    with torch._C.DisableTorchFunctionSubclass():  # type: ignore[attr-defined]
+        torch.autograd.graph.increment_version([handle.param for handle in handles])
+        for handle in handles:
+            handle.version = handle.param._version
+            handle.num_writes += 1
 
 
 def refuse_written(written: list[ParamHandle]) -> None:

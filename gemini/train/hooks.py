@@ -190,9 +190,9 @@ def _pre(
                 f"{inside!r} was called on its own with gradients enabled: call the model, a named part of it, or a "
                 "whole block, or use torch.no_grad()"
             )
-        engine.begin_call(module, chunks, resident)
         if not engine.in_backward:
             engine.activations.begin_forward()
+        engine.begin_call(module, chunks, resident)
 
     return pre
 
@@ -207,9 +207,7 @@ def _post(ref: weakref.ref[Engine], *, is_root: bool) -> Callable[[nn.Module, An
             return None
         if engine.recording is not None:
             engine.recording.watch_backward(module, output)
-        if record.chunks and record.parent is not None:
-            _hold_returned_weights(engine, record, output)
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or torch._C._functorch.peek_interpreter_stack() is not None:
             return None
         outermost = record.parent is None and not engine.in_backward
         if engine.loss_scale is not None and outermost:
@@ -223,14 +221,6 @@ def _post(ref: weakref.ref[Engine], *, is_root: bool) -> Callable[[nn.Module, An
         return None
 
     return post
-
-
-def _hold_returned_weights(engine: Engine, record: CallRecord, output: Any) -> None:
-    """A module that returns its own weights, or a view of them, lends them to the call around it."""
-    for tensor in iter_tensors(output):
-        for chunk in record.chunks:
-            if tensor.untyped_storage().data_ptr() == chunk.flat.untyped_storage().data_ptr():
-                engine.calls.hold(chunk)
 
 
 def _hook_outputs(output: Any, ref: weakref.ref[Engine], record: CallRecord) -> None:

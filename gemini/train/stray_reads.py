@@ -34,12 +34,13 @@ def read_in_call(engine: Engine, func: Callable[..., Any], args: Any, kwargs: An
             "read it inside the model's forward, or with model.gathered([param])"
         )
     record = CallRecord(None, moving, around)
-    with engine.calls.reading(moving):
+    with engine.open_gathered(moving):
         result = func(*args, **kwargs)
-    for tensor in iter_tensors(result):
+    with engine.lock:
         for chunk in moving:
-            if tensor.untyped_storage().data_ptr() == chunk.flat.untyped_storage().data_ptr():
-                engine.calls.hold(chunk)
+            if engine.saved_weights.is_lent(chunk):
+                engine.lend(chunk)
+    for tensor in iter_tensors(result):
         record.on_gradient(tensor, lambda grad: engine_of(handles[0]).begin_backward_of(record))
     engine.exposure.refuse_writes()
     return result
