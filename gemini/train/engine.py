@@ -31,7 +31,7 @@ from gemini.ranks.group import join
 from gemini.tiers import Tier
 from gemini.train import stray_reads
 from gemini.train.activations import make_activation_store
-from gemini.train.build import adopt_all, build, iter_chunks, take_apart
+from gemini.train.build import adopt_all, build, follow_requires_grad, iter_chunks, take_apart
 from gemini.train.by_name import ByName
 from gemini.train.calls import CallRecord, Calls
 from gemini.train.exposure import Exposure
@@ -47,6 +47,7 @@ from gemini.train.report import check_planes
 from gemini.train.saved_weights import SavedWeights
 from gemini.train.shards import Shards
 from gemini.train.together import end_group_of
+from gemini.train.transforms import is_differentiating, is_transforming, without_transforms
 from gemini.train.updates import Updates
 
 
@@ -128,6 +129,7 @@ class Engine:
         self.updated_in_backward = False  # since the last optimizer.step()
         self.lost: str | None = None
         self.lost_because: BaseException | None = None  # where nobody was told of it yet
+        self.transformed: list[Chunk] = []  # what torch.func may still read
         self.requires_grad_changed = False
         self.registered = -1  # what refuse_injected has seen
         self.calls = Calls(self.acquire, self.release, self.exposure.expose, self.exposure.cover)
@@ -169,7 +171,9 @@ class Engine:
 
     def begin_call(self, module: nn.Module, chunks: tuple[Chunk, ...], resident: tuple[Chunk, ...] = ()) -> None:
         """A hooked module starts to compute: gather what it reads, and wait for the updates of what is in place."""
-        with self.lock:
+        if not self.computing:
+            self.let_go_of_transformed()
+        with self.lock, without_transforms():
             if not self.computing:
                 self.updates.check()
                 self.activations.check()
@@ -183,14 +187,32 @@ class Engine:
                 self.recording.begin_call(module)
             try:
                 self.exposure.catch_up(resident)
-                self.saved_weights.begin_call(self.calls.begin(module, chunks))
+                record = self.calls.begin(module, chunks)
                 self.manager.look_ahead()
             finally:
                 self.exposure.rest_if_idle()
+        self.saved_weights.begin_call(record)
+        if chunks and is_differentiating():
+            self._keep_for_transform(chunks)
+
+    def _keep_for_transform(self, chunks: tuple[Chunk, ...]) -> None:
+        """``torch.func.grad`` and its kin save params in a way that nobody sees: these stay until it is over."""
+        with self.lock, without_transforms():
+            for chunk in chunks:
+                if chunk not in self.transformed:
+                    self.acquire(chunk)
+                    self.transformed.append(chunk)
+
+    def let_go_of_transformed(self) -> None:
+        """Something begins that is in no transform: those before are over."""
+        if self.transformed and not is_transforming():
+            chunks, self.transformed = self.transformed, []
+            for chunk in chunks:
+                self.release(chunk)
 
     def end_call(self, module: nn.Module) -> CallRecord | None:
         """A hooked module is done, or failed. None if it never began."""
-        with self.lock:
+        with self.lock, without_transforms():
             record = self.calls.end(module)
             if self.recording is not None:
                 self.recording.end_call()
@@ -293,6 +315,17 @@ class Engine:
         """An operation reads params outside their own module's forward, while the model computes."""
         return stray_reads.read_in_call(self, func, args, kwargs, handles)
 
+    def read_outside(self, func: Callable[..., Any], args: Any, kwargs: Any, handles: list[ParamHandle]) -> Any:
+        """An operation that autograd records reads params while no module computes."""
+        return stray_reads.read_outside(self, func, args, kwargs, handles)
+
+    def begin_reading(self) -> None:
+        """Params are about to be read for a gradient, and no module computes."""
+        self.updates.check()
+        self.check_whole()
+        if self.requires_grad_changed:
+            follow_requires_grad(self)
+
     def acquire(self, chunk: Chunk) -> None:
         """Gather the weights of a chunk and keep them there until :meth:`release`."""
         self.manager.acquire(chunk)
@@ -316,7 +349,7 @@ class Engine:
         self.num_gathered += 1
         acquired: list[Chunk] = []
         try:
-            with self.lock:
+            with self.lock, without_transforms():
                 self.manager.refresh_lent()
                 for chunk in chunks:
                     self.acquire(chunk)
@@ -325,7 +358,7 @@ class Engine:
             with self.saved_weights.open():
                 yield
         finally:
-            with self.lock:
+            with self.lock, without_transforms():
                 for chunk in acquired:
                     self.exposure.cover(chunk)
                     self.release(chunk)
@@ -427,6 +460,7 @@ class Engine:
         Raises:
             StorageError and whatever else broke off an update.
         """
+        self.let_go_of_transformed()
         self.updates.drain()
         self.manager.settle()
         self.activations.drain()

@@ -25,6 +25,7 @@ from gemini.train.containers import iter_tensors, map_tensors
 from gemini.train.guard import handle_of
 from gemini.train.injected import refuse_injected
 from gemini.train.reading import is_a, params_read_by, readers
+from gemini.train.transforms import is_transforming
 
 if TYPE_CHECKING:
     from gemini.train.calls import CallRecord
@@ -115,7 +116,7 @@ def _attach_root(model: nn.Module, engine: Engine, hooks: list[Any]) -> None:
 
     def root_pre(module: nn.Module, args: Any) -> None:
         engine = _engine(ref)
-        if not engine.in_method:
+        if not engine.in_method and not engine.calls.depth:
             engine.recover_if_interrupted()
         refuse_injected(engine, module, is_root=True)
         refuse_inside_compiled()
@@ -207,7 +208,7 @@ def _post(ref: weakref.ref[Engine], *, is_root: bool) -> Callable[[nn.Module, An
             return None
         if engine.recording is not None:
             engine.recording.watch_backward(module, output)
-        if not torch.is_grad_enabled() or torch._C._functorch.peek_interpreter_stack() is not None:
+        if not torch.is_grad_enabled() or is_transforming():
             return None
         outermost = record.parent is None and not engine.in_backward
         if engine.loss_scale is not None and outermost:

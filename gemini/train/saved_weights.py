@@ -179,8 +179,8 @@ class SavedWeights:
         engine = self._engine()
         if engine is None:
             raise ParamAccessError(
-                f"backward needs the weights of {place.handle.name!r}, and the model that had them was deleted: keep it "
-                "until backward is over"
+                f"backward needs the weights of {place.handle.name!r}, and the model that had them was deleted: keep "
+                "the model until backward is over"
             )
         if place.handle.num_writes != place.num_writes:
             raise ParamAccessError(
