@@ -41,6 +41,7 @@ class Manager:
             needed.
         update_of: what has to be over before the home of a chunk's weights may be read; ``await_update`` waits for it.
         relieve: waits for something else that gives back memory of the computing tier; False if there is nothing.
+        unpin: releases what is pinned for the sake of speed only; False if there is nothing.
         leave: bytes of the computing tier that fetches ahead leave to others.
     """
 
@@ -61,6 +62,7 @@ class Manager:
         update_of: Callable[[Chunk], Event | None] = lambda chunk: None,
         await_update: Callable[[Chunk], None] = lambda chunk: None,
         relieve: Callable[[], bool] = lambda: False,
+        unpin: Callable[[], bool] = lambda: False,
         leave: Callable[[], int] = lambda: 0,
     ):
         self.chunks = chunks
@@ -74,7 +76,7 @@ class Manager:
         self._policy = policy or NextUse()
         self._clock = 0
         self._await_update, self.relieve, self._leave = await_update, relieve, leave
-        self._is_lent = is_lent
+        self._is_lent, self._unpin = is_lent, unpin
         self._overtaken: dict[int, Chunk] = {}
         """Lent chunks whose content an update has overtaken."""
 
@@ -172,6 +174,8 @@ class Manager:
                     self._evict(self.chunks[index])
             elif self.fetches.ahead:  # what came ahead of its time gives way to what is needed now
                 self._call_back(next(reversed(self.fetches.ahead.values())))
+            elif self._unpin():
+                continue
             elif not collected and any(self._is_lent(chunk) for chunk in self.chunks if chunk.window is not None):
                 collected = True
                 gc.collect()  # what was lent may only wait for it, or for a thread to end
@@ -409,12 +413,13 @@ class Manager:
         tier = self._device.tier
         pinned = [c for c in self.chunks if c.window is not None and c.pins]
         held = sum(c.window.num_bytes for c in pinned if c.window is not None)
-        lent = [c for c in self.chunks if c.window is not None and not c.pins and c.gathered and self._is_lent(c)]
+        lent = [c for c in self.chunks if c.window is not None and c.gathered and self._is_lent(c)]
         by_others = ""
         if lent:
+            names = " or ".join(repr(slot.name) for slot in lent[0].spec.slots[:3])
             by_others = (
                 f"; {human_bytes(sum(c.window.num_bytes for c in lent if c.window is not None))} are {len(lent)} "
-                f"chunks whose weights the program still has a view of ({lent[0].name}): del it (an attribute, a list, "
+                f"chunks whose weights the program still has a view of (of {names}): del it (an attribute, a list, "
                 "something on ctx), or let autograd keep it (ctx.save_for_backward)"
             )
         return (

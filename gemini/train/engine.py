@@ -102,6 +102,7 @@ class Engine:
             await_update=self.updates.wait,
             is_lent=self.saved_weights.is_lent,
             relieve=lambda: self.activations.relieve() or self.updates.relieve() or self.gradients.relieve(),
+            unpin=lambda: self.calls.relieve(),
             leave=lambda: self.activations.missing(),
         )
         self.gradients = GradientStore(
