@@ -165,8 +165,7 @@ class Calls:
         The call, if the chunk is new to it.
         """
         call = self.innermost
-        assert call is not None
-        if chunk in call.chunks:
+        if call is None or chunk in call.chunks:
             return None
         self._acquire(chunk)
         call.chunks += (chunk,)
