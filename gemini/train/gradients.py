@@ -41,9 +41,9 @@ def check_grad(handle: ParamHandle, grad: torch.Tensor) -> None:
     """
     if grad.requires_grad:
         raise GeminiError(
-            f"the gradient of {handle.name!r} was asked for with create_graph=True: it goes into a chunk, where it cannot "
-            "be differentiated again. Leave create_graph out here (gradients of inputs may have it), or use an unwrapped "
-            "model"
+            f"the gradient of {handle.name!r} was asked for with create_graph=True: it goes into a chunk, where it "
+            "cannot be differentiated again. Leave create_graph out here (gradients of inputs may have it), or use an "
+            "unwrapped model"
         )
     if grad.layout is not torch.strided:
         raise GeminiError(f"{handle.name!r} has a sparse gradient: build its module with sparse=False")
