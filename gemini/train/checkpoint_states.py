@@ -69,7 +69,7 @@ def check_groups(path: Path, saved: Any, here: list[dict[str, Any]]) -> list[dic
         try:
             _check_hyper(group)
             both = {key: plain_form(value) for key, value in ours.items() if key in group}
-            check_alike(both, group, f"groups[{i}]")
+            check_alike(both, group, f"groups[{i}]", finite=True, settled=False)
         except (TypeError, ValueError, KeyError, OverflowError) as e:
             raise Malformed(f"groups[{i}] is of no optimizer: {e}") from e
     return saved
@@ -85,30 +85,45 @@ def _check_hyper(group: dict[str, Any]) -> None:
     kernels.AdamHyper(lr=lr, beta1=beta1, beta2=beta2, eps=eps, weight_decay=weight_decay, step=1)
 
 
-def check_alike(here: Any, saved: Any, where: str) -> None:
+def check_alike(here: Any, saved: Any, where: str, *, finite: bool, settled: bool) -> None:
     """Whether ``saved`` may take the place of ``here``: the same kind of value, with all that ``here`` has in it.
+
+    Args:
+        finite: numbers do not become infinite or NaN (but for the best of what a scheduler was shown).
+        settled: words and names are settings, which do not change.
 
     Raises:
         Malformed: naming the first place where it may not.
     """
-    if here is None or saved is None or (_is_number(here) and _is_number(saved)):
+    if here is None or saved is None:
+        if (finite and here is not None) or (settled and saved is not None):
+            raise Malformed(f"{where} is {str(saved)[:80]} where it is {str(here)[:80]} now")
         return
-    if type(here) is not type(saved) and not (isinstance(here, dict) and isinstance(saved, dict)):
+    if _is_number(here) and _is_number(saved):
+        if isinstance(saved, int) and saved.bit_length() > 63:
+            raise Malformed(f"{where} is too large a number")
+        if finite and math.isfinite(here) and not math.isfinite(saved) and not where.endswith("best"):
+            raise Malformed(f"{where} is {float(saved)}")
+        return
+    if type(here) is not type(saved):
         raise Malformed(f"{where} is a {type(saved).__name__} where there is a {type(here).__name__} now")
     if isinstance(here, dict):
-        for key, value in here.items():
-            if key in saved:
-                check_alike(value, saved[key], f"{where}.{key}")
-            elif isinstance(key, str):
-                raise Malformed(f"{where} has no {key!r}")
+        names = here.keys() ^ saved.keys() if settled else here.keys() - saved.keys()
+        if any(isinstance(key, str) for key in names):
+            raise Malformed(f"{where} has not the names it has now: {sorted(names, key=str)[0]!r}")
+        for key in here.keys() & saved.keys():
+            ours = settled and key not in _OF_USERS
+            check_alike(here[key], saved[key], f"{where}.{key}", finite=finite, settled=ours)
     elif isinstance(here, (list, tuple)) and here:
         same_length = len(here) == len(saved)
         if not same_length and (where.endswith(("lrs", "_lr", "lambdas", "betas")) or isinstance(here[0], dict)):
             raise Malformed(f"{where} has {len(saved)} entries where there are {len(here)} now")
         for i, value in enumerate(saved):
-            check_alike(here[i if same_length else 0], value, f"{where}[{i}]")
+            check_alike(here[i if same_length else 0], value, f"{where}[{i}]", finite=finite, settled=settled)
     elif isinstance(here, torch.Tensor) and (here.dtype, here.shape) != (saved.dtype, saved.shape):
         raise Malformed(f"{where} is a tensor of another dtype or shape")
+    elif isinstance(here, str) and settled and here != saved:
+        raise Malformed(f"{where} is {saved[:80]!r} where it is {here!r} now")
 
 
 def _is_number(value: Any) -> bool:
@@ -117,6 +132,8 @@ def _is_number(value: Any) -> bool:
     )
 
 
+_OF_USERS = ("lr_lambdas", "_scale_fn_custom")
+"""Parts of the states of torch's schedulers that are attributes of what users gave them."""
 _STATES = {
     "exp_avg": torch.float32, "exp_avg_sq": torch.float32, "residual": torch.int16, "master": torch.float32,
 }  # fmt: skip
