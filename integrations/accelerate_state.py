@@ -18,7 +18,7 @@ from accelerate import Accelerator
 from torch import nn
 
 from gemini.errors import StorageError
-from gemini.train import checkpoint_files
+from gemini.train import checkpoint_files, replacing
 from gemini.train.checkpoint import load_checkpoint, save_checkpoint
 from gemini.train.ddp import GeminiDDP
 from gemini.train.optimizer import HybridAdam
@@ -124,6 +124,6 @@ def _check_state(location: Path, pairs: Pairs) -> None:
             "folder, or load its weights alone (model.load_state_dict) and start anew"
         ) from e
     for folder, _, _ in pairs:
-        path = checkpoint_files.find(location / folder)
-        if checkpoint_files.read_manifest(path)["extra"] != {"id": token}:
+        path = replacing.find(replacing.place_of(location / folder))
+        if checkpoint_files.read_manifest(path).extra != {"id": token}:
             raise StorageError(f"{location} was being overwritten when its saving was interrupted: give an older one")

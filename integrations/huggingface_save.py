@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from transformers.trainer_utils import rotate_checkpoints
 
-from gemini.train import checkpoint_files
+from gemini.train import replacing
 from gemini.train.checkpoint import load_checkpoint, save_checkpoint
 from gemini.train.checkpoint_states import set_rng_states
 
@@ -38,11 +38,11 @@ def clean_up(run_dir: str, accelerator: Any) -> None:
     if accelerator.is_main_process:
         shutil.rmtree(staging_in(run_dir), ignore_errors=True)
         for old in Path(run_dir).glob(".checkpoint-*.old"):
-            final = old.with_name(old.name[1:].removesuffix(".old"))
-            if final.exists():
-                shutil.rmtree(old)
-            else:
-                os.rename(old, final)
+            replacing.restore(old.with_name(old.name[1:].removesuffix(".old")))
+            if old.exists():  # removed from where nobody takes what is left of it for a whole one
+                staging_in(run_dir).mkdir(exist_ok=True)
+                os.rename(old, staging_in(run_dir) / old.name)
+        shutil.rmtree(staging_in(run_dir), ignore_errors=True)
     accelerator.wait_for_everyone()
 
 
@@ -85,7 +85,7 @@ def publish(run_dir: str, trainer: Any) -> None:
         for path in work.iterdir():
             if path.is_file():
                 _sync(path)
-        checkpoint_files.swap(work, final)
+        replacing.swap(work, final)
         shutil.rmtree(staging_in(run_dir), ignore_errors=True)
         if trainer.args.push_to_hub:
             trainer._push_from_checkpoint(str(final))
