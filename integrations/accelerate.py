@@ -50,8 +50,9 @@ class GeminiAccelerator(SavingAccelerator):
     """An ``Accelerator`` whose ``prepare`` manages the model with Gemini.
 
     Args:
-        gemini_config: how to manage models; None for measured budgets and the precision that ``mixed_precision`` says.
-        mixed_precision: "bf16", "fp16" or "no" (fp32 without a config); must not contradict the config.
+        gemini_config: how to manage models; None for measured budgets. Without a precision in it, ``mixed_precision``
+            says that.
+        mixed_precision: "bf16", "fp16" or "no" (fp32, unless the config says another); must not contradict the config.
         **kwargs: accelerate's.
 
     With several processes every micro-batch's gradients are reduced at once, so that a rank keeps its shard only.
@@ -123,7 +124,7 @@ class GeminiAccelerator(SavingAccelerator):
         there = config_of(model)
         if there is not None:
             check_precision(self._gemini_flag, there, f"mixed_precision={self._gemini_flag!r}")
-            if self._gemini_config is not None and _said(there) != _said(self._gemini_config):
+            if self._gemini_config is not None and _said(there) != _said(self._gemini_config.resolved(there.precision)):
                 raise ValueError(
                     "the model is managed already, with another config: leave gemini_config= out, or give the bare "
                     "model"

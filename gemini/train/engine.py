@@ -61,7 +61,7 @@ class Engine:
         fill: Callable[[Engine], None] | None = None,
     ):
         """``fill``: what writes the values of params that hold none yet to their homes."""
-        self.config = config
+        config = self.config = config.resolved()
         self.self_reference = weakref.ref(self)
         self.device = make_device(config.device)
         ranks = join(process_group, mesh, cuda=self.device.torch_device.type == "cuda")

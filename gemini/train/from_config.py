@@ -63,7 +63,7 @@ def from_config(
         BudgetExceeded: before anything is drawn, if the budgets cannot hold the model.
         ValueError: if no model class follows from the config, and for FlashAttention where it cannot run.
     """
-    config = GeminiConfig() if config is None else config
+    config = (GeminiConfig() if config is None else config).resolved()
     attention = Attention(attn_implementation, config.precision, config.device)
     skeleton = skeleton_from_config(hf_config, model_class=model_class, attention=attention, **kwargs)
     return skeleton.manage(config, process_group=process_group, mesh=mesh)

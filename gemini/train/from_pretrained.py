@@ -79,7 +79,7 @@ def from_pretrained(
             ``adapt`` computed with weights that are not there yet (as DoRA's start does). For FlashAttention where it
             cannot run.
     """
-    config = GeminiConfig() if config is None else config
+    config = (GeminiConfig() if config is None else config).resolved()
     attention = Attention(attn_implementation, config.precision, config.device)
     skeleton, info = skeleton_from_pretrained(path, model_class=model_class, adapt=adapt, attention=attention, **kwargs)
     model = skeleton.manage(config, process_group=process_group, mesh=mesh)
