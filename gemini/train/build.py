@@ -111,14 +111,14 @@ def _foresight(decision: Decision, engine: weakref.ref[Engine]) -> Foresight:
     moving = frozenset(i for i in chunks if problem.needs_window(i, homes[i][PlaneKind.WEIGHTS]))
     schedule = None
     if plan is not None and trace.source is not Source.STRUCTURE:
-        schedule = Schedule(plan.accesses, plan.moves, moving)
+        schedule = Schedule(plan.accesses, plan.moves, moving, plan.again)
 
     def make_moves(steps: tuple[Access, ...]) -> tuple[Moves, ...]:
         owner = engine()
         for left in {0 if owner is None else owner.activations.wish(): None, 0: None}:
             budgets = {**problem.budgets, problem.compute: problem.budgets[problem.compute] - left}
             with contextlib.suppress(BudgetExceeded):
-                return moves_for(trace, replace(problem, budgets=budgets), placement, steps=steps)
+                return moves_for(trace, replace(problem, budgets=budgets), placement, steps=steps)[0]
         # It went well because something else took less than it may: nothing can be promised.
         return (Moves(),) * len(steps)
 

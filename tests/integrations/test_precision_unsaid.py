@@ -73,7 +73,9 @@ def test_in_accelerate(flag: str) -> None:
     assert precision_of(model) == MEANT[flag]
     assert GeminiAccelerator(cpu=True, gemini_config=config).prepare(model) is model, "nothing here says another"
     if flag == "no":
-        assert precision_of(GeminiAccelerator(cpu=True, gemini_config=Config(precision="bf16")).prepare(llama())) == "bf16"
+        assert (
+            precision_of(GeminiAccelerator(cpu=True, gemini_config=Config(precision="bf16")).prepare(llama())) == "bf16"
+        )
 
 
 @pytest.mark.parametrize("flag", [None, "32-true", "bf16-mixed", "bf16-true", "16-true"])
