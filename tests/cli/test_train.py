@@ -18,6 +18,8 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
+from benchmarks._progress import finish
+
 Gemini = Callable[..., Any]
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -156,7 +158,7 @@ def test_ctrl_c_saves_the_last_whole_step_and_says_how_to_go_on(
         if line.startswith("step 3/"):
             process.send_signal(signal.SIGINT)
             break
-    rest, error = process.communicate(timeout=120)
+    rest, error = finish(process)
     output = "".join(said) + rest
     assert process.returncode == 130, output + error
     assert "Stopping after this step, then saving." in error
