@@ -19,6 +19,7 @@ import transformers
 
 from gemini.config import GeminiConfig
 from gemini.jobs.errors import JobError
+from gemini.jobs.tokenizers import check_tokenizer
 from gemini.train.attention import Attention
 from gemini.train.from_config import skeleton_from_config
 from gemini.train.from_pretrained import skeleton_from_pretrained
@@ -37,8 +38,12 @@ class ModelSource:
     tokenizer: Path | None = None
 
 
-def find_model(model: Path | None, preset: str | None, layers: int | None = None) -> ModelSource:
+def find_model(
+    model: Path | None, preset: str | None, layers: int | None = None, *, as_bytes: bool = False
+) -> ModelSource:
     """Read the config behind ``--model`` or ``--preset``, with ``--layers`` layers instead of its own if that is given.
+
+    ``as_bytes``: whatever tokenizer there is, tokens are to be bytes.
 
     Raises:
         JobError: if there is no such thing, or it is not a causal language model that transformers knows.
@@ -47,7 +52,7 @@ def find_model(model: Path | None, preset: str | None, layers: int | None = None
         source = ModelSource(f"preset {preset}", _preset(preset))
     else:
         assert model is not None
-        source = _from_path(model)
+        source = _from_path(model, as_bytes)
     if layers is not None:
         if source.weights is not None:
             raise JobError(
@@ -147,27 +152,23 @@ def checkpoint_activations(model: Any) -> None:
     enable({"use_reentrant": False})
 
 
-def load_tokenizer(folder: Path) -> Any:
-    """The tokenizer of a model folder."""
-    try:
-        return transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except Exception as e:
-        raise JobError(f"{folder / 'tokenizer.json'} cannot be loaded: {first_line(e)}") from e
-
-
 def _preset(name: str) -> Any:
     if name not in PRESETS:
         raise JobError(f"--preset {name}: there is no such preset. There is {', '.join(PRESETS)}.")
     return transformers.GPT2Config()  # its defaults are GPT-2 small
 
 
-def _from_path(path: Path) -> ModelSource:
+def _from_path(path: Path, as_bytes: bool) -> ModelSource:
     file = _config_file(path, f"--model {path}")
     config = _read_config(file, f"--model {file}")
     if path.is_file():
         return ModelSource(f"config {path}", config)
-    tokenizer = path if (path / "tokenizer.json").is_file() else None
-    if any(path.glob("*.safetensors")):
+    has_weights = any(path.glob("*.safetensors"))
+    vocabulary = config.get_text_config().vocab_size
+    tokenizer = None
+    if not as_bytes and check_tokenizer(path, vocabulary=vocabulary, has_weights=has_weights):
+        tokenizer = path
+    if has_weights:
         return ModelSource(f"model folder {path}", config, weights=path, tokenizer=tokenizer)
     if any(path.glob("*.bin")) or any(path.glob("*.pt")):
         raise JobError(

@@ -390,8 +390,7 @@ def moves_for(
         steps: the accesses, where they are not those of ``trace``.
         accumulate: micro-batches of a step.
 
-    Returns:
-        Of the first micro-batch, and of every further one (empty if there is none).
+    Returns: of the first micro-batch, and of every further one (empty if there is none).
 
     Raises:
         BudgetExceeded: if one moment needs more gathered weights than there is room for.
@@ -410,9 +409,8 @@ def moves_for(
         return (first_of(moves, steps, renewed), moves) if renewed else (moves, ())
     # A copy within the computing tier (a shard gathered from ranks, a cast) is not free either: at memory speed.
     costs = {i: speeds.cost(fetch_traffic(problem, placement.homes[i], i)) + sizes[i] * 1e-12 for i in moving}
-    moves = cheapest_moves(
-        steps, sizes=sizes, room=room, costs=costs, lasting=lasting, renewed=renewed, times=accumulate
-    )
+    how = {"lasting": lasting, "renewed": renewed}
+    moves = cheapest_moves(steps, sizes=sizes, room=room, costs=costs, **how, times=accumulate)
     return (first_of(moves, steps, renewed), moves) if renewed else (moves, ())
 
 

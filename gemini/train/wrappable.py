@@ -14,6 +14,8 @@ from torch import nn
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from gemini.train.guard import handle_of
+
 
 def refuse_unwrappable(model: nn.Module, managed_class: Callable[[type[nn.Module]], type[nn.Module]]) -> None:
     """Refuse a model whose modules, params or buffers cannot be managed; nothing is changed.
@@ -29,7 +31,8 @@ def refuse_unwrappable(model: nn.Module, managed_class: Callable[[type[nn.Module
     for path, module in model.named_modules():
         _check_module(path, module)
     for name, param in model.named_parameters():
-        _check_param(name, param)
+        if handle_of(param) is None:  # one of another managed model is refused as that
+            _check_param(name, param)
     for name, buffer in model.named_buffers():
         _check_buffer(name, buffer)
     _check_memory(model)
