@@ -16,8 +16,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.utils import DistributedType
 from torch import nn
 
 from gemini.config import GeminiConfig
@@ -25,6 +23,16 @@ from gemini.train.compiled import BLOCKS_INSTEAD
 from gemini.train.ddp import GeminiDDP
 from gemini.train.guard import engine_of, handle_of
 from gemini.train.optimizer import HybridAdam
+
+try:
+    from accelerate.optimizer import AcceleratedOptimizer
+    from accelerate.utils import DistributedType
+except ImportError as e:
+    raise ImportError(
+        f"the integrations of Trainer and Accelerate need accelerate 1.1 or newer ({e}), part of the extra 'trainer' "
+        "of Gemini: pip install 'accelerate>=1.1'",
+        name="accelerate",
+    ) from e
 
 from .accelerate_state import SavingAccelerator
 from .adam import follow, owns_managed, to_hybrid_adam

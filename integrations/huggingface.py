@@ -15,8 +15,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import Seq2SeqTrainer, Trainer
-from transformers.trainer_utils import get_last_checkpoint
 
 from gemini.config import GeminiConfig
 from gemini.ranks.agreement import Point
@@ -24,6 +22,16 @@ from gemini.train.checkpoint import load_checkpoint
 from gemini.train.checkpoint_states import rng_states, set_rng_states
 from gemini.train.ddp import GeminiDDP
 from gemini.train.together import agree
+
+try:
+    from transformers import Seq2SeqTrainer, Trainer
+    from transformers.trainer_utils import get_last_checkpoint
+except ImportError as e:
+    raise ImportError(
+        f"gemini.integrations.huggingface needs transformers 5.0 and accelerate 1.1 or newer ({e}), the extra "
+        "'trainer' of Gemini: pip install 'transformers>=5.0' 'accelerate>=1.1'",
+        name="transformers",
+    ) from e
 
 from .accelerate import GeminiAccelerator
 from .huggingface_args import check_args, check_managed_args, use_one_gpu

@@ -1,7 +1,7 @@
 """The model to train, from a preset, a Hugging Face config file or a model folder: first its config, then its weights.
 
 Reading the config is quick and tells all that must be checked against the text; building takes the memory. Only files
-at hand are read, only safetensors are loaded, and no code that comes with a model is run.
+at hand are read, and no code that comes with a model is run (pickled weights are read as tensors and nothing else).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch
 import transformers
 
 from gemini.config import GeminiConfig
+from gemini.errors import StorageError
 from gemini.jobs.errors import JobError
 from gemini.jobs.tokenizers import check_tokenizer
 from gemini.train.attention import Attention
@@ -105,11 +106,12 @@ def outline_model(source: ModelSource, attention: Attention | None = None) -> Sk
             config=source.config,
             dtype="auto",
             local_files_only=True,
-            use_safetensors=True,
         )
         return skeleton
     except MemoryError:
         raise
+    except StorageError as e:
+        raise JobError(f"{source.label} cannot be built: {e}") from e
     except Exception as e:
         # Whatever transformers trips over here comes from the files it was given.
         raise JobError(f"{source.label} cannot be built: {first_line(e)}") from e
@@ -163,7 +165,8 @@ def _from_path(path: Path, as_bytes: bool) -> ModelSource:
     config = _read_config(file, f"--model {file}")
     if path.is_file():
         return ModelSource(f"config {path}", config)
-    has_weights = any(path.glob("*.safetensors"))
+    pickled = [path / name for name in ("pytorch_model.bin", "pytorch_model.bin.index.json")]
+    has_weights = any(path.glob("*.safetensors")) or any(file.is_file() for file in pickled)
     vocabulary = config.get_text_config().vocab_size
     tokenizer = None
     if not as_bytes and check_tokenizer(path, vocabulary=vocabulary, has_weights=has_weights):
@@ -172,8 +175,8 @@ def _from_path(path: Path, as_bytes: bool) -> ModelSource:
         return ModelSource(f"model folder {path}", config, weights=path, tokenizer=tokenizer)
     if any(path.glob("*.bin")) or any(path.glob("*.pt")):
         raise JobError(
-            f"--model {path}: the folder has pickled weights and no safetensors. Pickle files can run code and are not "
-            "read; convert them with `model.save_pretrained(folder)` of transformers."
+            f"--model {path}: the folder has pickled files, and neither safetensors nor a pytorch_model.bin. Other "
+            "formats are not read; convert them with `model.save_pretrained(folder)` of transformers."
         )
     return ModelSource(f"config {file}", config, tokenizer=tokenizer)
 

@@ -187,6 +187,9 @@ class TrainRun:
             )
         if self.step < self.settings.steps:
             return
+        if self.settings.resume == "auto" and self.step > self.settings.steps:
+            self._say(f"that is past --steps {self.settings.steps}: nothing is left to do (more --steps go on)")
+            return
         if self.settings.resume != "auto":
             raise JobError(
                 f"--resume {checkpoint}: its {self.step} steps are all of --steps {self.settings.steps}. Ask for more "
@@ -336,13 +339,15 @@ def train(settings: TrainSettings, console: Console, *, command: str) -> int:
             hush()
         run = TrainRun(settings, console, team)
         run.run()
-        finished = run.step == settings.steps
-        if finished:
+        finished, past = run.step >= settings.steps, run.step > settings.steps
+        if finished and not past:
             run.save()
         memory = run.model.memory_report()
         lines, all_within = budget_lines(*team.tell(shares(memory), "the end of the job"))
         console.print(str(memory), *lines, sep="\n", highlight=False, markup=False, soft_wrap=True)
-        if finished:
+        if past:
+            said = f"Nothing was trained and nothing written: step {run.step} is past --steps {settings.steps}."
+        elif finished:
             said = f"The model is in {settings.out}; it opens with transformers' AutoModelForCausalLM.from_pretrained."
         else:
             said = f"Stopped after step {run.step} of {settings.steps}. To go on: {command}"

@@ -23,6 +23,7 @@ from gemini.memory.chunk import COMPUTE_DTYPES
 from gemini.planning.trace import MemoryTrace
 from gemini.train import hooks
 from gemini.train.adapters import faces_of, refuse_unsupported
+from gemini.train.arguments import refuse_unknown
 from gemini.train.clipping import clip_grad_norm
 from gemini.train.compiled import compile_blocks, refuse_compiled_whole
 from gemini.train.engine import Engine
@@ -303,7 +304,10 @@ def _no_such_method(self: Any) -> None:
     raise AttributeError("resize_token_embeddings")
 
 
-def _wrap(model: Any, config: GeminiConfig | None = None, *, process_group: Any = None, mesh: Any = None) -> nn.Module:
+def _wrap(
+    model: Any, config: GeminiConfig | None = None, *, process_group: Any = None, mesh: Any = None, **unknown: Any
+) -> nn.Module:
+    refuse_unknown("GeminiDDP(model, ", unknown, "config, process_group and mesh")
     config = GeminiConfig() if config is None else config
     if not isinstance(model, nn.Module):
         raise TypeError(f"GeminiDDP(model, config) wraps an nn.Module, got {type(model).__name__}")
