@@ -36,7 +36,7 @@ class MemoryBudget:
         gpu: the whole of what the process may take on the accelerator ("20GiB" or bytes).
         cpu: chunks, staging and pools in host memory (the interpreter and activations computed on the CPU come on top).
         nvme: bytes of the spill file. Without ``nvme_path`` the NVMe tier does not exist.
-        nvme_path: an existing, writable directory ("~" is one's home). The spill file in it has no name and vanishes with
+        nvme_path: an existing, writable directory ("~": home). The spill file in it has no name and vanishes with
             the process.
 
     Raises:
