@@ -16,8 +16,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.utils import DistributedType
 from torch import nn
 
 from gemini.config import GeminiConfig
@@ -25,6 +23,16 @@ from gemini.train.compiled import BLOCKS_INSTEAD
 from gemini.train.ddp import GeminiDDP
 from gemini.train.guard import engine_of, handle_of
 from gemini.train.optimizer import HybridAdam
+
+try:
+    from accelerate.optimizer import AcceleratedOptimizer
+    from accelerate.utils import DistributedType
+except ImportError as e:
+    raise ImportError(
+        f"the integrations of Trainer and Accelerate need accelerate 1.1 or newer ({e}), part of the extra 'trainer' "
+        "of Gemini: pip install 'accelerate>=1.1'",
+        name="accelerate",
+    ) from e
 
 from .accelerate_state import SavingAccelerator
 from .adam import follow, owns_managed, to_hybrid_adam
@@ -50,8 +58,9 @@ class GeminiAccelerator(SavingAccelerator):
     """An ``Accelerator`` whose ``prepare`` manages the model with Gemini.
 
     Args:
-        gemini_config: how to manage models; None for measured budgets and the precision that ``mixed_precision`` says.
-        mixed_precision: "bf16", "fp16" or "no" (fp32 without a config); must not contradict the config.
+        gemini_config: how to manage models; None for measured budgets. Without a precision in it, ``mixed_precision``
+            says that.
+        mixed_precision: "bf16", "fp16" or "no" (fp32, unless the config says another); must not contradict the config.
         **kwargs: accelerate's.
 
     With several processes every micro-batch's gradients are reduced at once, so that a rank keeps its shard only.
@@ -123,7 +132,7 @@ class GeminiAccelerator(SavingAccelerator):
         there = config_of(model)
         if there is not None:
             check_precision(self._gemini_flag, there, f"mixed_precision={self._gemini_flag!r}")
-            if self._gemini_config is not None and _said(there) != _said(self._gemini_config):
+            if self._gemini_config is not None and _said(there) != _said(self._gemini_config.resolved(there.precision)):
                 raise ValueError(
                     "the model is managed already, with another config: leave gemini_config= out, or give the bare "
                     "model"

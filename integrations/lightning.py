@@ -57,8 +57,8 @@ class GeminiStrategy(DDPStrategy):
     """Train a LightningModule as a managed model, in one process or in ``devices`` of them.
 
     Args:
-        config: how to manage it. Its precision must agree with ``Trainer(precision=...)``; without a config, that
-            decides alone (Lightning's default is "32-true": fp32), and budgets are measured.
+        config: how to manage it; without one budgets are measured. A precision in it must agree with
+            ``Trainer(precision=...)``; without, that decides alone (Lightning's default is "32-true": fp32).
         reduce_every_backward: with several ranks and accumulation, reduce gradients after each backward instead of the
             last (``no_sync``): the same within rounding, more traffic, and 4 bytes per param and rank less.
         ddp: arguments of Lightning's DDPStrategy about processes: ``timeout``, ``process_group_backend``,
@@ -118,7 +118,7 @@ class GeminiStrategy(DDPStrategy):
     def precision_plugin(self) -> Precision:
         """Always a :class:`GeminiPrecision`."""
         if self._precision_plugin is None:
-            self._precision_plugin = GeminiPrecision(self, "fp32" if self.config is None else self.config.precision)
+            self._precision_plugin = GeminiPrecision(self, (self.config or GeminiConfig()).resolved("fp32").precision)
         return self._precision_plugin
 
     @precision_plugin.setter

@@ -37,8 +37,8 @@ def precision_of(plugin: Precision, config: GeminiConfig | None) -> str:
             f"use one of {', '.join(map(repr, _PRECISIONS))}"
         )
     asked = _PRECISIONS[plugin.precision]
-    if config is None or asked == config.precision:
-        return asked
+    if config is None or config.precision in (None, asked):
+        return (config or GeminiConfig()).resolved(asked).precision
     if type(plugin) is Precision:  # "32-true" is also what Lightning says when its user said nothing
         return config.precision
     raise ValueError(

@@ -75,6 +75,7 @@ class Manager:
         self._on_evict = on_evict
         self._policy = policy or NextUse()
         self._clock = 0
+        self._reader: int | None = None  # the chunk that somebody waits for, while room is made for it
         self._await_update, self.relieve, self._leave = await_update, relieve, leave
         self._is_lent, self._unpin = is_lent, unpin
         self._overtaken: dict[int, Chunk] = {}
@@ -200,7 +201,8 @@ class Manager:
 
     def _outlook(self, chunk: Chunk) -> tuple[int | None, bool]:
         """When it is needed next, and whether it should stay until then: so plans the plan, or it came for that use."""
-        next_use, kept = self.foresight.outlook(chunk.spec.index)
+        done = chunk.use is Use.GRAD_READY
+        next_use, kept = self.foresight.outlook(chunk.spec.index, done=done, reader=self._reader)
         return next_use, kept or chunk.ahead
 
     def _trim_pool(self, num_bytes: int, *, for_window: bool) -> None:
@@ -218,9 +220,10 @@ class Manager:
             return
         for moment, index in self.foresight.upcoming():
             chunk = self.chunks[index]
-            if chunk.use is not Use.FREE or chunk.window is None or not self.fetches.can_begin(chunk):
+            if chunk.use is not Use.FREE or chunk.window is None:
                 continue
-            if not self._make_room_before(moment, chunk.window.num_bytes):
+            # One that can only be gathered when it is read needs its room then: nothing that is read later may take it.
+            if not self.fetches.can_begin(chunk) or not self._make_room_before(moment, chunk.window.num_bytes):
                 return
             self._begin_fetch(chunk, moment)
 
@@ -385,7 +388,11 @@ class Manager:
         """Gather a chunk here and now: somebody waits for it."""
         assert chunk.window is not None
         self._await_update(chunk)
-        self.populate(chunk.window, "windows", what=chunk.name)
+        self._reader = chunk.spec.index
+        try:
+            self.populate(chunk.window, "windows", what=chunk.name)
+        finally:
+            self._reader = None
         try:
             self.fetches.begin_now(chunk)
         except BaseException:

@@ -49,7 +49,7 @@ def probe(directory: str | Path) -> DirectoryProbe:
     Raises:
         StorageError: if the directory is missing, is not a directory, or cannot be written.
     """
-    directory = Path(directory)
+    directory = Path(directory).expanduser()
     fd, direct, nameless = _open(directory)
     os.close(fd)
     return DirectoryProbe(directory, direct, nameless, free_bytes(directory))
@@ -233,6 +233,7 @@ def _open(directory: Path) -> tuple[int, bool, bool]:
     if not directory.is_dir():
         raise StorageError(f"nvme_path {directory} is not an existing directory; create it or give another one")
     direct = getattr(os, "O_DIRECT", 0)
+    reason = ""
     for nameless in (True, False):
         for flag in (direct, 0):
             try:
@@ -242,12 +243,16 @@ def _open(directory: Path) -> tuple[int, bool, bool]:
                     raise StorageError(f"nvme_path {directory} cannot be written: {e.strerror}") from e
                 if e.errno in (errno.ENOSPC, errno.EDQUOT):
                     raise StorageError(f"nvme_path {directory} is full: {e.strerror}") from e
+                reason = f": {e.strerror}"
                 continue
             if flag and not _direct_works(fd):
                 os.close(fd)
                 continue
             return fd, bool(flag), nameless
-    raise StorageError(f"no spill file could be made in nvme_path {directory}")
+    raise StorageError(
+        f"nvme_path {directory} cannot be written{reason}. Give a directory of a file system that ordinary files can "
+        "be made in"
+    )
 
 
 def _open_nameless(directory: Path, flag: int) -> int:

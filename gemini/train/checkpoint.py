@@ -175,6 +175,11 @@ def _draft(
 
 
 def _engine(model: nn.Module) -> Engine:
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"the folder comes first, then the model: save_checkpoint(directory, model, optimizer, ...), and so for "
+            f"load_checkpoint. Got {type(model).__name__} for the model"
+        )
     engine = model.__dict__.get("_gemini_engine")
     if not isinstance(engine, Engine):
         raise TypeError(

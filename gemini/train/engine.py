@@ -31,7 +31,7 @@ from gemini.ranks.group import join
 from gemini.tiers import Tier
 from gemini.train import stray_reads
 from gemini.train.activations import make_activation_store
-from gemini.train.build import adopt_all, build, follow_requires_grad, iter_chunks, take_apart
+from gemini.train.build import Taken, adopt_all, build, follow_requires_grad, give_back, iter_chunks, take_apart
 from gemini.train.by_name import ByName
 from gemini.train.calls import CallRecord, Calls
 from gemini.train.exposure import Exposure
@@ -64,7 +64,7 @@ class Engine:
         fill: Callable[[Engine], None] | None = None,
     ):
         """``fill``: what writes the values of params that hold none yet to their homes."""
-        self.config = config
+        config = self.config = config.resolved()
         self.self_reference = weakref.ref(self)
         self.lock = threading.RLock()
         """Of the books: who gathers, lets go or lands takes it, so that a model may be called from several threads."""
@@ -136,10 +136,17 @@ class Engine:
         self.calls = Calls(self.acquire, self.release, self.exposure.expose, self.exposure.cover)
         if fill is not None:
             fill(self)
-        adopt_all(self, filled=fill is not None)
+        # How to undo it, as long as the model is not whole; a model that was filled has nothing to go back to.
+        taken = adopt_all(self, filled=fill is not None)
+        self.taken: list[Taken] = taken if fill is None else []
         self.mover.moved = Moved()  # coming home is no part of the first step
         self.mover.stalls.clear()
         gc.collect(0)
+
+    def give_back(self) -> None:
+        """The params are as they were before this engine took them over, which has just happened."""
+        if self.shards is None and self.taken:
+            give_back(self, self.taken)
 
     # ---- phases -------------------------------------------------------------------------------------------------
 

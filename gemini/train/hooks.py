@@ -44,8 +44,13 @@ def attach(model: nn.Module, engine: Engine) -> list[Any]:
     The list changes with what is compiled: it is the model's own, and all that is ever to be removed.
     """
     hooks: list[Any] = []
-    _attach_root(model, engine, hooks)
-    _attach_parts(model, engine, hooks)
+    try:
+        _attach_root(model, engine, hooks)
+        _attach_parts(model, engine, hooks)
+    except BaseException:
+        for hook in hooks:
+            hook.remove()
+        raise
     return hooks
 
 

@@ -22,6 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from gemini import kernels
 from gemini.errors import GeminiError
 from gemini.planning.planes import OPTIMIZER_PLANES
+from gemini.train.adam_options import refuse_options
 from gemini.train.engine import Engine
 from gemini.train.guard import ParamHandle, engine_of, handle_of, note_writes, optimizer_of, stepping_in_backward
 from gemini.train.update import Segment
@@ -58,6 +59,7 @@ class HybridAdam(torch.optim.Optimizer):
 
     Raises:
         ValueError: for hyperparameters out of range.
+        TypeError: for options of other optimizers that would change what is computed.
     """
 
     def __init__(
@@ -70,7 +72,9 @@ class HybridAdam(torch.optim.Optimizer):
         *,
         decoupled: bool = True,
         step_in_backward: bool = False,
+        **unknown: Any,
     ):
+        refuse_options(unknown)
         if not float(lr) >= 0:
             raise ValueError(f"lr must not be negative, got {lr}")
         if not float(eps) >= 0:

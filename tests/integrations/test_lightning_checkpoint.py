@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import pickle
 import signal
-import subprocess
 import sys
 import weakref
 from pathlib import Path
@@ -20,6 +19,7 @@ from lightning.pytorch.plugins import AsyncCheckpointIO
 from lightning_cases import L, Tiny, alone, assert_same, clean_environment, config, loader, on_disk, state_of, trainer  # noqa: F401
 
 import gemini
+from benchmarks._progress import run as watched_run
 from gemini.train import streamed_file
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -331,7 +331,7 @@ run.fit(Tiny(), loader())
 @pytest.mark.slow
 def test_killed_and_resumed_is_uninterrupted(tmp_path: Path) -> None:
     code = KILLED.format(tests=str(Path(__file__).parent), step=7, folder=str(tmp_path))
-    died = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=clean_environment(), timeout=200)
+    died = watched_run([sys.executable, "-c", code], cwd=ROOT, env=clean_environment())
     assert died.returncode == -signal.SIGKILL
     whole, resumed = Tiny(), Tiny()
     fit(whole, GeminiStrategy(config("bf16")), max_epochs=2)
