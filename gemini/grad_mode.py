@@ -17,24 +17,30 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
+def call_without_grad(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """``function(*args, **kwargs)`` with autograd off."""
+    return _call(False, function, *args, **kwargs)
+
+
+def call_with_grad(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """``function(*args, **kwargs)`` with autograd on."""
+    return _call(True, function, *args, **kwargs)
+
+
 def without_grad(function: Callable[P, T]) -> Callable[P, T]:
-    """``function``, called with autograd off; as ``torch.no_grad()`` decorates one."""
-    return _in_mode(False, function)
+    """``function`` with autograd off whenever it is called; as ``torch.no_grad()`` decorates one."""
 
-
-def with_grad(function: Callable[P, T]) -> Callable[P, T]:
-    """``function``, called with autograd on; as ``torch.enable_grad()`` decorates one."""
-    return _in_mode(True, function)
-
-
-def _in_mode(enabled: bool, function: Callable[P, T]) -> Callable[P, T]:
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        before = torch.is_grad_enabled()
-        try:
-            torch._C._set_grad_enabled(enabled)
-            return function(*args, **kwargs)
-        finally:
-            torch._C._set_grad_enabled(before)
+        return _call(False, function, *args, **kwargs)
 
     return call
+
+
+def _call(enabled: bool, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    before = torch.is_grad_enabled()
+    try:
+        torch._C._set_grad_enabled(enabled)
+        return function(*args, **kwargs)
+    finally:
+        torch._C._set_grad_enabled(before)

@@ -67,6 +67,15 @@ class GeminiDDP(nn.Module):
 
     # ---- training -----------------------------------------------------------------------------------------------
 
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The forward. An interrupt inside a ``torch.no_grad()`` of the model's cannot leave autograd off behind it."""
+        before = torch.is_grad_enabled()
+        try:
+            return super().__call__(*args, **kwargs)
+        except BaseException:
+            torch._C._set_grad_enabled(before)  # what the model has switched ends with its call
+            raise
+
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Backwards inside only accumulate. In one process that is what every backward does, unless the optimizer steps

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from gemini.config import GeminiConfig
 from gemini.errors import GeminiError
+from gemini.interrupts import WHOLE
 from gemini.memory.chunk import Chunk
 from gemini.memory.device import make_device
 from gemini.memory.lane import Lane
@@ -242,6 +243,7 @@ class Engine:
                 step_landed(self, chunk)
         self.end_backward()
         self.manager.foresight.end()
+        WHOLE.let_go()
 
     def end_backward(self) -> None:
         """The whole graph is done (or was abandoned)."""

@@ -22,6 +22,7 @@ from torch import nn
 from torch.nn.utils import clip_grad
 
 from gemini.errors import ParamAccessError
+from gemini.grad_mode import call_without_grad
 from gemini.kernels import Sums
 from gemini.memory.chunk import Chunk
 from gemini.planning.layout import Part, Slot
@@ -206,8 +207,7 @@ def _read_copies(func: Callable[..., Any], args: Any, kwargs: Any, handles: list
         return copies[id(handles[0].param)]  # the state dict of a part of the model: values, whoever has them
     versions = {key: copy._version for key, copy in copies.items()}
     args, kwargs = _replace((args, kwargs), copies)
-    with torch.no_grad():
-        result = func(*args, **kwargs)
+    result = call_without_grad(func, *args, **kwargs)
     if any(copy._version != versions[key] for key, copy in copies.items()):
         raise ParamAccessError(_refusal(f"writing ({what})", handles[0], write=True))
     converted = getattr(func, "__name__", "") in _CONVERSIONS  # p.float() of an fp32 param is p itself: here a copy

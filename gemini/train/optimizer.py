@@ -20,7 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from gemini import kernels
 from gemini.errors import GeminiError
-from gemini.grad_mode import with_grad, without_grad
+from gemini.grad_mode import call_with_grad, without_grad
 from gemini.interrupts import WHOLE
 from gemini.train import optimizer_states as states_of
 from gemini.train.engine import Engine
@@ -136,7 +136,7 @@ class HybridAdam(torch.optim.Optimizer):
             NonFiniteGradient: in bf16 and fp32, naming the param; nothing was changed, unless ``step_in_backward`` had
                 updated other params: then it says so.
         """
-        loss = None if closure is None else with_grad(closure)()
+        loss = None if closure is None else call_with_grad(closure)
         with WHOLE:
             self._step()
         return loss
@@ -251,8 +251,8 @@ class HybridAdam(torch.optim.Optimizer):
                     self.state[param] = states_of.plain_state(param, state)
             for group, loaded in zip(self.param_groups, saved, strict=True):
                 group.update(loaded_group(loaded))
-        for hook in self._optimizer_load_state_dict_post_hooks.values():
-            hook(self)
+        for told in self._optimizer_load_state_dict_post_hooks.values():
+            told(self)
 
     def start_anew(self) -> None:
         """Forget the moments and step counts of every param, and take over those that another HybridAdam has by now:

@@ -55,10 +55,11 @@ def _hypers_of_torch() -> dict[str, frozenset[str]]:
     found: dict[str, frozenset[str]] = {}
     for name, kind in vars(torch.optim).items():
         if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer) and kind is not torch.optim.Optimizer:
+            make: Any = kind
             try:
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore")
-                    found[name] = frozenset(kind([nn.Parameter(torch.zeros(1, 1, device="cpu"))], lr=0.1).defaults)
+                    found[name] = frozenset(make([nn.Parameter(torch.zeros(1, 1, device="cpu"))], lr=0.1).defaults)
             except Exception:  # one that is made otherwise has no keys here
                 continue
     return found
