@@ -212,7 +212,7 @@ class Engine:
                     'a second backward before optimizer.step(): gradients="transient" keeps nothing to add to. '
                     'Use GeminiConfig(gradients="accumulate") (or "retain") to accumulate over micro-batches'
                 )
-            self.gradients.promote(self.chunks)
+            self.gradients.promote(self.chunks, idle=True)
         elif self.loss_scale is not None:
             self.applied_scale = self.loss_scale.scale  # one scale for all gradients that are added up
         self.backward_number += 1
