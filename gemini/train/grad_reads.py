@@ -28,22 +28,20 @@ def _code(function: Any) -> Any:
     return function.__code__
 
 
-_BLIND: dict[Any, str] = {}
+_BLIND = {
+    _code(function): (
+        f"torch.nn.utils.{name} would see no gradient of {{name!r}} and clip nothing: gradients of a managed model "
+        "live in chunks. Use model.clip_grad_norm_(max_norm)"
+    )
+    for name, function in vars(nn.utils).items()
+    if name.startswith("clip_") and name.endswith("_")
+}
 _warned: weakref.WeakSet[Engine] = weakref.WeakSet()
 
 
 def refuse_in(function: Callable[..., Any], message: str) -> None:
     """Let ``p.grad`` of managed params raise ``message`` (with ``{name!r}``) where ``function`` looks at it."""
     _BLIND[_code(function)] = message
-
-
-for _name, _function in vars(nn.utils).items():
-    if _name.startswith("clip_") and _name.endswith("_"):
-        refuse_in(
-            _function,
-            f"torch.nn.utils.{_name} would see no gradient of {{name!r}} and clip nothing: gradients of a managed "
-            "model live in chunks. Use model.clip_grad_norm_(max_norm)",
-        )
 
 
 def note_grad_read(param: Any) -> None:
