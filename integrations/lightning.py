@@ -26,7 +26,7 @@ from gemini.train import streamed_file
 from gemini.train.compiled import BLOCKS_INSTEAD
 from gemini.train.ddp import GeminiDDP
 from gemini.train.engine import Engine
-from gemini.train.guard import refuse_in
+from gemini.train.grad_reads import refuse_in
 from gemini.train.hooks import call_as_forward
 from gemini.train.optimizer import HybridAdam
 from gemini.train.together import agree

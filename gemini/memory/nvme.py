@@ -27,6 +27,9 @@ from gemini.kernels import IoQueue
 from gemini.memory.device import Event
 from gemini.memory.pages import PAGE, host_bytes
 
+_ZEROS = 2**20
+"""Bytes at once with which a slot that was used before is overwritten."""
+
 
 @dataclass(frozen=True)
 class DirectoryProbe:
@@ -131,13 +134,17 @@ class SpillFile:
             raise
 
     def allocate(self, num_bytes: int) -> int:
-        """The offset of a slot: preallocated (then it reads as zeros), given back before, or at a new end of the file.
+        """The offset of a slot that reads as zeros: preallocated, given back before, or at a new end of the file.
 
         Raises:
-            StorageError: if the file has to grow and the disk is full.
+            StorageError: if the file has to grow and the disk is full, or what a slot holds cannot be overwritten.
         """
         size = -(-num_bytes // PAGE) * PAGE
         if self._given_back.get(size):
+            offset = self._given_back[size][-1]
+            zeros = host_bytes(min(size, _ZEROS))
+            for start in range(0, size, _ZEROS):
+                self.write(zeros[: size - start], offset + start)
             return self._given_back[size].pop()
         offset, end = self._used, self._used + size
         if end > self.num_bytes:

@@ -15,6 +15,7 @@ import torch
 
 from gemini import kernels
 from gemini.errors import GeminiError, ParamAccessError
+from gemini.interrupts import WHOLE
 from gemini.memory.chunk import COMPUTE_DTYPES, Plane
 from gemini.memory.mover import Mover, page_up, tiles
 from gemini.planning.planes import PlaneKind
@@ -91,8 +92,11 @@ class ByName:
         if value.shape != handle.param.shape:
             raise ValueError(f"{handle.name!r} has shape {tuple(handle.param.shape)}, was given {tuple(value.shape)}")
         self._updates.wait(handle.chunk)
+        with WHOLE:  # the two halves of a bf16 master, above all
+            self._write(handle, _own_part(handle, value))
+
+    def _write(self, handle: ParamHandle, flat: torch.Tensor) -> None:
         planes = handle.chunk.planes
-        flat = _own_part(handle, value)
         for start, stop in tiles(0, flat.numel(), self._mover.tile):
             part = flat[start:stop].to("cpu")
             if PlaneKind.RESIDUAL in planes:

@@ -67,16 +67,20 @@ class GeminiDDP(nn.Module):
         # Python calls this on the module that __new__ returned; it was initialized long ago.
         pass
 
+    # ---- training -----------------------------------------------------------------------------------------------
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        calls = _engine(self).calls
+        """The forward. Whatever an interrupt has left open in it ends here: hooks do not run after one, and a
+        ``torch.no_grad()`` of the model's may not have.
+        """
+        before, calls = torch.is_grad_enabled(), _engine(self).calls
         depth = calls.depth
         try:
             return super().__call__(*args, **kwargs)
-        except BaseException:  # hooks do not run after an interrupt: what they would have ended ends here
+        except BaseException:
+            torch._C._set_grad_enabled(before)
             calls.unwind(depth)
             raise
-
-    # ---- training -----------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:

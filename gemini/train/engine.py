@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from gemini.config import GeminiConfig
 from gemini.errors import GeminiError
+from gemini.interrupts import WHOLE
 from gemini.memory.chunk import Chunk
 from gemini.memory.device import make_device
 from gemini.memory.lane import Lane
@@ -280,7 +281,7 @@ class Engine:
                     'a second backward before optimizer.step(): gradients="transient" keeps nothing to add to. '
                     'Use GeminiConfig(gradients="accumulate") (or "retain") to accumulate over micro-batches'
                 )
-            self.gradients.promote(self.chunks)
+            self.gradients.promote(self.chunks, idle=True)
         self.takes_gradients = True
 
     def begin_backward_of(self, record: CallRecord) -> None:
@@ -307,6 +308,7 @@ class Engine:
         self.end_backward()
         if not self.calls.running:
             self.manager.foresight.end()
+        WHOLE.let_go()
 
     def end_backward(self) -> None:
         """The whole graph is done (or was abandoned)."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from gemini.errors import RankMismatch
+from gemini.interrupts import WHOLE
 from gemini.ranks.agreement import Point
 from gemini.train.guard import ParamHandle
 
@@ -40,18 +41,21 @@ def gathered(engine: Engine, handles: list[ParamHandle], *, write: bool) -> Iter
                 if write:
                     _check_same_on_all(engine, handles)
             except BaseException:
-                for handle in handles:
-                    handle.version = handle.param._version
-                    if handle.name in before:
-                        handle.view.copy_(before[handle.name])
+                with WHOLE:
+                    for handle in handles:
+                        handle.version = handle.param._version
+                        if handle.name in before:
+                            handle.view.copy_(before[handle.name])
                 raise
             if write:
-                for handle in handles:
-                    engine.by_names.take_over(handle, before.get(handle.name))
+                with WHOLE:  # Ctrl-C leaves no write half done
+                    for handle in handles:
+                        engine.by_names.take_over(handle, before.get(handle.name))
     finally:
         if write:
-            engine.manager.drop(chunks)
-            engine.manager.refresh_lent()
+            with WHOLE:
+                engine.manager.drop(chunks)
+                engine.manager.refresh_lent()
 
 
 def _check_same_on_all(engine: Engine, handles: list[ParamHandle]) -> None:

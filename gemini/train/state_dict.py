@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from gemini.interrupts import WHOLE
 from gemini.train.guard import ParamHandle, handle_of
 
 if TYPE_CHECKING:
@@ -65,4 +66,5 @@ def load_model_state(model: nn.Module, engine: Engine, state: Mapping[str, Any],
             errors.append(f"Unexpected key(s): {', '.join(map(str, unexpected))}.")
     if errors:
         raise RuntimeError(f"Error(s) in loading state_dict for {type(model).__name__}:\n\t" + "\n\t".join(errors))
-    return nn.Module.load_state_dict(model, state, strict=strict)
+    with WHOLE:  # Ctrl-C leaves no model that is half loaded
+        return nn.Module.load_state_dict(model, state, strict=strict)
