@@ -34,6 +34,10 @@ class Point(IntEnum):
     LOAD_CHECKPOINT = 6
     EXPORT = 7
     WRITE = 8
+    STEP = 9
+    LOAD_MODEL = 10
+    LOAD_OPTIMIZER = 11
+    COPY = 12
 
 
 _WORDS = {
@@ -46,7 +50,18 @@ _WORDS = {
     Point.LOAD_CHECKPOINT: "load_checkpoint",
     Point.EXPORT: "save_pretrained",
     Point.WRITE: "gathered(write=True)",
+    Point.STEP: "optimizer.step()",
+    Point.LOAD_MODEL: "load_state_dict",
+    Point.LOAD_OPTIMIZER: "optimizer.load_state_dict",
+    Point.COPY: "a write to a param (param.copy_)",
 }
+
+
+def word_for(point: Point) -> str:
+    """What a rank does there, for error messages."""
+    return _WORDS[point]
+
+
 _SERVED = (Point.GATHER, Point.READ)
 _BACKWARD = (Point.REDUCE, Point.END_BACKWARD)
 

@@ -346,9 +346,9 @@ class Engine:
         """zero_grad: forget gradients (all, or some), and the clipping that was computed from them."""
         self.recover_if_interrupted()
         chosen = self.handles if handles is None else list(handles)
-        self.gradients.discard(chosen)
         if self.reduction is not None:
             self.reduction.discard(chosen)
+        self.gradients.discard(chosen)
         if self.recording is not None:
             self.recording.discard()
         self._forget_clipping()

@@ -22,6 +22,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from gemini import kernels
 from gemini.errors import GeminiError
 from gemini.planning.planes import OPTIMIZER_PLANES
+from gemini.ranks.agreement import Point
+from gemini.train.alike import agree_on_optimizer_state, agree_on_step, told_to_all
 from gemini.train.engine import Engine
 from gemini.train.guard import ParamHandle, engine_of, handle_of, optimizer_of, stepping_in_backward
 from gemini.train.update import Segment
@@ -188,6 +190,7 @@ class HybridAdam(torch.optim.Optimizer):
                 index += 1
         return result
 
+    @told_to_all(Point.LOAD_OPTIMIZER, "optimizer.load_state_dict")
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what :meth:`state_dict` gave (or ``torch.optim.AdamW``'s). Moments keep fp32 whatever the param's dtype.
@@ -210,6 +213,7 @@ class HybridAdam(torch.optim.Optimizer):
                     raise ValueError(
                         f"state {name!r} of param {key} has shape {tuple(value.shape)}, wanted {param.shape}"
                     )
+        agree_on_optimizer_state(self, state_dict)
         for key, param in zip(keys, params, strict=True):
             state = state_dict["state"].get(key, {})
             handle = handle_of(param)
@@ -255,7 +259,7 @@ class HybridAdam(torch.optim.Optimizer):
         engine.check_whole()
         engine.recover_if_interrupted()
         engine.updates.unseen.look(engine)
-        engine.settle_grads()
+        agree_on_step(engine, self)
         ready = [(handle, group) for handle, group in managed if handle.has_grad]
         handles = [handle for handle, _ in ready]
         if engine.loss_scale is not None and handles:
