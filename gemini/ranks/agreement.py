@@ -12,13 +12,15 @@ Where wishes can never meet (one rank has begun its next step, the other wants t
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Sequence
 from enum import IntEnum
 from typing import NamedTuple, Protocol
 
 import torch
 
-from gemini.errors import RankMismatch
+from gemini.errors import RankLost, RankMismatch
 from gemini.ranks.wire import Tag, Wire
 
 
@@ -95,6 +97,12 @@ class Agreement:
         self._wire = wire
         self._steps: list[int] = []
         self.num_steps = 0
+        # For who watches over the wait (gemini.ranks.watch), from another thread.
+        self.num_exchanges = 0
+        self.waiting_since: float | None = None
+        self.waiting_in = ""
+        self.thread = threading.get_ident()
+        self.whereabouts = ""
 
     def reach(self, wish: Wish, doer: Doer) -> list[Wish]:
         """Wait, serving the others, until ``wish`` is done (served, reduced), or all ranks stand at its point.
@@ -120,7 +128,17 @@ class Agreement:
 
     def _exchange(self, wish: Wish) -> list[Wish]:
         said = torch.tensor([wish.point, wish.about, wish.detail, self.num_steps], dtype=torch.int64, device="cpu")
-        rows = self._wire.swap(Tag.AGREEMENT, said, f"{_WORDS[wish.point]}").tolist()
+        self.waiting_in, self.thread, self.whereabouts = _WORDS[wish.point], threading.get_ident(), ""
+        self.waiting_since = time.monotonic()
+        try:
+            rows = self._wire.swap(Tag.AGREEMENT, said, self.waiting_in).tolist()
+        except RankLost as e:
+            if self.whereabouts:
+                raise RankLost(f"{e}. While it was waited for, {self.whereabouts}") from e
+            raise
+        finally:
+            self.waiting_since = None
+        self.num_exchanges += 1
         self._steps = [row[3] for row in rows]
         return [Wish(Point(row[0]), row[1], row[2]) for row in rows]
 

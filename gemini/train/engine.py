@@ -44,7 +44,6 @@ from gemini.train.recovery import forget_interrupted
 from gemini.train.reduction import Reduction
 from gemini.train.report import check_planes
 from gemini.train.shards import Shards
-from gemini.train.together import end_group_of
 from gemini.train.updates import Updates
 
 
@@ -399,8 +398,7 @@ class Engine:
             lanes.close()
         take_apart(self.chunks, self.handles)
         if self.shards is not None:
-            end_group_of(self.shards)
-            self.shards.ranks.close()
+            self.shards.close()
         if self.spill is not None:
             self.spill.close()
         self.device.close()

@@ -10,7 +10,9 @@ gradients as "gradients in flight", pieces on the wire as "exchange". A rank alo
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections import Counter
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
@@ -26,10 +28,12 @@ from gemini.planning.planes import PlaneKind
 from gemini.planning.timeline import Lane
 from gemini.ranks.agreement import Agreement, Point, Wish, word_for
 from gemini.ranks.group import Ranks
+from gemini.ranks.watch import Watch
 from gemini.ranks.wire import Tag, Wire, guarded
 from gemini.tiers import Tier
 from gemini.train.by_name import host_part
 from gemini.train.guard import ParamHandle
+from gemini.train.together import end_group_of
 
 if TYPE_CHECKING:
     from gemini.train.engine import Engine
@@ -46,6 +50,18 @@ _TRAFFIC = {
 }
 
 
+def _is_inside(reference: weakref.ref[Engine]) -> Callable[[], bool | None]:
+    """Whether a call of the model is under way, for another thread; None when there is no model any more."""
+
+    def is_inside() -> bool | None:
+        engine = reference()
+        if engine is None:
+            return None
+        return not hasattr(engine, "calls") or engine.calls.running or engine.in_backward
+
+    return is_inside
+
+
 class Shards:
     """The part of an engine that deals with other ranks."""
 
@@ -53,6 +69,7 @@ class Shards:
         self.ranks = ranks
         self.scratch = engine.device.make_host_buffer(exchange)
         self._agreement = Agreement(ranks.wire)
+        self._watch = Watch(self._agreement, ranks.wire, _is_inside(engine.self_reference)) if ranks.size > 1 else None
         self._engine = engine.self_reference
         self._numbers = {handle.name: number for number, handle in enumerate(engine.handles)}
         self.num_meetings = 0
@@ -63,6 +80,13 @@ class Shards:
         """Bytes that the library's own collectives have sent."""
         self._sent_before: Counter[str] = Counter()
         self.sent_last_step: Counter[str] = Counter()
+
+    def close(self) -> None:
+        """The model ends, and so do the groups that were made for it."""
+        if self._watch is not None:
+            self._watch.stop()
+        end_group_of(self)
+        self.ranks.close()
 
     @property
     def engine(self) -> Engine:
