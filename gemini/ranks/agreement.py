@@ -117,7 +117,7 @@ class Agreement:
             wishes = self._exchange(wish)
             chosen = choose(wishes)
             if chosen is None:
-                raise RankMismatch(_explain(wishes, self._steps))
+                raise RankMismatch(_explain(wishes, self._steps, self._wire.global_ranks))
             point, index = chosen
             if point in _SERVED:
                 doer.serve(chosen, [rank for rank, other in enumerate(wishes) if other.subject == chosen])
@@ -157,9 +157,10 @@ def choose(wishes: Sequence[Wish]) -> tuple[Point, int] | None:
     return None
 
 
-def _explain(wishes: Sequence[Wish], steps: Sequence[int]) -> str:
+def _explain(wishes: Sequence[Wish], steps: Sequence[int], ranks: Sequence[int]) -> str:
     where = "; ".join(
-        f"rank {rank} is at {_WORDS[wish.point]} after {steps[rank]} steps" for rank, wish in enumerate(wishes)
+        f"rank {rank} is at {_WORDS[wish.point]} after {num_steps} steps"
+        for rank, wish, num_steps in zip(ranks, wishes, steps, strict=True)
     )
     return (
         f"the ranks of this model were asked to do different things: {where}. Every rank must make the same backwards "

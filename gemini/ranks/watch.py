@@ -72,6 +72,15 @@ class Watch:
             while not self._end.wait(TICK_S) and self._look():
                 pass
 
+    def _place(self) -> str | None:
+        """Where this rank stands; None if it is at work for the model, and will go on by itself."""
+        for other in list(_running):
+            since = other._waiting.waiting_since
+            long_ago = since is not None and time.monotonic() - since >= OUTSIDE_S
+            if long_ago and other is not self and other._waiting.thread == self._waiting.thread:
+                return f"{_line_of(self._waiting.thread)}, waiting in {other._waiting.waiting_in} of another model"
+        return _line_of(self._waiting.thread, at_work=False)
+
     def _look(self) -> bool:
         inside, waiting, now = self._is_inside(), self._waiting, time.monotonic()
         since, number = waiting.waiting_since, waiting.num_exchanges
@@ -88,7 +97,7 @@ class Watch:
         elif self._outside is None or self._outside[0] != number:
             self._outside = number, now
         elif now - self._outside[1] >= OUTSIDE_S:
-            place = _place_of(waiting.thread)
+            place = self._place()
             if place is None:
                 return True
             self._store.set(f"gemini/outside/{self._rank}", json.dumps({"after": number, "place": place}))
@@ -118,9 +127,10 @@ class Watch:
         return False
 
 
-def _place_of(thread: int) -> str | None:
-    """Where a thread stands in the program, and in which function of torch.distributed, if in one; None if it is at
-    work for the model (it saves a checkpoint, say) and will go on by itself.
+def _line_of(thread: int, *, at_work: bool = True) -> str | None:
+    """Where a thread stands in the program, and in which function of torch.distributed, if in one.
+
+    None without ``at_work`` if it works for a model (it saves a checkpoint, say).
     """
     frame = sys._current_frames().get(thread)
     inside = ""
@@ -129,7 +139,8 @@ def _place_of(thread: int) -> str | None:
         if room.startswith("torch.distributed") and code.co_name != "wrapper":
             inside = f", in torch.distributed.{code.co_name}"
         elif room.startswith(_OWN):
-            return None
+            if not at_work:
+                return None
         elif not room.startswith(("torch", "threading", "contextlib")):
             return f"{Path(code.co_filename).name}:{frame.f_lineno} in {code.co_name}{inside}"
         frame = frame.f_back

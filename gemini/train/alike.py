@@ -72,6 +72,7 @@ def step_facts(engine: Engine, optimizers: Sequence[HybridAdam]) -> Facts:
     assert engine.reduction is not None
     values = {
         "clip_grad_norm_": ", ".join(engine.reduction.clippings) or "not called",
+        "the number of backwards since the last step": str(engine.reduction.num_backwards),
         "how often zero_grad() dropped gradients since the last step": str(engine.reduction.num_dropped),
     }
     groups: dict[str, int] = {}
@@ -88,7 +89,7 @@ def step_facts(engine: Engine, optimizers: Sequence[HybridAdam]) -> Facts:
             number += 1
     if engine.loss_scale is not None:
         values["the loss scale"] = repr(float(engine.loss_scale.scale))
-        values["the loss scale of the gradients"] = repr(float(engine.applied_scale))
+    values["the factor that takes the loss scale out of gradients"] = repr(float(engine.grad_unscale))
     values["the coefficient of clip_grad_norm_"] = repr(float(engine.clip_coefficient))
     handles = engine.handles
     return Facts(
@@ -126,7 +127,7 @@ def meet_with(shards: Shards, point: Point, gradients: Facts, step: Facts | None
     return [[divmod(other, _LOW) for other in row] for row in shards.meet_all(point, said)]
 
 
-def refuse_differing(shards: Shards, doing: str, facts: Facts) -> None:
+def refuse_differing(shards: Shards, doing: str, facts: Facts, *, untouched: str = "No weight") -> None:
     """All ranks of the model come here when their checksums differ: tell each other the facts.
 
     Raises:
@@ -141,10 +142,10 @@ def refuse_differing(shards: Shards, doing: str, facts: Facts) -> None:
             what, first, second = found
             raise RankMismatch(
                 f"{doing}: the ranks disagree about {what}: {first} on rank {everyone.global_ranks[0]}, {second} on "
-                f"rank {everyone.global_ranks[rank]}. No weight was changed. What is done on one rank must be done on "
-                "all of them, with the same values"
+                f"rank {everyone.global_ranks[rank]}. {untouched} was changed. What is done on one rank must be done "
+                "on all of them, with the same values"
             )
-    raise RankMismatch(f"{doing}: the ranks disagree. No weight was changed")
+    raise RankMismatch(f"{doing}: the ranks disagree. {untouched} was changed")
 
 
 def _first_difference(
@@ -241,7 +242,7 @@ def agree_on_values(
     if _REFUSES in everyone:
         _tell(shards, doing, None)
     if len(set(everyone)) > 1:
-        refuse_differing(shards, doing, found)
+        refuse_differing(shards, doing, found, untouched="Nothing")
 
 
 def _flat(rows: list[list[int]]) -> list[int]:

@@ -73,6 +73,8 @@ class Reduction:
         """The calls of ``clip_grad_norm_`` of this step; one without a limit only looks at the norm."""
         self.num_dropped = 0
         """How often gradients were dropped since the last step (``zero_grad``)."""
+        self.num_backwards = 0
+        """Since the last step, outside of ``no_sync``: replicas meet in none of them."""
 
     def _engine(self) -> Engine:
         engine = self._reference()
@@ -106,6 +108,7 @@ class Reduction:
             for index in sorted(self._whole, reverse=True):
                 self._reduce(index)
             self._check_plans(self._shards.meet(Point.END_BACKWARD, self._planned() << _PLAN))
+            self.num_backwards += 1
             if self._settled:
                 self._unsettle()  # nobody had a gradient
 
@@ -269,7 +272,9 @@ class Reduction:
     def end_step(self) -> None:
         """After an optimizer step, skipped or made."""
         self.clippings.clear()
-        self.num_dropped = 0
+        self.num_dropped = self.num_backwards = 0
+        if self._settled and not self._engine().has_gradients:
+            self._settled = False
 
     @property
     def has_unreduced(self) -> bool:

@@ -141,10 +141,15 @@ class Shards:
             return [row]
         said = self._tell_replicas(self.ranks.replicas, point, *row)
         if any(other[0] != point for other in said):
-            what = ["the ranks of one disagree" if o[0] == _PARTED else word_for(Point(o[0])) for o in said]
+            where = "; ".join(
+                f"the ranks of replica {number} disagree, their own error says about what"
+                if other[0] == _PARTED
+                else f"replica {number} is at {word_for(Point(other[0]))}"
+                for number, other in enumerate(said)
+            )
             raise RankMismatch(
-                f"the replicas of this model were asked to do different things: {'; '.join(what)} (this one is at "
-                f"{word_for(point)}). Every rank must make the same steps, and save and load together"
+                f"the replicas of this model were asked to do different things: {where}. Every rank must make the "
+                "same backwards and steps, and save and load together"
             )
         return [other[1:] for other in said]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import zlib
 from collections.abc import Callable
 from typing import Any
@@ -95,6 +96,8 @@ def disagree(how: str, settings: dict[str, Any], odd: int) -> tuple[str, bool]:
             model._gemini_engine.loss_scale.scale /= 2
     try:
         backward(model, 2)
+        if how == "one backward more" and dist.get_rank() >= dist.get_world_size() // 2:
+            backward(model, 3)
         if other and how == "zero_grad first":
             optimizer.zero_grad()
         if how == "zero_grad between":
@@ -149,7 +152,7 @@ TRANSIENT = {"gradients": "transient"}
 ELSEWHERE: list[tuple[str, dict[str, Any], int, str]] = [
     ("loss scale", {"precision": "fp16"}, 1, "the loss scale: 1024.0 on rank 0, 512.0 on rank 1"),
     ("zero_grad", {"precision": "fp16"}, 0, "the gradient of '0.weight': none on rank 0, there on rank 1"),
-    ("zero_grad between", {"precision": "bf16", "gradients": "accumulate"}, 0, "zero_grad() since the last step"),
+    ("zero_grad between", {"precision": "bf16", "gradients": "accumulate"}, 0, "since the last step: 1 on rank 0, 0"),
     ("lr", {"precision": "bf16"}, 0, "lr of param group 0: 0.10000001000000001 on rank 0, 0.1 on rank 1"),
     ("lr", TRANSIENT, 1, "inside backward: the ranks disagree about lr of param group 0: 0.1 on rank 0"),
     ("scheduler", TRANSIENT, 0, "lr of param group 0: 0.05 on rank 0, 0.1 on rank 1"),
@@ -161,7 +164,8 @@ REPLICAS = [
     ("lr", "lr of param group 0"),
     ("clip on one", "clip_grad_norm_: "),
     ("frozen", "requires_grad of '2.weight'"),
-    ("zero_grad first", ": "),
+    ("zero_grad first", "gradient"),
+    ("one backward more", "the number of backwards since the last step: 1 on rank 0, 2 on rank 2"),
     ("zero_grad", "the gradient of '0.weight'"),
 ]
 
@@ -178,7 +182,7 @@ def test_in_other_precisions_and_inside_backward(
     ("mesh", "how", "said"), [((2, 2), *case) for case in REPLICAS] + [((4, 1), *case) for case in REPLICAS[-2:]]
 )
 def test_replicas_must_agree_too(mesh: tuple[int, int], how: str, said: str, pool_of: Pools) -> None:
-    for text, changed in pool_of(4).run(disagree, how, {"mesh": mesh}, 2):
+    for text, changed in pool_of(4).run(disagree, how, {"mesh": mesh, "gradients": "accumulate"}, 2):
         assert said in text and "on rank 2" in text and not changed, text
 
 
@@ -347,3 +351,53 @@ def norms_of_parts() -> list[float]:
 def test_a_backward_after_a_norm_counts_what_was_there_once(pool_of: Pools) -> None:
     for looked, not_looked in pool_of(2).run(norms_of_parts):
         assert looked == not_looked
+
+
+def read_between() -> bool:
+    """Rank 1 reads between clipping and its step, while rank 0 is in its own: no weight has changed yet."""
+    model = small()
+    optimizer = gemini.HybridAdam(model.parameters(), lr=0.1)
+    before = model.full_param("0.weight")
+    backward(model)
+    model.clip_grad_norm_(0.2)
+    same = True
+    if dist.get_rank() == 1:
+        time.sleep(0.3)
+        same = torch.equal(model.full_param("0.weight"), before)
+    optimizer.step()
+    return same
+
+
+def test_no_rank_updates_before_all_of_them_do(pool_of: Pools) -> None:
+    assert pool_of(2).run(read_between) == [True, True]
+
+
+def replicas_in_other_places() -> None:
+    """The first replica wants to save when the other one steps."""
+    model = small(mesh=init_device_mesh("cpu", (2, 2)))
+    optimizer = gemini.HybridAdam(model.parameters(), lr=0.1)
+    if dist.get_rank() >= 2:
+        backward(model)
+        optimizer.step()
+    gemini.save_checkpoint("/nowhere/at/all", model, optimizer)
+
+
+def a_replica_that_disagrees() -> None:
+    """Rank 3 alone saves: its replica tells the other one."""
+    model = small(mesh=init_device_mesh("cpu", (2, 2)))
+    optimizer = gemini.HybridAdam(model.parameters(), lr=0.1)
+    if dist.get_rank() == 3:
+        gemini.save_checkpoint("/nowhere/at/all", model, optimizer)
+    backward(model)
+    optimizer.step()
+
+
+def test_replicas_that_go_different_ways_are_told_so(pool_of: Pools) -> None:
+    for outcome in pool_of(4).outcomes(replicas_in_other_places):
+        assert outcome.kind == "RankMismatch", outcome
+        assert "replica 0 is at save_checkpoint; replica 1 is at clip_grad_norm_ or optimizer.step()" in outcome.text
+    first, second, third, fourth = pool_of(4).outcomes(a_replica_that_disagrees)
+    for outcome in (first, second):
+        assert outcome.kind == "RankMismatch" and "the ranks of replica 1 disagree" in outcome.text, outcome
+    for outcome in (third, fourth):
+        assert outcome.kind == "RankMismatch" and "rank 3 is at save_checkpoint after 0 steps" in outcome.text, outcome

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 import gemini
 from gemini.ranks import watch
-from tests.ranks.pool import Pool
+from tests.ranks.pool import Failure, Pool
 from tests.ranks.test_rank_disagreements import backward, small
 
 Pools = Callable[[int], Pool]
@@ -88,3 +88,39 @@ def test_a_slow_rank_is_named_only_where_it_is_outside(pool_of: Pools) -> None:
     first, second = pool_of(2).run(slow_on_one_rank)
     assert first[0] == 0 and first[1] >= 1, "told once, or again after twice the time"
     assert second == (0, 0)
+
+
+def models_in_other_orders() -> tuple[list[str], str]:
+    """Each rank waits in another one of two models."""
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as heard:
+        hurry(patch)
+        warnings.simplefilter("always")
+        both = [small(), small()]
+        try:
+            with torch.no_grad():
+                for model in both[:: 1 - 2 * dist.get_rank()]:
+                    model(torch.ones(1, 16))
+        except gemini.RankLost as e:
+            return [str(warning.message) for warning in heard], str(e)
+        return [], ""
+
+
+def test_ranks_that_wait_in_different_models_are_told_so(pool_of: Pools) -> None:
+    pool = pool_of(2)
+    pool.renew(timeout=3)
+    for heard, error in pool.run(models_in_other_orders):
+        place = "in models_in_other_orders, waiting in a forward or backward (it needs weights) of another model"
+        assert heard and place in heard[0] and (place in error or "Connection closed" in error), (heard, error)
+
+
+def wrapped_alone() -> None:
+    if dist.get_rank() == 0:
+        small()
+
+
+def test_a_model_that_one_rank_wraps_alone_is_not_waited_for_longer_than_the_timeout(pool_of: Pools) -> None:
+    pool = pool_of(2)
+    pool.renew(timeout=2)
+    alone, other = pool.outcomes(wrapped_alone)
+    assert other is None and isinstance(alone, Failure) and alone.kind == "RankLost"
+    assert "making a process group for the model failed" in alone.text
