@@ -8,6 +8,7 @@ Everything that shows or changes weights outside of forward comes through here (
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from difflib import get_close_matches
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,8 @@ from gemini.interrupts import WHOLE
 from gemini.memory.chunk import COMPUTE_DTYPES, Plane
 from gemini.memory.mover import Mover, page_up, tiles
 from gemini.planning.planes import PlaneKind
+from gemini.ranks.agreement import Point
+from gemini.train.alike import agree_on_values, value_facts
 from gemini.train.guard import ParamHandle, engine_of, note_writes
 
 if TYPE_CHECKING:
@@ -33,6 +36,7 @@ class ByName:
         self._manager = engine.manager
         self._updates = engine.updates
         self._shards = engine.shards
+        self._compared = False
         self._compute = COMPUTE_DTYPES[engine.config.precision]
         self._handles = {name: handle for handle in engine.handles for name in handle.names}
 
@@ -109,6 +113,26 @@ class ByName:
         note_writes([handle])
         self._manager.drop([handle.chunk])
         self._manager.refresh_lent()
+
+    def overwrite(self, handle: ParamHandle, value: torch.Tensor) -> None:
+        """The same as a program does it, on every rank: ``param.copy_(value)``, which is how torch loads a state.
+
+        Raises:
+            RankMismatch: on every rank, if another value, or another param, is written on another one.
+        """
+        if self._shards is not None and not self._compared:
+            engine, name = engine_of(handle), handle.name
+            agree_on_values(engine, Point.COPY, f"writing {name!r}", lambda: value_facts([(name, value)]))
+        self.write(handle, value)
+
+    @contextmanager
+    def compared(self) -> Iterator[None]:
+        """What is written inside is known to be the same on all ranks."""
+        before, self._compared = self._compared, True
+        try:
+            yield
+        finally:
+            self._compared = before
 
     def read_plane(self, handle: ParamHandle, kind: PlaneKind) -> torch.Tensor | None:
         """A param's part of a plane, in its shape, or None if its chunk has no such plane."""

@@ -47,7 +47,6 @@ from gemini.train.reduction import Reduction
 from gemini.train.report import check_planes
 from gemini.train.saved_weights import SavedWeights
 from gemini.train.shards import Shards
-from gemini.train.together import end_group_of
 from gemini.train.transforms import is_differentiating, is_transforming, without_transforms
 from gemini.train.updates import Updates
 
@@ -440,9 +439,9 @@ class Engine:
         """zero_grad: forget gradients (all, or some), and the clipping that was computed from them."""
         self.recover_if_interrupted()
         chosen = self.handles if handles is None else list(handles)
-        self.gradients.discard(chosen)
         if self.reduction is not None:
             self.reduction.discard(chosen)
+        self.gradients.discard(chosen)
         if self.recording is not None:
             self.recording.discard()
         self._forget_clipping()
@@ -494,8 +493,7 @@ class Engine:
             lanes.close()
         take_apart(self.chunks, self.handles)
         if self.shards is not None:
-            end_group_of(self.shards)
-            self.shards.ranks.close()
+            self.shards.close()
         if self.spill is not None:
             self.spill.close()
         self.device.close()

@@ -133,7 +133,7 @@ class ManagedParameter(nn.Parameter):
                 return engine.read_in_call(func, args, kwargs, [h for h in handles if h.engine() is engine])
         if func is torch.Tensor.copy_ and args[0] is handles[0].param and not torch.is_grad_enabled():
             value = args[1].expand(args[0].shape)
-            engine_of(handles[0]).by_names.write(handles[0], value)  # how nn.Module.load_state_dict writes
+            engine_of(handles[0]).by_names.overwrite(handles[0], value)  # how nn.Module.load_state_dict writes
             return args[0]
         return _read_copies(func, args, kwargs, handles)
 

@@ -22,8 +22,10 @@ from gemini import kernels
 from gemini.errors import GeminiError
 from gemini.grad_mode import call_with_grad, without_grad
 from gemini.interrupts import WHOLE
+from gemini.ranks.agreement import Point
 from gemini.train import optimizer_states as states_of
 from gemini.train.adam_options import refuse_options
+from gemini.train.alike import agree_on_optimizer_state, agree_on_step, told_to_all
 from gemini.train.engine import Engine
 from gemini.train.guard import ParamHandle, engine_of, handle_of, note_writes, stepping_in_backward
 from gemini.train.optimizer_checks import check_group, check_loaded, loaded_group
@@ -222,6 +224,7 @@ class HybridAdam(torch.optim.Optimizer):
                 index += 1
         return result
 
+    @told_to_all(Point.LOAD_OPTIMIZER, "optimizer.load_state_dict")
     @without_grad
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what :meth:`state_dict` gave, or the state of ``torch.optim.AdamW``, or with ``decoupled=False`` (or
@@ -246,6 +249,7 @@ class HybridAdam(torch.optim.Optimizer):
         states = [dict(state_dict["state"].get(key, {})) for key in keys]
         handles = [handle_of(param) for param in params]
         states_of.check_trained((h, state) for h, state in zip(handles, states, strict=True) if h is not None)
+        agree_on_optimizer_state(self, state_dict)
         with WHOLE:
             for param, handle, state in zip(params, handles, states, strict=True):
                 self.state.pop(param, None)
@@ -300,7 +304,7 @@ class HybridAdam(torch.optim.Optimizer):
         engine.check_whole()
         engine.recover_if_interrupted()
         engine.updates.unseen.look(engine)
-        engine.settle_grads()
+        agree_on_step(engine, self)
         ready = [(handle, group) for handle, group in managed if handle.has_grad]
         handles = [handle for handle, _ in ready]
         if engine.loss_scale is not None and handles:
