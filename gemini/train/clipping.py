@@ -42,7 +42,8 @@ def clip_grad_norm(
         )
     engine.settle_grads()
     chosen = engine.handles if handles is None else handles
-    total = math.sqrt(engine.gradients.total_sum(chosen)) * engine.clip_coefficient * engine.grad_unscale
+    total = math.sqrt(engine.gradients.total_sum(chosen)) * engine.clip_coefficient
+    total *= engine.scaling.unscale_seen(chosen)
     if error_if_nonfinite:
         engine.gradients.check_finite(chosen)
     if math.isfinite(total):

@@ -24,6 +24,7 @@ from gemini.errors import GeminiError
 from gemini.planning.planes import OPTIMIZER_PLANES
 from gemini.train.engine import Engine
 from gemini.train.guard import ParamHandle, engine_of, handle_of, optimizer_of, stepping_in_backward
+from gemini.train.scaled_backward import scaler_steps
 from gemini.train.update import Segment
 from gemini.train.updates import Work
 
@@ -231,13 +232,20 @@ class HybridAdam(torch.optim.Optimizer):
     @property
     def _step_supports_amp_scaling(self) -> bool:
         # torch.amp.GradScaler.step asks for this before it looks for gradients that are not there.
-        if any(handle_of(p) is not None for group in self.param_groups for p in group["params"]):
+        if not scaler_steps.get() and any(handle_of(p) is not None for g in self.param_groups for p in g["params"]):
             raise GeminiError(
-                "GradScaler cannot be used with a managed model (it looks at p.grad, and gradients live in chunks): "
-                'use GeminiConfig(precision="fp16"), whose loss scale works with a plain loss.backward() and '
-                "optimizer.step()"
+                "torch.amp.GradScaler sees no gradients of a managed model (it looks at p.grad, and they live in "
+                "chunks): use gemini.GradScaler, which is used in the same way"
             )
         return False
+
+    def skip_step(self) -> None:
+        """Drop the gradients of managed params in place of a step (``GradScaler.step`` has found inf or NaN)."""
+        handles = [handle for group in self.param_groups for p in group["params"] if (handle := handle_of(p))]
+        if handles:
+            engine = engine_of(handles[0])
+            engine.discard_grads(handles)
+            engine.end_step()
 
     # ---- managed params -----------------------------------------------------------------------------------------
 
@@ -258,7 +266,10 @@ class HybridAdam(torch.optim.Optimizer):
         engine.settle_grads()
         ready = [(handle, group) for handle, group in managed if handle.has_grad]
         handles = [handle for handle, _ in ready]
-        if engine.loss_scale is not None and handles:
+        engine.scaling.check_unscaled(handles)
+        is_scaled_inside = engine.loss_scale is not None and not engine.scaling.is_by_scaler
+        if is_scaled_inside and handles:
+            assert engine.loss_scale is not None
             if not math.isfinite(engine.gradients.total_sum(handles)):
                 engine.loss_scale.skipped()
                 engine.discard_grads(handles)
@@ -281,7 +292,8 @@ class HybridAdam(torch.optim.Optimizer):
         except BaseException as e:  # an interrupt between two chunks breaks the step as well
             engine.mark_lost(e)
             raise
-        if engine.loss_scale is not None and handles:
+        if is_scaled_inside and handles:
+            assert engine.loss_scale is not None
             engine.loss_scale.stepped()
         engine.end_step()
 
