@@ -298,8 +298,8 @@ class Scaling:
             why = "it would be multiplied by a loss scale twice (an output went in again, or into another model)"
         else:
             why = (
-                "a gradient comes into the model past its loss: from an output other than a loss without dimensions, "
-                "a feature taken by a hook, or something kept in an attribute"
+                "a gradient comes into the model past such a loss: from another output (or a loss in an object of a "
+                "class that is no container), a feature taken by a hook, or something kept in an attribute"
             )
         raise GeminiError(
             f"in fp16 a plain backward is exact only for a loss that the model computes itself. For {handle.name!r} "
