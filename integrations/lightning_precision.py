@@ -1,8 +1,8 @@
 """Precision under the Lightning strategy: Lightning's flags in our words, and our plugin in the place of its own.
 
-Trainer makes a plugin from ``precision=...`` that would add autocast and torch's GradScaler, and clip gradients that are
-not there. Ours casts inputs, clips through the managed model, and keeps what a checkpoint needs to go on. In fp16 it
-scales losses and steps through a ``gemini.GradScaler``, where Lightning's "16-mixed" uses torch's.
+Trainer makes a plugin from ``precision=...`` that would add autocast and torch's GradScaler, and clip gradients that
+are not there. Ours casts inputs, clips through the managed model, and keeps what a checkpoint needs to go on. In fp16
+it scales losses and steps through a ``gemini.GradScaler``, where Lightning's "16-mixed" uses torch's.
 """
 
 from __future__ import annotations
