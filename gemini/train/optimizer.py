@@ -113,8 +113,8 @@ class HybridAdam(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Update every param that has a gradient; params without one are skipped, their step count too.
 
-        Gradients of managed params are consumed. In fp16 a step with inf or NaN is skipped as a whole and lowers the
-        loss scale.
+        Gradients of managed params are consumed. In fp16 a step with inf or NaN after plain backwards is skipped as a
+        whole and lowers the model's own loss scale; with a ``gemini.GradScaler`` call its ``step(optimizer)``.
 
         On CUDA the host waits once in a step for what the kernels found in the gradients (the norm, the loss scale's
         verdict and the check for inf and NaN come out of the same sums): in ``clip_grad_norm_`` if it is called, else
@@ -123,6 +123,7 @@ class HybridAdam(torch.optim.Optimizer):
         Raises:
             NonFiniteGradient: in bf16 and fp32, naming the param; nothing was changed, unless ``step_in_backward`` had
                 updated other params: then it says so.
+            GeminiError: for gradients that a scaler has scaled and not unscaled.
         """
         loss = None
         if closure is not None:
