@@ -198,7 +198,7 @@ class Engine:
             BudgetExceeded: if gradients of an earlier backward are kept and there is no room to accumulate.
             GeminiError: if the gradients would have another scale than the program means (fp16).
         """
-        self.scaling.enter(holding=self.has_gradients)
+        self.scaling.enter()
         if self.in_backward:
             return
         if self.updated_in_backward and not self.accumulating:

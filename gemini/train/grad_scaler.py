@@ -39,8 +39,9 @@ class GradScaler(torch.amp.GradScaler):
         growth_interval: steps.
         enabled: if False, losses are not scaled and ``step`` is ``optimizer.step()``.
 
-    One scaler serves several losses, models and optimizers. On several ranks a step is skipped on all of them or on
-    none. After a skipped step gradients of managed params are dropped, as every step does.
+    One scaler serves several losses, models and optimizers. ``get_scale``, ``is_enabled``, ``state_dict`` and the rest
+    are torch's. On several ranks a step is skipped on all of them or on none. After a skipped step gradients of managed
+    params are dropped, as every step does.
     """
 
     def __init__(
@@ -77,8 +78,20 @@ class GradScaler(torch.amp.GradScaler):
                 self._current = Scale(self._scale, by_scaler=True)
             return ScaleLoss.apply(scaled, self._current)
         if isinstance(scaled, (list, tuple)):
-            return type(scaled)(map(self._tell, scaled))
+            return type(scaled)(self._tell(one) for one in scaled)
         return map(self._tell, scaled)
+
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        """Let gradients be seen as the loss gives them, by clipping above all. Optional, after the last backward.
+
+        On a GPU the host waits here for what the kernels found in the gradients, once in a step.
+
+        Raises:
+            RuntimeError: if it was done already, or after :meth:`step`.
+            GeminiError: for gradients of a managed model whose loss was not scaled.
+            RankMismatch: if ranks have scaled their losses differently.
+        """
+        super().unscale_(optimizer)
 
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
@@ -167,8 +180,9 @@ def _agree(engine: Engine, is_bad: bool, *, has_plain: bool, found: dict[torch.d
     rows = shards.ranks.everyone.swap(Tag.AGREEMENT, own, "the loss scale")
     scales = rows[:, 1].tolist()
     if len(set(scales)) > 1:
+        told = ", ".join(f"{scale:g}" for scale in scales)
         raise RankMismatch(
-            f"the losses of this step were scaled by {', '.join(f'{scale:g}' for scale in scales)} on the ranks: give "
-            "their GradScalers the same arguments and states"
+            f"the losses of this step were scaled by {told} on the ranks: give their GradScalers the same arguments "
+            "and states"
         )
     return bool(rows[:, 0].any())

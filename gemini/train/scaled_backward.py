@@ -146,11 +146,8 @@ class Scaling:
 
     # ---- backward -----------------------------------------------------------------------------------------------
 
-    def enter(self, *, holding: bool) -> None:
-        """A gradient of a backward has reached the model: decide, once for each, which scale it has.
-
-        Args:
-            holding: whether gradients of an earlier backward wait for the update.
+    def enter(self) -> None:
+        """A gradient of a backward has reached the model: decide, once for each backward, which scale it has.
 
         Raises:
             GeminiError: where gradients would come out with another scale than the program means; none has landed.
@@ -160,19 +157,23 @@ class Scaling:
             return
         while len(self._factors) >= _MAX_TASKS:
             del self._factors[min(self._factors)]
-        self._factors[task] = self._decide(task, holding)
+        engine = self._engine()
+        assert engine is not None
+        self._factors[task] = self._decide(task, engine.has_gradients)
 
     def factor(self, grad: torch.Tensor) -> float:
         """What a loss that leaves the model multiplies its gradient by."""
         factor = self._factors[torch._C._current_graph_task_id()]
         if factor != 1.0 and grad.dtype is torch.float16 and abs(float(grad)) < _SMALLEST_NORMAL:
+            value = f"{float(grad):.3g}"
             raise GeminiError(
-                f"the gradient of the loss that this model computed in fp16 is {float(grad):.3g} before the loss scale "
-                f"enters: fp16 has rounded it. {REMEDY}"
+                f"the gradient of the loss that this model computed in fp16 is {value} before the loss scale enters: "
+                f"fp16 has rounded it. {REMEDY}"
             )
         return factor
 
     def _decide(self, task: int, holding: bool) -> float:
+        """``holding``: gradients of an earlier backward wait for the update."""
         scale = _of_task.get(task)
         if scale is None and self._loss_scale is None and not _scalers_used:
             self._hold(_ONE, holding)
@@ -247,15 +248,20 @@ class Scaling:
         Raises:
             GeminiError: for every other graph.
         """
-        start = _NEVER
-        scales = False
+        start, scales = _NEVER, False
         for call in reversed(calls):  # from the outermost one
-            # Leaves of a recomputation are what it was given: they go back to the node around it.
-            scales, start = self._judge_call(call, start, inner=call is not calls[-1])
+            scales, start = self._judge_call(call, start, is_outer=call is calls[-1], is_this=call is calls[0])
         return scales
 
-    def _judge_call(self, call: BackwardCall, start: int, *, inner: bool) -> tuple[bool, int]:
-        """Whether the model's scale enters in one call, and the marks of calls inside it."""
+    def _judge_call(self, call: BackwardCall, start: int, *, is_outer: bool, is_this: bool) -> tuple[bool, int]:
+        """Whether the model's scale enters in one call, and the marks of calls inside it.
+
+        Args:
+            is_outer: the outermost one. Leaves of the others are what a recomputation was given: their gradients go
+                back to the node around it.
+            is_this: the innermost one. Exits of those around it were looked at when they were entered; by now what runs
+                refers to tensors of theirs.
+        """
         if start not in (_NEVER, _ONCE):
             raise GeminiError(
                 "in fp16 a recomputation inside this backward (checkpointing) may belong to what the model's loss led "
@@ -283,8 +289,10 @@ class Scaling:
         for node in kept:
             if marks.get(node, 0) != _ONCE:
                 self._refuse_entry(node, marks.get(node, 0))
-        others = [node for node in (call.inputs or leaves) if node not in set(kept)]
-        self._refuse_exits(others, marks, start, inner=inner)
+        if is_this:
+            own_leaves = set(kept)
+            others = [node for node in (call.inputs or leaves) if node not in own_leaves]
+            self._refuse_exits(others, marks, ignored=0 if is_outer else start)
         return True, functions or start
 
     def _is_own(self, leaf: Any) -> bool:
@@ -306,11 +314,11 @@ class Scaling:
             f"{why}. {REMEDY}"
         )
 
-    def _refuse_exits(self, nodes: Iterable[Any], marks: dict[Any, int], start: int, *, inner: bool) -> None:
+    def _refuse_exits(self, nodes: Iterable[Any], marks: dict[Any, int], *, ignored: int) -> None:
         """Refuse that a gradient which was multiplied comes to be seen."""
         for node in nodes:
             found = marks.get(node, 0) & (_ONCE | _TWICE)
-            if found == 0 or (inner and found == start):
+            if found in (0, ignored):
                 continue
             if not is_leaf(node) or is_seen(node):
                 shape = f" of shape {tuple(node.variable.shape)}" if is_leaf(node) else ""
