@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any, NamedTuple
@@ -16,9 +17,11 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import _engine_run_backward, get_gradient_edge
+from torch.nn.modules._functions import BackwardHookFunction
 
 _RUN = _engine_run_backward.__code__
 _ACCUMULATE = "AccumulateGrad"
+_MODULE_HOOK: Any = BackwardHookFunction._backward_cls  # type: ignore[attr-defined]
 
 
 class BackwardCall(NamedTuple):
@@ -85,6 +88,21 @@ def nodes_below(roots: tuple[Any, ...]) -> list[Any]:
     return order[::-1]
 
 
+def first_below(roots: tuple[Any, ...], kind: type) -> Any:
+    """A node of that class that a backward from ``roots`` may reach, the nearest one; None without one."""
+    waiting = deque(roots)
+    seen = set(waiting)
+    while waiting:
+        node = waiting.popleft()
+        if isinstance(node, kind):
+            return node
+        for child, _ in node.next_functions:
+            if child is not None and child not in seen:
+                seen.add(child)
+                waiting.append(child)
+    return None
+
+
 def marks_below(roots: tuple[Any, ...], start: int, through: Callable[[Any, int], int]) -> dict[Any, int]:
     """By node: the union of the marks with which gradients arrive there, over all paths from ``roots``.
 
@@ -111,7 +129,7 @@ def is_leaf(node: Any) -> bool:
 
 def may_start_another(node: Any) -> bool:
     """Whether it is a ``torch.autograd.Function``, in whose backward another one may run (checkpointing does)."""
-    return isinstance(node, BackwardCFunction)
+    return isinstance(node, BackwardCFunction) and not isinstance(node, _MODULE_HOOK)
 
 
 def is_seen(leaf: Any) -> bool:

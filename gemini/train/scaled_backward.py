@@ -23,11 +23,11 @@ import torch
 from gemini.errors import GeminiError
 from gemini.train.backward_calls import (
     BackwardCall,
+    first_below,
     is_leaf,
     is_seen,
     marks_below,
     may_start_another,
-    nodes_below,
     running_calls,
 )
 from gemini.train.containers import iter_tensors
@@ -198,8 +198,8 @@ class Scaling:
 
     def _scale_of(self, calls: list[BackwardCall]) -> Scale | None:
         """What a scaler has multiplied this backward by, or one that it runs inside of."""
-        every: list[Any] = [node for call in reversed(calls) for node in nodes_below(call.roots)]
-        return next((node.scale for node in every if isinstance(node, _SCALE_LOSS)), None)
+        found = (first_below(call.roots, _SCALE_LOSS) for call in reversed(calls))
+        return next((node.scale for node in found if node is not None), None)
 
     def _hold(self, scale: Scale, holding: bool) -> None:
         """The gradients that are about to land have this scale.
@@ -248,6 +248,8 @@ class Scaling:
         Raises:
             GeminiError: for every other graph.
         """
+        if not calls[0].accumulates:
+            return False
         start, scales = _NEVER, False
         for call in reversed(calls):  # from the outermost one
             scales, start = self._judge_call(call, start, is_outer=call is calls[-1], is_this=call is calls[0])
