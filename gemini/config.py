@@ -20,7 +20,7 @@ class GeminiConfig:
     """How ``GeminiDDP`` manages a model.
 
     Args:
-        precision: dtype of forward and backward. "bf16" (split fp32 master), "fp16" (fp32 master, dynamic loss scale)
+        precision: dtype of forward and backward. "bf16" (split fp32 master), "fp16" (fp32 master, `gemini.GradScaler`)
             or "fp32". The optimizer always updates an exact fp32 master. None says nothing: bf16, and in a framework
             (Trainer, Accelerate, Lightning) what its own flags say, which is fp32 without any.
         memory: budgets per tier; what is left out is measured.

@@ -94,7 +94,7 @@ class GeminiTrainerMixin:
             self.accelerator.check_managed(self.model)
 
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
-        # Autocast and GradScaler would come with the flag; the model computes in its own precision.
+        # Autocast and torch's scaler would come with the flag; the model computes in its own precision.
         return {**super()._build_accelerator_args(**kwargs), "mixed_precision": "no"}  # type: ignore[misc]
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:

@@ -1,8 +1,9 @@
 """Checkpoints of a ``GeminiTrainer``: ``checkpoint-N`` is an ordinary Trainer checkpoint with ``gemini/`` in it.
 
-Weights, config, tokenizer, scheduler, RNGs and the Trainer's state are the Trainer's own files; ``gemini/`` takes the
-place of ``optimizer.pt`` (masters, moments, step counts, loss scale). All of it is written to ``.saving/checkpoint-N``
-and renamed when it is whole, because transformers' ``get_last_checkpoint`` judges by name alone.
+Weights, config, tokenizer, scheduler, the scaler of fp16, RNGs and the Trainer's state are the Trainer's own files;
+``gemini/`` takes the place of ``optimizer.pt`` (masters, moments, step counts). All of it is written to
+``.saving/checkpoint-N`` and renamed when it is whole, because transformers' ``get_last_checkpoint`` judges by name
+alone.
 """
 
 from __future__ import annotations
@@ -14,11 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers.trainer import SCALER_NAME
 from transformers.trainer_utils import rotate_checkpoints
 
 from gemini.train import replacing
 from gemini.train.checkpoint import load_checkpoint, save_checkpoint
 from gemini.train.checkpoint_states import set_rng_states
+
+from .settings import take_over_scale
 
 STATES = "gemini"
 _STAGING = ".saving"
@@ -152,6 +156,8 @@ def load_states(trainer: Any, checkpoint: str) -> None:
         PlanMismatch, StorageError: as :func:`gemini.load_checkpoint` does.
     """
     extra = load_checkpoint(Path(checkpoint) / STATES, trainer.model, trainer.optimizer.optimizer)
+    if not (Path(checkpoint) / SCALER_NAME).exists():  # else the Trainer loads it
+        take_over_scale(trainer.accelerator.scaler, trainer.model)
     if extra["global_step"] != trainer.state.global_step:
         raise ValueError(
             f"{checkpoint} holds the states of step {extra['global_step']} and a trainer_state.json of step "

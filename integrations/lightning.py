@@ -2,8 +2,8 @@
 
 Importing this module registers the name. The strategy makes the LightningModule itself a managed model, turns
 ``torch.optim.AdamW`` and ``Adam`` into ``HybridAdam``, and takes precision and clipping out of Lightning's hands: no
-autocast, no GradScaler. Processes, samplers and logging are those of Lightning's DDPStrategy. Checkpoints are ordinary
-Lightning files with exact fp32 masters and moments, written from the chunks param by param.
+autocast, and in fp16 a ``gemini.GradScaler``. Processes, samplers and logging are those of Lightning's DDPStrategy.
+Checkpoints are ordinary Lightning files with exact fp32 masters and moments, written from the chunks param by param.
 """
 
 from __future__ import annotations
@@ -126,7 +126,9 @@ class GeminiStrategy(DDPStrategy):
         if plugin is None or isinstance(plugin, GeminiPrecision):
             self._precision_plugin = plugin
             return
-        self._precision_plugin = GeminiPrecision(self, precision_of(plugin, self.config))
+        self._precision_plugin = GeminiPrecision(
+            self, precision_of(plugin, self.config), getattr(plugin, "scaler", None)
+        )
 
     # ---- setup and end ----------------------------------------------------------------------------------------------
 

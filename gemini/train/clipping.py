@@ -44,7 +44,8 @@ def clip_grad_norm(
     if engine.reduction is not None and max_norm != math.inf:  # without a limit, one rank may look at it alone
         engine.reduction.clippings.append(_called(float(max_norm), handles))
     chosen = engine.handles if handles is None else handles
-    total = math.sqrt(engine.gradients.total_sum(chosen)) * engine.clip_coefficient * engine.grad_unscale
+    total = math.sqrt(engine.gradients.total_sum(chosen)) * engine.clip_coefficient
+    total *= engine.scaling.unscale_seen(chosen)
     if error_if_nonfinite:
         engine.gradients.check_finite(chosen)
     if math.isfinite(total):

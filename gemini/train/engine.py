@@ -46,6 +46,7 @@ from gemini.train.recovery import forget_interrupted
 from gemini.train.reduction import Reduction
 from gemini.train.report import check_planes
 from gemini.train.saved_weights import SavedWeights
+from gemini.train.scaled_backward import Scaling
 from gemini.train.shards import Shards
 from gemini.train.transforms import is_differentiating, is_transforming, without_transforms
 from gemini.train.updates import Updates
@@ -118,7 +119,7 @@ class Engine:
         self.by_names = ByName(self)
         self.activations = make_activation_store(self, built.decision.offload_activations, config.overlap and alone)
         self.loss_scale = LossScale() if config.precision == "fp16" else None
-        self.applied_scale = 1.0
+        self.scaling = Scaling(self, self.loss_scale)
         self.clip_coefficient = 1.0
         self.moved_last_step = Moved()
         self.num_gathered = 0
@@ -242,11 +243,14 @@ class Engine:
         forget_interrupted(self)
 
     def begin_backward(self) -> None:
-        """The first gradient of a backward is about to flow into the model."""
+        """A gradient of a backward is about to flow into the model.
+
+        Raises:
+            GeminiError: if the gradients would have another scale than the program means (fp16).
+        """
+        self.scaling.enter()
         if self.in_backward:
             return
-        if self.loss_scale is not None and not self.has_gradients:
-            self.applied_scale = self.loss_scale.scale  # one scale for all gradients that are added up
         self.backward_number += 1
         self.in_backward = True
         if self.recording is not None:
@@ -424,7 +428,7 @@ class Engine:
     @property
     def grad_unscale(self) -> float:
         """What gradients in the planes are multiplied by to be those of the loss."""
-        return 1.0 / self.applied_scale
+        return self.scaling.unscale
 
     def read_grad(self, handle: ParamHandle) -> torch.Tensor | None:
         """The gradient as the loss gives it (clipping not applied), on the CPU, or None."""
@@ -433,7 +437,9 @@ class Engine:
         if not handle.has_grad:
             return None
         grad = self.by_names.read_plane(handle, PlaneKind.GRAD)
-        return grad if grad is None or self.loss_scale is None else grad.float().mul_(self.grad_unscale)
+        if grad is None or (self.loss_scale is None and not self.scaling.is_by_scaler):
+            return grad
+        return grad.float().mul_(self.grad_unscale)
 
     def discard_grads(self, handles: Iterable[ParamHandle] | None = None) -> None:
         """zero_grad: forget gradients (all, or some), and the clipping that was computed from them."""

@@ -29,6 +29,7 @@ from gemini.train.alike import agree_on_optimizer_state, agree_on_step, told_to_
 from gemini.train.engine import Engine
 from gemini.train.guard import ParamHandle, engine_of, handle_of, note_writes, stepping_in_backward
 from gemini.train.optimizer_checks import check_group, check_loaded, loaded_group
+from gemini.train.scaled_backward import scaler_steps
 from gemini.train.update import Segment
 from gemini.train.updates import Work
 
@@ -131,8 +132,8 @@ class HybridAdam(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Update every param that has a gradient; params without one are skipped, their step count too.
 
-        Gradients of managed params are consumed. In fp16 a step with inf or NaN is skipped as a whole and lowers the
-        loss scale.
+        Gradients of managed params are consumed. In fp16 a step with inf or NaN after plain backwards is skipped as a
+        whole and lowers the model's own loss scale; with a ``gemini.GradScaler`` call its ``step(optimizer)``.
 
         On CUDA the host waits once in a step for what the kernels found in the gradients (the norm, the loss scale's
         verdict and the check for inf and NaN come out of the same sums): in ``clip_grad_norm_`` if it is called, else
@@ -141,6 +142,7 @@ class HybridAdam(torch.optim.Optimizer):
         Raises:
             NonFiniteGradient: in bf16 and fp32, naming the param; nothing was changed, unless ``step_in_backward`` had
                 updated other params: then it says so.
+            GeminiError: for gradients that a scaler has scaled and not unscaled.
         """
         loss = None if closure is None else call_with_grad(closure)
         with WHOLE:
@@ -276,13 +278,20 @@ class HybridAdam(torch.optim.Optimizer):
     @property
     def _step_supports_amp_scaling(self) -> bool:
         # torch.amp.GradScaler.step asks for this before it looks for gradients that are not there.
-        if any(handle_of(p) is not None for group in self.param_groups for p in group["params"]):
+        if not scaler_steps.get() and any(handle_of(p) is not None for g in self.param_groups for p in g["params"]):
             raise GeminiError(
-                "GradScaler cannot be used with a managed model (it looks at p.grad, and gradients live in chunks): "
-                'use GeminiConfig(precision="fp16"), whose loss scale works with a plain loss.backward() and '
-                "optimizer.step()"
+                "torch.amp.GradScaler sees no gradients of a managed model (it looks at p.grad, and they live in "
+                "chunks): use gemini.GradScaler, which is used in the same way"
             )
         return False
+
+    def skip_step(self) -> None:
+        """Drop the gradients of managed params in place of a step (``GradScaler.step`` has found inf or NaN)."""
+        handles = [handle for group in self.param_groups for p in group["params"] if (handle := handle_of(p))]
+        if handles:
+            engine = engine_of(handles[0])
+            engine.discard_grads(handles)
+            engine.end_step()
 
     # ---- managed params -----------------------------------------------------------------------------------------
 
@@ -307,7 +316,10 @@ class HybridAdam(torch.optim.Optimizer):
         agree_on_step(engine, self)
         ready = [(handle, group) for handle, group in managed if handle.has_grad]
         handles = [handle for handle, _ in ready]
-        if engine.loss_scale is not None and handles:
+        engine.scaling.check_unscaled(handles)
+        is_scaled_inside = engine.loss_scale is not None and not engine.scaling.is_by_scaler
+        if is_scaled_inside and handles:
+            assert engine.loss_scale is not None
             if not math.isfinite(engine.gradients.total_sum(handles)):
                 engine.loss_scale.skipped()
                 engine.discard_grads(handles)
@@ -331,7 +343,8 @@ class HybridAdam(torch.optim.Optimizer):
         except BaseException as e:  # an interrupt between two chunks breaks the step as well
             engine.mark_lost(e)
             raise
-        if engine.loss_scale is not None and handles:
+        if is_scaled_inside and handles:
+            assert engine.loss_scale is not None
             engine.loss_scale.stepped()
         engine.end_step()
 

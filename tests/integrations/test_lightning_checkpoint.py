@@ -40,8 +40,8 @@ def test_resumed_is_uninterrupted(precision: str, then: str, tmp_path: Path, mon
     fit(whole, GeminiStrategy(settings), max_epochs=2, accumulate_grad_batches=2, gradient_clip_val=0.5)
     half = fit(Tiny(), GeminiStrategy(config(precision)), accumulate_grad_batches=2, gradient_clip_val=0.5)
     if precision == "fp16":
-        half.strategy.engine.loss_scale.scale = 2.0**9
-        half.strategy.engine.loss_scale.num_good_steps = 7
+        scaler = half.precision_plugin.scaler
+        scaler.load_state_dict({**scaler.state_dict(), "scale": 2.0**9, "_growth_tracker": 7})
     half.save_checkpoint(tmp_path / "half.ckpt")
     resumed: Any = Tiny().to(torch.bfloat16)  # a plain model that could not hold the masters
     run = fit(
@@ -53,8 +53,12 @@ def test_resumed_is_uninterrupted(precision: str, then: str, tmp_path: Path, mon
     assert_same(state_of(resumed), state)
     assert resumed.losses == whole.losses[6:] and resumed.rates == whole.rates[6:]
     if precision == "fp16":
-        scale = run.strategy.engine.loss_scale
-        assert (scale.scale, scale.num_good_steps) == (2.0**9, 10)
+        state = run.precision_plugin.scaler.state_dict()
+        assert (state["scale"], state["_growth_tracker"]) == (2.0**9, 10)
+        older = {"rng": [], "loss_scale": {"scale": 2.0**7, "growth_interval": 2000, "num_good_steps": 3}}
+        run.precision_plugin.load_state_dict(older)  # from when the model itself kept the scale
+        state = run.precision_plugin.scaler.state_dict()
+        assert (state["scale"], state["_growth_tracker"]) == (2.0**7, 3)
 
 
 def test_resume_in_the_middle_of_an_epoch_and_with_dropout(tmp_path: Path) -> None:
