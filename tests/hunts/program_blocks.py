@@ -1,7 +1,7 @@
 """What blocks of drawn programs are made of: what they compute, how results leave them, how they are called.
 
-Three tables of source text. A *kind* is what a block computes: ``y`` from ``x`` (both of shape (B, T, D)) with params of
-its own. An *exit* is how ``y`` comes to the block that goes on: returned in some container, kept in an attribute,
+Tables of source text. A *kind* is what a block computes: ``y`` from ``x`` (both of shape (B, T, D)) with params of its
+own. An *exit* is how ``y`` comes to the block that goes on: returned in some container, kept in an attribute,
 appended to a list. A *call* is what stands around the block: checkpointing, a thread, its ``forward`` called past the
 hooks. Rows that begin with a star are ordinary; a program takes most of its parts from them, so that what is odd in it
 stands alone and can be named.

@@ -14,9 +14,7 @@ from textwrap import dedent
 
 @dataclass(frozen=True)
 class Objective:
-    """``floats``: the batch has to be one that takes a gradient. ``once``: one backward per step, so that gradients need
-    not be kept (``step_in_backward``).
-    """
+    """``floats``: the batch has to take a gradient. ``once``: one backward per step, so that nothing has to be kept."""
 
     source: str
     floats: bool = False

@@ -57,8 +57,8 @@ def findings(results: Iterable[Result], outcomes: tuple[str, ...]) -> str:
 
 
 ORDINARY_FEATURES = {
-    "objective plain", "habit grads", "habit clip", "habit evaluate", "kind linear", "kind own", "kind norm", "kind mlp",
-    "kind attention", "exit tuple", "exit dict",
+    "objective plain", "habit grads", "habit clip", "habit evaluate", "kind linear", "kind own", "kind norm",
+    "kind mlp", "kind attention", "exit tuple", "exit dict",
 }  # fmt: skip
 
 

@@ -321,7 +321,7 @@ def _call_of(program: Program, at: int) -> str:
         lines = f"try:\n{indent(lines, '    ')}\nexcept Found as e:\n    r = e.args[0]"
     take = EXITS[block.exit][1]
     if block.call == "skipped":
-        take = f"if r is None:\n    continue_with = x\nelse:\n{indent(take, '    ')}\n    continue_with = y\ny = continue_with"
+        take = f"if r is None:\n    y = x\nelse:\n{indent(take, '    ')}"
     own = KINDS[block.kind].own
     if block.aux:
         take += "\n" + AUX[block.aux][1]

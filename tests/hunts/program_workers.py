@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import gc
+import itertools
 import multiprocessing as mp
 import os
 import shutil
@@ -164,10 +165,13 @@ def _work(pipe: Connection, folder: str, stacks: str) -> None:
 
     with prepared(stacks):
         torch.set_num_threads(1)
-        while True:
+        for number in itertools.count():
             task = pipe.recv()
             if task is None:
                 return
+            if number % 25 == 1:  # what the first programs have imported need not be looked at after every run
+                gc.collect()
+                gc.freeze()
             text = task.text or source(draw(task.seed))
             pipe.send(("begin", "plain"))
             plain = run_plain(text, task.seed, task.precision)
