@@ -11,6 +11,7 @@ needed sooner.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterable
 
 from gemini.errors import BudgetExceeded, human_bytes
@@ -33,6 +34,7 @@ class Manager:
 
     Args:
         on_evict: told of every chunk whose gathered weights went away.
+        is_lent: whether somebody else has tensors over the window of a chunk, which then stays.
         gather: starts to fill a populated window, and gives the end of that; by default from the chunk's home.
         lane: where fetches ahead begin, with ``lane_staging`` of its own; without one every fetch begins when it is
             needed.
@@ -54,6 +56,7 @@ class Manager:
         foresight: Foresight | None = None,
         lane: Lane | None = None,
         lane_staging: StagingSet | None = None,
+        is_lent: Callable[[Chunk], bool] = lambda chunk: False,
         update_of: Callable[[Chunk], Event | None] = lambda chunk: None,
         await_update: Callable[[Chunk], None] = lambda chunk: None,
         relieve: Callable[[], bool] = lambda: False,
@@ -70,6 +73,9 @@ class Manager:
         self._policy = policy or NextUse()
         self._clock = 0
         self._await_update, self.relieve, self._leave = await_update, relieve, leave
+        self._is_lent = is_lent
+        self._overtaken: dict[int, Chunk] = {}
+        """Lent chunks whose content an update has overtaken."""
 
     def acquire(self, chunk: Chunk) -> None:
         """Make the gathered weights of ``chunk`` readable and keep them until the matching :meth:`release`.
@@ -82,6 +88,8 @@ class Manager:
             self._fetch(chunk)
         elif chunk.use is Use.FETCHING:
             self._await_arrival(chunk)
+        elif chunk.spec.index in self._overtaken:
+            self.refresh_lent()
         self.fetches.let_compute_wait(chunk)
         if chunk.use is not Use.COMPUTE:
             chunk.step(UseEvent.ACQUIRE)
@@ -113,7 +121,10 @@ class Manager:
             chunk.step(UseEvent.GRADS)
 
     def drop(self, chunks: Iterable[Chunk]) -> None:
-        """Forget gathered copies that an update of the weights has overtaken; at their release if they are in use."""
+        """Forget gathered copies that an update of the weights has overtaken; at their release if they are in use.
+
+        Those that are lent get their new content with :meth:`refresh_lent`.
+        """
         for chunk in chunks:
             if chunk.resident or chunk.use is Use.FREE:
                 continue
@@ -121,8 +132,22 @@ class Manager:
                 self._call_back(chunk)
             elif chunk.use is Use.COMPUTE:
                 chunk.stale = True
+            elif self._is_lent(chunk):
+                self._overtaken[chunk.spec.index] = chunk
             else:
                 self._evict(chunk)
+
+    def refresh_lent(self) -> None:
+        """Fetch anew what an update has overtaken and others still look at: they see the new weights, as in torch."""
+        while self._overtaken:
+            index, chunk = next(iter(self._overtaken.items()))
+            if chunk.use in (Use.HOLD, Use.GRAD_READY) and self._is_lent(chunk):
+                self._await_update(chunk)
+                self.fetches.begin_now(chunk)
+                chunk.stale = False
+            elif chunk.use in (Use.HOLD, Use.GRAD_READY):
+                self._evict(chunk)
+            self._overtaken.pop(index, None)
 
     def make_room(self, num_bytes: int, *, what: str, for_window: bool = False) -> None:
         """Free at least ``num_bytes`` of the computing tier by evicting and giving back frames; ``for_window``: a
@@ -131,7 +156,7 @@ class Manager:
         Raises:
             BudgetExceeded: if all that may go is not enough; then nothing was evicted.
         """
-        tier = self._device.tier
+        tier, collected = self._device.tier, False
         if self.ledger.free(tier) >= num_bytes:
             return
         while (missing := num_bytes - self.ledger.free(tier) - self.ledger.held(tier, "pool")) > 0:
@@ -146,6 +171,9 @@ class Manager:
                     self._evict(self.chunks[index])
             elif self.fetches.ahead:  # what came ahead of its time gives way to what is needed now
                 self._call_back(next(reversed(self.fetches.ahead.values())))
+            elif not collected and any(self._is_lent(chunk) for chunk in self.chunks if chunk.window is not None):
+                collected = True
+                gc.collect()  # what was lent may only wait for it
             elif missing <= num_bytes - self.ledger.free(tier) - self.ledger.held(tier, "pool"):
                 raise BudgetExceeded(self._explain(num_bytes, what))  # and nothing came free while it was asked
         self._trim_pool(num_bytes, for_window=for_window)
@@ -161,7 +189,7 @@ class Manager:
                 *self._outlook(c),
             )
             for c in self.chunks
-            if c.window is not None and c.use in (Use.HOLD, Use.GRAD_READY)
+            if c.window is not None and c.use in (Use.HOLD, Use.GRAD_READY) and not self._is_lent(c)
         ]
 
     def _outlook(self, chunk: Chunk) -> tuple[int | None, bool]:
@@ -365,6 +393,7 @@ class Manager:
         chunk.step(UseEvent.EVICT)
         self.num_evictions += 1
         chunk.stale = chunk.ahead = False
+        self._overtaken.pop(chunk.spec.index, None)
         self._on_evict(chunk)
         assert chunk.window is not None
         self.depopulate(chunk.window, "windows")
@@ -373,9 +402,17 @@ class Manager:
         tier = self._device.tier
         pinned = [c for c in self.chunks if c.window is not None and c.pins]
         held = sum(c.window.num_bytes for c in pinned if c.window is not None)
+        lent = [c for c in self.chunks if c.window is not None and not c.pins and c.gathered and self._is_lent(c)]
+        by_others = ""
+        if lent:
+            by_others = (
+                f"; {human_bytes(sum(c.window.num_bytes for c in lent if c.window is not None))} are {len(lent)} "
+                f"chunks whose weights the program still has a view of ({lent[0].name}): del it (an attribute, a list, "
+                "something on ctx), or let autograd keep it (ctx.save_for_backward)"
+            )
         return (
             f"{what} needs {human_bytes(num_bytes)} of {tier.value}: budget {human_bytes(self.ledger.budget(tier))}, "
             f"used {human_bytes(self.ledger.used(tier))}, of which {human_bytes(held)} are {len(pinned)} gathered "
-            f"chunks in use. Raise the {tier.value} budget by {human_bytes(num_bytes - self.ledger.free(tier))}, or "
-            "gather fewer params at once"
+            f"chunks in use{by_others}. Raise the {tier.value} budget by "
+            f"{human_bytes(num_bytes - self.ledger.free(tier))}, or gather fewer params at once"
         )

@@ -40,7 +40,7 @@ MIN_BYTES = 16 * 2**10
 
 _OF_CHECKPOINTING = torch.utils.checkpoint.__file__
 _OF_COMPILED = f"{os.path.dirname(torch.__file__)}{os.sep}_functorch{os.sep}"
-_BETWEEN = torch.autograd.function.__file__
+_BETWEEN = (torch.autograd.function.__file__, os.path.join(os.path.dirname(__file__), "saved_weights.py"))
 
 
 class Offloaded:
@@ -367,7 +367,7 @@ def saved_by_checkpointing(depth: int) -> bool:
 def _saver(depth: int) -> str:
     """The file of the code that saves a tensor now."""
     frame = sys._getframe(depth)
-    while frame.f_back is not None and frame.f_code.co_filename == _BETWEEN:
+    while frame.f_back is not None and frame.f_code.co_filename in _BETWEEN:
         frame = frame.f_back
     return frame.f_code.co_filename
 

@@ -249,6 +249,7 @@ def adopt_all(engine: Engine, *, filled: bool = False) -> None:
                 engine.exposure.hide(engine.chunks[index])
             else:
                 engine.exposure.poison(engine.chunks[index])
+                engine.saved_weights.watch(engine.chunks[index], handles)
     except BaseException:
         if engine.shards is not None:
             raise  # the rest of a param is on other ranks, who may be past this point: the model must be made anew

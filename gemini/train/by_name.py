@@ -18,7 +18,7 @@ from gemini.errors import GeminiError, ParamAccessError
 from gemini.memory.chunk import COMPUTE_DTYPES, Plane
 from gemini.memory.mover import Mover, page_up, tiles
 from gemini.planning.planes import PlaneKind
-from gemini.train.guard import ParamHandle, engine_of
+from gemini.train.guard import ParamHandle, engine_of, note_writes
 
 if TYPE_CHECKING:
     from gemini.train.engine import Engine
@@ -102,7 +102,9 @@ class ByName:
                 write_range(self._mover, planes[PlaneKind.RESIDUAL], handle, lo, start)
                 part = hi
             write_range(self._mover, planes[PlaneKind.WEIGHTS], handle, part, start)
+        note_writes([handle])
         self._manager.drop([handle.chunk])
+        self._manager.refresh_lent()
 
     def read_plane(self, handle: ParamHandle, kind: PlaneKind) -> torch.Tensor | None:
         """A param's part of a plane, in its shape, or None if its chunk has no such plane."""
@@ -152,7 +154,8 @@ class ByName:
                 f"inside gathered(write=True) {handle.name!r} was given other memory (param.data = ...), which is not "
                 "taken over: write into it, with param.copy_(value)"
             )
-        handle.version = handle.param._version
+        if handle.param._version != handle.version:
+            note_writes([handle])
         new = _own_part(handle, chunk.flat[slot.start : slot.stop]).to("cpu")
         old = read_range(self._mover, chunk.weights, handle) if before is None else before.to("cpu").reshape(-1)
         if PlaneKind.RESIDUAL in chunk.planes:

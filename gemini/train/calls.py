@@ -2,7 +2,11 @@
 
 Forward is a stack. Backward needs a rule: autograd runs nodes strictly in the reverse order of their creation, so when
 the backward of one call begins, every call that is neither around it nor inside it is over, and its chunks may go. The
-rule needs no hook at the end of a module's backward, where torch has none that can be trusted.
+rule needs no hook at the end of a module's backward, where torch has none that can be trusted. It is about time and
+room only: what backward reads is right whatever it says (:mod:`gemini.train.saved_weights`).
+
+Each thread has a stack of its own: a model may run branches of its forward in several threads, and several threads may
+evaluate one model.
 
 A forward inside backward is a recomputation (gradient checkpointing). The node that asked for it waits, so what
 backward keeps is let go for the time and gathered again before the node goes on: recomputing needs no more room than
@@ -12,8 +16,8 @@ forward did.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+import threading
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import nn
@@ -25,12 +29,16 @@ from gemini.memory.chunk import Chunk
 class CallRecord:
     """One call of a hooked module, or one operation that reads: its chunks, and the call around it."""
 
-    __slots__ = ("chunks", "first_node", "module", "parent")
+    __slots__ = ("chunks", "exposed", "first_node", "module", "num_hooks", "parent")
 
     def __init__(self, module: nn.Module | None, chunks: tuple[Chunk, ...], parent: CallRecord | None):
         self.module = module
         self.chunks = chunks
+        self.exposed = chunks
+        """Those whose params are ordinary for it; the others it only keeps gathered."""
         self.parent = parent
+        self.num_hooks = 0
+        """Pairs of saved-tensor hooks that were pushed for this call, to be popped at its end."""
         self.first_node = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
 
     def is_around(self, other: CallRecord) -> bool:
@@ -60,71 +68,110 @@ class CallRecord:
 
 
 class Calls:
-    """The running calls of one model. ``acquire`` and ``release`` pin and unpin a chunk's gathered weights."""
+    """The running calls of one model.
 
-    def __init__(self, acquire: Callable[[Chunk], None], release: Callable[[Chunk], None]):
+    Args:
+        acquire: pins a chunk's gathered weights; ``release`` unpins them.
+        expose: makes the params of a pinned chunk ordinary ones for a module that computes; ``cover`` guards them.
+    """
+
+    def __init__(
+        self,
+        acquire: Callable[[Chunk], None],
+        release: Callable[[Chunk], None],
+        expose: Callable[[Chunk], None] = lambda chunk: None,
+        cover: Callable[[Chunk], None] = lambda chunk: None,
+    ):
         self._acquire = acquire
         self._release = release
-        self._running: list[CallRecord] = []
+        self._expose = expose
+        self._cover = cover
+        self._stacks: dict[int, list[CallRecord]] = {}
+        """The calls of each thread that run a forward, by its identifier."""
         self._reading: list[CallRecord] = []
         self._waiting: list[CallRecord] = []
 
     @property
     def running(self) -> bool:
-        """Whether a forward is on the stack."""
-        return bool(self._running)
+        """Whether a forward is on a stack, of any thread."""
+        return bool(self._stacks)
+
+    @property
+    def depth(self) -> int:
+        """How many calls are running in this thread."""
+        return len(self._stacks.get(threading.get_ident(), ()))
 
     @property
     def innermost(self) -> CallRecord | None:
-        """The call that computes now, in forward or else in backward."""
-        stack = self._running or self._reading
+        """The call that computes now in this thread, in forward or else in backward."""
+        stack = self._stacks.get(threading.get_ident()) or self._reading
         return stack[-1] if stack else None
 
-    def begin(self, module: nn.Module, chunks: tuple[Chunk, ...]) -> None:
+    def begin(self, module: nn.Module, chunks: tuple[Chunk, ...]) -> CallRecord:
         """A hooked module starts: gather what it reads. On an error nothing has begun."""
-        if not self._running and self._reading:
+        if not self._stacks and self._reading:
             self._waiting, self._reading = self._reading, []
             for record in self._waiting:
                 self._release_all(record.chunks)
         self._acquire_all(chunks)
-        self._running.append(CallRecord(module, chunks, self._running[-1] if self._running else None))
+        for chunk in chunks:
+            self._expose(chunk)
+        stack = self._stacks.setdefault(threading.get_ident(), [])
+        record = CallRecord(module, chunks, stack[-1] if stack else None)
+        stack.append(record)
+        return record
 
     def end(self, module: nn.Module) -> CallRecord | None:
         """A hooked module is done, or failed; calls inside it that ended without their hook end with it.
 
         None if it never began (its own gathering failed).
         """
-        if all(record.module is not module for record in self._running):
+        stack = self._stacks.get(threading.get_ident(), [])
+        if all(record.module is not module for record in stack):
             return None
         while True:
-            record = self._running.pop()
-            self._release_all(record.chunks)
+            record = self._pop(stack)
             if record.module is module:
                 break
         record.module = None  # the record lives as long as the graph, the module need not
-        if not self._running and self._waiting:
+        if not self._stacks and self._waiting:
             for waiting in self._waiting:
                 self._acquire_all(waiting.chunks)
                 self._reading.append(waiting)
             self._waiting = []
         return record
 
-    @contextmanager
-    def reading(self, chunks: tuple[Chunk, ...]) -> Iterator[None]:
-        """Gather chunks for one operation."""
-        self._acquire_all(chunks)
-        try:
-            yield
-        finally:
-            self._release_all(chunks)
+    def unwind(self, depth: int) -> None:
+        """End all calls of this thread but the outermost ``depth``: an exception ended them without their hooks."""
+        stack = self._stacks.get(threading.get_ident(), [])
+        while len(stack) > depth:
+            with contextlib.suppress(AssertionError, IllegalTransition):
+                self._pop(stack)
 
-    def hold(self, chunk: Chunk) -> None:
-        """Let the innermost call keep a chunk gathered that it reads though no param of its own is in it."""
+    def _pop(self, stack: list[CallRecord]) -> CallRecord:
+        record = stack.pop()
+        if not stack:
+            self._stacks.pop(threading.get_ident(), None)
+        for _ in range(record.num_hooks):
+            torch._C._autograd._pop_saved_tensors_default_hooks()
+        record.num_hooks = 0
+        for chunk in record.exposed:
+            self._cover(chunk)
+        self._release_all(record.chunks)
+        return record
+
+    def hold(self, chunk: Chunk) -> CallRecord | None:
+        """Let the innermost call keep a chunk gathered that it reads though no param of its own is in it.
+
+        The call, if the chunk is new to it.
+        """
         call = self.innermost
         assert call is not None
-        if chunk not in call.chunks:
-            self._acquire(chunk)
-            call.chunks += (chunk,)
+        if chunk in call.chunks:
+            return None
+        self._acquire(chunk)
+        call.chunks += (chunk,)
+        return call
 
     def begin_backward(self, record: CallRecord) -> None:
         """The gradient of a call's output has arrived: its weights are read now, those of finished calls are not."""
@@ -145,16 +192,22 @@ class Calls:
             self._release_all(record.chunks)
 
     def abandon(self, *, backward: bool = False) -> None:
-        """Forget a forward, or a backward, that an exception ended without its hooks.
+        """Forget the forward of this thread, or a backward, that an exception ended without its hooks, and those of
+        threads that ended.
 
         An interrupt may have come between pinning a chunk and noting it: whoever keeps the books looks at them next.
         """
-        records, self._running = self._running, []
+        self.unwind(0)
+        alive = {thread.ident for thread in threading.enumerate()}
+        for ident in [ident for ident in self._stacks if ident not in alive]:
+            for record in self._stacks.pop(ident):
+                with contextlib.suppress(AssertionError, IllegalTransition):
+                    self._release_all(record.chunks)
         if backward:
-            records, self._reading, self._waiting = [*records, *self._reading], [], []
-        for record in records:
-            with contextlib.suppress(AssertionError, IllegalTransition):
-                self._release_all(record.chunks)
+            records, self._reading, self._waiting = self._reading, [], []
+            for record in records:
+                with contextlib.suppress(AssertionError, IllegalTransition):
+                    self._release_all(record.chunks)
 
     def _acquire_all(self, chunks: Iterable[Chunk]) -> None:
         acquired = []

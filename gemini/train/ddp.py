@@ -65,6 +65,15 @@ class GeminiDDP(nn.Module):
         # Python calls this on the module that __new__ returned; it was initialized long ago.
         pass
 
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        calls = _engine(self).calls
+        depth = calls.depth
+        try:
+            return super().__call__(*args, **kwargs)
+        except BaseException:  # hooks do not run after an interrupt: what they would have ended ends here
+            calls.unwind(depth)
+            raise
+
     # ---- training -----------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager

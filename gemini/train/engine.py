@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -30,7 +31,7 @@ from gemini.ranks.group import join
 from gemini.tiers import Tier
 from gemini.train import stray_reads
 from gemini.train.activations import make_activation_store
-from gemini.train.build import adopt_all, build, iter_chunks, take_apart
+from gemini.train.build import adopt_all, build, follow_requires_grad, iter_chunks, take_apart
 from gemini.train.by_name import ByName
 from gemini.train.calls import CallRecord, Calls
 from gemini.train.exposure import Exposure
@@ -43,8 +44,10 @@ from gemini.train.recording import Recording
 from gemini.train.recovery import forget_interrupted
 from gemini.train.reduction import Reduction
 from gemini.train.report import check_planes
+from gemini.train.saved_weights import SavedWeights
 from gemini.train.shards import Shards
 from gemini.train.together import end_group_of
+from gemini.train.transforms import is_differentiating, is_transforming, without_transforms
 from gemini.train.updates import Updates
 
 
@@ -63,6 +66,8 @@ class Engine:
         """``fill``: what writes the values of params that hold none yet to their homes."""
         self.config = config
         self.self_reference = weakref.ref(self)
+        self.lock = threading.RLock()
+        """Of the books: who gathers, lets go or lands takes it, so that a model may be called from several threads."""
         self.device = make_device(config.device)
         ranks = join(process_group, mesh, cuda=self.device.torch_device.type == "cuda")
         if ranks is not None:
@@ -77,6 +82,7 @@ class Engine:
         self.recording: Recording | None = None  # who is told of everything while model.recording() is open
         self.mover = Mover(self.device, built.tile, self.ledger, device_tile=built.device_tile)
         self.exposure = Exposure(self)
+        self.saved_weights = SavedWeights(self)
         self.updates = Updates(self, built.first_use, overlap=config.overlap, threads=config.update_threads)
         self.shards = None if ranks is None else Shards(self, ranks, self.problem.exchange)
         self.reduction = None if self.shards is None else Reduction(self, self.shards)
@@ -94,6 +100,7 @@ class Engine:
             lane_staging=self.mover.staging.take() if config.overlap and alone else None,
             update_of=self.updates.job_of,
             await_update=self.updates.wait,
+            is_lent=self.saved_weights.is_lent,
             relieve=lambda: self.activations.relieve() or self.updates.relieve() or self.gradients.relieve(),
             leave=lambda: self.activations.missing(),
         )
@@ -117,13 +124,15 @@ class Engine:
         self.backward_number = 0
         self.in_method = False  # a method of the model runs as its forward: calls of the model are inside that one
         self.in_backward = False
+        self.takes_gradients = False  # in this backward params have got gradients
         self.accumulating = False  # inside no_sync(): gradients are added up, none is used yet
         self.updated_in_backward = False  # since the last optimizer.step()
         self.lost: str | None = None
         self.lost_because: BaseException | None = None  # where nobody was told of it yet
+        self.transformed: list[Chunk] = []  # what torch.func may still read
         self.requires_grad_changed = False
         self.registered = -1  # what refuse_injected has seen
-        self.calls = Calls(self.acquire, self.release)
+        self.calls = Calls(self.acquire, self.release, self.exposure.expose, self.exposure.cover)
         if fill is not None:
             fill(self)
         adopt_all(self, filled=fill is not None)
@@ -163,40 +172,92 @@ class Engine:
     def begin_call(self, module: nn.Module, chunks: tuple[Chunk, ...], resident: tuple[Chunk, ...] = ()) -> None:
         """A hooked module starts to compute: gather what it reads, and wait for the updates of what is in place."""
         if not self.computing:
-            self.updates.check()
-            self.activations.check()
-            self.check_whole()
-            self.exposure.begin()
-            if torch.is_grad_enabled():
-                self.manager.foresight.begin()
-        if self.recording is not None:
-            self.recording.begin_call(module)
-        try:
-            self.exposure.catch_up(resident)
-            self.calls.begin(module, chunks)
-            self.manager.look_ahead()
-        finally:
-            self.exposure.rest_if_idle()
+            self.let_go_of_transformed()
+        with self.lock, without_transforms():
+            if not self.computing:
+                self.updates.check()
+                self.activations.check()
+                self.check_whole()
+                self.saved_weights.begin_forward()
+                self.manager.refresh_lent()
+                self.exposure.begin()
+                if torch.is_grad_enabled():
+                    self.manager.foresight.begin()
+            if self.recording is not None:
+                self.recording.begin_call(module)
+            try:
+                self.exposure.catch_up(resident)
+                record = self.calls.begin(module, chunks)
+                self.manager.look_ahead()
+            finally:
+                self.exposure.rest_if_idle()
+        self.saved_weights.begin_call(record)
+        if chunks and is_differentiating():
+            self._keep_for_transform(chunks)
+
+    def _keep_for_transform(self, chunks: tuple[Chunk, ...]) -> None:
+        """``torch.func.grad`` and its kin save params in a way that nobody sees: these stay until it is over."""
+        with self.lock, without_transforms():
+            for chunk in chunks:
+                if chunk not in self.transformed:
+                    self.acquire(chunk)
+                    self.transformed.append(chunk)
+
+    def let_go_of_transformed(self) -> None:
+        """Something begins that is in no transform: those before are over."""
+        if self.transformed and not is_transforming():
+            chunks, self.transformed = self.transformed, []
+            for chunk in chunks:
+                self.release(chunk)
 
     def end_call(self, module: nn.Module) -> CallRecord | None:
         """A hooked module is done, or failed. None if it never began."""
-        record = self.calls.end(module)
-        if self.recording is not None:
-            self.recording.end_call()
-        self.exposure.rest_if_idle()
+        with self.lock, without_transforms():
+            record = self.calls.end(module)
+            if self.recording is not None:
+                self.recording.end_call()
+            if record is not None and record.parent is not None:
+                for chunk in record.chunks:
+                    if self.saved_weights.is_lent(chunk):
+                        self.lend(chunk)
+            self.exposure.rest_if_idle()
         return record
+
+    def lend(self, chunk: Chunk) -> None:
+        """A module has left a view of its weights behind: the call around it goes on with it."""
+        around = self.calls.hold(chunk)
+        if around is not None:
+            self.saved_weights.lend(around)
 
     def recover_if_interrupted(self) -> None:
         """Forget a forward or backward that an exception ended without its hooks; called where none can be running."""
         forget_interrupted(self)
 
     def begin_backward(self) -> None:
-        """The first gradient of a backward is about to flow into the model.
+        """The first gradient of a backward is about to flow into the model."""
+        if self.in_backward:
+            return
+        if self.loss_scale is not None and not self.has_gradients:
+            self.applied_scale = self.loss_scale.scale  # one scale for all gradients that are added up
+        self.backward_number += 1
+        self.in_backward = True
+        if self.recording is not None:
+            self.recording.begin_backward()
+        self.exposure.begin()
+        for chunk in self.chunks:
+            chunk.num_missing_grads = sum(handle.trained for handle in self.by_chunk[chunk.spec.index])
+        torch.autograd.Variable._execution_engine.queue_callback(self._backward_is_over)
+        self.activations.begin_backward()
+
+    def _begin_gradients(self) -> None:
+        """The first gradient of a param has arrived in this backward.
+
+        A pass that gives none (``autograd.grad`` of an input) updates nothing, and leaves gradients that wait alone.
 
         Raises:
             BudgetExceeded: if gradients of an earlier backward are kept and there is no room to accumulate.
         """
-        if self.in_backward:
+        if self.takes_gradients:
             return
         if self.updated_in_backward and not self.accumulating:
             raise GeminiError(
@@ -212,42 +273,38 @@ class Engine:
                     'Use GeminiConfig(gradients="accumulate") (or "retain") to accumulate over micro-batches'
                 )
             self.gradients.promote(self.chunks)
-        elif self.loss_scale is not None:
-            self.applied_scale = self.loss_scale.scale  # one scale for all gradients that are added up
-        self.backward_number += 1
-        self.in_backward = True
-        if self.recording is not None:
-            self.recording.begin_backward()
-        self.exposure.begin()
-        for chunk in self.chunks:
-            chunk.num_missing_grads = sum(handle.trained for handle in self.by_chunk[chunk.spec.index])
-        torch.autograd.Variable._execution_engine.queue_callback(self._backward_is_over)
-        self.activations.begin_backward()
+        self.takes_gradients = True
 
     def begin_backward_of(self, record: CallRecord) -> None:
         """The backward of one call begins."""
-        self.begin_backward()
-        self.calls.begin_backward(record)
-        self.manager.look_ahead()
-        self.exposure.refuse_writes()
+        with self.lock:
+            self.begin_backward()
+            self.calls.begin_backward(record)
+            self.manager.look_ahead()
+            self.exposure.refuse_writes()
 
     def _backward_is_over(self) -> None:
+        with self.lock:
+            self._end_whole_backward()
+
+    def _end_whole_backward(self) -> None:
         if self.reduction is not None:
             self.calls.end_backward()  # nothing is read any more: room for what is still to be reduced
             self.reduction.end_backward()
         self.gradients.settle()
         self.updates.complete_all()
-        if not self.accumulating and stepping_in_backward:
+        if self.takes_gradients and not self.accumulating and stepping_in_backward:
             for chunk in reversed(self.chunks):
                 step_landed(self, chunk)
         self.end_backward()
-        self.manager.foresight.end()
+        if not self.calls.running:
+            self.manager.foresight.end()
 
     def end_backward(self) -> None:
         """The whole graph is done (or was abandoned)."""
         self.calls.end_backward()
         self.activations.end_backward()
-        self.in_backward = False
+        self.in_backward = self.takes_gradients = False
         if self.recording is not None:
             self.recording.end_backward()
         self.exposure.rest_if_idle()
@@ -258,45 +315,72 @@ class Engine:
         """An operation reads params outside their own module's forward, while the model computes."""
         return stray_reads.read_in_call(self, func, args, kwargs, handles)
 
+    def read_outside(self, func: Callable[..., Any], args: Any, kwargs: Any, handles: list[ParamHandle]) -> Any:
+        """An operation that autograd records reads params while no module computes."""
+        return stray_reads.read_outside(self, func, args, kwargs, handles)
+
+    def begin_reading(self) -> None:
+        """Params are about to be read for a gradient, and no module computes."""
+        self.updates.check()
+        self.check_whole()
+        if self.requires_grad_changed:
+            follow_requires_grad(self)
+
     def acquire(self, chunk: Chunk) -> None:
-        """Gather the weights of a chunk and keep them readable until :meth:`release`."""
+        """Gather the weights of a chunk and keep them there until :meth:`release`."""
         self.manager.acquire(chunk)
-        self.exposure.expose(chunk)
 
     def release(self, chunk: Chunk) -> None:
-        """Unpin, and guard the params again unless they never move: another module's read must not go unnoticed."""
+        """Unpin."""
         self.manager.release(chunk)
-        if chunk.pins == 0 and chunk.gathered and not chunk.resident:
-            if self.exposure.hide(chunk):  # a write, refused when everything has been let go: the copy may go
-                self.manager.drop([chunk])
 
     @contextmanager
-    def open_gathered(self) -> Iterator[None]:
-        """``gathered()`` is under way: params that are gathered are ordinary ones."""
-        self.num_gathered += 1
+    def reading(self, chunk: Chunk) -> Iterator[None]:
+        """Gather the weights of a chunk for a moment."""
+        self.acquire(chunk)
         try:
             yield
         finally:
-            self.num_gathered -= 1
-            self.exposure.rest_if_idle()
+            self.release(chunk)
+
+    @contextmanager
+    def open_gathered(self, chunks: Iterable[Chunk]) -> Iterator[None]:
+        """Outside of a module's call: the weights of ``chunks`` are gathered and their params ordinary ones."""
+        self.num_gathered += 1
+        acquired: list[Chunk] = []
+        try:
+            with self.lock, without_transforms():
+                self.manager.refresh_lent()
+                for chunk in chunks:
+                    self.acquire(chunk)
+                    acquired.append(chunk)
+                    self.exposure.expose(chunk)
+            with self.saved_weights.open():
+                yield
+        finally:
+            with self.lock, without_transforms():
+                for chunk in acquired:
+                    self.exposure.cover(chunk)
+                    self.release(chunk)
+                self.num_gathered -= 1
+                self.exposure.rest_if_idle()
 
     # ---- gradients ----------------------------------------------------------------------------------------------
 
     def take_grad(self, handle: ParamHandle) -> None:
         """The post-accumulate hook: move ``param.grad`` into the chunk."""
-        grad = handle.param.grad
-        if grad is None:
-            return
-        handle.param.grad = None
-        self.begin_backward()
+        with torch._C.DisableTorchFunctionSubclass():  # type: ignore[attr-defined]
+            grad, handle.param.grad = handle.param.grad, None
+        if grad is not None:
+            with self.lock:
+                self._take(handle, grad)
+
+    def _take(self, handle: ParamHandle, grad: torch.Tensor) -> None:
         check_grad(handle, grad)
+        self.begin_backward()
+        self._begin_gradients()
         chunk = handle.chunk
         self.updates.wait(chunk)
-        if not chunk.gathered:
-            raise GeminiError(
-                f"the gradient of {handle.name!r} was computed while its weights were not gathered: its module's "
-                "output was bypassed in backward. Please report the model; gradients=... and budgets do not matter here"
-            )
         if self.reduction is not None:
             self.reduction.take(handle, grad)
         elif self.config.gradients == "transient":
@@ -376,6 +460,7 @@ class Engine:
         Raises:
             StorageError and whatever else broke off an update.
         """
+        self.let_go_of_transformed()
         self.updates.drain()
         self.manager.settle()
         self.activations.drain()

@@ -145,9 +145,7 @@ class _Loading:
                 raise ValueError(
                     "quantized models cannot be trained in chunks: load a checkpoint in float32, bfloat16 or float16"
                 )
-            on_meta = replace(
-                settings, device_map={"": "meta"}, weight_mapping=deepcopy(settings.weight_mapping)
-            )
+            on_meta = replace(settings, device_map={"": "meta"}, weight_mapping=deepcopy(settings.weight_mapping))
             with _without_progress():
                 shapes = {name: tensor for file in files for name, tensor in _shapes(file).items()}
                 found, _ = convert(model, shapes, on_meta)

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from gemini.errors import RankMismatch
-from gemini.memory.chunk import Chunk
 from gemini.ranks.agreement import Point
 from gemini.train.guard import ParamHandle
 
@@ -25,19 +24,16 @@ def gathered(engine: Engine, handles: list[ParamHandle], *, write: bool) -> Iter
     An exception inside undoes what was written. With several ranks each writes its shard, so all must write the same.
     """
     chunks = list({handle.chunk.spec.index: handle.chunk for handle in handles}.values())
-    acquired: list[Chunk] = []
     # Of weights that are changed in place nothing else tells what they were, so that the rest keeps its residual.
     before: dict[str, torch.Tensor] = {}
     if write:
         for chunk in chunks:
             engine.updates.wait(chunk)
         before = {handle.name: handle.view.clone() for handle in handles if handle.chunk.resident}
-    with engine.open_gathered():
-        try:
-            for chunk in chunks:
-                engine.acquire(chunk)
-                acquired.append(chunk)
-                if write:
+    try:
+        with engine.open_gathered(chunks):
+            if write:
+                for chunk in chunks:
                     engine.before_write(chunk)  # one that never moves is written in place
             try:
                 yield
@@ -52,11 +48,10 @@ def gathered(engine: Engine, handles: list[ParamHandle], *, write: bool) -> Iter
             if write:
                 for handle in handles:
                     engine.by_names.take_over(handle, before.get(handle.name))
-        finally:
-            for chunk in acquired:
-                engine.release(chunk)
-            if write:
-                engine.manager.drop(acquired)
+    finally:
+        if write:
+            engine.manager.drop(chunks)
+            engine.manager.refresh_lent()
 
 
 def _check_same_on_all(engine: Engine, handles: list[ParamHandle]) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -50,6 +50,8 @@ class ParamHandle:
     """The gathered weights of the param, in its shape. Only to be read while its chunk is gathered."""
     version: int = 0
     """torch's count of writes to the param when it became ordinary."""
+    num_writes: int = 0
+    """How often Gemini has changed the weights: a graph from before must not be used after."""
     poisoned: bool = False
     """``param.data`` is NaN: its weights are not gathered."""
     trained: bool = False
@@ -170,6 +172,18 @@ def hide(handles: list[ParamHandle]) -> list[ParamHandle]:
     return written
 
 
+def note_writes(handles: Iterable[ParamHandle]) -> None:
+    """The weights of these params change now. For autograd that is a write in place, as an update is in torch: a
+    backward of a forward from before that reads them is refused.
+    """
+    handles = list(handles)
+    with torch._C.DisableTorchFunctionSubclass():  # type: ignore[attr-defined]
+        torch.autograd.graph.increment_version([handle.param for handle in handles])
+        for handle in handles:
+            handle.version = handle.param._version
+            handle.num_writes += 1
+
+
 def refuse_written(written: list[ParamHandle]) -> None:
     """A param was written to while it was an ordinary parameter: its master does not know, so say so."""
     if written:
@@ -196,7 +210,12 @@ def poison(handles: list[ParamHandle]) -> None:
 
 
 def _read_copies(func: Callable[..., Any], args: Any, kwargs: Any, handles: list[ParamHandle]) -> Any:
-    """Run a read outside of forward on copies of the params; refuse what a copy would silently falsify."""
+    """Run a read outside of forward on copies of the params; refuse what a copy would silently falsify.
+
+    What autograd follows (a loss that reads ``lm_head.weight`` itself) is run on the params themselves.
+    """
+    if _is_differentiated(func, args, kwargs):
+        return engine_of(handles[0]).read_outside(func, args, kwargs, handles)
     what = f"{getattr(func, '__name__', func)} of managed param {handles[0].name!r}"
     if getattr(func, "__name__", "") == "__set__":
         raise ParamAccessError(_refusal("replacing the content", handles[0], write=True))
@@ -215,14 +234,19 @@ def _read_copies(func: Callable[..., Any], args: Any, kwargs: Any, handles: list
     for tensor in tensors_in(result):
         if tensor.untyped_storage().data_ptr() in storages and not converted:
             raise ParamAccessError(_refusal(f"a view ({what})", handles[0], write=False))
-        if torch.is_grad_enabled() and tensor.is_floating_point() and any(h.param.requires_grad for h in handles):
-            raise ParamAccessError(
-                f"{what} outside of the model's forward, with gradients enabled: the gradient would be lost. Read it "
-                "under torch.no_grad(), or make the computation part of the model's forward"
-            )
     return result
 
 
+def _is_differentiated(func: Callable[..., Any], args: Any, kwargs: Any) -> bool:
+    """Whether autograd records this operation, so that a gradient would be lost with a copy."""
+    if not torch.is_grad_enabled() or func == _GET_DATA or getattr(func, "__name__", "") in _VALUES_ONLY:
+        return False
+    with torch._C.DisableTorchFunctionSubclass():  # type: ignore[attr-defined]
+        return any(tensor.requires_grad for tensor in tensors_in((args, kwargs)))
+
+
+_GET_DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
+_VALUES_ONLY = frozenset("detach __repr__ __str__ __format__ tolist item numpy __array__ __set__".split())
 _CONVERSIONS = frozenset("to float double half bfloat16 cpu contiguous type".split())
 
 

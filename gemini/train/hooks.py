@@ -25,6 +25,7 @@ from gemini.train.containers import iter_tensors, map_tensors
 from gemini.train.guard import handle_of
 from gemini.train.injected import refuse_injected
 from gemini.train.reading import is_a, params_read_by, readers
+from gemini.train.transforms import is_transforming
 
 if TYPE_CHECKING:
     from gemini.train.calls import CallRecord
@@ -115,7 +116,7 @@ def _attach_root(model: nn.Module, engine: Engine, hooks: list[Any]) -> None:
 
     def root_pre(module: nn.Module, args: Any) -> None:
         engine = _engine(ref)
-        if not engine.in_method:
+        if not engine.in_method and not engine.calls.depth:
             engine.recover_if_interrupted()
         refuse_injected(engine, module, is_root=True)
         refuse_inside_compiled()
@@ -190,9 +191,9 @@ def _pre(
                 f"{inside!r} was called on its own with gradients enabled: call the model, a named part of it, or a "
                 "whole block, or use torch.no_grad()"
             )
-        engine.begin_call(module, chunks, resident)
         if not engine.in_backward:
             engine.activations.begin_forward()
+        engine.begin_call(module, chunks, resident)
 
     return pre
 
@@ -207,9 +208,7 @@ def _post(ref: weakref.ref[Engine], *, is_root: bool) -> Callable[[nn.Module, An
             return None
         if engine.recording is not None:
             engine.recording.watch_backward(module, output)
-        if record.chunks and record.parent is not None:
-            _hold_returned_weights(engine, record, output)
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or is_transforming():
             return None
         outermost = record.parent is None and not engine.in_backward
         if engine.loss_scale is not None and outermost:
@@ -223,14 +222,6 @@ def _post(ref: weakref.ref[Engine], *, is_root: bool) -> Callable[[nn.Module, An
         return None
 
     return post
-
-
-def _hold_returned_weights(engine: Engine, record: CallRecord, output: Any) -> None:
-    """A module that returns its own weights, or a view of them, lends them to the call around it."""
-    for tensor in iter_tensors(output):
-        for chunk in record.chunks:
-            if tensor.untyped_storage().data_ptr() == chunk.flat.untyped_storage().data_ptr():
-                engine.calls.hold(chunk)
 
 
 def _hook_outputs(output: Any, ref: weakref.ref[Engine], record: CallRecord) -> None:

@@ -23,7 +23,7 @@ from gemini import kernels
 from gemini.errors import GeminiError
 from gemini.planning.planes import OPTIMIZER_PLANES
 from gemini.train.engine import Engine
-from gemini.train.guard import ParamHandle, engine_of, handle_of, optimizer_of, stepping_in_backward
+from gemini.train.guard import ParamHandle, engine_of, handle_of, note_writes, optimizer_of, stepping_in_backward
 from gemini.train.update import Segment
 from gemini.train.updates import Work
 
@@ -274,6 +274,7 @@ class HybridAdam(torch.optim.Optimizer):
                 hypers[key] = _hyper(group, handle.num_steps + 1, scale * handle.clip)
             by_chunk.setdefault(handle.chunk.spec.index, []).append(Segment(handle, hypers[key]))
         try:
+            note_writes(handles)
             for handle in handles:
                 handle.num_steps += 1
                 handle.norm_sums, handle.clip = None, 1.0

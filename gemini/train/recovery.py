@@ -22,6 +22,7 @@ def forget_interrupted(engine: Engine) -> None:
     if torch._C._current_graph_task_id() != -1:
         return
     engine.calls.abandon()
+    engine.let_go_of_transformed()
     engine.updates.forget_collected()
     with contextlib.suppress(Exception):  # the backward broke off: its gradients are of no use
         engine.gradients.settle()
@@ -36,5 +37,5 @@ def forget_interrupted(engine: Engine) -> None:
             engine.updated_in_backward = False
             engine.mark_lost(GeminiError("its backward ended early, after some params were updated in it"))
     engine.exposure.rest_if_idle()
-    if not engine.computing and not engine.manager.is_balanced():
+    if not (engine.computing or engine.transformed or engine.manager.is_balanced()):
         engine.manager.start_over()

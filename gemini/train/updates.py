@@ -18,6 +18,7 @@ from gemini.errors import BudgetExceeded
 from gemini.memory.chunk import Chunk
 from gemini.train.finite import Unseen
 from gemini.train.gradients import HOLDER
+from gemini.train.guard import note_writes
 from gemini.train.streamed import is_streamed, streamed_in_turn
 from gemini.train.threads import update_threads
 from gemini.train.update import Segment, is_staged, runs_on_device, tiles_of, update_chunk
@@ -92,6 +93,7 @@ class Updates:
         for work in now:
             self.wait(work.chunk)
             self._update_now(work)
+        engine.manager.refresh_lent()
 
     def _put(self, engine: Engine, lane: UpdateLane, jobs: list[UpdateJob]) -> None:
         """Noted first: an interrupt must leave none under way of which nobody knows."""
@@ -165,6 +167,7 @@ class Updates:
         work, engine = Work(chunk, segments), self._engine()
         engine.updated_in_backward = True
         self.unseen.num_chunks += 1
+        note_writes(segment.handle for segment in segments)
         for segment in segments:
             segment.handle.num_steps += 1
         num_bytes = sum(s.grad.numel() * s.grad.element_size() for s in segments if s.grad is not None)

@@ -1,0 +1,46 @@
+"""The transforms of ``torch.func`` around a managed model, or inside of it.
+
+While one runs, torch hands every operation through a stack of interpreters, allows no saved-tensor hooks, and keeps the
+params themselves for its own backward, where nobody can count them. So the engine moves weights outside of that stack,
+and what a differentiating transform has read stays gathered until it is over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+
+_functorch: Any = torch._C._functorch
+
+
+def is_transforming() -> bool:
+    """Whether a transform runs in this thread."""
+    return _functorch.peek_interpreter_stack() is not None
+
+
+def is_differentiating() -> bool:
+    """Whether one of them takes derivatives."""
+    if not is_transforming():
+        return False
+    kinds = _functorch.TransformType
+    return any(interpreter.key() in (kinds.Grad, kinds.Jvp) for interpreter in _functorch.get_interpreter_stack())
+
+
+def without_transforms() -> AbstractContextManager[None]:
+    """What is done inside is of no transform: moving weights."""
+    return _without_stack() if is_transforming() else nullcontext()
+
+
+@contextmanager
+def _without_stack() -> Iterator[None]:
+    stack = []
+    try:
+        while is_transforming():
+            stack.append(_functorch.pop_dynamic_layer_stack())
+        yield
+    finally:
+        while stack:
+            _functorch.push_dynamic_layer_stack(stack.pop())
