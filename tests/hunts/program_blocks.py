@@ -3,8 +3,8 @@
 Tables of source text. A *kind* is what a block computes: ``y`` from ``x`` (both of shape (B, T, D)) with params of its
 own. An *exit* is how ``y`` comes to the block that goes on: returned in some container, kept in an attribute,
 appended to a list. A *call* is what stands around the block: checkpointing, a thread, its ``forward`` called past the
-hooks. Rows that begin with a star are ordinary; a program takes most of its parts from them, so that what is odd in it
-stands alone and can be named.
+hooks. A program takes most of its parts from the ordinary kinds, so that what is odd in it stands alone and can be
+named.
 """
 
 from __future__ import annotations
@@ -358,19 +358,17 @@ ODD: dict[str, Kind] = {
     "two_threads": _kind(
         "self.a = nn.Linear(D, D)\nself.b = nn.Linear(D, D)",
         """
-        found = {}
         grad = torch.is_grad_enabled()
 
-        def branch(name, part):
+        def branch(part, z):
             with torch.set_grad_enabled(grad):
-                found[name] = torch.tanh(part(x))
+                return torch.tanh(part(z))
 
-        threads = [threading.Thread(target=branch, args=a) for a in (("a", self.a), ("b", self.b))]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        y = found["a"] + found["b"]
+        # One node gives x its gradient: between two threads autograd has no order to add in.
+        both = torch.stack([x, x]).unbind()
+        with concurrent.futures.ThreadPoolExecutor(2) as threads:
+            a, b = threads.map(branch, (self.a, self.b), both)
+        y = a + b
         """,
         "self.a.weight",
     ),

@@ -24,6 +24,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from tests.hunts import program_ranks  # noqa: E402
 from tests.hunts import program_report as report  # noqa: E402
 from tests.hunts.program_run import FAILURES, GOES_ON, Result, run_managed, run_plain  # noqa: E402
 from tests.hunts.program_sides import PLACEMENTS, PRECISIONS  # noqa: E402
@@ -31,9 +32,11 @@ from tests.hunts.program_source import Program, draw, source  # noqa: E402
 from tests.hunts.program_workers import Task, run_tasks  # noqa: E402
 
 
-def tasks_of(program: Program, precisions: list[str], placements: list[str]) -> list[Task]:
+def tasks_of(program: Program, precisions: list[str], placements: list[str], ranks: int = 1) -> list[Task]:
     """One task per precision, without the placements that make no sense for the program."""
-    found = []
+    found: list[Task] = []
+    if ranks > 1 and "clip" in program.habits:
+        return found
     for precision in precisions:
         fit = [p for p in placements if p != "transient" or (program.may_step_in_backward and precision != "fp16")]
         if fit:
@@ -44,7 +47,7 @@ def tasks_of(program: Program, precisions: list[str], placements: list[str]) -> 
 def hunt(args: argparse.Namespace) -> int:
     first, _, last = args.seeds.partition(":")
     seeds = range(int(first), int(last or int(first) + 1))
-    tasks = [t for seed in seeds for t in tasks_of(draw(seed), args.precisions, args.placements)]
+    tasks = [t for seed in seeds for t in tasks_of(draw(seed), args.precisions, args.placements, args.ranks)]
     planned, results, start = sum(len(t.placements) for t in tasks), [], time.monotonic()
     counts: Counter[str] = Counter()
 
@@ -57,7 +60,10 @@ def hunt(args: argparse.Namespace) -> int:
         if len(results) % 500 == 0:
             print(f"-- {len(results)} of {planned}, {time.monotonic() - start:.0f} s: {dict(counts)}", flush=True)
 
-    run_tasks(tasks, jobs=args.jobs, limit=args.limit, on_result=on_result)
+    if args.ranks > 1:
+        program_ranks.run_tasks(tasks, size=args.ranks, limit=args.limit, on_result=on_result)
+    else:
+        run_tasks(tasks, jobs=args.jobs, limit=args.limit, on_result=on_result)
     print(report.summary(results))
     print(f"{len(results)} runs of {len(seeds)} programs in {time.monotonic() - start:.0f} s: {dict(counts)}")
     if args.out:
@@ -119,6 +125,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--placements", default="all", help=f"all, or some of {','.join(PLACEMENTS)}")
     parser.add_argument("--precisions", default="all", help=f"all, or some of {','.join(PRECISIONS)}")
     parser.add_argument("--jobs", type=int, default=2, help="processes")
+    parser.add_argument(
+        "--ranks", type=int, default=1, help="processes that share each model (gloo); one run at a time"
+    )
     parser.add_argument("--limit", type=float, default=60.0, help="seconds without progress that make a HANG")
     parser.add_argument("--out", type=Path, help="write a report in JSON")
     parser.add_argument("--quiet", action="store_true", help="only counts, and the summary at the end")

@@ -627,7 +627,6 @@ HABITS: dict[str, Habit] = {
     "zero_first": _habit("before", "optimizer.zero_grad()"),
     # Gradients are there.
     "grads": _habit("after", "side.grads()", transient=False),
-    "clip": _habit("after", 'side.see("norm", side.clip(0.05))', transient=False),
     "scale_grads": _habit(
         "after",
         "for p in model.parameters():\n    if p.grad is not None:\n        p.grad.mul_(0.5)",
@@ -643,6 +642,7 @@ HABITS: dict[str, Habit] = {
     "torch_clip": _habit("after", "torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)", transient=False),
     "clip_value": _habit("after", "torch.nn.utils.clip_grad_value_(model.parameters(), 0.001)", transient=False),
     "evaluate_after": _habit("after", EVALUATE),
+    "clip": _habit("after", 'side.see("norm", side.clip(0.05))', transient=False),
     # Weights are new.
     "evaluate": _habit("stepped", EVALUATE),
     "evaluate_twice": _habit("stepped", EVALUATE + EVALUATE),

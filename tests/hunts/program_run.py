@@ -134,9 +134,11 @@ def judge(plain: Ran, ran: Ran) -> Result:
         if different is None:
             return Result(0, "", "", BOTH, told, kind_of(told))
     if different is not None:
-        label = re.sub(r"[\d.]+|\[\d+\]", "", different.split(":")[0])
+        label = re.sub(r"\d+|\[\d+\]", "", different.split(":")[0])
         then = "" if ran.error is None else f"; then {type(ran.error).__name__}: {ran.error}"
-        return Result(0, "", "", SILENT, different + warned + then, re.sub(r"of .*|weight .*", "", label).strip())
+        return Result(
+            0, "", "", SILENT, different + warned + then, re.sub(r"(?<=gradient|..weight|..buffer) .*", "", label)
+        )
     if ran.error is None:
         if len(ran.seen) != len(plain.seen):
             return Result(0, "", "", SILENT, f"saw {len(ran.seen)} values of {len(plain.seen)}", "fewer values")
@@ -176,6 +178,7 @@ def why_unclear(ran: Ran) -> str | None:
 
 def kind_of(told: str) -> str:
     """A message without what is filled in."""
+    told = re.sub(r"\([\w.]+ \.\.\.\)|\b[gc]pu\b", "…", told)
     told = re.sub(r"'[^']*'|\"[^\"]*\"|<[^>]*>", "…", told.split("\n")[0])
     told = re.sub(r"[\d.,]+ ?([KMG]i?B|B)\b|\b0x[0-9a-f]+|\[[\d, ]*\]|\b\d+\b", "…", told)
     return told[:150]

@@ -43,7 +43,7 @@ class Where:
     max_chunk: int = DEFAULT_MAX_CHUNK
     slack: int = 0
 
-    def config(self, model: nn.Module, precision: str, folder: Path) -> gemini.GeminiConfig:
+    def config(self, model: nn.Module, precision: str, folder: Path, ranks: Any = None) -> gemini.GeminiConfig:
         """The config whose budget of the computing tier is the smallest that wraps ``model``."""
         if self.static is None:
             return self._config(precision, gemini.MemoryBudget(cpu="256MiB"))
@@ -51,11 +51,12 @@ class Where:
         if self.device == "standin":
             sizes["gpu"] = "256MiB"
         device = make_device(self.device)
-        decision = decide(model, self._config(precision, gemini.MemoryBudget(**sizes)), device, None)
+        decision = decide(model, self._config(precision, gemini.MemoryBudget(**sizes)), device, ranks)
         needed = bytes_per_tier(decision.problem, decision.placement)
-        tight = needed[device.tier] + self.slack * decision.problem.working_set
-        sizes[device.tier.value] = tight
-        sizes["nvme"] = 4 * needed[Tier.NVME] + 2**20
+        needed[device.tier] += self.slack * decision.problem.working_set
+        local = 1 if ranks is None else ranks.local_size  # which divide the memory and the drive of their machine
+        sizes[device.tier.value] = needed[device.tier] * (1 if device.tier is Tier.GPU else local)
+        sizes["nvme"] = (4 * needed[Tier.NVME] + 2**20) * local
         return self._config(precision, gemini.MemoryBudget(**sizes))
 
     def _config(self, precision: str, memory: gemini.MemoryBudget) -> gemini.GeminiConfig:
@@ -199,8 +200,8 @@ class ManagedSide(Side):
 
     managed = True
 
-    def __init__(self, model: nn.Module, precision: str, where: Where, folder: Path):
-        model = gemini.GeminiDDP(model, where.config(model, precision, folder))
+    def __init__(self, model: nn.Module, precision: str, where: Where, folder: Path, ranks: Any = None):
+        model = gemini.GeminiDDP(model, where.config(model, precision, folder, ranks))
         super().__init__(model, precision)
         self._in_backward = where.gradients == "transient"
         if precision == "fp16":

@@ -169,6 +169,7 @@ def fitted(program: Program) -> Program:
 
 PRELUDE = """
 import collections
+import concurrent.futures
 import contextlib
 import copy
 import dataclasses
@@ -431,7 +432,7 @@ def _loop_text(program: Program) -> str:
 
 def _run(program: Program) -> str:
     def at(place: str) -> list[str]:
-        return [HABITS[name].source for name in program.habits if HABITS[name].place == place]
+        return [habit.source for name, habit in HABITS.items() if name in program.habits and habit.place == place]
 
     objective = OBJECTIVES[program.objective].source
     inner = ["x = batch(side, step)", *at("before"), objective]
