@@ -462,7 +462,7 @@ ORDINARY_EXITS = ("tensor", "tuple", "dict", "nested", "namedtuple", "dataclass"
 LATE: dict[str, tuple[str, str]] = {
     "view": ("self.late = {own}.t()", "y = y + x @ {block}.late"),
     "view_detached": ("self.late = {own}.detach().mT", "y = y + x @ {block}.late"),
-    "weight": ("self.late = {own}", "y = y + x @ {block}.late"),
+    "weight": ("self.late = [{own}]", "y = y + x @ {block}.late[0]"),
     "lambda": ("self.late = lambda z: z @ {own}", "y = y + {block}.late(x)"),
     "product": ("self.late = x @ {own}", "y = y + {block}.late"),
     "global_view": ('STORE["w"] = {own}.mT', 'y = y + x @ STORE["w"]'),

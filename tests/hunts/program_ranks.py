@@ -2,7 +2,7 @@
 the gradient of one, exactly, and the plain loop of a single process still defines the bits.
 
 (The norm of sharded gradients is summed in another order than that of one process, so programs that clip are left out.)
-Ranks are processes that stay (tests/ranks/pool.py). After a run that was not right they meet in a new process group, and
+Ranks are processes that stay (tests/ranks/pool.py). After a run that was not right they meet in a new process group;
 ranks that died or hang are replaced.
 """
 

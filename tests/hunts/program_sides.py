@@ -164,6 +164,18 @@ class PlainSide(Side):
                 grad.mul_(min(1.0, max_norm / (norm + 1e-6)))
         return torch.tensor(norm, dtype=torch.float32)
 
+    def load(self, values: dict[str, torch.Tensor]) -> None:
+        """``load_state_dict``: what is loaded is the whole master."""
+        self.model.load_state_dict(values)
+        _written(self.model.parameters())
+        for state in (state for optimizer in self._optimizers for state in optimizer.state.values()):
+            if "residual" in state:
+                state["residual"].zero_()
+        for param in self.model.parameters():
+            for optimizer in self._optimizers:
+                if "master" in optimizer.state.get(param, {}):
+                    optimizer.state[param]["master"] = param.detach().float()
+
     def full_param(self, name: str) -> torch.Tensor:
         return self.model.get_parameter(name).detach().clone()
 
@@ -217,6 +229,9 @@ class ManagedSide(Side):
 
     def clip(self, max_norm: float, params: Iterable[nn.Parameter] | None = None) -> torch.Tensor:
         return self.model.clip_grad_norm_(max_norm, params=params)  # type: ignore[operator]
+
+    def load(self, values: dict[str, torch.Tensor]) -> None:
+        self.model.load_state_dict(values)
 
     def full_param(self, name: str) -> torch.Tensor:
         return self.model.full_param(name)  # type: ignore[operator]

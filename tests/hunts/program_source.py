@@ -159,7 +159,7 @@ def fitted(program: Program) -> Program:
         root.add("embedding")
     if {"embedding", "forces"} & root and (OBJECTIVES[program.objective].floats or "forces" in root):
         root -= {"embedding", "tied", "fused_head"}
-    blocks = program.blocks
+    blocks = tuple(b if KINDS[b.kind].own else replace(b, late="", aux="") for b in program.blocks)
     if all(block.frozen for block in blocks):
         blocks = (*blocks[:-1], replace(blocks[-1], frozen=False))
     return replace(program, root=tuple(sorted(root)), blocks=blocks, target=min(program.target, len(blocks) - 1))
@@ -259,10 +259,11 @@ def source(program: Program) -> str:
     classes = [_block_class(program, at) for at in range(len(program.blocks))]
     extras = dict.fromkeys(KINDS[block.kind].extra for block in program.blocks if KINDS[block.kind].extra)
     body = "\n\n\n".join([*extras, *classes, _model_class(program), _functions(program), _run(program)])
-    helpers: list[str] = []
-    for name in reversed(list(HELPERS)):
-        if any(name in text for text in (body, *helpers)):
-            helpers.insert(0, HELPERS[name].strip())
+    needed: list[str] = []
+    for _ in range(2):  # helpers use helpers
+        text = "".join([body, *(HELPERS[name] for name in needed)])
+        needed = [name for name in HELPERS if name in text]
+    helpers = [HELPERS[name].strip() for name in needed]
     imports = [line for line in PRELUDE.strip().splitlines() if _needed(line, body + "".join(helpers))]
     size = f"D, B, T = {program.width}, {program.batch}, {program.length}"
     told = f'"""Program {program.seed}: {"; ".join(program.features)}."""'
