@@ -230,10 +230,10 @@ OBJECTIVES: dict[str, Objective] = {
         loss = loss_of(model, {call}(x), step)
         handle.remove()
         side.see("loss", loss)
-        scaler.scale(loss).backward()
+        scaler.scale(loss).backward(retain_graph=True)  # x goes around the block, too
         for before, after in reversed(cut):
             if before.requires_grad and after.grad is not None:
-                before.backward(after.grad)
+                before.backward(after.grad, retain_graph=True)
         """
     ),
     "fed_back": _objective(

@@ -24,9 +24,18 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from tests.hunts.program_run import Result, kind_of, run_managed, run_plain
+from tests.hunts.program_source import Program, draw, source
+
 PRELOADED = ["tests.hunts.program_run", "tests.hunts.program_source"]
 PROGRAMS_EACH = 300
 """Programs after which a worker is replaced by a fresh one: what a program leaves behind ends there."""
+
+
+START = 120.0
+"""Seconds that a process may take to import torch."""
 
 
 @dataclass(frozen=True)
@@ -79,8 +88,6 @@ def run_tasks(
 
     def lost(worker: _Worker, outcome: str, told: str) -> None:
         """It hung or died: note the run it was at, and let another one go on with the rest of the task."""
-        from tests.hunts.program_run import Result, kind_of
-
         workers.remove(worker)
         task = worker.task
         if task is None:
@@ -120,7 +127,7 @@ def run_tasks(
                 else:
                     worker.task = None
             for worker in [w for w in workers if w.task is not None]:
-                if time.monotonic() - worker.last_word > limit:
+                if time.monotonic() - worker.last_word > (limit if worker.begun else max(limit, START)):
                     stacks = _stacks(worker)
                     _kill(worker)
                     lost(worker, "HANG", f"no end after {limit:.0f} s\n{stacks}")
@@ -158,22 +165,19 @@ def _kill(worker: _Worker) -> None:
 
 
 def _work(pipe: Connection, folder: str, stacks: str) -> None:
-    import torch
-
-    from tests.hunts.program_run import run_managed, run_plain
-    from tests.hunts.program_source import draw, source
-
     with prepared(stacks):
         torch.set_num_threads(1)
+        simplest = source(Program(0))  # what is imported late, is imported now
+        run_managed(simplest, 0, "fp32", "memory", Path(folder), run_plain(simplest, 0, "fp32"))
         for number in itertools.count():
             task = pipe.recv()
             if task is None:
                 return
-            if number % 25 == 1:  # what the first programs have imported need not be looked at after every run
+            if number % 25 == 0:  # what is there by now need not be looked at after every run
                 gc.collect()
                 gc.freeze()
-            text = task.text or source(draw(task.seed))
             pipe.send(("begin", "plain"))
+            text = task.text or source(draw(task.seed))
             plain = run_plain(text, task.seed, task.precision)
             for placement in task.placements:
                 pipe.send(("begin", placement))
@@ -192,7 +196,5 @@ def prepared(stacks: str) -> Iterator[None]:
         faulthandler.register(signal.SIGUSR1, file)
         # An exception in a thread or a finalizer is printed by Python; a program's own are part of it.
         with contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
-            gc.collect()
-            gc.freeze()
             yield
         sys.stdout.flush()
