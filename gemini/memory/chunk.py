@@ -132,6 +132,8 @@ class Chunk:
     planes: dict[PlaneKind, Plane]
     flat: torch.Tensor
     window: Window | None
+    face: torch.Tensor
+    """The gathered weights as modules see them: ``flat``, perhaps over another storage (``Window.face``)."""
     use: Use = Use.FREE
     pins: int = 0
     last_use: int = 0

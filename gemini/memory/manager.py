@@ -12,6 +12,7 @@ needed sooner.
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Callable, Iterable
 
 from gemini.errors import BudgetExceeded, human_bytes
@@ -173,7 +174,8 @@ class Manager:
                 self._call_back(next(reversed(self.fetches.ahead.values())))
             elif not collected and any(self._is_lent(chunk) for chunk in self.chunks if chunk.window is not None):
                 collected = True
-                gc.collect()  # what was lent may only wait for it
+                gc.collect()  # what was lent may only wait for it, or for a thread to end
+                time.sleep(0.01)
             elif missing <= num_bytes - self.ledger.free(tier) - self.ledger.held(tier, "pool"):
                 raise BudgetExceeded(self._explain(num_bytes, what))  # and nothing came free while it was asked
         self._trim_pool(num_bytes, for_window=for_window)
@@ -303,19 +305,24 @@ class Manager:
     def start_over(self) -> None:
         """Forget every gathered copy and what the books say of them: an interrupt came between two lines of them.
 
-        Copies are clean, so nothing is lost but the time to gather them again.
+        Copies are clean, so nothing is lost but the time to gather them again. Those that are lent keep their memory.
         """
+        kept = [c for c in self.chunks if c.window is not None and c.gathered and self._is_lent(c)]
         for chunk in self.chunks:
             self.fetches.start_over(chunk)
             chunk.pins, chunk.stale, chunk.ahead, chunk.grads_complete = 0, False, False, False
-            chunk.use = Use.HOLD if chunk.window is None else Use.FREE
-            if chunk.window is not None:
+            chunk.use = Use.HOLD if chunk.window is None or chunk in kept else Use.FREE
+            if chunk.window is not None and chunk not in kept:
                 self._on_evict(chunk)
                 chunk.window.discard()
         if self._device.frames is not None:
             self._device.frames.trim()
         for holder in ("windows", "pool"):
             self.ledger.release(self._device.tier, self.ledger.held(self._device.tier, holder), holder)
+        for chunk in kept:
+            assert chunk.window is not None
+            self.ledger.reserve(self._device.tier, chunk.window.num_bytes, "windows")
+            self._overtaken[chunk.spec.index] = chunk
 
     def close(self) -> None:
         """The model ends."""

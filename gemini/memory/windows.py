@@ -24,6 +24,12 @@ class Window(ABC):
     def num_bytes(self) -> int:
         return self.bytes.numel()
 
+    def face(self) -> torch.Tensor:
+        """The same bytes as a tensor for those who read them: over a storage of its own where that is possible, so that
+        counting who refers to it does not count copies under way.
+        """
+        return self.bytes
+
     @abstractmethod
     def populate(self) -> None:
         """Put memory behind ``bytes``; its content is undefined."""
@@ -70,6 +76,9 @@ class PageWindow(Window):
         self.pages = Pages(num_bytes)
         self.bytes = self.pages.tensor()
         self._frames = frames
+
+    def face(self) -> torch.Tensor:
+        return self.pages.tensor()
 
     def populate(self) -> None:
         try:

@@ -26,6 +26,7 @@ from gemini.train.engine import Engine
 from gemini.train.structure import buffer_bytes, distinct_params, read_together, traced_params
 
 _OF_ENGINE = ("begin_call", "end_call", "begin_backward_of", "take_grad", "_backward_is_over")
+_OF_SAVED_WEIGHTS = ("_without_graph", "_gather")
 """What the engine does for its chunks beside the model's own work: it waits for moves in these, and nowhere else."""
 
 
@@ -104,6 +105,8 @@ class MemoryTracer:
         if self._engine is not None:
             for name in _OF_ENGINE:
                 self._engine.__dict__.pop(name, None)
+            for name in _OF_SAVED_WEIGHTS:
+                self._engine.saved_weights.__dict__.pop(name, None)
             self._engine.gradients.in_turn = self._engine.activations.in_turn = False
             self._engine.calls._acquire = self._engine.acquire
             self._engine.calls._release = self._engine.release
@@ -126,6 +129,8 @@ class MemoryTracer:
     def _watch(self, engine: Engine, observer: Observer) -> None:
         for name in _OF_ENGINE:
             engine.__dict__[name] = _elsewhere(observer, getattr(engine, name))
+        for name in _OF_SAVED_WEIGHTS:
+            engine.saved_weights.__dict__[name] = _elsewhere(observer, getattr(engine.saved_weights, name))
         engine.gradients.in_turn = engine.activations.in_turn = True
         engine.calls._acquire = _elsewhere(observer, engine.calls._acquire)
         engine.calls._release = _elsewhere(observer, engine.calls._release)

@@ -131,7 +131,7 @@ def _make_views(chunk: Chunk, handles: list[ParamHandle]) -> None:
     if borrowed is not None:
         borrowed.populate()
     for handle in handles:
-        handle.view = chunk.flat[handle.slot.start : handle.slot.stop].view(handle.param.shape)
+        handle.view = chunk.face[handle.slot.start : handle.slot.stop].view(handle.param.shape)
     if borrowed is not None:
         borrowed.depopulate()
 
@@ -180,9 +180,9 @@ def _make_chunk(
     dtype, streamed = COMPUTE_DTYPES[precision], spec.index in placement.streamed
     if not problem.needs_window(spec.index, homes[PlaneKind.WEIGHTS]):
         assert isinstance(weights, MemoryPlane)
-        return Chunk(spec, planes, weights.tensor, None, use=Use.HOLD, streamed=streamed)
+        return Chunk(spec, planes, weights.tensor, None, weights.tensor, use=Use.HOLD, streamed=streamed)
     window = device.make_window(spec.numel * dtype.itemsize)
-    return Chunk(spec, planes, window.bytes.view(dtype), window, streamed=streamed)
+    return Chunk(spec, planes, window.bytes.view(dtype), window, window.face().view(dtype), streamed=streamed)
 
 
 def make_trainable(engine: Engine, chunk: Chunk) -> None:
@@ -304,4 +304,4 @@ def take_apart(chunks: Iterable[Chunk], handles: Iterable[ParamHandle]) -> None:
     for chunk in chunks:
         chunk.planes.clear()
         chunk.window = None
-        chunk.flat = torch.empty(0, dtype=chunk.flat.dtype, device="cpu")
+        chunk.flat = chunk.face = torch.empty(0, dtype=chunk.flat.dtype, device="cpu")

@@ -10,6 +10,7 @@ write can never leave a stale residual, and the same program behaves the same wh
 
 from __future__ import annotations
 
+import re
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -239,12 +240,18 @@ def _read_copies(func: Callable[..., Any], args: Any, kwargs: Any, handles: list
 
 def _is_differentiated(func: Callable[..., Any], args: Any, kwargs: Any) -> bool:
     """Whether autograd records this operation, so that a gradient would be lost with a copy."""
-    if not torch.is_grad_enabled() or func == _GET_DATA or getattr(func, "__name__", "") in _VALUES_ONLY:
+    name = getattr(func, "__name__", "")
+    if not torch.is_grad_enabled() or func == _GET_DATA or name in _VALUES_ONLY:
         return False
+    first = next(iter((*args, *kwargs.values())), None)
+    target = kwargs.get("out", first if _WRITES.fullmatch(name) else None)
+    if any(isinstance(tensor, ManagedParameter) for tensor in tensors_in(target)):
+        return False  # a write
     with torch._C.DisableTorchFunctionSubclass():  # type: ignore[attr-defined]
         return any(tensor.requires_grad for tensor in tensors_in((args, kwargs)))
 
 
+_WRITES = re.compile(r"[a-z_]*[a-z]_|__i[a-z]+__|__setitem__|_foreach_.*")
 _GET_DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 _VALUES_ONLY = frozenset("detach __repr__ __str__ __format__ tolist item numpy __array__ __set__".split())
 _CONVERSIONS = frozenset("to float double half bfloat16 cpu contiguous type".split())

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from gemini.errors import GeminiError, ParamAccessError
+from gemini.errors import GeminiError
 from gemini.memory.chunk import Chunk
 from gemini.train.build import follow_requires_grad
 from gemini.train.compiled import CompiledParts, hook_around, make_room_for_compiled, refuse_inside_compiled
@@ -59,7 +59,7 @@ def _attach_parts(model: nn.Module, engine: Engine, hooks: list[Any]) -> None:
         if is_a(type(module), "ParamWrapper"):
             hooks.append(module.register_forward_hook(_after_parametrization, always_call=True))
         if module is not model and (chunks or (entrance and any(True for _ in module.parameters()))):
-            pre = _pre(ref, chunks, resident, None if entrance else path)
+            pre = _pre(ref, chunks, resident, is_entrance=entrance)
             hooks += hook_around(module, pre, _post(ref, is_root=False))
 
 
@@ -111,7 +111,7 @@ def _attach_root(model: nn.Module, engine: Engine, hooks: list[Any]) -> None:
     ref = weakref.ref(engine)
     own = tuple(param for param in params_read_by(model))
     resident = _chunks_to_await(model).get("", ()) if engine.config.overlap else ()
-    begin = _pre(ref, _chunks_to_gather(own), resident, None)
+    begin = _pre(ref, _chunks_to_gather(own), resident, is_entrance=True)
     compiled = CompiledParts(model)
 
     def root_pre(module: nn.Module, args: Any) -> None:
@@ -172,25 +172,14 @@ def call_as_forward(model: nn.Module, engine: Engine, method: Callable[..., Any]
 
 
 def _pre(
-    ref: weakref.ref[Engine], chunks: tuple[Chunk, ...], resident: tuple[Chunk, ...], inside: str | None
+    ref: weakref.ref[Engine], chunks: tuple[Chunk, ...], resident: tuple[Chunk, ...], *, is_entrance: bool
 ) -> Callable[[nn.Module, Any], None]:
-    """``inside``: the path of a module that is no entrance.
-
-    Where nothing has to be gathered such a module has no hook, and the guard refuses a differentiable call of it from
-    outside; so it is refused here too, and placement changes no behaviour.
-    """
-
     def pre(module: nn.Module, args: Any) -> None:
         engine = _engine(ref)
         if engine.requires_grad_changed and not engine.computing:
             follow_requires_grad(engine)
-        if inside is None and not engine.computing:
+        if is_entrance and not engine.computing:
             refuse_injected(engine, module, is_root=False)
-        if inside is not None and not engine.computing and torch.is_grad_enabled():
-            raise ParamAccessError(
-                f"{inside!r} was called on its own with gradients enabled: call the model, a named part of it, or a "
-                "whole block, or use torch.no_grad()"
-            )
         if not engine.in_backward:
             engine.activations.begin_forward()
         engine.begin_call(module, chunks, resident)

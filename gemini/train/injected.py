@@ -7,6 +7,7 @@ while nothing changes. PEFT is told no before it has changed anything.
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -14,6 +15,7 @@ from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
 )
+from torch.nn.utils import stateless
 
 from gemini.errors import GeminiError
 from gemini.train.compiled import BLOCKS_INSTEAD, wraps_compiled
@@ -57,6 +59,16 @@ register_module_parameter_registration_hook(_count)
 register_module_module_registration_hook(_look_at_new_parent)
 
 
+def _in_functional_call() -> bool:
+    """Whether ``torch.func.functional_call`` runs, which puts tensors of the caller's in the place of params."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is stateless._functional_call.__code__:
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
+
+
 def refuse_injected(engine: Engine, module: nn.Module, *, is_root: bool) -> None:
     """Look for params that are not managed, if anything was registered anywhere since the last look at the root.
 
@@ -67,6 +79,8 @@ def refuse_injected(engine: Engine, module: nn.Module, *, is_root: bool) -> None
         return
     for name, param in module.named_parameters():
         if handle_of(param) is None:
+            if _in_functional_call():  # other values for the time of a call: as torch computes with them
+                return
             raise GeminiError(
                 f"param {name!r} was added to the model after GeminiDDP(model): it is not managed, so it would be "
                 "left out of clipping, of checkpoints and of what ranks share. Remove it, or add params (adapters, "

@@ -357,6 +357,7 @@ class HybridAdam(torch.optim.Optimizer):
         )
         if weights.data_ptr() != param.data_ptr():
             param.data.copy_(weights)
+        torch.autograd.graph.increment_version(param)  # for autograd a write in place, as torch's own steps are
 
 
 def _write_managed_state(handle: ParamHandle, state: dict[str, Any]) -> None:

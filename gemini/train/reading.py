@@ -3,7 +3,8 @@
 Most modules read the params they own. ``nn.ParameterDict`` and ``nn.ParameterList`` are never called, so whoever holds
 them reads what is in them. A compiled module reads all that is under it, where nothing is called on its own any more. A
 tuner layer of PEFT (LoRA and its kin around one layer of the base) reads all that is under it: DoRA takes the norm of
-the base weight, IA3 scales it, LoHa and OFT build new weights out of factors.
+the base weight, IA3 scales it, LoHa and OFT build new weights out of factors. So do torch's own layers with a fused
+path for evaluation: it computes other bits than the plain one, and is taken only where every param is an ordinary one.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from collections.abc import Iterator
 from torch import nn
 
 from gemini.train.compiled import compiled_part
+
+_FUSED = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 
 
 def is_a(kind: type, name: str) -> bool:
@@ -27,9 +30,11 @@ def is_tuner_layer(module: nn.Module) -> bool:
 
 def params_read_by(module: nn.Module) -> Iterator[nn.Parameter]:
     """The params that ``module`` reads itself, when it is called."""
-    if is_tuner_layer(module) or compiled_part(module) is not None:
+    if is_tuner_layer(module) or compiled_part(module) is not None or isinstance(module, _FUSED):
         yield from module.parameters()
         return
+    if isinstance(module, nn.TransformerEncoder) and len(module.layers):
+        yield from module.layers[0].parameters()  # they decide on nested tensors
     yield from (param for param in module._parameters.values() if param is not None)
     for child in module.children():
         if isinstance(child, (nn.ParameterDict, nn.ParameterList)):

@@ -31,9 +31,10 @@ def forget_interrupted(engine: Engine) -> None:
     for handle in engine.handles:
         handle.param.grad = None  # of autograd, if the interrupt came just before the hook that takes it
     if engine.in_backward:
+        has_begun = engine.takes_gradients
         engine.calls.abandon(backward=True)
         engine.end_backward()
-        if engine.updated_in_backward:
+        if engine.updated_in_backward and has_begun:
             engine.updated_in_backward = False
             engine.mark_lost(GeminiError("its backward ended early, after some params were updated in it"))
     engine.exposure.rest_if_idle()

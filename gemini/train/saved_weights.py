@@ -50,9 +50,8 @@ class _Kept:
 
     __slots__ = ("tensor", "version")
 
-    def __init__(self, tensor: torch.Tensor):
-        # Detached: an output that held its own graph would be freed by the garbage collector only.
-        self.tensor, self.version = tensor.detach(), tensor._version
+    def __init__(self, tensor: torch.Tensor, version: int):
+        self.tensor, self.version = tensor, version
 
 
 class _Elsewhere:
@@ -81,10 +80,10 @@ class SavedWeights:
         """Look after a chunk that moves. Its params are at home and guarded, and nobody has a view of its window."""
         assert chunk.window is not None
         ordered = sorted(handles, key=lambda handle: handle.slot.start)
-        index, storage = chunk.spec.index, chunk.flat.untyped_storage()._cdata
+        index, storage = chunk.spec.index, chunk.face.untyped_storage()._cdata
         self._by_storage[storage] = chunk
         self._handles[index] = ordered
-        self._starts[index] = [handle.slot.start * chunk.flat.dtype.itemsize for handle in ordered]
+        self._starts[index] = [handle.slot.start * chunk.face.dtype.itemsize for handle in ordered]
         self._own_references[index] = _num_references(chunk) - _num_attached(ordered)
 
     def is_lent(self, chunk: Chunk) -> bool:
@@ -144,7 +143,11 @@ class SavedWeights:
     # ---- what is saved -------------------------------------------------------------------------------------------
 
     def _pack(self, tensor: torch.Tensor) -> Any:
-        return self._place_of(tensor) or _Kept(tensor)
+        return self._place_of(tensor) or _Kept(self._without_graph(tensor), tensor._version)
+
+    def _without_graph(self, tensor: torch.Tensor) -> torch.Tensor:
+        """An output that held its own graph would be freed by the garbage collector only."""
+        return tensor.detach()
 
     def _place_of(self, tensor: torch.Tensor) -> _Place | None:
         if type(tensor) not in _PLAIN:
@@ -193,14 +196,14 @@ class SavedWeights:
             # node ends with it, our hooks too.
             self._push()
         with engine.lock, engine.reading(place.chunk):
-            flat = place.chunk.flat
-            view = torch.empty(0, dtype=place.dtype, device=flat.device)
-            return view.set_(flat.untyped_storage(), place.offset, place.shape, place.stride)
+            face = place.chunk.face
+            view = torch.empty(0, dtype=place.dtype, device=face.device)
+            return view.set_(face.untyped_storage(), place.offset, place.shape, place.stride)
 
 
 def _num_references(chunk: Chunk) -> int:
     """Tensors over a chunk's window."""
-    return torch._C._storage_Use_Count(chunk.flat.untyped_storage()._cdata)  # type: ignore[attr-defined]
+    return torch._C._storage_Use_Count(chunk.face.untyped_storage()._cdata)  # type: ignore[attr-defined]
 
 
 def _num_attached(handles: list[ParamHandle]) -> int:

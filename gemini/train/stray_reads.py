@@ -57,7 +57,7 @@ def read_outside(engine: Engine, func: Callable[..., Any], args: Any, kwargs: An
             masters behind.
     """
     engines = {id(owner): owner for owner in map(engine_of, handles)}
-    storages = {handle.chunk.flat.untyped_storage()._cdata: handle for handle in handles}
+    storages = {handle.chunk.face.untyped_storage()._cdata: handle for handle in handles}
     with contextlib.ExitStack() as stack:
         for owner in engines.values():
             owner.begin_reading()

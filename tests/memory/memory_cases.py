@@ -126,7 +126,7 @@ class World:
         if self.home is not Tier.CPU or self.device.tier is not Tier.CPU:
             self.ledger.reserve(self.home, plane.num_bytes, "weights")
         window = self.device.make_window(spec.numel * dtype.itemsize)
-        return Chunk(spec, {PlaneKind.WEIGHTS: plane}, window.bytes.view(dtype), window)
+        return Chunk(spec, {PlaneKind.WEIGHTS: plane}, window.bytes.view(dtype), window, window.face().view(dtype))
 
     def write(self, chunk: Chunk, value: float) -> None:
         """What an update does: new content at home; the gathered copy is overtaken."""
