@@ -28,7 +28,7 @@ from tests.hunts import program_ranks  # noqa: E402
 from tests.hunts import program_report as report  # noqa: E402
 from tests.hunts.program_run import FAILURES, GOES_ON, Result, run_managed, run_plain  # noqa: E402
 from tests.hunts.program_sides import PLACEMENTS, PRECISIONS  # noqa: E402
-from tests.hunts.program_source import Program, draw, source  # noqa: E402
+from tests.hunts.program_source import Program, each_part, program_of, source  # noqa: E402
 from tests.hunts.program_workers import Task, run_tasks  # noqa: E402
 
 
@@ -46,8 +46,8 @@ def tasks_of(program: Program, precisions: list[str], placements: list[str], ran
 
 def hunt(args: argparse.Namespace) -> int:
     first, _, last = args.seeds.partition(":")
-    seeds = range(int(first), int(last or int(first) + 1))
-    tasks = [t for seed in seeds for t in tasks_of(draw(seed), args.precisions, args.placements, args.ranks)]
+    seeds = [p.seed for p in each_part()] if args.parts else range(int(first), int(last or int(first) + 1))
+    tasks = [t for seed in seeds for t in tasks_of(program_of(seed), args.precisions, args.placements, args.ranks)]
     planned, results, start = sum(len(t.placements) for t in tasks), [], time.monotonic()
     counts: Counter[str] = Counter()
 
@@ -86,7 +86,7 @@ def one_of(spoken: str, args: argparse.Namespace) -> tuple[int, list[str], list[
 
 def replay(args: argparse.Namespace) -> int:
     seed, placements, precisions = one_of(args.replay, args)
-    text = source(draw(seed))
+    text = source(program_of(seed))
     print(text)
     return show(text, seed, placements, precisions)
 
@@ -107,7 +107,7 @@ def shrink(args: argparse.Namespace) -> int:
     """In this process: a program that hangs or crashes is shrunk by hand."""
     seed, placements, precisions = one_of(args.shrink, args)
     placement, precision = placements[0], precisions[0]
-    program = draw(seed)
+    program = program_of(seed)
     wanted = run_here(source(program), seed, precision, placement)
 
     def still(text: str) -> bool:
@@ -122,6 +122,7 @@ def shrink(args: argparse.Namespace) -> int:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", default="0:100", help="programs to draw, FIRST:LAST (LAST is left out)")
+    parser.add_argument("--parts", action="store_true", help="instead of drawn programs one for each part there is")
     parser.add_argument("--placements", default="all", help=f"all, or some of {','.join(PLACEMENTS)}")
     parser.add_argument("--precisions", default="all", help=f"all, or some of {','.join(PRECISIONS)}")
     parser.add_argument("--jobs", type=int, default=2, help="processes")

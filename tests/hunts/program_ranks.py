@@ -17,7 +17,7 @@ from typing import Any
 
 from tests.hunts.program_run import FAILURES, HANG, RAW, RIGHT, SILENT, Ran, Result, judge, kind_of, run_plain, run_side
 from tests.hunts.program_sides import PLACEMENTS, ManagedSide
-from tests.hunts.program_source import draw, source
+from tests.hunts.program_source import program_of, source
 from tests.hunts.program_workers import Task
 from tests.ranks.pool import Failure, Pool
 
@@ -48,7 +48,7 @@ def run_tasks(tasks: Iterable[Task], *, size: int, limit: float, on_result: Call
     pool = Pool(size, TIMEOUT)
     try:
         for task in tasks:
-            text = task.text or source(draw(task.seed))
+            text = task.text or source(program_of(task.seed))
             for placement in task.placements:
                 if not pool.alive:
                     pool.close()

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.hunts.program_run import FAILURES, GOES_ON, OUTCOMES, REFUSED, Result
-from tests.hunts.program_source import Block, Program, draw, fitted, source
+from tests.hunts.program_source import Block, Program, fitted, program_of, source
 
 
 def table(results: Iterable[Result]) -> str:
@@ -29,13 +29,8 @@ def table(results: Iterable[Result]) -> str:
     return "\n".join(lines)
 
 
-_features: dict[int, list[str]] = {}
-
-
 def features_of(seed: int) -> list[str]:
-    if seed not in _features:
-        _features[seed] = draw(seed).features
-    return _features[seed]
+    return program_of(seed).features
 
 
 def findings(results: Iterable[Result], outcomes: tuple[str, ...]) -> str:

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from tests.hunts.program_run import Result, kind_of, run_managed, run_plain
-from tests.hunts.program_source import Program, draw, source
+from tests.hunts.program_source import Program, program_of, source
 
 PRELOADED = ["tests.hunts.program_run", "tests.hunts.program_source"]
 PROGRAMS_EACH = 300
@@ -177,7 +177,7 @@ def _work(pipe: Connection, folder: str, stacks: str) -> None:
                 gc.collect()
                 gc.freeze()
             pipe.send(("begin", "plain"))
-            text = task.text or source(draw(task.seed))
+            text = task.text or source(program_of(task.seed))
             plain = run_plain(text, task.seed, task.precision)
             for placement in task.placements:
                 pipe.send(("begin", placement))
