@@ -1,0 +1,689 @@
+"""What drawn programs do with their model: objectives, and what else happens around them.
+
+Source text again. An *objective* is the middle of a step: from the batch to the gradients. A *habit* is anything beside
+it, at one of five places of the loop: "setup" (once), "before" the objective, "after" it (gradients are there),
+"stepped" (weights are new) and "zero" (how gradients are forgotten). ``{block}`` is one of the model's blocks,
+``{other}`` another one if there is another, ``{call}`` how the loop calls the model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from textwrap import dedent
+
+
+@dataclass(frozen=True)
+class Objective:
+    """``floats``: the batch has to take a gradient. ``once``: one backward per step, so that nothing has to be kept."""
+
+    source: str
+    floats: bool = False
+    once: bool = False
+
+
+def _objective(source: str, *, floats: bool = False, once: bool = False) -> Objective:
+    return Objective(dedent(source).strip(), floats, once)
+
+
+BACKWARD = 'side.see("loss", loss)\nscaler.scale(loss).backward()'
+
+OBJECTIVES: dict[str, Objective] = {
+    "plain": _objective(f"loss = loss_of(model, {{call}}(x), step)\n{BACKWARD}", once=True),
+    "accumulate": _objective(
+        """
+        for micro in range(2):
+            loss = loss_of(model, {call}(batch(side, 10 * step + micro)), step) / 2
+            side.see("loss", loss)
+            scaler.scale(loss).backward()
+        """
+    ),
+    "two_forwards": _objective(
+        "loss = loss_of(model, {call}(x), step) + loss_of(model, {call}(batch(side, step + 50)), step)\n" + BACKWARD,
+        once=True,
+    ),
+    "two_backwards": _objective(
+        """
+        first = loss_of(model, {call}(x), step)
+        second = loss_of(model, {call}(batch(side, step + 50)), step)
+        scaler.scale(first).backward()
+        scaler.scale(second).backward()
+        """
+    ),
+    "two_backwards_reversed": _objective(
+        """
+        first = loss_of(model, {call}(x), step)
+        second = loss_of(model, {call}(batch(side, step + 50)), step)
+        scaler.scale(second).backward()
+        scaler.scale(first).backward()
+        """
+    ),
+    "retain_graph": _objective(
+        """
+        loss = loss_of(model, {call}(x), step)
+        scaler.scale(loss).backward(retain_graph=True)
+        scaler.scale(loss).backward()
+        """
+    ),
+    "retained_over_another": _objective(
+        """
+        loss = loss_of(model, {call}(x), step)
+        scaler.scale(loss).backward(retain_graph=True)
+        other = loss_of(model, {call}(batch(side, step + 50)), step)
+        scaler.scale(other).backward()
+        scaler.scale(loss).backward()
+        """
+    ),
+    "freed_twice": _objective(
+        "loss = loss_of(model, {call}(x), step)\nscaler.scale(loss).backward()\nscaler.scale(loss).backward()"
+    ),
+    "input_grad": _objective(
+        "x.requires_grad_()\nloss = loss_of(model, {call}(x), step)\n" + BACKWARD + '\nside.see("x.grad", x.grad)',
+        floats=True,
+        once=True,
+    ),
+    "plain_upstream": _objective(
+        """
+        prompt = side.noise(99, D).requires_grad_()
+        loss = loss_of(model, {call}(x * prompt), step)
+        scaler.scale(loss).backward()
+        side.see("prompt.grad", prompt.grad)
+        """,
+        floats=True,
+        once=True,
+    ),
+    "inputs_x": _objective(
+        """
+        x.requires_grad_()
+        scaler.scale(loss_of(model, {call}(x), step)).backward(inputs=[x])
+        side.see("x.grad", x.grad)
+        loss = loss_of(model, {call}(x.detach()), step)
+        side.see("loss", loss)
+        scaler.scale(loss).backward()
+        """,
+        floats=True,
+    ),
+    "inputs_params": _objective(
+        "loss = loss_of(model, {call}(x), step)\n"
+        "scaler.scale(loss).backward(inputs=list({block}.parameters()) or list(model.parameters()))"
+    ),
+    "adversarial": _objective(
+        """
+        x.requires_grad_()
+        g, = torch.autograd.grad(loss_of(model, {call}(x), step), x)
+        side.see("g", g)
+        loss = loss_of(model, {call}((x + 0.1 * g.sign()).detach()), step)
+        side.see("loss", loss)
+        scaler.scale(loss).backward()
+        """,
+        floats=True,
+    ),
+    "gradient_first": _objective(
+        """
+        x.requires_grad_()
+        loss = loss_of(model, {call}(x), step)
+        g, = torch.autograd.grad(loss, x, retain_graph=True)
+        side.see("g", g)
+        scaler.scale(loss * (1 + g.detach().float().sum())).backward()
+        """,
+        floats=True,
+    ),
+    "penalty": _objective(
+        """
+        x.requires_grad_()
+        out = take(model, {call}(x))
+        g, = torch.autograd.grad(out.sum(), x, create_graph=True)
+        loss = out.float().mean() + (g.float().norm() - 1) ** 2
+        side.see("loss", loss)
+        scaler.scale(loss).backward()
+        """,
+        floats=True,
+    ),
+    "late_penalty": _objective(
+        """
+        x.requires_grad_()
+        g, = torch.autograd.grad(take(model, {call}(x)).sum(), x, create_graph=True)
+        loss = loss_of(model, {call}(batch(side, step + 50)), step) + g.float().square().sum()
+        side.see("loss", loss)
+        scaler.scale(loss).backward()
+        """,
+        floats=True,
+    ),
+    "second_derivative": _objective(
+        """
+        x.requires_grad_()
+        u = take(model, {call}(x)).sum()
+        du, = torch.autograd.grad(u, x, create_graph=True)
+        ddu, = torch.autograd.grad(du.sum(), x, create_graph=True)
+        loss = ddu.float().square().mean() + u.float() * 0.01
+        side.see("loss", loss)
+        scaler.scale(loss).backward()
+        """,
+        floats=True,
+    ),
+    "create_graph": _objective(
+        "loss = loss_of(model, {call}(x), step)\nscaler.scale(loss).backward(create_graph=True)"
+    ),
+    "param_grads": _objective(
+        """
+        loss = loss_of(model, {call}(x), step)
+        for number, g in enumerate(torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)):
+            side.see(f"g{number}", g)
+        """
+    ),
+    "feature_loss": _objective(
+        """
+        with features_of({block}) as features:
+            out = {call}(x)
+        loss = loss_of(model, out, step) + sum(f.float().square().mean() for f in features)
+        side.see("loss", loss)
+        scaler.scale(loss).backward()
+        """,
+        once=True,
+    ),
+    "feature_only": _objective(
+        """
+        with features_of({block}) as features:
+            {call}(x)
+        loss = sum(f.float().square().mean() for f in features)
+        side.see("loss", loss)
+        scaler.scale(loss).backward()
+        """
+    ),
+    "feature_grad": _objective(
+        """
+        with features_of({block}) as features:
+            out = {call}(x)
+        loss = loss_of(model, out, step)
+        g = torch.autograd.grad(loss, features, retain_graph=True, allow_unused=True)
+        side.see("g", [f for f in g if f is not None])
+        scaler.scale(loss).backward()
+        """
+    ),
+    "feature_penalty": _objective(
+        """
+        with features_of({block}) as features:
+            out = {call}(x)
+        loss = loss_of(model, out, step)
+        g = torch.autograd.grad(loss, features, create_graph=True, allow_unused=True)
+        loss = loss + sum(f.float().square().sum() for f in g if f is not None)
+        side.see("loss", loss)
+        scaler.scale(loss).backward()
+        """
+    ),
+    "feature_backwards": _objective(
+        """
+        with features_of({block}) as features:
+            out = {call}(x)
+        loss = loss_of(model, out, step)
+        scaler.scale(sum(f.float().square().mean() for f in features)).backward(retain_graph=True)
+        scaler.scale(loss).backward()
+        """
+    ),
+    "split_graph": _objective(
+        """
+        cut = []
+        def split(module, args):
+            h = args[0].detach().requires_grad_()
+            cut.append((args[0], h))
+            return (h, *args[1:])
+        handle = {other}.register_forward_pre_hook(split)
+        loss = loss_of(model, {call}(x), step)
+        handle.remove()
+        side.see("loss", loss)
+        scaler.scale(loss).backward(retain_graph=True)  # x goes around the block, too
+        for before, after in reversed(cut):
+            if before.requires_grad and after.grad is not None:
+                before.backward(after.grad, retain_graph=True)
+        """
+    ),
+    "fed_back": _objective(
+        "h = take(model, {call}(x))\nloss = loss_of(model, {call}(0.5 * h), step)\n" + BACKWARD, floats=True, once=True
+    ),
+    "truncated": _objective(
+        """
+        h = x
+        for chunk in range(2):
+            h = take(model, {call}(x + 0.5 * h.detach()))
+            loss = h.float().square().mean()
+            side.see("loss", loss)
+            scaler.scale(loss).backward()
+        """,
+        floats=True,
+    ),
+    "contrastive": _objective(
+        """
+        a = take(model, {call}(x)).float()
+        with torch.no_grad():
+            b = take(model, {call}(batch(side, step + 50))).float()
+        loss = (a - b).square().mean() - F.cosine_similarity(a.flatten(), b.flatten(), dim=0)
+        side.see("loss", loss)
+        scaler.scale(loss).backward()
+        """,
+        once=True,
+    ),
+    "after_step": _objective(
+        """
+        loss = loss_of(model, {call}(x), step)
+        if step == 0:
+            old = loss_of(model, {call}(batch(side, 50)), step)
+        scaler.scale(loss).backward()
+        if step == 1:
+            scaler.scale(old).backward()
+        """
+    ),
+    "retained_over_step": _objective(
+        """
+        if step == 0:
+            old = loss_of(model, {call}(x), step)
+            scaler.scale(old).backward(retain_graph=True)
+        else:
+            scaler.scale(old).backward(retain_graph=True)
+        """
+    ),
+    "late_x_grad": _objective(
+        """
+        if step == 0:
+            z = x.clone().requires_grad_()
+            old = loss_of(model, {call}(z), step)
+        else:
+            side.see("g", torch.autograd.grad(old, z, retain_graph=True))
+        loss = loss_of(model, {call}(x), step)
+        scaler.scale(loss).backward()
+        """,
+        floats=True,
+    ),
+    "discarded": _objective(
+        "{call}(batch(side, step + 50))\nloss = loss_of(model, {call}(x), step)\n" + BACKWARD, once=True
+    ),
+    "evaluated_between": _objective(
+        """
+        loss = loss_of(model, {call}(x), step)
+        with torch.no_grad():
+            side.see("between", take(model, {call}(batch(side, step + 50))))
+        side.see("loss", loss)
+        scaler.scale(loss).backward()
+        """,
+        once=True,
+    ),
+    "part": _objective(
+        """
+        loss = take_block({block}({batch_of_block})).float().square().mean()
+        side.see("loss", loss)
+        scaler.scale(loss).backward()
+        """
+    ),
+    "part_and_whole": _objective(
+        """
+        loss = loss_of(model, {call}(x), step)
+        loss = loss + take_block({block}({batch_of_block})).float().square().mean()
+        side.see("loss", loss)
+        scaler.scale(loss).backward()
+        """
+    ),
+    "toggled": _objective(
+        """
+        {block}.requires_grad_(False)
+        scaler.scale(loss_of(model, {call}(x), step)).backward()
+        {block}.requires_grad_(True)
+        {other}.requires_grad_(False)
+        scaler.scale(loss_of(model, {call}(batch(side, step + 50)), step)).backward()
+        {other}.requires_grad_(True)
+        """
+    ),
+    "boom_forward": _objective(
+        """
+        if step == 1:
+            handle = {block}.register_forward_hook(boom)
+            try:
+                {call}(x)
+            except Boom:
+                side.see("boom", 1)
+            handle.remove()
+        loss = loss_of(model, {call}(x), step)
+        side.see("loss", loss)
+        scaler.scale(loss).backward()
+        """,
+        once=True,
+    ),
+    "boom_before": _objective(
+        """
+        if step == 1:
+            handle = {block}.register_forward_pre_hook(boom)
+            try:
+                {call}(x)
+            except Boom:
+                side.see("boom", 1)
+            handle.remove()
+        loss = loss_of(model, {call}(x), step)
+        side.see("loss", loss)
+        scaler.scale(loss).backward()
+        """,
+        once=True,
+    ),
+    "boom_backward": _objective(
+        """
+        if step == 1:
+            with features_of({block}) as features:
+                out = {call}(x)
+            for f in features:
+                f.register_hook(boom)
+            try:
+                scaler.scale(loss_of(model, out, step)).backward()
+            except Boom:
+                side.see("boom", 1)
+            optimizer.zero_grad()
+        loss = loss_of(model, {call}(x), step)
+        side.see("loss", loss)
+        scaler.scale(loss).backward()
+        """
+    ),
+    "boom_and_again": _objective(
+        """
+        loss = loss_of(model, {call}(x), step)
+        handle = loss.register_hook(boom) if step == 1 else None
+        try:
+            scaler.scale(loss).backward(retain_graph=True)
+        except Boom:
+            handle.remove()
+            scaler.scale(loss).backward()
+        """
+    ),
+    "func_grad_whole": _objective(
+        """
+        side.see("g", torch.func.grad(lambda z: take(model, {call}(z)).float().sum())(x))
+        loss = loss_of(model, {call}(x), step)
+        side.see("loss", loss)
+        scaler.scale(loss).backward()
+        """,
+        floats=True,
+    ),
+    "vmap_whole": _objective(
+        """
+        with torch.no_grad():
+            side.see("v", torch.func.vmap(lambda z: take(model, {call}(z)), randomness="different")(x.unsqueeze(0)))
+        loss = loss_of(model, {call}(x), step)
+        side.see("loss", loss)
+        scaler.scale(loss).backward()
+        """
+    ),
+    "vmap_trained": _objective(
+        """
+        out = torch.func.vmap(lambda z: take(model, {call}(z)), randomness="different")(torch.stack([x, x]))
+        loss = out.float().square().mean()
+        side.see("loss", loss)
+        scaler.scale(loss).backward()
+        """
+    ),
+    "jacobian_whole": _objective(
+        """
+        side.see("j", torch.func.jacrev(lambda z: take(model, {call}(z)).float().sum((0, 1)))(x))
+        loss = loss_of(model, {call}(x), step)
+        scaler.scale(loss).backward()
+        """,
+        floats=True,
+    ),
+    "hessian_product": _objective(
+        """
+        def energy(z):
+            return take(model, {call}(z)).float().square().sum()
+        side.see("hvp", torch.autograd.functional.vhp(energy, x, torch.ones_like(x))[1])
+        loss = loss_of(model, {call}(x), step)
+        scaler.scale(loss).backward()
+        """,
+        floats=True,
+    ),
+    "forward_mode": _objective(
+        """
+        side.see("jvp", torch.func.jvp(lambda z: take(model, {call}(z)), (x,), (torch.ones_like(x),))[1])
+        loss = loss_of(model, {call}(x), step)
+        scaler.scale(loss).backward()
+        """,
+        floats=True,
+    ),
+    "functional_call": _objective(
+        """
+        name, param = next(iter(model.named_parameters()))
+        other = torch.zeros(param.shape, dtype=side.dtype, requires_grad=True)
+        out = torch.func.functional_call(model, {name: other}, (x,))
+        loss = loss_of(model, out, step)
+        side.see("loss", loss)
+        scaler.scale(loss).backward()
+        side.see("g", other.grad)
+        """
+    ),
+    "outer_weight": _objective(
+        """
+        h = take(model, {call}(x))
+        loss = F.linear(h, next(p for p in model.parameters() if p.shape[-1:] == h.shape[-1:])).float().square().mean()
+        side.see("loss", loss)
+        scaler.scale(loss).backward()
+        """
+    ),
+    "outer_regularizer": _objective(
+        """
+        loss = loss_of(model, {call}(x), step)
+        loss = loss + 0.01 * sum(p.float().square().sum() for p in model.parameters())
+        side.see("loss", loss)
+        scaler.scale(loss).backward()
+        """
+    ),
+    "checkpoint_whole": _objective(
+        "loss = loss_of(model, checkpoint({call}, x, use_reentrant=False), step)\n" + BACKWARD, once=True
+    ),
+    "reentrant_whole": _objective(
+        "x.requires_grad_()\nloss = loss_of(model, checkpoint({call}, x, use_reentrant=True), step)\n" + BACKWARD,
+        floats=True,
+    ),
+    "save_on_cpu_whole": _objective(
+        "with torch.autograd.graph.save_on_cpu():\n    loss = loss_of(model, {call}(x), step)\n" + BACKWARD, once=True
+    ),
+    "saved_hooks_whole": _objective(
+        "with torch.autograd.graph.saved_tensors_hooks(pack, unpack):\n    loss = loss_of(model, {call}(x), step)\n"
+        + BACKWARD,
+        once=True,
+    ),
+    "retain_grad": _objective(
+        """
+        y = take(model, {call}(x))
+        y.retain_grad()
+        y.register_hook(lambda g: g * 2)
+        loss = y.float().square().mean()
+        scaler.scale(loss).backward()
+        side.see("y.grad", y.grad)
+        """,
+        once=True,
+    ),
+    "in_place_on_output": _objective(
+        """
+        y = take(model, {call}(x))
+        y.mul_(2).add_(1)
+        loss = y.float().square().mean()
+        side.see("loss", loss)
+        scaler.scale(loss).backward()
+        """,
+        once=True,
+    ),
+    "spoiled": _objective(
+        """
+        with features_of({block}) as features:
+            out = {call}(x)
+        with torch.no_grad():
+            for f in features:
+                f.add_(1)
+        scaler.scale(loss_of(model, out, step)).backward()
+        """
+    ),
+    "backward_in_thread": _objective(
+        """
+        loss = loss_of(model, {call}(x), step)
+        side.see("loss", loss)
+        in_thread(lambda: scaler.scale(loss).backward())
+        """,
+        once=True,
+    ),
+    "forward_in_thread": _objective(
+        """
+        loss = loss_of(model, in_thread({call}, x), step)
+        side.see("loss", loss)
+        scaler.scale(loss).backward()
+        """,
+        once=True,
+    ),
+    "zero_loss": _objective("loss = loss_of(model, {call}(x), step) * 0\n" + BACKWARD, once=True),
+    "inference_input": _objective(
+        """
+        with torch.inference_mode():
+            z = take(model, {call}(x))
+        loss = loss_of(model, {call}(x), step) + z.clone().float().mean()
+        side.see("loss", loss)
+        scaler.scale(loss).backward()
+        """,
+        once=True,
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Habit:
+    """``transient``: it may stand beside updates that run inside backward."""
+
+    place: str
+    source: str
+    transient: bool = True
+
+
+def _habit(place: str, source: str, *, transient: bool = True) -> Habit:
+    return Habit(place, dedent(source).strip(), transient)
+
+
+EVALUATE = """
+model.eval()
+with torch.no_grad():
+    side.see("evaluation", take(model, {call}(batch(side, 70 + step))))
+model.train()
+"""
+
+HABITS: dict[str, Habit] = {
+    # Once, before the first step.
+    "scheduler": _habit("setup", "scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 4)"),
+    "collecting_hook": _habit(
+        "setup", '{block}.register_forward_hook(lambda m, a, out: side.see("hook", tensors_in(out)))'
+    ),
+    "backward_hook": _habit(
+        "setup",
+        '{block}.register_full_backward_hook(lambda m, gi, go: side.see("go", [g for g in go if g is not None]))',
+    ),
+    "input_hook": _habit("setup", "{block}.register_forward_pre_hook(lambda m, args: (args[0] * 0.5, *args[1:]))"),
+    "output_hook": _habit("setup", "{block}.register_forward_hook(lambda m, a, out: tree_map(out))"),
+    "param_hook": _habit(
+        "setup", "for p in {block}.parameters():\n    if p.requires_grad:\n        p.register_hook(lambda g: g * 0.5)"
+    ),
+    # Before the objective.
+    "evaluate_before": _habit("before", EVALUATE),
+    "inference_before": _habit(
+        "before", 'with torch.inference_mode():\n    side.see("inference", take(model, {call}(batch(side, 70 + step))))'
+    ),
+    "freeze": _habit("before", "{block}.requires_grad_(step % 2 == 1)"),
+    "unfreeze_later": _habit("before", "{block}.requires_grad_(step > 0)"),
+    "gathered_read": _habit(
+        "before",
+        """
+        with side.gathered():
+            for name, p in model.named_parameters():
+                side.see(f"gathered {name}", p)
+        """,
+    ),
+    "gathered_write": _habit(
+        "before",
+        """
+        if step == 1:
+            some = list({block}.parameters()) or list(model.parameters())
+            with torch.no_grad(), side.gathered(some, write=True):
+                for p in some:
+                    p.view(-1)[::2] *= 0.75
+        """,
+    ),
+    "norms": _habit(
+        "before",
+        'with torch.no_grad():\n    for p in model.parameters():\n        side.see("norm", p.float().square().sum())',
+    ),
+    "state_dict": _habit("before", "for name, value in model.state_dict().items():\n    side.see(name, value)"),
+    "load_state_dict": _habit(
+        "before",
+        """
+        if step == 0:
+            saved = {name: value.clone() for name, value in model.state_dict().items()}
+        if step == 2:
+            side.load(saved)
+        """,
+    ),
+    "optimizer_state": _habit("before", "optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))"),
+    "metadata": _habit(
+        "before",
+        'side.see("metadata", [str((n, p.shape, p.dtype, p.requires_grad, p.numel(), p.is_leaf)) '
+        "for n, p in model.named_parameters()])",
+    ),
+    "learning_rate": _habit("before", 'for group in optimizer.param_groups:\n    group["lr"] *= 0.7'),
+    "zero_first": _habit("before", "optimizer.zero_grad()"),
+    # Gradients are there.
+    "grads": _habit("after", "side.grads()", transient=False),
+    "scale_grads": _habit(
+        "after",
+        "for p in model.parameters():\n    if p.grad is not None:\n        p.grad.mul_(0.5)",
+        transient=False,
+    ),
+    "log_grads": _habit(
+        "after",
+        'side.see("grad norm", float(sum(p.grad.float().norm() for p in model.parameters() if p.grad is not None)))',
+        transient=False,
+    ),
+    "drop_grads": _habit("after", "for p in {block}.parameters():\n    p.grad = None", transient=False),
+    "part_zero_grad": _habit("after", "{block}.zero_grad()", transient=False),
+    "torch_clip": _habit("after", "torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)", transient=False),
+    "clip_value": _habit("after", "torch.nn.utils.clip_grad_value_(model.parameters(), 0.001)", transient=False),
+    "evaluate_after": _habit("after", EVALUATE),
+    "clip": _habit("after", 'side.see("norm", side.clip(0.05))', transient=False),
+    # Weights are new.
+    "evaluate": _habit("stepped", EVALUATE),
+    "evaluate_twice": _habit("stepped", EVALUATE + EVALUATE),
+    "evaluate_part": _habit(
+        "stepped", 'with torch.no_grad():\n    side.see("part", take_block({block}({batch_of_block})))'
+    ),
+    "evaluate_in_threads": _habit(
+        "stepped",
+        """
+        model.eval()
+        with torch.no_grad():
+            alone = [take(model, {call}(batch(side, 70 + k))) for k in range(3)]
+        found = many_threads(lambda k: take(model, {call}(batch(side, 70 + k))), 3)
+        side.see("alone", alone)
+        side.see("in threads", found)
+        model.train()
+        """,
+    ),
+    "full_params": _habit(
+        "stepped", 'for name, _ in model.named_parameters():\n    side.see(f"full {name}", side.full_param(name))'
+    ),
+    "step_twice": _habit(
+        "stepped", "optimizer.zero_grad()\nscaler.step(optimizer) if side.dtype != torch.float16 else None"
+    ),
+    "new_optimizer": _habit("stepped", "if step == 0:\n    optimizer = side.adam(model.parameters())"),
+    # How gradients are forgotten.
+    "model_zero_grad": _habit("zero", "model.zero_grad()"),
+    "to_zero": _habit("zero", "optimizer.zero_grad(set_to_none=False)"),
+}
+
+PLACES = ("setup", "before", "after", "stepped", "zero")
+
+ADAMS = {
+    "whole": "optimizer = side.adam(model.parameters())",
+    "l2": "optimizer = side.adam(model.parameters(), decoupled=False, betas=(0.8, 0.95))",
+    "groups": (
+        "named = list(model.named_parameters())\n"
+        'optimizer = side.adam([{"params": [p for _, p in named[::2]], "weight_decay": 0.0},\n'
+        '                       {"params": [p for _, p in named[1::2]], "lr": 0.005}])'
+    ),
+    "left_out": "optimizer = side.adam(list(model.parameters())[1:])",
+    "trained": "optimizer = side.adam([p for p in model.parameters() if p.requires_grad])",
+}
+"""What the optimizer is given."""

@@ -1,0 +1,309 @@
+"""The two sides that a program runs on: a plain loop on ordinary params, and the same model managed by Gemini.
+
+A program (source text, see ``program_source``) asks its side for the few things that are spelled differently there:
+batches, an optimizer, clipping, gathered weights, gradients by name; and it tells the side what it sees. The plain side
+defines the bits. Its params are cast to the compute dtype, what several backwards give is summed in fp32 (as the
+contract of numerics says; one backward is torch's own), and ``HybridAdam``, which works on ordinary params too, updates
+them. Both sides start from weights that the compute dtype holds exactly, so that the first masters are the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import gemini
+from gemini import kernels_reference as reference
+from gemini.memory.device import make_device
+from gemini.planning.layout import DEFAULT_MAX_CHUNK
+from gemini.planning.placement import bytes_per_tier
+from gemini.tiers import Tier
+from gemini.train.problem import decide
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+PRECISIONS = tuple(DTYPES)
+INIT_SCALE = 2.0**10
+
+
+@dataclass(frozen=True)
+class Where:
+    """One way to manage a model: homes, and budgets that just hold them (``slack``: working sets more)."""
+
+    device: str = "cpu"
+    static: gemini.StaticPlacement | None = None
+    gradients: str = "retain"
+    overlap: bool = True
+    max_chunk: int = DEFAULT_MAX_CHUNK
+    slack: int = 0
+
+    def config(self, model: nn.Module, precision: str, folder: Path, ranks: Any = None) -> gemini.GeminiConfig:
+        """The config whose budget of the computing tier is the smallest that wraps ``model``."""
+        if self.static is None:
+            return self._config(precision, gemini.MemoryBudget(cpu="256MiB"))
+        sizes: dict[str, Any] = {"cpu": "256MiB", "nvme": "256MiB", "nvme_path": folder}
+        if self.device == "standin":
+            sizes["gpu"] = "256MiB"
+        device = make_device(self.device)
+        decision = decide(model, self._config(precision, gemini.MemoryBudget(**sizes)), device, ranks)
+        needed = bytes_per_tier(decision.problem, decision.placement)
+        needed[device.tier] += self.slack * decision.problem.working_set
+        local = 1 if ranks is None else ranks.local_size  # which divide the memory and the drive of their machine
+        sizes[device.tier.value] = needed[device.tier] * (1 if device.tier is Tier.GPU else local)
+        sizes["nvme"] = (4 * needed[Tier.NVME] + 2**20) * local
+        return self._config(precision, gemini.MemoryBudget(**sizes))
+
+    def _config(self, precision: str, memory: gemini.MemoryBudget) -> gemini.GeminiConfig:
+        return gemini.GeminiConfig(
+            precision=precision,
+            memory=memory,
+            placement="auto" if self.static is None else self.static,
+            gradients=self.gradients,
+            device=self.device,
+            max_chunk=self.max_chunk,
+            overlap=self.overlap,
+            update_threads=1,
+        )
+
+
+ALL_ON_NVME = gemini.StaticPlacement(weights_on_nvme=1, optimizer_on_nvme=1)
+
+PLACEMENTS = {
+    "memory": Where(),
+    "nvme": Where(static=ALL_ON_NVME),
+    "serial": Where(static=ALL_ON_NVME, overlap=False),
+    "chunks": Where(static=ALL_ON_NVME, max_chunk=64),
+    "half": Where(static=gemini.StaticPlacement(weights_on_nvme=0.5, optimizer_on_nvme=0.5)),
+    "standin": Where("standin", gemini.StaticPlacement(weights_on_nvme=0.3, optimizer_on_nvme=0.5)),
+    "accumulate": Where(static=ALL_ON_NVME, gradients="accumulate", slack=1),
+    "transient": Where(static=ALL_ON_NVME, gradients="transient"),
+}
+"""By the names that the command line takes. "transient" also steps in backward."""
+
+
+class Side:
+    """What a program may ask for, wherever it runs."""
+
+    def __init__(self, model: nn.Module, precision: str):
+        self.model, self.precision, self.dtype = model, precision, DTYPES[precision]
+        self.seen: list[tuple[str, Any]] = []
+        self.scaler: Any = torch.amp.GradScaler("cpu", init_scale=INIT_SCALE, enabled=precision == "fp16")
+
+    def noise(self, key: int, *shape: int) -> torch.Tensor:
+        """A batch of the compute dtype, the same for the same key."""
+        return torch.randn(shape, generator=torch.Generator().manual_seed(key)).to(self.dtype)
+
+    def ids(self, key: int, high: int, *shape: int) -> torch.Tensor:
+        """Token ids below ``high``."""
+        return torch.randint(0, high, shape, generator=torch.Generator().manual_seed(key))
+
+    def see(self, label: str, value: Any) -> None:
+        """Note a value, to be compared with the other side's."""
+        if isinstance(value, torch.Tensor):
+            value = value.detach().to("cpu", copy=True)
+        elif isinstance(value, (list, tuple)):
+            for number, item in enumerate(value):
+                self.see(f"{label}[{number}]", item)
+            return
+        self.seen.append((label, value))
+
+    def grads(self) -> None:
+        """Note every gradient there is."""
+        for name, grad in self._grads():
+            self.see(f"gradient of {name}", None if grad is None else grad.float())
+
+    def end(self) -> None:
+        """Note what a program leaves behind: weights, buffers, the state of the random numbers."""
+        for name, value in self._weights():
+            self.see(f"weight {name}", value)
+        for name, value in self.model.named_buffers():
+            self.see(f"buffer {name}", value)
+        self.see("state of the random numbers", torch.get_rng_state())
+
+    def _grads(self) -> Iterable[tuple[str, torch.Tensor | None]]:
+        raise NotImplementedError
+
+    def _weights(self) -> Iterable[tuple[str, torch.Tensor]]:
+        raise NotImplementedError
+
+
+class PlainSide(Side):
+    """The ordinary loop. ``managed`` is False: a program may ask, where only one side has a method."""
+
+    managed = False
+
+    def __init__(self, model: nn.Module, precision: str):
+        for param in model.parameters():
+            param.data = param.data.to(DTYPES[precision])
+            if precision != "fp32" and param.requires_grad:
+                param.grad_dtype = None  # type: ignore[attr-defined]
+                param.register_post_accumulate_grad_hook(_to_fp32)
+        super().__init__(model, precision)
+        self._optimizers: list[gemini.HybridAdam] = []
+
+    def adam(self, params: Any, **how: Any) -> gemini.HybridAdam:
+        optimizer = gemini.HybridAdam(params, **{"lr": 0.02, "weight_decay": 0.1, **how})
+        # torch's own optimizers write through autograd, which then knows that an older graph is out of date.
+        optimizer.register_step_post_hook(lambda o, *_: _written(p for g in o.param_groups for p in g["params"]))
+        self._optimizers.append(optimizer)
+        return optimizer
+
+    def clip(self, max_norm: float, params: Iterable[nn.Parameter] | None = None) -> torch.Tensor:
+        chosen = self.model.parameters() if params is None else params
+        grads = [p.grad for p in chosen if p.grad is not None]
+        total = reference.total([reference.total(reference.sum_squares(g.float().view(-1))) for g in grads])
+        norm = math.sqrt(total)
+        if math.isfinite(norm):
+            for grad in grads:
+                grad.mul_(min(1.0, max_norm / (norm + 1e-6)))
+        return torch.tensor(norm, dtype=torch.float32)
+
+    def load(self, values: dict[str, torch.Tensor]) -> None:
+        """``load_state_dict``: what is loaded is the whole master."""
+        self.model.load_state_dict(values)
+        _written(self.model.parameters())
+        for state in (state for optimizer in self._optimizers for state in optimizer.state.values()):
+            if "residual" in state:
+                state["residual"].zero_()
+        for param in self.model.parameters():
+            for optimizer in self._optimizers:
+                if "master" in optimizer.state.get(param, {}):
+                    optimizer.state[param]["master"] = param.detach().float()
+
+    def full_param(self, name: str) -> torch.Tensor:
+        return self.model.get_parameter(name).detach().clone()
+
+    def full_grad(self, name: str) -> torch.Tensor | None:
+        grad = self.model.get_parameter(name).grad
+        return None if grad is None else grad.clone()
+
+    @contextlib.contextmanager
+    def gathered(self, params: Any = None, write: bool = False) -> Iterator[None]:
+        """Written elements lose the other half of their master, as in ``GeminiDDP.gathered``."""
+        params = list(self.model.parameters()) if params is None else list(params)
+        before = [p.detach().clone() for p in params]
+        yield
+        if write:
+            _written(params)
+            for param, old in zip(params, before, strict=True):
+                changed = param.detach() != old
+                for optimizer in self._optimizers:
+                    state = optimizer.state.get(param, {})
+                    if "residual" in state:
+                        state["residual"][changed] = 0
+                    if "master" in state:
+                        state["master"][changed] = param.detach().float()[changed]
+
+    def _grads(self) -> Iterable[tuple[str, torch.Tensor | None]]:
+        return [(name, param.grad) for name, param in self.model.named_parameters()]
+
+    def _weights(self) -> Iterable[tuple[str, torch.Tensor]]:
+        return [(name, param.detach()) for name, param in self.model.named_parameters()]
+
+
+class ManagedSide(Side):
+    """The same program under ``GeminiDDP``."""
+
+    managed = True
+
+    def __init__(self, model: nn.Module, precision: str, where: Where, folder: Path, ranks: Any = None):
+        model = gemini.GeminiDDP(model, where.config(model, precision, folder, ranks))
+        super().__init__(model, precision)
+        self._in_backward = where.gradients == "transient"
+        if precision == "fp16":
+            own = getattr(gemini, "GradScaler", None)
+            # Without a scaler of its own the scale is inside the model, and a loop goes without.
+            self.scaler = torch.amp.GradScaler("cpu", enabled=False) if own is None else own(init_scale=INIT_SCALE)
+            if own is None:
+                model._gemini_engine.loss_scale.scale = INIT_SCALE
+
+    def adam(self, params: Any, **how: Any) -> gemini.HybridAdam:
+        how = {"lr": 0.02, "weight_decay": 0.1, **how}
+        return gemini.HybridAdam(params, **how, step_in_backward=self._in_backward)
+
+    def clip(self, max_norm: float, params: Iterable[nn.Parameter] | None = None) -> torch.Tensor:
+        return self.model.clip_grad_norm_(max_norm, params=params)  # type: ignore[operator]
+
+    def load(self, values: dict[str, torch.Tensor]) -> None:
+        self.model.load_state_dict(values)
+
+    def full_param(self, name: str) -> torch.Tensor:
+        return self.model.full_param(name)  # type: ignore[operator]
+
+    def full_grad(self, name: str) -> torch.Tensor | None:
+        return self.model.full_grad(name)  # type: ignore[operator]
+
+    def gathered(self, params: Any = None, write: bool = False) -> contextlib.AbstractContextManager[None]:
+        return self.model.gathered(params, write=write)  # type: ignore[operator]
+
+    def end(self) -> None:
+        super().end()
+        self.model._gemini_engine.check_invariants()  # type: ignore[union-attr]
+
+    def _grads(self) -> Iterable[tuple[str, torch.Tensor | None]]:
+        return [(name, self.full_grad(name)) for name, _ in self.model.named_parameters()]
+
+    def _weights(self) -> Iterable[tuple[str, torch.Tensor]]:
+        return [(name, self.full_param(name)) for name, _ in self.model.named_parameters()]
+
+
+def _to_fp32(param: torch.Tensor) -> None:
+    assert param.grad is not None
+    param.grad = param.grad.float()
+
+
+def _written(params: Iterable[torch.Tensor]) -> None:
+    for param in params:
+        torch.autograd.graph.increment_version(param)
+
+
+def round_weights(model: nn.Module, precision: str) -> nn.Module:
+    """Let the weights be values of the compute dtype, in fp32."""
+    for param in model.parameters():
+        if param.is_floating_point():
+            param.data = param.data.to(DTYPES[precision]).to(param.dtype)
+    return model
+
+
+def same_bits(a: Any, b: Any) -> bool:
+    """Equal in dtype, shape and every bit; NaN equals NaN."""
+    if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
+        return type(a) is type(b) and (a == b or (a != a and b != b))
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    a, b = a.contiguous().view(-1), b.contiguous().view(-1)
+    if torch.equal(a.view(torch.uint8), b.view(torch.uint8)):
+        return True
+    if not a.is_floating_point():
+        return False
+    whole = a.isnan() & b.isnan()
+    return torch.equal(a[~whole].view(torch.uint8), b[~whole].view(torch.uint8)) and bool(whole.any())
+
+
+def first_difference(plain: list[tuple[str, Any]], managed: list[tuple[str, Any]]) -> str | None:
+    """What the managed side saw otherwise, in one line; None if all it saw is right (it may have seen less)."""
+    for (label, wanted), (other, found) in zip(plain, managed, strict=False):
+        if label != other:
+            return f"saw {other!r} where the plain loop saw {label!r}"
+        if not same_bits(wanted, found):
+            return f"{label}: {_difference(wanted, found)}"
+    return f"saw {managed[len(plain)][0]!r} after the end" if len(managed) > len(plain) else None
+
+
+def _difference(wanted: Any, found: Any) -> str:
+    if not isinstance(wanted, torch.Tensor) or not isinstance(found, torch.Tensor):
+        return f"{_told(found)} instead of {_told(wanted)}"
+    if wanted.dtype != found.dtype or wanted.shape != found.shape:
+        return f"{found.dtype} {tuple(found.shape)} instead of {wanted.dtype} {tuple(wanted.shape)}"
+    a, b = wanted.double(), found.double()
+    return f"norm {float(b.norm()):.6g} instead of {float(a.norm()):.6g}, off by {float((a - b).abs().max()):.3g}"
+
+
+def _told(value: Any) -> str:
+    return f"a tensor of norm {float(value.double().norm()):.6g}" if isinstance(value, torch.Tensor) else repr(value)

@@ -1,0 +1,486 @@
+"""Programs: drawn from a seed as a value, and written out as the source text of a small training script.
+
+A :class:`Program` says which parts were drawn; :func:`draw` makes one from a seed, :func:`source` writes it as Python
+that needs nothing but torch and a ``side`` (see ``program_sides``). So a finding is a script that can be read, changed
+and run alone, and shrinking is dropping parts of a value. Most parts are ordinary: a program has one to three odd ones.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, replace
+from functools import cache
+from textwrap import indent
+
+from tests.hunts.program_blocks import (
+    AUX,
+    CALLS,
+    EXITS,
+    FROZEN,
+    KINDS,
+    LATE,
+    ODD,
+    ORDINARY,
+    ORDINARY_EXITS,
+)
+from tests.hunts.program_loops import ADAMS, HABITS, OBJECTIVES
+
+
+@dataclass(frozen=True)
+class Block:
+    """One block of a program's model; every name is a row of a table of ``program_blocks``."""
+
+    kind: str = "linear"
+    exit: str = "tensor"
+    call: str = "direct"
+    late: str = ""
+    aux: str = ""
+    numbered: bool = True
+    frozen: bool = False
+    inside: str = ""
+    """Of this ordinary kind a block of its own is inside, before the block's own computing."""
+
+    def features(self) -> list[str]:
+        told = [f"kind {self.kind}"]
+        told += [f"exit {self.exit}"] if self.exit != "tensor" else []
+        told += [f"call {self.call}"] if self.call != "direct" else []
+        told += [f"late {self.late}"] if self.late else []
+        told += [f"aux {self.aux}"] if self.aux else []
+        told += ["frozen"] if self.frozen else []
+        told += [f"inside {self.inside}"] if self.inside else []
+        return told
+
+
+ROOTS = (
+    "embedding", "tied", "own_param", "regularizer", "stacked_regularizer", "unet", "recurrent", "state", "forces",
+    "encode", "fused_head", "residual_list", "aux_kept", "param_property", "inputs_first",
+)  # fmt: skip
+"""What the model around the blocks does."""
+
+ROOT_EXITS = (
+    "tensor", "tuple", "dict", "nested", "dataclass", "namedtuple", "unknown", "slots", "set", "user_dict", "namespace",
+    "distribution", "closure", "attribute", "global", "deque",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Program:
+    """One drawn training script."""
+
+    seed: int
+    blocks: tuple[Block, ...] = (Block(),)
+    root: tuple[str, ...] = ()
+    root_exit: str = "tensor"
+    objective: str = "plain"
+    habits: tuple[str, ...] = ()
+    adam: str = "whole"
+    width: int = 8
+    batch: int = 2
+    length: int = 4
+    steps: int = 3
+    target: int = 0
+    """The block that objectives and habits speak of."""
+
+    @property
+    def features(self) -> list[str]:
+        """What was drawn, one word per part that is not the simplest."""
+        told = [f"objective {self.objective}"] + [f"habit {name}" for name in self.habits]
+        told += [f"root {name}" for name in self.root]
+        told += [f"root exit {self.root_exit}"] if self.root_exit != "tensor" else []
+        told += [f"adam {self.adam}"] if self.adam != "whole" else []
+        return sorted(set(told + [feature for block in self.blocks for feature in block.features()]))
+
+    @property
+    def may_step_in_backward(self) -> bool:
+        return OBJECTIVES[self.objective].once and all(HABITS[name].transient for name in self.habits)
+
+
+# ---- drawing -------------------------------------------------------------------------------------------------------
+
+
+def draw(seed: int) -> Program:
+    """The program of a seed."""
+    rng = random.Random(f"program {seed}")
+    blocks = [_ordinary(rng) for _ in range(rng.choice((1, 2, 2, 3, 3, 4, 5)))]
+    program = Program(
+        seed,
+        width=rng.choice((4, 8, 8, 16)),
+        batch=rng.choice((1, 2, 3)),
+        length=rng.choice((2, 4, 5)),
+        steps=rng.choice((2, 3, 3)),
+        adam=rng.choice(("whole",) * 4 + tuple(ADAMS)),
+        target=rng.randrange(len(blocks)),
+        root_exit=rng.choice(("tensor",) * 3 + ("tuple", "dict", "dataclass")),
+        habits=tuple(name for name in ("grads", "clip", "evaluate") if rng.random() < 0.3),
+    )
+    for _ in range(rng.choice((1, 1, 2, 2, 3))):
+        what = rng.choice(("kind", "kind", "exit", "call", "late", "aux", "root", "objective", "objective", "habit"))
+        at = rng.randrange(len(blocks))
+        if what == "kind":
+            blocks[at] = replace(blocks[at], kind=rng.choice(tuple(ODD)), frozen=False, inside="")
+        elif what == "exit":
+            blocks[at] = replace(blocks[at], exit=rng.choice(tuple(EXITS)), frozen=_may_freeze(blocks[at], rng))
+        elif what == "call":
+            blocks[at] = replace(blocks[at], call=rng.choice(tuple(CALLS)))
+        elif what == "late" and KINDS[blocks[at].kind].own:
+            blocks[at] = replace(blocks[at], late=rng.choice(tuple(LATE)), frozen=_may_freeze(blocks[at], rng))
+        elif what == "aux" and KINDS[blocks[at].kind].own:
+            blocks[at] = replace(blocks[at], aux=rng.choice(tuple(AUX)), frozen=_may_freeze(blocks[at], rng))
+        elif what == "root":
+            if rng.random() < 0.3:
+                program = replace(program, root_exit=rng.choice(ROOT_EXITS))
+            else:
+                program = replace(program, root=tuple(sorted({*program.root, rng.choice(ROOTS)})))
+        elif what == "objective":
+            program = replace(program, objective=rng.choice(tuple(OBJECTIVES)), target=at)
+        else:
+            program = replace(program, habits=tuple(dict.fromkeys((*program.habits, rng.choice(tuple(HABITS))))))
+    return fitted(replace(program, blocks=tuple(blocks)))
+
+
+def _ordinary(rng: random.Random) -> Block:
+    kind = rng.choice(tuple(ORDINARY))
+    return Block(
+        kind,
+        exit=rng.choice(("tensor",) * 5 + ORDINARY_EXITS),
+        numbered=rng.random() < 0.6,
+        frozen=rng.random() < 0.15 and kind in FROZEN,
+        inside=rng.choice(tuple(ORDINARY)) if rng.random() < 0.15 else "",
+    )
+
+
+def _may_freeze(block: Block, rng: random.Random) -> bool:
+    return block.kind in FROZEN and rng.random() < 0.4
+
+
+def fitted(program: Program) -> Program:
+    """The nearest program that makes sense: what needs a float batch gets one, something is trained."""
+    root = set(program.root)
+    if "tied" in root or "fused_head" in root:
+        root.add("embedding")
+    if {"embedding", "forces"} & root and (OBJECTIVES[program.objective].floats or "forces" in root):
+        root -= {"embedding", "tied", "fused_head"}
+    blocks = tuple(b if KINDS[b.kind].own else replace(b, late="", aux="") for b in program.blocks)
+    if all(block.frozen for block in blocks):
+        blocks = (*blocks[:-1], replace(blocks[-1], frozen=False))
+    return replace(program, root=tuple(sorted(root)), blocks=blocks, target=min(program.target, len(blocks) - 1))
+
+
+def each_part() -> list[Program]:
+    """Small programs with one odd part each: every row of every table. Their seeds count on from 1,000,000."""
+    found = [Program(0, (Block(kind), Block())) for kind in KINDS]
+    found += [Program(0, (Block("own", exit=name, frozen=f), Block())) for name in EXITS for f in (False, True)]
+    found += [Program(0, (Block("own", late=name, frozen=f), Block())) for name in LATE for f in (False, True)]
+    found += [Program(0, (Block("own", aux=name, frozen=f), Block())) for name in AUX for f in (False, True)]
+    found += [Program(0, (Block("own", call=name), Block())) for name in CALLS]
+    found += [Program(0, (Block(), Block(numbered=False)), objective=name) for name in OBJECTIVES]
+    found += [Program(0, (Block(), Block(numbered=False)), habits=(name,)) for name in HABITS]
+    found += [Program(0, (Block(), Block("own")), root=(name,)) for name in ROOTS]
+    found += [Program(0, (Block(),), root_exit=name) for name in ROOT_EXITS]
+    found += [Program(0, (Block(),), adam=name, habits=("clip",)) for name in ADAMS]
+    return [replace(fitted(program), seed=FIRST_PART + number) for number, program in enumerate(found)]
+
+
+FIRST_PART = 1_000_000
+
+
+@cache
+def program_of(seed: int) -> Program:
+    """Of a seed: what is drawn from it, or the part that it counts."""
+    return draw(seed) if seed < FIRST_PART else each_part()[seed - FIRST_PART]
+
+
+# ---- writing -------------------------------------------------------------------------------------------------------
+
+PRELUDE = """
+import collections
+import concurrent.futures
+import contextlib
+import copy
+import dataclasses
+import threading
+import types
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+"""
+
+HELPERS = {
+    "Result": "@dataclasses.dataclass\nclass Result:\n    y: torch.Tensor\n",
+    "Pair": 'Pair = collections.namedtuple("Pair", "y other")\n',
+    "Box": "class Box:\n    def __init__(self, y):\n        self.y = y\n",
+    "Slots": 'class Slots:\n    __slots__ = ("y",)\n\n    def __init__(self, y):\n        self.y = y\n',
+    "Found": "class Found(Exception):\n    pass\n",
+    "Boom": "class Boom(Exception):\n    pass\n",
+    "boom": "def boom(*args):\n    raise Boom\n",
+    "STORE": "STORE = {}\n",
+    "pack": "def pack(t):\n    return t.clone()\n",
+    "unpack": "def unpack(t):\n    return t\n",
+    "in_thread": """
+def in_thread(function, *args):
+    found = []
+    grad = torch.is_grad_enabled()
+
+    def work():
+        try:
+            with torch.set_grad_enabled(grad):
+                found.append((function(*args), None))
+        except BaseException as e:
+            found.append((None, e))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    if found[0][1] is not None:
+        raise found[0][1]
+    return found[0][0]
+""",
+    "many_threads": """
+def many_threads(function, count):
+    found = [None] * count
+
+    def work(k):
+        try:
+            with torch.no_grad():
+                found[k] = function(k)
+        except BaseException as e:
+            found[k] = e
+
+    threads = [threading.Thread(target=work, args=(k,)) for k in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for value in found:
+        if isinstance(value, BaseException):
+            raise value
+    return found
+""",
+    "features_of": """
+@contextlib.contextmanager
+def features_of(block):
+    found = []
+    handle = block.register_forward_hook(lambda m, a, out: found.extend(t for t in tensors_in(out) if t.requires_grad))
+    try:
+        yield found
+    finally:
+        handle.remove()
+""",
+    "tensors_in": """
+def tensors_in(tree):
+    return [t for t in torch.utils._pytree.tree_leaves(tree) if isinstance(t, torch.Tensor) and t.is_floating_point()]
+""",
+    "tree_map": """
+def tree_map(tree):
+    return torch.utils._pytree.tree_map(lambda t: t * 0.5 if isinstance(t, torch.Tensor) else t, tree)
+""",
+}
+
+
+def source(program: Program) -> str:
+    """The script of a program: ``make()`` gives its model, ``run(model, side)`` trains it."""
+    classes = [_block_class(program, at) for at in range(len(program.blocks))]
+    extras = dict.fromkeys(KINDS[block.kind].extra for block in program.blocks if KINDS[block.kind].extra)
+    body = "\n\n\n".join([*extras, *classes, _model_class(program), _functions(program), _run(program)])
+    needed: list[str] = []
+    for _ in range(2):  # helpers use helpers
+        text = "".join([body, *(HELPERS[name] for name in needed)])
+        needed = [name for name in HELPERS if name in text]
+    helpers = [HELPERS[name].strip() for name in needed]
+    imports = [line for line in PRELUDE.strip().splitlines() if _needed(line, body + "".join(helpers))]
+    size = f"D, B, T = {program.width}, {program.batch}, {program.length}"
+    told = f'"""Program {program.seed}: {"; ".join(program.features)}."""'
+    return "\n\n".join([told, "\n".join(imports), size, *helpers, "", body]) + "\n"
+
+
+def _needed(line: str, text: str) -> bool:
+    words = line.split()
+    return not words or words[-1] + "." in text or words[-1] + "(" in text or words[0] == "from" or "torch" in line
+
+
+def path(program: Program, at: int, model: str = "self") -> str:
+    """How block ``at`` is reached from its model."""
+    if program.blocks[at].numbered:
+        return f"{model}.layers[{sum(block.numbered for block in program.blocks[:at])}]"
+    return f"{model}.b{at}"
+
+
+def _block_class(program: Program, at: int) -> str:
+    block = program.blocks[at]
+    kind = KINDS[block.kind]
+    init, before = kind.init, ""
+    text = ""
+    if block.inside:
+        inner = KINDS[block.inside]
+        text += _module(f"Inner{at}", inner.init, f"{inner.forward}\nreturn y") + "\n\n\n"
+        init += f"\nself.inner = Inner{at}()"
+        before = "x = x + self.inner(x)\n"
+    if block.frozen:
+        init += "\nself.requires_grad_(False)"
+    lines = [before + kind.forward]
+    if block.aux:
+        lines.append(AUX[block.aux][0].replace("{own}", kind.own))
+    if block.late and LATE[block.late][0] != "pass":
+        lines.append(LATE[block.late][0].replace("{own}", kind.own))
+    lines.append(EXITS[block.exit][0])
+    return text + _module(f"Block{at}", init, "\n".join(lines), "x, sink=None" if _takes_sink(block) else "x")
+
+
+def _takes_sink(block: Block) -> bool:
+    return "sink" in EXITS[block.exit][0] or block.aux == "list"
+
+
+def _module(name: str, init: str, forward: str, args: str = "x") -> str:
+    return (
+        f"class {name}(nn.Module):\n    def __init__(self):\n        super().__init__()\n{indent(init, ' ' * 8)}\n\n"
+        f"    def forward(self, {args}):\n{indent(forward, ' ' * 8)}"
+    )
+
+
+def _call_of(program: Program, at: int) -> str:
+    """Lines of the model's forward that run block ``at``: from ``h`` to ``y``."""
+    block, me = program.blocks[at], path(program, at)
+    sink = ", sink" if _takes_sink(block) else ""
+    lines = CALLS[block.call].replace("{args}", "x" + sink).replace("{detached}", "x.detach()" + sink)
+    if block.exit == "raised":
+        lines = f"try:\n{indent(lines, '    ')}\nexcept Found as e:\n    r = e.args[0]"
+    take = EXITS[block.exit][1]
+    if block.call == "skipped":
+        take = f"if r is None:\n    y = x\nelse:\n{indent(take, '    ')}"
+    own = KINDS[block.kind].own
+    if block.aux:
+        take += "\n" + AUX[block.aux][1]
+    if block.late:
+        take += "\n" + LATE[block.late][1].replace("{outside}", own.replace("self.", me + "."))
+    return (lines + "\n" + take).replace("{block}", me)
+
+
+def _model_class(program: Program) -> str:
+    root, blocks = program.root, program.blocks
+    init: list[str] = []
+    if "embedding" in root:
+        init += ["self.embed = nn.Embedding(11, D)", "self.head = nn.Linear(D, 11, bias=False)"]
+    if "tied" in root:
+        init.append("self.head.weight = self.embed.weight")
+    if "own_param" in root:
+        init.append("self.scale = nn.Parameter(torch.ones(D))")
+    if "param_property" in root:
+        init.append("self.logit_scale = nn.Parameter(torch.zeros(1))")
+    if "state" in root:
+        init.append("self.state = None")
+    init += [f"self.b{at} = Block{at}()" for at, block in enumerate(blocks) if not block.numbered]
+    numbered = [f"Block{at}()" for at, block in enumerate(blocks) if block.numbered]
+    if numbered:
+        init.append(f"self.layers = nn.ModuleList([{', '.join(numbered)}])")
+    body = ["x = self.embed(x)"] if "embedding" in root else []
+    if any(_takes_sink(block) for block in blocks):
+        body.append("sink = []")
+    body.append("aux = 0.0")
+    if "forces" in root:
+        body.append("x0 = x = x if x.requires_grad else x.detach().requires_grad_()")
+    if "state" in root:
+        body.append("if self.state is not None and self.state.shape == x.shape:\n    x = x + 0.5 * self.state")
+    if "own_param" in root:
+        body.append("x = x * self.scale")
+    if "unet" in root:
+        body.append("self.skips = []")
+    calls = []
+    for at in range(len(blocks)):
+        calls.append(f"{_call_of(program, at)}\nx = x + y")
+        if "unet" in root:
+            calls.append("self.skips.append(y)")
+    if "residual_list" in root:
+        body.append("every = [x]")
+        calls = [f"{call}\nevery.append(x)" if call.endswith("x + y") else call for call in calls]
+    text = "\n".join(calls)
+    body.append(f"for _ in range(2):\n{indent(text, '    ')}" if "recurrent" in root else text)
+    if "unet" in root:
+        body.append("while self.skips:\n    x = x + 0.5 * self.skips.pop()")
+    if "residual_list" in root:
+        body.append("x = torch.stack(every).mean(0)")
+    if "own_param" in root:
+        body.append("x = x * self.scale")
+    if "regularizer" in root:
+        body.append("aux = aux + 0.01 * sum(p.float().square().sum() for p in self.parameters())")
+    if "stacked_regularizer" in root:
+        body.append("aux = aux + 0.01 * torch.cat([p.float().flatten() for p in self.parameters()]).norm()")
+    if "param_property" in root:
+        body.append("self.said = self.logit_scale.exp()\nx = x * self.said")
+    if "state" in root:
+        body.append("self.state = x.detach()")
+    if "forces" in root:
+        body.append("with torch.enable_grad():\n    x = -torch.autograd.grad(x.sum(), x0, create_graph=True)[0] + x")
+    if "embedding" in root:
+        body.append("x = F.linear(x, self.head.weight)" if "fused_head" in root else "x = self.head(x)")
+    body.append("self.aux = aux" if "aux_kept" in root else "x = x + aux if torch.is_tensor(aux) else x")
+    if "aux_kept" not in root:
+        body[-1] = "y = (x + aux).to(x.dtype)"
+    else:
+        body.append("y = x")
+    body.append(EXITS[program.root_exit][0])
+    if "encode" not in root:
+        return _module("Model", "\n".join(init), "\n".join(body))
+    whole = _module("Model", "\n".join(init), "return self.encode(x)")
+    return whole + "\n\n    def encode(self, x):\n" + indent("\n".join(body), " " * 8)
+
+
+def _functions(program: Program) -> str:
+    """What the loop needs to get at results: of the model, of a block; and the loss and the batches."""
+    take = EXITS[program.root_exit][1].replace("{block}", "model").replace("self.", "model.")
+    if "embedding" in program.root:
+        loss = "F.cross_entropy(y.flatten(0, 1).float(), side_ids(key).flatten())"
+        batch = "side.ids(key, 11, B, T)"
+    else:
+        loss, batch = "y.float().square().mean()", "side.noise(key, B, T, D)"
+    aux = "\n    loss = loss + model.aux" if "aux_kept" in program.root else ""
+    parts = [
+        f"def take(model, r):\n{indent(take, '    ')}\n    return y",
+        f"def loss_of(model, r, key):\n    y = take(model, r)\n    loss = {loss}{aux}\n    return loss",
+        f"def batch(side, key):\n    return {batch}",
+        "def make():\n    torch.manual_seed(0)\n    return Model()",
+    ]
+    if "embedding" in program.root:
+        draw_ids = "torch.randint(0, 11, (B, T), generator=torch.Generator().manual_seed(1000 + key))"
+        parts.insert(0, f"def side_ids(key):\n    return {draw_ids}")
+    block = program.blocks[program.target]
+    if "take_block" in _loop_text(program):
+        # The list that some blocks append to is given by the loop.
+        took = EXITS[block.exit][1].replace("{block}", path(program, program.target, "model"))
+        parts.append(f"SINK = []\n\n\ndef take_block(r, model=None, sink=SINK):\n{indent(took, '    ')}\n    return y")
+    return "\n\n\n".join(parts)
+
+
+def _loop_text(program: Program) -> str:
+    return OBJECTIVES[program.objective].source + "".join(HABITS[name].source for name in program.habits)
+
+
+def _run(program: Program) -> str:
+    def at(place: str) -> list[str]:
+        return [habit.source for name, habit in HABITS.items() if name in program.habits and habit.place == place]
+
+    objective = OBJECTIVES[program.objective].source
+    inner = ["x = batch(side, step)", *at("before"), objective]
+    if at("after"):
+        inner += ["scaler.unscale_(optimizer)", *at("after")]
+    inner += ["scaler.step(optimizer)", "scaler.update()"]
+    if "scheduler" in program.habits:
+        inner.append("scheduler.step()")
+    inner += at("stepped") + (at("zero") or ["optimizer.zero_grad()"])
+    inner.append('side.see("step", step)')
+    lines = [ADAMS[program.adam], "scaler = side.scaler", *at("setup")]
+    lines += [f"for step in range({program.steps}):", indent("\n".join(inner), "    ")]
+    text = "\n".join(lines)
+    other = (program.target + 1) % len(program.blocks)
+    block = program.blocks[program.target]
+    of_block = "side.noise(step + 60, B, T, D)" + (", SINK" if _takes_sink(block) else "")
+    text = text.replace("take_block(", "take_block(model=model, r=") if "{block}.kept" in EXITS[block.exit][1] else text
+    for name, value in (
+        ("{block}", path(program, program.target, "model")),
+        ("{other}", path(program, other, "model")),
+        ("{call}", "model.encode" if "encode" in program.root else "model"),
+        ("{batch_of_block}", of_block),
+    ):
+        text = text.replace(name, value)
+    return "def run(model, side):\n" + indent(text, "    ")
