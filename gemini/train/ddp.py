@@ -77,9 +77,11 @@ class GeminiDDP(nn.Module):
         depth = calls.depth
         try:
             return super().__call__(*args, **kwargs)
-        except BaseException:
+        except BaseException as e:
             torch._C._set_grad_enabled(before)
             calls.unwind(depth)
+            if isinstance(e, RuntimeError):
+                _engine(self).saved_weights.refuse_transform(e)
             raise
 
     @contextlib.contextmanager

@@ -375,10 +375,7 @@ class Scaling:
                 "GradScaler.unscale_() or step() on gradients of a loss that was not scaled: call "
                 "scaler.scale(loss).backward()"
             )
-        engine = self._engine()
-        assert engine is not None
-        nobodys = [handle for handle in engine.handles if optimizer_of(handle.param) is None]
-        self._unscaled.update(handle.name for handle in (*handles, *nobodys))
+        self._unscaled.update(handle.name for handle in handles)
 
     def check_unscaled(self, handles: Iterable[ParamHandle]) -> None:
         """Refuse an update with gradients that a scaler has scaled and not unscaled."""
