@@ -25,6 +25,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from _progress import PATIENCE, Progress  # noqa: E402
+
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 MB = 10**6
@@ -98,6 +101,7 @@ def job(args: argparse.Namespace) -> None:
     losses = train(model, optimizer, args.steps, model.clip_grad_norm_)
     report = dict(model.memory_report())
     if args.fork:
+        trim()  # what a worker inherits is then what is in use, not what updates on other threads have left behind
         loader = torch.utils.data.DataLoader(
             range(4), num_workers=1, multiprocessing_context="fork", worker_init_fn=_worker, collate_fn=_anon_of_worker
         )
@@ -159,8 +163,14 @@ class Watched:
         return self.said["built"]["params"]
 
 
-def watch(arguments: list[str], *, cage: Cage | None = None, interval: float = 0.004, timeout: float = 300) -> Watched:
-    """Run ``job`` with ``arguments`` and look at it every ``interval`` seconds."""
+def watch(
+    arguments: list[str], *, cage: Cage | None = None, interval: float = 0.004, patience: float = PATIENCE
+) -> Watched:
+    """Run ``job`` with ``arguments`` and look at it every ``interval`` seconds.
+
+    Raises:
+        NoProgress: if it has done nothing for ``patience`` seconds.
+    """
     command = [sys.executable, str(Path(__file__).resolve()), "job", *arguments]
     if cage is not None:
         command = ["sh", "-c", f'echo $$ > "{cage.procs}" && exec "$@"', "sh", *command]
@@ -174,11 +184,11 @@ def watch(arguments: list[str], *, cage: Cage | None = None, interval: float = 0
         )
         assert child.stdout is not None and child.stdin is not None
         os.set_blocking(child.stdout.fileno(), False)
+        progress = Progress([child.pid], " ".join(command), patience=patience)
         try:
             peak, text = 0, b""
             while child.poll() is None:
-                if time.monotonic() - began > timeout:
-                    raise TimeoutError(f"{' '.join(command)} took more than {timeout:.0f} s")
+                progress.check()
                 try:
                     status = read_status(child.pid)
                 except (OSError, ValueError):
@@ -198,7 +208,7 @@ def watch(arguments: list[str], *, cage: Cage | None = None, interval: float = 0
                 elif newline:
                     text = rest
                 time.sleep(interval)
-            watched.code = child.wait(timeout=30)
+            watched.code = child.wait()
         finally:
             if child.poll() is None:
                 child.kill()
@@ -261,7 +271,7 @@ def one_run(args: argparse.Namespace, cpu: str, limit: int | None) -> tuple[Watc
     ]  # fmt: skip
     cage = None if limit is None else Cage(limit)
     try:
-        watched = watch(arguments, cage=cage, timeout=args.timeout)
+        watched = watch(arguments, cage=cage, patience=args.patience)
         return watched, 0 if cage is None else cage.peak()
     finally:
         if cage is not None:
@@ -355,7 +365,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--threads", type=int, default=1, help="of torch")
     parser.add_argument("--fork", action="store_true", help="job: also run a forked DataLoader worker")
-    parser.add_argument("--timeout", type=float, default=300, help="seconds per run")
+    parser.add_argument(
+        "--patience", type=float, default=PATIENCE, help="seconds that a run may do nothing (default: %(default)s)"
+    )
     parser.add_argument("--no-cgroup", action="store_true", help="only watch, set no hard limit")
     parser.add_argument("--out", type=Path, default=None, help="write the report here, as markdown")
     return parser.parse_args()

@@ -35,6 +35,7 @@ _WHERE = {
     "StaticPlacement": "gemini.planning.placement",
     "GeminiConfig": "gemini.config",
     "GeminiDDP": "gemini.train.ddp",
+    "GradScaler": "gemini.train.grad_scaler",
     "HybridAdam": "gemini.train.optimizer",
     "PendingCheckpoint": "gemini.train.checkpoint",
     "save_checkpoint": "gemini.train.checkpoint",
@@ -78,6 +79,7 @@ if TYPE_CHECKING:
     from gemini.train.ddp import GeminiDDP as GeminiDDP
     from gemini.train.from_config import from_config as from_config
     from gemini.train.from_pretrained import from_pretrained as from_pretrained
+    from gemini.train.grad_scaler import GradScaler as GradScaler
     from gemini.train.optimizer import HybridAdam as HybridAdam
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from gemini.errors import parse_bytes
@@ -20,8 +20,9 @@ class GeminiConfig:
     """How ``GeminiDDP`` manages a model.
 
     Args:
-        precision: dtype of forward and backward. "bf16" (split fp32 master), "fp16" (fp32 master, dynamic loss scale)
-            or "fp32". The optimizer always updates an exact fp32 master.
+        precision: dtype of forward and backward. "bf16" (split fp32 master), "fp16" (fp32 master, `gemini.GradScaler`)
+            or "fp32". The optimizer always updates an exact fp32 master. None says nothing: bf16, and in a framework
+            (Trainer, Accelerate, Lightning) what its own flags say, which is fp32 without any.
         memory: budgets per tier; what is left out is measured.
         placement: "auto" (what :func:`gemini.plan` chooses for ``trace`` and ``hardware``), a :class:`StaticPlacement`,
             a :class:`~gemini.planning.plan.Plan` (its homes and moves exactly), or a whole
@@ -49,7 +50,8 @@ class GeminiConfig:
         ValueError, TypeError: for values that make no sense, naming what is accepted.
     """
 
-    precision: str = "bf16"
+    # None is "not said", until resolved(): all that is handed down from the entrances has a precision.
+    precision: str = None  # type: ignore[assignment]
     memory: MemoryBudget = field(default_factory=MemoryBudget)
     placement: str | StaticPlacement | Placement | Plan = "auto"
     gradients: str = "retain"
@@ -64,7 +66,8 @@ class GeminiConfig:
     update_threads: int | None = None
 
     def __post_init__(self) -> None:
-        _one_of("precision", self.precision, PRECISIONS)
+        if self.precision is not None:
+            _one_of("precision", self.precision, PRECISIONS)
         _one_of("gradients", self.gradients, GRADIENTS)
         if self.reduce_dtype is not None:
             _one_of("reduce_dtype", self.reduce_dtype, PRECISIONS)
@@ -95,6 +98,14 @@ class GeminiConfig:
             raise ValueError(f"update_threads= is a positive number of threads, got {self.update_threads!r}")
         if self.activations is not None:
             parse_bytes(self.activations, what="activations=")
+
+    def resolved(self, precision: str = "bf16") -> GeminiConfig:
+        """This config, or if it does not say a precision, one that says ``precision``.
+
+        Raises:
+            ValueError: if the rest of it cannot be had in that precision.
+        """
+        return self if self.precision is not None else replace(self, precision=precision)
 
 
 def _one_of(name: str, value: Any, allowed: tuple[str, ...]) -> None:

@@ -27,6 +27,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from gemini.grad_mode import without_grad
+
 NORM_BLOCK, NORM_LANES, NORM_TILE = 4096, 32, 1 << 20
 
 _SLAB = 4 * NORM_TILE  # elements per pass: bounds the temporaries (about 100 MB with fp64 squares)
@@ -111,7 +113,7 @@ def _slabs(n: int) -> Iterator[slice]:
 # ---- Adam ------------------------------------------------------------------------------------------------------------
 
 
-@torch.no_grad()
+@without_grad
 def adam_update(
     weights: Tensor, residual: Tensor | None, exp_avg: Tensor, exp_avg_sq: Tensor, grad: Tensor, hyper: AdamHyper
 ) -> None:
@@ -155,13 +157,13 @@ def _split(master: Tensor, hi: Tensor, lo: Tensor) -> None:
     lo.copy_(bits - (rounded << 16))
 
 
-@torch.no_grad()
+@without_grad
 def split_master(master: Tensor, hi: Tensor, lo: Tensor) -> None:
     for part in _slabs(master.numel()):
         _split(master[part], hi[part], lo[part])
 
 
-@torch.no_grad()
+@without_grad
 def join_master(hi: Tensor, lo: Tensor, out: Tensor) -> None:
     for part in _slabs(out.numel()):
         out[part] = _join(hi[part], lo[part])
@@ -170,20 +172,20 @@ def join_master(hi: Tensor, lo: Tensor, out: Tensor) -> None:
 # ---- gradients and their norm ----------------------------------------------------------------------------------------
 
 
-@torch.no_grad()
+@without_grad
 def copy_grad(dst: Tensor, src: Tensor) -> list[float]:
     dst.copy_(src)
     return sum_squares(dst)
 
 
-@torch.no_grad()
+@without_grad
 def accumulate_grad(acc: Tensor, src: Tensor) -> list[float]:
     for part in _slabs(acc.numel()):
         acc[part] += src[part].float()
     return sum_squares(acc)
 
 
-@torch.no_grad()
+@without_grad
 def sum_squares(src: Tensor) -> list[float]:
     sums: list[float] = []
     for part in _slabs(src.numel()):

@@ -36,7 +36,8 @@ class MemoryBudget:
         gpu: the whole of what the process may take on the accelerator ("20GiB" or bytes).
         cpu: chunks, staging and pools in host memory (the interpreter and activations computed on the CPU come on top).
         nvme: bytes of the spill file. Without ``nvme_path`` the NVMe tier does not exist.
-        nvme_path: an existing, writable directory. The spill file in it has no name and vanishes with the process.
+        nvme_path: an existing, writable directory ("~": home). The spill file in it has no name and vanishes with
+            the process.
 
     Raises:
         ValueError, TypeError: for sizes that :func:`gemini.errors.parse_bytes` refuses.
@@ -54,6 +55,8 @@ class MemoryBudget:
                 parse_bytes(size, what=f"MemoryBudget({name}=)")
         if self.nvme_path is not None and not str(self.nvme_path):
             raise ValueError("MemoryBudget(nvme_path='') names no directory; leave it out for no NVMe tier")
+        if str(self.nvme_path or "").startswith("~"):
+            object.__setattr__(self, "nvme_path", Path(str(self.nvme_path)).expanduser())
         if self.nvme is not None and self.nvme_path is None and parse_bytes(self.nvme) > 0:
             raise ValueError(f"MemoryBudget(nvme={self.nvme!r}) needs nvme_path=, the directory for the spill file")
 

@@ -3,8 +3,9 @@
     accelerator = GeminiAccelerator(mixed_precision="bf16", gradient_accumulation_steps=4)
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
 
-``prepare`` manages the model in place of DDP and device moves, and puts HybridAdam in the place of AdamW. Autocast and
-GradScaler stay off: precision is the config's. The Hugging Face Trainer integration uses the same class.
+``prepare`` manages the model in place of DDP and device moves, and puts HybridAdam in the place of AdamW. Autocast
+stays off: precision is the config's. In fp16 ``accelerator.scaler`` is a ``gemini.GradScaler``, which ``backward``,
+clipping and ``optimizer.step`` use as accelerate's own. The Hugging Face Trainer integration uses the same class.
 """
 
 from __future__ import annotations
@@ -16,42 +17,44 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.utils import DistributedType
 from torch import nn
 
 from gemini.config import GeminiConfig
 from gemini.train.compiled import BLOCKS_INSTEAD
 from gemini.train.ddp import GeminiDDP
+from gemini.train.grad_scaler import GradScaler
 from gemini.train.guard import engine_of, handle_of
 from gemini.train.optimizer import HybridAdam
 
-from .accelerate_state import SavingAccelerator
+try:
+    from accelerate.optimizer import AcceleratedOptimizer
+    from accelerate.utils import DistributedType
+except ImportError as e:
+    raise ImportError(
+        f"the integrations of Trainer and Accelerate need accelerate 1.1 or newer ({e}), part of the extra 'trainer' "
+        "of Gemini: pip install 'accelerate>=1.1'",
+        name="accelerate",
+    ) from e
+
+from .accelerate_state import SavingAccelerator, engine_in
 from .adam import follow, owns_managed, to_hybrid_adam
 from .settings import check_config, check_precision, config_of, resolve_config
 
 
 class GeminiOptimizer(AcceleratedOptimizer):
-    """HybridAdam behind accelerate's face: no state is moved to a device, and a step fp16 has skipped is told."""
+    """HybridAdam behind accelerate's face: no state is moved to a device. In fp16 a step that is skipped is told."""
 
-    def __init__(self, optimizer: HybridAdam):
-        super().__init__(optimizer, device_placement=False, scaler=None)
-
-    def step(self, closure: Any = None) -> None:
-        """Update if gradients are complete (the last micro-batch of an accumulation)."""
-        engine = self.optimizer.engine()
-        scale = None if engine is None else engine.loss_scale
-        before = None if scale is None else scale.scale
-        super().step(closure)
-        self._is_overflow = scale is not None and before is not None and scale.scale < before
+    def __init__(self, optimizer: HybridAdam, scaler: GradScaler | None):
+        super().__init__(optimizer, device_placement=False, scaler=scaler)
 
 
 class GeminiAccelerator(SavingAccelerator):
     """An ``Accelerator`` whose ``prepare`` manages the model with Gemini.
 
     Args:
-        gemini_config: how to manage models; None for measured budgets and the precision that ``mixed_precision`` says.
-        mixed_precision: "bf16", "fp16" or "no" (fp32 without a config); must not contradict the config.
+        gemini_config: how to manage models; None for measured budgets. Without a precision in it, ``mixed_precision``
+            says that.
+        mixed_precision: "bf16", "fp16" or "no" (fp32, unless the config says another); must not contradict the config.
         **kwargs: accelerate's.
 
     With several processes every micro-batch's gradients are reduced at once, so that a rank keeps its shard only.
@@ -92,12 +95,20 @@ class GeminiAccelerator(SavingAccelerator):
             raise ValueError("parallelism_config: Gemini shards over all processes; leave parallelism_config out")
         self._gemini_config, self._gemini_flag = config, flag
         self._gemini_replaced: list[tuple[Any, HybridAdam]] = []
+        if flag == "fp16" or (config is not None and config.precision == "fp16"):
+            self._scale_losses()
         if reduce_always:
             self.gradient_state.plugin_kwargs["sync_each_batch"] = True
 
+    def _scale_losses(self) -> None:
+        """Make the scaler that fp16 needs, as a ``GradScalerKwargs`` handler says."""
+        if self.scaler is None:
+            how = {} if self.scaler_handler is None else self.scaler_handler.to_kwargs()
+            self.scaler = GradScaler(self.device.type, **how)
+
     @property
     def mixed_precision(self) -> str:
-        """What was asked for. accelerate itself is told "no", so that it adds neither autocast nor GradScaler."""
+        """What was asked for. accelerate itself is told "no", so that it adds neither autocast nor its own scaler."""
         return self._gemini_flag or "no"
 
     # ---- prepare ------------------------------------------------------------------------------------------------
@@ -110,6 +121,8 @@ class GeminiAccelerator(SavingAccelerator):
         """
         if isinstance(model, GeminiDDP):
             self.check_managed(model)
+            if config_of(model).precision == "fp16":  # type: ignore[union-attr]
+                self._scale_losses()
             return model
         if len({str(where) for where in (getattr(model, "hf_device_map", None) or {}).values()}) > 1:
             raise ValueError("the model was spread out with device_map=: load it without, Gemini places its weights")
@@ -123,7 +136,7 @@ class GeminiAccelerator(SavingAccelerator):
         there = config_of(model)
         if there is not None:
             check_precision(self._gemini_flag, there, f"mixed_precision={self._gemini_flag!r}")
-            if self._gemini_config is not None and _said(there) != _said(self._gemini_config):
+            if self._gemini_config is not None and _said(there) != _said(self._gemini_config.resolved(there.precision)):
                 raise ValueError(
                     "the model is managed already, with another config: leave gemini_config= out, or give the bare "
                     "model"
@@ -178,7 +191,7 @@ class GeminiAccelerator(SavingAccelerator):
         """Convert, and wrap without moving states."""
         if getattr(optimizer, "_is_accelerate_prepared", False) or not owns_managed(optimizer):
             return super().prepare_optimizer(optimizer, device_placement)
-        prepared = GeminiOptimizer(self.convert(optimizer))
+        prepared = GeminiOptimizer(self.convert(optimizer), self.scaler)
         self._optimizers.append(prepared)
         return prepared
 
@@ -188,6 +201,16 @@ class GeminiAccelerator(SavingAccelerator):
         return super().prepare_scheduler(scheduler)
 
     # ---- a step -------------------------------------------------------------------------------------------------
+
+    def unscale_gradients(self, optimizer: Any = None) -> None:
+        """Unscale what fp16 has scaled, of all optimizers or of those given; without a scaler nothing is done."""
+        if self.scaler is None:
+            return
+        given = optimizer if isinstance(optimizer, (tuple, list)) else [optimizer]
+        for one in self._optimizers if optimizer is None else given:
+            while isinstance(one, AcceleratedOptimizer):
+                one = one.optimizer
+            self.scaler.unscale_(one)
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
         """Clip all gradients of the managed model to ``max_norm``; returns their norm before.
@@ -210,6 +233,7 @@ class GeminiAccelerator(SavingAccelerator):
                 "clip_grad_norm_ before the last micro-batch: clipping now and again would scale gradients that are "
                 "still to come. Write `if accelerator.sync_gradients: accelerator.clip_grad_norm_(...)`"
             )
+        self.unscale_gradients([optimizer for optimizer in self._optimizers if engine_in(optimizer) is engine])
         model = next(m for m in self._models if m.__dict__.get("_gemini_engine") is engine)
         return model.clip_grad_norm_(max_norm, norm_type)
 

@@ -15,13 +15,16 @@ from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
+from accelerate.utils.constants import SCALER_NAME
 from torch import nn
 
 from gemini.errors import StorageError
-from gemini.train import checkpoint_files
+from gemini.train import checkpoint_files, replacing
 from gemini.train.checkpoint import load_checkpoint, save_checkpoint
 from gemini.train.ddp import GeminiDDP
 from gemini.train.optimizer import HybridAdam
+
+from .settings import take_over_scale
 
 _STATE_ID = "gemini.json"
 Pairs = list[tuple[str, Any, HybridAdam]]
@@ -33,6 +36,7 @@ class SavingAccelerator(Accelerator):
 
     _models: list[Any]
     _optimizers: list[Any]
+    scaler: Any
 
     def save_model(self, model: nn.Module, save_directory: Any, max_shard_size: Any = "10GB", **kwargs: Any) -> None:
         """As accelerate's; a managed transformers model is streamed from its tiers, with its config. All ranks call."""
@@ -68,17 +72,24 @@ class SavingAccelerator(Accelerator):
         if pairs:
             input_dir = self._newest_whole(pairs) if input_dir is None else Path(input_dir).expanduser()
             _check_state(Path(input_dir), pairs)
+        scaler, is_older = self.scaler, bool(pairs) and not (Path(input_dir) / SCALER_NAME).exists()
         with self._without(pairs):
-            super().load_state(None if input_dir is None else str(input_dir), load_kwargs, **kwargs)
+            self.scaler = None if is_older else scaler  # a state from when the model itself kept the loss scale
+            try:
+                super().load_state(None if input_dir is None else str(input_dir), load_kwargs, **kwargs)
+            finally:
+                self.scaler = scaler
         for folder, model, optimizer in pairs:
             load_checkpoint(Path(input_dir) / folder, model, optimizer)
+            if is_older:
+                take_over_scale(scaler, model)
 
     def _managed_pairs(self) -> Pairs:
         """Folder, model and optimizer of each model that is trained here."""
         pairs: Pairs = []
         for model in self._models:
             engine = model.__dict__.get("_gemini_engine")
-            own = [o.optimizer for o in self._optimizers if engine is not None and _engine_in(o) is engine]
+            own = [o.optimizer for o in self._optimizers if engine is not None and engine_in(o) is engine]
             if len(own) > 1:
                 raise ValueError("save_state: the model has several optimizers; make one HybridAdam with groups")
             if own:
@@ -109,7 +120,7 @@ class SavingAccelerator(Accelerator):
         raise StorageError(f"there is no whole state in {folder}")
 
 
-def _engine_in(optimizer: Any) -> Any:
+def engine_in(optimizer: Any) -> Any:
     inner = optimizer.optimizer
     return inner.engine() if isinstance(inner, HybridAdam) else None
 
@@ -124,6 +135,6 @@ def _check_state(location: Path, pairs: Pairs) -> None:
             "folder, or load its weights alone (model.load_state_dict) and start anew"
         ) from e
     for folder, _, _ in pairs:
-        path = checkpoint_files.find(location / folder)
-        if checkpoint_files.read_manifest(path)["extra"] != {"id": token}:
+        path = replacing.find(replacing.place_of(location / folder))
+        if checkpoint_files.read_manifest(path).extra != {"id": token}:
             raise StorageError(f"{location} was being overwritten when its saving was interrupted: give an older one")

@@ -15,8 +15,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import Seq2SeqTrainer, Trainer
-from transformers.trainer_utils import get_last_checkpoint
 
 from gemini.config import GeminiConfig
 from gemini.ranks.agreement import Point
@@ -24,6 +22,16 @@ from gemini.train.checkpoint import load_checkpoint
 from gemini.train.checkpoint_states import rng_states, set_rng_states
 from gemini.train.ddp import GeminiDDP
 from gemini.train.together import agree
+
+try:
+    from transformers import Seq2SeqTrainer, Trainer
+    from transformers.trainer_utils import get_last_checkpoint
+except ImportError as e:
+    raise ImportError(
+        f"gemini.integrations.huggingface needs transformers 5.0 and accelerate 1.1 or newer ({e}), the extra "
+        "'trainer' of Gemini: pip install 'transformers>=5.0' 'accelerate>=1.1'",
+        name="transformers",
+    ) from e
 
 from .accelerate import GeminiAccelerator
 from .huggingface_args import check_args, check_managed_args, use_one_gpu
@@ -45,8 +53,8 @@ class GeminiTrainerMixin:
     """Put it before ``Trainer`` or a subclass of it.
 
     Args:
-        gemini_config: how to manage the model. None measures the budgets and takes the precision from the flags: bf16
-            for ``bf16=True``, fp16 for ``fp16=True``, else fp32.
+        gemini_config: how to manage the model; None measures the budgets. Without a precision in it the flags say it:
+            bf16 for ``bf16=True``, fp16 for ``fp16=True``, else fp32.
         *args, **kwargs: the Trainer's own.
 
     Raises:
@@ -86,7 +94,7 @@ class GeminiTrainerMixin:
             self.accelerator.check_managed(self.model)
 
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
-        # Autocast and GradScaler would come with the flag; the model computes in its own precision.
+        # Autocast and torch's scaler would come with the flag; the model computes in its own precision.
         return {**super()._build_accelerator_args(**kwargs), "mixed_precision": "no"}  # type: ignore[misc]
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
@@ -107,10 +115,11 @@ class GeminiTrainerMixin:
 
     def _gemini_warn_half(self) -> None:
         dtypes = {p.dtype for p in self.model.parameters()}
-        if self._gemini_config is None and self.args.mixed_precision == "no" and dtypes <= {torch.bfloat16}:
+        said = self.args.mixed_precision != "no" or (self._gemini_config or GeminiConfig()).precision is not None
+        if not said and dtypes <= {torch.bfloat16}:
             warnings.warn(
                 "the model's weights are bf16, and neither bf16=True nor fp16=True was given: it is trained in fp32. "
-                "Give bf16=True to compute in bf16 (with exact fp32 masters), or a gemini_config to choose",
+                "Give bf16=True to compute in bf16 (with exact fp32 masters), or GeminiConfig(precision=...) to choose",
                 stacklevel=4,
             )
 

@@ -9,7 +9,7 @@ from typing import Any
 from gemini.config import GeminiConfig
 from gemini.train.compiled import BLOCKS_INSTEAD
 
-from .settings import check_precision
+from .settings import check_precision, precision_of
 
 logger = logging.getLogger(__name__)
 
@@ -53,8 +53,8 @@ def check_managed_args(args: Any, config: GeminiConfig | None) -> None:
     Raises:
         ValueError: if they contradict each other.
     """
-    precision = config.precision if config is not None else args.mixed_precision.replace("no", "fp32")
     check_precision(args.mixed_precision, config, f"TrainingArguments({args.mixed_precision}=True)")
+    precision = precision_of(args.mixed_precision, config)
     for flag in ("bf16", "fp16"):
         if getattr(args, f"{flag}_full_eval") and precision != flag:
             raise ValueError(

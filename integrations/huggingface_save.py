@@ -1,8 +1,9 @@
 """Checkpoints of a ``GeminiTrainer``: ``checkpoint-N`` is an ordinary Trainer checkpoint with ``gemini/`` in it.
 
-Weights, config, tokenizer, scheduler, RNGs and the Trainer's state are the Trainer's own files; ``gemini/`` takes the
-place of ``optimizer.pt`` (masters, moments, step counts, loss scale). All of it is written to ``.saving/checkpoint-N``
-and renamed when it is whole, because transformers' ``get_last_checkpoint`` judges by name alone.
+Weights, config, tokenizer, scheduler, the scaler of fp16, RNGs and the Trainer's state are the Trainer's own files;
+``gemini/`` takes the place of ``optimizer.pt`` (masters, moments, step counts). All of it is written to
+``.saving/checkpoint-N`` and renamed when it is whole, because transformers' ``get_last_checkpoint`` judges by name
+alone.
 """
 
 from __future__ import annotations
@@ -14,11 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers.trainer import SCALER_NAME
 from transformers.trainer_utils import rotate_checkpoints
 
-from gemini.train import checkpoint_files
+from gemini.train import replacing
 from gemini.train.checkpoint import load_checkpoint, save_checkpoint
 from gemini.train.checkpoint_states import set_rng_states
+
+from .settings import take_over_scale
 
 STATES = "gemini"
 _STAGING = ".saving"
@@ -38,11 +42,11 @@ def clean_up(run_dir: str, accelerator: Any) -> None:
     if accelerator.is_main_process:
         shutil.rmtree(staging_in(run_dir), ignore_errors=True)
         for old in Path(run_dir).glob(".checkpoint-*.old"):
-            final = old.with_name(old.name[1:].removesuffix(".old"))
-            if final.exists():
-                shutil.rmtree(old)
-            else:
-                os.rename(old, final)
+            replacing.restore(old.with_name(old.name[1:].removesuffix(".old")))
+            if old.exists():  # removed from where nobody takes what is left of it for a whole one
+                staging_in(run_dir).mkdir(exist_ok=True)
+                os.rename(old, staging_in(run_dir) / old.name)
+        shutil.rmtree(staging_in(run_dir), ignore_errors=True)
     accelerator.wait_for_everyone()
 
 
@@ -85,7 +89,7 @@ def publish(run_dir: str, trainer: Any) -> None:
         for path in work.iterdir():
             if path.is_file():
                 _sync(path)
-        checkpoint_files.swap(work, final)
+        replacing.swap(work, final)
         shutil.rmtree(staging_in(run_dir), ignore_errors=True)
         if trainer.args.push_to_hub:
             trainer._push_from_checkpoint(str(final))
@@ -152,6 +156,8 @@ def load_states(trainer: Any, checkpoint: str) -> None:
         PlanMismatch, StorageError: as :func:`gemini.load_checkpoint` does.
     """
     extra = load_checkpoint(Path(checkpoint) / STATES, trainer.model, trainer.optimizer.optimizer)
+    if not (Path(checkpoint) / SCALER_NAME).exists():  # else the Trainer loads it
+        take_over_scale(trainer.accelerator.scaler, trainer.model)
     if extra["global_step"] != trainer.state.global_step:
         raise ValueError(
             f"{checkpoint} holds the states of step {extra['global_step']} and a trainer_state.json of step "

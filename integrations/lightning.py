@@ -2,8 +2,8 @@
 
 Importing this module registers the name. The strategy makes the LightningModule itself a managed model, turns
 ``torch.optim.AdamW`` and ``Adam`` into ``HybridAdam``, and takes precision and clipping out of Lightning's hands: no
-autocast, no GradScaler. Processes, samplers and logging are those of Lightning's DDPStrategy. Checkpoints are ordinary
-Lightning files with exact fp32 masters and moments, written from the chunks param by param.
+autocast, and in fp16 a ``gemini.GradScaler``. Processes, samplers and logging are those of Lightning's DDPStrategy.
+Checkpoints are ordinary Lightning files with exact fp32 masters and moments, written from the chunks param by param.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from gemini.train import streamed_file
 from gemini.train.compiled import BLOCKS_INSTEAD
 from gemini.train.ddp import GeminiDDP
 from gemini.train.engine import Engine
-from gemini.train.guard import refuse_in
+from gemini.train.grad_reads import refuse_in
 from gemini.train.hooks import call_as_forward
 from gemini.train.optimizer import HybridAdam
 from gemini.train.together import agree
@@ -57,8 +57,8 @@ class GeminiStrategy(DDPStrategy):
     """Train a LightningModule as a managed model, in one process or in ``devices`` of them.
 
     Args:
-        config: how to manage it. Its precision must agree with ``Trainer(precision=...)``; without a config, that
-            decides alone (Lightning's default is "32-true": fp32), and budgets are measured.
+        config: how to manage it; without one budgets are measured. A precision in it must agree with
+            ``Trainer(precision=...)``; without, that decides alone (Lightning's default is "32-true": fp32).
         reduce_every_backward: with several ranks and accumulation, reduce gradients after each backward instead of the
             last (``no_sync``): the same within rounding, more traffic, and 4 bytes per param and rank less.
         ddp: arguments of Lightning's DDPStrategy about processes: ``timeout``, ``process_group_backend``,
@@ -118,7 +118,7 @@ class GeminiStrategy(DDPStrategy):
     def precision_plugin(self) -> Precision:
         """Always a :class:`GeminiPrecision`."""
         if self._precision_plugin is None:
-            self._precision_plugin = GeminiPrecision(self, "fp32" if self.config is None else self.config.precision)
+            self._precision_plugin = GeminiPrecision(self, (self.config or GeminiConfig()).resolved("fp32").precision)
         return self._precision_plugin
 
     @precision_plugin.setter
@@ -126,7 +126,9 @@ class GeminiStrategy(DDPStrategy):
         if plugin is None or isinstance(plugin, GeminiPrecision):
             self._precision_plugin = plugin
             return
-        self._precision_plugin = GeminiPrecision(self, precision_of(plugin, self.config))
+        self._precision_plugin = GeminiPrecision(
+            self, precision_of(plugin, self.config), getattr(plugin, "scaler", None)
+        )
 
     # ---- setup and end ----------------------------------------------------------------------------------------------
 

@@ -36,7 +36,7 @@ def hybrids_of(
     last = model.__dict__.get("_gemini_last_optimizers")
     for hybrid in hybrids:
         if last is not None and not any(hybrid is other for other in last):
-            _forget(hybrid)
+            hybrid.start_anew()
     model.__dict__["_gemini_last_optimizers"] = hybrids
     for scheduler in schedulers:
         for old, new in zip(optimizers, hybrids, strict=True):
@@ -56,9 +56,3 @@ def _hybrid_of(optimizer: torch.optim.Optimizer, *, step_in_backward: bool) -> H
 
 def _params(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
     return [param for group in optimizer.param_groups for param in group["params"]]
-
-
-def _forget(hybrid: HybridAdam) -> None:
-    if any(getattr(handle_of(param), "num_steps", 0) for param in _params(hybrid)):
-        groups = torch.optim.Optimizer.state_dict(hybrid)["param_groups"]
-        hybrid.load_state_dict({"state": {}, "param_groups": groups})

@@ -1,7 +1,8 @@
 """Precision under the Lightning strategy: Lightning's flags in our words, and our plugin in the place of its own.
 
-Trainer makes a plugin from ``precision=...`` that would add autocast and a GradScaler, and clip gradients that are not
-there. Ours casts inputs, clips through the managed model, and keeps what a checkpoint needs to go on.
+Trainer makes a plugin from ``precision=...`` that would add autocast and torch's GradScaler, and clip gradients that
+are not there. Ours casts inputs, clips through the managed model, and keeps what a checkpoint needs to go on. In fp16
+it scales losses and steps through a ``gemini.GradScaler``, where Lightning's "16-mixed" uses torch's.
 """
 
 from __future__ import annotations
@@ -17,6 +18,9 @@ from gemini.errors import GeminiError
 from gemini.memory.chunk import COMPUTE_DTYPES
 from gemini.train.checkpoint_states import rng_states, set_rng_states
 from gemini.train.ddp import GeminiDDP
+from gemini.train.grad_scaler import GradScaler
+
+from .settings import take_over_scale
 
 if TYPE_CHECKING:
     from .lightning import GeminiStrategy
@@ -37,8 +41,8 @@ def precision_of(plugin: Precision, config: GeminiConfig | None) -> str:
             f"use one of {', '.join(map(repr, _PRECISIONS))}"
         )
     asked = _PRECISIONS[plugin.precision]
-    if config is None or asked == config.precision:
-        return asked
+    if config is None or config.precision in (None, asked):
+        return (config or GeminiConfig()).resolved(asked).precision
     if type(plugin) is Precision:  # "32-true" is also what Lightning says when its user said nothing
         return config.precision
     raise ValueError(
@@ -48,11 +52,15 @@ def precision_of(plugin: Precision, config: GeminiConfig | None) -> str:
 
 
 class GeminiPrecision(Precision):
-    """What the strategy puts in the place of Lightning's precision plugin: inputs, clipping, loss scale, RNG states."""
+    """What the strategy puts in the place of Lightning's precision plugin: inputs, clipping, scaler, RNG states."""
 
-    def __init__(self, strategy: GeminiStrategy, precision: str):
+    def __init__(self, strategy: GeminiStrategy, precision: str, scaler: torch.amp.GradScaler | None = None):
+        """``scaler``: the one of the plugin that this one replaces; in fp16 it is gone on from."""
         self.precision = _FLAGS[precision]
         self.compute = precision
+        self.scaler = GradScaler() if precision == "fp16" else None
+        if self.scaler is not None and scaler is not None and scaler.is_enabled():
+            self.scaler.load_state_dict(scaler.state_dict())
         self._strategy = strategy
 
     def convert_input(self, data: Any) -> Any:
@@ -61,6 +69,24 @@ class GeminiPrecision(Precision):
             return data
         dtype = COMPUTE_DTYPES[self.compute]
         return apply_to_collection(data, torch.Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t)
+
+    def pre_backward(self, tensor: torch.Tensor, module: Any) -> torch.Tensor:  # type: ignore[override]
+        """The loss, scaled in fp16; also of ``manual_backward``."""
+        return super().pre_backward(tensor if self.scaler is None else self.scaler.scale(tensor), module)
+
+    def optimizer_step(self, optimizer: Any, model: Any, closure: Any, **kwargs: Any) -> Any:  # type: ignore[override]
+        """In fp16: gradients are unscaled before hooks and clipping see them, and a step with inf or NaN is skipped."""
+        if self.scaler is None:
+            return super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)
+        loss = closure()
+        if loss is None and model.automatic_optimization:
+            self._after_closure(model, optimizer)
+            return loss  # the step was left out, and there was no backward
+        self.scaler.unscale_(optimizer)
+        self._after_closure(model, optimizer)
+        result = self.scaler.step(optimizer, **kwargs)
+        self.scaler.update()
+        return result
 
     def clip_grad_by_norm(self, optimizer: Any, clip_val: float) -> None:
         """Clip the gradients of one optimizer's params; ``strategy.grad_norm`` is their norm before."""
@@ -76,20 +102,22 @@ class GeminiPrecision(Precision):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps besides Lightning's own: the fp16 loss scale, and the RNG states of every rank."""
+        """What a checkpoint keeps besides Lightning's own: the scaler of fp16, and the RNG states of every rank."""
         if not isinstance(self._strategy.model, GeminiDDP):
             return {}
         states: list[Any] = [rng_states()]
         if self._strategy.world_size > 1:
             states = [None] * self._strategy.world_size
             torch.distributed.all_gather_object(states, rng_states())
-        scale = self._strategy.engine.loss_scale
-        return {"rng": states, "loss_scale": None if scale is None else dict(vars(scale))}
+        return {"rng": states, "scaler": None if self.scaler is None else self.scaler.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Put back what :meth:`state_dict` gave; ranks beyond the saved ones keep their RNG states."""
-        scale = self._strategy.engine.loss_scale
-        if scale is not None and state_dict["loss_scale"] is not None:
-            vars(scale).update(state_dict["loss_scale"])
+        older = state_dict.get("loss_scale")  # from when the model itself kept it
+        if self.scaler is not None and state_dict.get("scaler"):
+            self.scaler.load_state_dict(state_dict["scaler"])
+        elif self.scaler is not None and older is not None:
+            vars(self._strategy.engine.loss_scale).update(older)
+            take_over_scale(self.scaler, self._strategy.model)
         if self._strategy.global_rank < len(state_dict["rng"]):
             set_rng_states(state_dict["rng"][self._strategy.global_rank])

@@ -1,7 +1,7 @@
 """From what a framework was told (precision flags, its device) to the ``GeminiConfig`` a model is managed with.
 
-A flag that says nothing ("no", None) leaves the choice to the config; without a config it means fp32. A flag and a
-config that differ are refused: one of them is a mistake, and which one only the user knows.
+A flag that says nothing ("no", None) leaves the choice to the config; where neither says anything it is fp32, as in
+the framework. A flag and a config that differ are refused: one of them is a mistake, and which one only the user knows.
 """
 
 from __future__ import annotations
@@ -31,17 +31,27 @@ def check_precision(flag: str | None, config: GeminiConfig | None, where: str) -
     """Compare a framework's precision flag ("bf16", "fp16", "no" or None) with the config of the model.
 
     Raises:
-        ValueError: if they differ, or the flag means a precision that is not there ("fp8").
+        ValueError: if they differ, the flag means a precision that is not there ("fp8"), or one that is not possible
+            with the rest of the config.
     """
-    if flag in _UNSAID:
-        return
-    if flag not in ("bf16", "fp16"):
+    if flag not in (*_UNSAID, "bf16", "fp16"):
         raise ValueError(f"{where} asks for {flag}: Gemini computes in bf16, fp16 or fp32")
-    if config is not None and config.precision != flag:
+    if config is not None and flag not in _UNSAID and config.precision not in (None, flag):
         raise ValueError(
             f"{where} asks for {flag}, and the model is to be managed in {config.precision} "
             f"(GeminiConfig(precision={config.precision!r})): say {flag} in both, or only in one of them"
         )
+    precision_of(flag, config)
+
+
+def precision_of(flag: str | None, config: GeminiConfig | None) -> str:
+    """What is computed in: what the config says, else what the flag says, else fp32.
+
+    Raises:
+        ValueError: if the rest of the config cannot be had in it.
+    """
+    by_flag = "fp32" if flag is None or flag in _UNSAID else flag
+    return by_flag if config is None else config.resolved(by_flag).precision
 
 
 def config_of(model: Any) -> GeminiConfig | None:
@@ -55,8 +65,8 @@ def resolve_config(
     """The config for a model that is not managed yet.
 
     Args:
-        config: the user's, or None for measured budgets and the precision of ``flag``.
-        flag: the framework's precision, compared before.
+        config: the user's, or None for measured budgets.
+        flag: the framework's precision, compared before; it holds where the config says none.
         device: where the framework puts batches; the model computes there too.
         accumulates: whether several backwards make a step. Then "retain" becomes "accumulate": room for fp32 sums is
             needed for sure, and what does not fit is refused before the first step.
@@ -65,10 +75,8 @@ def resolve_config(
         ValueError: if the config names another device.
     """
     if config is None:
-        precision = "fp32" if flag is None or flag in _UNSAID else flag
-        return GeminiConfig(
-            precision=precision, gradients="accumulate" if accumulates else "retain", device=str(device)
-        )
+        config = GeminiConfig()
+    config = config.resolved(precision_of(flag, config))
     if accumulates and config.gradients == "retain":
         config = replace(config, gradients="accumulate")
     if config.device is None:
@@ -80,3 +88,11 @@ def resolve_config(
             "framework the same (use_cpu=True, Accelerator(cpu=True))"
         )
     return config
+
+
+def take_over_scale(scaler: Any, model: Any) -> None:
+    """Let a scaler go on from the loss scale that ``model`` itself has, as older checkpoints hold it."""
+    own = model.__dict__["_gemini_engine"].loss_scale
+    if scaler is not None and own is not None:
+        kept = scaler.state_dict()
+        scaler.load_state_dict({**kept, "scale": own.scale, "_growth_tracker": own.num_good_steps})

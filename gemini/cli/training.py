@@ -48,8 +48,8 @@ def train(
     model: Annotated[
         Path | None,
         typer.Option(
-            help="A Hugging Face config.json (weights are drawn from --seed), or a model folder (its weights are "
-            "loaded, and its tokenizer.json is used if there is one; else tokens are bytes).",
+            help="A Hugging Face config.json (weights are drawn from --seed, tokens are bytes), or a model folder (its "
+            "weights are loaded, and its tokenizer is used).",
             rich_help_panel=_WHAT,
         ),
     ] = None,
@@ -61,7 +61,9 @@ def train(
     ] = None,
     data: Annotated[
         list[Path] | None,
-        typer.Option(help="A text file, or a folder to search for --glob. Repeat for more.", rich_help_panel=_WHAT),
+        typer.Option(
+            help="A file of plain text, or a folder to search for --glob. Repeat for more.", rich_help_panel=_WHAT
+        ),
     ] = None,
     glob: Annotated[
         list[str] | None,
@@ -70,6 +72,14 @@ def train(
             rich_help_panel=_WHAT,
         ),
     ] = None,
+    bytes: Annotated[
+        bool,
+        typer.Option(
+            "--bytes",
+            help="Every byte is a token, whatever tokenizer the model folder has, and any file is text.",
+            rich_help_panel=_WHAT,
+        ),
+    ] = False,
     seq_len: Annotated[int, typer.Option(help="Tokens in a window.", rich_help_panel=_HOW)] = _DEFAULTS.seq_len,
     batch_size: Annotated[
         int, typer.Option(help="Windows in a forward pass of each process.", rich_help_panel=_HOW)

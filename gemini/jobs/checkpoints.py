@@ -5,18 +5,19 @@ A folder under its final name is a whole checkpoint: ``gemini.save_checkpoint`` 
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import tempfile
 from pathlib import Path
 
+from gemini.errors import StorageError
 from gemini.jobs.errors import JobError
+from gemini.train import replacing
 
 _NAME = re.compile(r"step-(\d{8,})")
 _REMOVED = "removed"
-# What a save or a removal that was killed may have left: ``.step-00000005.new-4711``, ``.old``, ``.removed``.
-_LEFTOVER = re.compile(r"\.(step-\d{8,})\.(new-(\d+)|old|removed)")
+# What a removal, or a save between two renames, that was killed may have left.
+_LEFTOVER = re.compile(r"\.(step-\d{8,})\.(old|removed)")
 
 
 def checkpoints_in(out: Path) -> list[Path]:
@@ -36,11 +37,17 @@ def checkpoint_path(out: Path, step: int) -> Path:
 def prune(out: Path, keep: int) -> None:
     """Remove all but the newest ``keep``. Called after a newer one is whole, so one is always there."""
     for path in checkpoints_in(out)[:-keep]:
-        # Another name first: what a killed removal leaves must not look like a checkpoint.
-        going = path.with_name(f".{path.name}.{_REMOVED}")
-        shutil.rmtree(going, ignore_errors=True)
+        _remove(path)
+
+
+def _remove(path: Path) -> None:
+    """Another name first: what a killed removal leaves must not look like a checkpoint."""
+    match = _LEFTOVER.fullmatch(path.name)
+    going = path.with_name(f".{match[1] if match else path.name}.{_REMOVED}")
+    if path != going:
+        replacing.remove(going)
         path.rename(going)
-        shutil.rmtree(going)
+    shutil.rmtree(going)
 
 
 def clean_up(out: Path) -> None:
@@ -49,27 +56,17 @@ def clean_up(out: Path) -> None:
     Called by one process before the first step of a run; what another living process is writing is left alone.
     """
     folder = out / "checkpoints"
+    for path in replacing.leftovers(folder):
+        if _NAME.match(path.name.removeprefix(".")):
+            replacing.remove(path)
     for path in list(folder.iterdir()) if folder.is_dir() else []:
         match = _LEFTOVER.fullmatch(path.name)
-        if match is None or (match[3] is not None and _lives(int(match[3]))):
+        if match is None:
             continue
-        if match[2] == "old" and not (folder / match[1]).exists():
-            path.rename(folder / match[1])
-        else:
-            shutil.rmtree(path, ignore_errors=True)
-
-
-def _lives(pid: int) -> bool:
-    """Whether another process has this number. Our own has saved nothing yet: under it an earlier one has."""
-    if pid == os.getpid():
-        return False
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except (PermissionError, OverflowError):
-        return True
-    return True
+        if match[2] == "old":
+            replacing.restore(folder / match[1])
+        if path.exists():
+            _remove(path)
 
 
 def choose(resume: str | None, out: Path, *, overwrite: bool) -> Path | None:
@@ -83,11 +80,13 @@ def choose(resume: str | None, out: Path, *, overwrite: bool) -> Path | None:
         return there[-1] if there else None
     if resume is not None:
         path = Path(resume)
-        if not path.is_dir():
+        try:
+            replacing.find(replacing.place_of(path))
+        except StorageError as e:
             raise JobError(
                 f"--resume {resume}: there is no such checkpoint folder. Give one such as {checkpoint_path(out, 500)}, "
                 "or 'auto' for the newest in --out."
-            )
+            ) from e
         inside = checkpoints_in(path)
         if inside:  # the run's folder was given, not one of its checkpoints
             raise JobError(f"--resume {resume}: this is the folder of a run. Its newest checkpoint is {inside[-1]}.")

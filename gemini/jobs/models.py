@@ -1,7 +1,7 @@
 """The model to train, from a preset, a Hugging Face config file or a model folder: first its config, then its weights.
 
 Reading the config is quick and tells all that must be checked against the text; building takes the memory. Only files
-at hand are read, only safetensors are loaded, and no code that comes with a model is run.
+at hand are read, and no code that comes with a model is run (pickled weights are read as tensors and nothing else).
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ import torch
 import transformers
 
 from gemini.config import GeminiConfig
+from gemini.errors import StorageError
 from gemini.jobs.errors import JobError
+from gemini.jobs.tokenizers import check_tokenizer
 from gemini.train.attention import Attention
 from gemini.train.from_config import skeleton_from_config
 from gemini.train.from_pretrained import skeleton_from_pretrained
@@ -37,8 +39,12 @@ class ModelSource:
     tokenizer: Path | None = None
 
 
-def find_model(model: Path | None, preset: str | None, layers: int | None = None) -> ModelSource:
+def find_model(
+    model: Path | None, preset: str | None, layers: int | None = None, *, as_bytes: bool = False
+) -> ModelSource:
     """Read the config behind ``--model`` or ``--preset``, with ``--layers`` layers instead of its own if that is given.
+
+    ``as_bytes``: whatever tokenizer there is, tokens are to be bytes.
 
     Raises:
         JobError: if there is no such thing, or it is not a causal language model that transformers knows.
@@ -47,7 +53,7 @@ def find_model(model: Path | None, preset: str | None, layers: int | None = None
         source = ModelSource(f"preset {preset}", _preset(preset))
     else:
         assert model is not None
-        source = _from_path(model)
+        source = _from_path(model, as_bytes)
     if layers is not None:
         if source.weights is not None:
             raise JobError(
@@ -100,11 +106,12 @@ def outline_model(source: ModelSource, attention: Attention | None = None) -> Sk
             config=source.config,
             dtype="auto",
             local_files_only=True,
-            use_safetensors=True,
         )
         return skeleton
     except MemoryError:
         raise
+    except StorageError as e:
+        raise JobError(f"{source.label} cannot be built: {e}") from e
     except Exception as e:
         # Whatever transformers trips over here comes from the files it was given.
         raise JobError(f"{source.label} cannot be built: {first_line(e)}") from e
@@ -147,32 +154,29 @@ def checkpoint_activations(model: Any) -> None:
     enable({"use_reentrant": False})
 
 
-def load_tokenizer(folder: Path) -> Any:
-    """The tokenizer of a model folder."""
-    try:
-        return transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except Exception as e:
-        raise JobError(f"{folder / 'tokenizer.json'} cannot be loaded: {first_line(e)}") from e
-
-
 def _preset(name: str) -> Any:
     if name not in PRESETS:
         raise JobError(f"--preset {name}: there is no such preset. There is {', '.join(PRESETS)}.")
     return transformers.GPT2Config()  # its defaults are GPT-2 small
 
 
-def _from_path(path: Path) -> ModelSource:
+def _from_path(path: Path, as_bytes: bool) -> ModelSource:
     file = _config_file(path, f"--model {path}")
     config = _read_config(file, f"--model {file}")
     if path.is_file():
         return ModelSource(f"config {path}", config)
-    tokenizer = path if (path / "tokenizer.json").is_file() else None
-    if any(path.glob("*.safetensors")):
+    pickled = [path / name for name in ("pytorch_model.bin", "pytorch_model.bin.index.json")]
+    has_weights = any(path.glob("*.safetensors")) or any(file.is_file() for file in pickled)
+    vocabulary = config.get_text_config().vocab_size
+    tokenizer = None
+    if not as_bytes and check_tokenizer(path, vocabulary=vocabulary, has_weights=has_weights):
+        tokenizer = path
+    if has_weights:
         return ModelSource(f"model folder {path}", config, weights=path, tokenizer=tokenizer)
     if any(path.glob("*.bin")) or any(path.glob("*.pt")):
         raise JobError(
-            f"--model {path}: the folder has pickled weights and no safetensors. Pickle files can run code and are not "
-            "read; convert them with `model.save_pretrained(folder)` of transformers."
+            f"--model {path}: the folder has pickled files, and neither safetensors nor a pytorch_model.bin. Other "
+            "formats are not read; convert them with `model.save_pretrained(folder)` of transformers."
         )
     return ModelSource(f"config {file}", config, tokenizer=tokenizer)
 

@@ -24,6 +24,7 @@ class TrainSettings:
     layers: int | None = None
     data: tuple[Path, ...]
     glob: tuple[str, ...] = DEFAULT_GLOBS
+    bytes: bool = False
     without_folders: tuple[str, ...] = ()
     num_held_out: int = 0
 

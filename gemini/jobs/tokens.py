@@ -132,8 +132,8 @@ def _pieces(file: TextFile) -> Iterator[str]:
     except UnicodeDecodeError as e:
         raise JobError(
             f"{file.path} is not UTF-8 text ({e.reason}), and the model's tokenizer needs UTF-8. Convert the file "
-            "(iconv -t UTF-8), leave it out with --glob, or train byte-level with a model folder that has no "
-            "tokenizer.json: then every byte is a token."
+            "(iconv -t UTF-8), leave it out with --glob, or train byte-level with --bytes: "
+            "then every byte is a token."
         ) from e
     except OSError as e:
         raise JobError(f"{file.path} cannot be read: {e.strerror or e}.") from e

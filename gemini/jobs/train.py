@@ -23,6 +23,7 @@ from gemini.errors import human_bytes
 from gemini.jobs import checkpoints
 from gemini.jobs.budgets import budget_lines, shares, use_line
 from gemini.jobs.errors import JobError, as_job_error
+from gemini.jobs.file_kinds import LeftOut, describe, only_text
 from gemini.jobs.interrupt import StopWish
 from gemini.jobs.models import (
     ModelSource,
@@ -31,13 +32,13 @@ from gemini.jobs.models import (
     fill_model,
     find_model,
     hush,
-    load_tokenizer,
     outline_model,
 )
 from gemini.jobs.progress import StepReport, TrainProgress
 from gemini.jobs.settings import TrainSettings
 from gemini.jobs.team import Team, join
 from gemini.jobs.text_files import find_text_files, fingerprint
+from gemini.jobs.tokenizers import load_tokenizer
 from gemini.jobs.tokens import ByteTokens, TokenizerTokens, Tokens
 from gemini.jobs.train_config import make_config
 from gemini.jobs.windows import WindowStream
@@ -64,7 +65,7 @@ class TrainRun:
         self._console = console
         self._tokenizer: Any = None
         with self.team.together("the preparation of the job"):
-            source = find_model(settings.model, settings.preset, settings.layers)
+            source = find_model(settings.model, settings.preset, settings.layers, as_bytes=settings.bytes)
             checkpoints.prepare_out(settings.out)
             found = None
             if self.team.is_first:
@@ -121,6 +122,9 @@ class TrainRun:
                 f"--seq-len {settings.seq_len} is more than the model's {longest} positions. Use at most {longest}."
             )
         files = find_text_files(settings.data, settings.glob, without_folders=settings.without_folders)
+        left_out: list[LeftOut] = []
+        if not settings.bytes:
+            files, left_out = only_text(files, settings.data)
         tokens: Tokens
         if source.tokenizer is None:
             tokens = ByteTokens(files)
@@ -145,6 +149,8 @@ class TrainRun:
             f"text: {len(files)} files, {human_bytes(sum(file.num_bytes for file in files))}, {tokens.num_tokens:,} "
             f"tokens in {stream.num_windows:,} windows of {settings.seq_len}; {tokens.describe()}"
         )
+        if left_out:
+            self._say(f"left out as no text: {describe(left_out)} (--bytes takes everything)")
         return stream
 
     def _compare(self, found: Path | None) -> Path | None:
@@ -180,6 +186,9 @@ class TrainRun:
                 f"a step was {saved['windows_per_step']} windows before, it is {self._windows_per_step} from now on"
             )
         if self.step < self.settings.steps:
+            return
+        if self.settings.resume == "auto" and self.step > self.settings.steps:
+            self._say(f"that is past --steps {self.settings.steps}: nothing is left to do (more --steps go on)")
             return
         if self.settings.resume != "auto":
             raise JobError(
@@ -330,13 +339,15 @@ def train(settings: TrainSettings, console: Console, *, command: str) -> int:
             hush()
         run = TrainRun(settings, console, team)
         run.run()
-        finished = run.step == settings.steps
-        if finished:
+        finished, past = run.step >= settings.steps, run.step > settings.steps
+        if finished and not past:
             run.save()
         memory = run.model.memory_report()
         lines, all_within = budget_lines(*team.tell(shares(memory), "the end of the job"))
         console.print(str(memory), *lines, sep="\n", highlight=False, markup=False, soft_wrap=True)
-        if finished:
+        if past:
+            said = f"Nothing was trained and nothing written: step {run.step} is past --steps {settings.steps}."
+        elif finished:
             said = f"The model is in {settings.out}; it opens with transformers' AutoModelForCausalLM.from_pretrained."
         else:
             said = f"Stopped after step {run.step} of {settings.steps}. To go on: {command}"

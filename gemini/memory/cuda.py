@@ -27,6 +27,7 @@ from contextlib import contextmanager
 
 import torch
 
+from gemini.grad_mode import call_without_grad
 from gemini.memory.cuda_streams import CopyStreams, CudaEvent
 from gemini.memory.cuda_windows import CudaWindow, WindowMemory
 from gemini.memory.device import Device, Event
@@ -159,8 +160,9 @@ class CudaDevice(Device):
                 if window is not None:
                     window.let_follow(stream)
             plain = into.dtype == source.dtype and into.is_contiguous() and source.is_contiguous()
-            with torch.cuda.stream(stream), torch.no_grad():
-                into.copy_(source, non_blocking=plain)  # else torch goes through copies of its own
+            with torch.cuda.stream(stream):
+                # Not plain: torch goes through copies of its own.
+                call_without_grad(into.copy_, source, non_blocking=plain)
             event = CudaEvent(self.torch_device, stream, "a copy")
             streams.last = (direction, event)
             for tensor, window in zip((into, source), windows, strict=True):

@@ -22,6 +22,7 @@ import psutil
 import torch
 
 from gemini.errors import GeminiError
+from gemini.grad_mode import call_without_grad
 from gemini.memory.clock import RandomClock
 from gemini.memory.pages import can_move_pages, host_bytes
 from gemini.memory.windows import FramePool, PageWindow, StorageWindow, Window
@@ -288,8 +289,8 @@ class StandinDevice(_HostMemoryDevice):
                     after.wait()
                     if poison:
                         _fill_with_nan(into)
-                with torch.inference_mode(into.is_inference()), torch.no_grad():
-                    into.copy_(source)
+                with torch.inference_mode(into.is_inference()):
+                    call_without_grad(into.copy_, source)
             except BaseException as e:  # surfaces in wait(): a lane never dies
                 event.finish(e)
             else:
@@ -342,9 +343,9 @@ def _run_jobs(jobs: queue.SimpleQueue[Callable[[], None] | None]) -> None:
 
 
 def _fill_with_nan(tensor: torch.Tensor) -> None:
-    with torch.no_grad(), torch.inference_mode(tensor.is_inference()):
+    with torch.inference_mode(tensor.is_inference()):
         if tensor.is_contiguous():
-            tensor.view(-1).view(torch.uint8).fill_(255)
+            call_without_grad(lambda: tensor.view(-1).view(torch.uint8).fill_(255))
 
 
 _live: weakref.WeakSet[StandinDevice] = weakref.WeakSet()

@@ -21,7 +21,10 @@ LOOK_AHEAD = 64
 class Schedule:
     """One step's accesses with their moves, and a place in it."""
 
-    def __init__(self, accesses: Sequence[Access], moves: Sequence[Moves], moving: frozenset[int]):
+    def __init__(
+        self, accesses: Sequence[Access], moves: Sequence[Moves], moving: frozenset[int], again: Sequence[Moves] = ()
+    ):
+        """``again``: the moves of a further micro-batch, where they are others: they say what stays until it begins."""
         self._needs = [frozenset(access.chunks) & moving for access in accesses]
         self._starts: dict[int, list[int]] = {}
         self._fetches: set[tuple[int, int]] = set()
@@ -29,10 +32,10 @@ class Schedule:
         self.num_deviations = 0
         self._planned: list[tuple[int, int]] = []
         before: frozenset[int] = frozenset()
-        for moment, (needed, now) in enumerate(zip(self._needs, moves, strict=True)):
+        for moment, (needed, now, later) in enumerate(zip(self._needs, moves, again or moves, strict=True)):
             for index in sorted(needed - before):
                 self._starts.setdefault(index, []).append(moment)
-            self._fetches.update((index, moment) for index in now.fetch)
+            self._fetches.update((index, moment) for index in later.fetch)
             self._planned += [(moment, index) for index in now.fetch]
             before = needed
 
@@ -48,20 +51,30 @@ class Schedule:
         """A chunk is read: move to the moment that says so."""
         if self._at is None or (self._at >= 0 and index in self._needs[self._at]):
             return
-        start = self._next_start(index)
+        start = self._next_start(index, self._at)
         if start is None or start - self._at > LOOK_AHEAD:
             self.num_deviations += 1
         else:
             self._at = start
 
-    def outlook(self, index: int) -> tuple[int | None, bool]:
-        """The moment of the next use (of the next step's, counted on), and whether the plan keeps it until then."""
+    def outlook(self, index: int, *, done: bool = False, reader: int | None = None) -> tuple[int | None, bool]:
+        """The moment of the next use (of the next step's, counted on), and whether the plan keeps it until then.
+
+        Args:
+            done: all its gradients have arrived, which ends a stretch of moments that read it.
+            reader: the chunk that is about to be read: the answer is as of the moment before.
+        """
         if self._at is None or not self._starts:
             return None, False
-        following = self._at + 1
-        if 0 < following < len(self._needs) and index in self._needs[self._at] & self._needs[following]:
+        at = self._at
+        if reader is not None and (at < 0 or reader not in self._needs[at]):
+            start = self._next_start(reader, at)
+            at = at if start is None or start - at > LOOK_AHEAD else start - 1
+        following = at + 1
+        in_both = 0 < following < len(self._needs) and index in self._needs[at] & self._needs[following]
+        if in_both and not done:
             return following, True  # let go between two moments that both read it
-        start = self._next_start(index)
+        start = self._next_start(index, at)
         if start is not None:
             return start, (index, start) not in self._fetches
         if index not in self._starts:
@@ -75,10 +88,9 @@ class Schedule:
         for position in range(bisect_right(self._planned, (after, 2**62)), len(self._planned)):
             yield self._planned[position]
 
-    def _next_start(self, index: int) -> int | None:
-        assert self._at is not None
+    def _next_start(self, index: int, at: int) -> int | None:
         starts = self._starts.get(index, [])
-        after = bisect_right(starts, self._at)
+        after = bisect_right(starts, at)
         return starts[after] if after < len(starts) else None
 
 
@@ -138,6 +150,6 @@ class Foresight:
         """The fetches that the schedule plans from here on, (moment, chunk): all of them where no step is under way."""
         return iter(()) if self.schedule is None else self.schedule.upcoming()
 
-    def outlook(self, index: int) -> tuple[int | None, bool]:
+    def outlook(self, index: int, *, done: bool = False, reader: int | None = None) -> tuple[int | None, bool]:
         """When a chunk is needed next, None if that is not known, and whether the plan keeps it until then."""
-        return (None, False) if self.schedule is None else self.schedule.outlook(index)
+        return (None, False) if self.schedule is None else self.schedule.outlook(index, done=done, reader=reader)

@@ -41,6 +41,7 @@ class Manager:
             needed.
         update_of: what has to be over before the home of a chunk's weights may be read; ``await_update`` waits for it.
         relieve: waits for something else that gives back memory of the computing tier; False if there is nothing.
+        unpin: releases what is pinned for the sake of speed only; False if there is nothing.
         leave: bytes of the computing tier that fetches ahead leave to others.
     """
 
@@ -61,6 +62,7 @@ class Manager:
         update_of: Callable[[Chunk], Event | None] = lambda chunk: None,
         await_update: Callable[[Chunk], None] = lambda chunk: None,
         relieve: Callable[[], bool] = lambda: False,
+        unpin: Callable[[], bool] = lambda: False,
         leave: Callable[[], int] = lambda: 0,
     ):
         self.chunks = chunks
@@ -73,8 +75,9 @@ class Manager:
         self._on_evict = on_evict
         self._policy = policy or NextUse()
         self._clock = 0
+        self._reader: int | None = None  # the chunk that somebody waits for, while room is made for it
         self._await_update, self.relieve, self._leave = await_update, relieve, leave
-        self._is_lent = is_lent
+        self._is_lent, self._unpin = is_lent, unpin
         self._overtaken: dict[int, Chunk] = {}
         """Lent chunks whose content an update has overtaken."""
 
@@ -172,6 +175,8 @@ class Manager:
                     self._evict(self.chunks[index])
             elif self.fetches.ahead:  # what came ahead of its time gives way to what is needed now
                 self._call_back(next(reversed(self.fetches.ahead.values())))
+            elif self._unpin():
+                continue
             elif not collected and any(self._is_lent(chunk) for chunk in self.chunks if chunk.window is not None):
                 collected = True
                 gc.collect()  # what was lent may only wait for it, or for a thread to end
@@ -196,7 +201,8 @@ class Manager:
 
     def _outlook(self, chunk: Chunk) -> tuple[int | None, bool]:
         """When it is needed next, and whether it should stay until then: so plans the plan, or it came for that use."""
-        next_use, kept = self.foresight.outlook(chunk.spec.index)
+        done = chunk.use is Use.GRAD_READY
+        next_use, kept = self.foresight.outlook(chunk.spec.index, done=done, reader=self._reader)
         return next_use, kept or chunk.ahead
 
     def _trim_pool(self, num_bytes: int, *, for_window: bool) -> None:
@@ -214,9 +220,10 @@ class Manager:
             return
         for moment, index in self.foresight.upcoming():
             chunk = self.chunks[index]
-            if chunk.use is not Use.FREE or chunk.window is None or not self.fetches.can_begin(chunk):
+            if chunk.use is not Use.FREE or chunk.window is None:
                 continue
-            if not self._make_room_before(moment, chunk.window.num_bytes):
+            # One that can only be gathered when it is read needs its room then: nothing that is read later may take it.
+            if not self.fetches.can_begin(chunk) or not self._make_room_before(moment, chunk.window.num_bytes):
                 return
             self._begin_fetch(chunk, moment)
 
@@ -381,7 +388,11 @@ class Manager:
         """Gather a chunk here and now: somebody waits for it."""
         assert chunk.window is not None
         self._await_update(chunk)
-        self.populate(chunk.window, "windows", what=chunk.name)
+        self._reader = chunk.spec.index
+        try:
+            self.populate(chunk.window, "windows", what=chunk.name)
+        finally:
+            self._reader = None
         try:
             self.fetches.begin_now(chunk)
         except BaseException:
@@ -409,12 +420,13 @@ class Manager:
         tier = self._device.tier
         pinned = [c for c in self.chunks if c.window is not None and c.pins]
         held = sum(c.window.num_bytes for c in pinned if c.window is not None)
-        lent = [c for c in self.chunks if c.window is not None and not c.pins and c.gathered and self._is_lent(c)]
+        lent = [c for c in self.chunks if c.window is not None and c.gathered and self._is_lent(c)]
         by_others = ""
         if lent:
+            names = " or ".join(repr(slot.name) for slot in lent[0].spec.slots[:3])
             by_others = (
                 f"; {human_bytes(sum(c.window.num_bytes for c in lent if c.window is not None))} are {len(lent)} "
-                f"chunks whose weights the program still has a view of ({lent[0].name}): del it (an attribute, a list, "
+                f"chunks whose weights the program still has a view of (of {names}): del it (an attribute, a list, "
                 "something on ctx), or let autograd keep it (ctx.save_for_backward)"
             )
         return (

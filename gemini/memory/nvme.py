@@ -27,6 +27,9 @@ from gemini.kernels import IoQueue
 from gemini.memory.device import Event
 from gemini.memory.pages import PAGE, host_bytes
 
+_ZEROS = 2**20
+"""Bytes at once with which a slot that was used before is overwritten."""
+
 
 @dataclass(frozen=True)
 class DirectoryProbe:
@@ -49,7 +52,7 @@ def probe(directory: str | Path) -> DirectoryProbe:
     Raises:
         StorageError: if the directory is missing, is not a directory, or cannot be written.
     """
-    directory = Path(directory)
+    directory = Path(directory).expanduser()
     fd, direct, nameless = _open(directory)
     os.close(fd)
     return DirectoryProbe(directory, direct, nameless, free_bytes(directory))
@@ -131,13 +134,17 @@ class SpillFile:
             raise
 
     def allocate(self, num_bytes: int) -> int:
-        """The offset of a slot: preallocated (then it reads as zeros), given back before, or at a new end of the file.
+        """The offset of a slot that reads as zeros: preallocated, given back before, or at a new end of the file.
 
         Raises:
-            StorageError: if the file has to grow and the disk is full.
+            StorageError: if the file has to grow and the disk is full, or what a slot holds cannot be overwritten.
         """
         size = -(-num_bytes // PAGE) * PAGE
         if self._given_back.get(size):
+            offset = self._given_back[size][-1]
+            zeros = host_bytes(min(size, _ZEROS))
+            for start in range(0, size, _ZEROS):
+                self.write(zeros[: size - start], offset + start)
             return self._given_back[size].pop()
         offset, end = self._used, self._used + size
         if end > self.num_bytes:
@@ -233,6 +240,7 @@ def _open(directory: Path) -> tuple[int, bool, bool]:
     if not directory.is_dir():
         raise StorageError(f"nvme_path {directory} is not an existing directory; create it or give another one")
     direct = getattr(os, "O_DIRECT", 0)
+    reason = ""
     for nameless in (True, False):
         for flag in (direct, 0):
             try:
@@ -242,12 +250,16 @@ def _open(directory: Path) -> tuple[int, bool, bool]:
                     raise StorageError(f"nvme_path {directory} cannot be written: {e.strerror}") from e
                 if e.errno in (errno.ENOSPC, errno.EDQUOT):
                     raise StorageError(f"nvme_path {directory} is full: {e.strerror}") from e
+                reason = f": {e.strerror}"
                 continue
             if flag and not _direct_works(fd):
                 os.close(fd)
                 continue
             return fd, bool(flag), nameless
-    raise StorageError(f"no spill file could be made in nvme_path {directory}")
+    raise StorageError(
+        f"nvme_path {directory} cannot be written{reason}. Give a directory of a file system that ordinary files can "
+        "be made in"
+    )
 
 
 def _open_nameless(directory: Path, flag: int) -> int:

@@ -82,7 +82,8 @@ class Staging:
     ):
         self.tile = tile
         self._device, self._ledger = device, ledger
-        self._is_reserved = reserved > 0
+        self.is_reserved = reserved > 0
+        """Whether the bytes of the training thread's set are in the ledger."""
         self._own = StagingSet(_Memory(device.make_host_buffer, staging_bytes(tile)), tile)
         self._num_left = max(reserved // staging_bytes(tile) - 1, 0)
         memory, slot = _Memory(self._make_on_device, on_device), staging_bytes(device_tile)
@@ -97,10 +98,25 @@ class Staging:
         Raises:
             BudgetExceeded: if it was not reserved, and there is no room.
         """
-        if not self._is_reserved:
-            self._ledger.reserve(Tier.CPU, staging_bytes(self.tile), "staging")
-            self._is_reserved = True
+        self.reserve()
         return self._own
+
+    def reserve(self) -> bool:
+        """Take the bytes of the training thread's set before its first use; whether they had not been taken.
+
+        Raises:
+            BudgetExceeded: if there is no room.
+        """
+        if self.is_reserved:
+            return False
+        self._ledger.reserve(Tier.CPU, staging_bytes(self.tile), "staging")
+        self.is_reserved = True
+        return True
+
+    def give_back(self) -> None:
+        """Undo :meth:`reserve`, before the set was used."""
+        self._ledger.release(Tier.CPU, staging_bytes(self.tile), "staging")
+        self.is_reserved = False
 
     def _make_on_device(self, num_bytes: int) -> torch.Tensor:
         buffer = self._device.make_buffer(num_bytes)

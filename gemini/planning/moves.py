@@ -14,7 +14,7 @@ from math import gcd
 from typing import NamedTuple
 
 from gemini.errors import BudgetExceeded, human_bytes
-from gemini.planning.plan import Moves
+from gemini.planning.plan import Moves, there_before
 from gemini.planning.policy import Candidate, EvictionPolicy, NextUse
 from gemini.planning.trace import Access
 
@@ -136,9 +136,15 @@ def cheapest_moves(
     room: int,
     costs: Mapping[int, float] | None = None,
     lasting: frozenset[int] = frozenset(),
+    renewed: frozenset[int] = frozenset(),
+    times: int = 1,
 ) -> tuple[Moves, ...]:
-    """The moves that cost least. Arguments as of :func:`moves_by_policy`; ``costs``: of gathering a chunk once, in any
-    unit (default: its bytes).
+    """The moves that cost least. Arguments as of :func:`moves_by_policy`.
+
+    Args:
+        costs: of gathering a chunk once, in any unit (default: its bytes).
+        renewed: of ``lasting``, chunks whose gathered weights are overtaken every so many ``times``: then
+            :func:`first_of` says what is gathered.
 
     Deterministic: the same arguments give the same moves on every rank.
 
@@ -151,9 +157,34 @@ def cheapest_moves(
         return greedy  # everything stays from its first use on: nothing can be saved
     found = runs(accesses, sizes)
     gaps = _gaps(found, len(accesses), lasting)
-    kept = _choose(gaps, accesses, sizes, room, price)
+    saved = {
+        gap: price[gap.chunk] * (1 - 1 / times if gap.stop <= gap.start and gap.chunk in renewed else 1) for gap in gaps
+    }
+    kept = _choose(gaps, accesses, sizes, room, saved)
     chosen = _moves_of(found, kept, len(accesses), lasting)
-    return min((chosen, greedy), key=lambda all_moves: sum(price[i] for moves in all_moves for i in moves.fetch))
+
+    def total(again: Sequence[Moves]) -> float:
+        begun = there_before(accesses, again, renewed)
+        return times * sum(price[i] for moves in again for i in moves.fetch) + sum(price[i] for i in begun)
+
+    return min((chosen, greedy), key=total)
+
+
+def first_of(again: Sequence[Moves], accesses: Sequence[Access], renewed: frozenset[int]) -> tuple[Moves, ...]:
+    """The moves of the first of several steps that ``again`` is for: ``renewed`` chunks are not there when it begins.
+
+    They are gathered when they are read first; in no moment does it hold more.
+    """
+    there: set[int] = set()
+    found: list[Moves] = []
+    for access, moves in zip(accesses, again, strict=True):
+        evict = tuple(i for i in moves.evict if i not in renewed or i in there)
+        there -= set(evict)
+        there |= set(moves.fetch)
+        missing = tuple(i for i in access.chunks if i in renewed and i not in there)
+        there |= set(missing)
+        found.append(Moves(evict, (*moves.fetch, *missing)))
+    return tuple(found)
 
 
 class Gap(NamedTuple):
@@ -183,7 +214,7 @@ def _choose(
     accesses: Sequence[Access],
     sizes: Mapping[int, int],
     room: int,
-    price: Mapping[int, float],
+    saved: Mapping[Gap, float],
 ) -> set[Gap]:
     """The gaps to keep chunks gathered in: maximise what they save, within the room that each moment leaves."""
     from scipy.optimize import Bounds, LinearConstraint, milp
@@ -199,10 +230,10 @@ def _choose(
     where_row, where_column, values = zip(*entries, strict=True)
     matrix = csr_matrix((values, (where_row, where_column)), shape=(len(rows), len(gaps)))
     limits = [free[moment] // unit for moment, _ in rows]  # whole units: a tighter relaxation
-    most = max(price[gap.chunk] for gap in gaps)
+    most = max(saved.values())
     # The number of nodes is limited and not the time: what is chosen must not depend on how busy the machine is.
     solution = milp(
-        [-price[gap.chunk] / most for gap in gaps],
+        [-saved[gap] / most for gap in gaps],
         constraints=LinearConstraint(matrix, ub=limits),
         integrality=[1] * len(gaps),
         bounds=Bounds(0, 1),

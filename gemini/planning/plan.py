@@ -6,6 +6,7 @@ trace it was made for, so that it can be played and checked by itself.
 
 from __future__ import annotations
 
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -39,6 +40,8 @@ class Plan:
         placement: the home tier of every plane of every chunk.
         moves: one per moment of the trace. A step begins with the gathered weights of frozen chunks that the one before
             left, and without those of trained ones, which an update has overtaken.
+        again: those of every further micro-batch of a step, which begins with what the one before left, of trained
+            chunks too; empty where they are ``moves``.
         offload_activations: where the inputs of checkpointed blocks wait: None (where they are), "cpu" or "nvme".
         accumulate: micro-batches of one optimizer step.
     """
@@ -49,6 +52,11 @@ class Plan:
     moves: tuple[Moves, ...]
     offload_activations: str | None = None
     accumulate: int = 1
+    again: tuple[Moves, ...] = ()
+
+    def moves_of(self, batch: int) -> tuple[Moves, ...]:
+        """The moves of one micro-batch of a step, counted from 0."""
+        return self.again or self.moves if batch else self.moves
 
     @property
     def layout(self) -> Layout:
@@ -79,7 +87,7 @@ class Plan:
     @cached_property
     def traffic(self) -> Traffic:
         """Bytes over each boundary in one optimizer step (of offloaded activations: not in here)."""
-        fetched = [index for moves in self.moves for index in moves.fetch] * self.accumulate
+        fetched = [i for batch in range(self.accumulate) for moves in self.moves_of(batch) for i in moves.fetch]
         return step_traffic(self.problem, self.placement, fetched, backwards=self.accumulate)
 
     def to_json(self) -> str:
@@ -97,6 +105,7 @@ class Plan:
             "homes": [{kind.value: tier.value for kind, tier in homes.items()} for homes in self.placement.homes],
             "streamed": sorted(self.placement.streamed),
             "moves": [[list(moves.evict), list(moves.fetch)] for moves in self.moves],
+            "again": [[list(moves.evict), list(moves.fetch)] for moves in self.again],
             "offload_activations": self.offload_activations,
             "offload_to": None if problem.offload_to is None else problem.offload_to.value,
             "accumulate": self.accumulate,
@@ -123,11 +132,14 @@ class Plan:
             **{name: int(spoken_for[name]) for name in _SPOKEN_FOR},
         )
         homes = tuple({PlaneKind(kind): Tier(tier) for kind, tier in homes.items()} for homes in body["homes"])
-        moves = tuple(Moves(tuple(evict), tuple(fetch)) for evict, fetch in body["moves"])
-        if len(homes) != len(problem.layout.chunks) or len(moves) != len(trace.moments):
+        moves, again = (  # older plans have no moves of further micro-batches
+            tuple(Moves(tuple(evict), tuple(fetch)) for evict, fetch in body.get(name, ())) for name in _MOVES
+        )
+        lengths = {len(moves), len(again) or len(moves)}
+        if len(homes) != len(problem.layout.chunks) or lengths != {len(trace.moments)}:
             raise ValueError("its homes or moves are not as many as its chunks or moments")
         placement = Placement(homes, frozenset(map(int, body.get("streamed", ()))))  # older plans stream nothing
-        return cls(trace, problem, placement, moves, body["offload_activations"], body["accumulate"])
+        return cls(trace, problem, placement, moves, body["offload_activations"], body["accumulate"], again)
 
     def check_for(self, trace: MemoryTrace) -> None:
         """Refuse a plan of another model.
@@ -181,6 +193,8 @@ class Plan:
 _NEW = "device_staging"
 """A field that older plans lack."""
 
+_MOVES = ("moves", "again")
+
 _SPOKEN_FOR = ("working_set", "staging", "activations", "in_flight", "exchange", "offloaded", _NEW)
 """Fields of a problem that are bytes."""
 
@@ -195,7 +209,8 @@ def check_plan(plan: Plan) -> None:
     needs = [plan.problem.needs_window(i, homes[PlaneKind.WEIGHTS]) for i, homes in enumerate(plan.placement.homes)]
     sizes = [plan.problem.window_bytes(i) for i in range(len(plan.layout.chunks))]
     gathered: set[int] = set(standing(plan))
-    for access, moves in zip(plan.accesses, plan.moves, strict=True):
+    batches = [*plan.moves, *plan.again, *plan.again]
+    for access, moves in zip([*plan.accesses] * (len(batches) // max(len(plan.moves), 1)), batches, strict=True):
         gathered -= set(moves.evict)
         gathered |= set(moves.fetch)
         missing = [i for i in access.chunks if needs[i] and i not in gathered]
@@ -217,14 +232,21 @@ def window_room(problem: Problem, placement: Placement) -> int:
 
 
 def standing(plan: Plan) -> tuple[int, ...]:
-    """Frozen chunks whose gathered weights stay from one step to the next: those let go or used before a fetch."""
+    """Frozen chunks whose gathered weights stay from one step to the next."""
+    needs = {
+        i for i, homes in enumerate(plan.placement.homes) if plan.problem.needs_window(i, homes[PlaneKind.WEIGHTS])
+    }
+    return there_before(plan.accesses, plan.moves, needs)
+
+
+def there_before(accesses: Sequence[Access], moves: Sequence[Moves], among: Container[int]) -> tuple[int, ...]:
+    """The chunks that moves count on when they begin: those let go or used before a fetch."""
     seen: set[int] = set()
     stay: list[int] = []
-    needs = [plan.problem.needs_window(i, homes[PlaneKind.WEIGHTS]) for i, homes in enumerate(plan.placement.homes)]
-    for access, moves in zip(plan.accesses, plan.moves, strict=True):
-        seen |= set(moves.fetch)
-        for index in (*moves.evict, *access.chunks):
-            if index not in seen and needs[index]:
+    for access, now in zip(accesses, moves, strict=True):
+        seen |= set(now.fetch)
+        for index in (*now.evict, *access.chunks):
+            if index not in seen and index in among:
                 stay.append(index)
                 seen.add(index)
     return tuple(stay)

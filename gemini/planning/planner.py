@@ -16,7 +16,7 @@ from gemini.errors import BudgetExceeded, PlanMismatch, parse_bytes
 from gemini.planning.hardware import Hardware
 from gemini.planning.homes import Fetches, cheapest_homes
 from gemini.planning.layout import DEFAULT_MAX_CHUNK, Layout
-from gemini.planning.moves import cheapest_moves, moves_by_policy
+from gemini.planning.moves import cheapest_moves, first_of, moves_by_policy
 from gemini.planning.placement import Placement, Problem, StaticPlacement, by_fractions, check_fits, fill_fastest
 from gemini.planning.plan import Moves, Plan, window_room
 from gemini.planning.planes import GRADIENTS, PRECISIONS, PlaneKind
@@ -324,7 +324,7 @@ class Planner:
         poorest = moves_by_policy(steps, sizes=sizes, room=problem.working_set, policy=NextUse())
         counts = Counter(i for moves in poorest for i in moves.fetch)
         n = self.accumulate
-        fetches = [Fetches(n * counts[i], min(n * counts[i], 0 if i in lasting else n)) for i in every]
+        fetches = [Fetches(n * counts[i], min(n * counts[i], 0 if i in lasting else 1)) for i in every]
         return cheapest_homes(
             problem,
             fetches,
@@ -345,12 +345,14 @@ class Planner:
 
     def with_moves(self, problem: Problem, placement: Placement, offload_activations: str | None) -> Plan:
         """A placement with the moves that next use makes on demand."""
-        moves = moves_for(self.trace, problem, placement, self.speeds, policy=NextUse())
-        return Plan(self.trace, problem, placement, moves, offload_activations, self.accumulate)
+        n = self.accumulate
+        moves, again = moves_for(self.trace, problem, placement, self.speeds, policy=NextUse(), accumulate=n)
+        return Plan(self.trace, problem, placement, moves, offload_activations, n, again)
 
     def refined(self, plan: Plan) -> Plan:
         """The same homes with the moves that cost least."""
-        return replace(plan, moves=moves_for(self.trace, plan.problem, plan.placement, self.speeds))
+        moves, again = moves_for(self.trace, plan.problem, plan.placement, self.speeds, accumulate=plan.accumulate)
+        return replace(plan, moves=moves, again=again)
 
     def cost(self, plan: Plan) -> float:
         """Seconds of a step beside its computing: of all moves and updates, or of the busiest lane."""
@@ -380,11 +382,15 @@ def moves_for(
     *,
     steps: tuple[Access, ...] | None = None,
     policy: EvictionPolicy | None = None,
-) -> tuple[Moves, ...]:
+    accumulate: int = 1,
+) -> tuple[tuple[Moves, ...], tuple[Moves, ...]]:
     """The moves of a placement: those that cost least, or those that ``policy`` makes on demand.
 
     Args:
         steps: the accesses, where they are not those of ``trace``.
+        accumulate: micro-batches of a step.
+
+    Returns: of the first micro-batch, and of every further one (empty if there is none).
 
     Raises:
         BudgetExceeded: if one moment needs more gathered weights than there is room for.
@@ -396,11 +402,16 @@ def moves_for(
     sizes = {i: problem.window_bytes(i) for i in moving}
     lasting = frozenset(i for i in moving if not problem.layout.chunks[i].trainable)
     room = window_room(problem, placement)
+    renewed = frozenset(moving) - lasting if accumulate > 1 else frozenset()
+    lasting |= renewed  # until the update, which comes after the last micro-batch
     if policy is not None:
-        return moves_by_policy(steps, sizes=sizes, room=room, policy=policy, lasting=lasting)
+        moves = moves_by_policy(steps, sizes=sizes, room=room, policy=policy, lasting=lasting)
+        return (first_of(moves, steps, renewed), moves) if renewed else (moves, ())
     # A copy within the computing tier (a shard gathered from ranks, a cast) is not free either: at memory speed.
     costs = {i: speeds.cost(fetch_traffic(problem, placement.homes[i], i)) + sizes[i] * 1e-12 for i in moving}
-    return cheapest_moves(steps, sizes=sizes, room=room, costs=costs, lasting=lasting)
+    how = {"lasting": lasting, "renewed": renewed}
+    moves = cheapest_moves(steps, sizes=sizes, room=room, costs=costs, **how, times=accumulate)
+    return (first_of(moves, steps, renewed), moves) if renewed else (moves, ())
 
 
 def _slower(problem: Problem, placement: Placement) -> list[int]:

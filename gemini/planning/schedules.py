@@ -157,10 +157,11 @@ def serial(work: Work) -> Graph:
     for batch in range(plan.accumulate):
         is_last = batch == plan.accumulate - 1
         for moment in range(len(moments)):
-            for index in plan.moves[moment].evict:
+            now = plan.moves_of(batch)[moment]
+            for index in now.evict:
                 drop(index, len(graph.tasks), at_end=False)  # before the first task of this moment
             graph.restored(moment, do(work.restore(moment), moment))
-            for index in plan.moves[moment].fetch:
+            for index in now.fetch:
                 tasks = do(work.fetch(index), moment)
                 drop(index, tasks[0], at_end=False)  # gathered anew in the next micro-batch
                 gathered[index] = True
@@ -220,7 +221,7 @@ def _fetches(work: Work, num_steps: int) -> tuple[list[list[_Fetch]], list[tuple
         opened.append((-1, index))
         uses.append([-1, -1])
     for at in range(num_steps * per_step):
-        moves = plan.moves[at % per_batch]
+        moves = plan.moves_of(at % per_step // per_batch)[at % per_batch]
         for index in moves.evict:
             current.pop(index, None)
         for index in moves.fetch:

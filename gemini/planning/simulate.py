@@ -148,12 +148,17 @@ def _shared_by(plan: Plan, gpus: int | None) -> Plan:
         for index, homes in enumerate(plan.placement.homes)
         if not plan.problem.needs_window(index, homes[PlaneKind.WEIGHTS])
     }
-    moves, before = [], frozenset[int]()
-    for access, told in zip(plan.accesses, plan.moves, strict=True):
-        now = frozenset(access.chunks) & stood
-        moves.append(Moves((*told.evict, *sorted(before - now)), (*told.fetch, *sorted(now - before))))
-        before = now
-    return replace(plan, problem=problem, moves=tuple(moves))
+
+    def with_those(moves: tuple[Moves, ...]) -> tuple[Moves, ...]:
+        found, before = [], frozenset[int]()
+        for access, told in zip(plan.accesses, moves, strict=True):
+            now = frozenset(access.chunks) & stood
+            found.append(Moves((*told.evict, *sorted(before - now)), (*told.fetch, *sorted(now - before))))
+            before = now
+        return tuple(found)
+
+    again = with_those(plan.again) if plan.again else ()
+    return replace(plan, problem=problem, moves=with_those(plan.moves), again=again)
 
 
 def _ranks_of_one_machine(plan: Plan, hardware: Hardware, ranks: int) -> int:

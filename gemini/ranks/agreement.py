@@ -12,13 +12,15 @@ Where wishes can never meet (one rank has begun its next step, the other wants t
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Sequence
 from enum import IntEnum
 from typing import NamedTuple, Protocol
 
 import torch
 
-from gemini.errors import RankMismatch
+from gemini.errors import RankLost, RankMismatch
 from gemini.ranks.wire import Tag, Wire
 
 
@@ -34,6 +36,10 @@ class Point(IntEnum):
     LOAD_CHECKPOINT = 6
     EXPORT = 7
     WRITE = 8
+    STEP = 9
+    LOAD_MODEL = 10
+    LOAD_OPTIMIZER = 11
+    COPY = 12
 
 
 _WORDS = {
@@ -46,7 +52,18 @@ _WORDS = {
     Point.LOAD_CHECKPOINT: "load_checkpoint",
     Point.EXPORT: "save_pretrained",
     Point.WRITE: "gathered(write=True)",
+    Point.STEP: "optimizer.step()",
+    Point.LOAD_MODEL: "load_state_dict",
+    Point.LOAD_OPTIMIZER: "optimizer.load_state_dict",
+    Point.COPY: "a write to a param (param.copy_)",
 }
+
+
+def word_for(point: Point) -> str:
+    """What a rank does there, for error messages."""
+    return _WORDS[point]
+
+
 _SERVED = (Point.GATHER, Point.READ)
 _BACKWARD = (Point.REDUCE, Point.END_BACKWARD)
 
@@ -80,6 +97,12 @@ class Agreement:
         self._wire = wire
         self._steps: list[int] = []
         self.num_steps = 0
+        # For who watches over the wait (gemini.ranks.watch), from another thread.
+        self.num_exchanges = 0
+        self.waiting_since: float | None = None
+        self.waiting_in = ""
+        self.thread = threading.get_ident()
+        self.whereabouts = ""
 
     def reach(self, wish: Wish, doer: Doer) -> list[Wish]:
         """Wait, serving the others, until ``wish`` is done (served, reduced), or all ranks stand at its point.
@@ -94,7 +117,7 @@ class Agreement:
             wishes = self._exchange(wish)
             chosen = choose(wishes)
             if chosen is None:
-                raise RankMismatch(_explain(wishes, self._steps))
+                raise RankMismatch(_explain(wishes, self._steps, self._wire.global_ranks))
             point, index = chosen
             if point in _SERVED:
                 doer.serve(chosen, [rank for rank, other in enumerate(wishes) if other.subject == chosen])
@@ -105,7 +128,17 @@ class Agreement:
 
     def _exchange(self, wish: Wish) -> list[Wish]:
         said = torch.tensor([wish.point, wish.about, wish.detail, self.num_steps], dtype=torch.int64, device="cpu")
-        rows = self._wire.swap(Tag.AGREEMENT, said, f"{_WORDS[wish.point]}").tolist()
+        self.waiting_in, self.thread, self.whereabouts = _WORDS[wish.point], threading.get_ident(), ""
+        self.waiting_since = time.monotonic()
+        try:
+            rows = self._wire.swap(Tag.AGREEMENT, said, self.waiting_in).tolist()
+        except RankLost as e:
+            if self.whereabouts:
+                raise RankLost(f"{e}. While it was waited for, {self.whereabouts}") from e
+            raise
+        finally:
+            self.waiting_since = None
+        self.num_exchanges += 1
         self._steps = [row[3] for row in rows]
         return [Wish(Point(row[0]), row[1], row[2]) for row in rows]
 
@@ -124,9 +157,10 @@ def choose(wishes: Sequence[Wish]) -> tuple[Point, int] | None:
     return None
 
 
-def _explain(wishes: Sequence[Wish], steps: Sequence[int]) -> str:
+def _explain(wishes: Sequence[Wish], steps: Sequence[int], ranks: Sequence[int]) -> str:
     where = "; ".join(
-        f"rank {rank} is at {_WORDS[wish.point]} after {steps[rank]} steps" for rank, wish in enumerate(wishes)
+        f"rank {rank} is at {_WORDS[wish.point]} after {num_steps} steps"
+        for rank, wish, num_steps in zip(ranks, wishes, steps, strict=True)
     )
     return (
         f"the ranks of this model were asked to do different things: {where}. Every rank must make the same backwards "

@@ -92,7 +92,7 @@ class Ranks:
 
         Returns the names of those that differed on any rank.
         """
-        sums = torch.tensor([_checksum(tensor) for tensor in tensors.values()], dtype=torch.int64, device="cpu")
+        sums = torch.tensor([checksum_of(tensor) for tensor in tensors.values()], dtype=torch.int64, device="cpu")
         everyone = self.everyone.swap(Tag.VALUES, sums, "the comparison of weights")
         differing = (everyone != everyone[0]).any(0).tolist()
         names = [name for name, differs in zip(tensors, differing, strict=True) if differs]
@@ -113,8 +113,9 @@ def _differing(first: Mapping[str, Any], other: Mapping[str, Any], name: str) ->
     return f"{b!r} against {a!r}"
 
 
-def _checksum(tensor: torch.Tensor) -> int:
-    data = tensor.detach().to("cpu").contiguous().view(-1)
+def checksum_of(tensor: torch.Tensor) -> int:
+    """Of the bits of its values, in 32 bits; not of its dtype and shape."""
+    data = tensor.detach().to("cpu").resolve_conj().resolve_neg().contiguous().view(-1)
     return zlib.crc32(data.view(torch.uint8).numpy().data) if data.numel() else 0
 
 

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from gemini.errors import RankLost
+from gemini.ranks.wire import guarded
 
 _made: Counter[tuple[int, ...]] = Counter()
 _highest: dict[tuple[int, ...], int] = {}
@@ -31,7 +32,12 @@ def make_subgroup(ranks: Sequence[int], backend: str, timeout: timedelta | None 
         RankLost: if one of them does not come.
     """
     if len(ranks) == dist.get_world_size():
-        return dist.new_group(list(ranks), backend=backend, timeout=timeout)
+        groups: list[dist.ProcessGroup] = []
+        guarded(
+            "making a process group for the model",
+            lambda: groups.append(dist.new_group(list(ranks), backend=backend, timeout=timeout)),
+        )
+        return groups[0]
     most = max(_group_counts(tuple(ranks), timeout or c10d.default_pg_timeout))
     fill_up = []
     while len(c10d._world.pg_names) < most:

@@ -11,10 +11,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import nn
 
 from gemini.errors import GeminiError, RankLost, RankMismatch
+from gemini.grad_mode import call_without_grad
 from gemini.train.guard import handle_of
 from gemini.train.reading import adapter_params, is_a, is_tuner_layer
 from gemini.train.together import tell, wait_for_all
@@ -52,11 +52,11 @@ class ManagedAdapters:
             "save_embedding_layers": save_embedding_layers,
             "is_main_process": is_main_process and (shards is None or shards.ranks.is_first),
         }
-        with torch.no_grad():  # prompt tuning calls its encoder to save what it gives
-            if shards is None:
-                super().save_pretrained(save_directory, **kwargs)  # type: ignore[misc]
-            else:
-                self._save_together(Path(save_directory), kwargs)
+        # Prompt tuning calls its encoder to save what it gives.
+        if shards is None:
+            call_without_grad(super().save_pretrained, save_directory, **kwargs)  # type: ignore[misc]
+        else:
+            call_without_grad(self._save_together, Path(save_directory), kwargs)
 
     def _save_together(self, directory: Path, kwargs: dict[str, Any]) -> None:
         """All ranks go through PEFT's saving side by side, for what it reads takes all of them."""
@@ -216,11 +216,13 @@ class _written:
         self._gathered.__enter__()
 
     def __exit__(self, *error: Any) -> Any:
-        with torch.no_grad():
-            for param in self._params:
-                view = param._gemini.view  # type: ignore[attr-defined]
-                if param.data_ptr() != view.data_ptr():
-                    value, param.data = param.data, view
-                    if error[0] is None:
-                        param.copy_(value)
+        call_without_grad(self._put_back, write=error[0] is None)
         return self._gathered.__exit__(*error)
+
+    def _put_back(self, *, write: bool) -> None:
+        for param in self._params:
+            view = param._gemini.view  # type: ignore[attr-defined]
+            if param.data_ptr() != view.data_ptr():
+                value, param.data = param.data, view
+                if write:
+                    param.copy_(value)

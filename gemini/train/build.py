@@ -11,7 +11,7 @@ import contextlib
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -111,14 +111,14 @@ def _foresight(decision: Decision, engine: weakref.ref[Engine]) -> Foresight:
     moving = frozenset(i for i in chunks if problem.needs_window(i, homes[i][PlaneKind.WEIGHTS]))
     schedule = None
     if plan is not None and trace.source is not Source.STRUCTURE:
-        schedule = Schedule(plan.accesses, plan.moves, moving)
+        schedule = Schedule(plan.accesses, plan.moves, moving, plan.again)
 
     def make_moves(steps: tuple[Access, ...]) -> tuple[Moves, ...]:
         owner = engine()
         for left in {0 if owner is None else owner.activations.wish(): None, 0: None}:
             budgets = {**problem.budgets, problem.compute: problem.budgets[problem.compute] - left}
             with contextlib.suppress(BudgetExceeded):
-                return moves_for(trace, replace(problem, budgets=budgets), placement, steps=steps)
+                return moves_for(trace, replace(problem, budgets=budgets), placement, steps=steps)[0]
         # It went well because something else took less than it may: nothing can be promised.
         return (Moves(),) * len(steps)
 
@@ -235,16 +235,25 @@ def iter_chunks(handles: Iterable[ParamHandle]) -> dict[int, list[ParamHandle]]:
     return by_chunk
 
 
-def adopt_all(engine: Engine, *, filled: bool = False) -> None:
-    """Move the params home one by one. If one cannot be moved, those that were are given back as they were.
+class Taken(NamedTuple):
+    """What it takes to give a param back as it was: its dtype, and its values where its home has not all their bits."""
+
+    handle: ParamHandle
+    dtype: torch.dtype
+    original: torch.Tensor | None
+
+
+def adopt_all(engine: Engine, *, filled: bool = False) -> list[Taken]:
+    """Move the params home one by one; what :func:`give_back` needs. If one cannot be moved, those that were are given
+    back as they were.
 
     ``filled``: the homes hold the values already.
     """
-    given: list[tuple[ParamHandle, torch.dtype, torch.Tensor | None]] = []
+    given: list[Taken] = []
     try:
         for index, handles in engine.by_chunk.items():
             for handle in handles:
-                given.append((handle, *_adopt(engine, handle, filled)))
+                given.append(Taken(handle, *_adopt(engine, handle, filled)))
             if engine.chunks[index].gathered:
                 engine.exposure.hide(engine.chunks[index])
             else:
@@ -253,21 +262,29 @@ def adopt_all(engine: Engine, *, filled: bool = False) -> None:
     except BaseException:
         if engine.shards is not None:
             raise  # the rest of a param is on other ranks, who may be past this point: the model must be made anew
-        for handle, dtype, original in given:
-            param = handle.param
-            param.__class__ = nn.Parameter
-            param.data = engine.by_names.read(handle, torch.float32).to(dtype) if original is None else original
-            del param._gemini  # type: ignore[attr-defined]
-            if handle.hook is not None:
-                handle.hook.remove()
-        engine.handles = []
+        give_back(engine, given)
         raise
+    return given
+
+
+def give_back(engine: Engine, given: Iterable[Taken]) -> None:
+    """Make taken params ordinary ones again, with the values they had."""
+    for handle, dtype, original in given:
+        param = handle.param
+        value = engine.by_names.read(handle, torch.float32).to(dtype) if original is None else original
+        param.__class__ = nn.Parameter
+        param.data = value
+        del param._gemini  # type: ignore[attr-defined]
+        if handle.hook is not None:
+            handle.hook.remove()
+    engine.handles = []
 
 
 def _adopt(engine: Engine, handle: ParamHandle, filled: bool) -> tuple[torch.dtype, torch.Tensor | None]:
     """Move one param's values home and make it a view of its chunk; returns what undoing that needs.
 
-    Its dtype is enough, unless it is frozen and gets narrower: then the original is kept until all are home.
+    Its dtype is enough, unless it is frozen and gets narrower, or float64: then the original is kept until the model is
+    whole.
     """
     param = handle.param
     original = param.data
@@ -281,7 +298,7 @@ def _adopt(engine: Engine, handle: ParamHandle, filled: bool) -> tuple[torch.dty
     if handle.trained:
         handle.hook = param.register_post_accumulate_grad_hook(grad_hook(handle))
     narrowed = not handle.chunk.spec.trainable and original.dtype.itemsize > param.dtype.itemsize
-    return original.dtype, original if narrowed else None
+    return original.dtype, original if narrowed or original.dtype.itemsize > 4 else None
 
 
 def grad_hook(handle: ParamHandle) -> Any:

@@ -8,6 +8,7 @@ Everything that shows or changes weights outside of forward comes through here (
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from difflib import get_close_matches
 from typing import TYPE_CHECKING
 
@@ -15,9 +16,12 @@ import torch
 
 from gemini import kernels
 from gemini.errors import GeminiError, ParamAccessError
+from gemini.interrupts import WHOLE
 from gemini.memory.chunk import COMPUTE_DTYPES, Plane
 from gemini.memory.mover import Mover, page_up, tiles
 from gemini.planning.planes import PlaneKind
+from gemini.ranks.agreement import Point
+from gemini.train.alike import agree_on_values, value_facts
 from gemini.train.guard import ParamHandle, engine_of, note_writes
 
 if TYPE_CHECKING:
@@ -32,6 +36,7 @@ class ByName:
         self._manager = engine.manager
         self._updates = engine.updates
         self._shards = engine.shards
+        self._compared = False
         self._compute = COMPUTE_DTYPES[engine.config.precision]
         self._handles = {name: handle for handle in engine.handles for name in handle.names}
 
@@ -91,8 +96,11 @@ class ByName:
         if value.shape != handle.param.shape:
             raise ValueError(f"{handle.name!r} has shape {tuple(handle.param.shape)}, was given {tuple(value.shape)}")
         self._updates.wait(handle.chunk)
+        with WHOLE:  # the two halves of a bf16 master, above all
+            self._write(handle, _own_part(handle, value))
+
+    def _write(self, handle: ParamHandle, flat: torch.Tensor) -> None:
         planes = handle.chunk.planes
-        flat = _own_part(handle, value)
         for start, stop in tiles(0, flat.numel(), self._mover.tile):
             part = flat[start:stop].to("cpu")
             if PlaneKind.RESIDUAL in planes:
@@ -105,6 +113,26 @@ class ByName:
         note_writes([handle])
         self._manager.drop([handle.chunk])
         self._manager.refresh_lent()
+
+    def overwrite(self, handle: ParamHandle, value: torch.Tensor) -> None:
+        """The same as a program does it, on every rank: ``param.copy_(value)``, which is how torch loads a state.
+
+        Raises:
+            RankMismatch: on every rank, if another value, or another param, is written on another one.
+        """
+        if self._shards is not None and not self._compared:
+            engine, name = engine_of(handle), handle.name
+            agree_on_values(engine, Point.COPY, f"writing {name!r}", lambda: value_facts([(name, value)]))
+        self.write(handle, value)
+
+    @contextmanager
+    def compared(self) -> Iterator[None]:
+        """What is written inside is known to be the same on all ranks."""
+        before, self._compared = self._compared, True
+        try:
+            yield
+        finally:
+            self._compared = before
 
     def read_plane(self, handle: ParamHandle, kind: PlaneKind) -> torch.Tensor | None:
         """A param's part of a plane, in its shape, or None if its chunk has no such plane."""

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import nn
 
-from gemini.errors import IllegalTransition
+from gemini.errors import BudgetExceeded, IllegalTransition
 from gemini.memory.chunk import Chunk
 
 
@@ -136,8 +136,7 @@ class Calls:
         record.module = None  # the record lives as long as the graph, the module need not
         if not self._stacks and self._waiting:
             for waiting in self._waiting:
-                self._acquire_all(waiting.chunks)
-                self._reading.append(waiting)
+                self._read(waiting)
             self._waiting = []
         return record
 
@@ -166,8 +165,7 @@ class Calls:
         The call, if the chunk is new to it.
         """
         call = self.innermost
-        assert call is not None
-        if chunk in call.chunks:
+        if call is None or chunk in call.chunks:
             return None
         self._acquire(chunk)
         call.chunks += (chunk,)
@@ -183,8 +181,20 @@ class Calls:
                 self._release_all(other.chunks)
         self._reading = staying
         if record not in staying:
+            self._read(record)
+
+    def _read(self, record: CallRecord) -> None:
+        """Gather what the backward of a call reads; where there is no room now, each as it is asked for."""
+        with contextlib.suppress(BudgetExceeded):
             self._acquire_all(record.chunks)
-            staying.append(record)
+            self._reading.append(record)
+
+    def relieve(self) -> bool:
+        """Let go of what is only kept for the rest of a backward; False if there is nothing."""
+        reading, self._reading = self._reading, []
+        for record in reading:
+            self._release_all(record.chunks)
+        return any(record.chunks for record in reading)
 
     def end_backward(self) -> None:
         reading, self._reading, self._waiting = self._reading, [], []

@@ -1,141 +1,133 @@
-"""The folder of a checkpoint: its manifest, and how a new one takes the place of the old one.
+"""The folder of a checkpoint: its manifest and its files.
 
 ``manifest.json`` says what there is: params, step counts, optimizer groups, scheduler, loss scale, RNGs, and for every
-file the CRC-32 of its header and of each piece of each tensor; a CRC-32 of its own guards it. A checkpoint is written
-beside its final name and renamed when it is whole on the disk: at every moment a complete one stands under a name that
-loading finds. JSON and safetensors only, no pickle.
+file the CRC-32 of its header and of each piece of each tensor; a CRC-32 of its own guards it. JSON and safetensors
+only, no pickle. How a new folder takes the place of an old one is in ``replacing.py``.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-import shutil
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from gemini.errors import StorageError
-from gemini.train.tensor_file import TensorFile
+from gemini.train import checkpoint_manifest
+from gemini.train.checkpoint_manifest import FORMAT, VALUES, VERSION, Manifest, SavedTensor
+from gemini.train.replacing import check_renamable
+from gemini.train.tensor_file import Malformed, TensorFile, open_regular, parse_json
 
-FORMAT, VERSION = "gemini-checkpoint", 2
-VALUES = "values.safetensors"
-"""The file of tensors that are not masters or moments: buffers, RNGs, what the scheduler and ``extra`` hold."""
+MANIFEST = "manifest.json"
 
 
-def check_target(final: Path) -> None:
+def check_target(final: Path, asked: str | os.PathLike[str]) -> None:
     """Refuse to write over what is not a checkpoint, or where nothing can be written.
 
     Raises:
         StorageError: saying which.
     """
-    if final.exists() and not (final.is_dir() and (not any(final.iterdir()) or (final / "manifest.json").exists())):
-        raise StorageError(
-            f"{final} exists and is not a checkpoint: it will not be overwritten; give another directory"
-        )
-    if not final.parent.is_dir():
-        raise StorageError(f"cannot save a checkpoint in {final.parent}: no such directory")
-
-
-def work_name(final: Path) -> str:
-    """The name, beside ``final``, under which this process writes a new one."""
-    return f".{final.name}.new-{os.getpid()}"
-
-
-def swap(work: Path, final: Path) -> None:
-    """Put ``work`` in the place of ``final``: at every moment one of them is complete under a name that load finds."""
-    old = _old_name(final)
-    shutil.rmtree(old, ignore_errors=True)
-    if final.exists():
-        os.rename(final, old)
-    os.rename(work, final)
-    for directory in (final, final.parent):
-        fd = os.open(directory, os.O_RDONLY)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
-    shutil.rmtree(old, ignore_errors=True)
-
-
-def remove_leftovers(final: Path) -> None:
-    """What saves that were killed had written so far (not what another living process is writing)."""
-    for leftover in final.parent.glob(f".{final.name}.new-*"):
-        pid = int(leftover.name.rpartition("-")[2]) if leftover.name.rpartition("-")[2].isdigit() else 0
-        try:
-            os.kill(pid, 0)
-            alive = pid not in (0, os.getpid())
-        except ProcessLookupError:
-            alive = False
-        except PermissionError:
-            alive = True
-        if not alive and leftover.is_dir():
-            shutil.rmtree(leftover, ignore_errors=True)
-        elif not alive:
-            leftover.unlink(missing_ok=True)
-
-
-def find(path: Path) -> Path:
-    """Where the checkpoint called ``path`` stands.
-
-    Raises:
-        StorageError: if there is none.
-    """
-    if path.is_dir():
-        return path
-    if _old_name(path).is_dir():  # death struck between the two renames
-        return _old_name(path)
-    raise StorageError(f"there is no checkpoint at {path}")
+    check_renamable(final, asked)
+    try:
+        there = final.exists()
+        if there and not (final.is_dir() and (not any(final.iterdir()) or (final / MANIFEST).exists())):
+            raise StorageError(
+                f"{final} exists and is not a checkpoint: it will not be overwritten; give another directory"
+            )
+        if not final.parent.is_dir():
+            raise StorageError(f"cannot save a checkpoint in {final.parent}: no such directory")
+    except OSError as e:
+        raise StorageError(f"cannot save a checkpoint as {final}: {e.strerror or e}") from e
 
 
 def write_manifest(directory: Path, manifest: dict[str, Any]) -> None:
     """The last file to be written; on the disk when this returns."""
-    with open(directory / "manifest.json", "w") as file:
+    with open(directory / MANIFEST, "w") as file:
         json.dump({"checksum": _checksum(manifest), **manifest}, file, indent=1)
         file.flush()
         os.fsync(file.fileno())
 
 
-def read_manifest(path: Path) -> dict[str, Any]:
+def read_manifest(path: Path) -> Manifest:
     """What stands in the manifest.
 
     Raises:
-        StorageError: if it is missing, damaged, or of another format or version.
+        StorageError: if it is missing, damaged, of another format or version, or no checkpoint has it.
     """
     try:
-        manifest = json.loads((path / "manifest.json").read_text())
+        with open_regular(path / MANIFEST) as file:
+            data = parse_json(file.read())
     except FileNotFoundError as e:
-        raise StorageError(f"{path} is not a checkpoint: it has no manifest.json") from e
+        raise StorageError(f"{path} is not a checkpoint: it has no {MANIFEST}") from e
     except (OSError, ValueError) as e:
-        raise StorageError(f"{path}/manifest.json cannot be read: {e}") from e
-    checksum = manifest.pop("checksum", None) if isinstance(manifest, dict) else None
-    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-        raise StorageError(f"{path}/manifest.json is not that of a Gemini checkpoint")
-    if manifest.get("version") != VERSION:
+        raise StorageError(f"{path}/{MANIFEST} cannot be read: {e}") from e
+    checksum = data.pop("checksum", None) if isinstance(data, dict) else None
+    if not isinstance(data, dict) or data.get("format") != FORMAT:
+        raise StorageError(f"{path}/{MANIFEST} is not that of a Gemini checkpoint")
+    if data.get("version") != VERSION:
         raise StorageError(
-            f"{path} has checkpoint version {manifest.get('version')}, this Gemini reads version {VERSION}: load it "
-            "with the Gemini that wrote it, and carry the weights over with model.save_pretrained"
+            f"{path} has checkpoint version {str(data.get('version'))[:80]}, this Gemini reads version {VERSION}: load "
+            "it with the Gemini that wrote it, and carry the weights over with model.save_pretrained"
         )
-    if checksum != _checksum(manifest):
-        raise StorageError(f"{path}/manifest.json is damaged: it is not what was written. Use an older checkpoint")
-    return manifest
+    with as_damage(path / MANIFEST):
+        if checksum != _checksum(data):
+            raise Malformed("it is not what was written")
+        return checkpoint_manifest.read(data)
 
 
-def open_files(path: Path, manifest: dict[str, Any]) -> dict[str, TensorFile]:
-    """The files of a checkpoint, their headers compared with the manifest.
+def open_files(path: Path, manifest: Manifest) -> dict[str, TensorFile]:
+    """The files of a checkpoint, with the headers that the manifest wants.
 
     Raises:
-        StorageError: if one is missing or its header is not what was written.
+        StorageError: if one is missing or holds other tensors than the manifest says and the params need.
     """
-    files = {name: TensorFile(path / name) for name in manifest["files"]}
-    for name, entry in manifest["files"].items():
-        if files[name].header_checksum != entry["header"]:
+    opened = {name: TensorFile(path / name) for name in manifest.files}
+    for name, file in opened.items():
+        if file.header_checksum != manifest.files[name].header:
             raise StorageError(f"{path / name} is damaged: its header is not what was written. Use an older checkpoint")
-    return files
+    with as_damage(path / MANIFEST):
+        checkpoint_manifest.compare(manifest, opened)
+    return opened
 
 
-def _old_name(final: Path) -> Path:
-    return final.parent / f".{final.name}.old"
+def read_values(path: Path, manifest: Manifest, opened: dict[str, TensorFile]) -> list[torch.Tensor]:
+    """The tensors that plain values refer to, by number.
+
+    Raises:
+        StorageError: if one is not what was written.
+    """
+    file, listed = opened[VALUES], manifest.files[VALUES].tensors
+    for name, entry in listed.items():
+        compare_sums(file, name, max(file.specs[name].numel, 1), entry)
+    return [file.whole(str(i)) for i in range(len(listed))]
+
+
+def compare_sums(file: TensorFile, name: str, piece: int, entry: SavedTensor) -> None:
+    """Compare the checksums of a tensor.
+
+    Raises:
+        StorageError: if it is not what was written.
+    """
+    if tuple(file.checksums(name, piece)) != entry.sums:
+        raise StorageError(f"{file.path} is damaged: {name!r} is not what was written. Use an older checkpoint")
+
+
+@contextlib.contextmanager
+def as_damage(path: Path) -> Iterator[None]:
+    """What cannot be, as the error that a user gets.
+
+    Raises:
+        StorageError: for a Malformed inside.
+    """
+    try:
+        yield
+    except (Malformed, RecursionError) as e:
+        raise StorageError(f"{path} is damaged: {e}. Use an older checkpoint") from e
 
 
 def _checksum(manifest: dict[str, Any]) -> int:

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,7 +28,8 @@ from gemini.errors import StorageError
 from gemini.memory.mover import tiles
 from gemini.planning.planes import PlaneKind
 from gemini.train.by_name import write_range
-from gemini.train.checkpoint_files import VALUES
+from gemini.train.checkpoint_files import compare_sums
+from gemini.train.checkpoint_manifest import VALUES, Manifest
 from gemini.train.checkpoint_parts import Source
 from gemini.train.tensor_file import TensorFile
 
@@ -43,26 +42,17 @@ class Reader(StorageReader):
 
     Args:
         share: this rank's number and how many ranks compare checksums together.
-        ready: called when the values are known not to be damaged, and nothing has changed yet.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        manifest: dict[str, Any],
-        opened: dict[str, TensorFile],
-        share: tuple[int, int],
-        *,
-        ready: Callable[[], None],
-    ):
-        self._path, self._manifest, self._files, self._share = path, manifest, opened, share
-        self._ready = ready
-        self._where = {
-            MetadataIndex(entry["of"], [entry["start"]]): (opened[file], name)
-            for file, listed in manifest["files"].items()
+    def __init__(self, manifest: Manifest, opened: dict[str, TensorFile], share: tuple[int, int]):
+        self._piece, self._share = manifest.piece, share
+        self._entries = [
+            (opened[file], name, entry)
+            for file, listed in manifest.files.items()
             if file != VALUES
-            for name, entry in listed["tensors"].items()
-        }
+            for name, entry in listed.tensors.items()
+        ]
+        self._where = {MetadataIndex(entry.of, [entry.start]): (file, name) for file, name, entry in self._entries}
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -91,25 +81,15 @@ class Reader(StorageReader):
         """Nothing: the files are open."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Compare this rank's share of the checksums, and those of the values, which every rank reads.
+        """Compare this rank's share of the checksums.
 
         Raises:
             StorageError: naming the file and tensor that is not what was written.
         """
         rank, size = self._share
-        for name in self._files[VALUES].specs:
-            self._compare(VALUES, name)
-        parts = [(file.path.name, name) for file, name in self._where.values()]
-        for file_name, name in parts[rank::size]:
-            self._compare(file_name, name)
-        self._ready()
+        for file, name, entry in self._entries[rank::size]:
+            compare_sums(file, name, self._piece, entry)
         return plan
-
-    def _compare(self, file_name: str, name: str) -> None:
-        file = self._files[file_name]
-        piece = max(file.specs[name].numel, 1) if file_name == VALUES else self._manifest["piece"]
-        if list(file.checksums(name, piece)) != self._manifest["files"][file_name]["tensors"][name]["sums"]:
-            raise StorageError(f"{file.path} is damaged: {name!r} is not what was written. Use an older checkpoint")
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         """Nothing to add."""

@@ -9,7 +9,6 @@ none are sent.
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -30,6 +29,8 @@ from gemini.errors import StorageError
 from gemini.memory.device import Device
 from gemini.memory.mover import tiles
 from gemini.train import checkpoint_files as files
+from gemini.train import replacing
+from gemini.train.checkpoint_manifest import VALUES
 from gemini.train.checkpoint_parts import Buffer, Source
 from gemini.train.plain_data import encode
 from gemini.train.tensor_file import TensorFileWriter, TensorSpec
@@ -116,10 +117,8 @@ class Writer(StorageWriter):
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """The first rank makes the folder."""
         if is_coordinator:
-            files.remove_leftovers(self._final)
-            work = self._final.parent / files.work_name(self._final)
-            work.mkdir()
-            self._made = work
+            self._made = replacing.begin(self._final)
+            self._made.mkdir()
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Nothing to add."""
@@ -171,7 +170,7 @@ class Writer(StorageWriter):
         """On the first rank, when all have written: values and manifest, then the new one takes the old one's place."""
         assert self._made is not None
         manifest, tensors = self._draft.manifest, self._draft.tensors
-        manifest["files"] = listed = {files.VALUES: _write_values(self._made / files.VALUES, tensors)}
+        manifest["files"] = listed = {VALUES: _write_values(self._made / VALUES, tensors)}
         for result in (result for of_rank in results for result in of_rank):
             name, file, header, sums = result.storage_data
             assert result.index.offset is not None
@@ -179,14 +178,15 @@ class Writer(StorageWriter):
             entry["tensors"][name] = {"of": result.index.fqn, "start": result.index.offset[0], "sums": sums}
         try:
             files.write_manifest(self._made, manifest)
-            files.swap(self._made, self._final)
+            files.check_target(self._final, self._final)  # again: the writing may have taken long
+            replacing.swap(self._made, self._final)
         except OSError as e:
             raise StorageError(f"{e.strerror or e}") from e
 
     def clean_up(self) -> None:
         """Whatever happened: nothing but the checkpoint stays behind. Called when no rank writes any more."""
         if self._made is not None:
-            shutil.rmtree(self._made, ignore_errors=True)
+            replacing.end(self._made)
 
 
 class _Run(NamedTuple):

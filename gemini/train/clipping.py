@@ -41,8 +41,11 @@ def clip_grad_norm(
             "them: leave step_in_backward out"
         )
     engine.settle_grads()
+    if engine.reduction is not None and max_norm != math.inf:  # without a limit, one rank may look at it alone
+        engine.reduction.clippings.append(_called(float(max_norm), handles))
     chosen = engine.handles if handles is None else handles
-    total = math.sqrt(engine.gradients.total_sum(chosen)) * engine.clip_coefficient * engine.grad_unscale
+    total = math.sqrt(engine.gradients.total_sum(chosen)) * engine.clip_coefficient
+    total *= engine.scaling.unscale_seen(chosen)
     if error_if_nonfinite:
         engine.gradients.check_finite(chosen)
     if math.isfinite(total):
@@ -52,3 +55,12 @@ def clip_grad_norm(
         else:
             engine.gradients.clip(handles, coefficient)
     return torch.tensor(total, dtype=torch.float32, device="cpu")
+
+
+def _called(max_norm: float, handles: list[ParamHandle] | None) -> str:
+    """What the ranks compare, and the error says."""
+    if handles is None:
+        return f"max_norm {max_norm!r}"
+    names = sorted(handle.name for handle in handles)
+    others = f"and {len(names) - 1} more" if len(names) > 1 else "alone"
+    return f"max_norm {max_norm!r} of {names[0]!r} {others}" if names else f"max_norm {max_norm!r} of no param"

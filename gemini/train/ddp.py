@@ -23,6 +23,7 @@ from gemini.memory.chunk import COMPUTE_DTYPES
 from gemini.planning.trace import MemoryTrace
 from gemini.train import hooks
 from gemini.train.adapters import faces_of, refuse_unsupported
+from gemini.train.arguments import refuse_unknown
 from gemini.train.clipping import clip_grad_norm
 from gemini.train.compiled import compile_blocks, refuse_compiled_whole
 from gemini.train.engine import Engine
@@ -34,6 +35,7 @@ from gemini.train.reading import is_a
 from gemini.train.recording import Recording, record
 from gemini.train.report import MemoryReport, make_report
 from gemini.train.state_dict import load_model_state, model_state
+from gemini.train.wrappable import refuse_unwrappable
 
 
 class GeminiDDP(nn.Module):
@@ -65,16 +67,20 @@ class GeminiDDP(nn.Module):
         # Python calls this on the module that __new__ returned; it was initialized long ago.
         pass
 
+    # ---- training -----------------------------------------------------------------------------------------------
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        calls = _engine(self).calls
+        """The forward. Whatever an interrupt has left open in it ends here: hooks do not run after one, and a
+        ``torch.no_grad()`` of the model's may not have.
+        """
+        before, calls = torch.is_grad_enabled(), _engine(self).calls
         depth = calls.depth
         try:
             return super().__call__(*args, **kwargs)
-        except BaseException:  # hooks do not run after an interrupt: what they would have ended ends here
+        except BaseException:
+            torch._C._set_grad_enabled(before)
             calls.unwind(depth)
             raise
-
-    # ---- training -----------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -311,7 +317,10 @@ def _no_such_method(self: Any) -> None:
     raise AttributeError("resize_token_embeddings")
 
 
-def _wrap(model: Any, config: GeminiConfig | None = None, *, process_group: Any = None, mesh: Any = None) -> nn.Module:
+def _wrap(
+    model: Any, config: GeminiConfig | None = None, *, process_group: Any = None, mesh: Any = None, **unknown: Any
+) -> nn.Module:
+    refuse_unknown("GeminiDDP(model, ", unknown, "config, process_group and mesh")
     config = GeminiConfig() if config is None else config
     if not isinstance(model, nn.Module):
         raise TypeError(f"GeminiDDP(model, config) wraps an nn.Module, got {type(model).__name__}")
@@ -325,20 +334,33 @@ def _wrap(model: Any, config: GeminiConfig | None = None, *, process_group: Any 
         raise ValueError("a part of this model is managed already: wrap the outermost model, once")
     refuse_compiled_whole(model)
     refuse_unsupported(model)
+    refuse_unwrappable(model, _managed_class)  # type: ignore[arg-type]
     return manage(model, Engine(model, config, process_group=process_group, mesh=mesh))
 
 
 def manage(model: nn.Module, engine: Engine) -> nn.Module:
-    """Make ``model``, whose params ``engine`` has taken over, a GeminiDDP model."""
+    """Make ``model``, whose params ``engine`` has taken over, a GeminiDDP model; if that fails, what it was before."""
+    buffers = [(module, dict(module._buffers)) for module in model.modules()]
     model.__dict__["_gemini_engine"] = engine
-    for module in model.modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                # The random projections of VeRA and its kin multiply what adapters give, in one dtype with them.
-                dtype = COMPUTE_DTYPES[engine.config.precision] if is_a(type(module), "BufferDict") else buffer.dtype
-                module._buffers[name] = buffer.to(engine.device.torch_device, dtype)
-    model.__dict__["_gemini_hooks"] = hooks.attach(model, engine)
-    model.__class__ = _managed_class(type(model))  # type: ignore[arg-type]
+    try:
+        for module, named in buffers:
+            for name, buffer in named.items():
+                if buffer is not None:
+                    # The random projections of VeRA and its kin multiply what adapters give, in one dtype with them.
+                    in_compute = is_a(type(module), "BufferDict")
+                    dtype = COMPUTE_DTYPES[engine.config.precision] if in_compute else buffer.dtype
+                    module._buffers[name] = buffer.to(engine.device.torch_device, dtype)
+        model.__dict__["_gemini_hooks"] = hooks.attach(model, engine)
+        model.__class__ = _managed_class(type(model))  # type: ignore[arg-type]
+    except BaseException:
+        for hook in model.__dict__.pop("_gemini_hooks", ()):
+            hook.remove()
+        for module, named in buffers:
+            module._buffers.update(named)
+        engine.give_back()
+        del model.__dict__["_gemini_engine"]
+        raise
+    engine.taken.clear()
     made_before = {id(o): o for h in engine.handles if (o := optimizer_of(h.param)) is not None}
     for optimizer in made_before.values():
         optimizer.adopt_plain_states()

@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from gemini.config import GeminiConfig
 from gemini.errors import GeminiError
+from gemini.interrupts import WHOLE
 from gemini.memory.chunk import Chunk
 from gemini.memory.device import make_device
 from gemini.memory.lane import Lane
@@ -31,7 +32,7 @@ from gemini.ranks.group import join
 from gemini.tiers import Tier
 from gemini.train import stray_reads
 from gemini.train.activations import make_activation_store
-from gemini.train.build import adopt_all, build, follow_requires_grad, iter_chunks, take_apart
+from gemini.train.build import Taken, adopt_all, build, follow_requires_grad, give_back, iter_chunks, take_apart
 from gemini.train.by_name import ByName
 from gemini.train.calls import CallRecord, Calls
 from gemini.train.exposure import Exposure
@@ -45,8 +46,8 @@ from gemini.train.recovery import forget_interrupted
 from gemini.train.reduction import Reduction
 from gemini.train.report import check_planes
 from gemini.train.saved_weights import SavedWeights
+from gemini.train.scaled_backward import Scaling
 from gemini.train.shards import Shards
-from gemini.train.together import end_group_of
 from gemini.train.transforms import is_differentiating, is_transforming, without_transforms
 from gemini.train.updates import Updates
 
@@ -64,7 +65,7 @@ class Engine:
         fill: Callable[[Engine], None] | None = None,
     ):
         """``fill``: what writes the values of params that hold none yet to their homes."""
-        self.config = config
+        config = self.config = config.resolved()
         self.self_reference = weakref.ref(self)
         self.lock = threading.RLock()
         """Of the books: who gathers, lets go or lands takes it, so that a model may be called from several threads."""
@@ -102,6 +103,7 @@ class Engine:
             await_update=self.updates.wait,
             is_lent=self.saved_weights.is_lent,
             relieve=lambda: self.activations.relieve() or self.updates.relieve() or self.gradients.relieve(),
+            unpin=lambda: self.calls.relieve(),
             leave=lambda: self.activations.missing(),
         )
         self.gradients = GradientStore(
@@ -117,7 +119,7 @@ class Engine:
         self.by_names = ByName(self)
         self.activations = make_activation_store(self, built.decision.offload_activations, config.overlap and alone)
         self.loss_scale = LossScale() if config.precision == "fp16" else None
-        self.applied_scale = 1.0
+        self.scaling = Scaling(self, self.loss_scale)
         self.clip_coefficient = 1.0
         self.moved_last_step = Moved()
         self.num_gathered = 0
@@ -135,10 +137,17 @@ class Engine:
         self.calls = Calls(self.acquire, self.release, self.exposure.expose, self.exposure.cover)
         if fill is not None:
             fill(self)
-        adopt_all(self, filled=fill is not None)
+        # How to undo it, as long as the model is not whole; a model that was filled has nothing to go back to.
+        taken = adopt_all(self, filled=fill is not None)
+        self.taken: list[Taken] = taken if fill is None else []
         self.mover.moved = Moved()  # coming home is no part of the first step
         self.mover.stalls.clear()
         gc.collect(0)
+
+    def give_back(self) -> None:
+        """The params are as they were before this engine took them over, which has just happened."""
+        if self.shards is None and self.taken:
+            give_back(self, self.taken)
 
     # ---- phases -------------------------------------------------------------------------------------------------
 
@@ -234,11 +243,14 @@ class Engine:
         forget_interrupted(self)
 
     def begin_backward(self) -> None:
-        """The first gradient of a backward is about to flow into the model."""
+        """A gradient of a backward is about to flow into the model.
+
+        Raises:
+            GeminiError: if the gradients would have another scale than the program means (fp16).
+        """
+        self.scaling.enter()
         if self.in_backward:
             return
-        if self.loss_scale is not None and not self.has_gradients:
-            self.applied_scale = self.loss_scale.scale  # one scale for all gradients that are added up
         self.backward_number += 1
         self.in_backward = True
         if self.recording is not None:
@@ -272,7 +284,7 @@ class Engine:
                     'a second backward before optimizer.step(): gradients="transient" keeps nothing to add to. '
                     'Use GeminiConfig(gradients="accumulate") (or "retain") to accumulate over micro-batches'
                 )
-            self.gradients.promote(self.chunks)
+            self.gradients.promote(self.chunks, idle=True)
         self.takes_gradients = True
 
     def begin_backward_of(self, record: CallRecord) -> None:
@@ -299,6 +311,7 @@ class Engine:
         self.end_backward()
         if not self.calls.running:
             self.manager.foresight.end()
+        WHOLE.let_go()
 
     def end_backward(self) -> None:
         """The whole graph is done (or was abandoned)."""
@@ -415,7 +428,7 @@ class Engine:
     @property
     def grad_unscale(self) -> float:
         """What gradients in the planes are multiplied by to be those of the loss."""
-        return 1.0 / self.applied_scale
+        return self.scaling.unscale
 
     def read_grad(self, handle: ParamHandle) -> torch.Tensor | None:
         """The gradient as the loss gives it (clipping not applied), on the CPU, or None."""
@@ -424,15 +437,17 @@ class Engine:
         if not handle.has_grad:
             return None
         grad = self.by_names.read_plane(handle, PlaneKind.GRAD)
-        return grad if grad is None or self.loss_scale is None else grad.float().mul_(self.grad_unscale)
+        if grad is None or (self.loss_scale is None and not self.scaling.is_by_scaler):
+            return grad
+        return grad.float().mul_(self.grad_unscale)
 
     def discard_grads(self, handles: Iterable[ParamHandle] | None = None) -> None:
         """zero_grad: forget gradients (all, or some), and the clipping that was computed from them."""
         self.recover_if_interrupted()
         chosen = self.handles if handles is None else list(handles)
-        self.gradients.discard(chosen)
         if self.reduction is not None:
             self.reduction.discard(chosen)
+        self.gradients.discard(chosen)
         if self.recording is not None:
             self.recording.discard()
         self._forget_clipping()
@@ -484,8 +499,7 @@ class Engine:
             lanes.close()
         take_apart(self.chunks, self.handles)
         if self.shards is not None:
-            end_group_of(self.shards)
-            self.shards.ranks.close()
+            self.shards.close()
         if self.spill is not None:
             self.spill.close()
         self.device.close()

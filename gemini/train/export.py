@@ -53,7 +53,7 @@ def export_pretrained(
             raise
         except BaseException as e:
             failure = e
-    shards.meet(Point.EXPORT)  # until here the others serve what the first one reads
+    shards.meet_all(Point.EXPORT)  # until here the others serve what the first one reads
     if shards.ranks.is_first and failure is None:
         try:
             result = export.write()

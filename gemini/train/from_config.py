@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import os
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -19,6 +20,7 @@ from torch import nn
 
 from gemini.config import GeminiConfig
 from gemini.errors import GeminiError
+from gemini.train.arguments import need_transformers, refuse_config_fields
 from gemini.train.attention import Attention
 from gemini.train.engine import Engine
 from gemini.train.paging import Pager
@@ -62,8 +64,17 @@ def from_config(
     Raises:
         BudgetExceeded: before anything is drawn, if the budgets cannot hold the model.
         ValueError: if no model class follows from the config, and for FlashAttention where it cannot run.
+        TypeError: for a path or a dict instead of a config object.
     """
-    config = GeminiConfig() if config is None else config
+    if isinstance(hf_config, (str, os.PathLike, dict)):
+        raise TypeError(
+            f"gemini.from_config(hf_config) takes a config object of transformers, got {type(hf_config).__name__}: "
+            "read one with transformers.AutoConfig.from_pretrained(path), or make one (transformers.LlamaConfig(...)). "
+            "gemini.from_pretrained(path) loads a model with its weights"
+        )
+    refuse_config_fields("gemini.from_config(hf_config, ", kwargs)
+    need_transformers("gemini.from_config")
+    config = (GeminiConfig() if config is None else config).resolved()
     attention = Attention(attn_implementation, config.precision, config.device)
     skeleton = skeleton_from_config(hf_config, model_class=model_class, attention=attention, **kwargs)
     return skeleton.manage(config, process_group=process_group, mesh=mesh)

@@ -23,6 +23,7 @@ from torch import nn
 
 from gemini.config import GeminiConfig
 from gemini.errors import GeminiError
+from gemini.train.arguments import damaged_file, naming_files, need_transformers, refuse_config_fields
 from gemini.train.attention import Attention
 from gemini.train.by_name import ByName
 from gemini.train.engine import Engine
@@ -75,11 +76,14 @@ def from_pretrained(
     Raises:
         BudgetExceeded: before a weight is read, if the budgets cannot hold the model.
         OSError: as transformers, for a path that is no model.
+        StorageError: for a file of weights that is damaged, naming it.
         ValueError: for what cannot be streamed: quantized models, adapters, ``device_map=``, ``state_dict=``; and if
             ``adapt`` computed with weights that are not there yet (as DoRA's start does). For FlashAttention where it
             cannot run.
     """
-    config = GeminiConfig() if config is None else config
+    refuse_config_fields("gemini.from_pretrained(path, ", kwargs)
+    need_transformers("gemini.from_pretrained")
+    config = (GeminiConfig() if config is None else config).resolved()
     attention = Attention(attn_implementation, config.precision, config.device)
     skeleton, info = skeleton_from_pretrained(path, model_class=model_class, adapt=adapt, attention=attention, **kwargs)
     model = skeleton.manage(config, process_group=process_group, mesh=mesh)
@@ -96,13 +100,14 @@ def skeleton_from_pretrained(
 ) -> tuple[Skeleton, dict[str, Any]]:
     """What :func:`from_pretrained` makes before it places anything, and the report of keys."""
     _refuse(path, kwargs)
-    hf_config = _read_config(path, model_class, kwargs)
+    with naming_files(path):
+        hf_config = _read_config(path, model_class, kwargs)
     if model_class is None:
         model_class = class_of(hf_config)
     attention = Attention() if attention is None else attention
     kwargs |= attention.keyword(hf_config, model_class)
     loading = _Loading()
-    with loading.replacing_steps(), attention.refused_by_transformers(hf_config):
+    with naming_files(path), loading.replacing_steps(), attention.refused_by_transformers(hf_config):
         model, info = model_class.from_pretrained(path, output_loading_info=True, **kwargs)
     if loading.source is None:
         raise GeminiError(
@@ -260,13 +265,16 @@ def _read_config(path: Any, model_class: Any, kwargs: dict[str, Any]) -> Any:
 
 def _shapes(file: str) -> dict[str, torch.Tensor]:
     """The tensors of one file without their values."""
-    if not file.endswith(".safetensors"):
-        found = torch.load(file, map_location="meta", weights_only=True, mmap=True)
-        return {name: tensor.to("meta") for name, tensor in found.items()}
-    from safetensors import safe_open
+    try:
+        if not file.endswith(".safetensors"):
+            found = torch.load(file, map_location="meta", weights_only=True, mmap=True)
+            return {name: tensor.to("meta") for name, tensor in found.items()}
+        from safetensors import safe_open
 
-    with safe_open(file, framework="pt") as opened:
-        return {name: _shape(opened.get_slice(name)) for name in opened.keys()}
+        with safe_open(file, framework="pt") as opened:
+            return {name: _shape(opened.get_slice(name)) for name in opened.keys()}
+    except Exception as e:  # of many classes, and none of them names the file
+        raise damaged_file(file, e) from e
 
 
 def _shape(part: Any) -> torch.Tensor:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
 
-from gemini.errors import RankMismatch
+from gemini.interrupts import WHOLE
 from gemini.ranks.agreement import Point
+from gemini.train.alike import agree_on_values, value_facts
 from gemini.train.guard import ParamHandle
 
 if TYPE_CHECKING:
@@ -40,18 +40,21 @@ def gathered(engine: Engine, handles: list[ParamHandle], *, write: bool) -> Iter
                 if write:
                     _check_same_on_all(engine, handles)
             except BaseException:
-                for handle in handles:
-                    handle.version = handle.param._version
-                    if handle.name in before:
-                        handle.view.copy_(before[handle.name])
+                with WHOLE:
+                    for handle in handles:
+                        handle.version = handle.param._version
+                        if handle.name in before:
+                            handle.view.copy_(before[handle.name])
                 raise
             if write:
-                for handle in handles:
-                    engine.by_names.take_over(handle, before.get(handle.name))
+                with WHOLE:  # Ctrl-C leaves no write half done
+                    for handle in handles:
+                        engine.by_names.take_over(handle, before.get(handle.name))
     finally:
         if write:
-            engine.manager.drop(chunks)
-            engine.manager.refresh_lent()
+            with WHOLE:
+                engine.manager.drop(chunks)
+                engine.manager.refresh_lent()
 
 
 def _check_same_on_all(engine: Engine, handles: list[ParamHandle]) -> None:
@@ -60,16 +63,5 @@ def _check_same_on_all(engine: Engine, handles: list[ParamHandle]) -> None:
     Raises:
         RankMismatch: on every rank.
     """
-    if engine.shards is None:
-        return
-    checksum = 0
-    for handle in handles:
-        data = handle.view.detach().to("cpu").contiguous().view(-1).view(torch.uint8)
-        checksum = zlib.crc32(data.numpy().data, checksum)
-    everyone = engine.shards.meet(Point.WRITE, checksum)
-    if len(set(everyone)) > 1:
-        raise RankMismatch(
-            f"gathered(write=True): the ranks wrote different values to {handles[0].name!r} and what was gathered with "
-            "it (or only some of them wrote). Nothing was changed: write the same on every rank, for example what "
-            "rank 0 has broadcast"
-        )
+    values = ((handle.name, handle.view) for handle in handles)
+    agree_on_values(engine, Point.WRITE, "gathered(write=True)", lambda: value_facts(values))

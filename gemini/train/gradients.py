@@ -19,6 +19,7 @@ import torch
 
 from gemini import kernels
 from gemini.errors import BudgetExceeded, GeminiError, NonFiniteGradient, StorageError, human_bytes
+from gemini.interrupts import WHOLE
 from gemini.memory.chunk import Chunk, FilePlane, Plane
 from gemini.memory.device import Device
 from gemini.memory.lane import Job, Lane
@@ -26,9 +27,11 @@ from gemini.memory.manager import Manager
 from gemini.memory.mover import Mover, Working, page_up, tiles
 from gemini.memory.nvme import SpillFile
 from gemini.planning.planes import PlaneKind
+from gemini.planning.working import staging_bytes
 from gemini.tiers import Ledger, Tier
 from gemini.train.build import make_plane
 from gemini.train.guard import ParamHandle
+from gemini.train.make_way import move_moments_down
 
 HOLDER = "gradients in flight"
 
@@ -41,8 +44,9 @@ def check_grad(handle: ParamHandle, grad: torch.Tensor) -> None:
     """
     if grad.requires_grad:
         raise GeminiError(
-            f"the gradient of {handle.name!r} was asked for with create_graph=True: a double backward through "
-            "managed params is not supported. Use torch.autograd.grad on an unwrapped model"
+            f"the gradient of {handle.name!r} was asked for with create_graph=True: it goes into a chunk, where it "
+            "cannot be differentiated again. Leave create_graph out here (gradients of inputs may have it), or use an "
+            "unwrapped model"
         )
     if grad.layout is not torch.strided:
         raise GeminiError(f"{handle.name!r} has a sparse gradient: build its module with sparse=False")
@@ -189,11 +193,15 @@ class GradientStore:
                 self._mover.store(plane, base + start, base + end, target)
         return sums
 
-    def promote(self, chunks: list[Chunk]) -> None:
+    def promote(self, chunks: list[Chunk], *, idle: bool = False) -> None:
         """Turn the grad planes of ``chunks`` into fp32 sums, all of them or none.
 
+        Args:
+            idle: no update is in flight, so that moments may make way for what the sums need.
+
         Raises:
-            BudgetExceeded: if there is no room; what was retained is as it was.
+            BudgetExceeded: if there is no room; what was retained is as it was, and so is the ledger.
+            StorageError: if the disk fails; every gradient is still there, in one form or the other.
         """
         narrow = [c for c in chunks if PlaneKind.GRAD in c.planes and c.planes[PlaneKind.GRAD].dtype != torch.float32]
         if not narrow:
@@ -201,30 +209,81 @@ class GradientStore:
         self.settle()
         while self._manager.relieve():  # what moves beside computing gives way
             pass
-        # The old planes stay until the new ones are filled, so the whole fp32 size must be free for a moment.
-        reserved: list[tuple[Tier, int]] = []
-        wide: list[Plane] = []
+        num_bytes = sum(4 * _grad_numel(chunk) for chunk in narrow)
         try:
-            for chunk in narrow:
-                tier = self._reserve_wide(chunk)
-                reserved.append((tier, 4 * _grad_numel(chunk)))
-                wide.append(make_plane(_grad_numel(chunk), torch.float32, tier, self._device, self._spill))
+            wide = self._make_wide(narrow, num_bytes if idle else None)
         except (BudgetExceeded, StorageError) as e:
-            for plane in wide:
-                _end(plane)
-            for tier, num_bytes in reserved:
-                self._ledger.release(tier, num_bytes, PlaneKind.GRAD.value)
             raise type(e)(
                 "a second backward before optimizer.step() needs fp32 sums of the gradients, "
-                f"{human_bytes(sum(4 * _grad_numel(chunk) for chunk in narrow))} for a moment: {e}. Declare it with "
+                f"{human_bytes(num_bytes)} for a moment: {e}. Declare it with "
                 "GeminiConfig(gradients='accumulate'), raise the budget, or step after every backward"
             ) from e
-        for chunk, plane in zip(narrow, wide, strict=True):
-            old = chunk.planes[PlaneKind.GRAD]
-            self._widen(chunk, old, plane)
-            chunk.planes[PlaneKind.GRAD] = plane
-            _end(old)
-            self._ledger.release(old.tier, old.num_bytes, PlaneKind.GRAD.value)
+        try:
+            for chunk, plane in zip(narrow, wide, strict=True):
+                old = chunk.planes[PlaneKind.GRAD]
+                self._widen(chunk, old, plane)
+                with WHOLE:
+                    chunk.planes[PlaneKind.GRAD] = plane
+                    self._end(old)
+        except BaseException:
+            self._end(*(plane for c, plane in zip(narrow, wide, strict=True) if c.planes[PlaneKind.GRAD] is not plane))
+            raise
+
+    def _make_wide(self, narrow: list[Chunk], may_move: int | None) -> list[Plane]:
+        """Planes for the sums, and staging if they need it: everything is reserved here, or nothing.
+
+        Staging goes last, else first, and at last some moments make way for it: ``may_move`` is how many bytes the sums
+        may then need below, None for never.
+
+        Raises:
+            BudgetExceeded: what the last way had no room for.
+            StorageError: if the spill file cannot grow.
+        """
+        with WHOLE:
+            try:
+                return self._try_wide(narrow, staging_first=False)
+            except BudgetExceeded:
+                pass
+            try:
+                return self._try_wide(narrow, staging_first=True)
+            except BudgetExceeded:
+                if may_move is None or self._device.tier is not Tier.CPU or self._mover.staging.is_reserved:
+                    raise
+            chunks = {handle.chunk.spec.index: handle.chunk for handle in self._handles}.values()
+            staging = staging_bytes(self._mover.tile)
+            move_moments_down(chunks, staging, may_move, ledger=self._ledger, mover=self._mover, spill=self._spill)
+            self._mover.staging.reserve()  # for good: the moments need it from now on
+            return self._try_wide(narrow, staging_first=False)
+
+    def _try_wide(self, narrow: list[Chunk], *, staging_first: bool) -> list[Plane]:
+        # The old planes stay until the new ones are filled, so the whole fp32 size must be free for a moment.
+        staging, has_reserved = self._mover.staging, False
+        wide: list[Plane] = []
+        try:
+            if staging_first:
+                has_reserved = staging.reserve()
+            for chunk in narrow:
+                tier, num_bytes = self._reserve_wide(chunk), 4 * _grad_numel(chunk)
+                try:
+                    wide.append(make_plane(_grad_numel(chunk), torch.float32, tier, self._device, self._spill))
+                except BaseException:
+                    self._ledger.release(tier, num_bytes, PlaneKind.GRAD.value)
+                    raise
+            planes = [*wide, *(chunk.planes[PlaneKind.GRAD] for chunk in narrow)]
+            if not staging_first and any(plane.tier is not self._device.tier for plane in planes):
+                has_reserved = staging.reserve()
+        except BaseException:
+            self._end(*wide)
+            if has_reserved:
+                staging.give_back()
+            raise
+        return wide
+
+    def _end(self, *planes: Plane) -> None:
+        for plane in planes:
+            if isinstance(plane, FilePlane):
+                plane.give_back()
+            self._ledger.release(plane.tier, plane.num_bytes, PlaneKind.GRAD.value)
 
     def _reserve_wide(self, chunk: Chunk) -> Tier:
         """Take the bytes of an fp32 sum in the tier of the retained gradient, else in the next slower one with room."""
@@ -318,8 +377,3 @@ def _totals(handles: list[ParamHandle]) -> list[tuple[ParamHandle, float]]:
 
 def _grad_numel(chunk: Chunk) -> int:
     return chunk.planes[PlaneKind.GRAD].numel
-
-
-def _end(plane: Plane) -> None:
-    if isinstance(plane, FilePlane):
-        plane.give_back()

@@ -20,12 +20,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.nn.utils import clip_grad
 
 from gemini.errors import ParamAccessError
+from gemini.grad_mode import call_without_grad
 from gemini.kernels import Sums
 from gemini.memory.chunk import Chunk
 from gemini.planning.layout import Part, Slot
+from gemini.train.grad_reads import note_grad_read
 
 if TYPE_CHECKING:
     from gemini.train.engine import Engine
@@ -108,7 +109,7 @@ class ManagedParameter(nn.Parameter):
         kwargs = kwargs or {}
         if func in METADATA:
             if func == _GET_GRAD:  # a new wrapper each time: equal, not identical
-                _refuse_where_blind(args[0])
+                note_grad_read(args[0])
             elif func in _FLIPS:
                 engine_of(args[0]._gemini).requires_grad_changed = True
             elif func == _SET_GRAD and args[1] is not None:
@@ -132,7 +133,7 @@ class ManagedParameter(nn.Parameter):
                 return engine.read_in_call(func, args, kwargs, [h for h in handles if h.engine() is engine])
         if func is torch.Tensor.copy_ and args[0] is handles[0].param and not torch.is_grad_enabled():
             value = args[1].expand(args[0].shape)
-            engine_of(handles[0]).by_names.write(handles[0], value)  # how nn.Module.load_state_dict writes
+            engine_of(handles[0]).by_names.overwrite(handles[0], value)  # how nn.Module.load_state_dict writes
             return args[0]
         return _read_copies(func, args, kwargs, handles)
 
@@ -226,8 +227,7 @@ def _read_copies(func: Callable[..., Any], args: Any, kwargs: Any, handles: list
         return copies[id(handles[0].param)]  # the state dict of a part of the model: values, whoever has them
     versions = {key: copy._version for key, copy in copies.items()}
     args, kwargs = _replace((args, kwargs), copies)
-    with torch.no_grad():
-        result = func(*args, **kwargs)
+    result = call_without_grad(func, *args, **kwargs)
     if any(copy._version != versions[key] for key, copy in copies.items()):
         raise ParamAccessError(_refusal(f"writing ({what})", handles[0], write=True))
     converted = getattr(func, "__name__", "") in _CONVERSIONS  # p.float() of an fp32 param is p itself: here a copy
@@ -327,35 +327,3 @@ METADATA: set[Any] = _getters() | {
     torch.is_floating_point, torch.is_complex, torch.numel, torch.is_same_size, torch.is_inference,
     torch.promote_types, torch.result_type,
 }  # fmt: skip
-
-
-def _code(function: Any) -> Any:
-    while hasattr(function, "__wrapped__"):
-        function = function.__wrapped__
-    return function.__code__
-
-
-_BLIND = {
-    _code(getattr(clip_grad, name)): (
-        f"torch.nn.utils.{name} would see no gradient of {{name!r}} and clip nothing: gradients of a managed model "
-        "live in chunks. Use model.clip_grad_norm_(max_norm)"
-    )
-    for name in ("clip_grad_norm_", "clip_grad_value_")
-    if hasattr(clip_grad, name)
-}
-
-
-def refuse_in(function: Callable[..., Any], message: str) -> None:
-    """Let ``p.grad`` of managed params raise ``message`` (with ``{name!r}``) where ``function`` looks at it."""
-    _BLIND[_code(function)] = message
-
-
-def _refuse_where_blind(param: Any) -> None:
-    """``p.grad`` is None to the outside, so torch's clipping would do nothing, silently: say so instead."""
-    frame = sys._getframe(2)
-    for _ in range(3):  # the getter, perhaps a comprehension, torch's function
-        if frame.f_code in _BLIND:
-            raise ParamAccessError(_BLIND[frame.f_code].format(name=param._gemini.name))
-        if frame.f_back is None:
-            return
-        frame = frame.f_back

@@ -25,6 +25,7 @@ from gemini.train.containers import iter_tensors, map_tensors
 from gemini.train.guard import handle_of
 from gemini.train.injected import refuse_injected
 from gemini.train.reading import is_a, params_read_by, readers
+from gemini.train.scaled_backward import ScaleGradient
 from gemini.train.transforms import is_transforming
 
 if TYPE_CHECKING:
@@ -44,8 +45,13 @@ def attach(model: nn.Module, engine: Engine) -> list[Any]:
     The list changes with what is compiled: it is the model's own, and all that is ever to be removed.
     """
     hooks: list[Any] = []
-    _attach_root(model, engine, hooks)
-    _attach_parts(model, engine, hooks)
+    try:
+        _attach_root(model, engine, hooks)
+        _attach_parts(model, engine, hooks)
+    except BaseException:
+        for hook in hooks:
+            hook.remove()
+        raise
     return hooks
 
 
@@ -145,7 +151,7 @@ def follow_compiled(model: nn.Module, engine: Engine) -> None:
 
 
 def call_as_forward(model: nn.Module, engine: Engine, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run a method of ``model`` as its forward runs: params are ordinary, the loss scale enters at what it returns.
+    """Run a method of ``model`` as its forward runs: params are ordinary, and a loss that it returns is the model's.
 
     Calls of the model inside, ``model(x)`` too, are parts of it.
     """
@@ -201,9 +207,7 @@ def _post(ref: weakref.ref[Engine], *, is_root: bool) -> Callable[[nn.Module, An
             return None
         outermost = record.parent is None and not engine.in_backward
         if engine.loss_scale is not None and outermost:
-            if not is_root:
-                _refuse_partial_fp16(output)
-            output = map_tensors(output, lambda t: ScaleGradient.apply(t, ref) if t.requires_grad else t)
+            output = _enter_scale(output, engine, is_root=is_root)
             _hook_outputs(output, ref, record)
             return output
         if record.chunks or outermost:
@@ -213,31 +217,18 @@ def _post(ref: weakref.ref[Engine], *, is_root: bool) -> Callable[[nn.Module, An
     return post
 
 
+def _enter_scale(output: Any, engine: Engine, *, is_root: bool) -> Any:
+    """fp16: the loss that the model has computed is where its own loss scale enters in a plain backward."""
+    engine.scaling.watch_outputs(output)
+    if not is_root:
+        return output
+    ref = engine.self_reference
+    return map_tensors(output, lambda t: ScaleGradient.apply(t, ref) if t.dim() == 0 and t.requires_grad else t)
+
+
 def _hook_outputs(output: Any, ref: weakref.ref[Engine], record: CallRecord) -> None:
     def begin(grad: torch.Tensor) -> None:
         _engine(ref).begin_backward_of(record)
 
     for tensor in iter_tensors(output):
         record.on_gradient(tensor, begin)
-
-
-def _refuse_partial_fp16(output: Any) -> None:
-    if any(tensor.requires_grad for tensor in iter_tensors(output)):
-        raise GeminiError(
-            "in fp16 the loss scale enters at the outputs of the whole model: a part of it was called on its own with "
-            "gradients enabled. Call the model itself, or use precision='bf16'"
-        )
-
-
-class ScaleGradient(torch.autograd.Function):
-    """Identity in forward; in backward the gradient times the loss scale that this backward applies."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, ref: weakref.ref[Engine]) -> torch.Tensor:  # type: ignore[override]
-        ctx.ref = ref
-        # A loss may be changed in place afterwards (transformers' Trainer does), which autograd forbids for views.
-        return tensor.clone() if tensor.dim() == 0 else tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
-        return grad * _engine(ctx.ref).applied_scale, None

@@ -1,8 +1,8 @@
-"""The dynamic loss scale of fp16 training.
+"""The dynamic loss scale that an fp16 model has of its own, for plain backwards (``scaled_backward``).
 
-The scale multiplies the gradient of the root outputs, so ``loss.backward()`` stays plain. A step whose gradients are
-not finite is skipped and halves the scale; ``growth_interval`` good steps in a row double it (the scheme of
-Micikevicius et al., "Mixed Precision Training", 2018, with torch.amp's defaults).
+It multiplies the gradient of a loss that the model computes itself, so that ``loss.backward()`` stays plain. A step
+whose gradients are not finite is skipped and halves the scale; ``growth_interval`` good steps in a row double it (the
+scheme of Micikevicius et al., "Mixed Precision Training", 2018, with torch.amp's defaults).
 """
 
 from __future__ import annotations

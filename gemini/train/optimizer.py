@@ -9,7 +9,6 @@ an fp32 ``master``). The update is written down once, in ``gemini.kernels_refere
 from __future__ import annotations
 
 import math
-import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from itertools import chain
@@ -21,9 +20,16 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from gemini import kernels
 from gemini.errors import GeminiError
-from gemini.planning.planes import OPTIMIZER_PLANES
+from gemini.grad_mode import call_with_grad, without_grad
+from gemini.interrupts import WHOLE
+from gemini.ranks.agreement import Point
+from gemini.train import optimizer_states as states_of
+from gemini.train.adam_options import refuse_options
+from gemini.train.alike import agree_on_optimizer_state, agree_on_step, told_to_all
 from gemini.train.engine import Engine
-from gemini.train.guard import ParamHandle, engine_of, handle_of, note_writes, optimizer_of, stepping_in_backward
+from gemini.train.guard import ParamHandle, engine_of, handle_of, note_writes, stepping_in_backward
+from gemini.train.optimizer_checks import check_group, check_loaded, loaded_group
+from gemini.train.scaled_backward import scaler_steps
 from gemini.train.update import Segment
 from gemini.train.updates import Work
 
@@ -45,7 +51,9 @@ class HybridAdam(torch.optim.Optimizer):
     2015).
 
     Args:
-        params: params or param groups, managed or not; may be made before or after ``GeminiDDP(model)``.
+        params: params or param groups, managed or not; may be made before or after ``GeminiDDP(model)``. A param
+            belongs to the optimizer that was given it last, and starts anew there (no steps, moments of zero), as in
+            torch; in bf16 the residual stays, which is the other half of the model's master.
         lr: learning rate.
         betas: decay rates of the two moments.
         eps: added to the denominator.
@@ -57,8 +65,13 @@ class HybridAdam(torch.optim.Optimizer):
             backwards of a step but the last go inside ``model.no_sync()``. ``step()`` still ends every step.
 
     Raises:
-        ValueError: for hyperparameters out of range.
+        ValueError: for hyperparameters out of range, also in groups, and for those HybridAdam does not have
+            (:mod:`gemini.train.optimizer_checks` has the rule); no param was taken over.
+        TypeError: for options of other optimizers, and for hyperparameters that are no numbers.
     """
+
+    _is_made = True  # of a copy: torch keeps no attributes of ours
+    _backward_checked = -1
 
     def __init__(
         self,
@@ -70,50 +83,57 @@ class HybridAdam(torch.optim.Optimizer):
         *,
         decoupled: bool = True,
         step_in_backward: bool = False,
+        **unknown: Any,
     ):
-        if not float(lr) >= 0:
-            raise ValueError(f"lr must not be negative, got {lr}")
-        if not float(eps) >= 0:
-            raise ValueError(f"eps must not be negative, got {eps}")
-        if len(betas) != 2 or not all(0 <= float(beta) < 1 for beta in betas):
-            raise ValueError(f"betas must be two numbers in [0, 1), got {betas}")
-        if not float(weight_decay) >= 0:
-            raise ValueError(f"weight_decay must not be negative, got {weight_decay}")
+        refuse_options(unknown)
         defaults = {
             "lr": lr,
-            "betas": tuple(betas),
+            "betas": tuple(betas) if isinstance(betas, list) else betas,
             "eps": eps,
             "weight_decay": weight_decay,
             "decoupled": decoupled,
         }
+        check_group(defaults, "HybridAdam")
         self.step_in_backward = step_in_backward
-        if step_in_backward:
-            stepping_in_backward.add(self)
+        self._is_made = False
         super().__init__(params, defaults)
         self.state = _States(self.state)
+        states_of.own(self, self._params())
+        self._is_made = True
+        if step_in_backward:
+            stepping_in_backward.add(self)
 
     def add_param_group(self, param_group: Group) -> None:
         """Add a group of params with hyperparameters of its own, as in torch.
 
+        Keys of the group that no optimizer interprets are labels and stay in it (:mod:`gemini.train.optimizer_checks`).
+
         Raises:
-            ValueError: if the optimizer would own params of two GeminiDDP models.
+            ValueError, TypeError: for hyperparameters that make no sense or that HybridAdam does not have, and if it
+                would own params of two GeminiDDP models; nothing was changed.
         """
+        if isinstance(param_group, dict):
+            check_group({**self.defaults, **param_group}, f"param group {len(self.param_groups)}")
         super().add_param_group(param_group)
-        params = self.param_groups[-1]["params"]
         try:
-            self.engine()
+            self._engine_of(self._params())
         except ValueError:
             self.param_groups.pop()
             raise
-        for param in params:
-            param._gemini_optimizer = weakref.ref(self)
+        if self._is_made:  # else they become its own when every group has been accepted
+            states_of.own(self, self.param_groups[-1]["params"])
 
-    @torch.no_grad()
+    def _params(self) -> list[nn.Parameter]:
+        return list(chain.from_iterable(group["params"] for group in self.param_groups))
+
+    def _check_owned(self) -> None:
+        states_of.check_owned(self, filter(None, map(handle_of, self._params())))
+
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Update every param that has a gradient; params without one are skipped, their step count too.
 
-        Gradients of managed params are consumed. In fp16 a step with inf or NaN is skipped as a whole and lowers the
-        loss scale.
+        Gradients of managed params are consumed. In fp16 a step with inf or NaN after plain backwards is skipped as a
+        whole and lowers the model's own loss scale; with a ``gemini.GradScaler`` call its ``step(optimizer)``.
 
         On CUDA the host waits once in a step for what the kernels found in the gradients (the norm, the loss scale's
         verdict and the check for inf and NaN come out of the same sums): in ``clip_grad_norm_`` if it is called, else
@@ -122,25 +142,32 @@ class HybridAdam(torch.optim.Optimizer):
         Raises:
             NonFiniteGradient: in bf16 and fp32, naming the param; nothing was changed, unless ``step_in_backward`` had
                 updated other params: then it says so.
+            GeminiError: for gradients that a scaler has scaled and not unscaled.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = None if closure is None else call_with_grad(closure)
+        with WHOLE:
+            self._step()
+        return loss
+
+    @without_grad
+    def _step(self) -> None:
         plain: list[tuple[nn.Parameter, Group]] = []
         managed: list[tuple[ParamHandle, Group]] = []
-        for group in self.param_groups:
+        for number, group in enumerate(self.param_groups):
+            check_group(group, f"param group {number}")
             for param in group["params"]:
                 handle = handle_of(param)
                 if handle is not None:
                     managed.append((handle, group))
                 elif param.grad is not None:
+                    if param.grad.is_sparse:
+                        raise GeminiError("HybridAdam has no sparse gradients: build the embedding with sparse=False")
                     plain.append((param, group))
         if managed:
+            self._check_owned()
             self._step_managed(managed)
         for param, group in plain:
             self._step_plain(param, group)
-        return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients of this optimizer's params."""
@@ -162,88 +189,119 @@ class HybridAdam(torch.optim.Optimizer):
 
         Raises:
             KeyError: if the optimizer owns no managed param of that name.
+            GeminiError: if another HybridAdam has taken it over since.
         """
-        engine = self.engine()
+        engine = self._engine_of(self._params())
         handle = None if engine is None else engine.by_names[name]
-        if handle is None or optimizer_of(handle.param) is not self:
+        if handle is None or not any(handle.param is param for param in self._params()):
             raise KeyError(f"this HybridAdam owns no managed param called {name!r}")
-        return self._managed_state(handle)
+        states_of.check_owned(self, [handle])
+        return states_of.read_state(handle)
 
     def engine(self) -> Engine | None:
-        """The engine of the managed params, if there are any."""
-        return self._engine_of(chain.from_iterable(group["params"] for group in self.param_groups))
+        """The engine of the managed params, if there are any.
+
+        Raises:
+            GeminiError: for params that another HybridAdam has taken over since.
+        """
+        self._check_owned()
+        return self._engine_of(self._params())
 
     def state_dict(self) -> dict[str, Any]:
         """Torch's form: ``{"state": {index: {"step", "exp_avg", "exp_avg_sq", ...}}, "param_groups": [...]}``.
 
         Moments are full, fp32, on the CPU. For bf16 params "residual" (int16) is the other half of the master.
+
+        Raises:
+            GeminiError: for params that another HybridAdam has taken over since.
         """
+        self._check_owned()
         result = super().state_dict()
         index = 0
         for group in self.param_groups:
             for param in group["params"]:
                 handle = handle_of(param)
                 if handle is not None and handle.num_steps:
-                    result["state"][index] = self._managed_state(handle)
+                    result["state"][index] = states_of.read_state(handle)
                 index += 1
         return result
 
-    @torch.no_grad()
+    @told_to_all(Point.LOAD_OPTIMIZER, "optimizer.load_state_dict")
+    @without_grad
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what :meth:`state_dict` gave (or ``torch.optim.AdamW``'s). Moments keep fp32 whatever the param's dtype.
+        """Load what :meth:`state_dict` gave, or the state of ``torch.optim.AdamW``, or with ``decoupled=False`` (or
+        without weight decay, where both are the same) of ``torch.optim.Adam``.
+
+        Moments keep fp32 whatever the param's dtype. Hyperparameters and labels of the groups become the loaded ones.
+        The other half of a master of another precision ("residual", "master") is left out: weights are the model's.
 
         Raises:
-            ValueError: if the groups do not match; nothing was changed.
+            ValueError, TypeError: for other groups, the state of another optimizer, and values that no update can have
+                left, naming the param and the key; nothing was changed.
+            GeminiError: for params that another HybridAdam has taken over since.
         """
+        self._check_owned()
+        for hook in self._optimizer_load_state_dict_pre_hooks.values():
+            changed = hook(self, state_dict)
+            state_dict = state_dict if changed is None else changed
+        params = self._params()
+        check_loaded(self.param_groups, state_dict)
         saved = state_dict["param_groups"]
-        if [len(g["params"]) for g in saved] != [len(g["params"]) for g in self.param_groups]:
-            raise ValueError(
-                f"the loaded state has groups of {[len(g['params']) for g in saved]} params, the optimizer has "
-                f"groups of {[len(g['params']) for g in self.param_groups]}: it was saved for another model or other "
-                "groups"
-            )
-        params = list(chain.from_iterable(group["params"] for group in self.param_groups))
-        keys = list(chain.from_iterable(group["params"] for group in saved))
-        for key, param in zip(keys, params, strict=True):
-            for name, value in state_dict["state"].get(key, {}).items():
-                if name != "step" and value.shape != param.shape:
-                    raise ValueError(
-                        f"state {name!r} of param {key} has shape {tuple(value.shape)}, wanted {param.shape}"
-                    )
-        for key, param in zip(keys, params, strict=True):
-            state = state_dict["state"].get(key, {})
-            handle = handle_of(param)
-            if handle is None:
-                self.state[param] = {
-                    name: torch.as_tensor(value, dtype=torch.float32, device="cpu").clone()
-                    if name == "step"
-                    else value.detach().to(
-                        param.device, torch.int16 if name == "residual" else torch.float32, copy=True
-                    )
-                    for name, value in state.items()
-                }
-            else:
+        keys = chain.from_iterable(group["params"] for group in saved)
+        states = [dict(state_dict["state"].get(key, {})) for key in keys]
+        handles = [handle_of(param) for param in params]
+        states_of.check_trained((h, state) for h, state in zip(handles, states, strict=True) if h is not None)
+        agree_on_optimizer_state(self, state_dict)
+        with WHOLE:
+            for param, handle, state in zip(params, handles, states, strict=True):
                 self.state.pop(param, None)
-                _write_managed_state(handle, state)
-        for group, loaded in zip(self.param_groups, saved, strict=True):
-            group.update({name: value for name, value in loaded.items() if name != "params"})
+                if handle is not None:
+                    states_of.write_state(handle, state)
+                elif state:
+                    self.state[param] = states_of.plain_state(param, state)
+            for group, loaded in zip(self.param_groups, saved, strict=True):
+                group.update(loaded_group(loaded))
+        for told in self._optimizer_load_state_dict_post_hooks.values():
+            told(self)
+
+    def start_anew(self) -> None:
+        """Forget the moments and step counts of every param, and take over those that another HybridAdam has by now:
+        as if this one had just been made.
+        """
+        params = self._params()
+        with WHOLE:
+            states_of.own(self, params)
+            states_of.start_anew(handle for param in params if (handle := handle_of(param)) is not None)
+            for param in params:
+                self.state.pop(param, None)
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
         # torch.amp.GradScaler.step asks for this before it looks for gradients that are not there.
-        if any(handle_of(p) is not None for group in self.param_groups for p in group["params"]):
+        if not scaler_steps.get() and any(handle_of(p) is not None for g in self.param_groups for p in g["params"]):
             raise GeminiError(
-                "GradScaler cannot be used with a managed model (it looks at p.grad, and gradients live in chunks): "
-                'use GeminiConfig(precision="fp16"), whose loss scale works with a plain loss.backward() and '
-                "optimizer.step()"
+                "torch.amp.GradScaler sees no gradients of a managed model (it looks at p.grad, and they live in "
+                "chunks): use gemini.GradScaler, which is used in the same way"
             )
         return False
+
+    def skip_step(self) -> None:
+        """Drop the gradients of managed params in place of a step (``GradScaler.step`` has found inf or NaN)."""
+        handles = [handle for group in self.param_groups for p in group["params"] if (handle := handle_of(p))]
+        if handles:
+            engine = engine_of(handles[0])
+            engine.discard_grads(handles)
+            engine.end_step()
 
     # ---- managed params -----------------------------------------------------------------------------------------
 
     def segment_in_backward(self, engine: Engine, handle: ParamHandle, grad: torch.Tensor | None) -> Segment:
         """The gradient of one param is complete: how to update it (``step_in_backward``). None: it is in its plane."""
         self._check_mode(engine)
+        if self._backward_checked != engine.backward_number:  # before the first update of this backward
+            self._backward_checked = engine.backward_number
+            for number, group in enumerate(self.param_groups):
+                check_group(group, f"param group {number}")
         group = next(g for g in self.param_groups if any(p is handle.param for p in g["params"]))
         scale = 1.0 if grad is not None else engine.clip_coefficient * engine.grad_unscale * handle.clip
         return Segment(handle, _hyper(group, handle.num_steps + 1, scale), grad)
@@ -255,10 +313,13 @@ class HybridAdam(torch.optim.Optimizer):
         engine.check_whole()
         engine.recover_if_interrupted()
         engine.updates.unseen.look(engine)
-        engine.settle_grads()
+        agree_on_step(engine, self)
         ready = [(handle, group) for handle, group in managed if handle.has_grad]
         handles = [handle for handle, _ in ready]
-        if engine.loss_scale is not None and handles:
+        engine.scaling.check_unscaled(handles)
+        is_scaled_inside = engine.loss_scale is not None and not engine.scaling.is_by_scaler
+        if is_scaled_inside and handles:
+            assert engine.loss_scale is not None
             if not math.isfinite(engine.gradients.total_sum(handles)):
                 engine.loss_scale.skipped()
                 engine.discard_grads(handles)
@@ -282,7 +343,8 @@ class HybridAdam(torch.optim.Optimizer):
         except BaseException as e:  # an interrupt between two chunks breaks the step as well
             engine.mark_lost(e)
             raise
-        if engine.loss_scale is not None and handles:
+        if is_scaled_inside and handles:
+            assert engine.loss_scale is not None
             engine.loss_scale.stepped()
         engine.end_step()
 
@@ -309,16 +371,7 @@ class HybridAdam(torch.optim.Optimizer):
                 state = self.state.pop(param)
                 if "master" in state:
                     engine_of(handle).by_names.write(handle, state["master"])
-                _write_managed_state(handle, state)
-
-    def _managed_state(self, handle: ParamHandle) -> dict[str, torch.Tensor]:
-        by_names = engine_of(handle).by_names
-        state = {"step": torch.tensor(float(handle.num_steps), device="cpu")}
-        for kind in OPTIMIZER_PLANES:
-            value = by_names.read_plane(handle, kind)
-            if value is not None:
-                state[kind.value] = value
-        return state
+                states_of.write_state(handle, state)
 
     def _engine_of(self, params: Iterable[Any]) -> Engine | None:
         engines = {id(e): e for p in params if (h := handle_of(p)) is not None for e in [engine_of(h)]}
@@ -332,8 +385,6 @@ class HybridAdam(torch.optim.Optimizer):
     # ---- plain params -------------------------------------------------------------------------------------------
 
     def _step_plain(self, param: nn.Parameter, group: Group) -> None:
-        if param.grad.is_sparse:  # type: ignore[union-attr]
-            raise GeminiError("HybridAdam has no sparse gradients: build the embedding with sparse=False")
         state = self.state[param]
         if not state:
             state["step"] = torch.tensor(0.0, device="cpu")
@@ -358,18 +409,6 @@ class HybridAdam(torch.optim.Optimizer):
         if weights.data_ptr() != param.data_ptr():
             param.data.copy_(weights)
         torch.autograd.graph.increment_version(param)  # for autograd a write in place, as torch's own steps are
-
-
-def _write_managed_state(handle: ParamHandle, state: dict[str, Any]) -> None:
-    by_names = engine_of(handle).by_names
-    handle.num_steps = int(state.get("step", 0))
-    for kind in OPTIMIZER_PLANES:
-        if kind in handle.chunk.planes:
-            value = state.get(kind.value)
-            if value is not None:
-                by_names.write_plane(handle, kind, value)
-            elif not state and kind.value != "residual":
-                by_names.write_plane(handle, kind, torch.zeros(handle.param.shape, device="cpu"))
 
 
 def _hyper(group: Group, step: int, grad_scale: float = 1.0) -> kernels.AdamHyper:

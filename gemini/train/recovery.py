@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from gemini.errors import GeminiError
+from gemini.interrupts import WHOLE
 
 if TYPE_CHECKING:
     from gemini.train.engine import Engine
@@ -21,6 +22,7 @@ def forget_interrupted(engine: Engine) -> None:
     """End what was under way; nothing if a backward is running in this thread."""
     if torch._C._current_graph_task_id() != -1:
         return
+    WHOLE.let_go()
     engine.calls.abandon()
     engine.let_go_of_transformed()
     engine.updates.forget_collected()

@@ -26,6 +26,7 @@ from gemini.planning.planes import PlaneKind
 from gemini.planning.timeline import Lane
 from gemini.ranks.agreement import Point, Wish
 from gemini.ranks.wire import Tag, guarded
+from gemini.train.alike import Facts, gradient_facts, meet_with, owners, refuse_differing, step_facts
 from gemini.train.guard import ParamHandle
 from gemini.train.in_backward import use_in_backward
 from gemini.train.problem import reduce_dtype
@@ -35,11 +36,13 @@ if TYPE_CHECKING:
     from gemini.train.shards import Shards
 
 _HOLDER = "gradients in flight"
+_PLAN = 8
+"""Where in the detail of a wish begins what a rank is about to update inside backward."""
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def _detail(is_full: bool, dtype: torch.dtype) -> int:
-    return int(is_full) | _DTYPES.index(dtype) << 1
+def _detail(is_full: bool, dtype: torch.dtype, plan: int) -> int:
+    return int(is_full) | _DTYPES.index(dtype) << 1 | plan << _PLAN
 
 
 class _WholeGradient:
@@ -65,6 +68,13 @@ class Reduction:
         self._whole: dict[int, _WholeGradient] = {}
         self._spare: dict[int, list[Window]] = {}
         self._settled = False
+        self._plan = (0, 0)
+        self.clippings: list[str] = []
+        """The calls of ``clip_grad_norm_`` of this step; one without a limit only looks at the norm."""
+        self.num_dropped = 0
+        """How often gradients were dropped since the last step (``zero_grad``)."""
+        self.num_backwards = 0
+        """Since the last step, outside of ``no_sync``: replicas meet in none of them."""
 
     def _engine(self) -> Engine:
         engine = self._reference()
@@ -97,17 +107,38 @@ class Reduction:
         if self.reduces:
             for index in sorted(self._whole, reverse=True):
                 self._reduce(index)
-            self._shards.meet(Point.END_BACKWARD)
+            self._check_plans(self._shards.meet(Point.END_BACKWARD, self._planned() << _PLAN))
+            self.num_backwards += 1
+            if self._settled:
+                self._unsettle()  # nobody had a gradient
 
     def _reduce(self, index: int) -> None:
         whole = self._whole[index]
         trained = sum(handle.trained for handle in self._engine().by_chunk[index])
         is_full = len(whole.arrived) == trained == len(self._engine().by_chunk[index])
-        self._shards.reach(Wish(Point.REDUCE, index, _detail(is_full, whole.flat.dtype)))
+        self._shards.reach(Wish(Point.REDUCE, index, _detail(is_full, whole.flat.dtype, self._planned())))
+
+    def _planned(self) -> int:
+        """What updates inside this backward depend on, as a checksum; 0 if there are none."""
+        engine = self._engine()
+        if engine.config.gradients != "transient":
+            return 0
+        if self._plan[0] != engine.backward_number:  # counters change with the first update
+            self._plan = engine.backward_number, step_facts(engine, owners(engine)).checksum
+        return self._plan[1]
+
+    def _check_plans(self, details: list[int]) -> None:
+        """Ranks that disagree about updates inside backward find out before the first of them."""
+        if len({detail >> _PLAN for detail in details}) > 1:
+            facts = step_facts(self._engine(), owners(self._engine()))
+            refuse_differing(self._shards, "the updates inside backward", facts)
 
     def reduce(self, index: int, wishes: list[Wish]) -> None:
         """All ranks add up chunk ``index``: each receives its shard of the sum and lands it."""
         engine, chunk = self._engine(), self._engine().chunks[index]
+        self._check_plans([wish.detail for wish in wishes])
+        if self._settled:
+            self._unsettle()
         handles, whole = engine.by_chunk[index], self._whole.get(index)
         arrived, dtypes = self._who_has_what(index, wishes, whole, handles)
         present = [handle for number, handle in enumerate(handles) if arrived[:, number].any()]
@@ -138,7 +169,6 @@ class Reduction:
         if transient:
             assert whole is not None
             self._update(chunk, present, whole)
-        self._settled = False
         if whole is not None:
             self._close(index)
 
@@ -148,7 +178,7 @@ class Reduction:
         """Which gradients of a chunk each rank has (ranks x params), and in which dtype."""
         if all(wish.subject == (Point.REDUCE, index) and wish.detail & 1 for wish in wishes):
             everything = torch.ones((self._ranks.size, len(handles)), dtype=torch.bool, device="cpu")
-            return everything, [_DTYPES[wish.detail >> 1] for wish in wishes]
+            return everything, [_DTYPES[(wish.detail & (1 << _PLAN) - 1) >> 1] for wish in wishes]
         names = set() if whole is None else whole.arrived
         dtype = self._dtype if whole is None else whole.flat.dtype
         own = torch.tensor([_DTYPES.index(dtype), *(handle.name in names for handle in handles)], dtype=torch.uint8)
@@ -229,14 +259,22 @@ class Reduction:
         self._spare.setdefault(window.num_bytes, []).append(window)
 
     def discard(self, handles: list[ParamHandle]) -> None:
-        """Forget gradients that were not reduced (``zero_grad``)."""
+        """Forget gradients that were not reduced (``zero_grad``); those that were are forgotten next."""
+        self.num_dropped += any(handle.has_grad for handle in handles)
         for handle in handles:
             whole = self._whole.get(handle.chunk.spec.index)
             if whole is not None:
                 whole.arrived.discard(handle.name)
                 if not whole.arrived:
                     self._close(handle.chunk.spec.index)
-        self._settled = False
+        self.clippings.clear()
+
+    def end_step(self) -> None:
+        """After an optimizer step, skipped or made."""
+        self.clippings.clear()
+        self.num_dropped = self.num_backwards = 0
+        if self._settled and not self._engine().has_gradients:
+            self._settled = False
 
     @property
     def has_unreduced(self) -> bool:
@@ -253,17 +291,28 @@ class Reduction:
 
     # ---- the step -----------------------------------------------------------------------------------------------
 
-    def settle(self) -> None:
-        """Make the gradients of a step the same thing on every rank: once per step, before the norm or the update."""
+    def settle(self, step: Facts | None = None) -> bool:
+        """Make the gradients of a step the same thing on every rank: once per step, before the norm or the update.
+
+        ``step``: what this rank is about to update with them, if it is. True if every rank is about to do the same.
+
+        Raises:
+            RankMismatch: on every rank, if they are not, or one of them has dropped gradients.
+        """
         if self._settled:
-            return
+            return False
         if self._whole:
             raise GeminiError(
                 "optimizer.step() or clip_grad_norm_ after a backward inside no_sync(), or one that failed: the last "
                 "backward of a step must be outside of no_sync(), so that gradients are reduced. zero_grad() drops them"
             )
-        self._shards.meet(Point.SETTLE)
-        handles = self._engine().handles
+        handles, gradients = self._engine().handles, gradient_facts(self._engine())
+        said = meet_with(self._shards, Point.SETTLE, gradients, step)
+        if any(len({there for there, _ in row}) > 1 for row in said):  # replicas may have other gradients until here
+            refuse_differing(self._shards, "clip_grad_norm_ or optimizer.step()", gradients)
+        steps = {planned for row in said for _, planned in row}
+        if step is not None and 0 not in steps and len(steps) > 1:
+            refuse_differing(self._shards, "optimizer.step()", step)
         if self._ranks.replicas is not None:
             self._sum_across_replicas()
         own = kernels.totals([handle.norm_sums or [] for handle in handles])
@@ -272,6 +321,26 @@ class Reduction:
             if handle.norm_sums is not None:
                 handle.norm_sums = parts
         self._settled = True
+        return 0 not in steps
+
+    def confirm(self, step: Facts) -> None:
+        """Gradients are settled: every rank is about to update the same params with the same of them.
+
+        Raises:
+            RankMismatch: on every rank, if not.
+        """
+        gradients = gradient_facts(self._engine())
+        said = meet_with(self._shards, Point.STEP, gradients, step)
+        for number, facts in enumerate((gradients, step)):
+            if len({rank[number] for row in said for rank in row}) > 1:
+                refuse_differing(self._shards, "optimizer.step()", facts)
+
+    def _unsettle(self) -> None:
+        """A backward after ``clip_grad_norm_``: of a norm that all ranks know, this rank's part is its own again."""
+        for handle in self._engine().handles:
+            if handle.norm_sums is not None:
+                handle.norm_sums = handle.norm_sums[self._ranks.rank : self._ranks.rank + 1]
+        self._settled = False
 
     def _sum_across_replicas(self) -> None:
         """Add up this rank's shard of the gradients over all replicas, chunk by chunk in the order of the layout."""

@@ -9,30 +9,37 @@ gradients as "gradients in flight", pieces on the wire as "exchange". A rank alo
 
 from __future__ import annotations
 
+import contextlib
+import weakref
 from collections import Counter
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
+from gemini.errors import RankLost, RankMismatch
 from gemini.memory.chunk import Chunk
 from gemini.memory.device import DONE, Event
 from gemini.memory.mover import tiles
 from gemini.planning.layout import part_of
 from gemini.planning.planes import PlaneKind
 from gemini.planning.timeline import Lane
-from gemini.ranks.agreement import Agreement, Point, Wish
+from gemini.ranks.agreement import Agreement, Point, Wish, word_for
 from gemini.ranks.group import Ranks
-from gemini.ranks.wire import Tag, guarded
+from gemini.ranks.watch import Watch
+from gemini.ranks.wire import Tag, Wire, guarded
 from gemini.tiers import Tier
 from gemini.train.by_name import host_part
 from gemini.train.guard import ParamHandle
+from gemini.train.together import end_group_of
 
 if TYPE_CHECKING:
     from gemini.train.engine import Engine
 
 _KINDS = tuple(PlaneKind)
+_PARTED = -1  # where the ranks of a replica stand that cannot agree among themselves
 _TRAFFIC = {
     Tag.WEIGHTS: "all_gather",
     Tag.GRADIENTS: "reduce_scatter",
@@ -43,6 +50,18 @@ _TRAFFIC = {
 }
 
 
+def _is_inside(reference: weakref.ref[Engine]) -> Callable[[], bool | None]:
+    """Whether a call of the model is under way, for another thread; None when there is no model any more."""
+
+    def is_inside() -> bool | None:
+        engine = reference()
+        if engine is None:
+            return None
+        return not hasattr(engine, "calls") or engine.calls.running or engine.in_backward
+
+    return is_inside
+
+
 class Shards:
     """The part of an engine that deals with other ranks."""
 
@@ -50,8 +69,10 @@ class Shards:
         self.ranks = ranks
         self.scratch = engine.device.make_host_buffer(exchange)
         self._agreement = Agreement(ranks.wire)
+        self._watch = Watch(self._agreement, ranks.wire, _is_inside(engine.self_reference)) if ranks.size > 1 else None
         self._engine = engine.self_reference
         self._numbers = {handle.name: number for number, handle in enumerate(engine.handles)}
+        self.num_meetings = 0
         self._read: torch.Tensor | None = None
         self.waiting_group: dist.ProcessGroup | None = None
         """Where the ranks wait for each other's disks, once they have."""
@@ -59,6 +80,13 @@ class Shards:
         """Bytes that the library's own collectives have sent."""
         self._sent_before: Counter[str] = Counter()
         self.sent_last_step: Counter[str] = Counter()
+
+    def close(self) -> None:
+        """The model ends, and so do the groups that were made for it."""
+        if self._watch is not None:
+            self._watch.stop()
+        end_group_of(self)
+        self.ranks.close()
 
     @property
     def engine(self) -> Engine:
@@ -69,6 +97,8 @@ class Shards:
     def end_step(self) -> None:
         """After an optimizer step: what was sent since the last one is what the report shows."""
         self._agreement.num_steps += 1
+        if self.engine.reduction is not None:
+            self.engine.reduction.end_step()
         total = self._sent()
         self.sent_last_step = total - self._sent_before
         self._sent_before = total
@@ -87,11 +117,47 @@ class Shards:
     def reach(self, wish: Wish) -> list[Wish]:
         """Wait, serving other ranks, until ``wish`` is done or all ranks stand at its point."""
         with self.engine.mover.about("other ranks", "wait for other ranks"):
-            return self._agreement.reach(wish, self)
+            try:
+                return self._agreement.reach(wish, self)
+            except RankMismatch:
+                if self.ranks.replicas is not None:
+                    with contextlib.suppress(RankLost):
+                        self._tell_replicas(self.ranks.replicas, _PARTED)
+                raise
 
     def meet(self, point: Point, detail: int = 0) -> list[int]:
         """Wait until every rank of the shard group stands at ``point``; what each of them says."""
         return [wish.detail for wish in self.reach(Wish(point, 0, detail))]
+
+    def meet_all(self, point: Point, detail: int = 0) -> list[list[int]]:
+        """Wait until every rank of the model stands at ``point``; what each of them says, by replica.
+
+        Raises:
+            RankMismatch: on every rank, if those of some replica, or the replicas among each other, want other things.
+        """
+        self.num_meetings += 1
+        row = self.meet(point, detail)
+        if self.ranks.replicas is None:
+            return [row]
+        said = self._tell_replicas(self.ranks.replicas, point, *row)
+        if any(other[0] != point for other in said):
+            where = "; ".join(
+                f"the ranks of replica {number} disagree, their own error says about what"
+                if other[0] == _PARTED
+                else f"replica {number} is at {word_for(Point(other[0]))}"
+                for number, other in enumerate(said)
+            )
+            raise RankMismatch(
+                f"the replicas of this model were asked to do different things: {where}. Every rank must make the "
+                "same backwards and steps, and save and load together"
+            )
+        return [other[1:] for other in said]
+
+    def _tell_replicas(self, wire: Wire, point: int, *details: int) -> list[list[int]]:
+        """What the ranks of one shard stand at; always as many numbers, so that different points meet as well."""
+        said = torch.zeros(1 + self.ranks.size, dtype=torch.int64, device="cpu")
+        said[: 1 + len(details)] = torch.tensor([point, *details], dtype=torch.int64, device="cpu")
+        return wire.swap(Tag.AGREEMENT, said, "comparing replicas").tolist()
 
     def reduce(self, index: int, wishes: list[Wish]) -> None:
         """All ranks add up the gradients of a chunk."""

@@ -13,6 +13,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from gemini.interrupts import WHOLE
+from gemini.ranks.agreement import Point
+from gemini.train.alike import Facts, agree_on_values, value_facts
 from gemini.train.guard import ParamHandle, handle_of
 
 if TYPE_CHECKING:
@@ -40,7 +43,32 @@ def model_state(
 
 
 def load_model_state(model: nn.Module, engine: Engine, state: Mapping[str, Any], strict: bool) -> Any:
-    """Check everything first, so that a refused state changes nothing; then let torch's loader write."""
+    """Check everything first, so that a refused state changes nothing; then let torch's loader write.
+
+    With several ranks each writes its part of every param, so all must load the same; a refusal on one is one on all.
+    """
+    expected: dict[str, Any] = {}
+    refusal = None
+    try:
+        expected = _check(model, engine, state, strict)
+    except Exception as e:
+        refusal = e
+
+    def facts() -> Facts:
+        return value_facts((name, value) for name, value in state.items() if handle_of(expected.get(name)) is not None)
+
+    agree_on_values(engine, Point.LOAD_MODEL, "load_state_dict", facts, refusal)
+    with WHOLE, engine.by_names.compared():  # Ctrl-C leaves no model that is half loaded
+        return nn.Module.load_state_dict(model, state, strict=strict)
+
+
+def _check(model: nn.Module, engine: Engine, state: Mapping[str, Any], strict: bool) -> dict[str, Any]:
+    """What the model has by the names of its state.
+
+    Raises:
+        TypeError: for what is no state.
+        RuntimeError: as torch does it, for missing or unexpected keys and wrong shapes.
+    """
     if not isinstance(state, Mapping):
         raise TypeError(f"load_state_dict takes a mapping of names to tensors, got {type(state).__name__}")
     engine.recover_if_interrupted()
@@ -65,4 +93,4 @@ def load_model_state(model: nn.Module, engine: Engine, state: Mapping[str, Any],
             errors.append(f"Unexpected key(s): {', '.join(map(str, unexpected))}.")
     if errors:
         raise RuntimeError(f"Error(s) in loading state_dict for {type(model).__name__}:\n\t" + "\n\t".join(errors))
-    return nn.Module.load_state_dict(model, state, strict=strict)
+    return expected

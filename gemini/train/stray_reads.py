@@ -21,7 +21,7 @@ def read_in_call(engine: Engine, func: Callable[..., Any], args: Any, kwargs: An
     """An operation reads params outside their own module's forward, while the model computes.
 
     The operation is a call of its own: its chunks are gathered for it, and again when the gradient of its result
-    arrives. A result that is a view of the weights keeps them gathered for the call around it.
+    arrives. A result that is a view of the weights lends them to the call around it.
     """
     chunks = {handle.chunk.spec.index: handle.chunk for handle in handles}
     for chunk in chunks.values():
@@ -30,13 +30,7 @@ def read_in_call(engine: Engine, func: Callable[..., Any], args: Any, kwargs: An
     moving = tuple(chunk for chunk in chunks.values() if not chunk.resident)
     if not moving:
         return func(*args, **kwargs)
-    around = engine.calls.innermost
-    if around is None:
-        raise ParamAccessError(
-            f"managed param {handles[0].name!r} is read where no module of the model is computing; "
-            "read it inside the model's forward, or with model.gathered([param])"
-        )
-    record = CallRecord(None, moving, around)
+    record = CallRecord(None, moving, engine.calls.innermost)
     with engine.open_gathered(moving):
         result = func(*args, **kwargs)
     with engine.lock:

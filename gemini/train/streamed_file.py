@@ -11,7 +11,6 @@ they serve its reads.
 
 from __future__ import annotations
 
-import contextlib
 import mmap
 import os
 from collections.abc import Callable
@@ -26,7 +25,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from gemini.errors import GeminiError, StorageError
 from gemini.planning.planes import PlaneKind
-from gemini.train.checkpoint_files import remove_leftovers, work_name
+from gemini.train import replacing
 from gemini.train.guard import ParamHandle, engine_of, handle_of
 from gemini.train.optimizer import HybridAdam
 from gemini.train.state_dict import model_state
@@ -72,10 +71,10 @@ def write(content: Any, path: Path) -> None:
         StorageError: if it cannot be written; an existing file is as it was.
         GeminiError: if somebody has computed with a promise.
     """
-    draft = path.with_name(work_name(path))
+    path = replacing.place_of(path)
+    draft = replacing.begin(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        remove_leftovers(path)
         if not _write_streamed(content, draft):
             torch.save(keep_promises(content), draft)
         _flush(draft)
@@ -84,8 +83,7 @@ def write(content: Any, path: Path) -> None:
     except OSError as e:
         raise StorageError(f"could not save {path}: {e.strerror or e}") from e
     finally:
-        with contextlib.suppress(OSError):
-            draft.unlink(missing_ok=True)
+        replacing.end(draft)
 
 
 def keep_promises(content: Any) -> Any:

@@ -7,6 +7,7 @@ and shapes that every trace of a model begins with come from here too.
 
 from __future__ import annotations
 
+import torch
 from torch import nn
 
 from gemini.planning.layout import Layout
@@ -35,7 +36,8 @@ def traced_params(model: nn.Module) -> tuple[TracedParam, ...]:
 
 def buffer_bytes(model: nn.Module) -> int:
     """Bytes of all buffers, those that share memory once."""
-    storages = {b.untyped_storage()._cdata: b.untyped_storage().nbytes() for b in model.buffers()}
+    dense = [b for b in model.buffers() if b.layout is torch.strided]
+    storages = {b.untyped_storage()._cdata: b.untyped_storage().nbytes() for b in dense}
     return sum(storages.values())
 
 

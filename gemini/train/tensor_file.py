@@ -10,12 +10,14 @@ loaded.
 from __future__ import annotations
 
 import ctypes
+import errno
 import json
 import os
+import stat
 import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 
@@ -26,7 +28,12 @@ _DTYPES = {
     "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
     "C64": torch.complex64,
 }  # fmt: skip
-_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+STORED_DTYPES = {dtype: name for name, dtype in _DTYPES.items()}
+"""Those that every reader of the format knows, by the names it has for them."""
+
+
+class Malformed(ValueError):
+    """What was read is nothing that is ever written. It says what it is and where, and becomes a StorageError."""
 
 
 class TensorSpec(NamedTuple):
@@ -62,7 +69,7 @@ class TensorFileWriter:
         offset = 0
         for spec in specs:
             span = [offset, offset + spec.num_bytes]
-            header[spec.name] = {"dtype": _NAMES[spec.dtype], "shape": list(spec.shape), "data_offsets": span}
+            header[spec.name] = {"dtype": STORED_DTYPES[spec.dtype], "shape": list(spec.shape), "data_offsets": span}
             self._offsets[spec.name] = offset
             offset += spec.num_bytes
         text = json.dumps(header, separators=(",", ":")).encode()
@@ -127,28 +134,33 @@ class TensorFile:
     def __init__(self, path: Path):
         self.path = path
         try:
-            with open(path, "rb") as file:
+            with open_regular(path) as file:
                 size = os.fstat(file.fileno()).st_size
                 start = file.read(8)
                 length = int.from_bytes(start, "little")
                 if not 2 <= length <= size - 8:
-                    raise ValueError("its header length is not possible")
+                    raise Malformed("its header length is not possible")
                 text = file.read(length)
-            header = json.loads(text)
             self.header_checksum = zlib.crc32(start + text)
+            header = parse_json(text)
+            if not isinstance(header, dict):
+                raise Malformed("its header is not a JSON object")
             header.pop("__metadata__", None)
             self._start = 8 + length
-            self.specs = {
-                name: TensorSpec(name, _DTYPES[entry["dtype"]], tuple(entry["shape"])) for name, entry in header.items()
-            }
-            self._offsets = {name: entry["data_offsets"][0] for name, entry in header.items()}
+            self.specs, self._offsets = {}, {}
+            for name, entry in header.items():
+                self.specs[name], self._offsets[name] = _parsed(name, entry)
         except OSError as e:
             raise StorageError(f"cannot read {path}: {e.strerror}") from e
-        except (ValueError, KeyError, TypeError, AttributeError) as e:
+        except ValueError as e:
             raise StorageError(f"{path} is not a safetensors file, or is damaged: {e}") from e
-        end = self._start + max((self._offsets[n] + s.num_bytes for n, s in self.specs.items()), default=0)
-        if size != end:
-            raise StorageError(f"{path} is damaged: it has {size} bytes, its header says {end}")
+        end = 0
+        for name in sorted(self.specs, key=lambda n: (self._offsets[n], self.specs[n].num_bytes)):
+            if self._offsets[name] != end:
+                raise StorageError(f"{path} is damaged: {name!r} does not begin where the tensor before it ends")
+            end += self.specs[name].num_bytes
+        if size != self._start + end:
+            raise StorageError(f"{path} is damaged: it has {size} bytes, its header says {self._start + end}")
 
     def read_into(self, name: str, start: int, into: torch.Tensor) -> None:
         """Fill a flat host tensor from elements ``[start, ...)`` of a tensor."""
@@ -174,7 +186,7 @@ class TensorFile:
 
     def _opened(self) -> BinaryIO:
         try:
-            return open(self.path, "rb", buffering=0)
+            return open_regular(self.path)
         except OSError as e:
             raise StorageError(f"cannot read {self.path}: {e.strerror}") from e
 
@@ -190,6 +202,58 @@ class TensorFile:
             if not done:
                 raise StorageError(f"{self.path} ends in the middle of {name!r}")
             view, position = view[done:], position + done
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Open a file to read it; what is none (a pipe has no end, and may have no beginning) is not waited for.
+
+    Raises:
+        OSError: as ``open`` does, and if it is not a regular file.
+    """
+    file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise OSError(errno.EINVAL, "it is not a regular file")
+    return file
+
+
+def parse_json(text: bytes) -> Any:
+    """A JSON document in which no name stands twice.
+
+    Raises:
+        Malformed: if it is none.
+    """
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) != len(pairs):
+            raise Malformed("a name stands in it twice")
+        return found
+
+    try:
+        return json.loads(text, object_pairs_hook=unique)
+    except RecursionError as e:
+        raise Malformed("it is nested too deep") from e
+
+
+def _parsed(name: str, entry: Any) -> tuple[TensorSpec, int]:
+    """What a header says of a tensor, and where it begins.
+
+    Raises:
+        Malformed: if that is not possible.
+    """
+    if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
+        raise Malformed(f"its header does not describe {name!r}")
+    dtype, shape, span = entry["dtype"], entry["shape"], entry["data_offsets"]
+    sizes = shape + span if isinstance(shape, list) and isinstance(span, list) else [None]
+    if not all(type(size) is int and 0 <= size < 2**62 for size in sizes) or len(span) != 2 or len(shape) > 64:
+        raise Malformed(f"its header gives {name!r} no possible place")
+    if not isinstance(dtype, str) or dtype not in _DTYPES:
+        raise Malformed(f"its header gives {name!r} an unknown dtype")
+    spec = TensorSpec(name, _DTYPES[dtype], tuple(shape))
+    if span[1] - span[0] != spec.num_bytes:
+        raise Malformed(f"its header gives {name!r} another size than its dtype and shape do")
+    return spec, span[0]
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:

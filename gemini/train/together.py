@@ -38,7 +38,7 @@ def agree(engine: Engine, point: Point, doing: str, refusal: Exception | None, *
         if refusal is not None:
             raise refusal
         return
-    engine.shards.meet(point)
+    engine.shards.meet_all(point)
     tell(engine, doing, refusal, **facts)
 
 

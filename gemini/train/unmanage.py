@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from gemini.errors import BudgetExceeded, human_bytes
+from gemini.grad_mode import call_without_grad
 from gemini.memory.chunk import COMPUTE_DTYPES
 from gemini.train.engine import Engine
 
@@ -35,18 +36,7 @@ def unmanage(model: nn.Module, engine: Engine, what: str) -> None:
         engine.saver.join()
     for hook in model.__dict__.pop("_gemini_hooks"):
         hook.remove()
-    with torch.no_grad():
-        for index, handles in list(engine.by_chunk.items()):
-            values = [engine.by_names.read(handle) for handle in handles]
-            for handle, value in zip(handles, values, strict=True):
-                param = handle.param
-                if handle.hook is not None:
-                    handle.hook.remove()
-                del param._gemini  # type: ignore[attr-defined]
-                param.__class__ = nn.Parameter
-                param.data = value
-                handle.view = torch.empty(0, device="cpu")
-            engine.chunks[index].planes.clear()  # its home is free for the next one
+    call_without_grad(_give_back, engine)
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None:
@@ -54,3 +44,18 @@ def unmanage(model: nn.Module, engine: Engine, what: str) -> None:
     engine.handles = []
     model.__class__ = model._gemini_original  # type: ignore[assignment]
     del model.__dict__["_gemini_engine"]
+
+
+def _give_back(engine: Engine) -> None:
+    """Every param becomes an ordinary one, with its weights."""
+    for index, handles in list(engine.by_chunk.items()):
+        values = [engine.by_names.read(handle) for handle in handles]
+        for handle, value in zip(handles, values, strict=True):
+            param = handle.param
+            if handle.hook is not None:
+                handle.hook.remove()
+            del param._gemini  # type: ignore[attr-defined]
+            param.__class__ = nn.Parameter
+            param.data = value
+            handle.view = torch.empty(0, device="cpu")
+        engine.chunks[index].planes.clear()  # its home is free for the next one

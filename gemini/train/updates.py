@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from gemini.errors import BudgetExceeded
+from gemini.interrupts import WHOLE
 from gemini.memory.chunk import Chunk
 from gemini.train.finite import Unseen
 from gemini.train.gradients import HOLDER
@@ -165,6 +166,7 @@ class Updates:
         if not segments:
             return
         work, engine = Work(chunk, segments), self._engine()
+        WHOLE.hold(_in_a_backward)  # until the engine says that the backward is over: all of it is one update
         engine.updated_in_backward = True
         self.unseen.num_chunks += 1
         note_writes(segment.handle for segment in segments)
@@ -292,6 +294,10 @@ class Updates:
         engine = self._reference()
         assert engine is not None
         return engine
+
+
+def _in_a_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
 
 
 def _mark_lost(reference: weakref.ref[Engine]) -> Callable[[BaseException], None]:

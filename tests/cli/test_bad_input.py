@@ -112,11 +112,14 @@ def test_model_paths_without_a_model(
     folder = tmp_path / "model"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(tiny_values))
+    (folder / "consolidated.00.pt").touch()
+    refused(train(folder), "pickled files, and neither safetensors nor a pytorch_model.bin", "save_pretrained")
     (folder / "pytorch_model.bin").touch()
-    refused(train(folder), "pickled weights and no safetensors", "save_pretrained")
+    refused(train(folder, "--seq-len", 8), f"{folder / 'pytorch_model.bin'} cannot be read")
     (folder / "model.safetensors").write_bytes(b"\x08\x00\x00\x00\x00\x00\x00\x00{}      junk")
     refused(train(folder, "--layers", 1), "--layers 1 builds another model")
-    refused(train(folder, "--seq-len", 8), f"model folder {folder} cannot be built")
+    damaged = f"model folder {folder} cannot be built: {folder / 'model.safetensors'} cannot be read"
+    refused(train(folder, "--seq-len", 8), damaged)
 
 
 def test_a_vocabulary_or_window_that_does_not_fit(

@@ -18,6 +18,7 @@ from gemini.jobs.interrupt import StopWish
 from gemini.jobs.progress import StepReport, TrainProgress
 from gemini.jobs.resident import ResidentPeak, resident_bytes
 from gemini.ranks import launch
+from gemini.train import replacing
 
 MIB, GIB = 1 << 20, 1 << 30
 
@@ -69,13 +70,16 @@ def test_what_a_death_left_is_cleaned_up(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
     dead = subprocess.Popen(["true"])
     dead.wait()
-    going = [f".step-00000003.new-{dead.pid}", f".step-00000003.new-{os.getpid()}", ".step-00000001.removed"]
-    replaced, whole = ".step-00000002.old", ".step-00000004.old"
-    staying = [f".step-00000003.new-{os.getppid()}", "step-00000004", "notes", ".step-00000003.new-x"]
-    for name in [*going, replaced, whole, *staying]:
+    living = replacing.begin(folder / "step-00000003").name  # of this process, until it ends it
+    another = living.replace(str(os.getpid()), str(os.getppid()))  # its number lives, but it began at another time
+    going = [f".step-00000003.new-{dead.pid}", f".step-00000003.new-{os.getpid()}", another, f"{another}.old",
+             ".step-00000001.removed", ".step-00000004.old"]  # fmt: skip
+    staying = [living, "step-00000004", "notes", ".step-00000003.new-x", ".other.new-7", ".step-00000002.old"]
+    for name in [*going, *staying]:
         (folder / name).mkdir(parents=True)
+        (folder / name / "manifest.json").write_text("{}")
     clean_up(tmp_path)
-    assert sorted(path.name for path in folder.iterdir()) == sorted([*staying, "step-00000002"])
+    assert sorted(path.name for path in folder.iterdir()) == sorted([*staying[:-1], "step-00000002"])
 
 
 def test_the_budgets_of_all_ranks_are_judged() -> None:

@@ -18,6 +18,8 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
+from benchmarks._progress import finish
+
 Gemini = Callable[..., Any]
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -81,6 +83,11 @@ def test_resume_auto_goes_on_or_says_that_there_is_nothing(train: Gemini, tmp_pa
     assert "these are all of --steps 5: only the model is written" in again.stdout
     named = train("--out", out, "--steps", 5, "--resume", out / "checkpoints" / "step-00000005")
     assert named.exit_code == 2 and "its 5 steps are all of --steps 5" in " ".join(named.stderr.split())
+    written = (out / "model.safetensors").stat().st_mtime_ns
+    past = train("--out", out, "--steps", 3, "--schedule", "constant", "--resume", "auto")
+    assert past.exit_code == 0 and "nothing is left to do" in past.stdout, past.output
+    assert "step 5 is past --steps 3" in " ".join(past.stdout.split()) and "To go on" not in past.stdout
+    assert (out / "model.safetensors").stat().st_mtime_ns == written
     more = train("--out", out, "--steps", 8, "--schedule", "constant", "--resume", "auto")
     assert more.exit_code == 0, (more.output, more.exception)
     assert "after step 5" in more.stdout and len(losses_of(more.stdout)) == 3
@@ -156,7 +163,7 @@ def test_ctrl_c_saves_the_last_whole_step_and_says_how_to_go_on(
         if line.startswith("step 3/"):
             process.send_signal(signal.SIGINT)
             break
-    rest, error = process.communicate(timeout=120)
+    rest, error = finish(process)
     output = "".join(said) + rest
     assert process.returncode == 130, output + error
     assert "Stopping after this step, then saving." in error

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +13,8 @@ import pytest
 import torch
 import transformers
 from doc_blocks import PAGES, ROOT, blocks_of, check_command, commands_of, compiles, is_run, run_python
+
+from benchmarks._progress import run
 
 README = ROOT / "README.md"
 
@@ -73,10 +74,10 @@ def test_the_program_of_many_processes_runs_in_two(folder: Path) -> None:
     (block,) = [b for b in blocks_of(page) if b.code.startswith("# train.py\n")]
     Path("train.py").write_text(block.code)
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    result = subprocess.run(
+    result = run(
         [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "train.py"],
-        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+    )
     assert result.returncode == 0, result.stderr
     assert re.search(r"^2 ranks, last loss \d", result.stdout, re.MULTILINE), result.stdout
 

@@ -146,20 +146,22 @@ def plain_loop(
     module: Any = gemini.GeminiDDP(model, settings)
     optimizer = gemini.HybridAdam(module.parameters(), lr=module.hparams["lr"], weight_decay=0.1)
     scheduler, norms = schedule(optimizer), []
+    scaler = gemini.GradScaler("cpu", enabled=settings.precision == "fp16")
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[settings.precision]
     for number, batch in enumerate(batch for _ in range(epochs) for batch in batches):
         last = number % accumulate == accumulate - 1
         x, y = (t.to(dtype) for t in batch)
         if last:
-            loss = module(x)
-            (nn.functional.mse_loss(loss.float(), y.float()) / accumulate).backward()
+            scaler.scale(nn.functional.mse_loss(module(x).float(), y.float()) / accumulate).backward()
         else:
             with module.no_sync():
-                (nn.functional.mse_loss(module(x).float(), y.float()) / accumulate).backward()
+                scaler.scale(nn.functional.mse_loss(module(x).float(), y.float()) / accumulate).backward()
             continue
         if clip is not None:
+            scaler.unscale_(optimizer)
             norms.append(float(module.clip_grad_norm_(clip)))
-        optimizer.step()
+        scaler.step(optimizer)
+        scaler.update()
         optimizer.zero_grad()
         scheduler.step()
     return module, optimizer, norms

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 import gemini
 from gemini.errors import PlanMismatch, StorageError
 from tests.integrations.trainer_cases import LENGTH, Sentences, assert_same_run, llama, masters, rows
+from tests.train.helpers import Plain
 
 Config = gemini.GeminiConfig
 
@@ -90,7 +91,8 @@ def test_the_loop_comes_to_the_bits_of_the_loop_by_hand(precision: str) -> None:
     assert losses == wanted and run.norms == norms and max(norms) > 0.5
     assert_same_run(run.pair, (model, optimizer))
     assert run.model._gemini_engine.config.gradients == "accumulate", "room for sums was reserved from the start"
-    assert run.accelerator.scaler is None and not run.accelerator.native_amp
+    assert isinstance(run.accelerator.scaler, gemini.GradScaler if precision == "fp16" else type(None))
+    assert not run.accelerator.native_amp
     assert run.accelerator.mixed_precision == precision
 
 
@@ -122,16 +124,56 @@ def test_adam_with_a_past_becomes_hybrid_adam_with_the_same_groups_and_states() 
 
 def test_a_step_that_fp16_skips_is_told() -> None:
     run = Run("fp16", micro=1)
-    run.model._gemini_engine.loss_scale.scale = 2.0**40
+    scaler = run.accelerator.scaler
+    scaler.load_state_dict({**scaler.state_dict(), "scale": 2.0**40})
     rate = run.scheduler.get_last_lr()
     run.train(0, 1)
     assert run.accelerator.optimizer_step_was_skipped and run.scheduler.get_last_lr() == rate
-    run.model._gemini_engine.loss_scale.scale = 2.0**10
+    assert scaler.get_scale() == 2.0**39
+    scaler.update(2.0**10)
     run.train(1, 2)
     assert not run.accelerator.optimizer_step_was_skipped and run.scheduler.get_last_lr() != rate
 
 
+def test_a_loss_outside_has_the_bits_of_torchs_scaler() -> None:
+    """fp16, with a loss that the model does not compute: what only a scale at the loss gets right."""
+    run, plain = Run("fp16", micro=1), Plain(llama(), "fp16", lr=1e-2, weight_decay=0.1, scale=2.0**16)
+    plain.of = {n: {"weight_decay": 0.0, "lr": 3e-3} for n, _ in plain.model.named_parameters() if "norm" in n}
+    norms = []
+    for number in range(2):
+        batch = rows(2 * number, 2 * number + 1)
+        for model in (run.model, plain.model):
+            logits = model.train()(input_ids=batch["input_ids"]).logits.float()
+            loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten())
+            run.accelerator.backward(loss) if model is run.model else plain.backward(loss)
+        norms.append(float(run.accelerator.clip_grad_norm_(run.model.parameters(), 0.5)))
+        assert norms[-1] == float(torch.tensor(plain.clip(0.5)))
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+        plain.step()
+    for name, master in masters(run.model).items():
+        assert torch.equal(master.view(-1), plain.master(name).view(-1)), name
+    with pytest.raises(RuntimeError, match="already been called"):
+        run.accelerator.backward(run.model(**batch).loss)
+        run.accelerator.unscale_gradients(run.optimizer)
+        run.accelerator.clip_grad_norm_(run.model.parameters(), 0.5)
+
+
 # ---- states ------------------------------------------------------------------------------------------------------
+
+
+def test_the_scaler_is_saved_and_older_states_without_one_go_on(tmp_path: Path) -> None:
+    run = Run("fp16", micro=1)
+    run.train(0, 2)
+    run.accelerator.scaler.update(2.0**9)
+    run.model._gemini_engine.loss_scale.scale = 2.0**7  # what an older version kept
+    run.accelerator.save_state(tmp_path / "state")
+    again = Run("fp16", micro=1)
+    again.accelerator.load_state(tmp_path / "state")
+    assert again.accelerator.scaler.state_dict() == run.accelerator.scaler.state_dict()
+    (tmp_path / "state" / "scaler.pt").unlink()
+    again.accelerator.load_state(tmp_path / "state")
+    assert again.accelerator.scaler.get_scale() == 2.0**7 and again.optimizer.scaler is again.accelerator.scaler
 
 
 def test_a_loaded_state_goes_on_as_the_same_run(tmp_path: Path) -> None:

@@ -6,12 +6,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+from benchmarks._progress import run as watched_run
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def run(code: str) -> subprocess.CompletedProcess[str]:
     # -c puts the working directory on sys.path: the checkout as it lies there, installed or not.
-    return subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    return watched_run([sys.executable, "-c", code], cwd=ROOT)
 
 
 def test_the_door_leads_to_the_folder() -> None:

@@ -76,10 +76,20 @@ def test_the_trainer_and_the_loop_by_hand_come_to_the_same_bits(tmp_path: Path, 
     assert max(norms) > 0.5, "clipping was to bite"
 
 
-def test_the_trainer_and_a_loop_without_gemini_come_to_the_same_bits(tmp_path: Path) -> None:
-    """Masters in a dict, the update written in torch operations: nothing of the engine or its kernels."""
-    trainer, record = trained(tmp_path, "bf16")
-    plain = Plain(llama(), "bf16", lr=1e-2, weight_decay=0.1)
+def loss_outside(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
+    logits = outputs.logits[:, :-1].float().flatten(0, 1)
+    return torch.nn.functional.cross_entropy(logits, labels[:, 1:].flatten(), reduction="sum") / num_items_in_batch
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_the_trainer_and_a_loop_without_gemini_come_to_the_same_bits(tmp_path: Path, precision: str) -> None:
+    """Masters in a dict, the update written in torch operations: nothing of the engine or its kernels.
+
+    In fp16 with a loss outside the model, scaled by the Trainer's scaler.
+    """
+    outside = loss_outside if precision == "fp16" else None
+    trainer, record = trained(tmp_path, precision, **({} if outside is None else {"compute_loss_func": outside}))
+    plain = Plain(llama(), precision, lr=1e-2, weight_decay=0.1, scale=None if outside is None else 2.0**16)
     plain.of = {n: {"weight_decay": 0.0} for n, _ in plain.model.named_parameters() if any(w in n for w in GROUPS)}
     plain.model.train()
     scale = torch.optim.lr_scheduler.LambdaLR(
@@ -88,7 +98,12 @@ def test_the_trainer_and_a_loop_without_gemini_come_to_the_same_bits(tmp_path: P
     for step in batches():
         plain.lr = scale.get_last_lr()[0]
         for batch in step:
-            plain.backward(plain.model(**batch, num_items_in_batch=num_items(step)).loss)
+            if outside is None:
+                loss = plain.model(**batch, num_items_in_batch=num_items(step)).loss
+            else:
+                inputs = {name: value for name, value in batch.items() if name != "labels"}
+                loss = outside(plain.model(**inputs), batch["labels"], num_items_in_batch=num_items(step))
+            plain.backward(loss)
         plain.clip(0.5)
         plain.step()
         scale.optimizer.step()

@@ -75,7 +75,7 @@ def test_optimizer_states_are_not_copied_to_the_device(tmp_path: Path, monkeypat
 
 
 @pytest.mark.parametrize("flag", ["bf16", "fp16"])
-def test_precision_flags_bring_neither_autocast_nor_a_grad_scaler(tmp_path: Path, flag: str) -> None:
+def test_precision_flags_bring_no_autocast_and_no_other_scaler(tmp_path: Path, flag: str) -> None:
     seen = set()
     model = llama()
     model.model.layers[0].register_forward_hook(
@@ -84,7 +84,8 @@ def test_precision_flags_bring_neither_autocast_nor_a_grad_scaler(tmp_path: Path
     trainer, _ = make(tmp_path, model=model, max_steps=1, save_strategy="no", **{flag: True})
     trainer.train()
     assert seen == {(False, {"bf16": torch.bfloat16, "fp16": torch.float16}[flag])}
-    assert trainer.accelerator.scaler is None and not trainer.accelerator.native_amp
+    assert isinstance(trainer.accelerator.scaler, gemini.GradScaler if flag == "fp16" else type(None))
+    assert not trainer.accelerator.native_amp
     assert trainer.accelerator.mixed_precision == flag
     assert trainer.model._gemini_engine.config.precision == flag
 
@@ -106,12 +107,13 @@ def test_the_managed_model_looks_like_the_model(tmp_path: Path) -> None:
 
 def test_a_step_that_fp16_skips_does_not_move_the_schedule(tmp_path: Path) -> None:
     trainer, record = make(tmp_path, fp16=True, max_steps=3, warmup_steps=0, save_strategy="no", logging_steps=1)
-    trainer._wrap_model(trainer.model)
-    trainer.model._gemini_engine.loss_scale.scale = 2.0**40  # overflows in fp16
+    trainer.accelerator.scaler.load_state_dict(
+        {**trainer.accelerator.scaler.state_dict(), "scale": 2.0**40}
+    )  # too much
     trainer.train()
     rates = record.of("learning_rate")
     assert rates[0] == rates[1] == rates[2] == 1e-2
-    assert trainer.model._gemini_engine.loss_scale.scale == 2.0**37
+    assert trainer.accelerator.scaler.get_scale() == 2.0**37
     assert trainer.accelerator.optimizer_step_was_skipped
     trainer, record = make(tmp_path, fp16=True, max_steps=3, warmup_steps=0, save_strategy="no")
     trainer.train()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import pickle
 import signal
-import subprocess
 import sys
 import weakref
 from pathlib import Path
@@ -20,6 +19,7 @@ from lightning.pytorch.plugins import AsyncCheckpointIO
 from lightning_cases import L, Tiny, alone, assert_same, clean_environment, config, loader, on_disk, state_of, trainer  # noqa: F401
 
 import gemini
+from benchmarks._progress import run as watched_run
 from gemini.train import streamed_file
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -40,8 +40,8 @@ def test_resumed_is_uninterrupted(precision: str, then: str, tmp_path: Path, mon
     fit(whole, GeminiStrategy(settings), max_epochs=2, accumulate_grad_batches=2, gradient_clip_val=0.5)
     half = fit(Tiny(), GeminiStrategy(config(precision)), accumulate_grad_batches=2, gradient_clip_val=0.5)
     if precision == "fp16":
-        half.strategy.engine.loss_scale.scale = 2.0**9
-        half.strategy.engine.loss_scale.num_good_steps = 7
+        scaler = half.precision_plugin.scaler
+        scaler.load_state_dict({**scaler.state_dict(), "scale": 2.0**9, "_growth_tracker": 7})
     half.save_checkpoint(tmp_path / "half.ckpt")
     resumed: Any = Tiny().to(torch.bfloat16)  # a plain model that could not hold the masters
     run = fit(
@@ -53,8 +53,12 @@ def test_resumed_is_uninterrupted(precision: str, then: str, tmp_path: Path, mon
     assert_same(state_of(resumed), state)
     assert resumed.losses == whole.losses[6:] and resumed.rates == whole.rates[6:]
     if precision == "fp16":
-        scale = run.strategy.engine.loss_scale
-        assert (scale.scale, scale.num_good_steps) == (2.0**9, 10)
+        state = run.precision_plugin.scaler.state_dict()
+        assert (state["scale"], state["_growth_tracker"]) == (2.0**9, 10)
+        older = {"rng": [], "loss_scale": {"scale": 2.0**7, "growth_interval": 2000, "num_good_steps": 3}}
+        run.precision_plugin.load_state_dict(older)  # from when the model itself kept the scale
+        state = run.precision_plugin.scaler.state_dict()
+        assert (state["scale"], state["_growth_tracker"]) == (2.0**7, 3)
 
 
 def test_resume_in_the_middle_of_an_epoch_and_with_dropout(tmp_path: Path) -> None:
@@ -205,9 +209,9 @@ def test_gemini_checkpoints_can_be_written_by_a_callback(tmp_path: Path) -> None
                 gemini.save_checkpoint(tmp_path / "three", module, trainer.optimizers[0], module.lr_schedulers())
 
     module: Any = Tiny()
-    run = fit(module, GeminiStrategy(config("bf16")), 12, callbacks=[Saving()])
+    fit(module, GeminiStrategy(config("bf16")), 12, callbacks=[Saving()])
     state = state_of(module)
-    fit(module, GeminiStrategy(config("bf16")), 4)
+    run = fit(module, GeminiStrategy(config("bf16")), 4)  # whose optimizer is a new one, and has the states now
     gemini.load_checkpoint(tmp_path / "three", module, run.optimizers[0], run.lr_scheduler_configs[0].scheduler)
     assert_same(state_of(module), state)
 
@@ -331,7 +335,7 @@ run.fit(Tiny(), loader())
 @pytest.mark.slow
 def test_killed_and_resumed_is_uninterrupted(tmp_path: Path) -> None:
     code = KILLED.format(tests=str(Path(__file__).parent), step=7, folder=str(tmp_path))
-    died = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=clean_environment(), timeout=200)
+    died = watched_run([sys.executable, "-c", code], cwd=ROOT, env=clean_environment())
     assert died.returncode == -signal.SIGKILL
     whole, resumed = Tiny(), Tiny()
     fit(whole, GeminiStrategy(config("bf16")), max_epochs=2)

@@ -79,8 +79,11 @@ def test_what_trainer_says_is_the_precision(flag: Any, precision: str) -> None:
 def test_mixed_fp16_is_fp16_where_lightning_lets_it_through() -> None:
     from lightning.pytorch.plugins.precision import MixedPrecision
 
-    run = trainer("gemini", plugins=[MixedPrecision("16-mixed", "cuda")])
-    assert run.precision_plugin.compute == "fp16" and not hasattr(run.precision_plugin, "scaler")
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**7, growth_interval=5)
+    run = trainer("gemini", plugins=[MixedPrecision("16-mixed", "cpu", scaler)])
+    assert run.precision_plugin.compute == "fp16" and isinstance(run.precision_plugin.scaler, gemini.GradScaler)
+    assert run.precision_plugin.scaler.state_dict() == scaler.state_dict()
+    assert trainer("gemini", precision="bf16-true").precision_plugin.scaler is None
 
 
 def test_contradicting_and_unknown_precisions_are_refused() -> None:
@@ -102,11 +105,40 @@ class Watching(Tiny):
         return super().training_step(batch, index)
 
 
-def test_no_autocast_and_no_grad_scaler() -> None:
+def test_no_autocast_and_no_grad_scaler_in_bf16() -> None:
     module = Watching()
     run = fit(module, "gemini", 4, precision="bf16-mixed")
     assert module.seen_in_step == {"input": torch.bfloat16, "autocast": False, "weight": torch.bfloat16}
-    assert not any("scaler" in name for name in vars(run.precision_plugin))
+    assert run.precision_plugin.scaler is None
+
+
+def test_a_step_with_inf_is_skipped_in_fp16() -> None:
+    """Automatic and manual steps: hooks see unscaled gradients, the scale falls, and masters stand still."""
+
+    class Bad(Tiny):
+        norms: list[float] = []
+
+        def training_step(self, batch: Any, index: int) -> Any:
+            loss = super().training_step(batch, index) * (float("inf") if index == 1 else 1.0)
+            if self.automatic_optimization:
+                return loss
+            self.optimizers().zero_grad()
+            self.manual_backward(loss)
+            return self.optimizers().step()
+
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            self.norms = [*self.norms, float(self.clip_grad_norm_(1e9))]  # type: ignore[operator]
+
+    outcomes = []
+    for automatic in (True, False):
+        module = Bad()
+        module.automatic_optimization = automatic
+        run = fit(module, "gemini", 16, precision="16-true")
+        assert run.precision_plugin.scaler.get_scale() == 2.0**15
+        assert state_of(module)["step/scale"] == 3
+        assert [norm < 1e3 for norm in module.norms] == [True, False, True, True]
+        outcomes.append(state_of(module))
+    assert torch.equal(outcomes[0]["step/scale"], outcomes[1]["step/scale"])
 
 
 def test_clipping_by_value_is_refused() -> None:

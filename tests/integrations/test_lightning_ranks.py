@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,15 +11,17 @@ import torch
 from gemini.integrations.lightning import GeminiStrategy
 from lightning_cases import Tiny, alone, assert_same, clean_environment, config, loader, state_of, trainer  # noqa: F401
 
+from benchmarks._progress import run
+
 HERE = Path(__file__).resolve()
 
 
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: Any) -> Any:
     out = tmp_path_factory.mktemp("ranks")
-    done = subprocess.run(
-        [sys.executable, str(HERE.with_name("lightning_cases.py")), str(out)], cwd=HERE.parents[2], timeout=300,
-        env=clean_environment() | {"PYTHONPATH": str(HERE.parents[2])}, capture_output=True, text=True,
+    done = run(
+        [sys.executable, str(HERE.with_name("lightning_cases.py")), str(out)], cwd=HERE.parents[2],
+        env=clean_environment() | {"PYTHONPATH": str(HERE.parents[2])},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return out, [torch.load(out / f"rank{rank}.pt") for rank in range(2)]

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 import gemini
+from benchmarks._progress import run
 from gemini.memory.chunk import COMPUTE_DTYPES, Chunk
 from gemini.memory.device import Device
 from gemini.memory.manager import Manager
@@ -147,12 +148,10 @@ class World:
         return [c.spec.index for c in self.chunks if c.use is not Use.FREE]
 
 
-def run_python(code: str, *args: object, timeout: float = 60) -> subprocess.CompletedProcess[str]:
+def run_python(code: str, *args: object) -> subprocess.CompletedProcess[str]:
     """Run a program that can be killed, or that hangs, apart from the tests.
 
     One torch thread: the threads of OpenMP do not follow a fork, and the child of a program that used them would hang.
     """
     program = f"import sys; sys.path.insert(0, {str(ROOT)!r})\nimport torch; torch.set_num_threads(1)\n{code}"
-    return subprocess.run(
-        [sys.executable, "-c", program, *map(str, args)], capture_output=True, text=True, timeout=timeout
-    )
+    return run([sys.executable, "-c", program, *map(str, args)])

@@ -14,6 +14,7 @@ import torch
 from memory_cases import PAGE, make_net, masters, run_python, same, train_step, wrap
 
 import gemini
+from benchmarks._progress import PATIENCE
 from gemini.errors import GeminiError
 from gemini.memory import device as devices
 from gemini.memory.clock import RandomClock
@@ -30,7 +31,7 @@ class Gate:
         self.order: list[str] = []
 
     def __call__(self, lane: str) -> None:
-        assert self.opened[lane].wait(30)
+        assert self.opened[lane].wait(PATIENCE)
         self.order.append(lane)
 
 
@@ -114,10 +115,10 @@ def test_a_mark_completes_with_what_was_computed(device: Device) -> None:
 def test_a_copy_comes_after_another_event(device: Device) -> None:
     first, second, event = torch.zeros(1), torch.zeros(1), Event()
     threading.Timer(0.05, lambda: (first.fill_(7), event.finish())).start()
-    device.copy(second, first, "evict", after=event).wait(10)
+    device.copy(second, first, "evict", after=event).wait(PATIENCE)
     assert second.item() == 7
     after = device.copy(first, torch.full((1,), 8.0), "fetch")
-    device.copy(second, first, "evict", after=after).wait(10)
+    device.copy(second, first, "evict", after=after).wait(PATIENCE)
     assert second.item() == 8
 
 
@@ -125,9 +126,9 @@ def test_a_copy_after_something_that_failed_fails(device: Device) -> None:
     into, failed = torch.zeros(1), Event()
     failed.finish(OSError(28, "no space left"))
     with pytest.raises(GeminiError, match="no space left"):
-        device.copy(into, torch.ones(1), "evict", after=failed).wait(10)
+        device.copy(into, torch.ones(1), "evict", after=failed).wait(PATIENCE)
     assert into.item() == 0
-    device.copy(into, torch.ones(1), "evict").wait(10)
+    device.copy(into, torch.ones(1), "evict").wait(PATIENCE)
     assert into.item() == 1, "the lane lives on"
 
 
@@ -137,13 +138,13 @@ def test_copies_may_be_asked_for_from_many_threads(device: Device) -> None:
     def work(number: int) -> None:
         for turn in range(50):
             source = torch.full((1,), float(number * 50 + turn))
-            device.copy(results[number, turn : turn + 1], source, ("fetch", "evict")[turn % 2]).wait(10)
+            device.copy(results[number, turn : turn + 1], source, ("fetch", "evict")[turn % 2]).wait(PATIENCE)
 
     threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(PATIENCE)
     assert torch.equal(results.flatten(), torch.arange(400.0))
 
 
@@ -153,7 +154,7 @@ def test_closing_finishes_what_was_begun_and_may_be_followed_by_more(device: Dev
     device.close()
     assert all(event.is_complete() for event in events) and into.sum() == 40
     device.close()
-    device.copy(into, torch.zeros(40), "fetch").wait(10)
+    device.copy(into, torch.zeros(40), "fetch").wait(PATIENCE)
     assert into.sum() == 0
 
 
@@ -172,7 +173,7 @@ def test_events_are_incomplete_until_the_gate_opens() -> None:
     time.sleep(0.05)
     assert not event.is_complete() and into.tolist() == [0] * 4
     gate.opened["fetch"].set()
-    event.wait(10)
+    event.wait(PATIENCE)
     assert event.is_complete() and into.tolist() == [1] * 4
     device.close()
 
@@ -183,10 +184,10 @@ def test_a_lane_is_in_order_and_lanes_are_independent() -> None:
     cell, other = torch.zeros(1), torch.zeros(1)
     fetches = [device.copy(cell, torch.tensor([float(n)]), "fetch") for n in range(20)]
     gate.opened["evict"].set()
-    device.copy(other, torch.ones(1), "evict").wait(10)
+    device.copy(other, torch.ones(1), "evict").wait(PATIENCE)
     assert other.item() == 1 and not any(event.is_complete() for event in fetches)
     gate.opened["fetch"].set()
-    fetches[-1].wait(10)
+    fetches[-1].wait(PATIENCE)
     assert all(event.is_complete() for event in fetches), "what was asked first is over when the last one is"
     assert cell.item() == 19
     device.close()
@@ -199,7 +200,7 @@ def test_a_failing_copy_names_its_cause() -> None:
     device = StandinDevice(gate=gate)
     event = device.copy(torch.zeros(1), torch.ones(1), "fetch")
     with pytest.raises(GeminiError, match="the card fell off the bus") as caught:
-        event.wait(10)
+        event.wait(PATIENCE)
     assert isinstance(caught.value.__cause__, OSError)
     assert event.is_complete(), "over, though not well"
     device.close()
@@ -239,7 +240,7 @@ def test_a_device_may_be_let_go_on_its_own_lane() -> None:
     go = threading.Event()
 
     def gate(lane: str) -> None:
-        assert go.wait(30)
+        assert go.wait(PATIENCE)
         held.clear()
         gone.set()
 
@@ -250,7 +251,7 @@ def test_a_device_may_be_let_go_on_its_own_lane() -> None:
     event = device.copy(torch.zeros(1), torch.ones(1), "fetch")
     del device
     go.set()
-    event.wait(10)
+    event.wait(PATIENCE)
     assert gone.is_set() and ended_by == ["gemini-fetch"]
     deadline = time.monotonic() + 10
     while lanes() > before and time.monotonic() < deadline:
@@ -283,13 +284,13 @@ def test_what_is_read_before_it_arrived_is_nan() -> None:
         event = device.copy(into[1:4], torch.ones(3, dtype=dtype), "fetch")
         assert into.isnan().tolist() == [False, True, True, True, False]
         gate.opened["fetch"].set()
-        event.wait(10)
+        event.wait(PATIENCE)
         assert into.tolist() == [0, 1, 1, 1, 0]
     before = Event()
     event = device.copy(into[1:4], torch.ones(3, dtype=dtype), "fetch", after=before)
     assert into.tolist() == [0, 1, 1, 1, 0], "it may still be read until the copy may begin"
     before.finish()
-    event.wait(10)
+    event.wait(PATIENCE)
     device.close()
 
 
@@ -303,7 +304,7 @@ def held_by(clock: RandomClock, asked: dict[str, int]) -> list[str]:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(PATIENCE)
         assert not thread.is_alive()
     return clock.order
 

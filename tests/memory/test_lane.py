@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import signal
-import subprocess
 import sys
 import threading
 import traceback
@@ -14,6 +13,8 @@ import weakref
 import pytest
 import torch
 
+from benchmarks._progress import PATIENCE
+from benchmarks._progress import run as watched_run
 from gemini import kernels
 from gemini.errors import GeminiError, StorageError
 from gemini.memory.lane import Job, Lane
@@ -25,15 +26,15 @@ class Gate:
     def __init__(self, lane: Lane):
         self.entered, self._open = threading.Event(), threading.Event()
         self.job = lane.submit(self._run, -1)
-        assert self.entered.wait(10)
+        assert self.entered.wait(PATIENCE)
 
     def _run(self) -> None:
         self.entered.set()
-        assert self._open.wait(10)
+        assert self._open.wait(PATIENCE)
 
     def open(self) -> None:
         self._open.set()
-        self.job.wait(10)
+        self.job.wait(PATIENCE)
 
 
 @pytest.fixture
@@ -48,7 +49,7 @@ def test_the_most_urgent_goes_first_and_equals_in_order(lane: Lane) -> None:
     jobs = [lane.submit(lambda n=n: done.append(n), urgency) for n, urgency in enumerate([3, 1, 2, 1])]
     gate.open()
     for job in jobs:
-        job.wait(10)
+        job.wait(PATIENCE)
     assert done == [1, 3, 2, 0]
 
 
@@ -58,7 +59,7 @@ def test_what_somebody_waits_for_is_hurried_and_what_nobody_wants_taken_back(lan
     lane.hurry(jobs[3])
     assert lane.cancel(jobs[1]) and jobs[1].is_complete()
     gate.open()
-    jobs[2].wait(10)
+    jobs[2].wait(PATIENCE)
     assert done == [3, 0, 2] and not lane.cancel(jobs[0])
     with pytest.raises(GeminiError, match="taken back"):
         jobs[1].wait()
@@ -73,9 +74,9 @@ def test_what_a_job_raises_is_raised_where_it_is_waited_for_and_the_lane_goes_on
     job = lane.submit(fail)
     for _ in range(2):
         with pytest.raises(StorageError) as caught:
-            job.wait(10)
+            job.wait(PATIENCE)
         assert caught.value is error
-    lane.submit(lambda: None).wait(10)
+    lane.submit(lambda: None).wait(PATIENCE)
 
 
 def test_closing_drops_what_waits_and_lets_end_what_runs(lane: Lane) -> None:
@@ -84,16 +85,16 @@ def test_closing_drops_what_waits_and_lets_end_what_runs(lane: Lane) -> None:
     closing = threading.Thread(target=lane.close)
     closing.start()
     with pytest.raises(GeminiError, match="deleted"):
-        waiting.wait(10)
+        waiting.wait(PATIENCE)
     gate.open()
-    closing.join(10)
+    closing.join(PATIENCE)
     assert not closing.is_alive() and not lane.is_alive
     with pytest.raises(GeminiError, match="closed"):
         lane.submit(lambda: None)
 
 
 def test_a_lane_may_be_closed_by_its_own_job(lane: Lane) -> None:
-    lane.submit(lane.close).wait(10)
+    lane.submit(lane.close).wait(PATIENCE)
 
 
 def test_an_idle_lane_keeps_nothing_alive(lane: Lane) -> None:
@@ -103,8 +104,8 @@ def test_an_idle_lane_keeps_nothing_alive(lane: Lane) -> None:
 
     thing = Thing()
     seen = weakref.ref(thing)
-    lane.submit(thing.work).wait(10)
-    lane.submit(lambda: None).wait(10)
+    lane.submit(thing.work).wait(PATIENCE)
+    lane.submit(lambda: None).wait(PATIENCE)
     del thing
     gc.collect()
     assert seen() is None
@@ -116,7 +117,7 @@ def test_a_job_computes_as_the_thread_that_submitted_it(lane: Lane, flushes: boo
     try:
         torch.set_flush_denormal(flushes)
         expected = kernels.flush_mode()
-        lane.submit(lambda: modes.append(kernels.flush_mode())).wait(10)
+        lane.submit(lambda: modes.append(kernels.flush_mode())).wait(PATIENCE)
     finally:
         torch.set_flush_denormal(False)
     assert modes == [expected]
@@ -128,17 +129,17 @@ def test_a_job_that_is_not_over_in_time_is_said_to_be() -> None:
 
 
 def test_a_forked_child_ends_whatever_locks_were_held(lane: Lane) -> None:
-    lane.submit(lambda: None).wait(10)
+    lane.submit(lambda: None).wait(PATIENCE)
     held, free = threading.Event(), threading.Event()
 
     def hold() -> None:
         with lane._changed:
             held.set()
-            assert free.wait(30)
+            assert free.wait(PATIENCE)
 
     holder = threading.Thread(target=hold)
     holder.start()
-    assert held.wait(10)
+    assert held.wait(PATIENCE)
     child = os.fork()
     if child == 0:
         signal.alarm(10)
@@ -158,7 +159,7 @@ def test_the_interpreter_ends_with_a_lane_at_work() -> None:
         "x = torch.zeros(2**22)\n"
         "jobs = [lane.submit(lambda: [x.add_(1) for _ in range(20)]) for _ in range(1000)]\n"
     )
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    run = watched_run([sys.executable, "-c", code])
     assert run.returncode == 0 and run.stderr == "", run.stderr
 
 

@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, ExitStack
 
 import torch
 
+from benchmarks._progress import PATIENCE
 from gemini.memory.recorder import Recorder, Step
 from gemini.planning.timeline import Lane, Timeline
 from gemini.tiers import Ledger, Tier
@@ -47,7 +48,7 @@ class Worker:
         self._open = ExitStack()
 
     def does(self, what: Callable[[], object]) -> None:
-        self._pool.submit(what).result(5)
+        self._pool.submit(what).result(PATIENCE)
 
     def enters(self, activity: Callable[[], AbstractContextManager[None]]) -> None:
         self.does(lambda: self._open.enter_context(activity()))
@@ -314,7 +315,7 @@ def test_backward_on_a_thread_of_autograd_is_the_training_thread() -> None:
     x = torch.ones(1, requires_grad=True)
     thread = threading.Thread(target=lambda: Node.apply(x).backward())
     thread.start()
-    thread.join(5)
+    thread.join(PATIENCE)
     timeline = timeline_of(recorder)
     assert spans(timeline) == [("compute", "backward a", 0, 1)] and timeline.stalls == {"gradient landing": 2}
 
@@ -325,7 +326,7 @@ def test_many_threads_at_once_lose_nothing() -> None:
     start = threading.Barrier(5)
 
     def work(number: int) -> None:
-        start.wait(5)
+        start.wait(PATIENCE)
         for turn in range(200):
             with recorder.about("update", f"update chunk {number}", number):
                 with recorder.move(Tier.NVME, Tier.CPU, 1), recorder.span(Lane.ADAM):
@@ -335,11 +336,11 @@ def test_many_threads_at_once_lose_nothing() -> None:
     threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
     for thread in threads:
         thread.start()
-    start.wait(5)
+    start.wait(PATIENCE)
     for turn in range(200):
         recorder.computing(f"forward {turn}")
     for thread in threads:
-        thread.join(20)
+        thread.join(PATIENCE)
     timeline = timeline_of(recorder)
     assert timeline.moved == {"nvme->cpu": 800} and not timeline.stalls and len(timeline.samples) == 801
     for number in range(4):

@@ -6,6 +6,7 @@ import threading
 
 import torch
 
+from benchmarks._progress import PATIENCE
 from gemini.memory.device import CpuDevice
 from gemini.memory.mover import Mover
 from gemini.memory.recorder import Recorder
@@ -25,7 +26,7 @@ class Clock:
 def on_a_thread(work: object) -> None:
     thread = threading.Thread(target=work)  # type: ignore[arg-type]
     thread.start()
-    thread.join(5)
+    thread.join(PATIENCE)
 
 
 def test_waits_add_up_by_cause_and_the_longest_comes_first() -> None:

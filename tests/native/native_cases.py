@@ -4,7 +4,6 @@ knows neither torch nor our code, so that the torch reference is tested too and 
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from functools import lru_cache
 from pathlib import Path
@@ -13,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from benchmarks._progress import run
 from gemini import kernels
 
 LENGTHS = (0, 1, 7, 63, 64, 65, 4095, 4096, 4097, (1 << 20) - 1, 1 << 20, (1 << 20) + 1)
@@ -93,11 +93,9 @@ def numpy_adam(p, m, v, g, hyper: kernels.AdamHyper):
     return p, m, v
 
 
-def in_subprocess(code: str, timeout: float = 60, **environment: str) -> str:
+def in_subprocess(code: str, **environment: str) -> str:
     """What a fresh interpreter prints; an error or a hang of it fails the test."""
     env = os.environ | {"PYTHONPATH": str(ROOT)} | environment
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=env, cwd=ROOT, timeout=timeout, capture_output=True, text=True
-    )
+    done = run([sys.executable, "-c", code], env=env, cwd=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

@@ -14,6 +14,7 @@ import torch
 from native_cases import NATIVE_ISAS
 from torch import Tensor
 
+from benchmarks._progress import PATIENCE, join
 from gemini import kernels, kernels_reference
 from gemini.kernels import IoQueue
 
@@ -136,7 +137,7 @@ def test_python_queue_waits_for_every_block_before_it_raises(monkeypatch: pytest
 
     def transfer(write: bool, fd: int, address: int, nbytes: int, offset: int) -> None:
         if offset == 0:
-            assert other_began.wait(30)
+            assert other_began.wait(PATIENCE)
             raise OSError(errno.EIO, "told to fail")
         other_began.set()
         time.sleep(0.2)
@@ -268,5 +269,5 @@ def test_calls_from_many_threads(queue: IoQueue, fd: int) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=30)
-    assert not failures and not any(thread.is_alive() for thread in threads)
+        join(thread)
+    assert not failures

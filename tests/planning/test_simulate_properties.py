@@ -63,7 +63,7 @@ def plans(draw: st.DrawFn) -> Plan:
     if draw(st.booleans()):
         return plan
     made = plan_by_policy(trace, plan.problem, plan.placement, LeastRecentlyUsed())
-    return replace(plan, moves=made.moves)
+    return replace(plan, moves=made.moves, again=())
 
 
 def with_streamed(plan: Plan, every: int) -> Plan:

@@ -28,6 +28,8 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from benchmarks._progress import NoProgress, Progress
+
 PRELOADED = ["torch.distributed"] + [
     f"transformers.models.{name}.modeling_{name}" for name in ("llama", "gpt2", "mixtral", "t5")
 ]
@@ -66,16 +68,23 @@ class Pool:
     def outcomes(self, function: Callable[..., Any], *args: Any, seconds: float = 240.0) -> list[Any]:
         """Run ``function(*args)`` on every rank: what each returned, or its :class:`Failure`.
 
-        A rank that died gives a ``Failure`` of kind "Died". Nobody gets more than ``seconds``.
+        A rank that died gives a ``Failure`` of kind "Died"; when all have done nothing for ``seconds``, those that have
+        not answered give one of kind "Hung".
         """
         for pipe in self._pipes:
             pipe.send((function, args))
         results: list[Any] = [Failure("Hung", f"no answer after {seconds} s", "")] * self.size
         pending = {pipe: rank for rank, pipe in enumerate(self._pipes)}
         broken = False
+        progress = Progress([process.pid for process in self.processes if process.pid], "ranks", patience=seconds)
         while pending:
-            ready = wait(list(pending), timeout=seconds)
-            if not ready:
+            ready = wait(list(pending), timeout=0.5)
+            hung = False
+            try:
+                progress.check()
+            except NoProgress:
+                hung = not ready
+            if hung:
                 broken = True
                 for rank in pending.values():
                     results[rank] = results[rank]._replace(traceback=self._stacks(rank))

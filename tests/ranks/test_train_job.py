@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import pytest
 from rich.console import Console
 
+from benchmarks._progress import PATIENCE, Progress, finish, run
 from gemini.ranks.meeting import fresh_part
 from tests.ranks.pool import Failure, Pool
 
@@ -216,7 +217,7 @@ def test_each_attempt_meets_in_a_part_of_the_store_of_its_own() -> None:
             thread.start()
             time.sleep(0.05)  # rank 0 sees the greetings of the last attempt first
         for thread in threads:
-            thread.join(20)
+            thread.join(PATIENCE)
         assert not parts[1].check(["address"]), "nothing of an earlier attempt"
         parts[0].set("address", "here")
         assert parts[1].get("address") == parts[2].get("address") == b"here"
@@ -246,9 +247,10 @@ class Torchrun:
         return "".join(path.read_text() for path in found)
 
     def wait_for(self, words: str, seconds: float = 240) -> None:
-        deadline = time.monotonic() + seconds
+        progress = Progress([self.process.pid], "torchrun", patience=seconds)
         while words not in self.said(0, "stdout"):
-            assert time.monotonic() < deadline and self.process.poll() is None, self.everything()
+            assert self.process.poll() is None, self.everything()
+            progress.check()
             time.sleep(0.02)
 
     def pid(self, rank: int) -> int:
@@ -259,7 +261,7 @@ class Torchrun:
 
     def end(self, seconds: float = 240) -> str:
         """What torchrun itself has to say at the end."""
-        return self.process.communicate(timeout=seconds)[0]
+        return finish(self.process, patience=seconds)[0]
 
     def everything(self) -> str:
         logs = [f"rank {rank} {name}: {self.said(rank, name)}" for rank in (0, 1) for name in ("stdout", "stderr")]
@@ -360,6 +362,6 @@ def test_the_death_of_a_rank_ends_the_other_at_once(folder: Path) -> None:
 def test_killed_ranks_change_no_bit() -> None:
     """Three repetitions of the benchmark: each rank killed at a step, and one during a save."""
     script = [sys.executable, "benchmarks/kill_and_resume.py", "--repetitions", "3", "--steps", "20", "--width", "64"]
-    result = subprocess.run(script, cwd=ROOT, capture_output=True, text=True, timeout=500)
+    result = run(script, cwd=ROOT, patience=500)
     assert result.returncode == 0, result.stdout + result.stderr
     assert "**3 of 3** came to the same bits" in result.stdout

@@ -32,6 +32,7 @@ from gemini.train.structure import working_set
 transformers.logging.set_verbosity_error()
 
 PLACEMENTS = ("ram", "disk", "standin")
+ALL_PLACEMENTS = (*PLACEMENTS, "serial", "small", "half")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 VOCAB = 96
 
@@ -126,20 +127,28 @@ def tight_bytes(model: nn.Module, precision: str) -> tuple[int, int]:
 def make_config(
     model: nn.Module, where: str, path: Path, *, precision: str = "bf16", gradients: str = "retain", slack: int = 0
 ) -> gemini.GeminiConfig:
-    """``ram``: all in place. ``disk``: all on NVMe, memory for one module. ``standin``: a GPU with room for one."""
+    """``ram``: all in place. ``disk``: all on NVMe, memory for one module. ``standin``: a GPU with room for one.
+
+    ``serial``: as disk, in turn. ``small``: as disk, in chunks of 64 elements. ``half``: half of everything on NVMe.
+    """
     gathered, staging = tight_bytes(model, precision)
     gathered += slack
+    kind = {"serial": "disk", "small": "disk"}.get(where, where)
+    more: dict[str, Any] = {"serial": {"overlap": False}, "small": {"max_chunk": 64}}.get(where, {})
     if where == "ram":
         memory, device = gemini.MemoryBudget(cpu="1GiB"), "cpu"
         placement: Any = "auto"
-    elif where == "disk":
+    elif where == "half":
+        memory, device = gemini.MemoryBudget(cpu="1GiB", nvme="64MiB", nvme_path=path), "cpu"
+        placement = gemini.StaticPlacement(weights_on_nvme=0.5, optimizer_on_nvme=0.5)
+    elif kind == "disk":
         memory, device = gemini.MemoryBudget(cpu=gathered + staging, nvme="64MiB", nvme_path=path), "cpu"
         placement = gemini.StaticPlacement(weights_on_nvme=1, optimizer_on_nvme=1)
     else:
         memory = gemini.MemoryBudget(gpu=gathered, cpu="64MiB", nvme="64MiB", nvme_path=path)
         device, placement = "standin", gemini.StaticPlacement(weights_on_nvme=0.3, optimizer_on_nvme=0.5)
     return gemini.GeminiConfig(
-        precision=precision, gradients=gradients, memory=memory, device=device, placement=placement
+        precision=precision, gradients=gradients, memory=memory, device=device, placement=placement, **more
     )
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 import os
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -18,6 +17,7 @@ import pytest
 import torch
 
 import gemini
+from benchmarks._progress import run
 from tests.train.helpers import adam, assert_same_snapshot, engine_of, snapshot, wrap
 from tests.train.test_checkpoint import Run
 
@@ -143,7 +143,7 @@ raise SystemExit("on purpose")
 
 def test_the_program_ends_after_its_checkpoint(tmp_path: Path) -> None:
     root = Path(__file__).parents[2]
-    subprocess.run([sys.executable, "-c", LEAVING, str(tmp_path / "ckpt")], cwd=root, timeout=120)
+    run([sys.executable, "-c", LEAVING, str(tmp_path / "ckpt")], cwd=root)
     model = wrap(torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(16))), "ram", tmp_path)
     assert gemini.load_checkpoint(tmp_path / "ckpt", model, adam(model)) == "whole"
     assert sorted(p.name for p in tmp_path.iterdir()) == ["ckpt"]

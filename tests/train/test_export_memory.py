@@ -6,11 +6,12 @@ count as anonymous, the system takes them back at will.
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from benchmarks._progress import run as watched_run
 
 SCRIPT = """
 import sys, threading, time
@@ -51,9 +52,7 @@ print(peak - before, sum(p.numel() for p in model.parameters()) * 2)
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_saving_takes_a_small_part_of_the_weights(precision: str, tmp_path: Path) -> None:
     root = Path(__file__).parents[2]
-    run = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(tmp_path), precision], cwd=root, capture_output=True, text=True, timeout=300
-    )
+    run = watched_run([sys.executable, "-c", SCRIPT, str(tmp_path), precision], cwd=root)
     assert run.returncode == 0, run.stderr
     rise, weights = map(int, run.stdout.split())
     assert rise < weights / 4, f"{rise} bytes more for {weights} bytes of weights"

@@ -5,13 +5,14 @@ All homes are in the spill file, so nothing but the loading itself could bring w
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
+
+from benchmarks._progress import run as watched_run
 
 SCRIPT = """
 import sys, threading, time
@@ -59,9 +60,7 @@ def test_loading_takes_a_small_part_of_the_weights(how: str, tmp_path: Path) -> 
     )
     LlamaForCausalLM._from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path, max_shard_size="64MB")
     root = Path(__file__).parents[2]
-    run = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(tmp_path), how], cwd=root, capture_output=True, text=True, timeout=300
-    )
+    run = watched_run([sys.executable, "-c", SCRIPT, str(tmp_path), how], cwd=root)
     assert run.returncode == 0, run.stderr
     rise, weights = map(int, run.stdout.split())
     assert rise < weights / 2, f"{rise} bytes more for {weights} bytes of weights"

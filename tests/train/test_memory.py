@@ -36,7 +36,10 @@ from gemini.tiers import Tier
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 from memory_promise import CONSTANT, MB, Watched, spill_bytes, trim, watch  # noqa: E402
 
-pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="memory is measured by /proc")
+pytestmark = [
+    pytest.mark.skipif(not sys.platform.startswith("linux"), reason="memory is measured by /proc"),
+    pytest.mark.timeout(3600),  # the jobs that are watched are given up when they make no progress
+]
 
 LARGE, SMALL = 1500 * MB, 700 * MB
 ALIGN = 2048  # elements: every param starts on a page of the 2-byte planes
@@ -53,7 +56,6 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Watched]:
         watched[budget] = watch(
             [f"--cpu={budget}", "--nvme=4GB", f"--nvme-path={path}", "--layers=16", "--width=1024", "--vocab=8192",
              "--tokens=32", "--steps=2", "--fork"],
-            timeout=150,
         )  # fmt: skip
         assert watched[budget].code == 0, watched[budget].errors
         assert os.listdir(path) == [], "nothing is left behind"

@@ -11,7 +11,7 @@ import torch
 
 import gemini
 from gemini.errors import PlanMismatch
-from gemini.planning.plan import Plan
+from gemini.planning.plan import Plan, check_plan
 from gemini.planning.planner import plan as make_plan
 from gemini.planning.planner import pose_problem
 from gemini.planning.trace import MemoryTrace, Source
@@ -78,6 +78,52 @@ def test_auto_does_what_plan_says(share: float, device: str, tmp_path: Path) -> 
     for moved in steps(model, optimizer, 3):
         assert moved == by_name(said.traffic), "byte for byte, in the first step as in the third"
     engine.check_invariants()
+
+
+def room_for(model: Any, device: str, windows: float, host: int, **how: Any) -> dict[Tier, int]:
+    """Budgets that hold all weights below the computing tier, and so much of all windows beside what a step needs."""
+    trace, compute = known_trace(model), Tier.GPU if device == "standin" else Tier.CPU
+    there = dict.fromkeys((compute, Tier.CPU, Tier.NVME), 2**40)
+    posed = pose_problem(trace, there, precision="bf16", max_chunk=MAX_CHUNK, **how)
+    taken, chunks = posed.spoken_for(), range(len(posed.layout.chunks))
+    every = sum(posed.window_bytes(i) for i in chunks) - posed.working_set
+    return {Tier.CPU: host, Tier.NVME: 2**21, compute: taken[compute] + int(windows * every)}
+
+
+@pytest.mark.parametrize("windows", [0.0, 0.35, 1.0])
+@pytest.mark.parametrize("accumulate", [1, 2, 3, 4])
+@pytest.mark.parametrize("device, kind, host", [("cpu", "gpt2", 2**20), ("standin", "llama", 2**20)])
+def test_accumulation_moves_what_is_planned(
+    device: str, kind: str, host: int, accumulate: int, windows: float, tmp_path: Path
+) -> None:
+    """A further micro-batch begins with what the one before left gathered, the first one with no trained weights."""
+    model = models.make_model(kind)
+    how: dict[str, Any] = {"gradients": "accumulate" if accumulate > 1 else "retain", "max_chunk": MAX_CHUNK}
+    there = room_for(model, device, windows, host, gradients=how["gradients"])
+    placement = gemini.StaticPlacement(weights_on_nvme=1.0 if device == "cpu" else 0.4, optimizer_on_nvme=1.0)
+    trace = known_trace(model)
+    said = gemini.plan(trace, None, there, accumulate=accumulate, placement=placement, **how)
+    said = Plan.from_json(said.to_json())
+    check_plan(said)
+    assert sum(len(moves.fetch) for moves in said.moves), "there is something to foretell"
+    if accumulate > 1:
+        first, further = (sum(len(moves.fetch) for moves in said.moves_of(batch)) for batch in (0, 1))
+        assert further < first or not windows
+        assert further == 0 or windows < 1
+    memory = gemini.MemoryBudget(
+        gpu=there.get(Tier.GPU), cpu=there[Tier.CPU], nvme=there[Tier.NVME], nvme_path=tmp_path
+    )  # fmt: skip
+    config = gemini.GeminiConfig(memory=memory, device=device, placement=said, **how)
+    managed: Any = gemini.GeminiDDP(model, config)
+    optimizer = gemini.HybridAdam(managed.parameters(), lr=1e-3)
+    batches = models.make_batches(2 * accumulate, 1)
+    for step in range(2):
+        for batch in range(accumulate):
+            (managed(**batches[step * accumulate + batch][0]).loss / accumulate).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert managed.memory_report()["moved"] == by_name(said.traffic), step
+    managed._gemini_engine.check_invariants()
 
 
 def _moves(plan: Plan) -> bool:

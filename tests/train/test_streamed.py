@@ -15,6 +15,7 @@ import torch
 
 import gemini
 from benchmarks import race_hunt
+from benchmarks._progress import PATIENCE
 from gemini import kernels
 from gemini.errors import GeminiError
 from gemini.memory.clock import RandomClock
@@ -370,7 +371,7 @@ def test_an_update_that_waits_for_its_gradients_keeps_none_that_has_them(
     monkeypatch.setattr(engine.device, "mark", mark)
     model(**BATCHES[0]).loss.backward()
     first, *others = engine.updates._jobs.values()
-    first.wait(10)
+    first.wait(PATIENCE)
     assert others and not any(job.is_complete() for job in others)
     for event in marks[1:]:
         event.finish()

@@ -16,6 +16,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import gemini
+from benchmarks._progress import PATIENCE
 from gemini import kernels
 from gemini.errors import GeminiError, NonFiniteGradient, StorageError
 from gemini.memory import lane as lane_module
@@ -68,7 +69,7 @@ class Held:
         def update(*args: Any) -> None:
             self.threads.append(threading.current_thread().name)
             if self.threads[-1] == "gemini-update":
-                assert self.gate.wait(30), "nobody opened the gate"
+                assert self.gate.wait(PATIENCE), "nobody opened the gate"
             real(*args)
 
         patch.setattr(kernels, "adam_update", update)
@@ -143,7 +144,7 @@ def test_a_forward_waits_for_the_chunk_that_it_reads_and_no_other(
 
     def update(job: Any, tile: Any) -> None:
         if job.chunk.spec.index == last:
-            assert gate.wait(30), "the forward waited for what it does not read yet"
+            assert gate.wait(PATIENCE), "the forward waited for what it does not read yet"
         run(job, tile)
 
     monkeypatch.setattr(lane, "_update", update)
@@ -260,7 +261,7 @@ def test_a_gradient_that_has_landed_is_let_go_before_backward_ends(tmp_path: Pat
 
     def settling() -> None:
         for job in store._landing:
-            job.wait(30)
+            job.wait(PATIENCE)
         found.append(sum(reference() is not None for reference in alive))
         settle()
 
@@ -380,7 +381,7 @@ def test_an_error_before_the_first_tile_reaches_who_waits(tmp_path: Path, monkey
     engine = model._gemini_engine
     job = next(iter(engine.updates._jobs.values()))
     with pytest.raises(MemoryError):
-        job.wait(10)
+        job.wait(PATIENCE)
     with pytest.raises(GeminiError, match="MemoryError"):
         optimizer.step()
     with pytest.raises(MemoryError):
@@ -456,7 +457,7 @@ def test_a_model_may_end_on_the_lane_that_updates_it(tmp_path: Path, monkeypatch
     class Ends:
         def before_write(self, chunk: Any) -> None:
             if not found:
-                assert go.wait(30)
+                assert go.wait(PATIENCE)
                 found.append(any(c.arriving is not None and not c.arriving.is_complete() for c in engine.chunks))
                 engine.close()
                 found.append(fetches.is_alive)
@@ -469,7 +470,7 @@ def test_a_model_may_end_on_the_lane_that_updates_it(tmp_path: Path, monkeypatch
     engine.saver = Ends()
     optimizer.step()
     go.set()
-    assert ended.wait(30)
+    assert ended.wait(PATIENCE)
     assert found == [True, False], "a fetch was waiting, and the end waited for it in vain"
 
 

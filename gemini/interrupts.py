@@ -1,0 +1,99 @@
+"""Ctrl-C waits while an update is applied: half of one would cost the model, and the whole is soon there.
+
+Inside ``with WHOLE:`` the first SIGINT is noted, and takes effect where the outermost block ends, through the handler
+that was there before: Python's own raises KeyboardInterrupt, a program's own is called. :data:`WHOLE` may be entered
+again inside itself. An update that is spread over a backward has no such block; it is held from :meth:`Whole.hold` to
+:meth:`Whole.let_go`, for as long as ``still`` says that the backward goes on. Signals are the main thread's in Python:
+in every other thread all this does nothing. It is never for long: a SIGINT that comes ``PATIENCE`` seconds after the
+first one takes effect at once, as ever.
+
+What may not be cut off by a signal stands in single C calls here: Python looks for signals after a call and where a
+function begins, and nowhere between.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+PATIENCE = 5.0
+"""Seconds after the first SIGINT from which on another one takes effect at once."""
+
+
+class Whole:
+    """The one of this process is :data:`WHOLE`: there is one handler of SIGINT."""
+
+    def __init__(self) -> None:
+        self._depth = 0
+        self._still: Callable[[], bool] | None = None
+        self._before: Any = None
+        """The handler that was there; None while ours is not installed."""
+        self._noted: float | None = None
+        """When the first SIGINT came that has not taken effect."""
+        self._handler = self._receive  # one object: signal.getsignal() tells by it whether it is still ours
+
+    def __enter__(self) -> None:
+        if threading.current_thread() is threading.main_thread():
+            self._install()
+            self._depth += 1
+
+    def __exit__(self, *error: object) -> None:
+        if self._depth and threading.current_thread() is threading.main_thread():
+            self._depth -= 1
+            self._end_if_idle()
+
+    def hold(self, still: Callable[[], bool]) -> None:
+        """Begin to wait, until :meth:`let_go` or, should that never be called, as long as ``still()`` is true."""
+        if threading.current_thread() is threading.main_thread():
+            self._install()
+            self._still = still
+
+    def let_go(self) -> None:
+        """The end of :meth:`hold`: a SIGINT that has come takes effect now. Nothing if nothing is held."""
+        if self._still is not None and threading.current_thread() is threading.main_thread():
+            self._still = None
+            self._end_if_idle()
+
+    def _install(self) -> None:
+        if self._before is not None:
+            return
+        before = signal.getsignal(signal.SIGINT)
+        if before is None:
+            return  # installed by C code, which nobody could put back
+        self._noted = None
+        # One statement: what has come until now takes effect as ever, inside the call and before it changes anything.
+        self._before = signal.signal(signal.SIGINT, self._handler)
+
+    def _end_if_idle(self) -> None:
+        if self._depth == 0 and self._still is None:
+            self._restore()
+
+    def _restore(self, *, again: bool = False) -> None:
+        """Put the handler of before back, and let what was noted (or ``again``: one more) take effect."""
+        before, self._before = self._before, None
+        if before is None:
+            return
+        if signal.getsignal(signal.SIGINT) is self._handler:  # else the program has installed another since
+            signal.signal(signal.SIGINT, before)
+        noted, self._noted = self._noted, None
+        if noted is not None or again:
+            signal.raise_signal(signal.SIGINT)
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        """The handler while we wait."""
+        if self._before is None:  # just installed, or just about to go
+            self._noted = time.monotonic()
+        elif self._depth == 0 and not (self._still is not None and self._still()):
+            self._still = None  # a backward that ended in an error: nobody is in an update
+            self._restore(again=True)
+        elif self._noted is None:
+            self._noted = time.monotonic()
+        elif time.monotonic() - self._noted > PATIENCE:
+            self._restore(again=True)
+
+
+WHOLE = Whole()

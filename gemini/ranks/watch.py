@@ -1,0 +1,154 @@
+"""Tells a rank that waits for long where the rank is that it waits for, if that one is in no call of the model.
+
+A rank serves the others only while it is in a call of the model itself. One that stands in a collective of the program
+(``torch.distributed.barrier()``) while another rank evaluates alone waits for that rank, which waits for it. Nobody
+could tell from messages that do not come; so each rank has a thread that looks at the clock: on a rank that has been
+outside of the model for some seconds it writes down where in the store of the process group, on a rank that waits it
+reads that and warns. A note is good for one wait: it says after how many exchanges it was written. In the ordinary loop
+nothing is ever written or read.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import sys
+import threading
+import time
+import warnings
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+from torch.distributed import distributed_c10d as c10d
+
+from gemini.ranks.wire import Wire
+
+TICK_S = 1.0
+OUTSIDE_S = 3.0
+"""A rank that is outside for longer writes down where."""
+WAIT_S = 5.0
+"""A rank that waits for longer reads what the others have written."""
+
+_OWN = ("gemini.train", "gemini.memory", "gemini.ranks", "gemini.kernels")
+
+_running: weakref.WeakSet[Watch] = weakref.WeakSet()
+
+
+class Waiting(Protocol):
+    """Where a rank stands, as its training thread notes it."""
+
+    num_exchanges: int
+    waiting_since: float | None
+    waiting_in: str
+    thread: int
+    whereabouts: str
+
+
+class Watch:
+    """One per model and rank. ``is_inside``: whether a call of the model is under way; None when there is no model."""
+
+    def __init__(self, waiting: Waiting, wire: Wire, is_inside: Callable[[], bool | None]):
+        self._waiting, self._is_inside = waiting, is_inside
+        self._rank, self._peers, self._global_ranks = wire.rank, wire.peers, wire.global_ranks
+        self._store = c10d._world.pg_map[wire.group][1]
+        self._outside: tuple[int, float] | None = None
+        self._next = 0.0
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="gemini-watch", daemon=True)
+        self._thread.start()
+        _running.add(self)
+
+    def stop(self) -> None:
+        """The model, its groups or the process ends."""
+        self._end.set()
+        if self._thread is not threading.current_thread():
+            self._thread.join(2)
+
+    def _run(self) -> None:
+        with contextlib.suppress(RuntimeError):  # the store is gone, and the others with it
+            while not self._end.wait(TICK_S) and self._look():
+                pass
+
+    def _place(self) -> str | None:
+        """Where this rank stands; None if it is at work for the model, and will go on by itself."""
+        for other in list(_running):
+            since = other._waiting.waiting_since
+            long_ago = since is not None and time.monotonic() - since >= OUTSIDE_S
+            if long_ago and other is not self and other._waiting.thread == self._waiting.thread:
+                return f"{_line_of(self._waiting.thread)}, waiting in {other._waiting.waiting_in} of another model"
+        return _line_of(self._waiting.thread, at_work=False)
+
+    def _look(self) -> bool:
+        inside, waiting, now = self._is_inside(), self._waiting, time.monotonic()
+        since, number = waiting.waiting_since, waiting.num_exchanges
+        if inside is None:
+            return False
+        if since is not None:
+            self._outside = None
+            if now - since >= max(WAIT_S, self._next) and self._warn(now - since, number):
+                self._next = 2 * (now - since)  # once more if the wait goes on
+            return True
+        self._next = 0.0
+        if inside:
+            self._outside = None
+        elif self._outside is None or self._outside[0] != number:
+            self._outside = number, now
+        elif now - self._outside[1] >= OUTSIDE_S:
+            place = self._place()
+            if place is None:
+                return True
+            self._store.set(f"gemini/outside/{self._rank}", json.dumps({"after": number, "place": place}))
+            self._outside = number, now + 2 * OUTSIDE_S  # it may have gone elsewhere by then
+        return True
+
+    def _warn(self, seconds: float, number: int) -> bool:
+        for peer in self._peers:
+            key = f"gemini/outside/{peer}"
+            if not self._store.check([key]):
+                continue
+            note = json.loads(self._store.get(key))
+            if note["after"] != number:
+                continue
+            other, own = self._global_ranks[peer], self._global_ranks[self._rank]
+            self._waiting.whereabouts = f"rank {other} was in no call of this model, but at {note['place']}"
+            with contextlib.suppress(Warning):  # where warnings are errors, nobody would catch this one
+                warnings.warn(
+                    f"rank {own} has waited {seconds:.0f} s for rank {other} in {self._waiting.waiting_in}. "
+                    f"Rank {other} is in no call of this model, but at {note['place']}. It can serve rank {own} only "
+                    "from a call of this model: other ranks must come to the next model call, optimizer step, "
+                    "save_checkpoint or the like, not to a collective of the program such as dist.barrier(). Else "
+                    "both wait for each other until the timeout of the process group",
+                    stacklevel=1,
+                )
+            return True
+        return False
+
+
+def _line_of(thread: int, *, at_work: bool = True) -> str | None:
+    """Where a thread stands in the program, and in which function of torch.distributed, if in one.
+
+    None without ``at_work`` if it works for a model (it saves a checkpoint, say).
+    """
+    frame = sys._current_frames().get(thread)
+    inside = ""
+    while frame is not None:
+        room, code = frame.f_globals.get("__name__", ""), frame.f_code
+        if room.startswith("torch.distributed") and code.co_name != "wrapper":
+            inside = f", in torch.distributed.{code.co_name}"
+        elif room.startswith(_OWN):
+            if not at_work:
+                return None
+        elif not room.startswith(("torch", "threading", "contextlib")):
+            return f"{Path(code.co_filename).name}:{frame.f_lineno} in {code.co_name}{inside}"
+        frame = frame.f_back
+    return "an unknown place"
+
+
+@atexit.register
+def _stop_all() -> None:
+    """Before the interpreter ends: a thread must not come back from the store into what is half gone."""
+    for watch in list(_running):
+        watch.stop()

@@ -1,0 +1,118 @@
+"""What people mean when they call a function of the face with something else: said in the error, with what to write."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from dataclasses import fields
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from gemini.config import GeminiConfig
+from gemini.errors import StorageError
+
+CONFIG_FIELDS = frozenset(field.name for field in fields(GeminiConfig))
+
+
+def refuse_config_fields(call: str, given: Mapping[str, Any], allowed: tuple[str, ...] = ()) -> None:
+    """Refuse keyword arguments that are fields of a config.
+
+    Args:
+        call: how the call begins, such as "GeminiDDP(model, ".
+        given: the keyword arguments that the call has no place for.
+        allowed: of the names of fields, those that mean something else there.
+
+    Raises:
+        TypeError: with the call as it is meant.
+    """
+    meant = {name: value for name, value in given.items() if name in CONFIG_FIELDS and name not in allowed}
+    if meant:
+        told = ", ".join(f"{name}={value!r}" for name, value in meant.items())
+        raise TypeError(
+            f"{call}{told}): {' and '.join(meant)} {'belong' if len(meant) > 1 else 'belongs'} to the config. Write "
+            f"{call}gemini.GeminiConfig({told}))"
+        )
+
+
+def refuse_unknown(call: str, given: Mapping[str, Any], known: str) -> None:
+    """Refuse keyword arguments that nobody knows.
+
+    Raises:
+        TypeError: naming those there are.
+    """
+    refuse_config_fields(call, given)
+    if given:
+        raise TypeError(f"{call}...) has no argument {', '.join(map(repr, given))}; it takes {known}")
+
+
+def need_transformers(what: str) -> None:
+    """Say which optional part of Gemini ``what`` needs.
+
+    Raises:
+        ImportError: if it is not installed.
+    """
+    try:
+        import_module("transformers")
+    except ModuleNotFoundError as e:
+        if e.name != "transformers":
+            raise
+        raise ImportError(
+            f"{what} needs transformers 5.0 or newer, the extra 'hf' of Gemini: pip install 'transformers>=5.0'",
+            name="transformers",
+        ) from e
+
+
+@contextlib.contextmanager
+def naming_files(path: Any) -> Iterator[None]:
+    """Around what reads a model folder: a file that is damaged, and a folder that is not there, are named.
+
+    Raises:
+        StorageError: for a damaged file.
+        OSError: for a folder that is neither here nor on a hub.
+    """
+    folder = Path(path).expanduser()
+    try:
+        yield
+    except OSError as e:
+        if folder.exists() or isinstance(e, StorageError):
+            raise
+        first = next((line.strip() for line in str(e).splitlines() if line.strip()), type(e).__name__)
+        raise OSError(
+            f"{path}: there is no such folder (looked for in {Path.cwd()}), and a model of that name could not be got "
+            f"from a hub: {first}"
+        ) from e
+    except StorageError:
+        raise
+    except Exception as e:
+        damaged = _damaged(folder)
+        if damaged is None:
+            raise
+        raise damaged_file(*damaged) from e
+
+
+def damaged_file(file: Path | str, why: Exception) -> StorageError:
+    """What is said of a file of weights that cannot be read."""
+    return StorageError(
+        f"{file} cannot be read: {' '.join(str(why).split())[:200] or type(why).__name__}. The file is damaged or was "
+        "not copied to its end: get it again (the other files of the model may be good)"
+    )
+
+
+def _damaged(folder: Path) -> tuple[Path, Exception] | None:
+    """The first file of weights in a folder that cannot be opened."""
+    import torch
+    from safetensors import safe_open
+
+    for file in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(file, framework="pt"):
+                pass
+        except Exception as e:
+            return file, e
+    for file in sorted(folder.glob("pytorch_model*.bin")):
+        try:
+            torch.load(file, map_location="meta", weights_only=True, mmap=True)
+        except Exception as e:
+            return file, e
+    return None

@@ -1,0 +1,73 @@
+"""``p.grad`` of managed params: None to the outside, for gradients live in chunks, so a reader is told.
+
+Torch's own functions that look at ``p.grad`` and would do nothing, silently, are refused by name. Who else reads it
+after a backward (``if p.grad is not None: p.grad.clamp_()``, a logger of norms) is warned, once per model:
+libraries look at ``p.grad`` of every param, step after step.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from gemini.errors import ParamAccessError
+
+if TYPE_CHECKING:
+    from gemini.train.engine import Engine
+
+
+def _code(function: Any) -> Any:
+    while hasattr(function, "__wrapped__"):
+        function = function.__wrapped__
+    return function.__code__
+
+
+_BLIND = {
+    _code(function): (
+        f"torch.nn.utils.{name} would see no gradient of {{name!r}} and clip nothing: gradients of a managed model "
+        "live in chunks. Use model.clip_grad_norm_(max_norm)"
+    )
+    for name, function in vars(nn.utils).items()
+    if name.startswith("clip_") and name.endswith("_")
+}
+_warned: weakref.WeakSet[Engine] = weakref.WeakSet()
+
+
+def refuse_in(function: Callable[..., Any], message: str) -> None:
+    """Let ``p.grad`` of managed params raise ``message`` (with ``{name!r}``) where ``function`` looks at it."""
+    _BLIND[_code(function)] = message
+
+
+def note_grad_read(param: Any) -> None:
+    """Somebody reads ``p.grad`` of a managed param at rest; three frames up is who.
+
+    Raises:
+        ParamAccessError: in a function that would do nothing, silently.
+    """
+    frame = sys._getframe(2)
+    for _ in range(3):  # the getter, perhaps a comprehension, torch's function
+        if frame.f_code in _BLIND:
+            raise ParamAccessError(_BLIND[frame.f_code].format(name=param._gemini.name))
+        if frame.f_back is None:
+            break
+        frame = frame.f_back
+    handle, engine = param._gemini, param._gemini.engine()
+    if engine is None or engine in _warned or torch._C._current_graph_task_id() != -1:
+        return  # inside a backward it is our own hook that looks
+    unreduced = engine.reduction is not None and engine.reduction.has_unreduced
+    if not (handle.has_grad or unreduced or engine.updated_in_backward):
+        return
+    _warned.add(engine)
+    warnings.warn(
+        f"p.grad of managed param {param._gemini.name!r} was read after a backward: it is always None, since "
+        "gradients of a managed model live in chunks, and what is done with it (clamping, noise, logging a norm) does "
+        "nothing. Read them with model.full_grad(name), clip them with model.clip_grad_norm_(max_norm). This is said "
+        "once per model",
+        stacklevel=3,
+    )

@@ -1,0 +1,188 @@
+"""``GradScaler``: torch's own, for optimizers over managed params as well.
+
+    scaler = gemini.GradScaler()
+    scaler.scale(loss).backward()
+    scaler.unscale_(optimizer)          # optional: clip_grad_norm_ sees unscaled gradients then
+    model.clip_grad_norm_(1.0)
+    scaler.step(optimizer)
+    scaler.update()
+
+Gradients of managed params lie scaled in their planes; "unscaling" them looks at their norm (inf or NaN?) and lets the
+update multiply. Plain params of the same optimizer, and optimizers that own nothing managed, are torch's business.
+"""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from gemini.errors import RankMismatch
+from gemini.ranks.agreement import Point
+from gemini.ranks.wire import Tag
+from gemini.train.engine import Engine
+from gemini.train.guard import ParamHandle, engine_of, handle_of
+from gemini.train.optimizer import HybridAdam
+from gemini.train.scaled_backward import Scale, ScaleLoss, scaler_steps
+
+
+class GradScaler(torch.amp.GradScaler):
+    """``torch.amp.GradScaler`` for losses of managed models: the same methods, the same numbers.
+
+    Args:
+        device: type of the device losses are on; None for "cuda" if there is one, else "cpu".
+        init_scale: what losses are multiplied by at first.
+        growth_factor: what the scale is multiplied by after ``growth_interval`` steps in a row without inf or NaN.
+        backoff_factor: what it is multiplied by after a step that was skipped.
+        growth_interval: steps.
+        enabled: if False, losses are not scaled and ``step`` is ``optimizer.step()``.
+
+    One scaler serves several losses, models and optimizers. ``get_scale``, ``is_enabled``, ``state_dict`` and the rest
+    are torch's. On several ranks a step is skipped on all of them or on none. After a skipped step gradients of managed
+    params are dropped, as every step does.
+    """
+
+    def __init__(
+        self,
+        device: str | None = None,
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+    ) -> None:
+        if device is None:
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        super().__init__(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
+        self._current: Scale | None = None
+
+    def scale(self, outputs: Any) -> Any:
+        """A loss (or several, in lists or tuples) times the scale.
+
+        Raises:
+            ValueError: for what is neither a tensor nor an iterable of tensors.
+        """
+        if not self._enabled:
+            return outputs
+        return self._tell(super().scale(outputs))
+
+    def _tell(self, scaled: Any) -> Any:
+        """Let the backward of each scaled loss tell the models it meets."""
+        if isinstance(scaled, torch.Tensor):
+            if not scaled.requires_grad:
+                return scaled
+            if self._current is None:
+                assert self._scale is not None
+                self._current = Scale(self._scale, by_scaler=True)
+            return ScaleLoss.apply(scaled, self._current)
+        if isinstance(scaled, (list, tuple)):
+            return type(scaled)(self._tell(one) for one in scaled)
+        return map(self._tell, scaled)
+
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        """Let gradients be seen as the loss gives them, by clipping above all. Optional, after the last backward.
+
+        On a GPU the host waits here for what the kernels found in the gradients, once in a step.
+
+        Raises:
+            RuntimeError: if it was done already, or after :meth:`step`.
+            GeminiError: for gradients of a managed model whose loss was not scaled.
+            RankMismatch: if ranks have scaled their losses differently.
+        """
+        super().unscale_(optimizer)
+
+    def _unscale_grads_(
+        self, optimizer: torch.optim.Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
+    ) -> dict[torch.device, torch.Tensor]:
+        """Called by torch's ``unscale_``: what was found, by device; nothing if there are no gradients."""
+        handles = _handles_of(optimizer)
+        if not handles:
+            return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+        engine = engine_of(handles[0])
+        engine.recover_if_interrupted()
+        engine.settle_grads()
+        ready = [handle for handle in handles if handle.has_grad]
+        if ready:
+            engine.scaling.mark_unscaled(ready)
+        plain = [p for group in optimizer.param_groups for p in group["params"] if handle_of(p) is None]
+        view: Any = SimpleNamespace(param_groups=[{"params": plain}])
+        found = super()._unscale_grads_(view, inv_scale, found_inf, allow_fp16)
+        if not ready and (engine.shards is None or not plain):
+            return found
+        is_bad = not math.isfinite(engine.gradients.total_sum(ready)) if ready else False
+        if engine.shards is not None:
+            is_bad = _agree(engine, is_bad, has_plain=bool(plain), found=found)
+        device = found_inf.device
+        flag = torch.full_like(found_inf, float(is_bad))
+        found[device] = found[device] + flag if device in found else flag
+        return found
+
+    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        """``unscale_`` unless that was done, then ``optimizer.step()``, or nothing if a gradient holds inf or NaN.
+
+        Raises:
+            RuntimeError: for a second step before :meth:`update`.
+            AssertionError: if the optimizer has no gradients.
+            GeminiError: for gradients of a managed model whose loss was not scaled.
+        """
+        token = scaler_steps.set(True)
+        try:
+            return super().step(optimizer, *args, **kwargs)
+        finally:
+            scaler_steps.reset(token)
+
+    def _maybe_opt_step(self, optimizer: Any, optimizer_state: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        if isinstance(optimizer, HybridAdam) and any(
+            found.item() for found in optimizer_state["found_inf_per_device"].values()
+        ):
+            return optimizer.skip_step()
+        return super()._maybe_opt_step(optimizer, optimizer_state, *args, **kwargs)
+
+    def update(self, new_scale: float | torch.Tensor | None = None) -> None:
+        """Adapt the scale to what the steps since the last ``update`` have found, or set it."""
+        self._forget_current()
+        super().update(new_scale)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what :meth:`state_dict` gave, or that of a ``torch.amp.GradScaler``."""
+        self._forget_current()
+        super().load_state_dict(state_dict)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_current": None}
+
+    def _forget_current(self) -> None:
+        """Gradients keep the scale that they have: its value is read before it changes."""
+        if self._enabled and self._current is not None:
+            self._current.settle()
+            self._current = None
+
+
+def _handles_of(optimizer: torch.optim.Optimizer) -> list[ParamHandle]:
+    params = (param for group in optimizer.param_groups for param in group["params"])
+    return [handle for param in params if (handle := handle_of(param)) is not None]
+
+
+def _agree(engine: Engine, is_bad: bool, *, has_plain: bool, found: dict[torch.device, torch.Tensor]) -> bool:
+    """Whether any rank has found inf or NaN: gradients of plain params are each rank's own.
+
+    Raises:
+        RankMismatch: if the ranks have scaled their losses differently.
+    """
+    shards = engine.shards
+    assert shards is not None
+    if has_plain:
+        is_bad = is_bad or any(flag.item() for flag in found.values())
+    shards.meet(Point.SETTLE)
+    own = torch.tensor([float(is_bad), engine.scaling.held.value], dtype=torch.float64, device="cpu")
+    rows = shards.ranks.everyone.swap(Tag.AGREEMENT, own, "the loss scale")
+    scales = rows[:, 1].tolist()
+    if len(set(scales)) > 1:
+        told = ", ".join(f"{scale:g}" for scale in scales)
+        raise RankMismatch(
+            f"the losses of this step were scaled by {told} on the ranks: give their GradScalers the same arguments "
+            "and states"
+        )
+    return bool(rows[:, 0].any())

@@ -1,0 +1,204 @@
+"""Putting a new folder or file in the place of an old one, so that one of them is whole under its name at every moment.
+
+A new one is written beside the place it is for, under a name that says which process writes it, and renamed when it is
+whole on the disk. What a killed process leaves is removed by the next one that writes there. No torch.
+
+    NAME                            the newest whole one
+    .NAME.old                       the one before it, between two renames: the newest where there is no NAME
+    .NAME.new-PID-STAMP-NUMBER      being written by a process, or left by a dead one (.old behind it: being removed)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import re
+import shutil
+import zlib
+from pathlib import Path
+
+from gemini.errors import StorageError
+
+_WRITTEN_HERE: set[str] = set()
+"""What this process is writing; the rest of what bears its number was left by one that had it before."""
+_NUMBERS = itertools.count()
+_AFTER_NEW = re.compile(r"(\d{1,18})(?:-([0-9a-f]{8})-\d+)?(?:\.old)?")
+
+
+def place_of(name: str | os.PathLike[str]) -> Path:
+    """Where ``name`` leads: absolute, so that it stays the same wherever the process goes, and no symbolic link, which
+    renaming would replace instead of what it points to.
+
+    Raises:
+        StorageError: for a relative one, if the folder that the process works in was removed.
+    """
+    try:
+        return Path(os.path.realpath(os.fspath(name)))
+    except OSError as e:
+        raise StorageError(f"cannot tell where {os.fspath(name)!r} is: {e.strerror or e}") from e
+
+
+def check_renamable(final: Path, asked: str | os.PathLike[str]) -> None:
+    """Refuse a folder that cannot be renamed, or must not be: the one we stand in, or one around it, or a mount point.
+
+    Raises:
+        StorageError: saying which.
+    """
+    why = None
+    if final.is_symlink():
+        why = "is a symbolic link that leads back to itself"
+    elif _working_folder().is_relative_to(final):
+        why = "is the folder that this program works in, or holds it"
+    elif os.path.ismount(final):
+        why = "is where a file system is mounted"
+    if why is not None:
+        raise StorageError(
+            f"{os.fspath(asked)!r} ({final}) {why}: the folder itself is renamed and replaced as a whole when it is "
+            f"saved again, which this one cannot be. Give a folder in it, such as {os.path.join(asked, 'checkpoint')!r}"
+        )
+
+
+def begin(final: Path) -> Path:
+    """A name beside ``final``, not in use, under which this process may write a new one until :func:`end`; what killed
+    processes were writing for ``final`` is removed.
+    """
+    for leftover in leftovers(final.parent, final.name):
+        remove(leftover)
+    number = next(_NUMBERS)
+    work = final.with_name(f".{final.name}.new-{os.getpid()}-{_stamp(os.getpid()) or '0' * 8}-{number}")
+    _WRITTEN_HERE.add(work.name)
+    return work
+
+
+def end(work: Path) -> None:
+    """Remove what stands under a name that :func:`begin` gave, if anything does: nobody writes it any more."""
+    remove(work)
+    _WRITTEN_HERE.discard(work.name)
+
+
+def swap(work: Path, final: Path) -> None:
+    """Put the whole folder ``work`` in the place of ``final``. At every moment one of them stands where :func:`find`
+    finds it, also if processes were killed in several calls in a row.
+
+    Raises:
+        OSError: ``final`` is as it was.
+    """
+    old = _old_name(final)
+    _sync(work)
+    restore(final)  # the only whole one may stand under the old name, so that must not be removed yet
+    _discard(old, work)
+    if _stands(final):
+        os.rename(final, old)
+    try:
+        os.rename(work, final)
+        _sync(final.parent)
+    except OSError:
+        with contextlib.suppress(OSError):
+            if not work.exists():
+                os.rename(final, work)
+            restore(final)
+        raise
+    with contextlib.suppress(OSError):  # the new one is there, what is left of the old one the next save removes
+        _discard(old, work)
+
+
+def restore(final: Path) -> None:
+    """Death struck between the two renames of :func:`swap`: give the old one its name back. Else nothing."""
+    if not _stands(final) and _stands(_old_name(final)):
+        os.rename(_old_name(final), final)
+
+
+def find(final: Path) -> Path:
+    """Where what is called ``final`` stands.
+
+    Raises:
+        StorageError: if there is none.
+    """
+    try:
+        for path in (final, _old_name(final), final):  # again: it may have been renamed while we looked
+            if _stands(path):
+                return path
+        if final.is_dir():
+            return final
+    except OSError as e:
+        raise StorageError(f"cannot read {final}: {e.strerror or e}") from e
+    raise StorageError(f"there is no checkpoint at {final}")
+
+
+def leftovers(folder: Path, name: str | None = None) -> list[Path]:
+    """What processes were writing in ``folder`` (for ``name`` alone, if it is given) that are dead by now."""
+    found = []
+    for path in folder.iterdir() if folder.is_dir() else ():
+        head, new, tail = path.name.rpartition(".new-")
+        match = _AFTER_NEW.fullmatch(tail)
+        if not new or match is None or not head.startswith(".") or (name is not None and head != f".{name}"):
+            continue
+        if path.name.removesuffix(".old") in _WRITTEN_HERE:
+            continue
+        # A number alone says nothing: another process may have it by now.
+        pid = int(match[1])
+        if match[2] is None or pid == os.getpid() or _stamp(pid) != match[2]:
+            found.append(path)
+    return found
+
+
+def remove(path: Path) -> None:
+    """Remove a folder or a file as far as possible."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with contextlib.suppress(OSError):
+            path.unlink(missing_ok=True)
+
+
+def _discard(old: Path, work: Path) -> None:
+    """Remove ``old``: under another name, so that what a killed removal leaves never looks like a whole one.
+
+    Raises:
+        OSError: if it cannot even be renamed.
+    """
+    if old.exists():
+        going = work.with_name(f"{work.name}.old")
+        os.rename(old, going)
+        shutil.rmtree(going, ignore_errors=True)
+
+
+def _stands(path: Path) -> bool:
+    """A folder with something in it (an empty one may be renamed over)."""
+    try:
+        with os.scandir(path) as entries:
+            return next(entries, None) is not None
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+
+
+def _working_folder() -> Path:
+    try:
+        return Path(os.path.realpath(os.getcwd()))
+    except OSError:  # it was removed
+        return Path(os.sep)
+
+
+def _old_name(final: Path) -> Path:
+    return final.with_name(f".{final.name}.old")
+
+
+def _stamp(pid: int) -> str | None:
+    """What tells the process ``pid`` from all others that had or will have its number: when it began, in which boot of
+    the machine. None if there is none (or one that has ended and that nobody has waited for).
+    """
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text()
+    except OSError:
+        return None
+    return None if fields[0] in "ZX" else f"{zlib.crc32(f'{boot} {fields[19]}'.encode()):08x}"
+
+
+def _sync(folder: Path) -> None:
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

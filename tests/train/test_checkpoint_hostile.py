@@ -1,0 +1,231 @@
+"""Checkpoints that nobody wrote: manifests and headers changed at random, their checksums made anew.
+
+Whatever stands in them, loading ends in one of our errors before anything has changed, or the change was to a value
+that may be any (a learning rate, say) and the run goes on with it. Beside that: schedulers of another kind, and states
+that fit their place in kind but not in size.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+import os
+import random
+import shutil
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import nn
+from torch.optim import lr_scheduler
+
+import gemini
+from gemini.train import checkpoint_files
+from tests.train.helpers import assert_same_snapshot, engine_of, same_bits, snapshot, wrap
+
+REFUSED = (gemini.StorageError, gemini.PlanMismatch)
+MANY = int(os.environ.get("GEMINI_HOSTILE_MANIFESTS", "300"))
+
+
+class Tiny:
+    """All that a checkpoint can hold, in a model of a few numbers."""
+
+    def __init__(self, path: Path, precision: str = "fp16"):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+        model.register_buffer("angles", torch.tensor([1 - 2j, 3j]).conj())
+        model.register_buffer("count", torch.tensor(7))
+        model[1].bias.requires_grad_(False)
+        self.model: Any = wrap(model, "ram", path, precision=precision)
+        self.plain = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+        trained = [p for p in model.parameters() if p.requires_grad]
+        self.optimizer = gemini.HybridAdam(
+            [{"params": trained[:1]}, {"params": [*trained[1:], self.plain], "weight_decay": 0.0}], lr=1e-2
+        )
+        self.scheduler = lr_scheduler.OneCycleLR(self.optimizer, max_lr=2e-2, total_steps=10**6)
+
+    def train(self) -> None:
+        dtype = next(self.model.parameters()).dtype
+        (self.model(torch.ones(2, 3, dtype=dtype)).float().square().mean()).backward()
+        self.plain.grad = torch.ones_like(self.plain)
+        self.optimizer.step()
+        with contextlib.suppress(ValueError, ArithmeticError):  # a schedule of other numbers may be over, say
+            self.scheduler.step()
+        self.optimizer.zero_grad()
+
+    def save(self, directory: Path, extra: Any = None) -> None:
+        gemini.save_checkpoint(directory, self.model, self.optimizer, self.scheduler, extra)
+
+    def load(self, directory: Path) -> Any:
+        return gemini.load_checkpoint(directory, self.model, self.optimizer, self.scheduler)
+
+    def everything(self) -> dict[str, Any]:
+        engine = engine_of(self.model)
+        return {
+            "model": snapshot(self.model),
+            "groups": repr(self.optimizer.state_dict()["param_groups"]),
+            "plain": [self.plain.detach().clone(), *(v.clone() for v in self.optimizer.state[self.plain].values())],
+            "buffers": [buffer.clone() for buffer in self.model.buffers()],
+            "scheduler": repr(vars(self.scheduler)),
+            "scale": repr(engine.loss_scale),
+            "rng": (random.getstate(), numpy.random.get_state()[1].tobytes(), torch.get_rng_state().numpy().tobytes()),
+            "lost": engine.lost,
+        }
+
+
+def assert_same(before: dict[str, Any], after: dict[str, Any]) -> None:
+    assert_same_snapshot(before.pop("model"), after.pop("model"))
+    for key in ("plain", "buffers"):
+        assert all(same_bits(a, b) for a, b in zip(before.pop(key), after.pop(key), strict=True)), key
+    assert before == after
+
+
+def rewrite(directory: Path, manifest: dict[str, Any]) -> None:
+    """With the checksum that belongs to it."""
+    manifest = {key: value for key, value in manifest.items() if key != "checksum"}
+    manifest["checksum"] = checkpoint_files._checksum(manifest)
+    (directory / "manifest.json").write_text(json.dumps(manifest))
+
+
+def rewrite_header(directory: Path, name: str, header: Any, manifest: dict[str, Any]) -> None:
+    path = directory / name
+    data = path.read_bytes()
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    start = len(text).to_bytes(8, "little") + text
+    path.write_bytes(start + data[8 + int.from_bytes(data[:8], "little") :])
+    manifest["files"][name]["header"] = zlib.crc32(start)
+
+
+EXTRA = {
+    "position": 5, "pair": (1, 2.5), "keys": {1: "one", (2, 3): None}, "list": [True, "text", [1.0]],
+    "tensors": [torch.arange(4.0), torch.ones(2, 2, dtype=torch.complex128), torch.zeros(0, 3), torch.tensor(3)],
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Tiny, Path]]:
+    folder = tmp_path_factory.mktemp("hostile")
+    run = Tiny(folder)
+    run.train()
+    run.save(folder / "good", EXTRA)
+    run.train()
+    yield run, folder / "good"
+
+
+# ---- at random -------------------------------------------------------------------------------------------------------
+
+
+def places_in(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    yield path
+    for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ():
+        yield from places_in(value, (*path, key))
+
+
+def at(tree: Any, path: tuple[Any, ...]) -> Any:
+    for key in path:
+        tree = tree[key]
+    return tree
+
+
+def deep(depth: int) -> Any:
+    tree: Any = 0
+    for _ in range(depth):
+        tree = [tree]
+    return tree
+
+
+STRANGE: list[Any] = [
+    None, True, False, -1, 0, 1, 2, 7, 2**31, 2**53, 2**63, 2**64, 10**400, -(10**400), 0.0, -0.5, 1.5, 1e308, float("nan"),
+    float("inf"), "", "x", "0", "../x", "/etc/passwd", "manifest.json", "a\0b", "optimizer", [], {}, [[]], [None], [1, 2],
+    {"__tensor__": 0}, {"__tensor__": 1}, {"__tensor__": -1}, {"__tensor__": 10**9}, {"__tensor__": True},
+    {"__tensor__": 0, "dtype": "uint16", "shape": [1]}, {"__tensor__": 0, "dtype": "Tensor", "shape": []},
+    {"__tuple__": 3}, {"__tuple__": []}, {"__items__": [[[], 1]]}, {"__items__": [[1]]}, {"__items__": [[1, 2], [1, 3]]},
+    {"step": 1}, deep(150), deep(400),
+]  # fmt: skip
+
+
+def changed(tree: Any, rng: random.Random) -> tuple[Any, tuple[Any, ...]]:
+    """A copy of the tree in which something at some place is otherwise, and the place."""
+    tree = copy.deepcopy(tree)
+    path: tuple[Any, ...] = ()
+    while True:  # down from the top, so that every part has its share
+        here = at(tree, path)
+        keys = list(here) if isinstance(here, dict) else list(range(len(here))) if isinstance(here, list) else []
+        if not keys or (path and rng.random() < 0.25):
+            break
+        path = (*path, rng.choice(keys))
+    if not path:
+        return rng.choice(STRANGE), path
+    holder, key, value = at(tree, path[:-1]), path[-1], at(tree, path)
+    ways = ["strange", "strange", "other place", "remove", "add", "again", "sign"]
+    way = rng.choice(ways)
+    if way == "other place":
+        holder[key] = copy.deepcopy(at(tree, rng.choice(list(places_in(tree))[1:])))
+    elif way == "remove":
+        del holder[key]
+    elif way == "add" and isinstance(value, list):
+        value.insert(rng.randrange(len(value) + 1), copy.deepcopy(rng.choice([*value, *STRANGE])))
+    elif way == "add" and isinstance(value, dict):
+        value[rng.choice(["x", "0", "step", "optimizer", "params", "__tuple__", *value])] = rng.choice(STRANGE)
+    elif way == "again" and isinstance(holder, dict):
+        holder[rng.choice(["x", f"{key}x", "1"])] = copy.deepcopy(value)
+    elif way == "again" and isinstance(holder, list):
+        holder.append(copy.deepcopy(value))
+    elif way == "sign" and type(value) in (int, float):
+        holder[key] = rng.choice([-value, value + 1, value - 1, value * 2, float(value), value * 10**6])
+    else:
+        holder[key] = rng.choice(STRANGE)
+    return tree, path
+
+
+def test_manifests_and_headers_changed_at_random(saved: tuple[Tiny, Path], tmp_path: Path) -> None:
+    run, good = saved
+    manifest = json.loads((good / "manifest.json").read_text())
+    del manifest["checksum"]
+    refused, accepted = 0, []
+    for seed in range(MANY):
+        rng = random.Random(seed)
+        directory = tmp_path / str(seed)
+        shutil.copytree(good, directory)
+        if rng.random() < 0.2:
+            name = rng.choice(list(manifest["files"]))
+            data = (good / name).read_bytes()
+            header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+            other, path = changed(header, rng)
+            again = copy.deepcopy(manifest)
+            rewrite_header(directory, name, other, again)
+            rewrite(directory, again)
+            path = ("header", *path)
+        else:
+            other, path = changed(manifest, rng)
+            if not isinstance(other, dict) or rng.random() < 0.02:
+                (directory / "manifest.json").write_text(json.dumps(other))
+            else:
+                rewrite(directory, other)
+        before = run.everything()
+        try:
+            run.load(directory)
+        except REFUSED as error:
+            refused += 1
+            assert str(directory) in str(error)
+            assert_same(before, run.everything())
+        except BaseException as error:
+            raise AssertionError(f"seed {seed}: {path}: {type(error).__name__}: {error}") from error
+        else:
+            accepted.append(path)
+            if os.environ.get("SHOW"): print(path, repr(at(manifest, path))[:100] if path[0] != "header" else "", "->", *[repr(at(other, path))[:100] if path[0]!="header" else ""] if path[-1] in (at(other,path[:-1]) if path[0]!="header" and isinstance(at(other,path[:-1]),dict) else ()) else [])
+            run.train()  # whatever it took, it can go on with
+            engine_of(run.model).check_invariants()
+            run.load(good)
+            run.train()
+        shutil.rmtree(directory)
+    # What may be any value: nobody can tell another from the one that was saved.
+    free = {"extra", "groups", "scheduler", "loss_scale", "rng", "params", "plain", "piece", "scheduler_kind", "header"}
+    assert {path[0] for path in accepted} <= free, sorted(set(map(str, accepted)))
+    assert refused > MANY * 0.6, (refused, sorted(map(str, accepted)))

@@ -1,0 +1,414 @@
+"""Ctrl-C at chosen moments, with real signals: an update is whole or has not begun, and autograd is never left off."""
+
+from __future__ import annotations
+
+import dataclasses
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import gemini
+from gemini import interrupts, kernels
+from gemini.grad_mode import call_with_grad, call_without_grad, without_grad
+from gemini.interrupts import WHOLE
+from gemini.memory.mover import Mover
+from gemini.train import by_name
+from tests.train.helpers import (
+    PLACEMENTS,
+    Blocks,
+    Plain,
+    adam,
+    assert_same_snapshot,
+    assert_same_state,
+    llama,
+    make_config,
+    on_batch,
+    snapshot,
+    squares,
+    train,
+    train_plain,
+)
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left() -> Iterator[None]:
+    before = signal.getsignal(signal.SIGINT)
+    yield
+    assert signal.getsignal(signal.SIGINT) is before
+    assert torch.is_grad_enabled()
+
+
+def ctrl_c() -> None:
+    signal.raise_signal(signal.SIGINT)
+
+
+def at_call(patch: pytest.MonkeyPatch, owner: Any, name: str, number: int, *, once: bool = False) -> list[int]:
+    """Ctrl-C before (and, unless ``once``, after) the ``number``-th call of a function; the list grows with calls."""
+    real, calls = getattr(owner, name), list[int]()
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        if len(calls) == number:
+            ctrl_c()
+        result = real(*args, **kwargs)
+        if len(calls) == number and not once:
+            ctrl_c()
+        return result
+
+    patch.setattr(owner, name, call)
+    return calls
+
+
+def wrap(where: str, path: Path, *, overlap: bool = False, **how: Any) -> Any:
+    config = make_config(Blocks(), where, path, **how)
+    return gemini.GeminiDDP(Blocks(), dataclasses.replace(config, overlap=overlap))
+
+
+# ---- updates ---------------------------------------------------------------------------------------------------------
+
+MOMENTS: dict[str, tuple[Any, str]] = {
+    "kernel": (kernels, "adam_update"), "store": (Mover, "begin_store"), "load": (Mover, "begin_load"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize(
+    ("where", "moment"), [("ram", "kernel"), *((where, moment) for where in PLACEMENTS[1:] for moment in MOMENTS)]
+)
+def test_an_update_is_whole_before_it_is_interrupted(
+    where: str, moment: str, overlap: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside the update too: then the signal may find the program anywhere, and costs nothing anyway."""
+    model, plain = wrap(where, tmp_path, overlap=overlap), Plain(Blocks())
+    optimizer = adam(model)
+    for number in (1, 3):
+        squares(model, number).backward()
+        interrupted = False
+        with monkeypatch.context() as patch:
+            calls = at_call(patch, *MOMENTS[moment], number, once=overlap)
+            try:
+                optimizer.step()
+                model._gemini_engine.drain()
+            except KeyboardInterrupt:
+                interrupted = True
+            model._gemini_engine.drain()
+            assert interrupted and len(calls) >= number
+        optimizer.zero_grad()
+        train_plain(plain, [number], squares, clip=None)
+        assert_same_state(model, plain)
+    train(model, optimizer, [7], squares)
+    train_plain(plain, [7], squares)
+    assert_same_state(model, plain)
+
+
+@pytest.mark.parametrize("gradients", ["retain", "transient"])
+@pytest.mark.parametrize("where", ["ram", "disk"])
+def test_a_backward_that_updates_is_whole_before_it_is_interrupted(
+    where: str, gradients: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From its first update on; before that it is forgotten, as every backward."""
+    model, plain = wrap(where, tmp_path, gradients=gradients), Plain(Blocks())
+    optimizer = adam(model, step_in_backward=True)
+    for number in (1, 2):
+        loss = squares(model, number)
+        with monkeypatch.context() as patch:
+            calls = at_call(patch, kernels, "adam_update", number)
+            with pytest.raises(KeyboardInterrupt):
+                loss.backward()
+            assert len(calls) > number, "the rest of the backward has been made"
+        optimizer.step()
+        train_plain(plain, [number], squares, clip=None)
+        assert_same_state(model, plain)
+    before = snapshot(model)
+    loss = squares(model, 3)
+    with monkeypatch.context() as patch:
+        at_call(patch, model._gemini_engine, "take_grad", 1)
+        with pytest.raises(KeyboardInterrupt):
+            loss.backward()
+    optimizer.zero_grad()
+    assert_same_snapshot(before, snapshot(model))
+    train(model, optimizer, [3], squares, clip=None)
+    train_plain(plain, [3], squares, clip=None)
+    assert_same_state(model, plain)
+
+
+def test_an_error_in_a_backward_that_updates_does_not_keep_ctrl_c(tmp_path: Path) -> None:
+    model = wrap("ram", tmp_path, gradients="transient")
+    optimizer = adam(model, step_in_backward=True)
+
+    def fail(grad: torch.Tensor) -> None:
+        raise RuntimeError("a hook of the user's")
+
+    x = torch.randn(2, 5, 32).bfloat16().requires_grad_()
+    x.register_hook(fail)
+    with pytest.raises(RuntimeError, match="of the user's"):
+        model(x).float().sum().backward()
+    assert signal.getsignal(signal.SIGINT) is WHOLE._handler, "nobody could tell that the backward is over"
+    with pytest.raises(KeyboardInterrupt):
+        ctrl_c()
+    del optimizer
+
+
+def test_plain_params_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Blocks()
+    optimizer = adam(model)
+    model(torch.ones(2, 32)).sum().backward()
+    at_call(monkeypatch, kernels, "adam_update", 2)
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.step()
+    assert all(optimizer.state[param]["step"] == 1 for param in model.parameters())
+
+
+def test_a_closure_is_interrupted_at_once(tmp_path: Path) -> None:
+    model = wrap("disk", tmp_path)
+    optimizer = adam(model)
+    before = snapshot(model)
+
+    def closure() -> torch.Tensor:
+        loss = squares(model, 0)
+        loss.backward()
+        ctrl_c()
+        raise AssertionError("it goes on")
+
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.step(closure)
+    optimizer.zero_grad()
+    assert_same_snapshot(before, snapshot(model))
+
+
+# ---- writes ----------------------------------------------------------------------------------------------------------
+
+
+def new_values(model: Any) -> dict[str, torch.Tensor]:
+    return {name: torch.full(p.shape, 1.0 + i / 7) for i, (name, p) in enumerate(model.named_parameters())}
+
+
+def by_gathered(model: Any, values: dict[str, torch.Tensor]) -> None:
+    with model.gathered(write=True), torch.no_grad():
+        for name, param in model.named_parameters():
+            param.copy_(values[name])
+
+
+def by_state_dict(model: Any, values: dict[str, torch.Tensor]) -> None:
+    model.load_state_dict(values)
+
+
+WRITES = {"gathered": by_gathered, "load_state_dict": by_state_dict}
+
+
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("where", ["ram", "disk"])
+def test_a_write_is_whole(write: str, where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slack = 2**16 if where == "disk" else 0  # to gather all of it
+    model, quiet = (wrap(where, tmp_path, slack=slack) for _ in range(2))
+    for one in (model, quiet):
+        train(one, adam(one), [0], squares)
+    WRITES[write](quiet, new_values(quiet))
+    at_call(monkeypatch, by_name, "write_range", 3)
+    with pytest.raises(KeyboardInterrupt):
+        WRITES[write](model, new_values(model))
+    assert_same_snapshot(snapshot(quiet), snapshot(model))
+    model._gemini_engine.check_invariants()
+
+
+def test_a_loaded_optimizer_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, other = wrap("disk", tmp_path), wrap("disk", tmp_path)
+    optimizer, theirs = adam(model), adam(other, lr=0.5)
+    train(model, optimizer, [0], squares)
+    train(other, theirs, [1, 2], squares)
+    at_call(monkeypatch, by_name, "write_range", 3)
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.load_state_dict(theirs.state_dict())
+    assert optimizer.param_groups[0]["lr"] == 0.5
+    for name, own in snapshot(other).items():
+        for kind in ("exp_avg", "exp_avg_sq", "step"):
+            assert torch.equal(snapshot(model)[name][kind], own[kind])
+
+
+# ---- the mechanism ---------------------------------------------------------------------------------------------------
+
+
+def test_it_takes_effect_where_the_outermost_block_ends() -> None:
+    done: list[str] = []
+    with pytest.raises(KeyboardInterrupt):
+        with WHOLE:
+            with WHOLE:
+                ctrl_c()
+                ctrl_c()
+                done.append("inner")
+            done.append("outer")
+        done.append("never")
+    assert done == ["inner", "outer"]
+    with WHOLE:
+        pass  # nothing is left of it
+
+
+def test_an_error_inside_is_told_with_it() -> None:
+    with pytest.raises(ValueError, match="own"):
+        with WHOLE:
+            raise ValueError("its own")
+    with pytest.raises(KeyboardInterrupt) as told:
+        with WHOLE:
+            ctrl_c()
+            raise ValueError("its own")
+    assert isinstance(told.value.__context__, ValueError)
+
+
+def test_a_handler_of_the_programs_is_called_later_and_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+
+    def own(number: int, frame: Any) -> None:
+        calls.append(number)
+
+    before = signal.signal(signal.SIGINT, own)
+    try:
+        with WHOLE:
+            ctrl_c()
+            assert calls == []
+        assert calls == [signal.SIGINT] and signal.getsignal(signal.SIGINT) is own
+        with WHOLE:
+            signal.signal(signal.SIGINT, before)  # installed meanwhile: it is not put back over that
+        assert signal.getsignal(signal.SIGINT) is before
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        with WHOLE:
+            ctrl_c()
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_it_is_not_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(interrupts.time, "monotonic", lambda: now[0])
+    done: list[str] = []
+    with pytest.raises(KeyboardInterrupt):
+        with WHOLE:
+            for now[0] in (10.0, 10.1, 14.9):
+                ctrl_c()
+                done.append("waits")
+            now[0] = 15.1
+            ctrl_c()
+            done.append("never")
+    assert done == ["waits"] * 3
+
+
+def test_other_threads_are_left_alone(tmp_path: Path) -> None:
+    found: list[Any] = []
+
+    def run() -> None:
+        model = wrap("ram", tmp_path)
+        train(model, adam(model), [0, 1], squares)
+        with WHOLE:
+            WHOLE.hold(lambda: True)
+            found.append(signal.getsignal(signal.SIGINT))
+            WHOLE.let_go()
+        found.append(WHOLE._depth)
+
+    with WHOLE:
+        here = signal.getsignal(signal.SIGINT)
+        thread = threading.Thread(target=run)
+        thread.start()
+        thread.join()
+        assert found == [here, 1]
+
+
+def test_held_over_calls() -> None:
+    going_on = True
+    WHOLE.hold(lambda: going_on)
+    ctrl_c()
+    with WHOLE:
+        pass
+    ctrl_c()
+    with pytest.raises(KeyboardInterrupt):
+        WHOLE.let_go()
+    WHOLE.let_go()
+    WHOLE.hold(lambda: going_on)
+    going_on = False
+    with pytest.raises(KeyboardInterrupt):
+        ctrl_c()
+
+
+# ---- autograd --------------------------------------------------------------------------------------------------------
+
+
+def test_autograd_is_on_after_an_interrupt_at_any_moment_of_a_call() -> None:
+    """Many real ones, at random moments within microseconds."""
+    off = without_grad(torch.is_grad_enabled)
+    num_interrupts = 0
+
+    def interrupt(number: int, frame: Any) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        for count in range(1500):
+            try:
+                signal.setitimer(signal.ITIMER_REAL, 1e-6 * (1 + count % 40))
+                for _ in range(60):
+                    off()
+                    call_without_grad(off)
+                signal.setitimer(signal.ITIMER_REAL, 0)
+            except KeyboardInterrupt:
+                num_interrupts += 1
+            assert torch.is_grad_enabled(), count
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert num_interrupts > 1000
+
+
+def test_the_mode_of_the_caller_comes_back() -> None:
+    assert not call_without_grad(torch.is_grad_enabled) and torch.is_grad_enabled()
+    with torch.no_grad():
+        assert call_with_grad(torch.is_grad_enabled) and not torch.is_grad_enabled()
+        with pytest.raises(ZeroDivisionError):
+            call_with_grad(lambda: 1 / 0)
+        assert not torch.is_grad_enabled()
+
+
+@pytest.mark.parametrize("where", PLACEMENTS)
+def test_nothing_in_a_step_can_leave_autograd_off(where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C where it hurts most: torch's no_grad has switched autograd off, and its block has not begun."""
+    model = gemini.GeminiDDP(llama(), make_config(llama(), where, tmp_path))
+    optimizer = adam(model)
+    real = torch.no_grad.__enter__
+
+    def enter(self: Any) -> None:
+        real(self)
+        ctrl_c()
+
+    parts: list[Callable[[], Any]] = [
+        lambda: on_batch(model, 0).backward(),
+        lambda: model.clip_grad_norm_(1.0),
+        optimizer.step,
+        lambda: optimizer.load_state_dict(optimizer.state_dict()),
+        lambda: model.load_state_dict(model.state_dict()),
+        lambda: model.lm_head.weight == 0,
+        optimizer.zero_grad,
+    ]
+    interrupted = []
+    for part in parts:
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.no_grad, "__enter__", enter)
+            try:
+                part()
+            except KeyboardInterrupt:
+                interrupted.append(part)
+        assert torch.is_grad_enabled()
+    # transformers has one in every forward, torch in load_state_dict (which is made whole first), and Gemini none.
+    assert interrupted == [parts[0], parts[4]]
+    on_batch(model, 0).backward()
+    optimizer.step()
+
+
+def test_references_of_kernels_too() -> None:
+    reference = kernels.reference
+    weights, moments = torch.ones(8, requires_grad=True), torch.zeros(8)
+    hyper = kernels.AdamHyper(lr=0.1, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.0, step=1)
+    reference.adam_update(weights, None, moments, moments.clone(), torch.ones(8), hyper)
+    assert torch.is_grad_enabled() and weights[0] < 1

@@ -1,0 +1,234 @@
+"""What cannot be managed is refused at the wrap with its place, and a wrap that fails leaves the model as it was."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import gemini
+from gemini.train import ddp, hooks
+
+
+class Net(nn.Module):
+    def __init__(self, part: nn.Module | None = None):
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b, self.part = nn.Linear(8, 8), nn.Linear(8, 8), part
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.b(torch.tanh(self.a(x)))
+        return (x if self.part is None else self.part(x)).float().pow(2).mean()
+
+
+class Hookless(nn.Linear):
+    def register_forward_pre_hook(self, *args: Any, **how: Any) -> Any:
+        raise RuntimeError("no hooks here")
+
+
+class Final(Net):
+    def __init_subclass__(cls) -> None:
+        raise TypeError("no subclasses")
+
+
+class Own(nn.Parameter):
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[misc]
+
+
+def with_param(param: Any) -> nn.Module:
+    net = Net()
+    net.a._parameters["weight"] = param(net)
+    return net
+
+
+def with_buffer(buffer: Any) -> nn.Module:
+    net = Net()
+    net.b.register_buffer("seen", buffer(net))
+    return net
+
+
+def with_attribute() -> nn.Module:
+    net = Net()
+    net.b.kept = net.a.weight.detach()  # type: ignore[assignment]
+    return net
+
+
+def in_inference_mode() -> nn.Module:
+    with torch.inference_mode():
+        return Net()
+
+
+KINDS: dict[str, tuple[Callable[[], nn.Module], type[Exception], str]] = {
+    "scripted": (lambda: Net(torch.jit.script(nn.Linear(8, 8))), TypeError, r"'part' is a torch\.jit module"),
+    "scripted whole": (lambda: torch.jit.script(nn.Linear(8, 8)), TypeError, r"the model is a torch\.jit module"),
+    "traced": (
+        lambda: Net(torch.jit.trace(nn.Linear(8, 8), torch.zeros(1, 8))), TypeError, r"'part' is a torch\.jit module",
+    ),
+    "takes no hooks": (lambda: Net(Hookless(8, 8)), TypeError, r"'part' \(Hookless\) takes no forward hooks"),
+    "no subclass": (Final, TypeError, "Final cannot be the base of a managed class .*no subclasses"),
+    "lazy": (lambda: Net(nn.LazyLinear(8)), ValueError, r"param 'part\.weight' is not initialized yet"),
+    "lazy buffer": (
+        lambda: Net(nn.LazyBatchNorm1d(affine=False)), ValueError, r"buffer 'part\.running_mean' is not initialized",
+    ),
+    "meta": (lambda: Net(nn.Linear(8, 8, device="meta")), ValueError, r"param 'part\.weight' is on the meta device"),
+    "meta buffer": (
+        lambda: with_buffer(lambda net: torch.zeros(2, device="meta")), ValueError, r"buffer 'b\.seen' is on the meta",
+    ),
+    "complex": (
+        lambda: with_param(lambda net: nn.Parameter(torch.zeros(8, 8, dtype=torch.cfloat))), TypeError, "complex64",
+    ),
+    "integer": (
+        lambda: with_param(lambda net: nn.Parameter(torch.zeros(8, 8, dtype=torch.int8), requires_grad=False)),
+        TypeError, "int8",
+    ),
+    "sparse": (lambda: with_param(lambda net: nn.Parameter(torch.eye(8).to_sparse())), TypeError, "sparse"),
+    "of inference": (in_inference_mode, ValueError, r"param 'a\.weight' was made in torch\.inference_mode"),
+    "computed": (lambda: with_param(lambda net: net.a.weight * 2), ValueError, "is the result of a computation"),
+    "own class": (lambda: with_param(lambda net: Own(torch.zeros(8, 8))), TypeError, "is a Own, a tensor with a behav"),
+    "two of one memory": (
+        lambda: with_param(lambda net: nn.Parameter(net.b.weight.data)), ValueError,
+        r"param 'a\.weight' and 'b\.weight' share memory.*registering one nn\.Parameter",
+    ),
+    "a row of another": (
+        lambda: with_param(lambda net: nn.Parameter(torch.as_strided(net.b.weight.data, (7, 8), (8, 1), 8))),
+        ValueError, "'b.weight' and 'a.weight' share memory",
+    ),
+    "seen by a buffer": (
+        lambda: with_buffer(lambda net: net.a.weight.data[1]), ValueError, "a.weight' and 'b.seen' share memory",
+    ),
+    "seen by an attribute": (with_attribute, ValueError, r"'a\.weight' and 'b\.kept' share memory.*Compute it"),
+}  # fmt: skip
+
+
+def config(folder: Path, **how: Any) -> gemini.GeminiConfig:
+    memory = gemini.MemoryBudget(cpu="16MiB", nvme="16MiB", nvme_path=folder)
+    return gemini.GeminiConfig(
+        memory=memory, placement=gemini.StaticPlacement(weights_on_nvme=1.0), device="cpu", max_chunk=64, **how
+    )
+
+
+def looks(model: nn.Module) -> Any:
+    """All of a model that a wrap would change."""
+    return (
+        type(model), set(vars(model)),
+        [(name, id(p), type(p), p.dtype, len(getattr(p, "_post_accumulate_grad_hooks", 0) or ()), "_gemini" in vars(p))
+         for name, p in model.named_parameters()],
+        [(name, id(buffer)) for name, buffer in model.named_buffers()],
+        [(len(m._forward_hooks), len(m._forward_pre_hooks)) for m in model.modules()],
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_is_refused_before_anything_changes(kind: str, tmp_path: Path) -> None:
+    make, error, words = KINDS[kind]
+    model = make()
+    before = looks(model)
+    with pytest.raises(error, match=words):
+        gemini.GeminiDDP(model, config(tmp_path))
+    assert looks(model) == before and not any(tmp_path.iterdir())
+
+
+def test_a_model_that_fully_shard_has_divided(tmp_path: Path) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        model = Net()
+        fully_shard(model, mesh=torch.distributed.init_device_mesh("cpu", (1,)))
+        with pytest.raises(TypeError, match=r"param 'a\.weight' is a DTensor: fully_shard"):
+            gemini.GeminiDDP(model, config(tmp_path))
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+RIGHT: dict[str, Callable[[], nn.Module]] = {
+    "scripted, without params": lambda: Net(torch.jit.script(nn.ReLU())),
+    "columns of one matrix": lambda: of_columns(torch.arange(128.0).view(8, 16) / 128),
+    "transposed": lambda: with_param(lambda net: nn.Parameter(torch.arange(64.0).view(8, 8).t() / 64)),
+    "a subclass that adds nothing": lambda: with_param(lambda net: type("Mine", (nn.Parameter,), {})(torch.ones(8, 8))),
+    "spectral_norm": lambda: Net(nn.utils.spectral_norm(nn.Linear(8, 8))),
+    "weight_norm": lambda: Net(nn.utils.parametrizations.weight_norm(nn.Linear(8, 8))),
+    "a hook on a param": lambda: hooked(),
+    "a sparse buffer": lambda: with_buffer(lambda net: torch.eye(3).to_sparse()),
+}
+
+
+def of_columns(matrix: torch.Tensor) -> nn.Module:
+    net = Net()
+    net.a.weight, net.b.weight = nn.Parameter(matrix[:, ::2]), nn.Parameter(matrix[:, 1::2])
+    return net
+
+
+def hooked() -> nn.Module:
+    net = Net()
+    net.a.weight.register_hook(lambda grad: grad.clamp(-1e-3, 1e-3))
+    return net
+
+
+@pytest.mark.parametrize("kind", RIGHT)
+def test_what_can_be_managed_computes_as_the_plain_loop(kind: str, tmp_path: Path) -> None:
+    torch.manual_seed(2)
+    plain: Any = RIGHT[kind]()
+    torch.manual_seed(2)
+    model: Any = gemini.GeminiDDP(RIGHT[kind](), config(tmp_path, precision="fp32"))
+    losses = []
+    for each in (plain, model):
+        optimizer = gemini.HybridAdam(each.parameters(), lr=1e-2, weight_decay=0.1)
+        torch.manual_seed(1)
+        losses.append([])
+        for _ in range(3):
+            loss = each(torch.ones(2, 8))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses[-1].append(loss.item())
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize("moment", ["first hook", "last hook", "class"])
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_a_wrap_that_breaks_off_is_undone(
+    precision: str, moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Frozen params lose bits in bf16 and float64 ones in any precision: they have all of them back."""
+    model = Net(nn.BatchNorm1d(8))
+    model.b.requires_grad_(False)
+    model.a.double()
+    before, values = looks(model), {name: value.clone() for name, value in model.state_dict().items()}
+    num, real = 0, hooks.hook_around
+
+    def breaks(*args: Any, **how: Any) -> Any:
+        nonlocal num
+        num += 1
+        if num == (1 if moment == "first hook" else 3):
+            raise KeyboardInterrupt
+        return real(*args, **how)
+
+    if moment == "class":
+        calls: list[Any] = []
+
+        def no_class(original: Any) -> Any:
+            calls.append(original)
+            if len(calls) > 1:  # the first is the question whether it can be made
+                raise KeyboardInterrupt
+            return original
+
+        monkeypatch.setattr(ddp, "_managed_class", no_class)
+    else:
+        monkeypatch.setattr(hooks, "hook_around", breaks)
+    with pytest.warns(UserWarning, match="float64"), pytest.raises(KeyboardInterrupt):
+        gemini.GeminiDDP(model, config(tmp_path, precision=precision))
+    monkeypatch.undo()
+    assert moment == "class" or num > 0
+    assert looks(model) == before
+    for name, value in model.state_dict().items():
+        assert value.dtype is values[name].dtype and torch.equal(value, values[name]), name
+    managed: Any = gemini.GeminiDDP(model.float(), config(tmp_path, precision="fp32"))
+    managed(torch.ones(2, 8)).backward()
+    managed._gemini_engine.check_invariants()
