@@ -627,9 +627,9 @@ HABITS: dict[str, Habit] = {
     "zero_first": _habit("before", "optimizer.zero_grad()"),
     # Gradients are there.
     "grads": _habit("after", "side.grads()", transient=False),
-    "scale_grads": _habit(
+    "noisy_grads": _habit(
         "after",
-        "for p in model.parameters():\n    if p.grad is not None:\n        p.grad.mul_(0.5)",
+        "for p in model.parameters():\n    if p.grad is not None:\n        p.grad.add_(0.01)",
         transient=False,
     ),
     "log_grads": _habit(
@@ -641,7 +641,7 @@ HABITS: dict[str, Habit] = {
     "part_zero_grad": _habit("after", "{block}.zero_grad()", transient=False),
     "torch_clip": _habit("after", "torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)", transient=False),
     "clip_value": _habit("after", "torch.nn.utils.clip_grad_value_(model.parameters(), 0.001)", transient=False),
-    "evaluate_after": _habit("after", EVALUATE),
+    "evaluate_after": _habit("after", EVALUATE, transient=False),
     "clip": _habit("after", 'side.see("norm", side.clip(0.05))', transient=False),
     # Weights are new.
     "evaluate": _habit("stepped", EVALUATE),
