@@ -21,9 +21,9 @@ Pools = Callable[[int], Pool]
 
 def small(**how: Any) -> Any:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 16), nn.Tanh(), nn.Linear(16, 4))
+    model = nn.Sequential(nn.Linear(16, 256), nn.Tanh(), nn.Linear(256, 16), nn.Tanh(), nn.Linear(16, 4))
     mesh = how.pop("mesh", None)
-    settings = {"precision": "fp32", "device": "cpu", "max_chunk": 600, **how}
+    settings = {"precision": "fp32", "device": "cpu", "max_chunk": 5000, **how}
     return gemini.GeminiDDP(model, gemini.GeminiConfig(memory=gemini.MemoryBudget(cpu="16MiB"), **settings), mesh=mesh)
 
 
@@ -43,8 +43,9 @@ def groups_of(model: Any, *, leave_out: str = "", last: tuple[str, ...] = ("4.bi
 
 
 def bits(model: Any) -> int:
-    """Of what this rank keeps of the masters."""
+    """Of what this rank keeps of the masters and moments."""
     found = 0
+    assert any(handle.part.numel for handle in model._gemini_engine.handles), "each rank has a part"
     for handle in model._gemini_engine.handles:
         for kind in handle.chunk.planes:
             if kind.value in ("weights", "residual", "exp_avg", "exp_avg_sq"):
@@ -284,7 +285,9 @@ def allowed() -> bool:
     for alone in (True, False):
         model = small()
         model.register_buffer("seen", torch.zeros(3))
-        first = gemini.HybridAdam([p for n, p in model.named_parameters() if n[0] != "4"], lr=torch.tensor(0.1))
+        own = nn.Parameter(torch.ones(3))  # not of the model: each rank's own
+        groups = [{"params": [p for n, p in model.named_parameters() if n[0] != "4"]}, {"params": [own], "lr": rank}]
+        first = gemini.HybridAdam(groups, lr=torch.tensor(0.1))
         second = gemini.HybridAdam(list(model[4].parameters()), lr=0.1)
         for seed in range(3):
             backward(model, seed)
