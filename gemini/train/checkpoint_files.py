@@ -69,7 +69,7 @@ def read_manifest(path: Path) -> Manifest:
     checksum = data.pop("checksum", None) if isinstance(data, dict) else None
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         raise StorageError(f"{path}/{MANIFEST} is not that of a Gemini checkpoint")
-    if data.get("version") != VERSION:
+    if type(data.get("version")) is not int or data["version"] != VERSION:
         raise StorageError(
             f"{path} has checkpoint version {str(data.get('version'))[:80]}, this Gemini reads version {VERSION}: load "
             "it with the Gemini that wrote it, and carry the weights over with model.save_pretrained"

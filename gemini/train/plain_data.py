@@ -66,10 +66,12 @@ def encode(value: Any, tensors: list[torch.Tensor], where: str, depth: int = 0) 
 def _encode_tensor(value: torch.Tensor, tensors: list[torch.Tensor], where: str) -> dict[str, Any]:
     """The numbers that a reader of ``value`` sees, as a plain tensor; a dtype that files cannot name as bytes."""
     try:
-        if value.layout is not torch.strided or value.is_quantized or value.is_meta or value.is_nested:
+        wraps_others = hasattr(value, "__tensor_flatten__")  # a DTensor, say
+        if value.layout is not torch.strided or value.is_quantized or value.is_nested or wraps_others:
             raise TypeError
         plain = value.detach().as_subclass(torch.Tensor).to("cpu").resolve_conj().resolve_neg().contiguous()
-        plain.untyped_storage().data_ptr()  # of what only looks like a tensor there is none
+        if plain.numel() and not plain.untyped_storage().data_ptr():  # it only looks like a tensor
+            raise TypeError
         number = len(tensors)
         if plain.dtype in STORED_DTYPES:
             tensors.append(plain)
