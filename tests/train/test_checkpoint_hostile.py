@@ -204,6 +204,8 @@ def test_manifests_and_headers_changed_at_random(saved: tuple[Tiny, Path], tmp_p
             path = ("header", *path)
         else:
             other, path = changed(manifest, rng)
+            if json.dumps(other) == json.dumps(manifest):
+                continue  # by chance the same
             if not isinstance(other, dict) or rng.random() < 0.02:
                 (directory / "manifest.json").write_text(json.dumps(other))
             else:
@@ -226,7 +228,7 @@ def test_manifests_and_headers_changed_at_random(saved: tuple[Tiny, Path], tmp_p
         shutil.rmtree(directory)
     # What may be any value: nobody can tell another from the one that was saved.
     free = {"extra", "groups", "scheduler", "loss_scale", "rng", "params", "plain", "piece", "scheduler_kind", "header"}
-    assert {path[0] for path in accepted} <= free, sorted(set(map(str, accepted)))
+    assert not (strange := [path for path in accepted if path[0] not in free]), strange
     assert refused > MANY * 0.6, (refused, sorted(map(str, accepted)))
 
 
