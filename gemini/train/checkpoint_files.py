@@ -63,7 +63,7 @@ def read_manifest(path: Path) -> Manifest:
         with open_regular(path / MANIFEST) as file:
             data = parse_json(file.read())
     except FileNotFoundError as e:
-        raise StorageError(f"{path} is not a checkpoint: it has no {MANIFEST}") from e
+        raise StorageError(f"{path} is not a checkpoint: it has no manifest.json") from e
     except (OSError, ValueError) as e:
         raise StorageError(f"{path}/{MANIFEST} cannot be read: {e}") from e
     checksum = data.pop("checksum", None) if isinstance(data, dict) else None
