@@ -232,6 +232,38 @@ def test_manifests_and_headers_changed_at_random(saved: tuple[Tiny, Path], tmp_p
     assert refused > MANY * 0.6, (refused, sorted(map(str, accepted)))
 
 
+def test_values_of_other_bits(saved: tuple[Tiny, Path], tmp_path: Path) -> None:
+    """Tensors of plain values (random states, counts of updates, moments) with the checksums of them."""
+    run, good = saved
+    manifest = json.loads((good / "manifest.json").read_text())
+    name = "values.safetensors"
+    data = (good / name).read_bytes()
+    start = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:start])
+    refused = 0
+    for number, strange in ((n, s) for n in header if n != "__metadata__" for s in (b"\xff", b"\x00", b"\x80\x01")):
+        first, stop = (start + offset for offset in header[number]["data_offsets"])
+        changed = bytearray(data)
+        changed[first:stop] = (strange * (stop - first))[: stop - first]
+        shutil.copytree(good, tmp_path / "ckpt")
+        (tmp_path / "ckpt" / name).write_bytes(changed)
+        other = copy.deepcopy(manifest)
+        if first < stop:
+            other["files"][name]["tensors"][number]["sums"] = [zlib.crc32(changed[first:stop])]
+        rewrite(tmp_path / "ckpt", other)
+        before = run.everything()
+        try:
+            run.load(tmp_path / "ckpt")
+        except gemini.StorageError as error:
+            refused += 1
+            assert "is damaged" in str(error)
+            assert_same(before, run.everything())
+        shutil.rmtree(tmp_path / "ckpt")
+        run.load(good)
+        run.train()
+    assert refused >= 5  # three random generators, a count of updates
+
+
 # ---- by hand ---------------------------------------------------------------------------------------------------------
 
 

@@ -11,6 +11,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -238,8 +239,8 @@ def test_a_number_that_lives_again_does_not_keep_a_leftover(machine: Machine, tm
     """Writers are told by when they began, not by their number alone; odd characters in the name change nothing."""
     waiting = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     zombie = subprocess.Popen(["true"])
-    while replacing._stamp(zombie.pid) is not None:
-        pass  # until it has ended; it stays in the table because nobody has waited for it
+    while replacing._stamp(zombie.pid) is not None:  # it has ended, but stays in the table until somebody waits for it
+        time.sleep(0.01)
     for name in ("ckpt", "ckpt[1]*"):
         writing = f".{name}.new-{waiting.pid}-{replacing._stamp(waiting.pid)}-0"
         going = [f".{name}.new-{pid}-00000000-0" for pid in (1, waiting.pid, zombie.pid, os.getpid(), 10**17)]
