@@ -68,7 +68,7 @@ class _Planes(Mapping[str, torch.Tensor]):
 
     def __getitem__(self, name: str) -> torch.Tensor:
         if name not in list(iter(self)):
-            raise KeyError(name)
+            raise KeyError(f"{self._handle.name!r} has no state called {name!r}, only {', '.join(self)}")
         return read_state(self._handle, name)[name]
 
 
