@@ -244,11 +244,12 @@ class GradientStore:
             try:
                 return self._try_wide(narrow, staging_first=False)
             except BudgetExceeded:
-                pass
+                if self._mover.staging.is_reserved:
+                    raise
             try:
                 return self._try_wide(narrow, staging_first=True)
             except BudgetExceeded:
-                if may_move is None or self._device.tier is not Tier.CPU or self._mover.staging.is_reserved:
+                if may_move is None or self._device.tier is not Tier.CPU:
                     raise
             chunks = {handle.chunk.spec.index: handle.chunk for handle in self._handles}.values()
             staging = staging_bytes(self._mover.tile)
