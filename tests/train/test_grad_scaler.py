@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import gemini
-from gemini.train.backward_calls import nodes_below
+from gemini.train.backward_calls import nodes_below, running_calls
 from tests.train.helpers import (
     PLACEMENTS,
     Plain,
@@ -571,6 +572,29 @@ def test_states_come_back(tmp_path: Path) -> None:
     gemini.save_checkpoint(tmp_path / "saved", model, optimizer, extra={"scaler": state})
     fresh = wrap(Toy(), "ram", tmp_path, precision="fp16")
     assert gemini.load_checkpoint(tmp_path / "saved", fresh, adam(fresh))["scaler"] == state
+
+
+def test_the_call_that_waits_in_another_thread_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, whose nodes run in a thread of autograd's own."""
+    found: list[Any] = []
+
+    def look() -> None:
+        found.extend(running_calls())
+
+    def from_another_thread(grad: torch.Tensor) -> None:
+        thread = threading.Thread(target=look)
+        thread.start()
+        thread.join()
+
+    x = torch.ones((), requires_grad=True)
+    loss = x.exp()
+    loss.register_hook(from_another_thread)
+    loss.backward(retain_graph=True)
+    assert found == []  # of a CPU's backward that is none of its business
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    loss.backward()
+    (call,) = found
+    assert call.roots == (loss.grad_fn,) and call.inputs == () and call.accumulates
 
 
 def test_nodes_come_before_what_they_lead_to() -> None:
