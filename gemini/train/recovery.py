@@ -31,8 +31,9 @@ def forget_interrupted(engine: Engine) -> None:
         engine.gradients.settle()
     engine.manager.foresight.interrupt()
     engine.activations.recover()
-    for handle in engine.handles:
-        handle.param.grad = None  # of autograd, if the interrupt came just before the hook that takes it
+    with torch._C.DisableTorchFunctionSubclass():  # type: ignore[attr-defined]
+        for handle in engine.handles:
+            handle.param.grad = None  # of autograd, if the interrupt came just before the hook that takes it
     if engine.in_backward:
         has_begun = engine.takes_gradients
         engine.calls.abandon(backward=True)
