@@ -153,7 +153,7 @@ class Scaling:
             GeminiError: where gradients would come out with another scale than the program means; none has landed.
         """
         task = torch._C._current_graph_task_id()
-        if task in self._factors:
+        if task in self._factors or task == -1:  # -1: a saved tensor was looked at outside of any backward
             return
         while len(self._factors) >= _MAX_TASKS:
             del self._factors[min(self._factors)]
