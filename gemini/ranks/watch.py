@@ -20,7 +20,7 @@ import warnings
 import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torch.distributed import distributed_c10d as c10d
 
@@ -47,6 +47,16 @@ class Waiting(Protocol):
     whereabouts: str
 
 
+class _Note(NamedTuple):
+    """Where a rank stands after so many exchanges; None if it is in a call of the model, or came out just now."""
+
+    after: int
+    place: str | None
+
+
+_NOWHERE = _Note(-1, None)
+
+
 class Watch:
     """One per model and rank. ``is_inside``: whether a call of the model is under way; None when there is no model."""
 
@@ -55,6 +65,7 @@ class Watch:
         self._rank, self._peers, self._global_ranks = wire.rank, wire.peers, wire.global_ranks
         self._store = c10d._world.pg_map[wire.group][1]
         self._outside: tuple[int, float] | None = None
+        self._noted = _NOWHERE
         self._next = 0.0
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._run, name="gemini-watch", daemon=True)
@@ -88,43 +99,46 @@ class Watch:
             return False
         if since is not None:
             self._outside = None
-            if now - since >= max(WAIT_S, self._next) and self._warn(now - since, number):
-                self._next = 2 * (now - since)  # once more if the wait goes on
+            if now - since >= WAIT_S:
+                self._read_notes(now - since, number)
             return True
         self._next = 0.0
         if inside:
             self._outside = None
         elif self._outside is None or self._outside[0] != number:
             self._outside = number, now
-        elif now - self._outside[1] >= OUTSIDE_S:
-            place = self._place()
-            if place is None:
-                return True
-            self._store.set(f"gemini/outside/{self._rank}", json.dumps({"after": number, "place": place}))
-            self._outside = number, now + 2 * OUTSIDE_S  # it may have gone elsewhere by then
+        long_outside = self._outside is not None and now - self._outside[1] >= OUTSIDE_S
+        self._note(_Note(number, self._place() if long_outside else None))
         return True
 
-    def _warn(self, seconds: float, number: int) -> bool:
+    def _note(self, note: _Note) -> None:
+        """Tell the others, if this is news to them. A note of an earlier exchange is void by itself."""
+        if note != self._noted and (note.place is not None or note.after == self._noted.after):
+            self._store.set(f"gemini/outside/{self._rank}", json.dumps(note))
+            self._noted = note
+
+    def _read_notes(self, seconds: float, number: int) -> None:
+        own, warns = self._global_ranks[self._rank], seconds >= self._next
         for peer in self._peers:
             key = f"gemini/outside/{peer}"
-            if not self._store.check([key]):
+            note = _Note(*json.loads(self._store.get(key))) if self._store.check([key]) else _NOWHERE
+            if note.after != number or note.place is None:
                 continue
-            note = json.loads(self._store.get(key))
-            if note["after"] != number:
-                continue
-            other, own = self._global_ranks[peer], self._global_ranks[self._rank]
-            self._waiting.whereabouts = f"rank {other} was in no call of this model, but at {note['place']}"
+            other = self._global_ranks[peer]
+            self._waiting.whereabouts = f"rank {other} was in no call of this model, but at {note.place}"
+            if not warns:
+                return
+            self._next = 2 * seconds  # once more if the wait goes on
             with contextlib.suppress(Warning):  # where warnings are errors, nobody would catch this one
                 warnings.warn(
                     f"rank {own} has waited {seconds:.0f} s for rank {other} in {self._waiting.waiting_in}. "
-                    f"Rank {other} is in no call of this model, but at {note['place']}. It can serve rank {own} only "
+                    f"Rank {other} is in no call of this model, but at {note.place}. It can serve rank {own} only "
                     "from a call of this model: other ranks must come to the next model call, optimizer step, "
                     "save_checkpoint or the like, not to a collective of the program such as dist.barrier(). Else "
                     "both wait for each other until the timeout of the process group",
                     stacklevel=1,
                 )
-            return True
-        return False
+            return
 
 
 def _line_of(thread: int, *, at_work: bool = True) -> str | None:

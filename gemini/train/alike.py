@@ -80,12 +80,11 @@ def step_facts(engine: Engine, optimizers: Sequence[HybridAdam]) -> Facts:
     for which, optimizer in enumerate(optimizers):
         for index, group in enumerate(optimizer.param_groups):
             label = f"param group {index}" + (f" of optimizer {which}" if len(optimizers) > 1 else "")
-            for name, default in optimizer.defaults.items():
+            managed = [handle for param in group["params"] if (handle := handle_of(param)) is not None]
+            for name, default in optimizer.defaults.items() if managed else ():
                 values[f"{name} of {label}"] = repr(_plain(group.get(name, default)))
-            for param in group["params"]:
-                handle = handle_of(param)
-                if handle is not None:
-                    groups[handle.name] = number
+            for handle in managed:
+                groups[handle.name] = number
             number += 1
     if engine.loss_scale is not None:
         values["the loss scale"] = repr(float(engine.loss_scale.scale))
@@ -201,6 +200,8 @@ def agree_on_optimizer_state(optimizer: HybridAdam, state: Mapping[str, Any]) ->
     def facts() -> Facts:
         values: dict[str, str] = {}
         for index, (group, loaded) in enumerate(zip(optimizer.param_groups, state["param_groups"], strict=True)):
+            if all(handle_of(param) is None for param in group["params"]):
+                continue
             for name in optimizer.defaults:
                 values[f"{name} of param group {index}"] = repr(_plain(loaded.get(name, "not given")))
             for key, param in zip(loaded["params"], group["params"], strict=True):

@@ -49,11 +49,14 @@ def save_checkpoint(
     kept of every rank, and buffers, scheduler and ``extra`` are those of the first rank.
 
     Args:
-        directory: its parent must exist.
+        directory: its parent must exist. Taken as it is at the call: a relative path is made absolute, a symbolic link
+            stays one and the data land where it points. The folder itself is renamed, so it cannot be the working
+            folder or a mount point.
         model: a GeminiDDP model.
         optimizer: the HybridAdam of that model.
         scheduler: anything with ``state_dict()`` of plain values.
-        extra: plain values and tensors (the data position, for example), given back by :func:`load_checkpoint`.
+        extra: plain values and dense tensors of any dtype (the data position, for example), given back by
+            :func:`load_checkpoint` on the CPU.
         wait: False writes behind the training, which goes on: what is written is the state of this call, because an
             update waits until what it is about to change has been written. No copy of the model is made; the memory
             that states on NVMe or a GPU pass through is reserved as "checkpoint", and where the budget has no room for
@@ -68,7 +71,7 @@ def save_checkpoint(
         GeminiError: between backward and step (gradients are not saved).
         StorageError: if it cannot be written, on every rank and naming the rank where it failed; an existing
             checkpoint is as it was.
-        TypeError: if scheduler or extra hold values that are not plain.
+        TypeError: if scheduler, buffers or extra hold what is not plain; nothing was written.
     """
     engine = _engine(model)
     refusal: Exception | None = None
@@ -102,8 +105,10 @@ def load_checkpoint(
     saved rank r; ranks beyond the saved ones keep their own. With several ranks all of them call it.
 
     Raises:
-        StorageError: if it is missing, damaged, or not a checkpoint; nothing was changed, on any rank.
-        PlanMismatch: if it was saved for another model, precision or other groups; nothing was changed.
+        StorageError: if it is missing, damaged, or holds what :func:`save_checkpoint` does not write; nothing was
+            changed, on any rank.
+        PlanMismatch: if it was saved for another model or precision, other groups or buffers, or another kind of
+            scheduler; nothing was changed.
     """
     engine = _engine(model)
     refusal: Exception | None = None

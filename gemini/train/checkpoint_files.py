@@ -63,13 +63,13 @@ def read_manifest(path: Path) -> Manifest:
         with open_regular(path / MANIFEST) as file:
             data = parse_json(file.read())
     except FileNotFoundError as e:
-        raise StorageError(f"{path} is not a checkpoint: it has no {MANIFEST}") from e
+        raise StorageError(f"{path} is not a checkpoint: it has no manifest.json") from e
     except (OSError, ValueError) as e:
         raise StorageError(f"{path}/{MANIFEST} cannot be read: {e}") from e
     checksum = data.pop("checksum", None) if isinstance(data, dict) else None
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         raise StorageError(f"{path}/{MANIFEST} is not that of a Gemini checkpoint")
-    if data.get("version") != VERSION:
+    if type(data.get("version")) is not int or data["version"] != VERSION:
         raise StorageError(
             f"{path} has checkpoint version {str(data.get('version'))[:80]}, this Gemini reads version {VERSION}: load "
             "it with the Gemini that wrote it, and carry the weights over with model.save_pretrained"

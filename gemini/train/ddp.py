@@ -61,6 +61,8 @@ class GeminiDDP(nn.Module):
         if cls is not GeminiDDP:
             # type(model)(...) and type(model).from_pretrained(...) mean a new, ordinary model of the original class.
             return cls._gemini_original(*args, **kwargs)
+        unknown = {name: kwargs[name] for name in kwargs.keys() - {"model", "config", "process_group", "mesh"}}
+        refuse_unknown("GeminiDDP(model, ", unknown, "config, process_group and mesh")
         return _wrap(*args, **kwargs)
 
     def __init__(self, model: nn.Module | None = None, config: GeminiConfig | None = None, **ranks: Any) -> None:
@@ -77,9 +79,11 @@ class GeminiDDP(nn.Module):
         depth = calls.depth
         try:
             return super().__call__(*args, **kwargs)
-        except BaseException:
+        except BaseException as e:
             torch._C._set_grad_enabled(before)
             calls.unwind(depth)
+            if isinstance(e, RuntimeError):
+                _engine(self).saved_weights.refuse_transform(e)
             raise
 
     @contextlib.contextmanager
@@ -317,10 +321,7 @@ def _no_such_method(self: Any) -> None:
     raise AttributeError("resize_token_embeddings")
 
 
-def _wrap(
-    model: Any, config: GeminiConfig | None = None, *, process_group: Any = None, mesh: Any = None, **unknown: Any
-) -> nn.Module:
-    refuse_unknown("GeminiDDP(model, ", unknown, "config, process_group and mesh")
+def _wrap(model: Any, config: GeminiConfig | None = None, *, process_group: Any = None, mesh: Any = None) -> nn.Module:
     config = GeminiConfig() if config is None else config
     if not isinstance(model, nn.Module):
         raise TypeError(f"GeminiDDP(model, config) wraps an nn.Module, got {type(model).__name__}")

@@ -271,6 +271,7 @@ class Engine:
         """
         if self.takes_gradients:
             return
+        self._fold_clipping()  # it was of what is there
         if self.updated_in_backward and not self.accumulating:
             raise GeminiError(
                 "a second backward before optimizer.step(): with step_in_backward=True the backward before it has "
@@ -450,16 +451,17 @@ class Engine:
         self.gradients.discard(chosen)
         if self.recording is not None:
             self.recording.discard()
-        self._forget_clipping()
+        self._fold_clipping()
 
-    def _forget_clipping(self) -> None:
-        """Clipping is of the gradients that are there; another optimizer's part of them may still be."""
-        if not any(handle.has_grad for handle in self.handles):
-            self.clip_coefficient = 1.0
+    def _fold_clipping(self) -> None:
+        """Clipping of the whole model goes to the gradients that are there, each, and to none that is still to come."""
+        coefficient, self.clip_coefficient = self.clip_coefficient, 1.0
+        if coefficient != 1.0:
+            self.gradients.clip(self.handles, coefficient)
 
     def end_step(self) -> None:
         """After an optimizer step: what moved since the last one is what the report shows."""
-        self._forget_clipping()
+        self._fold_clipping()
         self.updated_in_backward = False
         self.moved_last_step, self.mover.moved = self.mover.moved, Moved()
         self.mover.stalls.end_step()

@@ -105,7 +105,7 @@ class GradScaler(torch.amp.GradScaler):
         engine.settle_grads()
         ready = [handle for handle in handles if handle.has_grad]
         if ready:
-            engine.scaling.mark_unscaled(ready)
+            engine.scaling.check_scaled()
         plain = [p for group in optimizer.param_groups for p in group["params"] if handle_of(p) is None]
         view: Any = SimpleNamespace(param_groups=[{"params": plain}])
         found = super()._unscale_grads_(view, inv_scale, found_inf, allow_fp16)
@@ -114,6 +114,7 @@ class GradScaler(torch.amp.GradScaler):
         is_bad = not math.isfinite(engine.gradients.total_sum(ready)) if ready else False
         if engine.shards is not None:
             is_bad = _agree(engine, is_bad, has_plain=bool(plain), found=found)
+        engine.scaling.mark_unscaled(ready)
         device = found_inf.device
         flag = torch.full_like(found_inf, float(is_bad))
         found[device] = found[device] + flag if device in found else flag

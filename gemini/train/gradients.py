@@ -95,6 +95,7 @@ class GradientStore:
     def land(self, handle: ParamHandle, grad: torch.Tensor) -> None:
         """Keep ``grad`` (of the param's shape, any strides), added to what is there from earlier backwards."""
         adding, flat = handle.has_grad, grad.detach().contiguous().view(-1)
+        self.apply_clip(handle)
         leaves = handle.chunk.planes[PlaneKind.GRAD].tier is not self._device.tier
         if self._lane is None or self.in_turn or not leaves or not self._hold(flat.nbytes):
             handle.norm_sums = self.land_piece(handle.chunk, flat, handle.slot.start, adding)
@@ -243,11 +244,12 @@ class GradientStore:
             try:
                 return self._try_wide(narrow, staging_first=False)
             except BudgetExceeded:
-                pass
+                if self._mover.staging.is_reserved:
+                    raise
             try:
                 return self._try_wide(narrow, staging_first=True)
             except BudgetExceeded:
-                if may_move is None or self._device.tier is not Tier.CPU or self._mover.staging.is_reserved:
+                if may_move is None or self._device.tier is not Tier.CPU:
                     raise
             chunks = {handle.chunk.spec.index: handle.chunk for handle in self._handles}.values()
             staging = staging_bytes(self._mover.tile)
@@ -344,6 +346,20 @@ class GradientStore:
         for handle in handles:
             if handle.has_grad:
                 handle.clip *= coefficient
+
+    def apply_clip(self, handle: ParamHandle) -> None:
+        """More is going to be added to a gradient that was clipped: what is there gets its factor now, as in torch."""
+        if not handle.has_grad or handle.clip == 1.0:
+            return
+        self.settle()
+        plane, part, sums = handle.chunk.planes[PlaneKind.GRAD], handle.part, []
+        for start, stop in tiles(0, part.numel, self._mover.tile):
+            end = start + page_up(stop - start)
+            tile, is_staged = self._mover.host_tile(PlaneKind.GRAD, plane, part.start + start, part.start + end)
+            sums += kernels.sum_squares(tile[: stop - start].mul_(handle.clip))
+            if is_staged:
+                self._mover.store(plane, part.start + start, part.start + end, tile)
+        handle.norm_sums, handle.clip = sums, 1.0
 
     def check_finite(self, handles: list[ParamHandle]) -> None:
         """Refuse inf and NaN; on CUDA a wait for sums that the host has not seen yet, as in :meth:`total_sum`.

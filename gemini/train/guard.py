@@ -112,7 +112,11 @@ class ManagedParameter(nn.Parameter):
                 note_grad_read(args[0])
             elif func in _FLIPS:
                 engine_of(args[0]._gemini).requires_grad_changed = True
-            elif func == _SET_GRAD and args[1] is not None:
+            elif func == _SET_GRAD and args[1] is None:
+                handle = args[0]._gemini
+                if handle.has_grad:  # p.grad = None drops it, as in torch
+                    engine_of(handle).discard_grads([handle])
+            elif func == _SET_GRAD:
                 raise ParamAccessError(
                     f"a gradient cannot be assigned to managed param {args[0]._gemini.name!r}: gradients live in "
                     "chunks. Let loss.backward() compute it"

@@ -9,8 +9,7 @@ an fp32 ``master``). The update is written down once, in ``gemini.kernels_refere
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from itertools import chain
 from typing import Any
 
@@ -34,16 +33,6 @@ from gemini.train.update import Segment
 from gemini.train.updates import Work
 
 Group = dict[str, Any]
-
-
-class _States(defaultdict):  # type: ignore[type-arg]
-    """``optimizer.state``. Never false: torch.distributed.checkpoint makes a step of zeros where it finds no state."""
-
-    def __init__(self, states: Mapping[Any, Any]):
-        super().__init__(dict, states)
-
-    def __bool__(self) -> bool:
-        return True
 
 
 class HybridAdam(torch.optim.Optimizer):
@@ -97,7 +86,7 @@ class HybridAdam(torch.optim.Optimizer):
         self.step_in_backward = step_in_backward
         self._is_made = False
         super().__init__(params, defaults)
-        self.state = _States(self.state)
+        self.state = states_of.States(self, self.state)
         states_of.own(self, self._params())
         self._is_made = True
         if step_in_backward:

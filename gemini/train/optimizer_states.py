@@ -8,7 +8,8 @@ too, is the model's and stays. The optimizer of before has no states of these pa
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,6 +24,52 @@ if TYPE_CHECKING:
     from gemini.train.optimizer import HybridAdam
 
 _MOMENTS = (PlaneKind.EXP_AVG, PlaneKind.EXP_AVG_SQ)
+
+
+class States(defaultdict):  # type: ignore[type-arg]
+    """``optimizer.state``: of plain params what it holds, of managed ones a look at their planes.
+
+    Never false: torch.distributed.checkpoint makes a step of zeros where it finds no state. It also asks each param for
+    the names of its states before it loads values for them.
+    """
+
+    def __init__(self, optimizer: HybridAdam, states: Mapping[Any, Any]):
+        super().__init__(dict, states)
+        self._optimizer = weakref.ref(optimizer)
+
+    def __reduce__(self) -> Any:
+        return defaultdict, (dict, dict(self))  # a copy of an optimizer has plain params only
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __missing__(self, param: Any) -> Any:
+        handle = handle_of(param)
+        if handle is None:
+            return super().__missing__(param)
+        optimizer = self._optimizer()
+        if optimizer is not None:
+            check_owned(optimizer, [handle])
+        return _Planes(handle)
+
+
+class _Planes(Mapping[str, torch.Tensor]):
+    """The states of one managed param by name; each is read, whole and on the CPU, when it is asked for."""
+
+    def __init__(self, handle: ParamHandle):
+        self._handle = handle
+
+    def __iter__(self) -> Iterator[str]:
+        kinds = [kind.value for kind in OPTIMIZER_PLANES if kind in self._handle.chunk.planes]
+        return iter(["step", *kinds] if kinds else [])  # a frozen one has none
+
+    def __len__(self) -> int:
+        return len(list(iter(self)))
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        if name not in list(iter(self)):
+            raise KeyError(f"{self._handle.name!r} has no state called {name!r}, only {', '.join(self)}")
+        return read_state(self._handle, name)[name]
 
 
 def own(optimizer: HybridAdam, params: Iterable[nn.Parameter]) -> None:
@@ -68,12 +115,12 @@ def check_owned(optimizer: HybridAdam, handles: Iterable[ParamHandle]) -> None:
         )
 
 
-def read_state(handle: ParamHandle) -> dict[str, torch.Tensor]:
-    """The states of one managed param, on the CPU."""
+def read_state(handle: ParamHandle, name: str | None = None) -> dict[str, torch.Tensor]:
+    """The states of one managed param, on the CPU; beside the step count only the one called ``name``, if given."""
     by_names = engine_of(handle).by_names
     state = {"step": torch.tensor(float(handle.num_steps), device="cpu")}
     for kind in OPTIMIZER_PLANES:
-        value = by_names.read_plane(handle, kind)
+        value = by_names.read_plane(handle, kind) if name in (None, kind.value) else None
         if value is not None:
             state[kind.value] = value
     return state

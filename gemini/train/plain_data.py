@@ -11,6 +11,7 @@ import math
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from gemini.errors import GeminiError
 from gemini.train.tensor_file import STORED_DTYPES, Malformed
@@ -66,10 +67,12 @@ def encode(value: Any, tensors: list[torch.Tensor], where: str, depth: int = 0) 
 def _encode_tensor(value: torch.Tensor, tensors: list[torch.Tensor], where: str) -> dict[str, Any]:
     """The numbers that a reader of ``value`` sees, as a plain tensor; a dtype that files cannot name as bytes."""
     try:
-        if value.layout is not torch.strided or value.is_quantized or value.is_meta or value.is_nested:
+        empty_shell = isinstance(value, FakeTensor) or hasattr(value, "__tensor_flatten__")  # a DTensor, say
+        if value.layout is not torch.strided or value.is_quantized or value.is_nested or empty_shell:
             raise TypeError
         plain = value.detach().as_subclass(torch.Tensor).to("cpu").resolve_conj().resolve_neg().contiguous()
-        plain.untyped_storage().data_ptr()  # of what only looks like a tensor there is none
+        if plain.numel() and not plain.untyped_storage().data_ptr():  # it only looks like a tensor
+            raise TypeError
         number = len(tensors)
         if plain.dtype in STORED_DTYPES:
             tensors.append(plain)

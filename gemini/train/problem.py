@@ -24,10 +24,10 @@ from gemini.planning.planner import Planner, pose_problem, with_staging
 from gemini.planning.speeds import Speeds
 from gemini.planning.trace import MemoryTrace, Source
 from gemini.planning.working import MARGIN
-from gemini.ranks.group import Ranks
+from gemini.ranks.group import Ranks, checksum_of
 from gemini.tiers import Tier
 from gemini.train.compiled import compiled_part
-from gemini.train.guard import handle_of
+from gemini.train.guard import handle_of, optimizer_of
 from gemini.train.structure import structural_trace
 from gemini.version import __version__
 
@@ -111,6 +111,7 @@ def prepare(model: nn.Module, config: GeminiConfig, ranks: Ranks, *, filled: boo
             "version of Python": ".".join(map(str, sys.version_info[:2])),
             "model": type(model).__name__,
             "set of params": params,
+            "state of the optimizer": _optimizer_states(named),
             "set of tied params": [list(n.names) for n in named if len(n.names) > 1],
             "config": settings,
             "memory budget": {name: repr(size) for name, size in memory.items()},
@@ -122,6 +123,16 @@ def prepare(model: nn.Module, config: GeminiConfig, ranks: Ranks, *, filled: boo
         return
     tensors = {name: param.data for name, param in model.named_parameters()}
     ranks.take_from_first({**tensors, **dict(model.named_buffers())})
+
+
+def _optimizer_states(named: list[NamedParam]) -> dict[str, str]:
+    """What steps before the model was wrapped have left. Each rank keeps a part of it, so it must be alike on all."""
+    found = {}
+    for names, param in ((n.names, n.param) for n in named):
+        optimizer = optimizer_of(param)
+        for key, value in (optimizer.state.get(param, {}) if optimizer is not None else {}).items():
+            found[f"{key} of {names[0]}"] = f"checksum {checksum_of(torch.as_tensor(value)):08x}"
+    return found
 
 
 def _told(value: Any) -> str:

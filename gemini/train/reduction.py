@@ -154,6 +154,8 @@ class Reduction:
                     whole.flat[handle.slot.start : handle.slot.stop].zero_()
         adding = {handle.name: handle.has_grad for handle in present}
         for handle in present:
+            engine.gradients.apply_clip(handle)
+        for handle in present:
             handle.norm_sums = None if transient else []
         shard = chunk.weights.numel
         what = Lane.REDUCE.value

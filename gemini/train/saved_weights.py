@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.utils.checkpoint
 from torch import nn
 
 from gemini.errors import ParamAccessError
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from gemini.train.engine import Engine
 
 _hooks: Any = torch._C._autograd
+_CHECKPOINTING = torch.utils.checkpoint.__name__
 _PLAIN = (torch.Tensor, nn.Parameter)
 
 
@@ -75,6 +77,8 @@ class SavedWeights:
         self._borrowers: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         """Modules that a part of them has handed views of weights: what they save is looked at as well."""
         self._new_borrowers: list[nn.Module] = []
+        self.open_for: str | None = None
+        """A param of the call for which the hooks were opened last."""
 
     def watch(self, chunk: Chunk, handles: list[ParamHandle]) -> None:
         """Look after a chunk that moves. Its params are at home and guarded, and nobody has a view of its window."""
@@ -97,6 +101,22 @@ class SavedWeights:
         """Open the hooks for a call whose weights move, or that was lent some by a part of it."""
         if (record.chunks or record.module in self._borrowers) and torch.is_grad_enabled():
             record.num_hooks += self._push()
+            if record.chunks:
+                self.open_for = record.chunks[0].spec.slots[0].name
+
+    def refuse_transform(self, error: RuntimeError) -> None:
+        """torch runs no transform that takes derivatives while saved-tensor hooks are open, and says so in its words.
+
+        Raises:
+            GeminiError: in ours, if the hooks are those for weights that move.
+        """
+        if self.open_for is not None and str(error).startswith("torch.func") and "saved tensor hooks" in str(error):
+            raise ParamAccessError(
+                f"a module that reads weights of its own ({self.open_for!r}), which move, called torch.func inside of "
+                "its forward: torch can take no derivatives there. Put what torch.func differentiates into a module "
+                "without params of its own, or keep these weights where the model computes "
+                "(gemini.StaticPlacement, a larger budget)"
+            ) from error
 
     def begin_forward(self) -> None:
         """An outermost forward begins. Not sooner are borrowers known as such: a recomputation opens the same hooks."""
@@ -132,10 +152,21 @@ class SavedWeights:
         return 1
 
     def _around(self, pack_elsewhere: Any, unpack_elsewhere: Any) -> tuple[Any, Any]:
-        """Hooks that keep views of windows as places, and leave the rest to the hooks that are open around them."""
+        """Hooks that keep views of windows as places, and leave the rest to the hooks that are open around them.
+
+        Checkpointing counts what is saved, now and in its recomputation, and saves nothing of it: it is told of weights
+        as well. Hooks of the program get them too, as what they are: they may keep them in another precision.
+        """
+        origin = getattr(pack_elsewhere, "__module__", None) or ""
 
         def pack(tensor: torch.Tensor) -> Any:
-            return self._place_of(tensor) or _Elsewhere(pack_elsewhere(tensor), unpack_elsewhere)
+            place = self._place_of(tensor)
+            if place is None:
+                return _Elsewhere(pack_elsewhere(tensor), unpack_elsewhere)
+            if origin.startswith("gemini."):
+                return place
+            packed = pack_elsewhere(tensor.detach())  # not the param itself, which shows NaN while it is away
+            return place if origin == _CHECKPOINTING else _Elsewhere(packed, unpack_elsewhere)
 
         pack._gemini_of = self  # type: ignore[attr-defined]
         return pack, self._unpack

@@ -159,7 +159,8 @@ class Scaling:
             del self._factors[min(self._factors)]
         engine = self._engine()
         assert engine is not None
-        self._factors[task] = self._decide(task, engine.has_gradients)
+        unreduced = engine.reduction is not None and engine.reduction.has_unreduced
+        self._factors[task] = self._decide(task, unreduced or bool(_to_be_used(engine.handles)))
 
     def factor(self, grad: torch.Tensor) -> float:
         """What a loss that leaves the model multiplies its gradient by."""
@@ -209,15 +210,19 @@ class Scaling:
         """
         engine = self._engine()
         assert engine is not None
+        is_other = scale is not self.held and (scale.by_scaler, scale.value) != (self.held.by_scaler, self.held.value)
         if not holding:
+            if is_other:
+                engine.gradients.discard([handle for handle in engine.handles if handle.has_grad])  # nobody's
             self.held, self._unscaled = scale, set()
             return
-        if any(handle.has_grad and handle.name in self._unscaled for handle in engine.handles):
+        if any(handle.name in self._unscaled for handle in _to_be_used(engine.handles)):
             raise GeminiError(
                 "a backward after GradScaler.unscale_(): its gradients would be added to unscaled ones. Call unscale_ "
                 "after the last backward of a step, and optimizer.zero_grad() after the step"
             )
-        if scale is not self.held and (scale.by_scaler, scale.value) != (self.held.by_scaler, self.held.value):
+        self._unscaled = set()
+        if is_other:
             raise GeminiError(
                 f"gradients of an earlier backward are {_told(self.held)}, those of this one {_told(scale)}: they "
                 "cannot be added up. Scale every loss of a step by the same GradScaler, call its update() once at the "
@@ -356,7 +361,7 @@ class Scaling:
         """
         if not self.held.by_scaler:
             return self.unscale
-        done = {handle.name in self._unscaled for handle in handles if handle.has_grad}
+        done = {handle.name in self._unscaled for handle in _to_be_used(handles)}
         if len(done) > 1:
             raise GeminiError(
                 "clip_grad_norm_ over gradients of which some are unscaled and some are not: call "
@@ -364,21 +369,17 @@ class Scaling:
             )
         return self.unscale if done == {True} else 1.0
 
-    def mark_unscaled(self, handles: Iterable[ParamHandle]) -> None:
-        """``GradScaler.unscale_``: nothing is computed, the update multiplies.
-
-        Raises:
-            GeminiError: if their loss was not scaled.
-        """
+    def check_scaled(self) -> None:
+        """Refuse to unscale gradients of a loss that was not scaled."""
         if not self.held.by_scaler:
             raise GeminiError(
                 "GradScaler.unscale_() or step() on gradients of a loss that was not scaled: call "
                 "scaler.scale(loss).backward()"
             )
-        engine = self._engine()
-        assert engine is not None
-        nobodys = [handle for handle in engine.handles if optimizer_of(handle.param) is None]
-        self._unscaled.update(handle.name for handle in (*handles, *nobodys))
+
+    def mark_unscaled(self, handles: Iterable[ParamHandle]) -> None:
+        """``GradScaler.unscale_``: nothing is computed, the update multiplies."""
+        self._unscaled.update(handle.name for handle in handles)
 
     def check_unscaled(self, handles: Iterable[ParamHandle]) -> None:
         """Refuse an update with gradients that a scaler has scaled and not unscaled."""
@@ -387,6 +388,13 @@ class Scaling:
                 "optimizer.step() on gradients that GradScaler has scaled: call scaler.step(optimizer), which unscales "
                 "them and skips steps with inf or NaN"
             )
+
+
+def _to_be_used(handles: Iterable[ParamHandle]) -> list[ParamHandle]:
+    """Those with a gradient that waits for an update; where some params are owned by optimizers, the others do not."""
+    handles = list(handles)
+    owned = [handle for handle in handles if optimizer_of(handle.param) is not None]
+    return [handle for handle in owned or handles if handle.has_grad]
 
 
 def _told(scale: Scale) -> str:

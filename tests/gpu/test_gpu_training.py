@@ -32,6 +32,31 @@ def test_every_precision_is_the_plain_loop(precision: str, where: str, tmp_path:
     assert_same_state(model, gpu_cases.bring_home(plain))
 
 
+@pytest.mark.parametrize("where", PLACEMENTS)
+def test_a_scaled_loss_outside_the_model(where: str, tmp_path: Path) -> None:
+    """fp16: refused without a scaler, and with one the bits of the plain loop that is scaled at its loss."""
+
+    def loss_of(model: Any, seed: int) -> torch.Tensor:
+        ids = gpu_cases.batch(seed)["input_ids"]
+        return torch.nn.functional.cross_entropy(model(ids).logits.float().flatten(0, 1), ids.flatten())
+
+    plain = gpu_cases.plain(llama, "fp16", scale=SCALE)
+    model = gpu_cases.wrap(llama(), where, tmp_path, precision="fp16")
+    optimizer, scaler = adam(model), gemini.GradScaler(TORCH, init_scale=SCALE)
+    with pytest.raises(gemini.GeminiError, match=r"gemini\.GradScaler"):
+        loss_of(model, 0).backward()
+    for seed in range(2):
+        scaler.scale(loss_of(model, seed)).backward()
+        scaler.unscale_(optimizer)
+        norm = model.clip_grad_norm_(1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        plain.backward(loss_of(plain.model, seed))
+        assert norm == torch.tensor(plain.clip(1.0))
+        plain.step()
+    assert_same_state(model, gpu_cases.bring_home(plain))
+
+
 @pytest.mark.parametrize("gradients", ["retain", "accumulate"])
 @pytest.mark.parametrize("where", PLACEMENTS)
 def test_accumulation(gradients: str, where: str, tmp_path: Path) -> None:

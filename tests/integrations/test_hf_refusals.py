@@ -19,7 +19,7 @@ Config = gemini.GeminiConfig
     ("changes", "message"),
     [
         ({"bf16": True, "gemini_config": Config(precision="fp16")}, "Arguments.bf16=True.*say bf16 in both"),
-        ({"fp16": True, "gemini_config": Config()}, "asks for fp16.*managed in bf16"),
+        ({"fp16": True, "gemini_config": Config(precision="bf16")}, "asks for fp16.*managed in bf16"),
         ({"optim": "adafactor"}, "'adafactor' cannot update.*'adamw_torch', 'adamw_torch_fused'.*HybridAdam"),
         ({"optim": "adamw_bnb_8bit"}, "'adamw_bnb_8bit' cannot update"),
         ({"fsdp": True}, "fsdp= cannot be used.*MemoryBudget"),

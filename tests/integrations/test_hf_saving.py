@@ -90,7 +90,8 @@ def test_fused_experts_are_resumed_too(tmp_path: Path) -> None:
 def test_memory_may_be_another_when_a_run_goes_on(tmp_path: Path) -> None:
     whole = uninterrupted(tmp_path, bf16=True)
     memory = gemini.MemoryBudget(cpu="640KiB", nvme="64MiB", nvme_path=str(tmp_path))
-    again = resumed(tmp_path, str(tmp_path / "checkpoint-3"), gemini_config=gemini.GeminiConfig(memory=memory))
+    config = gemini.GeminiConfig(memory=memory)
+    again = resumed(tmp_path, str(tmp_path / "checkpoint-3"), bf16=True, gemini_config=config)
     assert_same_run(whole, again)
 
 

@@ -213,7 +213,7 @@ def test_a_stuck_lane_is_an_error_not_a_hang() -> None:
     began = time.monotonic()
     with pytest.raises(GeminiError, match="stuck"):
         event.wait(0.1)
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 60
     gate.opened["fetch"].set()
     device.close()
 

@@ -242,6 +242,10 @@ def start_with(change: str) -> None:
         model.lm_head.weight.requires_grad_(False)
     if second and change == "tied":
         model.lm_head.weight = model.model.embed_tokens.weight
+    if change == "optimizer":
+        optimizer = gemini.HybridAdam(model.parameters(), lr=0.1 * (1 + dist.get_rank()))
+        model(**helpers.batch(dist.get_rank())).loss.backward()
+        optimizer.step()
     if second and change == "version":
         from gemini.train import problem
 
@@ -262,6 +266,7 @@ def start_with(change: str) -> None:
         ("budget", "another memory budget than rank 0: 1 differ, the first is 'cpu': '128MiB' against '256MiB'"),
         ("frozen", "'lm_head.weight': (96, 32) torch.float32 frozen against (96, 32) torch.float32"),
         ("tied", "another set of tied params than rank 0"),
+        ("optimizer", "another state of the optimizer than rank 0: 60 differ, the first is 'exp_avg of"),
         ("version", "another version of gemini than rank 0: '0.0.9' against"),
     ],
 )
@@ -351,7 +356,7 @@ def die_in_step(rank: int) -> float:
 def test_a_dead_rank_ends_the_others_with_the_reason(rank: int, pool_of: Pools) -> None:
     outcomes = pool_of(2).outcomes(die_in_step, rank)
     assert outcomes[rank].kind == "Died"
-    assert isinstance(outcomes[1 - rank], float) and outcomes[1 - rank] < 30, outcomes
+    assert isinstance(outcomes[1 - rank], float) and outcomes[1 - rank] < 55, outcomes  # the group waits for 60
 
 
 def hang_in_step() -> float:

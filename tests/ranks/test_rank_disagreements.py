@@ -21,9 +21,9 @@ Pools = Callable[[int], Pool]
 
 def small(**how: Any) -> Any:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 16), nn.Tanh(), nn.Linear(16, 4))
+    model = nn.Sequential(nn.Linear(16, 256), nn.Tanh(), nn.Linear(256, 16), nn.Tanh(), nn.Linear(16, 4))
     mesh = how.pop("mesh", None)
-    settings = {"precision": "fp32", "device": "cpu", "max_chunk": 600, **how}
+    settings = {"precision": "fp32", "device": "cpu", "max_chunk": 5000, **how}
     return gemini.GeminiDDP(model, gemini.GeminiConfig(memory=gemini.MemoryBudget(cpu="16MiB"), **settings), mesh=mesh)
 
 
@@ -43,8 +43,9 @@ def groups_of(model: Any, *, leave_out: str = "", last: tuple[str, ...] = ("4.bi
 
 
 def bits(model: Any) -> int:
-    """Of what this rank keeps of the masters."""
+    """Of what this rank keeps of the masters and moments."""
     found = 0
+    assert any(handle.part.numel for handle in model._gemini_engine.handles), "each rank has a part"
     for handle in model._gemini_engine.handles:
         for kind in handle.chunk.planes:
             if kind.value in ("weights", "residual", "exp_avg", "exp_avg_sq"):
@@ -142,7 +143,7 @@ DISAGREEMENTS = [
 ]
 
 
-@pytest.mark.parametrize(("how", "said"), DISAGREEMENTS)
+@pytest.mark.parametrize(("how", "said"), DISAGREEMENTS, ids=[how for how, _ in DISAGREEMENTS])
 def test_ranks_that_disagree_about_a_step_are_told_so_before_it(how: str, said: str, pool_of: Pools) -> None:
     for text, changed in pool_of(2).run(disagree, how, {}, 1):
         assert said in text and not changed, text
@@ -248,7 +249,7 @@ LOADS = [
 ]
 
 
-@pytest.mark.parametrize(("what", "said"), LOADS)
+@pytest.mark.parametrize(("what", "said"), LOADS, ids=[what for what, _ in LOADS])
 def test_what_is_loaded_must_be_the_same_on_every_rank(what: str, said: str, pool_of: Pools) -> None:
     for text, changed in pool_of(2).run(load, what, None):
         kind = "RuntimeError" if what == "part" else "RankMismatch"  # torch collects what a param's copy raises
@@ -284,7 +285,9 @@ def allowed() -> bool:
     for alone in (True, False):
         model = small()
         model.register_buffer("seen", torch.zeros(3))
-        first = gemini.HybridAdam([p for n, p in model.named_parameters() if n[0] != "4"], lr=torch.tensor(0.1))
+        own = nn.Parameter(torch.ones(3))  # not of the model: each rank's own
+        groups = [{"params": [p for n, p in model.named_parameters() if n[0] != "4"]}, {"params": [own], "lr": rank}]
+        first = gemini.HybridAdam(groups, lr=torch.tensor(0.1))
         second = gemini.HybridAdam(list(model[4].parameters()), lr=0.1)
         for seed in range(3):
             backward(model, seed)
@@ -309,27 +312,35 @@ def test_what_ranks_may_do_differently_stays_allowed(pool_of: Pools) -> None:
     assert pool_of(2).run(allowed) == [True, True]
 
 
-def go_on() -> list[int]:
-    """A disagreement is set right and the same step made again; and a backward after clipping counts once."""
+def go_on(transient: bool) -> list[int]:
+    """A disagreement is set right, and the same step (inside backward: the same backward) made again."""
     found = []
     for mistaken in (True, False):
-        model = small()
-        optimizer = gemini.HybridAdam(model.parameters(), lr=0.1)
-        backward(model)
-        model.clip_grad_norm_(0.2)
+        model = small(gradients="transient" if transient else "retain")
+        optimizer = gemini.HybridAdam(model.parameters(), lr=0.1, step_in_backward=transient)
+
+        def step(model: Any = model, optimizer: Any = optimizer) -> None:
+            backward(model)
+            if not transient:
+                model.clip_grad_norm_(0.2)
+            optimizer.step()
+
         if mistaken:
             optimizer.param_groups[0]["lr"] = 0.1 + dist.get_rank()
             with pytest.raises(gemini.RankMismatch):
-                optimizer.step()
+                step()
             optimizer.param_groups[0]["lr"] = 0.1
-        optimizer.step()
+            optimizer.zero_grad() if transient else optimizer.step()
+        if transient or not mistaken:
+            step()
         model._gemini_engine.check_invariants()
         found.append(bits(model))
     return found
 
 
-def test_a_disagreement_that_is_set_right_has_left_no_trace(pool_of: Pools) -> None:
-    for with_it, without in pool_of(2).run(go_on):
+@pytest.mark.parametrize("transient", [False, True])
+def test_a_disagreement_that_is_set_right_has_left_no_trace(transient: bool, pool_of: Pools) -> None:
+    for with_it, without in pool_of(2).run(go_on, transient):
         assert with_it == without
 
 
@@ -365,6 +376,7 @@ def read_between() -> bool:
         time.sleep(0.3)
         same = torch.equal(model.full_param("0.weight"), before)
     optimizer.step()
+    model.full_param("4.bias")  # rank 0 would serve from here
     return same
 
 

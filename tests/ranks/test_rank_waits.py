@@ -53,8 +53,8 @@ def test_who_waits_for_a_rank_in_a_barrier_is_told_so(trained: bool, pool_of: Po
     pool.renew(timeout=3)
     heard, error = pool.run(evaluate_on_rank_0_then_barrier, trained)[0]
     place = "in evaluate_on_rank_0_then_barrier, in torch.distributed.barrier"
-    assert heard and all("s for rank 1 in a forward or backward" in text and place in text for text in heard), heard
-    assert "must come to the next model call" in heard[0] and "test_rank_waits.py:" in heard[0]
+    assert heard and all("s for rank 1 in a forward or backward" in text for text in heard), heard
+    assert "must come to the next model call" in heard[-1] and "test_rank_waits.py:" in heard[-1] and place in heard[-1]
     assert "rank 1 did not answer" in error and "rank 1 was in no call of this model, but at" in error, error
     assert place in error
 
@@ -110,7 +110,7 @@ def test_ranks_that_wait_in_different_models_are_told_so(pool_of: Pools) -> None
     pool.renew(timeout=3)
     for heard, error in pool.run(models_in_other_orders):
         place = "in models_in_other_orders, waiting in a forward or backward (it needs weights) of another model"
-        assert heard and place in heard[0] and (place in error or "Connection closed" in error), (heard, error)
+        assert any(place in text for text in heard) and "did not answer" in error, (heard, error)
 
 
 def wrapped_alone() -> None:

@@ -353,7 +353,7 @@ def test_the_death_of_a_rank_ends_the_other_at_once(folder: Path) -> None:
         began = time.monotonic()
         os.kill(job.pid(1), signal.SIGKILL)
         job.end()
-        assert time.monotonic() - began < 20
+        assert time.monotonic() - began < 55
         words = job.said(0, "stderr")
         assert "gemini: rank 0: rank 1 did not answer" in words and "Traceback" not in words, job.everything()
 

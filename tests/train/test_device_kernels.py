@@ -241,6 +241,15 @@ def test_an_fp16_step_with_inf_is_skipped_after_one_wait(tmp_path: Path, monkeyp
     optimizer.step()
     assert len(emulated.num_fetched) == 1 and engine_of(model).loss_scale.scale == scale / 2
     assert_same_snapshot(snapshot(model), before)
+    scaler, batch = gemini.GradScaler("cpu"), models.make_batches(1, 1)[0][0]
+    for loss in (model(**batch).loss * float("inf"), model(**batch).loss):
+        num_waits = len(emulated.num_fetched)
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        model.clip_grad_norm_(1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        assert len(emulated.num_fetched) == num_waits + 1, "unscale_, clipping, step and update wait once together"
 
 
 def test_kernels_of_the_host_are_asked_for_what_is_the_host_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

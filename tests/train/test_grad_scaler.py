@@ -1,24 +1,29 @@
-"""``gemini.GradScaler`` in fp16: the bits of the stock loop (fp16 weights, torch.amp.GradScaler), whatever the program.
-
-The programs are those that the loss scale of an output cannot serve: gradients that go around the outputs, that leave
-the model, or that come through it twice. Each is refused without a scaler, before anything has landed.
-"""
+"""``gemini.GradScaler``: the bits of the stock loop (fp16 weights, torch.amp.GradScaler), whatever the program does."""
 
 from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import gemini
-from gemini.train.backward_calls import nodes_below
+from tests.train.half_programs import (
+    PROGRAMS,
+    REMEDY,
+    SCALE,
+    Extra,
+    Toy,
+    assert_same_grads,
+    data,
+    outside,
+    stock,
+)
 from tests.train.helpers import (
     PLACEMENTS,
     Plain,
@@ -31,128 +36,8 @@ from tests.train.helpers import (
     on_batch,
     same_bits,
     snapshot,
-    train_plain,
     wrap,
 )
-
-SCALE = 2.0**12
-REMEDY = r"gemini\.GradScaler"
-
-
-class Toy(nn.Module):
-    """Three layers, with every way out of a module that a loss may take."""
-
-    def __init__(self, gives: str = "tensor"):
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(3))
-        self.gives = gives
-        self.aux: Any = None
-
-    def forward(self, x: torch.Tensor) -> Any:
-        h = torch.tanh(self.layers[0](x.half()))
-        self.aux = h.float().square().mean()
-        h = torch.tanh(self.layers[1](h))
-        out = self.layers[2](h)
-        if self.gives == "loss":
-            return out.float().square().mean()
-        if self.gives == "half loss":
-            return out.square().mean()
-        if self.gives == "distribution":
-            return torch.distributions.Normal(out.float(), 1.0)
-        if self.gives == "pieces":
-            return (piece for piece in out.split(1))
-        if self.gives == "both":
-            return {"loss": out.float().square().mean(), "hidden": h}
-        return out
-
-
-def data(seed: int = 0) -> torch.Tensor:
-    return torch.randn(4, 32, generator=torch.Generator().manual_seed(seed))
-
-
-# ---- programs: each returns its loss; ``extra`` holds tensors outside whose gradients are looked at too -------------
-
-Extra = dict[str, torch.Tensor]
-
-
-def outside(model: Any, extra: Extra, x: torch.Tensor) -> torch.Tensor:
-    return nn.functional.cross_entropy(model(x).float(), torch.arange(4)) / 7
-
-
-def hooked_feature(model: Any, extra: Extra, x: torch.Tensor) -> torch.Tensor:
-    seen: list[torch.Tensor] = []
-    hook = model.layers[1].register_forward_hook(lambda module, args, out: seen.append(out))
-    out = model(x)
-    hook.remove()
-    return (seen[0] - 1).float().square().mean() + 0.1 * out.float().mean()
-
-
-def only_a_feature(model: Any, extra: Extra, x: torch.Tensor) -> torch.Tensor:
-    seen: list[torch.Tensor] = []
-    hook = model.layers[1].register_forward_hook(lambda module, args, out: seen.append(out))
-    model(x)
-    hook.remove()
-    return seen[0].float().square().mean()
-
-
-def distribution(model: Any, extra: Extra, x: torch.Tensor) -> torch.Tensor:
-    return -model(x).log_prob(torch.ones(4, 32)).mean()
-
-
-def kept_aux(model: Any, extra: Extra, x: torch.Tensor) -> torch.Tensor:
-    return model(x) + 0.5 * model.aux
-
-
-def input_gradient(model: Any, extra: Extra, x: torch.Tensor) -> torch.Tensor:
-    return model(extra.setdefault("x", x.requires_grad_(True)))
-
-
-def upstream(model: Any, extra: Extra, x: torch.Tensor) -> torch.Tensor:
-    prompt = extra.setdefault("prompt", nn.Parameter(torch.full((4, 32), 0.25)))
-    return model(x * prompt)
-
-
-def fed_back(model: Any, extra: Extra, x: torch.Tensor) -> torch.Tensor:
-    return model(model(x)).float().square().mean()
-
-
-def pieces(model: Any, extra: Extra, x: torch.Tensor) -> torch.Tensor:
-    return torch.stack([piece.float().square().mean() * i for i, piece in enumerate(model(x))]).sum()
-
-
-def a_part(model: Any, extra: Extra, x: torch.Tensor) -> torch.Tensor:
-    return model.layers[1](x.half()).float().square().mean() + model(x).float().mean()
-
-
-def two_scalars_in_a_row(model: Any, extra: Extra, x: torch.Tensor) -> torch.Tensor:
-    return model(x * model(x))
-
-
-def kept_output(model: Any, extra: Extra, x: torch.Tensor) -> torch.Tensor:
-    out = model(x)
-    out["hidden"].retain_grad()
-    extra["hidden"] = out["hidden"]
-    return out["loss"]
-
-
-def recomputed(model: Any, extra: Extra, x: torch.Tensor) -> torch.Tensor:
-    return checkpoint(model, extra.setdefault("x", x.requires_grad_(True)), use_reentrant=True)
-
-
-def recomputed_twice(model: Any, extra: Extra, x: torch.Tensor) -> torch.Tensor:
-    h = checkpoint(model, extra.setdefault("x", x.requires_grad_(True)), use_reentrant=False)
-    return checkpoint(model, h, use_reentrant=False).float().square().mean()
-
-
-PROGRAMS: dict[str, tuple[str, Callable[[Any, Extra, torch.Tensor], torch.Tensor]]] = {
-    "loss outside": ("tensor", outside), "hooked feature": ("tensor", hooked_feature),
-    "feature alone": ("tensor", only_a_feature), "distribution": ("distribution", distribution),
-    "aux in an attribute": ("loss", kept_aux), "x.grad": ("loss", input_gradient),
-    "params upstream": ("loss", upstream), "fed back": ("tensor", fed_back), "generator": ("pieces", pieces),
-    "a part": ("tensor", a_part), "scalar fed back": ("loss", two_scalars_in_a_row), "kept": ("both", kept_output),
-    "recomputed": ("loss", recomputed), "recomputed twice": ("tensor", recomputed_twice),
-}  # fmt: skip
 
 
 @pytest.fixture(params=PROGRAMS)
@@ -165,18 +50,6 @@ def where(request: pytest.FixtureRequest) -> Iterator[str]:
     yield request.param
 
 
-def stock(gives: str = "tensor") -> nn.Module:
-    return Toy(gives).half()
-
-
-def assert_same_grads(model: Any, plain: nn.Module, scale: float = SCALE) -> None:
-    inverse = torch.tensor(scale).double().reciprocal().float()
-    for name, param in plain.named_parameters():
-        grad = model.full_grad(name)
-        assert (grad is None) == (param.grad is None), name
-        assert grad is None or same_bits(grad, param.grad.float() * inverse), name
-
-
 def test_gradients_are_those_of_the_stock_loop(program: Any, where: str, tmp_path: Path) -> None:
     gives, loss_of = program
     model, plain = wrap(Toy(gives), where, tmp_path, precision="fp16"), stock(gives)
@@ -187,24 +60,6 @@ def test_gradients_are_those_of_the_stock_loop(program: Any, where: str, tmp_pat
     assert_same_grads(model, plain)
     for name, tensor in own.items():
         assert tensor.grad is not None and same_bits(tensor.grad, theirs[name].grad), name  # type: ignore[arg-type]
-    engine_of(model).check_invariants()
-
-
-@pytest.mark.parametrize("where", ["ram", "disk"])
-def test_a_plain_backward_is_refused_before_anything_lands(program: Any, where: str, tmp_path: Path) -> None:
-    gives, loss_of = program
-    model = wrap(Toy(gives), where, tmp_path, precision="fp16")
-    optimizer = adam(model)
-    extra: Extra = {}
-    loss = loss_of(model, extra, data())
-    with pytest.raises(gemini.GeminiError, match=REMEDY):
-        loss.backward()
-    assert all(model.full_grad(name) is None for name, _ in model.named_parameters())
-    scaler = gemini.GradScaler("cpu", init_scale=SCALE)
-    extra.clear()
-    scaler.scale(loss_of(model, extra, data())).backward()  # and the remedy works on the same model
-    scaler.step(optimizer)
-    scaler.update()
     engine_of(model).check_invariants()
 
 
@@ -389,92 +244,6 @@ def test_soft_prompts_before_a_managed_transformer(where: str, tmp_path: Path) -
     assert same_bits(*grads)
 
 
-# ---- plain backwards ------------------------------------------------------------------------------------------------
-
-
-def divided(model: Any, seed: int) -> torch.Tensor:
-    return model(data(seed)) / 3 + 1.0
-
-
-def summed(model: Any, seed: int) -> torch.Tensor:
-    return 0.5 * model(data(seed)) - model(data(seed + 100)) * model(data(seed)).detach()
-
-
-def squared(model: Any, seed: int) -> torch.Tensor:
-    return (model(data(seed)) + 1) ** 2
-
-
-def recomputing(model: Any, seed: int) -> torch.Tensor:
-    return checkpoint(model, data(seed), use_reentrant=False)
-
-
-@pytest.mark.parametrize("gives", ["loss", "half loss"])
-@pytest.mark.parametrize("loss_of", [divided, summed, squared, recomputing])
-def test_plain_backwards_of_a_loss_inside_are_exact(loss_of: Any, gives: str, where: str, tmp_path: Path) -> None:
-    model, plain = wrap(Toy(gives), where, tmp_path, precision="fp16"), Plain(Toy(gives), "fp16", scale=SCALE)
-    engine_of(model).loss_scale.scale = SCALE
-    optimizer = adam(model)
-    train_plain(plain, range(2), loss_of)
-    for seed in range(2):
-        loss_of(model, seed).backward()
-        model.clip_grad_norm_(1.0)
-        optimizer.step()
-    assert_same_state(model, plain)
-
-
-@pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("scaled", [True, False])
-def test_checkpointed_blocks(reentrant: bool, scaled: bool, where: str, tmp_path: Path) -> None:
-    """Reentrant checkpointing runs graphs of its own inside backward; they belong to the loss around them."""
-
-    def make() -> Any:
-        made: Any = llama()
-        for part in (made.model.embed_tokens, made.model.layers[0]):
-            part.requires_grad_(False)
-        return made
-
-    how = {"gradient_checkpointing_kwargs": {"use_reentrant": reentrant}}
-    model, plain = wrap(make(), where, tmp_path, precision="fp16"), Plain(make(), "fp16", scale=SCALE)
-    for each in (model, plain.model):
-        each.gradient_checkpointing_enable(**how)
-        each.enable_input_require_grads()  # a leaf inside, whose gradient nobody sees
-        each.train()
-    engine_of(model).loss_scale.scale = SCALE
-    optimizer, scaler = adam(model), gemini.GradScaler("cpu", init_scale=SCALE, enabled=scaled)
-    train_plain(plain, range(2), clip=None)
-    for seed in range(2):
-        scaler.scale(on_batch(model, seed)).backward()
-        scaler.step(optimizer)
-        scaler.update()
-    assert_same_state(model, plain)
-
-
-def test_gradients_with_respect_to_inputs_alone_are_torchs(where: str, tmp_path: Path) -> None:
-    """Nothing lands, so nothing needs a scale: saliency maps are those of a plain fp16 model."""
-    model, plain = wrap(Toy("loss"), where, tmp_path, precision="fp16"), stock("loss")
-    mine, theirs = data().requires_grad_(True), data().requires_grad_(True)
-    assert same_bits(torch.autograd.grad(model(mine), [mine])[0], torch.autograd.grad(plain(theirs), [theirs])[0])
-    model(mine.detach()).backward()
-    engine_of(model).check_invariants()
-
-
-def test_a_half_loss_that_underflows_outside_is_refused(tmp_path: Path) -> None:
-    model = wrap(Toy("half loss"), "ram", tmp_path, precision="fp16")
-    with pytest.raises(gemini.GeminiError, match=rf"fp16 has rounded it.*{REMEDY}"):
-        (model(data()) * 1e-7).backward()
-    scaler = gemini.GradScaler("cpu", init_scale=SCALE)
-    (scaler.scale(model(data())) * 1e-7).backward()
-    assert float(model.full_grad("layers.2.weight").abs().max()) > 0
-
-
-def test_a_loss_of_another_managed_model_is_refused(tmp_path: Path) -> None:
-    """Two managed models in a row: the scale of the second one's loss is not the first one's."""
-    first, second = (wrap(Toy(gives), "ram", tmp_path, precision="fp16") for gives in ("tensor", "loss"))
-    with pytest.raises(gemini.GeminiError, match=REMEDY):
-        second(first(data())).backward()
-    assert first.full_grad("layers.0.weight") is None and second.full_grad("layers.0.weight") is None
-
-
 # ---- refusals and states --------------------------------------------------------------------------------------------
 
 
@@ -552,6 +321,51 @@ def test_a_disabled_scaler_leaves_the_plain_path(tmp_path: Path) -> None:
     assert engine_of(model).loss_scale.num_good_steps == 1
 
 
+def test_what_torch_refuses_changes_nothing(tmp_path: Path) -> None:
+    model, half = wrap(Toy(), "ram", tmp_path, precision="fp16"), nn.Parameter(torch.ones(4, 32).half())
+    optimizer, scaler = adam(model), gemini.GradScaler("cpu", init_scale=SCALE)
+    optimizer.add_param_group({"params": [half]})
+    scaler.scale(outside(model, {}, data() * half)).backward()
+    scaled = half.grad.clone()
+    with pytest.raises(ValueError, match="unscale FP16"):
+        scaler.step(optimizer)
+    assert same_bits(half.grad, scaled)
+    with pytest.raises(gemini.GeminiError, match="scaler.step"):
+        optimizer.step()
+    half.grad = None
+    scaler.step(optimizer)
+
+
+def test_gradients_that_wait_for_a_later_step_stay_scaled(tmp_path: Path) -> None:
+    """Two optimizers, of which one steps every second time: gradients of its params are summed up meanwhile.
+
+    The third layer belongs to none: nobody waits for its gradients.
+    """
+    models = [wrap(Toy(), where, tmp_path, precision="fp16", gradients="accumulate") for where in ("ram", "disk")]
+    theirs = Plain(Toy(), "fp16", scale=SCALE, weight_decay=0.01)
+    scaler, norms = gemini.GradScaler("cpu", init_scale=SCALE), []
+    pairs = [[gemini.HybridAdam(m.layers[i].parameters(), lr=1e-2, weight_decay=0.01) for i in (0, 1)] for m in models]
+    for step in range(2):
+        for model, optimizers in zip(models, pairs, strict=True):
+            scaler.scale(outside(model, {}, data(step))).backward()
+            norms.append(float(model.clip_grad_norm_(1e9)))  # scaled, all of them: in torch it would be so
+            for optimizer in optimizers[: step + 1]:
+                scaler.step(optimizer)
+        scaler.update()
+    assert norms[0] == norms[1] > 10 and norms[2] == norms[3] > 10
+    for step in range(2):
+        theirs.backward(outside(theirs.model, {}, data(step)))
+        theirs.grads = {name: grad for name, grad in theirs.grads.items() if not name.startswith("layers.2")}
+        later = {
+            name: theirs.grads.pop(name) for name in list(theirs.grads) if name.startswith("layers.1") and not step
+        }
+        theirs.step()
+        theirs.grads = later
+    for name, param in theirs.model.named_parameters():
+        for model in models:
+            assert same_bits(model.full_param(name), param.detach()), name
+
+
 def test_states_come_back(tmp_path: Path) -> None:
     model = wrap(Toy(), "ram", tmp_path, precision="fp16")
     optimizer, scaler = adam(model), gemini.GradScaler("cpu", init_scale=SCALE, growth_interval=3)
@@ -571,13 +385,3 @@ def test_states_come_back(tmp_path: Path) -> None:
     gemini.save_checkpoint(tmp_path / "saved", model, optimizer, extra={"scaler": state})
     fresh = wrap(Toy(), "ram", tmp_path, precision="fp16")
     assert gemini.load_checkpoint(tmp_path / "saved", fresh, adam(fresh))["scaler"] == state
-
-
-def test_nodes_come_before_what_they_lead_to() -> None:
-    x = torch.ones((), requires_grad=True)
-    a = x.exp()
-    b = a * a + a.sin()
-    order = nodes_below((a.grad_fn, b.grad_fn, a.grad_fn))
-    place = {node: i for i, node in enumerate(order)}
-    assert len(order) == len(place) == 5
-    assert all(place[node] < place[child] for node in order for child, _ in node.next_functions)

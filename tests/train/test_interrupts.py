@@ -17,7 +17,7 @@ from gemini import interrupts, kernels
 from gemini.grad_mode import call_with_grad, call_without_grad, without_grad
 from gemini.interrupts import WHOLE
 from gemini.memory.mover import Mover
-from gemini.train import by_name
+from gemini.train import by_name, guard
 from tests.train.helpers import (
     PLACEMENTS,
     Blocks,
@@ -47,13 +47,15 @@ def ctrl_c() -> None:
     signal.raise_signal(signal.SIGINT)
 
 
-def at_call(patch: pytest.MonkeyPatch, owner: Any, name: str, number: int, *, once: bool = False) -> list[int]:
-    """Ctrl-C before (and, unless ``once``, after) the ``number``-th call of a function; the list grows with calls."""
+def at_call(
+    patch: pytest.MonkeyPatch, owner: Any, name: str, number: int, *, once: bool = False, after: bool = False
+) -> list[int]:
+    """Ctrl-C before and after the ``number``-th call of a function, or only one of both; the list grows with calls."""
     real, calls = getattr(owner, name), list[int]()
 
     def call(*args: Any, **kwargs: Any) -> Any:
         calls.append(1)
-        if len(calls) == number:
+        if len(calls) == number and not after:
             ctrl_c()
         result = real(*args, **kwargs)
         if len(calls) == number and not once:
@@ -134,6 +136,25 @@ def test_a_backward_that_updates_is_whole_before_it_is_interrupted(
     assert_same_snapshot(before, snapshot(model))
     train(model, optimizer, [3], squares, clip=None)
     train_plain(plain, [3], squares, clip=None)
+    assert_same_state(model, plain)
+
+
+@pytest.mark.parametrize("number", [1, 2])
+@pytest.mark.parametrize("where", PLACEMENTS)
+def test_params_that_an_interrupt_left_ordinary_are_guarded_again(
+    where: str, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It came when a chunk's params had become ordinary, and nobody had noted it."""
+    model, plain = wrap(where, tmp_path), Plain(Blocks())
+    optimizer = adam(model)
+    with monkeypatch.context() as patch:
+        at_call(patch, guard, "expose", number, after=True)
+        with pytest.raises(KeyboardInterrupt):
+            squares(model, 0).backward()
+    optimizer.zero_grad()
+    model._gemini_engine.check_invariants()
+    train(model, optimizer, [1], squares)
+    train_plain(plain, [1], squares)
     assert_same_state(model, plain)
 
 

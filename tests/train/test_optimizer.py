@@ -6,6 +6,7 @@ model groups, schedulers and ``state_dict`` must work as they do in torch, with 
 
 from __future__ import annotations
 
+import copy
 import io
 from pathlib import Path
 from typing import Any
@@ -339,7 +340,12 @@ def test_full_state_by_name(where: str, tmp_path: Path) -> None:
 
 
 def test_torchs_tools_for_state_dicts(where: str, tmp_path: Path) -> None:
-    from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+    from torch.distributed.checkpoint.state_dict import (
+        StateDictOptions,
+        get_model_state_dict,
+        get_optimizer_state_dict,
+        set_optimizer_state_dict,
+    )
 
     model = wrap(llama(), where, tmp_path)
     optimizer = adam(model)
@@ -349,3 +355,34 @@ def test_torchs_tools_for_state_dicts(where: str, tmp_path: Path) -> None:
     assert found.keys() == expected.keys() and all(same_bits(found[n], expected[n]) for n in expected)
     states = get_optimizer_state_dict(model, optimizer)
     assert same_bits(states["state"][Q]["exp_avg"], snapshot(model)[Q]["exp_avg"])
+    for flat in (False, True):
+        options = StateDictOptions(flatten_optimizer_state_dict=flat)
+        states = get_optimizer_state_dict(model, optimizer, options=options)
+        fresh = wrap(llama(), where, tmp_path)
+        fresh.load_state_dict(model.state_dict(dtype=torch.float32))
+        set_optimizer_state_dict(fresh, adam(fresh), states, options=options)
+        assert_same_snapshot(snapshot(model), snapshot(fresh))
+
+
+def test_a_copy_of_an_optimizer_of_plain_params() -> None:
+    ours = params(torch.float32)
+    optimizer = gemini.HybridAdam(ours, lr=1e-2)
+    give_gradients(ours, 1)
+    optimizer.step()
+    twin = copy.deepcopy(optimizer)
+    theirs = twin.param_groups[0]["params"]
+    for one, some in ((optimizer, ours), (twin, theirs)):
+        give_gradients(some, 2)
+        one.step()
+    assert all(same_bits(a.detach(), b.detach()) and a is not b for a, b in zip(ours, theirs, strict=True))
+
+
+def test_states_are_there_to_be_looked_at(where: str, tmp_path: Path) -> None:
+    model = wrap(llama(), where, tmp_path)
+    optimizer, param = adam(model), model.get_parameter(Q)
+    assert not optimizer.state[param]["exp_avg"].any()
+    train(model, optimizer, [0])
+    state = optimizer.state[param]
+    assert set(state) == {"step", "residual", "exp_avg", "exp_avg_sq"} and state["step"] == 1
+    assert all(same_bits(state[kind], snapshot(model)[Q][kind]) for kind in ("exp_avg", "exp_avg_sq"))
+    assert param not in optimizer.state and "momentum_buffer" not in state

@@ -115,7 +115,8 @@ def test_some_params_change_hands(tmp_path: Path) -> None:
     world = snapshot(model)
     calls: list[Any] = [
         first.step, first.state_dict, lambda: first.load_state_dict({"state": {}, "param_groups": []}), first.engine,
-        lambda: first.full_state(part[0]), lambda: gemini.save_checkpoint(tmp_path / "c", model, first),
+        lambda: first.full_state(part[0]), lambda: first.state[named[part[0]]],
+        lambda: gemini.save_checkpoint(tmp_path / "c", model, first),
     ]  # fmt: skip
     for call in calls:
         with pytest.raises(gemini.GeminiError, match="'layers.1.(weight|bias)'.* given to another HybridAdam"):

@@ -11,6 +11,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -119,3 +120,150 @@ def test_killed_again_and_again_leaves_a_whole_checkpoint(tmp_path: Path, monkey
             killed_at += 1
     assert len(states) >= 6, states.keys()
     assert any(".old" in key and "'ckpt'" not in key for key in states), "none was killed between the renames"
+
+
+# ---- where a checkpoint goes -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Machine:
+    return Machine(tmp_path)
+
+
+def save(machine: Machine, directory: Any, number: int, **how: Any) -> Any:
+    return gemini.save_checkpoint(directory, machine.model, machine.optimizer, extra=number, **how)
+
+
+def load(machine: Machine, directory: Any) -> int:
+    return gemini.load_checkpoint(directory, machine.model, machine.optimizer)
+
+
+def test_a_link_stays_a_link_and_the_data_land_where_it_points(machine: Machine, tmp_path: Path) -> None:
+    (tmp_path / "big").mkdir()
+    (tmp_path / "small").mkdir()
+    link = tmp_path / "small" / "latest"
+    link.symlink_to("../big/latest")
+    for number in range(3):  # the first one makes what the link points to
+        save(machine, link, number)
+        assert link.is_symlink() and (tmp_path / "big" / "latest" / "manifest.json").exists()
+        assert load(machine, link) == load(machine, tmp_path / "big" / "latest") == number
+        assert os.listdir(tmp_path / "small") == os.listdir(tmp_path / "big") == ["latest"]
+    os.rename(tmp_path / "big" / "latest", tmp_path / "big" / ".latest.old")  # as a death between two renames would
+    assert load(machine, link) == 2
+    (tmp_path / "round").symlink_to("round")
+    with pytest.raises(gemini.StorageError, match="leads back to itself"):
+        save(machine, tmp_path / "round", 0)
+
+
+def test_a_relative_path_is_that_of_the_call(machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "here").mkdir()
+    (tmp_path / "there").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    pending = save(machine, "ckpt", 4, wait=False)
+    os.chdir(tmp_path / "there")
+    pending.wait()
+    assert load(machine, tmp_path / "here" / "ckpt") == 4 and os.listdir(tmp_path / "there") == []
+
+
+@pytest.mark.parametrize("name", [".", "", "..", "../here", "/"])
+def test_a_folder_that_we_stand_in_is_not_renamed(
+    name: str, machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(gemini.StorageError, match="the folder itself is renamed.*Give a folder in it.*checkpoint"):
+        save(machine, name, 0)
+    assert sorted(tmp_path.iterdir()) == before and os.listdir(tmp_path / "here") == []
+    save(machine, "ckpt", 1)
+
+
+def test_a_mount_point_is_not_renamed(machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "volume").mkdir()
+    monkeypatch.setattr(os.path, "ismount", lambda path: Path(path) == tmp_path / "volume")
+    with pytest.raises(gemini.StorageError, match="where a file system is mounted.*volume/checkpoint"):
+        save(machine, tmp_path / "volume", 0)
+    save(machine, tmp_path / "volume" / "checkpoint", 0)
+
+
+def test_what_came_there_meanwhile_is_not_overwritten(
+    machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from gemini.train import checkpoint_files
+
+    def write(*args: Any) -> None:
+        (tmp_path / "ckpt").mkdir()
+        (tmp_path / "ckpt" / "notes").write_text("a year's work")
+
+    monkeypatch.setattr(checkpoint_files, "write_manifest", write)
+    with pytest.raises(gemini.StorageError, match="is not a checkpoint: it will not be overwritten"):
+        save(machine, tmp_path / "ckpt", 0)
+    assert (tmp_path / "ckpt" / "notes").exists() and os.listdir(tmp_path) == ["ckpt"]
+
+
+def test_a_disk_that_fails_at_the_end_leaves_the_old_one(
+    machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every fsync and rename in turn: an error, and what was there; or no error, and the new one."""
+    for name in ("fsync", "rename"):
+        save(machine, tmp_path / "ckpt", 0)
+        for failing in range(20):
+            real, calls, error = getattr(os, name), 0, None
+
+            def call(*args: Any, real: Any = real, failing: int = failing) -> Any:
+                nonlocal calls
+                calls += 1
+                if calls == failing + 1:
+                    raise OSError(5, "Input/output error")
+                return real(*args)
+
+            before = load(machine, tmp_path / "ckpt")
+            with monkeypatch.context() as patch:
+                patch.setattr(os, name, call)
+                try:
+                    save(machine, tmp_path / "ckpt", failing + 1)
+                except gemini.StorageError as e:
+                    error = e
+            assert load(machine, tmp_path / "ckpt") == (before if error else failing + 1), (name, failing)
+            assert not [path.name for path in tmp_path.iterdir() if "new" in path.name]
+            if calls <= failing:
+                break
+        else:
+            raise AssertionError("it never came to the last call")
+
+
+# ---- whose it is -----------------------------------------------------------------------------------------------------
+
+
+def test_a_number_that_lives_again_does_not_keep_a_leftover(machine: Machine, tmp_path: Path) -> None:
+    """Writers are told by when they began, not by their number alone; odd characters in the name change nothing."""
+    waiting = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    zombie = subprocess.Popen(["true"])
+    while replacing._stamp(zombie.pid) is not None:  # it has ended, but stays in the table until somebody waits for it
+        time.sleep(0.01)
+    for name in ("ckpt", "ckpt[1]*"):
+        writing = f".{name}.new-{waiting.pid}-{replacing._stamp(waiting.pid)}-0"
+        going = [f".{name}.new-{pid}-00000000-0" for pid in (1, waiting.pid, zombie.pid, os.getpid(), 10**17)]
+        going += [f".{name}.new-{waiting.pid}", f"{going[0]}.old"]
+        others = [f".{name}x.new-1-00000000-0", f".{name}.new-notes", f"x.{name}.new-1-00000000-0"]
+        for path in (*going, writing, *others):
+            (tmp_path / path).mkdir()
+            (tmp_path / path / "params").write_text("")
+        save(machine, tmp_path / name, 0)
+        assert sorted(os.listdir(tmp_path)) == sorted([name, writing, *others])
+        for path in (name, writing, *others):
+            shutil.rmtree(tmp_path / path)
+    waiting.communicate(b"\n")
+    zombie.wait()
+    assert replacing._stamp(waiting.pid) is None
+
+
+def test_two_models_of_one_program_do_not_write_into_one_folder(machine: Machine, tmp_path: Path) -> None:
+    first, second = replacing.begin(tmp_path / "ckpt"), replacing.begin(tmp_path / "ckpt")
+    first.mkdir()
+    assert first != second
+    third = replacing.begin(tmp_path / "ckpt")
+    assert first.is_dir(), "it is being written"
+    for work in (first, second, third):
+        replacing.end(work)
+    assert os.listdir(tmp_path) == []
