@@ -26,9 +26,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from tests.hunts import program_ranks  # noqa: E402
 from tests.hunts import program_report as report  # noqa: E402
+from tests.hunts.program_draw import Program, each_part, program_of  # noqa: E402
 from tests.hunts.program_run import FAILURES, GOES_ON, Result, run_managed, run_plain  # noqa: E402
 from tests.hunts.program_sides import PLACEMENTS, PRECISIONS  # noqa: E402
-from tests.hunts.program_source import Program, each_part, program_of, source  # noqa: E402
+from tests.hunts.program_source import source  # noqa: E402
 from tests.hunts.program_workers import Task, run_tasks  # noqa: E402
 
 

@@ -15,9 +15,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from tests.hunts.program_draw import program_of
 from tests.hunts.program_run import FAILURES, HANG, RAW, RIGHT, SILENT, Ran, Result, judge, kind_of, run_plain, run_side
 from tests.hunts.program_sides import PLACEMENTS, ManagedSide
-from tests.hunts.program_source import program_of, source
+from tests.hunts.program_source import source
 from tests.hunts.program_workers import Task
 from tests.ranks.pool import Failure, Pool
 

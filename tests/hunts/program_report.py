@@ -9,8 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from tests.hunts.program_draw import Block, Program, fitted, program_of
 from tests.hunts.program_run import FAILURES, GOES_ON, OUTCOMES, REFUSED, Result
-from tests.hunts.program_source import Block, Program, fitted, program_of, source
+from tests.hunts.program_source import source
 
 
 def table(results: Iterable[Result]) -> str:

@@ -151,8 +151,19 @@ class PlainSide(Side):
         optimizer = gemini.HybridAdam(params, **{"lr": 0.02, "weight_decay": 0.1, **how})
         # torch's own optimizers write through autograd, which then knows that an older graph is out of date.
         optimizer.register_step_post_hook(lambda o, *_: _written(p for g in o.param_groups for p in g["params"]))
+        for param in (p for group in optimizer.param_groups for p in group["params"]):
+            self._keep_master(param, optimizer)
         self._optimizers.append(optimizer)
         return optimizer
+
+    def _keep_master(self, param: nn.Parameter, optimizer: gemini.HybridAdam) -> None:
+        """A new optimizer begins with moments of zero; the master is the model's, and stays exact."""
+        for old in self._optimizers:
+            kept = {name: old.state[param][name] for name in ("residual", "master") if name in old.state.get(param, {})}
+            if kept:
+                zeros = torch.zeros_like(param, dtype=torch.float32)
+                fresh = {"step": torch.tensor(0.0), "exp_avg": zeros, "exp_avg_sq": zeros.clone()}
+                optimizer.state[param] = fresh | kept
 
     def clip(self, max_norm: float, params: Iterable[nn.Parameter] | None = None) -> torch.Tensor:
         chosen = self.model.parameters() if params is None else params

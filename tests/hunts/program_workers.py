@@ -26,8 +26,9 @@ from typing import Any
 
 import torch
 
+from tests.hunts.program_draw import Program, program_of
 from tests.hunts.program_run import Result, kind_of, run_managed, run_plain
-from tests.hunts.program_source import Program, program_of, source
+from tests.hunts.program_source import source
 
 PRELOADED = ["tests.hunts.program_run", "tests.hunts.program_source"]
 PROGRAMS_EACH = 300

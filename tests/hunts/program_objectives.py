@@ -1,9 +1,7 @@
-"""What drawn programs do with their model: objectives, and what else happens around them.
+"""Objectives of drawn programs: the middle of a step, from the batch to the gradients, as source text.
 
-Source text again. An *objective* is the middle of a step: from the batch to the gradients. A *habit* is anything beside
-it, at one of five places of the loop: "setup" (once), "before" the objective, "after" it (gradients are there),
-"stepped" (weights are new) and "zero" (how gradients are forgotten). ``{block}`` is one of the model's blocks,
-``{other}`` another one if there is another, ``{call}`` how the loop calls the model.
+``{block}`` is one of the model's blocks, ``{other}`` another one if there is another, ``{call}`` how the loop calls the
+model.
 """
 
 from __future__ import annotations
@@ -21,14 +19,18 @@ class Objective:
     once: bool = False
 
 
-def _objective(source: str, *, floats: bool = False, once: bool = False) -> Objective:
-    return Objective(dedent(source).strip(), floats, once)
-
-
 BACKWARD = 'side.see("loss", loss)\nscaler.scale(loss).backward()'
 
+
+def _objective(source: str, *, floats: bool = False, once: bool = False, backward: bool = True) -> Objective:
+    """``backward``: what has none in its source ends with that of ``loss``."""
+    source = dedent(source).strip()
+    ends = "backward(" in source or not backward
+    return Objective(source if ends else f"{source}\n{BACKWARD}", floats, once)
+
+
 OBJECTIVES: dict[str, Objective] = {
-    "plain": _objective(f"loss = loss_of(model, {{call}}(x), step)\n{BACKWARD}", once=True),
+    "plain": _objective("loss = loss_of(model, {call}(x), step)", once=True),
     "accumulate": _objective(
         """
         for micro in range(2):
@@ -38,7 +40,7 @@ OBJECTIVES: dict[str, Objective] = {
         """
     ),
     "two_forwards": _objective(
-        "loss = loss_of(model, {call}(x), step) + loss_of(model, {call}(batch(side, step + 50)), step)\n" + BACKWARD,
+        "loss = loss_of(model, {call}(x), step) + loss_of(model, {call}(batch(side, step + 50)), step)",
         once=True,
     ),
     "two_backwards": _objective(
@@ -77,7 +79,13 @@ OBJECTIVES: dict[str, Objective] = {
         "loss = loss_of(model, {call}(x), step)\nscaler.scale(loss).backward()\nscaler.scale(loss).backward()"
     ),
     "input_grad": _objective(
-        "x.requires_grad_()\nloss = loss_of(model, {call}(x), step)\n" + BACKWARD + '\nside.see("x.grad", x.grad)',
+        """
+        x.requires_grad_()
+        loss = loss_of(model, {call}(x), step)
+        side.see("loss", loss)
+        scaler.scale(loss).backward()
+        side.see("x.grad", x.grad)
+        """,
         floats=True,
         once=True,
     ),
@@ -97,8 +105,6 @@ OBJECTIVES: dict[str, Objective] = {
         scaler.scale(loss_of(model, {call}(x), step)).backward(inputs=[x])
         side.see("x.grad", x.grad)
         loss = loss_of(model, {call}(x.detach()), step)
-        side.see("loss", loss)
-        scaler.scale(loss).backward()
         """,
         floats=True,
     ),
@@ -112,8 +118,6 @@ OBJECTIVES: dict[str, Objective] = {
         g, = torch.autograd.grad(loss_of(model, {call}(x), step), x)
         side.see("g", g)
         loss = loss_of(model, {call}((x + 0.1 * g.sign()).detach()), step)
-        side.see("loss", loss)
-        scaler.scale(loss).backward()
         """,
         floats=True,
     ),
@@ -133,8 +137,6 @@ OBJECTIVES: dict[str, Objective] = {
         out = take(model, {call}(x))
         g, = torch.autograd.grad(out.sum(), x, create_graph=True)
         loss = out.float().mean() + (g.float().norm() - 1) ** 2
-        side.see("loss", loss)
-        scaler.scale(loss).backward()
         """,
         floats=True,
     ),
@@ -143,8 +145,6 @@ OBJECTIVES: dict[str, Objective] = {
         x.requires_grad_()
         g, = torch.autograd.grad(take(model, {call}(x)).sum(), x, create_graph=True)
         loss = loss_of(model, {call}(batch(side, step + 50)), step) + g.float().square().sum()
-        side.see("loss", loss)
-        scaler.scale(loss).backward()
         """,
         floats=True,
     ),
@@ -155,8 +155,6 @@ OBJECTIVES: dict[str, Objective] = {
         du, = torch.autograd.grad(u, x, create_graph=True)
         ddu, = torch.autograd.grad(du.sum(), x, create_graph=True)
         loss = ddu.float().square().mean() + u.float() * 0.01
-        side.see("loss", loss)
-        scaler.scale(loss).backward()
         """,
         floats=True,
     ),
@@ -168,15 +166,14 @@ OBJECTIVES: dict[str, Objective] = {
         loss = loss_of(model, {call}(x), step)
         for number, g in enumerate(torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)):
             side.see(f"g{number}", g)
-        """
+        """,
+        backward=False,
     ),
     "feature_loss": _objective(
         """
         with features_of({block}) as features:
             out = {call}(x)
         loss = loss_of(model, out, step) + sum(f.float().square().mean() for f in features)
-        side.see("loss", loss)
-        scaler.scale(loss).backward()
         """,
         once=True,
     ),
@@ -185,8 +182,6 @@ OBJECTIVES: dict[str, Objective] = {
         with features_of({block}) as features:
             {call}(x)
         loss = sum(f.float().square().mean() for f in features)
-        side.see("loss", loss)
-        scaler.scale(loss).backward()
         """
     ),
     "feature_grad": _objective(
@@ -206,8 +201,6 @@ OBJECTIVES: dict[str, Objective] = {
         loss = loss_of(model, out, step)
         g = torch.autograd.grad(loss, features, create_graph=True, allow_unused=True)
         loss = loss + sum(f.float().square().sum() for f in g if f is not None)
-        side.see("loss", loss)
-        scaler.scale(loss).backward()
         """
     ),
     "feature_backwards": _objective(
@@ -237,7 +230,7 @@ OBJECTIVES: dict[str, Objective] = {
         """
     ),
     "fed_back": _objective(
-        "h = take(model, {call}(x))\nloss = loss_of(model, {call}(0.5 * h), step)\n" + BACKWARD, floats=True, once=True
+        "h = take(model, {call}(x))\nloss = loss_of(model, {call}(0.5 * h), step)", floats=True, once=True
     ),
     "truncated": _objective(
         """
@@ -256,8 +249,6 @@ OBJECTIVES: dict[str, Objective] = {
         with torch.no_grad():
             b = take(model, {call}(batch(side, step + 50))).float()
         loss = (a - b).square().mean() - F.cosine_similarity(a.flatten(), b.flatten(), dim=0)
-        side.see("loss", loss)
-        scaler.scale(loss).backward()
         """,
         once=True,
     ),
@@ -292,32 +283,24 @@ OBJECTIVES: dict[str, Objective] = {
         """,
         floats=True,
     ),
-    "discarded": _objective(
-        "{call}(batch(side, step + 50))\nloss = loss_of(model, {call}(x), step)\n" + BACKWARD, once=True
-    ),
+    "discarded": _objective("{call}(batch(side, step + 50))\nloss = loss_of(model, {call}(x), step)", once=True),
     "evaluated_between": _objective(
         """
         loss = loss_of(model, {call}(x), step)
         with torch.no_grad():
             side.see("between", take(model, {call}(batch(side, step + 50))))
-        side.see("loss", loss)
-        scaler.scale(loss).backward()
         """,
         once=True,
     ),
     "part": _objective(
         """
         loss = take_block({block}({batch_of_block})).float().square().mean()
-        side.see("loss", loss)
-        scaler.scale(loss).backward()
         """
     ),
     "part_and_whole": _objective(
         """
         loss = loss_of(model, {call}(x), step)
         loss = loss + take_block({block}({batch_of_block})).float().square().mean()
-        side.see("loss", loss)
-        scaler.scale(loss).backward()
         """
     ),
     "toggled": _objective(
@@ -340,8 +323,6 @@ OBJECTIVES: dict[str, Objective] = {
                 side.see("boom", 1)
             handle.remove()
         loss = loss_of(model, {call}(x), step)
-        side.see("loss", loss)
-        scaler.scale(loss).backward()
         """,
         once=True,
     ),
@@ -355,8 +336,6 @@ OBJECTIVES: dict[str, Objective] = {
                 side.see("boom", 1)
             handle.remove()
         loss = loss_of(model, {call}(x), step)
-        side.see("loss", loss)
-        scaler.scale(loss).backward()
         """,
         once=True,
     ),
@@ -373,8 +352,6 @@ OBJECTIVES: dict[str, Objective] = {
                 side.see("boom", 1)
             optimizer.zero_grad()
         loss = loss_of(model, {call}(x), step)
-        side.see("loss", loss)
-        scaler.scale(loss).backward()
         """
     ),
     "boom_and_again": _objective(
@@ -392,8 +369,6 @@ OBJECTIVES: dict[str, Objective] = {
         """
         side.see("g", torch.func.grad(lambda z: take(model, {call}(z)).float().sum())(x))
         loss = loss_of(model, {call}(x), step)
-        side.see("loss", loss)
-        scaler.scale(loss).backward()
         """,
         floats=True,
     ),
@@ -402,16 +377,12 @@ OBJECTIVES: dict[str, Objective] = {
         with torch.no_grad():
             side.see("v", torch.func.vmap(lambda z: take(model, {call}(z)), randomness="different")(x.unsqueeze(0)))
         loss = loss_of(model, {call}(x), step)
-        side.see("loss", loss)
-        scaler.scale(loss).backward()
         """
     ),
     "vmap_trained": _objective(
         """
         out = torch.func.vmap(lambda z: take(model, {call}(z)), randomness="different")(torch.stack([x, x]))
         loss = out.float().square().mean()
-        side.see("loss", loss)
-        scaler.scale(loss).backward()
         """
     ),
     "jacobian_whole": _objective(
@@ -455,31 +426,26 @@ OBJECTIVES: dict[str, Objective] = {
         """
         h = take(model, {call}(x))
         loss = F.linear(h, next(p for p in model.parameters() if p.shape[-1:] == h.shape[-1:])).float().square().mean()
-        side.see("loss", loss)
-        scaler.scale(loss).backward()
         """
     ),
     "outer_regularizer": _objective(
         """
         loss = loss_of(model, {call}(x), step)
         loss = loss + 0.01 * sum(p.float().square().sum() for p in model.parameters())
-        side.see("loss", loss)
-        scaler.scale(loss).backward()
         """
     ),
     "checkpoint_whole": _objective(
-        "loss = loss_of(model, checkpoint({call}, x, use_reentrant=False), step)\n" + BACKWARD, once=True
+        "loss = loss_of(model, checkpoint({call}, x, use_reentrant=False), step)", once=True
     ),
     "reentrant_whole": _objective(
-        "x.requires_grad_()\nloss = loss_of(model, checkpoint({call}, x, use_reentrant=True), step)\n" + BACKWARD,
+        "x.requires_grad_()\nloss = loss_of(model, checkpoint({call}, x, use_reentrant=True), step)",
         floats=True,
     ),
     "save_on_cpu_whole": _objective(
-        "with torch.autograd.graph.save_on_cpu():\n    loss = loss_of(model, {call}(x), step)\n" + BACKWARD, once=True
+        "with torch.autograd.graph.save_on_cpu():\n    loss = loss_of(model, {call}(x), step)", once=True
     ),
     "saved_hooks_whole": _objective(
-        "with torch.autograd.graph.saved_tensors_hooks(pack, unpack):\n    loss = loss_of(model, {call}(x), step)\n"
-        + BACKWARD,
+        "with torch.autograd.graph.saved_tensors_hooks(pack, unpack):\n    loss = loss_of(model, {call}(x), step)",
         once=True,
     ),
     "retain_grad": _objective(
@@ -498,8 +464,6 @@ OBJECTIVES: dict[str, Objective] = {
         y = take(model, {call}(x))
         y.mul_(2).add_(1)
         loss = y.float().square().mean()
-        side.see("loss", loss)
-        scaler.scale(loss).backward()
         """,
         once=True,
     ),
@@ -524,166 +488,16 @@ OBJECTIVES: dict[str, Objective] = {
     "forward_in_thread": _objective(
         """
         loss = loss_of(model, in_thread({call}, x), step)
-        side.see("loss", loss)
-        scaler.scale(loss).backward()
         """,
         once=True,
     ),
-    "zero_loss": _objective("loss = loss_of(model, {call}(x), step) * 0\n" + BACKWARD, once=True),
+    "zero_loss": _objective("loss = loss_of(model, {call}(x), step) * 0", once=True),
     "inference_input": _objective(
         """
         with torch.inference_mode():
             z = take(model, {call}(x))
         loss = loss_of(model, {call}(x), step) + z.clone().float().mean()
-        side.see("loss", loss)
-        scaler.scale(loss).backward()
         """,
         once=True,
     ),
 }
-
-
-@dataclass(frozen=True)
-class Habit:
-    """``transient``: it may stand beside updates that run inside backward."""
-
-    place: str
-    source: str
-    transient: bool = True
-
-
-def _habit(place: str, source: str, *, transient: bool = True) -> Habit:
-    return Habit(place, dedent(source).strip(), transient)
-
-
-EVALUATE = """
-model.eval()
-with torch.no_grad():
-    side.see("evaluation", take(model, {call}(batch(side, 70 + step))))
-model.train()
-"""
-
-HABITS: dict[str, Habit] = {
-    # Once, before the first step.
-    "scheduler": _habit("setup", "scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 4)"),
-    "collecting_hook": _habit(
-        "setup", '{block}.register_forward_hook(lambda m, a, out: side.see("hook", tensors_in(out)))'
-    ),
-    "backward_hook": _habit(
-        "setup",
-        '{block}.register_full_backward_hook(lambda m, gi, go: side.see("go", [g for g in go if g is not None]))',
-    ),
-    "input_hook": _habit("setup", "{block}.register_forward_pre_hook(lambda m, args: (args[0] * 0.5, *args[1:]))"),
-    "output_hook": _habit("setup", "{block}.register_forward_hook(lambda m, a, out: tree_map(out))"),
-    "param_hook": _habit(
-        "setup", "for p in {block}.parameters():\n    if p.requires_grad:\n        p.register_hook(lambda g: g * 0.5)"
-    ),
-    # Before the objective.
-    "evaluate_before": _habit("before", EVALUATE),
-    "inference_before": _habit(
-        "before", 'with torch.inference_mode():\n    side.see("inference", take(model, {call}(batch(side, 70 + step))))'
-    ),
-    "freeze": _habit("before", "{block}.requires_grad_(step % 2 == 1)"),
-    "unfreeze_later": _habit("before", "{block}.requires_grad_(step > 0)"),
-    "gathered_read": _habit(
-        "before",
-        """
-        with side.gathered():
-            for name, p in model.named_parameters():
-                side.see(f"gathered {name}", p)
-        """,
-    ),
-    "gathered_write": _habit(
-        "before",
-        """
-        if step == 1:
-            some = list({block}.parameters()) or list(model.parameters())
-            with torch.no_grad(), side.gathered(some, write=True):
-                for p in some:
-                    p.view(-1)[::2] *= 0.75
-        """,
-    ),
-    "norms": _habit(
-        "before",
-        'with torch.no_grad():\n    for p in model.parameters():\n        side.see("norm", p.float().square().sum())',
-    ),
-    "state_dict": _habit("before", "for name, value in model.state_dict().items():\n    side.see(name, value)"),
-    "load_state_dict": _habit(
-        "before",
-        """
-        if step == 0:
-            saved = {name: value.clone() for name, value in model.state_dict().items()}
-        if step == 2:
-            side.load(saved)
-        """,
-    ),
-    "optimizer_state": _habit("before", "optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))"),
-    "metadata": _habit(
-        "before",
-        'side.see("metadata", [str((n, p.shape, p.dtype, p.requires_grad, p.numel(), p.is_leaf)) '
-        "for n, p in model.named_parameters()])",
-    ),
-    "learning_rate": _habit("before", 'for group in optimizer.param_groups:\n    group["lr"] *= 0.7'),
-    "zero_first": _habit("before", "optimizer.zero_grad()"),
-    # Gradients are there.
-    "grads": _habit("after", "side.grads()", transient=False),
-    "noisy_grads": _habit(
-        "after",
-        "for p in model.parameters():\n    if p.grad is not None:\n        p.grad.add_(0.01)",
-        transient=False,
-    ),
-    "log_grads": _habit(
-        "after",
-        'side.see("grad norm", float(sum(p.grad.float().norm() for p in model.parameters() if p.grad is not None)))',
-        transient=False,
-    ),
-    "drop_grads": _habit("after", "for p in {block}.parameters():\n    p.grad = None", transient=False),
-    "part_zero_grad": _habit("after", "{block}.zero_grad()", transient=False),
-    "torch_clip": _habit("after", "torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)", transient=False),
-    "clip_value": _habit("after", "torch.nn.utils.clip_grad_value_(model.parameters(), 0.001)", transient=False),
-    "evaluate_after": _habit("after", EVALUATE, transient=False),
-    "clip": _habit("after", 'side.see("norm", side.clip(0.05))', transient=False),
-    # Weights are new.
-    "evaluate": _habit("stepped", EVALUATE),
-    "evaluate_twice": _habit("stepped", EVALUATE + EVALUATE),
-    "evaluate_part": _habit(
-        "stepped", 'with torch.no_grad():\n    side.see("part", take_block({block}({batch_of_block})))'
-    ),
-    "evaluate_in_threads": _habit(
-        "stepped",
-        """
-        model.eval()
-        with torch.no_grad():
-            alone = [take(model, {call}(batch(side, 70 + k))) for k in range(3)]
-        found = many_threads(lambda k: take(model, {call}(batch(side, 70 + k))), 3)
-        side.see("alone", alone)
-        side.see("in threads", found)
-        model.train()
-        """,
-    ),
-    "full_params": _habit(
-        "stepped", 'for name, _ in model.named_parameters():\n    side.see(f"full {name}", side.full_param(name))'
-    ),
-    "step_twice": _habit(
-        "stepped", "optimizer.zero_grad()\nscaler.step(optimizer) if side.dtype != torch.float16 else None"
-    ),
-    "new_optimizer": _habit("stepped", "if step == 0:\n    optimizer = side.adam(model.parameters())"),
-    # How gradients are forgotten.
-    "model_zero_grad": _habit("zero", "model.zero_grad()"),
-    "to_zero": _habit("zero", "optimizer.zero_grad(set_to_none=False)"),
-}
-
-PLACES = ("setup", "before", "after", "stepped", "zero")
-
-ADAMS = {
-    "whole": "optimizer = side.adam(model.parameters())",
-    "l2": "optimizer = side.adam(model.parameters(), decoupled=False, betas=(0.8, 0.95))",
-    "groups": (
-        "named = list(model.named_parameters())\n"
-        'optimizer = side.adam([{"params": [p for _, p in named[::2]], "weight_decay": 0.0},\n'
-        '                       {"params": [p for _, p in named[1::2]], "lr": 0.005}])'
-    ),
-    "left_out": "optimizer = side.adam(list(model.parameters())[1:])",
-    "trained": "optimizer = side.adam([p for p in model.parameters() if p.requires_grad])",
-}
-"""What the optimizer is given."""

@@ -1,0 +1,154 @@
+"""Habits of drawn programs: what happens in a loop beside its objective, as source text, and what optimizers are given.
+
+A habit has one of five places: "setup" (once), "before" the objective, "after" it (gradients are there), "stepped"
+(weights are new) and "zero" (how gradients are forgotten). What stands in braces is as in ``program_objectives``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from textwrap import dedent
+
+
+@dataclass(frozen=True)
+class Habit:
+    """``transient``: it may stand beside updates that run inside backward."""
+
+    place: str
+    source: str
+    transient: bool = True
+
+
+def _habit(place: str, source: str, *, transient: bool = True) -> Habit:
+    return Habit(place, dedent(source).strip(), transient)
+
+
+EVALUATE = """
+model.eval()
+with torch.no_grad():
+    side.see("evaluation", take(model, {call}(batch(side, 70 + step))))
+model.train()
+"""
+
+HABITS: dict[str, Habit] = {
+    # Once, before the first step.
+    "scheduler": _habit("setup", "scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 4)"),
+    "collecting_hook": _habit(
+        "setup", '{block}.register_forward_hook(lambda m, a, out: side.see("hook", tensors_in(out)))'
+    ),
+    "backward_hook": _habit(
+        "setup",
+        '{block}.register_full_backward_hook(lambda m, gi, go: side.see("go", [g for g in go if g is not None]))',
+    ),
+    "input_hook": _habit("setup", "{block}.register_forward_pre_hook(lambda m, args: (args[0] * 0.5, *args[1:]))"),
+    "output_hook": _habit("setup", "{block}.register_forward_hook(lambda m, a, out: tree_map(out))"),
+    "param_hook": _habit(
+        "setup", "for p in {block}.parameters():\n    if p.requires_grad:\n        p.register_hook(lambda g: g * 0.5)"
+    ),
+    # Before the objective.
+    "evaluate_before": _habit("before", EVALUATE),
+    "inference_before": _habit(
+        "before", 'with torch.inference_mode():\n    side.see("inference", take(model, {call}(batch(side, 70 + step))))'
+    ),
+    "freeze": _habit("before", "{block}.requires_grad_(step % 2 == 1)"),
+    "unfreeze_later": _habit("before", "{block}.requires_grad_(step > 0)"),
+    "gathered_read": _habit(
+        "before",
+        """
+        with side.gathered():
+            for name, p in model.named_parameters():
+                side.see(f"gathered {name}", p)
+        """,
+    ),
+    "gathered_write": _habit(
+        "before",
+        """
+        if step == 1:
+            some = list({block}.parameters()) or list(model.parameters())
+            with torch.no_grad(), side.gathered(some, write=True):
+                for p in some:
+                    p.view(-1)[::2] *= 0.75
+        """,
+    ),
+    "norms": _habit(
+        "before",
+        'with torch.no_grad():\n    for p in model.parameters():\n        side.see("norm", p.float().square().sum())',
+    ),
+    "state_dict": _habit("before", "for name, value in model.state_dict().items():\n    side.see(name, value)"),
+    "load_state_dict": _habit(
+        "before",
+        """
+        if step == 0:
+            saved = {name: value.clone() for name, value in model.state_dict().items()}
+        if step == 2:
+            side.load(saved)
+        """,
+    ),
+    "optimizer_state": _habit("before", "optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))"),
+    "metadata": _habit(
+        "before",
+        'side.see("metadata", [str((n, p.shape, p.dtype, p.requires_grad, p.numel(), p.is_leaf)) '
+        "for n, p in model.named_parameters()])",
+    ),
+    "learning_rate": _habit("before", 'for group in optimizer.param_groups:\n    group["lr"] *= 0.7'),
+    "zero_first": _habit("before", "optimizer.zero_grad()"),
+    # Gradients are there.
+    "grads": _habit("after", "side.grads()", transient=False),
+    "noisy_grads": _habit(
+        "after",
+        "for p in model.parameters():\n    if p.grad is not None:\n        p.grad.add_(0.01)",
+        transient=False,
+    ),
+    "log_grads": _habit(
+        "after",
+        'side.see("grad norm", float(sum(p.grad.float().norm() for p in model.parameters() if p.grad is not None)))',
+        transient=False,
+    ),
+    "drop_grads": _habit("after", "for p in {block}.parameters():\n    p.grad = None", transient=False),
+    "part_zero_grad": _habit("after", "{block}.zero_grad()", transient=False),
+    "torch_clip": _habit("after", "torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)", transient=False),
+    "clip_value": _habit("after", "torch.nn.utils.clip_grad_value_(model.parameters(), 0.001)", transient=False),
+    "evaluate_after": _habit("after", EVALUATE, transient=False),
+    "clip": _habit("after", 'side.see("norm", side.clip(0.05))', transient=False),
+    # Weights are new.
+    "evaluate": _habit("stepped", EVALUATE),
+    "evaluate_twice": _habit("stepped", EVALUATE + EVALUATE),
+    "evaluate_part": _habit(
+        "stepped", 'with torch.no_grad():\n    side.see("part", take_block({block}({batch_of_block})))'
+    ),
+    "evaluate_in_threads": _habit(
+        "stepped",
+        """
+        model.eval()
+        with torch.no_grad():
+            alone = [take(model, {call}(batch(side, 70 + k))) for k in range(3)]
+        found = many_threads(lambda k: take(model, {call}(batch(side, 70 + k))), 3)
+        side.see("alone", alone)
+        side.see("in threads", found)
+        model.train()
+        """,
+    ),
+    "full_params": _habit(
+        "stepped", 'for name, _ in model.named_parameters():\n    side.see(f"full {name}", side.full_param(name))'
+    ),
+    "step_twice": _habit(
+        "stepped", "optimizer.zero_grad()\nscaler.step(optimizer) if side.dtype != torch.float16 else None"
+    ),
+    "new_optimizer": _habit("stepped", "if step == 0:\n    optimizer = side.adam(model.parameters())"),
+    # How gradients are forgotten.
+    "model_zero_grad": _habit("zero", "model.zero_grad()"),
+    "to_zero": _habit("zero", "optimizer.zero_grad(set_to_none=False)"),
+}
+
+ADAMS = {
+    "whole": "optimizer = side.adam(model.parameters())",
+    "l2": "optimizer = side.adam(model.parameters(), decoupled=False, betas=(0.8, 0.95))",
+    "groups": (
+        "named = list(model.named_parameters())\n"
+        'optimizer = side.adam([{"params": [p for _, p in named[::2]], "weight_decay": 0.0},\n'
+        '                       {"params": [p for _, p in named[1::2]], "lr": 0.005}])'
+    ),
+    "left_out": "optimizer = side.adam(list(model.parameters())[1:])",
+    "trained": "optimizer = side.adam([p for p in model.parameters() if p.requires_grad])",
+}
+"""What the optimizer is given."""
