@@ -39,7 +39,7 @@ PUBLIC = {
     "GeminiError", "BudgetExceeded", "IllegalTransition", "PlanMismatch", "StorageError", "Tier", "MemoryTrace",
     "MemoryTracer", "trace",
 }  # fmt: skip
-SOFT_LIMIT, HARD_LIMIT = 400, 420
+SOFT_LIMIT, HARD_LIMIT = 450, 540
 
 
 def module_of(path: Path) -> str:

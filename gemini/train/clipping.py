@@ -44,8 +44,12 @@ def clip_grad_norm(
     if engine.reduction is not None and max_norm != math.inf:  # without a limit, one rank may look at it alone
         engine.reduction.clippings.append(_called(float(max_norm), handles))
     chosen = engine.handles if handles is None else handles
-    total = math.sqrt(engine.gradients.total_sum(chosen)) * engine.clip_coefficient
-    total *= engine.scaling.unscale_seen(chosen)
+    left = engine.scaling.left_scaled(chosen)
+    used = [handle for handle in chosen if handle not in left] if left else chosen
+    total = math.sqrt(engine.gradients.total_sum(used)) * engine.scaling.unscale_seen(chosen)
+    if left:
+        total = math.hypot(total, math.sqrt(engine.gradients.total_sum(left)))
+    total *= engine.clip_coefficient
     if error_if_nonfinite:
         engine.gradients.check_finite(chosen)
     if math.isfinite(total):

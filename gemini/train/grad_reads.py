@@ -36,6 +36,7 @@ _BLIND = {
     for name, function in vars(nn.utils).items()
     if name.startswith("clip_") and name.endswith("_")
 }
+_ZERO_GRAD = _code(nn.Module.zero_grad)
 _warned: weakref.WeakSet[Engine] = weakref.WeakSet()
 
 
@@ -47,6 +48,8 @@ def refuse_in(function: Callable[..., Any], message: str) -> None:
 def note_grad_read(param: Any) -> None:
     """Somebody reads ``p.grad`` of a managed param at rest; three frames up is who.
 
+    ``zero_grad()`` of a part of the model would find nothing to forget: what is in the chunk is forgotten for it.
+
     Raises:
         ParamAccessError: in a function that would do nothing, silently.
     """
@@ -54,6 +57,9 @@ def note_grad_read(param: Any) -> None:
     for _ in range(3):  # the getter, perhaps a comprehension, torch's function
         if frame.f_code in _BLIND:
             raise ParamAccessError(_BLIND[frame.f_code].format(name=param._gemini.name))
+        if frame.f_code is _ZERO_GRAD and (engine := param._gemini.engine()) is not None:
+            engine.discard_grads([param._gemini])
+            return
         if frame.f_back is None:
             break
         frame = frame.f_back

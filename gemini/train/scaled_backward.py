@@ -353,6 +353,14 @@ class Scaling:
         """What gradients in the planes are multiplied by to be those of the loss."""
         return 1.0 / self.held.value
 
+    def left_scaled(self, handles: Iterable[ParamHandle]) -> list[ParamHandle]:
+        """Those whose gradients no optimizer uses, and so no scaler unscales: norms see them as they are, in torch."""
+        handles = list(handles)
+        if not self.held.by_scaler:
+            return []
+        used = {id(handle) for handle in _to_be_used(handles)}
+        return [h for h in handles if h.has_grad and id(h) not in used and h.name not in self._unscaled]
+
     def unscale_seen(self, handles: Iterable[ParamHandle]) -> float:
         """The same, for who looks at them now: 1 until ``GradScaler.unscale_``, as in torch.
 

@@ -212,7 +212,13 @@ class PlainSide(Side):
                         state["master"][changed] = param.detach().float()[changed]
 
     def _grads(self) -> Iterable[tuple[str, torch.Tensor | None]]:
-        return [(name, param.grad) for name, param in self.model.named_parameters()]
+        """As the loss gives them, as ``full_grad`` does: a scaler leaves those that no optimizer owns as they are."""
+        owned = {id(p) for o in self._optimizers[-1:] for group in o.param_groups for p in group["params"]}
+        scale = self.scaler.get_scale() if self.scaler.is_enabled() else 1.0
+        return [
+            (name, param.grad if param.grad is None or id(param) in owned else param.grad / scale)
+            for name, param in self.model.named_parameters()
+        ]
 
     def _weights(self) -> Iterable[tuple[str, torch.Tensor]]:
         return [(name, param.detach()) for name, param in self.model.named_parameters()]
