@@ -126,7 +126,9 @@ class ManagedParameter(nn.Parameter):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         params = [p for p in tensors_in((args, kwargs)) if isinstance(p, ManagedParameter)]
-        if func in (torch.autograd.grad, torch.autograd.backward):
+        if func is torch.autograd.backward:  # inputs=params: their gradients are wanted, nobody else's
+            return func(*_edges_of(args), **_edges_of(kwargs))
+        if func is torch.autograd.grad:
             raise ParamAccessError(
                 f"torch.{func.__module__.removeprefix('torch.')}.{func.__name__} with respect to managed params: their "
                 "gradients go into chunks. Use loss.backward() and model.full_grad(name)"
@@ -152,6 +154,16 @@ class ManagedParameter(nn.Parameter):
             f"managed param {self._gemini.name!r} cannot be deep-copied: "  # type: ignore[attr-defined]
             "copy the model before it is wrapped, or read it with model.full_param(name)"
         )
+
+
+def _edges_of(tree: Any) -> Any:
+    """``tree`` with the place in the graph where a managed param accumulates, instead of the param."""
+    if isinstance(tree, ManagedParameter):
+        with torch._C.DisableTorchFunctionSubclass():  # type: ignore[attr-defined]
+            return torch.autograd.graph.get_gradient_edge(tree)
+    if isinstance(tree, dict):
+        return {key: _edges_of(value) for key, value in tree.items()}
+    return type(tree)(map(_edges_of, tree)) if isinstance(tree, (list, tuple)) else tree
 
 
 def expose(chunk: Chunk, handles: list[ParamHandle]) -> None:

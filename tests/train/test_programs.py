@@ -242,6 +242,20 @@ def test_programs(make: Any, loss: Any, precision: str, where: str, tmp_path: Pa
     compare(make, where, tmp_path, loss, precision=precision, slack=2**17)
 
 
+@pytest.mark.parametrize("where", ALL_PLACEMENTS)
+def test_gradients_of_the_params_that_are_named(where: str, tmp_path: Path) -> None:
+    """``loss.backward(inputs=...)``: nobody else's."""
+    plain, model = Net(), wrap(Net(), where, tmp_path, precision="fp32")
+    for net in (plain, model):
+        loss_of(net, 0).backward(inputs=[block.router for block in net.layers])
+    for name, param in plain.named_parameters():
+        ours = model.full_grad(name)
+        assert (ours is None) == (param.grad is None), name
+        assert ours is None or same_bits(ours, param.grad), name
+    model.zero_grad()
+    engine_of(model).check_invariants()
+
+
 @pytest.mark.parametrize("where", ["disk", "standin"])
 def test_second_derivatives_need_no_more_room_than_a_step(where: str, tmp_path: Path) -> None:
     """What the first pass saves of weights is a place as well."""
