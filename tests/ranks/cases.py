@@ -45,6 +45,11 @@ class Branches(nn.Module):
         return torch.tanh(self.sometimes(x)) if both else x
 
 
+@dataclass
+class Output:
+    loss: torch.Tensor
+
+
 class SomeUnused(nn.Module):
     """Four blocks of which a batch chooses two, and how much of them; one is never taken."""
 
@@ -61,7 +66,7 @@ class SomeUnused(nn.Module):
         for index in self.paths[kind % 3]:
             x = self.layers[index](x, kind % 2 == 0)
         loss = nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
-        return type("Output", (), {"loss": loss})
+        return Output(loss)
 
 
 def make_model(family: str) -> nn.Module:
