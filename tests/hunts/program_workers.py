@@ -166,7 +166,7 @@ def _kill(worker: _Worker) -> None:
 
 
 def _work(pipe: Connection, folder: str, stacks: str) -> None:
-    with prepared(stacks):
+    with prepared(stacks), contextlib.suppress(EOFError, BrokenPipeError):  # whoever asked is gone
         torch.set_num_threads(1)
         simplest = source(Program(0))  # what is imported late, is imported now
         run_managed(simplest, 0, "fp32", "memory", Path(folder), run_plain(simplest, 0, "fp32"))
