@@ -104,6 +104,7 @@ class GeminiTrainerMixin:
         """Manage the model now, if it is not yet."""
         if not isinstance(self.model, GeminiDDP):
             self._gemini_warn_half()
+            self.model.zero_grad()  # as the Trainer does it before its first step
             steps = self.accelerator.gradient_state.plugin_kwargs
             told = steps.get("num_steps", 1)
             steps["num_steps"] = self.args.gradient_accumulation_steps  # what the Trainer keeps from accelerate

@@ -181,6 +181,8 @@ class GeminiStrategy(DDPStrategy):
         for part in module.modules():  # metrics and the like, which move their states themselves
             if type(part)._apply is not torch.nn.Module._apply and not any(True for _ in part.parameters()):
                 part.to(root)
+        if fitting and module.automatic_optimization:
+            module.zero_grad()  # as Lightning does it before the first backward of every step
         return GeminiDDP(module, config)
 
     def setup_optimizers(self, trainer: pl.Trainer) -> None:

@@ -9,6 +9,7 @@ it is read completely, and its checksums compared, before the first byte of the 
 from __future__ import annotations
 
 import os
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 from torch import nn
 
 from gemini.errors import GeminiError
+from gemini.interrupts import WHOLE
 from gemini.planning.planes import PlaneKind
 from gemini.ranks.agreement import Point
 from gemini.train import checkpoint_files as files
@@ -102,7 +104,8 @@ def load_checkpoint(
     """Make ``model``, ``optimizer`` and ``scheduler`` what they were; returns ``extra``.
 
     Budgets, tiers and the number of ranks may be others than when it was saved. Rank r takes the RNG states of the
-    saved rank r; ranks beyond the saved ones keep their own. With several ranks all of them call it.
+    saved rank r; ranks beyond the saved ones keep their own. With several ranks all of them call it. Ctrl-C while the
+    model is overwritten takes effect when all of it is.
 
     Raises:
         StorageError: if it is missing, damaged, or holds what :func:`save_checkpoint` does not write; nothing was
@@ -133,15 +136,16 @@ def load_checkpoint(
     everyone = None if engine.shards is None else engine.shards.ranks.everyone
     share = (0, 1) if everyone is None else (everyone.rank, everyone.size)
     reader = checkpoint_read.Reader(manifest, opened, share)
-    planner = checkpoint_read.Planner(engine, sources_of(engine))
-    try:
-        group = group_for(engine)
-        checkpoint_ranks.load(planner, reader, group, f"loading the checkpoint {path}")
-        rest.put_back(share[0])
-    except BaseException as e:
-        if planner.started:
-            engine.mark_lost(e)
-        raise
+    with ExitStack() as writing:
+        planner = checkpoint_read.Planner(engine, sources_of(engine), lambda: writing.enter_context(WHOLE))
+        try:
+            group = group_for(engine)
+            checkpoint_ranks.load(planner, reader, group, f"loading the checkpoint {path}")
+            rest.put_back(share[0])
+        except BaseException as e:
+            if planner.started:
+                engine.mark_lost(e)
+            raise
     return rest.extra
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import os
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -108,10 +109,14 @@ class Reader(StorageReader):
 
 
 class Planner(LoadPlanner):
-    """What this rank needs, as ranges of at most a tile. ``started``: planes are being overwritten."""
+    """What this rank needs, as ranges of at most a tile. ``started``: planes are being overwritten.
 
-    def __init__(self, engine: Engine, sources: dict[str, Source]):
-        self._engine, self._sources = engine, sources
+    Args:
+        begin: called when all has been checked, before the first write.
+    """
+
+    def __init__(self, engine: Engine, sources: dict[str, Source], begin: Callable[[], object]):
+        self._engine, self._sources, self._begin = engine, sources, begin
         self._metadata = Metadata({})
         self._items: list[ReadItem] = []
         self._absent: list[Source] = []
@@ -150,6 +155,7 @@ class Planner(LoadPlanner):
 
     def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
         """All ranks are ready: from here on planes are overwritten."""
+        self._begin()
         self.started = True
         for source in self._absent:
             self._clear(source)

@@ -92,7 +92,7 @@ class Rest:
             for buffer, value in self._buffers:
                 buffer.copy_(value)
         for group, saved in zip(optimizer.param_groups, self._groups, strict=True):
-            group.update({key: value for key, value in saved.items() if key != "params"})
+            group.update(saved)
         load_plain_states(optimizer, self._plain)
         if self._scheduler is not None:
             self._scheduler.load_state_dict(self._state)

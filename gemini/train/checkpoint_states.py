@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from gemini import kernels
 from gemini.errors import PlanMismatch
 from gemini.train.guard import handle_of
 from gemini.train.optimizer import HybridAdam
+from gemini.train.optimizer_checks import check_decay, check_group, loaded_group
 from gemini.train.plain_data import plain_form
 from gemini.train.tensor_file import Malformed
 
@@ -48,11 +48,11 @@ def plain_states(optimizer: HybridAdam) -> dict[str, Any]:
 
 
 def check_groups(path: Path, saved: Any, here: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Saved groups, if an optimizer whose groups are ``here`` can go on with them.
+    """What of saved groups is to be taken over, if an optimizer whose groups are ``here`` can go on with them.
 
     Raises:
         Malformed: if they hold what no optimizer can have.
-        PlanMismatch: if they are of other params.
+        PlanMismatch: if they are of other params, or of Adam here and of AdamW there.
     """
     if not isinstance(saved, list) or not all(isinstance(group, dict) for group in saved):
         raise Malformed("groups is not a list of groups")
@@ -67,22 +67,16 @@ def check_groups(path: Path, saved: Any, here: list[dict[str, Any]]) -> list[dic
         )
     for i, (group, ours) in enumerate(zip(saved, here, strict=True)):
         try:
-            _check_hyper(group)
+            check_group(group, f"groups[{i}]")
             both = {key: plain_form(value) for key, value in ours.items() if key in group}
             check_alike(both, group, f"groups[{i}]", finite=True, settled=False)
         except (TypeError, ValueError, KeyError, OverflowError) as e:
             raise Malformed(f"groups[{i}] is of no optimizer: {e}") from e
-    return saved
-
-
-def _check_hyper(group: dict[str, Any]) -> None:
-    given = [group["lr"], *group["betas"], group["eps"], group["weight_decay"]]
-    if not all(_is_number(number) and math.isfinite(float(number)) for number in given):
-        raise Malformed(f"lr, betas, eps and weight_decay are {given}, and no finite numbers")
-    if not isinstance(group.get("decoupled", True), bool):
-        raise Malformed("decoupled is neither True nor False")
-    lr, beta1, beta2, eps, weight_decay = (float(number) for number in given)
-    kernels.AdamHyper(lr=lr, beta1=beta1, beta2=beta2, eps=eps, weight_decay=weight_decay, step=1)
+        try:
+            check_decay(group, ours, f"its group {i}")
+        except ValueError as e:
+            raise PlanMismatch(f"{path} was saved with the other kind of weight decay: {e}") from e
+    return [loaded_group(group) for group in saved]
 
 
 def check_alike(here: Any, saved: Any, where: str, *, finite: bool, settled: bool) -> None:

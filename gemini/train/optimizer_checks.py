@@ -190,9 +190,19 @@ def _check_loaded_group(group: Group, mine: Group, what: str) -> None:
             f"{what} is of {other}: HybridAdam loads states of its own, of torch.optim.AdamW, and with decoupled=False "
             "of torch.optim.Adam"
         )
-    there = group.get("decoupled", group.get("decoupled_weight_decay"))
     here = mine.get("decoupled", True)
     check_group({**mine, **group, "decoupled": here, "decoupled_weight_decay": here}, what)
+    check_decay(group, mine, what)
+
+
+def check_decay(group: Group, mine: Group, what: str) -> None:
+    """Refuse a loaded group that decays weights in the other one of both ways.
+
+    Raises:
+        ValueError: saying how this optimizer is to be made.
+    """
+    there = group.get("decoupled", group.get("decoupled_weight_decay"))
+    here = mine.get("decoupled", True)
     if there is not None and bool(there) is not here and float(group.get("weight_decay", 0)) != 0:
         kinds = {True: "decoupled weight decay (AdamW)", False: "L2 weight decay (Adam)"}
         raise ValueError(

@@ -26,13 +26,15 @@ def refuse_unwrappable(model: nn.Module, managed_class: Callable[[type[nn.Module
 
     Raises:
         TypeError: for kinds of modules and tensors that cannot be served.
-        ValueError: for params and buffers without values, and for params that share memory.
+        ValueError: for params and buffers without values, for params that share memory, and for gradients that are
+            not zero.
     """
     for path, module in model.named_modules():
         _check_module(path, module)
     for name, param in model.named_parameters():
         if handle_of(param) is None:  # one of another managed model is refused as that
             _check_param(name, param)
+            _check_grad(name, param)
     for name, buffer in model.named_buffers():
         _check_buffer(name, buffer)
     _check_memory(model)
@@ -86,6 +88,17 @@ def _check_param(name: str, param: torch.Tensor) -> None:
         raise ValueError(
             f"param {name!r} is the result of a computation ({param.grad_fn}), so that gradients do not end at it: "
             "register an nn.Parameter, param.detach().clone() for example"
+        )
+
+
+def _check_grad(name: str, param: torch.Tensor) -> None:
+    """Refuse a gradient that is there: the next backward would add to it, and chunks begin without any."""
+    grad = param.grad
+    if grad is not None and not grad.is_meta and bool((grad._values() if grad.is_sparse else grad).any()):
+        raise ValueError(
+            f"param {name!r} has a gradient already, which the next backward would add to, and managed params begin "
+            "without one. Call zero_grad() before GeminiDDP(model) if it has been used, else wrap before the backward "
+            "that it is of"
         )
 
 

@@ -226,6 +226,15 @@ def test_a_model_init_and_training_twice(tmp_path: Path) -> None:
     assert again.optimizer.optimizer.full_state("lm_head.weight")["step"] == 4
 
 
+def test_gradients_from_before_are_dropped_as_the_trainer_does(tmp_path: Path) -> None:
+    trainer, other = (make(tmp_path / each, max_steps=1, save_strategy="no")[0] for each in ("with", "without"))
+    for param in trainer.model.parameters():
+        param.grad = torch.ones_like(param)
+    trainer.train()
+    other.train()
+    assert_same_run(trainer, other)
+
+
 def test_metrics_prediction_and_callbacks(tmp_path: Path) -> None:
     def accuracy(prediction: Any) -> dict[str, float]:
         return {"accuracy": float((prediction.predictions.argmax(-1) == prediction.label_ids).mean())}

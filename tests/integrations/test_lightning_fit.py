@@ -189,6 +189,21 @@ def test_a_step_that_is_left_out_and_gradients_that_are_not_kept() -> None:
         fit(Tiny(), GeminiStrategy(config("bf16", gradients="transient")), gradient_clip_val=1.0)
 
 
+def test_gradients_from_before_are_dropped_as_lightning_does() -> None:
+    module, other = Tiny(), Tiny()
+    for param in module.parameters():
+        param.grad = torch.ones_like(param)
+    fit(module, num=4)
+    fit(other, num=4)
+    assert_same(state_of(module), state_of(other))
+    manual = Tiny()
+    manual.automatic_optimization = False
+    for param in manual.parameters():
+        param.grad = torch.ones_like(param)
+    with pytest.raises(ValueError, match="has a gradient already"):
+        fit(manual, num=4)
+
+
 def test_gradients_that_would_not_be_found_are_not_looked_for() -> None:
     class Looking(Tiny):
         def on_before_optimizer_step(self, optimizer: Any) -> None:

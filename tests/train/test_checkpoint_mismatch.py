@@ -124,3 +124,17 @@ def test_params_that_fp16_has_no_master_of(tmp_path: Path) -> None:
     with pytest.raises(gemini.PlanMismatch, match="was frozen when .* was saved, which has no fp32 master"):
         gemini.load_checkpoint(tmp_path / "ckpt", other, run.optimizer)
     assert_same_snapshot(before, snapshot(other))
+
+
+def test_the_other_way_to_decay_weights(tmp_path: Path) -> None:
+    """Without weight decay both are the same, and the optimizer stays what it was made as."""
+    run = Tiny(tmp_path)
+    run.save(tmp_path / "ckpt")
+    run.train()
+    first, second = run.optimizer.param_groups
+    assert first["weight_decay"] and not second["weight_decay"]
+    second["decoupled"] = False
+    run.load(tmp_path / "ckpt")
+    assert second["decoupled"] is False
+    first["decoupled"] = False
+    assert_refused(run, tmp_path / "ckpt", r"HybridAdam\(\.\.\., decoupled=True\)", gemini.PlanMismatch)

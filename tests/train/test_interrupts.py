@@ -17,7 +17,7 @@ from gemini import interrupts, kernels
 from gemini.grad_mode import call_with_grad, call_without_grad, without_grad
 from gemini.interrupts import WHOLE
 from gemini.memory.mover import Mover
-from gemini.train import by_name, guard
+from gemini.train import by_name, checkpoint_read, checkpoint_rest, guard
 from tests.train.helpers import (
     PLACEMENTS,
     Blocks,
@@ -249,6 +249,29 @@ def test_a_loaded_optimizer_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyP
     for name, own in snapshot(other).items():
         for kind in ("exp_avg", "exp_avg_sq", "step"):
             assert torch.equal(snapshot(model)[name][kind], own[kind])
+
+
+@pytest.mark.parametrize("where", ["ram", "disk"])
+def test_a_loaded_checkpoint_is_whole(where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At its first write, and at what comes back after the last one; before the first write it takes effect at once."""
+    model, other = wrap(where, tmp_path), wrap(where, tmp_path)
+    optimizer, theirs = adam(model), adam(other, lr=0.5)
+    train(other, theirs, [1, 2], squares)
+    gemini.save_checkpoint(tmp_path / "ckpt", other, theirs, extra="whole")
+    for owner, name, whole in (
+        (checkpoint_read, "compare_sums", False),
+        (checkpoint_read.Planner, "commit_tensor", True),
+        (checkpoint_rest, "load_plain_states", True),
+    ):
+        train(model, optimizer, [0], squares)
+        before = snapshot(model)
+        with monkeypatch.context() as patch:
+            at_call(patch, owner, name, 1)
+            with pytest.raises(KeyboardInterrupt):
+                gemini.load_checkpoint(tmp_path / "ckpt", model, optimizer)
+        assert_same_snapshot(snapshot(other) if whole else before, snapshot(model))
+        assert optimizer.param_groups[0]["lr"] == (0.5 if whole else 1e-2)
+        model._gemini_engine.check_whole()
 
 
 # ---- the mechanism ---------------------------------------------------------------------------------------------------

@@ -59,6 +59,13 @@ def with_attribute() -> nn.Module:
     return net
 
 
+def with_gradient() -> nn.Module:
+    net = Net()
+    net.a.weight.grad = torch.zeros(8, 8)  # as zero_grad(set_to_none=False) leaves it
+    net.b.bias.grad = torch.full((8,), float("nan"))
+    return net
+
+
 def in_inference_mode() -> nn.Module:
     with torch.inference_mode():
         return Net()
@@ -102,6 +109,7 @@ KINDS: dict[str, tuple[Callable[[], nn.Module], type[Exception], str]] = {
     "seen by a buffer": (
         lambda: with_buffer(lambda net: net.a.weight.data[1]), ValueError, "a.weight' and 'b.seen' share memory",
     ),
+    "a gradient": (with_gradient, ValueError, r"param 'b\.bias' has a gradient already.*zero_grad\(\) before"),
     "seen by an attribute": (with_attribute, ValueError, r"'a\.weight' and 'b\.kept' share memory.*Compute it"),
 }  # fmt: skip
 
@@ -117,7 +125,7 @@ def looks(model: nn.Module) -> Any:
     """All of a model that a wrap would change."""
     return (
         type(model), set(vars(model)),
-        [(name, id(p), type(p), p.dtype, len(getattr(p, "_post_accumulate_grad_hooks", 0) or ()), "_gemini" in vars(p))
+        [(name, id(p), id(p.grad) if p.is_leaf else 0, type(p), p.dtype, len(getattr(p, "_post_accumulate_grad_hooks", 0) or ()), "_gemini" in vars(p))
          for name, p in model.named_parameters()],
         [(name, id(buffer)) for name, buffer in model.named_buffers()],
         [(len(m._forward_hooks), len(m._forward_pre_hooks)) for m in model.modules()],
@@ -155,6 +163,7 @@ RIGHT: dict[str, Callable[[], nn.Module]] = {
     "spectral_norm": lambda: Net(nn.utils.spectral_norm(nn.Linear(8, 8))),
     "weight_norm": lambda: Net(nn.utils.parametrizations.weight_norm(nn.Linear(8, 8))),
     "a hook on a param": lambda: hooked(),
+    "gradients of zeros": lambda: with_zeros(),
     "a sparse buffer": lambda: with_buffer(lambda net: torch.eye(3).to_sparse()),
 }
 
@@ -168,6 +177,12 @@ def of_columns(matrix: torch.Tensor) -> nn.Module:
 def hooked() -> nn.Module:
     net = Net()
     net.a.weight.register_hook(lambda grad: grad.clamp(-1e-3, 1e-3))
+    return net
+
+
+def with_zeros() -> nn.Module:
+    net = Net()
+    net.a.weight.grad = torch.zeros(8, 8)
     return net
 
 
