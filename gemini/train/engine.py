@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from gemini.config import GeminiConfig
-from gemini.errors import GeminiError
+from gemini.errors import BudgetExceeded, GeminiError
 from gemini.interrupts import WHOLE
 from gemini.memory.chunk import Chunk
 from gemini.memory.device import make_device
@@ -342,7 +342,12 @@ class Engine:
 
     def acquire(self, chunk: Chunk) -> None:
         """Gather the weights of a chunk and keep them there until :meth:`release`."""
-        self.manager.acquire(chunk)
+        try:
+            self.manager.acquire(chunk)
+        except BudgetExceeded as e:
+            if self.reduction is None or self.reduction.reduces:
+                raise
+            raise self.reduction.without_room(e) from e
 
     def release(self, chunk: Chunk) -> None:
         """Unpin."""

@@ -163,7 +163,7 @@ def _edges_of(tree: Any) -> Any:
             return torch.autograd.graph.get_gradient_edge(tree)
     if isinstance(tree, dict):
         return {key: _edges_of(value) for key, value in tree.items()}
-    return type(tree)(map(_edges_of, tree)) if isinstance(tree, (list, tuple)) else tree
+    return [_edges_of(value) for value in tree] if isinstance(tree, (list, tuple)) else tree
 
 
 def expose(chunk: Chunk, handles: list[ParamHandle]) -> None:

@@ -243,10 +243,7 @@ class Reduction:
             except BudgetExceeded as e:
                 if not self.reduces:
                     spare.append(window)
-                    raise BudgetExceeded(
-                        f"{e}. Inside no_sync() whole gradients are kept on every rank, 4 bytes per param: leave it "
-                        "out (gradients are then divided after each backward) or raise the budget"
-                    ) from e
+                    raise self.without_room(e) from e
                 if not self._whole:
                     spare.append(window)
                     raise
@@ -254,6 +251,13 @@ class Reduction:
         whole = _WholeGradient(window, dtype)
         self._whole[chunk.spec.index] = whole
         return whole
+
+    def without_room(self, error: BudgetExceeded) -> BudgetExceeded:
+        """What to say of it inside ``no_sync``: whole gradients may be what takes the room."""
+        return BudgetExceeded(
+            f"{error}. Inside no_sync() whole gradients are kept on every rank, 4 bytes per param: leave it "
+            "out (gradients are then divided after each backward) or raise the budget"
+        )
 
     def _close(self, index: int) -> None:
         window = self._whole.pop(index).window
