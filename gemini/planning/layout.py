@@ -129,6 +129,11 @@ def _round_up(n: int, to: int) -> int:
     return -(-n // to) * to
 
 
+def _room(spec: ParamSpec) -> int:
+    """Elements that a param takes: whole pages, and one for a param without elements too, so that no chunk is empty."""
+    return _round_up(max(spec.numel, 1), ALIGN)
+
+
 def make_layout(
     params: Sequence[ParamSpec],
     *,
@@ -142,7 +147,7 @@ def make_layout(
     is a multiple of ``ranks``, and each rank's shard of it a whole number of pages in every plane.
 
     Raises:
-        ValueError: without params, with a repeated name, or a param without elements.
+        ValueError: without params, with a repeated name, or a negative number of elements.
     """
     if not params:
         raise ValueError("the model has no params: there is nothing to manage")
@@ -154,17 +159,17 @@ def make_layout(
         start, slots = 0, []
         for spec in run:
             slots.append(Slot(spec.name, start, spec.numel))
-            start += _round_up(spec.numel, ALIGN)
+            start += _room(spec)
         numel = _round_up(start, ranks * ALIGN)
         chunks.append(ChunkSpec(len(chunks), tuple(slots), numel, run[0].trainable))
 
     for run in _runs(params):
-        total = sum(_round_up(p.numel, ALIGN) for p in run)
+        total = sum(_room(p) for p in run)
         pieces = -(-total // max_chunk)
         piece: list[ParamSpec] = []
         filled = done = num_closed = 0
         for spec in run:
-            size = _round_up(spec.numel, ALIGN)
+            size = _room(spec)
             # The cut nearest to an even split; a param is never divided.
             past_cut = (done + filled + size / 2) * pieces > total * (num_closed + 1)
             if piece and (past_cut or filled + size > max_chunk):
@@ -184,8 +189,8 @@ def _runs(params: Sequence[ParamSpec]) -> list[list[ParamSpec]]:
     for _, stretch in groupby(params, key=lambda spec: block_of(spec.name)):
         by_kind: dict[bool, list[ParamSpec]] = {}
         for spec in stretch:
-            if spec.numel <= 0:
-                raise ValueError(f"param {spec.name!r} has no elements (a shape with a zero): it cannot be managed")
+            if spec.numel < 0:
+                raise ValueError(f"param {spec.name!r} has {spec.numel} elements")
             by_kind.setdefault(spec.trainable, []).append(spec)
         runs += by_kind.values()
     return runs

@@ -108,6 +108,8 @@ class _Export:
 def _mapped(engine: Engine, handle: ParamHandle, directory: Path) -> torch.Tensor:
     """The weights in the compute dtype, each param a storage of its own (transformers tells ties by storages)."""
     plane, slot = handle.chunk.weights, handle.slot
+    if not slot.numel:  # no file of no bytes can be mapped
+        return torch.empty(handle.param.shape, dtype=COMPUTE_DTYPES[engine.config.precision], device="cpu")
     if engine.shards is not None and engine.shards.ranks.size > 1:
         return _received(engine, handle, directory)
     if plane.dtype != COMPUTE_DTYPES[engine.config.precision]:

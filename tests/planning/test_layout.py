@@ -211,12 +211,19 @@ def test_blocks_by_name(name: str, block: str) -> None:
     assert block_of(name) == block
 
 
+def test_a_param_without_elements_has_a_page_of_its_own() -> None:
+    layout = make_layout([ParamSpec("a", 0), ParamSpec("b", 1), ParamSpec("layers.0.none", 0)])
+    assert [(c.numel, [(s.name, s.start, s.numel) for s in c.slots]) for c in layout.chunks] == [
+        (2 * ALIGN, [("a", 0, 0), ("b", ALIGN, 1)]), (ALIGN, [("layers.0.none", 0, 0)]),
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("params", "says"),
     [
         ([], "no params"),
         ([ParamSpec("a", 1), ParamSpec("a", 1)], "twice"),
-        ([ParamSpec("a", 1), ParamSpec("layers.0.none", 0)], "'layers.0.none' has no elements"),
+        ([ParamSpec("a", 1), ParamSpec("layers.0.less", -1)], "'layers.0.less' has -1 elements"),
     ],
 )
 def test_what_cannot_be_laid_out_is_refused(params: list[ParamSpec], says: str) -> None:

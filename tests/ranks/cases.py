@@ -51,7 +51,7 @@ class Output:
 
 
 class SomeUnused(nn.Module):
-    """Four blocks of which a batch chooses two, and how much of them; one is never taken."""
+    """Four blocks of which a batch chooses two, and how much of them; one is never taken. And a param of nothing."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,13 +59,15 @@ class SomeUnused(nn.Module):
         self.embed = nn.Embedding(models.VOCAB, 32)
         self.layers = nn.ModuleList(Branches() for _ in range(4))
         self.head = nn.Linear(32, models.VOCAB)
+        self.nothing = nn.Parameter(torch.empty(0, 32))
         self.paths = ((0, 1), (1, 2), (2, 0))
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> Any:
         x, kind = self.embed(input_ids), int(input_ids.sum())
         for index in self.paths[kind % 3]:
             x = self.layers[index](x, kind % 2 == 0)
-        loss = nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+        x = torch.cat((self.head(x), x @ self.nothing.t()), dim=-1)
+        loss = nn.functional.cross_entropy(x.flatten(0, 1), labels.flatten())
         return Output(loss)
 
 
