@@ -25,6 +25,7 @@ from gemini.train.containers import iter_tensors, map_tensors
 from gemini.train.guard import handle_of
 from gemini.train.injected import refuse_injected
 from gemini.train.reading import is_a, params_read_by, readers
+from gemini.train.renormalized import renormalized_by, resident_chunks, taking_over
 from gemini.train.scaled_backward import ScaleGradient
 from gemini.train.transforms import is_transforming
 
@@ -62,11 +63,12 @@ def _attach_parts(model: nn.Module, engine: Engine, hooks: list[Any]) -> None:
     for path, module, params in readers(model):
         chunks, resident = _chunks_to_gather(params), waits.get(path, ())
         entrance = ENTRANCE.fullmatch(path) is not None
+        rewritten = renormalized_by(module)
         if is_a(type(module), "ParamWrapper"):
             hooks.append(module.register_forward_hook(_after_parametrization, always_call=True))
-        if module is not model and (chunks or (entrance and any(True for _ in module.parameters()))):
-            pre = _pre(ref, chunks, resident, is_entrance=entrance)
-            hooks += hook_around(module, pre, _post(ref, is_root=False))
+        if module is not model and (chunks or rewritten or (entrance and any(True for _ in module.parameters()))):
+            pre = _pre(ref, chunks, (*resident, *resident_chunks(rewritten)), is_entrance=entrance)
+            hooks += hook_around(module, *taking_over(ref, rewritten, pre, _post(ref, is_root=False)))
 
 
 def _chunks_to_gather(params: tuple[nn.Parameter, ...]) -> tuple[Chunk, ...]:
@@ -117,6 +119,7 @@ def _attach_root(model: nn.Module, engine: Engine, hooks: list[Any]) -> None:
     ref = weakref.ref(engine)
     own = tuple(param for param in params_read_by(model))
     resident = _chunks_to_await(model).get("", ()) if engine.config.overlap else ()
+    resident += resident_chunks(renormalized_by(model))
     begin = _pre(ref, _chunks_to_gather(own), resident, is_entrance=True)
     compiled = CompiledParts(model)
 
@@ -131,8 +134,9 @@ def _attach_root(model: nn.Module, engine: Engine, hooks: list[Any]) -> None:
             compiled.note(module)
         begin(module, args)
 
-    hooks.append(model.register_forward_pre_hook(root_pre, prepend=True))
-    hooks.append(model.register_forward_hook(_post(ref, is_root=True), always_call=True))
+    pre, post = taking_over(ref, renormalized_by(model), root_pre, _post(ref, is_root=True))
+    hooks.append(model.register_forward_pre_hook(pre, prepend=True))
+    hooks.append(model.register_forward_hook(post, always_call=True))
 
 
 def follow_compiled(model: nn.Module, engine: Engine) -> None:

@@ -28,6 +28,7 @@ from gemini.ranks.group import Ranks, checksum_of
 from gemini.tiers import Tier
 from gemini.train.compiled import compiled_part
 from gemini.train.guard import handle_of, optimizer_of
+from gemini.train.renormalized import refuse_on_ranks
 from gemini.train.structure import structural_trace
 from gemini.version import __version__
 
@@ -90,13 +91,15 @@ def prepare(model: nn.Module, config: GeminiConfig, ranks: Ranks, *, filled: boo
 
     Raises:
         RankMismatch: if ranks differ.
-        ValueError: for settings that do not go with replicas.
+        ValueError: for settings that do not go with replicas, and modules that do not go with ranks.
     """
     if ranks.replicas is not None and config.gradients == "transient":
         raise ValueError(
             'gradients="transient" updates inside backward, when only the ranks of one replica have added up their '
             'gradients: with a 2-D mesh use gradients="retain" or "accumulate", or a mesh of one dimension'
         )
+    if ranks.size > 1 or ranks.num_replicas > 1:
+        refuse_on_ranks(model)
     named = collect_params(model)  # before weights are compared: what cannot be managed has none that could be
     params = {
         name: f"{tuple(param.shape)} {param.dtype}{'' if param.requires_grad else ' frozen'}"

@@ -287,6 +287,15 @@ def test_a_model_that_cannot_be_managed_is_refused_as_in_one_process(pool_of: Po
         assert "is on the meta device" in text
 
 
+def start_with_max_norm() -> None:
+    wrap(torch.nn.Sequential(torch.nn.Embedding(8, 8, max_norm=1.0)))
+
+
+def test_embeddings_that_each_rank_would_rewrite_are_refused(pool_of: Pools) -> None:
+    for text in messages(pool_of(2).outcomes(start_with_max_norm), "ValueError"):
+        assert "'0' (Embedding) has max_norm=1.0" in text and "gathered([weight]" in text
+
+
 def weights_of_other_seeds() -> bool:
     torch.manual_seed(dist.get_rank())
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8))

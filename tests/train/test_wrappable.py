@@ -126,7 +126,8 @@ def looks(model: nn.Module) -> Any:
     return (
         type(model), set(vars(model)),
         [(name, id(p), id(p.grad) if p.is_leaf else 0, type(p), p.dtype, "_gemini" in vars(p),
-          len(getattr(p, "_post_accumulate_grad_hooks", 0) or ())) for name, p in model.named_parameters()],
+          len(getattr(p, "_post_accumulate_grad_hooks", 0) or ()))
+         for name, p in model.named_parameters()],
         [(name, id(buffer)) for name, buffer in model.named_buffers()],
         [(len(m._forward_hooks), len(m._forward_pre_hooks)) for m in model.modules()],
     )  # fmt: skip
