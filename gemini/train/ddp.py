@@ -75,15 +75,16 @@ class GeminiDDP(nn.Module):
         """The forward. Whatever an interrupt has left open in it ends here: hooks do not run after one, and a
         ``torch.no_grad()`` of the model's may not have.
         """
-        before, calls = torch.is_grad_enabled(), _engine(self).calls
-        depth = calls.depth
+        before, engine = torch.is_grad_enabled(), _engine(self)
+        depth = engine.calls.depth
         try:
             return super().__call__(*args, **kwargs)
         except BaseException as e:
             torch._C._set_grad_enabled(before)
-            calls.unwind(depth)
+            with engine.lock:
+                engine.calls.unwind(depth)
             if isinstance(e, RuntimeError):
-                _engine(self).saved_weights.refuse_transform(e)
+                engine.saved_weights.refuse_transform(e)
             raise
 
     @contextlib.contextmanager
