@@ -146,6 +146,15 @@ class PlainSide(Side):
                 param.register_post_accumulate_grad_hook(_to_fp32)
         super().__init__(model, precision)
         self._optimizers: list[gemini.HybridAdam] = []
+        for module in model.modules():
+            if getattr(module, "max_norm", None) is not None:
+                self._follow_max_norm(module)
+
+    def _follow_max_norm(self, module: Any) -> None:
+        """What an embedding rewrites in its forward loses the other half of its master too."""
+        before: list[torch.Tensor] = []
+        module.register_forward_pre_hook(lambda *_: before.append(module.weight.detach().clone()))
+        module.register_forward_hook(lambda *_: self._note_rewritten(module.weight, before.pop()))
 
     def adam(self, params: Any, **how: Any) -> gemini.HybridAdam:
         optimizer = gemini.HybridAdam(params, **{"lr": 0.02, "weight_decay": 0.1, **how})
@@ -203,13 +212,16 @@ class PlainSide(Side):
         if write:
             _written(params)
             for param, old in zip(params, before, strict=True):
-                changed = param.detach() != old
-                for optimizer in self._optimizers:
-                    state = optimizer.state.get(param, {})
-                    if "residual" in state:
-                        state["residual"][changed] = 0
-                    if "master" in state:
-                        state["master"][changed] = param.detach().float()[changed]
+                self._note_rewritten(param, old)
+
+    def _note_rewritten(self, param: torch.Tensor, old: torch.Tensor) -> None:
+        changed = param.detach() != old
+        for optimizer in self._optimizers:
+            state = optimizer.state.get(param, {})
+            if "residual" in state:
+                state["residual"][changed] = 0
+            if "master" in state:
+                state["master"][changed] = param.detach().float()[changed]
 
     def _grads(self) -> Iterable[tuple[str, torch.Tensor | None]]:
         """As the loss gives them, as ``full_grad`` does: a scaler leaves those that no optimizer owns as they are."""
