@@ -142,8 +142,12 @@ class HybridAdam(torch.optim.Optimizer):
     def _step(self) -> None:
         plain: list[tuple[nn.Parameter, Group]] = []
         managed: list[tuple[ParamHandle, Group]] = []
+        refusal: ValueError | None = None
         for number, group in enumerate(self.param_groups):
-            check_group(group, f"param group {number}")
+            try:
+                check_group(group, f"param group {number}")
+            except ValueError as e:
+                refusal = refusal or e
             for param in group["params"]:
                 handle = handle_of(param)
                 if handle is not None:
@@ -152,9 +156,11 @@ class HybridAdam(torch.optim.Optimizer):
                     if param.grad.is_sparse:
                         raise GeminiError("HybridAdam has no sparse gradients: build the embedding with sparse=False")
                     plain.append((param, group))
+        if refusal is not None and not managed:
+            raise refusal
         if managed:
             self._check_owned()
-            self._step_managed(managed)
+            self._step_managed(managed, refusal)
         for param, group in plain:
             self._step_plain(param, group)
 
@@ -295,7 +301,8 @@ class HybridAdam(torch.optim.Optimizer):
         scale = 1.0 if grad is not None else engine.clip_coefficient * engine.grad_unscale * handle.clip
         return Segment(handle, _hyper(group, handle.num_steps + 1, scale), grad)
 
-    def _step_managed(self, managed: list[tuple[ParamHandle, Group]]) -> None:
+    def _step_managed(self, managed: list[tuple[ParamHandle, Group]], refusal: ValueError | None) -> None:
+        """``refusal``: what is wrong with this rank's groups; ranks that differ are told first that they do."""
         engine = self._engine_of(handle.param for handle, _ in managed)
         assert engine is not None
         self._check_mode(engine)
@@ -303,6 +310,8 @@ class HybridAdam(torch.optim.Optimizer):
         engine.recover_if_interrupted()
         engine.updates.unseen.look(engine)
         agree_on_step(engine, self)
+        if refusal is not None:
+            raise refusal
         ready = [(handle, group) for handle, group in managed if handle.has_grad]
         handles = [handle for handle, _ in ready]
         engine.scaling.check_unscaled(handles)

@@ -1,7 +1,8 @@
 """Run one program on both sides and say how it ended.
 
 ``right``: the managed side saw the plain loop's bits, and left them behind. ``refused``: a clear error, and what was
-seen before it is right. ``torch refuses``: the plain program fails, and so does the managed one. The rest are findings:
+seen before it is right. ``torch refuses``: the plain program fails, and so does the managed one. ``warned``: it works
+with ``p.grad`` after a backward, which is None, and was told so. The rest are findings:
 ``SILENT`` (other bits without an error), ``RAW`` (an error that nobody meant for users, or that does not say what to
 do), ``HANG``, and ``GOES ON`` (plain torch refuses, the managed program does not).
 """
@@ -27,9 +28,9 @@ import gemini
 from gemini.errors import GeminiError, IllegalTransition
 from tests.hunts.program_sides import PLACEMENTS, ManagedSide, PlainSide, Side, first_difference, round_weights
 
-RIGHT, REFUSED, BOTH = "right", "refused", "torch refuses"
+RIGHT, REFUSED, BOTH, WARNED = "right", "refused", "torch refuses", "warned"
 SILENT, RAW, HANG, GOES_ON = "SILENT", "RAW", "HANG", "GOES ON"
-OUTCOMES = (RIGHT, REFUSED, BOTH, SILENT, RAW, HANG, GOES_ON)
+OUTCOMES = (RIGHT, REFUSED, BOTH, WARNED, SILENT, RAW, HANG, GOES_ON)
 FAILURES = (SILENT, RAW, HANG)
 
 
@@ -99,7 +100,7 @@ def run_side(text: str, name: str, make_side: Any, precision: str) -> Ran:
             ran.frames = tuple(frame.filename for frame in traceback.extract_tb(e.__traceback__))
             ran.error = e.with_traceback(None)
             ran.error.__cause__ = ran.error.__context__ = None
-    ran.warned = tuple(str(w.message) for w in caught if "gemini" in str(w.filename) or "emini" in str(w.message))
+    ran.warned = tuple(str(w.message) for w in caught if "gemini" in str(w.filename) or "managed" in str(w.message))
     if side is not None:
         ran.seen = side.seen
     del side
@@ -136,6 +137,8 @@ def judge(plain: Ran, ran: Ran) -> Result:
     if different is not None:
         label = re.sub(r"\d+|\[\d+\]", "", different.split(":")[0])
         then = "" if ran.error is None else f"; then {type(ran.error).__name__}: {ran.error}"
+        if any(warning.startswith("p.grad of managed param") for warning in ran.warned):
+            return Result(0, "", "", WARNED, different + warned + then, "p.grad")
         return Result(
             0, "", "", SILENT, different + warned + then, re.sub(r"(?<=gradient|..weight|..buffer) .*", "", label)
         )
