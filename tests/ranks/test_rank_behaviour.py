@@ -246,6 +246,7 @@ def start_with(change: str) -> None:
         optimizer = gemini.HybridAdam(model.parameters(), lr=0.1 * (1 + dist.get_rank()))
         model(**helpers.batch(dist.get_rank())).loss.backward()
         optimizer.step()
+        optimizer.zero_grad()
     if second and change == "version":
         from gemini.train import problem
 
