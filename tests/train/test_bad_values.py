@@ -138,7 +138,6 @@ def test_disk_budget_without_a_directory() -> None:
         ({"precision": "bfloat16"}, "bf16.*fp16.*fp32"),
         ({"precision": torch.bfloat16}, "bf16.*fp16.*fp32"),
         ({"precision": "fp8"}, "bf16"),
-        ({"precision": None}, "bf16"),
         ({"gradients": "keep"}, "transient.*retain.*accumulate"),
         ({"placement": "fast"}, "auto"),
         ({"placement": 0.5}, "StaticPlacement"),
