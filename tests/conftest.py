@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -52,6 +52,14 @@ def quick_collections() -> None:
     """What was imported stays: a collection of garbage, and tests ask for many, need not look at a million objects."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_process_group_stays() -> Iterator[None]:
+    """Frameworks make a default process group and leave it: the next file begins without one."""
+    yield
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
 @pytest.fixture
