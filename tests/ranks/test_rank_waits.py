@@ -50,7 +50,7 @@ def evaluate_on_rank_0_then_barrier(trained: bool) -> tuple[list[str], str]:
 @pytest.mark.parametrize("trained", [False, True])
 def test_who_waits_for_a_rank_in_a_barrier_is_told_so(trained: bool, pool_of: Pools) -> None:
     pool = pool_of(2)
-    pool.renew(timeout=3)
+    pool.renew(timeout=5)
     heard, error = pool.run(evaluate_on_rank_0_then_barrier, trained)[0]
     place = "in evaluate_on_rank_0_then_barrier, in torch.distributed.barrier"
     assert heard and all("s for rank 1 in a forward or backward" in text for text in heard), heard
@@ -107,9 +107,9 @@ def models_in_other_orders() -> tuple[list[str], str]:
 
 def test_ranks_that_wait_in_different_models_are_told_so(pool_of: Pools) -> None:
     pool = pool_of(2)
-    pool.renew(timeout=3)
+    pool.renew(timeout=5)
     for heard, error in pool.run(models_in_other_orders):
-        place = "in models_in_other_orders, waiting in a forward or backward (it needs weights) of another model"
+        place = "in forward, waiting in a forward or backward (it needs weights) of another model"
         assert any(place in text for text in heard) and "did not answer" in error, (heard, error)
 
 
@@ -120,7 +120,7 @@ def wrapped_alone() -> None:
 
 def test_a_model_that_one_rank_wraps_alone_is_not_waited_for_longer_than_the_timeout(pool_of: Pools) -> None:
     pool = pool_of(2)
-    pool.renew(timeout=2)
+    pool.renew(timeout=4)
     alone, other = pool.outcomes(wrapped_alone)
     assert other is None and isinstance(alone, Failure) and alone.kind == "RankLost"
     assert "making a process group for the model failed" in alone.text
