@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -96,6 +97,7 @@ def test_an_update_is_whole_before_it_is_interrupted(
             try:
                 optimizer.step()
                 model._gemini_engine.drain()
+                time.sleep(5)  # a signal that another thread has raised may still be on its way
             except KeyboardInterrupt:
                 interrupted = True
             model._gemini_engine.drain()
