@@ -1,6 +1,7 @@
 """Hunt for programs that Gemini runs wrong: draw training scripts, run each plainly and managed, compare the bits.
 
     python tests/hunts/program_hunt.py --seeds 0:1000 --placements all --precisions all --jobs 2 --out report.json
+    python tests/hunts/program_hunt.py --seeds 0:20000 --one-each --jobs 2
     python tests/hunts/program_hunt.py --replay 17:nvme:bf16
     python tests/hunts/program_hunt.py --shrink 17:nvme:bf16
     python tests/hunts/program_hunt.py --program some.py --placements nvme --precisions fp32
@@ -47,10 +48,20 @@ def tasks_of(program: Program, precisions: list[str], placements: list[str], ran
     return found
 
 
+def one_each(tasks: list[Task]) -> list[Task]:
+    """Of each program's runs one, in turn another placement and precision."""
+    of_seed: dict[int, list[Task]] = {}
+    for task in tasks:
+        of_seed.setdefault(task.seed, []).extend(Task(task.seed, task.precision, (p,)) for p in task.placements)
+    return [runs[seed % len(runs)] for seed, runs in of_seed.items()]
+
+
 def hunt(args: argparse.Namespace) -> int:
     first, _, last = args.seeds.partition(":")
     seeds = [p.seed for p in each_part()] if args.parts else range(int(first), int(last or int(first) + 1))
     tasks = [t for seed in seeds for t in tasks_of(program_of(seed), args.precisions, args.placements, args.ranks)]
+    if args.one_each:
+        tasks = one_each(tasks)
     planned, results, start = sum(len(t.placements) for t in tasks), [], time.monotonic()
     counts: Counter[str] = Counter()
 
@@ -128,6 +139,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--parts", action="store_true", help="instead of drawn programs one for each part there is")
     parser.add_argument("--placements", default="all", help=f"all, or some of {','.join(PLACEMENTS)}")
     parser.add_argument("--precisions", default="all", help=f"all, or some of {','.join(PRECISIONS)}")
+    parser.add_argument(
+        "--one-each", action="store_true", help="run each program once, in turn at another placement and precision"
+    )
     parser.add_argument("--jobs", type=int, default=2, help="processes")
     parser.add_argument(
         "--ranks", type=int, default=1, help="processes that share each model (gloo); one run at a time"

@@ -141,9 +141,8 @@ class PlainSide(Side):
     def __init__(self, model: nn.Module, precision: str):
         for param in model.parameters():
             param.data = param.data.to(DTYPES[precision])
-            if precision != "fp32" and param.requires_grad:
-                param.grad_dtype = None  # type: ignore[attr-defined]
-                param.register_post_accumulate_grad_hook(_to_fp32)
+            if precision != "fp32" and param.is_floating_point():
+                _sum_in_fp32(param)
         super().__init__(model, precision)
         self._optimizers: list[gemini.HybridAdam] = []
         for module in model.modules():
@@ -280,6 +279,16 @@ class ManagedSide(Side):
 
     def _weights(self) -> Iterable[tuple[str, torch.Tensor]]:
         return [(name, self.full_param(name)) for name, _ in self.model.named_parameters()]
+
+
+def _sum_in_fp32(param: nn.Parameter) -> None:
+    """Let gradients of ``param`` be rounded to its dtype, as autograd does, and be added up in fp32."""
+    trained = param.requires_grad
+    param.requires_grad_(True)  # a program may unfreeze it, and only then hooks can be registered
+    param.grad_dtype = None  # type: ignore[attr-defined]
+    param.register_hook(lambda grad: grad.to(param.dtype).to(grad.dtype))
+    param.register_post_accumulate_grad_hook(_to_fp32)
+    param.requires_grad_(trained)
 
 
 def _to_fp32(param: torch.Tensor) -> None:
