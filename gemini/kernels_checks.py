@@ -41,7 +41,9 @@ def check(op: str, args: Args) -> list[int]:
             raise ValueError(_refusal(op, args))
     addresses = [tensor.data_ptr() for _, tensor, _ in args]
     if n and len(args) > 1 and device.type != "meta":
-        spans = sorted([(begin, begin + arg[1].nbytes, arg[0]) for begin, arg in zip(addresses, args, strict=True)])
+        spans = sorted(
+            [(begin, begin + n * arg[1].itemsize, arg[0]) for begin, arg in zip(addresses, args, strict=True)]
+        )
         end, before = 0, ""
         for begin, stop, name in spans:
             if begin < end:

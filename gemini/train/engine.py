@@ -123,6 +123,7 @@ class Engine:
         self.clip_coefficient = 1.0
         self.moved_last_step = Moved()
         self.num_gathered = 0
+        self.under_way = 0  # forwards, backwards and reads that have begun and not ended in order: see forget_interrupted
         self.backward_number = 0
         self.in_method = False  # a method of the model runs as its forward: calls of the model are inside that one
         self.in_backward = False
@@ -184,6 +185,7 @@ class Engine:
             self.let_go_of_transformed()
         with self.lock, without_transforms():
             if not self.computing:
+                self.under_way += 1
                 self.updates.check()
                 self.activations.check()
                 self.check_whole()
@@ -230,6 +232,8 @@ class Engine:
                     if self.saved_weights.is_lent(chunk):
                         self.lend(chunk)
             self.exposure.rest_if_idle()
+            if not torch.is_grad_enabled() and not self.computing:  # else its backward is still to come
+                self.under_way = max(self.under_way - 1, 0)
         return record
 
     def lend(self, chunk: Chunk) -> None:
@@ -253,6 +257,7 @@ class Engine:
             return
         self.backward_number += 1
         self.in_backward = True
+        self.under_way = max(self.under_way, 1)
         if self.recording is not None:
             self.recording.begin_backward()
         self.exposure.begin()
@@ -269,8 +274,6 @@ class Engine:
         Raises:
             BudgetExceeded: if gradients of an earlier backward are kept and there is no room to accumulate.
         """
-        if self.takes_gradients:
-            return
         self._fold_clipping()  # it was of what is there
         if self.updated_in_backward and not self.accumulating:
             raise GeminiError(
@@ -312,6 +315,8 @@ class Engine:
         self.end_backward()
         if not self.calls.running:
             self.manager.foresight.end()
+        if not torch._C._autograd._get_current_graph_task_keep_graph():  # type: ignore[attr-defined]
+            self.under_way = max(self.under_way - 1, 0)
         WHOLE.let_go()
 
     def end_backward(self) -> None:
@@ -366,6 +371,7 @@ class Engine:
     def open_gathered(self, chunks: Iterable[Chunk]) -> Iterator[None]:
         """Outside of a module's call: the weights of ``chunks`` are gathered and their params ordinary ones."""
         self.num_gathered += 1
+        self.under_way += 1
         acquired: list[Chunk] = []
         try:
             with self.lock, without_transforms():
@@ -383,6 +389,8 @@ class Engine:
                     self.release(chunk)
                 self.num_gathered -= 1
                 self.exposure.rest_if_idle()
+                if not torch.is_grad_enabled():
+                    self.under_way = max(self.under_way - 1, 0)
 
     # ---- gradients ----------------------------------------------------------------------------------------------
 
@@ -397,9 +405,11 @@ class Engine:
     def _take(self, handle: ParamHandle, grad: torch.Tensor) -> None:
         check_grad(handle, grad)
         self.begin_backward()
-        self._begin_gradients()
+        if not self.takes_gradients:
+            self._begin_gradients()
         chunk = handle.chunk
-        self.updates.wait(chunk)
+        if self.updates.pending:
+            self.updates.wait(chunk)
         if self.reduction is not None:
             self.reduction.take(handle, grad)
         elif self.config.gradients == "transient":

@@ -95,7 +95,8 @@ class GradientStore:
     def land(self, handle: ParamHandle, grad: torch.Tensor) -> None:
         """Keep ``grad`` (of the param's shape, any strides), added to what is there from earlier backwards."""
         adding, flat = handle.has_grad, grad.detach().contiguous().view(-1)
-        self.apply_clip(handle)
+        if adding and handle.clip != 1.0:
+            self.apply_clip(handle)
         leaves = handle.chunk.planes[PlaneKind.GRAD].tier is not self._device.tier
         if self._lane is None or self.in_turn or not leaves or not self._hold(flat.nbytes):
             handle.norm_sums = self.land_piece(handle.chunk, flat, handle.slot.start, adding)

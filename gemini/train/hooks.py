@@ -23,7 +23,7 @@ from gemini.train.build import follow_requires_grad
 from gemini.train.compiled import CompiledParts, hook_around, make_room_for_compiled, refuse_inside_compiled
 from gemini.train.containers import iter_tensors, map_tensors
 from gemini.train.guard import handle_of
-from gemini.train.injected import refuse_injected
+from gemini.train.injected import refuse_injected, watch
 from gemini.train.reading import is_a, params_read_by, readers
 from gemini.train.renormalized import renormalized_by, resident_chunks, taking_over
 from gemini.train.scaled_backward import ScaleGradient
@@ -46,6 +46,7 @@ def attach(model: nn.Module, engine: Engine) -> list[Any]:
     The list changes with what is compiled: it is the model's own, and all that is ever to be removed.
     """
     hooks: list[Any] = []
+    watch(model)
     try:
         _attach_root(model, engine, hooks)
         _attach_parts(model, engine, hooks)

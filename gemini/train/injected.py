@@ -8,6 +8,7 @@ while nothing changes. PEFT is told no before it has changed anything.
 from __future__ import annotations
 
 import sys
+import weakref
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -25,7 +26,10 @@ if TYPE_CHECKING:
     from gemini.train.engine import Engine
 
 _registered = 0
-"""Registrations of params and modules in this process, of any model."""
+"""Registrations of params in this process, and of modules in a managed model."""
+
+_watched: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+"""The modules of managed models, and what was put into them since."""
 
 
 def _count(module: nn.Module, name: str, param: Any) -> None:
@@ -33,9 +37,16 @@ def _count(module: nn.Module, name: str, param: Any) -> None:
     _registered += 1
 
 
+def watch(model: nn.Module) -> None:
+    """From now on modules that are put anywhere into ``model`` are looked at by :func:`refuse_injected`."""
+    _watched.update(model.modules())
+
+
 def _look_at_new_parent(module: nn.Module, name: str, child: Any) -> None:
     global _registered
-    _registered += 1
+    if module in _watched and child is not None:  # else it is a list of some layers, made in every forward
+        _registered += 1
+        watch(child)
     if name == "_orig_mod" and wraps_compiled(module) and any(handle_of(p) is not None for p in child.parameters()):
         raise GeminiError(
             f"torch.compile(module) puts another module around this {type(child).__name__}, which Gemini manages: "

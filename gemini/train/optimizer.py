@@ -115,8 +115,8 @@ class HybridAdam(torch.optim.Optimizer):
     def _params(self) -> list[nn.Parameter]:
         return list(chain.from_iterable(group["params"] for group in self.param_groups))
 
-    def _check_owned(self) -> None:
-        states_of.check_owned(self, filter(None, map(handle_of, self._params())))
+    def _handles(self) -> list[ParamHandle]:
+        return [handle for handle in map(handle_of, self._params()) if handle is not None]
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Update every param that has a gradient; params without one are skipped, their step count too.
@@ -159,7 +159,7 @@ class HybridAdam(torch.optim.Optimizer):
         if refusal is not None and not managed:
             raise refusal
         if managed:
-            self._check_owned()
+            states_of.check_owned(self, [handle for handle, _ in managed])
             self._step_managed(managed, refusal)
         for param, group in plain:
             self._step_plain(param, group)
@@ -199,7 +199,7 @@ class HybridAdam(torch.optim.Optimizer):
         Raises:
             GeminiError: for params that another HybridAdam has taken over since.
         """
-        self._check_owned()
+        states_of.check_owned(self, self._handles())
         return self._engine_of(self._params())
 
     def state_dict(self) -> dict[str, Any]:
@@ -210,7 +210,7 @@ class HybridAdam(torch.optim.Optimizer):
         Raises:
             GeminiError: for params that another HybridAdam has taken over since.
         """
-        self._check_owned()
+        states_of.check_owned(self, self._handles())
         result = super().state_dict()
         index = 0
         for group in self.param_groups:
@@ -235,7 +235,7 @@ class HybridAdam(torch.optim.Optimizer):
                 left, naming the param and the key; nothing was changed.
             GeminiError: for params that another HybridAdam has taken over since.
         """
-        self._check_owned()
+        states_of.check_owned(self, self._handles())
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             changed = hook(self, state_dict)
             state_dict = state_dict if changed is None else changed
@@ -303,8 +303,10 @@ class HybridAdam(torch.optim.Optimizer):
 
     def _step_managed(self, managed: list[tuple[ParamHandle, Group]], refusal: ValueError | None) -> None:
         """``refusal``: what is wrong with this rank's groups; ranks that differ are told first that they do."""
-        engine = self._engine_of(handle.param for handle, _ in managed)
-        assert engine is not None
+        reference = managed[0][0].engine
+        if any(handle.engine is not reference for handle, _ in managed):
+            self._engine_of(self._params())  # of two models, wrapped after this optimizer was made: refused
+        engine = engine_of(managed[0][0])
         self._check_mode(engine)
         engine.check_whole()
         engine.recover_if_interrupted()
@@ -372,13 +374,14 @@ class HybridAdam(torch.optim.Optimizer):
                 states_of.write_state(handle, state)
 
     def _engine_of(self, params: Iterable[Any]) -> Engine | None:
-        engines = {id(e): e for p in params if (h := handle_of(p)) is not None for e in [engine_of(h)]}
+        handles = {handle.engine: handle for handle in map(handle_of, params) if handle is not None}
+        engines = [engine_of(handle) for handle in handles.values()]
         if len(engines) > 1:
             raise ValueError(
                 "this HybridAdam was given params of two GeminiDDP models: make one optimizer per model (clipping, "
                 "loss scale and skipped steps are per model)"
             )
-        return next(iter(engines.values()), None)
+        return engines[0] if engines else None
 
     # ---- plain params -------------------------------------------------------------------------------------------
 

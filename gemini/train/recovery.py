@@ -31,9 +31,11 @@ def forget_interrupted(engine: Engine) -> None:
         engine.gradients.settle()
     engine.manager.foresight.interrupt()
     engine.activations.recover()
-    with torch._C.DisableTorchFunctionSubclass():  # type: ignore[attr-defined]
-        for handle in engine.handles:
-            handle.param.grad = None  # of autograd, if the interrupt came just before the hook that takes it
+    was_under_way = engine.under_way
+    if was_under_way:
+        with torch._C.DisableTorchFunctionSubclass():  # type: ignore[attr-defined]
+            for handle in engine.handles:
+                handle.param.grad = None  # of autograd, if the interrupt came just before the hook that takes it
     if engine.in_backward:
         has_begun = engine.takes_gradients
         engine.calls.abandon(backward=True)
@@ -42,7 +44,9 @@ def forget_interrupted(engine: Engine) -> None:
             engine.updated_in_backward = False
             engine.mark_lost(GeminiError("its backward ended early, after some params were updated in it"))
     engine.exposure.rest_if_idle()
-    if not engine.computing:  # an interrupt may have come between making params ordinary and noting it
+    if was_under_way and not engine.computing:
+        # An interrupt may have come between making params ordinary and noting it.
         hide([handle for handle in engine.handles if not isinstance(handle.param, ManagedParameter)])
+        engine.under_way = 0
     if not (engine.computing or engine.transformed or engine.manager.is_balanced()):
         engine.manager.start_over()

@@ -157,6 +157,9 @@ class Scaling:
             return
         while len(self._factors) >= _MAX_TASKS:
             del self._factors[min(self._factors)]
+        if self._loss_scale is None and not _scalers_used:
+            self._factors[task] = 1.0
+            return
         engine = self._engine()
         assert engine is not None
         unreduced = engine.reduction is not None and engine.reduction.has_unreduced
@@ -176,9 +179,6 @@ class Scaling:
     def _decide(self, task: int, holding: bool) -> float:
         """``holding``: gradients of an earlier backward wait for the update."""
         scale = _of_task.get(task)
-        if scale is None and self._loss_scale is None and not _scalers_used:
-            self._hold(_ONE, holding)
-            return 1.0
         calls = running_calls() if scale is None else []
         if scale is None:
             scale = self._scale_of(calls)
