@@ -298,6 +298,13 @@ def test_a_param_that_comes_later_is_refused(frozen: bool, tmp_path: Path) -> No
             call()
     del model.model.layers[1].extra
     train(model, optimizer, range(1, 2))
+    box = model.model.box = torch.nn.ModuleList()
+    train(model, optimizer, range(2, 3))
+    box.append(torch.nn.Linear(2, 2).requires_grad_(not frozen))
+    with pytest.raises(GeminiError, match=r"box.0.weight' was added to the model after"):
+        model(**helpers.batch(0))
+    del model.model.box
+    train(model, optimizer, range(3, 4))
     model.model.layers[1].register_parameter("late", torch.nn.Parameter(torch.zeros(2), requires_grad=not frozen))
     with pytest.raises(GeminiError, match=r"layers.1.late' was added to the model after"):
         model(**helpers.batch(0))
