@@ -298,9 +298,10 @@ def test_a_param_that_comes_later_is_refused(frozen: bool, tmp_path: Path) -> No
             call()
     del model.model.layers[1].extra
     train(model, optimizer, range(1, 2))
-    box = model.model.box = torch.nn.ModuleList()
+    box, content = torch.nn.ModuleList(), torch.nn.Linear(2, 2).requires_grad_(not frozen)
+    model.model.box = box
     train(model, optimizer, range(2, 3))
-    box.append(torch.nn.Linear(2, 2).requires_grad_(not frozen))
+    box.append(content)
     with pytest.raises(GeminiError, match=r"box.0.weight' was added to the model after"):
         model(**helpers.batch(0))
     del model.model.box
