@@ -15,9 +15,9 @@ from typing import NamedTuple
 import torch
 
 from gemini import kernels
-from gemini.memory.mover import tiles
+from gemini.memory.devices.pages import PAGE, host_bytes
+from gemini.memory.movement.mover import tiles
 from gemini.memory.nvme import SpillFile
-from gemini.memory.pages import PAGE, host_bytes
 from gemini.planning.working import TILE
 
 

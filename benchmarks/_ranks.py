@@ -299,7 +299,7 @@ def smallest_budget(
     from gemini.planning.layout import ParamSpec, make_layout
     from gemini.planning.planes import compute_itemsize, plane_itemsizes
     from gemini.planning.working import PIECE, gradients_in_flight, scratch_bytes, staging_bytes, tile_numel
-    from gemini.train.structure import working_set
+    from gemini.train.setup.structure import working_set
 
     with torch.device("meta"):
         model = make_llama(shape)

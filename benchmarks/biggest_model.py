@@ -223,7 +223,7 @@ def main() -> None:
     from _ranks import publish
 
     from gemini.errors import human_bytes, parse_bytes
-    from gemini.memory.measure import Sizes, measure_nvme
+    from gemini.machines.measure import Sizes, measure_nvme
 
     args.quick = args.out is None
     args.limit, args.keep_free = parse_bytes(args.limit), parse_bytes(args.keep_free)

@@ -47,9 +47,9 @@ from benchmarks import race_hunt  # noqa: E402
 from benchmarks.race_hunt import NUM_STEPS, Recipe, Schedule, World, reference, same_all  # noqa: E402
 from gemini import kernels  # noqa: E402
 from gemini.errors import GeminiError  # noqa: E402
-from gemini.memory.chunk import Chunk  # noqa: E402
-from gemini.memory.device import Event  # noqa: E402
-from gemini.memory.windows import PageWindow  # noqa: E402
+from gemini.memory.chunks.chunk import Chunk  # noqa: E402
+from gemini.memory.devices.device import Event  # noqa: E402
+from gemini.memory.devices.windows import PageWindow  # noqa: E402
 from gemini.tiers import Ledger  # noqa: E402
 from gemini.train.engine import Engine  # noqa: E402
 
@@ -150,7 +150,7 @@ class Faults:
                     self._patch(undo, Engine, name)
                 self._patch(undo, Event, "wait")
                 with contextlib.suppress(ImportError):
-                    from gemini.memory.lane import Job
+                    from gemini.memory.movement.lane import Job
 
                     self._patch(undo, Job, "wait")
             else:

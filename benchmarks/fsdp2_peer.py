@@ -139,15 +139,15 @@ def clock(function: Callable[[], Any], rounds: int) -> float | str:
 def time_parts(one: Callable[[], Any], barrier: Callable[[], Any], steps: int) -> list[Any]:
     """Seconds per step inside our own functions, without what another of them takes inside; plain timers."""
     from gemini import kernels
-    from gemini.memory.manager import Manager
-    from gemini.memory.mover import Mover
+    from gemini.memory.movement.manager import Manager
+    from gemini.memory.movement.mover import Mover
     from gemini.ranks import wire
     from gemini.ranks.agreement import Agreement
-    from gemini.train import optimizer
     from gemini.train.engine import Engine
-    from gemini.train.gradients import GradientStore
-    from gemini.train.reduction import Reduction
-    from gemini.train.shards import Shards
+    from gemini.train.gradients.store import GradientStore
+    from gemini.train.sharding.reduction import Reduction
+    from gemini.train.sharding.shards import Shards
+    from gemini.train.update import optimizer
 
     places: list[tuple[Any, str, str]] = [
         (Shards, "_all_gather", "all_gather: starting"), (Mover, "fetch", "all_gather: own shard"),

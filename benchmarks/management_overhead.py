@@ -189,8 +189,10 @@ def met(overhead: float) -> str:
 
 def time_hooks(args: argparse.Namespace, managed: Side) -> list[str]:
     """Microseconds per step inside each kind of hook, and inside the kernels that some of it is."""
-    from gemini.train import gradients, optimizer, update
     from gemini.train.engine import Engine
+    from gemini.train.gradients import store as gradients
+    from gemini.train.update import optimizer
+    from gemini.train.update import tiles as update
 
     places: list[tuple[Any, str, str]] = [
         (Engine, "begin_call", "forward pre-hooks"),

@@ -32,7 +32,7 @@ from gemini.planning.planner import pose_problem
 from gemini.planning.policy import NextUse
 from gemini.planning.simulate import plan_by_policy
 from gemini.tiers import Tier
-from gemini.train.threads import update_threads
+from gemini.train.update.threads import update_threads
 
 GOAL = 0.9
 WINDOW = 256

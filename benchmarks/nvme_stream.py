@@ -34,8 +34,8 @@ import torch
 from torch import Tensor
 
 from gemini import kernels
+from gemini.memory.devices.pages import host_bytes
 from gemini.memory.nvme import SpillFile
-from gemini.memory.pages import host_bytes
 
 MIB = 2**20
 PLANES = {

@@ -38,7 +38,7 @@ from torch import nn
 
 import gemini
 from gemini import kernels
-from gemini.memory.measure import Sizes, measure, measure_host
+from gemini.machines.measure import Sizes, measure, measure_host
 from gemini.planning.hardware import Hardware
 from gemini.planning.placement import Placement
 from gemini.planning.planes import OPTIMIZER_PLANES, PlaneKind

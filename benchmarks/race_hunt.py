@@ -46,16 +46,16 @@ from torch import nn  # noqa: E402
 import gemini  # noqa: E402
 from gemini import kernels  # noqa: E402
 from gemini.errors import parse_bytes  # noqa: E402
-from gemini.memory.clock import RandomClock  # noqa: E402
-from gemini.memory.device import StandinDevice  # noqa: E402
+from gemini.memory.devices.clock import RandomClock  # noqa: E402
+from gemini.memory.devices.device import StandinDevice  # noqa: E402
+from gemini.memory.devices.windows import PageWindow, StorageWindow  # noqa: E402
 from gemini.memory.nvme import SpillFile  # noqa: E402
-from gemini.memory.windows import PageWindow, StorageWindow  # noqa: E402
 
 NUM_STEPS = 3
 VOCAB = 40
 SETTINGS = {f.name for f in dataclasses.fields(gemini.GeminiConfig)} & {"overlap", "update_threads"}
 """What only an engine that overlaps has."""
-LANDED_IN_BACKWARD = importlib.util.find_spec("gemini.train.in_backward") is not None
+LANDED_IN_BACKWARD = importlib.util.find_spec("gemini.train.update.in_backward") is not None
 """Whether gradients that are kept can be used inside backward too."""
 HANGING_S = 300
 
@@ -446,7 +446,7 @@ def disturbed(schedule: Schedule) -> Iterator[Counter[str]]:
         for kind in (PageWindow, StorageWindow):
             spoil(kind)
         with contextlib.suppress(ImportError):
-            from gemini.memory.lane import Worker
+            from gemini.memory.movement.lane import Worker
 
             put = Worker.put
 

@@ -97,7 +97,7 @@ def one_step(model: Any, optimizer: Any, batch: dict[str, Any], *, clips: bool) 
 
 
 def measure_machine(folder: Path) -> Any:
-    from gemini.memory.measure import measure
+    from gemini.machines.measure import measure
     from gemini.planning.hardware import FIGURES, Hardware
 
     figures = dict(measure(folder))

@@ -142,7 +142,7 @@ def main() -> None:
 
     from benchmarks.zoo.mappings import all_entries
     from benchmarks.zoo.runner import Untried
-    from gemini.train import paging
+    from gemini.train.loading import paging
 
     transformers.logging.set_verbosity(transformers.logging.CRITICAL)
     transformers.utils.logging.disable_progress_bar()

@@ -36,12 +36,12 @@ _WHERE = {
     "GeminiConfig": "gemini.config",
     "GeminiDDP": "gemini.train.ddp",
     "GradScaler": "gemini.train.grad_scaler",
-    "HybridAdam": "gemini.train.optimizer",
-    "PendingCheckpoint": "gemini.train.checkpoint",
-    "save_checkpoint": "gemini.train.checkpoint",
-    "load_checkpoint": "gemini.train.checkpoint",
-    "from_config": "gemini.train.from_config",
-    "from_pretrained": "gemini.train.from_pretrained",
+    "HybridAdam": "gemini.train.update.optimizer",
+    "PendingCheckpoint": "gemini.train.checkpoint.saving",
+    "save_checkpoint": "gemini.train.checkpoint.saving",
+    "load_checkpoint": "gemini.train.checkpoint.saving",
+    "from_config": "gemini.train.loading.from_config",
+    "from_pretrained": "gemini.train.loading.from_pretrained",
     "MemoryTracer": "gemini.tracing.tracer",
     "batch_for": "gemini.tracing.batches",
     "trace": "gemini.tracing.ahead",
@@ -73,14 +73,14 @@ if TYPE_CHECKING:
     from gemini.tracing.ahead import trace as trace
     from gemini.tracing.batches import batch_for as batch_for
     from gemini.tracing.tracer import MemoryTracer as MemoryTracer
-    from gemini.train.checkpoint import PendingCheckpoint as PendingCheckpoint
-    from gemini.train.checkpoint import load_checkpoint as load_checkpoint
-    from gemini.train.checkpoint import save_checkpoint as save_checkpoint
+    from gemini.train.checkpoint.saving import PendingCheckpoint as PendingCheckpoint
+    from gemini.train.checkpoint.saving import load_checkpoint as load_checkpoint
+    from gemini.train.checkpoint.saving import save_checkpoint as save_checkpoint
     from gemini.train.ddp import GeminiDDP as GeminiDDP
-    from gemini.train.from_config import from_config as from_config
-    from gemini.train.from_pretrained import from_pretrained as from_pretrained
     from gemini.train.grad_scaler import GradScaler as GradScaler
-    from gemini.train.optimizer import HybridAdam as HybridAdam
+    from gemini.train.loading.from_config import from_config as from_config
+    from gemini.train.loading.from_pretrained import from_pretrained as from_pretrained
+    from gemini.train.update.optimizer import HybridAdam as HybridAdam
 
 
 def __getattr__(name: str) -> Any:

@@ -19,7 +19,7 @@ class BudgetExceeded(GeminiError):
 
 
 class IllegalTransition(GeminiError):
-    """A chunk or a plane was asked to take a step that the table in ``gemini.states`` does not have."""
+    """A chunk or a plane was asked to take a step that the table in ``gemini.memory.chunks.states`` does not have."""
 
 
 class PlanMismatch(GeminiError):

@@ -20,11 +20,11 @@ import torch
 from torch import nn
 
 from gemini.config import GeminiConfig
-from gemini.train.compiled import BLOCKS_INSTEAD
 from gemini.train.ddp import GeminiDDP
 from gemini.train.grad_scaler import GradScaler
-from gemini.train.guard import engine_of, handle_of
-from gemini.train.optimizer import HybridAdam
+from gemini.train.modules.compiled import BLOCKS_INSTEAD
+from gemini.train.params.guard import engine_of, handle_of
+from gemini.train.update.optimizer import HybridAdam
 
 try:
     from accelerate.optimizer import AcceleratedOptimizer

@@ -19,10 +19,11 @@ from accelerate.utils.constants import SCALER_NAME
 from torch import nn
 
 from gemini.errors import StorageError
-from gemini.train import checkpoint_files, replacing
-from gemini.train.checkpoint import load_checkpoint, save_checkpoint
+from gemini.train.checkpoint import files as checkpoint_files
+from gemini.train.checkpoint import replacing
+from gemini.train.checkpoint.saving import load_checkpoint, save_checkpoint
 from gemini.train.ddp import GeminiDDP
-from gemini.train.optimizer import HybridAdam
+from gemini.train.update.optimizer import HybridAdam
 
 from .settings import take_over_scale
 

@@ -18,10 +18,10 @@ from torch import nn
 
 from gemini.config import GeminiConfig
 from gemini.ranks.agreement import Point
-from gemini.train.checkpoint import load_checkpoint
-from gemini.train.checkpoint_states import rng_states, set_rng_states
+from gemini.train.checkpoint.saving import load_checkpoint
+from gemini.train.checkpoint.states import rng_states, set_rng_states
 from gemini.train.ddp import GeminiDDP
-from gemini.train.together import agree
+from gemini.train.sharding.consensus import agree
 
 try:
     from transformers import Seq2SeqTrainer, Trainer

@@ -7,7 +7,7 @@ import os
 from typing import Any
 
 from gemini.config import GeminiConfig
-from gemini.train.compiled import BLOCKS_INSTEAD
+from gemini.train.modules.compiled import BLOCKS_INSTEAD
 
 from .settings import check_precision, precision_of
 

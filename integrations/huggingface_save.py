@@ -18,9 +18,9 @@ import torch
 from transformers.trainer import SCALER_NAME
 from transformers.trainer_utils import rotate_checkpoints
 
-from gemini.train import replacing
-from gemini.train.checkpoint import load_checkpoint, save_checkpoint
-from gemini.train.checkpoint_states import set_rng_states
+from gemini.train.checkpoint import replacing
+from gemini.train.checkpoint.saving import load_checkpoint, save_checkpoint
+from gemini.train.checkpoint.states import set_rng_states
 
 from .settings import take_over_scale
 

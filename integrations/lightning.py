@@ -22,14 +22,14 @@ import torch
 from gemini.config import GeminiConfig
 from gemini.errors import GeminiError
 from gemini.ranks.agreement import Point
-from gemini.train import streamed_file
-from gemini.train.compiled import BLOCKS_INSTEAD
+from gemini.train.checkpoint import torch_file as streamed_file
 from gemini.train.ddp import GeminiDDP
 from gemini.train.engine import Engine
-from gemini.train.grad_reads import refuse_in
-from gemini.train.hooks import call_as_forward
-from gemini.train.optimizer import HybridAdam
-from gemini.train.together import agree
+from gemini.train.modules.compiled import BLOCKS_INSTEAD
+from gemini.train.modules.hooks import call_as_forward
+from gemini.train.params.grad_reads import refuse_in
+from gemini.train.sharding.consensus import agree
+from gemini.train.update.optimizer import HybridAdam
 
 from .lightning_optimizers import hybrids_of
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from gemini.train.guard import handle_of
-from gemini.train.optimizer import HybridAdam
+from gemini.train.params.guard import handle_of
+from gemini.train.update.optimizer import HybridAdam
 
 from .adam import follow, to_hybrid_adam
 

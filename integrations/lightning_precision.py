@@ -15,8 +15,8 @@ from lightning_utilities import apply_to_collection
 
 from gemini.config import GeminiConfig
 from gemini.errors import GeminiError
-from gemini.memory.chunk import COMPUTE_DTYPES
-from gemini.train.checkpoint_states import rng_states, set_rng_states
+from gemini.memory.chunks.chunk import COMPUTE_DTYPES
+from gemini.train.checkpoint.states import rng_states, set_rng_states
 from gemini.train.ddp import GeminiDDP
 from gemini.train.grad_scaler import GradScaler
 

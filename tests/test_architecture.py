@@ -17,13 +17,20 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 # From the ground up. A file may import from its own floor and from those below it.
 FLOORS = [
-    ("gemini.errors", "gemini.interrupts", "gemini.tiers", "gemini.states", "gemini.version"),
+    ("gemini.errors", "gemini.interrupts", "gemini.tiers", "gemini.memory.chunks.states", "gemini.version"),
     ("gemini.planning",),
     (
-        "gemini.config", "gemini.grad_mode", "gemini.kernels", "gemini.kernels_checks", "gemini.kernels_cuda",
-        "gemini.kernels_reference", "gemini.kernels_sums", "gemini._C",
+        "gemini.config",
+        "gemini.grad_mode",
+        "gemini.kernels",
+        "gemini.kernels_checks",
+        "gemini.kernels_cuda",
+        "gemini.kernels_reference",
+        "gemini.kernels_sums",
+        "gemini._C",
     ),  # fmt: skip
     ("gemini.memory",),
+    ("gemini.machines",),
     ("gemini.ranks",),
     ("gemini.train",),
     ("gemini.pictures",),

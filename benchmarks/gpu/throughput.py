@@ -39,8 +39,8 @@ from benchmarks.gpu._card import Card, free_disk, host_budget
 from benchmarks.gpu._llama import Shape
 from benchmarks.gpu._training import AFTER, CLIPPED, IN_BACKWARD, Training, computing_alone, trace_of
 from gemini.errors import human_bytes, parse_bytes
-from gemini.memory.measure import Sizes, measure_gpu
-from gemini.memory.measure import measure as measure_machine
+from gemini.machines.measure import Sizes, measure_gpu
+from gemini.machines.measure import measure as measure_machine
 from gemini.planning.hardware import Hardware
 
 GOAL = 0.90

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from gemini.errors import StorageError
 from gemini.jobs.errors import JobError
-from gemini.train import replacing
+from gemini.train.checkpoint import replacing
 
 _NAME = re.compile(r"step-(\d{8,})")
 _REMOVED = "removed"

@@ -14,7 +14,7 @@ from rich.table import Table
 
 from gemini import kernels
 from gemini.jobs.errors import JobError, as_job_error
-from gemini.memory.measure import measure
+from gemini.machines.measure import measure
 from gemini.planning.hardware import FIGURES, Figure, Hardware, human_figure
 
 _BUSY = 0.5

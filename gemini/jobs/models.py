@@ -21,10 +21,10 @@ from gemini.config import GeminiConfig
 from gemini.errors import StorageError
 from gemini.jobs.errors import JobError
 from gemini.jobs.tokenizers import check_tokenizer
-from gemini.train.attention import Attention
-from gemini.train.from_config import skeleton_from_config
-from gemini.train.from_pretrained import skeleton_from_pretrained
-from gemini.train.skeleton import Skeleton
+from gemini.train.loading.attention import Attention
+from gemini.train.loading.from_config import skeleton_from_config
+from gemini.train.loading.from_pretrained import skeleton_from_pretrained
+from gemini.train.loading.skeleton import Skeleton
 
 PRESETS = ("gpt2-small",)
 

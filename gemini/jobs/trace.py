@@ -31,7 +31,7 @@ def take_trace(settings: TraceSettings) -> MemoryTrace:
     import gemini
     from gemini.jobs.models import find_config, first_line, hush
     from gemini.tracing.batches import batch_for, model_class_for
-    from gemini.train.attention import FLASH, supports_flash
+    from gemini.train.loading.attention import FLASH, supports_flash
 
     source = find_config(settings.config, settings.layers)
     config = source.config
@@ -65,10 +65,10 @@ def take_trace(settings: TraceSettings) -> MemoryTrace:
 def params_of(name: str, layers: int | None, precision: str) -> MemoryTrace:
     """The model of a config as a trace without work: its params, to compare with."""
     from gemini.jobs.models import find_config, first_line, hush
-    from gemini.memory.chunk import COMPUTE_DTYPES
+    from gemini.memory.chunks.chunk import COMPUTE_DTYPES
     from gemini.tracing.batches import model_class_for
-    from gemini.train.from_config import skeleton_from_config
-    from gemini.train.structure import structural_trace
+    from gemini.train.loading.from_config import skeleton_from_config
+    from gemini.train.setup.structure import structural_trace
 
     source = find_config(name, layers)
     hush()

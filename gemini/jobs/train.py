@@ -43,8 +43,8 @@ from gemini.jobs.tokens import ByteTokens, TokenizerTokens, Tokens
 from gemini.jobs.train_config import make_config
 from gemini.jobs.windows import WindowStream
 from gemini.ranks import launch
-from gemini.train.attention import Attention
-from gemini.train.compiled import compile_blocks
+from gemini.train.loading.attention import Attention
+from gemini.train.modules.compiled import compile_blocks
 
 # fp16 skips steps while it looks for a loss scale, but then the loss itself is finite.
 _HOPELESS_STEPS = 10

@@ -12,7 +12,7 @@ from gemini.jobs.models import ModelSource
 from gemini.jobs.settings import TrainSettings
 from gemini.planning.document import read_file
 from gemini.tiers import Tier
-from gemini.train.attention import AUTO
+from gemini.train.loading.attention import AUTO
 
 
 def make_config(settings: TrainSettings, source: ModelSource, device: torch.device) -> gemini.GeminiConfig:

@@ -24,8 +24,8 @@ import torch
 
 from gemini.errors import StorageError, human_bytes
 from gemini.kernels import IoQueue
-from gemini.memory.device import Event
-from gemini.memory.pages import PAGE, host_bytes
+from gemini.memory.devices.device import Event
+from gemini.memory.devices.pages import PAGE, host_bytes
 
 _ZEROS = 2**20
 """Bytes at once with which a slot that was used before is overwritten."""

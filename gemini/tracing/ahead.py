@@ -18,19 +18,19 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
 from gemini.errors import GeminiError
-from gemini.memory.chunk import COMPUTE_DTYPES
+from gemini.memory.chunks.chunk import COMPUTE_DTYPES
 from gemini.planning.trace import MemoryTrace, Source
 from gemini.tracing.batches import model_class_for
 from gemini.tracing.fake_ops import MOST_REAL, FakeRunner
 from gemini.tracing.observer import Observer, Step
 from gemini.tracing.targets import Target, make_target
-from gemini.train.attention import without_package
-from gemini.train.compiled import compiled_part, mark_compiled
-from gemini.train.containers import iter_tensors
-from gemini.train.from_config import without_drawing
-from gemini.train.guard import handle_of
-from gemini.train.skeleton import generators_kept
-from gemini.train.structure import buffer_bytes, distinct_params, read_together, traced_params
+from gemini.train.loading.attention import without_package
+from gemini.train.loading.from_config import without_drawing
+from gemini.train.loading.skeleton import generators_kept
+from gemini.train.modules.compiled import compiled_part, mark_compiled
+from gemini.train.modules.containers import iter_tensors
+from gemini.train.params.guard import handle_of
+from gemini.train.setup.structure import buffer_bytes, distinct_params, read_together, traced_params
 
 
 def trace(

@@ -1,8 +1,9 @@
 """Cuts a step into moments: hooks like the engine's tell where calls begin and end, a meter what happens in between.
 
-The rules are the engine's own (``gemini/train/hooks.py`` says why): the same modules are hooked, :class:`Calls` says
-what each phase keeps gathered, with params in place of chunks. So what a trace says a moment reads is what the engine
-holds in it, whatever the layout. Every beginning and end of a call is a boundary; a stretch without operations is none.
+The rules are the engine's own (``gemini/train/modules/hooks.py`` says why): the same modules are hooked, :class:`Calls`
+says what each phase keeps gathered, with params in place of chunks. So what a trace says a moment reads is what the
+engine holds in it, whatever the layout. Every beginning and end of a call is a boundary; a stretch without operations
+is none.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ from gemini.tracing.batches import count_tokens
 from gemini.tracing.meter import Meter
 from gemini.tracing.saved import SavedInputs
 from gemini.tracing.targets import Target
-from gemini.train.calls import CallRecord, Calls
-from gemini.train.compiled import hook_around
-from gemini.train.containers import iter_tensors
-from gemini.train.guard import handle_of
-from gemini.train.hooks import ENTRANCE
-from gemini.train.reading import readers
-from gemini.train.structure import distinct_params
+from gemini.train.modules.calls import CallRecord, Calls
+from gemini.train.modules.compiled import hook_around
+from gemini.train.modules.containers import iter_tensors
+from gemini.train.modules.hooks import ENTRANCE
+from gemini.train.modules.reading import readers
+from gemini.train.params.guard import handle_of
+from gemini.train.setup.structure import distinct_params
 
 
 @dataclass

@@ -1,6 +1,6 @@
 """Which inputs of checkpointed blocks wait for backward: what offloading of activations would move, and when.
 
-The same rule as ``gemini/train/activations.py``, with nothing moved.
+The same rule as ``gemini/train/activations/store.py``, with nothing moved.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from gemini.train.activations import MIN_BYTES, saved_by_checkpointing
+from gemini.train.activations.store import MIN_BYTES, saved_by_checkpointing
 
 if TYPE_CHECKING:
     from gemini.tracing.observer import Observer

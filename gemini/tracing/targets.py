@@ -31,7 +31,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from gemini.train.skeleton import replaced
+from gemini.train.loading.skeleton import replaced
 
 _aten = torch.ops.aten
 _HALF = (torch.bfloat16, torch.float16)

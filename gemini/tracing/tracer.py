@@ -17,13 +17,13 @@ import torch
 from torch import nn
 
 from gemini.errors import GeminiError
-from gemini.memory.chunk import COMPUTE_DTYPES
+from gemini.memory.chunks.chunk import COMPUTE_DTYPES
 from gemini.planning.trace import MemoryTrace, Source, with_seconds
 from gemini.tracing.observer import Observer, Step
 from gemini.tracing.targets import make_target
-from gemini.train.compiled import compiled_part
 from gemini.train.engine import Engine
-from gemini.train.structure import buffer_bytes, distinct_params, read_together, traced_params
+from gemini.train.modules.compiled import compiled_part
+from gemini.train.setup.structure import buffer_bytes, distinct_params, read_together, traced_params
 
 _OF_ENGINE = ("begin_call", "end_call", "begin_backward_of", "take_grad", "_backward_is_over")
 _OF_SAVED_WEIGHTS = ("_without_graph", "_gather")

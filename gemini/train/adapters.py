@@ -15,9 +15,9 @@ from torch import nn
 
 from gemini.errors import GeminiError, RankLost, RankMismatch
 from gemini.grad_mode import call_without_grad
-from gemini.train.guard import handle_of
-from gemini.train.reading import adapter_params, is_a, is_tuner_layer
-from gemini.train.together import tell, wait_for_all
+from gemini.train.modules.reading import adapter_params, is_a, is_tuner_layer
+from gemini.train.params.guard import handle_of
+from gemini.train.sharding.consensus import tell, wait_for_all
 from gemini.train.unmanage import unmanage
 
 if TYPE_CHECKING:

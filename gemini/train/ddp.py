@@ -19,23 +19,23 @@ from torch import nn
 
 from gemini.config import GeminiConfig
 from gemini.errors import GeminiError
-from gemini.memory.chunk import COMPUTE_DTYPES
+from gemini.memory.chunks.chunk import COMPUTE_DTYPES
 from gemini.planning.trace import MemoryTrace
-from gemini.train import hooks
 from gemini.train.adapters import faces_of, refuse_unsupported
-from gemini.train.arguments import refuse_unknown
-from gemini.train.clipping import clip_grad_norm
-from gemini.train.compiled import compile_blocks, refuse_compiled_whole
+from gemini.train.checkpoint.export import export_pretrained
 from gemini.train.engine import Engine
-from gemini.train.export import export_pretrained
-from gemini.train.gathered import gathered
-from gemini.train.guard import ParamHandle, handle_of, optimizer_of
-from gemini.train.injected import refuse_injected
-from gemini.train.reading import is_a
+from gemini.train.modules import hooks
+from gemini.train.modules.compiled import compile_blocks, refuse_compiled_whole
+from gemini.train.modules.injected import refuse_injected
+from gemini.train.modules.reading import is_a
+from gemini.train.params.gathered import gathered
+from gemini.train.params.guard import ParamHandle, handle_of, optimizer_of
+from gemini.train.params.state_dict import load_model_state, model_state
 from gemini.train.recording import Recording, record
 from gemini.train.report import MemoryReport, make_report
-from gemini.train.state_dict import load_model_state, model_state
-from gemini.train.wrappable import refuse_unwrappable
+from gemini.train.setup.arguments import refuse_unknown
+from gemini.train.setup.wrappable import refuse_unwrappable
+from gemini.train.update.clipping import clip_grad_norm
 
 
 class GeminiDDP(nn.Module):

@@ -22,34 +22,34 @@ from torch.utils._python_dispatch import _disable_current_modes
 from gemini.config import GeminiConfig
 from gemini.errors import BudgetExceeded, GeminiError
 from gemini.interrupts import WHOLE
-from gemini.memory.chunk import Chunk
-from gemini.memory.device import make_device
-from gemini.memory.lane import Lane
-from gemini.memory.manager import Manager
-from gemini.memory.mover import Moved, Mover
+from gemini.memory.chunks.chunk import Chunk
+from gemini.memory.devices.device import make_device
+from gemini.memory.movement.lane import Lane
+from gemini.memory.movement.manager import Manager
+from gemini.memory.movement.mover import Moved, Mover
 from gemini.planning.planes import PlaneKind
 from gemini.ranks.group import join
 from gemini.tiers import Tier
-from gemini.train import stray_reads
-from gemini.train.activations import make_activation_store
-from gemini.train.build import Taken, adopt_all, build, follow_requires_grad, give_back, iter_chunks, take_apart
-from gemini.train.by_name import ByName
-from gemini.train.calls import CallRecord, Calls
-from gemini.train.exposure import Exposure
-from gemini.train.gradients import GradientStore, check_grad
-from gemini.train.guard import ManagedParameter, ParamHandle, stepping_in_backward
-from gemini.train.in_backward import refuse_used, step_landed, use_in_backward
-from gemini.train.loss_scale import LossScale
-from gemini.train.problem import prepare
+from gemini.train.activations.store import make_activation_store
+from gemini.train.gradients.loss_scale import LossScale
+from gemini.train.gradients.scaled_backward import Scaling
+from gemini.train.gradients.store import GradientStore, check_grad
+from gemini.train.modules import stray_reads
+from gemini.train.modules.calls import CallRecord, Calls
+from gemini.train.modules.saved_weights import SavedWeights
+from gemini.train.modules.transforms import is_differentiating, is_transforming, without_transforms
+from gemini.train.params.by_name import ByName
+from gemini.train.params.exposure import Exposure
+from gemini.train.params.guard import ManagedParameter, ParamHandle, stepping_in_backward
 from gemini.train.recording import Recording
 from gemini.train.recovery import forget_interrupted
-from gemini.train.reduction import Reduction
 from gemini.train.report import check_planes
-from gemini.train.saved_weights import SavedWeights
-from gemini.train.scaled_backward import Scaling
-from gemini.train.shards import Shards
-from gemini.train.transforms import is_differentiating, is_transforming, without_transforms
-from gemini.train.updates import Updates
+from gemini.train.setup.build import Taken, adopt_all, build, follow_requires_grad, give_back, iter_chunks, take_apart
+from gemini.train.setup.problem import prepare
+from gemini.train.sharding.reduction import Reduction
+from gemini.train.sharding.shards import Shards
+from gemini.train.update.in_backward import refuse_used, step_landed, use_in_backward
+from gemini.train.update.updates import Updates
 
 
 class Engine:
@@ -123,7 +123,9 @@ class Engine:
         self.clip_coefficient = 1.0
         self.moved_last_step = Moved()
         self.num_gathered = 0
-        self.under_way = 0  # forwards, backwards and reads that have begun and not ended in order: see forget_interrupted
+        self.under_way = (
+            0  # forwards, backwards and reads that have begun and not ended in order: see forget_interrupted
+        )
         self.backward_number = 0
         self.in_method = False  # a method of the model runs as its forward: calls of the model are inside that one
         self.in_backward = False

@@ -23,9 +23,9 @@ from gemini.errors import RankMismatch
 from gemini.ranks.agreement import Point
 from gemini.ranks.wire import Tag
 from gemini.train.engine import Engine
-from gemini.train.guard import ParamHandle, engine_of, handle_of
-from gemini.train.optimizer import HybridAdam
-from gemini.train.scaled_backward import Scale, ScaleLoss, scaler_steps
+from gemini.train.gradients.scaled_backward import Scale, ScaleLoss, scaler_steps
+from gemini.train.params.guard import ParamHandle, engine_of, handle_of
+from gemini.train.update.optimizer import HybridAdam
 
 
 class GradScaler(torch.amp.GradScaler):

@@ -15,10 +15,10 @@ import torch
 from torch import nn
 
 from gemini.errors import GeminiError
-from gemini.memory.recorder import Recorder, Step
+from gemini.memory.watching.recorder import Recorder, Step
 from gemini.planning.timeline import Timeline
 from gemini.planning.trace import MemoryTrace, Source, TracedParam
-from gemini.train.containers import iter_tensors
+from gemini.train.modules.containers import iter_tensors
 
 if TYPE_CHECKING:
     from gemini.train.engine import Engine

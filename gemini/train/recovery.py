@@ -13,7 +13,7 @@ import torch
 
 from gemini.errors import GeminiError
 from gemini.interrupts import WHOLE
-from gemini.train.guard import ManagedParameter, hide
+from gemini.train.params.guard import ManagedParameter, hide
 
 if TYPE_CHECKING:
     from gemini.train.engine import Engine

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from gemini.errors import human_bytes
-from gemini.memory.chunk import MemoryPlane
+from gemini.memory.chunks.chunk import MemoryPlane
 from gemini.planning.planes import PlaneKind
 from gemini.planning.timeline import human_seconds
 

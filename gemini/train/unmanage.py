@@ -8,7 +8,7 @@ from torch import nn
 
 from gemini.errors import BudgetExceeded, human_bytes
 from gemini.grad_mode import call_without_grad
-from gemini.memory.chunk import COMPUTE_DTYPES
+from gemini.memory.chunks.chunk import COMPUTE_DTYPES
 from gemini.train.engine import Engine
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from gemini.memory.measure import Sizes
+from gemini.machines.measure import Sizes
 from gemini.planning.machines import load_hardware
 
 Gemini = Callable[..., Any]
@@ -43,7 +43,7 @@ def test_doctor_fails_for_a_folder_that_is_not_there(gemini_command: Gemini, tmp
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Measures on next to nothing."""
     tiny = Sizes(product=(8, 8, 8), stream_bytes=8192, adam_numel=1000, spill_bytes=200_000, repeats=3, ops=10)
-    monkeypatch.setattr("gemini.memory.measure.Sizes", lambda: tiny)
+    monkeypatch.setattr("gemini.machines.measure.Sizes", lambda: tiny)
 
 
 def test_doctor_measures_and_writes_a_machine(gemini_command: Gemini, tmp_path: Path, quick: None) -> None:

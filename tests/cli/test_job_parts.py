@@ -18,7 +18,7 @@ from gemini.jobs.interrupt import StopWish
 from gemini.jobs.progress import StepReport, TrainProgress
 from gemini.jobs.resident import ResidentPeak, resident_bytes
 from gemini.ranks import launch
-from gemini.train import replacing
+from gemini.train.checkpoint import replacing
 
 MIB, GIB = 1 << 20, 1 << 30
 

@@ -252,7 +252,7 @@ def test_gradient_checkpointing_changes_no_bit(train: Gemini, tmp_path: Path) ->
 def test_compiled_blocks_and_another_attention(train: Gemini, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Dropout is compiled too, and the same wherever chunks live."""
     from gemini.jobs import train as job
-    from gemini.train.compiled import compile_blocks
+    from gemini.train.modules.compiled import compile_blocks
 
     num_blocks: list[int] = []
     monkeypatch.setattr(

@@ -17,7 +17,7 @@ from torch import nn
 
 import gemini
 from gemini.planning.layout import DEFAULT_MAX_CHUNK, ParamSpec, make_layout
-from gemini.train.problem import collect_params
+from gemini.train.setup.problem import collect_params
 from tests.train import helpers
 
 ON_STANDIN = os.environ.get("GEMINI_GPU_TESTS") == "standin"

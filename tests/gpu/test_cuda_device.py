@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from gemini.errors import GeminiError
-from gemini.memory.device import Device, make_device
+from gemini.memory.devices.device import Device, make_device
 
 MIB = 2**20
 
@@ -258,7 +258,7 @@ def test_a_copy_that_cannot_be_says_so(device: Device) -> None:
 
 def test_a_refused_registration_leaves_no_error_behind(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Registering twice is refused by the driver; the next kernel must not be blamed for it."""
-    from gemini.memory.pinned import PinnedPages
+    from gemini.memory.devices.pinned import PinnedPages
 
     register = PinnedPages.register
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from gemini.memory.measure import Sizes, measure_gpu
+from gemini.machines.measure import Sizes, measure_gpu
 from gemini.planning.hardware import FIGURES
 
 

@@ -21,11 +21,11 @@ from torch import nn
 
 import gemini
 from gemini import kernels_reference as reference
-from gemini.memory.device import make_device
+from gemini.memory.devices.device import make_device
 from gemini.planning.layout import DEFAULT_MAX_CHUNK
 from gemini.planning.placement import bytes_per_tier
 from gemini.tiers import Tier
-from gemini.train.problem import decide
+from gemini.train.setup.problem import decide
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 PRECISIONS = tuple(DTYPES)

@@ -26,7 +26,7 @@ warnings.filterwarnings("ignore", module="lightning")
 import lightning as L  # noqa: E402
 
 import gemini  # noqa: E402
-from gemini.train.reduction import Reduction  # noqa: E402
+from gemini.train.sharding.reduction import Reduction  # noqa: E402
 
 KNOWN_BEFORE = "gemini" in L.pytorch.strategies.StrategyRegistry
 

@@ -12,7 +12,7 @@ import gemini
 import tests.integrations.trainer_cases  # noqa: F401  its settings: quiet, and quick garbage collection
 
 ADDED = "from gemini.integrations.huggingface import GeminiTrainer as Trainer\n"
-SCRIPT = '''
+SCRIPT = """
 import numpy as np
 from datasets import Dataset, DatasetDict
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -64,7 +64,7 @@ metrics = trainer.evaluate()
 predictions = trainer.predict(tokenized["test"])
 trainer.save_model("final")
 answers = pipeline("text-classification", model="final", tokenizer="final")(["a good film", "a bad book"])
-'''
+"""
 
 
 def run(folder: Path, script: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from lightning_cases import L, Tiny, alone, assert_same, clean_environment, conf
 
 import gemini
 from benchmarks._progress import run as watched_run
-from gemini.train import streamed_file
+from gemini.train.checkpoint import torch_file as streamed_file
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from gemini.memory import cuda
-from gemini.memory.arena import Arena
-from gemini.memory.cuda import CudaDevice
-from gemini.memory.cuda_windows import CudaWindow
+from gemini.memory.devices import cuda
+from gemini.memory.devices.arena import Arena
+from gemini.memory.devices.cuda import CudaDevice
+from gemini.memory.devices.cuda_windows import CudaWindow
 
 GPU = 1
 """The number of the GPU."""

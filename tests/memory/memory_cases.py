@@ -18,17 +18,17 @@ from torch import nn
 
 import gemini
 from benchmarks._progress import run
-from gemini.memory.chunk import COMPUTE_DTYPES, Chunk
-from gemini.memory.device import Device
-from gemini.memory.manager import Manager
-from gemini.memory.mover import Mover
+from gemini.memory.chunks.chunk import COMPUTE_DTYPES, Chunk
+from gemini.memory.chunks.states import Use
+from gemini.memory.devices.device import Device
+from gemini.memory.movement.manager import Manager
+from gemini.memory.movement.mover import Mover
 from gemini.memory.nvme import SpillFile
 from gemini.planning.layout import ALIGN, ParamSpec, make_layout
 from gemini.planning.planes import PlaneKind
 from gemini.planning.working import staging_bytes
-from gemini.states import Use
 from gemini.tiers import Ledger, Tier
-from gemini.train.build import make_plane
+from gemini.train.setup.build import make_plane
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = 4096

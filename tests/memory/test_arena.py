@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gemini.memory.arena import Arena
+from gemini.memory.devices.arena import Arena
 
 PAGE = 4096
 

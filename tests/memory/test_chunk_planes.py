@@ -11,16 +11,16 @@ import torch
 from memory_cases import World
 
 from gemini import kernels
-from gemini.memory.chunk import COMPUTE_DTYPES, FilePlane, MemoryPlane, plane_dtype
-from gemini.memory.device import CpuDevice, Device, StandinDevice
-from gemini.memory.mover import Moved, Mover, page_up, tiles
+from gemini.memory.chunks.chunk import COMPUTE_DTYPES, FilePlane, MemoryPlane, plane_dtype
+from gemini.memory.devices.device import CpuDevice, Device, StandinDevice
+from gemini.memory.devices.pages import host_bytes
+from gemini.memory.movement.mover import Moved, Mover, page_up, tiles
 from gemini.memory.nvme import SpillFile
-from gemini.memory.pages import host_bytes
 from gemini.planning.layout import ALIGN
 from gemini.planning.planes import PlaneKind, plane_itemsizes
 from gemini.planning.working import STAGED_BYTES, TILE, staging_bytes, tile_numel
 from gemini.tiers import Ledger, Tier
-from gemini.train.build import make_plane
+from gemini.train.setup.build import make_plane
 
 NUMEL = 9 * ALIGN
 DTYPES = (torch.bfloat16, torch.int16, torch.float32)

@@ -18,9 +18,9 @@ import torch
 from cuda_runtime import Runtime, Tensor
 
 from gemini.errors import GeminiError
-from gemini.memory import cuda_streams
-from gemini.memory.cuda import CudaDevice
-from gemini.memory.device import Event
+from gemini.memory.devices import cuda_streams
+from gemini.memory.devices.cuda import CudaDevice
+from gemini.memory.devices.device import Event
 
 
 @pytest.fixture

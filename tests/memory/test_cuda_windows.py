@@ -17,16 +17,16 @@ import torch
 from cuda_runtime import Runtime, Tensor, bytes_of, make_window, on_card
 from memory_cases import World
 
-from gemini.memory.arena import Arena
-from gemini.memory.cuda import CudaDevice
-from gemini.memory.cuda_windows import CudaWindow, LastUses
-from gemini.memory.device import Event
-from gemini.memory.foresight import Foresight, Schedule
-from gemini.memory.lane import Lane
-from gemini.memory.manager import Manager
+from gemini.memory.chunks.states import Use
+from gemini.memory.devices.arena import Arena
+from gemini.memory.devices.cuda import CudaDevice
+from gemini.memory.devices.cuda_windows import CudaWindow, LastUses
+from gemini.memory.devices.device import Event
+from gemini.memory.movement.foresight import Foresight, Schedule
+from gemini.memory.movement.lane import Lane
+from gemini.memory.movement.manager import Manager
 from gemini.planning.plan import Moves
 from gemini.planning.trace import Access
-from gemini.states import Use
 from gemini.tiers import Tier
 
 PAGE = 4096

@@ -16,10 +16,10 @@ from memory_cases import PAGE, make_net, masters, run_python, same, train_step, 
 import gemini
 from benchmarks._progress import PATIENCE
 from gemini.errors import GeminiError
-from gemini.memory import device as devices
-from gemini.memory.clock import RandomClock
-from gemini.memory.device import CpuDevice, Device, Event, StandinDevice, make_device
-from gemini.memory.windows import PageWindow, StorageWindow
+from gemini.memory.devices import device as devices
+from gemini.memory.devices.clock import RandomClock
+from gemini.memory.devices.device import CpuDevice, Device, Event, StandinDevice, make_device
+from gemini.memory.devices.windows import PageWindow, StorageWindow
 from gemini.tiers import Tier
 
 
@@ -262,8 +262,8 @@ def test_a_device_may_be_let_go_on_its_own_lane() -> None:
 def test_the_interpreter_ends_while_lanes_are_busy() -> None:
     """Big copies and held ones under way on a dozen lanes, nothing closed by hand: the program ends in order."""
     program = """
-from gemini.memory.clock import RandomClock
-from gemini.memory.device import StandinDevice
+from gemini.memory.devices.clock import RandomClock
+from gemini.memory.devices.device import StandinDevice
 big, events = torch.ones(2_000_000), []
 devices = [StandinDevice(gate=RandomClock(seed, longest=0.02)) for seed in range(6)]
 for device in devices:

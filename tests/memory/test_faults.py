@@ -25,7 +25,7 @@ import gemini
 from gemini import kernels
 from gemini.errors import BudgetExceeded, GeminiError
 from gemini.memory import nvme
-from gemini.memory.pages import Pages
+from gemini.memory.devices.pages import Pages
 from gemini.tiers import Ledger
 
 

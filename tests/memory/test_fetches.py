@@ -17,20 +17,20 @@ from memory_cases import World
 
 from benchmarks._progress import PATIENCE
 from gemini.errors import GeminiError
-from gemini.memory.device import Event, StandinDevice, Together
-from gemini.memory.foresight import Foresight, Schedule
-from gemini.memory.lane import Lane
-from gemini.memory.manager import Manager
-from gemini.memory.mover import Working
-from gemini.memory.staging import StagingSet, _Memory
+from gemini.memory.chunks.states import Use
+from gemini.memory.devices.device import Event, StandinDevice, Together
+from gemini.memory.movement.foresight import Foresight, Schedule
+from gemini.memory.movement.lane import Lane
+from gemini.memory.movement.manager import Manager
+from gemini.memory.movement.mover import Working
+from gemini.memory.movement.staging import StagingSet, _Memory
 from gemini.planning.layout import ALIGN
 from gemini.planning.plan import Moves
 from gemini.planning.planes import PlaneKind
 from gemini.planning.trace import Access
 from gemini.planning.working import staging_bytes
-from gemini.states import Use
 from gemini.tiers import Tier
-from gemini.train.build import make_plane
+from gemini.train.setup.build import make_plane
 
 UNIT = 2 * ALIGN  # bytes of a window of size 1
 

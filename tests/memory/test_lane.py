@@ -17,7 +17,7 @@ from benchmarks._progress import PATIENCE
 from benchmarks._progress import run as watched_run
 from gemini import kernels
 from gemini.errors import GeminiError, StorageError
-from gemini.memory.lane import Job, Lane
+from gemini.memory.movement.lane import Job, Lane
 
 
 class Gate:
@@ -154,7 +154,7 @@ def test_the_interpreter_ends_with_a_lane_at_work() -> None:
     """In the middle of native code, and with more that waits: nothing hangs, nothing is printed."""
     code = (
         "import torch\n"
-        "from gemini.memory.lane import Lane\n"
+        "from gemini.memory.movement.lane import Lane\n"
         "lane = Lane('busy')\n"
         "x = torch.zeros(2**22)\n"
         "jobs = [lane.submit(lambda: [x.add_(1) for _ in range(20)]) for _ in range(1000)]\n"

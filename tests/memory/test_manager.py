@@ -15,10 +15,10 @@ import pytest
 from memory_cases import World
 
 from gemini.errors import BudgetExceeded, GeminiError, IllegalTransition
-from gemini.memory import device as devices
-from gemini.memory.device import CpuDevice, Device, StandinDevice
+from gemini.memory.chunks.states import Event, Use
+from gemini.memory.devices import device as devices
+from gemini.memory.devices.device import CpuDevice, Device, StandinDevice
 from gemini.planning.layout import ALIGN
-from gemini.states import Event, Use
 from gemini.tiers import Ledger, Tier
 
 UNIT = 2 * ALIGN  # bytes of a window of size 1
@@ -182,7 +182,7 @@ def test_overtaken_copies_are_dropped_now_or_at_release(make_world: Callable[[li
 
 
 def test_illegal_steps_are_errors() -> None:
-    from gemini.states import USE_TABLE, step
+    from gemini.memory.chunks.states import USE_TABLE, step
 
     for use in Use:
         for event in Event:

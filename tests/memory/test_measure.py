@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from gemini.errors import StorageError
-from gemini.memory import measure as measuring
+from gemini.machines import measure as measuring
+from gemini.machines.measure import Sizes, measure, measure_gpu, measure_nvme
 from gemini.memory import system
-from gemini.memory.measure import Sizes, measure, measure_gpu, measure_nvme
 from gemini.planning.hardware import Figure, Hardware
 
 TINY = Sizes(

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from gemini.errors import GeminiError
-from gemini.memory.device import CpuDevice, Event
-from gemini.memory.mover import Mover
-from gemini.memory.noted import NotedEvent
-from gemini.memory.recorder import Recorder
+from gemini.memory.devices.device import CpuDevice, Event
+from gemini.memory.movement.mover import Mover
+from gemini.memory.watching.noted import NotedEvent
+from gemini.memory.watching.recorder import Recorder
 from gemini.planning.timeline import Lane, Span
 from gemini.tiers import Ledger, Tier
 

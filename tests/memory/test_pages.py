@@ -10,9 +10,9 @@ import pytest
 import torch
 from memory_cases import PAGE, run_python
 
-from gemini.memory import pages
-from gemini.memory.device import FramePool
-from gemini.memory.pages import HUGE_PAGE, Pages, can_move_pages, host_bytes
+from gemini.memory.devices import pages
+from gemini.memory.devices.device import FramePool
+from gemini.memory.devices.pages import HUGE_PAGE, Pages, can_move_pages, host_bytes
 
 MIB = 2**20
 needs_moving = pytest.mark.skipif(not can_move_pages(), reason="this system cannot move pages (Linux before 5.7)")
@@ -139,7 +139,7 @@ def test_a_forked_child_has_no_copy_and_unmaps_nothing() -> None:
         """
 import gc, os, signal
 import torch
-from gemini.memory.pages import Pages
+from gemini.memory.devices.pages import Pages
 MIB = 2**20
 def anon():
     return next(int(l.split()[1]) * 1024 for l in open("/proc/self/status") if l.startswith("RssAnon"))

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, ExitStack
 import torch
 
 from benchmarks._progress import PATIENCE
-from gemini.memory.recorder import Recorder, Step
+from gemini.memory.watching.recorder import Recorder, Step
 from gemini.planning.timeline import Lane, Timeline
 from gemini.tiers import Ledger, Tier
 

@@ -21,8 +21,8 @@ from memory_cases import PAGE, ROOT, run_python
 from gemini import kernels
 from gemini.errors import StorageError
 from gemini.memory import nvme
+from gemini.memory.devices.pages import host_bytes
 from gemini.memory.nvme import SpillFile, probe
-from gemini.memory.pages import host_bytes
 
 MIB = 2**20
 
@@ -215,7 +215,7 @@ def test_a_forked_child_neither_ends_nor_hangs_it(tmp_path: Path) -> None:
         """
 import gc, os, torch
 from gemini.memory.nvme import SpillFile
-from gemini.memory.pages import host_bytes
+from gemini.memory.devices.pages import host_bytes
 spill = SpillFile(sys.argv[1], 2**20)
 data = host_bytes(2**20); data[:] = 7
 spill.write(data, 0)                   # its I/O threads run

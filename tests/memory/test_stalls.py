@@ -7,10 +7,10 @@ import threading
 import torch
 
 from benchmarks._progress import PATIENCE
-from gemini.memory.device import CpuDevice
-from gemini.memory.mover import Mover
-from gemini.memory.recorder import Recorder
-from gemini.memory.stalls import Stalls
+from gemini.memory.devices.device import CpuDevice
+from gemini.memory.movement.mover import Mover
+from gemini.memory.watching.recorder import Recorder
+from gemini.memory.watching.stalls import Stalls
 from gemini.planning.timeline import Lane
 from gemini.tiers import Ledger, Tier
 

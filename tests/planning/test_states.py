@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 
 from gemini.errors import GeminiError, IllegalTransition
-from gemini.states import USE_TABLE, Event, Use, step
+from gemini.memory.chunks.states import USE_TABLE, Event, Use, step
 
 # Written out a second time on purpose: a change of the tables has to be meant.
 LEGAL_USE = {

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import gemini
-from gemini.memory.device import make_device
+from gemini.memory.devices.device import make_device
 from gemini.planning.layout import ParamSpec, make_layout
 from gemini.planning.placement import Placement, Problem, bytes_per_tier
 from gemini.planning.planes import PlaneKind
@@ -26,8 +26,8 @@ from gemini.planning.working import (
     tile_numel,
 )
 from gemini.tiers import Tier
-from gemini.train.problem import collect_params, reduce_dtype
-from gemini.train.structure import working_set
+from gemini.train.setup.problem import collect_params, reduce_dtype
+from gemini.train.setup.structure import working_set
 from tests import models
 
 KINDS = ("weights", "residual", "exp_avg", "exp_avg_sq")

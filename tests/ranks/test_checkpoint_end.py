@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 import gemini
-from gemini.train import together
+from gemini.train.sharding import consensus as together
 from tests.ranks.pool import Pool
 
 

@@ -248,14 +248,14 @@ def start_with(change: str) -> None:
         optimizer.step()
         optimizer.zero_grad()
     if second and change == "version":
-        from gemini.train import problem
+        from gemini.train.setup import problem
 
         problem.__version__ = "0.0.9"
     try:
         wrap(model, **how)
     finally:
         if change == "version":
-            problem = __import__("gemini.train.problem", fromlist=["problem"])
+            problem = __import__("gemini.train.setup.problem", fromlist=["problem"])
             problem.__version__ = gemini.__version__
 
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import gemini
-from gemini.train import paging
+from gemini.train.loading import paging
 from tests.ranks.pool import Pool
 
 CONFIG = {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 32}

@@ -11,9 +11,9 @@ from torch import nn
 from gemini.planning.layout import ChunkSpec
 from gemini.planning.planes import compute_itemsize
 from gemini.planning.trace import MemoryTrace, Phase, Source, accesses
-from gemini.train.problem import collect_params
-from gemini.train.reading import params_read_by
-from gemini.train.structure import structural_trace
+from gemini.train.modules.reading import params_read_by
+from gemini.train.setup.problem import collect_params
+from gemini.train.setup.structure import structural_trace
 from tests.models import FAMILIES
 
 

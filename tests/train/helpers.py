@@ -26,8 +26,8 @@ from gemini.kernels import AdamHyper
 from gemini.planning.layout import ParamSpec, make_layout
 from gemini.planning.working import staging_bytes, staging_sets, tile_numel
 from gemini.tiers import Tier
-from gemini.train.problem import collect_params
-from gemini.train.structure import working_set
+from gemini.train.setup.problem import collect_params
+from gemini.train.setup.structure import working_set
 
 transformers.logging.set_verbosity_error()
 

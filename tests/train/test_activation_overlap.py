@@ -19,13 +19,13 @@ from torch.utils.checkpoint import checkpoint
 
 import gemini
 from gemini.errors import parse_bytes
-from gemini.memory.clock import RandomClock
-from gemini.memory.device import Event, StandinDevice
-from gemini.memory.lane import Job
+from gemini.memory.devices.clock import RandomClock
+from gemini.memory.devices.device import Event, StandinDevice
+from gemini.memory.movement.lane import Job
 from gemini.memory.nvme import SpillFile
 from gemini.tiers import Tier
-from gemini.train import activation_lanes
-from gemini.train.flights import IN_FLIGHT
+from gemini.train.activations import lanes as activation_lanes
+from gemini.train.activations.flights import IN_FLIGHT
 
 ROWS, WIDTH, LAYERS = 128, 64, 6
 INPUT = ROWS * WIDTH * 2

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import gemini
 from gemini.memory.nvme import SpillFile
-from gemini.train import activations
+from gemini.train.activations import store as activations
 from tests.train.helpers import llama
 
 SHAPE = (4, 128)

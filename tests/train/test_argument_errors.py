@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import gemini
 from benchmarks._progress import run
-from gemini.train import arguments
+from gemini.train.setup import arguments
 
 ROOT = Path(__file__).parents[2]
 TINY = {

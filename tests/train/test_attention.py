@@ -16,8 +16,8 @@ import transformers
 import gemini
 from gemini.jobs.plan_settings import TraceSettings
 from gemini.jobs.trace import take_trace
-from gemini.train import attention
-from gemini.train.attention import FLASH, Attention, Conditions, choose
+from gemini.train.loading import attention
+from gemini.train.loading.attention import FLASH, Attention, Conditions, choose
 
 ALL = Conditions(cuda=True, half=True, package=True, hub=False, supported=True, deterministic=False)
 NONE = Conditions(cuda=False, half=False, package=False, hub=False, supported=False, deterministic=True)

@@ -24,7 +24,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 import gemini
-from gemini.train import checkpoint_files
+from gemini.train.checkpoint import files as checkpoint_files
 from tests.train.helpers import assert_same_snapshot, engine_of, same_bits, snapshot, wrap
 
 REFUSED = (gemini.StorageError, gemini.PlanMismatch)

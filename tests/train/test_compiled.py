@@ -42,10 +42,10 @@ import gemini
 from gemini.planning.layout import ParamSpec, make_layout
 from gemini.planning.working import staging_bytes, staging_sets, tile_numel
 from gemini.tiers import Tier
-from gemini.train import hooks
-from gemini.train.compiled import compile_blocks, compiled_part, hook_around
-from gemini.train.problem import collect_params
-from gemini.train.structure import structural_trace, working_set
+from gemini.train.modules import hooks
+from gemini.train.modules.compiled import compile_blocks, compiled_part, hook_around
+from gemini.train.setup.problem import collect_params
+from gemini.train.setup.structure import structural_trace, working_set
 
 CUT = 4000
 """Elements of the largest chunk: a block of the tiny Llama is several."""

@@ -18,7 +18,7 @@ import torch
 import gemini
 from gemini import kernels
 from gemini.errors import GeminiError, NonFiniteGradient
-from gemini.memory.device import StandinDevice
+from gemini.memory.devices.device import StandinDevice
 from gemini.planning.planes import PlaneKind
 from gemini.tiers import Tier
 from tests import models

@@ -15,9 +15,9 @@ import torch
 from helpers import batch, llama
 
 import gemini
-from gemini.memory.arena import Arena
-from gemini.memory.chunk import Chunk
-from gemini.memory.device import Event, StandinDevice
+from gemini.memory.chunks.chunk import Chunk
+from gemini.memory.devices.arena import Arena
+from gemini.memory.devices.device import Event, StandinDevice
 from gemini.tiers import Tier
 
 

@@ -22,14 +22,14 @@ from torch import nn
 
 import gemini
 from gemini import kernels
-from gemini.memory.device import make_device
+from gemini.memory.devices.device import make_device
 from gemini.planning.layout import DEFAULT_MAX_CHUNK, ParamSpec, make_layout
 from gemini.planning.placement import Placement, Problem, bytes_per_tier, can_stream
 from gemini.planning.planes import PlaneKind, compute_itemsize
 from gemini.planning.working import device_staging_bytes, staging_bytes, staging_sets, tile_numel
 from gemini.tiers import MemoryBudget, Tier
-from gemini.train.problem import collect_params
-from gemini.train.structure import working_set
+from gemini.train.setup.problem import collect_params
+from gemini.train.setup.structure import working_set
 from tests import models
 from tests.models import Recipe
 
@@ -109,9 +109,7 @@ class Draw:
         )
 
 
-def draw(
-    rng: random.Random, model: nn.Module, precision: str, devices: tuple[str, ...] = ("cpu", "standin")
-) -> Draw:
+def draw(rng: random.Random, model: nn.Module, precision: str, devices: tuple[str, ...] = ("cpu", "standin")) -> Draw:
     """A random placement and the budgets that just hold it."""
     device = rng.choice(devices)
     tile = rng.choice((None, 4096))

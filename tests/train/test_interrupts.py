@@ -17,8 +17,10 @@ import gemini
 from gemini import interrupts, kernels
 from gemini.grad_mode import call_with_grad, call_without_grad, without_grad
 from gemini.interrupts import WHOLE
-from gemini.memory.mover import Mover
-from gemini.train import by_name, checkpoint_read, checkpoint_rest, guard
+from gemini.memory.movement.mover import Mover
+from gemini.train.checkpoint import read as checkpoint_read
+from gemini.train.checkpoint import rest as checkpoint_rest
+from gemini.train.params import by_name, guard
 from tests.train.helpers import (
     PLACEMENTS,
     Blocks,

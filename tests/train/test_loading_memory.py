@@ -19,7 +19,7 @@ import sys, threading, time
 import torch
 from transformers import AutoConfig
 import gemini
-from gemini.train import paging
+from gemini.train.loading import paging
 
 def anonymous():
     with open("/proc/self/status") as status:

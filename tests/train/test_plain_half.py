@@ -12,7 +12,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import gemini
-from gemini.train.backward_calls import nodes_below, running_calls
+from gemini.train.gradients.backward_calls import nodes_below, running_calls
 from tests.train.half_programs import (
     PROGRAMS,
     REMEDY,

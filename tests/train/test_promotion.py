@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import gemini
-from gemini.memory.chunk import FilePlane
+from gemini.memory.chunks.chunk import FilePlane
+from gemini.memory.devices.pages import host_bytes
 from gemini.memory.nvme import SpillFile
-from gemini.memory.pages import host_bytes
 from gemini.planning.planes import PlaneKind
 from tests.train.helpers import (
     Plain,

@@ -20,7 +20,7 @@ import pytest
 import torch
 
 import gemini
-from gemini.train import replacing
+from gemini.train.checkpoint import replacing
 from tests.train.helpers import adam, wrap
 
 CALLS = ("mkdir", "rename", "replace", "unlink", "rmdir", "fsync")
@@ -189,7 +189,7 @@ def test_a_mount_point_is_not_renamed(machine: Machine, tmp_path: Path, monkeypa
 def test_what_came_there_meanwhile_is_not_overwritten(
     machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from gemini.train import checkpoint_files
+    from gemini.train.checkpoint import files as checkpoint_files
 
     def write(*args: Any) -> None:
         (tmp_path / "ckpt").mkdir()

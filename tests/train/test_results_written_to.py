@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from gemini.train.calls import CallRecord
+from gemini.train.modules.calls import CallRecord
 from tests.train.helpers import PLACEMENTS, compare, squares
 
 

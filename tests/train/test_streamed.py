@@ -18,14 +18,15 @@ from benchmarks import race_hunt
 from benchmarks._progress import PATIENCE
 from gemini import kernels
 from gemini.errors import GeminiError
-from gemini.memory.clock import RandomClock
-from gemini.memory.device import Event, StandinDevice
+from gemini.memory.devices.clock import RandomClock
+from gemini.memory.devices.device import Event, StandinDevice
 from gemini.planning.hardware import Figure, Hardware
 from gemini.planning.planes import PlaneKind
 from gemini.planning.traffic import by_name
 from gemini.planning.working import DEVICE_SLOTS
 from gemini.tiers import Tier
-from gemini.train import streamed, update_lane
+from gemini.train.update import lane as update_lane
+from gemini.train.update import streamed
 from tests import models
 
 MAX_CHUNK = 8192

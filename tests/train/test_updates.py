@@ -19,12 +19,12 @@ import gemini
 from benchmarks._progress import PATIENCE
 from gemini import kernels
 from gemini.errors import GeminiError, NonFiniteGradient, StorageError
-from gemini.memory import lane as lane_module
-from gemini.memory.device import Event
-from gemini.memory.lane import Job, Worker
+from gemini.memory.devices.device import Event
+from gemini.memory.movement import lane as lane_module
+from gemini.memory.movement.lane import Job, Worker
 from gemini.memory.nvme import SpillFile
 from gemini.tiers import Tier
-from gemini.train import update_lane
+from gemini.train.update import lane as update_lane
 from tests import models
 
 PLACES = ["ram", "nvme", "standin"]

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 import gemini
-from gemini.train import ddp, hooks
+from gemini.train import ddp
+from gemini.train.modules import hooks
 
 
 class Net(nn.Module):

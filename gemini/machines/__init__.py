@@ -1,0 +1,1 @@
+"""Machines: their figures, and how they are measured."""

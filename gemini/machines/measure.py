@@ -1,0 +1,415 @@
+"""Measures this machine in seconds: the figures of ``gemini.planning.hardware``, by the code that training itself runs.
+
+Matrix products and small operations by torch, Adam by our kernel tile by tile, the drive by a spill file with the
+requests of an update. Every figure is a median, and says when and how it was measured, and its spread where that is
+large. Buffers are larger than the caches, so that memory is measured and not them. For ``gemini doctor --measure``.
+"""
+
+from __future__ import annotations
+
+import datetime
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from gemini import kernels
+from gemini.errors import human_bytes
+from gemini.memory.devices.pages import PAGE, host_bytes
+from gemini.memory.movement.mover import tiles
+from gemini.memory.movement.staging import SLOTS
+from gemini.memory.nvme import SpillFile, Transfer, free_bytes
+from gemini.memory.system import cache_bytes, memory_bytes, memory_limit
+from gemini.planning.hardware import Figure, human_figure
+from gemini.planning.working import DEVICE_TILE, TILE
+
+MiB = 2**20
+_LARGE_SPREAD = 0.1
+_STATE_BYTES = (2, 2, 4, 4)
+"""Per param, in the order of an update: weights, residual, and the two moments; one request each per tile."""
+_ADAM_BYTES = 14
+"""Per param in memory: those, and a bf16 gradient."""
+
+_WHOLE_PLANE = 64 * MiB
+
+Figures = Iterator[tuple[str, Figure]]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How much is measured on. The defaults take some seconds on two cores; tests take less.
+
+    Args:
+        product: rows, inner size and columns of the matrix product on the host: tokens, hidden, and intermediate size.
+        stream_bytes: of the buffer that is read and written; at least four times the caches, if the memory has that.
+        adam_numel: params to update; as many as four times the caches hold, at least.
+        spill_bytes: of the spill file; at most a quarter of what is free.
+        spill_seconds: after which no further round over the file is begun.
+        repeats: measurements of which the median is taken.
+        ops: small operations in one measurement.
+        gpu_product: rows, inner size and columns of the matrix product on a GPU.
+        gpu_bytes: of the buffers that are copied to, from and on a GPU.
+    """
+
+    product: tuple[int, int, int] = (512, 1024, 4096)
+    stream_bytes: int = 256 * MiB
+    adam_numel: int = 16 * TILE
+    spill_bytes: int = 384 * MiB
+    spill_seconds: float = 8.0
+    repeats: int = 7
+    ops: int = 1000
+    gpu_product: tuple[int, int, int] = (8192, 8192, 8192)
+    gpu_bytes: int = 256 * MiB
+
+
+def measure(nvme_path: Path | None = None, sizes: Sizes | None = None) -> Figures:
+    """Every figure that this machine has, one after the other as they are measured.
+
+    Raises:
+        StorageError: if ``nvme_path`` cannot hold a spill file. Nothing stays behind in it, whatever ends this.
+    """
+    sizes = sizes or Sizes()
+    yield from measure_host(sizes)
+    if torch.cuda.is_available():
+        yield from measure_gpu(torch.device("cuda", 0), sizes)
+    if nvme_path is not None:
+        yield from measure_nvme(nvme_path, sizes)
+
+
+# ---- host ------------------------------------------------------------------------------------------------------------
+
+
+def measure_host(sizes: Sizes) -> Figures:
+    """Memory and cores, matrix products, the smallest operation, memory bandwidth, Adam; and two of them at once."""
+    num_threads, cores = torch.get_num_threads(), kernels.get_num_threads()
+    threads = _threads(num_threads)
+    yield "cpu_bytes", _asked(memory_bytes(), "host memory" if memory_limit() is None else "limit of the control group")
+    yield "cpu_threads", _asked(cores, "cores that the process may use")
+    yield "torch_threads", _asked(num_threads, "of torch in this process")
+    rows, inner, columns = sizes.product
+    for key, dtype in (("cpu_flops_bf16", torch.bfloat16), ("cpu_flops_fp32", torch.float32)):
+        product = _product(sizes.product, dtype, torch.device("cpu"))
+        seconds = _times(product, sizes.repeats)
+        how = f"torch.mm of {rows} x {inner} and {inner} x {columns}, {threads}"
+        yield key, _measured(key, seconds, how, lambda s: 2 * rows * inner * columns / s)
+    small = torch.ones(64, requires_grad=True)
+    seconds = _times(lambda: _small_ops(small, sizes.ops), sizes.repeats)
+    how = f"{sizes.ops} recorded additions of 64 numbers"
+    yield "cpu_op_seconds", _measured("cpu_op_seconds", seconds, how, lambda s: s / sizes.ops)
+    yield "dram_bandwidth", _dram(sizes, num_threads, cores)
+    update, numel = _update(sizes)
+    yield "adam_cpu", _adam(update, numel, sizes, cores)
+    yield "adam_cpu_one", _adam(update, numel, sizes, 1)
+    if num_threads < cores:  # else computing and updates have no cores of their own
+        product = _product(sizes.product, torch.bfloat16, torch.device("cpu"))
+        yield "cpu_contention", _contention(product, update, cores - num_threads, sizes)
+    del update
+    yield "land_cpu", _landing(sizes)
+
+
+def _product(size: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> Callable[[], object]:
+    rows, inner, columns = size
+    x = torch.full((rows, inner), 0.5, dtype=dtype, device=device)
+    weight = torch.full((columns, inner), 0.5, dtype=dtype, device=device)
+    return lambda: torch.mm(x, weight.t())
+
+
+def _small_ops(small: torch.Tensor, count: int) -> None:
+    for _ in range(count):
+        small + small  # noqa: B018 - its time is what is wanted
+
+
+def _dram(sizes: Sizes, num_threads: int, cores: int) -> Figure:
+    """In place, so that what is counted is what crosses the bus: for a copy the processor reads the target as well.
+
+    By all cores, whatever threads torch has: what one of them can draw is not what there is.
+    """
+    num_bytes = _beyond_caches(sizes.stream_bytes)
+    parts = host_bytes(num_bytes).view(torch.float32).fill_(1.0).tensor_split(max(cores // num_threads, 1))
+    with ThreadPoolExecutor(len(parts)) as pool:
+        seconds = _times(lambda: list(pool.map(lambda part: part.mul_(1.0), parts)), sizes.repeats)
+    how = f"{human_bytes(num_bytes)} read and written in place, {_threads(len(parts) * num_threads)}"
+    return _measured("dram_bandwidth", seconds, how, lambda s: 2 * num_bytes / s)
+
+
+def _update(sizes: Sizes) -> tuple[Callable[[], None], int]:
+    """An update of so many params, tile by tile."""
+    numel = _beyond_caches(sizes.adam_numel * _ADAM_BYTES) // _ADAM_BYTES
+    return _update_in(host_bytes, numel, TILE), numel
+
+
+def _update_in(make: Callable[[int], torch.Tensor], numel: int, tile: int) -> Callable[[], None]:
+    """An update of planes in memory that ``make`` gives, by bytes."""
+    weights, residual, exp_avg, exp_avg_sq, grad = (
+        make(_whole_pages(numel * dtype.itemsize)).view(dtype)[:numel].fill_(value)
+        for dtype, value in (
+            (torch.bfloat16, 1.0), (torch.int16, 0), (torch.float32, 0.0), (torch.float32, 0.0), (torch.bfloat16, 1e-3),
+        )
+    )  # fmt: skip
+    hyper = kernels.AdamHyper(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, step=1)
+
+    def update() -> None:
+        for start, stop in tiles(0, numel, tile):
+            part = slice(start, stop)
+            kernels.adam_update(weights[part], residual[part], exp_avg[part], exp_avg_sq[part], grad[part], hyper)
+
+    return update
+
+
+def _adam(update: Callable[[], None], numel: int, sizes: Sizes, num_threads: int) -> Figure:
+    with _limited(num_threads):
+        seconds = _times(update, sizes.repeats)
+    how = f"Gemini's {kernels.capabilities().isa} kernel on {numel / 1e6:.4g} M params in tiles"
+    how += f", {_threads(num_threads)}"
+    return _measured("adam_cpu", seconds, how, lambda s: s / numel)
+
+
+def _contention(product: Callable[[], object], update: Callable[[], None], num_threads: int, sizes: Sizes) -> Figure:
+    """Products on torch's threads and updates on the others: how many times as long both take as each alone.
+
+    Where both are at work they share caches, memory, and what the processor's cores share.
+    """
+
+    def rate(work: Callable[[], object], seconds: float) -> float:
+        begin, count = time.perf_counter(), 0
+        while time.perf_counter() - begin < seconds:
+            work()
+            count += 1
+        return count / (time.perf_counter() - begin)
+
+    def updates(begins: threading.Barrier, seconds: float) -> float:
+        with _limited(num_threads):
+            begins.wait()
+            return rate(update, seconds)
+
+    def times() -> float:
+        alone = 0.0
+        for work in (product, update):
+            with _limited(num_threads):
+                alone = max(alone, _time(work))
+        seconds = 2 * alone  # two of the longer one, and as many of the other as fit
+        with _limited(num_threads), ThreadPoolExecutor(1) as pool:
+            both = rate(product, seconds), rate(update, seconds)
+            begins = threading.Barrier(2)
+            beside = pool.submit(updates, begins, seconds)
+            begins.wait()
+            kept = rate(product, seconds) / both[0], beside.result() / both[1]
+        return max(1.0, 2 / (kept[0] + kept[1]))
+
+    times()
+    found = [times() for _ in range(min(3, sizes.repeats))]
+    how = f"products on {_threads(torch.get_num_threads())} beside updates on {_threads(num_threads)}"
+    return _measured("cpu_contention", found, how, lambda value: value)
+
+
+def _threads(count: int) -> str:
+    return f"{count} thread{'s' if count != 1 else ''}"
+
+
+@contextmanager
+def _limited(num_threads: int) -> Iterator[None]:
+    """Kernels that this thread calls run on so many threads."""
+    kernels.limit_threads(num_threads)
+    try:
+        yield
+    finally:
+        kernels.limit_threads(None)
+
+
+def _landing(sizes: Sizes) -> Figure:
+    """Param by param in backward, as gradients arrive: torch has just written each, so it is in the caches."""
+    numel = _beyond_caches(sizes.adam_numel * 2) // 2
+    plane, gradient = (host_bytes(_whole_pages(n * 2)).view(torch.bfloat16).fill_(1e-3) for n in (numel, TILE))
+
+    def land() -> None:
+        for start, stop in tiles(0, numel, TILE):
+            kernels.copy_grad(plane[start:stop], gradient[: stop - start])
+
+    seconds = _times(land, sizes.repeats)
+    how = f"Gemini's {kernels.capabilities().isa} kernel on {numel / 1e6:.4g} M elements in tiles"
+    return _measured("land_cpu", seconds, how, lambda s: s / numel)
+
+
+def _beyond_caches(num_bytes: int) -> int:
+    """At least ``num_bytes``, and four times the caches; but no more than an eighth of the memory."""
+    wanted = max(num_bytes, 4 * cache_bytes() if num_bytes >= MiB else 0)
+    return _whole_pages(max(PAGE, min(wanted, memory_bytes() // 8)))
+
+
+def _whole_pages(num_bytes: int) -> int:
+    return -(-num_bytes // PAGE) * PAGE
+
+
+# ---- drive -----------------------------------------------------------------------------------------------------------
+
+
+def measure_nvme(directory: Path, sizes: Sizes) -> Figures:
+    """Room, reading and writing, one request at a time as an update makes them.
+
+    Raises:
+        StorageError: if there is no room for a spill file, or it cannot be made.
+    """
+    free = free_bytes(directory) if directory.is_dir() else 0
+    tile = min(TILE, _whole_pages(sizes.spill_bytes // sum(_STATE_BYTES)))
+    per_tile = tile * sum(_STATE_BYTES)
+    count = max(1, min(sizes.spill_bytes, free // 4) // per_tile)
+    spill = SpillFile(directory, count * per_tile)  # it has no name: nothing stays behind, whatever ends the process
+    try:
+        yield "nvme_bytes", _asked(free, f"free in {directory}")
+        yield from _drive(spill, tile, count, sizes)
+        yield "nvme_mixed", _both_ways(spill, tile, count, sizes)
+    finally:
+        spill.close()
+
+
+def _drive(spill: SpillFile, tile: int, count: int, sizes: Sizes) -> Figures:
+    # As an update does it: a buffer per plane, all of which it has changed since they were read. With one small buffer,
+    # which stays in the cache, a drive measured a sixth faster than updates ever saw it.
+    buffers = [host_bytes(size * tile).random_(0, 256) for size in _STATE_BYTES]  # a drive may compress
+    plan = [[(buffer, spill.allocate(buffer.numel())) for buffer in buffers] for _ in range(count)]
+    for planes in plan:
+        _each(spill.write, planes)  # the first write of a block costs more: training pays for it once
+    seconds: dict[str, list[float]] = {"nvme_read": [], "nvme_write": []}
+    begin = time.perf_counter()
+    for _ in range(sizes.repeats):
+        read = write = 0.0
+        for planes in plan:
+            read += _time(partial(_each, spill.read, planes))
+            for buffer in buffers:
+                buffer.add_(1)
+            write += _time(partial(_each, spill.write, planes))
+        seconds["nvme_read"].append(read)
+        seconds["nvme_write"].append(write)
+        if time.perf_counter() - begin > sizes.spill_seconds:
+            break
+    num_bytes = count * tile * sum(_STATE_BYTES)
+    requests = f"{human_bytes(2 * tile)} and {human_bytes(4 * tile)}"
+    how = f"{human_bytes(num_bytes)} in {spill.directory}, requests of {requests}, one at a time"
+    how += "" if spill.direct else ", through the page cache: no O_DIRECT here"
+    whole = host_bytes(min(num_bytes, _WHOLE_PLANE))
+    at_once = statistics.median(_times(lambda: spill.read(whole, 0), 3))
+    for key, times in seconds.items():
+        note = ""
+        if key == "nvme_read":  # weights are fetched as whole planes, which the queue reads with several threads
+            rate = human_figure(key, whole.numel() / at_once)
+            note = f" ({rate} in one request of {human_bytes(whole.numel())})"
+        yield key, _measured(key, times, how + note, lambda s: num_bytes / s)
+
+
+def _both_ways(spill: SpillFile, tile: int, count: int, sizes: Sizes) -> Figure:
+    """As updates beside computing do it: two tiles are read ahead while one is changed and those before are written."""
+    part = _whole_pages(tile // SLOTS)
+    slots = [[host_bytes(size * part).random_(0, 256) for size in _STATE_BYTES] for _ in range(SLOTS)]
+    steps = count * tile // part
+    before = [sum(_STATE_BYTES[:kind]) for kind in range(len(_STATE_BYTES))]
+    places = [[(number * sum(_STATE_BYTES) + at) * part for at in before] for number in range(steps)]
+
+    def begin(transfer: Callable[[torch.Tensor, int], Transfer], number: int) -> list[Transfer]:
+        return [transfer(*pair) for pair in zip(slots[number % SLOTS], places[number], strict=True)]
+
+    def stream() -> None:
+        reading = {number: begin(spill.begin_read, number) for number in range(min(2, steps))}
+        writing: dict[int, list[Transfer]] = {}
+        for number in range(steps):
+            for transfer in reading.pop(number):
+                transfer.wait()
+            for buffer in slots[number % SLOTS]:
+                buffer.add_(1)
+            writing[number] = begin(spill.begin_write, number)
+            if number + 2 < steps:
+                for transfer in writing.pop(number + 2 - SLOTS, []):
+                    transfer.wait()
+                reading[number + 2] = begin(spill.begin_read, number + 2)
+        for transfers in writing.values():
+            for transfer in transfers:
+                transfer.wait()
+
+    seconds = _times(stream, min(sizes.repeats, 5))
+    num_bytes = 2 * steps * part * sum(_STATE_BYTES)
+    how = f"{human_bytes(num_bytes)} read and written in {spill.directory}, {SLOTS} tiles under way"
+    return _measured("nvme_mixed", seconds, how, lambda s: num_bytes / s)
+
+
+def _each(transfer: Callable[[torch.Tensor, int], None], planes: list[tuple[torch.Tensor, int]]) -> None:
+    for buffer, offset in planes:
+        transfer(buffer, offset)
+
+
+# ---- GPU -------------------------------------------------------------------------------------------------------------
+
+
+def measure_gpu(device: torch.device, sizes: Sizes) -> Figures:
+    """Memory, matrix products, its own memory's bandwidth, Adam, a launch, copies from and to pinned host memory."""
+    on_cuda = device.type == "cuda"  # anything else stands in for it in tests
+
+    def times(run: Callable[[], object]) -> list[float]:
+        return _times(run, sizes.repeats, torch.cuda.synchronize if on_cuda else None)
+
+    if on_cuda:
+        name = torch.cuda.get_device_name(device)
+        yield "num_gpus", _asked(torch.cuda.device_count(), name)
+        yield "gpu_bytes", _asked(torch.cuda.get_device_properties(device).total_memory, name)
+    rows, inner, columns = sizes.gpu_product
+    for key, dtype in (("gpu_flops_bf16", torch.bfloat16), ("gpu_flops_fp32", torch.float32)):
+        seconds = times(_product(sizes.gpu_product, dtype, device))
+        how = f"torch.mm of {rows} x {inner} and {inner} x {columns}"
+        yield key, _measured(key, seconds, how, lambda s: 2 * rows * inner * columns / s)
+    num_bytes = sizes.gpu_bytes
+    here = torch.ones(num_bytes // 4, device=device)
+    seconds = times(lambda: here.mul_(1.0))
+    how = f"{human_bytes(num_bytes)} read and written in place"
+    yield "gpu_bandwidth", _measured("gpu_bandwidth", seconds, how, lambda s: 2 * num_bytes / s)
+    numel = _whole_pages(max(num_bytes // _ADAM_BYTES, PAGE))
+    seconds = times(_update_in(partial(torch.zeros, dtype=torch.uint8, device=device), numel, DEVICE_TILE))
+    how = f"Gemini's kernel on {numel / 1e6:.4g} M params in tiles"
+    yield "adam_gpu", _measured("adam_gpu", seconds, how, lambda s: s / numel)
+    small = torch.ones(64, device=device, requires_grad=True)
+    seconds = times(lambda: _small_ops(small, sizes.ops))
+    how = f"{sizes.ops} recorded additions of 64 numbers"
+    yield "gpu_op_seconds", _measured("gpu_op_seconds", seconds, how, lambda s: s / sizes.ops)
+    host = torch.ones(num_bytes // 4, pin_memory=on_cuda)
+    for key, target, source in (("h2d", here, host), ("d2h", host, here)):
+        seconds = times(partial(target.copy_, source, non_blocking=True))
+        yield key, _measured(key, seconds, f"{human_bytes(num_bytes)}, pinned", lambda s: num_bytes / s)
+    if on_cuda and torch.cuda.device_count() > 1:
+        there = torch.empty_like(here, device=torch.device("cuda", 1))
+        seconds = times(lambda: there.copy_(here, non_blocking=True))
+        how = f"{human_bytes(num_bytes)} from GPU 0 to GPU 1"
+        yield "interconnect", _measured("interconnect", seconds, how, lambda s: num_bytes / s)
+
+
+# ---- figures ---------------------------------------------------------------------------------------------------------
+
+
+def _time(run: Callable[[], object], synchronize: Callable[[], object] | None = None) -> float:
+    begin = time.perf_counter()
+    run()
+    if synchronize is not None:
+        synchronize()
+    return time.perf_counter() - begin
+
+
+def _times(run: Callable[[], object], repeats: int, synchronize: Callable[[], object] | None = None) -> list[float]:
+    """Seconds of each run, after one that is not counted."""
+    _time(run, synchronize)
+    return [_time(run, synchronize) for _ in range(repeats)]
+
+
+def _measured(key: str, seconds: list[float], how: str, value_of: Callable[[float], float]) -> Figure:
+    values = sorted(value_of(s) for s in seconds)
+    middle = statistics.median(values)
+    source = f"measured {datetime.date.today()}, {how}, median of {len(values)}"
+    if values[-1] - values[0] > _LARGE_SPREAD * middle:
+        source += f", from {human_figure(key, values[0])} to {human_figure(key, values[-1])}"
+    return Figure(middle, source)
+
+
+def _asked(value: int, what: str) -> Figure:
+    return Figure(value, f"asked {datetime.date.today()}, {what}")

@@ -1,0 +1,1 @@
+"""Chunks and their states."""

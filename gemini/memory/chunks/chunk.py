@@ -1,0 +1,180 @@
+"""A chunk at run time: its planes at their homes, the window in which its weights are gathered, and its state.
+
+A *plane* is one kind of content (weights, residual, moments, gradient) and has exactly one home, in memory or in the
+spill file; ``load`` and ``store`` move element ranges of it through host tensors. The gathered weights that modules
+read are ``Chunk.flat``: the weights plane itself where its home is the computing tier (a *resident* chunk), else a
+window whose content is a clean copy that may be dropped at any time nobody reads it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+
+from gemini.memory.chunks.states import Event as UseEvent
+from gemini.memory.chunks.states import Use, step
+from gemini.memory.devices.device import DONE, Device, Event, Window
+from gemini.memory.nvme import SpillFile
+from gemini.planning.layout import ChunkSpec
+from gemini.planning.planes import PlaneKind
+from gemini.tiers import Tier
+
+COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+def plane_dtype(kind: PlaneKind, precision: str, *, trainable: bool, itemsize: int) -> torch.dtype:
+    """The dtype of a plane; gradients are in the compute dtype unless their item size says fp32."""
+    if kind is PlaneKind.RESIDUAL:
+        return torch.int16
+    if kind in (PlaneKind.EXP_AVG, PlaneKind.EXP_AVG_SQ):
+        return torch.float32
+    if kind is PlaneKind.GRAD:
+        return torch.float32 if itemsize == 4 else COMPUTE_DTYPES[precision]
+    return torch.float32 if precision == "fp16" and trainable else COMPUTE_DTYPES[precision]
+
+
+class Plane(ABC):
+    """One kind of content of one chunk, at its home. Ranges are in elements, their starts multiples of a page."""
+
+    dtype: torch.dtype
+    tier: Tier
+    numel: int
+
+    @property
+    def num_bytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+    @abstractmethod
+    def begin_load(self, start: int, stop: int, into: torch.Tensor, *, urgent: bool = False) -> Event:
+        """Start to copy ``[start, stop)`` into the host tensor ``into`` (same dtype and length)."""
+
+    @abstractmethod
+    def begin_store(self, start: int, stop: int, source: torch.Tensor) -> Event:
+        """Start to overwrite ``[start, stop)`` with the host tensor ``source`` (same dtype and length)."""
+
+    def load(self, start: int, stop: int, into: torch.Tensor) -> None:
+        """:meth:`begin_load`, and wait for it: before others."""
+        self.begin_load(start, stop, into, urgent=True).wait()
+
+    def store(self, start: int, stop: int, source: torch.Tensor) -> None:
+        """:meth:`begin_store`, and wait for it."""
+        self.begin_store(start, stop, source).wait()
+
+    def host_view(self, start: int, stop: int) -> torch.Tensor | None:
+        """The range in place, where the CPU can work on it, else None."""
+        return None
+
+    def device_view(self, start: int, stop: int) -> torch.Tensor | None:
+        """The range in place, where the computing device can work on it, else None."""
+        return None
+
+
+class MemoryPlane(Plane):
+    """A plane in memory: the host's, or the device's own (then host code reaches it by copies)."""
+
+    def __init__(self, tensor: torch.Tensor, tier: Tier, device: Device):
+        self.tensor, self.tier, self._device = tensor, tier, device
+        self.dtype, self.numel = tensor.dtype, tensor.numel()
+
+    def begin_load(self, start: int, stop: int, into: torch.Tensor, *, urgent: bool = False) -> Event:
+        return self._copy(into, self.tensor[start:stop], "evict")
+
+    def begin_store(self, start: int, stop: int, source: torch.Tensor) -> Event:
+        return self._copy(self.tensor[start:stop], source, "store")  # not behind weights that are fetched far ahead
+
+    def _copy(self, into: torch.Tensor, source: torch.Tensor, lane: str) -> Event:
+        if self.tier is Tier.GPU:
+            return self._device.copy(into, source, lane)
+        into.copy_(source)
+        return DONE
+
+    def host_view(self, start: int, stop: int) -> torch.Tensor | None:
+        return self.tensor[start:stop] if self.tier is Tier.CPU else None
+
+    def device_view(self, start: int, stop: int) -> torch.Tensor | None:
+        return self.tensor[start:stop] if self.tier is self._device.tier else None
+
+
+class FilePlane(Plane):
+    """A plane in the spill file. Ranges given to it end on a page as well (params are padded to whole pages)."""
+
+    tier = Tier.NVME
+
+    def __init__(self, spill: SpillFile, numel: int, dtype: torch.dtype):
+        self._spill, self.numel, self.dtype = spill, numel, dtype
+        self._offset = spill.allocate(self.num_bytes)
+
+    def begin_load(self, start: int, stop: int, into: torch.Tensor, *, urgent: bool = False) -> Event:
+        assert into.numel() == stop - start and into.dtype == self.dtype
+        return self._spill.begin_read(into, self._offset + start * self.dtype.itemsize, urgent=urgent)
+
+    def begin_store(self, start: int, stop: int, source: torch.Tensor) -> Event:
+        assert source.numel() == stop - start and source.dtype == self.dtype
+        return self._spill.begin_write(source, self._offset + start * self.dtype.itemsize)
+
+    def give_back(self) -> None:
+        """End this plane: its slot may be allocated again."""
+        self._spill.give_back(self._offset, self.num_bytes)
+
+    def mapped(self, start: int, stop: int) -> torch.Tensor:
+        """The range as a file-backed view: it takes no memory that the system cannot take back."""
+        size = self.dtype.itemsize
+        return self._spill.map((stop - start) * size, self._offset + start * size).view(self.dtype)
+
+
+@dataclass(eq=False)
+class Chunk:
+    """The run-time side of a :class:`ChunkSpec`. ``pins`` counts who reads the gathered weights now."""
+
+    spec: ChunkSpec
+    planes: dict[PlaneKind, Plane]
+    flat: torch.Tensor
+    window: Window | None
+    face: torch.Tensor
+    """The gathered weights as modules see them: ``flat``, perhaps over another storage (``Window.face``)."""
+    use: Use = Use.FREE
+    pins: int = 0
+    last_use: int = 0
+    arrived: int = 0
+    stale: bool = False
+    """The window was overtaken by an update: drop it as soon as nobody reads it."""
+    grads_complete: bool = False
+    """All gradients arrived while the weights were in use: GRAD_READY as soon as they are released."""
+    arriving: Event | None = None
+    """The job that fetches it, ahead of its use; over when all copies of the fetch are under way."""
+    fetched: Event = DONE
+    """The end of the copies into the window, of the last fetch: what reads it comes after them on the device, and who
+    writes its home on the host waits for them (:meth:`begin_write`)."""
+    ahead: bool = False
+    """Fetched ahead of its use, which is still to come."""
+    num_missing_grads: int = 0
+    """Params whose gradient has yet to arrive in this backward."""
+    streamed: bool = False
+    """Its update runs on the device, through which planes from host memory pass."""
+
+    @property
+    def name(self) -> str:
+        return f"chunk {self.spec.index} ({self.spec.slots[0].name} ...)"
+
+    @property
+    def resident(self) -> bool:
+        """The weights' home is where modules read them: nothing to gather, nothing to evict."""
+        return self.window is None
+
+    @property
+    def gathered(self) -> bool:
+        """Whether the gathered weights are there to be read."""
+        return self.use not in (Use.FREE, Use.FETCHING)
+
+    @property
+    def weights(self) -> Plane:
+        return self.planes[PlaneKind.WEIGHTS]
+
+    def begin_write(self) -> None:
+        """The weights' home is about to change: nothing may be on its way out of it any more."""
+        self.fetched.wait_until_over()
+
+    def step(self, event: UseEvent) -> None:
+        self.use = step(self.use, event, self.name)

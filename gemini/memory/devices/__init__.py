@@ -1,0 +1,1 @@
+"""Devices: the CPU, CUDA, their memory, streams and windows."""

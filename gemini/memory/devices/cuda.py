@@ -1,0 +1,256 @@
+"""One NVIDIA GPU behind the device contract: streams for lanes, CUDA events, registered host memory.
+
+Each lane has a stream for each direction, and no two lanes share one, so that weights on their way in and gradients on
+their way out run at the same time and wait for nothing of each other's. A copy comes after what the computing streams
+were given before it, or only after the event that it is told to come after; by events and not by waiting, so host code
+goes on at once. Who reads the copied bytes on the GPU lets the computing stream wait (``Event.wait_on_device``), who
+reads them on the host waits itself.
+
+Three things need care. Copies are asynchronous only from and to page-locked memory, so host buffers are cut out of one
+registered stretch (:mod:`gemini.memory.devices.pinned`). The caching allocator knows nothing of lanes: windows keep the
+order of their blocks themselves (:mod:`gemini.memory.devices.cuda_windows`, with the whole argument), and other tensors
+are recorded on the lane's stream. And the current device is a setting of each thread, so nothing here relies on it:
+worker threads may call everything.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import sys
+import threading
+import warnings
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+from gemini.grad_mode import call_without_grad
+from gemini.memory.devices.cuda_streams import CopyStreams, CudaEvent
+from gemini.memory.devices.cuda_windows import CudaWindow, WindowMemory
+from gemini.memory.devices.device import Device, Event
+from gemini.memory.devices.pages import PAGE
+from gemini.memory.devices.pinned import PinnedArena
+from gemini.memory.devices.windows import Window
+from gemini.tiers import Tier
+
+_STREAMS_OF_TORCH = 32
+"""How many streams torch has for a device before it gives the first one again."""
+
+
+class _OfThread(threading.local):
+    is_beside = False
+
+
+class CudaDevice(Device):
+    """One NVIDIA GPU."""
+
+    name = "cuda"
+    tier = Tier.GPU
+
+    def __init__(self, torch_device: torch.device):
+        index = torch_device.index if torch_device.index is not None else _own_gpu()
+        self.torch_device = torch.device("cuda", index)
+        self.pinned = PinnedArena(self.torch_device)
+        self._lock = threading.RLock()
+        self._lanes: dict[str, CopyStreams] = {}
+        self._beside: dict[str, torch.cuda.Stream] = {}
+        self._own: set[int] = set()
+        self._of_thread = _OfThread()
+        self._windows: weakref.WeakValueDictionary[int, CudaWindow] = weakref.WeakValueDictionary()
+        self._computing: dict[int, torch.cuda.Stream] = {}
+        self._memory = WindowMemory(self.torch_device, self._computing_streams, self._new_stream, self._lock)
+        self._can_pin = sys.platform == "linux" and mmap.PAGESIZE == PAGE
+
+    # ---- memory -------------------------------------------------------------------------------------------------
+
+    def make_window(self, num_bytes: int) -> Window:
+        window = CudaWindow(num_bytes, self.torch_device, self._memory)
+        self._windows[_storage(window.bytes)] = window
+        return window
+
+    def reserve_windows(self, num_bytes: int) -> None:
+        if num_bytes > 0:
+            self._memory.reserve(num_bytes)
+
+    def make_buffer(self, num_bytes: int) -> torch.Tensor:
+        return torch.zeros(num_bytes, dtype=torch.uint8, device=self.torch_device)
+
+    def reserve_host(self, num_bytes: int) -> None:
+        if self._can_pin and num_bytes > 0:
+            try:
+                self.pinned.reserve(num_bytes)
+            except (RuntimeError, MemoryError) as e:
+                self._refuse_to_pin(e)
+
+    def make_host_buffer(self, num_bytes: int, *, zeroed: bool = True) -> torch.Tensor:
+        buffer = None
+        try:
+            buffer = self.pinned.take(num_bytes, grow=self._can_pin, zeroed=zeroed)
+        except (RuntimeError, MemoryError) as e:
+            self._refuse_to_pin(e)
+        return super().make_host_buffer(num_bytes) if buffer is None else buffer
+
+    def _refuse_to_pin(self, error: Exception) -> None:
+        self._can_pin = False
+        _forget_error(self.torch_device)
+        warnings.warn(
+            f"host memory cannot be registered with the CUDA driver ({error}): copies are slower and wait for each "
+            "other. Raise the limit of locked memory (ulimit -l), or give a smaller cpu= budget",
+            stacklevel=3,
+        )
+
+    def free_bytes(self) -> int:
+        free, _ = torch.cuda.mem_get_info(self.torch_device)
+        return free
+
+    def memory_figures(self) -> dict[str, int]:
+        free, total = torch.cuda.mem_get_info(self.torch_device)
+        return {
+            "allocated": torch.cuda.memory_allocated(self.torch_device),
+            "allocated_peak": torch.cuda.max_memory_allocated(self.torch_device),
+            "reserved": torch.cuda.memory_reserved(self.torch_device),
+            "reserved_peak": torch.cuda.max_memory_reserved(self.torch_device),
+            "driver": total - free,
+        }
+
+    def bytes_behind(self, tensors: Iterable[torch.Tensor]) -> int | None:
+        asked: dict[int, int] = {}  # by address: what each block was asked for
+        for segment in torch.cuda.memory_snapshot():
+            if segment["device"] == self.torch_device.index:
+                address = segment["address"]
+                for block in segment["blocks"]:
+                    if block["state"] == "active_allocated":
+                        asked[address] = block["requested_size"]
+                    address += block["size"]
+        addresses = {tensor.untyped_storage().data_ptr() for tensor in tensors if tensor.is_cuda}
+        return sum(asked.get(address, 0) for address in addresses)
+
+    # ---- order --------------------------------------------------------------------------------------------------
+
+    def copy(
+        self,
+        into: torch.Tensor,
+        source: torch.Tensor,
+        lane: str,
+        after: Event | None = None,
+        *,
+        behind_computing: bool = True,
+    ) -> Event:
+        if after is not None and not isinstance(after, CudaEvent):
+            after.wait()  # of the host: nothing on the GPU could wait for it
+        direction = f"{source.device.type} to {into.device.type}"
+        with self._lock, torch.cuda.device(self.torch_device):
+            streams = self._lanes.setdefault(lane, CopyStreams())
+            streams.let_go()
+            if direction not in streams.by_direction:
+                streams.by_direction[direction] = self._new_stream()
+            stream = streams.by_direction[direction]
+            if behind_computing:
+                for computing in self._computing_streams():
+                    stream.wait_event(computing.record_event())
+            if isinstance(after, CudaEvent):
+                after.hold_back(stream)
+            if streams.last is not None and streams.last[0] != direction:
+                streams.last[1].hold_back(stream)
+            windows = [self._windows.get(_storage(tensor)) if tensor.is_cuda else None for tensor in (into, source)]
+            for window in windows:
+                if window is not None:
+                    window.let_follow(stream)
+            plain = into.dtype == source.dtype and into.is_contiguous() and source.is_contiguous()
+            with torch.cuda.stream(stream):
+                # Not plain: torch goes through copies of its own.
+                call_without_grad(into.copy_, source, non_blocking=plain)
+            event = CudaEvent(self.torch_device, stream, "a copy")
+            streams.last = (direction, event)
+            for tensor, window in zip((into, source), windows, strict=True):
+                # The memory is not given to others while the lane works on it. For windows not by ``record_stream``,
+                # which frees a block behind everything that the lane was given until then, the copies far ahead too.
+                if window is not None:
+                    window.touched[lane] = event
+                elif tensor.is_cuda:
+                    tensor.record_stream(stream)
+            # The engines read and write host memory after this returns; nothing but these references keeps it there.
+            streams.in_flight.append((event, _host_side(into), _host_side(source)))
+        return event
+
+    def mark(self) -> Event:
+        with self._lock, torch.cuda.device(self.torch_device):
+            self._computing_streams()
+            return CudaEvent(self.torch_device, torch.cuda.current_stream(self.torch_device), "the computation")
+
+    def computes_here(self) -> None:
+        self._computing_streams()
+
+    @contextmanager
+    def beside(self, name: str) -> Iterator[None]:
+        with self._lock, torch.cuda.device(self.torch_device):
+            if name not in self._beside:
+                self._beside[name] = self._new_stream()
+            stream = self._beside[name]
+        before, self._of_thread.is_beside = self._of_thread.is_beside, True
+        try:
+            with torch.cuda.stream(stream):
+                yield
+        finally:
+            self._of_thread.is_beside = before
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self.torch_device)
+
+    def close(self) -> None:
+        with self._lock:
+            lanes, self._lanes = self._lanes, {}
+        try:
+            if lanes or self._computing:
+                self.synchronize()  # computing too: windows may have gone without giving their blocks back in order
+        finally:
+            for streams in lanes.values():
+                streams.in_flight.clear()
+            self.pinned.close()
+
+    def _computing_streams(self) -> list[torch.cuda.Stream]:
+        """The streams on which this device was ever seen to compute: the calling thread's, and those before.
+
+        A worker thread's current stream is the default one, whichever the training thread chose for itself.
+        """
+        with self._lock:
+            if not self._of_thread.is_beside:
+                stream = torch.cuda.current_stream(self.torch_device)
+                self._computing.setdefault(stream.cuda_stream, stream)
+            return list(self._computing.values())
+
+    def _new_stream(self) -> torch.cuda.Stream:
+        """One that nothing of this device runs on: torch hands out a few dozen in turn, and then the first again."""
+        with self._lock:
+            taken = self._own | set(self._computing)
+            stream = torch.cuda.Stream(self.torch_device)
+            for _ in range(_STREAMS_OF_TORCH):
+                if stream.cuda_stream not in taken:
+                    break
+                stream = torch.cuda.Stream(self.torch_device)
+            self._own.add(stream.cuda_stream)
+            return stream
+
+
+def _forget_error(device: torch.device) -> None:
+    """A refused call stays the runtime's "last error", which torch's next kernel launch, whichever, would raise."""
+    with contextlib.suppress(RuntimeError):
+        torch.empty(1, device=device).fill_(0)
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    """The identity of the memory that views share, also while there is none."""
+    return tensor.untyped_storage()._cdata
+
+
+def _host_side(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if not tensor.is_cuda else torch.empty(0, device="cpu")
+
+
+def _own_gpu() -> int:
+    """The GPU of this process: as torchrun counts processes on a machine, unless the program chose another already."""
+    current, local = torch.cuda.current_device(), int(os.environ.get("LOCAL_RANK", 0))
+    return local if current == 0 and local < torch.cuda.device_count() else current

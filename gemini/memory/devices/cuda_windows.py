@@ -1,0 +1,183 @@
+"""Windows on a GPU: blocks of a pool of their own, each written again only behind the last use of just that block.
+
+The caching allocator orders the reuse of a block on the stream that it was allocated for: whoever works on that stream
+finds all earlier uses behind it. Windows are filled by copies on other streams, long before the computing stream has
+come to that point, so that order is too late for them and, counted from the host, too much: a copy that waits for all
+that the computing stream was given waits for layers that never saw its block. Hence:
+
+1. All windows are allocated in one ``torch.cuda.MemPool``, on one stream that computes nothing. No other allocation
+   gets a block of this pool, so every write and every read of a block is a window's.
+2. When a window gives its block back, a mark is made in each computing stream. All that read the window was given
+   before (the manager evicts nothing that is in use), so it is behind these marks; copies into and out of it are behind
+   the last event of each lane that touched it. These events are kept by the block's addresses (:class:`LastUses`).
+3. A window that gets (part of) these addresses takes the events with them. Every computing stream waits for those of
+   other streams at once: they are copies that it waited for long ago, unless nobody wanted them. A lane's stream waits
+   for all of them before its first copy that touches the window, and for nothing else that is computed.
+4. So between two writes of a block by different windows there is always: last use of the first -> event -> wait of the
+   stream that writes next. What is computed on further streams (``Device.beside``) must have been waited for by a
+   computing stream before the window goes.
+5. The pool's own stream waits for the same events before a block is given back. Nobody waits for that stream where the
+   pool is private; but the allocator does before it unmaps memory (expandable segments), and without a pool (another
+   allocator backend) a window waits for it instead of the events of its block.
+
+Blocks are of few sizes (same-shaped layers make same-shaped chunks), cut out of one segment that is allocated
+beforehand, so that neighbours that are free make one long block again and no step asks the driver for memory. How much
+of that the allocator could not use shows in ``memory_report()``. Nothing of this was run on a card yet.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+
+import torch
+
+from gemini.memory.devices.cuda_streams import CudaEvent
+from gemini.memory.devices.windows import StorageWindow
+
+_MANY = 256
+"""Free ranges, above which those whose uses are all over are forgotten."""
+
+
+class LastUses:
+    """The events behind which free ranges of addresses may be written again."""
+
+    def __init__(self) -> None:
+        self._ranges: list[tuple[int, int, tuple[CudaEvent, ...]]] = []
+
+    def __len__(self) -> int:
+        return len(self._ranges)
+
+    def note(self, start: int, stop: int, events: list[CudaEvent]) -> None:
+        """``[start, stop)`` is free from now on, behind ``events``."""
+        self.take(start, stop)
+        self._ranges.append((start, stop, tuple(events)))
+        if len(self._ranges) > _MANY:
+            self._ranges = [kept for kept in self._ranges if not all(event.is_complete() for event in kept[2])]
+
+    def take(self, start: int, stop: int) -> list[CudaEvent]:
+        """What has to be over before ``[start, stop)`` may be written, which belongs to somebody from now on."""
+        found: dict[int, CudaEvent] = {}
+        kept = []
+        for first, last, events in self._ranges:
+            if last <= start or stop <= first:
+                kept.append((first, last, events))
+                continue
+            found.update((id(event), event) for event in events if not event.is_complete())
+            if first < start:
+                kept.append((first, start, events))
+            if stop < last:
+                kept.append((stop, last, events))
+        self._ranges = kept
+        return list(found.values())
+
+
+class WindowMemory:
+    """The pool of one device's windows.
+
+    Args:
+        computing: the streams on which the device computes.
+        new_stream: makes a stream that nobody else of this device has.
+        lock: the device's.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        computing: Callable[[], list[torch.cuda.Stream]],
+        new_stream: Callable[[], torch.cuda.Stream],
+        lock: threading.RLock,
+    ):
+        self._device, self.computing, self._new_stream, self._lock = device, computing, new_stream, lock
+        self._stream: torch.cuda.Stream | None = None
+        self._pool: torch.cuda.MemPool | None = None
+        self._last_uses = LastUses()
+
+    @contextmanager
+    def own(self) -> Iterator[None]:
+        """What the calling thread allocates inside is of the pool. One thread at a time, as the allocator demands."""
+        with self._lock, torch.cuda.device(self._device):
+            if self._stream is None:
+                self._stream = self._new_stream()
+                if torch.cuda.get_allocator_backend() == "native":
+                    self._pool = torch.cuda.MemPool()
+            pool: AbstractContextManager[None] = contextlib.nullcontext()
+            if self._pool is not None:
+                pool = torch.cuda.use_mem_pool(self._pool, self._device)
+            with torch.cuda.stream(self._stream), pool:
+                yield
+
+    def reserve(self, num_bytes: int) -> None:
+        """Get one segment for so many bytes of windows; where the driver has none that long they come one by one.
+
+        They do, too, if the program has set ``max_split_size_mb``: the allocator would cut nothing out of it.
+        """
+        if torch.cuda.memory_stats(self._device).get("max_split_size", -1) > 0:
+            return
+        with contextlib.suppress(torch.cuda.OutOfMemoryError), self.own():
+            torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+
+    def begin(self, address: int, num_bytes: int) -> list[CudaEvent]:
+        """A window has this block: what has to be over before it is written."""
+        with self._lock, torch.cuda.device(self._device):
+            assert self._stream is not None
+            if self._pool is None:
+                return [CudaEvent(self._device, self._stream, "the use of a block")]
+            return self._last_uses.take(address, address + num_bytes)
+
+    def end(self, address: int, num_bytes: int, touched: list[CudaEvent]) -> None:
+        """A window is about to give this block back, which ``touched`` are the last copies of."""
+        with self._lock, torch.cuda.device(self._device):
+            assert self._stream is not None
+            events = [CudaEvent(self._device, stream, "the computation") for stream in self.computing()] + touched
+            for event in events:
+                event.hold_back(self._stream)
+            self._last_uses.note(address, address + num_bytes, events)
+
+
+class CudaWindow(StorageWindow):
+    """A resizable storage of the pool, whose block carries the order of its uses along."""
+
+    def __init__(self, num_bytes: int, device: torch.device, memory: WindowMemory):
+        self._memory = memory
+        self._address = 0  # while there is memory
+        self._ready: list[CudaEvent] = []
+        self._followers: set[int] = set()
+        self.touched: dict[str, CudaEvent] = {}
+        """The last copy of each lane that reads or writes this memory."""
+        with memory.own():
+            super().__init__(num_bytes, device)
+
+    def populate(self) -> None:
+        try:
+            with self._memory.own():
+                super().populate()
+        except torch.cuda.OutOfMemoryError:  # the allocator keeps what it has cached elsewhere while a pool is in use
+            torch.cuda.empty_cache()
+            with self._memory.own():
+                super().populate()
+        self._address = _address(self.bytes)
+        self._ready = self._memory.begin(self._address, self.num_bytes)
+        self._followers = set()
+        for stream in self._memory.computing():
+            self.let_follow(stream)
+
+    def let_follow(self, stream: torch.cuda.Stream) -> None:
+        """Let what ``stream`` is given from now on come after all uses of the block by others before this window."""
+        if stream.cuda_stream not in self._followers:
+            for event in self._ready:
+                event.hold_back(stream)
+            self._followers.add(stream.cuda_stream)
+
+    def depopulate(self) -> bool:
+        if self._address:
+            self._memory.end(self._address, self.num_bytes, list(self.touched.values()))
+            self._address = 0
+        self._ready, self.touched = [], {}
+        return super().depopulate()
+
+
+def _address(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()

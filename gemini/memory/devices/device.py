@@ -1,0 +1,387 @@
+"""The computing device, as one small contract with three implementations: CPU, CUDA, and a stand-in for tests.
+
+The engine asks a device for *windows* (memory for gathered weights that comes and goes at a fixed place), for plain
+*buffers* (homes of planes), and to *copy* between host and device on a lane, which gives an :class:`Event`. The CPU
+device computes in host memory and copies at once. The stand-in has its "own" memory and byte budget on a machine
+without a GPU; its copies run on threads behind a clock that tests control, so that an event can be *not yet complete*.
+CUDA is in :mod:`gemini.memory.devices.cuda`. All waits are bounded, and a failed copy surfaces in whoever waits for it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import queue
+import sys
+import threading
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import psutil
+import torch
+
+from gemini.errors import GeminiError
+from gemini.grad_mode import call_without_grad
+from gemini.memory.devices.clock import RandomClock
+from gemini.memory.devices.pages import can_move_pages, host_bytes
+from gemini.memory.devices.windows import FramePool, PageWindow, StorageWindow, Window
+from gemini.tiers import Tier
+
+WAIT_SECONDS = 120.0
+"""How long anything waits for a copy before it says that the copy is stuck."""
+
+END_SECONDS = 10.0
+"""How long the end of a device waits for each of its lanes."""
+
+
+class Event:
+    """The end of something that was begun: of a copy, or of what the device was given to compute (``Device.mark``).
+
+    May be asked from any thread, as often as one likes.
+    """
+
+    what = "a copy"
+
+    def __init__(self) -> None:
+        self._done = threading.Event()
+        self._error: BaseException | None = None
+
+    def is_complete(self) -> bool:
+        """Whether it is over, well or not. Never blocks."""
+        return self._done.is_set()
+
+    def wait(self, timeout: float = WAIT_SECONDS) -> None:
+        """Block the calling thread until it is over.
+
+        Raises:
+            GeminiError: if it failed (with what it raised as the cause), or did not end in ``timeout`` seconds.
+        """
+        if not self._done.wait(timeout):
+            raise GeminiError(f"{self.what} did not complete within {timeout:.0f} s: its lane is stuck")
+        if self._error is not None:
+            raise GeminiError(f"{self.what} failed: {self._error}") from self._error
+
+    def wait_until_over(self, timeout: float = WAIT_SECONDS) -> None:
+        """:meth:`wait`, for who does not need to know how it ended.
+
+        Raises:
+            GeminiError: if it did not end in ``timeout`` seconds.
+        """
+        try:
+            self.wait(timeout)
+        except Exception:
+            if not self.is_complete():
+                raise
+
+    def wait_on_device(self) -> None:
+        """Let what is given to the computing stream from now on come after this event.
+
+        To be called on the thread that computes. On CUDA it returns at once; a device that computes on the calling
+        thread has no other way than :meth:`wait`, whose errors it then raises.
+        """
+        self.wait()
+
+    def finish(self, error: BaseException | None = None) -> None:
+        """It is over: for the one who works on it. ``error``: what ``wait`` raises as the cause."""
+        self._error = error
+        self._done.set()
+
+
+class Together(Event):
+    """Several events as one: over with the last of them, and failed if any has."""
+
+    def __init__(self, events: Sequence[Event]):
+        super().__init__()
+        self._events = events
+
+    def is_complete(self) -> bool:
+        return all(event.is_complete() for event in self._events)
+
+    def wait(self, timeout: float = WAIT_SECONDS) -> None:
+        for event in self._events:
+            event.wait_until_over(timeout)
+        for event in self._events:
+            event.wait(timeout)
+
+    def wait_on_device(self) -> None:
+        failed: Exception | None = None
+        for event in self._events:
+            try:
+                event.wait_on_device()
+            except Exception as e:
+                failed = failed or e
+        if failed is not None:
+            raise failed
+
+
+DONE = Event()
+"""What was over before it was asked for."""
+DONE.finish()
+
+
+class Device(ABC):
+    """What the engine needs of the processor that runs forward and backward."""
+
+    name: str
+    torch_device: torch.device
+    tier: Tier
+    frames: FramePool | None = None
+
+    @abstractmethod
+    def make_window(self, num_bytes: int) -> Window:
+        """A window of whole pages, without memory behind it yet."""
+
+    @abstractmethod
+    def make_buffer(self, num_bytes: int) -> torch.Tensor:
+        """Zeroed memory on the device, as a uint8 tensor, for as long as the tensor lives."""
+
+    def reserve_windows(self, num_bytes: int) -> None:  # noqa: B027 - pages of the host come one by one
+        """So many bytes of windows will have memory at once: get it in one piece, as far as that goes."""
+
+    def reserve_host(self, num_bytes: int) -> None:  # noqa: B027 - most devices copy from any memory alike
+        """Host buffers of so many bytes in all are going to be made: get ready what they are cut out of, once."""
+
+    def make_host_buffer(self, num_bytes: int, *, zeroed: bool = True) -> torch.Tensor:
+        """Page-aligned host memory that this device copies to and from at full speed.
+
+        ``zeroed``: whether it holds zeros; else whatever an earlier buffer left there.
+        """
+        return host_bytes(num_bytes)
+
+    @abstractmethod
+    def copy(
+        self,
+        into: torch.Tensor,
+        source: torch.Tensor,
+        lane: str,
+        after: Event | None = None,
+        *,
+        behind_computing: bool = True,
+    ) -> Event:
+        """Start copying between host and device, from any thread.
+
+        Lanes ("fetch", "evict") run in order, independent of each other. A copy begins when what the computing stream
+        was given before this call is done, and ``after`` is complete; an ``after`` that failed fails the copy. Until
+        the event is complete ``into`` must be neither read nor written, and ``source`` not written; both may be let go.
+
+        ``behind_computing``: False waits for ``after`` only, not for what the computing stream was given.
+        """
+
+    def beside(self, name: str) -> AbstractContextManager[None]:
+        """What the calling thread computes inside is given to a stream of its own, of that name.
+
+        ``mark()`` inside marks that stream, and ``Event.wait_on_device()`` inside makes that stream wait. Such streams
+        are not computing streams for :meth:`copy`, nor for windows, which must not go before a computing stream has
+        waited for what reads them there.
+        """
+        return nullcontext()
+
+    def computes_here(self) -> None:  # noqa: B027 - most devices compute on the calling thread
+        """The calling thread's stream is one that computes: it is about to read a window."""
+
+    def mark(self) -> Event:
+        """Complete when everything that the computing stream was given so far is done."""
+        return DONE
+
+    @abstractmethod
+    def free_bytes(self) -> int:
+        """Bytes of the device's memory that nobody holds now."""
+
+    def memory_figures(self) -> dict[str, int]:
+        """What the system says of the device's memory, in bytes, for this process and (as "driver") for all of them:
+        "allocated" and "reserved" by torch, "allocated_peak", "reserved_peak". Nothing where it is host memory.
+        """
+        return {}
+
+    def bytes_behind(self, tensors: Iterable[torch.Tensor]) -> int | None:
+        """Bytes that torch's allocator was asked for by these tensors' memory; None where it has no books to ask."""
+        return None
+
+    def synchronize(self) -> None:  # noqa: B027 - most devices compute at once
+        """Wait until everything the device was given to compute is done."""
+
+    def close(self) -> None:  # noqa: B027 - most devices have nothing to end
+        """Finish the copies that were begun, and end the lanes; a later copy would begin them anew."""
+
+
+class _HostMemoryDevice(Device):
+    """What the CPU and the stand-in share: windows of host pages."""
+
+    torch_device = torch.device("cpu")
+
+    def __init__(self) -> None:
+        self.frames = FramePool() if can_move_pages() else None
+
+    def make_window(self, num_bytes: int) -> Window:
+        if self.frames is not None:
+            return PageWindow(num_bytes, self.frames)
+        return StorageWindow(num_bytes, self.torch_device)
+
+    def make_buffer(self, num_bytes: int) -> torch.Tensor:
+        return host_bytes(num_bytes)
+
+
+class CpuDevice(_HostMemoryDevice):
+    """Forward and backward run on the CPU: what is in host memory is used in place, and copies are made at once."""
+
+    name = "cpu"
+    tier = Tier.CPU
+
+    def copy(
+        self,
+        into: torch.Tensor,
+        source: torch.Tensor,
+        lane: str,
+        after: Event | None = None,
+        *,
+        behind_computing: bool = True,
+    ) -> Event:
+        if after is not None:
+            after.wait()
+        into.copy_(source)
+        return DONE
+
+    def free_bytes(self) -> int:
+        return psutil.virtual_memory().available
+
+
+class StandinDevice(_HostMemoryDevice):
+    """A GPU for machines without one: its own tier and budget, computed on by the CPU, with copies that take time.
+
+    Args:
+        memory: bytes it pretends to have when no ``gpu=`` budget is given.
+        gate: called on the lane's thread before each copy is made, with the lane's name; it may block (a test's clock,
+            or a :class:`~gemini.memory.devices.clock.RandomClock`, which is closed with the device).
+        poison: fill what a copy will overwrite with 0xFF (NaN, in every float) as soon as the copy may begin, so that
+            one who reads it before the copy is complete is found out whatever was there before.
+    """
+
+    name = "standin"
+    tier = Tier.GPU
+
+    def __init__(self, memory: int = 2**30, gate: Callable[[str], None] | None = None, *, poison: bool = False):
+        super().__init__()
+        self._memory = memory
+        self._gate = gate or (lambda lane: None)
+        self._poison = poison
+        self._lock = threading.Lock()
+        self._lanes: dict[str, _CopyLane] = {}
+        _live.add(self)
+
+    def copy(
+        self,
+        into: torch.Tensor,
+        source: torch.Tensor,
+        lane: str,
+        after: Event | None = None,
+        *,
+        behind_computing: bool = True,
+    ) -> Event:
+        event, gate, poison = Event(), self._gate, self._poison
+        if poison and after is None:
+            _fill_with_nan(into)
+
+        def run() -> None:  # knows nothing of the device: a copy under way does not keep it alive
+            try:
+                gate(lane)
+                if after is not None:
+                    after.wait()
+                    if poison:
+                        _fill_with_nan(into)
+                with torch.inference_mode(into.is_inference()):
+                    call_without_grad(into.copy_, source)
+            except BaseException as e:  # surfaces in wait(): a lane never dies
+                event.finish(e)
+            else:
+                event.finish()
+
+        with self._lock:
+            if lane not in self._lanes:
+                self._lanes[lane] = _CopyLane(lane)
+            self._lanes[lane].put(run)
+        return event
+
+    def free_bytes(self) -> int:
+        return self._memory
+
+    def close(self) -> None:
+        if isinstance(self._gate, RandomClock):
+            self._gate.close()
+        with self._lock:
+            lanes, self._lanes = self._lanes, {}
+        for lane in lanes.values():
+            lane.end()
+
+    def __del__(self, _ending: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not _ending() and hasattr(self, "_lanes"):
+            self.close()
+
+
+class _CopyLane:
+    """A thread that runs jobs in order. The thread knows only the queue, so an abandoned lane can be ended."""
+
+    def __init__(self, name: str):
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=_run_jobs, args=(self._jobs,), name=f"gemini-{name}", daemon=True)
+        self._thread.start()
+
+    def put(self, job: Callable[[], None]) -> None:
+        self._jobs.put(job)
+
+    def end(self) -> None:
+        """Let what was put be done, then end the thread, and see it ended (unless it is the caller's own)."""
+        self._jobs.put(None)
+        if self._thread is not threading.current_thread():
+            self._thread.join(END_SECONDS)
+
+
+def _run_jobs(jobs: queue.SimpleQueue[Callable[[], None] | None]) -> None:
+    while (job := jobs.get()) is not None:
+        job()
+        del job  # its tensors go now, not with the next job
+
+
+def _fill_with_nan(tensor: torch.Tensor) -> None:
+    with torch.inference_mode(tensor.is_inference()):
+        if tensor.is_contiguous():
+            call_without_grad(lambda: tensor.view(-1).view(torch.uint8).fill_(255))
+
+
+_live: weakref.WeakSet[StandinDevice] = weakref.WeakSet()
+
+
+def _end_all() -> None:
+    """A daemon thread that is inside torch when the interpreter goes away aborts the process."""
+    for device in list(_live):
+        device.close()
+
+
+atexit.register(_end_all)
+
+
+def make_device(name: str | torch.device | Device | None) -> Device:
+    """The device for a config's ``device=``: None means "cuda" if there is one, else "cpu".
+
+    Raises:
+        ValueError: for a device that does not exist here.
+    """
+    if isinstance(name, Device):
+        return name
+    if name is None:
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "standin":
+        return StandinDevice()
+    try:
+        wanted = torch.device(name)
+    except (RuntimeError, TypeError) as e:
+        raise ValueError(f"device={name!r} is not a device; use 'cuda', 'cuda:N', 'cpu' or None") from e
+    if wanted.type == "cpu":
+        return CpuDevice()
+    if wanted.type == "cuda":
+        if not torch.cuda.is_available():
+            raise ValueError(f"device={name!r} was asked for, but torch sees no CUDA device; use device=None or 'cpu'")
+        from gemini.memory.devices.cuda import CudaDevice
+
+        return CudaDevice(wanted)
+    raise ValueError(f"device={name!r} is not supported; use 'cuda', 'cuda:N', 'cpu' or None")

@@ -1,0 +1,181 @@
+"""Page-locked host memory: stretches that the CUDA driver knows and keeps in place, and the buffers cut out of them.
+
+A GPU's copy engines reach host memory by themselves, and at full speed, only where its pages cannot move. Registering
+is a call of the driver for every stretch, which also makes every page of it present; so one stretch is registered for a
+whole model, before its first buffer is made, and a buffer costs no call (torch's own pinned allocator asks the driver
+for each, and rounds sizes up to powers of two). What does not fit gets a further stretch, which goes when it is empty.
+Where in a stretch is the business of :class:`gemini.memory.devices.arena.Arena`. For :mod:`gemini.memory.devices.cuda`.
+
+How long registering takes on a card, by the GiB: not measured.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable
+
+import torch
+
+from gemini.memory.devices.arena import Arena, in_pages
+from gemini.memory.devices.pages import HUGE_PAGE, Pages
+
+_PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every context of the process
+
+
+def check(error: object) -> None:
+    """Raise what a call of the CUDA runtime returned; torch's names do not cover every number."""
+    if int(error) != 0:  # type: ignore[call-overload]
+        raise RuntimeError(f"CUDA error {int(error)}")  # type: ignore[call-overload]
+
+
+class PinnedPages(Pages):
+    """Host pages that the driver knows and keeps in place: huge ones where there are any, and not in a forked child."""
+
+    def __init__(self, num_bytes: int):
+        super().__init__(num_bytes)
+        self._registered = False
+
+    def register(self) -> None:
+        """Pin the pages, all of them and now.
+
+        Raises:
+            RuntimeError: if the driver refuses (a limit on locked memory, or too little of it); they are as before.
+        """
+        check(torch.cuda.cudart().cudaHostRegister(self.address, self.num_bytes, _PORTABLE))
+        self._registered = True
+
+    def unregister(self) -> None:
+        if self._registered and os.getpid() == self._pid:
+            self._registered = False
+            check(torch.cuda.cudart().cudaHostUnregister(self.address))
+
+    def __del__(self, _ending: Callable[[], bool] = sys.is_finalizing) -> None:
+        if _ending():
+            return
+        try:  # before the addresses go: the driver would hold what is no longer there
+            if getattr(self, "_registered", False):
+                self.unregister()
+        finally:
+            super().__del__()
+
+
+class _Stretch:
+    """Registered pages and the book of them. ``stays``: also while nothing is in it."""
+
+    def __init__(self, num_bytes: int, *, stays: bool):
+        self.pages, self.arena, self.stays = PinnedPages(num_bytes), Arena(num_bytes), stays
+
+
+class _Range:
+    """What a buffer holds: the pages stay as long as it does, and its range is free when it goes."""
+
+    def __init__(self, owner: PinnedArena, stretch: _Stretch, offset: int):
+        self._owner = weakref.ref(owner)
+        self._stretch, self._offset = stretch, offset
+
+    def __del__(self, _ending: Callable[[], bool] = sys.is_finalizing) -> None:
+        owner = None if _ending() else self._owner()
+        if owner is not None:
+            owner._give_back(self._stretch, self._offset)
+
+
+class PinnedArena:
+    """All page-locked memory of one device. Any thread may ask; buffers may go on any, also inside a collection."""
+
+    def __init__(self, device: torch.device):
+        self.num_registrations = 0
+        """Calls of the driver so far: one, where what was reserved is enough."""
+        self._device = device
+        self._stretches: list[_Stretch] = []
+        self._lock = threading.Lock()
+        self._returned: deque[tuple[_Stretch, int]] = deque()
+
+    @property
+    def registered_bytes(self) -> int:
+        """Bytes that are page-locked now."""
+        return sum(stretch.arena.size for stretch in self._stretches)
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of them that buffers have."""
+        self._settle()
+        return sum(stretch.arena.used for stretch in self._stretches)
+
+    def reserve(self, num_bytes: int) -> None:
+        """Register one stretch of so many bytes now, for the buffers that are going to be made.
+
+        Raises:
+            RuntimeError: if the driver refuses; nothing has changed.
+            MemoryError: if there are no addresses for it.
+        """
+        with self._lock:
+            self._stretches.insert(0, self._register(in_pages(num_bytes), stays=True))
+
+    def take(self, num_bytes: int, *, grow: bool = True, zeroed: bool = True) -> torch.Tensor | None:
+        """A page-aligned buffer as a uint8 tensor. ``grow``: register more if it does not fit; else None then.
+
+        Raises:
+            RuntimeError, MemoryError: as :meth:`reserve`.
+        """
+        self._settle()
+        with self._lock:
+            for stretch in self._stretches:
+                buffer = self._cut(stretch, num_bytes, zeroed)
+                if buffer is not None:
+                    return buffer
+            if not grow:
+                return None
+            self._stretches.append(self._register(-(-num_bytes // HUGE_PAGE) * HUGE_PAGE, stays=False))
+            return self._cut(self._stretches[-1], num_bytes, zeroed)
+
+    def close(self) -> None:
+        """Let the driver forget all of it. Buffers stay what they are, pageable from now on."""
+        with self._lock:
+            stretches, self._stretches = self._stretches, []
+        for stretch in stretches:
+            stretch.pages.unregister()
+
+    def _register(self, num_bytes: int, *, stays: bool) -> _Stretch:
+        stretch = _Stretch(num_bytes, stays=stays)
+        with torch.cuda.device(self._device):
+            stretch.pages.register()
+        self.num_registrations += 1
+        return stretch
+
+    def _cut(self, stretch: _Stretch, num_bytes: int, zeroed: bool) -> torch.Tensor | None:
+        fresh = stretch.arena.fresh
+        offset = stretch.arena.take(num_bytes)
+        if offset is None:
+            return None
+        memory = (ctypes.c_char * num_bytes).from_address(stretch.pages.address + offset)
+        memory.owner = _Range(self, stretch, offset)  # type: ignore[attr-defined]
+        buffer = torch.frombuffer(memory, dtype=torch.uint8)
+        if zeroed and offset < fresh:  # somebody had it before; the rest is as the system gave it
+            buffer[: fresh - offset].zero_()
+        return buffer
+
+    def _give_back(self, stretch: _Stretch, offset: int) -> None:
+        """May come from a collection in the middle of anything, on the very thread that has the lock."""
+        self._returned.append((stretch, offset))
+        self._settle()
+
+    def _settle(self) -> None:
+        """Note what came back, unless somebody is at the books: then whoever comes next does."""
+        while self._returned and self._lock.acquire(blocking=False):
+            gone = []
+            try:
+                while self._returned:
+                    stretch, offset = self._returned.popleft()
+                    stretch.arena.give_back(offset)
+                    if stretch.arena.used == 0 and not stretch.stays and stretch in self._stretches:
+                        self._stretches.remove(stretch)
+                        gone.append(stretch)
+            finally:
+                self._lock.release()
+            for stretch in gone:
+                stretch.pages.unregister()

@@ -1,0 +1,171 @@
+"""Fetches of gathered weights: begun on a lane ahead of their use, or here and now, and what waits for their copies.
+
+A fetch has two ends. It is *under way* once its copies have been given to the device: what had to come before it is
+over (an update, the reading of a file), and what can go wrong with it on the host has. A fetch ahead is a job of the
+lane until then. It is *over* with ``chunk.fetched``, the end of those copies, and for that the host does not wait where
+the device can: whoever reads the window there is put behind it (:meth:`Fetches.let_compute_wait`), so that a GPU is
+given the work of many layers ahead. Who gives the memory back, or writes the weights' home on the host, waits too.
+
+A copy that fails says so in ``chunk.fetched``, if the computing thread can wait for it; then the fetch is tried again.
+On CUDA nobody knows until later: an error of the GPU comes up in whichever call is next, and ends the program's use of
+it (see :mod:`gemini.memory.devices.cuda_streams`). For the manager, which gives the windows their memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+
+from gemini.memory.chunks.chunk import Chunk
+from gemini.memory.devices.device import DONE, Event
+from gemini.memory.movement.lane import Job, Lane
+from gemini.memory.movement.mover import Mover, Working
+from gemini.memory.movement.staging import StagingSet
+
+
+class Fetches:
+    """The fetches of one manager.
+
+    Args:
+        gather: starts to fill a populated window; the event is the end of its copies.
+        lane: where fetches ahead begin, with ``staging`` of its own; without one there are none.
+        update_of: what has to be over before the home of a chunk's weights may be read; ``await_update`` waits for it.
+    """
+
+    def __init__(
+        self,
+        mover: Mover,
+        gather: Callable[[Chunk], Event],
+        lane: Lane | None,
+        staging: StagingSet | None,
+        update_of: Callable[[Chunk], Event | None],
+        await_update: Callable[[Chunk], None],
+    ):
+        self.gather, self.lane = gather, lane
+        self.ahead: dict[int, Chunk] = {}
+        """The chunks that are fetched ahead and were not asked for yet, by index, in the order of their beginning."""
+        self._mover, self._staging = mover, staging
+        self._update_of, self._await_update = update_of, await_update
+
+    def can_begin(self, chunk: Chunk) -> bool:
+        """Whether the lane can fetch it."""
+        if self.lane is None or (self._staging is None and self._mover.needs_staging(chunk)):
+            return False
+        return not self._mover.computes(chunk)
+
+    def begin(self, chunk: Chunk, moment: int, *, in_step: bool) -> None:
+        """Fill the window of a chunk on the lane, behind the update of its weights. It was populated."""
+        assert self.lane is not None
+        update, gather, mover = self._update_of(chunk), self.gather, self._mover
+        working = Working(mover.moved, not in_step, self._staging)
+
+        def fetch() -> None:
+            if update is not None:
+                update.wait()
+            with mover.working(working):
+                chunk.fetched = gather(chunk)
+
+        chunk.arriving = self.lane.submit(fetch, moment)
+        self.ahead[chunk.spec.index] = chunk
+
+    def begin_now(self, chunk: Chunk) -> None:
+        """Fill the populated window of a chunk, and let computing wait for it.
+
+        Raises:
+            StorageError, GeminiError: if it failed; nothing is under way any more.
+        """
+        chunk.fetched = self.gather(chunk)
+        try:
+            self._wait_on_device(chunk)
+        except BaseException:
+            _forget_if_over(chunk)
+            raise
+
+    def arrive(self, chunk: Chunk) -> bool:
+        """Somebody needs a chunk that is fetched ahead: let computing wait for it; False if it failed."""
+        job = self._job_of(chunk)
+        assert self.lane is not None
+        if not job.is_complete():
+            self._await_update(chunk)
+            self.lane.hurry(job)
+            with self._waiting_for(chunk):
+                job.wait_until_over()
+        arrived = job.error is None
+        if arrived:
+            try:
+                self._wait_on_device(chunk)
+            except Exception:  # it is tried again, and then told
+                arrived = False
+        self._end(chunk)
+        return arrived
+
+    def let_compute_wait(self, chunk: Chunk) -> None:
+        """What is computed from now on, on whichever stream, may read the window.
+
+        The device must know of that stream also where there is nothing to wait for: when the window goes, its memory is
+        not written before the stream is done with it.
+        """
+        self._mover.device.computes_here()
+        if not chunk.fetched.is_complete():
+            self._wait_on_device(chunk)
+
+    def call_back(self, chunk: Chunk) -> None:
+        """A fetch ahead is not wanted any more: the window may be given back."""
+        job = self._job_of(chunk)
+        assert self.lane is not None
+        if not self.lane.cancel(job):
+            with contextlib.suppress(Exception):  # nobody wants it
+                job.wait()
+            self._give_up(chunk)
+        self._end(chunk)
+
+    def settle(self) -> None:
+        """Wait until nothing is on its way; what failed is told when it is needed."""
+        for chunk in list(self.ahead.values()):
+            self._job_of(chunk).wait_until_over()
+            chunk.fetched.wait_until_over()
+
+    def start_over(self, chunk: Chunk) -> None:
+        """After an interrupt between two lines of the books: nothing of this chunk is under way, whatever they say."""
+        if self.lane is not None and isinstance(chunk.arriving, Job):
+            self.lane.cancel(chunk.arriving)
+            with contextlib.suppress(Exception):
+                chunk.arriving.wait()
+        chunk.fetched.wait_until_over()
+        self._end(chunk)
+
+    def close(self) -> None:
+        """The model ends; a chunk that somebody keeps must keep nothing else."""
+        if self.lane is not None:
+            self.lane.close()
+        for chunk in list(self.ahead.values()):
+            self._end(chunk)
+
+    def _wait_on_device(self, chunk: Chunk) -> None:
+        with self._waiting_for(chunk):
+            chunk.fetched.wait_on_device()
+
+    def _waiting_for(self, chunk: Chunk) -> contextlib.AbstractContextManager[None]:
+        index = chunk.spec.index
+        return self._mover.about(f"fetch from {chunk.weights.tier.value}", f"wait for chunk {index}", index)
+
+    def _give_up(self, chunk: Chunk) -> None:
+        """A GPU's window goes behind the copies into it by itself; elsewhere they must be over first."""
+        with contextlib.suppress(Exception):
+            chunk.fetched.wait_on_device()
+
+    def _end(self, chunk: Chunk) -> None:
+        _forget_if_over(chunk)
+        chunk.arriving = None
+        self.ahead.pop(chunk.spec.index, None)
+
+    @staticmethod
+    def _job_of(chunk: Chunk) -> Job:
+        assert isinstance(chunk.arriving, Job), chunk.name
+        return chunk.arriving
+
+
+def _forget_if_over(chunk: Chunk) -> None:
+    """An event that failed keeps its error, and that the frames of whoever was told: the model among what they hold."""
+    if chunk.fetched.is_complete():
+        chunk.fetched = DONE

@@ -1,0 +1,202 @@
+"""Worker threads: a *lane* runs the jobs it is given, the most urgent first, beside the thread that trains.
+
+A :class:`Job` is an event of the device's kind: whoever needs its end waits for it, and what it raised is raised there.
+A lane's thread starts with its first job and ends with ``close()``; at the end of the interpreter all lanes are closed
+before it is torn down, since no thread may be inside native code then. Lanes know no model: what they run must not keep
+one alive longer than the job.
+"""
+
+from __future__ import annotations
+
+import atexit
+import heapq
+import os
+import threading
+import weakref
+from collections.abc import Callable
+
+from gemini import kernels
+from gemini.errors import GeminiError
+from gemini.memory.devices.device import Event
+
+_LOOK_SECONDS = 1.0
+"""How often whoever waits looks whether the thread still lives. What a job does is bounded part by part."""
+
+_END_SECONDS = 60.0
+"""How long closing waits for a job that is under way."""
+
+_live: weakref.WeakSet[Worker] = weakref.WeakSet()
+
+
+class Job(Event):
+    """Work for a lane. ``wait`` returns when it is done, and raises what it raised."""
+
+    def __init__(self, run: Callable[[], None], urgency: float):
+        super().__init__()
+        self.run = run
+        self.urgency = urgency
+        self.flush_mode = kernels.flush_mode()  # of the thread that computes: results must not depend on who works
+        self.worker: Worker | None = None
+
+    @property
+    def error(self) -> BaseException | None:
+        return self._error
+
+    def finish(self, error: BaseException | None = None) -> None:
+        self.run = _nothing  # who keeps the job, to ask how it ended, keeps none of the tensors that it worked on
+        super().finish(error)
+
+    def wait(self, timeout: float = float("inf")) -> None:
+        """Block until the job is over.
+
+        Raises:
+            GeminiError: if its thread is gone; else whatever the job raised.
+        """
+        self.wait_until_over(timeout)
+        if self._error is not None:
+            raise self._error
+
+    def wait_until_over(self, timeout: float = float("inf")) -> None:
+        """:meth:`wait` without what the job raised, which then keeps none of the caller's frames.
+
+        Raises:
+            GeminiError: if its thread is gone.
+        """
+        while not self._done.wait(min(timeout, _LOOK_SECONDS)):
+            timeout -= _LOOK_SECONDS
+            if timeout <= 0:
+                raise GeminiError("a job of a worker thread is not over in the given time")
+            if self.worker is not None and not self.worker.is_alive and not self._done.is_set():
+                raise GeminiError(f"the thread {self.worker.name} is gone with a job of it undone")
+
+
+def _nothing() -> None:
+    """It was done already."""
+
+
+class Worker:
+    """A thread with a queue of jobs by urgency; what it does with them is the subclass's ``_work``."""
+
+    def __init__(self, name: str):
+        self.name = f"gemini-{name}"
+        self._changed = threading.Condition()
+        self._waiting: list[tuple[float, int, Job]] = []
+        self._number = 0
+        self._is_closed = False
+        self._thread: threading.Thread | None = None
+        self._pid = os.getpid()
+
+    @property
+    def is_alive(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+    @property
+    def is_own_thread(self) -> bool:
+        return threading.current_thread() is self._thread
+
+    def put(self, *jobs: Job) -> None:
+        """Queue jobs, all or none."""
+        with self._changed:
+            if self._is_closed or os.getpid() != self._pid:
+                raise GeminiError(f"{self.name} is closed: its model was deleted, or belongs to the parent process")
+            if self._thread is None:
+                _live.add(self)
+                self._thread = threading.Thread(target=self._run, name=self.name, daemon=True)
+                self._thread.start()
+            for job in jobs:
+                heapq.heappush(self._waiting, (job.urgency, self._number, job))
+                job.worker = self
+                self._number += 1
+            self._changed.notify_all()
+
+    def hurry(self, job: Job) -> None:
+        """Somebody waits for a job: it is taken next, unless it is under way."""
+        with self._changed:
+            for position, (_, number, other) in enumerate(self._waiting):
+                if other is job:
+                    self._waiting[position] = (float("-inf"), number, job)
+                    heapq.heapify(self._waiting)
+                    return
+
+    def cancel(self, job: Job) -> bool:
+        """Take back a job that has not begun; it ends with an error that nobody needs to see."""
+        with self._changed:
+            kept = [entry for entry in self._waiting if entry[2] is not job]
+            if len(kept) == len(self._waiting):
+                return False
+            self._waiting = kept
+            heapq.heapify(self._waiting)
+        job.finish(GeminiError("taken back"))
+        return True
+
+    def cancel_all(self, error: BaseException) -> None:
+        """End all jobs that have not begun with ``error``."""
+        with self._changed:
+            dropped, self._waiting = self._waiting, []
+        for _, _, job in dropped:
+            job.finish(error)
+
+    def close(self) -> None:
+        """Drop what has not begun, let what is under way end, and end the thread. Idempotent; from any thread."""
+        if os.getpid() != self._pid:
+            return  # a forked child has no such thread, and perhaps a lock that nobody gives back
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+        self.cancel_all(GeminiError(f"{self.name} was closed: its model was deleted"))
+        if self.is_own_thread:
+            self._end_here()
+        elif self._thread is not None:
+            self._thread.join(_END_SECONDS)
+
+    def _end_here(self) -> None:
+        """Closed by a job under way, or by the garbage collector inside one: what follows must not wait for it."""
+
+    def _take(self) -> Job | None:
+        """The next job, if one is waiting; for ``_work``, under the lock."""
+        return heapq.heappop(self._waiting)[2] if self._waiting else None
+
+    def _run(self) -> None:
+        try:
+            self._work()
+        except BaseException as e:  # an error of ours; nobody must wait for what will not come
+            with self._changed:
+                self._is_closed = True
+            self.cancel_all(e)
+            raise
+
+    def _work(self) -> None:
+        raise NotImplementedError
+
+
+class Lane(Worker):
+    """One job after another."""
+
+    def submit(self, run: Callable[[], None], urgency: float = 0.0) -> Job:
+        """Run ``run`` on the lane's thread, before what is less urgent (a larger number)."""
+        job = Job(run, urgency)
+        self.put(job)
+        return job
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                while not self._waiting and not self._is_closed:
+                    self._changed.wait()
+                job = self._take()
+            if job is None:
+                return
+            kernels.set_flush_mode(job.flush_mode)
+            try:
+                job.run()
+            except BaseException as e:  # surfaces where somebody waits; a lane does not die of it
+                job.finish(e)
+            else:
+                job.finish()
+            del job  # what it holds is not kept by a lane that waits
+
+
+@atexit.register
+def _close_all() -> None:
+    for worker in list(_live):
+        worker.close()

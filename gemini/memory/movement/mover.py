@@ -1,0 +1,323 @@
+"""Moves bytes between homes, windows and staging, tile by tile, and counts what crosses each boundary.
+
+A tile is at most ``TILE`` elements of a chunk. Everything that cannot be worked on in place (spill file, a device's own
+memory) passes through host staging of one tile per plane, whatever the size of a param: a fused expert weight of 0.9 G
+elements needs no more staging than a bias. The mover decides nothing and evicts nothing. Several threads use it: each
+has a set of staging of its own, and counts for the step that its work belongs to.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+
+from gemini.memory.chunks.chunk import Chunk, FilePlane, Plane
+from gemini.memory.devices.device import DONE, Device, Event, Together
+from gemini.memory.devices.pages import PAGE
+from gemini.memory.movement.staging import Staging, StagingSet
+from gemini.memory.watching.noted import NotedEvent
+from gemini.memory.watching.recorder import LANES, NOTHING, Recorder
+from gemini.memory.watching.stalls import Stalls
+from gemini.planning.layout import ALIGN
+from gemini.planning.planes import PlaneKind
+from gemini.planning.timeline import Lane
+from gemini.planning.traffic import path
+from gemini.tiers import Ledger, Tier
+
+_W, _V, _S, _G = PlaneKind.WEIGHTS, PlaneKind.EXP_AVG, PlaneKind.EXP_AVG_SQ, PlaneKind.GRAD
+_AREAS = {
+    (False, False): ((_W, _V), (_W, _V)),
+    (False, True): ((_W,), (_V, _S)),
+    (True, False): ((_W, _V, _S, _G), (_W, _V, _S, _G)),
+    (True, True): ((_W, _G), (_V, _S)),
+}
+"""By whether a lane fetches, and whether it casts: areas of staging that tiles are read into, and sent from."""
+
+
+def page_up(numel: int) -> int:
+    """The element count rounded up to where the next param can start: a whole page in every plane."""
+    return -(-numel // ALIGN) * ALIGN
+
+
+def tiles(start: int, stop: int, tile: int) -> Iterator[tuple[int, int]]:
+    """Consecutive ranges of at most ``tile`` elements that cover ``[start, stop)``."""
+    for at in range(start, stop, tile):
+        yield at, min(at + tile, stop)
+
+
+class _Both:
+    """Two context managers as one; the first one is around the second."""
+
+    __slots__ = ("_inner", "_outer")
+
+    def __init__(self, outer: AbstractContextManager[None], inner: AbstractContextManager[None]):
+        self._outer, self._inner = outer, inner
+
+    def __enter__(self) -> None:
+        self._outer.__enter__()
+        self._inner.__enter__()
+
+    def __exit__(self, *exc: Any) -> None:
+        try:
+            self._inner.__exit__(*exc)
+        finally:
+            self._outer.__exit__(*exc)
+
+
+@cache
+def _boundaries(source: Tier, target: Tier) -> tuple[str, ...]:
+    return tuple(str(boundary) for boundary in path(source, target))
+
+
+class Moved:
+    """Bytes over each boundary in one step; any thread may add.
+
+    What is fetched between two steps, ahead of the second, is told apart from what else moves there (an evaluation).
+    """
+
+    def __init__(self) -> None:
+        self._bytes: tuple[Counter[str], Counter[str]] = (Counter(), Counter())
+        self._lock = threading.Lock()
+
+    def add(self, source: Tier, target: Tier, num_bytes: int, *, ahead: bool = False) -> None:
+        """Bytes between the GPU and NVMe cross host memory, and count on both boundaries."""
+        with self._lock:
+            for boundary in _boundaries(source, target):
+                self._bytes[ahead][boundary] += num_bytes
+
+    def counts(self, *, ahead: bool = True) -> Counter[str]:
+        """All of them, or all but those ahead of the step."""
+        with self._lock:
+            return self._bytes[0] + self._bytes[1] if ahead else self._bytes[0].copy()
+
+
+class Working(NamedTuple):
+    """What a worker thread works with: the step that its work belongs to, and its set of staging."""
+
+    moved: Moved
+    ahead: bool = False
+    staging: StagingSet | None = None
+
+
+class _OfThread(threading.local):
+    working: Working | None = None
+
+
+class Mover:
+    """One per engine. Staging that was not reserved when the model was placed is reserved at its first use."""
+
+    def __init__(self, device: Device, tile: int, ledger: Ledger, *, device_tile: int = 0):
+        self.device = device
+        self.tile = tile
+        on_host, on_device = (ledger.held(tier, "staging") for tier in (Tier.CPU, Tier.GPU))
+        self.staging = Staging(device, tile, ledger, on_host, device_tile=device_tile, on_device=on_device)
+        self.moved = Moved()
+        """Of the step under way; an optimizer step puts a new one in its place."""
+        self.recorder: Recorder | None = None
+        self.stalls = Stalls()
+        self._of_thread = _OfThread()
+
+    @contextmanager
+    def working(self, working: Working) -> Iterator[None]:
+        """Around what a worker thread does."""
+        before, self._of_thread.working = self._of_thread.working, working
+        try:
+            yield
+        finally:
+            self._of_thread.working = before
+
+    @property
+    def in_worker(self) -> bool:
+        """Whether this is a worker thread, which began behind the computation of what it reads on the device."""
+        return self._of_thread.working is not None
+
+    def staged(self, kind: PlaneKind, dtype: torch.dtype, numel: int) -> torch.Tensor:
+        """The first ``numel`` elements of this thread's staging area of ``kind``, as ``dtype``. Valid until it is asked
+        again.
+        """
+        return self._own_staging().staged(kind, dtype, numel)
+
+    def _own_staging(self) -> StagingSet:
+        working = self._of_thread.working
+        return self.staging.own if working is None or working.staging is None else working.staging
+
+    def crossing(self, source: Tier, target: Tier, num_bytes: int) -> AbstractContextManager[None]:
+        """Around one copy: counts its bytes, and records it where somebody does."""
+        self.count(source, target, num_bytes)
+        return NOTHING if self.recorder is None else self.recorder.move(source, target, num_bytes)
+
+    def count(self, source: Tier, target: Tier, num_bytes: int) -> None:
+        """Bytes that cross a boundary now."""
+        working = self._of_thread.working
+        if working is None:
+            self.moved.add(source, target, num_bytes)
+        else:
+            working.moved.add(source, target, num_bytes, ahead=working.ahead)
+
+    def about(
+        self, cause: str, name: str, chunk: int = -1, *, lane: Lane | None = None
+    ) -> AbstractContextManager[None]:
+        """Around what is done for ``name``, and keeps ``lane`` busy if there is one.
+
+        On the training thread it is a wait by ``cause``, which counts in :attr:`stalls`; those who record are told on
+        any thread.
+        """
+        waiting, recorder = self.stalls.waiting(cause), self.recorder
+        if recorder is None:
+            return waiting
+        if lane is None:
+            return _Both(waiting, recorder.about(cause, name, chunk))
+        return _Both(waiting, recorder.span(lane, name, chunk, cause=cause))
+
+    def begin_load(self, plane: Plane, start: int, stop: int, into: torch.Tensor, name: str, chunk: int) -> Event:
+        """Start to fill the host tensor ``into`` from a plane, for ``name``."""
+        return self.under_way(
+            plane.tier, Tier.CPU, into.nbytes, lambda: plane.begin_load(start, stop, into), name, chunk
+        )
+
+    def begin_store(self, plane: Plane, start: int, stop: int, source: torch.Tensor, name: str, chunk: int) -> Event:
+        """Start to overwrite a plane's range from the host tensor ``source``, for ``name``."""
+        return self.under_way(
+            Tier.CPU, plane.tier, source.nbytes, lambda: plane.begin_store(start, stop, source), name, chunk
+        )
+
+    def under_way(
+        self, source: Tier, target: Tier, num_bytes: int, begin: Callable[[], Event], name: str, chunk: int
+    ) -> Event:
+        """What ``begin`` begins, counted; who records is told of it when its end is noticed."""
+        self.count(source, target, num_bytes)
+        recorder, lane = self.recorder, LANES.get((source, target))
+        if recorder is None or lane is None:
+            return begin()
+        start = recorder.clock()
+        return NotedEvent(begin(), lambda: recorder.add(lane, start, recorder.clock(), name, chunk, num_bytes))
+
+    def load(self, plane: Plane, start: int, stop: int, into: torch.Tensor) -> torch.Tensor:
+        """Fill the host tensor ``into`` from a plane."""
+        with self.crossing(plane.tier, Tier.CPU, into.numel() * into.element_size()):
+            plane.load(start, stop, into)
+        return into
+
+    def store(self, plane: Plane, start: int, stop: int, source: torch.Tensor) -> None:
+        """Overwrite a plane's range from the host tensor ``source``."""
+        with self.crossing(Tier.CPU, plane.tier, source.numel() * source.element_size()):
+            plane.store(start, stop, source)
+
+    def host_tile(self, kind: PlaneKind, plane: Plane, start: int, stop: int) -> tuple[torch.Tensor, bool]:
+        """The range as a host tensor, and whether it is staged (then it must be stored after it was changed)."""
+        view = plane.host_view(start, stop)
+        if view is not None:
+            return view, False
+        return self.load(plane, start, stop, self.staged(kind, plane.dtype, stop - start)), True
+
+    def gather(self, chunk: Chunk) -> Event:
+        """Start to fill a populated window with the weights from home, cast to the compute dtype if home is a wider
+        master; see :meth:`fetch`.
+        """
+        return self.fetch(chunk.weights, chunk.flat, chunk.spec.index)
+
+    def needs_staging(self, chunk: Chunk) -> bool:
+        """Whether :meth:`gather` passes through staging."""
+        plane, flat = chunk.weights, chunk.flat
+        return plane.dtype != flat.dtype or not (plane.host_view(0, 0) is not None or self._is_straight(plane, flat))
+
+    def computes(self, chunk: Chunk) -> bool:
+        """Whether :meth:`gather` is work for the computing device: a cast of masters that it keeps itself.
+
+        Such work belongs to the thread that computes, whose stream puts it before what reads the result.
+        """
+        return self.device.tier is Tier.GPU and chunk.weights.device_view(0, 0) is not None
+
+    def _is_straight(self, plane: Plane, flat: torch.Tensor) -> bool:
+        """Whether the disk can fill ``flat`` itself."""
+        return isinstance(plane, FilePlane) and self.device.tier is Tier.CPU and flat.data_ptr() % PAGE == 0
+
+    def fetch(self, plane: Plane, flat: torch.Tensor, index: int) -> Event:
+        """Start to fill ``flat``, gathered weights of chunk ``index`` in a window, from a weights plane: the end of it.
+
+        The copies wait for the last use of the window's memory and for nothing else. Reading a file is waited for here.
+
+        Raises:
+            StorageError and whatever else can be told at once; then nothing is under way.
+        """
+        about = self.about(f"fetch from {plane.tier.value}", f"fetch chunk {index}", index)
+        with torch.profiler.record_function("gemini::fetch"), about:
+            numel = plane.numel
+            source = plane.host_view(0, numel)
+            if plane.dtype == flat.dtype and source is not None:
+                return self._send(flat, source)
+            if plane.dtype == flat.dtype and self._is_straight(plane, flat):
+                self.load(plane, 0, numel, flat)
+                return DONE
+            return self._send_tiles(plane, flat)
+
+    def _send(self, into: torch.Tensor, source: torch.Tensor) -> Event:
+        """Start the copy of weights into a window."""
+        with self.crossing(Tier.CPU, self.device.tier, source.nbytes):
+            event = self.device.copy(into, source, "fetch", behind_computing=False)
+            if self.recorder is not None:
+                event.wait()  # who records wants to know its end, and nobody would look for it
+        return event
+
+    def _send_tiles(self, plane: Plane, flat: torch.Tensor) -> Event:
+        """Tile after tile through areas of staging: some are being read into while another one is on its way.
+
+        A lane has a set of its own and uses all of it; the training thread leaves most of its set to others.
+        """
+        staging, casts = self._own_staging(), plane.dtype != flat.dtype
+        reads, sends = _AREAS[self.in_worker, casts]
+        reading: deque[tuple[int, int, torch.Tensor, Event]] = deque()
+        sent: dict[PlaneKind, Event] = {}
+
+        def area(kind: PlaneKind, dtype: torch.dtype, numel: int) -> torch.Tensor:
+            tile = staging.staged(kind, dtype, numel)  # waits for the copy out of it
+            if kind in sent:
+                sent[kind].wait()  # and how did that end?
+            return tile
+
+        def send(number: int) -> None:
+            start, stop, tile, read = reading[0]
+            read.wait()
+            kind = sends[number % len(sends)]
+            if casts:
+                tile = area(kind, flat.dtype, stop - start).copy_(tile)
+            sent[kind] = self._send(flat[start:stop], tile)
+            staging.leaves(kind, sent[kind])
+            reading.popleft()
+
+        try:
+            for number, (start, stop) in enumerate(tiles(0, plane.numel, self.tile)):
+                on_device = plane.device_view(start, stop)
+                if on_device is not None:
+                    flat[start:stop].copy_(on_device)
+                    continue
+                if len(reading) == len(reads) - (not casts):  # without a cast one area is left to the copy out of it
+                    send(number - len(reading))
+                tile = plane.host_view(start, stop)
+                read = DONE
+                if tile is None:
+                    tile = area(reads[number % len(reads)], plane.dtype, stop - start)
+                    read = self._begin_read(plane, start, stop, tile)
+                reading.append((start, stop, tile, read))
+            while reading:
+                send(number - len(reading) + 1)
+        except BaseException:
+            for *_, read in reading:
+                read.wait_until_over()
+            Together(list(sent.values())).wait_until_over()  # the window is given back next
+            raise
+        return Together(list(sent.values()))
+
+    def _begin_read(self, plane: Plane, start: int, stop: int, into: torch.Tensor) -> Event:
+        """Start to read a tile that somebody waits for, before other requests."""
+        if self.recorder is not None:  # as with copies: who records wants to know when it was over
+            self.load(plane, start, stop, into)
+            return DONE
+        self.count(plane.tier, Tier.CPU, into.nbytes)
+        return plane.begin_load(start, stop, into, urgent=True)

@@ -1,0 +1,1 @@
+"""Watching: what a step did when, and where it stalled."""

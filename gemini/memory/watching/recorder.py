@@ -1,0 +1,339 @@
+"""Records a real step: which lane worked when and on what, what computing waited for, what every tier held.
+
+*Activities* are told by whoever does them, on any thread. On the training thread exactly one is under way at any
+instant, the innermost: one that begins inside another interrupts it, so a module that waits for its weights to be read
+is two spans of computing with a span of reading between them. Computing has no waiting in it, and all time of
+activities that are not computing is a stall by its cause. Other threads (an update beside backward, a fetch ahead, a
+write behind) keep lanes busy and stall nobody; there too the inner activity interrupts the outer one of its own thread.
+Transfers that run on no thread of ours are added when they are over. The ledger tells every change of what is held.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from gemini.memory.watching.stalls import trains_here
+from gemini.planning.timeline import Lane, Sample, Span, Timeline
+from gemini.tiers import Tier
+
+NOTHING: AbstractContextManager[None] = nullcontext()
+"""What stands in for an activity where nobody records."""
+
+LANES = {
+    (Tier.NVME, Tier.CPU): Lane.NVME_READ,
+    (Tier.CPU, Tier.NVME): Lane.NVME_WRITE,
+    (Tier.CPU, Tier.GPU): Lane.H2D,
+    (Tier.GPU, Tier.CPU): Lane.D2H,
+}
+_BOUNDARIES = {lane: f"{source.value}->{target.value}" for (source, target), lane in LANES.items()}
+
+Held = Mapping[Tier, Mapping[str, int]]
+
+
+class _Change(NamedTuple):
+    """What some holders of a tier hold from ``seconds`` on."""
+
+    seconds: float
+    moment: int
+    tier: Tier
+    held: Mapping[str, int]
+
+
+@dataclass
+class Step:
+    """One whole step as it was recorded.
+
+    ``stop``: the end of its ``optimizer.step()``; ``next_start``: where the next step begins. What other threads still
+    do between the two belongs to this step.
+    """
+
+    start: float
+    at_start: Held
+    spans: list[Span] = field(default_factory=list)
+    stalls: dict[str, float] = field(default_factory=dict)
+    moved: Counter[str] = field(default_factory=Counter)
+    changes: list[_Change] = field(default_factory=list)
+    moments: list[str] = field(default_factory=list)
+    stop: float = 0.0
+    next_start: float | None = None
+
+    @property
+    def end(self) -> float:
+        """The beginning of the next step; as long as there is none, the end of the last thing that was done for it."""
+        if self.next_start is not None:
+            return self.next_start
+        return max(self.stop, self.start + max((span.stop for span in self.spans), default=0.0))
+
+    def samples(self) -> tuple[Sample, ...]:
+        """What is held, from the beginning and after every change."""
+        held: dict[Tier, Mapping[str, int]] = {tier: dict(holders) for tier, holders in self.at_start.items()}
+        found = [Sample(0.0, 0 if self.moments else -1, dict(held))]
+        for change in self.changes:
+            merged = {**held.get(change.tier, {}), **change.held}
+            held[change.tier] = {holder: num_bytes for holder, num_bytes in merged.items() if num_bytes}
+            found.append(Sample(min(change.seconds, self.end - self.start), change.moment, dict(held)))
+        return tuple(found)
+
+    def timeline(self, *, title: str, tokens: int, flops: int, budgets: Mapping[Tier, int]) -> Timeline:
+        """The step as a value."""
+        return Timeline(
+            source="measured",
+            title=title,
+            step_seconds=self.end - self.start,
+            tokens=tokens,
+            flops=flops,
+            spans=tuple(sorted(self.spans, key=lambda span: (span.start, span.stop))),
+            stalls=dict(sorted(self.stalls.items(), key=lambda item: -item[1])),
+            moved=dict(sorted(self.moved.items())),
+            samples=self.samples(),
+            budgets=dict(budgets),
+            moments=tuple(self.moments),
+        )
+
+
+class Activity:
+    """What is done between entering and leaving; ``lane`` None: it waits, or prepares, and keeps no lane busy."""
+
+    __slots__ = ("cause", "chunk", "lane", "moment", "name", "num_bytes", "recorder", "thread")
+
+    def __init__(self, recorder: Recorder, lane: Lane | None, name: str, cause: str, chunk: int, num_bytes: int):
+        self.recorder, self.lane, self.name, self.cause = recorder, lane, name, cause
+        self.chunk, self.num_bytes, self.moment = chunk, num_bytes, -1
+        self.thread: _Thread | None = None
+
+    def __enter__(self) -> None:
+        self.recorder._begin(self)
+
+    def __exit__(self, *exc: Any) -> None:
+        self.recorder._end(self)
+
+
+class _Thread:
+    """What is under way on one thread, the innermost last, and since when."""
+
+    __slots__ = ("since", "stack")
+
+    def __init__(self, since: float = 0.0):
+        self.stack: list[Activity] = []
+        self.since = since
+
+
+class Recorder:
+    """Collects the spans and samples of one step after another. Activities may begin and end on any thread.
+
+    Args:
+        synchronize: makes the device finish what it was given, so that a clock read afterwards tells the truth; called
+            on the training thread only.
+        clock: seconds, for tests. Also ``recorder.clock()``: the clock of :meth:`add`.
+    """
+
+    def __init__(self, synchronize: Callable[[], None] | None = None, clock: Callable[[], float] = time.perf_counter):
+        self.clock = clock
+        self._synchronize = synchronize
+        # Reentrant: a finalizer that runs in the middle of anything here may give back bytes, and the ledger tells.
+        self._lock = threading.RLock()
+        self._trainer = threading.get_ident()
+        self._training = _Thread()
+        self._workers: dict[int, _Thread] = {}
+        self._computing: Activity | None = None
+        self._step: Step | None = None
+        self._last: Step | None = None
+        """The step before: until the next one begins, other threads may still do something for it."""
+        self._held: dict[Tier, dict[str, int]] = {}
+
+    # ---- activities ---------------------------------------------------------------------------------------------
+
+    def computing(self, name: str | None) -> None:
+        """From here on the time of the training thread that nothing else takes is computing of that name; None: it is
+        nobody's.
+        """
+        self._settle()
+        with self._lock:
+            self._cut_training()
+            self._computing = None if name is None else Activity(self, Lane.COMPUTE, name, "", -1, 0)
+
+    def span(
+        self,
+        lane: Lane,
+        name: str | None = None,
+        chunk: int | None = None,
+        num_bytes: int = 0,
+        *,
+        cause: str | None = None,
+    ) -> AbstractContextManager[None]:
+        """``lane`` is at work; name, chunk and cause are by default those of what is under way on this thread."""
+        thread = self._training if trains_here(self._trainer) else self._workers.get(threading.get_ident())
+        around = thread.stack[-1] if thread is not None and thread.stack else None
+        if name is None:
+            name = lane.value if around is None else around.name
+        if chunk is None:
+            chunk = -1 if around is None else around.chunk
+        if cause is None:
+            cause = "other" if around is None else around.cause
+        return Activity(self, lane, name, cause, chunk, num_bytes)
+
+    def about(self, cause: str, name: str, chunk: int = -1) -> AbstractContextManager[None]:
+        """What happens inside is done for ``name``; on the training thread computing waits for it, by ``cause``."""
+        return Activity(self, None, name, cause, chunk, 0)
+
+    def move(self, source: Tier, target: Tier, num_bytes: int) -> AbstractContextManager[None]:
+        """A copy between two neighbouring tiers, or within one: that keeps no lane busy."""
+        lane = LANES.get((source, target))
+        return NOTHING if lane is None else self.span(lane, num_bytes=num_bytes)
+
+    def add(self, lane: Lane, start: float, stop: float, name: str, chunk: int = -1, num_bytes: int = 0) -> None:
+        """``lane`` was at work from ``start`` to ``stop`` by :attr:`clock`: a transfer that ran by itself and is over.
+
+        It stalls nobody: who waits for it says so with :meth:`about`. Its bytes count where it started.
+        """
+        with self._lock:
+            self._write(Activity(self, lane, name, "", chunk, num_bytes), start, stop)
+
+    def held(self, tier: Tier, holders: Mapping[str, int]) -> None:
+        """What some holders hold from now on: a ledger's ``on_change``."""
+        with self._lock:
+            self._held.setdefault(tier, {}).update(holders)
+            step = self._step if trains_here(self._trainer) else self._collecting
+            if step is not None:
+                step.changes.append(_Change(self.clock() - step.start, self._moment(), tier, holders))
+
+    # ---- steps --------------------------------------------------------------------------------------------------
+
+    @property
+    def in_step(self) -> bool:
+        return self._step is not None
+
+    def begin_step(self, held: Held) -> None:
+        """A step begins now, on the training thread; the one before ends. ``held`` is what is held, as far as
+        :meth:`held` was not told since.
+        """
+        self._settle()
+        with self._lock:
+            self._trainer = threading.get_ident()
+            self._cut_training()
+            now = self._training.since
+            for thread in self._workers.values():
+                self._cut_worker(thread, now)
+                for activity in thread.stack:
+                    activity.moment = -1  # a moment of the step before
+            if self._last is not None and self._last.next_start is None:
+                self._last.next_start = now
+            known = {tier: {**held.get(tier, {}), **self._held.get(tier, {})} for tier in {**held, **self._held}}
+            at_start = {tier: {holder: n for holder, n in told.items() if n} for tier, told in known.items()}
+            self._step = Step(now, at_start)
+
+    def end_step(self) -> Step:
+        """``optimizer.step()`` is over: the step, to which other threads add until the next one begins."""
+        self._settle()
+        with self._lock:
+            self._cut_training()
+            step, self._step, self._computing = self._step, None, None
+            assert step is not None
+            step.stop = self._training.since
+            self._last = step
+            return step
+
+    def abandon_step(self) -> None:
+        """What was recorded since :meth:`begin_step` became no step."""
+        with self._lock:
+            self._step = self._computing = None
+
+    def close(self) -> None:
+        """Record nothing more; what is under way may still end."""
+        with self._lock:
+            self._step = self._computing = self._last = None
+
+    # ---- inside -------------------------------------------------------------------------------------------------
+
+    def _settle(self) -> None:
+        if self._synchronize is not None:
+            self._synchronize()
+
+    @property
+    def _collecting(self) -> Step | None:
+        """The step that other threads work for: the one under way, else the one before it."""
+        if self._step is None and self._last is not None and self._last.next_start is None:
+            return self._last
+        return self._step
+
+    def _begin(self, activity: Activity) -> None:
+        if trains_here(self._trainer):
+            self._settle()
+            with self._lock:
+                self._cut_training()
+                activity.thread = self._training
+                activity.thread.stack.append(activity)
+            return
+        with self._lock:
+            activity.thread = self._workers.setdefault(threading.get_ident(), _Thread())
+            self._cut_worker(activity.thread, self.clock())
+            activity.moment = self._moment()
+            activity.thread.stack.append(activity)
+
+    def _end(self, activity: Activity) -> None:
+        thread = activity.thread
+        assert thread is not None
+        if thread is self._training:
+            self._settle()
+        with self._lock:
+            if thread is self._training:
+                self._cut_training()
+            else:
+                self._cut_worker(thread, self.clock())
+            popped = thread.stack.pop()
+            assert popped is activity, (popped.name, activity.name)
+            if not thread.stack and thread is not self._training:
+                del self._workers[threading.get_ident()]
+
+    def _cut_training(self) -> None:
+        """Write down what was under way on the training thread since the last cut."""
+        now, step, thread = self.clock(), self._step, self._training
+        current = thread.stack[-1] if thread.stack else self._computing
+        if step is not None and current is not None and now > thread.since:
+            if current.lane is not None:
+                current.moment = self._moment()
+                self._write(current, thread.since, now)
+            if current.lane is not Lane.COMPUTE:
+                step.stalls[current.cause] = step.stalls.get(current.cause, 0.0) + now - thread.since
+        thread.since = now
+
+    def _cut_worker(self, thread: _Thread, now: float) -> None:
+        """Write down what was under way on another thread since its last cut."""
+        if thread.stack and thread.stack[-1].lane is not None and now > thread.since:
+            self._write(thread.stack[-1], thread.since, now)
+        thread.since = now
+
+    def _write(self, activity: Activity, start: float, stop: float) -> None:
+        """As a span of the step it was in, or of two: what crosses the beginning of a step is cut there."""
+        step, last = self._collecting, self._last
+        if step is None:
+            return
+        if last is not None and last.next_start == step.start and start < step.start:
+            self._write_to(last, activity, start, min(stop, step.start))
+        self._write_to(step, activity, start, stop)
+
+    def _write_to(self, step: Step, activity: Activity, start: float, stop: float) -> None:
+        assert activity.lane is not None
+        start = max(start, step.start)
+        if stop <= start:
+            return
+        told = activity.name, activity.moment, activity.chunk, activity.num_bytes
+        step.spans.append(Span(activity.lane, start - step.start, stop - step.start, *told))
+        if activity.num_bytes and activity.lane in _BOUNDARIES:
+            step.moved[_BOUNDARIES[activity.lane]] += activity.num_bytes
+        activity.num_bytes = 0  # what is interrupted has moved its bytes once
+
+    def _moment(self) -> int:
+        """The number of the stretch of computing that is under way, or interrupted; -1 outside of them."""
+        if self._step is None or self._computing is None:
+            return -1
+        if self._computing.moment < 0:
+            self._computing.moment = len(self._step.moments)
+            self._step.moments.append(self._computing.name)
+        return self._computing.moment

@@ -1,0 +1,1 @@
+"""Activations: what autograd saves, offloaded and fetched again."""

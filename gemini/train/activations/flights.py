@@ -1,0 +1,150 @@
+"""One activation on its way between computing and where it waits, and the memory that it travels in.
+
+That memory is in the ledger ("activations in flight") before it is taken, from room that is left over: beside the
+planes, and beside windows that the plan keeps. Used by the training thread alone.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING
+
+import torch
+
+from gemini.errors import BudgetExceeded, GeminiError
+from gemini.memory.devices.device import Event
+from gemini.memory.movement.lane import Job, Lane
+from gemini.tiers import Tier
+
+if TYPE_CHECKING:
+    from gemini.train.activations.store import Offloaded
+    from gemini.train.engine import Engine
+
+IN_FLIGHT = "activations in flight"
+
+
+class Flight:
+    """One tensor on its way, in either direction, and the memory that it travels in."""
+
+    __slots__ = ("buffer", "called_back", "event", "num_bytes", "of", "on_device")
+
+    def __init__(self, offloaded: Offloaded):
+        self.of = weakref.ref(offloaded)
+        self.num_bytes = offloaded.num_bytes
+        self.buffer: torch.Tensor | None = None
+        """Page-aligned host memory, between the computing memory and the drive."""
+        self.on_device: torch.Tensor | None = None
+        """Where the host does not compute: the values there, of the tensor's shape and contiguous."""
+        self.event: Event | None = None
+        self.called_back = False
+
+    def is_over(self) -> bool:
+        return self.event is None or self.event.is_complete()
+
+    def begin(self, lane: Lane, job: Job) -> None:
+        """The job is known before it runs: an interrupt between two lines here loses nothing."""
+        self.event = job
+        lane.put(job)
+
+    def wait(self) -> Exception | None:
+        """Block until it is over: what went wrong."""
+        if isinstance(self.event, Job) and self.event.worker is None:  # interrupted just before it was put
+            self.called_back = True
+            self.event.finish(GeminiError("an activation was not moved: interrupted"))
+        try:
+            if self.event is not None:
+                self.event.wait()
+        except Exception as e:
+            return e.with_traceback(None)  # its frames hold what is being moved, and it is kept for a while
+        return None
+
+
+class Room:
+    """The memory of all flights of one engine.
+
+    Args:
+        staged: they pass through page-aligned host buffers, on their way to and from the drive.
+    """
+
+    def __init__(self, engine: Engine, *, staged: bool):
+        self._engine = engine.self_reference
+        self._ledger, self._device, self._computing = engine.ledger, engine.device, engine.device.tier
+        self._is_staged = staged
+        self._parked: dict[int, list[torch.Tensor]] = {}
+
+    def held(self) -> int:
+        """Bytes of the computing tier."""
+        return self._ledger.held(self._computing, IN_FLIGHT)
+
+    def start_over(self) -> None:
+        """Nothing is held, whatever the books say: an interrupt came between two lines of them."""
+        self.trim()
+        for tier in {self._computing, Tier.CPU}:
+            held = self._ledger.held(tier, IN_FLIGHT)
+            if held:
+                self._ledger.release(tier, held, IN_FLIGHT)
+
+    def lend(self, flight: Flight) -> bool:
+        """Memory for a flight, from room that is left over. False if there is none; then it has none."""
+        if self._is_staged and flight.buffer is None:
+            flight.buffer = self._take_buffer(flight.num_bytes)
+            if flight.buffer is None:
+                return False
+        if self._computing is Tier.CPU or self._reserve(self._computing, flight.num_bytes):
+            return True
+        if flight.buffer is not None:
+            self._park(flight.buffer)
+            flight.buffer = None
+        return False
+
+    def _take_buffer(self, num_bytes: int) -> torch.Tensor | None:
+        parked = self._parked.get(num_bytes)
+        if parked:
+            return parked.pop()
+        if not self._reserve(Tier.CPU, num_bytes):
+            return None
+        try:
+            return self._device.make_host_buffer(num_bytes, zeroed=False)
+        except BaseException:
+            self._ledger.release(Tier.CPU, num_bytes, IN_FLIGHT)
+            raise
+
+    def _reserve(self, tier: Tier, num_bytes: int) -> bool:
+        if self._has_reserved(tier, num_bytes):
+            return True
+        if tier is Tier.CPU and self.trim() and self._has_reserved(tier, num_bytes):
+            return True
+        engine = self._engine()
+        if engine is None or tier is not self._computing or not engine.manager.spare_room(num_bytes):
+            return False
+        return self._has_reserved(tier, num_bytes)
+
+    def _has_reserved(self, tier: Tier, num_bytes: int) -> bool:
+        try:
+            self._ledger.reserve(tier, num_bytes, IN_FLIGHT)
+        except BudgetExceeded:
+            return False
+        return True
+
+    def _park(self, buffer: torch.Tensor) -> None:
+        """For the next one of its size: its pages are there already."""
+        self._parked.setdefault(buffer.nbytes, []).append(buffer)
+
+    def trim(self) -> bool:
+        """Give buffers back that nothing travels in; False if there are none."""
+        num_bytes = sum(size * len(parked) for size, parked in self._parked.items())
+        self._parked.clear()
+        if num_bytes:
+            self._ledger.release(Tier.CPU, num_bytes, IN_FLIGHT)
+        return num_bytes > 0
+
+    def free(self, flight: Flight, *, park: bool = False) -> None:
+        """A flight is over."""
+        buffer, on_device = flight.buffer, self._computing is not Tier.CPU
+        flight.buffer = flight.on_device = None
+        if on_device:
+            self._ledger.release(self._computing, flight.num_bytes, IN_FLIGHT)
+        if buffer is not None and park:
+            self._park(buffer)
+        elif buffer is not None:
+            self._ledger.release(Tier.CPU, flight.num_bytes, IN_FLIGHT)

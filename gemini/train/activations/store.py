@@ -1,0 +1,376 @@
+"""Checkpointed activations in host memory or in the spill file, from forward to their recomputation.
+
+Gradient checkpointing keeps the inputs of each checkpointed block for backward. With
+``GeminiConfig(offload_activations=...)`` they leave the computing tier as they are saved and come back, the same bits,
+when backward asks for them. torch saves them through the saved-tensor hooks that are open around the outermost
+forward; what other operations save passes through these hooks too and is left alone, weights above all. Every byte is
+in the ledger under "activations". A tensor that several blocks were given (an encoder's output) is stored once. With
+overlap the moves are made beside computing (:mod:`gemini.train.activations.lanes`), else here, in turn.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+import weakref
+from collections import deque
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.utils.checkpoint
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from gemini.errors import BudgetExceeded
+from gemini.memory.devices.pages import PAGE
+from gemini.memory.movement.mover import tiles
+from gemini.planning.planes import PlaneKind
+from gemini.tiers import Tier
+from gemini.train.activations.flights import Flight
+from gemini.train.activations.lanes import ActivationLanes
+from gemini.train.modules.compiled import compiled_part
+
+if TYPE_CHECKING:
+    from gemini.train.engine import Engine
+
+HOLDER = "activations"
+
+MIN_BYTES = 16 * 2**10
+"""Smaller tensors stay: a mask or a position is not worth the move."""
+
+_OF_CHECKPOINTING = torch.utils.checkpoint.__file__
+_OF_COMPILED = f"{os.path.dirname(torch.__file__)}{os.sep}_functorch{os.sep}"
+_BETWEEN = (torch.autograd.function.__file__, os.path.join(os.path.dirname(__file__), "saved_weights.py"))
+
+
+class Offloaded:
+    """One saved tensor that is elsewhere. Its place is free again when nothing refers to it."""
+
+    __slots__ = (
+        "__weakref__", "device", "dtype", "error", "num_bytes", "place", "restoring", "saving", "shape", "store",
+        "stride",
+    )  # fmt: skip
+
+    def __init__(self, store: ActivationStore, tensor: torch.Tensor, place: Any):
+        self.store, self.place = store, place
+        self.dtype, self.device, self.shape = tensor.dtype, tensor.device, tensor.shape
+        self.stride = torch.empty_like(tensor, device="meta").stride()
+        self.num_bytes = _in_pages(tensor.nbytes)
+        self.saving: Flight | None = None
+        self.restoring: Flight | None = None
+        self.error: BaseException | None = None
+        """What kept it from being written."""
+
+    def let_go(self) -> None:
+        """Nobody will read it. May run in the middle of anything, under any lock: only leave a note."""
+        place, self.place = self.place, None
+        if place is not None:
+            self.store.gone.append(_Gone(place, self.num_bytes, self.saving, self.restoring))
+
+    def __del__(self) -> None:
+        self.let_go()
+
+
+class _Gone(NamedTuple):
+    """What is left of an :class:`Offloaded` that nobody will read."""
+
+    place: Any
+    num_bytes: int
+    saving: Flight | None
+    restoring: Flight | None
+
+
+class ActivationStore:
+    """Where the checkpointed activations of one engine go. Open while its outermost forward runs.
+
+    Args:
+        tier: where they wait; None: where they are.
+        overlap: move beside computing.
+    """
+
+    def __init__(self, engine: Engine, tier: Tier | None, *, overlap: bool = False):
+        self.gone: deque[_Gone] = deque()
+        self._tier = tier
+        self._engine = engine.self_reference
+        self._ledger, self._device, self._mover, self._spill = engine.ledger, engine.device, engine.mover, engine.spill
+        self._weights = {chunk.flat.untyped_storage().data_ptr() for chunk in engine.chunks}
+        self._is_open = False
+        self._warned = False
+        self._known: dict[Any, tuple[StorageWeakRef, weakref.ref[Offloaded]]] = {}
+        self._stored: weakref.WeakSet[Offloaded] = weakref.WeakSet()
+        self._slots: dict[int, int] = {}
+        """Bytes of what is taken of the spill file, by offset."""
+        self.lanes = ActivationLanes(engine, tier) if overlap and tier is not None else None
+        self.in_turn = False
+        """Move at once: for who looks at what is alive at every moment."""
+
+    def begin_forward(self) -> None:
+        """From here on what checkpointing saves is offloaded."""
+        if not self._is_open and self._tier is not None and torch.is_grad_enabled():
+            self.collect()
+            self._known.clear()
+            if self.lanes is not None:
+                self.lanes.begin_forward()
+            torch._C._autograd._push_saved_tensors_default_hooks(self._pack, self._unpack)
+            self._is_open = True
+
+    def end_forward(self) -> None:
+        """The outermost forward is over, or was interrupted."""
+        if self._is_open:
+            self._is_open = False
+            torch._C._autograd._pop_saved_tensors_default_hooks()
+
+    def begin_backward(self) -> None:
+        """What was saved last is asked for soon."""
+        if self.lanes is not None and not self.in_turn:
+            with self._mover.about("activation", "fetch activations"):
+                self.lanes.begin_backward()
+
+    def end_backward(self) -> None:
+        """Nothing is asked for any more."""
+        if self.lanes is not None:
+            self.lanes.end_backward()
+        self.collect()
+
+    def recover(self) -> None:
+        """Nobody computes: what an interrupt may have left open is closed, and the books say what there is."""
+        self.end_forward()
+        if self.lanes is not None:
+            self.lanes.start_over()
+        if self._tier is not None:
+            self.collect()
+            stored = [offloaded for offloaded in self._stored if offloaded.place is not None]
+            lost = self._ledger.held(self._tier, HOLDER) - sum(offloaded.num_bytes for offloaded in stored)
+            if lost > 0 and not self.gone:
+                self._ledger.release(self._tier, lost, HOLDER)
+                for place in self._slots.keys() - {offloaded.place for offloaded in stored}:
+                    self._give_back(place, self._slots[place])
+
+    def check(self) -> None:
+        """Raise what kept a tensor from being written that nobody has waited for.
+
+        Raises:
+            StorageError: and whatever else it was.
+        """
+        if self.lanes is not None:
+            self.lanes.check()
+
+    def drain(self) -> None:
+        """Wait until nothing is in flight.
+
+        Raises:
+            StorageError: if something could not be written.
+        """
+        if self.lanes is not None:
+            self.lanes.come_to_rest()
+            self.lanes.check()
+        self.collect()
+
+    def relieve(self) -> bool:
+        """Give back memory that moves beside computing hold, waiting if need be; False if there is none."""
+        return self.lanes is not None and self.lanes.relieve()
+
+    def wish(self) -> int:
+        """Bytes of the computing tier that windows should leave to moves beside computing."""
+        return 0 if self.lanes is None else self.lanes.wish()
+
+    def missing(self) -> int:
+        """What of that they do not hold."""
+        return 0 if self.lanes is None else max(self.lanes.wish() - self.lanes.held(), 0)
+
+    def close(self) -> None:
+        """The model ends."""
+        if self.lanes is not None:
+            self.lanes.close()
+
+    def collect(self) -> None:
+        """Give back the places of tensors that nothing refers to any more, when nothing moves there."""
+        while self.gone:
+            place, num_bytes, *flights = self.gone[0]
+            for flight in flights:
+                if flight is not None and self.lanes is not None:
+                    self.lanes.call_back(flight)
+            self.gone.popleft()
+            assert self._tier is not None
+            if self._tier is Tier.NVME:
+                self._give_back(place, num_bytes)
+            self._ledger.release(self._tier, num_bytes, HOLDER)
+
+    def _give_back(self, offset: int, num_bytes: int) -> None:
+        assert self._spill is not None
+        if self._slots.pop(offset, None) is not None:
+            self._spill.give_back(offset, num_bytes)
+
+    def _pack(self, tensor: torch.Tensor) -> Any:
+        """Runs for everything that is saved. What stays is detached: an output that held its own graph would be freed
+        by the garbage collector only.
+        """
+        return self._offload(tensor) or tensor.detach()
+
+    def _offload(self, tensor: torch.Tensor) -> Offloaded | None:
+        if tensor.numel() * tensor.element_size() < MIN_BYTES:
+            return None
+        if not saved_by_checkpointing(3) and not (_saver(3).startswith(_OF_COMPILED) and self._checkpoints_compiled()):
+            return None
+        storage = tensor.untyped_storage()
+        if tensor.device != self._device.torch_device or storage.data_ptr() in self._weights:
+            return None
+        key = (storage._cdata, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, tensor._version)
+        if key in self._known:
+            alive, known = self._known[key]
+            offloaded = known()
+            if offloaded is not None and not alive.expired():
+                self._note(offloaded)
+                return offloaded
+        self.collect()
+        about = self._mover.about("activation", "offload activations")
+        with torch.profiler.record_function("gemini::offload_activation"), about:
+            offloaded = self._store(tensor.detach())
+        if offloaded is None:
+            return None
+        # The weak reference keeps the storage's address from being given to another one.
+        self._known[key] = (StorageWeakRef(storage), weakref.ref(offloaded))
+        self._note(offloaded)
+        return offloaded
+
+    def _checkpoints_compiled(self) -> bool:
+        """Whether what computes now is a compiled block of transformers that checkpoints: the recomputation is compiled
+        with it, and compiled code saves its inputs.
+        """
+        engine = self._engine()
+        call = None if engine is None else engine.calls.innermost
+        block = None if call is None else call.module
+        if block is None or not (block.training and getattr(block, "gradient_checkpointing", False)):
+            return False
+        return compiled_part(block) is not None
+
+    def _note(self, offloaded: Offloaded) -> None:
+        if self.lanes is not None:
+            self.lanes.note(offloaded)
+
+    def _store(self, tensor: torch.Tensor) -> Offloaded | None:
+        num_bytes = _in_pages(tensor.nbytes)
+        assert self._tier is not None
+        try:
+            if self._tier is Tier.NVME:
+                self._mover.staged(PlaneKind.GRAD, torch.uint8, PAGE)  # reserved before the tensor's own place is
+            self._ledger.reserve(self._tier, num_bytes, HOLDER)
+        except BudgetExceeded as e:
+            self._say_no_room(e)
+            return None
+        try:
+            offloaded = Offloaded(self, tensor, self._allocate(num_bytes))
+        except BaseException:
+            self._ledger.release(self._tier, num_bytes, HOLDER)
+            raise
+        try:
+            self._stored.add(offloaded)
+            if self.lanes is None or self.in_turn or not self.lanes.save(offloaded, tensor):
+                self._write(tensor.contiguous().view(-1).view(torch.uint8), offloaded)
+        except BaseException:
+            offloaded.let_go()
+            self.collect()
+            raise
+        return offloaded
+
+    def _allocate(self, num_bytes: int) -> Any:
+        """A place: a host buffer, or an offset in the spill file."""
+        if self._tier is Tier.CPU:
+            return self._device.make_host_buffer(num_bytes, zeroed=False)
+        assert self._spill is not None
+        offset = self._spill.allocate(num_bytes)
+        self._slots[offset] = num_bytes
+        return offset
+
+    def _write(self, source: torch.Tensor, offloaded: Offloaded) -> None:
+        """Move the bytes there, here and now."""
+        computing, num_bytes, place = self._device.tier, offloaded.num_bytes, offloaded.place
+        if self._tier is Tier.CPU:
+            with self._mover.crossing(computing, Tier.CPU, num_bytes):
+                self._device.copy(place[: source.numel()], source, "offload").wait()
+            return
+        assert self._spill is not None
+        for start, stop in self._pieces(num_bytes):
+            staged = self._mover.staged(PlaneKind.GRAD, torch.uint8, stop - start)
+            part = source[start : min(stop, source.numel())]
+            with self._mover.crossing(computing, Tier.CPU, stop - start):
+                self._device.copy(staged[: part.numel()], part, "offload").wait()
+            with self._mover.crossing(Tier.CPU, Tier.NVME, stop - start):
+                self._spill.write(staged, place + start)
+
+    def _unpack(self, packed: Any) -> torch.Tensor:
+        if not isinstance(packed, Offloaded):
+            return packed
+        about = self._mover.about("activation", "fetch activations")
+        with torch.profiler.record_function("gemini::fetch_activation"), about:
+            out = None if self.lanes is None else self.lanes.take(packed)
+            if out is None:
+                out = torch.empty(packed.shape, dtype=packed.dtype, device=packed.device)
+                self._read(packed, out.view(-1).view(torch.uint8))
+            if self.lanes is not None and not self.in_turn:
+                self.lanes.read_ahead()
+            if out.stride() != packed.stride:
+                laid_out = torch.empty_strided(packed.shape, packed.stride, dtype=packed.dtype, device=packed.device)
+                return laid_out.copy_(out)
+            return out
+
+    def _read(self, packed: Offloaded, into: torch.Tensor) -> None:
+        """Bring the bytes back, here and now."""
+        num_bytes, computing = packed.num_bytes, self._device.tier
+        if self._tier is Tier.CPU:
+            with self._mover.crossing(Tier.CPU, computing, num_bytes):
+                self._device.copy(into, packed.place[: into.numel()], "restore").wait()
+            return
+        assert self._spill is not None
+        for start, stop in self._pieces(num_bytes):
+            staged = self._mover.staged(PlaneKind.GRAD, torch.uint8, stop - start)
+            with self._mover.crossing(Tier.NVME, Tier.CPU, stop - start):
+                self._spill.read(staged, packed.place + start)
+            part = into[start : min(stop, into.numel())]
+            with self._mover.crossing(Tier.CPU, computing, stop - start):
+                self._device.copy(part, staged[: part.numel()], "restore").wait()
+
+    def _pieces(self, num_bytes: int) -> Any:
+        """Ranges of bytes that fit the staging area."""
+        return tiles(0, num_bytes, max(self._mover.tile * 4 // PAGE * PAGE, PAGE))
+
+    def _say_no_room(self, error: BudgetExceeded) -> None:
+        assert self._tier is not None
+        if not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"offload_activations={self._tier.value!r}: some checkpointed activations stay on "
+                f"{self._device.name} for lack of room ({error}). Raise the {self._tier.value} budget",
+                stacklevel=2,
+            )
+
+
+def make_activation_store(engine: Engine, wanted: str | None, overlap: bool) -> ActivationStore:
+    """What the config or the plan wants of ``offload_activations``."""
+    if wanted is not None and Tier(wanted) is engine.device.tier:
+        warnings.warn(
+            f"offload_activations={wanted!r} has no effect: forward and backward run on the {wanted} already",
+            stacklevel=6,
+        )
+        wanted = None
+    return ActivationStore(engine, None if wanted is None else Tier(wanted), overlap=overlap)
+
+
+def saved_by_checkpointing(depth: int) -> bool:
+    """Whether torch's checkpointing is what saves a tensor now: the next Python code above the hooks is its own.
+
+    ``depth``: how many functions of ours are between here and there, this one included.
+    """
+    return _saver(depth + 1) == _OF_CHECKPOINTING
+
+
+def _saver(depth: int) -> str:
+    """The file of the code that saves a tensor now."""
+    frame = sys._getframe(depth)
+    while frame.f_back is not None and frame.f_code.co_filename in _BETWEEN:
+        frame = frame.f_back
+    return frame.f_code.co_filename
+
+
+def _in_pages(num_bytes: int) -> int:
+    return -(-num_bytes // PAGE) * PAGE

@@ -1,0 +1,1 @@
+"""Checkpoints: their format, saving behind the training, loading, and export."""

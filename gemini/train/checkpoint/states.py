@@ -1,0 +1,288 @@
+"""What a checkpoint keeps besides masters and moments: optimizer groups, plain params, buffers, RNG states.
+
+Each comes with what refuses saved ones that could not be put back, so that putting back cannot fail half way.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import random
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from gemini.errors import PlanMismatch
+from gemini.train.checkpoint.plain_data import plain_form
+from gemini.train.checkpoint.tensor_file import Malformed
+from gemini.train.params.guard import handle_of
+from gemini.train.update.optimizer import HybridAdam
+from gemini.train.update.optimizer_checks import check_decay, check_group, loaded_group
+
+
+def groups_of(optimizer: HybridAdam) -> list[dict[str, Any]]:
+    """The groups with params by name; params that are not managed by their number."""
+    groups, index = [], 0
+    for group in optimizer.param_groups:
+        names = []
+        for param in group["params"]:
+            handle = handle_of(param)
+            names.append(handle.name if handle is not None else f"#{index}")
+            index += 1
+        groups.append({**group, "params": names})
+    return groups
+
+
+def plain_states(optimizer: HybridAdam) -> dict[str, Any]:
+    """Params of the optimizer that are not managed, with their states, by number."""
+    params = _params(optimizer)
+    return {
+        f"#{i}": {"param": p.detach(), "state": dict(optimizer.state[p])}
+        for i, p in enumerate(params)
+        if handle_of(p) is None
+    }
+
+
+def check_groups(path: Path, saved: Any, here: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What of saved groups is to be taken over, if an optimizer whose groups are ``here`` can go on with them.
+
+    Raises:
+        Malformed: if they hold what no optimizer can have.
+        PlanMismatch: if they are of other params, or of Adam here and of AdamW there.
+    """
+    if not isinstance(saved, list) or not all(isinstance(group, dict) for group in saved):
+        raise Malformed("groups is not a list of groups")
+    for i, group in enumerate(saved):
+        names = group.get("params")
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            raise Malformed(f"groups[{i}].params is not a list of names")
+    if [group["params"] for group in saved] != [group["params"] for group in here]:
+        raise PlanMismatch(
+            f"{path} was saved with param groups of {[len(g['params']) for g in saved]} params, the optimizer has "
+            f"{[len(g['params']) for g in here]} (or others in them): make the groups as they were"
+        )
+    for i, (group, ours) in enumerate(zip(saved, here, strict=True)):
+        try:
+            check_group(group, f"groups[{i}]")
+            both = {key: plain_form(value) for key, value in ours.items() if key in group}
+            check_alike(both, group, f"groups[{i}]", finite=True, settled=False)
+        except (TypeError, ValueError, KeyError, OverflowError) as e:
+            raise Malformed(f"groups[{i}] is of no optimizer: {e}") from e
+        try:
+            check_decay(group, ours, f"its group {i}")
+        except ValueError as e:
+            raise PlanMismatch(f"{path} was saved with the other kind of weight decay: {e}") from e
+    return [loaded_group(group) for group in saved]
+
+
+def check_alike(here: Any, saved: Any, where: str, *, finite: bool, settled: bool) -> None:
+    """Whether ``saved`` may take the place of ``here``: the same kind of value, with all that ``here`` has in it.
+
+    Args:
+        finite: numbers do not become infinite or NaN (but for the best of what a scheduler was shown).
+        settled: words and names are settings, which do not change.
+
+    Raises:
+        Malformed: naming the first place where it may not.
+    """
+    if here is None or saved is None:
+        if (finite and here is not None) or (settled and saved is not None):
+            raise Malformed(f"{where} is {str(saved)[:80]} where it is {str(here)[:80]} now")
+        return
+    if _is_number(here) and _is_number(saved):
+        if isinstance(saved, int) and saved.bit_length() > 63:
+            raise Malformed(f"{where} is too large a number")
+        if finite and math.isfinite(here) and not math.isfinite(saved) and not where.endswith("best"):
+            raise Malformed(f"{where} is {float(saved)}")
+        return
+    if type(here) is not type(saved):
+        raise Malformed(f"{where} is a {type(saved).__name__} where there is a {type(here).__name__} now")
+    if isinstance(here, dict):
+        names = here.keys() ^ saved.keys() if settled else here.keys() - saved.keys()
+        if any(isinstance(key, str) for key in names):
+            raise Malformed(f"{where} has not the names it has now: {sorted(names, key=str)[0]!r}")
+        for key in here.keys() & saved.keys():
+            ours = settled and key not in _OF_USERS
+            check_alike(here[key], saved[key], f"{where}.{key}", finite=finite, settled=ours)
+    elif isinstance(here, (list, tuple)) and here:
+        same_length = len(here) == len(saved)
+        if not same_length and (where.endswith(("lrs", "_lr", "lambdas", "betas")) or isinstance(here[0], dict)):
+            raise Malformed(f"{where} has {len(saved)} entries where there are {len(here)} now")
+        for i, value in enumerate(saved):
+            check_alike(here[i if same_length else 0], value, f"{where}[{i}]", finite=finite, settled=settled)
+    elif isinstance(here, torch.Tensor) and (here.dtype, here.shape) != (saved.dtype, saved.shape):
+        raise Malformed(f"{where} is a tensor of another dtype or shape")
+    elif isinstance(here, str) and settled and here != saved:
+        raise Malformed(f"{where} is {saved[:80]!r} where it is {here!r} now")
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) or (
+        isinstance(value, torch.Tensor) and value.numel() == 1 and value.dtype.is_floating_point
+    )
+
+
+_OF_USERS = ("lr_lambdas", "_scale_fn_custom")
+"""Parts of the states of torch's schedulers that are attributes of what users gave them."""
+_STATES = {
+    "exp_avg": torch.float32, "exp_avg_sq": torch.float32, "residual": torch.int16, "master": torch.float32,
+}  # fmt: skip
+_STATES_OF = {torch.bfloat16: "residual", torch.float16: "master"}
+
+
+def check_plain_states(path: Path, optimizer: HybridAdam, states: Any) -> dict[int, dict[str, Any]]:
+    """What :func:`plain_states` gave, by number, if it is of these params.
+
+    Raises:
+        Malformed: if it holds what no optimizer can have.
+        PlanMismatch: if it is of other params.
+    """
+    here = {f"#{i}": (i, param) for i, param in enumerate(_params(optimizer)) if handle_of(param) is None}
+    if not isinstance(states, dict) or states.keys() != here.keys():
+        raise Malformed("plain is not of the params that groups names")
+    found = {}
+    for key, (number, param) in here.items():
+        entry = states[key]
+        if not isinstance(entry, dict) or entry.keys() != {"param", "state"} or not isinstance(entry["state"], dict):
+            raise Malformed(f"plain.{key} is not a param and its state")
+        value, state = entry["param"], entry["state"]
+        if not isinstance(value, torch.Tensor):
+            raise Malformed(f"plain.{key}.param is not a tensor")
+        if (value.shape, value.dtype) != (param.shape, param.dtype):
+            raise PlanMismatch(
+                f"{path} was saved with a param {number} of the optimizer, not managed, of {value.dtype} "
+                f"{list(value.shape)}; here it is {param.dtype} {list(param.shape)}"
+            )
+        check_writable(param, value, f"param {number} of the optimizer")
+        if state:
+            _check_state(state, value, f"plain.{key}.state")
+        found[number] = entry
+    return found
+
+
+def _check_state(state: dict[str, Any], param: torch.Tensor, where: str) -> None:
+    step, own = state.get("step"), _STATES_OF.get(param.dtype)
+    if not isinstance(step, torch.Tensor) or step.dtype is not torch.float32 or step.dim():
+        raise Malformed(f"{where}.step is not a number of updates")
+    if not (0 <= step.item() < 2**53 and step.item() == int(step.item())):
+        raise Malformed(f"{where}.step is {step.item()}, and no number of updates")
+    if not {"exp_avg", "exp_avg_sq"} <= state.keys() or state.keys() & (set(_STATES_OF.values()) - {own}):
+        raise Malformed(f"{where} has {sorted(state, key=str)}, which is no state of a {param.dtype} param")
+    for name, value in state.items():
+        dtype = _STATES.get(name, torch.float32)
+        alike = isinstance(value, torch.Tensor) and (value.dtype, value.shape) == (dtype, param.shape)
+        if name != "step" and not alike:
+            raise Malformed(f"{where}.{name} is not {dtype} in the shape of its param")
+
+
+def load_plain_states(optimizer: HybridAdam, states: dict[int, dict[str, Any]]) -> None:
+    """Put back what :func:`check_plain_states` found good."""
+    params = _params(optimizer)
+    with torch.no_grad():
+        for number, saved in states.items():
+            param = params[number]
+            param.copy_(saved["param"])
+            optimizer.state[param] = {
+                name: value if name == "step" else value.to(param.device) for name, value in saved["state"].items()
+            }
+
+
+def _params(optimizer: HybridAdam) -> list[torch.Tensor]:
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def check_writable(target: torch.Tensor, value: torch.Tensor, what: str) -> None:
+    """Whether ``value``, of the same dtype and shape, can be copied into ``target``.
+
+    Raises:
+        PlanMismatch: saying why it cannot.
+    """
+    why = None
+    if target.is_inference() and not torch.is_inference_mode_enabled():
+        why = "it was made in inference mode"
+    elif torch._debug_has_internal_overlap(target) == 1:
+        why = "several of its elements are one in memory"
+    else:
+        try:
+            torch.empty_like(target).copy_(value)
+        except RuntimeError as e:
+            why = str(e)
+    if why is not None:
+        raise PlanMismatch(f"{what} cannot be written to ({why}): give the model a copy of its own, value.clone()")
+
+
+def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Names and tensors, as ``state_dict`` has them."""
+    for path, module in model.named_modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                yield f"{path}.{name}" if path else name, buffer
+
+
+def rng_states() -> dict[str, Any]:
+    """The random states of this process: Python's, torch's, numpy's if it is loaded."""
+    version, internal, gauss = random.getstate()
+    states: dict[str, Any] = {
+        "python": [version, torch.tensor(internal, device="cpu"), gauss],
+        "torch": torch.get_rng_state(),
+    }
+    if torch.cuda.is_available():
+        states["cuda"] = torch.cuda.get_rng_state_all()
+    if "numpy" in sys.modules:
+        name, keys, position, has_gauss, cached = sys.modules["numpy"].random.get_state()
+        states["numpy"] = [name, torch.from_numpy(keys.astype("int64")), position, has_gauss, cached]
+    return states
+
+
+def check_rng(states: Any, where: str) -> None:
+    """Whether :func:`set_rng_states` can put ``states`` back: tried on generators that nobody draws from.
+
+    Raises:
+        Malformed: if it cannot.
+    """
+    if not isinstance(states, dict) or not {"python", "torch"} <= states.keys() <= {"python", "torch", "cuda", "numpy"}:
+        raise Malformed(f"{where} is not the random states of a rank")
+    try:
+        version, internal, gauss = states["python"]
+        if type(version) is not int or version != 3 or not (gauss is None or type(gauss) is float):
+            raise Malformed("Python's is of another version")
+        random.Random().setstate((version, tuple(internal.tolist()), gauss))
+        torch.Generator(device="cpu").set_state(states["torch"])
+        for state in _list(states.get("cuda", [])):
+            if state.dtype is not torch.uint8 or state.dim() != 1:
+                raise Malformed("CUDA's is no state")
+            if torch.cuda.is_available():
+                torch.Generator(device="cuda").set_state(state)
+        if "numpy" in states:
+            name, keys, position, has_gauss, cached = _list(states["numpy"])
+            small = type(position) is int and 0 <= position <= 624 and type(has_gauss) is int and has_gauss in (0, 1)
+            if name != "MT19937" or not small or type(cached) is not float:
+                raise Malformed("NumPy's is no state")
+            if keys.dtype is not torch.int64 or keys.shape != (624,) or not 0 <= keys.min() <= keys.max() < 2**32:
+                raise Malformed("NumPy's is no state")
+    except Exception as e:
+        raise Malformed(f"{where} is not the state of random generators: {e}") from e
+
+
+def _list(value: Any) -> list[Any]:
+    if not isinstance(value, list):
+        raise Malformed("it is no list")
+    return value
+
+
+def set_rng_states(states: dict[str, Any]) -> None:
+    """Put back what :func:`rng_states` gave."""
+    version, internal, gauss = states["python"]
+    random.setstate((version, tuple(internal.tolist()), gauss))
+    torch.set_rng_state(states["torch"])
+    if "cuda" in states and torch.cuda.is_available() and len(states["cuda"]) == torch.cuda.device_count():
+        torch.cuda.set_rng_state_all(states["cuda"])
+    if "numpy" in states and importlib.util.find_spec("numpy") is not None:
+        import numpy
+
+        name, keys, position, has_gauss, cached = states["numpy"]
+        numpy.random.set_state((name, keys.numpy().astype("uint32"), position, has_gauss, cached))

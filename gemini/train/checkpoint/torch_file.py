@@ -1,0 +1,164 @@
+"""An ordinary ``torch.save`` file of a managed model, written without ever holding more than one param's values.
+
+``torch.save`` is given *promises* in the place of masters and moments: tensors with a shape and a dtype and no memory,
+which remember what they stand for. The file is laid out with room for their values, and these are then read from the
+chunks one after the other and written into their places. What comes out opens with ``torch.load`` as any other file:
+a ``state_dict`` of fp32 masters, an optimizer state as ``torch.optim.AdamW`` has it.
+
+With several ranks only the first calls :func:`write` (or :func:`keep_promises`); the others wait at an agreement, where
+they serve its reads.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from gemini.errors import GeminiError, StorageError
+from gemini.planning.planes import PlaneKind
+from gemini.train.checkpoint import replacing
+from gemini.train.params.guard import ParamHandle, engine_of, handle_of
+from gemini.train.params.state_dict import model_state
+from gemini.train.update.optimizer import HybridAdam
+
+if TYPE_CHECKING:
+    from gemini.train.engine import Engine
+
+_readers = WeakTensorKeyDictionary()
+"""Promises to what reads their values."""
+
+
+def promised_model_state(original: Any, engine: Engine) -> dict[str, Any]:
+    """``state_dict`` with promises of exact masters (of frozen params: of what there is, in the compute dtype).
+
+    ``original`` is ``super()`` of the managed model.
+    """
+    engine.check_whole()
+    if not engine.in_method:
+        engine.recover_if_interrupted()
+    return model_state(original, None, "", _promised_weights)
+
+
+def promised_optimizer_state(optimizer: HybridAdam) -> dict[str, Any]:
+    """``state_dict`` of torch's AdamW, with promises of the moments of managed params."""
+    state = torch.optim.Optimizer.state_dict(optimizer)
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    for index, param in enumerate(params):
+        handle = handle_of(param)
+        if handle is not None and handle.num_steps:
+            engine_of(handle).check_whole()
+            moments = {
+                kind.value: _promise(handle, torch.float32, partial(_read_plane, handle, kind))
+                for kind in (PlaneKind.EXP_AVG, PlaneKind.EXP_AVG_SQ)
+            }
+            state["state"][index] = {"step": torch.tensor(float(handle.num_steps), device="cpu"), **moments}
+    return state
+
+
+def write(content: Any, path: Path) -> None:
+    """``torch.save(content, path)``: under a name of its own until it is whole on the disk, then renamed.
+
+    Raises:
+        StorageError: if it cannot be written; an existing file is as it was.
+        GeminiError: if somebody has computed with a promise.
+    """
+    path = replacing.place_of(path)
+    draft = replacing.begin(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if not _write_streamed(content, draft):
+            torch.save(keep_promises(content), draft)
+        _flush(draft)
+        os.replace(draft, path)
+        _flush(path.parent)
+    except OSError as e:
+        raise StorageError(f"could not save {path}: {e.strerror or e}") from e
+    finally:
+        replacing.end(draft)
+
+
+def keep_promises(content: Any) -> Any:
+    """``content`` with values for promises, all in memory at once: 12 bytes per trained param."""
+    kept: dict[int, torch.Tensor] = {}
+
+    def keep(leaf: Any) -> Any:
+        if not isinstance(leaf, FakeTensor):
+            return leaf
+        if id(leaf) not in kept:
+            kept[id(leaf)] = _reader_of(leaf)()
+        return kept[id(leaf)]
+
+    return tree_map(keep, content)
+
+
+def _write_streamed(content: Any, draft: Path) -> bool:
+    """False if ``content`` hides tensors in objects that cannot be looked into; the file is then of no use."""
+    tensors = [leaf for leaf in tree_leaves(content) if isinstance(leaf, torch.Tensor)]
+    for tensor in tensors:
+        if isinstance(tensor, FakeTensor):
+            _reader_of(tensor)
+        elif tensor.layout is not torch.strided or tensor.is_quantized:
+            return False
+    with torch.serialization.skip_data(materialize_fake_tensors=True):
+        torch.save(content, draft)
+    records = torch._C.PyTorchFileReader(str(draft)).get_all_records()
+    if sum(name.startswith("data/") for name in records) != len({t.untyped_storage()._cdata for t in tensors}):
+        return False
+    with open(draft, "rb+") as file:
+        os.posix_fallocate(file.fileno(), 0, draft.stat().st_size)  # a full disk says so here, and not by SIGBUS
+    with torch.serialization.set_default_mmap_options(mmap.MAP_SHARED):  # what is written to its tensors is in the file
+        laid_out = torch.load(draft, map_location="cpu", mmap=True, weights_only=False)
+    places = [leaf for leaf in tree_leaves(laid_out) if isinstance(leaf, torch.Tensor)]
+    done: set[int] = set()
+    for tensor, place in zip(tensors, places, strict=True):
+        if id(tensor) not in done:
+            done.add(id(tensor))
+            value = _reader_of(tensor)() if isinstance(tensor, FakeTensor) else tensor
+            place.detach().copy_(value.detach())
+    return True
+
+
+def _promised_weights(handle: ParamHandle) -> torch.Tensor:
+    dtype = torch.float32 if PlaneKind.EXP_AVG in handle.chunk.planes else handle.param.dtype
+    return _promise(handle, dtype, partial(engine_of(handle).by_names.read, handle, dtype))
+
+
+def _read_plane(handle: ParamHandle, kind: PlaneKind) -> torch.Tensor:
+    value = engine_of(handle).by_names.read_plane(handle, kind)
+    assert value is not None, (handle.name, kind)
+    return value
+
+
+def _promise(handle: ParamHandle, dtype: torch.dtype, read: Callable[[], torch.Tensor]) -> torch.Tensor:
+    with FakeTensorMode():
+        promise = torch.empty(handle.param.shape, dtype=dtype, device="cpu")
+    _readers[promise] = read
+    return promise
+
+
+def _reader_of(promise: torch.Tensor) -> Callable[[], torch.Tensor]:
+    read = _readers.get(promise)
+    if read is None:
+        raise GeminiError(
+            f"a checkpoint holds a tensor of shape {tuple(promise.shape)} that was computed from weights or moments "
+            "which are not in memory: they are written to the file straight from their chunks. Entries of a checkpoint "
+            "may be removed (in on_save_checkpoint, for example); for values use model.full_param(name)"
+        )
+    return read
+
+
+def _flush(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

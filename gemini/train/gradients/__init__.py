@@ -1,0 +1,1 @@
+"""Gradients: where they land, and the scale they have."""

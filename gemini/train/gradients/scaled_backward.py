@@ -1,0 +1,411 @@
+"""Which loss scale the gradients of a model carry, and where a plain fp16 backward has one of its own.
+
+The scale belongs at the loss: ``gemini.GradScaler.scale(loss)`` puts a node behind it which tells, when its backward
+begins, by what everything below is multiplied. Gradients lie in their planes as they come, multiplied, and the update
+takes the scale out as it reads them.
+
+A plain ``loss.backward()`` in fp16 has no such node. The model's own scale then enters where a loss that was computed
+inside leaves it (:class:`ScaleGradient`, at outputs without dimensions), and that is right only if every gradient that
+flows into the model comes through there once and none flows out of it again. The graph that is about to be run tells:
+see :meth:`Scaling._judge`. Whatever else a program does is refused before any gradient has landed.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from contextvars import ContextVar
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from gemini.errors import GeminiError
+from gemini.train.gradients.backward_calls import (
+    BackwardCall,
+    first_below,
+    is_leaf,
+    is_seen,
+    marks_below,
+    may_start_another,
+    running_calls,
+)
+from gemini.train.gradients.loss_scale import LossScale
+from gemini.train.modules.containers import iter_tensors
+from gemini.train.params.guard import ParamHandle, handle_of, optimizer_of, stepping_in_backward
+
+if TYPE_CHECKING:
+    from gemini.train.engine import Engine
+
+REMEDY = (
+    "Use gemini.GradScaler as torch.amp.GradScaler: scaler.scale(loss).backward(); scaler.step(optimizer); "
+    "scaler.update()"
+)
+_MAX_TASKS = 64
+_SMALLEST_NORMAL = torch.finfo(torch.float16).smallest_normal
+
+# How often gradients that arrive at a node were multiplied on their way, for one model; a node may have several marks.
+_NEVER, _ONCE, _BY_ANOTHER, _TWICE = 1, 2, 4, 8
+
+
+class Scale:
+    """The loss scale between two of its changes. On a GPU the host waits for its value only when it is asked for."""
+
+    def __init__(self, value: float | torch.Tensor, *, by_scaler: bool = False):
+        self.by_scaler = by_scaler
+        self._given, self._value = value, None if isinstance(value, torch.Tensor) else float(value)
+
+    @property
+    def value(self) -> float:
+        if self._value is None:
+            self._value = float(self._given)
+        return self._value
+
+    def settle(self) -> None:
+        """The tensor it is read from is about to change."""
+        if self._value is None:
+            self._given = torch.as_tensor(self._given).clone()
+
+
+_ONE = Scale(1.0)
+_of_task: dict[int, Scale] = {}
+"""By backward (autograd numbers them): what a scaler told of it."""
+_scalers_used = False
+
+scaler_steps: ContextVar[bool] = ContextVar("scaler_steps", default=False)
+"""Whether a scaler that knows managed params is what asks an optimizer to step."""
+
+
+class ScaleLoss(torch.autograd.Function):
+    """Identity on a loss that was multiplied by a scaler's scale; in backward it tells so."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: torch.Tensor, scale: Scale) -> torch.Tensor:  # type: ignore[override]
+        global _scalers_used
+        _scalers_used = True
+        ctx.scale = scale
+        # A loss may be changed in place afterwards, which autograd forbids for views.
+        return loss.clone() if loss.dim() == 0 else loss.view_as(loss)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        task = torch._C._current_graph_task_id()
+        if task not in _of_task:
+            while len(_of_task) >= _MAX_TASKS:  # of backwards that broke off
+                del _of_task[min(_of_task)]
+            _of_task[task] = ctx.scale
+            torch.autograd.Variable._execution_engine.queue_callback(partial(_forget, task))
+        return grad, None
+
+
+def _forget(task: int) -> None:
+    _of_task.pop(task, None)
+
+
+class ScaleGradient(torch.autograd.Function):
+    """Identity in forward; in a plain fp16 backward the gradient times the model's own loss scale."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: torch.Tensor, ref: weakref.ref[Engine]) -> torch.Tensor:  # type: ignore[override]
+        ctx.ref = ref
+        return loss.clone()  # it may be changed in place afterwards (transformers' Trainer does)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        engine = ctx.ref()
+        if engine is None:
+            raise GeminiError("the GeminiDDP model this loss belonged to was deleted: its weights are gone")
+        engine.begin_backward()
+        factor = engine.scaling.factor(grad)
+        return grad if factor == 1.0 else grad * factor, None
+
+
+_SCALE_LOSS: Any = ScaleLoss._backward_cls  # type: ignore[attr-defined]
+_SCALE_GRADIENT: Any = ScaleGradient._backward_cls  # type: ignore[attr-defined]
+
+
+class Scaling:
+    """The loss scale of one model's gradients."""
+
+    def __init__(self, engine: Engine, loss_scale: LossScale | None):
+        """``loss_scale``: the model's own, in fp16."""
+        self._engine = engine.self_reference
+        self._loss_scale = loss_scale
+        self.held = _ONE
+        """Of the gradients that wait for the update."""
+        self._unscaled: set[str] = set()
+        self._factors: dict[int, float] = {}
+        self._outputs: list[weakref.ref[torch.Tensor]] = []
+
+    # ---- forward ------------------------------------------------------------------------------------------------
+
+    def watch_outputs(self, output: Any) -> None:
+        """What left the model beside its loss: if it keeps its gradient (``retain_grad``), somebody will look at it."""
+        new = [weakref.ref(t) for t in iter_tensors(output) if t.dim() > 0 and t.requires_grad]
+        self._outputs = [ref for ref in self._outputs if ref() is not None] + new
+
+    # ---- backward -----------------------------------------------------------------------------------------------
+
+    def enter(self) -> None:
+        """A gradient of a backward has reached the model: decide, once for each backward, which scale it has.
+
+        Raises:
+            GeminiError: where gradients would come out with another scale than the program means; none has landed.
+        """
+        task = torch._C._current_graph_task_id()
+        if task in self._factors or task == -1:  # -1: a saved tensor was looked at outside of any backward
+            return
+        while len(self._factors) >= _MAX_TASKS:
+            del self._factors[min(self._factors)]
+        if self._loss_scale is None and not _scalers_used:
+            self._factors[task] = 1.0
+            return
+        engine = self._engine()
+        assert engine is not None
+        unreduced = engine.reduction is not None and engine.reduction.has_unreduced
+        self._factors[task] = self._decide(task, unreduced or bool(_to_be_used(engine.handles)))
+
+    def factor(self, grad: torch.Tensor) -> float:
+        """What a loss that leaves the model multiplies its gradient by."""
+        factor = self._factors[torch._C._current_graph_task_id()]
+        if factor != 1.0 and grad.dtype is torch.float16 and abs(float(grad)) < _SMALLEST_NORMAL:
+            value = f"{float(grad):.3g}"
+            raise GeminiError(
+                f"the gradient of the loss that this model computed in fp16 is {value} before the loss scale enters: "
+                f"fp16 has rounded it. {REMEDY}"
+            )
+        return factor
+
+    def _decide(self, task: int, holding: bool) -> float:
+        """``holding``: gradients of an earlier backward wait for the update."""
+        scale = _of_task.get(task)
+        calls = running_calls() if scale is None else []
+        if scale is None:
+            scale = self._scale_of(calls)
+        if scale is not None:
+            self._refuse_updates_inside()
+            self._hold(scale, holding)
+            return 1.0
+        if self._loss_scale is None:
+            self._hold(_ONE, holding)
+            return 1.0
+        if not calls:
+            raise GeminiError(f"in fp16 it cannot be seen what this backward was started for. {REMEDY}")
+        if not self._judge(calls):
+            return 1.0
+        own = self.held if holding and not self.held.by_scaler else Scale(self._loss_scale.scale)
+        self._hold(own, holding)
+        return own.value
+
+    def _scale_of(self, calls: list[BackwardCall]) -> Scale | None:
+        """What a scaler has multiplied this backward by, or one that it runs inside of."""
+        found = (first_below(call.roots, _SCALE_LOSS) for call in reversed(calls))
+        return next((node.scale for node in found if node is not None), None)
+
+    def _hold(self, scale: Scale, holding: bool) -> None:
+        """The gradients that are about to land have this scale.
+
+        Raises:
+            GeminiError: if those that are there have another one, or are unscaled already.
+        """
+        engine = self._engine()
+        assert engine is not None
+        is_other = scale is not self.held and (scale.by_scaler, scale.value) != (self.held.by_scaler, self.held.value)
+        if not holding:
+            if is_other:
+                engine.gradients.discard([handle for handle in engine.handles if handle.has_grad])  # nobody's
+            self.held, self._unscaled = scale, set()
+            return
+        if any(handle.name in self._unscaled for handle in _to_be_used(engine.handles)):
+            raise GeminiError(
+                "a backward after GradScaler.unscale_(): its gradients would be added to unscaled ones. Call unscale_ "
+                "after the last backward of a step, and optimizer.zero_grad() after the step"
+            )
+        self._unscaled = set()
+        if is_other:
+            raise GeminiError(
+                f"gradients of an earlier backward are {_told(self.held)}, those of this one {_told(scale)}: they "
+                "cannot be added up. Scale every loss of a step by the same GradScaler, call its update() once at the "
+                "end of a step, and optimizer.zero_grad() where gradients are to be dropped"
+            )
+
+    def _refuse_updates_inside(self) -> None:
+        """Whether a scaled step is skipped is known only when all gradients are there."""
+        engine = self._engine()
+        assert engine is not None
+        if not stepping_in_backward:
+            return
+        if any((o := optimizer_of(handle.param)) is not None and o.step_in_backward for handle in engine.handles):
+            raise GeminiError(
+                "GradScaler with HybridAdam(step_in_backward=True): whether a step is skipped is known only when all "
+                "gradients are there. Leave step_in_backward out, or the scaler (only fp16 needs one)"
+            )
+
+    # ---- a plain backward in fp16 -------------------------------------------------------------------------------
+
+    def _judge(self, calls: list[BackwardCall]) -> bool:
+        """Whether the model's scale enters at its loss (True), or nowhere, since none of its gradients is kept.
+
+        Marks tell, for every node that is to run, how often the gradients arriving there were multiplied. Exact is:
+        once for every managed param, never for anything else. A recomputation (checkpointing) runs a graph of its own
+        inside a node: what arrived there goes on in it.
+
+        Raises:
+            GeminiError: for every other graph.
+        """
+        if not calls[0].accumulates:
+            return False
+        start, scales = _NEVER, False
+        for call in reversed(calls):  # from the outermost one
+            scales, start = self._judge_call(call, start, is_outer=call is calls[-1], is_this=call is calls[0])
+        return scales
+
+    def _judge_call(self, call: BackwardCall, start: int, *, is_outer: bool, is_this: bool) -> tuple[bool, int]:
+        """Whether the model's scale enters in one call, and the marks of calls inside it.
+
+        Args:
+            is_outer: the outermost one. Leaves of the others are what a recomputation was given: their gradients go
+                back to the node around it.
+            is_this: the innermost one. Exits of those around it were looked at when they were entered; by now what runs
+                refers to tensors of theirs.
+        """
+        if start not in (_NEVER, _ONCE):
+            raise GeminiError(
+                "in fp16 a recomputation inside this backward (checkpointing) may belong to what the model's loss led "
+                f"to, or to something else. {REMEDY}"
+            )
+        own = weakref.ref(self)
+
+        def through(node: Any, marks: int) -> int:
+            if not isinstance(node, _SCALE_GRADIENT):
+                return marks
+            engine = node.ref()
+            if engine is None or engine.scaling is not own():
+                return (_BY_ANOTHER if marks & (_NEVER | _BY_ANOTHER) else 0) | (_TWICE if marks & ~_NEVER else 0)
+            return (_ONCE if marks & _NEVER else 0) | (_TWICE if marks & ~_NEVER else 0)
+
+        marks = marks_below(call.roots, start, through)
+        leaves = [node for node in (call.inputs or marks) if is_leaf(node)]
+        kept = [node for node in leaves if self._is_own(node)] if call.accumulates else []
+        functions = 0
+        for node, found in marks.items():
+            if may_start_another(node) and not isinstance(node, (_SCALE_LOSS, _SCALE_GRADIENT)):
+                functions |= found
+        if not call.accumulates or not (kept or functions & _ONCE):
+            return False, functions or start
+        for node in kept:
+            if marks.get(node, 0) != _ONCE:
+                self._refuse_entry(node, marks.get(node, 0))
+        if is_this:
+            own_leaves = set(kept)
+            others = [node for node in (call.inputs or leaves) if node not in own_leaves]
+            self._refuse_exits(others, marks, ignored=0 if is_outer else start)
+        return True, functions or start
+
+    def _is_own(self, leaf: Any) -> bool:
+        handle = handle_of(leaf.variable)
+        return handle is not None and handle.engine() is self._engine()
+
+    def _refuse_entry(self, leaf: Any, marks: int) -> None:
+        handle = handle_of(leaf.variable)
+        assert handle is not None
+        if marks & (_TWICE | _BY_ANOTHER):
+            why = "it would be multiplied by a loss scale twice (an output went in again, or into another model)"
+        else:
+            why = (
+                "a gradient comes into the model past such a loss: from another output (or a loss in an object of a "
+                "class that is no container), a feature taken by a hook, or something kept in an attribute"
+            )
+        raise GeminiError(
+            f"in fp16 a plain backward is exact only for a loss that the model computes itself. For {handle.name!r} "
+            f"{why}. {REMEDY}"
+        )
+
+    def _refuse_exits(self, nodes: Iterable[Any], marks: dict[Any, int], *, ignored: int) -> None:
+        """Refuse that a gradient which was multiplied comes to be seen."""
+        for node in nodes:
+            found = marks.get(node, 0) & (_ONCE | _TWICE)
+            if found in (0, ignored):
+                continue
+            if not is_leaf(node) or is_seen(node):
+                shape = f" of shape {tuple(node.variable.shape)}" if is_leaf(node) else ""
+                raise GeminiError(
+                    f"in fp16 a plain backward would leave the gradient of a tensor{shape} that the model was given "
+                    f"(or gave) multiplied by its loss scale. {REMEDY}; x.grad is scaled then, as in torch"
+                )
+        for ref in self._outputs:
+            output = ref()
+            if output is not None and output.retains_grad and marks.get(output.grad_fn, 0) & (_ONCE | _TWICE):
+                raise GeminiError(
+                    f"in fp16 a plain backward would leave the gradient of an output of shape {tuple(output.shape)} "
+                    f"(retain_grad) multiplied by the model's loss scale. {REMEDY}; it is scaled then, as in torch"
+                )
+
+    # ---- the step -----------------------------------------------------------------------------------------------
+
+    @property
+    def is_by_scaler(self) -> bool:
+        """Whether the gradients that are held were scaled by a scaler."""
+        return self.held.by_scaler
+
+    @property
+    def unscale(self) -> float:
+        """What gradients in the planes are multiplied by to be those of the loss."""
+        return 1.0 / self.held.value
+
+    def left_scaled(self, handles: Iterable[ParamHandle]) -> list[ParamHandle]:
+        """Those whose gradients no optimizer uses, and so no scaler unscales: norms see them as they are, in torch."""
+        handles = list(handles)
+        if not self.held.by_scaler:
+            return []
+        used = {id(handle) for handle in _to_be_used(handles)}
+        return [h for h in handles if h.has_grad and id(h) not in used and h.name not in self._unscaled]
+
+    def unscale_seen(self, handles: Iterable[ParamHandle]) -> float:
+        """The same, for who looks at them now: 1 until ``GradScaler.unscale_``, as in torch.
+
+        Raises:
+            GeminiError: if some are unscaled and some are not.
+        """
+        if not self.held.by_scaler:
+            return self.unscale
+        done = {handle.name in self._unscaled for handle in _to_be_used(handles)}
+        if len(done) > 1:
+            raise GeminiError(
+                "clip_grad_norm_ over gradients of which some are unscaled and some are not: call "
+                "scaler.unscale_(optimizer) for each of the optimizers first, or clip each one's params"
+            )
+        return self.unscale if done == {True} else 1.0
+
+    def check_scaled(self) -> None:
+        """Refuse to unscale gradients of a loss that was not scaled."""
+        if not self.held.by_scaler:
+            raise GeminiError(
+                "GradScaler.unscale_() or step() on gradients of a loss that was not scaled: call "
+                "scaler.scale(loss).backward()"
+            )
+
+    def mark_unscaled(self, handles: Iterable[ParamHandle]) -> None:
+        """``GradScaler.unscale_``: nothing is computed, the update multiplies."""
+        self._unscaled.update(handle.name for handle in handles)
+
+    def check_unscaled(self, handles: Iterable[ParamHandle]) -> None:
+        """Refuse an update with gradients that a scaler has scaled and not unscaled."""
+        if self.held.by_scaler and any(handle.name not in self._unscaled for handle in handles):
+            raise GeminiError(
+                "optimizer.step() on gradients that GradScaler has scaled: call scaler.step(optimizer), which unscales "
+                "them and skips steps with inf or NaN"
+            )
+
+
+def _to_be_used(handles: Iterable[ParamHandle]) -> list[ParamHandle]:
+    """Those with a gradient that waits for an update; where some params are owned by optimizers, the others do not."""
+    handles = list(handles)
+    owned = [handle for handle in handles if optimizer_of(handle.param) is not None]
+    return [handle for handle in owned or handles if handle.has_grad]
+
+
+def _told(scale: Scale) -> str:
+    if scale.by_scaler:
+        return f"scaled by {scale.value:g} (GradScaler)"
+    return "not scaled by a GradScaler"

@@ -1,0 +1,396 @@
+"""Gradients between backward and update: landed in the grad plane as they arrive, with their norm in the same pass.
+
+A gradient arrives in the param's post-accumulate hook, is copied (or added, in fp32) into its chunk's grad plane at the
+plane's home, and torch's own copy is freed: at once where the plane is within reach, else behind backward on a lane of
+its own, with its bytes on the device in the ledger until then. Sums of squares of its norm tiles ride on that copy;
+they tell the total norm and whether anything is not finite without another pass. In declaration order and over fixed
+tiles, so the same bits come out wherever the plane lives.
+
+Backward never waits for a sum: where the plane is on a CUDA device its sums stay there, and come to the host all at
+once, the first time in a step that somebody asks (``clip_grad_norm_``, else ``optimizer.step()``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+
+import torch
+
+from gemini import kernels
+from gemini.errors import BudgetExceeded, GeminiError, NonFiniteGradient, StorageError, human_bytes
+from gemini.interrupts import WHOLE
+from gemini.memory.chunks.chunk import Chunk, FilePlane, Plane
+from gemini.memory.devices.device import Device
+from gemini.memory.movement.lane import Job, Lane
+from gemini.memory.movement.manager import Manager
+from gemini.memory.movement.mover import Mover, Working, page_up, tiles
+from gemini.memory.nvme import SpillFile
+from gemini.planning.planes import PlaneKind
+from gemini.planning.working import staging_bytes
+from gemini.tiers import Ledger, Tier
+from gemini.train.gradients.make_way import move_moments_down
+from gemini.train.params.guard import ParamHandle
+from gemini.train.setup.build import make_plane
+
+HOLDER = "gradients in flight"
+
+
+def check_grad(handle: ParamHandle, grad: torch.Tensor) -> None:
+    """Refuse what cannot be kept as it is.
+
+    Raises:
+        GeminiError: for a gradient with a graph of its own, a sparse one, and one of another dtype than the param's.
+    """
+    if grad.requires_grad:
+        raise GeminiError(
+            f"the gradient of {handle.name!r} was asked for with create_graph=True: it goes into a chunk, where it "
+            "cannot be differentiated again. Leave create_graph out here (gradients of inputs may have it), or use an "
+            "unwrapped model"
+        )
+    if grad.layout is not torch.strided:
+        raise GeminiError(f"{handle.name!r} has a sparse gradient: build its module with sparse=False")
+    if grad.dtype is not handle.view.dtype:
+        raise GeminiError(
+            f"the gradient of {handle.name!r} is {grad.dtype}, its weights are {handle.view.dtype}: the model changed "
+            "the dtype of this param inside forward (module.to(...)). Use precision='fp32', or cast the inputs of "
+            "that module instead of its params"
+        )
+
+
+class GradientStore:
+    """The grad planes of one engine."""
+
+    def __init__(
+        self,
+        handles: list[ParamHandle],
+        *,
+        ledger: Ledger,
+        device: Device,
+        mover: Mover,
+        manager: Manager,
+        spill: SpillFile | None,
+        working_set: int,
+        lane: Lane | None = None,
+    ):
+        """
+        Args:
+            working_set: bytes of the computing tier that a step takes beside planes, which sums must leave free.
+            lane: where gradients that leave the device land behind backward; without one each is waited for.
+        """
+        staging = None if lane is None else mover.staging.take()
+        self._lane = None if staging is None else lane
+        self._lane_staging = staging
+        self._landing: list[Job] = []
+        self.in_turn = False
+        """Land at once: for who looks at what is alive at every moment."""
+        self._working_set = working_set
+        self._handles = handles
+        self._ledger = ledger
+        self._device = device
+        self._mover = mover
+        self._manager = manager
+        self._spill = spill
+
+    def land(self, handle: ParamHandle, grad: torch.Tensor) -> None:
+        """Keep ``grad`` (of the param's shape, any strides), added to what is there from earlier backwards."""
+        adding, flat = handle.has_grad, grad.detach().contiguous().view(-1)
+        if adding and handle.clip != 1.0:
+            self.apply_clip(handle)
+        leaves = handle.chunk.planes[PlaneKind.GRAD].tier is not self._device.tier
+        if self._lane is None or self.in_turn or not leaves or not self._hold(flat.nbytes):
+            handle.norm_sums = self.land_piece(handle.chunk, flat, handle.slot.start, adding)
+            return
+        handle.norm_sums = []  # it is there; its sums come with it
+        ledger, tier, num_bytes = self._ledger, self._device.tier, flat.nbytes
+        working = Working(self._mover.moved, staging=self._lane_staging)
+        written = self._device.mark()
+
+        def land() -> None:
+            try:
+                written.wait()
+                with torch.profiler.record_function("gemini::land"), self._mover.working(working):
+                    handle.norm_sums = self.land_piece(handle.chunk, flat, handle.slot.start, adding)
+            except BaseException:
+                handle.norm_sums = None  # what was there of it may be torn
+                raise
+            finally:
+                ledger.release(tier, num_bytes, HOLDER)
+
+        self._landing.append(self._lane.submit(land, len(self._landing)))
+
+    def _hold(self, num_bytes: int) -> bool:
+        """Reserve a gradient that waits for its landing; those before it make room. False if nothing can."""
+        while True:
+            try:
+                self._ledger.reserve(self._device.tier, num_bytes, HOLDER)
+                return True
+            except BudgetExceeded:
+                if not self.relieve():
+                    return False
+
+    def relieve(self) -> bool:
+        """Wait for a landing, whose end gives back memory of the device; False if there is none."""
+        waiting = next((job for job in self._landing if not job.is_complete()), None)
+        if waiting is not None:
+            with self._mover.about("gradient landing", "wait for gradients to land"):
+                waiting.wait()
+        return waiting is not None
+
+    def settle(self) -> None:
+        """Wait until every gradient has landed.
+
+        Raises:
+            StorageError and whatever else kept one from it; what has landed stays.
+        """
+        jobs, self._landing = self._landing, []
+        try:
+            for job in jobs:
+                if not job.is_complete():
+                    with self._mover.about("gradient landing", "wait for gradients to land"):
+                        job.wait()
+                job.wait()
+        except BaseException:
+            self._landing = [job for job in jobs if not job.is_complete()]
+            raise
+
+    def close(self) -> None:
+        """The model ends."""
+        if self._lane is not None:
+            self._lane.close()
+
+    def land_piece(self, chunk: Chunk, flat: torch.Tensor, at: int, adding: bool) -> kernels.Sums:
+        """Keep ``flat`` at element ``at`` (a whole page) of a grad plane: the sums of squares of its norm tiles."""
+        plane = chunk.planes[PlaneKind.GRAD]
+        assert not adding or plane.dtype is torch.float32, "promote before adding"
+        view = plane.device_view(at, at + flat.numel())
+        if view is not None:
+            return kernels.accumulate_grad(view, flat) if adding else kernels.copy_grad(view, flat)
+        index = chunk.spec.index
+        with self._mover.about("gradient landing", f"land gradients of chunk {index}", index):
+            return self._land_staged(plane, flat, at, adding)
+
+    def _land_staged(self, plane: Plane, flat: torch.Tensor, base: int, adding: bool) -> kernels.Sums:
+        """Tile by tile through host staging: inbound from the device, outbound to a device plane or the spill file."""
+        sums: kernels.Sums = []
+        for start, stop in tiles(0, flat.numel(), self._mover.tile):
+            incoming = flat[start:stop]
+            if flat.device.type != "cpu" or self._device.tier is Tier.GPU:
+                inbound = self._mover.staged(PlaneKind.WEIGHTS, flat.dtype, stop - start)
+                with self._mover.crossing(Tier.GPU, Tier.CPU, inbound.numel() * inbound.element_size()):
+                    behind = not self._mover.in_worker  # the lane has waited for it, and what is computed since is more
+                    self._device.copy(inbound, incoming, "evict", behind_computing=behind).wait()
+                incoming = inbound
+            # Up to the next page: what lies behind the param's end is padding, nobody reads it as a gradient.
+            end = start + page_up(stop - start)
+            target = plane.host_view(base + start, base + end)
+            staged = target is None
+            if target is None:
+                target = self._mover.staged(PlaneKind.GRAD, plane.dtype, end - start)
+                if adding:
+                    self._mover.load(plane, base + start, base + end, target)
+            part = target[: stop - start]
+            sums += kernels.accumulate_grad(part, incoming) if adding else kernels.copy_grad(part, incoming)
+            if staged:
+                self._mover.store(plane, base + start, base + end, target)
+        return sums
+
+    def promote(self, chunks: list[Chunk], *, idle: bool = False) -> None:
+        """Turn the grad planes of ``chunks`` into fp32 sums, all of them or none.
+
+        Args:
+            idle: no update is in flight, so that moments may make way for what the sums need.
+
+        Raises:
+            BudgetExceeded: if there is no room; what was retained is as it was, and so is the ledger.
+            StorageError: if the disk fails; every gradient is still there, in one form or the other.
+        """
+        narrow = [c for c in chunks if PlaneKind.GRAD in c.planes and c.planes[PlaneKind.GRAD].dtype != torch.float32]
+        if not narrow:
+            return
+        self.settle()
+        while self._manager.relieve():  # what moves beside computing gives way
+            pass
+        num_bytes = sum(4 * _grad_numel(chunk) for chunk in narrow)
+        try:
+            wide = self._make_wide(narrow, num_bytes if idle else None)
+        except (BudgetExceeded, StorageError) as e:
+            raise type(e)(
+                "a second backward before optimizer.step() needs fp32 sums of the gradients, "
+                f"{human_bytes(num_bytes)} for a moment: {e}. Declare it with "
+                "GeminiConfig(gradients='accumulate'), raise the budget, or step after every backward"
+            ) from e
+        try:
+            for chunk, plane in zip(narrow, wide, strict=True):
+                old = chunk.planes[PlaneKind.GRAD]
+                self._widen(chunk, old, plane)
+                with WHOLE:
+                    chunk.planes[PlaneKind.GRAD] = plane
+                    self._end(old)
+        except BaseException:
+            self._end(*(plane for c, plane in zip(narrow, wide, strict=True) if c.planes[PlaneKind.GRAD] is not plane))
+            raise
+
+    def _make_wide(self, narrow: list[Chunk], may_move: int | None) -> list[Plane]:
+        """Planes for the sums, and staging if they need it: everything is reserved here, or nothing.
+
+        Staging goes last, else first, and at last some moments make way for it: ``may_move`` is how many bytes the sums
+        may then need below, None for never.
+
+        Raises:
+            BudgetExceeded: what the last way had no room for.
+            StorageError: if the spill file cannot grow.
+        """
+        with WHOLE:
+            try:
+                return self._try_wide(narrow, staging_first=False)
+            except BudgetExceeded:
+                if self._mover.staging.is_reserved:
+                    raise
+            try:
+                return self._try_wide(narrow, staging_first=True)
+            except BudgetExceeded:
+                if may_move is None or self._device.tier is not Tier.CPU:
+                    raise
+            chunks = {handle.chunk.spec.index: handle.chunk for handle in self._handles}.values()
+            staging = staging_bytes(self._mover.tile)
+            move_moments_down(chunks, staging, may_move, ledger=self._ledger, mover=self._mover, spill=self._spill)
+            self._mover.staging.reserve()  # for good: the moments need it from now on
+            return self._try_wide(narrow, staging_first=False)
+
+    def _try_wide(self, narrow: list[Chunk], *, staging_first: bool) -> list[Plane]:
+        # The old planes stay until the new ones are filled, so the whole fp32 size must be free for a moment.
+        staging, has_reserved = self._mover.staging, False
+        wide: list[Plane] = []
+        try:
+            if staging_first:
+                has_reserved = staging.reserve()
+            for chunk in narrow:
+                tier, num_bytes = self._reserve_wide(chunk), 4 * _grad_numel(chunk)
+                try:
+                    wide.append(make_plane(_grad_numel(chunk), torch.float32, tier, self._device, self._spill))
+                except BaseException:
+                    self._ledger.release(tier, num_bytes, PlaneKind.GRAD.value)
+                    raise
+            planes = [*wide, *(chunk.planes[PlaneKind.GRAD] for chunk in narrow)]
+            if not staging_first and any(plane.tier is not self._device.tier for plane in planes):
+                has_reserved = staging.reserve()
+        except BaseException:
+            self._end(*wide)
+            if has_reserved:
+                staging.give_back()
+            raise
+        return wide
+
+    def _end(self, *planes: Plane) -> None:
+        for plane in planes:
+            if isinstance(plane, FilePlane):
+                plane.give_back()
+            self._ledger.release(plane.tier, plane.num_bytes, PlaneKind.GRAD.value)
+
+    def _reserve_wide(self, chunk: Chunk) -> Tier:
+        """Take the bytes of an fp32 sum in the tier of the retained gradient, else in the next slower one with room."""
+        num_bytes = 4 * _grad_numel(chunk)
+        home = chunk.planes[PlaneKind.GRAD].tier
+        order = list(Tier)
+        refusal: BudgetExceeded | None = None
+        for tier in order[order.index(home) :]:
+            if tier not in self._ledger.tiers:
+                continue
+            try:
+                if tier is self._device.tier:  # gathered weights that nobody reads now can give way
+                    self._leave_working_set(tier, num_bytes)
+                    self._manager.make_room(num_bytes, what="a sum of gradients")
+                self._ledger.reserve(tier, num_bytes, PlaneKind.GRAD.value)
+                return tier
+            except BudgetExceeded as e:
+                refusal = e
+        assert refusal is not None
+        raise refusal
+
+    def _leave_working_set(self, tier: Tier, num_bytes: int) -> None:
+        """Refuse what would leave no room to gather weights: the step would break off in its middle."""
+        moving = self._ledger.held(tier, "windows") + self._ledger.held(tier, "pool")
+        free = self._ledger.free(tier) + moving - self._working_set
+        if num_bytes > free:
+            raise BudgetExceeded(
+                f"a sum of gradients asked for {human_bytes(num_bytes)} of {tier.value}, where "
+                f"{human_bytes(max(free, 0))} are free beside the {human_bytes(self._working_set)} that gathered "
+                "weights need"
+            )
+
+    def _widen(self, chunk: Chunk, old: Plane, new: Plane) -> None:
+        if not any(handle.has_grad for handle in self._handles if handle.chunk is chunk):
+            return
+        there, into = old.device_view(0, old.numel), new.device_view(0, old.numel)
+        if there is not None and into is not None:
+            into.copy_(there)  # neither through the host nor waited for
+            return
+        for start, stop in tiles(0, old.numel, self._mover.tile):
+            narrow, _ = self._mover.host_tile(PlaneKind.GRAD, old, start, stop)
+            wide = new.host_view(start, stop)
+            if wide is not None:
+                wide.copy_(narrow)
+            else:
+                wide = self._mover.staged(PlaneKind.EXP_AVG, torch.float32, stop - start)
+                self._mover.store(new, start, stop, wide.copy_(narrow))
+
+    def total_sum(self, handles: list[ParamHandle]) -> float:
+        """Sum of squares over all gradients: per-param sums in tile order, params in declaration order.
+
+        On CUDA the host waits for those it has not seen yet, once for all of them.
+        """
+        return kernels.total([total * handle.clip**2 for handle, total in _totals(handles)])
+
+    def clip(self, handles: list[ParamHandle], coefficient: float) -> None:
+        """Let the update scale the gradients of these params, beside the coefficient of the whole model."""
+        for handle in handles:
+            if handle.has_grad:
+                handle.clip *= coefficient
+
+    def apply_clip(self, handle: ParamHandle) -> None:
+        """More is going to be added to a gradient that was clipped: what is there gets its factor now, as in torch."""
+        if not handle.has_grad or handle.clip == 1.0:
+            return
+        self.settle()
+        plane, part, sums = handle.chunk.planes[PlaneKind.GRAD], handle.part, []
+        for start, stop in tiles(0, part.numel, self._mover.tile):
+            end = start + page_up(stop - start)
+            tile, is_staged = self._mover.host_tile(PlaneKind.GRAD, plane, part.start + start, part.start + end)
+            sums += kernels.sum_squares(tile[: stop - start].mul_(handle.clip))
+            if is_staged:
+                self._mover.store(plane, part.start + start, part.start + end, tile)
+        handle.norm_sums, handle.clip = sums, 1.0
+
+    def check_finite(self, handles: list[ParamHandle]) -> None:
+        """Refuse inf and NaN; on CUDA a wait for sums that the host has not seen yet, as in :meth:`total_sum`.
+
+        Raises:
+            NonFiniteGradient: naming the first param; nothing was touched.
+        """
+        bad = [handle for handle, total in _totals(handles) if not math.isfinite(total)]
+        if bad:
+            raise NonFiniteGradient(
+                f"the gradient of {bad[0].name!r} holds inf or NaN (and {len(bad) - 1} more params). No weight was "
+                "changed: call optimizer.zero_grad() to drop this step and go on, or look for the cause (learning "
+                "rate, data, fp16)"
+            )
+
+    def discard(self, handles: list[ParamHandle]) -> None:
+        """Forget gradients, and what failed of their landing."""
+        while self._landing:
+            with contextlib.suppress(Exception):
+                self.settle()
+        for handle in handles:
+            handle.norm_sums, handle.clip = None, 1.0
+
+
+def _totals(handles: list[ParamHandle]) -> list[tuple[ParamHandle, float]]:
+    """Those that have a gradient, with its sum of squares."""
+    there = [(handle, handle.norm_sums) for handle in handles if handle.norm_sums is not None]
+    found = kernels.totals([sums for _, sums in there])
+    return [(handle, total) for (handle, _), total in zip(there, found, strict=True)]
+
+
+def _grad_numel(chunk: Chunk) -> int:
+    return chunk.planes[PlaneKind.GRAD].numel

@@ -1,0 +1,232 @@
+"""``gemini.from_config``: a model drawn from scratch straight into chunks, with the values plain ``from_config`` draws.
+
+The model is built twice. First without memory for params (each becomes a meta tensor as soon as a module registers it):
+that tells the layout, so homes can be placed and reserved. Then for real, with the same random numbers, where each
+param that a constructor registers is taken over by a :class:`~gemini.train.loading.paging.Pager`, which sends it home
+when others need the room and brings it back if a later initialization touches it. Params are matched by the order of
+their registration, and checked by name at the end: what came about in another way (a copied layer) is copied home then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import os
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import nn
+
+from gemini.config import GeminiConfig
+from gemini.errors import GeminiError
+from gemini.train.engine import Engine
+from gemini.train.loading.attention import Attention
+from gemini.train.loading.paging import Pager
+from gemini.train.loading.skeleton import (
+    Skeleton,
+    generator_of_first,
+    generators_kept,
+    ranks_of,
+    replace_by_stand_ins,
+    replaced,
+)
+from gemini.train.setup.arguments import need_transformers, refuse_config_fields
+
+
+def from_config(
+    hf_config: Any,
+    config: GeminiConfig | None = None,
+    *,
+    model_class: Any = None,
+    attn_implementation: Any = None,
+    process_group: Any = None,
+    mesh: Any = None,
+    **kwargs: Any,
+) -> Any:
+    """A managed transformers model with fresh weights, which are drawn straight into their home tiers.
+
+    Host memory takes ``gemini.train.loading.paging.ROOM`` bytes of params at once, or twice the largest one, whatever
+    the size of the model. The values are those that ``model_class.from_config(hf_config)`` draws from the same seed (on
+    several ranks: from the state of the first rank's generator).
+
+    Args:
+        hf_config: a transformers config object.
+        config: how to manage the model.
+        model_class: a model class or an auto class of transformers; by default what ``hf_config.architectures`` names,
+            else ``AutoModelForCausalLM``.
+        attn_implementation: "eager", "sdpa", "flash_attention_2", ... (or a dict by sub-config), as in transformers.
+            None or "auto": what ``hf_config`` says; else FlashAttention on a GPU in half precision where the package
+            is installed and the model has it, unless deterministic algorithms are on; else what transformers chooses.
+        process_group, mesh: as for :class:`gemini.GeminiDDP`.
+        **kwargs: for the model class: ``dtype=`` (by default that of ``hf_config``), ...
+
+    Raises:
+        BudgetExceeded: before anything is drawn, if the budgets cannot hold the model.
+        ValueError: if no model class follows from the config, and for FlashAttention where it cannot run.
+        TypeError: for a path or a dict instead of a config object.
+    """
+    if isinstance(hf_config, (str, os.PathLike, dict)):
+        raise TypeError(
+            f"gemini.from_config(hf_config) takes a config object of transformers, got {type(hf_config).__name__}: "
+            "read one with transformers.AutoConfig.from_pretrained(path), or make one (transformers.LlamaConfig(...)). "
+            "gemini.from_pretrained(path) loads a model with its weights"
+        )
+    refuse_config_fields("gemini.from_config(hf_config, ", kwargs)
+    need_transformers("gemini.from_config")
+    config = (GeminiConfig() if config is None else config).resolved()
+    attention = Attention(attn_implementation, config.precision, config.device)
+    skeleton = skeleton_from_config(hf_config, model_class=model_class, attention=attention, **kwargs)
+    return skeleton.manage(config, process_group=process_group, mesh=mesh)
+
+
+def skeleton_from_config(
+    hf_config: Any, *, model_class: Any = None, attention: Attention | None = None, **kwargs: Any
+) -> Skeleton:
+    """What :func:`from_config` makes before it places anything."""
+    if model_class is None:
+        model_class = class_of(hf_config)
+    build = getattr(model_class, "from_config", None) or model_class._from_config
+    attention = Attention() if attention is None else attention
+    chosen = attention.keyword(hf_config, model_class)
+    if chosen and attention.is_open:
+        hf_config = copy.deepcopy(hf_config)  # transformers notes in it what it was given: nothing the user said
+    kwargs |= chosen
+    with attention.refused_by_transformers(hf_config):
+        return DrawnModel(lambda: build(hf_config, **kwargs))
+
+
+class DrawnModel(Skeleton):
+    """The model that ``make`` builds and initializes; it is called twice, with the same random numbers."""
+
+    def __init__(self, make: Callable[[], nn.Module]):
+        self._make = make
+        to_meta = _ToMeta()
+        with generators_kept(), _registering(to_meta), without_drawing():
+            self.model = make()
+        empties = replace_by_stand_ins(self.model)
+        self._expected = [empties.get(key) for key in to_meta.registered]
+
+    def _fill(self, engine: Engine) -> None:
+        ranks = ranks_of(engine)
+        pager = Pager(engine)
+        with generator_of_first(ranks), _registering(_TakeOver(pager, self._expected)):
+            self.model = self._make()
+        self._settle(engine)
+        pager.finish()
+        if ranks is not None:
+            ranks.take_from_first(dict(self.model.named_buffers()))
+
+    def _settle(self, engine: Engine) -> None:
+        """Every param of the model becomes the one its name has a home for."""
+        model = self.model
+        names = {name: handle for handle in engine.handles for name in handle.names}
+        ours = {id(handle.param): handle for handle in engine.handles}
+        for name, param in list(model.named_parameters(remove_duplicate=False)):
+            handle = names.pop(name, None)
+            if handle is None or ours.get(id(param), handle) is not handle or param.shape != handle.param.shape:
+                raise _differs(model, name)
+            if param is not handle.param:
+                engine.by_names.write(handle, param.data)
+                owner, _, leaf = name.rpartition(".")
+                model.get_submodule(owner)._parameters[leaf] = handle.param
+        if names:
+            raise _differs(model, next(iter(names)))
+
+
+def _differs(model: nn.Module, name: str) -> GeminiError:
+    return GeminiError(
+        f"{type(model).__name__} came out differently when it was built a second time (param {name!r}): its "
+        "constructor is not deterministic. Build it yourself and wrap it with GeminiDDP(model, config)"
+    )
+
+
+class _TakeOver:
+    """What becomes of each param that a module registers while the model is built for real."""
+
+    def __init__(self, pager: Pager, expected: list[nn.Parameter | None]):
+        self._pager = pager
+        self._expected = iter(expected)
+        self._seen: weakref.WeakValueDictionary[int, nn.Parameter] = weakref.WeakValueDictionary()
+
+    def __call__(self, param: nn.Parameter) -> nn.Parameter:
+        if id(param) in self._seen:
+            return param
+        ours = next(self._expected, None)
+        if ours is None or ours.shape != param.shape or ours.dtype != param.dtype:
+            self._seen[id(param)] = param
+            return param
+        self._pager.bring_in(ours, param.data)
+        ours.__dict__.update(param.__dict__)
+        self._seen[id(ours)] = ours
+        return ours
+
+
+class _ToMeta:
+    """What becomes of each param that a module registers while the model is built without memory for params."""
+
+    def __init__(self) -> None:
+        self.registered: dict[int, nn.Parameter] = {}  # by id, in order
+
+    def __call__(self, param: nn.Parameter) -> nn.Parameter:
+        if id(param) in self.registered:
+            return param  # it is shared now
+        empty = param  # a copy of a meta param, or computed from one
+        if not param.is_meta:
+            empty = nn.Parameter(param.data.to("meta"), requires_grad=param.requires_grad)
+            empty.__dict__.update(param.__dict__)
+        self.registered[id(empty)] = empty
+        return empty
+
+
+@contextlib.contextmanager
+def _registering(replace: Callable[[nn.Parameter], nn.Parameter]) -> Iterator[None]:
+    """Let ``replace`` say which param is registered whenever a module registers one."""
+    original = nn.Module.register_parameter
+
+    def register(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        original(self, name, param if param is None else replace(param))
+
+    nn.Module.register_parameter = register  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = original  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def without_drawing() -> Iterator[None]:
+    """Initializations do nothing (meta tensors have no values, and some models compute with theirs), ties are made."""
+    try:
+        from transformers import PreTrainedModel
+        from transformers.initialization import no_init_weights
+    except ImportError:  # then they run on meta tensors
+        yield
+        return
+    with no_init_weights(), replaced(PreTrainedModel, "init_weights", _only_tie):
+        yield
+
+
+def _only_tie(model: Any) -> None:
+    """What is left of transformers' ``init_weights``, which a model may call more than once."""
+    model.tie_weights(recompute_mapping=False)
+
+
+def class_of(hf_config: Any) -> Any:
+    """The model class of transformers that a config names.
+
+    Raises:
+        ValueError: if it names none that transformers has, and there is no causal language model for it.
+    """
+    import transformers
+
+    for name in getattr(hf_config, "architectures", None) or ():
+        if hasattr(transformers, name):
+            return getattr(transformers, name)
+    if type(hf_config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+        return transformers.AutoModelForCausalLM
+    raise ValueError(
+        f"{type(hf_config).__name__} names no model class that transformers {transformers.__version__} has "
+        f"(architectures={getattr(hf_config, 'architectures', None)}): pass model_class=, for example "
+        "transformers.AutoModelForSequenceClassification"
+    )

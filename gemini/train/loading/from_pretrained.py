@@ -1,0 +1,390 @@
+"""``gemini.from_pretrained``: weights of a transformers model straight from safetensors into chunks at their homes.
+
+transformers does what it knows (which class, which files, renamed keys, fused experts, ties, dtypes, the report of
+missing and unexpected keys), and Gemini what it knows (where each param lives). Its ``from_pretrained`` runs with two
+of its internal steps replaced: the files are loaded as meta tensors, which settles names, shapes and ties without a
+byte of weights; then the chunks are placed, and the files are read a second time, one param at a time, into them. What
+the files lack is initialized last, as transformers does it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Callable, Iterator
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from gemini.config import GeminiConfig
+from gemini.errors import GeminiError
+from gemini.train.engine import Engine
+from gemini.train.loading.attention import Attention
+from gemini.train.loading.from_config import class_of
+from gemini.train.loading.paging import Pager
+from gemini.train.loading.skeleton import (
+    Skeleton,
+    generator_of_first,
+    generators_kept,
+    ranks_of,
+    replace_by_stand_ins,
+    replaced,
+)
+from gemini.train.params.by_name import ByName
+from gemini.train.params.guard import ParamHandle
+from gemini.train.setup.arguments import damaged_file, naming_files, need_transformers, refuse_config_fields
+
+_LOCK = threading.Lock()
+"""Internal steps of transformers are replaced for the time of one load."""
+
+
+def from_pretrained(
+    path: str | os.PathLike[str],
+    config: GeminiConfig | None = None,
+    *,
+    model_class: Any = None,
+    adapt: Callable[[Any], Any] | None = None,
+    attn_implementation: Any = None,
+    process_group: Any = None,
+    mesh: Any = None,
+    output_loading_info: bool = False,
+    **kwargs: Any,
+) -> Any:
+    """A managed transformers model whose weights are streamed into their home tiers.
+
+    Host memory takes a param at a time (all experts of a layer at a time, where transformers fuses them), whatever the
+    size of the model. As in transformers: the dtype is the checkpoint's unless ``dtype=`` says otherwise, missing and
+    unexpected keys are reported, params that the checkpoint lacks are initialized, and the model is in ``eval()`` mode.
+
+    Args:
+        path: a directory of transformers (or a name it resolves) with safetensors, in one file or with an index.
+        config: how to manage the model.
+        model_class: a model class or an auto class of transformers; by default what ``config.json`` names.
+        adapt: changes the model before its chunks are placed and returns what is to be managed, for example
+            ``lambda model: peft.get_peft_model(model, lora_config)``. The weights of the files cannot be read yet; what
+            it adds is kept as it is.
+        attn_implementation: "eager", "sdpa", "flash_attention_2", ..., or None to choose as :func:`from_config` does.
+        process_group, mesh: as for :class:`gemini.GeminiDDP`; every rank reads the files and keeps its part.
+        output_loading_info: also return the dict of missing, unexpected and mismatched keys.
+        **kwargs: for ``from_pretrained`` of the model class: ``dtype=``, ``key_mapping=``, ...
+
+    Raises:
+        BudgetExceeded: before a weight is read, if the budgets cannot hold the model.
+        OSError: as transformers, for a path that is no model.
+        StorageError: for a file of weights that is damaged, naming it.
+        ValueError: for what cannot be streamed: quantized models, adapters, ``device_map=``, ``state_dict=``; and if
+            ``adapt`` computed with weights that are not there yet (as DoRA's start does). For FlashAttention where it
+            cannot run.
+    """
+    refuse_config_fields("gemini.from_pretrained(path, ", kwargs)
+    need_transformers("gemini.from_pretrained")
+    config = (GeminiConfig() if config is None else config).resolved()
+    attention = Attention(attn_implementation, config.precision, config.device)
+    skeleton, info = skeleton_from_pretrained(path, model_class=model_class, adapt=adapt, attention=attention, **kwargs)
+    model = skeleton.manage(config, process_group=process_group, mesh=mesh)
+    return (model, info) if output_loading_info else model
+
+
+def skeleton_from_pretrained(
+    path: str | os.PathLike[str],
+    *,
+    model_class: Any = None,
+    adapt: Callable[[Any], Any] | None = None,
+    attention: Attention | None = None,
+    **kwargs: Any,
+) -> tuple[Skeleton, dict[str, Any]]:
+    """What :func:`from_pretrained` makes before it places anything, and the report of keys."""
+    _refuse(path, kwargs)
+    with naming_files(path):
+        hf_config = _read_config(path, model_class, kwargs)
+    if model_class is None:
+        model_class = class_of(hf_config)
+    attention = Attention() if attention is None else attention
+    kwargs |= attention.keyword(hf_config, model_class)
+    loading = _Loading()
+    with naming_files(path), loading.replacing_steps(), attention.refused_by_transformers(hf_config):
+        model, info = model_class.from_pretrained(path, output_loading_info=True, **kwargs)
+    if loading.source is None:
+        raise GeminiError(
+            f"transformers loaded {path} in a way that does not stream: load it with {model_class.__name__}."
+            "from_pretrained(...) and wrap it with GeminiDDP(model, config)"
+        )
+    return StoredModel(model, loading.source, adapt), info
+
+
+@dataclass
+class _Source:
+    """What transformers resolved: the files, how their keys become params, and which params they lack."""
+
+    files: list[str]
+    settings: Any
+    missing: frozenset[str]
+
+
+class _Loading:
+    """One run of transformers' ``from_pretrained`` on meta tensors."""
+
+    def __init__(self) -> None:
+        self.source: _Source | None = None
+
+    @contextlib.contextmanager
+    def replacing_steps(self) -> Iterator[None]:
+        """Within: transformers loads shapes instead of values.
+
+        Raises:
+            GeminiError: if this version of transformers has no such steps.
+        """
+        from transformers import modeling_utils
+
+        base = modeling_utils.PreTrainedModel
+        finalize = _internal(base, "_finalize_model_loading")
+        convert = _internal(modeling_utils, "convert_and_load_state_dict_in_model")
+
+        def load(model: Any, state_dict: Any, files: Any, settings: Any, *_: Any, **__: Any) -> Any:
+            if settings.hf_quantizer is not None:
+                raise ValueError(
+                    "quantized models cannot be trained in chunks: load a checkpoint in float32, bfloat16 or float16"
+                )
+            on_meta = replace(settings, device_map={"": "meta"}, weight_mapping=deepcopy(settings.weight_mapping))
+            with _without_progress():
+                shapes = {name: tensor for file in files for name, tensor in _shapes(file).items()}
+                found, _ = convert(model, shapes, on_meta)
+            self.source = _Source(files, settings, frozenset(found.missing_and_mismatched()))
+            _tie_equal(model, files, found)
+            return found, None
+
+        def finish(model: Any, settings: Any, found: Any) -> Any:
+            with generators_kept():  # some initializations draw real numbers for meta tensors
+                return finalize(model, replace(settings, device_map={"": "meta"}), found)
+
+        with (
+            _LOCK,
+            replaced(base, "_load_pretrained_model", staticmethod(load)),
+            replaced(base, "_finalize_model_loading", staticmethod(finish)),
+        ):
+            yield
+
+
+class StoredModel(Skeleton):
+    """A model whose weights are read from files; what they lack is initialized, what ``adapt`` adds is kept."""
+
+    def __init__(self, model: Any, source: _Source, adapt: Callable[[Any], Any] | None = None):
+        self._stored = model
+        self._source = source
+        self._metas = {name: tensor.detach() for name, tensor in model.state_dict().items()}
+        replace_by_stand_ins(model)
+        self._params = dict(model.named_parameters(remove_duplicate=False))
+        _make_buffers(model)
+        self.model = model if adapt is None else adapt(model)
+        stand_ins = {id(param) for param in self._params.values()}
+        self._added = {id(p): p.data for p in self.model.parameters() if id(p) not in stand_ins}
+        self._check_added()
+
+    def _check_added(self) -> None:
+        for name, param in self.model.named_parameters():
+            if id(param) in self._added and bool(param.isnan().any()):
+                raise ValueError(
+                    f"adapt= gave {name!r} values that come from weights which are not there yet: load the model with "
+                    "transformers, adapt it, and wrap it with GeminiDDP(model, config)"
+                )
+
+    def _fill(self, engine: Engine) -> None:
+        model, ranks = self._stored, ranks_of(engine)
+        handles = {id(handle.param): handle for handle in engine.handles}
+        for key, value in self._added.items():
+            engine.by_names.write(handles[key], value)
+        places = {name: handles[id(param)] for name, param in self._params.items() if id(param) in handles}
+        self._stream(engine.by_names, places)
+        drawn = {id(self._params[name]) for name in self._source.missing if name in self._params}
+        drawn -= {id(param) for name, param in self._params.items() if name not in self._source.missing}
+        pager = Pager(engine, [handle.name for key, handle in handles.items() if key not in drawn])
+        for module in model.modules():
+            module._is_hf_initialized = False
+        for key, handle in handles.items():
+            handle.param._is_hf_initialized = key not in drawn  # type: ignore[attr-defined]
+        with generator_of_first(ranks), _apart(model):
+            model.initialize_weights()
+        pager.finish()
+        if ranks is not None:
+            ranks.take_from_first(dict(self.model.named_buffers()))
+
+    def _stream(self, homes: ByName, places: dict[str, ParamHandle]) -> None:
+        """Let transformers read and convert one param after the other, and put each where it belongs."""
+        from transformers import core_model_loading
+
+        _internal(core_model_loading, "set_param_for_module")
+        buffers = dict(self._stored.named_buffers())
+
+        def place(model: Any, name: str, value: torch.Tensor, found: Any, *_: Any) -> None:
+            found.missing_keys.discard(name)
+            if name in places:
+                if value.shape == places[name].param.shape:  # else transformers has reported it
+                    homes.write(places[name], value)
+            elif name in buffers:
+                buffers[name].data = value.clone()
+                buffers[name]._is_hf_initialized = True  # type: ignore[attr-defined]
+
+        with (
+            _LOCK,
+            replaced(core_model_loading, "set_param_for_module", place),
+            replaced(self._stored, "state_dict", lambda: self._metas),
+            _environment("HF_DEACTIVATE_ASYNC_LOAD", "1"),  # else threads read far ahead of what was placed
+        ):
+            type(self._stored)._load_pretrained_model(self._stored, None, self._source.files, self._source.settings)
+
+
+def _refuse(path: Any, kwargs: dict[str, Any]) -> None:
+    for name in ("device_map", "state_dict", "quantization_config", "tp_plan", "distributed_config", "gguf_file"):
+        if kwargs.get(name) is not None:
+            raise ValueError(
+                f"gemini.from_pretrained({name}=) is not possible: weights go from the files to their homes. Leave "
+                "it out, or load the model with transformers and wrap it with GeminiDDP(model, config)"
+            )
+    if Path(path).is_dir() and (Path(path) / "adapter_config.json").is_file():
+        raise ValueError(
+            f"{path} is an adapter: load its base model with gemini.from_pretrained and put it on with "
+            "peft.PeftModel.from_pretrained(model, path)"
+        )
+
+
+def _read_config(path: Any, model_class: Any, kwargs: dict[str, Any]) -> Any:
+    import transformers
+
+    given = kwargs.get("config")
+    if given is not None and not isinstance(given, (str, os.PathLike)):
+        return given
+    reader = getattr(model_class, "config_class", None) or transformers.AutoConfig
+    hub = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder", "trust_remote_code")
+    return reader.from_pretrained(given or path, **{key: kwargs[key] for key in hub if key in kwargs})
+
+
+def _shapes(file: str) -> dict[str, torch.Tensor]:
+    """The tensors of one file without their values."""
+    try:
+        if not file.endswith(".safetensors"):
+            found = torch.load(file, map_location="meta", weights_only=True, mmap=True)
+            return {name: tensor.to("meta") for name, tensor in found.items()}
+        from safetensors import safe_open
+
+        with safe_open(file, framework="pt") as opened:
+            return {name: _shape(opened.get_slice(name)) for name in opened.keys()}
+    except Exception as e:  # of many classes, and none of them names the file
+        raise damaged_file(file, e) from e
+
+
+def _shape(part: Any) -> torch.Tensor:
+    return torch.empty(part.get_shape(), dtype=_DTYPES[part.get_dtype()], device="meta")
+
+
+_DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
+    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "U16": torch.uint16, "U32": torch.uint32,
+    "U64": torch.uint64, "C64": torch.complex64,
+}  # fmt: skip
+"""The names of safetensors' header."""
+
+
+def _tie_equal(model: Any, files: list[str], found: Any) -> None:
+    """Where a checkpoint has both of two tied params, transformers ties them if they are equal, and so must we.
+
+    It compares values, which meta tensors do not have; so the files are compared here. Unequal ones stay apart.
+    """
+    for target, source in list(model.all_tied_weights_keys.items()):
+        if target in found.missing_keys or source in found.missing_keys:
+            continue
+        if not _equal_in_files(files, target, source):
+            model.all_tied_weights_keys.pop(target)
+            continue
+        owner, _, leaf = target.rpartition(".")
+        setattr(model.get_submodule(owner), leaf, model.get_parameter(source))
+
+
+def _equal_in_files(files: list[str], first: str, second: str) -> bool:
+    from safetensors import safe_open
+
+    found = {}
+    with contextlib.ExitStack() as stack:
+        for file in files:
+            if not file.endswith(".safetensors"):
+                return True  # what torch.save wrote twice was one tensor
+            opened = stack.enter_context(safe_open(file, framework="pt"))
+            found.update({name: opened.get_slice(name) for name in opened.keys() if name in (first, second)})
+        if len(found) < 2 or found[first].get_shape() != found[second].get_shape():
+            return False
+        rows = found[first].get_shape()[0] if found[first].get_shape() else 0
+        step = 4096
+        return all(
+            torch.equal(found[first][at : at + step], found[second][at : at + step]) for at in range(0, rows, step)
+        )
+
+
+def _make_buffers(model: nn.Module) -> None:
+    """Give the buffers memory, to be filled."""
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = torch.empty_like(buffer, device="cpu")
+
+
+@contextlib.contextmanager
+def _apart(model: Any) -> Iterator[None]:
+    """Take tied params from all owners but the first: transformers initializes before it ties, so draws them once."""
+    taken = []
+    for target in model.all_tied_weights_keys:
+        owner, _, leaf = target.rpartition(".")
+        params = model.get_submodule(owner)._parameters
+        if leaf in params:
+            taken.append((params, leaf, params[leaf]))
+            params[leaf] = nn.Parameter(params[leaf].data.detach(), requires_grad=False)
+            params[leaf]._is_hf_initialized = True
+    try:
+        yield
+    finally:
+        for params, leaf, param in taken:
+            params[leaf] = param
+
+
+def _internal(owner: Any, name: str) -> Any:
+    """A step inside transformers that has no public name."""
+    found = getattr(owner, name, None)
+    if found is None:
+        import transformers
+
+        raise GeminiError(
+            f"transformers {transformers.__version__} has no {name} any more, which streaming needs: load the model "
+            "with transformers and wrap it with GeminiDDP(model, config), or use a version tested with Gemini "
+            "(constraints.txt)"
+        )
+    return found
+
+
+@contextlib.contextmanager
+def _without_progress() -> Iterator[None]:
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
+@contextlib.contextmanager
+def _environment(name: str, value: str) -> Iterator[None]:
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before

@@ -1,0 +1,116 @@
+"""Params whose values live at home while a model is built: they come into ordinary memory when someone initializes
+them, and go home again, written exactly, as soon as others need the room.
+
+A param that is away is a :class:`PagedParameter`: its shape and dtype are answered, and anything that reads or writes
+it brings it in first. So constructors and ``_init_weights`` of any model run unchanged, in whatever order they touch
+params, and the memory they take is bounded by ``ROOM`` (or one param, if that is larger), not by the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from gemini.memory.chunks.chunk import COMPUTE_DTYPES
+from gemini.train.params.guard import METADATA, OF_MEMORY, nan_of, tensors_in
+
+if TYPE_CHECKING:
+    from gemini.train.engine import Engine
+
+ROOM = 128 * 2**20
+"""Bytes of params in ordinary memory at once, if there is more than one."""
+
+
+def stand_in(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+    """A tensor of NaN that takes no memory: what a param that is away, or not there yet, holds."""
+    return nan_of(dtype, torch.device("cpu")).expand(shape)
+
+
+class PagedParameter(nn.Parameter):
+    """A param whose values are at home."""
+
+    @classmethod
+    def __torch_function__(  # type: ignore[override]
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in METADATA and func not in OF_MEMORY:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        given = list(tensors_in((args, kwargs)))
+        for param in given:
+            if isinstance(param, PagedParameter):
+                param._gemini_pager.bring_in(param, keep=given)  # type: ignore[attr-defined]
+        return func(*args, **kwargs)
+
+    def __deepcopy__(self, memo: Any) -> nn.Parameter:
+        copy = nn.Parameter(self.detach().clone(), self.requires_grad)
+        memo[id(self)] = copy
+        return copy
+
+
+class Pager:
+    """The params of an engine that has not adopted them yet.
+
+    Args:
+        engine: its homes are written and read.
+        filled: names of the params whose values are at home already; the others start undefined.
+    """
+
+    def __init__(self, engine: Engine, filled: Collection[str] = ()):
+        self._homes = engine.by_names
+        self._compute = COMPUTE_DTYPES[engine.config.precision]
+        self._handles = {id(handle.param): handle for handle in engine.handles}
+        self._inside: dict[int, int] = {}  # bytes by the id of a param that is in memory, oldest first
+        self._inside_bytes = 0
+        self._filled = {id(handle.param) for handle in engine.handles if handle.name in filled}
+        for handle in engine.handles:
+            self._put_away(handle.param)
+
+    def bring_in(
+        self, param: nn.Parameter, value: torch.Tensor | None = None, keep: Collection[torch.Tensor] = ()
+    ) -> None:
+        """Make ``param`` ordinary: with ``value``, or what it held when it left. Those in ``keep`` stay in memory."""
+        num_bytes = param.numel() * param.dtype.itemsize
+        self._make_room(num_bytes, {id(other) for other in keep})
+        if value is None and id(param) in self._filled:
+            exact = None if param.dtype is self._compute else torch.float32
+            value = self._homes.read(self._handles[id(param)], exact).to(param.dtype)
+        elif value is None:
+            value = torch.zeros(param.shape, dtype=param.dtype, device="cpu")
+        param.__class__ = nn.Parameter
+        param.data = value
+        self._inside[id(param)] = num_bytes
+        self._inside_bytes += num_bytes
+
+    def send_home(self, param: nn.Parameter) -> None:
+        """Write what ``param`` holds to its home, and free its memory."""
+        self._homes.write(self._handles[id(param)], param.data)
+        self._filled.add(id(param))
+        self._inside_bytes -= self._inside.pop(id(param))
+        self._put_away(param)
+
+    def finish(self) -> None:
+        """Send everything home; the params are ordinary ones without values then."""
+        for key in list(self._inside):
+            self.send_home(self._handles[key].param)
+        for handle in self._handles.values():
+            handle.param.__class__ = nn.Parameter
+            del handle.param._gemini_pager  # type: ignore[attr-defined]
+
+    def _put_away(self, param: nn.Parameter) -> None:
+        param.data = stand_in(param.shape, param.dtype)
+        param._gemini_pager = self  # type: ignore[attr-defined]
+        param.__class__ = PagedParameter
+
+    def _make_room(self, num_bytes: int, keep: set[int]) -> None:
+        if self._inside_bytes + num_bytes <= ROOM:
+            return
+        for key in list(self._inside):
+            if key not in keep:
+                self.send_home(self._handles[key].param)
+                if self._inside_bytes + num_bytes <= ROOM:
+                    return

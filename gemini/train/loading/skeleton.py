@@ -1,0 +1,112 @@
+"""A model whose params have shapes and no values yet, and what fills it once its chunks have homes."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from gemini.config import GeminiConfig
+from gemini.ranks.group import Ranks
+from gemini.train.ddp import manage
+from gemini.train.engine import Engine
+from gemini.train.loading.paging import stand_in
+
+
+class Skeleton(ABC):
+    """Made on every rank by itself; :meth:`manage` is for all of them together.
+
+    Attributes:
+        model: its params take no memory. After :meth:`manage` it is the managed model.
+    """
+
+    model: Any
+
+    def manage(self, config: GeminiConfig | None = None, *, process_group: Any = None, mesh: Any = None) -> Any:
+        """Place the chunks, write the values to their homes; returns the model, managed.
+
+        Raises:
+            BudgetExceeded: before any value is read or drawn, if the budgets cannot hold the model.
+        """
+        config = GeminiConfig() if config is None else config
+        engine = Engine(self.model, config, process_group=process_group, mesh=mesh, fill=self._fill)
+        return manage(self.model, engine)
+
+    @abstractmethod
+    def _fill(self, engine: Engine) -> None:
+        """Write the value of every param to its home, and make the buffers."""
+
+
+def ranks_of(engine: Engine) -> Ranks | None:
+    """The ranks that share the engine's model, if there are several."""
+    return None if engine.shards is None else engine.shards.ranks
+
+
+def replace_by_stand_ins(model: nn.Module) -> dict[int, nn.Parameter]:
+    """Give ``model`` params on the CPU that take no memory instead of its meta params: new ones by the id of old."""
+    new: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, param in module._parameters.items():
+            if param is None:
+                continue
+            if id(param) not in new:
+                new[id(param)] = nn.Parameter(stand_in(param.shape, param.dtype), requires_grad=param.requires_grad)
+                new[id(param)].__dict__.update(param.__dict__)
+            module._parameters[name] = new[id(param)]
+    return new
+
+
+@contextlib.contextmanager
+def generators_kept() -> Iterator[None]:
+    """What is drawn inside is drawn again after it."""
+    python, torchs = random.getstate(), torch.get_rng_state()
+    try:
+        import numpy
+
+        numpys = numpy.random.get_state()
+    except ImportError:
+        numpys = None
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        torch.set_rng_state(torchs)
+        if numpys is not None:
+            numpy.random.set_state(numpys)
+
+
+@contextlib.contextmanager
+def generator_of_first(ranks: Ranks | None) -> Iterator[None]:
+    """All ranks draw what the first one does; one whose generator stood elsewhere gets its own back."""
+    if ranks is None:
+        yield
+        return
+    own = torch.get_rng_state()
+    shared = own.clone()
+    ranks.take_from_first({"the state of the random generator": shared})
+    torch.set_rng_state(shared)
+    try:
+        yield
+    finally:
+        if not torch.equal(own, shared):
+            torch.set_rng_state(own)
+
+
+@contextlib.contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Let ``owner`` have another attribute inside the block."""
+    own = vars(owner)
+    before, was_own = own.get(name), name in own
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if was_own:
+            setattr(owner, name, before)
+        else:
+            delattr(owner, name)

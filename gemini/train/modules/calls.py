@@ -1,0 +1,234 @@
+"""Which module calls are running, and which chunks they keep gathered, in forward and in backward.
+
+Forward is a stack. Backward needs a rule: autograd runs nodes strictly in the reverse order of their creation, so when
+the backward of one call begins, every call that is neither around it nor inside it is over, and its chunks may go. The
+rule needs no hook at the end of a module's backward, where torch has none that can be trusted. It is about time and
+room only: what backward reads is right whatever it says (:mod:`gemini.train.modules.saved_weights`).
+
+Each thread has a stack of its own: a model may run branches of its forward in several threads, and several threads may
+evaluate one model.
+
+A forward inside backward is a recomputation (gradient checkpointing). The node that asked for it waits, so what
+backward keeps is let go for the time and gathered again before the node goes on: recomputing needs no more room than
+forward did.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import nn
+
+from gemini.errors import BudgetExceeded, IllegalTransition
+from gemini.memory.chunks.chunk import Chunk
+
+
+class CallRecord:
+    """One call of a hooked module, or one operation that reads: its chunks, and the call around it."""
+
+    __slots__ = ("chunks", "exposed", "first_node", "module", "num_hooks", "parent")
+
+    def __init__(self, module: nn.Module | None, chunks: tuple[Chunk, ...], parent: CallRecord | None):
+        self.module = module
+        self.chunks = chunks
+        self.exposed = chunks
+        """Those whose params are ordinary for it; the others it only keeps gathered."""
+        self.parent = parent
+        self.num_hooks = 0
+        """Pairs of saved-tensor hooks that were pushed for this call, to be popped at its end."""
+        self.first_node = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
+
+    def is_around(self, other: CallRecord) -> bool:
+        """Whether ``other`` is this call or one inside it."""
+        record: CallRecord | None = other
+        while record is not None:
+            if record is self:
+                return True
+            record = record.parent
+        return False
+
+    def on_gradient(self, result: torch.Tensor, begin: Callable[[torch.Tensor], None]) -> None:
+        """Call ``begin`` when the gradient of a result of this call arrives.
+
+        What it was given and passes on (T5's position bias) is no result: its gradient arrives when this call's
+        backward is over, in the middle of that of the call which made it.
+
+        A write into a view (``h[mask] = 0``, and ``h`` of a linear layer is a view) leads its gradient around the view
+        to what it is a view of; so that is hooked as well, if it was made by this call and not given to it.
+        """
+        if result.grad_fn is None or result.grad_fn._sequence_nr() < self.first_node:
+            return
+        result.register_hook(begin)
+        base = result._base
+        if base is not None and base.grad_fn is not None and base.grad_fn._sequence_nr() >= self.first_node:
+            base.register_hook(begin)
+
+
+class Calls:
+    """The running calls of one model.
+
+    Args:
+        acquire: pins a chunk's gathered weights; ``release`` unpins them.
+        expose: makes the params of a pinned chunk ordinary ones for a module that computes; ``cover`` guards them.
+    """
+
+    def __init__(
+        self,
+        acquire: Callable[[Chunk], None],
+        release: Callable[[Chunk], None],
+        expose: Callable[[Chunk], None] = lambda chunk: None,
+        cover: Callable[[Chunk], None] = lambda chunk: None,
+    ):
+        self._acquire = acquire
+        self._release = release
+        self._expose = expose
+        self._cover = cover
+        self._stacks: dict[int, list[CallRecord]] = {}
+        """The calls of each thread that run a forward, by its identifier."""
+        self._reading: list[CallRecord] = []
+        self._waiting: list[CallRecord] = []
+
+    @property
+    def running(self) -> bool:
+        """Whether a forward is on a stack, of any thread."""
+        return bool(self._stacks)
+
+    @property
+    def depth(self) -> int:
+        """How many calls are running in this thread."""
+        return len(self._stacks.get(threading.get_ident(), ()))
+
+    @property
+    def innermost(self) -> CallRecord | None:
+        """The call that computes now in this thread, in forward or else in backward."""
+        stack = self._stacks.get(threading.get_ident()) or self._reading
+        return stack[-1] if stack else None
+
+    def begin(self, module: nn.Module, chunks: tuple[Chunk, ...]) -> CallRecord:
+        """A hooked module starts: gather what it reads. On an error nothing has begun."""
+        if not self._stacks and self._reading:
+            self._waiting, self._reading = self._reading, []
+            for record in self._waiting:
+                self._release_all(record.chunks)
+        self._acquire_all(chunks)
+        for chunk in chunks:
+            self._expose(chunk)
+        stack = self._stacks.setdefault(threading.get_ident(), [])
+        record = CallRecord(module, chunks, stack[-1] if stack else None)
+        stack.append(record)
+        return record
+
+    def end(self, module: nn.Module) -> CallRecord | None:
+        """A hooked module is done, or failed; calls inside it that ended without their hook end with it.
+
+        None if it never began (its own gathering failed).
+        """
+        stack = self._stacks.get(threading.get_ident(), [])
+        if all(record.module is not module for record in stack):
+            return None
+        while True:
+            record = self._pop(stack)
+            if record.module is module:
+                break
+        record.module = None  # the record lives as long as the graph, the module need not
+        if not self._stacks and self._waiting:
+            for waiting in self._waiting:
+                self._read(waiting)
+            self._waiting = []
+        return record
+
+    def unwind(self, depth: int) -> None:
+        """End all calls of this thread but the outermost ``depth``: an exception ended them without their hooks."""
+        stack = self._stacks.get(threading.get_ident(), [])
+        while len(stack) > depth:
+            with contextlib.suppress(AssertionError, IllegalTransition):
+                self._pop(stack)
+
+    def _pop(self, stack: list[CallRecord]) -> CallRecord:
+        record = stack.pop()
+        if not stack:
+            self._stacks.pop(threading.get_ident(), None)
+        for _ in range(record.num_hooks):
+            torch._C._autograd._pop_saved_tensors_default_hooks()
+        record.num_hooks = 0
+        for chunk in record.exposed:
+            self._cover(chunk)
+        self._release_all(record.chunks)
+        return record
+
+    def hold(self, chunk: Chunk) -> CallRecord | None:
+        """Let the innermost call keep a chunk gathered that it reads though no param of its own is in it.
+
+        The call, if the chunk is new to it.
+        """
+        call = self.innermost
+        if call is None or chunk in call.chunks:
+            return None
+        self._acquire(chunk)
+        call.chunks += (chunk,)
+        return call
+
+    def begin_backward(self, record: CallRecord) -> None:
+        """The gradient of a call's output has arrived: its weights are read now, those of finished calls are not."""
+        staying = []
+        for other in self._reading:
+            if other.is_around(record) or record.is_around(other):
+                staying.append(other)
+            else:
+                self._release_all(other.chunks)
+        self._reading = staying
+        if record not in staying:
+            self._read(record)
+
+    def _read(self, record: CallRecord) -> None:
+        """Gather what the backward of a call reads; where there is no room now, each as it is asked for."""
+        with contextlib.suppress(BudgetExceeded):
+            self._acquire_all(record.chunks)
+            self._reading.append(record)
+
+    def relieve(self) -> bool:
+        """Let go of what is only kept for the rest of a backward; False if there is nothing."""
+        reading, self._reading = self._reading, []
+        for record in reading:
+            self._release_all(record.chunks)
+        return any(record.chunks for record in reading)
+
+    def end_backward(self) -> None:
+        reading, self._reading, self._waiting = self._reading, [], []
+        for record in reading:
+            self._release_all(record.chunks)
+
+    def abandon(self, *, backward: bool = False) -> None:
+        """Forget the forward of this thread, or a backward, that an exception ended without its hooks, and those of
+        threads that ended.
+
+        An interrupt may have come between pinning a chunk and noting it: whoever keeps the books looks at them next.
+        """
+        self.unwind(0)
+        alive = {thread.ident for thread in threading.enumerate()}
+        for ident in [ident for ident in self._stacks if ident not in alive]:
+            for record in self._stacks.pop(ident):
+                with contextlib.suppress(AssertionError, IllegalTransition):
+                    self._release_all(record.chunks)
+        if backward:
+            records, self._reading, self._waiting = self._reading, [], []
+            for record in records:
+                with contextlib.suppress(AssertionError, IllegalTransition):
+                    self._release_all(record.chunks)
+
+    def _acquire_all(self, chunks: Iterable[Chunk]) -> None:
+        acquired = []
+        try:
+            for chunk in chunks:
+                self._acquire(chunk)
+                acquired.append(chunk)
+        except BaseException:
+            self._release_all(acquired)
+            raise
+
+    def _release_all(self, chunks: Iterable[Chunk]) -> None:
+        for chunk in chunks:
+            self._release(chunk)

@@ -1,0 +1,269 @@
+"""``torch.compile`` and managed models: parts of a model may be compiled, the model as a whole may not.
+
+What is compiled runs without Python in between, so no module inside it can gather its weights when it is called. A
+compiled module is therefore read as a whole: all that is under it is gathered when it begins and again when the
+gradient of its output arrives, and what is under it has no hooks. Repeated blocks are the natural parts. A whole model
+would be gathered at once, which is what chunks are there to avoid, so that is refused, and so is a managed model that
+is called from inside of compiled code.
+
+``module.compile()`` compiles what hooks hang on (``_call_impl``), ``module.forward = torch.compile(module.forward)``
+does not; :func:`hook_around` keeps hooks outside of both. ``torch.compile(module)`` puts another module around the
+first one, whose params then have other names (``_orig_mod``): it is refused for parts too, with what keeps the names.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from gemini.errors import BudgetExceeded, GeminiError, human_bytes
+from gemini.train.params.guard import handle_of
+
+if TYPE_CHECKING:
+    from gemini.train.engine import Engine
+
+_BLOCK = re.compile(r"(?:[^.\d][^.]*\.)*\d+")
+"""The path of a repeated block: one number, at its end."""
+
+BLOCKS_INSTEAD = (
+    "Compile its blocks: model.compile() of the managed model does, and so does block.compile() for each of "
+    "model.model.layers"
+)
+
+
+# ---- what is compiled ------------------------------------------------------------------------------------------------
+
+
+def compiled_part(module: nn.Module) -> Any:
+    """The compiled function that runs when ``module`` is called; None for one that runs as Python."""
+    own = module.__dict__
+    call = own.get("_compiled_call_impl")
+    if call is not None:
+        return getattr(call, "_gemini_inner", call)
+    forward = own.get("forward", getattr(type(module), "forward", None))
+    if hasattr(forward, "_torchdynamo_orig_callable") and not getattr(forward, "_torchdynamo_disable", False):
+        return forward
+    return own.get(_MARK)
+
+
+_MARK = "_gemini_read_as_a_whole"
+
+
+def mark_compiled(module: nn.Module) -> None:
+    """Let a module count as compiled: the copy of one, which runs as Python."""
+    module.__dict__[_MARK] = True
+
+
+def wraps_compiled(module: Any) -> bool:
+    """Whether this is what ``torch.compile(module)`` returns."""
+    return any(c.__name__ == "OptimizedModule" and c.__module__.startswith("torch.") for c in type(module).__mro__)
+
+
+def compile_blocks(model: nn.Module, **options: Any) -> int:
+    """Compile each repeated block of ``model`` in place (``block.compile(**options)``); returns how many there are.
+
+    Raises:
+        GeminiError: if there is none.
+    """
+    blocks = [module for path, module in model.named_modules() if _BLOCK.fullmatch(path) and _has_params(module)]
+    if not blocks:
+        raise GeminiError(
+            f"{type(model).__name__} has no repeated blocks (numbered modules such as layers.0) to compile: call "
+            "compile() of the parts that are to be compiled"
+        )
+    for block in blocks:
+        block.compile(**options)
+    return len(blocks)
+
+
+def refuse_compiled_whole(model: nn.Module) -> None:
+    """Refuse what cannot be served.
+
+    Raises:
+        GeminiError: naming what is compiled.
+    """
+    if wraps_compiled(model) or compiled_part(model) is not None:
+        name = type(getattr(model, "_orig_mod", model)).__name__
+        raise GeminiError(
+            f"{name} is compiled as a whole, and its weights come and go between its modules, which compiled code has "
+            f"no place for. {BLOCKS_INSTEAD}"
+        )
+    for path, module in model.named_modules():
+        if wraps_compiled(module):
+            raise GeminiError(
+                f"{path!r} is what torch.compile(module) returned, which renames its params to '{path}._orig_mod...', "
+                "in checkpoints too. Compile the module in place: module.compile()"
+            )
+        part = compiled_part(module)
+        if part is not None:
+            if _uses_cuda_graphs(part):
+                raise GeminiError(
+                    f"{path!r} is compiled with CUDA graphs, which fix addresses, and its weights come and go. Leave "
+                    'mode="reduce-overhead" out, or take mode="max-autotune-no-cudagraphs" for "max-autotune"'
+                )
+            for inner, block in module.named_modules():
+                if _BLOCK.fullmatch(f"{path}.{inner}") and inner and _has_params(block):
+                    raise GeminiError(
+                        f"{path!r} is compiled with all the blocks in it, so that all of it would have to be gathered "
+                        f"at once. {BLOCKS_INSTEAD}"
+                    )
+
+
+def _uses_cuda_graphs(part: Any) -> bool:
+    """What inductor was told; other backends tell nothing."""
+    ask = getattr(part, "get_compiler_config", None)
+    found = ask() if callable(ask) else None
+    return isinstance(found, dict) and bool(found.get("triton.cudagraphs"))
+
+
+def _has_params(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
+
+
+# ---- hooks outside of compiled code ----------------------------------------------------------------------------------
+
+
+def hook_around(
+    module: nn.Module, pre: Callable[..., None], post: Callable[..., Any], *, with_kwargs: bool = False
+) -> list[Any]:
+    """Call ``pre`` before all other hooks and ``post`` after them, on exceptions too; returns handles to remove them.
+
+    ``pre(module, args)``, with ``with_kwargs`` ``pre(module, args, kwargs)``; ``post(module, args, output)``, output
+    None after an exception. What ``post`` returns, if anything, takes the place of the output.
+    """
+    if module.__dict__.get("_compiled_call_impl") is None:
+        return [
+            module.register_forward_pre_hook(pre, prepend=True, with_kwargs=with_kwargs),
+            module.register_forward_hook(post, always_call=True),
+        ]
+    return [_Outside(module, pre, post, with_kwargs)]
+
+
+class _Outside:
+    """Hooks around a compiled call: torch's own hooks would be compiled with it."""
+
+    def __init__(self, module: nn.Module, pre: Callable[..., None], post: Callable[..., Any], with_kwargs: bool):
+        inner = self._inner = module._compiled_call_impl
+        self._module = weakref.ref(module)
+        self._active = True
+        ref = self._module
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            called = ref()
+            assert called is not None and inner is not None
+            if not self._active:
+                return inner(*args, **kwargs)
+            pre(called, args, kwargs) if with_kwargs else pre(called, args)
+            try:
+                output = inner(*args, **kwargs)
+            except Exception:
+                post(called, args, None)
+                raise
+            replaced = post(called, args, output)
+            return output if replaced is None else replaced
+
+        call._gemini_inner = getattr(inner, "_gemini_inner", inner)  # type: ignore[attr-defined]
+        self._call = call
+        module._compiled_call_impl = call
+
+    def remove(self) -> None:
+        self._active = False
+        module = self._module()
+        if module is not None and module.__dict__.get("_compiled_call_impl") is self._call:
+            module._compiled_call_impl = self._inner
+
+
+# ---- compiled after wrapping -----------------------------------------------------------------------------------------
+
+
+class CompiledParts:
+    """What of a managed model is compiled, as it was hooked, and whether that has changed since."""
+
+    def __init__(self, model: nn.Module):
+        # Not the root's own: whoever hangs on the root holds this, and a model goes when nobody refers to it.
+        self._places = [(module.__dict__, weakref.ref(module)) for module in model.modules() if module is not model]
+        self._seen = self._now(model)
+
+    def have_changed(self, model: nn.Module) -> bool:
+        """A look at every module, which costs nothing where nobody has imported the compiler."""
+        if "torch._dynamo" not in sys.modules:
+            return False
+        _leave_our_code_alone()
+        now = self._now(model)
+        return len(now) != len(self._seen) or any(a is not b for a, b in zip(now, self._seen, strict=True))
+
+    def note(self, model: nn.Module) -> None:
+        """The hooks are as the model is now."""
+        self._seen = self._now(model)
+
+    def _now(self, model: nn.Module) -> list[Any]:
+        found = [compiled_part(model)]
+        for place, ref in self._places:
+            if "_compiled_call_impl" in place or "forward" in place:
+                module = ref()
+                part = None if module is None else compiled_part(module)
+                if part is not None:
+                    found.append(part)
+        return found
+
+
+def refuse_inside_compiled() -> None:
+    """The model was called: it must not have been from compiled code.
+
+    Raises:
+        GeminiError: if it was.
+    """
+    if "torch._dynamo" in sys.modules and callable(torch._C._dynamo.eval_frame.get_eval_frame_callback()):
+        raise GeminiError(
+            "a managed model was called inside of a function that torch.compile compiles: its weights come and go "
+            f"between its modules, which compiled code has no place for. {BLOCKS_INSTEAD}"
+        )
+
+
+def make_room_for_compiled(engine: Engine, model: nn.Module) -> None:
+    """Parts were compiled after the model was wrapped: what they read at once has to fit.
+
+    Raises:
+        BudgetExceeded: if it does not.
+    """
+    refuse_compiled_whole(model)
+    engine.drain()
+    tier, ledger = engine.device.tier, engine.ledger
+    room = ledger.free(tier) + ledger.held(tier, "windows") + ledger.held(tier, "pool")
+    for path, module in model.named_modules():
+        if compiled_part(module) is None:
+            continue
+        needed = sum(_windows_of(module))
+        if needed > room:
+            raise BudgetExceeded(
+                f"{path!r} was compiled after the model was wrapped and reads {human_bytes(needed)} at once, and "
+                f"{human_bytes(room)} of the {tier.value} budget are left for gathered weights. Compile before "
+                "GeminiDDP(model), which then leaves room for it, or raise the budget by "
+                f"{human_bytes(needed - room)}"
+            )
+
+
+def _windows_of(module: nn.Module) -> Iterator[int]:
+    chunks = {}
+    for param in module.parameters():
+        handle = handle_of(param)
+        if handle is not None and handle.chunk.window is not None:
+            chunks[handle.chunk.spec.index] = handle.chunk.window.num_bytes
+    yield from chunks.values()
+
+
+_told = False
+
+
+def _leave_our_code_alone() -> None:
+    """Code compiled by others (a function inside a model) may call modules of ours: hooks run as they are."""
+    global _told
+    if not _told:
+        _told = True
+        sys.modules["torch._dynamo"].trace_rules.add("gemini")

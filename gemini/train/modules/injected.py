@@ -1,0 +1,101 @@
+"""Params that come into a model after it was wrapped: refused, never silently left out.
+
+Nothing of a managed model reaches such a param: its gradient would not be clipped, not be averaged over ranks, not be
+counted and not be saved. torch tells of every param and module that is registered anywhere, so looking costs nothing
+while nothing changes. PEFT is told no before it has changed anything.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
+from torch.nn.utils import stateless
+
+from gemini.errors import GeminiError
+from gemini.train.modules.compiled import BLOCKS_INSTEAD, wraps_compiled
+from gemini.train.params.guard import handle_of
+
+if TYPE_CHECKING:
+    from gemini.train.engine import Engine
+
+_registered = 0
+"""Registrations of params in this process, and of modules in a managed model."""
+
+_watched: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+"""The modules of managed models, and what was put into them since."""
+
+
+def _count(module: nn.Module, name: str, param: Any) -> None:
+    global _registered
+    _registered += 1
+
+
+def watch(model: nn.Module) -> None:
+    """From now on modules that are put anywhere into ``model`` are looked at by :func:`refuse_injected`."""
+    _watched.update(model.modules())
+
+
+def _look_at_new_parent(module: nn.Module, name: str, child: Any) -> None:
+    global _registered
+    if module in _watched and child is not None:  # else it is a list of some layers, made in every forward
+        _registered += 1
+        watch(child)
+    if name == "_orig_mod" and wraps_compiled(module) and any(handle_of(p) is not None for p in child.parameters()):
+        raise GeminiError(
+            f"torch.compile(module) puts another module around this {type(child).__name__}, which Gemini manages: "
+            f"compile in place. {BLOCKS_INSTEAD}"
+        )
+    if (
+        isinstance(child, nn.Module)
+        and any(c.__module__.startswith("peft.") for c in type(module).__mro__)
+        and not any(handle_of(p) is not None for p in module.parameters())
+        and any(handle_of(p) is not None for p in child.parameters())
+    ):
+        raise GeminiError(
+            f"{type(module).__name__} of PEFT was given a model that Gemini manages already: nothing was changed. "
+            "Wrap after PEFT: GeminiDDP(get_peft_model(model, peft_config), config). Then the frozen base takes "
+            "2 bytes per param in half precision, and the adapters are clipped, saved and shared by ranks like every "
+            "trained param"
+        )
+
+
+register_module_parameter_registration_hook(_count)
+register_module_module_registration_hook(_look_at_new_parent)
+
+
+def _in_functional_call() -> bool:
+    """Whether ``torch.func.functional_call`` runs, which puts tensors of the caller's in the place of params."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is stateless._functional_call.__code__:
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
+
+
+def refuse_injected(engine: Engine, module: nn.Module, *, is_root: bool) -> None:
+    """Look for params that are not managed, if anything was registered anywhere since the last look at the root.
+
+    Raises:
+        GeminiError: naming the first one.
+    """
+    if engine.registered == _registered:
+        return
+    for name, param in module.named_parameters():
+        if handle_of(param) is None:
+            if _in_functional_call():  # other values for the time of a call: as torch computes with them
+                return
+            raise GeminiError(
+                f"param {name!r} was added to the model after GeminiDDP(model): it is not managed, so it would be "
+                "left out of clipping, of checkpoints and of what ranks share. Remove it, or add params (adapters, "
+                "new heads) first and wrap after: a fresh model, then PEFT, then GeminiDDP(model)"
+            )
+    if is_root:
+        engine.registered = _registered

@@ -1,0 +1,96 @@
+"""Weights that torch rewrites inside a forward: ``nn.Embedding(max_norm=...)`` and ``nn.EmbeddingBag(max_norm=...)``.
+
+Before it looks rows up, such a module scales those that are longer than ``max_norm``, in place and unseen by autograd.
+What it has written becomes the master exactly as in ``gathered(write=True)``, before the module's call ends: elements
+that changed have no residual any more, the others keep theirs. A module of the program's own that has a number called
+``max_norm``, and calls ``F.embedding(..., max_norm=self.max_norm)``, is served alike.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from gemini.grad_mode import call_without_grad
+from gemini.interrupts import WHOLE
+from gemini.memory.chunks.chunk import Chunk
+from gemini.train.params.guard import ParamHandle, handle_of
+
+if TYPE_CHECKING:
+    from gemini.train.engine import Engine
+
+Pre = Callable[[nn.Module, Any], None]
+Post = Callable[[nn.Module, Any, Any], Any]
+
+
+def refuse_on_ranks(model: nn.Module) -> None:
+    """Refuse embeddings that every rank would renormalize for its own batch, so that weights would part.
+
+    Raises:
+        ValueError: naming the module.
+    """
+    for path, module in model.named_modules():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
+            raise ValueError(
+                f"{path or 'the model'!r} ({type(module).__name__}) has max_norm={module.max_norm}: it rewrites the "
+                "rows of its batch in every forward, and on several ranks each would rewrite others. Set max_norm=None "
+                "and renormalize between steps, inside model.gathered([weight], write=True)"
+            )
+
+
+def renormalized_by(module: nn.Module) -> tuple[ParamHandle, ...]:
+    """The params that a call of ``module`` may rewrite."""
+    max_norm = getattr(module, "max_norm", None)
+    if isinstance(max_norm, bool) or not isinstance(max_norm, (int, float)):
+        return ()
+    handles = (handle_of(param) for param in module._parameters.values() if param is not None and param.dim() == 2)
+    return tuple(handle for handle in handles if handle is not None)
+
+
+def resident_chunks(handles: tuple[ParamHandle, ...]) -> tuple[Chunk, ...]:
+    """Those that are rewritten in place: their updates have to be over when the call begins."""
+    return tuple({handle.chunk.spec.index: handle.chunk for handle in handles if handle.chunk.resident}.values())
+
+
+def taking_over(
+    engine: weakref.ref[Engine], handles: tuple[ParamHandle, ...], pre: Pre, post: Post
+) -> tuple[Pre, Post]:
+    """The hooks of a module that may rewrite ``handles``: what they are together with its ordinary hooks."""
+    if not handles:
+        return pre, post
+    of_threads: dict[int, dict[str, torch.Tensor]] = {}
+    """By thread: what weights were that are rewritten in place, where nothing else tells."""
+
+    def begin(module: nn.Module, args: Any) -> None:
+        pre(module, args)
+        owner = engine()
+        assert owner is not None  # the hook before would have said so
+        for chunk in resident_chunks(handles):
+            owner.before_write(chunk)
+        of_threads[threading.get_ident()] = call_without_grad(_copies_of, handles)
+
+    def end(module: nn.Module, args: Any, output: Any) -> Any:
+        before, owner = of_threads.pop(threading.get_ident(), None), engine()
+        if before is not None and owner is not None:
+            call_without_grad(_take_over, owner, handles, before)
+        return post(module, args, output)
+
+    return begin, end
+
+
+def _copies_of(handles: tuple[ParamHandle, ...]) -> dict[str, torch.Tensor]:
+    return {handle.name: handle.view.clone() for handle in handles if handle.chunk.resident}
+
+
+def _take_over(engine: Engine, handles: tuple[ParamHandle, ...], before: dict[str, torch.Tensor]) -> None:
+    with engine.lock, WHOLE:
+        for handle in handles:
+            if handle.param._version != handle.version:
+                handle.version = handle.param._version  # torch has counted this write itself
+                handle.num_writes += 1
+                engine.by_names.take_over(handle, before.get(handle.name))

@@ -1,0 +1,242 @@
+"""What autograd saves of weights that move, and who else still looks into a window.
+
+Autograd saves *views* of weights. While a module with weights that move computes, the saved-tensor hooks of torch are
+open, and what is saved of a window is kept as its place in the chunk: when a node of backward asks for it, in whatever
+pass, order or thread, the chunk is gathered again. So backward finds the weights that forward read wherever a module's
+results went (an attribute, a list, an object of any class, a second derivative). Everything else that is saved there is
+kept as torch keeps it, with torch's own check that nobody wrote to it.
+
+What no hook sees (a view kept in an attribute or on ``ctx``, a NumPy array, what ``torch.func`` saves) is a tensor over
+the window's storage, and torch counts those. A window that others look into is *lent*: it is not evicted, and after an
+update its new content is fetched at once. So a read is right, or there is no room and an error says who is in the way.
+"""
+
+from __future__ import annotations
+
+import weakref
+from bisect import bisect_right
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.utils.checkpoint
+from torch import nn
+
+from gemini.errors import ParamAccessError
+from gemini.memory.chunks.chunk import Chunk
+from gemini.train.modules.calls import CallRecord
+from gemini.train.params.guard import ParamHandle
+
+if TYPE_CHECKING:
+    from gemini.train.engine import Engine
+
+_hooks: Any = torch._C._autograd
+_CHECKPOINTING = torch.utils.checkpoint.__name__
+_PLAIN = (torch.Tensor, nn.Parameter)
+
+
+class _Place:
+    """A view of a window, as where it is: found again when the chunk is gathered."""
+
+    __slots__ = ("chunk", "dtype", "handle", "num_writes", "offset", "shape", "stride")
+
+    def __init__(self, chunk: Chunk, handle: ParamHandle, view: torch.Tensor):
+        self.chunk, self.handle, self.num_writes = chunk, handle, handle.num_writes
+        self.dtype, self.shape, self.stride = view.dtype, view.shape, view.stride()
+        self.offset = view.storage_offset()
+
+
+class _Kept:
+    """Another tensor, as torch would keep it."""
+
+    __slots__ = ("tensor", "version")
+
+    def __init__(self, tensor: torch.Tensor, version: int):
+        self.tensor, self.version = tensor, version
+
+
+class _Elsewhere:
+    """Another tensor, as the hooks have it that were open around ours (checkpointing, the user's)."""
+
+    __slots__ = ("packed", "unpack")
+
+    def __init__(self, packed: Any, unpack: Any):
+        self.packed, self.unpack = packed, unpack
+
+
+class SavedWeights:
+    """The saved-tensor hooks of one engine, and its count of who looks into windows."""
+
+    def __init__(self, engine: Engine):
+        self._engine = engine.self_reference
+        self._by_storage: dict[int, Chunk] = {}
+        self._starts: dict[int, list[int]] = {}
+        self._handles: dict[int, list[ParamHandle]] = {}
+        self._own_references: dict[int, int] = {}
+        self._borrowers: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        """Modules that a part of them has handed views of weights: what they save is looked at as well."""
+        self._new_borrowers: list[nn.Module] = []
+        self.open_for: str | None = None
+        """A param of the call for which the hooks were opened last."""
+
+    def watch(self, chunk: Chunk, handles: list[ParamHandle]) -> None:
+        """Look after a chunk that moves. Its params are at home and guarded, and nobody has a view of its window."""
+        assert chunk.window is not None
+        ordered = sorted(handles, key=lambda handle: handle.slot.start)
+        index, storage = chunk.spec.index, chunk.face.untyped_storage()._cdata
+        self._by_storage[storage] = chunk
+        self._handles[index] = ordered
+        self._starts[index] = [handle.slot.start * chunk.face.dtype.itemsize for handle in ordered]
+        self._own_references[index] = _num_references(chunk) - _num_attached(ordered)
+
+    def is_lent(self, chunk: Chunk) -> bool:
+        """Whether somebody else has a tensor over the window of a chunk."""
+        own = self._own_references.get(chunk.spec.index)
+        return own is not None and _num_references(chunk) > own + _num_attached(self._handles[chunk.spec.index])
+
+    # ---- when the hooks are open ---------------------------------------------------------------------------------
+
+    def begin_call(self, record: CallRecord) -> None:
+        """Open the hooks for a call whose weights move, or that was lent some by a part of it."""
+        if (record.chunks or record.module in self._borrowers) and torch.is_grad_enabled():
+            record.num_hooks += self._push()
+            if record.chunks:
+                self.open_for = record.chunks[0].spec.slots[0].name
+
+    def refuse_transform(self, error: RuntimeError) -> None:
+        """torch runs no transform that takes derivatives while saved-tensor hooks are open, and says so in its words.
+
+        Raises:
+            GeminiError: in ours, if the hooks are those for weights that move.
+        """
+        if self.open_for is not None and str(error).startswith("torch.func") and "saved tensor hooks" in str(error):
+            raise ParamAccessError(
+                f"a module that reads weights of its own ({self.open_for!r}), which move, called torch.func inside of "
+                "its forward: torch can take no derivatives there. Put what torch.func differentiates into a module "
+                "without params of its own, or keep these weights where the model computes "
+                "(gemini.StaticPlacement, a larger budget)"
+            ) from error
+
+    def begin_forward(self) -> None:
+        """An outermost forward begins. Not sooner are borrowers known as such: a recomputation opens the same hooks."""
+        while self._new_borrowers:
+            self._borrowers.add(self._new_borrowers.pop())
+
+    def lend(self, record: CallRecord) -> None:
+        """A part of this call has left it a view of weights: from the next forward on its hooks are open."""
+        if record.module is not None and record.module not in self._borrowers:
+            self._new_borrowers.append(record.module)
+
+    @contextmanager
+    def open(self) -> Iterator[None]:
+        """Keep the hooks open while something else than a module reads weights."""
+        num_hooks = self._push() if torch.is_grad_enabled() else 0
+        try:
+            yield
+        finally:
+            if num_hooks:
+                _hooks._pop_saved_tensors_default_hooks()
+
+    def _push(self) -> int:
+        """Put our hooks over those that are there; 1, or 0 where ours are open already or torch allows none."""
+        if not self._by_storage or not _hooks._saved_tensors_hooks_is_enabled():
+            return 0
+        there = _hooks._top_saved_tensors_default_hooks(False)
+        if there is None:
+            _hooks._push_saved_tensors_default_hooks(self._pack, self._unpack)
+        elif there[0] == self._pack or getattr(there[0], "_gemini_of", None) is self:
+            return 0
+        else:
+            _hooks._push_saved_tensors_default_hooks(*self._around(*there))
+        return 1
+
+    def _around(self, pack_elsewhere: Any, unpack_elsewhere: Any) -> tuple[Any, Any]:
+        """Hooks that keep views of windows as places, and leave the rest to the hooks that are open around them.
+
+        Checkpointing counts what is saved, now and in its recomputation, and saves nothing of it: it is told of weights
+        as well. Hooks of the program get them too, as what they are: they may keep them in another precision.
+        """
+        origin = getattr(pack_elsewhere, "__module__", None) or ""
+
+        def pack(tensor: torch.Tensor) -> Any:
+            place = self._place_of(tensor)
+            if place is None:
+                return _Elsewhere(pack_elsewhere(tensor), unpack_elsewhere)
+            if origin.startswith("gemini."):
+                return place
+            packed = pack_elsewhere(tensor.detach())  # not the param itself, which shows NaN while it is away
+            return place if origin == _CHECKPOINTING else _Elsewhere(packed, unpack_elsewhere)
+
+        pack._gemini_of = self  # type: ignore[attr-defined]
+        return pack, self._unpack
+
+    # ---- what is saved -------------------------------------------------------------------------------------------
+
+    def _pack(self, tensor: torch.Tensor) -> Any:
+        return self._place_of(tensor) or _Kept(self._without_graph(tensor), tensor._version)
+
+    def _without_graph(self, tensor: torch.Tensor) -> torch.Tensor:
+        """An output that held its own graph would be freed by the garbage collector only."""
+        return tensor.detach()
+
+    def _place_of(self, tensor: torch.Tensor) -> _Place | None:
+        if type(tensor) not in _PLAIN:
+            return None
+        try:
+            chunk = self._by_storage.get(tensor.untyped_storage()._cdata)
+        except RuntimeError:  # sparse, or a wrapper without memory of its own
+            return None
+        if chunk is None or tensor.is_conj() or tensor.is_neg():
+            return None
+        index = chunk.spec.index
+        at = bisect_right(self._starts[index], tensor.storage_offset() * tensor.dtype.itemsize) - 1
+        return _Place(chunk, self._handles[index][max(at, 0)], tensor)
+
+    def _unpack(self, packed: Any) -> torch.Tensor:
+        kind = type(packed)
+        if kind is _Kept:
+            if packed.tensor._version != packed.version:
+                raise RuntimeError(
+                    "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                    f"[{packed.tensor.type()} {list(packed.tensor.shape)}] is at version {packed.tensor._version}; "
+                    f"expected version {packed.version} instead. Hint: enable anomaly detection to find the operation "
+                    "that failed to compute its gradient, with torch.autograd.set_detect_anomaly(True)."
+                )
+            return packed.tensor
+        if kind is _Elsewhere:
+            return packed.unpack(packed.packed)
+        return self._gather(packed)
+
+    def _gather(self, place: _Place) -> torch.Tensor:
+        """The view again. It lends the window to the node that asked, for as long as that has it."""
+        engine = self._engine()
+        if engine is None:
+            raise ParamAccessError(
+                f"backward needs the weights of {place.handle.name!r}, and the model that had them was deleted: keep "
+                "the model until backward is over"
+            )
+        if place.handle.num_writes != place.num_writes:
+            raise ParamAccessError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: the "
+                f"weights of {place.handle.name!r} were updated or written after the forward that this backward is of. "
+                "Call backward before optimizer.step(), or run the forward again"
+            )
+        if torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1:
+            # This node's backward is recorded for a second one (create_graph). What autograd's engine sets up for a
+            # node ends with it, our hooks too.
+            self._push()
+        with engine.lock, engine.reading(place.chunk):
+            face = place.chunk.face
+            view = torch.empty(0, dtype=place.dtype, device=face.device)
+            return view.set_(face.untyped_storage(), place.offset, place.shape, place.stride)
+
+
+def _num_references(chunk: Chunk) -> int:
+    """Tensors over a chunk's window."""
+    return torch._C._storage_Use_Count(chunk.face.untyped_storage()._cdata)  # type: ignore[attr-defined]
+
+
+def _num_attached(handles: list[ParamHandle]) -> int:
+    """Params that are views of their window now; the others' content is NaN."""
+    return sum(not handle.poisoned for handle in handles)

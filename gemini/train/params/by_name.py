@@ -1,0 +1,246 @@
+"""Reading and writing the content of one managed param by name: weights, masters, moments, gradients, wherever they
+live.
+
+Everything that shows or changes weights outside of forward comes through here (``state_dict``, ``full_param``, loading,
+``gathered(write=True)``), so that the two halves of a bf16 master are always written together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from difflib import get_close_matches
+from typing import TYPE_CHECKING
+
+import torch
+
+from gemini import kernels
+from gemini.errors import GeminiError, ParamAccessError
+from gemini.interrupts import WHOLE
+from gemini.memory.chunks.chunk import COMPUTE_DTYPES, Plane
+from gemini.memory.movement.mover import Mover, page_up, tiles
+from gemini.planning.planes import PlaneKind
+from gemini.ranks.agreement import Point
+from gemini.train.params.guard import ParamHandle, engine_of, note_writes
+from gemini.train.sharding.alike import agree_on_values, value_facts
+
+if TYPE_CHECKING:
+    from gemini.train.engine import Engine
+
+
+class ByName:
+    """The params of one engine, by any of their names."""
+
+    def __init__(self, engine: Engine):
+        self._mover = engine.mover
+        self._manager = engine.manager
+        self._updates = engine.updates
+        self._shards = engine.shards
+        self._compared = False
+        self._compute = COMPUTE_DTYPES[engine.config.precision]
+        self._handles = {name: handle for handle in engine.handles for name in handle.names}
+
+    def __getitem__(self, name: str) -> ParamHandle:
+        """The handle of a param.
+
+        Raises:
+            KeyError: with the closest names.
+        """
+        if name not in self._handles:
+            near = get_close_matches(name, self._handles, n=3) or list(self._handles)[:3]
+            raise KeyError(f"no managed param is called {name!r}; there are for example {', '.join(near)}")
+        return self._handles[name]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._handles
+
+    def __iter__(self):  # type: ignore[no-untyped-def]
+        return iter(self._handles)
+
+    def read(self, handle: ParamHandle, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """The full weights on the CPU, in the compute dtype; ``torch.float32`` gives the exact master."""
+        dtype = dtype or self._compute
+        self._updates.wait(handle.chunk)
+        planes = handle.chunk.planes
+        exact = dtype is torch.float32 and PlaneKind.RESIDUAL in planes
+        if self._shards is not None:
+            weights = self._whole(handle, PlaneKind.WEIGHTS)
+            if exact:
+                weights = _joined(weights, self._whole(handle, PlaneKind.RESIDUAL))
+            return weights.to(dtype).view(handle.param.shape)
+        out = torch.empty(handle.part.numel, dtype=dtype, device="cpu")
+        base = handle.part.start
+        for start, stop in tiles(0, handle.part.numel, self._mover.tile):
+            part = host_part(self._mover, handle.chunk.weights, base + start, base + stop)
+            if exact:
+                part = part.clone()  # the other half is staged where this one may be
+                part = _joined(part, host_part(self._mover, planes[PlaneKind.RESIDUAL], base + start, base + stop))
+            out[start:stop].copy_(part)
+        return out.view(handle.param.shape)
+
+    def _whole(self, handle: ParamHandle, kind: PlaneKind) -> torch.Tensor:
+        """A param's values in a plane, flat, from all ranks: all of them read together, or serve the one that does."""
+        self._updates.wait(handle.chunk)
+        if self._shards is not None:
+            return self._shards.read(handle, kind)
+        return read_range(self._mover, handle.chunk.planes[kind], handle)
+
+    def write(self, handle: ParamHandle, value: torch.Tensor) -> None:
+        """Make ``value`` (the param's shape, any float dtype) the master, exactly. A gathered copy is dropped.
+
+        Every rank writes its part, so all must be given the same.
+
+        Raises:
+            ValueError: if the shape is not the param's.
+        """
+        if value.shape != handle.param.shape:
+            raise ValueError(f"{handle.name!r} has shape {tuple(handle.param.shape)}, was given {tuple(value.shape)}")
+        self._updates.wait(handle.chunk)
+        with WHOLE:  # the two halves of a bf16 master, above all
+            self._write(handle, _own_part(handle, value))
+
+    def _write(self, handle: ParamHandle, flat: torch.Tensor) -> None:
+        planes = handle.chunk.planes
+        for start, stop in tiles(0, flat.numel(), self._mover.tile):
+            part = flat[start:stop].to("cpu")
+            if PlaneKind.RESIDUAL in planes:
+                hi = torch.empty(stop - start, dtype=torch.bfloat16, device="cpu")
+                lo = torch.empty(stop - start, dtype=torch.int16, device="cpu")
+                kernels.split_master(part.float(), hi, lo)
+                write_range(self._mover, planes[PlaneKind.RESIDUAL], handle, lo, start)
+                part = hi
+            write_range(self._mover, planes[PlaneKind.WEIGHTS], handle, part, start)
+        note_writes([handle])
+        self._manager.drop([handle.chunk])
+        self._manager.refresh_lent()
+
+    def overwrite(self, handle: ParamHandle, value: torch.Tensor) -> None:
+        """The same as a program does it, on every rank: ``param.copy_(value)``, which is how torch loads a state.
+
+        Raises:
+            RankMismatch: on every rank, if another value, or another param, is written on another one.
+        """
+        if self._shards is not None and not self._compared:
+            engine, name = engine_of(handle), handle.name
+            agree_on_values(engine, Point.COPY, f"writing {name!r}", lambda: value_facts([(name, value)]))
+        self.write(handle, value)
+
+    @contextmanager
+    def compared(self) -> Iterator[None]:
+        """What is written inside is known to be the same on all ranks."""
+        before, self._compared = self._compared, True
+        try:
+            yield
+        finally:
+            self._compared = before
+
+    def read_plane(self, handle: ParamHandle, kind: PlaneKind) -> torch.Tensor | None:
+        """A param's part of a plane, in its shape, or None if its chunk has no such plane."""
+        return self._whole(handle, kind).view(handle.param.shape) if kind in handle.chunk.planes else None
+
+    def write_plane(self, handle: ParamHandle, kind: PlaneKind, value: torch.Tensor) -> None:
+        """Overwrite a param's part of a plane.
+
+        Raises:
+            ValueError: if the shape is not the param's.
+            GeminiError: if its chunk has no such plane (it is frozen).
+        """
+        plane = handle.chunk.planes.get(kind)
+        if plane is None:
+            raise GeminiError(f"{handle.name!r} has no {kind.value}: it is frozen, or gradients are transient")
+        if value.shape != handle.param.shape:
+            raise ValueError(
+                f"{kind.value} of {handle.name!r} has shape {tuple(value.shape)}, wanted {tuple(handle.param.shape)}"
+            )
+        self._updates.wait(handle.chunk)
+        write_range(self._mover, plane, handle, _own_part(handle, value).to("cpu"))
+
+    def read_parts(self, handle: ParamHandle, kind: PlaneKind) -> Iterator[torch.Tensor]:
+        """What this rank keeps of a param in a plane, flat, tile by tile. A part may be overwritten by the next one."""
+        self._updates.wait(handle.chunk)
+        plane, base = handle.chunk.planes[kind], handle.part.start
+        for start, stop in tiles(0, handle.part.numel, self._mover.tile):
+            yield host_part(self._mover, plane, base + start, base + stop)
+
+    def write_parts(self, handle: ParamHandle, kind: PlaneKind, parts: Iterable[torch.Tensor]) -> None:
+        """Overwrite what this rank keeps of a param in a plane, in order (each part but the last in whole pages)."""
+        self._updates.wait(handle.chunk)
+        offset = 0
+        for part in parts:
+            write_range(self._mover, handle.chunk.planes[kind], handle, part, offset)
+            offset += part.numel()
+
+    def take_over(self, handle: ParamHandle, before: torch.Tensor | None) -> None:
+        """Make a param's gathered weights its master: written elements exactly, others keep their residual.
+
+        ``before``: what the weights were, if they were changed in place.
+        """
+        chunk, slot = handle.chunk, handle.slot
+        if handle.param.data_ptr() != handle.view.data_ptr() or handle.param.dtype != chunk.flat.dtype:
+            handle.param.data = handle.view
+            raise ParamAccessError(
+                f"inside gathered(write=True) {handle.name!r} was given other memory (param.data = ...), which is not "
+                "taken over: write into it, with param.copy_(value)"
+            )
+        if handle.param._version != handle.version:
+            note_writes([handle])
+        new = _own_part(handle, chunk.flat[slot.start : slot.stop]).to("cpu")
+        old = read_range(self._mover, chunk.weights, handle) if before is None else before.to("cpu").reshape(-1)
+        if PlaneKind.RESIDUAL in chunk.planes:
+            residual = read_range(self._mover, chunk.planes[PlaneKind.RESIDUAL], handle)
+            residual[new.view(torch.int16) != old.view(torch.int16)] = 0
+            write_range(self._mover, chunk.planes[PlaneKind.RESIDUAL], handle, residual)
+        elif old.dtype != new.dtype:
+            untouched = old.to(new.dtype).view(torch.int16) == new.view(torch.int16)
+            new = torch.where(untouched, old, new.to(old.dtype))
+        if not chunk.resident:
+            write_range(self._mover, chunk.weights, handle, new)
+
+
+def _joined(weights: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+    master = torch.empty(weights.numel(), dtype=torch.float32, device="cpu")
+    kernels.join_master(weights, residual, master)
+    return master
+
+
+def _own_part(handle: ParamHandle, value: torch.Tensor) -> torch.Tensor:
+    """What this rank keeps of a param's full values, flat."""
+    part = handle.part
+    return value.detach().reshape(-1)[part.offset : part.offset + part.numel]
+
+
+def read_range(mover: Mover, plane: Plane, handle: ParamHandle) -> torch.Tensor:
+    """What this rank keeps of a param in a plane, as a new flat host tensor."""
+    out = torch.empty(handle.part.numel, dtype=plane.dtype, device="cpu")
+    base = handle.part.start
+    for start, stop in tiles(0, handle.part.numel, mover.tile):
+        out[start:stop].copy_(host_part(mover, plane, base + start, base + stop))
+    return out
+
+
+def host_part(mover: Mover, plane: Plane, start: int, stop: int) -> torch.Tensor:
+    """At most a tile of a plane as a host tensor, in place or staged."""
+    view = plane.host_view(start, stop)
+    if view is not None:
+        return view
+    end = start + page_up(stop - start)
+    staged = mover.staged(PlaneKind.GRAD, plane.dtype, end - start)
+    return mover.load(plane, start, end, staged)[: stop - start]
+
+
+def write_range(mover: Mover, plane: Plane, handle: ParamHandle, source: torch.Tensor, offset: int = 0) -> None:
+    """Overwrite this rank's part of a param in a plane, from element ``offset`` (whole pages) of it on, cast to its
+    dtype.
+    """
+    engine_of(handle).before_write(handle.chunk)
+    base = handle.part.start + offset
+    for start, stop in tiles(0, source.numel(), mover.tile):
+        view = plane.host_view(base + start, base + stop)
+        if view is not None:
+            view.copy_(source[start:stop])
+            continue
+        end = start + page_up(stop - start)
+        staged = mover.staged(PlaneKind.GRAD, plane.dtype, end - start)
+        staged[stop - start :].zero_()
+        staged[: stop - start].copy_(source[start:stop])
+        mover.store(plane, base + start, base + end, staged)

@@ -1,0 +1,122 @@
+"""Which params are ordinary parameters now, and which are guarded.
+
+While the model computes, the params of gathered chunks are ordinary; those of chunks that never move become so together
+when it starts to compute, but not before their update is over: until then the guard stands, a block waits for its own
+chunks as it begins, and any other read waits when it meets the guard. At rest all are guarded.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from gemini.memory.chunks.chunk import Chunk
+from gemini.train.params import guard
+from gemini.train.params.guard import ParamHandle
+
+if TYPE_CHECKING:
+    from gemini.train.engine import Engine
+
+
+class Exposure:
+    """The guards of one engine."""
+
+    def __init__(self, engine: Engine):
+        self._reference = engine.self_reference
+        self._exposed: set[int] = set()
+        self._num_readers: dict[int, int] = {}
+        """Of chunks that move: how many computations see their params as ordinary ones now."""
+        self._late: set[int] = set()
+        """Resident chunks that are still being updated, or were when the model began to compute."""
+        self._written: list[ParamHandle] = []
+
+    def begin(self) -> None:
+        """The model computes from now on: what never moves is there to be read, unless it is being updated.
+
+        With gradients off all updates are waited for. torch then has fused paths for whole layers, which look at the
+        class of every param in them and compute other bits where one is guarded.
+        """
+        engine, exposed = self._engine(), self._exposed
+        pending = engine.updates.pending and torch.is_grad_enabled()
+        for chunk in engine.chunks:
+            if chunk.spec.index in exposed or not chunk.resident:
+                continue
+            if pending and engine.updates.is_pending(chunk):
+                self._late.add(chunk.spec.index)
+            else:
+                self.expose(chunk)
+
+    def catch_up(self, chunks: tuple[Chunk, ...]) -> None:
+        """These are read now: wait for their updates."""
+        if self._late:
+            for chunk in chunks:
+                if chunk.spec.index in self._late:
+                    self.expose(chunk)
+
+    def expose(self, chunk: Chunk) -> None:
+        """Make the params of a gathered chunk ordinary parameters, until as many :meth:`cover` if it moves."""
+        index, engine = chunk.spec.index, self._engine()
+        if not chunk.resident:
+            self._num_readers[index] = self._num_readers.get(index, 0) + 1
+        if index not in self._exposed:
+            if chunk.resident:
+                engine.updates.wait(chunk)
+                self._late.discard(index)
+            guard.expose(chunk, engine.by_chunk[index])
+            self._exposed.add(index)
+
+    def cover(self, chunk: Chunk) -> None:
+        """One reader less of a chunk that moves: guarded after the last, so that no other read goes unnoticed."""
+        index = chunk.spec.index
+        if chunk.resident or index not in self._num_readers:
+            return
+        self._num_readers[index] -= 1
+        if not self._num_readers[index]:
+            del self._num_readers[index]
+            if self.hide(chunk):  # a write, refused when everything has been let go: the copy may go
+                self._engine().manager.drop([chunk])
+
+    def withdraw(self, chunk: Chunk) -> None:
+        """Its update begins while the model computes: whoever reads it from now on (a recomputation) waits."""
+        if chunk.resident and chunk.spec.index in self._exposed:
+            self.hide(chunk)
+            self._late.add(chunk.spec.index)
+
+    def hide(self, chunk: Chunk) -> bool:
+        """Guard the params of a chunk. True if one was written to, which is refused when that can be done."""
+        index = chunk.spec.index
+        self._exposed.discard(index)
+        written = guard.hide(self._engine().by_chunk[index])
+        self._written += written
+        return bool(written)
+
+    def poison(self, chunk: Chunk) -> None:
+        """The gathered weights of a chunk went away."""
+        self._exposed.discard(chunk.spec.index)
+        self._num_readers.pop(chunk.spec.index, None)
+        guard.poison(self._engine().by_chunk[chunk.spec.index])
+
+    def rest_if_idle(self) -> None:
+        """Guard everything if nobody computes any more, and refuse what was written meanwhile."""
+        engine = self._engine()
+        if not engine.computing:
+            self._late.clear()
+            self._num_readers.clear()
+            for index in list(self._exposed):
+                self.hide(engine.chunks[index])
+        self.refuse_writes()
+
+    def refuse_writes(self) -> None:
+        """Raise for writes that were seen.
+
+        Raises:
+            ParamAccessError: naming the param.
+        """
+        written, self._written = self._written, []
+        guard.refuse_written(written)
+
+    def _engine(self) -> Engine:
+        engine = self._reference()
+        assert engine is not None
+        return engine

@@ -1,0 +1,96 @@
+"""``state_dict`` and ``load_state_dict`` of a managed model: torch's own walk, with the values taken from chunks.
+
+torch walks the modules (prefixes, hooks, buffers, extra state, strictness stay its business). Reading asks it for the
+params themselves and replaces each by a copy of its full weights, tied names sharing one; writing happens where torch
+says ``param.copy_(value)``, which the guard turns into a write of the master.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from gemini.interrupts import WHOLE
+from gemini.ranks.agreement import Point
+from gemini.train.params.guard import ParamHandle, handle_of
+from gemini.train.sharding.alike import Facts, agree_on_values, value_facts
+
+if TYPE_CHECKING:
+    from gemini.train.engine import Engine
+
+
+def model_state(
+    original: Any, destination: Any, prefix: str, read: Callable[[ParamHandle], torch.Tensor]
+) -> dict[str, Any]:
+    """Names to full values. ``original`` is ``super()`` of the managed model, ``read`` gives those of a param."""
+    before = set() if destination is None else set(destination)
+    state = original.state_dict(destination=destination, prefix=prefix, keep_vars=True)
+    copies: dict[int, torch.Tensor] = {}
+    for name, value in state.items():
+        if name in before:
+            continue
+        handle = handle_of(value)
+        if handle is not None:
+            if id(value) not in copies:
+                copies[id(value)] = read(handle)
+            state[name] = copies[id(value)]
+        elif isinstance(value, torch.Tensor):
+            state[name] = value.detach().to("cpu", copy=True)
+    return state
+
+
+def load_model_state(model: nn.Module, engine: Engine, state: Mapping[str, Any], strict: bool) -> Any:
+    """Check everything first, so that a refused state changes nothing; then let torch's loader write.
+
+    With several ranks each writes its part of every param, so all must load the same; a refusal on one is one on all.
+    """
+    expected: dict[str, Any] = {}
+    refusal = None
+    try:
+        expected = _check(model, engine, state, strict)
+    except Exception as e:
+        refusal = e
+
+    def facts() -> Facts:
+        return value_facts((name, value) for name, value in state.items() if handle_of(expected.get(name)) is not None)
+
+    agree_on_values(engine, Point.LOAD_MODEL, "load_state_dict", facts, refusal)
+    with WHOLE, engine.by_names.compared():  # Ctrl-C leaves no model that is half loaded
+        return nn.Module.load_state_dict(model, state, strict=strict)
+
+
+def _check(model: nn.Module, engine: Engine, state: Mapping[str, Any], strict: bool) -> dict[str, Any]:
+    """What the model has by the names of its state.
+
+    Raises:
+        TypeError: for what is no state.
+        RuntimeError: as torch does it, for missing or unexpected keys and wrong shapes.
+    """
+    if not isinstance(state, Mapping):
+        raise TypeError(f"load_state_dict takes a mapping of names to tensors, got {type(state).__name__}")
+    engine.recover_if_interrupted()
+    expected = nn.Module.state_dict(model, keep_vars=True)
+    for name, value in state.items():
+        if name in expected and isinstance(expected[name], torch.Tensor) and not isinstance(value, torch.Tensor):
+            raise TypeError(f"load_state_dict: the value of {name!r} is a {type(value).__name__}, not a tensor")
+    errors = [
+        f"size mismatch for {name}: copying a param with shape {tuple(value.shape)} from the state, the shape in the "
+        f"model is {tuple(expected[name].shape)}."
+        for name, value in state.items()
+        if isinstance(value, torch.Tensor)
+        and isinstance(expected.get(name), torch.Tensor)
+        and value.shape != expected[name].shape
+    ]
+    if strict:
+        missing = [name for name in expected if name not in state]
+        unexpected = [name for name in state if name not in expected]
+        if missing:
+            errors.append(f"Missing key(s): {', '.join(missing)}.")
+        if unexpected:
+            errors.append(f"Unexpected key(s): {', '.join(map(str, unexpected))}.")
+    if errors:
+        raise RuntimeError(f"Error(s) in loading state_dict for {type(model).__name__}:\n\t" + "\n\t".join(errors))
+    return expected

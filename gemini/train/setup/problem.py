@@ -1,0 +1,299 @@
+"""What has to be placed: the params, their sizes, and the bytes there are, before anything is allocated."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+import warnings
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from gemini.config import GeminiConfig
+from gemini.errors import PlanMismatch, parse_bytes
+from gemini.memory.chunks.chunk import COMPUTE_DTYPES
+from gemini.memory.devices.device import Device
+from gemini.memory.nvme import probe
+from gemini.memory.system import available_bytes
+from gemini.planning.hardware import Hardware
+from gemini.planning.placement import Placement, Problem, StaticPlacement, by_fractions, check_fits
+from gemini.planning.plan import Plan
+from gemini.planning.planner import Planner, pose_problem, with_staging
+from gemini.planning.speeds import Speeds
+from gemini.planning.trace import MemoryTrace, Source
+from gemini.planning.working import MARGIN
+from gemini.ranks.group import Ranks, checksum_of
+from gemini.tiers import Tier
+from gemini.train.modules.compiled import compiled_part
+from gemini.train.modules.renormalized import refuse_on_ranks
+from gemini.train.params.guard import handle_of, optimizer_of
+from gemini.train.setup.structure import structural_trace
+from gemini.version import __version__
+
+
+@dataclass(frozen=True)
+class NamedParam:
+    """A param once, with all the names it goes by (the first one is its name here)."""
+
+    param: nn.Parameter
+    names: tuple[str, ...]
+
+
+def collect_params(model: nn.Module) -> list[NamedParam]:
+    """The model's params in declaration order, tied ones once.
+
+    Raises:
+        TypeError: for params whose dtype cannot be trained in chunks.
+        ValueError: without params, or if one of them belongs to a wrapped model already.
+    """
+    named = _by_identity(model)
+    if not named:
+        raise ValueError(f"{type(model).__name__} has no params: there is nothing for GeminiDDP to manage")
+    for param, names in ((n.param, n.names) for n in named):
+        handle = handle_of(param)
+        if handle is not None:
+            raise ValueError(
+                f"param {names[0]!r} is managed by another GeminiDDP model already (as {handle.name!r}): "
+                "a param can belong to one wrapped model only. Wrap the outermost model once"
+            )
+        if param.dtype is torch.float64:
+            warnings.warn(f"param {names[0]!r} is float64: its master will be float32", stacklevel=6)
+        elif param.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            raise TypeError(
+                f"param {names[0]!r} is {param.dtype}: GeminiDDP manages float32, bfloat16 and float16 "
+                "params (integer, quantized and complex ones are not supported): register it as a buffer"
+            )
+        if param.is_meta:
+            raise ValueError(
+                f"param {names[0]!r} is on the meta device: it has no values to train from. Load or initialize "
+                "the model first, or let gemini.from_pretrained or gemini.from_config do it piece by piece"
+            )
+        if param.layout is not torch.strided:
+            raise TypeError(f"param {names[0]!r} is {param.layout}: GeminiDDP manages dense params only")
+    return named
+
+
+def _by_identity(model: nn.Module) -> list[NamedParam]:
+    names: dict[int, list[str]] = {}
+    params: dict[int, nn.Parameter] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(param), []).append(name)
+        params[id(param)] = param
+    return [NamedParam(param, tuple(names[key])) for key, param in params.items()]
+
+
+def prepare(model: nn.Module, config: GeminiConfig, ranks: Ranks, *, filled: bool = True) -> None:
+    """Before anything is built: the same model and settings on every rank, and the weights and buffers of rank 0.
+
+    ``filled``: the model has its values already; else whoever fills it sees that they are the same.
+
+    Raises:
+        RankMismatch: if ranks differ.
+        ValueError: for settings that do not go with replicas, and modules that do not go with ranks.
+    """
+    if ranks.replicas is not None and config.gradients == "transient":
+        raise ValueError(
+            'gradients="transient" updates inside backward, when only the ranks of one replica have added up their '
+            'gradients: with a 2-D mesh use gradients="retain" or "accumulate", or a mesh of one dimension'
+        )
+    if ranks.size > 1 or ranks.num_replicas > 1:
+        refuse_on_ranks(model)
+    named = collect_params(model)  # before weights are compared: what cannot be managed has none that could be
+    params = {
+        name: f"{tuple(param.shape)} {param.dtype}{'' if param.requires_grad else ' frozen'}"
+        for name, param in model.named_parameters(remove_duplicate=False)
+    }
+    memory = {name: size for name, size in vars(config.memory).items() if name != "nvme_path"}
+    settings = {name: _told(value) for name, value in vars(config).items() if name not in ("memory", "device")}
+    ranks.check_same(
+        {
+            "version of gemini": __version__,
+            "version of torch": str(torch.__version__),
+            "version of Python": ".".join(map(str, sys.version_info[:2])),
+            "model": type(model).__name__,
+            "set of params": params,
+            "state of the optimizer": _optimizer_states(named),
+            "set of tied params": [list(n.names) for n in named if len(n.names) > 1],
+            "config": settings,
+            "memory budget": {name: repr(size) for name, size in memory.items()},
+            "nvme_path": config.memory.nvme_path is not None,
+            "device": str(config.device).partition(":")[0],
+        }
+    )
+    if not filled:
+        return
+    tensors = {name: param.data for name, param in model.named_parameters()}
+    ranks.take_from_first({**tensors, **dict(model.named_buffers())})
+
+
+def _optimizer_states(named: list[NamedParam]) -> dict[str, str]:
+    """What steps before the model was wrapped have left. Each rank keeps a part of it, so it must be alike on all."""
+    found = {}
+    for names, param in ((n.names, n.param) for n in named):
+        optimizer = optimizer_of(param)
+        for key, value in (optimizer.state.get(param, {}) if optimizer is not None else {}).items():
+            found[f"{key} of {names[0]}"] = f"checksum {checksum_of(torch.as_tensor(value)):08x}"
+    return found
+
+
+def _told(value: Any) -> str:
+    """A setting in words that differ where it does; plans and traces are large."""
+    if isinstance(value, (MemoryTrace, Plan, Hardware)):
+        return hashlib.sha256(value.to_json().encode()).hexdigest()[:16]
+    return repr(value)
+
+
+def measure_budgets(config: GeminiConfig, device: Device, ranks: Ranks | None = None) -> dict[Tier, int]:
+    """Bytes per existing tier for this process: as declared, else what is free now times ``MARGIN``.
+
+    Host memory and disk are a machine's: the ranks on it divide them. What is measured is what the poorest rank has.
+
+    Raises:
+        StorageError: if ``nvme_path`` cannot hold a spill file.
+    """
+    memory = config.memory
+    budgets: dict[Tier, int] = {}
+    gpu = memory.bytes_of(Tier.GPU)
+    if device.tier is Tier.GPU:
+        budgets[Tier.GPU] = int(device.free_bytes() * MARGIN) if gpu is None else gpu
+    elif gpu:
+        warnings.warn(f"memory gpu={memory.gpu!r} has no effect: the device is {device.name}", stacklevel=6)
+    cpu = memory.bytes_of(Tier.CPU)
+    budgets[Tier.CPU] = int(available_bytes() * MARGIN) if cpu is None else cpu
+    if memory.nvme_path is not None:
+        found = probe(memory.nvme_path)
+        nvme = memory.bytes_of(Tier.NVME)
+        budgets[Tier.NVME] = int(found.free_bytes * MARGIN) if nvme is None else nvme
+    if ranks is not None:
+        for tier in (Tier.CPU, Tier.NVME):
+            if tier in budgets:
+                budgets[tier] //= ranks.local_size
+        budgets = dict(zip(budgets, ranks.smallest(list(budgets.values())), strict=True))
+    return budgets
+
+
+class Decision(NamedTuple):
+    """What is built: the plan that was given or made, or (for homes the user fixed) the homes alone."""
+
+    trace: MemoryTrace
+    problem: Problem
+    placement: Placement
+    plan: Plan | None
+    offload_activations: str | None = None
+
+
+def decide(model: nn.Module, config: GeminiConfig, device: Device, ranks: Ranks | None) -> Decision:
+    """The homes the config asks for, in the budgets there are.
+
+    Raises:
+        BudgetExceeded: if it does not fit.
+        PlanMismatch: for a trace or a plan of another model or of other settings.
+    """
+    structure = structural_trace(model, config.precision)
+    given = config.placement
+    if isinstance(given, Plan):
+        _check_plan(given, structure, config, device, ranks)
+    trace = given.trace if isinstance(given, Plan) else config.trace or structure
+    structure.check_same_model(trace, what="the trace")
+    if any(compiled_part(module) is not None for module in model.modules()):  # which read more at once than any trace
+        read = {*trace.together, *(moment.params for moment in structure.moments)}
+        trace = replace(trace, together=tuple(sorted(read)))
+    budgets = measure_budgets(config, device, ranks)
+    sharing = 1 if ranks is None else ranks.local_size
+    speeds = Speeds.typical() if config.hardware is None else Speeds.of(config.hardware, budgets, sharing=sharing)
+    schedule = "overlapped" if config.overlap else "serial"
+    planner = Planner(trace, speeds, schedule=schedule, hardware=config.hardware)
+    offload = given.offload_activations if isinstance(given, Plan) else config.offload_activations
+
+    def choose(overlap: bool) -> Decision:
+        problem = pose(trace, config, device, budgets, ranks, None if offload == "auto" else offload, overlap=overlap)
+        return _choose(config, trace, problem, planner, offload)
+
+    return with_staging(choose, overlap=config.overlap)
+
+
+def _choose(
+    config: GeminiConfig, trace: MemoryTrace, problem: Problem, planner: Planner, offload: str | None
+) -> Decision:
+    given = config.placement
+    if isinstance(given, Plan):
+        check_fits(problem, given.placement)
+        return Decision(trace, problem, given.placement, given, offload)
+    if isinstance(given, StaticPlacement):
+        return Decision(trace, problem, by_fractions(problem, _without_gpu(given, problem)), None, offload)
+    if isinstance(given, Placement):
+        check_fits(problem, given)
+        return Decision(trace, problem, given, None, offload)
+    if trace.source is Source.STRUCTURE:  # the first step that runs says what moves when
+        plan = planner.choose(problem, None, None if offload == "auto" else offload)
+    else:
+        explicit = _declared_activations(trace, config) is not None
+        plan = planner.best_of(problem, None, offload, explicit=explicit)
+    problem = plan.problem
+    return Decision(trace, problem, plan.placement, plan, plan.offload_activations)
+
+
+def _check_plan(plan: Plan, structure: MemoryTrace, config: GeminiConfig, device: Device, ranks: Ranks | None) -> None:
+    plan.check_for(structure)
+    plan.check_settings(
+        precision=config.precision,
+        gradients=config.gradients,
+        ranks=1 if ranks is None else ranks.size,
+        max_chunk=config.max_chunk,
+        compute=device.tier,
+    )
+    if config.offload_activations not in (None, "auto", plan.offload_activations):
+        raise PlanMismatch(
+            f"the plan was made for offload_activations={plan.offload_activations!r}, and the config says "
+            f"{config.offload_activations!r}: leave it out, and the plan decides"
+        )
+
+
+def _without_gpu(wanted: StaticPlacement, problem: Problem) -> StaticPlacement:
+    if problem.compute is Tier.CPU and (wanted.weights_on_gpu or wanted.optimizer_on_gpu or wanted.updates_on_gpu):
+        warnings.warn("StaticPlacement: fractions on gpu have no effect without a GPU", stacklevel=7)
+        return StaticPlacement(weights_on_nvme=wanted.weights_on_nvme, optimizer_on_nvme=wanted.optimizer_on_nvme)
+    return wanted
+
+
+def reduce_dtype(config: GeminiConfig) -> torch.dtype:
+    """What gradients are sent in between ranks."""
+    return COMPUTE_DTYPES[config.reduce_dtype or config.precision]
+
+
+def pose(
+    trace: MemoryTrace,
+    config: GeminiConfig,
+    device: Device,
+    budgets: dict[Tier, int],
+    ranks: Ranks | None,
+    offload_activations: str | None,
+    *,
+    overlap: bool,
+) -> Problem:
+    """All that placing needs to know."""
+    return pose_problem(
+        trace,
+        budgets,
+        precision=config.precision,
+        gradients=config.gradients,
+        compute=device.tier,
+        activations=_declared_activations(trace, config),
+        offload_activations=offload_activations,
+        ranks=1 if ranks is None else ranks.size,
+        replicas=1 if ranks is None else ranks.num_replicas,
+        reduce_itemsize=reduce_dtype(config).itemsize,
+        max_chunk=config.max_chunk,
+        overlap=overlap,
+    )
+
+
+def _declared_activations(trace: MemoryTrace, config: GeminiConfig) -> int | None:
+    """What the user or the plan says; else None for what the trace has, and nothing if there is none."""
+    if config.activations is not None:
+        return parse_bytes(config.activations)
+    if isinstance(config.placement, Plan):
+        return config.placement.problem.activations
+    return 0 if trace.source is Source.STRUCTURE else None

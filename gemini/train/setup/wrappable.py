@@ -1,0 +1,213 @@
+"""What a model must be like for Gemini to manage it, found out before anything of it changes.
+
+Params move to chunks, hooks go around modules, and the class of the model changes. Whatever of that cannot be, because
+of what the model holds, is refused here with the place and the remedy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from gemini.train.params.guard import handle_of
+
+
+def refuse_unwrappable(model: nn.Module, managed_class: Callable[[type[nn.Module]], type[nn.Module]]) -> None:
+    """Refuse a model whose modules, params or buffers cannot be managed; nothing is changed.
+
+    Args:
+        model: not managed yet, with its values.
+        managed_class: the class that the model would get.
+
+    Raises:
+        TypeError: for kinds of modules and tensors that cannot be served.
+        ValueError: for params and buffers without values, for params that share memory, and for gradients that are
+            not zero.
+    """
+    for path, module in model.named_modules():
+        _check_module(path, module)
+    for name, param in model.named_parameters():
+        if handle_of(param) is None:  # one of another managed model is refused as that
+            _check_param(name, param)
+            _check_grad(name, param)
+    for name, buffer in model.named_buffers():
+        _check_buffer(name, buffer)
+    _check_memory(model)
+    _check_class(model, managed_class)
+
+
+def _check_module(path: str, module: nn.Module) -> None:
+    where = f"{path!r}" if path else "the model"
+    if isinstance(module, torch.jit.ScriptModule) and any(True for _ in module.parameters()):
+        raise TypeError(
+            f"{where} is a torch.jit module ({type(module).__name__}): its code takes no hooks, and its weights come "
+            "and go around its forward. Give the plain module, without torch.jit.script or torch.jit.trace; "
+            "model.compile() compiles the blocks of a managed model"
+        )
+    if type(module).__name__ == "FullyShardedDataParallel":
+        raise TypeError(
+            f"{where} is wrapped in FullyShardedDataParallel, whose place GeminiDDP takes: wrap the bare model"
+        )
+    if any(True for _ in module.parameters()):
+        try:
+            module.register_forward_pre_hook(_nothing).remove()
+            module.register_forward_hook(_nothing).remove()
+        except Exception as e:
+            raise TypeError(
+                f"{where} ({type(module).__name__}) takes no forward hooks ({e}): its weights come and go around its "
+                "forward. Use an ordinary nn.Module in its place"
+            ) from e
+
+
+def _check_param(name: str, param: torch.Tensor) -> None:
+    if isinstance(param, UninitializedTensorMixin):
+        raise ValueError(
+            f"param {name!r} is not initialized yet (a lazy module): run one batch through the model before wrapping it"
+        )
+    if type(param).__name__ == "DTensor":
+        raise TypeError(
+            f"param {name!r} is a DTensor: fully_shard or a parallel style has divided it already, and GeminiDDP "
+            "divides params itself. Wrap the bare model (GeminiDDP(model, config, mesh=...) says over which ranks)"
+        )
+    if is_traceable_wrapper_subclass(param) or not _is_ordinary(type(param)):
+        raise TypeError(
+            f"param {name!r} is a {type(param).__name__}, a tensor with a behaviour of its own, which it would lose: "
+            "GeminiDDP manages ordinary params (nn.Parameter). Turn it into one (dequantize it), or make it a buffer"
+        )
+    if param.is_inference():
+        raise ValueError(
+            f"param {name!r} was made in torch.inference_mode(), and such tensors cannot be trained. Make or load the "
+            "model outside of it (torch.no_grad() does no harm)"
+        )
+    if not param.is_leaf:
+        raise ValueError(
+            f"param {name!r} is the result of a computation ({param.grad_fn}), so that gradients do not end at it: "
+            "register an nn.Parameter, param.detach().clone() for example"
+        )
+
+
+def _check_grad(name: str, param: torch.Tensor) -> None:
+    """Refuse a gradient that is there: the next backward would add to it, and chunks begin without any."""
+    grad = param.grad
+    if grad is not None and not grad.is_meta and bool((grad._values() if grad.is_sparse else grad).any()):
+        raise ValueError(
+            f"param {name!r} has a gradient already, which the next backward would add to, and managed params begin "
+            "without one. Call zero_grad() before GeminiDDP(model) if it has been used, else wrap before the backward "
+            "that it is of"
+        )
+
+
+def _is_ordinary(kind: type) -> bool:
+    """Whether nothing of how the params of a class compute is the class's own."""
+    return all(
+        getattr(getattr(kind, name), "__func__", getattr(kind, name))
+        is getattr(getattr(base, name), "__func__", getattr(base, name))
+        for name in ("__torch_function__", "__torch_dispatch__")
+        for base in [nn.Parameter if issubclass(kind, nn.Parameter) else torch.Tensor]
+    )
+
+
+def _check_buffer(name: str, buffer: torch.Tensor) -> None:
+    if isinstance(buffer, UninitializedTensorMixin):
+        raise ValueError(
+            f"buffer {name!r} is not initialized yet (a lazy module): run a batch through the model before wrapping it"
+        )
+    if buffer.is_meta:
+        raise ValueError(
+            f"buffer {name!r} is on the meta device: it has no values. Load or initialize the model first, or let "
+            "gemini.from_pretrained or gemini.from_config make it"
+        )
+
+
+class _Held(NamedTuple):
+    """Where a tensor of the model lies: bytes from ``start`` to ``stop``."""
+
+    start: int
+    stop: int
+    name: str
+    tensor: torch.Tensor
+    is_param: bool
+
+
+def _check_memory(model: nn.Module) -> None:
+    """Refuse params whose memory somebody else has too: managed, each has memory of its own, and they would part."""
+    params = {id(param) for param in model.parameters()}
+    held = sorted((found for found in _tensors_of(model, params)), key=lambda found: found[:2])
+    open_ones: list[_Held] = []
+    for now in held:
+        open_ones = [before for before in open_ones if before.stop > now.start]
+        for before in open_ones:
+            if (now.is_param or before.is_param) and _share(before.tensor, now.tensor):
+                first, second = (before, now) if before.is_param else (now, before)
+                remedy = (
+                    "Tie them by registering one nn.Parameter in both places"
+                    if second.is_param
+                    else "Compute it from the param where it is used"
+                )
+                raise ValueError(
+                    f"param {first.name!r} and {second.name!r} share memory and are different tensors: a write to one "
+                    f"would show in the other, and managed params have memory of their own. {remedy}, or give one of "
+                    "them a copy (.clone())"
+                )
+        open_ones.append(now)
+
+
+def _tensors_of(model: nn.Module, params: set[int]) -> Iterator[_Held]:
+    seen: set[int] = set()
+    for path, module in model.named_modules():
+        own: dict[str, Any] = {**module._parameters, **module._buffers}
+        if not module._forward_pre_hooks:  # what is kept there is not made anew for each forward, as spectral_norm does
+            own = {**vars(module), **own}
+        for name, tensor in own.items():
+            if not isinstance(tensor, torch.Tensor) or id(tensor) in seen or tensor.layout is not torch.strided:
+                continue
+            seen.add(id(tensor))
+            try:
+                start = tensor.data_ptr()
+            except RuntimeError:  # no memory that could be shared
+                continue
+            if tensor.is_meta or not tensor.numel():
+                continue
+            name = f"{path}.{name}" if path else name
+            yield _Held(start, start + _extent(tensor) * tensor.itemsize, name, tensor, id(tensor) in params)
+
+
+def _extent(tensor: torch.Tensor) -> int:
+    """Elements from the first to the last one of a tensor."""
+    return sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+
+
+def _share(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors whose ranges meet have a byte in common: columns of one matrix have not."""
+    if a.device != b.device:
+        return False
+    if (_extent(a) == a.numel() and _extent(b) == b.numel()) or a.itemsize != b.itemsize:
+        return True
+    first = min(a.data_ptr(), b.data_ptr())
+    places = []
+    for tensor in (a, b):
+        offset = (tensor.data_ptr() - first) // tensor.itemsize
+        line = torch.arange(offset, offset + _extent(tensor), dtype=torch.int64)
+        places.append(line.as_strided(tensor.shape, tensor.stride()).reshape(-1))
+    return bool(torch.isin(*places).any())
+
+
+def _check_class(model: nn.Module, managed_class: Callable[[type[nn.Module]], type[nn.Module]]) -> None:
+    original = type(model)
+    try:
+        model.__class__ = managed_class(original)  # type: ignore[assignment]
+        model.__class__ = original
+    except Exception as e:
+        raise TypeError(
+            f"{original.__name__} cannot be the base of a managed class ({type(e).__name__}: {e}): put the model into "
+            "a plain nn.Module that calls it, and wrap that"
+        ) from e
+
+
+def _nothing(*_: Any) -> None:
+    pass

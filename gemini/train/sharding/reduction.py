@@ -1,0 +1,378 @@
+"""Gradients of all ranks: whole on each rank until their chunk is complete, then each rank's shard of the sum.
+
+    take     a param's gradient into the whole gradient of its chunk, divided by the number of ranks
+    reduce   once complete on every rank: each rank receives and adds up its shard, and lands it: reduce-scatter
+    settle   once per step: sums across replicas, and every param's part of the norm from every rank
+
+Whole gradients are in the ledger as "gradients in flight". Where there is no room for another one, those that are open
+are reduced before they are complete; a param's gradient still arrives once, so this changes no sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from gemini import kernels
+from gemini.errors import BudgetExceeded, GeminiError
+from gemini.memory.chunks.chunk import Chunk
+from gemini.memory.devices.device import Window
+from gemini.memory.movement.mover import tiles
+from gemini.planning.planes import PlaneKind
+from gemini.planning.timeline import Lane
+from gemini.ranks.agreement import Point, Wish
+from gemini.ranks.wire import Tag, guarded
+from gemini.train.params.guard import ParamHandle
+from gemini.train.setup.problem import reduce_dtype
+from gemini.train.sharding.alike import Facts, gradient_facts, meet_with, owners, refuse_differing, step_facts
+from gemini.train.update.in_backward import use_in_backward
+
+if TYPE_CHECKING:
+    from gemini.train.engine import Engine
+    from gemini.train.sharding.shards import Shards
+
+_HOLDER = "gradients in flight"
+_PLAN = 8
+"""Where in the detail of a wish begins what a rank is about to update inside backward."""
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def _detail(is_full: bool, dtype: torch.dtype, plan: int) -> int:
+    return int(is_full) | _DTYPES.index(dtype) << 1 | plan << _PLAN
+
+
+class _WholeGradient:
+    """The gradient of a whole chunk as this rank computed it, until it is reduced."""
+
+    def __init__(self, window: Window, dtype: torch.dtype):
+        self.window = window
+        self.flat = window.bytes[: window.num_bytes].view(dtype)
+        self.arrived: set[str] = set()
+
+
+class Reduction:
+    """The gradients of an engine that shares its model with other ranks."""
+
+    def __init__(self, engine: Engine, shards: Shards):
+        self.reduces = True
+        """Whether gradients that are complete are reduced now; False inside ``no_sync``."""
+        self._shards = shards
+        self._ranks = shards.ranks
+        self._reference = engine.self_reference
+        self._dtype = reduce_dtype(engine.config)
+        self._scale = 1.0 / (self._ranks.size * self._ranks.num_replicas)
+        self._whole: dict[int, _WholeGradient] = {}
+        self._spare: dict[int, list[Window]] = {}
+        self._settled = False
+        self._plan = (0, 0)
+        self.clippings: list[str] = []
+        """The calls of ``clip_grad_norm_`` of this step; one without a limit only looks at the norm."""
+        self.num_dropped = 0
+        """How often gradients were dropped since the last step (``zero_grad``)."""
+        self.num_backwards = 0
+        """Since the last step, outside of ``no_sync``: replicas meet in none of them."""
+
+    def _engine(self) -> Engine:
+        engine = self._reference()
+        assert engine is not None
+        return engine
+
+    def take(self, handle: ParamHandle, grad: torch.Tensor) -> None:
+        """Keep a param's gradient, divided by the number of ranks, until that of its chunk is complete."""
+        chunk = handle.chunk
+        if self._settled and self._ranks.replicas is not None and any(h.has_grad for h in self._engine().handles):
+            raise GeminiError("a backward after clip_grad_norm_: clip after the last backward of a step")
+        whole = self._whole.get(chunk.spec.index)
+        if whole is None:
+            whole = self._open(chunk)
+        view = whole.flat[handle.slot.start : handle.slot.stop]
+        flat = grad.detach().contiguous().view(-1)
+        if handle.name in whole.arrived:
+            view.add_(flat, alpha=self._scale)
+        else:
+            torch.mul(flat, self._scale, out=view) if view.dtype == flat.dtype else view.copy_(flat).mul_(self._scale)
+            whole.arrived.add(handle.name)
+
+    def complete(self, chunk: Chunk) -> None:
+        """Every gradient of a chunk has arrived on this rank."""
+        if self.reduces:
+            self._reduce(chunk.spec.index)
+
+    def end_backward(self) -> None:
+        """The backward is over: reduce what was left incomplete, then wait until it is over on every rank."""
+        if self.reduces:
+            for index in sorted(self._whole, reverse=True):
+                self._reduce(index)
+            self._check_plans(self._shards.meet(Point.END_BACKWARD, self._planned() << _PLAN))
+            self.num_backwards += 1
+            if self._settled:
+                self._unsettle()  # nobody had a gradient
+
+    def _reduce(self, index: int) -> None:
+        whole = self._whole[index]
+        trained = sum(handle.trained for handle in self._engine().by_chunk[index])
+        is_full = len(whole.arrived) == trained == len(self._engine().by_chunk[index])
+        self._shards.reach(Wish(Point.REDUCE, index, _detail(is_full, whole.flat.dtype, self._planned())))
+
+    def _planned(self) -> int:
+        """What updates inside this backward depend on, as a checksum; 0 if there are none."""
+        engine = self._engine()
+        if engine.config.gradients != "transient":
+            return 0
+        if self._plan[0] != engine.backward_number:  # counters change with the first update
+            self._plan = engine.backward_number, step_facts(engine, owners(engine)).checksum
+        return self._plan[1]
+
+    def _check_plans(self, details: list[int]) -> None:
+        """Ranks that disagree about updates inside backward find out before the first of them."""
+        if len({detail >> _PLAN for detail in details}) > 1:
+            facts = step_facts(self._engine(), owners(self._engine()))
+            refuse_differing(self._shards, "the updates inside backward", facts)
+
+    def reduce(self, index: int, wishes: list[Wish]) -> None:
+        """All ranks add up chunk ``index``: each receives its shard of the sum and lands it."""
+        engine, chunk = self._engine(), self._engine().chunks[index]
+        self._check_plans([wish.detail for wish in wishes])
+        if self._settled:
+            self._unsettle()
+        handles, whole = engine.by_chunk[index], self._whole.get(index)
+        arrived, dtypes = self._who_has_what(index, wishes, whole, handles)
+        present = [handle for number, handle in enumerate(handles) if arrived[:, number].any()]
+        senders = {rank: dtypes[rank] for rank in range(self._ranks.size) if arrived[rank].any()}
+        if any(handle.has_grad for handle in present):
+            engine.gradients.promote([chunk])
+        transient = engine.config.gradients == "transient"
+        if whole is None and (transient or self._ranks.collective is not None):
+            whole = self._open(chunk)
+        if whole is not None:
+            for handle in handles:
+                if handle.name not in whole.arrived:
+                    whole.flat[handle.slot.start : handle.slot.stop].zero_()
+        adding = {handle.name: handle.has_grad for handle in present}
+        for handle in present:
+            engine.gradients.apply_clip(handle)
+        for handle in present:
+            handle.norm_sums = None if transient else []
+        shard = chunk.weights.numel
+        what = Lane.REDUCE.value
+        about = engine.mover.about(what, f"{what} chunk {index}", index, lane=Lane.REDUCE)
+        with torch.profiler.record_function("gemini::reduce_scatter"), about:
+            for start, stop, total in self._sums(chunk, whole, senders):
+                if transient:
+                    assert whole is not None
+                    at = self._ranks.rank * shard
+                    whole.flat[at + start : at + stop].copy_(total)
+                    continue
+                self._land(chunk, present, adding, start, stop, total)
+        if transient:
+            assert whole is not None
+            self._update(chunk, present, whole)
+        if whole is not None:
+            self._close(index)
+
+    def _who_has_what(
+        self, index: int, wishes: list[Wish], whole: _WholeGradient | None, handles: list[ParamHandle]
+    ) -> tuple[torch.Tensor, list[torch.dtype]]:
+        """Which gradients of a chunk each rank has (ranks x params), and in which dtype."""
+        if all(wish.subject == (Point.REDUCE, index) and wish.detail & 1 for wish in wishes):
+            everything = torch.ones((self._ranks.size, len(handles)), dtype=torch.bool, device="cpu")
+            return everything, [_DTYPES[(wish.detail & (1 << _PLAN) - 1) >> 1] for wish in wishes]
+        names = set() if whole is None else whole.arrived
+        dtype = self._dtype if whole is None else whole.flat.dtype
+        own = torch.tensor([_DTYPES.index(dtype), *(handle.name in names for handle in handles)], dtype=torch.uint8)
+        rows = self._ranks.wire.swap(Tag.AGREEMENT, own, "comparing which gradients there are")
+        return rows[:, 1:].bool(), [_DTYPES[int(row[0])] for row in rows]
+
+    def _sums(
+        self, chunk: Chunk, whole: _WholeGradient | None, senders: dict[int, torch.dtype]
+    ) -> Iterator[tuple[int, int, torch.Tensor]]:
+        shard, what = chunk.weights.numel, f"the reduce-scatter of {chunk.name}"
+        group = self._ranks.collective
+        if group is None:
+            own = whole.flat if whole is not None and self._ranks.rank in senders else None
+            yield from self._ranks.wire.reduce_scatter(Tag.GRADIENTS, own, senders, shard, self._shards.scratch, what)
+            return
+        assert whole is not None
+        section = whole.flat[self._ranks.rank * shard : (self._ranks.rank + 1) * shard]
+        guarded(what, lambda: dist.reduce_scatter_tensor(section, whole.flat, group=group))
+        self._shards.native["reduce_scatter"] += section.numel() * section.element_size() * (self._ranks.size - 1)
+        yield 0, shard, section
+
+    def _land(
+        self,
+        chunk: Chunk,
+        handles: list[ParamHandle],
+        adding: dict[str, bool],
+        start: int,
+        stop: int,
+        total: torch.Tensor,
+    ) -> None:
+        """Keep a piece of the sum: elements ``[start, stop)`` of this rank's shard."""
+        dtype = chunk.planes[PlaneKind.GRAD].dtype
+        rounded = total if total.dtype == dtype or dtype is torch.float32 else total.to(dtype)
+        for handle in handles:
+            first, last = max(handle.part.start, start), min(handle.part.stop, stop)
+            if first < last:
+                piece = rounded[first - start : last - start]
+                sums = self._engine().gradients.land_piece(chunk, piece, first, adding[handle.name])
+                assert handle.norm_sums is not None
+                handle.norm_sums += sums
+
+    def _update(self, chunk: Chunk, handles: list[ParamHandle], whole: _WholeGradient) -> None:
+        """``step_in_backward``: the sums stand in this rank's section of the whole gradient."""
+        at = self._ranks.rank * chunk.weights.numel
+        for handle in handles:
+            use_in_backward(self._engine(), handle, whole.flat[at + handle.part.start : at + handle.part.stop])
+        self._engine().updates.complete(chunk, now=True)  # the whole gradient makes room for the next one
+
+    def _open(self, chunk: Chunk) -> _WholeGradient:
+        """Memory for the gradient of a whole chunk; without room, others are reduced before they are complete."""
+        # Micro-batches inside no_sync are added up here, in fp32.
+        dtype = self._dtype if self.reduces else torch.float32
+        num_bytes = chunk.spec.numel * dtype.itemsize
+        spare = self._spare.setdefault(num_bytes, [])
+        window = spare.pop() if spare else self._engine().device.make_window(num_bytes)
+        while True:
+            try:
+                self._engine().manager.populate(window, _HOLDER, what=f"the gradient of {chunk.name}")
+                break
+            except BudgetExceeded as e:
+                if not self.reduces:
+                    spare.append(window)
+                    raise self.without_room(e) from e
+                if not self._whole:
+                    spare.append(window)
+                    raise
+                self._reduce(max(self._whole))
+        whole = _WholeGradient(window, dtype)
+        self._whole[chunk.spec.index] = whole
+        return whole
+
+    def without_room(self, error: BudgetExceeded) -> BudgetExceeded:
+        """What to say of it inside ``no_sync``: whole gradients may be what takes the room."""
+        return BudgetExceeded(
+            f"{error}. Inside no_sync() whole gradients are kept on every rank, 4 bytes per param: leave it "
+            "out (gradients are then divided after each backward) or raise the budget"
+        )
+
+    def _close(self, index: int) -> None:
+        window = self._whole.pop(index).window
+        self._engine().manager.depopulate(window, _HOLDER)
+        self._spare.setdefault(window.num_bytes, []).append(window)
+
+    def discard(self, handles: list[ParamHandle]) -> None:
+        """Forget gradients that were not reduced (``zero_grad``); those that were are forgotten next."""
+        self.num_dropped += any(handle.has_grad for handle in handles)
+        for handle in handles:
+            whole = self._whole.get(handle.chunk.spec.index)
+            if whole is not None:
+                whole.arrived.discard(handle.name)
+                if not whole.arrived:
+                    self._close(handle.chunk.spec.index)
+        self.clippings.clear()
+
+    def end_step(self) -> None:
+        """After an optimizer step, skipped or made."""
+        self.clippings.clear()
+        self.num_dropped = self.num_backwards = 0
+        if self._settled and not self._engine().has_gradients:
+            self._settled = False
+
+    @property
+    def has_unreduced(self) -> bool:
+        return bool(self._whole)
+
+    @contextmanager
+    def without_reducing(self) -> Iterator[None]:
+        """``no_sync``: gradients of backwards inside stay whole on each rank, and are added up."""
+        before, self.reduces = self.reduces, False
+        try:
+            yield
+        finally:
+            self.reduces = before
+
+    # ---- the step -----------------------------------------------------------------------------------------------
+
+    def settle(self, step: Facts | None = None) -> bool:
+        """Make the gradients of a step the same thing on every rank: once per step, before the norm or the update.
+
+        ``step``: what this rank is about to update with them, if it is. True if every rank is about to do the same.
+
+        Raises:
+            RankMismatch: on every rank, if they are not, or one of them has dropped gradients.
+        """
+        if self._settled:
+            return False
+        if self._whole:
+            raise GeminiError(
+                "optimizer.step() or clip_grad_norm_ after a backward inside no_sync(), or one that failed: the last "
+                "backward of a step must be outside of no_sync(), so that gradients are reduced. zero_grad() drops them"
+            )
+        handles, gradients = self._engine().handles, gradient_facts(self._engine())
+        said = meet_with(self._shards, Point.SETTLE, gradients, step)
+        if any(len({there for there, _ in row}) > 1 for row in said):  # replicas may have other gradients until here
+            refuse_differing(self._shards, "clip_grad_norm_ or optimizer.step()", gradients)
+        steps = {planned for row in said for _, planned in row}
+        if step is not None and 0 not in steps and len(steps) > 1:
+            refuse_differing(self._shards, "optimizer.step()", step)
+        if self._ranks.replicas is not None:
+            self._sum_across_replicas()
+        own = kernels.totals([handle.norm_sums or [] for handle in handles])
+        rows = self._ranks.wire.swap(Tag.AGREEMENT, torch.tensor(own, dtype=torch.float64), "the gradient norm")
+        for handle, parts in zip(handles, rows.T.tolist(), strict=True):
+            if handle.norm_sums is not None:
+                handle.norm_sums = parts
+        self._settled = True
+        return 0 not in steps
+
+    def confirm(self, step: Facts) -> None:
+        """Gradients are settled: every rank is about to update the same params with the same of them.
+
+        Raises:
+            RankMismatch: on every rank, if not.
+        """
+        gradients = gradient_facts(self._engine())
+        said = meet_with(self._shards, Point.STEP, gradients, step)
+        for number, facts in enumerate((gradients, step)):
+            if len({rank[number] for row in said for rank in row}) > 1:
+                refuse_differing(self._shards, "optimizer.step()", facts)
+
+    def _unsettle(self) -> None:
+        """A backward after ``clip_grad_norm_``: of a norm that all ranks know, this rank's part is its own again."""
+        for handle in self._engine().handles:
+            if handle.norm_sums is not None:
+                handle.norm_sums = handle.norm_sums[self._ranks.rank : self._ranks.rank + 1]
+        self._settled = False
+
+    def _sum_across_replicas(self) -> None:
+        """Add up this rank's shard of the gradients over all replicas, chunk by chunk in the order of the layout."""
+        engine, wire = self._engine(), self._ranks.replicas
+        assert wire is not None
+        own = torch.tensor([handle.has_grad for handle in engine.handles], dtype=torch.uint8)
+        rows = wire.swap(Tag.AGREEMENT, own, "comparing gradients across replicas").bool()
+        anywhere = {h.name: bool(flag) for h, flag in zip(engine.handles, rows.any(0).tolist(), strict=True)}
+        for index, handles in engine.by_chunk.items():
+            present = [handle for handle in handles if anywhere[handle.name]]
+            if not present:
+                continue
+            chunk = engine.chunks[index]
+            plane = chunk.planes[PlaneKind.GRAD]
+            absent = [handle.part for handle in present if not handle.has_grad]
+            for handle in present:
+                handle.norm_sums = []
+            for start, stop in tiles(0, plane.numel, min(engine.mover.tile, self._shards.piece)):
+                tile, is_staged = engine.mover.host_tile(PlaneKind.GRAD, plane, start, stop)
+                for part in absent:
+                    tile[max(part.start - start, 0) : max(part.stop - start, 0)].zero_()
+                wire.all_reduce(Tag.REPLICAS, tile, self._shards.scratch, f"the all-reduce of {chunk.name}")
+                if is_staged:
+                    engine.mover.store(plane, start, stop, tile)
+                for handle in present:
+                    first, last = max(handle.part.start, start), min(handle.part.stop, stop)
+                    if first < last:
+                        assert handle.norm_sums is not None
+                        handle.norm_sums += kernels.sum_squares(tile[first - start : last - start])

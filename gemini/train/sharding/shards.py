@@ -1,0 +1,275 @@
+"""ZeRO-3 over chunks: each rank keeps a shard of every plane; whole weights exist for a moment.
+
+    gather   own shard from its home into the window, the others' beside it: all-gather
+    read     a param's values by name, to those ranks that ask
+
+and gradients in ``gemini.train.sharding.reduction``. What is in flight is in the ledger: windows while they are filled,
+whole gradients as "gradients in flight", pieces on the wire as "exchange". A rank alone has no ``Shards``: none of this
+runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from gemini.errors import RankLost, RankMismatch
+from gemini.memory.chunks.chunk import Chunk
+from gemini.memory.devices.device import DONE, Event
+from gemini.memory.movement.mover import tiles
+from gemini.planning.layout import part_of
+from gemini.planning.planes import PlaneKind
+from gemini.planning.timeline import Lane
+from gemini.ranks.agreement import Agreement, Point, Wish, word_for
+from gemini.ranks.group import Ranks
+from gemini.ranks.watch import Watch
+from gemini.ranks.wire import Tag, Wire, guarded
+from gemini.tiers import Tier
+from gemini.train.params.by_name import host_part
+from gemini.train.params.guard import ParamHandle
+from gemini.train.sharding.consensus import end_group_of
+
+if TYPE_CHECKING:
+    from gemini.train.engine import Engine
+
+_KINDS = tuple(PlaneKind)
+_PARTED = -1  # where the ranks of a replica stand that cannot agree among themselves
+_TRAFFIC = {
+    Tag.WEIGHTS: "all_gather",
+    Tag.GRADIENTS: "reduce_scatter",
+    Tag.REPLICAS: "all_reduce",
+    Tag.BY_NAME: "by_name",
+    Tag.AGREEMENT: "agreement",
+    Tag.VALUES: "agreement",
+}
+
+
+def _is_inside(reference: weakref.ref[Engine]) -> Callable[[], bool | None]:
+    """Whether a call of the model is under way, for another thread; None when there is no model any more."""
+
+    def is_inside() -> bool | None:
+        engine = reference()
+        if engine is None:
+            return None
+        return not hasattr(engine, "calls") or engine.calls.running or engine.in_backward
+
+    return is_inside
+
+
+class Shards:
+    """The part of an engine that deals with other ranks."""
+
+    def __init__(self, engine: Engine, ranks: Ranks, exchange: int):
+        self.ranks = ranks
+        self.scratch = engine.device.make_host_buffer(exchange)
+        self._agreement = Agreement(ranks.wire)
+        self._watch = Watch(self._agreement, ranks.wire, _is_inside(engine.self_reference)) if ranks.size > 1 else None
+        self._engine = engine.self_reference
+        self._numbers = {handle.name: number for number, handle in enumerate(engine.handles)}
+        self.num_meetings = 0
+        self._read: torch.Tensor | None = None
+        self.waiting_group: dist.ProcessGroup | None = None
+        """Where the ranks wait for each other's disks, once they have."""
+        self.native: Counter[str] = Counter()
+        """Bytes that the library's own collectives have sent."""
+        self._sent_before: Counter[str] = Counter()
+        self.sent_last_step: Counter[str] = Counter()
+
+    def close(self) -> None:
+        """The model ends, and so do the groups that were made for it."""
+        if self._watch is not None:
+            self._watch.stop()
+        end_group_of(self)
+        self.ranks.close()
+
+    @property
+    def engine(self) -> Engine:
+        engine = self._engine()
+        assert engine is not None
+        return engine
+
+    def end_step(self) -> None:
+        """After an optimizer step: what was sent since the last one is what the report shows."""
+        self._agreement.num_steps += 1
+        if self.engine.reduction is not None:
+            self.engine.reduction.end_step()
+        total = self._sent()
+        self.sent_last_step = total - self._sent_before
+        self._sent_before = total
+
+    def _sent(self) -> Counter[str]:
+        """Bytes this rank has sent since the start, by collective."""
+        total = self.native.copy()
+        wires = [self.ranks.wire, self.ranks.replicas]
+        if self.ranks.everyone is not self.ranks.wire:
+            wires.append(self.ranks.everyone)
+        for wire in wires:
+            for tag, num_bytes in wire.sent.items() if wire is not None else ():
+                total[_TRAFFIC[tag]] += num_bytes
+        return total
+
+    def reach(self, wish: Wish) -> list[Wish]:
+        """Wait, serving other ranks, until ``wish`` is done or all ranks stand at its point."""
+        with self.engine.mover.about("other ranks", "wait for other ranks"):
+            try:
+                return self._agreement.reach(wish, self)
+            except RankMismatch:
+                if self.ranks.replicas is not None:
+                    with contextlib.suppress(RankLost):
+                        self._tell_replicas(self.ranks.replicas, _PARTED)
+                raise
+
+    def meet(self, point: Point, detail: int = 0) -> list[int]:
+        """Wait until every rank of the shard group stands at ``point``; what each of them says."""
+        return [wish.detail for wish in self.reach(Wish(point, 0, detail))]
+
+    def meet_all(self, point: Point, detail: int = 0) -> list[list[int]]:
+        """Wait until every rank of the model stands at ``point``; what each of them says, by replica.
+
+        Raises:
+            RankMismatch: on every rank, if those of some replica, or the replicas among each other, want other things.
+        """
+        self.num_meetings += 1
+        row = self.meet(point, detail)
+        if self.ranks.replicas is None:
+            return [row]
+        said = self._tell_replicas(self.ranks.replicas, point, *row)
+        if any(other[0] != point for other in said):
+            where = "; ".join(
+                f"the ranks of replica {number} disagree, their own error says about what"
+                if other[0] == _PARTED
+                else f"replica {number} is at {word_for(Point(other[0]))}"
+                for number, other in enumerate(said)
+            )
+            raise RankMismatch(
+                f"the replicas of this model were asked to do different things: {where}. Every rank must make the "
+                "same backwards and steps, and save and load together"
+            )
+        return [other[1:] for other in said]
+
+    def _tell_replicas(self, wire: Wire, point: int, *details: int) -> list[list[int]]:
+        """What the ranks of one shard stand at; always as many numbers, so that different points meet as well."""
+        said = torch.zeros(1 + self.ranks.size, dtype=torch.int64, device="cpu")
+        said[: 1 + len(details)] = torch.tensor([point, *details], dtype=torch.int64, device="cpu")
+        return wire.swap(Tag.AGREEMENT, said, "comparing replicas").tolist()
+
+    def reduce(self, index: int, wishes: list[Wish]) -> None:
+        """All ranks add up the gradients of a chunk."""
+        reduction = self.engine.reduction
+        assert reduction is not None
+        reduction.reduce(index, wishes)
+
+    # ---- weights ------------------------------------------------------------------------------------------------
+
+    def gather(self, chunk: Chunk) -> Event:
+        """Fill a populated window with the weights of all ranks; the end of the copy out of this rank's home."""
+        chunk.fetched = DONE
+        self.reach(Wish(Point.GATHER, chunk.spec.index))
+        return chunk.fetched
+
+    def serve(self, subject: tuple[Point, int], takers: list[int]) -> None:
+        """Every rank gives what it keeps of a chunk's weights, or of a param's plane, to those who asked."""
+        point, index = subject
+        if point is Point.READ:
+            number, kind = divmod(index, len(_KINDS))
+            self.engine.updates.wait(self.engine.handles[number].chunk)
+            self._serve_read(self.engine.handles[number], _KINDS[kind], takers)
+            return
+        self.engine.updates.wait(self.engine.chunks[index])
+        if len(takers) == self.ranks.size:
+            self._all_gather(self.engine.chunks[index])
+        else:
+            self._send_weights(self.engine.chunks[index], takers)
+
+    def _all_gather(self, chunk: Chunk) -> None:
+        shard = chunk.weights.numel
+        own = chunk.flat[self.ranks.rank * shard : (self.ranks.rank + 1) * shard]
+        chunk.fetched = self.engine.mover.fetch(chunk.weights, own, chunk.spec.index)
+        if self.ranks.collective is None:
+            chunk.fetched.wait()  # the wire reads it on the host
+        else:
+            chunk.fetched.wait_on_device()
+        with torch.profiler.record_function("gemini::all_gather"), self._gathering(chunk):
+            group = self.ranks.collective
+            if group is None:
+                self.ranks.wire.all_gather(Tag.WEIGHTS, chunk.flat, f"the all-gather of {chunk.name}")
+            else:
+                what = f"the all-gather of {chunk.name}"
+                guarded(what, lambda: dist.all_gather_into_tensor(chunk.flat, own, group=group))
+                self.native["all_gather"] += own.numel() * own.element_size() * (self.ranks.size - 1)
+
+    def _gathering(self, chunk: Chunk) -> AbstractContextManager[None]:
+        """Around weights on the wire."""
+        index, what = chunk.spec.index, Lane.GATHER.value
+        return self.engine.mover.about(what, f"{what} chunk {index}", index, lane=Lane.GATHER)
+
+    def _send_weights(self, chunk: Chunk, takers: list[int]) -> None:
+        """Some ranks need weights that others do not: host tile by host tile, so that those need no memory for it."""
+        mover, wire, plane = self.engine.mover, self.ranks.wire, chunk.weights
+        shard, what = plane.numel, f"sending the weights of {chunk.name}"
+        taking = wire.rank in takers
+        for start, stop in tiles(0, shard, min(mover.tile, self.piece)):
+            own, _ = mover.host_tile(PlaneKind.WEIGHTS, plane, start, stop)
+            if own.dtype != chunk.flat.dtype:
+                own = mover.staged(PlaneKind.EXP_AVG, chunk.flat.dtype, stop - start).copy_(own)
+            received = {}
+            if taking:
+                room = self.scratch.view(chunk.flat.dtype)
+                received = {
+                    peer: room[i * (stop - start) : (i + 1) * (stop - start)] for i, peer in enumerate(wire.peers)
+                }
+            outgoing = {taker: own for taker in takers if taker != wire.rank}
+            with self._gathering(chunk):
+                wire.start(Tag.WEIGHTS, outgoing, received, what).wait()
+            for rank, part in [*received.items(), *([(wire.rank, own)] if taking else [])]:
+                into = chunk.flat[rank * shard + start : rank * shard + stop]
+                # As in an all-gather: what others sent counts as sent by them.
+                crosses = part.numel() * part.element_size() if rank == wire.rank else 0
+                with mover.crossing(Tier.CPU, self.engine.device.tier, crosses):
+                    self.engine.device.copy(into, part, "fetch").wait()
+
+    @property
+    def piece(self) -> int:
+        """Elements of a piece on the wire, so many that one from every rank fits the scratch area in fp32."""
+        return max(self.scratch.numel() // (4 * max(self.ranks.size, 4)) // 2048 * 2048, 2048)
+
+    # ---- by name ------------------------------------------------------------------------------------------------
+
+    def read(self, handle: ParamHandle, kind: PlaneKind) -> torch.Tensor:
+        """The values of a param in a plane, whole and flat, in host memory of their own."""
+        out = torch.empty(handle.slot.numel, dtype=handle.chunk.planes[kind].dtype, device="cpu")
+        self.read_into(handle, kind, out)
+        return out
+
+    def read_into(self, handle: ParamHandle, kind: PlaneKind, out: torch.Tensor) -> None:
+        """The same into a flat host tensor of the plane's dtype."""
+        self._read = out
+        try:
+            self.reach(Wish(Point.READ, self._numbers[handle.name] * len(_KINDS) + _KINDS.index(kind)))
+        finally:
+            self._read = None
+
+    def _serve_read(self, handle: ParamHandle, kind: PlaneKind, takers: list[int]) -> None:
+        wire, plane, what = self.ranks.wire, handle.chunk.planes[kind], f"reading {kind.value} of {handle.name}"
+        taking = wire.rank in takers
+        for owner in range(wire.size):
+            part = part_of(handle.slot, handle.chunk.spec.numel, wire.size, owner)
+            for start, stop in tiles(0, part.numel, self.engine.mover.tile):
+                own = None
+                if owner == wire.rank:
+                    own = host_part(self.engine.mover, plane, part.start + start, part.start + stop)
+                    wire.start(Tag.BY_NAME, {t: own for t in takers if t != owner}, {}, what).wait()
+                if taking:
+                    assert self._read is not None
+                    into = self._read[part.offset + start : part.offset + stop]
+                    if own is not None:
+                        into.copy_(own)
+                    else:
+                        wire.start(Tag.BY_NAME, {}, {owner: into}, what).wait()

@@ -1,0 +1,1 @@
+"""Updates: the optimizer, its tiles, the jobs in flight, clipping."""

@@ -1,0 +1,101 @@
+"""Gradients that a device uses inside backward before the host knows whether they are finite.
+
+Where the whole update of a chunk runs on a device with kernels of its own, backward does not wait to look at the
+chunk's gradients. The device looks: a flag that the sums of squares set stops the update of that chunk, and the host is
+told later, of all chunks at once, when the step ends. Updates on the host look first, and have nothing of this.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from gemini import kernels
+from gemini.errors import NonFiniteGradient
+from gemini.memory.chunks.chunk import Chunk
+from gemini.memory.movement.mover import Mover
+from gemini.train.params.guard import ParamHandle
+from gemini.train.update.tiles import Segment, check_finite, runs_on_device
+
+if TYPE_CHECKING:
+    from gemini.train.engine import Engine
+
+
+class _Update(NamedTuple):
+    """Of a chunk on the device: its params, and the sums that tell whether it took place."""
+
+    handles: list[ParamHandle]
+    sums: list[kernels.Sums]
+
+
+class Unseen:
+    """What an engine has yet to look at of the gradients that were used in backward."""
+
+    def __init__(self) -> None:
+        self._updates: list[_Update] = []
+        self.num_chunks = 0
+        """Handed over for their update since :meth:`look` was called, on the device and on the host."""
+
+    def stop_for(self, mover: Mover, chunk: Chunk, segments: list[Segment]) -> torch.Tensor | None:
+        """The flag that stops the chunk's update if a gradient that autograd left is not finite; None if none has to.
+
+        Raises:
+            NonFiniteGradient: for an update on the host, which looks at once; nothing of this chunk was touched.
+        """
+        grads = [segment.grad for segment in segments if segment.grad is not None]
+        if not (grads and runs_on_device(mover, chunk, grads_landed=False) and kernels.leaves_sums_there(grads[0])):
+            check_finite(segments)
+            return None
+        flag = kernels.new_flag(grads[0])
+        sums = [kernels.sum_squares(grad, flag) for grad in grads]
+        self._updates.append(_Update([segment.handle for segment in segments], sums))
+        return flag
+
+    def stop_for_landed(self, mover: Mover, chunk: Chunk, handles: list[ParamHandle]) -> torch.Tensor | None:
+        """The same for gradients in the chunk's plane, from the sums they came with; None if it is for the host."""
+        sums = [handle.norm_sums for handle in handles if handle.norm_sums is not None]
+        flag = kernels.nonfinite_flag(sums) if runs_on_device(mover, chunk, grads_landed=True) else None
+        if flag is not None:
+            self._updates.append(_Update(handles, sums))
+        return flag
+
+    def look(self, engine: Engine) -> None:
+        """See what became of the updates on the device: a wait, once for all of them.
+
+        Raises:
+            NonFiniteGradient: naming the first param; what was updated and what was not it says.
+        """
+        updates, self._updates = self._updates, []
+        num_chunks, self.num_chunks = self.num_chunks, 0
+        found = iter(kernels.totals([sums for update in updates for sums in update.sums]))
+        bad: list[ParamHandle] = []
+        num_stopped = 0
+        for update in updates:
+            own = [handle for handle in update.handles if not math.isfinite(next(found))]
+            if own:
+                num_stopped += 1
+                for handle in update.handles:
+                    handle.num_steps -= 1
+            bad += own
+        if not bad:
+            return
+        told = f"the gradient of {bad[0].name!r} holds inf or NaN (and {len(bad) - 1} more params)."
+        if num_stopped == num_chunks and engine.shards is None:
+            engine.updated_in_backward = False
+            raise NonFiniteGradient(
+                f"{told} No weight was changed: call optimizer.zero_grad() to drop this step and go on, or look for "
+                "the cause (learning rate, data)"
+            )
+        error = NonFiniteGradient(
+            f"{told} Their chunks were not updated, but {num_chunks - num_stopped} others of this rank were in this "
+            "backward: resume from a checkpoint"
+        )
+        engine.mark_lost(error)
+        raise error
+
+    def forget(self) -> None:
+        """Everything is going to be overwritten."""
+        self._updates.clear()
+        self.num_chunks = 0

@@ -1,0 +1,266 @@
+"""The thread on which updates run beside training: chunk after chunk by deadline, tiles of staged ones in a pipeline.
+
+While one tile is updated, the next ones are read and the ones before are written back, across the borders of chunks;
+each has a slot of staging of its own, in host memory, or on the device for updates that are streamed through it. An
+update that fails ends all others that wait: the model is then half of one step and half of the next, and whoever waits
+for any of them is told why.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+from gemini import kernels
+from gemini.errors import GeminiError
+from gemini.memory.chunks.chunk import Chunk
+from gemini.memory.devices.device import Event
+from gemini.memory.movement.lane import Job, Worker
+from gemini.memory.movement.mover import Moved, Mover, Working
+from gemini.memory.movement.staging import StagingSet
+from gemini.train.update.streamed import STREAM, StreamedTile, is_streamed, streamed_tiles
+from gemini.train.update.tiles import Segment, Tile, check_finite, is_staged, tiles_of
+
+
+class UpdateJob(Job):
+    """The update of one chunk.
+
+    Args:
+        urgency: when the chunk is needed next; the smallest goes first.
+        moved: the step that its bytes count for.
+        threads: that share one call of the kernel.
+        ready: what the computing device was given when this was handed over is done; its gradients are there then.
+        before: called when it begins, before anything of the chunk changes.
+        release: called when its gradients are not needed any more.
+    """
+
+    def __init__(
+        self,
+        chunk: Chunk,
+        segments: list[Segment],
+        urgency: float,
+        *,
+        moved: Moved,
+        threads: int,
+        ready: Event,
+        before: Callable[[Chunk], None],
+        release: Callable[[], None] | None = None,
+    ):
+        super().__init__(lambda: None, urgency)
+        self.chunk, self.segments = chunk, segments
+        self.working, self.threads = Working(moved), threads
+        self.ready, self.before, self._release = ready, before, release
+        self.num_open = 0  # tiles that have begun and not finished
+        self.all_begun = False
+
+    @property
+    def holds_gradients(self) -> bool:
+        """Whether its end gives back memory of gradients."""
+        return self._release is not None
+
+    def finish(self, error: BaseException | None = None) -> None:
+        self.segments = []
+        if self._release is not None:
+            self._release()
+            self._release = None
+        super().finish(error)
+
+
+class UpdateLane(Worker):
+    """See above.
+
+    Args:
+        slots: staging for tiles that cannot be updated in place; without any, only chunks that can be are accepted.
+        on_lost: told what broke an update off in its middle.
+        device_slots: staging on the device, for tiles that are streamed.
+    """
+
+    def __init__(
+        self,
+        mover: Mover,
+        slots: list[StagingSet],
+        on_lost: Callable[[BaseException], None],
+        *,
+        device_slots: list[StagingSet],
+    ):
+        super().__init__("update")
+        self.slot_tile = slots[0].tile if slots else 0
+        self._device_tile = device_slots[0].tile if device_slots else 0
+        self._mover, self._on_lost = mover, on_lost
+        self._free, self._free_on_device = list(slots), list(device_slots)
+        self._is_alone = False
+        self._ahead: UpdateJob | None = None  # taken, and waiting for its gradients
+        self._tiles: Iterator[tuple[UpdateJob, Tile]] | None = None
+        self._next: tuple[UpdateJob, Tile] | None = None
+        self._reading: deque[tuple[UpdateJob, Tile]] = deque()
+        self._writing: deque[tuple[UpdateJob, Tile]] = deque()
+        self._open: dict[UpdateJob, None] = {}
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """The thread that computes only waits inside: its processors are free for the update."""
+        self._is_alone = True
+        try:
+            yield
+        finally:
+            self._is_alone = False
+
+    def _work(self) -> None:
+        while True:
+            try:
+                if self._is_closed and self._open:
+                    raise _deleted()
+                self._begin_tiles()
+                if self._reading:
+                    self._update(*self._reading.popleft())
+                elif self._writing:
+                    self._end(*self._writing.popleft())
+                elif not self._sleep():
+                    return
+            except BaseException as e:
+                self._break_off(e)
+
+    def _end_here(self) -> None:
+        for job in list(self._open):  # a fetch may wait for one, and the end of the model for that fetch
+            job.finish(_deleted())
+
+    def _sleep(self) -> bool:
+        """Wait for jobs; False when the lane is closed."""
+        with self._changed:
+            while not self._waiting and not self._is_closed:
+                self._changed.wait()
+            return bool(self._waiting)
+
+    def _begin_tiles(self) -> None:
+        """Start what comes next, as far as there are slots. One tile in place at a time: nothing is brought for it."""
+        while True:
+            if self._next is None:
+                self._next = self._next_tile()
+            if self._next is None:
+                return
+            job, tile = self._next
+            free = self._slots_of(tile)
+            if isinstance(tile, StreamedTile) or is_staged(self._mover, job.chunk, job.segments):
+                while not free and self._writing and self._writing[0][1].is_finished():
+                    self._end(*self._writing.popleft())
+                if not free:
+                    if not self._reading:  # every slot is on its way back
+                        self._end(*self._writing.popleft())
+                        continue
+                    return
+                tile.staging = free.pop()
+            elif self._reading:
+                return
+            self._next = None
+            self._reading.append((job, tile))
+            with self._mover.working(job.working):
+                tile.begin()
+
+    def _next_tile(self) -> tuple[UpdateJob, Tile] | None:
+        while True:
+            if self._tiles is None:
+                job = self._ahead or self._take_job()
+                if job is None:
+                    return None
+                if (self._reading or self._writing) and not job.ready.is_complete():
+                    self._ahead = job  # what has begun is ended first: the device may take its time with this one
+                    return None
+                self._ahead = None
+                self._check(job)
+                job.before(job.chunk)
+                if self._is_closed:
+                    raise _deleted()
+                self._tiles = self._tiles_of(job)
+            found = next(self._tiles, None)
+            if found is not None:
+                found[0].num_open += 1
+                return found
+            self._tiles = None
+
+    def _take_job(self) -> UpdateJob | None:
+        with self._changed:
+            job = self._take()
+        if job is None:
+            return None
+        assert isinstance(job, UpdateJob)
+        self._open[job] = None  # from here on whatever goes wrong ends it: somebody waits
+        kernels.set_flush_mode(job.flush_mode)
+        return job
+
+    def _check(self, job: UpdateJob) -> None:
+        """Look at gradients that stand where autograd left them, once they are there."""
+        if not job.segments or job.segments[0].grad is None:
+            return
+        if not is_streamed(job.chunk, job.segments):
+            job.ready.wait()
+        with self._mover.device.beside(STREAM):  # not behind what was given to the device since
+            job.ready.wait_on_device()
+            check_finite(job.segments)
+
+    def _tiles_of(self, job: UpdateJob) -> Iterator[tuple[UpdateJob, Tile]]:
+        parts: Iterator[Tile]
+        if is_streamed(job.chunk, job.segments):
+            parts = streamed_tiles(self._mover, job.chunk, job.segments, self._device_tile, job.ready)
+        else:
+            parts = tiles_of(self._mover, job.chunk, job.segments, max(self.slot_tile, 1))
+        for tile in parts:
+            yield job, tile
+        job.all_begun = True
+        self._finish_if_done(job)
+
+    def _update(self, job: UpdateJob, tile: Tile) -> None:
+        self._writing.append((job, tile))
+        kernels.limit_threads(None if self._is_alone else job.threads)
+        with torch.profiler.record_function("gemini::adam"), self._mover.working(job.working):
+            tile.run()
+        if tile.staging is None:
+            self._writing.pop()
+            self._end(job, tile)
+
+    def _end(self, job: UpdateJob, tile: Tile) -> None:
+        try:
+            tile.finish()
+        except BaseException:
+            self._writing.append((job, tile))  # to be abandoned with the rest
+            raise
+        self._give_back(tile)
+        job.num_open -= 1
+        self._finish_if_done(job)
+
+    def _finish_if_done(self, job: UpdateJob) -> None:
+        if job.all_begun and job.num_open == 0 and job in self._open:
+            del self._open[job]
+            job.finish()
+
+    def _give_back(self, tile: Tile) -> None:
+        if tile.staging is not None:
+            self._slots_of(tile).append(tile.staging)
+            tile.staging = None
+
+    def _slots_of(self, tile: Tile) -> list[StagingSet]:
+        return self._free_on_device if isinstance(tile, StreamedTile) else self._free
+
+    def _break_off(self, error: BaseException) -> None:
+        """An update failed: nothing is under way afterwards, and everybody who waits is told."""
+        if self._open:
+            self._on_lost(error)
+        begun = [*self._reading, *self._writing]
+        if self._next is not None:
+            begun.append(self._next)
+        for _, tile in begun:
+            tile.abandon()
+            self._give_back(tile)
+        self._reading.clear()
+        self._writing.clear()
+        self._tiles = self._next = self._ahead = None
+        failed, self._open = list(self._open), {}
+        for job in failed:
+            job.finish(error)
+        self.cancel_all(error)
+
+
+def _deleted() -> GeminiError:
+    return GeminiError("the model was deleted while it was updated")

@@ -1,0 +1,444 @@
+"""``HybridAdam``: Adam and AdamW on exact fp32 masters, in C++ where the states live, for managed and plain params.
+
+It is a true ``torch.optim.Optimizer``: param groups, LR schedulers, ``state_dict`` and ``add_param_group`` are torch's.
+For params of a ``GeminiDDP`` model the states are planes of chunks and the gradients are in chunks; for plain params
+the states are in ``self.state`` (a bf16 param gets an int16 ``residual``, the other half of its master; an fp16 param
+an fp32 ``master``). The update is written down once, in ``gemini.kernels_reference``, and is the same bits everywhere.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from gemini import kernels
+from gemini.errors import GeminiError
+from gemini.grad_mode import call_with_grad, without_grad
+from gemini.interrupts import WHOLE
+from gemini.ranks.agreement import Point
+from gemini.train.engine import Engine
+from gemini.train.gradients.scaled_backward import scaler_steps
+from gemini.train.params.guard import ParamHandle, engine_of, handle_of, note_writes, stepping_in_backward
+from gemini.train.sharding.alike import agree_on_optimizer_state, agree_on_step, told_to_all
+from gemini.train.update import optimizer_states as states_of
+from gemini.train.update.adam_options import refuse_options
+from gemini.train.update.optimizer_checks import check_group, check_loaded, loaded_group
+from gemini.train.update.tiles import Segment
+from gemini.train.update.updates import Work
+
+Group = dict[str, Any]
+
+
+class HybridAdam(torch.optim.Optimizer):
+    """AdamW (``decoupled=True``; Loshchilov and Hutter, 2019) or Adam with L2 (``decoupled=False``; Kingma and Ba,
+    2015).
+
+    Args:
+        params: params or param groups, managed or not; may be made before or after ``GeminiDDP(model)``. A param
+            belongs to the optimizer that was given it last, and starts anew there (no steps, moments of zero), as in
+            torch; in bf16 the residual stays, which is the other half of the model's master.
+        lr: learning rate.
+        betas: decay rates of the two moments.
+        eps: added to the denominator.
+        weight_decay: decoupled decay, or the L2 coefficient.
+        decoupled: AdamW or Adam.
+        step_in_backward: update params inside ``loss.backward()`` as soon as the gradients of their chunk are there.
+            They cannot be clipped then. With ``GeminiConfig(gradients="transient")`` they are used from where they were
+            computed and take no memory of their own; with "retain" or "accumulate" they wait in their planes, and all
+            backwards of a step but the last go inside ``model.no_sync()``. ``step()`` still ends every step.
+
+    Raises:
+        ValueError: for hyperparameters out of range, also in groups, and for those HybridAdam does not have
+            (:mod:`gemini.train.update.optimizer_checks` has the rule); no param was taken over.
+        TypeError: for options of other optimizers, and for hyperparameters that are no numbers.
+    """
+
+    _is_made = True  # of a copy: torch keeps no attributes of ours
+    _backward_checked = -1
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.01,
+        *,
+        decoupled: bool = True,
+        step_in_backward: bool = False,
+        **unknown: Any,
+    ):
+        refuse_options(unknown)
+        defaults = {
+            "lr": lr,
+            "betas": tuple(betas) if isinstance(betas, list) else betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "decoupled": decoupled,
+        }
+        check_group(defaults, "HybridAdam")
+        self.step_in_backward = step_in_backward
+        self._is_made = False
+        super().__init__(params, defaults)
+        self.state = states_of.States(self, self.state)
+        states_of.own(self, self._params())
+        self._is_made = True
+        if step_in_backward:
+            stepping_in_backward.add(self)
+
+    def add_param_group(self, param_group: Group) -> None:
+        """Add a group of params with hyperparameters of its own, as in torch.
+
+        Keys of the group that no optimizer interprets are labels and stay in it
+        (:mod:`gemini.train.update.optimizer_checks`).
+
+        Raises:
+            ValueError, TypeError: for hyperparameters that make no sense or that HybridAdam does not have, and if it
+                would own params of two GeminiDDP models; nothing was changed.
+        """
+        if isinstance(param_group, dict):
+            check_group({**self.defaults, **param_group}, f"param group {len(self.param_groups)}")
+        super().add_param_group(param_group)
+        try:
+            self._engine_of(self._params())
+        except ValueError:
+            self.param_groups.pop()
+            raise
+        if self._is_made:  # else they become its own when every group has been accepted
+            states_of.own(self, self.param_groups[-1]["params"])
+
+    def _params(self) -> list[nn.Parameter]:
+        return list(chain.from_iterable(group["params"] for group in self.param_groups))
+
+    def _handles(self) -> list[ParamHandle]:
+        return [handle for handle in map(handle_of, self._params()) if handle is not None]
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Update every param that has a gradient; params without one are skipped, their step count too.
+
+        Gradients of managed params are consumed. In fp16 a step with inf or NaN after plain backwards is skipped as a
+        whole and lowers the model's own loss scale; with a ``gemini.GradScaler`` call its ``step(optimizer)``.
+
+        On CUDA the host waits once in a step for what the kernels found in the gradients (the norm, the loss scale's
+        verdict and the check for inf and NaN come out of the same sums): in ``clip_grad_norm_`` if it is called, else
+        here; with ``step_in_backward`` here, for updates on the device, and never inside backward.
+
+        Raises:
+            NonFiniteGradient: in bf16 and fp32, naming the param; nothing was changed, unless ``step_in_backward`` had
+                updated other params: then it says so.
+            GeminiError: for gradients that a scaler has scaled and not unscaled.
+        """
+        loss = None if closure is None else call_with_grad(closure)
+        with WHOLE:
+            self._step()
+        return loss
+
+    @without_grad
+    def _step(self) -> None:
+        plain: list[tuple[nn.Parameter, Group]] = []
+        managed: list[tuple[ParamHandle, Group]] = []
+        refusal: ValueError | None = None
+        for number, group in enumerate(self.param_groups):
+            try:
+                check_group(group, f"param group {number}")
+            except ValueError as e:
+                refusal = refusal or e
+            for param in group["params"]:
+                handle = handle_of(param)
+                if handle is not None:
+                    managed.append((handle, group))
+                elif param.grad is not None:
+                    if param.grad.is_sparse:
+                        raise GeminiError("HybridAdam has no sparse gradients: build the embedding with sparse=False")
+                    plain.append((param, group))
+        if refusal is not None and not managed:
+            raise refusal
+        if managed:
+            states_of.check_owned(self, [handle for handle, _ in managed])
+            self._step_managed(managed, refusal)
+        for param, group in plain:
+            self._step_plain(param, group)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients of this optimizer's params."""
+        handles = []
+        for param in chain.from_iterable(group["params"] for group in self.param_groups):
+            handle = handle_of(param)
+            if handle is not None:
+                handles.append(handle)
+            elif param.grad is not None:
+                if set_to_none:
+                    param.grad = None
+                else:
+                    param.grad.detach_().zero_()
+        if handles:
+            engine_of(handles[0]).discard_grads(handles)
+
+    def full_state(self, name: str) -> dict[str, torch.Tensor]:
+        """The states of one managed param by name: "step", "exp_avg", "exp_avg_sq" and in bf16 "residual", on the CPU.
+
+        Raises:
+            KeyError: if the optimizer owns no managed param of that name.
+            GeminiError: if another HybridAdam has taken it over since.
+        """
+        engine = self._engine_of(self._params())
+        handle = None if engine is None else engine.by_names[name]
+        if handle is None or not any(handle.param is param for param in self._params()):
+            raise KeyError(f"this HybridAdam owns no managed param called {name!r}")
+        states_of.check_owned(self, [handle])
+        return states_of.read_state(handle)
+
+    def engine(self) -> Engine | None:
+        """The engine of the managed params, if there are any.
+
+        Raises:
+            GeminiError: for params that another HybridAdam has taken over since.
+        """
+        states_of.check_owned(self, self._handles())
+        return self._engine_of(self._params())
+
+    def state_dict(self) -> dict[str, Any]:
+        """Torch's form: ``{"state": {index: {"step", "exp_avg", "exp_avg_sq", ...}}, "param_groups": [...]}``.
+
+        Moments are full, fp32, on the CPU. For bf16 params "residual" (int16) is the other half of the master.
+
+        Raises:
+            GeminiError: for params that another HybridAdam has taken over since.
+        """
+        states_of.check_owned(self, self._handles())
+        result = super().state_dict()
+        index = 0
+        for group in self.param_groups:
+            for param in group["params"]:
+                handle = handle_of(param)
+                if handle is not None and handle.num_steps:
+                    result["state"][index] = states_of.read_state(handle)
+                index += 1
+        return result
+
+    @told_to_all(Point.LOAD_OPTIMIZER, "optimizer.load_state_dict")
+    @without_grad
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what :meth:`state_dict` gave, or the state of ``torch.optim.AdamW``, or with ``decoupled=False`` (or
+        without weight decay, where both are the same) of ``torch.optim.Adam``.
+
+        Moments keep fp32 whatever the param's dtype. Hyperparameters and labels of the groups become the loaded ones.
+        The other half of a master of another precision ("residual", "master") is left out: weights are the model's.
+
+        Raises:
+            ValueError, TypeError: for other groups, the state of another optimizer, and values that no update can have
+                left, naming the param and the key; nothing was changed.
+            GeminiError: for params that another HybridAdam has taken over since.
+        """
+        states_of.check_owned(self, self._handles())
+        for hook in self._optimizer_load_state_dict_pre_hooks.values():
+            changed = hook(self, state_dict)
+            state_dict = state_dict if changed is None else changed
+        params = self._params()
+        check_loaded(self.param_groups, state_dict)
+        saved = state_dict["param_groups"]
+        keys = chain.from_iterable(group["params"] for group in saved)
+        states = [dict(state_dict["state"].get(key, {})) for key in keys]
+        handles = [handle_of(param) for param in params]
+        states_of.check_trained((h, state) for h, state in zip(handles, states, strict=True) if h is not None)
+        agree_on_optimizer_state(self, state_dict)
+        with WHOLE:
+            for param, handle, state in zip(params, handles, states, strict=True):
+                self.state.pop(param, None)
+                if handle is not None:
+                    states_of.write_state(handle, state)
+                elif state:
+                    self.state[param] = states_of.plain_state(param, state)
+            for group, loaded in zip(self.param_groups, saved, strict=True):
+                group.update(loaded_group(loaded))
+        for told in self._optimizer_load_state_dict_post_hooks.values():
+            told(self)
+
+    def start_anew(self) -> None:
+        """Forget the moments and step counts of every param, and take over those that another HybridAdam has by now:
+        as if this one had just been made.
+        """
+        params = self._params()
+        with WHOLE:
+            states_of.own(self, params)
+            states_of.start_anew(handle for param in params if (handle := handle_of(param)) is not None)
+            for param in params:
+                self.state.pop(param, None)
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        # torch.amp.GradScaler.step asks for this before it looks for gradients that are not there.
+        if not scaler_steps.get() and any(handle_of(p) is not None for g in self.param_groups for p in g["params"]):
+            raise GeminiError(
+                "torch.amp.GradScaler sees no gradients of a managed model (it looks at p.grad, and they live in "
+                "chunks): use gemini.GradScaler, which is used in the same way"
+            )
+        return False
+
+    def skip_step(self) -> None:
+        """Drop the gradients of managed params in place of a step (``GradScaler.step`` has found inf or NaN)."""
+        handles = [handle for group in self.param_groups for p in group["params"] if (handle := handle_of(p))]
+        if handles:
+            engine = engine_of(handles[0])
+            engine.discard_grads(handles)
+            engine.end_step()
+
+    # ---- managed params -----------------------------------------------------------------------------------------
+
+    def segment_in_backward(self, engine: Engine, handle: ParamHandle, grad: torch.Tensor | None) -> Segment:
+        """The gradient of one param is complete: how to update it (``step_in_backward``). None: it is in its plane."""
+        self._check_mode(engine)
+        if self._backward_checked != engine.backward_number:  # before the first update of this backward
+            self._backward_checked = engine.backward_number
+            for number, group in enumerate(self.param_groups):
+                check_group(group, f"param group {number}")
+        group = next(g for g in self.param_groups if any(p is handle.param for p in g["params"]))
+        scale = 1.0 if grad is not None else engine.clip_coefficient * engine.grad_unscale * handle.clip
+        return Segment(handle, _hyper(group, handle.num_steps + 1, scale), grad)
+
+    def _step_managed(self, managed: list[tuple[ParamHandle, Group]], refusal: ValueError | None) -> None:
+        """``refusal``: what is wrong with this rank's groups; ranks that differ are told first that they do."""
+        reference = managed[0][0].engine
+        if any(handle.engine is not reference for handle, _ in managed):
+            self._engine_of(self._params())  # of two models, wrapped after this optimizer was made: refused
+        engine = engine_of(managed[0][0])
+        self._check_mode(engine)
+        engine.check_whole()
+        engine.recover_if_interrupted()
+        engine.updates.unseen.look(engine)
+        agree_on_step(engine, self)
+        if refusal is not None:
+            raise refusal
+        ready = [(handle, group) for handle, group in managed if handle.has_grad]
+        handles = [handle for handle, _ in ready]
+        engine.scaling.check_unscaled(handles)
+        is_scaled_inside = engine.loss_scale is not None and not engine.scaling.is_by_scaler
+        if is_scaled_inside and handles:
+            assert engine.loss_scale is not None
+            if not math.isfinite(engine.gradients.total_sum(handles)):
+                engine.loss_scale.skipped()
+                engine.discard_grads(handles)
+                engine.end_step()
+                return
+        engine.gradients.check_finite(handles)
+        scale = engine.clip_coefficient * engine.grad_unscale
+        by_chunk: dict[int, list[Segment]] = {}
+        hypers: dict[tuple[int, int, float], kernels.AdamHyper] = {}
+        for handle, group in ready:
+            key = (id(group), handle.num_steps, handle.clip)
+            if key not in hypers:
+                hypers[key] = _hyper(group, handle.num_steps + 1, scale * handle.clip)
+            by_chunk.setdefault(handle.chunk.spec.index, []).append(Segment(handle, hypers[key]))
+        try:
+            note_writes(handles)
+            for handle in handles:
+                handle.num_steps += 1
+                handle.norm_sums, handle.clip = None, 1.0
+            engine.updates.submit(Work(engine.chunks[index], segments) for index, segments in by_chunk.items())
+        except BaseException as e:  # an interrupt between two chunks breaks the step as well
+            engine.mark_lost(e)
+            raise
+        if is_scaled_inside and handles:
+            assert engine.loss_scale is not None
+            engine.loss_scale.stepped()
+        engine.end_step()
+
+    def _check_mode(self, engine: Engine) -> None:
+        transient = engine.config.gradients == "transient"
+        if transient and not self.step_in_backward:
+            raise GeminiError(
+                'GeminiConfig(gradients="transient") keeps no gradients for step(): make the optimizer with '
+                'HybridAdam(..., step_in_backward=True), or use gradients="retain"'
+            )
+        if self.step_in_backward and not transient and (engine.reduction is not None or engine.loss_scale is not None):
+            why = "with several ranks" if engine.loss_scale is None else "in fp16"
+            raise GeminiError(
+                f"HybridAdam(step_in_backward=True) with gradients={engine.config.gradients!r} {why}: whether "
+                "gradients are finite is known only when all are there. Leave step_in_backward out"
+                + (', or use GeminiConfig(gradients="transient")' if engine.loss_scale is None else "")
+            )
+
+    def adopt_plain_states(self) -> None:
+        """Move the states of steps that were made before the model was wrapped into its chunks (GeminiDDP calls it)."""
+        for param in chain.from_iterable(group["params"] for group in self.param_groups):
+            handle = handle_of(param)
+            if handle is not None and param in self.state:
+                state = self.state.pop(param)
+                if "master" in state:
+                    engine_of(handle).by_names.write(handle, state["master"])
+                states_of.write_state(handle, state)
+
+    def _engine_of(self, params: Iterable[Any]) -> Engine | None:
+        handles = {handle.engine: handle for handle in map(handle_of, params) if handle is not None}
+        engines = [engine_of(handle) for handle in handles.values()]
+        if len(engines) > 1:
+            raise ValueError(
+                "this HybridAdam was given params of two GeminiDDP models: make one optimizer per model (clipping, "
+                "loss scale and skipped steps are per model)"
+            )
+        return engines[0] if engines else None
+
+    # ---- plain params -------------------------------------------------------------------------------------------
+
+    def _step_plain(self, param: nn.Parameter, group: Group) -> None:
+        state = self.state[param]
+        if not state:
+            state["step"] = torch.tensor(0.0, device="cpu")
+            state["exp_avg"] = torch.zeros_like(param, dtype=torch.float32, memory_format=torch.contiguous_format)
+            state["exp_avg_sq"] = torch.zeros_like(state["exp_avg"])
+        if param.dtype is torch.bfloat16 and "residual" not in state:
+            state["residual"] = torch.zeros_like(state["exp_avg"], dtype=torch.int16)
+        if param.dtype is torch.float16 and "master" not in state:
+            state["master"] = param.detach().float().contiguous()
+        state["step"] += 1
+        data = state.get("master", param.data)
+        weights = data.contiguous()
+        residual = state.get("residual")
+        kernels.adam_update(
+            weights.view(-1),
+            None if residual is None else residual.view(-1),
+            state["exp_avg"].view(-1),
+            state["exp_avg_sq"].view(-1),
+            param.grad.contiguous().view(-1),  # type: ignore[union-attr]
+            _hyper(group, int(state["step"])),
+        )
+        if weights.data_ptr() != param.data_ptr():
+            param.data.copy_(weights)
+        torch.autograd.graph.increment_version(param)  # for autograd a write in place, as torch's own steps are
+
+
+def _hyper(group: Group, step: int, grad_scale: float = 1.0) -> kernels.AdamHyper:
+    beta1, beta2 = group["betas"]
+    return kernels.AdamHyper(
+        lr=float(group["lr"]),
+        beta1=float(beta1),
+        beta2=float(beta2),
+        eps=float(group["eps"]),
+        weight_decay=float(group["weight_decay"]),
+        step=step,
+        decoupled=bool(group.get("decoupled", True)),
+        grad_scale=grad_scale,
+    )
+
+
+def _refuse_stock_optimizers(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """A stock optimizer would find no gradient on managed params and do nothing, silently."""
+    if isinstance(optimizer, HybridAdam):
+        return
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            handle = handle_of(param)
+            if handle is not None:
+                raise GeminiError(
+                    f"{type(optimizer).__name__} cannot update {handle.name!r}: the gradients and masters of a managed "
+                    "model live in chunks. Use gemini.HybridAdam(model.parameters(), ...)"
+                )
+
+
+register_optimizer_step_pre_hook(_refuse_stock_optimizers)

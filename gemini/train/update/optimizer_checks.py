@@ -1,0 +1,298 @@
+"""What ``HybridAdam`` accepts as a param group and as a state: looked at as a whole, before anything changes.
+
+The rule for the keys of a group, at construction, in ``add_param_group``, in ``load_state_dict`` and before each step:
+
+1. ``lr``, ``betas``, ``eps``, ``weight_decay``, ``decoupled`` are interpreted here, and their values must make sense.
+2. What an optimizer of ``torch.optim`` interprets and this one does not (``amsgrad``, ``maximize``, ``momentum``, ...),
+   and ``bias_correction`` of Adam's other implementations, is refused, unless it has the value with which it does
+   nothing. ``foreach``, ``fused`` and ``capturable`` choose among implementations of one result, and pass.
+3. What is almost a name of 1 (``weigth_decay``, ``learning_rate``) is refused as a slip.
+4. Every other key is a label: those of LR schedulers (``initial_lr``, ``max_lr``, ``swa_lr``), of frameworks (``name``,
+   ``param_names``) and of users (``lr_mult``) are kept, saved and given back.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import math
+import warnings
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from gemini.train.params.guard import handle_of
+
+Group = Mapping[str, Any]
+
+_OURS = ("lr", "betas", "eps", "weight_decay", "decoupled")
+_ANY_VALUE = frozenset({"foreach", "fused", "capturable", "decoupled_weight_decay", *_OURS})
+"""Interpreted here, or without a say in the result. ``decoupled_weight_decay`` is looked at with ``decoupled``."""
+_DOES_NOTHING: dict[str, Any] = {
+    "amsgrad": False, "maximize": False, "differentiable": False, "momentum": 0, "dampening": 0, "nesterov": False,
+    "centered": False, "lr_decay": 0, "initial_accumulator_value": 0, "lambd": 0, "bias_correction": True,
+    "correct_bias": True,
+}  # fmt: skip
+_OTHER_NAMES = {"learning_rate": "lr", "epsilon": "eps", "beta": "betas", "beta1": "betas", "beta2": "betas"}
+_ALIKE = 0.85  # of difflib: one letter left out, added or exchanged; "max_lr" and "init_weight_decay" are far below
+_LARGEST = torch.finfo(torch.float32).max
+
+STATES = frozenset({"step", "exp_avg", "exp_avg_sq", "residual", "master"})
+_STATES_OF = {
+    "momentum_buffer": "SGD, RMSprop or Muon", "square_avg": "RMSprop or Adadelta", "acc_delta": "Adadelta",
+    "grad_avg": "RMSprop", "sum": "Adagrad", "exp_inf": "Adamax", "mu_product": "NAdam", "prev": "Rprop",
+    "step_size": "Rprop", "ax": "ASGD", "eta": "ASGD", "mu": "ASGD", "row_var": "Adafactor", "col_var": "Adafactor",
+    "variance": "Adafactor", "max_exp_avg_sq": "Adam with amsgrad=True", "state1": "an 8-bit optimizer",
+    "state2": "an 8-bit optimizer", "d": "LBFGS", "t": "LBFGS",
+}  # fmt: skip
+
+
+@functools.cache
+def _hypers_of_torch() -> dict[str, frozenset[str]]:
+    """By the optimizers of torch.optim: the keys that they interpret in a group."""
+    found: dict[str, frozenset[str]] = {}
+    for name, kind in vars(torch.optim).items():
+        if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer) and kind is not torch.optim.Optimizer:
+            make: Any = kind
+            try:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")
+                    found[name] = frozenset(make([nn.Parameter(torch.zeros(1, 1, device="cpu"))], lr=0.1).defaults)
+            except Exception:  # one that is made otherwise has no keys here
+                continue
+    return found
+
+
+@functools.cache
+def _not_adams() -> frozenset[str]:
+    """Keys of torch's optimizers that its Adam does not have."""
+    return frozenset().union(*_hypers_of_torch().values()) - _hypers_of_torch()["Adam"]
+
+
+@functools.cache
+def _slip_of(key: str) -> str | None:
+    """The hyperparameter that was probably meant by a key that is none."""
+    near = difflib.get_close_matches(key.casefold(), _OURS, n=1, cutoff=_ALIKE)
+    return near[0] if near else _OTHER_NAMES.get(key.casefold())
+
+
+def check_group(group: Group, what: str) -> None:
+    """Refuse hyperparameters that make no sense, or would be accepted and ignored; the rule is on top of this file.
+
+    Raises:
+        TypeError: for a value that is no number.
+        ValueError: for one out of range, and for a key of rule 2 or 3.
+    """
+    for key in ("lr", "eps", "weight_decay"):
+        value = _number(group[key], f"{key} of {what}")
+        if not 0 <= value <= _LARGEST:
+            raise ValueError(f"{key} of {what} must be a finite number and not negative, got {group[key]}")
+    betas = group["betas"]
+    if not isinstance(betas, (tuple, list)) or len(betas) != 2:
+        raise ValueError(f"betas of {what} must be two numbers in [0, 1), got {betas!r}")
+    if not all(0 <= _number(beta, f"betas of {what}") < 1 for beta in betas):
+        raise ValueError(f"betas of {what} must be two numbers in [0, 1), got {betas}")
+    decoupled = group.get("decoupled", True)
+    if not isinstance(decoupled, bool):
+        raise TypeError(f"decoupled of {what} must be True (AdamW) or False (Adam), got {decoupled!r}")
+    meant = group.get("decoupled_weight_decay", decoupled)
+    if meant is not None and bool(meant) is not decoupled and float(group["weight_decay"]) != 0:
+        raise ValueError(
+            f"{what} has decoupled_weight_decay={meant!r} of torch.optim, and decoupled={decoupled} here: leave one of "
+            "them out"
+        )
+    for key, value in group.items():
+        if key != "params" and key not in _ANY_VALUE:
+            _check_foreign(key, value, what)
+
+
+def _check_foreign(key: Any, value: Any, what: str) -> None:
+    if key in _DOES_NOTHING or key in _not_adams():
+        neutral = _DOES_NOTHING.get(key)
+        if key not in _DOES_NOTHING or value is not None and not _is_same(value, neutral):
+            allowed = "" if key not in _DOES_NOTHING else f" (but {key}={neutral})"
+            raise ValueError(f"{what} has {key}={value!r}, which HybridAdam does not have{allowed}: leave it out")
+    elif isinstance(key, str) and (meant := _slip_of(key)) is not None:
+        raise ValueError(f"{what} has {key}={value!r}, which HybridAdam does not have: is {meant!r} meant?")
+
+
+def _is_same(value: Any, neutral: Any) -> bool:
+    try:
+        return bool(value == neutral)
+    except (RuntimeError, TypeError, ValueError):  # a tensor of several elements, for example
+        return False
+
+
+def _number(value: Any, what: str) -> float:
+    """A real number, also as a tensor of one element.
+
+    Raises:
+        TypeError: for anything else.
+    """
+    if isinstance(value, torch.Tensor):
+        if value.numel() == 1 and not value.is_complex():
+            return float(value)
+    elif not isinstance(value, (str, bytes, bool)):
+        try:
+            return float(value)
+        except (TypeError, ValueError, OverflowError):
+            pass
+    shown = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
+    raise TypeError(f"{what} must be a number, or a tensor of one, got {shown}")
+
+
+# ---- a state that is loaded ------------------------------------------------------------------------------------------
+
+
+def check_loaded(own: list[dict[str, Any]], state_dict: Any) -> None:
+    """Refuse a state dict that is not one of HybridAdam, ``torch.optim.AdamW`` or (with L2) ``torch.optim.Adam``.
+
+    A state that was saved by a torch without ``decoupled_weight_decay`` in its groups (before 2.7) does not say which
+    of the last two it is of; it is taken for what the optimizer is.
+
+    Args:
+        own: the optimizer's groups.
+        state_dict: what is to be loaded.
+
+    Raises:
+        ValueError, TypeError: naming the param and the key.
+    """
+    if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
+        raise ValueError(
+            'a state is a dict with "state" and "param_groups" (what optimizer.state_dict() gives), got '
+            + (f"{sorted(map(str, state_dict))[:4]}" if isinstance(state_dict, Mapping) else str(type(state_dict)))
+        )
+    saved, states = state_dict["param_groups"], state_dict["state"]
+    sizes = [len(group["params"]) for group in saved]
+    if sizes != [len(group["params"]) for group in own]:
+        raise ValueError(
+            f"the loaded state has groups of {sizes} params, the optimizer has groups of "
+            f"{[len(group['params']) for group in own]}: it was saved for another model or other groups"
+        )
+    for number, (group, mine) in enumerate(zip(saved, own, strict=True)):
+        _check_loaded_group(group, mine, f"group {number} of the loaded state")
+    keys = [key for group in saved for key in group["params"]]
+    strange = [key for key in states if key not in set(keys)]
+    if strange:
+        raise ValueError(f"the loaded state has states of {strange[:3]}, which are in none of its groups")
+    params = [param for group in own for param in group["params"]]
+    for key, param, name in zip(keys, params, _names_of(own), strict=True):
+        if key in states:
+            _check_states(states[key], param, name)
+
+
+def _check_loaded_group(group: Group, mine: Group, what: str) -> None:
+    other = _other_optimizer(group)
+    if other is not None:
+        raise ValueError(
+            f"{what} is of {other}: HybridAdam loads states of its own, of torch.optim.AdamW, and with decoupled=False "
+            "of torch.optim.Adam"
+        )
+    here = mine.get("decoupled", True)
+    check_group({**mine, **group, "decoupled": here, "decoupled_weight_decay": here}, what)
+    check_decay(group, mine, what)
+
+
+def check_decay(group: Group, mine: Group, what: str) -> None:
+    """Refuse a loaded group that decays weights in the other one of both ways.
+
+    Raises:
+        ValueError: saying how this optimizer is to be made.
+    """
+    there = group.get("decoupled", group.get("decoupled_weight_decay"))
+    here = mine.get("decoupled", True)
+    if there is not None and bool(there) is not here and float(group.get("weight_decay", 0)) != 0:
+        kinds = {True: "decoupled weight decay (AdamW)", False: "L2 weight decay (Adam)"}
+        raise ValueError(
+            f"{what} has {kinds[bool(there)]}, this optimizer has {kinds[here]}: make it with "
+            f"HybridAdam(..., decoupled={bool(there)})"
+        )
+
+
+def _other_optimizer(group: Group) -> str | None:
+    """Whose group it is, if it is neither ours nor of torch's Adam or AdamW."""
+    if "decoupled" in group:
+        return None
+    known = _hypers_of_torch()
+    keys = frozenset(group) & frozenset().union(*known.values())
+    is_torchs = bool(keys & {"foreach", "maximize", "capturable", "differentiable"})
+    if not keys & _not_adams() and (not is_torchs or "amsgrad" in keys):
+        return None
+    nearest = max(known, key=lambda name: len(known[name] & keys) - len(known[name] ^ keys))
+    return f"torch.optim.{nearest}" if known[nearest] == keys else f"another optimizer (torch.optim.{nearest}?)"
+
+
+def _check_states(state: Any, param: nn.Parameter, name: str) -> None:
+    if not isinstance(state, Mapping):
+        raise ValueError(f"the loaded state of {name!r} is a {type(state).__name__}, wanted a dict")
+    if not state:
+        return  # it has had no update
+    for key in state:
+        if key not in STATES:
+            whose = f": it is of {_STATES_OF[key]}" if key in _STATES_OF else ""
+            raise ValueError(
+                f"the loaded state of {name!r} has {key!r}, which Adam does not have{whose}. Wanted are 'step', "
+                "'exp_avg' and 'exp_avg_sq'"
+            )
+    missing = [key for key in ("step", "exp_avg", "exp_avg_sq") if key not in state]
+    if missing:
+        raise ValueError(
+            f"the loaded state of {name!r} has no {' and no '.join(map(repr, missing))}, only {sorted(state)}"
+        )
+    step = _number(state["step"], f"'step' of {name!r}")
+    if not (0 <= step < math.inf and step == int(step)):
+        raise ValueError(f"'step' of {name!r} is {step:g} in the loaded state: wanted a whole number, not negative")
+    for key in ("exp_avg", "exp_avg_sq", "master"):
+        if key in state:
+            lowest, highest = _range_of(state[key], param, name, key)
+            if key == "exp_avg_sq" and lowest < 0:
+                raise ValueError(
+                    f"'exp_avg_sq' of {name!r} is negative ({lowest:g}) in the loaded state: it is a square"
+                )
+            if key != "master" and step == 0 and (lowest, highest) != (0, 0):
+                raise ValueError(f"{key!r} of {name!r} is not 0 in the loaded state, and its 'step' is 0")
+    if "residual" in state:
+        _check_tensor(state["residual"], param, name, "residual")
+        if state["residual"].dtype is not torch.int16:
+            raise ValueError(f"'residual' of {name!r} is {state['residual'].dtype} in the loaded state, wanted int16")
+
+
+def _range_of(value: Any, param: nn.Parameter, name: str, key: str) -> tuple[float, float]:
+    """The smallest and the largest element; 0 without any."""
+    _check_tensor(value, param, name, key)
+    if not value.is_floating_point():
+        raise ValueError(f"{key!r} of {name!r} is {value.dtype} in the loaded state, wanted a float dtype")
+    if value.numel() == 0:
+        return 0.0, 0.0
+    lowest, highest = (float(end) for end in torch.aminmax(value.detach()))
+    if not (-_LARGEST <= lowest and highest <= _LARGEST):
+        raise ValueError(f"{key!r} of {name!r} holds inf or NaN in the loaded state (or is no fp32 number)")
+    return lowest, highest
+
+
+def _check_tensor(value: Any, param: nn.Parameter, name: str, key: str) -> None:
+    if not isinstance(value, torch.Tensor) or value.is_meta or value.layout is not torch.strided:
+        raise ValueError(f"{key!r} of {name!r} is not a dense tensor with values in the loaded state: {type(value)}")
+    if value.shape != param.shape:
+        raise ValueError(
+            f"{key!r} of {name!r} has shape {tuple(value.shape)} in the loaded state, wanted {tuple(param.shape)}"
+        )
+
+
+def loaded_group(saved: Group) -> dict[str, Any]:
+    """What of a saved group goes into the optimizer's: not its params, nor what it is, which was compared."""
+    return {key: value for key, value in saved.items() if key not in ("params", "decoupled", "decoupled_weight_decay")}
+
+
+def _names_of(groups: Iterable[Group]) -> list[str]:
+    """The params by name, for messages: the managed one's, torch's ``param_names``, or a number."""
+    names: list[str] = []
+    for group in groups:
+        given = group.get("param_names") or ()
+        for index, param in enumerate(group["params"]):
+            handle = handle_of(param)
+            known = str(given[index]) if index < len(given) else f"param {len(names)}"
+            names.append(known if handle is None else handle.name)
+    return names
