@@ -265,7 +265,7 @@ def managed_loop(model: nn.Module, recipe: Recipe, *, each_step: Callable[[], No
         num_evictions += engine.manager.num_evictions - before
         run.norms.append(float(model.clip_grad_norm_(recipe.max_norm)))
         if math.isfinite(run.norms[-1]):
-            run.coefficients.append(engine.clip_coefficient)
+            run.coefficients.append(engine.state.clip_coefficient)
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()

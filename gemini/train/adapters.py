@@ -61,7 +61,7 @@ class ManagedAdapters:
     def _save_together(self, directory: Path, kwargs: dict[str, Any]) -> None:
         """All ranks go through PEFT's saving side by side, for what it reads takes all of them."""
         engine = _engine(self)
-        engine.check_whole()
+        engine.state.check_whole()
         if kwargs.get("state_dict") is None:
             kept = adapter_params(self)  # type: ignore[arg-type]
             for module in (self.get_input_embeddings(), self.get_output_embeddings()):  # type: ignore[attr-defined]

@@ -81,8 +81,7 @@ class GeminiDDP(nn.Module):
             return super().__call__(*args, **kwargs)
         except BaseException as e:
             torch._C._set_grad_enabled(before)
-            with engine.lock:
-                engine.calls.unwind(depth)
+            engine.unwind(depth)
             if isinstance(e, RuntimeError):
                 engine.saved_weights.refuse_transform(e)
             raise
@@ -97,12 +96,9 @@ class GeminiDDP(nn.Module):
         shard of the sum only: the same result within rounding, more traffic, far less memory.
         """
         engine = _engine(self)
-        with contextlib.nullcontext() if engine.reduction is None else engine.reduction.without_reducing():
-            before, engine.accumulating = engine.accumulating, True
-            try:
-                yield
-            finally:
-                engine.accumulating = before
+        not_reducing = contextlib.nullcontext() if engine.reduction is None else engine.reduction.without_reducing()
+        with not_reducing, engine.state.accumulate():
+            yield
 
     def clip_grad_norm_(
         self,
@@ -219,7 +215,7 @@ class GeminiDDP(nn.Module):
             raise GeminiError("state_dict(keep_vars=True): managed params hold no values; use keep_vars=False")
         engine = _engine(self)
         engine.drain()
-        engine.check_whole()
+        engine.state.check_whole()
         return model_state(super(), destination, prefix, lambda handle: engine.by_names.read(handle, dtype))
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
@@ -236,7 +232,7 @@ class GeminiDDP(nn.Module):
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
         """As in transformers: an ordinary directory of safetensors, written shard by shard from where chunks live."""
         _engine(self).drain()
-        _engine(self).check_whole()
+        _engine(self).state.check_whole()
         return export_pretrained(self, _engine(self), super(), save_directory, *args, **kwargs)
 
     # ---- refused ------------------------------------------------------------------------------------------------

@@ -48,6 +48,7 @@ from gemini.train.setup.build import Taken, adopt_all, build, follow_requires_gr
 from gemini.train.setup.problem import prepare
 from gemini.train.sharding.reduction import Reduction
 from gemini.train.sharding.shards import Shards
+from gemini.train.step import StepState
 from gemini.train.update.in_backward import refuse_used, step_landed, use_in_backward
 from gemini.train.update.updates import Updates
 
@@ -67,6 +68,7 @@ class Engine:
         """``fill``: what writes the values of params that hold none yet to their homes."""
         config = self.config = config.resolved()
         self.self_reference = weakref.ref(self)
+        self.state = StepState()
         self.lock = threading.RLock()
         """Of the books: who gathers, lets go or lands takes it, so that a model may be called from several threads."""
         self.device = make_device(config.device)
@@ -120,22 +122,8 @@ class Engine:
         self.activations = make_activation_store(self, built.decision.offload_activations, config.overlap and alone)
         self.loss_scale = LossScale() if config.precision == "fp16" else None
         self.scaling = Scaling(self, self.loss_scale)
-        self.clip_coefficient = 1.0
         self.moved_last_step = Moved()
-        self.num_gathered = 0
-        self.under_way = (
-            0  # forwards, backwards and reads that have begun and not ended in order: see forget_interrupted
-        )
-        self.backward_number = 0
-        self.in_method = False  # a method of the model runs as its forward: calls of the model are inside that one
-        self.in_backward = False
-        self.takes_gradients = False  # in this backward params have got gradients
-        self.accumulating = False  # inside no_sync(): gradients are added up, none is used yet
-        self.updated_in_backward = False  # since the last optimizer.step()
-        self.lost: str | None = None
-        self.lost_because: BaseException | None = None  # where nobody was told of it yet
         self.transformed: list[Chunk] = []  # what torch.func may still read
-        self.requires_grad_changed = False
         self.registered = -1  # what refuse_injected has seen
         self.calls = Calls(self.acquire, self.release, self.exposure.expose, self.exposure.cover)
         if fill is not None:
@@ -154,43 +142,22 @@ class Engine:
 
     # ---- phases -------------------------------------------------------------------------------------------------
 
-    @property
-    def computing(self) -> bool:
-        """Whether params are ordinary ones now: a forward, a backward or gathered() is under way."""
-        return self.calls.running or self.in_backward or self.num_gathered > 0
-
-    def mark_lost(self, cause: BaseException) -> None:
-        """An update broke off in the middle: some weights and moments are of this step and some are not."""
-        self.lost = f"{type(cause).__name__}: {cause}"
-
     def before_write(self, chunk: Chunk) -> None:
         """Masters or moments of a chunk are about to change."""
         chunk.begin_write()
         if self.saver is not None:
             self.saver.before_write(chunk)
 
-    def check_whole(self) -> None:
-        """Refuse to go on with a half-made update.
-
-        Raises:
-            GeminiError: until a checkpoint is loaded.
-        """
-        if self.lost is not None:
-            raise GeminiError(
-                f"an update of this model broke off ({self.lost}): its weights and moments are half of one step and "
-                "half of the next. Load the last checkpoint (gemini.load_checkpoint) or make the model anew"
-            ) from self.lost_because
-
     def begin_call(self, module: nn.Module, chunks: tuple[Chunk, ...], resident: tuple[Chunk, ...] = ()) -> None:
         """A hooked module starts to compute: gather what it reads, and wait for the updates of what is in place."""
-        if not self.computing:
+        if not self.state.computing:
             self.let_go_of_transformed()
         with self.lock, without_transforms():
-            if not self.computing:
-                self.under_way += 1
+            if not self.state.computing:
+                self.state.open()
                 self.updates.check()
                 self.activations.check()
-                self.check_whole()
+                self.state.check_whole()
                 self.saved_weights.begin_forward()
                 self.manager.refresh_lent()
                 self.exposure.begin()
@@ -201,6 +168,8 @@ class Engine:
             try:
                 self.exposure.catch_up(resident)
                 record = self.calls.begin(module, chunks)
+                if not self.state.in_forward:
+                    self.state.begin_forward()
                 self.manager.look_ahead()
             finally:
                 self.exposure.rest_if_idle()
@@ -227,6 +196,7 @@ class Engine:
         """A hooked module is done, or failed. None if it never began."""
         with self.lock, without_transforms():
             record = self.calls.end(module)
+            self._end_forward_if_over()
             if self.recording is not None:
                 self.recording.end_call()
             if record is not None and record.parent is not None:
@@ -234,9 +204,19 @@ class Engine:
                     if self.saved_weights.is_lent(chunk):
                         self.lend(chunk)
             self.exposure.rest_if_idle()
-            if not torch.is_grad_enabled() and not self.computing:  # else its backward is still to come
-                self.under_way = max(self.under_way - 1, 0)
+            if not torch.is_grad_enabled() and not self.state.computing:  # else its backward is still to come
+                self.state.settle()
         return record
+
+    def unwind(self, depth: int) -> None:
+        """A call ended without its hooks, by an exception: so did all inside it that this thread runs."""
+        with self.lock:
+            self.calls.unwind(depth)
+            self._end_forward_if_over()
+
+    def _end_forward_if_over(self) -> None:
+        if self.state.in_forward and not self.calls.running:
+            self.state.end_forward()
 
     def lend(self, chunk: Chunk) -> None:
         """A module has left a view of its weights behind: the call around it goes on with it."""
@@ -255,11 +235,9 @@ class Engine:
             GeminiError: if the gradients would have another scale than the program means (fp16).
         """
         self.scaling.enter()
-        if self.in_backward:
+        if self.state.in_backward:
             return
-        self.backward_number += 1
-        self.in_backward = True
-        self.under_way = max(self.under_way, 1)
+        self.state.begin_backward()
         if self.recording is not None:
             self.recording.begin_backward()
         self.exposure.begin()
@@ -277,7 +255,7 @@ class Engine:
             BudgetExceeded: if gradients of an earlier backward are kept and there is no room to accumulate.
         """
         self._fold_clipping()  # it was of what is there
-        if self.updated_in_backward and not self.accumulating:
+        if self.state.updated_in_backward and not self.state.accumulating:
             raise GeminiError(
                 "a second backward before optimizer.step(): with step_in_backward=True the backward before it has "
                 "updated the weights. Call optimizer.step() after every backward that updates, and put all but the "
@@ -291,7 +269,7 @@ class Engine:
                     'Use GeminiConfig(gradients="accumulate") (or "retain") to accumulate over micro-batches'
                 )
             self.gradients.promote(self.chunks, idle=True)
-        self.takes_gradients = True
+        self.state.take_gradients()
 
     def begin_backward_of(self, record: CallRecord) -> None:
         """The backward of one call begins."""
@@ -311,21 +289,21 @@ class Engine:
             self.reduction.end_backward()
         self.gradients.settle()
         self.updates.complete_all()
-        if self.takes_gradients and not self.accumulating and stepping_in_backward:
+        if self.state.takes_gradients and not self.state.accumulating and stepping_in_backward:
             for chunk in reversed(self.chunks):
                 step_landed(self, chunk)
         self.end_backward()
         if not self.calls.running:
             self.manager.foresight.end()
         if not torch._C._autograd._get_current_graph_task_keep_graph():  # type: ignore[attr-defined]
-            self.under_way = max(self.under_way - 1, 0)
+            self.state.settle()
         WHOLE.let_go()
 
     def end_backward(self) -> None:
         """The whole graph is done (or was abandoned)."""
         self.calls.end_backward()
         self.activations.end_backward()
-        self.in_backward = self.takes_gradients = False
+        self.state.end_backward()
         if self.recording is not None:
             self.recording.end_backward()
         self.exposure.rest_if_idle()
@@ -343,8 +321,8 @@ class Engine:
     def begin_reading(self) -> None:
         """Params are about to be read for a gradient, and no module computes."""
         self.updates.check()
-        self.check_whole()
-        if self.requires_grad_changed:
+        self.state.check_whole()
+        if self.state.take_flips():
             follow_requires_grad(self)
 
     def acquire(self, chunk: Chunk) -> None:
@@ -372,8 +350,18 @@ class Engine:
     @contextmanager
     def open_gathered(self, chunks: Iterable[Chunk]) -> Iterator[None]:
         """Outside of a module's call: the weights of ``chunks`` are gathered and their params ordinary ones."""
-        self.num_gathered += 1
-        self.under_way += 1
+        self.state.open()
+        try:
+            with self.state.gathering(), self._exposed(chunks), self.saved_weights.open():
+                yield
+        finally:
+            with self.lock, without_transforms():
+                self.exposure.rest_if_idle()
+                if not torch.is_grad_enabled():
+                    self.state.settle()
+
+    @contextmanager
+    def _exposed(self, chunks: Iterable[Chunk]) -> Iterator[None]:
         acquired: list[Chunk] = []
         try:
             with self.lock, without_transforms():
@@ -382,17 +370,12 @@ class Engine:
                     self.acquire(chunk)
                     acquired.append(chunk)
                     self.exposure.expose(chunk)
-            with self.saved_weights.open():
-                yield
+            yield
         finally:
             with self.lock, without_transforms():
                 for chunk in acquired:
                     self.exposure.cover(chunk)
                     self.release(chunk)
-                self.num_gathered -= 1
-                self.exposure.rest_if_idle()
-                if not torch.is_grad_enabled():
-                    self.under_way = max(self.under_way - 1, 0)
 
     # ---- gradients ----------------------------------------------------------------------------------------------
 
@@ -407,7 +390,7 @@ class Engine:
     def _take(self, handle: ParamHandle, grad: torch.Tensor) -> None:
         check_grad(handle, grad)
         self.begin_backward()
-        if not self.takes_gradients:
+        if not self.state.takes_gradients:
             self._begin_gradients()
         chunk = handle.chunk
         if self.updates.pending:
@@ -428,7 +411,7 @@ class Engine:
                 self.reduction.complete(chunk)
             else:
                 self.updates.complete(chunk)
-                if not self.accumulating:
+                if not self.state.accumulating:
                     step_landed(self, chunk)
 
     @property
@@ -472,14 +455,14 @@ class Engine:
 
     def _fold_clipping(self) -> None:
         """Clipping of the whole model goes to the gradients that are there, each, and to none that is still to come."""
-        coefficient, self.clip_coefficient = self.clip_coefficient, 1.0
+        coefficient = self.state.take_clipping()
         if coefficient != 1.0:
             self.gradients.clip(self.handles, coefficient)
 
     def end_step(self) -> None:
         """After an optimizer step: what moved since the last one is what the report shows."""
         self._fold_clipping()
-        self.updated_in_backward = False
+        self.state.forget_update_in_backward()
         self.moved_last_step, self.mover.moved = self.mover.moved, Moved()
         self.mover.stalls.end_step()
         if self.shards is not None:
@@ -506,7 +489,7 @@ class Engine:
         self.drain()
         self.manager.check_invariants()
         check_planes(self)
-        if not self.computing:
+        if not self.state.computing:
             assert all(isinstance(h.param, ManagedParameter) for h in self.handles)
             assert all(c.pins == 0 for c in self.chunks)
 

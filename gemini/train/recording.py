@@ -49,7 +49,7 @@ class Recording:
         self._budgets = {tier: engine.ledger.budget(tier) for tier in engine.ledger.tiers}
         self._is_open = False
         # A step whose beginning was before the block is not recorded.
-        self._is_late = engine.computing or engine.has_gradients
+        self._is_late = engine.state.computing or engine.has_gradients
         self._in_backward = ""
         self._num_backwards = 0
         self._tokens = 0
@@ -83,14 +83,14 @@ class Recording:
     def begin_call(self, module: nn.Module) -> None:
         """A hooked module starts: what it gathers is gathered for it."""
         engine = self._engine()
-        outermost = not engine.calls.running and not engine.in_backward
+        outermost = not engine.calls.running and not engine.state.in_backward
         if outermost and torch.is_grad_enabled() and not self._recorder.in_step and not self._is_late:
             self._begin_step(engine)
-        self._recorder.computing(self._name_of(module, "recompute" if engine.in_backward else "forward"))
+        self._recorder.computing(self._name_of(module, "recompute" if engine.state.in_backward else "forward"))
 
     def count_batch(self, args: Any, kwargs: Any) -> None:
         """The model was called with these inputs."""
-        if self._recorder.in_step and torch.is_grad_enabled() and not self._engine().in_backward:
+        if self._recorder.in_step and torch.is_grad_enabled() and not self._engine().state.in_backward:
             self._tokens += count_tokens(args, kwargs)
 
     def end_call(self) -> None:
@@ -98,8 +98,10 @@ class Recording:
         engine = self._engine()
         around = engine.calls.innermost if engine.calls.running else None
         if around is not None and around.module is not None:
-            self._recorder.computing(self._name_of(around.module, "recompute" if engine.in_backward else "forward"))
-        elif engine.in_backward:
+            self._recorder.computing(
+                self._name_of(around.module, "recompute" if engine.state.in_backward else "forward")
+            )
+        elif engine.state.in_backward:
             self._recorder.computing(self._in_backward)
         else:
             self._recorder.computing(LOSS if torch.is_grad_enabled() else None)

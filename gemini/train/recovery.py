@@ -25,28 +25,30 @@ def forget_interrupted(engine: Engine) -> None:
         return
     WHOLE.let_go()
     engine.calls.abandon()
+    if engine.state.in_forward and not engine.calls.running:
+        engine.state.end_forward()
     engine.let_go_of_transformed()
     engine.updates.forget_collected()
     with contextlib.suppress(Exception):  # the backward broke off: its gradients are of no use
         engine.gradients.settle()
     engine.manager.foresight.interrupt()
     engine.activations.recover()
-    was_under_way = engine.under_way
-    if was_under_way:
+    was_settled = not engine.state.num_unsettled
+    if not was_settled:
         with torch._C.DisableTorchFunctionSubclass():  # type: ignore[attr-defined]
             for handle in engine.handles:
                 handle.param.grad = None  # of autograd, if the interrupt came just before the hook that takes it
-    if engine.in_backward:
-        has_begun = engine.takes_gradients
+    if engine.state.in_backward:
+        has_begun = engine.state.takes_gradients
         engine.calls.abandon(backward=True)
         engine.end_backward()
-        if engine.updated_in_backward and has_begun:
-            engine.updated_in_backward = False
-            engine.mark_lost(GeminiError("its backward ended early, after some params were updated in it"))
+        if engine.state.updated_in_backward and has_begun:
+            engine.state.forget_update_in_backward()
+            engine.state.mark_corrupted(GeminiError("its backward ended early, after some params were updated in it"))
     engine.exposure.rest_if_idle()
-    if was_under_way and not engine.computing:
+    if not (was_settled or engine.state.computing):
         # An interrupt may have come between making params ordinary and noting it.
         hide([handle for handle in engine.handles if not isinstance(handle.param, ManagedParameter)])
-        engine.under_way = 0
-    if not (engine.computing or engine.transformed or engine.manager.is_balanced()):
+        engine.state.settle_all()
+    if not (engine.state.computing or engine.transformed or engine.manager.is_balanced()):
         engine.manager.start_over()

@@ -23,7 +23,7 @@ def unmanage(model: nn.Module, engine: Engine, what: str) -> None:
     """
     engine.recover_if_interrupted()
     engine.drain()
-    engine.check_whole()
+    engine.state.check_whole()
     itemsize = COMPUTE_DTYPES[engine.config.precision].itemsize
     needed, free = engine.layout.payload * itemsize, psutil.virtual_memory().available
     if needed > free:

@@ -87,11 +87,11 @@ def test_any_copy_may_fail(where: str, tmp_path: Path, monkeypatch: pytest.Monke
         if error is not None:
             assert copies.fired and caused_by(error), f"the cause is lost: {error!r}"
             told, error = told + 1, error.with_traceback(None)
-            if engine_of(model).lost is not None:
+            if engine_of(model).state.corrupted_by is not None:
                 with pytest.raises(GeminiError, match="Load the last checkpoint"):
                     model(**gpu_cases.batch(0))
             gemini.load_checkpoint(tmp_path / "ckpt", model, optimizer)
-            assert engine_of(model).lost is None
+            assert engine_of(model).state.corrupted_by is None
             for seed in range(1, STEPS):
                 one_step(model, optimizer, seed)
         else:  # what is fetched ahead may fail, and is fetched again when it is needed; or there were fewer this time

@@ -167,7 +167,7 @@ def test_a_step_may_use_params_and_the_model_itself_as_it_likes(precision: str, 
         run = fit(module, GeminiStrategy(settings), 8, gradient_clip_val=1e9)
         states.append(state_of(module))
         norms.append(float(run.strategy.grad_norm))
-        assert "forward" not in vars(module) and not module._gemini_engine.in_method
+        assert "forward" not in vars(module) and not module._gemini_engine.state.in_method
         module._gemini_engine.check_invariants()
     assert_same(*states)
     exact = Free()

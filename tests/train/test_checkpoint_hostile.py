@@ -80,7 +80,7 @@ class Tiny:
             "scheduler": repr(vars(self.scheduler)),
             "scale": repr(engine.loss_scale),
             "rng": (random.getstate(), numpy.random.get_state()[1].tobytes(), torch.get_rng_state().numpy().tobytes()),
-            "lost": engine.lost,
+            "lost": engine.state.corrupted_by,
         }
 
 

@@ -91,7 +91,7 @@ def test_views_come_back_as_the_numbers_they_show(tmp_path: Path) -> None:
             model.held.zero_()
         found = gemini.load_checkpoint(tmp_path / "ckpt", model, optimizer)
         assert found.tolist() == model.held.tolist() == shown, name
-        assert engine_of(model).lost is None
+        assert engine_of(model).state.corrupted_by is None
 
 
 def impossible() -> dict[str, Any]:

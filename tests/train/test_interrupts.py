@@ -275,7 +275,7 @@ def test_a_loaded_checkpoint_is_whole(where: str, tmp_path: Path, monkeypatch: p
                 gemini.load_checkpoint(tmp_path / "ckpt", model, optimizer)
         assert_same_snapshot(snapshot(other) if whole else before, snapshot(model))
         assert optimizer.param_groups[0]["lr"] == (0.5 if whole else 1e-2)
-        model._gemini_engine.check_whole()
+        model._gemini_engine.state.check_whole()
 
 
 # ---- the mechanism ---------------------------------------------------------------------------------------------------

@@ -177,7 +177,7 @@ def test_the_backward_outside_no_sync_is_the_one_that_updates(where: str, tmp_pa
     for number in range(0, 4, 2):
         with inside.no_sync():
             backward(inside, number)
-        assert inside._gemini_engine.has_gradients and not inside._gemini_engine.updated_in_backward
+        assert inside._gemini_engine.has_gradients and not inside._gemini_engine.state.updated_in_backward
         backward(inside, number + 1)
         first.step()
         backward(after, number)

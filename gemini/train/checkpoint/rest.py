@@ -85,8 +85,7 @@ class Rest:
         for handle in engine.handles:
             handle.num_steps = self._manifest.params[handle.name].step
         engine.discard_grads()
-        engine.lost = engine.lost_because = None
-        engine.updated_in_backward = False
+        engine.state.mark_restored()
         engine.manager.drop(engine.chunks)
         with torch.no_grad():
             for buffer, value in self._buffers:

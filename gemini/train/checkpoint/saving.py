@@ -146,7 +146,7 @@ def load_checkpoint(
             rest.put_back(share[0])
         except BaseException as e:
             if planner.started:
-                engine.mark_lost(e)
+                engine.state.mark_corrupted(e)
             raise
     return rest.extra
 
@@ -160,7 +160,7 @@ def _draft(
         GeminiError, StorageError, TypeError: what :func:`save_checkpoint` says.
     """
     engine.recover_if_interrupted()
-    engine.check_whole()
+    engine.state.check_whole()
     unreduced = engine.reduction is not None and engine.reduction.has_unreduced
     if unreduced or any(handle.has_grad for handle in engine.handles):
         raise GeminiError("save_checkpoint between backward and step: gradients are not saved; call it after step()")

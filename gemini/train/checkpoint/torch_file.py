@@ -42,8 +42,8 @@ def promised_model_state(original: Any, engine: Engine) -> dict[str, Any]:
 
     ``original`` is ``super()`` of the managed model.
     """
-    engine.check_whole()
-    if not engine.in_method:
+    engine.state.check_whole()
+    if not engine.state.in_method:
         engine.recover_if_interrupted()
     return model_state(original, None, "", _promised_weights)
 
@@ -55,7 +55,7 @@ def promised_optimizer_state(optimizer: HybridAdam) -> dict[str, Any]:
     for index, param in enumerate(params):
         handle = handle_of(param)
         if handle is not None and handle.num_steps:
-            engine_of(handle).check_whole()
+            engine_of(handle).state.check_whole()
             moments = {
                 kind.value: _promise(handle, torch.float32, partial(_read_plane, handle, kind))
                 for kind in (PlaneKind.EXP_AVG, PlaneKind.EXP_AVG_SQ)

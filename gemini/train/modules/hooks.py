@@ -126,11 +126,11 @@ def _attach_root(model: nn.Module, engine: Engine, hooks: list[Any]) -> None:
 
     def root_pre(module: nn.Module, args: Any) -> None:
         engine = _engine(ref)
-        if not engine.in_method and not engine.calls.depth:
+        if not engine.state.in_method and not engine.calls.depth:
             engine.recover_if_interrupted()
         refuse_injected(engine, module, is_root=True)
         refuse_inside_compiled()
-        if not engine.computing and compiled.have_changed(module):
+        if not engine.state.computing and compiled.have_changed(module):
             follow_compiled(module, engine)
             compiled.note(module)
         begin(module, args)
@@ -169,11 +169,8 @@ def call_as_forward(model: nn.Module, engine: Engine, method: Callable[..., Any]
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         restore()
-        engine.in_method = True
-        try:
+        with engine.state.method():
             return method(*args, **kwargs)
-        finally:
-            engine.in_method = False
 
     model.__dict__["forward"] = forward
     try:
@@ -187,11 +184,11 @@ def _pre(
 ) -> Callable[[nn.Module, Any], None]:
     def pre(module: nn.Module, args: Any) -> None:
         engine = _engine(ref)
-        if engine.requires_grad_changed and not engine.computing:
+        if engine.state.requires_grad_changed and not engine.state.computing and engine.state.take_flips():
             follow_requires_grad(engine)
-        if is_entrance and not engine.computing:
+        if is_entrance and not engine.state.computing:
             refuse_injected(engine, module, is_root=False)
-        if not engine.in_backward:
+        if not engine.state.in_backward:
             engine.activations.begin_forward()
         engine.begin_call(module, chunks, resident)
 
@@ -210,7 +207,7 @@ def _post(ref: weakref.ref[Engine], *, is_root: bool) -> Callable[[nn.Module, An
             engine.recording.watch_backward(module, output)
         if not torch.is_grad_enabled() or is_transforming():
             return None
-        outermost = record.parent is None and not engine.in_backward
+        outermost = record.parent is None and not engine.state.in_backward
         if engine.loss_scale is not None and outermost:
             output = _enter_scale(output, engine, is_root=is_root)
             _hook_outputs(output, ref, record)

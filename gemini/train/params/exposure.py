@@ -100,7 +100,7 @@ class Exposure:
     def rest_if_idle(self) -> None:
         """Guard everything if nobody computes any more, and refuse what was written meanwhile."""
         engine = self._engine()
-        if not engine.computing:
+        if not engine.state.computing:
             self._late.clear()
             self._num_readers.clear()
             for index in list(self._exposed):

@@ -67,7 +67,7 @@ def note_grad_read(param: Any) -> None:
     if engine is None or engine in _warned or torch._C._current_graph_task_id() != -1:
         return  # inside a backward it is our own hook that looks
     unreduced = engine.reduction is not None and engine.reduction.has_unreduced
-    if not (handle.has_grad or unreduced or engine.updated_in_backward):
+    if not (handle.has_grad or unreduced or engine.state.updated_in_backward):
         return
     _warned.add(engine)
     warnings.warn(

@@ -111,7 +111,7 @@ class ManagedParameter(nn.Parameter):
             if func == _GET_GRAD:  # a new wrapper each time: equal, not identical
                 note_grad_read(args[0])
             elif func in _FLIPS:
-                engine_of(args[0]._gemini).requires_grad_changed = True
+                engine_of(args[0]._gemini).state.note_flip()
             elif func == _SET_GRAD and args[1] is None:
                 handle = args[0]._gemini
                 if handle.has_grad:  # p.grad = None drops it, as in torch
@@ -135,7 +135,7 @@ class ManagedParameter(nn.Parameter):
             )
         handles = [param._gemini for param in params]  # type: ignore[attr-defined]
         for engine in map(engine_of, handles):
-            if engine.computing:  # params of another model are met again in the call that follows
+            if engine.state.computing:  # params of another model are met again in the call that follows
                 return engine.read_in_call(func, args, kwargs, [h for h in handles if h.engine() is engine])
         if func is torch.Tensor.copy_ and args[0] is handles[0].param and not torch.is_grad_enabled():
             value = args[1].expand(args[0].shape)

@@ -218,7 +218,6 @@ def make_trainable(engine: Engine, chunk: Chunk) -> None:
 
 def follow_requires_grad(engine: Engine) -> None:
     """After a flip of ``requires_grad``: a param that became trained gets its hook, its chunk what it lacks."""
-    engine.requires_grad_changed = False
     engine.activations.drain()
     for handle in engine.handles:
         handle.trained = handle.param.requires_grad

@@ -89,7 +89,7 @@ def step_facts(engine: Engine, optimizers: Sequence[HybridAdam]) -> Facts:
     if engine.loss_scale is not None:
         values["the loss scale"] = repr(float(engine.loss_scale.scale))
     values["the factor that takes the loss scale out of gradients"] = repr(float(engine.grad_unscale))
-    values["the coefficient of clip_grad_norm_"] = repr(float(engine.clip_coefficient))
+    values["the coefficient of clip_grad_norm_"] = repr(float(engine.state.clip_coefficient))
     handles = engine.handles
     return Facts(
         values,

@@ -123,8 +123,8 @@ class Reduction:
         engine = self._engine()
         if engine.config.gradients != "transient":
             return 0
-        if self._plan[0] != engine.backward_number:  # counters change with the first update
-            self._plan = engine.backward_number, step_facts(engine, owners(engine)).checksum
+        if self._plan[0] != engine.state.backward_number:  # counters change with the first update
+            self._plan = engine.state.backward_number, step_facts(engine, owners(engine)).checksum
         return self._plan[1]
 
     def _check_plans(self, details: list[int]) -> None:

@@ -58,7 +58,7 @@ def _is_inside(reference: weakref.ref[Engine]) -> Callable[[], bool | None]:
         engine = reference()
         if engine is None:
             return None
-        return not hasattr(engine, "calls") or engine.calls.running or engine.in_backward
+        return not hasattr(engine, "calls") or engine.calls.running or engine.state.in_backward
 
     return is_inside
 

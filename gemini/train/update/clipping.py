@@ -35,7 +35,7 @@ def clip_grad_norm(
             'clipping needs every gradient before the first update: gradients="transient" cannot be clipped. '
             'Use GeminiConfig(gradients="retain")'
         )
-    if engine.updated_in_backward:
+    if engine.state.updated_in_backward:
         raise GeminiError(
             "clipping needs every gradient before the first update, and HybridAdam(step_in_backward=True) has used "
             "them: leave step_in_backward out"
@@ -49,13 +49,13 @@ def clip_grad_norm(
     total = math.sqrt(engine.gradients.total_sum(used)) * engine.scaling.unscale_seen(chosen)
     if left:
         total = math.hypot(total, math.sqrt(engine.gradients.total_sum(left)))
-    total *= engine.clip_coefficient
+    total *= engine.state.clip_coefficient
     if error_if_nonfinite:
         engine.gradients.check_finite(chosen)
     if math.isfinite(total):
         coefficient = min(1.0, float(max_norm) / (total + 1e-6))
         if handles is None:
-            engine.clip_coefficient *= coefficient
+            engine.state.clip(coefficient)
         else:
             engine.gradients.clip(handles, coefficient)
     return torch.tensor(total, dtype=torch.float32, device="cpu")

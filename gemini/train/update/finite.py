@@ -83,7 +83,7 @@ class Unseen:
             return
         told = f"the gradient of {bad[0].name!r} holds inf or NaN (and {len(bad) - 1} more params)."
         if num_stopped == num_chunks and engine.shards is None:
-            engine.updated_in_backward = False
+            engine.state.forget_update_in_backward()
             raise NonFiniteGradient(
                 f"{told} No weight was changed: call optimizer.zero_grad() to drop this step and go on, or look for "
                 "the cause (learning rate, data)"
@@ -92,7 +92,7 @@ class Unseen:
             f"{told} Their chunks were not updated, but {num_chunks - num_stopped} others of this rank were in this "
             "backward: resume from a checkpoint"
         )
-        engine.mark_lost(error)
+        engine.state.mark_corrupted(error)
         raise error
 
     def forget(self) -> None:

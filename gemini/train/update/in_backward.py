@@ -25,7 +25,7 @@ def use_in_backward(engine: Engine, handle: ParamHandle, grad: torch.Tensor) -> 
     Raises:
         GeminiError: if no optimizer owns the param, or it got a gradient in this backward already.
     """
-    if handle.in_backward == engine.backward_number:
+    if handle.in_backward == engine.state.backward_number:
         raise GeminiError(
             f"{handle.name!r} got its gradient in two parts (shared under reentrant checkpointing), the first of which "
             'may be used already: gradients="transient" cannot be used with this model; use gradients="retain"'
@@ -37,7 +37,7 @@ def use_in_backward(engine: Engine, handle: ParamHandle, grad: torch.Tensor) -> 
             "would be lost. Give all trained params to the optimizer before the first backward, or freeze this one"
         )
     engine.updates.collect(optimizer.segment_in_backward(engine, handle, grad.detach().contiguous().view(-1)))
-    handle.in_backward = engine.backward_number
+    handle.in_backward = engine.state.backward_number
 
 
 def refuse_used(engine: Engine, handle: ParamHandle) -> None:
@@ -46,7 +46,7 @@ def refuse_used(engine: Engine, handle: ParamHandle) -> None:
     Raises:
         GeminiError: it would be another step of this param.
     """
-    if handle.in_backward == engine.backward_number:
+    if handle.in_backward == engine.state.backward_number:
         raise GeminiError(
             f"{handle.name!r} got its gradient in two parts (shared under reentrant checkpointing), and "
             "HybridAdam(step_in_backward=True) has used the first one: leave step_in_backward out, or checkpoint with "
@@ -78,5 +78,5 @@ def step_landed(engine: Engine, chunk: Chunk) -> None:
     for handle, optimizer in ready:
         engine.updates.collect(optimizer.segment_in_backward(engine, handle, None))
         handle.norm_sums = None
-        handle.in_backward = engine.backward_number
+        handle.in_backward = engine.state.backward_number
     engine.updates.complete(chunk, stop=stop)

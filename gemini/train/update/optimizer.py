@@ -294,12 +294,12 @@ class HybridAdam(torch.optim.Optimizer):
     def segment_in_backward(self, engine: Engine, handle: ParamHandle, grad: torch.Tensor | None) -> Segment:
         """The gradient of one param is complete: how to update it (``step_in_backward``). None: it is in its plane."""
         self._check_mode(engine)
-        if self._backward_checked != engine.backward_number:  # before the first update of this backward
-            self._backward_checked = engine.backward_number
+        if self._backward_checked != engine.state.backward_number:  # before the first update of this backward
+            self._backward_checked = engine.state.backward_number
             for number, group in enumerate(self.param_groups):
                 check_group(group, f"param group {number}")
         group = next(g for g in self.param_groups if any(p is handle.param for p in g["params"]))
-        scale = 1.0 if grad is not None else engine.clip_coefficient * engine.grad_unscale * handle.clip
+        scale = 1.0 if grad is not None else engine.state.clip_coefficient * engine.grad_unscale * handle.clip
         return Segment(handle, _hyper(group, handle.num_steps + 1, scale), grad)
 
     def _step_managed(self, managed: list[tuple[ParamHandle, Group]], refusal: ValueError | None) -> None:
@@ -309,7 +309,7 @@ class HybridAdam(torch.optim.Optimizer):
             self._engine_of(self._params())  # of two models, wrapped after this optimizer was made: refused
         engine = engine_of(managed[0][0])
         self._check_mode(engine)
-        engine.check_whole()
+        engine.state.check_whole()
         engine.recover_if_interrupted()
         engine.updates.unseen.look(engine)
         agree_on_step(engine, self)
@@ -327,7 +327,7 @@ class HybridAdam(torch.optim.Optimizer):
                 engine.end_step()
                 return
         engine.gradients.check_finite(handles)
-        scale = engine.clip_coefficient * engine.grad_unscale
+        scale = engine.state.clip_coefficient * engine.grad_unscale
         by_chunk: dict[int, list[Segment]] = {}
         hypers: dict[tuple[int, int, float], kernels.AdamHyper] = {}
         for handle, group in ready:
@@ -342,7 +342,7 @@ class HybridAdam(torch.optim.Optimizer):
                 handle.norm_sums, handle.clip = None, 1.0
             engine.updates.submit(Work(engine.chunks[index], segments) for index, segments in by_chunk.items())
         except BaseException as e:  # an interrupt between two chunks breaks the step as well
-            engine.mark_lost(e)
+            engine.state.mark_corrupted(e)
             raise
         if is_scaled_inside and handles:
             assert engine.loss_scale is not None

@@ -92,10 +92,10 @@ def start_anew(handles: Iterable[ParamHandle]) -> None:
     if not used:
         return
     engine = engine_of(used[0])
-    if engine.lost is None:  # else a checkpoint is going to overwrite all of it, and nothing less helps
+    if engine.state.corrupted_by is None:  # else a checkpoint is going to overwrite all of it, and nothing less helps
         engine.updates.drain()
     for handle in used:
-        if engine.lost is None:
+        if engine.state.corrupted_by is None:
             write_state(handle, {})
         handle.num_steps = 0
 

@@ -266,7 +266,7 @@ def update_chunk(engine: Engine, chunk: Chunk, parts: Iterable[Tile]) -> None:
         engine.manager.drop([chunk])
     except BaseException as e:
         # A repeated step would update finished tiles twice, and planes may be torn: there is no way on from here.
-        engine.mark_lost(e)
+        engine.state.mark_corrupted(e)
         engine.updates.forget()  # this error is told; what it means for those in flight goes without saying
         raise
 

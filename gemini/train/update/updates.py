@@ -102,7 +102,7 @@ class Updates:
             self._jobs.update({job.chunk.spec.index: job for job in jobs})
             lane.put(*jobs)
         except BaseException as e:
-            engine.mark_lost(e)
+            engine.state.mark_corrupted(e)
             for job in jobs:
                 if lane.cancel(job) or job.worker is None:
                     self._jobs.pop(job.chunk.spec.index, None)
@@ -167,7 +167,7 @@ class Updates:
             return
         work, engine = Work(chunk, segments), self._engine()
         WHOLE.hold(_in_a_backward)  # until the engine says that the backward is over: all of it is one update
-        engine.updated_in_backward = True
+        engine.state.note_update_in_backward()
         self.unseen.num_chunks += 1
         note_writes(segment.handle for segment in segments)
         for segment in segments:
@@ -255,7 +255,7 @@ class Updates:
 
     def check(self) -> None:
         """Raise what broke an update off that nobody has waited for."""
-        broken_off = self._engine().lost is not None  # known a moment before the jobs end
+        broken_off = self._engine().state.corrupted_by is not None  # known a moment before the jobs end
         for job in list(self._jobs.values()):
             if broken_off or (job.is_complete() and job.error is not None):
                 self._await(job)
@@ -270,7 +270,7 @@ class Updates:
             with self._lane.alone(), about, contextlib.suppress(Exception):  # raised below
                 job.wait()
         self._jobs.pop(index, None)
-        if job.error is not None and self._engine().lost is not None:
+        if job.error is not None and self._engine().state.corrupted_by is not None:
             self.forget()  # all of them ended with this error, which is told once
         job.wait()
 
@@ -306,7 +306,6 @@ def _mark_lost(reference: weakref.ref[Engine]) -> Callable[[BaseException], None
     def mark_lost(cause: BaseException) -> None:
         engine = reference()
         if engine is not None:
-            engine.mark_lost(cause)
-            engine.lost_because = cause
+            engine.state.mark_corrupted(cause, reported=False)
 
     return mark_lost
