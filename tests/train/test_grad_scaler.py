@@ -385,3 +385,29 @@ def test_states_come_back(tmp_path: Path) -> None:
     gemini.save_checkpoint(tmp_path / "saved", model, optimizer, extra={"scaler": state})
     fresh = wrap(Toy(), "ram", tmp_path, precision="fp16")
     assert gemini.load_checkpoint(tmp_path / "saved", fresh, adam(fresh))["scaler"] == state
+
+
+# ---- beside a scaler ------------------------------------------------------------------------------------------------
+
+
+class ReadsAnother(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.other = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.first(x)) @ self.other.weight
+
+
+def test_a_jacobian_is_taken_beside_a_scaler(tmp_path: Path) -> None:
+    """A scaler anywhere in the program makes every backward look for its scale: those of ``torch.func`` have none."""
+    x, memory = torch.randn(2, 8), gemini.MemoryBudget(cpu="64MiB", nvme="64MiB", nvme_path=tmp_path)
+    config = gemini.GeminiConfig(
+        precision="fp32", memory=memory, placement=gemini.StaticPlacement(weights_on_nvme=1), max_chunk=64
+    )
+    model, plain = gemini.GeminiDDP(ReadsAnother(), config), ReadsAnother()
+    gemini.GradScaler("cpu").scale(model(x).sum()).backward()
+    found, wanted = (torch.func.jacrev(lambda x, m=m: m(x).sum(0))(x) for m in (model, plain))
+    assert same_bits(found, wanted)
+    engine_of(model).check_invariants()

@@ -29,10 +29,16 @@ class BackwardCall(NamedTuple):
 
     roots: tuple[Any, ...]
     """The nodes that it starts from."""
-    inputs: tuple[Any, ...]
-    """The nodes whose gradients alone were asked for; none for those of all leaves."""
+    given: tuple[Any, ...]
+    """The tensors whose gradients alone were asked for; none for those of all leaves. Those of a transform of
+    ``torch.func`` are its own, and have no node here."""
     accumulates: bool
     """Whether leaves keep their gradients (``backward``), or they are returned (``autograd.grad``)."""
+
+    @property
+    def inputs(self) -> tuple[Any, ...]:
+        """The nodes of :attr:`given`."""
+        return tuple(map(_node_of, self.given))
 
 
 def running_calls() -> list[BackwardCall]:
@@ -57,8 +63,7 @@ def _calls_on(frame: FrameType | None) -> Iterator[BackwardCall]:
             names, there = _RUN.co_varnames, frame.f_locals
             outputs, args, kwargs = (there[names[i]] for i in range(3))
             # Of torch.autograd.backward and torch.autograd.grad alike: gradients, retain_graph, create_graph, inputs.
-            inputs = tuple(_node_of(tensor) for tensor in args[3])
-            yield BackwardCall(tuple(_node_of(t) for t in outputs), inputs, bool(kwargs.get("accumulate_grad")))
+            yield BackwardCall(tuple(map(_node_of, outputs)), tuple(args[3]), bool(kwargs.get("accumulate_grad")))
         frame = frame.f_back
 
 

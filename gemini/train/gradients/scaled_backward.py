@@ -178,8 +178,9 @@ class Scaling:
 
     def _decide(self, task: int, holding: bool) -> float:
         """``holding``: gradients of an earlier backward wait for the update."""
-        scale = _of_task.get(task)
-        calls = running_calls() if scale is None else []
+        scale, calls = _of_task.get(task), running_calls()
+        if calls and not calls[0].accumulates:
+            return 1.0  # what it gives is returned, and no param keeps any of it
         if scale is None:
             scale = self._scale_of(calls)
         if scale is not None:
@@ -244,7 +245,7 @@ class Scaling:
     # ---- a plain backward in fp16 -------------------------------------------------------------------------------
 
     def _judge(self, calls: list[BackwardCall]) -> bool:
-        """Whether the model's scale enters at its loss (True), or nowhere, since none of its gradients is kept.
+        """Whether the model's scale enters at its loss (True), or nowhere, since no param is reached.
 
         Marks tell, for every node that is to run, how often the gradients arriving there were multiplied. Exact is:
         once for every managed param, never for anything else. A recomputation (checkpointing) runs a graph of its own
@@ -253,8 +254,6 @@ class Scaling:
         Raises:
             GeminiError: for every other graph.
         """
-        if not calls[0].accumulates:
-            return False
         start, scales = _NEVER, False
         for call in reversed(calls):  # from the outermost one
             scales, start = self._judge_call(call, start, is_outer=call is calls[-1], is_this=call is calls[0])

@@ -1,0 +1,229 @@
+"""Where in a training step a model is: one value, handed to all who must know, and changed by its methods only.
+
+The phase says what computes. An event that the table does not have is an error, as in the table of a chunk's states
+(:mod:`gemini.memory.chunks.states`). Beside it stand the facts of a step that outlive a phase: what clipping asks for,
+which weights an update inside backward has changed already, and whether an update broke off in the middle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import Enum
+
+from gemini.errors import GeminiError, IllegalTransition
+
+
+class Phase(Enum):
+    """What computes now.
+
+    REST: neither a forward nor a backward.
+    FORWARD: a forward.
+    BACKWARD: a backward.
+    NESTED: a forward inside a backward (activation checkpointing recomputes one), or a backward inside a forward
+        (forces are gradients of an energy): which of them waits for the other makes no difference here.
+    """
+
+    REST = "rest"
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    NESTED = "nested"
+
+
+class Event(Enum):
+    """What changes the phase."""
+
+    BEGIN_FORWARD = "begin forward"
+    END_FORWARD = "end forward"
+    BEGIN_BACKWARD = "begin backward"
+    END_BACKWARD = "end backward"
+
+
+PHASES: dict[tuple[Phase, Event], Phase] = {
+    (Phase.REST, Event.BEGIN_FORWARD): Phase.FORWARD,
+    (Phase.FORWARD, Event.END_FORWARD): Phase.REST,
+    (Phase.REST, Event.BEGIN_BACKWARD): Phase.BACKWARD,
+    (Phase.BACKWARD, Event.END_BACKWARD): Phase.REST,
+    (Phase.BACKWARD, Event.BEGIN_FORWARD): Phase.NESTED,
+    (Phase.FORWARD, Event.BEGIN_BACKWARD): Phase.NESTED,
+    (Phase.NESTED, Event.END_FORWARD): Phase.BACKWARD,
+    (Phase.NESTED, Event.END_BACKWARD): Phase.FORWARD,
+}
+
+
+class StepState:
+    """The state of one model's step."""
+
+    def __init__(self) -> None:
+        self.phase = Phase.REST
+        self.backward_number = 0
+        """Of the backward that runs, or ran last."""
+        self.takes_gradients = False
+        """Whether params have got gradients in the backward that runs."""
+        self.accumulating = False
+        """Gradient accumulation: inside ``no_sync()`` gradients are added up, and none is used yet."""
+        self.updated_in_backward = False
+        """Whether an update was made inside backward since the last ``optimizer.step()``."""
+        self.clip_coefficient = 1.0
+        """What ``clip_grad_norm_`` of the whole model multiplies gradients by."""
+        self.requires_grad_changed = False
+        """Whether ``requires_grad`` of a param was flipped at rest and nobody has followed it yet."""
+        self.in_method = False
+        """Whether a method of the model runs as its forward: calls of the model are inside that one."""
+        self.num_gathered = 0
+        """Open ``gathered()`` blocks, and operations that read params outside of any module."""
+        self.num_unsettled = 0
+        """What has begun to compute and has not ended in order; after an interrupt it never will."""
+        self._corrupted_by: str | None = None
+        self._unreported: BaseException | None = None
+
+    # ---- the phase ----------------------------------------------------------------------------------------------
+
+    @property
+    def in_forward(self) -> bool:
+        """Whether a forward runs, in any thread."""
+        return self.phase is Phase.FORWARD or self.phase is Phase.NESTED
+
+    @property
+    def in_backward(self) -> bool:
+        """Whether a backward runs."""
+        return self.phase is Phase.BACKWARD or self.phase is Phase.NESTED
+
+    @property
+    def computing(self) -> bool:
+        """Whether params are ordinary ones now: a forward, a backward or ``gathered()`` is under way."""
+        return self.phase is not Phase.REST or self.num_gathered > 0
+
+    def change(self, event: Event) -> None:
+        """The phase after ``event``.
+
+        Raises:
+            IllegalTransition: if the table has none.
+        """
+        after = PHASES.get((self.phase, event))
+        if after is None:
+            legal = ", ".join(sorted(e.value for phase, e in PHASES if phase is self.phase))
+            raise IllegalTransition(
+                f"the model's phase is {self.phase.value}: only {legal} is legal, not {event.value}"
+            )
+        self.phase = after
+
+    def begin_forward(self) -> None:
+        """The outermost module of a forward computes."""
+        self.change(Event.BEGIN_FORWARD)
+
+    def end_forward(self) -> None:
+        """No module computes any more, in any thread."""
+        self.change(Event.END_FORWARD)
+
+    def begin_backward(self) -> None:
+        """The first gradient of a backward arrives."""
+        self.change(Event.BEGIN_BACKWARD)
+        self.backward_number += 1
+        self.num_unsettled = max(self.num_unsettled, 1)  # one, with the forward that it belongs to
+
+    def take_gradients(self) -> None:
+        """The first gradient of a param has arrived in the backward that runs."""
+        self.takes_gradients = True
+
+    def end_backward(self) -> None:
+        """The whole graph is done, or was abandoned."""
+        self.change(Event.END_BACKWARD)
+        self.takes_gradients = False
+
+    def settle(self) -> None:
+        """Something that had begun has ended in order."""
+        self.num_unsettled = max(self.num_unsettled - 1, 0)
+
+    def settle_all(self) -> None:
+        """What was left behind by what did not end in order has been put away."""
+        self.num_unsettled = 0
+
+    def open(self) -> None:
+        """Something begins to compute: until it ends in order, it counts as unsettled."""
+        self.num_unsettled += 1
+
+    @contextmanager
+    def accumulate(self) -> Iterator[None]:
+        """Gradients of backwards inside are added up, and none is used."""
+        before, self.accumulating = self.accumulating, True
+        try:
+            yield
+        finally:
+            self.accumulating = before
+
+    @contextmanager
+    def gathering(self) -> Iterator[None]:
+        """Weights are shown, or read by an operation, outside of the modules that they belong to."""
+        self.num_gathered += 1
+        try:
+            yield
+        finally:
+            self.num_gathered -= 1
+
+    @contextmanager
+    def method(self) -> Iterator[None]:
+        """A method of the model runs as its forward."""
+        self.in_method = True
+        try:
+            yield
+        finally:
+            self.in_method = False
+
+    # ---- updates ------------------------------------------------------------------------------------------------
+
+    def note_update_in_backward(self) -> None:
+        """Weights change before ``optimizer.step()``: another backward would not be of those that this one was of."""
+        self.updated_in_backward = True
+
+    def forget_update_in_backward(self) -> None:
+        """The step is over, or what was updated is going to be overwritten."""
+        self.updated_in_backward = False
+
+    def clip(self, coefficient: float) -> None:
+        """Gradients are to be multiplied by ``coefficient``, beside what was asked for before."""
+        self.clip_coefficient *= coefficient
+
+    def take_clipping(self) -> float:
+        """The coefficient of clipping, which from now on is 1."""
+        coefficient, self.clip_coefficient = self.clip_coefficient, 1.0
+        return coefficient
+
+    def note_flip(self) -> None:
+        """``requires_grad`` of a param was flipped."""
+        self.requires_grad_changed = True
+
+    def take_flips(self) -> bool:
+        """Whether there were flips that nobody has followed yet; whoever asks does."""
+        changed, self.requires_grad_changed = self.requires_grad_changed, False
+        return changed
+
+    # ---- an update that broke off -------------------------------------------------------------------------------
+
+    @property
+    def corrupted_by(self) -> str | None:
+        """What broke an update off in the middle: some weights and moments are of this step and some are not."""
+        return self._corrupted_by
+
+    def mark_corrupted(self, cause: BaseException, *, reported: bool = True) -> None:
+        """An update broke off. ``reported``: whether ``cause`` is raised to the program as well."""
+        self._corrupted_by = f"{type(cause).__name__}: {cause}"
+        if not reported:
+            self._unreported = cause
+
+    def mark_restored(self) -> None:
+        """Every master and moment was written anew."""
+        self._corrupted_by = self._unreported = None
+        self.updated_in_backward = False
+
+    def check_whole(self) -> None:
+        """Refuse to go on with a half-made update.
+
+        Raises:
+            GeminiError: until a checkpoint is loaded.
+        """
+        if self._corrupted_by is not None:
+            raise GeminiError(
+                f"an update of this model broke off ({self._corrupted_by}): its weights and moments are half of one "
+                "step and half of the next. Load the last checkpoint (gemini.load_checkpoint) or make the model anew"
+            ) from self._unreported
