@@ -107,6 +107,11 @@ class Calls:
         stack = self._stacks.get(threading.get_ident()) or self._reading
         return stack[-1] if stack else None
 
+    def is_inside_another(self, module: nn.Module) -> bool:
+        """Whether the innermost call of a forward in this thread is one of another module."""
+        stack = self._stacks.get(threading.get_ident())
+        return stack is not None and stack[-1].module is not module
+
     def begin(self, module: nn.Module, chunks: tuple[Chunk, ...]) -> CallRecord:
         """A hooked module starts: gather what it reads. On an error nothing has begun."""
         if not self._stacks and self._reading:

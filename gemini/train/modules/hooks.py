@@ -61,6 +61,7 @@ def _attach_parts(model: nn.Module, engine: Engine, hooks: list[Any]) -> None:
     """Hooks on all but the root, as what is compiled has it now."""
     ref = weakref.ref(engine)
     waits = _chunks_to_await(model) if engine.config.overlap else {}
+    gathers_none = all(chunk.resident for chunk in engine.chunks)
     for path, module, params in readers(model):
         chunks, resident = _chunks_to_gather(params), waits.get(path, ())
         entrance = ENTRANCE.fullmatch(path) is not None
@@ -68,8 +69,11 @@ def _attach_parts(model: nn.Module, engine: Engine, hooks: list[Any]) -> None:
         if is_a(type(module), "ParamWrapper"):
             hooks.append(module.register_forward_hook(_after_parametrization, always_call=True))
         if module is not model and (chunks or rewritten or (entrance and any(True for _ in module.parameters()))):
-            pre = _pre(ref, chunks, (*resident, *resident_chunks(rewritten)), is_entrance=entrance)
-            hooks += hook_around(module, *taking_over(ref, rewritten, pre, _post(ref, is_root=False)))
+            resident = (*resident, *resident_chunks(rewritten))
+            pre, post = _pre(ref, chunks, resident, is_entrance=entrance), _post(ref, is_root=False)
+            if gathers_none:
+                pre, post = _unless_inside(ref, resident, pre, post)
+            hooks += hook_around(module, *taking_over(ref, rewritten, pre, post))
 
 
 def _chunks_to_gather(params: tuple[nn.Parameter, ...]) -> tuple[Chunk, ...]:
@@ -193,6 +197,28 @@ def _pre(
         engine.begin_call(module, chunks, resident)
 
     return pre
+
+
+def _unless_inside(
+    ref: weakref.ref[Engine],
+    resident: tuple[Chunk, ...],
+    pre: Callable[[nn.Module, Any], None],
+    post: Callable[[nn.Module, Any, Any], Any],
+) -> tuple[Callable[[nn.Module, Any], None], Callable[[nn.Module, Any, Any], Any]]:
+    """The same where no weight ever moves: inside another module there is nothing to do but wait for updates."""
+
+    def pre_unless_inside(module: nn.Module, args: Any) -> None:
+        engine = _engine(ref)
+        if engine.recording is not None or not engine.calls.is_inside_another(module):
+            pre(module, args)
+        elif resident:
+            engine.exposure.catch_up(resident)
+
+    def post_unless_inside(module: nn.Module, args: Any, output: Any) -> Any:
+        # What is innermost now was so before: a call that was noted is that of this module.
+        return None if _engine(ref).calls.is_inside_another(module) else post(module, args, output)
+
+    return pre_unless_inside, post_unless_inside
 
 
 def _post(ref: weakref.ref[Engine], *, is_root: bool) -> Callable[[nn.Module, Any, Any], Any]:
