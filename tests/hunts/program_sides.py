@@ -106,6 +106,8 @@ class Side:
     def see(self, label: str, value: Any) -> None:
         """Note a value, to be compared with the other side's."""
         if isinstance(value, torch.Tensor):
+            while torch._C._functorch.is_functorch_wrapped_tensor(value):  # a transform, which ends before we compare
+                value = torch._C._functorch.get_unwrapped(value)
             value = value.detach().to("cpu", copy=True)
         elif isinstance(value, (list, tuple)):
             for number, item in enumerate(value):
