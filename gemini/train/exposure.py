@@ -7,6 +7,7 @@ chunks as it begins, and any other read waits when it meets the guard. At rest a
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import torch
@@ -29,6 +30,8 @@ class Exposure:
         """Of chunks that move: how many computations see their params as ordinary ones now."""
         self._late: set[int] = set()
         """Resident chunks that are still being updated, or were when the model began to compute."""
+        self._covered: set[int] = set()
+        """Chunks that move and were guarded again since the model was at rest: somebody may have views of them."""
         self._written: list[ParamHandle] = []
 
     def begin(self) -> None:
@@ -63,6 +66,7 @@ class Exposure:
             if chunk.resident:
                 engine.updates.wait(chunk)
                 self._late.discard(index)
+            self.look_for_writes(chunk)
             guard.expose(chunk, engine.by_chunk[index])
             self._exposed.add(index)
 
@@ -74,6 +78,7 @@ class Exposure:
         self._num_readers[index] -= 1
         if not self._num_readers[index]:
             del self._num_readers[index]
+            self._covered.add(index)
             if self.hide(chunk):  # a write, refused when everything has been let go: the copy may go
                 self._engine().manager.drop([chunk])
 
@@ -91,8 +96,27 @@ class Exposure:
         self._written += written
         return bool(written)
 
+    def look_for_writes(self, chunk: Chunk) -> None:
+        """Notice writes to guarded params, through views that somebody has: refused when that can be done."""
+        engine = self._engine()
+        written = guard.written_to(engine.by_chunk[chunk.spec.index])
+        if written:
+            self._written += written
+            engine.manager.drop([chunk])  # a copy that differs from its home
+
+    def check(self, chunks: Iterable[Chunk]) -> None:
+        """The weights of these are about to be updated.
+
+        Raises:
+            ParamAccessError: if they were written to by others; nothing is updated yet.
+        """
+        for chunk in chunks:
+            self.look_for_writes(chunk)
+        self.refuse_writes()
+
     def poison(self, chunk: Chunk) -> None:
         """The gathered weights of a chunk went away."""
+        self.look_for_writes(chunk)
         self._exposed.discard(chunk.spec.index)
         self._num_readers.pop(chunk.spec.index, None)
         guard.poison(self._engine().by_chunk[chunk.spec.index])
@@ -103,8 +127,12 @@ class Exposure:
         if not engine.computing:
             self._late.clear()
             self._num_readers.clear()
+            seen, self._covered = self._covered | self._exposed, set()
             for index in list(self._exposed):
                 self.hide(engine.chunks[index])
+            for index in seen:
+                self.look_for_writes(engine.chunks[index])
+                guard.bring_back(engine.by_chunk[index])
         self.refuse_writes()
 
     def refuse_writes(self) -> None:

@@ -11,7 +11,7 @@ import torch
 from gemini.interrupts import WHOLE
 from gemini.ranks.agreement import Point
 from gemini.train.alike import agree_on_values, value_facts
-from gemini.train.guard import ParamHandle
+from gemini.train.guard import ParamHandle, undo_writes
 
 if TYPE_CHECKING:
     from gemini.train.engine import Engine
@@ -42,7 +42,7 @@ def gathered(engine: Engine, handles: list[ParamHandle], *, write: bool) -> Iter
             except BaseException:
                 with WHOLE:
                     for handle in handles:
-                        handle.version = handle.param._version
+                        undo_writes(handle)
                         if handle.name in before:
                             handle.view.copy_(before[handle.name])
                 raise

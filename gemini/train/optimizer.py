@@ -326,6 +326,7 @@ class HybridAdam(torch.optim.Optimizer):
                 engine.end_step()
                 return
         engine.gradients.check_finite(handles)
+        engine.exposure.check({handle.chunk.spec.index: handle.chunk for handle in handles}.values())
         scale = engine.clip_coefficient * engine.grad_unscale
         by_chunk: dict[int, list[Segment]] = {}
         hypers: dict[tuple[int, int, float], kernels.AdamHyper] = {}

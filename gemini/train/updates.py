@@ -166,6 +166,7 @@ class Updates:
         if not segments:
             return
         work, engine = Work(chunk, segments), self._engine()
+        engine.exposure.look_for_writes(chunk)
         WHOLE.hold(_in_a_backward)  # until the engine says that the backward is over: all of it is one update
         engine.updated_in_backward = True
         self.unseen.num_chunks += 1
