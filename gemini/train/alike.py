@@ -114,7 +114,10 @@ def _plain(value: Any) -> Any:
         return tuple(map(_plain, value))
     if isinstance(value, bool) or value is None or isinstance(value, str):
         return value
-    return float(value)
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # refused, after the ranks have compared it
+        return str(value)
 
 
 def meet_with(shards: Shards, point: Point, gradients: Facts, step: Facts | None) -> list[list[tuple[int, int]]]:

@@ -31,12 +31,12 @@ def place_of(name: str | os.PathLike[str]) -> Path:
     renaming would replace instead of what it points to.
 
     Raises:
-        StorageError: for a relative one, if the folder that the process works in was removed.
+        StorageError: for a relative one, if the folder that the process works in was removed; for what is no path.
     """
     try:
-        return Path(os.path.realpath(os.fspath(name)))
-    except OSError as e:
-        raise StorageError(f"cannot tell where {os.fspath(name)!r} is: {e.strerror or e}") from e
+        return Path(os.path.realpath(os.fsdecode(name)))
+    except (OSError, ValueError) as e:
+        raise StorageError(f"cannot tell where {os.fspath(name)!r} is: {getattr(e, 'strerror', None) or e}") from e
 
 
 def check_renamable(final: Path, asked: str | os.PathLike[str]) -> None:
@@ -55,7 +55,7 @@ def check_renamable(final: Path, asked: str | os.PathLike[str]) -> None:
     if why is not None:
         raise StorageError(
             f"{os.fspath(asked)!r} ({final}) {why}: the folder itself is renamed and replaced as a whole when it is "
-            f"saved again, which this one cannot be. Give a folder in it, such as {os.path.join(asked, 'checkpoint')!r}"
+            f"saved again, which this one cannot be. Give a folder in it, such as {os.fspath(final / 'checkpoint')!r}"
         )
 
 
@@ -145,7 +145,7 @@ def leftovers(folder: Path, name: str | None = None) -> list[Path]:
 
 def remove(path: Path) -> None:
     """Remove a folder or a file as far as possible."""
-    if path.is_dir() and not path.is_symlink():
+    if os.path.isdir(path) and not os.path.islink(path):  # of a name that is too long Path raises
         shutil.rmtree(path, ignore_errors=True)
     else:
         with contextlib.suppress(OSError):
