@@ -16,7 +16,6 @@ from __future__ import annotations
 import copy
 import difflib
 import functools
-import math
 import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -171,8 +170,8 @@ def check_loaded(own: list[dict[str, Any]], state_dict: Any) -> None:
     saved, states = state_dict["param_groups"], state_dict["state"]
     if not isinstance(states, Mapping) or not isinstance(saved, (list, tuple)) or not all(map(_is_group, saved)):
         raise ValueError(
-            '"state" must be a dict and "param_groups" a list of dicts, each with "params" (a list of numbers or names), '
-            "as optimizer.state_dict() gives them"
+            '"state" must be a dict and "param_groups" a list of dicts, each with "params" (a list of numbers or '
+            "names), as optimizer.state_dict() gives them"
         )
     sizes = [len(group["params"]) for group in saved]
     if sizes != [len(group["params"]) for group in own]:
@@ -185,11 +184,9 @@ def check_loaded(own: list[dict[str, Any]], state_dict: Any) -> None:
     keys = [key for group in saved for key in group["params"]]
     if not all(isinstance(key, (int, str)) for key in keys) or len(set(keys)) < len(keys):
         raise ValueError("the groups of the loaded state do not name each param once, by a number or a name")
-    strange = states.keys() - set(keys)
+    strange = sorted(states.keys() - set(keys), key=str)
     if strange:
-        raise ValueError(
-            f"the loaded state has states of {sorted(strange, key=str)[:3]}, which are in none of its groups"
-        )
+        raise ValueError(f"the loaded state has states of {strange[:3]}, which are in none of its groups")
     params = [param for group in own for param in group["params"]]
     for key, param, name in zip(keys, params, _names_of(own), strict=True):
         if key in states:

@@ -27,8 +27,10 @@ _MOMENTS = (PlaneKind.EXP_AVG, PlaneKind.EXP_AVG_SQ)
 
 
 class States(defaultdict):  # type: ignore[type-arg]
-    """``optimizer.state``: of plain params what it holds, of managed ones a look at their planes. What takes the state of
-    a managed param out of it (``clear``, ``pop``, ``del``, or ``{}`` in its place) lets it start anew, as in torch.
+    """``optimizer.state``: of plain params what it holds, of managed ones a look at their planes.
+
+    What takes the state of a managed param out of it (``clear``, ``pop``, ``del``, or ``{}`` in its place) lets that
+    param start anew, as in torch.
 
     Never false: torch.distributed.checkpoint makes a step of zeros where it finds no state. It also asks each param for
     the names of its states before it loads values for them.

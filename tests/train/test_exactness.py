@@ -109,7 +109,9 @@ class Draw:
         )
 
 
-def draw(rng: random.Random, model: nn.Module, precision: str, devices: tuple[str, ...] = ("cpu", "standin")) -> Draw:
+def draw(
+    rng: random.Random, model: nn.Module, precision: str, devices: tuple[str, ...] = ("cpu", "standin")
+) -> Draw:
     """A random placement and the budgets that just hold it."""
     device = rng.choice(devices)
     tile = rng.choice((None, 4096))

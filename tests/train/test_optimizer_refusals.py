@@ -349,11 +349,12 @@ def test_moments_of_a_frozen_param_are_refused(tmp_path: Path) -> None:
 def test_a_hyperparameter_that_is_gone_is_named(world: World) -> None:
     before = world.look()
     world.backward()
+    group = world.optimizer.param_groups[0]
     for key in ("lr", "betas", "eps", "weight_decay"):
-        value = world.optimizer.param_groups[0].pop(key)
+        world.optimizer.param_groups[0] = {k: v for k, v in group.items() if k != key}
         with pytest.raises(ValueError, match=f"param group 0 has no '{key}'"):
             world.optimizer.step()
-        world.optimizer.param_groups[0][key] = value
+    world.optimizer.param_groups[0] = group
     world.optimizer.zero_grad()
     world.unchanged(before)
 
