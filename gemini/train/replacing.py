@@ -85,14 +85,14 @@ def swap(work: Path, final: Path) -> None:
         OSError: ``final`` is as it was.
     """
     old = _old_name(final)
-    _sync(work)
+    sync(work)
     restore(final)  # the only whole one may stand under the old name, so that must not be removed yet
     _discard(old, work)
     if _stands(final):
         os.rename(final, old)
     try:
         os.rename(work, final)
-        _sync(final.parent)
+        sync(final.parent)
     except OSError:
         with contextlib.suppress(OSError):
             if not work.exists():
@@ -152,6 +152,15 @@ def remove(path: Path) -> None:
             path.unlink(missing_ok=True)
 
 
+def sync(path: Path) -> None:
+    """Let a file, or what stands in a folder, reach the disk."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
 def _discard(old: Path, work: Path) -> None:
     """Remove ``old``: under another name, so that what a killed removal leaves never looks like a whole one.
 
@@ -194,11 +203,3 @@ def _stamp(pid: int) -> str | None:
     except OSError:
         return None
     return None if fields[0] in "ZX" else f"{zlib.crc32(f'{boot} {fields[19]}'.encode()):08x}"
-
-
-def _sync(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
