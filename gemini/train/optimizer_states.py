@@ -47,36 +47,45 @@ class States(defaultdict):  # type: ignore[type-arg]
         return True
 
     def __missing__(self, param: Any) -> Any:
-        handle = handle_of(param)
-        if handle is None:
-            return super().__missing__(param)
-        optimizer = self._optimizer()
-        if optimizer is not None:
-            check_owned(optimizer, [handle])
-        return _Planes(handle)
+        handle = self._managed(param)
+        return super().__missing__(param) if handle is None else _Planes(handle)
 
     def __setitem__(self, param: Any, state: Any) -> None:
-        if (handle := handle_of(param)) is None:
+        handle = self._managed(param)
+        if handle is None:
             super().__setitem__(param, state)
-            return
-        if state:
+        elif state:
             raise _cannot_write(handle)
-        start_anew([handle])
+        else:
+            start_anew([handle])
 
     def __delitem__(self, param: Any) -> None:
-        handle = handle_of(param)
-        if handle is None or param in self:  # of steps before its model was wrapped
+        handle = self._managed(param)
+        if handle is None:
             super().__delitem__(param)
         else:
             start_anew([handle])
 
     def pop(self, param: Any, *default: Any) -> Any:
-        handle = handle_of(param)
-        if handle is None or param in self:
+        handle = self._managed(param)
+        if handle is None:
             return super().pop(param, *default)
         state = read_state(handle)
-        del self[param]
+        start_anew([handle])
         return state
+
+    def _managed(self, param: Any) -> ParamHandle | None:
+        """The handle of a managed param, whose state is not in here (but for steps before its model was wrapped).
+
+        Raises:
+            GeminiError: if another optimizer has taken it over.
+        """
+        handle, optimizer = handle_of(param), self._optimizer()
+        if handle is None or param in self:
+            return None
+        if optimizer is not None:
+            check_owned(optimizer, [handle])
+        return handle
 
     def clear(self) -> None:
         super().clear()
@@ -132,8 +141,9 @@ class _Planes(Mapping[str, torch.Tensor]):
     def __getitem__(self, name: str) -> torch.Tensor:
         if name not in list(iter(self)):
             raise KeyError(f"{self._handle.name!r} has no state called {name!r}, only {', '.join(self)}")
+        value = read_state(self._handle, name)[name]
         with torch.inference_mode():
-            return read_state(self._handle, name)[name].clone()
+            return value.clone()
 
     def __setitem__(self, name: str, value: Any) -> None:
         raise _cannot_write(self._handle)
