@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from gemini.errors import ParamAccessError
 from gemini.grad_mode import call_without_grad
@@ -81,10 +82,19 @@ stepping_in_backward: weakref.WeakSet[HybridAdam] = weakref.WeakSet()
 """The optimizers that do; where there is none, nobody looks for them in backward."""
 
 
+_owners = WeakTensorKeyDictionary()
+"""Params to weak references. Not an attribute of the param: with a weak reference in it, it could not be pickled."""
+
+
 def optimizer_of(param: Any) -> HybridAdam | None:
     """The HybridAdam that was given ``param``, if it still lives."""
-    reference = getattr(param, "_gemini_optimizer", None)
+    reference = _owners.get(param)
     return None if reference is None else reference()
+
+
+def give_to(optimizer: HybridAdam, params: Iterable[nn.Parameter]) -> None:
+    """From now on :func:`optimizer_of` these params is this one."""
+    _owners.update(dict.fromkeys(params, weakref.ref(optimizer)))
 
 
 def engine_of(handle: ParamHandle) -> Engine:
