@@ -123,7 +123,7 @@ class Engine:
         self.clip_coefficient = 1.0
         self.moved_last_step = Moved()
         self.num_gathered = 0
-        self.under_way = 0  # forwards, backwards and reads that have begun and not ended in order: see forget_interrupted
+        self.under_way = 0  # forwards, backwards and reads that have begun and not ended in order
         self.backward_number = 0
         self.in_method = False  # a method of the model runs as its forward: calls of the model are inside that one
         self.in_backward = False

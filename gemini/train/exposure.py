@@ -30,6 +30,8 @@ class Exposure:
         """Of chunks that move: how many computations see their params as ordinary ones now."""
         self._late: set[int] = set()
         """Resident chunks that are still being updated, or were when the model began to compute."""
+        self._cast: set[int] = set()
+        """Chunks with params that were cast while they were ordinary ones."""
         self._covered: set[int] = set()
         """Chunks that move and were guarded again since the model was at rest: somebody may have views of them."""
         self._written: list[ParamHandle] = []
@@ -92,8 +94,10 @@ class Exposure:
         """Guard the params of a chunk. True if one was written to, which is refused when that can be done."""
         index = chunk.spec.index
         self._exposed.discard(index)
-        written = guard.hide(self._engine().by_chunk[index])
+        written, cast = guard.hide(self._engine().by_chunk[index])
         self._written += written
+        if cast:
+            self._cast.add(index)
         return bool(written)
 
     def look_for_writes(self, chunk: Chunk) -> None:
@@ -127,12 +131,13 @@ class Exposure:
         if not engine.computing:
             self._late.clear()
             self._num_readers.clear()
-            seen, self._covered = self._covered | self._exposed, set()
+            covered, self._covered = self._covered - self._exposed, set()
             for index in list(self._exposed):
                 self.hide(engine.chunks[index])
-            for index in seen:
+            for index in covered:
                 self.look_for_writes(engine.chunks[index])
-                guard.bring_back(engine.by_chunk[index])
+            while self._cast:
+                guard.bring_back(engine.by_chunk[self._cast.pop()])
         self.refuse_writes()
 
     def refuse_writes(self) -> None:

@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -65,6 +65,8 @@ class ParamHandle:
     """Updates this param has had (Adam's bias correction); a skipped step leaves it."""
     in_backward: int = -1
     """The number of the backward in which the gradient arrived last."""
+    optimizer: weakref.ref[HybridAdam] | None = None
+    """The one that the param was given to, beside ``_owners``: every step asks for it."""
     clip: float = 1.0
     """What clipping of some params (one optimizer's of several) makes of the gradient; 1 while there is none."""
 
@@ -88,13 +90,24 @@ _owners = WeakTensorKeyDictionary()
 
 def optimizer_of(param: Any) -> HybridAdam | None:
     """The HybridAdam that was given ``param``, if it still lives."""
-    reference = _owners.get(param)
+    handle = handle_of(param)
+    reference = owner_of(param) if handle is None else handle.optimizer
     return None if reference is None else reference()
+
+
+def owner_of(param: Any) -> weakref.ref[HybridAdam] | None:
+    """Of a param that may be managed later, or was."""
+    return _owners.get(param)
 
 
 def give_to(optimizer: HybridAdam, params: Iterable[nn.Parameter]) -> None:
     """From now on :func:`optimizer_of` these params is this one."""
-    _owners.update(dict.fromkeys(params, weakref.ref(optimizer)))
+    reference = weakref.ref(optimizer)
+    for param in params:
+        _owners[param] = reference
+        handle = handle_of(param)
+        if handle is not None:
+            handle.optimizer = reference
 
 
 def engine_of(handle: ParamHandle) -> Engine:
@@ -198,15 +211,32 @@ def expose(chunk: Chunk, handles: list[ParamHandle]) -> None:
         handle.version = param._version
 
 
-def hide(handles: list[ParamHandle]) -> list[ParamHandle]:
-    """Guard params: nobody computes with them now. Returns those that were written to in the meantime."""
-    replaced = [handle for handle in handles if _is_elsewhere(handle) and not _is_cast(handle)]
-    for handle in replaced:
-        handle.param.data = handle.view
-    written = written_to(handles)
+class Hidden(NamedTuple):
+    """What :func:`hide` found."""
+
+    written: list[ParamHandle]
+    """Params that were written to while they were ordinary ones."""
+    cast: bool
+    """Whether some were given the same values in other memory, which they keep until the model is at rest."""
+
+
+def hide(handles: list[ParamHandle]) -> Hidden:
+    """Guard params: nobody computes with them now."""
+    written, cast = [], False
     for handle in handles:
-        handle.param.__class__ = ManagedParameter
-    return written + [handle for handle in replaced if handle not in written]
+        param = handle.param
+        if param._version != handle.version:
+            handle.version = param._version
+            written.append(handle)
+        if not handle.poisoned and param.data_ptr() != handle.view.data_ptr():
+            if _is_cast(handle):
+                cast = True
+            else:
+                param.data = handle.view
+                handle.version = param._version
+                written.append(handle)
+        param.__class__ = ManagedParameter
+    return Hidden(written, cast)
 
 
 def written_to(handles: Iterable[ParamHandle]) -> list[ParamHandle]:
@@ -230,17 +260,14 @@ def bring_back(handles: Iterable[ParamHandle]) -> None:
     """What was cast inside a forward is a view of its window again."""
     with torch._C.DisableTorchFunctionSubclass():  # type: ignore[attr-defined]
         for handle in handles:
-            if _is_elsewhere(handle):
+            if not handle.poisoned and handle.param.data_ptr() != handle.view.data_ptr():
                 _SET_DATA(handle.param, handle.view)
 
 
-def _is_elsewhere(handle: ParamHandle) -> bool:
-    """Whether a param was given other memory than its window (``param.data = ...``)."""
-    return not handle.poisoned and handle.param.data_ptr() != handle.view.data_ptr()
-
-
 def _is_cast(handle: ParamHandle) -> bool:
-    """Whether that has the same values: from ``module.to(dtype)``, or cuDNN, which makes weights contiguous."""
+    """Whether a param that was given other memory has the same values there: from ``module.to(dtype)``, or cuDNN, which
+    makes weights contiguous.
+    """
     given, view = handle.param.detach(), handle.view
     return given.shape == view.shape and given.device == view.device and torch.equal(given, view.to(given.dtype))
 
