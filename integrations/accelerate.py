@@ -233,8 +233,10 @@ class GeminiAccelerator(SavingAccelerator):
                 "clip_grad_norm_ before the last micro-batch: clipping now and again would scale gradients that are "
                 "still to come. Write `if accelerator.sync_gradients: accelerator.clip_grad_norm_(...)`"
             )
+        model = next((m for m in self._models if m.__dict__.get("_gemini_engine") is engine), None)
+        if model is None:
+            raise ValueError("clip_grad_norm_ was given the params of a model that this accelerator has not prepared")
         self.unscale_gradients([optimizer for optimizer in self._optimizers if engine_in(optimizer) is engine])
-        model = next(m for m in self._models if m.__dict__.get("_gemini_engine") is engine)
         return model.clip_grad_norm_(max_norm, norm_type)
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:

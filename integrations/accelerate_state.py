@@ -66,24 +66,25 @@ class SavingAccelerator(Accelerator):
         """What :meth:`save_state` saved; with automatic naming and no ``input_dir`` the newest that is whole.
 
         Raises:
-            StorageError: if it was not saved by this class, or its saving was interrupted; nothing was changed.
-            PlanMismatch: if it was saved for another model, precision or other groups.
+            StorageError: if it was not saved by this class, its saving was interrupted, or it is damaged.
+            PlanMismatch: if it was saved for another model, precision or other groups. In both cases nothing was
+                changed (of several models: but those that were loaded before).
         """
         pairs = self._managed_pairs()
         if pairs:
             input_dir = self._newest_whole(pairs) if input_dir is None else Path(input_dir).expanduser()
             _check_state(Path(input_dir), pairs)
         scaler, is_older = self.scaler, bool(pairs) and not (Path(input_dir) / SCALER_NAME).exists()
+        for folder, model, optimizer in pairs:  # before the rest: what it refuses leaves all as it was
+            load_checkpoint(Path(input_dir) / folder, model, optimizer)
+            if is_older:
+                take_over_scale(scaler, model)
         with self._without(pairs):
             self.scaler = None if is_older else scaler  # a state from when the model itself kept the loss scale
             try:
                 super().load_state(None if input_dir is None else str(input_dir), load_kwargs, **kwargs)
             finally:
                 self.scaler = scaler
-        for folder, model, optimizer in pairs:
-            load_checkpoint(Path(input_dir) / folder, model, optimizer)
-            if is_older:
-                take_over_scale(scaler, model)
 
     def _managed_pairs(self) -> Pairs:
         """Folder, model and optimizer of each model that is trained here."""
@@ -130,7 +131,7 @@ def _check_state(location: Path, pairs: Pairs) -> None:
     """Refuse a folder whose parts do not belong together, before anything is changed."""
     try:
         token = json.loads((location / _STATE_ID).read_text())["id"]
-    except (OSError, ValueError, KeyError) as e:
+    except (OSError, ValueError, KeyError, TypeError) as e:
         raise StorageError(
             f"{location} was not saved by GeminiAccelerator.save_state, or its saving was interrupted: give another "
             "folder, or load its weights alone (model.load_state_dict) and start anew"

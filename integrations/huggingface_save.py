@@ -88,7 +88,7 @@ def publish(run_dir: str, trainer: Any) -> None:
         trainer.state.save_to_json(str(work / _TRAINER_STATE))
         for path in work.iterdir():
             if path.is_file():
-                _sync(path)
+                replacing.sync(path)
         replacing.swap(work, final)
         shutil.rmtree(staging_in(run_dir), ignore_errors=True)
         if trainer.args.push_to_hub:
@@ -100,14 +100,6 @@ def publish(run_dir: str, trainer: Any) -> None:
             use_mtime=True,
         )
     trainer.accelerator.wait_for_everyone()
-
-
-def _sync(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 # ---- loading -----------------------------------------------------------------------------------------------------

@@ -157,11 +157,7 @@ def _trace_of(settings: PlanSettings, machine: Machine) -> MemoryTrace:
     """
     if settings.trace is None:
         return take_trace(settings.traced(target=_target(machine)))
-    text = document.read_file(settings.trace, "--trace")
-    try:
-        trace = MemoryTrace.from_json(text)
-    except PlanMismatch as e:
-        raise PlanMismatch(f"--trace {settings.trace}: {e}") from e
+    trace = document.load(settings.trace, "--trace", MemoryTrace.from_json)
     if not trace.moments:
         raise PlanMismatch(f"--trace {settings.trace} has no moments: trace a whole forward and backward")
     if settings.config is not None:

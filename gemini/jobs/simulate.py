@@ -7,7 +7,6 @@ from pathlib import Path
 from rich.console import Console
 
 import gemini
-from gemini.errors import PlanMismatch
 from gemini.jobs.errors import JobError
 from gemini.jobs.plan_settings import STEP_SCHEDULES, at_least, one_of
 from gemini.jobs.step_files import check_files, say, write_all
@@ -37,11 +36,7 @@ def simulate(
             "of `gemini doctor --measure --json FILE`."
         )
     hardware = load_hardware(machine)
-    text = document.read_file(path, "the plan")
-    try:
-        plan = Plan.from_json(text)
-    except PlanMismatch as e:
-        raise PlanMismatch(f"{path}: {e}") from e
+    plan = document.load(path, "", Plan.from_json)
     timeline = gemini.simulate(plan, hardware, schedule=schedule, gpus=gpus)
     if as_json:
         print(timeline.to_json())

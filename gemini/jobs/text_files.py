@@ -55,8 +55,8 @@ def find_text_files(
                 found[real] = TextFile(path, name, num_bytes)
     if not found:
         where = ", ".join(str(root) for root in roots)
-        what = f"only empty files ({num_empty})" if num_empty else f"no file that matches {' '.join(globs)}"
-        raise JobError(f"--data {where}: there is {what}. Name files with text, or other patterns with --glob.")
+        what = f"are only empty files ({num_empty})" if num_empty else f"is no file that matches {' '.join(globs)}"
+        raise JobError(f"--data {where}: there {what}. Name files with text, or other patterns with --glob.")
     # Two roots may hold the same relative name; the path decides then.
     return sorted(found.values(), key=lambda file: (file.name, str(file.path)))
 

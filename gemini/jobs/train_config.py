@@ -10,7 +10,7 @@ import gemini
 from gemini.jobs.errors import JobError, as_job_error
 from gemini.jobs.models import ModelSource
 from gemini.jobs.settings import TrainSettings
-from gemini.planning.document import read_file
+from gemini.planning import document
 from gemini.tiers import Tier
 from gemini.train.loading.attention import AUTO
 
@@ -27,7 +27,7 @@ def make_config(settings: TrainSettings, source: ModelSource, device: torch.devi
     """
     plan = None
     if settings.plan is not None:
-        plan = gemini.Plan.from_json(read_file(settings.plan, "--plan"))
+        plan = document.load(settings.plan, "--plan", gemini.Plan.from_json)
         _check_plan(plan, settings)
     trace = None
     if plan is None and settings.activations is None and (device.type == "cuda" or settings.device == "standin"):

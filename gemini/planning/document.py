@@ -46,14 +46,17 @@ def from_json(text: str, kind: str, version: int, make: Callable[[dict[str, Any]
         raise PlanMismatch(f"this {kind} is damaged: {type(e).__name__}: {e}") from e
 
 
-def read_file(path: str | Path, what: str) -> str:
-    """The text of a file that a user names.
+def load(path: str | Path, what: str, parse: Callable[[str], T]) -> T:
+    """What ``parse`` makes of a file that a user names, ``what`` being a word before its path ("--plan", or none).
 
     Raises:
-        PlanMismatch: if it cannot be read.
+        PlanMismatch: naming the file, if it cannot be read or is not what it should be.
     """
+    named = f"{what} {path}".lstrip()
     try:
-        return Path(path).read_text(encoding="utf-8")
+        return parse(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as e:
         reason = e.strerror if isinstance(e, OSError) and e.strerror else e
-        raise PlanMismatch(f"{what} {path} cannot be read: {reason}") from e
+        raise PlanMismatch(f"{named} cannot be read: {reason}") from e
+    except PlanMismatch as e:
+        raise PlanMismatch(f"{named}: {e}") from e

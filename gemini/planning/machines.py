@@ -46,8 +46,4 @@ def load_hardware(name_or_path: str | Path) -> Hardware:
             f"{str(name_or_path)!r} is neither a machine that Gemini knows nor a file: there are "
             f"{', '.join(machine_names())}; gemini doctor --measure --json FILE writes one of this machine"
         )
-    text = document.read_file(path, "the hardware")
-    try:
-        return Hardware.from_json(text)
-    except PlanMismatch as e:
-        raise PlanMismatch(f"{path}: {e}") from e
+    return document.load(path, "", Hardware.from_json)

@@ -57,7 +57,7 @@ def test_a_plan_for_another_step_is_refused(
     assert "--activations is the plan's to say" in refuse(*there, "--seq-len", 16, "--activations", "1MiB")
     assert "is of another model" in refuse(*there, "--seq-len", 16, "--layers", 1)
     planned.write_text("{}")
-    assert "not a plan that Gemini wrote" in refuse(*there, "--seq-len", 16)
+    assert f"--plan {planned}: this is JSON, but not a plan that Gemini wrote" in refuse(*there, "--seq-len", 16)
 
 
 def test_the_jobs_own_step_is_traced_where_activations_need_room(tiny_config: Path, text: Path, tmp_path: Path) -> None:

@@ -219,6 +219,36 @@ def test_states_that_were_interrupted_are_refused(tmp_path: Path, monkeypatch: p
         Run().accelerator.load_state()
 
 
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_a_damaged_state_changes_nothing(precision: str, tmp_path: Path) -> None:
+    run = Run(precision)
+    run.train(0, 2)
+    run.accelerator.save_state(tmp_path)
+    run.train(2, 4)
+    file = next((tmp_path / "gemini").glob("params-*"))
+    file.write_bytes(file.read_bytes()[:-1] + b"\1")
+
+    def look() -> list[Any]:
+        scaler = run.accelerator.scaler
+        kept = [run.scheduler.state_dict(), None if scaler is None else scaler.state_dict(), torch.get_rng_state()]
+        return [*map(str, kept), {name: value.tolist() for name, value in masters(run.model).items()}]
+
+    torch.rand(1)
+    before = look()
+    with pytest.raises(StorageError, match="is damaged"):
+        run.accelerator.load_state(str(tmp_path))
+    assert look() == before
+    (tmp_path / "gemini.json").write_text("[1]")
+    with pytest.raises(StorageError, match="was not saved by GeminiAccelerator"):
+        run.accelerator.load_state(str(tmp_path))
+
+
+def test_clipping_a_model_that_was_not_prepared() -> None:
+    run, model = Run(), gemini.GeminiDDP(llama(), Config(precision="bf16"))
+    with pytest.raises(ValueError, match="has not prepared"):
+        run.accelerator.clip_grad_norm_(model.parameters(), 1.0)
+
+
 def test_a_state_of_another_precision_is_refused(tmp_path: Path) -> None:
     run = Run("bf16")
     run.accelerator.save_state(tmp_path)

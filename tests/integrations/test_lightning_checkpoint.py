@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import pickle
+import resource
 import signal
 import sys
 import weakref
@@ -282,6 +283,17 @@ def test_a_write_that_fails_leaves_the_old_file(fitted: Any, point: str, tmp_pat
         patch.setattr(streamed_file.os, point, full)
         with pytest.raises(gemini.StorageError, match="No space left"):
             run.save_checkpoint(tmp_path / "x.ckpt")
+        patch.undo()
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        for hides in (False, True):  # torch writes the whole of the one, and only the frame of the other
+            Hooked.do = lambda checkpoint, hides=hides: checkpoint.update(odd=Box(torch.ones(999))) if hides else None
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1024, limits[1]))
+            try:
+                with pytest.raises(gemini.StorageError, match="could not save .*full, or fails|File too large"):
+                    run.save_checkpoint(tmp_path / "x.ckpt")
+            finally:
+                resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    Hooked.do = lambda checkpoint: None
     assert (tmp_path / "x.ckpt").read_bytes() == before
     assert [path.name for path in tmp_path.iterdir()] == ["x.ckpt"]
     dead = tmp_path / ".x.ckpt.new-999999999"

@@ -92,6 +92,10 @@ def disagree(how: str, settings: dict[str, Any], odd: int) -> tuple[str, bool]:
             group[how] = group[how] * 1.0000001
         elif how == "lr is nan":
             group["lr"] = float("nan")
+        elif how == "lr is a word":
+            group["lr"] = "fast"
+        elif how == "lr is gone":
+            del group["lr"]
         elif how == "betas":
             group["betas"] = (0.9, 0.99)
         elif how == "scheduler":
@@ -132,6 +136,8 @@ def disagree(how: str, settings: dict[str, Any], odd: int) -> tuple[str, bool]:
 DISAGREEMENTS = [
     ("lr", "lr of param group 0: 0.1 on rank 0, 0.10000001000000001 on rank 1"),
     ("lr is nan", "lr of param group 0: 0.1 on rank 0, nan on rank 1"),
+    ("lr is a word", "lr of param group 0: 0.1 on rank 0, 'fast' on rank 1"),
+    ("lr is gone", "lr of param group 0: 0.1 on rank 0, 'not given' on rank 1"),
     ("betas", "betas of param group 0: (0.9, 0.999) on rank 0, (0.9, 0.99) on rank 1"),
     ("eps", "eps of param group 0: 1e-08 on rank 0"),
     ("weight_decay", "weight_decay of param group 0: 0.01 on rank 0"),

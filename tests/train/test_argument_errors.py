@@ -58,6 +58,8 @@ def test_checkpoint_arguments_in_another_order(tmp_path: Path) -> None:
     for call in (gemini.save_checkpoint, gemini.load_checkpoint):
         with pytest.raises(TypeError, match=r"the folder comes first.*Got PosixPath for the model"):
             call(model, tmp_path / "ck", optimizer)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"scheduler is a dict, which has no state_dict.*extra="):
+        gemini.save_checkpoint(tmp_path / "ck", model, optimizer, {"step": 1})
     assert not any(tmp_path.iterdir())
 
 

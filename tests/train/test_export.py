@@ -6,9 +6,11 @@ dicts round-trip, fp32 masters with every bit.
 
 from __future__ import annotations
 
+import errno
 import gc
 import json
 import os
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +132,31 @@ def test_targets_that_cannot_be_written(where: str, tmp_path: Path) -> None:
     fds = len(os.listdir("/proc/self/fd"))
     model.save_pretrained(tmp_path / "out")
     assert len(os.listdir("/proc/self/fd")) == fds
+
+
+def test_a_full_disk_is_an_error(where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights that are cast or copied pass through a mapped file, where writing into a hole would end the process."""
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    model = wrap(llama(), where, tmp_path, precision="fp16")
+    optimizer = adam(model)
+    with monkeypatch.context() as patch:
+        patch.setattr("os.posix_fallocate", full)
+        with pytest.raises(gemini.StorageError, match=r"save_pretrained\(.*No space left"):
+            model.save_pretrained(tmp_path / "out")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))  # here the library that writes meets it
+    try:
+        with pytest.raises(gemini.StorageError, match=r"save_pretrained\(.*File too large"):
+            wrap(llama(), "ram", tmp_path).save_pretrained(tmp_path / "out")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    train(model, optimizer, [0])
+    model.save_pretrained(tmp_path / "out")
+    with safe_open(tmp_path / "out" / "model.safetensors", framework="pt") as file:
+        assert same_bits(file.get_tensor(Q), model.full_param(Q))
 
 
 def test_saving_between_backward_and_step(where: str, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import gemini
-from tests.train.helpers import PLACEMENTS, Blocks, adam, snapshot, squares, train, wrap
+from tests.train.helpers import PLACEMENTS, Blocks, adam, noise, same_bits, snapshot, squares, train, wrap
 
 CLIPPING = {
     "clip_grad_norm_": lambda params: nn.utils.clip_grad_norm_(params, 0.1),
@@ -85,3 +85,27 @@ def test_nothing_of_ours_warns(where: str, tmp_path: Path) -> None:
         model.zero_grad()
         optimizer.load_state_dict(optimizer.state_dict())
         gemini.HybridAdam(model.parameters())
+
+
+@pytest.mark.parametrize("where", PLACEMENTS)
+def test_hooks_see_a_gradient_before_it_is_taken(where: str, tmp_path: Path) -> None:
+    """``register_post_accumulate_grad_hook``, before wrapping and after it: both see and change ``param.grad``."""
+
+    def grads(*, before: bool) -> list[torch.Tensor]:
+        net = Blocks()
+        model = net if before else wrap(net, where, tmp_path, precision="fp32")
+        param, seen = model.layers[1].weight, []
+
+        def hook(param: torch.Tensor) -> None:
+            assert param.grad is not None
+            seen.append(param.grad.clone())
+            param.grad.mul_(2.0)
+
+        param.register_post_accumulate_grad_hook(hook)
+        model = wrap(net, where, tmp_path, precision="fp32") if before else model
+        model(noise(2, 5, 32, dtype=torch.float32)).square().mean().backward()
+        return [*seen, model.full_grad("layers.1.weight")]
+
+    (seen, kept), (other_seen, other_kept) = grads(before=True), grads(before=False)
+    assert same_bits(seen, other_seen) and same_bits(kept, other_kept)
+    assert same_bits(kept.view_as(seen), seen * 2.0)

@@ -6,8 +6,11 @@ model groups, schedulers and ``state_dict`` must work as they do in torch, with 
 
 from __future__ import annotations
 
+import collections
 import copy
 import io
+import pickle
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +25,7 @@ from gemini.kernels import AdamHyper
 from tests.train.helpers import (
     DTYPES,
     PLACEMENTS,
+    Blocks,
     Plain,
     adam,
     assert_same_snapshot,
@@ -377,6 +381,29 @@ def test_a_copy_of_an_optimizer_of_plain_params() -> None:
     assert all(same_bits(a.detach(), b.detach()) and a is not b for a, b in zip(ours, theirs, strict=True))
 
 
+def test_a_plain_model_is_pickled_and_copied_with_its_optimizer(tmp_path: Path) -> None:
+    """As with torch's own; the copy is as good as the first one, managed too."""
+    raw = Blocks()
+    optimizer = gemini.HybridAdam(raw.parameters(), lr=1e-2)
+    noise_of = noise(2, 5, 32, dtype=torch.float32)
+    raw(noise_of).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    for copied in (copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))):
+        model, twin = copied((raw, optimizer))
+        assert twin.step_in_backward is False and twin.state.keys() == set(model.parameters())
+        model = wrap(model, "ram", tmp_path, precision="fp32")
+        assert twin.full_state("layers.0.weight")["step"] == 1
+        model(noise_of).square().mean().backward()
+        twin.step()
+    torch.save(raw, tmp_path / "raw.pt")
+    shallow = copy.copy(optimizer)
+    raw(noise_of).square().mean().backward()
+    optimizer.step()
+    assert shallow.state_dict()["state"][0]["step"] == 2
+    assert all(same_bits(p.detach(), model.full_param(name)) for name, p in raw.named_parameters())
+
+
 def test_states_are_there_to_be_looked_at(where: str, tmp_path: Path) -> None:
     model = wrap(llama(), where, tmp_path)
     optimizer, param = adam(model), model.get_parameter(Q)
@@ -386,3 +413,45 @@ def test_states_are_there_to_be_looked_at(where: str, tmp_path: Path) -> None:
     assert set(state) == {"step", "residual", "exp_avg", "exp_avg_sq"} and state["step"] == 1
     assert all(same_bits(state[kind], snapshot(model)[Q][kind]) for kind in ("exp_avg", "exp_avg_sq"))
     assert param not in optimizer.state and "momentum_buffer" not in state
+    with pytest.raises(RuntimeError, match="Inplace update"):  # to a copy, which nobody would look at
+        state["exp_avg"].zero_()
+    with pytest.raises(gemini.GeminiError, match="load_state_dict"):
+        state["exp_avg"] = torch.zeros_like(state["exp_avg"])  # type: ignore[index]
+
+
+FORGET: dict[str, Callable[[Any, nn.Parameter], Any]] = {
+    "assign": lambda o, p: setattr(o, "state", collections.defaultdict(dict)),
+    "clear": lambda o, p: o.state.clear(),
+    "pop": lambda o, p: o.state.pop(p)["exp_avg"].shape == p.shape or pytest.fail("not its state"),
+    "del": lambda o, p: o.state.__delitem__(p),
+    "set": lambda o, p: o.state.__setitem__(p, {}),
+}
+
+
+@pytest.mark.parametrize("way", FORGET)
+def test_states_are_forgotten_as_in_torch(way: str, where: str, tmp_path: Path) -> None:
+    model = wrap(llama(), where, tmp_path)
+    optimizer, param = adam(model), model.get_parameter(Q)
+    train(model, optimizer, [0])
+    before = snapshot(model)
+    FORGET[way](optimizer, param)
+    left = optimizer.state_dict()["state"]
+    assert len(left) == (0 if way in ("assign", "clear") else len(before) - 1)
+    assert optimizer.full_state(Q)["step"] == 0 and not optimizer.full_state(Q)["exp_avg"].any()
+    assert same_bits(snapshot(model)[Q]["weights"], before[Q]["weights"])
+    with pytest.raises(gemini.GeminiError, match="load_state_dict"):
+        optimizer.state[param] = {"step": torch.tensor(1.0)}
+    with pytest.raises(gemini.GeminiError, match="load_state_dict"):
+        optimizer.state = collections.defaultdict(dict, {param: {"step": torch.tensor(1.0)}})
+    train(model, optimizer, [1])
+
+
+def test_loaded_groups_are_the_optimizers_own(where: str, tmp_path: Path) -> None:
+    """A scheduler fills a learning rate that is a tensor: not that of the optimizer the state came from."""
+    model = wrap(llama(), where, tmp_path)
+    first = gemini.HybridAdam([{"params": list(model.parameters()), "lr": torch.tensor(0.5), "tags": ["a"]}])
+    state = first.state_dict()
+    first.load_state_dict(state)
+    first.param_groups[0]["lr"].fill_(9.0)
+    first.param_groups[0]["tags"].append("b")
+    assert state["param_groups"][0]["lr"] == 0.5 and state["param_groups"][0]["tags"] == ["a"]

@@ -206,6 +206,11 @@ def test_start_anew_takes_back(tmp_path: Path) -> None:
     train(model, first, [0], squares, clip=None)
     second = adam(model)
     train(model, second, [1], squares, clip=None)
+    for touch in (lambda s, p: s.pop(p), lambda s, p: s.__setitem__(p, {}), lambda s, p: s.__delitem__(p)):
+        with pytest.raises(gemini.GeminiError, match="given to another"):
+            touch(first.state, model.layers[0].weight)
+    first.state.clear()  # of what is its own, nothing
+    assert second.full_state("layers.0.weight")["step"] == 1
     first.start_anew()
     assert first.state_dict()["state"] == {}
     train(model, first, [2], squares, clip=None)

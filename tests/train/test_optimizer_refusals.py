@@ -222,6 +222,7 @@ STATES: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
     "nan square": (changed("exp_avg_sq", one_element(NAN)), "'exp_avg_sq'.*inf or NaN"),
     "nan moment": (changed("exp_avg", one_element(NAN)), "'exp_avg'.*inf or NaN"),
     "inf moment": (changed("exp_avg", one_element(-INF)), "'exp_avg'.*inf or NaN"),
+    "step beyond counting": (changed("step", lambda _: 1e30), "'step'.*whole number"),
     "moment beyond fp32": (changed("exp_avg", lambda v: v.double().fill_(1e39)), "'exp_avg'.*fp32"),
     "integer moment": (changed("exp_avg", lambda v: v.int()), "'exp_avg'.*int32"),
     "complex moment": (changed("exp_avg_sq", lambda v: v.to(torch.complex64)), "'exp_avg_sq'.*complex64"),
@@ -259,6 +260,16 @@ def test_what_is_no_state_is_refused(world: World) -> None:
             world.optimizer.load_state_dict(wrong)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="none of its groups"):
         world.optimizer.load_state_dict({**state, "state": {99: {}}})
+    group = state["param_groups"][0]
+    for groups in (None, [None], [{"lr": 0.1}], [{**group, "params": 6}]):
+        with pytest.raises(ValueError, match='"params" .a list'):
+            world.optimizer.load_state_dict({**state, "param_groups": groups})
+    for names in ([0, 0, 1, 2, 3, 4], [[0], 1, 2, 3, 4, 5]):
+        with pytest.raises(ValueError, match="each param once"):
+            world.optimizer.load_state_dict({**state, "param_groups": [{**group, "params": names}]})
+    for states in (None, [1]):
+        with pytest.raises(ValueError, match='"state" must be a dict'):
+            world.optimizer.load_state_dict({**state, "state": states})
     world.unchanged(before)
 
 
@@ -333,6 +344,19 @@ def test_moments_of_a_frozen_param_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="'layers.0.weight', which is frozen"):
         optimizer.load_state_dict(state)
     assert_same_snapshot(before, snapshot(model))
+
+
+def test_a_hyperparameter_that_is_gone_is_named(world: World) -> None:
+    before = world.look()
+    world.backward()
+    group = world.optimizer.param_groups[0]
+    for key in ("lr", "betas", "eps", "weight_decay"):
+        world.optimizer.param_groups[0] = {k: v for k, v in group.items() if k != key}
+        with pytest.raises(ValueError, match=f"param group 0 has no '{key}'"):
+            world.optimizer.step()
+    world.optimizer.param_groups[0] = group
+    world.optimizer.zero_grad()
+    world.unchanged(before)
 
 
 def test_hooks_of_loading_are_called(world: World) -> None:

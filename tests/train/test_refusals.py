@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from tests.train.helpers import (
     PLACEMENTS,
     Plain,
     adam,
+    assert_same_snapshot,
     assert_same_state,
     batch,
     llama,
@@ -31,6 +33,7 @@ from tests.train.helpers import (
     noise,
     on_batch,
     same_bits,
+    snapshot,
     train,
     train_plain,
     wrap,
@@ -303,6 +306,12 @@ def test_state_dict_variants(model: Any) -> None:
         model.state_dict(keep_vars=True)
     with pytest.raises(gemini.GeminiError, match="assign"):
         model.load_state_dict(llama().state_dict(), assign=True)
+    before, last = snapshot(model), list(model.state_dict())[-1]
+    for hollow in (lambda v: v.to("meta"), lambda v: v.to_sparse(), lambda v: None):
+        state = {name: value + 1 for name, value in model.state_dict().items()}
+        with pytest.raises(TypeError, match=rf"{re.escape(repr(last))}.* is (not a dense tensor|a NoneType)"):
+            model.load_state_dict({**state, last: hollow(state[last])})
+    assert_same_snapshot(before, snapshot(model))
 
 
 # ---- models that cannot be managed -----------------------------------------------------------------------------------

@@ -178,6 +178,18 @@ def test_a_folder_that_we_stand_in_is_not_renamed(
     save(machine, "ckpt", 1)
 
 
+@pytest.mark.parametrize("name", ["a\0b", "x" * 250, "x" * 300, b"bytes"])
+def test_odd_names(name: str | bytes, machine: Machine, tmp_path: Path) -> None:
+    path: Any = str(tmp_path / name) if isinstance(name, str) else os.fsencode(tmp_path) + b"/" + name
+    if isinstance(name, bytes):
+        gemini.save_checkpoint(path, machine.model, machine.optimizer, extra=7)
+        assert gemini.load_checkpoint(path, machine.model, machine.optimizer) == 7
+        return
+    for call in (gemini.save_checkpoint, gemini.load_checkpoint):  # 250: with what is put around it, it is too long
+        with pytest.raises(gemini.StorageError, match="null byte|name too long|there is no checkpoint"):
+            call(path, machine.model, machine.optimizer)
+
+
 def test_a_mount_point_is_not_renamed(machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "volume").mkdir()
     monkeypatch.setattr(os.path, "ismount", lambda path: Path(path) == tmp_path / "volume")

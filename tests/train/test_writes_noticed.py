@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import gemini
-from tests.train.helpers import llama, on_batch, wrap
+from tests.train.helpers import Blocks, adam, compare, llama, noise, on_batch, same_bits, squares, wrap
 
 
 @pytest.mark.parametrize("where", ["disk", "standin"])
@@ -29,6 +29,92 @@ def test_writes_in_gathered_without_write(where: str, tmp_path: Path) -> None:
     model._gemini_engine.check_invariants()
     assert on_batch(model, 0).item() == loss, "the written copies were dropped"
     assert all(torch.equal(model.full_param(name, torch.float32), value) for name, value in before.items())
+
+
+def halve(module: torch.nn.Module, *_: object) -> None:
+    module.weight.data.mul_(0.5)
+
+
+class Writes(Blocks):
+    """Writes to its middle layer in one of the ways that torch's own count of versions does not see, or sees late."""
+
+    def __init__(self, way: str):
+        super().__init__()
+        self.way = way
+        if way == "in a backward hook":
+            self.layers[1].register_full_backward_hook(halve)
+        elif way == "inside of its own call":
+            self.layers[1].register_forward_pre_hook(halve)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = self.layers[1].weight
+        if self.way == "data in place":
+            weight.data.clamp_(-0.01, 0.01)
+        elif self.way == "other data":  # how momentum encoders are written
+            weight.data = weight.data * 0.5
+        elif self.way == "view":
+            with torch.no_grad():
+                weight[0].mul_(0.5)
+        elif self.way == "after the call":
+            x = super().forward(x)
+            self.layers[1].weight.detach().mul_(0.5)
+            return x
+        return super().forward(x)
+
+
+WAYS = (
+    "data in place", "other data", "view", "inside of its own call", "after the call", "in a backward hook",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("where", ["ram", "disk", "standin", "serial"])
+def test_writes_that_no_version_tells(way: str, where: str, tmp_path: Path) -> None:
+    """The guard is up when some of these are made: they are noticed when the params are looked at next."""
+    model = wrap(Writes(way), where, tmp_path, slack=2**17)
+    before = model.full_param("layers.1.weight")
+    with pytest.raises(gemini.ParamAccessError, match=r"'layers\.1\.weight' were written to inside"):
+        optimizer = adam(model)
+        squares(model, 0).backward()
+        optimizer.step()
+    if where != "ram":  # what stays in place was changed in place
+        assert same_bits(model.full_param("layers.1.weight"), before)
+
+
+@pytest.mark.parametrize("where", ["ram", "disk", "standin"])
+def test_a_view_written_to_between_steps(where: str, tmp_path: Path) -> None:
+    """A view that a program has kept is no param: the next that is done with the weights tells."""
+    model = wrap(Blocks(), where, tmp_path, slack=2**17)
+    optimizer, kept = adam(model), []
+    model.layers[1].register_forward_hook(lambda module, *_: kept.append(module.weight.detach()))
+    squares(model, 0).backward()
+    kept[0].zero_()
+    with pytest.raises(gemini.ParamAccessError, match=r"'layers\.1\.weight' were written to"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("where", ["ram", "disk", "standin"])
+def test_data_may_be_read_and_set_to_what_it_is(where: str, tmp_path: Path) -> None:
+    class Reads(Blocks):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                layer.weight.data = layer.weight.data.clone()  # as cuDNN does to make weights contiguous
+                x = x / layer.weight.data.abs().max()
+            return super().forward(x)
+
+    compare(Reads, where, tmp_path, squares, slack=2**17)
+
+
+def test_an_error_of_the_program_is_not_hidden_by_its_write(tmp_path: Path) -> None:
+    model = wrap(Blocks(), "disk", tmp_path, slack=2**17)
+    before = model.full_param("layers.1.weight")
+    weight = model.layers[1].weight
+    with pytest.raises(KeyError), model.gathered([weight], write=True):
+        weight.data = torch.zeros_like(weight)
+        raise KeyError
+    assert same_bits(model.full_param("layers.1.weight"), before)
+    model(noise(2, 5, 32))
+    model._gemini_engine.check_invariants()
 
 
 def test_a_graph_does_not_keep_the_engine(tmp_path: Path) -> None:

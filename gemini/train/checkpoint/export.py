@@ -12,7 +12,10 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import os
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,18 +40,23 @@ def export_pretrained(
     """Call ``original.save_pretrained`` with mapped weights as its ``state_dict`` (unless the caller gave one).
 
     With several ranks all of them call it, one writes, and a failure there is raised on all of them.
+
+    Raises:
+        StorageError: if it cannot be written.
     """
     shards = engine.shards
     if shards is None:
         export = _Export(model, engine, original, save_directory, args, kwargs)
-        export.collect()
-        return export.write()
+        with _naming_the_disk(save_directory):
+            export.collect()
+            return export.write()
     result: Any = None
     failure: BaseException | None = None
     if shards.ranks.is_first:
         try:
             export = _Export(model, engine, original, save_directory, args, kwargs)
-            export.collect()
+            with _naming_the_disk(save_directory):
+                export.collect()
         except (RankLost, RankMismatch):  # the others heard of it, or never will
             raise
         except BaseException as e:
@@ -56,12 +64,24 @@ def export_pretrained(
     shards.meet_all(Point.EXPORT)  # until here the others serve what the first one reads
     if shards.ranks.is_first and failure is None:
         try:
-            result = export.write()
+            with _naming_the_disk(save_directory):
+                result = export.write()
         except BaseException as e:
             failure = e
     wait_for_all(engine, "save_pretrained")
     tell(engine, "save_pretrained", failure, directory=Path(save_directory).name)
     return result
+
+
+@contextmanager
+def _naming_the_disk(directory: Any) -> Iterator[None]:
+    """What a full or broken disk makes libraries say, in our words (errors of a hub have no number)."""
+    try:
+        yield
+    except Exception as e:
+        if not (isinstance(e, OSError) and e.errno is not None) and type(e).__name__ != "SafetensorError":
+            raise
+        raise StorageError(f"save_pretrained({str(directory)!r}): {getattr(e, 'strerror', None) or e}") from e
 
 
 class _Export:
@@ -150,6 +170,6 @@ def _received(engine: Engine, handle: ParamHandle, directory: Path) -> torch.Ten
 def _file_backed(numel: int, dtype: torch.dtype, directory: Path) -> torch.Tensor:
     """A flat tensor over a nameless file: the system writes its pages out rather than run out of memory."""
     with tempfile.TemporaryFile(dir=directory) as file:
-        file.truncate(numel * dtype.itemsize)
+        os.posix_fallocate(file.fileno(), 0, numel * dtype.itemsize)  # a full disk says so here, and not by SIGBUS
         mapping = mmap.mmap(file.fileno(), numel * dtype.itemsize)
     return torch.frombuffer(mapping, dtype=torch.uint8).view(dtype)

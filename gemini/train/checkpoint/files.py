@@ -32,8 +32,8 @@ def check_target(final: Path, asked: str | os.PathLike[str]) -> None:
     Raises:
         StorageError: saying which.
     """
-    check_renamable(final, asked)
     try:
+        check_renamable(final, asked)
         there = final.exists()
         if there and not (final.is_dir() and (not any(final.iterdir()) or (final / MANIFEST).exists())):
             raise StorageError(

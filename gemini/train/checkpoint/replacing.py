@@ -31,12 +31,12 @@ def place_of(name: str | os.PathLike[str]) -> Path:
     renaming would replace instead of what it points to.
 
     Raises:
-        StorageError: for a relative one, if the folder that the process works in was removed.
+        StorageError: for a relative one, if the folder that the process works in was removed; for what is no path.
     """
     try:
-        return Path(os.path.realpath(os.fspath(name)))
-    except OSError as e:
-        raise StorageError(f"cannot tell where {os.fspath(name)!r} is: {e.strerror or e}") from e
+        return Path(os.path.realpath(os.fsdecode(name)))
+    except (OSError, ValueError) as e:
+        raise StorageError(f"cannot tell where {os.fspath(name)!r} is: {getattr(e, 'strerror', None) or e}") from e
 
 
 def check_renamable(final: Path, asked: str | os.PathLike[str]) -> None:
@@ -55,7 +55,7 @@ def check_renamable(final: Path, asked: str | os.PathLike[str]) -> None:
     if why is not None:
         raise StorageError(
             f"{os.fspath(asked)!r} ({final}) {why}: the folder itself is renamed and replaced as a whole when it is "
-            f"saved again, which this one cannot be. Give a folder in it, such as {os.path.join(asked, 'checkpoint')!r}"
+            f"saved again, which this one cannot be. Give a folder in it, such as {os.fspath(final / 'checkpoint')!r}"
         )
 
 
@@ -85,14 +85,14 @@ def swap(work: Path, final: Path) -> None:
         OSError: ``final`` is as it was.
     """
     old = _old_name(final)
-    _sync(work)
+    sync(work)
     restore(final)  # the only whole one may stand under the old name, so that must not be removed yet
     _discard(old, work)
     if _stands(final):
         os.rename(final, old)
     try:
         os.rename(work, final)
-        _sync(final.parent)
+        sync(final.parent)
     except OSError:
         with contextlib.suppress(OSError):
             if not work.exists():
@@ -145,11 +145,20 @@ def leftovers(folder: Path, name: str | None = None) -> list[Path]:
 
 def remove(path: Path) -> None:
     """Remove a folder or a file as far as possible."""
-    if path.is_dir() and not path.is_symlink():
+    if os.path.isdir(path) and not os.path.islink(path):  # of a name that is too long Path raises
         shutil.rmtree(path, ignore_errors=True)
     else:
         with contextlib.suppress(OSError):
             path.unlink(missing_ok=True)
+
+
+def sync(path: Path) -> None:
+    """Let a file, or what stands in a folder, reach the disk."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
 
 
 def _discard(old: Path, work: Path) -> None:
@@ -194,11 +203,3 @@ def _stamp(pid: int) -> str | None:
     except OSError:
         return None
     return None if fields[0] in "ZX" else f"{zlib.crc32(f'{boot} {fields[19]}'.encode()):08x}"
-
-
-def _sync(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

@@ -91,7 +91,7 @@ def save_checkpoint(
         draft = _draft(engine, model, optimizer, scheduler, extra)
     except Exception as e:
         refusal = e
-    agree(engine, Point.SAVE_CHECKPOINT, "save_checkpoint", refusal, directory=Path(directory).name)
+    agree(engine, Point.SAVE_CHECKPOINT, "save_checkpoint", refusal, directory=Path(os.fsdecode(directory)).name)
     saver = Saver(engine, final, draft, group_for(engine))
     if wait:
         saver.run()
@@ -133,7 +133,7 @@ def load_checkpoint(
         engine.manager.settle()
     except Exception as e:
         refusal = e
-    agree(engine, Point.LOAD_CHECKPOINT, "load_checkpoint", refusal, directory=Path(directory).name)
+    agree(engine, Point.LOAD_CHECKPOINT, "load_checkpoint", refusal, directory=Path(os.fsdecode(directory)).name)
 
     everyone = None if engine.shards is None else engine.shards.ranks.everyone
     share = (0, 1) if everyone is None else (everyone.rank, everyone.size)
@@ -178,11 +178,20 @@ def _draft(
         "plain": encode(plain_states(optimizer), tensors, "optimizer.state"),
         "buffers": encode(dict(persistent_buffers(model)), tensors, "buffers"),
         "scheduler_kind": scheduler_kind(scheduler),
-        "scheduler": None if scheduler is None else encode(scheduler.state_dict(), tensors, "scheduler"),
+        "scheduler": None if scheduler is None else encode(_state_of(scheduler), tensors, "scheduler"),
         "loss_scale": None if engine.loss_scale is None else vars(engine.loss_scale).copy(),
         "extra": encode(extra, tensors, "extra"),
     }
     return checkpoint_write.Draft(manifest, tensors, rng_states())
+
+
+def _state_of(scheduler: Any) -> Any:
+    if not hasattr(scheduler, "state_dict"):
+        raise TypeError(
+            f"scheduler is a {type(scheduler).__name__}, which has no state_dict(): what else is to be kept goes into "
+            "extra="
+        )
+    return scheduler.state_dict()
 
 
 def _engine(model: nn.Module) -> Engine:

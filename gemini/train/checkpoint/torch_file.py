@@ -76,10 +76,10 @@ def write(content: Any, path: Path) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         if not _write_streamed(content, draft):
-            torch.save(keep_promises(content), draft)
-        _flush(draft)
+            _save(keep_promises(content), draft)
+        replacing.sync(draft)
         os.replace(draft, path)
-        _flush(path.parent)
+        replacing.sync(path.parent)
     except OSError as e:
         raise StorageError(f"could not save {path}: {e.strerror or e}") from e
     finally:
@@ -109,7 +109,7 @@ def _write_streamed(content: Any, draft: Path) -> bool:
         elif tensor.layout is not torch.strided or tensor.is_quantized:
             return False
     with torch.serialization.skip_data(materialize_fake_tensors=True):
-        torch.save(content, draft)
+        _save(content, draft)
     records = torch._C.PyTorchFileReader(str(draft)).get_all_records()
     if sum(name.startswith("data/") for name in records) != len({t.untyped_storage()._cdata for t in tensors}):
         return False
@@ -125,6 +125,15 @@ def _write_streamed(content: Any, draft: Path) -> bool:
             value = _reader_of(tensor)() if isinstance(tensor, FakeTensor) else tensor
             place.detach().copy_(value.detach())
     return True
+
+
+def _save(content: Any, draft: Path) -> None:
+    try:
+        torch.save(content, draft)
+    except RuntimeError as e:
+        if "inline_container" not in str(e):  # where torch writes: it does not tell what the system said
+            raise
+        raise OSError(f"the disk is full, or fails ({' '.join(str(e).split())[:100]})") from e
 
 
 def _promised_weights(handle: ParamHandle) -> torch.Tensor:
@@ -154,11 +163,3 @@ def _reader_of(promise: torch.Tensor) -> Callable[[], torch.Tensor]:
             "may be removed (in on_save_checkpoint, for example); for values use model.full_param(name)"
         )
     return read
-
-
-def _flush(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

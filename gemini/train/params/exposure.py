@@ -7,6 +7,7 @@ chunks as it begins, and any other read waits when it meets the guard. At rest a
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import torch
@@ -29,6 +30,10 @@ class Exposure:
         """Of chunks that move: how many computations see their params as ordinary ones now."""
         self._late: set[int] = set()
         """Resident chunks that are still being updated, or were when the model began to compute."""
+        self._cast: set[int] = set()
+        """Chunks with params that were cast while they were ordinary ones."""
+        self._covered: set[int] = set()
+        """Chunks that move and were guarded again since the model was at rest: somebody may have views of them."""
         self._written: list[ParamHandle] = []
 
     def begin(self) -> None:
@@ -63,6 +68,7 @@ class Exposure:
             if chunk.resident:
                 engine.updates.wait(chunk)
                 self._late.discard(index)
+            self.look_for_writes(chunk)
             guard.expose(chunk, engine.by_chunk[index])
             self._exposed.add(index)
 
@@ -74,6 +80,7 @@ class Exposure:
         self._num_readers[index] -= 1
         if not self._num_readers[index]:
             del self._num_readers[index]
+            self._covered.add(index)
             if self.hide(chunk):  # a write, refused when everything has been let go: the copy may go
                 self._engine().manager.drop([chunk])
 
@@ -87,12 +94,33 @@ class Exposure:
         """Guard the params of a chunk. True if one was written to, which is refused when that can be done."""
         index = chunk.spec.index
         self._exposed.discard(index)
-        written = guard.hide(self._engine().by_chunk[index])
+        written, cast = guard.hide(self._engine().by_chunk[index])
         self._written += written
+        if cast:
+            self._cast.add(index)
         return bool(written)
+
+    def look_for_writes(self, chunk: Chunk) -> None:
+        """Notice writes to guarded params, through views that somebody has: refused when that can be done."""
+        engine = self._engine()
+        written = guard.written_to(engine.by_chunk[chunk.spec.index])
+        if written:
+            self._written += written
+            engine.manager.drop([chunk])  # a copy that differs from its home
+
+    def check(self, chunks: Iterable[Chunk]) -> None:
+        """The weights of these are about to be updated.
+
+        Raises:
+            ParamAccessError: if they were written to by others; nothing is updated yet.
+        """
+        for chunk in chunks:
+            self.look_for_writes(chunk)
+        self.refuse_writes()
 
     def poison(self, chunk: Chunk) -> None:
         """The gathered weights of a chunk went away."""
+        self.look_for_writes(chunk)
         self._exposed.discard(chunk.spec.index)
         self._num_readers.pop(chunk.spec.index, None)
         guard.poison(self._engine().by_chunk[chunk.spec.index])
@@ -103,8 +131,13 @@ class Exposure:
         if not engine.state.computing:
             self._late.clear()
             self._num_readers.clear()
+            covered, self._covered = self._covered - self._exposed, set()
             for index in list(self._exposed):
                 self.hide(engine.chunks[index])
+            for index in covered:
+                self.look_for_writes(engine.chunks[index])
+            while self._cast:
+                guard.bring_back(engine.by_chunk[self._cast.pop()])
         self.refuse_writes()
 
     def refuse_writes(self) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from gemini.interrupts import WHOLE
 from gemini.ranks.agreement import Point
-from gemini.train.params.guard import ParamHandle
+from gemini.train.params.guard import ParamHandle, undo_writes
 from gemini.train.sharding.alike import agree_on_values, value_facts
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def gathered(engine: Engine, handles: list[ParamHandle], *, write: bool) -> Iter
             except BaseException:
                 with WHOLE:
                     for handle in handles:
-                        handle.version = handle.param._version
+                        undo_writes(handle)
                         if handle.name in before:
                             handle.view.copy_(before[handle.name])
                 raise

@@ -16,10 +16,11 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from gemini.errors import ParamAccessError
 from gemini.grad_mode import call_without_grad
@@ -64,6 +65,8 @@ class ParamHandle:
     """Updates this param has had (Adam's bias correction); a skipped step leaves it."""
     in_backward: int = -1
     """The number of the backward in which the gradient arrived last."""
+    optimizer: weakref.ref[HybridAdam] | None = None
+    """The one that the param was given to, beside ``_owners``: every step asks for it."""
     clip: float = 1.0
     """What clipping of some params (one optimizer's of several) makes of the gradient; 1 while there is none."""
 
@@ -81,10 +84,30 @@ stepping_in_backward: weakref.WeakSet[HybridAdam] = weakref.WeakSet()
 """The optimizers that do; where there is none, nobody looks for them in backward."""
 
 
+_owners = WeakTensorKeyDictionary()
+"""Params to weak references. Not an attribute of the param: with a weak reference in it, it could not be pickled."""
+
+
 def optimizer_of(param: Any) -> HybridAdam | None:
     """The HybridAdam that was given ``param``, if it still lives."""
-    reference = getattr(param, "_gemini_optimizer", None)
+    handle = handle_of(param)
+    reference = owner_of(param) if handle is None else handle.optimizer
     return None if reference is None else reference()
+
+
+def owner_of(param: Any) -> weakref.ref[HybridAdam] | None:
+    """Of a param that may be managed later, or was."""
+    return _owners.get(param)
+
+
+def give_to(optimizer: HybridAdam, params: Iterable[nn.Parameter]) -> None:
+    """From now on :func:`optimizer_of` these params is this one."""
+    reference = weakref.ref(optimizer)
+    for param in params:
+        _owners[param] = reference
+        handle = handle_of(param)
+        if handle is not None:
+            handle.optimizer = reference
 
 
 def engine_of(handle: ParamHandle) -> Engine:
@@ -124,7 +147,10 @@ class ManagedParameter(nn.Parameter):
             elif func in OF_MEMORY and args[0]._gemini.poisoned:
                 args = (args[0]._gemini.view, *args[1:])
             with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
+                result = func(*args, **kwargs)
+                if func == torch.Tensor.register_post_accumulate_grad_hook:
+                    _come_last(args[0])
+                return result
         params = [p for p in tensors_in((args, kwargs)) if isinstance(p, ManagedParameter)]
         if func is torch.autograd.backward:  # inputs=params: their gradients are wanted, nobody else's
             return func(*_edges_of(args), **_edges_of(kwargs))
@@ -156,6 +182,13 @@ class ManagedParameter(nn.Parameter):
         )
 
 
+def _come_last(param: Any) -> None:
+    """Our own hook takes the gradient away: those of the program look at ``param.grad`` before it."""
+    hooks, own = param._post_accumulate_grad_hooks, param._gemini.hook
+    if own is not None and own.id in hooks:
+        hooks[own.id] = hooks.pop(own.id)
+
+
 def _edges_of(tree: Any) -> Any:
     """``tree`` with the place in the graph where a managed param accumulates, instead of the param."""
     if isinstance(tree, ManagedParameter):
@@ -178,16 +211,65 @@ def expose(chunk: Chunk, handles: list[ParamHandle]) -> None:
         handle.version = param._version
 
 
-def hide(handles: list[ParamHandle]) -> list[ParamHandle]:
-    """Guard params: nobody computes with them now. Returns those that were written to in the meantime."""
-    written = []
+class Hidden(NamedTuple):
+    """What :func:`hide` found."""
+
+    written: list[ParamHandle]
+    """Params that were written to while they were ordinary ones."""
+    cast: bool
+    """Whether some were given the same values in other memory, which they keep until the model is at rest."""
+
+
+def hide(handles: list[ParamHandle]) -> Hidden:
+    """Guard params: nobody computes with them now."""
+    written, cast = [], False
     for handle in handles:
         param = handle.param
         if param._version != handle.version:
             handle.version = param._version
             written.append(handle)
+        if not handle.poisoned and param.data_ptr() != handle.view.data_ptr():
+            if _is_cast(handle):
+                cast = True
+            else:
+                param.data = handle.view
+                handle.version = param._version
+                written.append(handle)
         param.__class__ = ManagedParameter
+    return Hidden(written, cast)
+
+
+def written_to(handles: Iterable[ParamHandle]) -> list[ParamHandle]:
+    """Those that were written to since the last look, by torch's count: as params, or through views of them."""
+    written = []
+    with torch._C.DisableTorchFunctionSubclass():  # type: ignore[attr-defined]
+        for handle in handles:
+            if handle.param._version != handle.version:
+                handle.version = handle.param._version
+                written.append(handle)
     return written
+
+
+def undo_writes(handle: ParamHandle) -> None:
+    """An ordinary param is a view of its window again, and what was written until now is no write."""
+    handle.param.data = handle.view
+    handle.version = handle.param._version
+
+
+def bring_back(handles: Iterable[ParamHandle]) -> None:
+    """What was cast inside a forward is a view of its window again."""
+    with torch._C.DisableTorchFunctionSubclass():  # type: ignore[attr-defined]
+        for handle in handles:
+            if not handle.poisoned and handle.param.data_ptr() != handle.view.data_ptr():
+                _SET_DATA(handle.param, handle.view)
+
+
+def _is_cast(handle: ParamHandle) -> bool:
+    """Whether a param that was given other memory has the same values there: from ``module.to(dtype)``, or cuDNN, which
+    makes weights contiguous.
+    """
+    given, view = handle.param.detach(), handle.view
+    return given.shape == view.shape and given.device == view.device and torch.equal(given, view.to(given.dtype))
 
 
 def note_writes(handles: Iterable[ParamHandle]) -> None:
@@ -257,7 +339,7 @@ def _read_copies(func: Callable[..., Any], args: Any, kwargs: Any, handles: list
 def _is_differentiated(func: Callable[..., Any], args: Any, kwargs: Any) -> bool:
     """Whether autograd records this operation, so that a gradient would be lost with a copy."""
     name = getattr(func, "__name__", "")
-    if not torch.is_grad_enabled() or func == _GET_DATA or name in _VALUES_ONLY:
+    if not torch.is_grad_enabled() or name in _VALUES_ONLY:
         return False
     first = next(iter((*args, *kwargs.values())), None)
     target = kwargs.get("out", first if _WRITES.fullmatch(name) else None)
@@ -269,6 +351,17 @@ def _is_differentiated(func: Callable[..., Any], args: Any, kwargs: Any) -> bool
 
 _WRITES = re.compile(r"[a-z_]*[a-z]_|__i[a-z]+__|__setitem__|_foreach_.*")
 _GET_DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
+_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+
+
+def _data_of(param: nn.Parameter) -> torch.Tensor:
+    return _GET_DATA(param) if handle_of(param) is None else param.detach()
+
+
+# torch counts no writes to param.data, and would hide them from us. Those to param.detach() are counted with the
+# param's, and the two are the same otherwise. There is no other way to see ``param.data`` of an ordinary nn.Parameter.
+nn.Parameter.data = property(_data_of, _SET_DATA, doc=torch.Tensor.data.__doc__)  # type: ignore[assignment]
+
 _VALUES_ONLY = frozenset("detach __repr__ __str__ __format__ tolist item numpy __array__ __set__".split())
 _CONVERSIONS = frozenset("to float double half bfloat16 cpu contiguous type".split())
 

@@ -66,7 +66,7 @@ def _check(model: nn.Module, engine: Engine, state: Mapping[str, Any], strict: b
     """What the model has by the names of its state.
 
     Raises:
-        TypeError: for what is no state.
+        TypeError: for what is no state, and for values that nothing can be copied out of.
         RuntimeError: as torch does it, for missing or unexpected keys and wrong shapes.
     """
     if not isinstance(state, Mapping):
@@ -74,8 +74,15 @@ def _check(model: nn.Module, engine: Engine, state: Mapping[str, Any], strict: b
     engine.recover_if_interrupted()
     expected = nn.Module.state_dict(model, keep_vars=True)
     for name, value in state.items():
-        if name in expected and isinstance(expected[name], torch.Tensor) and not isinstance(value, torch.Tensor):
+        if not isinstance(expected.get(name), torch.Tensor):
+            continue
+        if not isinstance(value, torch.Tensor):
             raise TypeError(f"load_state_dict: the value of {name!r} is a {type(value).__name__}, not a tensor")
+        if handle_of(expected[name]) is not None and _has_no_numbers(value):
+            raise TypeError(
+                f"load_state_dict: the value of {name!r} ({value.dtype}, {value.layout}, on {value.device}) is not a "
+                "dense tensor with values: load the checkpoint on the CPU, and call .to_dense() or .dequantize()"
+            )
     errors = [
         f"size mismatch for {name}: copying a param with shape {tuple(value.shape)} from the state, the shape in the "
         f"model is {tuple(expected[name].shape)}."
@@ -94,3 +101,8 @@ def _check(model: nn.Module, engine: Engine, state: Mapping[str, Any], strict: b
     if errors:
         raise RuntimeError(f"Error(s) in loading state_dict for {type(model).__name__}:\n\t" + "\n\t".join(errors))
     return expected
+
+
+def _has_no_numbers(value: torch.Tensor) -> bool:
+    """Whether nothing can be copied out of a tensor."""
+    return value.is_meta or value.layout is not torch.strided or value.is_quantized or value.is_nested

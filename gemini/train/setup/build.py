@@ -32,7 +32,7 @@ from gemini.planning.trace import Access, Source, accesses
 from gemini.planning.working import device_tile_numel, tile_numel
 from gemini.ranks.group import Ranks
 from gemini.tiers import Ledger, Tier
-from gemini.train.params.guard import ParamHandle, engine_of, poison
+from gemini.train.params.guard import ParamHandle, engine_of, owner_of, poison
 from gemini.train.setup.problem import Decision, collect_params, decide
 
 if TYPE_CHECKING:
@@ -293,7 +293,7 @@ def _adopt(engine: Engine, handle: ParamHandle, filled: bool) -> tuple[torch.dty
     param.data = handle.view
     handle.version = param._version
     param._gemini = handle  # type: ignore[attr-defined]
-    handle.trained = param.requires_grad
+    handle.trained, handle.optimizer = param.requires_grad, owner_of(param)
     if handle.trained:
         handle.hook = param.register_post_accumulate_grad_hook(grad_hook(handle))
     narrowed = not handle.chunk.spec.trainable and original.dtype.itemsize > param.dtype.itemsize

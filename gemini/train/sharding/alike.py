@@ -81,8 +81,8 @@ def step_facts(engine: Engine, optimizers: Sequence[HybridAdam]) -> Facts:
         for index, group in enumerate(optimizer.param_groups):
             label = f"param group {index}" + (f" of optimizer {which}" if len(optimizers) > 1 else "")
             managed = [handle for param in group["params"] if (handle := handle_of(param)) is not None]
-            for name, default in optimizer.defaults.items() if managed else ():
-                values[f"{name} of {label}"] = repr(_plain(group.get(name, default)))
+            for name in optimizer.defaults if managed else ():
+                values[f"{name} of {label}"] = repr(_plain(group.get(name, "not given")))
             for handle in managed:
                 groups[handle.name] = number
             number += 1
@@ -114,7 +114,10 @@ def _plain(value: Any) -> Any:
         return tuple(map(_plain, value))
     if isinstance(value, bool) or value is None or isinstance(value, str):
         return value
-    return float(value)
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # refused, after the ranks have compared it
+        return str(value)
 
 
 def meet_with(shards: Shards, point: Point, gradients: Facts, step: Facts | None) -> list[list[tuple[int, int]]]:

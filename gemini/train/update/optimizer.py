@@ -24,7 +24,7 @@ from gemini.interrupts import WHOLE
 from gemini.ranks.agreement import Point
 from gemini.train.engine import Engine
 from gemini.train.gradients.scaled_backward import scaler_steps
-from gemini.train.params.guard import ParamHandle, engine_of, handle_of, note_writes, stepping_in_backward
+from gemini.train.params.guard import ParamHandle, engine_of, handle_of, note_writes, optimizer_of, stepping_in_backward
 from gemini.train.sharding.alike import agree_on_optimizer_state, agree_on_step, told_to_all
 from gemini.train.update import optimizer_states as states_of
 from gemini.train.update.adam_options import refuse_options
@@ -59,7 +59,6 @@ class HybridAdam(torch.optim.Optimizer):
         TypeError: for options of other optimizers, and for hyperparameters that are no numbers.
     """
 
-    _is_made = True  # of a copy: torch keeps no attributes of ours
     _backward_checked = -1
 
     def __init__(
@@ -86,11 +85,25 @@ class HybridAdam(torch.optim.Optimizer):
         self.step_in_backward = step_in_backward
         self._is_made = False
         super().__init__(params, defaults)
-        self.state = states_of.States(self, self.state)
-        states_of.own(self, self._params())
+        self._end_of_making(self._params())
+
+    def _end_of_making(self, params: Iterable[nn.Parameter]) -> None:
+        states_of.own(self, params)
         self._is_made = True
-        if step_in_backward:
+        if self.step_in_backward:
             stepping_in_backward.add(self)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, states_of.renewed(self, value) if name == "state" else value)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "step_in_backward": self.step_in_backward}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Of a copy: params that were copied with it are its own."""
+        super().__setstate__(state)
+        self.state = state["state"]
+        self._end_of_making(param for param in self._params() if optimizer_of(param) is None)
 
     def add_param_group(self, param_group: Group) -> None:
         """Add a group of params with hyperparameters of its own, as in torch.
@@ -143,11 +156,11 @@ class HybridAdam(torch.optim.Optimizer):
     def _step(self) -> None:
         plain: list[tuple[nn.Parameter, Group]] = []
         managed: list[tuple[ParamHandle, Group]] = []
-        refusal: ValueError | None = None
+        refusal: Exception | None = None
         for number, group in enumerate(self.param_groups):
             try:
                 check_group(group, f"param group {number}")
-            except ValueError as e:
+            except (TypeError, ValueError) as e:
                 refusal = refusal or e
             for param in group["params"]:
                 handle = handle_of(param)
@@ -248,15 +261,17 @@ class HybridAdam(torch.optim.Optimizer):
         handles = [handle_of(param) for param in params]
         states_of.check_trained((h, state) for h, state in zip(handles, states, strict=True) if h is not None)
         agree_on_optimizer_state(self, state_dict)
+        groups = [loaded_group(group) for group in saved]
         with WHOLE:
             for param, handle, state in zip(params, handles, states, strict=True):
-                self.state.pop(param, None)
                 if handle is not None:
                     states_of.write_state(handle, state)
                 elif state:
                     self.state[param] = states_of.plain_state(param, state)
-            for group, loaded in zip(self.param_groups, saved, strict=True):
-                group.update(loaded_group(loaded))
+                else:
+                    self.state.pop(param, None)
+            for group, loaded in zip(self.param_groups, groups, strict=True):
+                group.update(loaded)
         for told in self._optimizer_load_state_dict_post_hooks.values():
             told(self)
 
@@ -267,9 +282,7 @@ class HybridAdam(torch.optim.Optimizer):
         params = self._params()
         with WHOLE:
             states_of.own(self, params)
-            states_of.start_anew(handle for param in params if (handle := handle_of(param)) is not None)
-            for param in params:
-                self.state.pop(param, None)
+            self.state.clear()
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -302,7 +315,7 @@ class HybridAdam(torch.optim.Optimizer):
         scale = 1.0 if grad is not None else engine.state.clip_coefficient * engine.grad_unscale * handle.clip
         return Segment(handle, _hyper(group, handle.num_steps + 1, scale), grad)
 
-    def _step_managed(self, managed: list[tuple[ParamHandle, Group]], refusal: ValueError | None) -> None:
+    def _step_managed(self, managed: list[tuple[ParamHandle, Group]], refusal: Exception | None) -> None:
         """``refusal``: what is wrong with this rank's groups; ranks that differ are told first that they do."""
         reference = managed[0][0].engine
         if any(handle.engine is not reference for handle, _ in managed):
@@ -327,6 +340,7 @@ class HybridAdam(torch.optim.Optimizer):
                 engine.end_step()
                 return
         engine.gradients.check_finite(handles)
+        engine.exposure.check({handle.chunk.spec.index: handle.chunk for handle in handles}.values())
         scale = engine.state.clip_coefficient * engine.grad_unscale
         by_chunk: dict[int, list[Segment]] = {}
         hypers: dict[tuple[int, int, float], kernels.AdamHyper] = {}

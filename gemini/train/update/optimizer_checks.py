@@ -13,9 +13,9 @@ The rule for the keys of a group, at construction, in ``add_param_group``, in ``
 
 from __future__ import annotations
 
+import copy
 import difflib
 import functools
-import math
 import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -83,8 +83,11 @@ def check_group(group: Group, what: str) -> None:
 
     Raises:
         TypeError: for a value that is no number.
-        ValueError: for one out of range, and for a key of rule 2 or 3.
+        ValueError: for one out of range or missing, and for a key of rule 2 or 3.
     """
+    for key in ("lr", "betas", "eps", "weight_decay"):
+        if key not in group:
+            raise ValueError(f"{what} has no {key!r}, which every update needs")
     for key in ("lr", "eps", "weight_decay"):
         value = _number(group[key], f"{key} of {what}")
         if not 0 <= value <= _LARGEST:
@@ -165,6 +168,11 @@ def check_loaded(own: list[dict[str, Any]], state_dict: Any) -> None:
             + (f"{sorted(map(str, state_dict))[:4]}" if isinstance(state_dict, Mapping) else str(type(state_dict)))
         )
     saved, states = state_dict["param_groups"], state_dict["state"]
+    if not isinstance(states, Mapping) or not isinstance(saved, (list, tuple)) or not all(map(_is_group, saved)):
+        raise ValueError(
+            '"state" must be a dict and "param_groups" a list of dicts, each with "params" (a list of numbers or '
+            "names), as optimizer.state_dict() gives them"
+        )
     sizes = [len(group["params"]) for group in saved]
     if sizes != [len(group["params"]) for group in own]:
         raise ValueError(
@@ -174,13 +182,19 @@ def check_loaded(own: list[dict[str, Any]], state_dict: Any) -> None:
     for number, (group, mine) in enumerate(zip(saved, own, strict=True)):
         _check_loaded_group(group, mine, f"group {number} of the loaded state")
     keys = [key for group in saved for key in group["params"]]
-    strange = [key for key in states if key not in set(keys)]
+    if not all(isinstance(key, (int, str)) for key in keys) or len(set(keys)) < len(keys):
+        raise ValueError("the groups of the loaded state do not name each param once, by a number or a name")
+    strange = sorted(states.keys() - set(keys), key=str)
     if strange:
         raise ValueError(f"the loaded state has states of {strange[:3]}, which are in none of its groups")
     params = [param for group in own for param in group["params"]]
     for key, param, name in zip(keys, params, _names_of(own), strict=True):
         if key in states:
             _check_states(states[key], param, name)
+
+
+def _is_group(group: Any) -> bool:
+    return isinstance(group, Mapping) and isinstance(group.get("params"), (list, tuple))
 
 
 def _check_loaded_group(group: Group, mine: Group, what: str) -> None:
@@ -242,7 +256,7 @@ def _check_states(state: Any, param: nn.Parameter, name: str) -> None:
             f"the loaded state of {name!r} has no {' and no '.join(map(repr, missing))}, only {sorted(state)}"
         )
     step = _number(state["step"], f"'step' of {name!r}")
-    if not (0 <= step < math.inf and step == int(step)):
+    if not (0 <= step < 2**53 and step == int(step)):
         raise ValueError(f"'step' of {name!r} is {step:g} in the loaded state: wanted a whole number, not negative")
     for key in ("exp_avg", "exp_avg_sq", "master"):
         if key in state:
@@ -266,7 +280,7 @@ def _range_of(value: Any, param: nn.Parameter, name: str, key: str) -> tuple[flo
         raise ValueError(f"{key!r} of {name!r} is {value.dtype} in the loaded state, wanted a float dtype")
     if value.numel() == 0:
         return 0.0, 0.0
-    lowest, highest = (float(end) for end in torch.aminmax(value.detach()))
+    lowest, highest = (float(end) for end in torch.aminmax(value.detach().float()))
     if not (-_LARGEST <= lowest and highest <= _LARGEST):
         raise ValueError(f"{key!r} of {name!r} holds inf or NaN in the loaded state (or is no fp32 number)")
     return lowest, highest
@@ -283,7 +297,8 @@ def _check_tensor(value: Any, param: nn.Parameter, name: str, key: str) -> None:
 
 def loaded_group(saved: Group) -> dict[str, Any]:
     """What of a saved group goes into the optimizer's: not its params, nor what it is, which was compared."""
-    return {key: value for key, value in saved.items() if key not in ("params", "decoupled", "decoupled_weight_decay")}
+    kept = {k: v for k, v in saved.items() if k not in ("params", "decoupled", "decoupled_weight_decay")}
+    return copy.deepcopy(kept)  # a learning rate may be a tensor, which a scheduler fills, or a label a list
 
 
 def _names_of(groups: Iterable[Group]) -> list[str]:

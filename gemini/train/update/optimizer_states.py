@@ -18,7 +18,7 @@ from torch import nn
 from gemini.errors import GeminiError
 from gemini.interrupts import WHOLE
 from gemini.planning.planes import OPTIMIZER_PLANES, PlaneKind
-from gemini.train.params.guard import ParamHandle, engine_of, handle_of, optimizer_of
+from gemini.train.params.guard import ParamHandle, engine_of, give_to, handle_of, optimizer_of
 
 if TYPE_CHECKING:
     from gemini.train.update.optimizer import HybridAdam
@@ -28,6 +28,9 @@ _MOMENTS = (PlaneKind.EXP_AVG, PlaneKind.EXP_AVG_SQ)
 
 class States(defaultdict):  # type: ignore[type-arg]
     """``optimizer.state``: of plain params what it holds, of managed ones a look at their planes.
+
+    What takes the state of a managed param out of it (``clear``, ``pop``, ``del``, or ``{}`` in its place) lets that
+    param start anew, as in torch.
 
     Never false: torch.distributed.checkpoint makes a step of zeros where it finds no state. It also asks each param for
     the names of its states before it loads values for them.
@@ -44,17 +47,86 @@ class States(defaultdict):  # type: ignore[type-arg]
         return True
 
     def __missing__(self, param: Any) -> Any:
-        handle = handle_of(param)
+        handle = self._managed(param)
+        return super().__missing__(param) if handle is None else _Planes(handle)
+
+    def __setitem__(self, param: Any, state: Any) -> None:
+        handle = self._managed(param)
         if handle is None:
-            return super().__missing__(param)
-        optimizer = self._optimizer()
+            super().__setitem__(param, state)
+        elif state:
+            raise _cannot_write(handle)
+        else:
+            start_anew([handle])
+
+    def __delitem__(self, param: Any) -> None:
+        handle = self._managed(param)
+        if handle is None:
+            super().__delitem__(param)
+        else:
+            start_anew([handle])
+
+    def pop(self, param: Any, *default: Any) -> Any:
+        handle = self._managed(param)
+        if handle is None:
+            return super().pop(param, *default)
+        state = read_state(handle)
+        start_anew([handle])
+        return state
+
+    def _managed(self, param: Any) -> ParamHandle | None:
+        """The handle of a managed param, whose state is not in here (but for steps before its model was wrapped).
+
+        Raises:
+            GeminiError: if another optimizer has taken it over.
+        """
+        handle, optimizer = handle_of(param), self._optimizer()
+        if handle is None or param in self:
+            return None
         if optimizer is not None:
             check_owned(optimizer, [handle])
-        return _Planes(handle)
+        return handle
+
+    def clear(self) -> None:
+        super().clear()
+        optimizer = self._optimizer()
+        if optimizer is not None:
+            start_anew(managed_of(optimizer))
+
+
+def renewed(optimizer: HybridAdam, states: Mapping[Any, Any]) -> States:
+    """``optimizer.state = states``, which is how programs let an optimizer start anew (``states`` are empty then).
+
+    Raises:
+        GeminiError: for states of managed params.
+    """
+    handles = managed_of(optimizer)
+    for handle in handles:
+        if states.get(handle.param) and not isinstance(states, States):
+            raise _cannot_write(handle)
+    if not isinstance(states, States):
+        start_anew(handles)
+    return States(optimizer, states)
+
+
+def managed_of(optimizer: HybridAdam) -> list[ParamHandle]:
+    """The managed params that belong to an optimizer (none while it is being made)."""
+    params = [param for group in getattr(optimizer, "param_groups", ()) for param in group["params"]]
+    return [handle for param in params if (handle := handle_of(param)) and optimizer_of(param) is optimizer]
+
+
+def _cannot_write(handle: ParamHandle) -> GeminiError:
+    return GeminiError(
+        f"optimizer.state cannot be written to for managed param {handle.name!r}, whose moments live in chunks: load a "
+        "whole state with optimizer.load_state_dict, or let the param start anew with optimizer.state.pop(param)"
+    )
 
 
 class _Planes(Mapping[str, torch.Tensor]):
-    """The states of one managed param by name; each is read, whole and on the CPU, when it is asked for."""
+    """The states of one managed param by name; each is read, whole and on the CPU, when it is asked for.
+
+    What is read is a copy, and a write to it would be lost: as a tensor of inference mode it refuses every write.
+    """
 
     def __init__(self, handle: ParamHandle):
         self._handle = handle
@@ -69,7 +141,12 @@ class _Planes(Mapping[str, torch.Tensor]):
     def __getitem__(self, name: str) -> torch.Tensor:
         if name not in list(iter(self)):
             raise KeyError(f"{self._handle.name!r} has no state called {name!r}, only {', '.join(self)}")
-        return read_state(self._handle, name)[name]
+        value = read_state(self._handle, name)[name]
+        with torch.inference_mode():
+            return value.clone()
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        raise _cannot_write(self._handle)
 
 
 def own(optimizer: HybridAdam, params: Iterable[nn.Parameter]) -> None:
@@ -79,11 +156,9 @@ def own(optimizer: HybridAdam, params: Iterable[nn.Parameter]) -> None:
         StorageError: if an update in flight, or a write to the spill file, fails.
     """
     params = list(params)
-    taken = [h for p in params if (h := handle_of(p)) is not None and optimizer_of(p) is not optimizer]
     with WHOLE:
-        start_anew(taken)
-        for param in params:
-            param._gemini_optimizer = weakref.ref(optimizer)  # type: ignore[attr-defined]
+        start_anew(h for p in params if (h := handle_of(p)) is not None and optimizer_of(p) is not optimizer)
+        give_to(optimizer, params)
 
 
 def start_anew(handles: Iterable[ParamHandle]) -> None:
@@ -94,10 +169,11 @@ def start_anew(handles: Iterable[ParamHandle]) -> None:
     engine = engine_of(used[0])
     if engine.state.corrupted_by is None:  # else a checkpoint is going to overwrite all of it, and nothing less helps
         engine.updates.drain()
-    for handle in used:
-        if engine.state.corrupted_by is None:
-            write_state(handle, {})
-        handle.num_steps = 0
+    with WHOLE:
+        for handle in used:
+            if engine.state.corrupted_by is None:
+                write_state(handle, {})
+            handle.num_steps = 0
 
 
 def check_owned(optimizer: HybridAdam, handles: Iterable[ParamHandle]) -> None:

@@ -166,6 +166,7 @@ class Updates:
         if not segments:
             return
         work, engine = Work(chunk, segments), self._engine()
+        engine.exposure.look_for_writes(chunk)
         WHOLE.hold(_in_a_backward)  # until the engine says that the backward is over: all of it is one update
         engine.state.note_update_in_backward()
         self.unseen.num_chunks += 1
