@@ -114,7 +114,9 @@ def main() -> None:
     report: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as name, kernels.use_isa("reference"):
         for label, config in configs(Path(name)).items():
-            report[label] = phases(config, Path(name) / label.replace(" ", "_"))
+            folder = Path(name) / label.replace(" ", "_")
+            folder.mkdir()
+            report[label] = phases(config, folder)
         report["calls of an unmoved module"] = calls_of_unmoved_module(configs(Path(name))["in memory"])
     names = [label for label in report if isinstance(report[label], dict)]
     print("files / hops / calls" + "".join(f"{label:>22}" for label in names))

@@ -25,13 +25,14 @@ class Exposure:
 
     def __init__(self, engine: Engine):
         self._reference = engine.self_reference
+        self._never_move: tuple[Chunk, ...] | None = None
         self._exposed: set[int] = set()
         self._num_readers: dict[int, int] = {}
         """Of chunks that move: how many computations see their params as ordinary ones now."""
         self._late: set[int] = set()
         """Resident chunks that are still being updated, or were when the model began to compute."""
-        self._cast: set[int] = set()
-        """Chunks with params that were cast while they were ordinary ones."""
+        self._cast: list[ParamHandle] = []
+        """Params that were cast while they were ordinary ones."""
         self._covered: set[int] = set()
         """Chunks that move and were guarded again since the model was at rest: somebody may have views of them."""
         self._written: list[ParamHandle] = []
@@ -42,15 +43,26 @@ class Exposure:
         With gradients off all updates are waited for. torch then has fused paths for whole layers, which look at the
         class of every param in them and compute other bits where one is guarded.
         """
-        engine, exposed = self._engine(), self._exposed
-        pending = engine.updates.pending and torch.is_grad_enabled()
-        for chunk in engine.chunks:
-            if chunk.spec.index in exposed or not chunk.resident:
-                continue
-            if pending and engine.updates.is_pending(chunk):
-                self._late.add(chunk.spec.index)
-            else:
-                self.expose(chunk)
+        engine = self._engine()
+        if engine.updates.pending and not torch.is_grad_enabled():
+            for chunk in self._resident(engine):
+                engine.updates.wait(chunk)
+        fresh = [chunk for chunk in self._resident(engine) if chunk.spec.index not in self._exposed]
+        if engine.updates.pending:
+            late = {chunk.spec.index for chunk in fresh if engine.updates.is_pending(chunk)}
+            self._late |= late
+            fresh = [chunk for chunk in fresh if chunk.spec.index not in late]
+        handles = [handle for chunk in fresh for handle in engine.by_chunk[chunk.spec.index]]
+        self._written += guard.written_to(handles)
+        guard.expose(handles)
+        indices = [chunk.spec.index for chunk in fresh]
+        self._exposed.update(indices)
+        self._late.difference_update(indices)
+
+    def _resident(self, engine: Engine) -> tuple[Chunk, ...]:
+        if self._never_move is None:
+            self._never_move = tuple(chunk for chunk in engine.chunks if chunk.resident)
+        return self._never_move
 
     def catch_up(self, chunks: tuple[Chunk, ...]) -> None:
         """These are read now: wait for their updates."""
@@ -69,7 +81,8 @@ class Exposure:
                 engine.updates.wait(chunk)
                 self._late.discard(index)
             self.look_for_writes(chunk)
-            guard.expose(chunk, engine.by_chunk[index])
+            assert chunk.gathered, chunk.name
+            guard.expose(engine.by_chunk[index])
             self._exposed.add(index)
 
     def cover(self, chunk: Chunk) -> None:
@@ -92,12 +105,14 @@ class Exposure:
 
     def hide(self, chunk: Chunk) -> bool:
         """Guard the params of a chunk. True if one was written to, which is refused when that can be done."""
-        index = chunk.spec.index
-        self._exposed.discard(index)
-        written, cast = guard.hide(self._engine().by_chunk[index])
+        return self._hide([chunk.spec.index])
+
+    def _hide(self, indices: list[int]) -> bool:
+        by_chunk = self._engine().by_chunk
+        self._exposed.difference_update(indices)
+        written, cast = guard.hide([handle for index in indices for handle in by_chunk[index]])
         self._written += written
-        if cast:
-            self._cast.add(index)
+        self._cast += cast
         return bool(written)
 
     def look_for_writes(self, chunk: Chunk) -> None:
@@ -132,12 +147,12 @@ class Exposure:
             self._late.clear()
             self._num_readers.clear()
             covered, self._covered = self._covered - self._exposed, set()
-            for index in list(self._exposed):
-                self.hide(engine.chunks[index])
+            if self._exposed:
+                self._hide(list(self._exposed))
             for index in covered:
                 self.look_for_writes(engine.chunks[index])
-            while self._cast:
-                guard.bring_back(engine.by_chunk[self._cast.pop()])
+            cast, self._cast = self._cast, []
+            guard.bring_back(cast)
         self.refuse_writes()
 
     def refuse_writes(self) -> None:

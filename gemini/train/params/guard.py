@@ -199,9 +199,8 @@ def _edges_of(tree: Any) -> Any:
     return [_edges_of(value) for value in tree] if isinstance(tree, (list, tuple)) else tree
 
 
-def expose(chunk: Chunk, handles: list[ParamHandle]) -> None:
-    """Make the params of a gathered chunk ordinary parameters."""
-    assert chunk.gathered, chunk.name
+def expose(handles: list[ParamHandle]) -> None:
+    """Make params of gathered chunks ordinary parameters."""
     for handle in handles:
         param = handle.param
         param.__class__ = nn.Parameter
@@ -216,13 +215,13 @@ class Hidden(NamedTuple):
 
     written: list[ParamHandle]
     """Params that were written to while they were ordinary ones."""
-    cast: bool
-    """Whether some were given the same values in other memory, which they keep until the model is at rest."""
+    cast: list[ParamHandle]
+    """Params that were given the same values in other memory, which they keep until the model is at rest."""
 
 
 def hide(handles: list[ParamHandle]) -> Hidden:
     """Guard params: nobody computes with them now."""
-    written, cast = [], False
+    written, cast = list[ParamHandle](), list[ParamHandle]()
     for handle in handles:
         param = handle.param
         if param._version != handle.version:
@@ -230,7 +229,7 @@ def hide(handles: list[ParamHandle]) -> Hidden:
             written.append(handle)
         if not handle.poisoned and param.data_ptr() != handle.view.data_ptr():
             if _is_cast(handle):
-                cast = True
+                cast.append(handle)
             else:
                 param.data = handle.view
                 handle.version = param._version
