@@ -79,12 +79,10 @@ class GeminiDDP(nn.Module):
         depth = engine.calls.depth
         try:
             return super().__call__(*args, **kwargs)
-        except BaseException as e:
+        except BaseException:
             torch._C._set_grad_enabled(before)
             with engine.lock:
                 engine.calls.unwind(depth)
-            if isinstance(e, RuntimeError):
-                engine.saved_weights.refuse_transform(e)
             raise
 
     @contextlib.contextmanager
