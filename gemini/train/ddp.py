@@ -79,7 +79,7 @@ class GeminiDDP(nn.Module):
         depth = engine.calls.depth
         try:
             return super().__call__(*args, **kwargs)
-        except BaseException as e:
+        except BaseException:
             torch._C._set_grad_enabled(before)
             engine.unwind(depth)
             if isinstance(e, RuntimeError):

@@ -349,3 +349,28 @@ def test_sparse_gradients(tmp_path: Path) -> None:
 def test_batch_outside_the_model_is_served_after_all_that(model: Any) -> None:
     with torch.no_grad():
         assert model(**batch(9)).logits.isfinite().all()
+
+
+class Differentiates(nn.Module):
+    """Takes a Jacobian over a weight of its own, inside of its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * torch.func.jacrev(lambda z: torch.tanh(z @ self.weight))(x[0]).sum()
+
+
+@pytest.mark.parametrize("part", [False, True])
+def test_a_transform_inside_a_module_whose_weights_move(part: bool, tmp_path: Path) -> None:
+    """torch takes no derivatives where saved-tensor hooks are open: said in our words, whoever calls the module."""
+    memory = gemini.MemoryBudget(cpu="64MiB", nvme="64MiB", nvme_path=tmp_path)
+    config = gemini.GeminiConfig(
+        precision="fp32", memory=memory, placement=gemini.StaticPlacement(weights_on_nvme=1), max_chunk=64
+    )
+    model = gemini.GeminiDDP(nn.Sequential(Differentiates(), nn.Linear(8, 8)), config)
+    with pytest.raises(gemini.ParamAccessError, match=r"'0\.weight'.* called torch\.func inside of its forward"):
+        (model[0] if part else model)(torch.ones(2, 8))
+    model[1](torch.ones(2, 8)).sum().backward()
+    model._gemini_engine.check_invariants()

@@ -134,3 +134,51 @@ def test_a_graph_does_not_keep_the_engine(tmp_path: Path) -> None:
     del model
     gc.collect()
     assert engine() is None and out.grad_fn is not None
+
+
+class OfOneTensor(torch.nn.Module):
+    """Params that are parts of one tensor, as projections cut out of a fused one are: torch counts writes to both of
+    them together.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.query, self.key = map(torch.nn.Parameter, torch.randn(128, 64).div(8).chunk(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (torch.tanh(x @ self.query) @ self.key).square().mean()
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+@pytest.mark.parametrize("where", ["memory", "optimizer", "all"])
+def test_a_write_of_ours_is_no_write_to_a_param_of_the_same_tensor(
+    where: str, in_backward: bool, tmp_path: Path
+) -> None:
+    parts = {"memory": (0.0, 0.0), "optimizer": (0.0, 1.0), "all": (1.0, 1.0)}[where]
+    config = gemini.GeminiConfig(
+        precision="fp32",
+        memory=gemini.MemoryBudget(cpu="64MiB", nvme="64MiB", nvme_path=tmp_path),
+        placement=gemini.StaticPlacement(weights_on_nvme=parts[0], optimizer_on_nvme=parts[1]),
+        max_chunk=4096,
+    )
+    plain, model = OfOneTensor(), gemini.GeminiDDP(OfOneTensor(), config)
+    ours = gemini.HybridAdam(model.parameters(), lr=0.01, step_in_backward=in_backward)
+    theirs = gemini.HybridAdam(plain.parameters(), lr=0.01)
+    for step in range(3):
+        for side, optimizer in ((plain, theirs), (model, ours)):
+            side(noise(4, 64, seed=step, dtype=torch.float32)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    for name, param in plain.named_parameters():
+        assert same_bits(model.full_param(name), param.detach()), name
+    with (
+        pytest.raises(gemini.ParamAccessError, match=r"weights of '(query|key)' were written"),
+        model.gathered([model.query]),
+    ):
+        model.query.detach().zero_()
+
+
+def test_a_model_that_was_never_whole_has_a_count_of_writes_for_each_param(tmp_path: Path) -> None:
+    model = gemini.from_config(llama().config, gemini.GeminiConfig(memory=gemini.MemoryBudget(cpu="64MiB")))
+    assert not any(handle.siblings for handle in model._gemini_engine.handles)

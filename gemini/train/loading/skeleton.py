@@ -55,7 +55,8 @@ def replace_by_stand_ins(model: nn.Module) -> dict[int, nn.Parameter]:
             if param is None:
                 continue
             if id(param) not in new:
-                new[id(param)] = nn.Parameter(stand_in(param.shape, param.dtype), requires_grad=param.requires_grad)
+                made = new[id(param)] = nn.Parameter(torch.empty(0, dtype=param.dtype), param.requires_grad)
+                made.data = stand_in(param.shape, param.dtype)  # not made of it: they would share its count of writes
                 new[id(param)].__dict__.update(param.__dict__)
             module._parameters[name] = new[id(param)]
     return new

@@ -104,20 +104,6 @@ class SavedWeights:
             if record.chunks:
                 self.open_for = record.chunks[0].spec.slots[0].name
 
-    def refuse_transform(self, error: RuntimeError) -> None:
-        """torch runs no transform that takes derivatives while saved-tensor hooks are open, and says so in its words.
-
-        Raises:
-            GeminiError: in ours, if the hooks are those for weights that move.
-        """
-        if self.open_for is not None and str(error).startswith("torch.func") and "saved tensor hooks" in str(error):
-            raise ParamAccessError(
-                f"a module that reads weights of its own ({self.open_for!r}), which move, called torch.func inside of "
-                "its forward: torch can take no derivatives there. Put what torch.func differentiates into a module "
-                "without params of its own, or keep these weights where the model computes "
-                "(gemini.StaticPlacement, a larger budget)"
-            ) from error
-
     def begin_forward(self) -> None:
         """An outermost forward begins. Not sooner are borrowers known as such: a recomputation opens the same hooks."""
         while self._new_borrowers:
@@ -230,6 +216,31 @@ class SavedWeights:
             face = place.chunk.face
             view = torch.empty(0, dtype=place.dtype, device=face.device)
             return view.set_(face.untyped_storage(), place.offset, place.shape, place.stride)
+
+
+_disable = torch.autograd.graph.disable_saved_tensors_hooks
+
+
+@contextmanager
+def _refusing_in_our_words(error_message: str) -> Iterator[None]:
+    """torch runs no transform that takes derivatives while saved-tensor hooks are open, and says so in its words.
+
+    Raises:
+        ParamAccessError: in ours, if the hooks are those for weights that move.
+    """
+    top = _hooks._top_saved_tensors_default_hooks(False)
+    owner = None if top is None else getattr(top[0], "_gemini_of", getattr(top[0], "__self__", None))
+    if isinstance(owner, SavedWeights) and error_message.startswith("torch.func"):
+        raise ParamAccessError(
+            f"a module that reads weights of its own ({owner.open_for!r}), which move, called torch.func inside of its "
+            "forward: torch can take no derivatives there. Put what torch.func differentiates into a module without "
+            "params of its own, or keep these weights where the model computes (StaticPlacement, a larger budget)"
+        )
+    with _disable(error_message):
+        yield
+
+
+torch.autograd.graph.disable_saved_tensors_hooks = _refusing_in_our_words
 
 
 def _num_references(chunk: Chunk) -> int:

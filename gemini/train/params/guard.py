@@ -53,6 +53,8 @@ class ParamHandle:
     """The gathered weights of the param, in its shape. Only to be read while its chunk is gathered."""
     version: int = 0
     """torch's count of writes to the param when it became ordinary."""
+    siblings: tuple[ParamHandle, ...] = ()
+    """Params with the same count of writes, this one too: views of one tensor that each was made a parameter."""
     num_writes: int = 0
     """How often Gemini has changed the weights: a graph from before must not be used after."""
     poisoned: bool = False
@@ -279,8 +281,33 @@ def note_writes(handles: Iterable[ParamHandle]) -> None:
     with torch._C.DisableTorchFunctionSubclass():  # type: ignore[attr-defined]
         torch.autograd.graph.increment_version([handle.param for handle in handles])
         for handle in handles:
-            handle.version = handle.param._version
+            for sibling in handle.siblings:
+                sibling.version += 1
             handle.num_writes += 1
+        for handle in handles:
+            handle.version = handle.param._version
+
+
+def find_siblings(handles: list[ParamHandle]) -> None:
+    """torch counts writes by the tensor that a parameter was made of: ``nn.Parameter(w[:8])`` and
+    ``nn.Parameter(w[8:])`` have one count. It has no name for it, so count one write to all: what has more than one
+    since is such a param.
+    """
+    with torch._C.DisableTorchFunctionSubclass():  # type: ignore[attr-defined]
+
+        def counted(once: list[ParamHandle]) -> list[int]:
+            before = [handle.param._version for handle in handles]
+            torch.autograd.graph.increment_version([handle.param for handle in once])
+            return [handle.param._version - old for handle, old in zip(handles, before, strict=True)]
+
+        shared = [handle for handle, number in zip(handles, counted(handles), strict=True) if number > 1]
+        for handle in shared:
+            if not handle.siblings:
+                family = tuple(h for h, number in zip(handles, counted([handle]), strict=True) if number)
+                for sibling in family:
+                    sibling.siblings = family
+        for handle in handles:
+            handle.version = handle.param._version
 
 
 def refuse_written(written: list[ParamHandle]) -> None:

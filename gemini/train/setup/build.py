@@ -32,7 +32,7 @@ from gemini.planning.trace import Access, Source, accesses
 from gemini.planning.working import device_tile_numel, tile_numel
 from gemini.ranks.group import Ranks
 from gemini.tiers import Ledger, Tier
-from gemini.train.params.guard import ParamHandle, engine_of, owner_of, poison
+from gemini.train.params.guard import ParamHandle, engine_of, find_siblings, owner_of, poison
 from gemini.train.setup.problem import Decision, collect_params, decide
 
 if TYPE_CHECKING:
@@ -263,6 +263,7 @@ def adopt_all(engine: Engine, *, filled: bool = False) -> list[Taken]:
             raise  # the rest of a param is on other ranks, who may be past this point: the model must be made anew
         give_back(engine, given)
         raise
+    find_siblings(engine.handles)
     return given
 
 
