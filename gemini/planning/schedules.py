@@ -132,7 +132,7 @@ def needs_windows(work: Work) -> list[bool]:
 
 
 def serial(work: Work) -> Graph:
-    """Today's engine: one thing at a time. One step; the next is the same."""
+    """The engine with ``overlap=False``: one thing at a time. One step; the next is the same."""
     graph, plan = Graph(work), work.plan
     layout, moments = plan.layout, plan.trace.moments
     at: list[int] = []  # the task that everything comes after

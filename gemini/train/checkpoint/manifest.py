@@ -5,7 +5,7 @@ value is compared here with what :func:`gemini.save_checkpoint` writes: kinds, r
 master and moment, as the headers of the files have them, are those that the params need, once each, without a gap.
 Whoever works with a :class:`Manifest` afterwards looks nothing up that may not be there. What is not described here
 (groups, buffers, scheduler, RNGs, ``extra``) are plain values, decoded by ``plain_data.py`` and compared with what they
-are for in ``checkpoint_rest.py``.
+are for in ``rest.py``.
 """
 
 from __future__ import annotations

@@ -157,7 +157,7 @@ class Saver:
 
     def _write(self, planner: Planner) -> None:
         writer = Writer(self._final, self._draft, self._in_order)
-        group, self._group = self._group, None  # not held beyond the end of the program (together.py)
+        group, self._group = self._group, None  # not held beyond the end of the program (consensus.py)
         try:
             checkpoint_ranks.save(planner, writer, group, f"saving the checkpoint {self._final}")
         except OSError as e:

@@ -3,9 +3,10 @@
 While a module computes, a managed param is an ordinary ``nn.Parameter`` and costs nothing. At rest its class is
 :class:`ManagedParameter` (as torch's own ``UninitializedParameter`` becomes a ``Parameter``), whose
 ``__torch_function__`` sees every use: its shape, dtype and the like are answered; inside a forward its chunk is
-gathered and the call goes on (a fused op that reads another module's weight); elsewhere reads that yield new values are
-served from a copy, and what would alias the weights, write to them, or lose a gradient is refused with the remedy. So a
-write can never leave a stale residual, and the same program behaves the same wherever its weights happen to live.
+gathered and the call goes on (a fused op that reads another module's weight), and so it does for one elsewhere that
+autograd records; other reads that yield new values are served from a copy, and what would alias the weights, write to
+them, or lose a gradient is refused with the remedy. So a write can never leave a stale residual, and the same program
+behaves the same wherever its weights happen to live.
 """
 
 from __future__ import annotations

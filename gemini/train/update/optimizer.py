@@ -1,4 +1,4 @@
-"""``HybridAdam``: Adam and AdamW on exact fp32 masters, in C++ where the states live, for managed and plain params.
+"""``HybridAdam``: Adam and AdamW on exact fp32 masters, in native kernels, for managed and plain params.
 
 It is a true ``torch.optim.Optimizer``: param groups, LR schedulers, ``state_dict`` and ``add_param_group`` are torch's.
 For params of a ``GeminiDDP`` model the states are planes of chunks and the gradients are in chunks; for plain params
