@@ -135,7 +135,7 @@ def watch(args: argparse.Namespace, settings: dict[str, Any], cage: _memory.Cage
     try:
         with Group(
             __file__, settings, prefix=lambda _: [] if cage is None else cage.prefix(),
-            threads=1, patience=600, ranked=False,
+            threads=int(os.environ.get("OMP_NUM_THREADS", len(os.sched_getaffinity(0)))), patience=600, ranked=False,
         ) as group:  # fmt: skip
             (said["built"],) = group.order("built")
             for number in range(args.steps):
