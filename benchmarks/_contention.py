@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import statistics
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 
+from benchmarks._rounds import seconds_of
 from gemini import kernels
 from gemini.memory.devices.pages import PAGE, host_bytes
 from gemini.memory.movement.mover import tiles
@@ -133,12 +133,6 @@ class DriveLoop(AdamLoop):
         super().close()
         self._pool.shutdown()
         self._spill.close()
-
-
-def seconds_of(run: Callable[[], object]) -> float:
-    begin = time.perf_counter()
-    run()
-    return time.perf_counter() - begin
 
 
 def measure_alone(compute: Callable[[], tuple[float, float]], update: Callable[[], object], repeats: int) -> Busy:

@@ -13,11 +13,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import mmap
-import os
-import platform
-import statistics
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +21,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks._report import add_out, head, publish, table
+from benchmarks._rounds import Spread, measure_in_turn, median_ratio, seconds_of
 from gemini import kernels
 
 HUGE_PAGE = 2 << 20
@@ -104,49 +104,25 @@ def contenders(n: int) -> list[Contender]:
     ]
 
 
-def measure(all_of_them: list[Contender], rounds: int) -> dict[str, list[float]]:
-    """Seconds of each contender in each round, after one round that is thrown away."""
-    times: dict[str, list[float]] = {c.name: [] for c in all_of_them}
-    for number in range(rounds + 1):
-        first = number % len(all_of_them)
-        for contender in all_of_them[first:] + all_of_them[:first]:
-            begin = time.perf_counter()
-            contender.run()
-            if number > 0:
-                times[contender.name].append(time.perf_counter() - begin)
-    return times
-
-
-def table(all_of_them: list[Contender], times: dict[str, list[float]], n: int) -> list[str]:
-    lines = ["| contender | ns/element | best | GB/s | bytes/element |", "|---|---:|---:|---:|---:|"]
+def speeds(all_of_them: list[Contender], times: dict[str, list[float]], n: int) -> list[str]:
+    rows = []
     for c in all_of_them:
-        median, best = statistics.median(times[c.name]), min(times[c.name])
-        rate = c.bytes_per_element * n / median / 1e9
-        lines.append(
-            f"| {c.name} | {median / n * 1e9:.3f} | {best / n * 1e9:.3f} | {rate:.1f} | {c.bytes_per_element} |"
-        )
-    return lines
+        spread = Spread.of(times[c.name])
+        rate = c.bytes_per_element * n / spread.median / 1e9
+        rows.append([c.name, *(f"{s / n * 1e9:.3f}" for s in spread[:2]), f"{rate:.1f}", c.bytes_per_element])
+    return table(["contender", "ns/element", "best", "GB/s", "bytes/element"], rows)
 
 
 def goals(times: dict[str, list[float]]) -> list[str]:
     """How many times as quick the first is as the second, against what we set ourselves."""
     stream, fp32, split, fused, cast, foreach = times
-    lines = ["| speed of | over | ratio | goal | |", "|---|---|---:|---:|---|"]
+    rows = []
     wanted = ((fp32, stream, 0.95), (fp32, fused, 1.0), (split, fused, 1.05), (split, cast, 1.6), (fp32, foreach, None))
     for ours, theirs, goal in wanted:
-        ratio = statistics.median(b / a for a, b in zip(times[ours], times[theirs], strict=True))
-        verdict = "" if goal is None else "met" if ratio >= goal else "missed"
-        lines.append(f"| {ours} | {theirs} | {ratio:.3f} | {'' if goal is None else f'>= {goal:.2f}'} | {verdict} |")
-    return lines
-
-
-def hardware() -> str:
-    model = platform.processor() or platform.machine()
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        names = [line.split(":", 1)[1].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line]
-        model = names[0] if names else model
-    return f"{model}, {len(os.sched_getaffinity(0))} CPUs for this process"
+        ratio = median_ratio(times[theirs], times[ours])
+        verdict = ["", ""] if goal is None else [f">= {goal:.2f}", "met" if ratio >= goal else "missed"]
+        rows.append([ours, theirs, f"{ratio:.3f}", *verdict])
+    return table(["speed of", "over", "ratio", "goal", ""], rows)
 
 
 def main() -> None:
@@ -155,7 +131,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9, help="timed rounds (default: %(default)s)")
     parser.add_argument("--threads", type=int, default=kernels.get_num_threads(), help="threads of every contender")
     parser.add_argument("--isa", default=None, help="instruction set of gemini's kernels (default: the best)")
-    parser.add_argument("--out", type=Path, default=None, help="write the report here, as markdown")
+    add_out(parser)
     args = parser.parse_args()
 
     n = int(args.params)
@@ -163,23 +139,11 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     with kernels.use_isa(args.isa):
         all_of_them = contenders(n)
-        times = measure(all_of_them, args.rounds)
-        report = [
-            f"# CPU Adam, {time.strftime('%Y-%m-%d')}",
-            "",
-            f"{n:,} params, {args.threads} threads, median of {args.rounds} interleaved rounds. {hardware()}.",
-            f"{platform.system()} {platform.release()}, Python {platform.python_version()}, torch {torch.__version__}; "
-            f"{kernels.capabilities()}.",
-            f"Command: `python {' '.join(sys.argv)}`",
-            "",
-            *table(all_of_them, times, n),
-            "",
-            *goals(times),
-        ]
-    print("\n".join(report))
-    if args.out is not None:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text("\n".join(report) + "\n")
+        by_name = {c.name: c for c in all_of_them}
+        times = measure_in_turn(list(by_name), args.rounds, lambda name: seconds_of(by_name[name].run))
+        what = f"{n:,} params, {args.threads} threads, median of {args.rounds} interleaved rounds."
+        report = [*head("CPU Adam", [what]), *speeds(all_of_them, times, n), *goals(times)]
+    publish(report, args.out)
 
 
 if __name__ == "__main__":

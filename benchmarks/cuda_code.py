@@ -26,6 +26,11 @@ from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks import _report
+from benchmarks._report import add_out, told_command
+
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = sorted((ROOT / "csrc" / "cuda").glob("*.cu"))
 FORMATS = {"0": "fp32", "1": "bf16", "2": "fp16"}  # of gradients: enum Dtype
@@ -249,20 +254,19 @@ def report(found: dict[str, list[Kernel]], tools: str, command: str) -> str:
 def table(kernels: list[Kernel]) -> str:
     is_machine = all(kernel.machine is not None for kernel in kernels)
     kind = "SASS" if is_machine else "PTX"
-    head = ["kernel", "registers", "stack", "spills", "shared", f"wide loads ({kind})", f"wide stores ({kind})"]
-    rows = ["| " + " | ".join(head) + " |", "|---|" + "---:|" * (len(head) - 1)]
+    names = ["kernel", "registers", "stack", "spills", "shared", f"wide loads ({kind})", f"wide stores ({kind})"]
+    rows = []
     for kernel in kernels:
         loads, stores = map(str, kernel.wide())
         if kernel.machine is not None:
             loads, stores = f"{loads} of {kernel.machine['loads']}", f"{stores} of {kernel.machine['stores']}"
-        cells = [kernel.name, kernel.registers, kernel.stack, kernel.spills, kernel.shared, loads, stores]
-        rows.append("| " + " | ".join(map(str, cells)) + " |")
-    return "\n".join(rows)
+        rows.append([kernel.name, kernel.registers, kernel.stack, kernel.spills, kernel.shared, loads, stores])
+    return "\n".join(_report.table(names, rows)[:-1])
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--report", type=Path, help="where to write the markdown; printed as well")
+    add_out(parser)
     parser.add_argument("--cuobjdump", help="the disassembler; default: found on PATH or beside nvcc")
     arguments = parser.parse_args()
     nvcc = find_nvcc()
@@ -282,11 +286,7 @@ def main() -> int:
                 for kernel in examine(nvcc, disassembler, source, architecture, Path(folder))
             ]
             found[architecture] = kernels
-    target = f" --report {arguments.report}" if arguments.report else ""
-    text = report(found, tools, f"python benchmarks/cuda_code.py{target}")
-    print(text)
-    if arguments.report:
-        arguments.report.write_text(text)
+    _report.publish([report(found, tools, told_command(sys.argv))], arguments.out)
     return int(any(kernel.faults() for kernels in found.values() for kernel in kernels))
 
 

@@ -20,17 +20,30 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
-import _ranks
-from _ranks import mb
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks._memory import trim
+from benchmarks._models import (
+    add_model_arguments,
+    make_batch,
+    make_llama,
+    shape_of,
+    smallest_budget,
+    train_step,
+)  # fmt: skip
+from benchmarks._processes import Group, run_script
+from benchmarks._report import add_report_arguments, head, mb, publish, set_threads, table
+from benchmarks._rounds import Spread, in_turn, ratios
+from benchmarks._timers import timed
+from benchmarks.peers.with_fsdp2 import HYPER, shard
 
 SYSTEMS = ("fsdp2", "fsdp2-keep", "fsdp2-offload", "gemini", "gemini-tight")
-HYPER = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 VARIANTS = {"fused": {"fused": True}, "foreach": {"foreach": True}, "plain": {"foreach": False}}
 AGREE_STEPS, AGREE_RTOL = 10, 1e-4
 WAITING = "waiting for the other ranks' bytes"
-SHAPE = ("hidden", "layers", "vocab", "batch", "tokens")
 
 
 # ---- a rank ----------------------------------------------------------------------------------------------------------
@@ -39,21 +52,21 @@ SHAPE = ("hidden", "layers", "vocab", "batch", "tokens")
 def make_orders(settings: dict[str, Any]) -> Mapping[str, Callable[..., Any]]:
     import torch.distributed as dist
 
-    _ranks.set_threads(settings["threads"])
+    set_threads(settings["threads"])
     dist.init_process_group("gloo")
     rank, shape = dist.get_rank(), settings["shape"]
-    model = _ranks.make_llama(shape)
+    model = make_llama(shape)
     if settings["system"].startswith("fsdp2"):
         model, optimizer, clip = peer(model, settings)
     else:
         model, optimizer, clip = ours(model, settings)
-    _ranks.trim()
+    trim()
     batch = {"number": 0}
 
     def one() -> tuple[float, float]:
-        data = _ranks.make_batch(shape, batch["number"], rank)
+        data = make_batch(shape, batch["number"], rank)
         batch["number"] += 1
-        return _ranks.train_step(model, optimizer, clip, data)
+        return train_step(model, optimizer, clip, data)
 
     def block(steps: int) -> dict[str, Any]:
         dist.barrier()
@@ -64,7 +77,7 @@ def make_orders(settings: dict[str, Any]) -> Mapping[str, Callable[..., Any]]:
         return {"seconds": seconds, "cpu": cpu, "losses": losses, "norms": norms}
 
     def variants(rounds: int) -> dict[str, Any]:
-        return time_variants(model, _ranks.make_batch(shape, 0, rank), rounds)
+        return time_variants(model, make_batch(shape, 0, rank), rounds)
 
     def profile(steps: int) -> list[Any]:
         return time_parts(one, dist.barrier, steps)
@@ -85,18 +98,14 @@ def ours(model: Any, settings: dict[str, Any]) -> tuple[Any, Any, Callable[[floa
 
 def peer(model: Any, settings: dict[str, Any]) -> tuple[Any, Any, Callable[[float], Any]]:
     import torch
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+    from torch.distributed.fsdp import CPUOffloadPolicy
 
-    options: dict[str, Any] = {"mesh": init_device_mesh("cpu", (dist.get_world_size(),))}
+    options: dict[str, Any] = {}
     if settings["system"] == "fsdp2-offload":
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
     if settings["system"] == "fsdp2-keep":
         options["reshard_after_forward"] = False
-    for layer in model.model.layers:
-        fully_shard(layer, **options)
-    fully_shard(model, **options)
+    shard(model, **options)
     optimizer = torch.optim.AdamW(model.parameters(), **HYPER, **VARIANTS[settings.get("adam", "fused")])
     foreach = {"foreach": True, "plain": False}[settings.get("clip", "foreach")]
 
@@ -158,59 +167,29 @@ def time_parts(one: Callable[[], Any], barrier: Callable[[], Any], steps: int) -
         (Engine, "clip_grad_norm_", "clip_grad_norm_"), (optimizer, "update_chunk", "adam: around the kernel"),
         (kernels, "adam_update", "adam: kernel"),
     ]  # fmt: skip
-    places = [(owner, name, what) for owner, name, what in places if hasattr(owner, name)]
-    spent: dict[str, list[float]] = {}
-    around: list[str] = []
-    inside: list[float] = []
-
-    def timed(real: Any, what: str) -> Any:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            # A wait counts for what is waited for: the all-gather, the reduce-scatter or the agreement.
-            name = f"{around[-1].partition(':')[0]}: {what}" if what == WAITING and around else what
-            around.append(what)
-            inside.append(0.0)
-            begin = time.perf_counter()
-            try:
-                return real(*args, **kwargs)
-            finally:
-                taken = time.perf_counter() - begin
-                around.pop()
-                entry = spent.setdefault(name, [0.0, 0])
-                entry[0] += taken - inside.pop()
-                entry[1] += 1
-                if inside:
-                    inside[-1] += taken
-
-        return call
-
-    before = [(owner, name, getattr(owner, name), what) for owner, name, what in places]
     barrier()
-    try:
-        for owner, name, real, what in before:
-            setattr(owner, name, timed(real, what))
+    with timed(places, charged=WAITING) as found:  # a wait counts for what is waited for
         begin = time.perf_counter()
         for _ in range(steps):
             one()
         whole = time.perf_counter() - begin
-    finally:
-        for owner, name, real, _ in before:
-            setattr(owner, name, real)
-    return [whole / steps, {what: (seconds / steps, calls / steps) for what, (seconds, calls) in spent.items()}]
+    parts = {what: (sum(own for _, own in calls) / steps, len(calls) / steps) for what, calls in found.items()}
+    return [whole / steps, parts]
 
 
 # ---- the coordinator -------------------------------------------------------------------------------------------------
 
 
 def settings_of(args: argparse.Namespace, system: str, fastest: Mapping[str, str]) -> dict[str, Any]:
-    settings = {"system": system, "shape": {name: getattr(args, name) for name in SHAPE}, "threads": args.threads}
-    need, layout = _ranks.smallest_budget(vars(args), args.ranks, "fp32")
+    settings = {"system": system, "shape": shape_of(args), "threads": args.threads}
+    need, layout = smallest_budget(vars(args), args.ranks, "fp32")
     per_rank = sum(need.values()) + (4 * layout.numel if system == "gemini" else 0)
     return settings | dict(fastest) | {"budget": per_rank * args.ranks}
 
 
-def start(args: argparse.Namespace, system: str, fastest: Mapping[str, str]) -> _ranks.Group:
+def start(args: argparse.Namespace, system: str, fastest: Mapping[str, str]) -> Group:
     settings = settings_of(args, system, fastest)
-    return _ranks.Group(__file__, settings, args.ranks, threads=args.threads, timeout=args.timeout)
+    return Group(__file__, settings, args.ranks, threads=args.threads, timeout=args.timeout)
 
 
 def find_fastest(args: argparse.Namespace) -> tuple[dict[str, str], str]:
@@ -226,23 +205,21 @@ def find_fastest(args: argparse.Namespace) -> tuple[dict[str, str], str]:
     return fastest, "FSDP2's variants: " + "; ".join(said) + "."
 
 
-def take_turns(args: argparse.Namespace, groups: Mapping[str, _ranks.Group]) -> dict[str, dict[str, Any]]:
+def take_turns(args: argparse.Namespace, groups: Mapping[str, Group]) -> dict[str, dict[str, Any]]:
     """Blocks of steps in turns: per system the seconds of each round, the mean loss of each step, and peaks."""
     seen: dict[str, dict[str, Any]] = {
         s: {"seconds": [], "cpu": [], "losses": [], "norms": [], "anon": 0} for s in groups
     }
-    for number in range(args.rounds + 1):
-        for system, group in groups.items():
-            done = group.order("block", watch=True, steps=args.steps)
-            own = seen[system]
-            if number:  # the first round warms up
-                own["seconds"].append(max(rank["seconds"] for rank in done))
-                own["cpu"].append(sum(rank["cpu"] for rank in done))
-            own["losses"] += [statistics.fmean(step) for step in zip(*(r["losses"] for r in done), strict=True)]
-            own["norms"] += done[0]["norms"]
-            own["anon"] = max(own["anon"], *(rank.peak_anon for rank in group.ranks))
-        print(f"round {number}: {({s: round(own['seconds'][-1], 2) for s, own in seen.items() if number})}",
-              file=sys.stderr, flush=True)  # fmt: skip
+    for number, system in in_turn(groups, args.rounds, order="as given"):
+        group, own = groups[system], seen[system]
+        done = group.order("block", watch=True, steps=args.steps)
+        if number >= 0:
+            own["seconds"].append(max(rank["seconds"] for rank in done))
+            own["cpu"].append(sum(rank["cpu"] for rank in done))
+            print(f"round {number}: {system} {own['seconds'][-1]:.2f}", file=sys.stderr, flush=True)
+        own["losses"] += [statistics.fmean(step) for step in zip(*(r["losses"] for r in done), strict=True)]
+        own["norms"] += done[0]["norms"]
+        own["anon"] = max(own["anon"], *(rank.peak_anon for rank in group.ranks))
     for system, group in groups.items():
         seen[system]["rss"] = max(rank.status()["VmHWM"] for rank in group.ranks)
         seen[system]["report"] = group.order("report")[0]
@@ -260,7 +237,7 @@ def tell_profile(profiles: Mapping[str, list[Any]]) -> list[str]:
         rows.append(["everything else: the model's own forward and backward", f"{rest * 1e3:.1f}",
                      f"{rest / whole:.1%}", ""])  # fmt: skip
         lines += [f"Where rank 0 of {system} spends a step of {whole * 1e3:.0f} ms (own time):", ""]
-        lines += _ranks.table(["where", "ms per step", "share", "calls per step"], rows)
+        lines += table(["where", "ms per step", "share", "calls per step"], rows)
     return lines
 
 
@@ -271,29 +248,28 @@ def compare(args: argparse.Namespace, seen: dict[str, dict[str, Any]]) -> tuple[
     rows, wrong = [], []
     for system, own in seen.items():
         speed = statistics.median(tokens / s for s in own["seconds"])
-        ratios = []
-        for other in (s for s in SYSTEMS[:3] if s in seen):
-            by_round = [b / a for a, b in zip(own["seconds"], seen[other]["seconds"], strict=True)]
-            ratios.append(f"{statistics.median(by_round):.3f} ({min(by_round):.3f}-{max(by_round):.3f})")
+        over = [
+            Spread.of(ratios(seen[other]["seconds"], own["seconds"])).told() for other in SYSTEMS[:3] if other in seen
+        ]
         count = min(AGREE_STEPS, len(own["losses"]))
         pairs = list(zip(own["losses"][:count], seen[base]["losses"][:count], strict=True))
         off = max(abs(a - b) / abs(b) for a, b in pairs)
         if not off <= AGREE_RTOL:
             wrong.append(f"{system}: losses differ from {base}'s by {off:.1e} within {count} steps")
-        rows.append([system, f"{speed:.0f}", *ratios, f"{statistics.median(own['cpu']) / args.steps:.2f}",
+        rows.append([system, f"{speed:.0f}", *over, f"{statistics.median(own['cpu']) / args.steps:.2f}",
                      mb(own["rss"]), mb(own["anon"]), f"{off:.1e}"])  # fmt: skip
     names = ["system", "tokens/s", *(f"speed over {s} (range)" for s in SYSTEMS[:3] if s in seen), "CPU s per step",
              "peak RSS per rank", "peak anonymous in steps", "losses off by"]  # fmt: skip
-    lines = _ranks.table(names, rows)
+    lines = table(names, rows)
     steps = len(seen[base]["losses"])
     shown = [*range(min(AGREE_STEPS, steps)), *range(AGREE_STEPS, steps, 5)]
     lines += ["Mean loss over ranks, and the gradient norm before clipping, by step:", ""]
-    lines += _ranks.table(
+    lines += table(
         ["step", *(f"{s}: loss, norm" for s in seen)],
         [[i, *(f"{o['losses'][i]:.6f}, {o['norms'][i]:.5f}" for o in seen.values())] for i in shown],
     )
     lines += ["Seconds per block, by round:", ""]
-    lines += _ranks.table(
+    lines += table(
         ["system", *(str(i + 1) for i in range(args.rounds))],
         [[s, *(f"{x:.2f}" for x in own["seconds"])] for s, own in seen.items()],
     )
@@ -307,7 +283,6 @@ def compare(args: argparse.Namespace, seen: dict[str, dict[str, Any]]) -> tuple[
 
 def main() -> int:
     args = parse()
-    _ranks.end_on_signals()
     fastest, said = find_fastest(args)
     profiles: dict[str, list[Any]] = {}
     with ExitStack() as stack:
@@ -317,8 +292,8 @@ def main() -> int:
             if args.profile and system.startswith("gemini"):
                 profiles[system] = group.order("profile", steps=args.steps)[0]
     lines, wrong = compare(args, seen)
-    _, layout = _ranks.smallest_budget(vars(args), args.ranks, "fp32")
-    report = _ranks.head(
+    _, layout = smallest_budget(vars(args), args.ranks, "fp32")
+    report = head(
         "Gemini and FSDP2",
         [
             f"Llama of {args.layers} layers of {args.hidden}, vocab {args.vocab}: {layout.payload:,} params in fp32 "
@@ -342,20 +317,20 @@ def main() -> int:
     ]
     count = min(AGREE_STEPS, (args.rounds + 1) * args.steps)
     report += [f"WRONG: {w}" for w in wrong] or [f"All losses agree to {AGREE_RTOL} over the first {count} steps."]
-    _ranks.publish(args, "fsdp2_peer", report)
+    publish(report, args.out, theme=None if args.quick else "fsdp2_peer")
     return 1 if wrong else 0
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    _ranks.add_model_arguments(parser)
+    add_model_arguments(parser)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--system", action="append", choices=SYSTEMS, help="may be given several times (default: all)")
     parser.add_argument("--rounds", type=int, default=7, help="after one to warm up (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=3, help="of a block (default: %(default)s)")
     parser.add_argument("--threads", type=int, default=max(1, len(os.sched_getaffinity(0)) // 2), help="of each rank")
     parser.add_argument("--profile", action="store_true", help="also say where our time goes")
-    _ranks.add_report_arguments(parser)
+    add_report_arguments(parser)
     args = parser.parse_args()
     if args.quick:
         args.hidden, args.layers, args.vocab, args.tokens, args.rounds, args.steps = 256, 4, 2048, 64, 3, 3
@@ -363,7 +338,4 @@ def parse() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    if _ranks.is_rank():
-        _ranks.serve(make_orders)
-    else:
-        sys.exit(main())
+    run_script(make_orders, main)

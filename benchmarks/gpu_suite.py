@@ -39,7 +39,7 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.gpu._command import told_command  # noqa: E402
+from benchmarks._report import told_command  # noqa: E402
 
 MARGIN = 8.0
 """Seconds of a call that are left for writing the report."""

@@ -13,16 +13,20 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-MB = 10**6
+from benchmarks._models import llama_config
+from benchmarks._processes import Group, run_script
+from benchmarks._report import MB, add_out, head, mb, publish, table
+
 WAYS = {
     "import": "torch, transformers and gemini imported, nothing else",
     "load": "gemini.from_pretrained",
@@ -33,12 +37,10 @@ WAYS = {
 }
 
 
-def shape(layers: int):  # type: ignore[no-untyped-def]
-    from transformers import LlamaConfig
-
-    return LlamaConfig(
-        vocab_size=32000, hidden_size=2048, intermediate_size=5632, num_hidden_layers=layers, num_attention_heads=32,
-        num_key_value_heads=4, dtype="bfloat16", use_cache=False, architectures=["LlamaForCausalLM"],
+def shape(layers: int) -> Any:
+    return llama_config(
+        2048, layers, 32000, intermediate=5632, heads=32, kv_heads=4, positions=2048, dtype="bfloat16",
+        architectures=["LlamaForCausalLM"],
     )  # fmt: skip
 
 
@@ -67,121 +69,88 @@ def write(folder: Path, layers: int) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
 
 
-def job(way: str, folder: Path, spill: Path, layers: int) -> None:
+# ---- the watched process ---------------------------------------------------------------------------------------------
+
+
+def make_orders(settings: dict[str, Any]) -> Mapping[str, Callable[..., Any]]:
     import torch
     from transformers import AutoModelForCausalLM
 
     import gemini
 
-    memory = gemini.MemoryBudget(cpu="300MB", nvme="40GB", nvme_path=spill)
+    way, folder = settings["way"], settings["folder"]
+    memory = gemini.MemoryBudget(cpu="300MB", nvme="40GB", nvme_path=folder)
     config = gemini.GeminiConfig(precision="bf16", memory=memory, device="cpu")
-    torch.manual_seed(0)
-    began = time.perf_counter()
-    if way == "import":
-        return
-    if way == "load":
-        model = gemini.from_pretrained(folder, config)
-    elif way == "draw":
-        model = gemini.from_config(shape(layers), config)
-    elif way.startswith("draw"):
-        model = AutoModelForCausalLM.from_config(shape(layers))
-    else:
-        model = AutoModelForCausalLM.from_pretrained(folder)
-    if way.endswith("wrap"):
-        model = gemini.GeminiDDP(model, config)
-    seconds = time.perf_counter() - began
-    print(json.dumps({"event": "there", "seconds": seconds}), flush=True)
-    sys.stdin.readline()
-    ids = torch.arange(16)[None]
-    with torch.no_grad():
-        loss = float(model.eval()(input_ids=ids, labels=ids).loss)
-    print(json.dumps({"event": "used", "loss": loss, "params": sum(p.numel() for p in model.parameters())}), flush=True)
+    state: dict[str, Any] = {}
+
+    def make() -> float:
+        torch.manual_seed(0)
+        began = time.perf_counter()
+        if way == "load":
+            model = gemini.from_pretrained(folder, config)
+        elif way == "draw":
+            model = gemini.from_config(shape(settings["layers"]), config)
+        elif way.startswith("draw"):
+            model = AutoModelForCausalLM.from_config(shape(settings["layers"]))
+        else:
+            model = AutoModelForCausalLM.from_pretrained(folder)
+        state["model"] = gemini.GeminiDDP(model, config) if way.endswith("wrap") else model
+        return time.perf_counter() - began
+
+    def use() -> float:
+        ids = torch.arange(16)[None]
+        with torch.no_grad():
+            return float(state["model"].eval()(input_ids=ids, labels=ids).loss)
+
+    return {"make": make, "use": use}
 
 
-def watch(arguments: list[str]) -> dict[str, float]:
-    """Run a job; its peak anonymous bytes until the model was there, and what it said."""
-    root = str(Path(__file__).resolve().parents[1])
-    env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))}
-    seen: dict[str, float] = {"peak": 0}
-    with tempfile.TemporaryFile("w+") as errors:
-        child = subprocess.Popen(
-            [sys.executable, __file__, "job", *arguments],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, env=env, bufsize=0,
-        )  # fmt: skip
-        assert child.stdout is not None and child.stdin is not None
-        os.set_blocking(child.stdout.fileno(), False)
-        text, there = b"", False
-        while child.poll() is None:
-            try:
-                with open(f"/proc/{child.pid}/status") as status:
-                    anon = next((int(line.split()[1]) * 1024 for line in status if line.startswith("RssAnon")), 0)
-            except OSError:
-                break
-            if not there:
-                seen["peak"] = max(seen["peak"], anon)
-            text += child.stdout.read() or b""
-            if b'"there"' in text and not there:
-                there = True
-                child.stdin.write(b"\n")
-            time.sleep(0.004)
-        text += child.stdout.read() or b""
-        if child.wait() != 0:
-            errors.seek(0)
-            raise RuntimeError(f"{arguments} failed: {errors.read()[-2000:]}")
-    for line in text.splitlines():
-        if line.startswith(b"{"):
-            seen |= json.loads(line)
-    return seen
+# ---- from outside ----------------------------------------------------------------------------------------------------
+
+
+def watch(way: str, folder: Path, layers: int) -> tuple[int, str, str]:
+    """The peak of anonymous bytes until the model was there, its seconds, and its loss."""
+    settings = {"way": way, "folder": str(folder), "layers": layers}
+    with Group(__file__, settings, ranked=False, watch=True, patience=600) as group:
+        (rank,) = group.ranks
+        peak = rank.peak_anon
+        if way == "import":
+            return peak, "", ""
+        (seconds,) = group.order("make")
+        peak = max(peak, rank.peak_anon)
+        (loss,) = group.order("use")
+    return peak, f"{seconds:.1f}", f"{loss:.6f}"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("mode", nargs="?", choices=("run", "write", "job"), default="run")
-    parser.add_argument("rest", nargs="*", help=argparse.SUPPRESS)
+    parser.add_argument("--write", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--layers", type=int, default=32, help="32 make a checkpoint of 3.08 GB")
     parser.add_argument("--folder", type=Path, help="where checkpoint and spill file go (default: a temporary folder)")
     parser.add_argument("--ways", nargs="*", default=list(WAYS), choices=list(WAYS))
-    parser.add_argument("--out", type=Path, help="write a report")
+    add_out(parser)
     args = parser.parse_args()
-    if args.mode == "write":
-        return write(Path(args.rest[0]), int(args.rest[1]))
-    if args.mode == "job":
-        way, folder, spill, layers = args.rest
-        return job(way, Path(folder), Path(spill), int(layers))
+    if args.write is not None:
+        return write(args.write, args.layers)
     with tempfile.TemporaryDirectory(dir=args.folder) as own:
         folder = Path(own)
-        subprocess.run([sys.executable, __file__, "write", str(folder), str(args.layers)], check=True)
-        size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-        lines = [
-            f"Checkpoint: {size / 1e9:.2f} GB of safetensors in {len(list(folder.glob('*.safetensors')))} files, bf16; "
-            "home of the chunks: cpu=300MB, the rest NVMe. Peak anonymous RSS of the whole process, from the start of "
-            "the interpreter until the model is there; its imports are in the first row.",
-            "",
-            "| way | peak anonymous, MB | above imports, MB | s | loss of a forward |",
-            "|---|---:|---:|---:|---:|",
-        ]
-        print("\n".join(lines), flush=True)
-        base = 0.0
+        subprocess.run([sys.executable, __file__, f"--write={folder}", f"--layers={args.layers}"], check=True)
+        files = list(folder.glob("*.safetensors"))
+        size = sum(file.stat().st_size for file in files)
+        rows, base = [], 0
         for way in args.ways:
-            seen = watch([way, str(folder), str(folder), str(args.layers)])
-            base = base or seen["peak"]
-            loss = f"{seen['loss']:.6f}" if "loss" in seen else ""
-            seconds = f"{seen['seconds']:.1f}" if "seconds" in seen else ""
-            lines.append(
-                f"| {WAYS[way]} | {seen['peak'] / MB:,.0f} | {(seen['peak'] - base) / MB:,.0f} | {seconds} | {loss} |"
-            )
-            print(lines[-1], flush=True)
-    if args.out is not None:
-        import platform
-
-        command = "python benchmarks/load_memory.py " + " ".join(sys.argv[1:])
-        head = [
-            f"# Memory of loading and drawing, {time.strftime('%Y-%m-%d')}", "",
-            f"{platform.system()} {platform.release()}, {os.cpu_count()} CPUs, Python {platform.python_version()}. "
-            f"Command: `{command}`", "",
-        ]  # fmt: skip
-        args.out.write_text("\n".join(head + lines) + "\n")
+            peak, seconds, loss = watch(way, folder, args.layers)
+            base = base or peak
+            rows.append([WAYS[way], mb(peak, 0), mb(peak - base, 0), seconds, loss])
+            print(*rows[-1], sep=" | ", file=sys.stderr, flush=True)
+    lines = [
+        f"Checkpoint: {size / 1e9:.2f} GB of safetensors in {len(files)} files, bf16; home of the chunks: cpu=300MB, "
+        "the rest NVMe. Peak anonymous RSS of the whole process, from the start of the interpreter until the model is "
+        "there; its imports are in the first row.",
+    ]
+    names = ["way", "peak anonymous, MB", "above imports, MB", "s", "loss of a forward"]
+    publish([*head("Memory of loading and drawing", lines), *table(names, rows)], args.out)
 
 
 if __name__ == "__main__":
-    main()
+    run_script(make_orders, main)

@@ -12,22 +12,24 @@ losses must be the same bits as those with the base on the drive.
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
-import _ranks
-from _ranks import MB, mb
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks._memory import MALLOC, trim
+from benchmarks._models import add_model_arguments, make_batch, make_llama, shape_of, train_step
+from benchmarks._processes import Group, run_script
+from benchmarks._report import MB, add_report_arguments, head, mb, publish, table
 
 WAYS = {
     "peft": "PEFT alone, torch.optim.AdamW",
     "same": "PEFT alone, HybridAdam",
     "gemini": "Gemini, base on NVMe",
 }
-MALLOC = {"MALLOC_MMAP_THRESHOLD_": "1048576", "MALLOC_TRIM_THRESHOLD_": "1048576"}
-"""Freed blocks of a MiB and more go back to the system: what malloc keeps for later is nobody's."""
 ON_TOP = 48 * MB
 """What Gemini may take beyond its ledger, more than PEFT alone takes beyond its weights and states."""
 
@@ -36,8 +38,6 @@ ON_TOP = 48 * MB
 
 
 def make_orders(settings: dict[str, Any]) -> Mapping[str, Callable[..., Any]]:
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
-        os.environ.pop(name, None)  # one process, not a group of one
     import peft
     import torch
 
@@ -47,7 +47,7 @@ def make_orders(settings: dict[str, Any]) -> Mapping[str, Callable[..., Any]]:
     state: dict[str, Any] = {}
 
     def build(shape: dict[str, int]) -> int:
-        state["model"] = _ranks.make_llama(shape, "bfloat16")
+        state["model"] = make_llama(shape, "bfloat16")
         return sum(param.numel() for param in state["model"].parameters())
 
     def adapt(memory: dict[str, Any]) -> int:
@@ -62,17 +62,13 @@ def make_orders(settings: dict[str, Any]) -> Mapping[str, Callable[..., Any]]:
             )
         kind = torch.optim.AdamW if way == "peft" else gemini.HybridAdam
         state["model"], state["optimizer"] = model, kind(adapters, lr=settings["lr"], weight_decay=0.01)
-        _ranks.trim()
+        trim()
         return sum(param.numel() for param in adapters)
 
     def train(shape: dict[str, int], steps: int) -> dict[str, Any]:
-        losses = []
-        for step in range(steps):
-            loss = state["model"](**_ranks.make_batch(shape, step, 0)).loss
-            loss.backward()
-            state["optimizer"].step()
-            state["optimizer"].zero_grad()
-            losses.append(float(loss.detach()))
+        losses = [
+            train_step(state["model"], state["optimizer"], None, make_batch(shape, step, 0))[0] for step in range(steps)
+        ]
         report = dict(state["model"].memory_report()) if way == "gemini" else {}
         return {"losses": losses, "report": report}
 
@@ -83,7 +79,7 @@ def make_orders(settings: dict[str, Any]) -> Mapping[str, Callable[..., Any]]:
         adapt({"cpu": "1GiB"})
         train(tiny, 1)
         state.clear()
-        _ranks.trim()
+        trim()
 
     return {
         "warm_up": warm_up, "build": lambda: build(shape), "adapt": lambda: adapt(settings["memory"]),
@@ -96,10 +92,9 @@ def make_orders(settings: dict[str, Any]) -> Mapping[str, Callable[..., Any]]:
 
 def one_way(args: argparse.Namespace, way: str, folder: str) -> dict[str, Any]:
     """Build, adapt and train in one process: what was measured, in bytes beyond what it had before the model."""
-    shape = {name: getattr(args, name) for name in ("hidden", "layers", "vocab", "batch", "tokens")}
-    memory = {"cpu": args.cpu, "nvme": args.nvme, "nvme_path": folder}
-    settings = {"way": way, "shape": shape, "rank": args.rank, "lr": 1e-3, "steps": args.steps, "memory": memory}
-    with _ranks.Group(__file__, settings, 1, environment=lambda rank: MALLOC, timeout=args.timeout) as group:
+    settings = {"way": way, "shape": shape_of(args), "rank": args.rank, "lr": 1e-3, "steps": args.steps}
+    settings["memory"] = {"cpu": args.cpu, "nvme": args.nvme, "nvme_path": folder}
+    with Group(__file__, settings, environment=lambda rank: MALLOC, timeout=args.timeout, ranked=False) as group:
         (process,) = group.ranks
         group.order("warm_up")
         ready = process.status()["RssAnon"]
@@ -113,7 +108,6 @@ def one_way(args: argparse.Namespace, way: str, folder: str) -> dict[str, Any]:
 
 def main() -> int:
     args = parse()
-    _ranks.end_on_signals()
     found: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory(dir=args.nvme_path, prefix="lora-memory-") as folder:
         for way in WAYS:
@@ -142,7 +136,7 @@ def main() -> int:
         misses.append("the ledger's peak is over its budget")
     if found["gemini"]["train"]["losses"] != found["same"]["train"]["losses"]:
         misses.append("the losses are not those of the plain model with the same optimizer")
-    report = _ranks.head(
+    report = head(
         "LoRA on a frozen base",
         [
             f"Llama of {args.layers} layers of {args.hidden}, vocab {args.vocab}: {frozen:,} frozen params in bf16, "
@@ -159,7 +153,7 @@ def main() -> int:
         "the whole life, file pages included.",
         "",
     ]  # fmt: skip
-    report += _ranks.table(
+    report += table(
         ["", "arithmetic", "measured", "on top", "at the start", "before", "RSS"], rows
     )  # fmt: skip
     saved = peak["peft"] - peak["gemini"]
@@ -167,7 +161,7 @@ def main() -> int:
         f"Training takes {mb(saved)} MB less than PEFT alone: {peak['gemini'] / peak['peft']:.2f} of it. The frozen "
         f"base is {mb(2 * frozen)} MB.",
         "",
-        *_ranks.table(
+        *table(
             ["loss of step", *(str(i + 1) for i in range(args.steps))],
             [[WAYS[way], *(f"{loss:.6f}" for loss in own["train"]["losses"])] for way, own in found.items()],
         ),
@@ -177,19 +171,19 @@ def main() -> int:
         "PEFT's own recipe computes its adapters in fp32."
     )
     report += [f"MISSED: {miss}" for miss in misses] or [fine]
-    _ranks.publish(args, "lora_memory", report)
+    publish(report, args.out, theme=None if args.quick else "lora_memory")
     return 1 if misses else 0
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    _ranks.add_model_arguments(parser, hidden=1024, layers=20, vocab=32000, batch=1, tokens=64)
+    add_model_arguments(parser, hidden=1024, layers=20, vocab=32000, batch=1, tokens=64)
     parser.add_argument("--rank", type=int, default=8, help="of the adapters (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--cpu", default="160MB", help="host memory for Gemini (default: %(default)s)")
     parser.add_argument("--nvme", default="2GB", help="room on the drive (default: %(default)s)")
     parser.add_argument("--nvme-path", default=None, help="a folder on the drive (default: the folder for temporaries)")
-    _ranks.add_report_arguments(parser)
+    add_report_arguments(parser)
     args = parser.parse_args()
     if args.quick:
         args.hidden, args.layers, args.vocab, args.steps, args.cpu = 512, 6, 8192, 2, "40MB"
@@ -197,7 +191,4 @@ def parse() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    if _ranks.is_rank():
-        _ranks.serve(make_orders)
-    else:
-        sys.exit(main())
+    run_script(make_orders, main)

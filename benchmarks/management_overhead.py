@@ -16,8 +16,6 @@ from __future__ import annotations
 import argparse
 import cProfile
 import gc
-import os
-import platform
 import pstats
 import statistics
 import sys
@@ -27,12 +25,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-
 import torch
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 import gemini
-from gemini import kernels
+from benchmarks import _models
+from benchmarks._report import add_out, head, publish, set_threads, table
+from benchmarks._rounds import in_turn, median_ratio, ratios
+from benchmarks._timers import timed
 
 PHASES = ("forward", "backward", "clip", "update")
 PLAIN, PEER, SERIAL, OVERLAPPED = "plain", "AdamW", "serial", "overlapped"
@@ -41,15 +42,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 def make_model(args: argparse.Namespace, hidden: int) -> Any:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    heads = max(1, hidden // 64)
-    config = LlamaConfig(
-        vocab_size=args.vocab, hidden_size=hidden, intermediate_size=hidden * 11 // 4, num_hidden_layers=args.layers,
-        num_attention_heads=heads, num_key_value_heads=heads, max_position_embeddings=args.tokens, use_cache=False,
-    )  # fmt: skip
-    return LlamaForCausalLM(config).train()
+    return _models.build(_models.llama_config(hidden, args.layers, args.vocab, positions=args.tokens))
 
 
 class Side:
@@ -132,21 +125,17 @@ def make_sides(args: argparse.Namespace, hidden: int, precision: str) -> dict[st
 def compare(args: argparse.Namespace, hidden: int, precision: str) -> list[str]:
     """Take turns; the lines of a table."""
     sides = make_sides(args, hidden, precision)
-    generator = torch.Generator().manual_seed(1)
     first: dict[str, float] = {}
+    turns: dict[int, list[dict[str, Any]]] = {}
     gc.collect()
     gc.disable()  # a collection in one side's step would be charged to it; all make the same garbage
     try:
-        for number in range(args.warmup + args.turns):
-            batches = []
-            for _ in range(args.steps):
-                ids = torch.randint(0, args.vocab, (args.batch, args.tokens), generator=generator)
-                batches.append({"input_ids": ids, "labels": ids})
-            names = list(sides)
-            at = number % len(names)
-            losses = {n: sides[n].turn(batches, keep=number >= args.warmup) for n in (*names[at:], *names[:at])}
-            first = first or losses
-            gc.collect()
+        for number, name in in_turn(sides, args.turns, args.warmup):
+            if number not in turns:
+                gc.collect()
+                turns[number] = [batch_of(args, seed=1000 * (number + args.warmup) + i) for i in range(args.steps)]
+            loss = sides[name].turn(turns[number], keep=number >= 0)
+            first.setdefault(name, loss)
     finally:
         gc.enable()
     # bf16 masters round half away from zero, a cast half to even: there the first losses agree closely, not in bits.
@@ -163,28 +152,33 @@ def compare(args: argparse.Namespace, hidden: int, precision: str) -> list[str]:
 
 def against(name: str, side: Side, sides: dict[str, Side]) -> list[str]:
     """One managed side against the bare model with the same optimizer, and against AdamW."""
-    lines = [
-        f"| {name} | plain ms | managed ms | difference us | ratio (quartiles) | AdamW ms | managed / AdamW |",
-        "|---|---:|---:|---:|---:|---:|---:|",
+    names = [name, "plain ms", "managed ms", "difference us", "ratio (quartiles)", "AdamW ms", "managed / AdamW"]
+    parts = [
+        *((phase, (phase,)) for phase in PHASES),
+        ("forward + backward + clip", PHASES[:3]),
+        ("whole step", PHASES),
     ]
-    rows = [*((phase, (phase,)) for phase in PHASES), ("forward + backward + clip", PHASES[:3]), ("whole step", PHASES)]
-    for words, phases in rows:
+    rows = []
+    for words, phases in parts:
         plain, peer, managed = (s.seconds(phases) for s in (sides[PLAIN], sides[PEER], side))
-        ratios = sorted(y / x for x, y in zip(plain, managed, strict=True))
-        low, middle, high = statistics.quantiles(ratios, n=4)
+        low, middle, high = statistics.quantiles(ratios(managed, plain), n=4)
         difference = statistics.median(y - x for x, y in zip(plain, managed, strict=True))
-        to_peer = statistics.median(y / x for x, y in zip(peer, managed, strict=True))
-        lines.append(
-            f"| {words} | {statistics.median(plain) * 1e3:.2f} | {statistics.median(managed) * 1e3:.2f} | "
-            f"{difference * 1e6:+.0f} | {middle:.3f} ({low:.3f}-{high:.3f}) | {statistics.median(peer) * 1e3:.2f} | "
-            f"{to_peer:.3f} |"
-        )
+        rows.append([
+            words, ms(plain), ms(managed), f"{difference * 1e6:+.0f}", f"{middle:.3f} ({low:.3f}-{high:.3f})", ms(peer),
+            f"{median_ratio(managed, peer):.3f}",
+        ])  # fmt: skip
     overhead = middle - 1  # of the whole step, the last row
-    return [*lines, "", f"Overhead of the whole step: {overhead:+.2%}; goal below {GOAL:.0%}: {met(overhead)}.", ""]
+    met = "met" if overhead < GOAL else "MISSED"
+    verdict = f"Overhead of the whole step: {overhead:+.2%}; goal below {GOAL:.0%}: {met}."
+    return [*table(names, rows), verdict, ""]
 
 
-def met(overhead: float) -> str:
-    return "met" if overhead < GOAL else "MISSED"
+def ms(seconds: list[float]) -> str:
+    return f"{statistics.median(seconds) * 1e3:.2f}"
+
+
+def batch_of(args: argparse.Namespace, seed: int) -> dict[str, torch.Tensor]:
+    return _models.uniform_batch(args.vocab, args.batch, args.tokens, seed)
 
 
 def time_hooks(args: argparse.Namespace, managed: Side) -> list[str]:
@@ -206,46 +200,24 @@ def time_hooks(args: argparse.Namespace, managed: Side) -> list[str]:
         (update.kernels, "adam_update", "  of these: kernel"),
         (Engine, "discard_grads", "zero_grad"),
     ]
-    spent: dict[str, list[float]] = {what: [] for _, _, what in places}
-    before = [(owner, name, getattr(owner, name)) for owner, name, _ in places]
-
-    def timed(real: Any, into: list[float]) -> Any:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            begin = time.perf_counter()
-            try:
-                return real(*args, **kwargs)
-            finally:
-                into.append(time.perf_counter() - begin)
-
-        return call
-
-    generator = torch.Generator().manual_seed(3)
-    ids = torch.randint(0, args.vocab, (args.batch, args.tokens), generator=generator)
     steps = max(5, args.turns // 2)
-    try:
-        for owner, name, what in places:
-            setattr(owner, name, timed(getattr(owner, name), spent[what]))
+    with timed(places) as found:
         for _ in range(steps):
-            managed.turn([{"input_ids": ids, "labels": ids}], keep=False)
-    finally:
-        for owner, name, real in before:
-            setattr(owner, name, real)
-    lines = ["| where | us per step | calls per step | median us per call |", "|---|---:|---:|---:|"]
-    for what, times in spent.items():
-        if times:
+            managed.turn([batch_of(args, seed=3)], keep=False)
+    rows = []
+    for what in dict.fromkeys(what for _, _, what in places):
+        if times := [whole for whole, _ in found.get(what, [])]:
             middle, calls = statistics.median(times) * 1e6, len(times) / steps
-            lines.append(f"| {what} | {middle * calls:.0f} | {calls:.0f} | {middle:.1f} |")
-    return lines
+            rows.append([what, f"{middle * calls:.0f}", f"{calls:.0f}", f"{middle:.1f}"])
+    return table(["where", "us per step", "calls per step", "median us per call"], rows)
 
 
 def profile(args: argparse.Namespace, managed: Side) -> list[str]:
     """Own time per step of every function of ours, and of what it calls in C, under cProfile (which adds its own)."""
-    generator = torch.Generator().manual_seed(2)
-    ids = torch.randint(0, args.vocab, (args.batch, args.tokens), generator=generator)
     profiler, steps = cProfile.Profile(), 10
     profiler.enable()
     for _ in range(steps):
-        managed.turn([{"input_ids": ids, "labels": ids}], keep=False)
+        managed.turn([batch_of(args, seed=2)], keep=False)
     profiler.disable()
     root = str(Path(gemini.__file__).parent)
     rows = []
@@ -253,14 +225,12 @@ def profile(args: argparse.Namespace, managed: Side) -> list[str]:
         if file.startswith(root):
             where = f"{Path(file).relative_to(Path(root).parent)}:{line} {name}"
             rows.append((own / steps * 1e6, total / steps * 1e6, calls / steps, where))
-    lines = [
+    costliest = [[where, f"{own:.0f}", f"{total:.0f}", f"{n:.0f}"] for own, total, n, where in sorted(rows)[:-26:-1]]
+    return [
         "Where the managed side is, per step under cProfile (own time; with what it calls; calls):",
         "",
-        "| own us | with calls us | calls | function |",
-        "|---:|---:|---:|---|",
+        *table(["function", "own us", "with calls us", "calls"], costliest),
     ]
-    costliest = sorted(rows, reverse=True)[:25]
-    return lines + [f"| {own:.0f} | {total:.0f} | {calls:.0f} | {where} |" for own, total, calls, where in costliest]
 
 
 def main() -> None:
@@ -276,28 +246,20 @@ def main() -> None:
     parser.add_argument("--warmup", type=int, default=2, help="turns that do not count")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="of torch and of the kernels")
     parser.add_argument("--profile", action="store_true")
-    parser.add_argument("--out", type=Path, default=None, help="write the report here, as markdown")
+    add_out(parser)
     args = parser.parse_args()
-    torch.set_num_threads(args.threads)
-    kernels.set_num_threads(args.threads)
-    report = [
-        f"# Cost of management when everything fits, {time.strftime('%Y-%m-%d')}",
-        "",
-        f"Llama of {args.layers} layers, vocab {args.vocab}, {args.batch} x {args.tokens} tokens, clipping on all "
-        f"sides, {args.threads} threads, {args.turns} turns of {args.steps} steps each.",
-        f"{platform.system()} {platform.release()}, {platform.processor() or platform.machine()}, Python "
-        f"{platform.python_version()}, torch {torch.__version__}; {kernels.capabilities()}; load "
-        f"{os.getloadavg()[0]:.1f}.",
-        f"Command: `python {' '.join(sys.argv)}`",
-        "",
-    ]
+    set_threads(args.threads)
+    report = head(
+        "Cost of management when everything fits",
+        [
+            f"Llama of {args.layers} layers, vocab {args.vocab}, {args.batch} x {args.tokens} tokens, clipping on all "
+            f"sides, {args.threads} threads, {args.turns} turns of {args.steps} steps each.",
+        ],
+    )
     for hidden in args.hidden or [256, 512]:
         for precision in args.precision or ["bf16", "fp32"]:
             report += compare(args, hidden, precision)
-    print("\n".join(report))
-    if args.out is not None:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text("\n".join(report) + "\n")
+    publish(report, args.out)
 
 
 if __name__ == "__main__":

@@ -16,15 +16,20 @@ from __future__ import annotations
 import argparse
 import gc
 import statistics
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
-from _ranks import head, publish, table
-from simulate_here import measure_machine, one_machine
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import gemini
+from benchmarks import _models
+from benchmarks._report import add_out, head, publish, table
+from benchmarks._rounds import Spread
+from benchmarks.simulate_here import measure_machine, one_machine
 from gemini import kernels
 from gemini.errors import human_bytes
 from gemini.planning.break_even import played_break_even, with_work
@@ -39,23 +44,10 @@ WINDOW = 256
 """Tokens of one sample, at most."""
 
 
-def make_model(args: argparse.Namespace) -> Any:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=args.width, intermediate_size=args.width * 11 // 4, num_hidden_layers=args.layers,
-        num_attention_heads=args.width // 64, num_key_value_heads=args.width // 64, vocab_size=args.vocab,
-        max_position_embeddings=WINDOW, tie_word_embeddings=False, use_cache=False,
-    )  # fmt: skip
-    return LlamaForCausalLM(config).train()
-
-
 def make_batch(args: argparse.Namespace, tokens: int) -> dict[str, Any]:
     """``tokens`` of them: one short sample, or several of ``WINDOW``."""
     rows = max(1, tokens // WINDOW)
-    ids = torch.randint(0, args.vocab, (rows, tokens // rows), generator=torch.Generator().manual_seed(tokens))
-    return {"input_ids": ids, "labels": ids}
+    return _models.uniform_batch(args.vocab, rows, tokens // rows, tokens)
 
 
 class Copy:
@@ -67,17 +59,13 @@ class Copy:
             memory = gemini.MemoryBudget(cpu="64GiB", nvme="64GiB", nvme_path=args.spill)
             placement = gemini.StaticPlacement(optimizer_on_nvme=1.0, weights_on_nvme=1.0 if args.weights else 0.0)
         config = gemini.GeminiConfig(
-            memory=memory,
-            placement=placement,
-            device="cpu",
-            overlap=not args.serial,
-            update_threads=args.update_threads,
-            gradients=args.gradients,
-        )
-        self.model = gemini.GeminiDDP(make_model(args), config)
-        self.optimizer = gemini.HybridAdam(
-            self.model.parameters(), lr=1e-4, step_in_backward=args.gradients == "transient"
-        )
+            memory=memory, placement=placement, device="cpu", overlap=not args.serial,
+            update_threads=args.update_threads, gradients=args.gradients,
+        )  # fmt: skip
+        model = _models.build(_models.llama_config(args.width, args.layers, args.vocab, positions=WINDOW))
+        self.model: Any = gemini.GeminiDDP(model, config)
+        in_backward = args.gradients == "transient"
+        self.optimizer = gemini.HybridAdam(self.model.parameters(), lr=1e-4, step_in_backward=in_backward)
         self.engine = self.model._gemini_engine
 
     def turn(self, args: argparse.Namespace, batch: dict[str, Any], steps: int) -> list[float]:
@@ -127,12 +115,11 @@ def main() -> None:
     parser.add_argument("--gradients", default="retain", choices=("retain", "transient"))
     parser.add_argument("--clip", action="store_true", help="with clipping")
     parser.add_argument("--spill", type=Path, default=Path("/tmp"), help="folder of the spill file")
-    parser.add_argument("--report", "--out", dest="out", type=Path, default=None, help="write the report here")
+    add_out(parser)
     args = parser.parse_args()
-    args.quick = args.out is None
     args.cores = kernels.get_num_threads()
     torch.set_num_threads(args.threads)
-    publish(args, "nvme_break_even", compare(args))
+    publish(compare(args), args.out)
 
 
 def compare(args: argparse.Namespace) -> list[str]:
@@ -141,12 +128,12 @@ def compare(args: argparse.Namespace) -> list[str]:
     break_even, plan, play = told(args, memory, drive, machines[0])
     points = sorted({*args.tokens, *([break_even] if break_even and break_even <= max(args.tokens) else [])})
     points = sorted({n if n <= WINDOW else -(-n // WINDOW) * WINDOW for n in points})  # whole windows
-    found: dict[int, list[tuple[list[float], list[float]]]] = {tokens: [] for tokens in points}
+    found: dict[tuple[int, Copy], list[list[float]]] = {(tokens, c): [] for tokens in points for c in (memory, drive)}
     for number in range(args.rounds):
         for tokens in points:
-            batch, pair = make_batch(args, tokens), [memory, drive]
-            turns = {id(copy): copy.turn(args, batch, args.steps) for copy in (pair[::-1] if number % 2 else pair)}
-            found[tokens].append((turns[id(memory)], turns[id(drive)]))
+            batch = make_batch(args, tokens)
+            for copy in (drive, memory) if number % 2 else (memory, drive):
+                found[tokens, copy].append(copy.turn(args, batch, args.steps))
             gc.collect()
         machines.append(measure_machine(args.spill))
     hardware = one_machine(machines, "median")
@@ -167,16 +154,17 @@ def compare(args: argparse.Namespace) -> list[str]:
     )
     rows, missed = [], []
     for tokens in points:
-        speeds = [statistics.median(a) / statistics.median(b) for a, b in found[tokens]]
-        seconds = [statistics.median(s for turn in found[tokens] for s in turn[which]) for which in (0, 1)]
+        pair = found[tokens, memory], found[tokens, drive]
+        speeds = Spread.of([statistics.median(a) / statistics.median(b) for a, b in zip(*pair, strict=True)])
+        seconds = [statistics.median(s for turn in turns for s in turn) for turns in pair]
         prediction = play(with_work(plan, tokens / args.traced))
         alone = next(s for lane, s in prediction.busy.items() if lane.value == "compute")
         past = break_even is not None and tokens >= break_even
-        speed = statistics.median(speeds)
-        if past and speed < GOAL:
+        if past and speeds.median < GOAL:
             missed.append(tokens)
         rows.append([
-            tokens, f"{seconds[0]:.3f}", f"{seconds[1]:.3f}", f"{speed:.3f}", f"{min(speeds):.3f} to {max(speeds):.3f}",
+            tokens, f"{seconds[0]:.3f}", f"{seconds[1]:.3f}", f"{speeds.median:.3f}",
+            f"{speeds.least:.3f} to {speeds.most:.3f}",
             f"{prediction.step_seconds:.3f}", f"{prediction.step_seconds / seconds[1]:.3f}",
             f"{alone / prediction.step_seconds:.3f}", "yes" if past else "",
         ])  # fmt: skip

@@ -16,9 +16,6 @@ from __future__ import annotations
 import argparse
 import json
 import mmap
-import os
-import platform
-import random
 import resource
 import shutil
 import statistics
@@ -27,12 +24,16 @@ import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks._report import add_out, head, publish, table
+from benchmarks._rounds import in_turn, median_ratio
 from gemini import kernels
 from gemini.memory.devices.pages import host_bytes
 from gemini.memory.nvme import SpillFile
@@ -258,13 +259,8 @@ def fio_rate(file: Path, size: int, seconds: float, mode: str, engine: list[str]
     share = size // 4 // (4 * MIB) * (4 * MIB)
     split = [f"--size={share}", f"--offset_increment={share}"] if "--numjobs=4" in engine else [f"--size={size}"]
     command = ["fio", "--name=disk", f"--filename={file}", f"--rw={mode}", "--bs=4M", "--direct=1", "--time_based"]
-    command += [
-        f"--runtime={seconds}",
-        "--overwrite=1",
-        "--fallocate=none",
-        "--scramble_buffers=0",
-        "--output-format=json",
-    ]
+    command += [f"--runtime={seconds}", "--overwrite=1", "--fallocate=none", "--scramble_buffers=0"]
+    command += ["--output-format=json"]
     done = subprocess.run([*command, *split, *engine], capture_output=True, text=True)
     if done.returncode != 0:
         sys.exit(f"fio failed: {done.stderr or done.stdout}")
@@ -275,71 +271,53 @@ def fio_rate(file: Path, size: int, seconds: float, mode: str, engine: list[str]
 # ---- rounds and reports ----------------------------------------------------------------------------------------------
 
 
-def rounds_of(rounds: int, names: list[str]) -> Iterator[tuple[bool, str]]:
-    """(counts, name) of every run: a round that is thrown away, then each round in another order.
-
-    Shuffled, not rotated: a way must not always come after the same one, whose writes the drive may still be busy with.
-    """
-    for number in range(rounds + 1):
-        order = random.Random(number).sample(names, len(names))
-        yield from ((number > 0, name) for name in order)
-
-
-def median_ratio(numerators: list[float], denominators: list[float]) -> float:
-    return statistics.median(a / b for a, b in zip(numerators, denominators, strict=True))
-
-
 def streaming_table(times: dict[str, list[float]], num_elements: int) -> list[str]:
     io = min(IO_ALONE, key=lambda name: statistics.median(times[name]))
     bound = [max(pair) for pair in zip(times[io], times["Adam alone"], strict=True)]
-    lines = ["| way | seconds | GB/s read + written | time / max(I/O alone, Adam alone) |", "|---|---:|---:|---:|"]
+    rows = []
     for name, taken in times.items():
         seconds = statistics.median(taken)
         rate = MOVED.get(name, READ_BYTES + WRITTEN_BYTES) * num_elements / seconds / 1e9
         ratio = f"{median_ratio(taken, bound):.3f}" if name in STREAMING else ""
-        lines.append(f"| {name} | {seconds:.2f} | {rate:.2f} | {ratio} |")
+        rows.append([name, f"{seconds:.2f}", f"{rate:.2f}", ratio])
     adam_to_io = median_ratio(times["Adam alone"], times[io])
     best = min(STREAMING, key=lambda name: median_ratio(times[name], bound))
     verdict = "met" if median_ratio(times[best], bound) <= 1.05 else "missed"
     return [
-        *lines,
-        "",
+        *table(["way", "seconds", "GB/s read + written", "time / max(I/O alone, Adam alone)"], rows),
         f"The bound is of {io}; Adam alone takes {adam_to_io:.2f} of it. Best way: {best}; the goal, at most 1.05, is "
         f"{verdict}.",
+        "",
     ]
 
 
 def fio_table(rates: dict[str, list[float]], times: dict[str, list[float]], num_elements: int) -> list[str]:
-    lines = ["| fio, GB/s at 4 MiB | " + " | ".join(FIO_MODES) + " |", "|---|" + "---:|" * len(FIO_MODES)]
-    for engine in FIO_ENGINES:
-        cells = [f"{statistics.median(rates[f'{engine}: {mode}']) / 1e9:.2f}" for mode in FIO_MODES]
-        lines.append(f"| {engine} | " + " | ".join(cells) + " |")
+    def cells(of: Callable[[str], list[float]]) -> list[str]:
+        return [f"{statistics.median(of(mode)) / 1e9:.2f}" for mode in FIO_MODES]
+
     ours = {mode: [MOVED[mode] * num_elements / t for t in times[mode]] for mode in FIO_MODES}
-    lines.append(
-        "| Gemini's queue | " + " | ".join(f"{statistics.median(ours[m]) / 1e9:.2f}" for m in FIO_MODES) + " |"
-    )
-    cells = []
-    for mode in FIO_MODES:
-        best = [max(same) for same in zip(*(rates[f"{engine}: {mode}"] for engine in FIO_ENGINES), strict=True)]
-        cells.append(f"{median_ratio(ours[mode], best):.3f}")
-    return [*lines, "| Gemini's queue / the round's best of fio | " + " | ".join(cells) + " |"]
+    best = {
+        mode: [max(same) for same in zip(*(rates[f"{engine}: {mode}"] for engine in FIO_ENGINES), strict=True)]
+        for mode in FIO_MODES
+    }
+    rows = [[engine, *cells(lambda mode, engine=engine: rates[f"{engine}: {mode}"])] for engine in FIO_ENGINES]
+    rows.append(["Gemini's queue", *cells(lambda mode: ours[mode])])
+    over = [f"{median_ratio(ours[mode], best[mode]):.3f}" for mode in FIO_MODES]
+    return table(["fio, GB/s at 4 MiB", *FIO_MODES], [*rows, ["Gemini's queue / the round's best of fio", *over]])
 
 
 def sweep_table(
     times: dict[str, list[float]], cpu: dict[str, list[float]], cases: list[str], num_elements: int
 ) -> list[str]:
-    lines = ["| I/O threads | " + " | ".join(f"{m}, GB/s | / 4 | CPU, us/MiB" for m in RAW) + " |"]
-    lines.append("|---|" + "---:|" * 3 * len(RAW))
+    rows = []
     for case in cases:
-        cells = []
+        rows.append([case])
         for mode in RAW:
-            mine, four = times[f"{case}: {mode}"], times[f"4: {mode}"]
-            cells.append(f"{MOVED[mode] * num_elements / statistics.median(mine) / 1e9:.2f}")
-            cells.append(f"{median_ratio(four, mine):.3f}")
-            spent = statistics.median(cpu[f"{case}: {mode}"])
-            cells.append(f"{spent * 1e6 / (MOVED[mode] * num_elements / MIB):.0f}")
-        lines.append(f"| {case} | " + " | ".join(cells) + " |")
-    return lines
+            mine, moved = times[f"{case}: {mode}"], MOVED[mode] * num_elements
+            spent = statistics.median(cpu[f"{case}: {mode}"]) * 1e6 / (moved / MIB)
+            over = median_ratio(times[f"4: {mode}"], mine)
+            rows[-1] += [f"{moved / statistics.median(mine) / 1e9:.2f}", f"{over:.3f}", f"{spent:.0f}"]
+    return table(["I/O threads", *(name for m in RAW for name in (f"{m}, GB/s", "/ 4", "CPU, us/MiB"))], rows)
 
 
 def compare(args: argparse.Namespace, disk: Disk) -> list[str]:
@@ -347,20 +325,21 @@ def compare(args: argparse.Namespace, disk: Disk) -> list[str]:
     times: dict[str, list[float]] = {name: [] for name in ways}
     rates: dict[str, list[float]] = {f"{engine}: {mode}": [] for engine in FIO_ENGINES for mode in FIO_MODES}
     with tempfile.TemporaryDirectory(dir=args.directory, prefix=".fio-") as folder:
-        for counts, name in rounds_of(args.rounds, [*ways, *(rates if args.fio else [])]):
+        # Shuffled: a way must not always come after the same one, whose writes the drive may still be busy with.
+        for number, name in in_turn([*ways, *(rates if args.fio else [])], args.rounds, order="shuffled"):
             if name in ways:
                 result = one_pass(disk, name, ways[name])
             else:
                 engine, mode = name.split(": ", 1)
                 file, size = Path(folder) / "file", args.fio_size_mib * MIB
                 result = fio_rate(file, size, args.fio_seconds, FIO_MODES[mode], FIO_ENGINES[engine])
-            print(f"{'' if counts else '(warm-up) '}{name}: {result:.4g}", flush=True)
-            if counts:
+            print(f"{'' if number >= 0 else '(warm-up) '}{name}: {result:.4g}", flush=True)
+            if number >= 0:
                 (times if name in ways else rates)[name].append(result)
     check(disk)
     lines = streaming_table(times, disk.num_tiles * disk.tile)
     if args.fio:
-        lines += ["", *fio_table(rates, times, disk.num_tiles * disk.tile)]
+        lines += fio_table(rates, times, disk.num_tiles * disk.tile)
     return lines
 
 
@@ -371,13 +350,13 @@ def sweep(args: argparse.Namespace, disk: Disk) -> list[str]:
     times: dict[str, list[float]] = {f"{case}: {mode}": [] for case in cases for mode in RAW}
     cpu: dict[str, list[float]] = {name: [] for name in times}
     own, huge, small = disk.queue, disk.staging, [Staging(disk.tile, huge=False) for _ in disk.staging]
-    for is_counted, name in rounds_of(args.rounds, list(times)):
+    for number, name in in_turn(times, args.rounds, order="shuffled"):
         case, mode = name.split(": ", 1)
         disk.queue = queues["4" if case == SMALL_PAGES else case]
         disk.staging = small if case == SMALL_PAGES else huge
         seconds = one_pass(disk, mode, RAW[mode])
-        print(f"{'' if is_counted else '(warm-up) '}{name}: {seconds:.4g}", flush=True)
-        if is_counted:
+        print(f"{'' if number >= 0 else '(warm-up) '}{name}: {seconds:.4g}", flush=True)
+        if number >= 0:
             times[name].append(seconds)
             cpu[name].append(disk.cpu_seconds)
     disk.queue = own
@@ -387,20 +366,18 @@ def sweep(args: argparse.Namespace, disk: Disk) -> list[str]:
     return sweep_table(times, cpu, cases, disk.num_tiles * disk.tile)
 
 
-def head(args: argparse.Namespace, disk: Disk) -> list[str]:
+def head_of(args: argparse.Namespace, disk: Disk) -> list[str]:
     switch = Path("/sys/kernel/mm/transparent_hugepage/enabled")
     huge = switch.read_text().split("[")[-1].split("]")[0] if switch.exists() else "unknown"
     own = args.adam_threads or kernels.get_num_threads()
-    return [
-        f"# NVMe stream, {time.strftime('%Y-%m-%d')}",
-        "",
-        f"{disk.num_tiles} tiles of {disk.tile:,} elements: {disk.file.num_bytes / 2**30:.2f} GiB, O_DIRECT (no page "
-        f"cache), {args.io_threads} I/O threads, {own} for Adam, huge pages: {huge}.",
-        f"Medians of {args.rounds} interleaved rounds. {os.cpu_count()} CPUs, Linux {platform.release()}, torch "
-        f"{torch.__version__}; {kernels.capabilities()}.",
-        f"Command: `python benchmarks/nvme_stream.py {' '.join(sys.argv[1:])}`",
-        "",
-    ]
+    return head(
+        "NVMe stream",
+        [
+            f"{disk.num_tiles} tiles of {disk.tile:,} elements: {disk.file.num_bytes / 2**30:.2f} GiB, O_DIRECT (no "
+            f"page cache), {args.io_threads} I/O threads, {own} for Adam, huge pages: {huge}. Medians of {args.rounds} "
+            "interleaved rounds.",
+        ],
+    )
 
 
 def main() -> None:
@@ -417,7 +394,7 @@ def main() -> None:
     parser.add_argument(
         "--sweep", type=int, nargs="+", metavar="THREADS", help="compare numbers of I/O threads instead"
     )
-    parser.add_argument("--report", type=Path)
+    add_out(parser)
     args = parser.parse_args()
     if args.fio and shutil.which("fio") is None:
         sys.exit("--fio: no fio on PATH; install it (apt-get install fio) or leave the option out")
@@ -427,13 +404,10 @@ def main() -> None:
     disk = Disk(args.directory, args.size_mib * MIB // (args.tile * READ_BYTES), args.tile, args.io_threads)
     try:
         fill(disk)
-        lines = [*head(args, disk), *(sweep if args.sweep else compare)(args, disk)]
+        lines = [*head_of(args, disk), *(sweep if args.sweep else compare)(args, disk)]
     finally:
         disk.close()
-    text = "\n".join(lines) + "\n"
-    print("\n" + text)
-    if args.report:
-        args.report.write_text(text)
+    publish(lines, args.out)
 
 
 if __name__ == "__main__":

@@ -25,18 +25,22 @@ import argparse
 import gc
 import hashlib
 import statistics
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from _contention import AdamLoop, Busy, DriveLoop, measure_alone, measure_beside, together
-from _ranks import head, processor, publish, table
-from simulate_here import one_machine, one_trace
 from torch import nn
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 import gemini
+from benchmarks._contention import AdamLoop, Busy, DriveLoop, measure_alone, measure_beside, together
+from benchmarks._report import add_out, head, processor, publish, set_threads, table
+from benchmarks._rounds import Spread
+from benchmarks.simulate_here import one_machine, one_trace
 from gemini import kernels
 from gemini.machines.measure import Sizes, measure, measure_host
 from gemini.planning.hardware import Hardware
@@ -301,13 +305,11 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5, help="measurements of T and of W per round, at least")
     parser.add_argument("--nvme", type=Path, default=None, help="folder of the spill file: states are on the drive")
     parser.add_argument("--few", action="store_true", help="only in turn, overlapped, first in first out; no clipping")
-    parser.add_argument("--report", "--out", dest="out", type=Path, default=None, help="write the report here")
+    add_out(parser)
     args = parser.parse_args()
-    args.quick = args.out is None
     args.all_cores = kernels.get_num_threads()
-    torch.set_num_threads(1)
-    kernels.set_num_threads(1)
-    publish(args, "overlap", compare(args))
+    set_threads(1)
+    publish(compare(args), args.out)
 
 
 def compare(args: argparse.Namespace) -> list[str]:
@@ -388,11 +390,10 @@ def verdicts(
     lines = []
 
     def verdict(what: str, ratios: list[float], goal: float, *, at_most: bool) -> None:
-        middle = statistics.median(ratios)
-        met = middle <= goal if at_most else middle >= goal
+        spread = Spread.of(ratios)
+        met = spread.median <= goal if at_most else spread.median >= goal
         words = f"at {'most' if at_most else 'least'} {goal:.2f}"
-        spread = f"{min(ratios):.3f} to {max(ratios):.3f}"
-        lines.append(f"- {what}: {middle:.3f} (rounds {spread}); goal {words}: {'met' if met else 'MISSED'}")
+        lines.append(f"- {what}: {spread.told()} over rounds; goal {words}: {'met' if met else 'MISSED'}")
 
     best = [statistics.median(run.seconds) for run in runs[OVERLAPPED]]
     bounds = [one.of(OVERLAPPED) for one in found]

@@ -13,7 +13,6 @@ import argparse
 import random
 import sys
 from collections import Counter
-from datetime import date
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -21,6 +20,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "planning")]
 
 from paging import fetched_bytes, least_bytes, random_instance, walk  # noqa: E402
 
+from benchmarks._report import add_out, head, publish, table  # noqa: E402
 from gemini.planning.moves import cheapest_moves, moves_by_policy  # noqa: E402
 from gemini.planning.policy import FirstInFirstOut, LeastRecentlyUsed, NextUse, StaticFraction  # noqa: E402
 
@@ -48,12 +48,12 @@ def measure(instances: int, seed: int, *, equal: bool) -> dict[str, list[float]]
     return ratios
 
 
-def table(ratios: dict[str, list[float]]) -> list[str]:
-    lines = ["| moves by | optimal in | mean over optimum | worst |", "|---|---:|---:|---:|"]
+def quality(ratios: dict[str, list[float]]) -> list[str]:
+    rows = []
     for name, found in ratios.items():
         optimal = sum(ratio <= 1 + 1e-9 for ratio in found) / len(found)
-        lines.append(f"| {name} | {optimal:.1%} | {sum(found) / len(found):.4f} | {max(found):.3f} |")
-    return lines
+        rows.append([name, f"{optimal:.1%}", f"{sum(found) / len(found):.4f}", f"{max(found):.3f}"])
+    return table(["moves by", "optimal in", "mean over optimum", "worst"], rows)
 
 
 def against_next_use(ratios: dict[str, list[float]]) -> list[str]:
@@ -77,25 +77,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--instances", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=5)
-    parser.add_argument("--out", type=Path)
+    add_out(parser)
     options = parser.parse_args()
     equal = measure(options.instances, options.seed, equal=True)
     mixed = measure(options.instances, options.seed + 1, equal=False)
     lines = [
-        f"# Plan quality, {date.today()}", "",
-        f"{options.instances} random instances each, seed {options.seed}. Bytes fetched over the optimum's.",
-        f"Command: `python benchmarks/plan_quality.py --instances {options.instances} --seed {options.seed}`", "",
-        "## Chunks of one size", "", *table(equal), "", *against_next_use(equal), "",
+        *head(
+            "Plan quality",
+            [f"{options.instances} random instances each, seed {options.seed}. Bytes fetched over the optimum's."],
+        ),
+        "## Chunks of one size", "", *quality(equal), *against_next_use(equal), "",
         "## Chunks of mixed sizes (1 to 20)", "",
         "Next use is not optimal here: it looks at when a chunk is needed again, not at what it frees.", "",
-        *table(mixed), "", *against_next_use(mixed), "",
+        *quality(mixed), *against_next_use(mixed), "",
         f"Goal: the plan within 2 % of the optimum on every instance: "
         f"{'met' if max(*equal['plan'], *mixed['plan']) <= 1.02 else 'NOT met'} "
         f"(worst {max(*equal['plan'], *mixed['plan']):.4f}).",
     ]  # fmt: skip
-    print("\n".join(lines))
-    if options.out:
-        options.out.write_text("\n".join(lines) + "\n")
+    publish(lines, options.out)
 
 
 if __name__ == "__main__":

@@ -9,8 +9,13 @@ shape, and the shares of the peaks are those of ``gemini.planning.costs.Efficien
 from __future__ import annotations
 
 import argparse
+import sys
 from dataclasses import replace
+from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks._report import table
 from gemini.planning.costs import Costs, Efficiency
 from gemini.planning.hardware import Hardware
 from gemini.planning.machines import machine
@@ -136,20 +141,18 @@ def main() -> None:
     print(f"{trace.num_params:,} params; {read:.2f} bytes read and {written:.2f} written per param and step, "
           f"written at {OUR_WRITES}/{THEIR_WRITES} of the drives' speed")  # fmt: skip
     print(f"{model_flops(32) / 1e12:,.0f} TFLOP per step of batch 32, without recomputation\n")
-    print("| batch | SSDs | published | predicted, as they overlap | error | layers recomputed | bound by | "
-          "predicted, updates behind forward too |")  # fmt: skip
-    print("|------:|-----:|----------:|---------------------------:|------:|------------------:|:---------|-----:|")
-    errors = []
+    rows, errors = [], []
     for batch, drives, published in PUBLISHED:
         theirs, recomputed = predict(batch, drives, barrier=True)
         ours, _ = predict(batch, drives, barrier=False)
         rate = model_flops(batch) / theirs.step_seconds / 1e12
         errors.append(rate / published - 1)
-        print(
-            f"| {batch} | {drives} | {published} | {rate:.1f} | {errors[-1]:+.0%} | {recomputed} of {LAYERS} | "
-            f"{theirs.bound_by.value} | {model_flops(batch) / ours.step_seconds / 1e12:.1f} |"
-        )
-    print(f"\nmean error {sum(map(abs, errors)) / len(errors):.0%}, largest {max(errors, key=abs):+.0%}")
+        rows.append([batch, drives, published, f"{rate:.1f}", f"{errors[-1]:+.0%}", f"{recomputed} of {LAYERS}",
+                     theirs.bound_by.value, f"{model_flops(batch) / ours.step_seconds / 1e12:.1f}"])  # fmt: skip
+    names = ["batch", "SSDs", "published", "predicted, as they overlap", "error", "layers recomputed", "bound by",
+             "predicted, updates behind forward too"]  # fmt: skip
+    print(*table(names, rows), sep="\n")
+    print(f"mean error {sum(map(abs, errors)) / len(errors):.0%}, largest {max(errors, key=abs):+.0%}")
 
 
 if __name__ == "__main__":

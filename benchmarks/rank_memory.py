@@ -13,17 +13,20 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
-import _ranks
-from _ranks import MB, mb
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks._memory import MALLOC, trim
+from benchmarks._models import add_model_arguments, make_batch, make_llama, shape_of, smallest_budget, train_step
+from benchmarks._processes import Group, run_script
+from benchmarks._report import MB, add_report_arguments, head, mb, publish, set_threads, table
 
 SLOPE_TOLERANCE = 0.03
 ABOVE, BELOW = 32 * MB, 8 * MB
 """What the measured peak may be off the arithmetic, whatever the number of ranks. Above: one more gradient in backward,
 weights packed for a product, buffers of sockets; below: pages of the exchange that are never touched."""
-MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(2**20), "MALLOC_TRIM_THRESHOLD_": str(2**20)}
-"""glibc would keep up to 64 MiB of freed blocks, nobody's memory, and more or less of it from run to run."""
 
 
 # ---- a rank ----------------------------------------------------------------------------------------------------------
@@ -32,7 +35,7 @@ MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(2**20), "MALLOC_TRIM_THRESHOLD_": str(2*
 def make_orders(settings: dict[str, Any]) -> Mapping[str, Callable[..., Any]]:
     import gemini
 
-    _ranks.set_threads(1)
+    set_threads(1)
     dtype = "bfloat16" if settings["precision"] == "bf16" else "float32"
     state: dict[str, Any] = {}
 
@@ -45,28 +48,28 @@ def make_orders(settings: dict[str, Any]) -> Mapping[str, Callable[..., Any]]:
     def warm_up() -> None:
         # What the first step of any model leaves behind (threads, caches of primitives, sockets) belongs to before.
         shape = {"hidden": 64, "layers": 1, "vocab": 512, "batch": 1, "tokens": 32}
-        model = wrap(_ranks.make_llama(shape, dtype), "2GiB")
+        model = wrap(make_llama(shape, dtype), "2GiB")
         optimizer = gemini.HybridAdam(model.parameters())
-        _ranks.train_step(model, optimizer, model.clip_grad_norm_, _ranks.make_batch(shape, 0, 0))
+        train_step(model, optimizer, model.clip_grad_norm_, make_batch(shape, 0, 0))
         del model, optimizer
-        _ranks.trim()
+        trim()
 
     def build() -> int:
-        state["model"] = _ranks.make_llama(settings["shape"], dtype)
+        state["model"] = make_llama(settings["shape"], dtype)
         return sum(param.numel() for param in state["model"].parameters())
 
     def manage() -> None:
         state["model"] = wrap(state["model"], settings["budget"])
         state["optimizer"] = gemini.HybridAdam(state["model"].parameters(), lr=1e-4)
-        _ranks.trim()
+        trim()
 
     def train(steps: int) -> dict[str, Any]:
         import os
 
         model, rank = state["model"], int(os.environ["RANK"])
         for number in range(steps):
-            batch = _ranks.make_batch(settings["shape"], number, rank)
-            loss, _ = _ranks.train_step(model, state["optimizer"], model.clip_grad_norm_, batch)
+            batch = make_batch(settings["shape"], number, rank)
+            loss, _ = train_step(model, state["optimizer"], model.clip_grad_norm_, batch)
         report = model.memory_report()
         return {"cpu": report["cpu"], "loss": loss}
 
@@ -88,10 +91,9 @@ def baseline_bytes(args: argparse.Namespace) -> int:
 
 def one_size(args: argparse.Namespace, size: int) -> list[dict[str, Any]]:
     """Train with ``size`` ranks; per rank what was measured, what the ledger says, what the arithmetic says."""
-    need, layout = _ranks.smallest_budget(vars(args), size, args.precision)
-    shape = {name: getattr(args, name) for name in ("hidden", "layers", "vocab", "batch", "tokens")}
-    settings = {"shape": shape, "precision": args.precision, "budget": sum(need.values()) * size}
-    with _ranks.Group(__file__, settings, size, environment=lambda rank: MALLOC, timeout=args.timeout) as group:
+    need, layout = smallest_budget(vars(args), size, args.precision)
+    settings = {"shape": shape_of(args), "precision": args.precision, "budget": sum(need.values()) * size}
+    with Group(__file__, settings, size, environment=lambda rank: MALLOC, timeout=args.timeout) as group:
         group.order("warm_up")
         ready = [rank.status()["RssAnon"] for rank in group.ranks]
         group.order("build")
@@ -115,7 +117,6 @@ def one_size(args: argparse.Namespace, size: int) -> list[dict[str, Any]]:
 
 def main() -> int:
     args = parse()
-    _ranks.end_on_signals()
     sizes = args.ranks or [1, 2, 4]
     by_size = {}
     for size in sizes:
@@ -145,9 +146,9 @@ def main() -> int:
         )  # fmt: skip
         if abs(slope - 1) > SLOPE_TOLERANCE and not args.quick:
             misses.append(f"{a} -> {b} ranks: memory falls {slope:.3f} times as fast as the state")
-    _, layout = _ranks.smallest_budget(vars(args), 1, args.precision)
+    _, layout = smallest_budget(vars(args), 1, args.precision)
     state, grads = 12, 2 if args.precision == "bf16" else 4
-    report = _ranks.head(
+    report = head(
         "Memory of a rank",
         [
             f"Llama of {args.layers} layers of {args.hidden}, vocab {args.vocab}: {layout.payload:,} params in "
@@ -167,25 +168,25 @@ def main() -> int:
         "RSS: the peak of its whole life, building the whole model and file pages included.",
         "",
     ]  # fmt: skip
-    report += _ranks.table(
+    report += table(
         ["rank", "planes", "not shared", "arithmetic", "ledger", "without staging", "wrapped", "measured", "off",
          "before", "RSS"], rows
     )  # fmt: skip
     report += ["Measured peak (the highest rank) without what is not shared, against the fall of the planes:", ""]
-    report += _ranks.table(["from, to", "measured", "measured", "planes fall", "measured falls", "ratio"], slopes)
+    report += table(["from, to", "measured", "measured", "planes fall", "measured falls", "ratio"], slopes)
     fine = f"Every peak is within {mb(ABOVE)} MB of the arithmetic, whatever N."
     report += [f"MISSED: {miss}" for miss in misses] or [fine]
-    _ranks.publish(args, "rank_memory", report)
+    publish(report, args.out, theme=None if args.quick else "rank_memory")
     return 1 if misses else 0
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    _ranks.add_model_arguments(parser, hidden=1024, layers=10, vocab=8192, batch=1, tokens=32)
+    add_model_arguments(parser, hidden=1024, layers=10, vocab=8192, batch=1, tokens=32)
     parser.add_argument("--ranks", type=int, action="append", help="may be given several times (default: 1, 2 and 4)")
     parser.add_argument("--precision", choices=("bf16", "fp32"), default="bf16")
     parser.add_argument("--steps", type=int, default=3)
-    _ranks.add_report_arguments(parser)
+    add_report_arguments(parser)
     args = parser.parse_args()
     if args.quick:
         args.hidden, args.layers, args.vocab, args.steps = 512, 4, 4096, 2
@@ -193,7 +194,4 @@ def parse() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    if _ranks.is_rank():
-        _ranks.serve(make_orders)
-    else:
-        sys.exit(main())
+    run_script(make_orders, main)

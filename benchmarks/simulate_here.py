@@ -17,16 +17,20 @@ from __future__ import annotations
 
 import argparse
 import gc
-import os
 import platform
 import statistics
+import sys
 import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks import _models
+from benchmarks._report import add_out, head, publish, table
+from benchmarks._rounds import in_turn
 
 GOAL = 0.15
 SHARES = (1.1, 0.95, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.05, 0.0)
@@ -46,23 +50,11 @@ class Measured(NamedTuple):
 
 
 def make_model(args: argparse.Namespace) -> Any:
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=args.width, intermediate_size=args.width * 11 // 4, num_hidden_layers=args.layers,
-        num_attention_heads=args.width // 64, num_key_value_heads=args.width // 64, vocab_size=args.vocab,
-        max_position_embeddings=args.tokens, tie_word_embeddings=False, use_cache=False,
-    )  # fmt: skip
-    return LlamaForCausalLM(config)
+    return _models.build(_models.llama_config(args.width, args.layers, args.vocab, positions=args.tokens))
 
 
 def make_batch(args: argparse.Namespace) -> dict[str, Any]:
-    import torch
-
-    ids = torch.randint(0, args.vocab, (args.batch, args.tokens), generator=torch.Generator().manual_seed(1))
-    return {"input_ids": ids, "labels": ids}
+    return _models.uniform_batch(args.vocab, args.batch, args.tokens, 1)
 
 
 def wrap(
@@ -179,18 +171,14 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3, help="steps of each run that count")
     parser.add_argument("--of", default="median", choices=("median", "best"), help="best: on a machine with other work")
     parser.add_argument("--spill", type=Path, default=None, help="folder of the spill file (default: a temporary one)")
-    parser.add_argument("--out", type=Path, default=None, help="write the report here as well")
+    add_out(parser)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=args.spill) as folder:
         report = compare(args, Path(folder))
-    print(report)
-    if args.out is not None:
-        args.out.write_text(report + "\n", encoding="utf-8")
+    publish(report, args.out)
 
 
-def compare(args: argparse.Namespace, folder: Path) -> str:
-    import torch
-
+def compare(args: argparse.Namespace, folder: Path) -> list[str]:
     import gemini
     from gemini.planning.traffic import by_name
 
@@ -202,51 +190,48 @@ def compare(args: argparse.Namespace, folder: Path) -> str:
     plans = [gemini.plan(traces[0], machines[0], budget, schedule=schedule, **settings) for budget in budgets]
     runs: list[list[Measured]] = [[] for _ in plans]
     batch = make_batch(args)
-    for number in range(args.rounds):
-        order = list(range(len(plans)))
-        for index in reversed(order) if number % 2 else order:
-            model, optimizer = wrap(args, budgets[index], plans[index], folder, overlap=args.overlap)
-            for step in range(args.warmup + args.steps):
-                took = one_step(model, optimizer, batch, clips=clips)
-                if step >= args.warmup:
-                    runs[index].append(took)
-                    # What is in flight at the end of a step is part of the next one: asking would wait for it.
-                    assert args.overlap or model.memory_report()["moved"] == by_name(plans[index].traffic)
-            del model, optimizer
-            gc.collect()
-        machines.append(measure_machine(folder))
-        traces.append(record(args, folder))
+    for number, index in in_turn(range(len(plans)), args.rounds, warm_up=0, order="reversed"):
+        model, optimizer = wrap(args, budgets[index], plans[index], folder, overlap=args.overlap)
+        for step in range(args.warmup + args.steps):
+            took = one_step(model, optimizer, batch, clips=clips)
+            if step >= args.warmup:
+                runs[index].append(took)
+                # What is in flight at the end of a step is part of the next one: asking would wait for it.
+                assert args.overlap or model.memory_report()["moved"] == by_name(plans[index].traffic)
+        del model, optimizer
         gc.collect()
+        if index == (0 if number % 2 else len(plans) - 1):  # the end of a round
+            machines.append(measure_machine(folder))
+            traces.append(record(args, folder))
+            gc.collect()
     hardware, trace = one_machine(machines, args.of), one_trace(traces, args.of)
     predicted = [
         gemini.simulate(replace(plan, trace=trace), hardware, schedule=schedule, order=args.order) for plan in plans
     ]
-    return report_of(args, hardware, trace, plans, predicted, runs, torch.__version__)
+    return report_of(args, hardware, trace, plans, predicted, runs)
 
 
 def report_of(
     args: argparse.Namespace, hardware: Any, trace: Any, plans: list[Any], predicted: list[Any],
-    runs: list[list[Measured]], torch_version: str,
-) -> str:  # fmt: skip
+    runs: list[list[Measured]],
+) -> list[str]:  # fmt: skip
     from gemini.errors import human_bytes
     from gemini.planning.hardware import human_figure
     from gemini.tiers import Tier
 
     schedule = f"overlapped schedule, updates by {args.order}" if args.overlap else "serial schedule"
-    lines = [
-        f"# Predicted and measured step times, {time.strftime('%Y-%m-%d')}",
-        "",
-        f"Llama of {args.layers} layers of {args.width}, vocab {args.vocab}: {trace.num_params:,} params, bf16, "
-        f"gradients={args.gradients!r}, {args.batch} x {args.tokens} tokens, CPU + NVMe, the {schedule}. "
-        f"{args.rounds} interleaved rounds, {args.steps} steps each after {args.warmup}; {args.of}.",
-        f"{platform.system()} {platform.release()}, Python {platform.python_version()}, torch {torch_version}; "
-        f"load at the end {os.getloadavg()[0]:.1f}.",
-        f"Computing alone, recorded with everything in memory: {trace.seconds:.3f} s per step.",
-        "",
-        "| budget cpu | on nvme | predicted, s | measured, s | spread | predicted / measured | forward | backward | "
-        "update | most waited for |",
-        "|---:|---:|---:|---:|---:|---:|---:|---:|---:|:---|",
-    ]
+    lines = head(
+        "Predicted and measured step times",
+        [
+            f"Llama of {args.layers} layers of {args.width}, vocab {args.vocab}: {trace.num_params:,} params, bf16, "
+            f"gradients={args.gradients!r}, {args.batch} x {args.tokens} tokens, CPU + NVMe, the {schedule}. "
+            f"{args.rounds} interleaved rounds, {args.steps} steps each after {args.warmup}; {args.of}.",
+            f"Computing alone, recorded with everything in memory: {trace.seconds:.3f} s per step.",
+        ],
+    )
+    names = ["budget cpu", "on nvme", "predicted, s", "measured, s", "spread", "predicted / measured", "forward",
+             "backward", "update", "most waited for"]  # fmt: skip
+    rows = []
     errors = []
     for plan, timeline, found in zip(plans, predicted, runs, strict=True):
         steps = sorted(run.step for run in found)
@@ -261,23 +246,21 @@ def report_of(
                 f"{getattr(told, part) / pick([getattr(run, part) for run in found]):.2f}" for part in Measured._fields
             ]
         cause = next(iter(timeline.stalls), "nothing")
-        lines.append(
-            f"| {human_bytes(plan.problem.budgets[Tier.CPU])} | {human_bytes(plan.bytes_per_tier.get(Tier.NVME, 0))} | "
-            f"{timeline.step_seconds:.3f} | {measured:.3f} | {steps[0]:.3f} to {steps[-1]:.3f} | {ratio:.3f} | "
-            f"{' | '.join(parts)} | {cause} |"
-        )
+        rows.append([
+            human_bytes(plan.problem.budgets[Tier.CPU]), human_bytes(plan.bytes_per_tier.get(Tier.NVME, 0)),
+            f"{timeline.step_seconds:.3f}", f"{measured:.3f}", f"{steps[0]:.3f} to {steps[-1]:.3f}", f"{ratio:.3f}",
+            *parts, cause,
+        ])  # fmt: skip
     within = sum(error <= GOAL for error in errors)
-    lines += [
-        "",
+    figures = [[key, human_figure(key, figure.value), figure.source] for key, figure in hardware.figures.items()]
+    return [
+        *lines,
+        *table(names, rows),
         f"Within {GOAL:.0%}: {within} of {len(errors)} budgets; largest error {max(errors):.1%}, mean "
         f"{sum(errors) / len(errors):.1%}. Forward, backward and update are predicted / measured of that part.",
         "",
-        "| figure | median | source |",
-        "|---|---:|---|",
+        *table(["figure", "median", "source"], figures),
     ]
-    for key, figure in hardware.figures.items():
-        lines.append(f"| {key} | {human_figure(key, figure.value)} | {figure.source} |")
-    return "\n".join(lines)
 
 
 if __name__ == "__main__":

@@ -14,9 +14,14 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
-import _ranks
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks._models import add_model_arguments, make_batch, make_llama, shape_of, smallest_budget
+from benchmarks._processes import Group, run_script
+from benchmarks._report import add_report_arguments, head, mb, publish, set_threads, table
 
 CONTROL_LIMIT = 0.01
 """The share of all bytes that control messages may take in a model of ordinary size."""
@@ -28,9 +33,9 @@ CONTROL_LIMIT = 0.01
 def make_orders(settings: dict[str, Any]) -> Mapping[str, Callable[..., Any]]:
     import gemini
 
-    _ranks.set_threads(1)
+    set_threads(1)
     shape = settings["shape"]
-    model = _ranks.make_llama(shape)
+    model = make_llama(shape)
     memory = gemini.MemoryBudget(cpu=settings["budget"])
     model = gemini.GeminiDDP(
         model, gemini.GeminiConfig(precision=settings["precision"], memory=memory, device="cpu")
@@ -41,7 +46,7 @@ def make_orders(settings: dict[str, Any]) -> Mapping[str, Callable[..., Any]]:
 
     def step(number: int) -> dict[str, Any]:
         before = engine.manager.num_gathers
-        loss = model(**_ranks.make_batch(shape, number, rank)).loss
+        loss = model(**make_batch(shape, number, rank)).loss
         turn = [chunk.spec.index for chunk in engine.chunks if chunk.gathered]
         in_forward = engine.manager.num_gathers - before
         loss.backward()
@@ -63,11 +68,11 @@ def make_orders(settings: dict[str, Any]) -> Mapping[str, Callable[..., Any]]:
 
 def one_run(args: argparse.Namespace, size: int, precision: str, stays: bool, misses: list[str]) -> list[Any]:
     """One world size in one budget: a row of the table."""
-    need, layout = _ranks.smallest_budget(vars(args), size, precision)
+    need, layout = smallest_budget(vars(args), size, precision)
     itemsize = 4 if precision == "fp32" else 2
     room = itemsize * layout.numel if stays else 0
-    settings = {"shape": vars_of(args), "precision": precision, "budget": (sum(need.values()) + room) * size}
-    with _ranks.Group(__file__, settings, size, timeout=args.timeout) as group:
+    settings = {"shape": shape_of(args), "precision": precision, "budget": (sum(need.values()) + room) * size}
+    with Group(__file__, settings, size, timeout=args.timeout) as group:
         steps = [group.order("step", number=number) for number in range(args.steps)]
     name = f"{size} ranks, {precision}, {'room for all' if stays else 'working set'}"
     last = steps[-1]
@@ -90,19 +95,14 @@ def one_run(args: argparse.Namespace, size: int, precision: str, stays: bool, mi
     if share > CONTROL_LIMIT and not args.quick:
         misses.append(f"{name}: {share:.2%} of the bytes are control messages")
     return [
-        name, len(shard), f"{worst['forward']} + {worst['backward']}", _ranks.mb(ideal), _ranks.mb(least),
-        _ranks.mb(gathered), f"{gathered / least:.4f}", _ranks.mb(once), _ranks.mb(reduced), f"{reduced / once:.4f}",
+        name, len(shard), f"{worst['forward']} + {worst['backward']}", mb(ideal), mb(least),
+        mb(gathered), f"{gathered / least:.4f}", mb(once), mb(reduced), f"{reduced / once:.4f}",
         f"{control:,} ({share:.3%})",
     ]  # fmt: skip
 
 
-def vars_of(args: argparse.Namespace) -> dict[str, int]:
-    return {name: getattr(args, name) for name in ("hidden", "layers", "vocab", "batch", "tokens")}
-
-
 def main() -> int:
     args = parse()
-    _ranks.end_on_signals()
     misses: list[str] = []
     rows = []
     for size in args.ranks or [2, 4]:
@@ -110,8 +110,8 @@ def main() -> int:
             for stays in (True, False):
                 rows.append(one_run(args, size, precision, stays, misses))
                 print(" | ".join(map(str, rows[-1])), file=sys.stderr, flush=True)
-    _, layout = _ranks.smallest_budget(vars(args), 1, "fp32")
-    report = _ranks.head(
+    _, layout = smallest_budget(vars(args), 1, "fp32")
+    report = head(
         "Bytes sent per step",
         [
             f"Llama of {args.layers} layers of {args.hidden}, vocab {args.vocab}: {layout.payload:,} params; step "
@@ -129,19 +129,19 @@ def main() -> int:
         "run", "chunks", "gathers, forward + backward", "all-gather, if all at the turn stayed", "all-gather, least",
         "measured", "ratio", "reduce-scatter, least", "measured", "ratio", "control, bytes",
     ]  # fmt: skip
-    report += _ranks.table(names, rows)
+    report += table(names, rows)
     report += [f"MISSED: {miss}" for miss in misses] or ["No rank sent more than the least."]
-    _ranks.publish(args, "traffic", report)
+    publish(report, args.out, theme=None if args.quick else "traffic")
     return 1 if misses else 0
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    _ranks.add_model_arguments(parser, hidden=768, layers=12, vocab=8192, batch=1, tokens=32)
+    add_model_arguments(parser, hidden=768, layers=12, vocab=8192, batch=1, tokens=32)
     parser.add_argument("--ranks", type=int, action="append", help="may be given several times (default: 2 and 4)")
     parser.add_argument("--precision", action="append", choices=("bf16", "fp32"), help="default: both")
     parser.add_argument("--steps", type=int, default=3, help="the last one is reported (default: %(default)s)")
-    _ranks.add_report_arguments(parser)
+    add_report_arguments(parser)
     args = parser.parse_args()
     if args.quick:
         args.hidden, args.layers, args.vocab = 256, 6, 2048
@@ -151,7 +151,4 @@ def parse() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    if _ranks.is_rank():
-        _ranks.serve(make_orders)
-    else:
-        sys.exit(main())
+    run_script(make_orders, main)

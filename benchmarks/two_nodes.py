@@ -24,14 +24,16 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import _ranks
-from _ranks import mb
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks._models import add_model_arguments, make_batch, make_llama, shape_of, train_step
+from benchmarks._processes import Group, run_script
+from benchmarks._report import add_report_arguments, head, mb, publish, set_threads, table
 
 OVERHEAD = 0.08
 """What may be counted above the arithmetic: TCP/IP and Ethernet headers (4.6 % at 1500 bytes), acknowledgements of the
 other direction, agreement."""
 RTOL = 1e-5
-SHAPE = ("hidden", "layers", "vocab", "batch", "tokens")
 
 
 # ---- a rank ----------------------------------------------------------------------------------------------------------
@@ -44,13 +46,13 @@ def make_orders(settings: dict[str, Any]) -> Mapping[str, Callable[..., Any]]:
 
     import gemini
 
-    _ranks.set_threads(1)
+    set_threads(1)
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     mesh = init_device_mesh("cpu", (2, 2)) if settings["hybrid"] else None
     memory = gemini.MemoryBudget(cpu="8GiB")
     model = gemini.GeminiDDP(
-        _ranks.make_llama(settings["shape"]),
+        make_llama(settings["shape"]),
         gemini.GeminiConfig(precision="fp32", memory=memory, device="cpu"),
         mesh=mesh,
     )
@@ -61,10 +63,10 @@ def make_orders(settings: dict[str, Any]) -> Mapping[str, Callable[..., Any]]:
     def train(steps: int) -> dict[str, Any]:
         seconds, losses, norms = [], [], []
         for _ in range(steps):
-            batch = _ranks.make_batch(settings["shape"], state["number"], rank)
+            batch = make_batch(settings["shape"], state["number"], rank)
             state["number"] += 1
             begin = time.perf_counter()
-            loss, norm = _ranks.train_step(model, optimizer, model.clip_grad_norm_, batch)
+            loss, norm = train_step(model, optimizer, model.clip_grad_norm_, batch)
             seconds.append(time.perf_counter() - begin)
             losses.append(loss)
             norms.append(norm)
@@ -178,11 +180,10 @@ def _remove_leftovers() -> None:
 
 
 def one_run(args: argparse.Namespace, nodes: Nodes, hybrid: bool, path: Path) -> dict[str, Any]:
-    shape = {name: getattr(args, name) for name in SHAPE}
-    with _ranks.Group(
-        __file__, {"hybrid": hybrid, "shape": shape}, 4, timeout=args.timeout, prefix=nodes.prefix,
-        environment=nodes.environment,
-    ) as group:  # fmt: skip
+    settings = {"hybrid": hybrid, "shape": shape_of(args)}
+    with Group(
+        __file__, settings, 4, timeout=args.timeout, prefix=nodes.prefix, environment=nodes.environment
+    ) as group:
         group.order("train", steps=args.warmup)
         before = nodes.counted()
         done = group.order("train", steps=args.steps)
@@ -221,7 +222,6 @@ def main() -> int:
     if os.geteuid() != 0 or shutil.which("ip") is None:
         print("two_nodes.py makes network namespaces: it needs root and iproute2 (ip, tc)", file=sys.stderr)
         return 2
-    _ranks.end_on_signals()
     runs: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory() as folder, Nodes(args.rate) as nodes:
         shaped = nodes.shaped
@@ -247,7 +247,7 @@ def main() -> int:
     off = max(abs(a - b) / abs(b) for a, b in pairs)
     if not max(distance, off) <= RTOL:
         wrong.append(f"hybrid and flat differ: weights by {distance:.1e}, losses and norms by {off:.1e}")
-    report = _ranks.head(
+    report = head(
         "Two nodes and a narrow link",
         [
             f"Llama of {args.layers} layers of {args.hidden}, vocab {args.vocab}: {hybrid['params']:,} params in fp32; "
@@ -260,7 +260,7 @@ def main() -> int:
         "rank's gradient shard times 2 (R-1)/R = 1; flat, a shard to each of two ranks beyond the link, per all-gather "
         "and reduce-scatter. To the right what a rank sent in a step, to whomever, as memory_report() counts it.",
         "",
-        *_ranks.table(
+        *table(
             ["mesh", "predicted", "from node 0", "from node 1", "ratio 0", "ratio 1", "s per step", "all_gather",
              "reduce_scatter", "all_reduce", "agreement"], rows
         ),
@@ -272,17 +272,17 @@ def main() -> int:
         "",
     ]  # fmt: skip
     report += [f"WRONG: {w}" for w in wrong]
-    _ranks.publish(args, "two_nodes", report)
+    publish(report, args.out, theme=None if args.quick else "two_nodes")
     return 1 if wrong else 0
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    _ranks.add_model_arguments(parser, hidden=384, layers=6, vocab=2048, batch=2, tokens=64)
+    add_model_arguments(parser, hidden=384, layers=6, vocab=2048, batch=2, tokens=64)
     parser.add_argument("--rate", default="200mbit", help="of the link, as tc says it; none: not shaped")
     parser.add_argument("--steps", type=int, default=6, help="counted (default: %(default)s)")
     parser.add_argument("--warmup", type=int, default=2)
-    _ranks.add_report_arguments(parser)
+    add_report_arguments(parser)
     args = parser.parse_args()
     if args.quick:
         args.hidden, args.layers, args.vocab, args.steps = 256, 4, 1024, 3
@@ -290,7 +290,4 @@ def parse() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    if _ranks.is_rank():
-        _ranks.serve(make_orders)
-    else:
-        sys.exit(main())
+    run_script(make_orders, main)

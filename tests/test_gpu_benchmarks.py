@@ -15,9 +15,9 @@ import torch
 
 import gemini
 from benchmarks import gpu_suite
+from benchmarks._report import told_command
 from benchmarks.gpu import _llama, copies, exactness, kernels, pack_deepspeed, peers, size, throughput
 from benchmarks.gpu._card import Card
-from benchmarks.gpu._command import told_command
 from benchmarks.gpu._training import CLIPPED, Training
 from tests import models
 

@@ -9,11 +9,9 @@ from __future__ import annotations
 import gc
 import os
 import re
-import statistics
 import time
-from collections.abc import Callable, Mapping
-from pathlib import Path
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -95,35 +93,7 @@ class Card:
         run()
         return self.seconds(begin, self.stamp())
 
-    def interleave(self, contenders: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
-        """Seconds of each by round: in each all run once, beginning with another one. The first does not count."""
-        names, found = list(contenders), {name: [] for name in contenders}
-        for number in range(rounds + 1):
-            first = number % len(names)
-            for name in names[first:] + names[:first]:
-                seconds = self.time(contenders[name])
-                if number:
-                    found[name].append(seconds)
-        return found
-
-
-class Spread(NamedTuple):
-    """Median, least and most of some measurements."""
-
-    median: float
-    least: float
-    most: float
-
-    @classmethod
-    def of(cls, values: list[float]) -> Spread:
-        return cls(statistics.median(values), min(values), max(values))
-
 
 def host_budget(said: int | None) -> int:
     """Bytes of host memory for the budgets, as said or as a share of what there is."""
     return int(psutil.virtual_memory().total * HOST_SHARE) if said is None else said
-
-
-def free_disk(folder: Path) -> int:
-    stat = os.statvfs(folder)
-    return stat.f_bavail * stat.f_frsize

@@ -18,10 +18,11 @@ from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
+from benchmarks import _models
+
 PIECE = 1024
 """Tokens whose logits exist at one time: 1024 x 128,256 x (2 + 4 + 4 + 4) bytes = 1.8 GB."""
 STD = 0.02
-WORDS = 256
 
 
 class Shape(NamedTuple):
@@ -65,11 +66,10 @@ SHAPES = {
 
 
 def config_of(shape: Shape, seq_len: int) -> LlamaConfig:
-    return LlamaConfig(
-        vocab_size=shape.vocab, hidden_size=shape.hidden, intermediate_size=shape.intermediate,
-        num_hidden_layers=shape.layers, num_attention_heads=shape.heads, num_key_value_heads=shape.kv_heads,
-        max_position_embeddings=max(seq_len, 64), tie_word_embeddings=shape.tied, use_cache=False, dtype="bfloat16",
-        bos_token_id=1, eos_token_id=2, pad_token_id=0,
+    return _models.llama_config(
+        shape.hidden, shape.layers, shape.vocab, intermediate=shape.intermediate, heads=shape.heads,
+        kv_heads=shape.kv_heads, positions=seq_len, tie_word_embeddings=shape.tied, dtype="bfloat16", bos_token_id=1,
+        eos_token_id=2, pad_token_id=0,
     )  # fmt: skip
 
 
@@ -141,8 +141,4 @@ def with_checkpointing(model: Any) -> Any:
 
 
 def make_batch(shape: Shape, tokens: int, seq_len: int, step: int, device: str = "cpu") -> dict[str, torch.Tensor]:
-    """Frequent words are drawn more often (a squared uniform), so that there is something to learn."""
-    generator = torch.Generator("cpu").manual_seed(1000 + step)
-    words = min(WORDS, shape.vocab)
-    ids = (torch.rand(max(tokens // seq_len, 1), min(seq_len, tokens), generator=generator) ** 2 * words).long()
-    return {"input_ids": ids.to(device), "labels": ids.to(device)}
+    return _models.skewed_batch(shape.vocab, max(tokens // seq_len, 1), min(seq_len, tokens), step, device)

@@ -19,8 +19,8 @@ from typing import Any
 import psutil
 import torch
 
+from benchmarks._report import told_command
 from benchmarks.gpu._card import Card
-from benchmarks.gpu._command import told_command
 from gemini.errors import parse_bytes
 
 
@@ -102,7 +102,7 @@ def run(
 def machine(card: Card) -> dict[str, Any]:
     """Who measured."""
     import gemini
-    from benchmarks._ranks import processor
+    from benchmarks._report import processor
 
     found: dict[str, Any] = {
         "card": card.name, "card_bytes": card.total_bytes, "processor": processor(),

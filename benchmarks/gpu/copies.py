@@ -25,9 +25,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 
 import gemini
-from benchmarks._ranks import table
+from benchmarks._report import table
+from benchmarks._rounds import Spread
 from benchmarks.gpu import _llama, _part
-from benchmarks.gpu._card import Card, Spread, host_budget
+from benchmarks.gpu._card import Card, host_budget
 from benchmarks.gpu._training import CLIPPED, Training, tight_gpu, trace_of
 from gemini.planning.timeline import Lane
 

@@ -23,9 +23,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 
 import gemini
-from benchmarks._ranks import table
+from benchmarks._memory import free_disk
+from benchmarks._report import table
 from benchmarks.gpu import _llama, _part
-from benchmarks.gpu._card import Card, free_disk, host_budget
+from benchmarks.gpu._card import Card, host_budget
 from benchmarks.gpu._training import CLIP, CLIPPED, Training, tight_gpu, trace_of
 
 PLACEMENTS: dict[str, dict[str, float]] = {

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import statistics
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -22,9 +21,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 
-from benchmarks._ranks import table
+from benchmarks._report import table
+from benchmarks._rounds import Spread, measure_in_turn, median_ratio
 from benchmarks.gpu import _part
-from benchmarks.gpu._card import Card, Spread
+from benchmarks.gpu._card import Card
 from gemini import kernels
 
 GOAL_COPY, GOAL_FUSED = 0.85, 1.0
@@ -102,7 +102,7 @@ def squares(source: torch.Tensor, plane: torch.Tensor, sums: torch.Tensor) -> Ca
 
 
 def speeds(card: Card, results: _part.Results, what: str, contenders: dict[str, Contender], n: int, rounds: int) -> Any:
-    times = card.interleave({name: c.run for name, c in contenders.items()}, rounds)
+    times = measure_in_turn(list(contenders), rounds, lambda name: card.time(contenders[name].run))
     results.add(what, {"elements": n, "seconds": times, "bytes": {name: c.num_bytes for name, c in contenders.items()}})
     rows = []
     for name, seconds in times.items():
@@ -116,7 +116,7 @@ def speeds(card: Card, results: _part.Results, what: str, contenders: dict[str, 
 
 def ratio(ours: list[float], theirs: list[float], scale: float = 1.0) -> float:
     """How many times as fast ``ours`` is, round by round."""
-    return statistics.median(b / a for a, b in zip(ours, theirs, strict=True)) * scale
+    return median_ratio(theirs, ours) * scale
 
 
 # ---- bits ------------------------------------------------------------------------------------------------------------

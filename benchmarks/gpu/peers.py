@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import statistics
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -26,9 +25,11 @@ sys.path.insert(0, str(HERE.parents[1]))
 
 import psutil  # noqa: E402
 
-from benchmarks import _ranks  # noqa: E402
+from benchmarks._processes import Group, RanksFailed, end_on_signals  # noqa: E402
+from benchmarks._report import table  # noqa: E402
+from benchmarks._rounds import Spread, ratios  # noqa: E402
 from benchmarks.gpu import _llama, _part  # noqa: E402
-from benchmarks.gpu._card import Card, Spread, host_budget  # noqa: E402
+from benchmarks.gpu._card import Card, host_budget  # noqa: E402
 from gemini.errors import human_bytes, parse_bytes  # noqa: E402
 
 BYTES = {"gemini": 14.5, "deepspeed": 20.0, "fsdp2": 18.0}
@@ -56,14 +57,16 @@ def settings_of(args: argparse.Namespace, name: str, share: float) -> dict[str, 
     }  # fmt: skip
 
 
-def start(args: argparse.Namespace, name: str, extensions: str, share: float) -> _ranks.Group:
-    root, device = str(HERE.parents[1]), args.device
+def start(args: argparse.Namespace, name: str, extensions: str, share: float) -> Group:
+    root = str(HERE.parents[1])
     path = [str(args.deepspeed), root] if name == "deepspeed" and args.deepspeed else [root]
     environment = {"PYTHONPATH": os.pathsep.join(path), "TRANSFORMERS_VERBOSITY": "error",
-                   "GEMINI_PEER_DEVICE": device, "TORCH_EXTENSIONS_DIR": extensions}  # fmt: skip
-    return _ranks.Group(
-        str(HERE / f"peer_{name}.py"), settings_of(args, name, share), 1, environment=lambda rank: environment,
-        threads=args.threads, timeout=args.timeout,
+                   "TORCH_EXTENSIONS_DIR": extensions}  # fmt: skip
+    if args.device == "standin":
+        environment["DS_ACCELERATOR"] = "cpu"
+    return Group(
+        str(HERE.parent / "peers" / f"with_{name}.py"), settings_of(args, name, share), ranked=name != "gemini",
+        environment=lambda rank: environment, threads=args.threads, timeout=args.timeout,
     )  # fmt: skip
 
 
@@ -71,13 +74,13 @@ def take_turns(args: argparse.Namespace, names: list[str], results: _part.Result
     """Rounds of one group; what could not be measured, in words."""
     wrong: list[str] = []
     with ExitStack() as stack:
-        alive: dict[str, _ranks.Group] = {}
+        alive: dict[str, Group] = {}
         share = BYTES["gemini"] / sum(BYTES[name] for name in names)
         for name in names:
             print(f"starting {name}", file=sys.stderr, flush=True)
             try:
                 alive[name] = stack.enter_context(start(args, name, extensions, share if len(names) > 1 else 1.0))
-            except _ranks.RanksFailed as e:
+            except RanksFailed as e:
                 wrong.append(f"{name} could not be started: {str(e).strip()[-700:]}")
         for tokens in [64] if args.tiny else args.tokens:
             rounds: list[dict[str, Any]] = []
@@ -92,7 +95,7 @@ def take_turns(args: argparse.Namespace, names: list[str], results: _part.Result
                     try:
                         (own[name],) = alive[name].order("block", steps=args.steps if number else 1, tokens=tokens)
                         alive[name].order("rest")
-                    except _ranks.RanksFailed as e:
+                    except RanksFailed as e:
                         wrong.append(f"{name} failed at {tokens} tokens: {str(e).strip()[-700:]}")
                         alive.pop(name).close()
                 if number:
@@ -116,17 +119,17 @@ def told(args: argparse.Namespace, shape: _llama.Shape, results: _part.Results) 
                 continue
             step = Spread.of([block["seconds"] / args.steps for block in blocks])
             both = [one for one in rounds if name in one and "gemini" in one]
-            ratios = [one[name]["seconds"] / one["gemini"]["seconds"] for one in both]
-            over = f"{statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})" if ratios else "-"
+            faster = ratios(*([one[who]["seconds"] for one in both] for who in (name, "gemini")))
+            over = Spread.of(faster).told(2) if faster else "-"
             flops = shape.flops(tokens, min(32 if args.tiny else args.seq_len, tokens)) / step.median / 1e12
             card = max((block["card"].get("reserved", 0) for block in blocks), default=0)
             rows.append([name, f"{tokens:,}", f"{step.median:.3f}", f"{step.least:.3f}-{step.most:.3f}",
                          f"{tokens / step.median:,.0f}", f"{flops:.1f}", over if name != "gemini" else "1",
-                         human_bytes(card), human_bytes(max(block["rss"] for block in blocks))])  # fmt: skip
-            if ratios and name != "gemini":
+                         human_bytes(card), human_bytes(max(block["VmRSS"] for block in blocks))])  # fmt: skip
+            if faster and name != "gemini":
                 aim = AIMS.get((name, tokens), 1.0)
                 what = f"speed of gemini over {name} at {tokens:,} tokens"
-                lines.append(_part.verdict(what, statistics.median(ratios), aim))
+                lines.append(_part.verdict(what, Spread.of(faster).median, aim))
         lines += losses_of(seen)
     return rows, lines
 
@@ -153,7 +156,7 @@ def losses_of(seen: dict[str, Any]) -> list[str]:
 
 
 def measure(args: argparse.Namespace, card: Card, results: _part.Results) -> None:
-    _ranks.end_on_signals()
+    end_on_signals()
     args.steps, args.rounds = (1, 2) if args.tiny else (args.steps, args.rounds)
     shape = _llama.SHAPES["tiny-tied" if args.tiny else args.shape]
     host = psutil.virtual_memory().total * 0.9
@@ -171,7 +174,7 @@ def measure(args: argparse.Namespace, card: Card, results: _part.Results) -> Non
         f"Llama of {shape.params:,} params, bf16, AdamW, gradient checkpointing, {clip}; Gemini's GPU budget "
         f"{human_bytes(settings_of(args, 'gemini', 1)['gpu'])}; blocks of {args.steps} steps, work in flight included.",
         "",
-        *_ranks.table(names, rows),
+        *table(names, rows),
         *lines,
         *(f"- {one}" for one in wrong),
         "",

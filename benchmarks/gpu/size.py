@@ -22,17 +22,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import psutil
 
 import gemini
-from benchmarks import biggest_model
-from benchmarks._ranks import table
+from benchmarks._memory import free_disk
+from benchmarks._report import table
+from benchmarks.biggest_model import BYTES_PER_PARAM, CHUNK, shape_of
 from benchmarks.gpu import _llama, _part
-from benchmarks.gpu._card import Card, free_disk, host_budget
+from benchmarks.gpu._card import Card, host_budget
 from benchmarks.gpu._training import IN_BACKWARD, Training, trace_of
 from gemini.errors import human_bytes, parse_bytes
 from gemini.planning.working import activation_bytes
-
-BYTES_PER_PARAM = 12
-CHUNK = 64 * 2**20
-"""Elements of a chunk at most, unless a single param is larger."""
 
 
 class Room(NamedTuple):
@@ -45,12 +42,6 @@ class Room(NamedTuple):
     @property
     def params(self) -> float:
         return sum(self) / BYTES_PER_PARAM
-
-
-def shape_of(params: float, vocab: int) -> _llama.Shape:
-    found = biggest_model.shape_of(params, vocab)
-    heads = found.hidden // 128
-    return _llama.Shape(found.hidden, found.intermediate, found.layers, heads, heads, vocab)
 
 
 def budgets(args: argparse.Namespace, card: Card) -> gemini.MemoryBudget:

@@ -33,9 +33,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 
 import gemini
-from benchmarks._ranks import table
+from benchmarks._memory import free_disk
+from benchmarks._report import table
 from benchmarks.gpu import _llama, _part
-from benchmarks.gpu._card import Card, free_disk, host_budget
+from benchmarks.gpu._card import Card, host_budget
 from benchmarks.gpu._llama import Shape
 from benchmarks.gpu._training import AFTER, CLIPPED, IN_BACKWARD, Training, computing_alone, trace_of
 from gemini.errors import human_bytes, parse_bytes

@@ -23,11 +23,14 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-sys.path[1:1] = [str(HERE.parent), str(HERE.parents[1])]
+sys.path.insert(0, str(HERE.parents[1]))
 
-import _ranks  # noqa: E402
-import report  # noqa: E402
-from peer import PEERS, Seen  # noqa: E402
+from benchmarks import _report  # noqa: E402
+from benchmarks._memory import available_bytes  # noqa: E402
+from benchmarks._processes import Group, RanksFailed, end_on_signals  # noqa: E402
+from benchmarks._rounds import in_turn  # noqa: E402
+from benchmarks.peers import report  # noqa: E402
+from benchmarks.peers.peer import PEERS, Seen  # noqa: E402
 
 DEEPSPEED_PYTHON = HERE.parents[1] / "runs" / "peers" / "deepspeed" / "bin" / "python"
 WARM_UP = 2
@@ -44,64 +47,59 @@ def settings_of(args: argparse.Namespace, name: str, spill: str | None) -> dict[
             "cpu_budget": args.cpu_budget}  # fmt: skip
 
 
-def start(args: argparse.Namespace, name: str, spill: str | None) -> _ranks.Group:
+def start(args: argparse.Namespace, name: str, spill: str | None) -> Group:
     deepspeed = name.startswith("deepspeed")
     python = args.deepspeed_python if deepspeed else Path(sys.executable)
-    environment = {
-        "PYTHONPATH": os.pathsep.join([str(HERE.parent), str(HERE.parents[1])]), "TRANSFORMERS_VERBOSITY": "error",
-    }  # fmt: skip
+    environment = {"PYTHONPATH": str(HERE.parents[1]), "TRANSFORMERS_VERBOSITY": "error"}
     if args.wait_policy is not None:
         environment["OMP_WAIT_POLICY"] = args.wait_policy
     if deepspeed:  # its native ops are built there; ninja is found beside its Python
         environment |= {"DS_ACCELERATOR": "cpu", "TORCH_EXTENSIONS_DIR": str(python.parents[1] / "extensions"),
                         "PATH": os.pathsep.join([str(python.parent), os.environ.get("PATH", "")])}  # fmt: skip
-    return _ranks.Group(
-        str(HERE / PEERS[name].script), settings_of(args, name, spill), 1,
-        environment=lambda rank: environment, threads=args.threads, timeout=args.timeout, python=str(python),
+    return Group(
+        str(HERE / PEERS[name].script), settings_of(args, name, spill), environment=lambda rank: environment,
+        threads=args.threads, timeout=args.timeout, python=str(python),
     )  # fmt: skip
 
 
-def cpu_seconds(group: _ranks.Group) -> float:
+def cpu_seconds(group: Group) -> float:
     """Of all threads of a peer since it began, as the system counts them from outside."""
     with open(f"/proc/{group.ranks[0].process.pid}/stat") as file:
         fields = file.read().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def take_turns(args: argparse.Namespace, groups: Mapping[str, _ranks.Group]) -> tuple[dict[str, Seen], int]:
+def take_turns(args: argparse.Namespace, groups: Mapping[str, Group]) -> tuple[dict[str, Seen], int]:
     """A block of each peer per round. What was seen of each, and the fewest bytes of memory that were free."""
     seen = {name: Seen() for name in groups}
-    free = available()
+    free = available_bytes()
     for name, group in groups.items():
         own = seen[name]
         run_block(own, group, WARM_UP)
         if not group.order("forget_peak")[0]:
             raise SystemExit("/proc/self/clear_refs cannot be written: peaks of steps alone cannot be told")
         own.step_peak = 0
-        free = min(free, available())
+        free = min(free, available_bytes())
     asleep = {name: (time.monotonic(), cpu_seconds(group)) for name, group in groups.items()}
-    for number in range(args.rounds):
-        order = list(groups) if number % 2 == 0 else list(groups)[::-1]
-        for name in order:
-            own, group = seen[name], groups[name]
-            since, spent = asleep[name]
-            slept = time.monotonic() - since
-            if slept > 1.0:
-                own.idle = max(own.idle, (cpu_seconds(group) - spent) / slept)
-            done = run_block(own, group, args.steps)
-            asleep[name] = (time.monotonic(), cpu_seconds(group))
-            own.seconds.append(done["seconds"])
-            own.cpu.append(done["cpu"])
-            free = min(free, available())
-        last = {name: round(own.seconds[-1], 2) for name, own in seen.items()}
-        print(f"round {number + 1} of {args.rounds}: {last}", file=sys.stderr, flush=True)
+    for number, name in in_turn(groups, args.rounds, warm_up=0, order="reversed"):
+        own, group = seen[name], groups[name]
+        since, spent = asleep[name]
+        slept = time.monotonic() - since
+        if slept > 1.0:
+            own.idle = max(own.idle, (cpu_seconds(group) - spent) / slept)
+        done = run_block(own, group, args.steps)
+        asleep[name] = (time.monotonic(), cpu_seconds(group))
+        own.seconds.append(done["seconds"])
+        own.cpu.append(done["cpu"])
+        free = min(free, available_bytes())
+        print(f"round {number + 1} of {args.rounds}: {name} {done['seconds']:.2f}", file=sys.stderr, flush=True)
     for name, group in groups.items():
         seen[name].about = group.order("about")[0]
         seen[name].empty = seen[name].about["empty_rss"]
     return seen, free
 
 
-def run_block(own: Seen, group: _ranks.Group, steps: int) -> dict[str, Any]:
+def run_block(own: Seen, group: Group, steps: int) -> dict[str, Any]:
     done: dict[str, Any] = group.order("block", steps=steps)[0]
     own.losses += done["losses"]
     own.life_peak = max(own.life_peak, done["peak_rss"], done["VmHWM"], done["ru_maxrss"])
@@ -109,34 +107,26 @@ def run_block(own: Seen, group: _ranks.Group, steps: int) -> dict[str, Any]:
     return done
 
 
-def available() -> int:
-    with open("/proc/meminfo") as file:
-        return next(int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable"))
-
-
 # ---- the command -----------------------------------------------------------------------------------------------------
 
 
 def main() -> int:
     args = parse()
-    _ranks.end_on_signals()
+    end_on_signals()
     with ExitStack() as stack:
         spill = None
         if any(PEERS[name].nvme for name in args.peers):
             spill = stack.enter_context(tempfile.TemporaryDirectory(prefix="peers-", dir=args.spill))
-        groups: dict[str, _ranks.Group] = {}
+        groups: dict[str, Group] = {}
         for name in args.peers:
             print(f"starting {name}", file=sys.stderr, flush=True)
             try:
                 groups[name] = stack.enter_context(start(args, name, spill))
-            except _ranks.RanksFailed as e:
+            except RanksFailed as e:
                 raise SystemExit(f"{name}: {e}") from e
         seen, free = take_turns(args, groups)
     lines, wrong = report.make(args, seen, free, WARM_UP)
-    print("\n".join(lines))
-    if args.report is not None:
-        args.report.parent.mkdir(parents=True, exist_ok=True)
-        args.report.write_text("\n".join(lines).rstrip("\n") + "\n")
+    _report.publish(lines, args.report)
     return 1 if wrong else 0
 
 

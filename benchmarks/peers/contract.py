@@ -1,107 +1,119 @@
-"""What every peer has in common: the model, the batches, the hyperparameters, and the orders that it obeys.
+"""What every peer has in common, on a CPU and on a card: the model, the batches, hyperparameters, and orders.
 
-A peer is a script with one function, ``build(settings) -> Trainer``, ended by ``contract.run(build)``. It runs in a
-virtual environment of its own, so nothing here needs more than torch and transformers. Orders come as lines of JSON on
-stdin, each is answered by one line on stdout (``_ranks.serve``), and between them the process sleeps in a read:
+A peer is a script with a :class:`Trainer` made from settings, ended by ``contract.run(Trainer)``. It runs in a virtual
+environment of its own, so nothing here needs more than torch and transformers. Orders come as lines of JSON on stdin,
+each is answered by one line on stdout (``_processes.serve``), and between them the process sleeps in a read:
 
-    {"order": "begin", "arguments": SETTINGS}       builds the model                    -> versions, sizes, notes
-    {"order": "block", "arguments": {"steps": 5}}   trains that many steps, measured    -> seconds, losses, peak RSS
+    {"order": "begin", "arguments": SETTINGS}       builds the model                    -> nothing
+    {"order": "block", "arguments": {"steps": 5}}   trains that many steps, measured    -> seconds, losses, memory
+    {"order": "rest"}                               gives back what torch keeps for later
+    {"order": "about"}                                                                  -> versions, sizes, notes
 
-Everybody starts from the same weights, drawn in bf16: DeepSpeed rounds to bf16 before it makes
-its masters, so the others may not know more than that.
+Everybody starts from the same weights, drawn in bf16: DeepSpeed rounds to bf16 before it makes its masters, so the
+others may not know more than that. ``settings["shape"]`` is a small Llama's (hidden, layers, vocab, tokens, seq_len),
+or names one of ``benchmarks.gpu._llama.SHAPES``, which is trained with gradient checkpointing.
 """
 
 from __future__ import annotations
 
-import ctypes
-import gc
-import platform
 import resource
+import sys
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any
 
-import _ranks
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
 import torch
 
+from benchmarks import _memory, _models, _processes
+
 HYPER: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
-"""Of AdamW, for everybody."""
-
-WORDS = 256
-"""Tokens are drawn from that many of the vocabulary, so that the loss falls within a few steps."""
+"""Of AdamW on the small shapes, for everybody."""
 
 
-class Trainer(Protocol):
+class Trainer:
     """A model in training, whoever trains it."""
+
+    model: Any
+    optimizer: Any
+    clip: float | None
 
     def step(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Forward, backward, clipping if it is asked for, update. The loss, detached."""
+        loss: torch.Tensor = self.model(**batch).loss
+        loss.backward()
+        if self.clip:
+            self.clip_grads(self.clip)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.detach()
+
+    def clip_grads(self, norm: float) -> None:
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), norm)
 
     def finish(self) -> None:
         """Wait for whatever the steps so far have left in flight: it belongs to their time."""
 
     def notes(self) -> dict[str, Any]:
         """What a report should say of this peer: where its states are, which settings were taken."""
+        return {}
 
 
-def make_model(shape: Mapping[str, int]) -> Any:
-    """A Llama in bf16, the same weights in every process. Rotary frequencies stay fp32, as transformers makes them."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    heads = max(1, shape["hidden"] // 64)
-    config = LlamaConfig(
-        vocab_size=shape["vocab"], hidden_size=shape["hidden"], intermediate_size=shape["hidden"] * 11 // 4,
-        num_hidden_layers=shape["layers"], num_attention_heads=heads, num_key_value_heads=heads,
-        max_position_embeddings=max(shape["seq_len"], 64), use_cache=False,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        return LlamaForCausalLM(config).train()
-    finally:
-        torch.set_default_dtype(before)
+def on_card(settings: Mapping[str, Any]) -> bool:
+    return settings.get("device") == "cuda"
 
 
-def make_batch(shape: Mapping[str, int], step: int) -> dict[str, torch.Tensor]:
-    """``step`` counts from 0 over the whole life of a peer: at the same step all see the same tokens.
-
-    Frequent words are drawn more often (a squared uniform), so there is something to learn at every learning rate.
-    """
-    generator = torch.Generator().manual_seed(1000 + step)
-    rows, words = shape["tokens"] // shape["seq_len"], min(WORDS, shape["vocab"])
-    ids = (torch.rand(rows, shape["seq_len"], generator=generator) ** 2 * words).long()
-    return {"input_ids": ids, "labels": ids}
+def is_large(settings: Mapping[str, Any]) -> bool:
+    """Whether the model is one of those for a card."""
+    return isinstance(settings["shape"], str)
 
 
-def memory() -> dict[str, int]:
-    """Bytes: resident now, and at most since the process began or :func:`forget_peak`, as two sources have it."""
-    with open("/proc/self/status") as status:
-        lines = [line.split() for line in status if line.startswith(("VmHWM", "VmRSS"))]
-    found = {name[:-1]: int(kib) * 1024 for name, kib, _ in lines}
-    return found | {"ru_maxrss": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
+def hyper(settings: Mapping[str, Any]) -> dict[str, Any]:
+    return HYPER | ({"lr": 1e-4} if is_large(settings) else {})
 
 
-def forget_peak() -> bool:
-    """Let VmHWM begin anew at what is resident now; False where the system does not offer it."""
-    try:
-        with open("/proc/self/clear_refs", "w") as file:
-            file.write("5")
-    except OSError:
-        return False
-    return True
+def make_model(settings: Mapping[str, Any]) -> Any:
+    """A Llama in bf16 on the CPU. Rotary frequencies stay fp32, as transformers makes them."""
+    shape = settings["shape"]
+    if is_large(settings):
+        from benchmarks.gpu import _llama
+
+        return _llama.plain_model(_llama.SHAPES[shape], settings["seq_len"])
+    config = _models.llama_config(shape["hidden"], shape["layers"], shape["vocab"], positions=shape["seq_len"])
+    return _models.build(config, "bfloat16")
 
 
-def trim() -> None:
-    """Give freed heap memory back to the system, once, after building: what is left over from it is nobody's."""
-    gc.collect()
-    if platform.libc_ver()[0] == "glibc":
-        ctypes.CDLL(None).malloc_trim(0)
+def num_params(settings: Mapping[str, Any]) -> int:
+    if is_large(settings):
+        from benchmarks.gpu import _llama
+
+        return _llama.SHAPES[settings["shape"]].params
+    with torch.device("meta"):
+        return sum(param.numel() for param in make_model(settings).parameters())
+
+
+def make_batch(settings: Mapping[str, Any], step: int, tokens: int | None) -> dict[str, torch.Tensor]:
+    shape = settings["shape"]
+    if is_large(settings):
+        from benchmarks.gpu import _llama
+
+        where = "cuda" if on_card(settings) else "cpu"
+        return _llama.make_batch(_llama.SHAPES[shape], tokens or 0, settings["seq_len"], step, where)
+    return _models.skewed_batch(shape["vocab"], micro_batch(settings), shape["seq_len"], step)
+
+
+def micro_batch(settings: Mapping[str, Any]) -> int:
+    """Sequences per step, at most."""
+    if is_large(settings):
+        return max(1, max(settings["tokens"]) // settings["seq_len"])
+    return settings["shape"]["tokens"] // settings["shape"]["seq_len"]
 
 
 def run(build: Callable[[dict[str, Any]], Trainer]) -> None:
     """Obey orders until stdin ends."""
-    _ranks.serve(lambda settings: _orders(build, settings))
+    _processes.serve(lambda settings: _orders(build, settings))
 
 
 def _orders(build: Callable[[dict[str, Any]], Trainer], settings: dict[str, Any]) -> Mapping[str, Callable[..., Any]]:
@@ -109,36 +121,46 @@ def _orders(build: Callable[[dict[str, Any]], Trainer], settings: dict[str, Any]
     import transformers.models.llama.modeling_llama  # what imports take is not the model's
 
     torch.set_num_threads(settings["threads"])
-    shape = settings["shape"]
-    empty = memory()["VmRSS"]
+    empty, begin = _memory.status()["VmRSS"], time.perf_counter()
     trainer = build(settings)
-    trim()
-    done = {"steps": 0}
-    whole_life = [memory()["VmHWM"]]
+    built, done = time.perf_counter() - begin, {"steps": 0}
+    _memory.trim()
+    whole_life = [_memory.status()["VmHWM"]]
 
-    def block(steps: int) -> dict[str, Any]:
-        batches = [make_batch(shape, done["steps"] + number) for number in range(steps)]
+    def finish() -> None:
+        trainer.finish()
+        if on_card(settings):
+            torch.cuda.synchronize()
+
+    def block(steps: int, tokens: int | None = None) -> dict[str, Any]:
+        batches = [make_batch(settings, done["steps"] + number, tokens) for number in range(steps)]
+        finish()
+        if on_card(settings):
+            torch.cuda.reset_peak_memory_stats()
         begin, worked = time.perf_counter(), time.process_time()
         losses = [trainer.step(batch) for batch in batches]
-        trainer.finish()
+        finish()
         seconds, cpu = time.perf_counter() - begin, time.process_time() - worked
         done["steps"] += steps
-        found = memory()
+        found = _memory.status() | {"ru_maxrss": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
         whole_life.append(found["VmHWM"])
+        card = {}
+        if on_card(settings):
+            card = {"allocated": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
         # ru_maxrss forgets with VmHWM; what it says before the first forgetting is told with the rest.
         return {"seconds": seconds, "cpu": cpu, "losses": [float(loss) for loss in losses], **found,
-                "peak_rss": max(whole_life)}  # fmt: skip
+                "peak_rss": max(whole_life), "card": card}  # fmt: skip
+
+    def rest() -> None:
+        finish()
+        if on_card(settings):
+            torch.cuda.empty_cache()
 
     def about() -> dict[str, Any]:
         found = {"torch": torch.__version__, "transformers": transformers.__version__}
-        with torch.device("meta"):
-            num_params = sum(param.numel() for param in make_model(shape).parameters())
-        return {"versions": found, "num_params": num_params, "empty_rss": empty, "threads": torch.get_num_threads(),
-                "notes": trainer.notes()}  # fmt: skip
+        return {
+            "versions": found, "num_params": num_params(settings), "empty_rss": empty,
+            "threads": torch.get_num_threads(), "build seconds": built, "notes": trainer.notes(),
+        }  # fmt: skip
 
-    return {"block": block, "forget_peak": forget_peak, "about": about}
-
-
-def micro_batch(shape: Mapping[str, int]) -> int:
-    """Sequences per step."""
-    return shape["tokens"] // shape["seq_len"]
+    return {"block": block, "rest": rest, "forget_peak": _memory.forget_peak, "about": about}

@@ -5,26 +5,16 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-import _ranks
-from _ranks import mb
-from peer import BASES, PEERS, Seen
+from benchmarks._report import head, mb, table
+from benchmarks._rounds import Spread, median_ratio, ratios
+from benchmarks.peers.peer import BASES, PEERS, Seen
 
 FIRST_RTOL, MEAN_RTOL = 2e-3, 1e-3
 """How far losses may be from the first peer's: at the first step, where all have the same weights, and on average over
 all steps. bf16 rounds to 2^-9 = 2e-3 of a value; README.md says what a wrong optimizer gives."""
-
-
-def ratios(seen: Mapping[str, Seen], fast: str, base: str) -> list[float]:
-    """The speed of ``fast`` over that of ``base``, round by round."""
-    return [b / a for a, b in zip(seen[fast].seconds, seen[base].seconds, strict=True)]
-
-
-def spread(values: Sequence[float]) -> str:
-    return f"{statistics.median(values):.2f} ({min(values):.2f}-{max(values):.2f})"
 
 
 def speed_table(args: argparse.Namespace, seen: Mapping[str, Seen]) -> list[str]:
@@ -32,11 +22,11 @@ def speed_table(args: argparse.Namespace, seen: Mapping[str, Seen]) -> list[str]
     rows = []
     for name, own in seen.items():
         step = statistics.median(own.seconds) / args.steps
-        over = [spread(ratios(seen, name, base)) for base in bases]
+        over = [Spread.of(ratios(seen[base].seconds, own.seconds)).told(2) for base in bases]
         rows.append([name, f"{args.tokens / step:.0f}", f"{step * 1e3:.0f}", *over,
                      f"{statistics.median(own.cpu) / args.steps:.2f}"])  # fmt: skip
     names = ["peer", "tokens/s", "ms per step", *(f"speed over {base} (range)" for base in bases), "CPU s per step"]
-    return _ranks.table(names, rows)
+    return table(names, rows)
 
 
 def memory_table(seen: Mapping[str, Seen], num_params: int) -> list[str]:
@@ -46,7 +36,7 @@ def memory_table(seen: Mapping[str, Seen], num_params: int) -> list[str]:
         for name, own in seen.items()
     ]  # fmt: skip
     names = ["peer", "peak RSS", "peak RSS in steps", "RSS before the model", "bytes per param", "CPU while idle"]
-    return _ranks.table(names, rows)
+    return table(names, rows)
 
 
 def loss_table(args: argparse.Namespace, seen: Mapping[str, Seen]) -> tuple[list[str], list[str]]:
@@ -61,7 +51,7 @@ def loss_table(args: argparse.Namespace, seen: Mapping[str, Seen]) -> tuple[list
         rows.append([name, *(f"{own.losses[i]:.4f}" for i in shown(len(base))), f"{first:.1e}", f"{mean:.1e}",
                      f"{max(offs):.1e}"])  # fmt: skip
     names = ["loss at step", *(str(i) for i in shown(len(base))), "off at first", "off on average", "off at most"]
-    return _ranks.table(names, rows), wrong
+    return table(names, rows), wrong
 
 
 def shown(steps: int) -> list[int]:
@@ -95,7 +85,7 @@ def goal_table(args: argparse.Namespace, seen: Mapping[str, Seen]) -> list[str]:
     for goal in goals_of(args.tokens):
         for base in (name for name in goal.base if name in seen):
             for fast in (name for name in goal.fast if name in seen):
-                got = statistics.median(ratios(seen, fast, base))
+                got = median_ratio(seen[base].seconds, seen[fast].seconds)
                 what = f"speed of {fast} over {base}"
                 rows.append([what, f"at least {goal.least}", f"{got:.2f}", met(got >= goal.least)])
     if "plain" in seen:
@@ -103,7 +93,7 @@ def goal_table(args: argparse.Namespace, seen: Mapping[str, Seen]) -> list[str]:
         for name in (name for name in seen if name.startswith("gemini")):
             peak = seen[name].life_peak
             rows.append([f"peak RSS of {name}, MB", f"below plain's {mb(limit)}", mb(peak), met(peak < limit)])
-    return _ranks.table(["goal", "aim", "measured", "met"], rows)
+    return table(["goal", "aim", "measured", "met"], rows)
 
 
 def met(yes: bool) -> str:
@@ -125,25 +115,11 @@ def walk(value: Any) -> list[tuple[str, Any]]:
     return [pair for key, inner in value.items() for pair in [(key, inner), *walk(inner)]]
 
 
-def command(argv: Sequence[str]) -> str:
-    """The command line, without what is only this machine's: folders and the report's name."""
-    words, hidden = ["python", "benchmarks/peers/compare.py"], {"--spill": "DIR", "--deepspeed-python": "PYTHON"}
-    arguments = iter(argv)
-    for word in arguments:
-        name = word.partition("=")[0]
-        value = "" if "=" in word or name not in (*hidden, "--report") else next(arguments, "")
-        if name in hidden:
-            words += [name, hidden[name]]
-        elif name != "--report":
-            words += [word, *([value] if value else [])]
-    return " ".join(words)
-
-
 def make(args: argparse.Namespace, seen: Mapping[str, Seen], free: int, warm_up: int) -> tuple[list[str], list[str]]:
     num_params = next(iter(seen.values())).about["num_params"]
     clip = "no clipping" if args.clip is None else f"clipping to {args.clip}"
     losses, wrong = loss_table(args, seen)
-    report = _ranks.head(
+    report = head(
         f"Gemini and its peers, {args.tokens} tokens per step, {clip}",
         [
             f"Llama of {args.layers} layers of {args.hidden}, vocab {args.vocab}: {num_params:,} params, bf16 with "
@@ -152,7 +128,6 @@ def make(args: argparse.Namespace, seen: Mapping[str, Seen], free: int, warm_up:
         ],
         threads=args.threads,
     )
-    report = [f"Command: `{command(sys.argv[1:])}`" if line.startswith("Command: ") else line for line in report]
     report += [
         "One process per peer, all alive, one at work at a time, every second round in the opposite order. Speed over "
         "1 is faster; ratios are taken inside a round, medians over rounds. CPU s: of all threads of the process, "
@@ -174,7 +149,7 @@ def make(args: argparse.Namespace, seen: Mapping[str, Seen], free: int, warm_up:
         *losses,
         "Seconds per block, by round:",
         "",
-        *_ranks.table(
+        *table(
             ["peer", *(str(i + 1) for i in range(args.rounds))],
             [[name, *(f"{s:.2f}" for s in own.seconds)] for name, own in seen.items()],
         ),

@@ -6,6 +6,9 @@
     deepspeed-nvme-pipelined  the same with pipeline_read and pipeline_write: more buffers
     deepspeed-nvme-all        as deepspeed-nvme, with ``max_in_cpu`` 0: the weights are on the drive too
 
+and on a card ZeRO-3 with both in pinned host memory. Its CPU Adam is compiled at the first use
+(``TORCH_EXTENSIONS_DIR``). Gradient checkpointing is of the reentrant kind, which its partitioned params ask for.
+
 Everything else is left as it comes, but for what a user has to choose or is told to: ``config_for`` says which and why.
 ``settings["config"]`` is merged into the config last.
 """
@@ -13,16 +16,18 @@ Everything else is left as it comes, but for what a user has to choose or is tol
 from __future__ import annotations
 
 import logging
-import os
+import sys
 import tempfile
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("DS_ACCELERATOR", "cpu")
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-import contract
 import deepspeed  # type: ignore[import-not-found, unused-ignore]
 import torch
+
+from benchmarks.peers import contract
 
 SUB_GROUP = 10_000_000
 """Elements: seven sub-groups of a model of 71M."""
@@ -30,18 +35,18 @@ SUB_GROUP = 10_000_000
 
 def config_for(settings: Mapping[str, Any], largest: int) -> dict[str, Any]:
     """``largest``: elements of the largest param."""
-    peer, clip = settings["peer"], settings["clip"]
+    peer, on_card = settings["peer"], contract.on_card(settings)
     config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": contract.micro_batch(settings["shape"]),
+        "train_micro_batch_size_per_gpu": contract.micro_batch(settings),
         "gradient_accumulation_steps": 1,
-        "gradient_clipping": 0.0 if clip is None else clip,
+        "gradient_clipping": settings["clip"] or 0.0,
         "bf16": {"enabled": True},
-        "optimizer": {"type": "AdamW", "params": contract.HYPER},
+        "optimizer": {"type": "AdamW", "params": contract.hyper(settings)},
         "zero_optimization": {
             "stage": 3,
-            # Page-locking serves copies to a GPU; here it would only be a second copy of everything in locked memory.
-            "offload_param": {"device": "cpu", "pin_memory": False},
-            "offload_optimizer": {"device": "cpu", "pin_memory": False},
+            # Page-locking serves copies to a GPU; else it would only be a second copy of everything in locked memory.
+            "offload_param": {"device": "cpu", "pin_memory": on_card},
+            "offload_optimizer": {"device": "cpu", "pin_memory": on_card},
         },
         "steps_per_print": 10**9,
     }
@@ -62,7 +67,7 @@ def config_for(settings: Mapping[str, Any], largest: int) -> dict[str, Any]:
                      "stage3_prefetch_bucket_size": 0}  # fmt: skip
         # Deeper than the defaults of 8 and 1, as DeepSpeed's tuning guide does; as fast or faster in every trial here.
         config["aio"] = {"queue_depth": 32, "intra_op_parallelism": 2}
-    return merged(config, settings["config"])
+    return merged(config, settings.get("config", {}))
 
 
 def merged(config: dict[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
@@ -74,11 +79,15 @@ def merged(config: dict[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
     return result
 
 
-class DeepSpeedTrainer:
+class DeepSpeedTrainer(contract.Trainer):
     def __init__(self, settings: Mapping[str, Any]):
         logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-        deepspeed.init_distributed("gloo")
-        model = contract.make_model(settings["shape"])
+        deepspeed.init_distributed("nccl" if contract.on_card(settings) else "gloo")
+        if contract.is_large(settings):
+            from benchmarks.gpu._llama import PiecewiseLlama
+
+            PiecewiseLlama.reentrant = True
+        model = contract.make_model(settings)
         self.config = config_for(settings, max(param.numel() for param in model.parameters()))
         self.engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=self.config)
 
@@ -87,9 +96,6 @@ class DeepSpeedTrainer:
         self.engine.backward(loss)
         self.engine.step()
         return loss.detach()
-
-    def finish(self) -> None:
-        pass
 
     def notes(self) -> dict[str, Any]:
         optimizer = self.engine.optimizer

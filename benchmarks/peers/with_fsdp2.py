@@ -1,4 +1,4 @@
-"""Peer "fsdp2-offload": torch's FSDP2 with ``CPUOffloadPolicy(pin_memory=False)``, one rank, gloo.
+"""Peer "fsdp2": torch's FSDP2 with ``CPUOffloadPolicy``, one rank, on a CPU (gloo) or on a card.
 
 As its documentation and torchtitan have it: fp32 params (they are the masters), ``fully_shard`` on every layer and then
 on the model, ``MixedPrecisionPolicy(param_dtype=bf16, reduce_dtype=fp32)``: weights are cast to bf16 when they are
@@ -7,49 +7,55 @@ gathered, gradients come back as fp32. AdamW is torch's with ``fused=True``, the
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-import contract
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+
+from benchmarks.peers import contract
+from benchmarks.peers.contract import HYPER as HYPER
 
 
-class Fsdp2Trainer:
+def shard(model: Any, device: str = "cpu", **options: Any) -> None:
+    """Every layer, and what is left."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh(device, (dist.get_world_size(),))
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh, **options)
+    fully_shard(model, mesh=mesh, **options)
+
+
+class Fsdp2Trainer(contract.Trainer):
     def __init__(self, settings: Mapping[str, Any]):
-        dist.init_process_group("gloo")
+        from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+
+        on_card = contract.on_card(settings)
+        if on_card:
+            torch.cuda.set_device(0)
+        dist.init_process_group("cpu:gloo,cuda:nccl" if on_card else "gloo")
         self.clip = settings["clip"]
-        self.model = contract.make_model(settings["shape"])
+        self.model = contract.make_model(settings)
         for param in self.model.parameters():
             param.data = param.data.float()
-        options: dict[str, Any] = {
-            "mesh": init_device_mesh("cpu", (dist.get_world_size(),)),
-            "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
-            "offload_policy": CPUOffloadPolicy(pin_memory=False),
-        }
-        for layer in self.model.model.layers:
-            fully_shard(layer, **options)
-        fully_shard(self.model, **options)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), **contract.HYPER, fused=True)
-
-    def step(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        loss = self.model(**batch).loss
-        loss.backward()
-        if self.clip is not None:
-            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return loss.detach()
-
-    def finish(self) -> None:
-        pass
+        shard(
+            self.model, "cuda" if on_card else "cpu", offload_policy=CPUOffloadPolicy(pin_memory=on_card),
+            mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+        )  # fmt: skip
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), **contract.hyper(settings), fused=True)
 
     def notes(self) -> dict[str, Any]:
-        kinds = sorted({str(param.dtype) for param in self.model.parameters()})
+        kinds = sorted({f"{param.dtype} on {param.device}" for param in self.model.parameters()})
         return {"params": ", ".join(kinds), "optimizer": "torch.optim.AdamW(fused=True)"}
 
 
 if __name__ == "__main__":
+    import torch.distributed.fsdp  # what imports take is not the model's
+
     contract.run(Fsdp2Trainer)

@@ -7,20 +7,24 @@
     gemini-transient-nvme          the same in the spill file
     gemini-transient-nvme-states   the same, but the weights stay in memory: residual and moments in the spill file
 
-``settings["config"]`` are further fields of ``GeminiConfig`` (``overlap``, ``update_threads``, ...), for comparing ours
-with ours.
+On a card there is one, under a GPU budget with its states where the plan puts them: with clipping updates run after
+backward, beside the next forward; without, inside backward. ``settings["config"]`` are further fields of
+``GeminiConfig`` (``overlap``, ``update_threads``, ...), for comparing ours with ours.
 """
 
 from __future__ import annotations
 
+import sys
 import tempfile
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-import contract
-import torch
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
 
 import gemini
+from benchmarks.peers import contract
 from gemini import kernels
 
 
@@ -40,26 +44,35 @@ def placing(settings: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-class GeminiTrainer:
+class GeminiTrainer(contract.Trainer):
     def __init__(self, settings: Mapping[str, Any]):
         kernels.set_num_threads(settings["threads"])
         self.clip = settings["clip"]
-        transient = "transient" in settings["peer"]
-        self.config: dict[str, Any] = {"precision": "bf16", "gradients": "transient" if transient else "retain"}
-        self.config |= {"device": "cpu"} | settings["config"]
-        placed = placing(settings)
-        model = contract.make_model(settings["shape"])
-        self.model = gemini.GeminiDDP(model, gemini.GeminiConfig(**self.config, **placed))
-        self.optimizer = gemini.HybridAdam(self.model.parameters(), **contract.HYPER, step_in_backward=transient)
+        in_backward = not self.clip if contract.is_large(settings) else "transient" in settings["peer"]
+        self.config: dict[str, Any] = {}
+        self.model = self.of_card(settings) if contract.is_large(settings) else self.of_cpu(settings, in_backward)
+        parameters, hyper = self.model.parameters(), contract.hyper(settings)
+        self.optimizer = gemini.HybridAdam(parameters, **hyper, step_in_backward=in_backward)
 
-    def step(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        loss = self.model(**batch).loss
-        loss.backward()
-        if self.clip is not None:
-            self.model.clip_grad_norm_(self.clip)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return loss.detach()
+    def of_cpu(self, settings: Mapping[str, Any], transient: bool) -> Any:
+        self.config = {"precision": "bf16", "gradients": "transient" if transient else "retain"}
+        self.config |= {"device": "cpu"} | settings["config"]
+        config = gemini.GeminiConfig(**self.config, **placing(settings))
+        return gemini.GeminiDDP(contract.make_model(settings), config)
+
+    def of_card(self, settings: Mapping[str, Any]) -> Any:
+        from benchmarks.gpu import _llama
+        from benchmarks.gpu._card import Card
+        from benchmarks.gpu._training import Training, trace_of
+
+        card, shape = Card(settings["device"]), _llama.SHAPES[settings["shape"]]
+        tokens, seq_len = max(settings["tokens"]), settings["seq_len"]
+        memory = gemini.MemoryBudget(gpu=settings["gpu"], cpu=settings["host"])
+        config = {"memory": memory, "trace": trace_of(shape, tokens, seq_len, card), "offload_activations": "auto"}
+        return Training(card, shape, tokens, seq_len, config).model
+
+    def clip_grads(self, norm: float) -> None:
+        self.model.clip_grad_norm_(norm)
 
     def finish(self) -> None:
         self.model.memory_report()  # sees a finished world: it waits for updates and moves in flight
@@ -67,10 +80,11 @@ class GeminiTrainer:
     def notes(self) -> dict[str, Any]:
         report: Any = self.model.memory_report()
         notes: dict[str, Any] = {name: value for name, value in self.config.items() if name != "device"}
-        tiers = [tier for tier in ("cpu", "nvme") if tier in report]
+        tiers = [tier for tier in ("gpu", "cpu", "nvme") if tier in report]
         notes |= {tier: {name: report[tier][name] for name in ("budget", "peak")} for tier in tiers}
         notes["lines"] = [line for line in str(report).splitlines() if line.startswith(("cpu ", "nvme ", "moved"))]
-        return {"gemini": gemini.__version__} | notes | {"kernels": str(kernels.capabilities())}
+        notes |= {"gemini": gemini.__version__, "kernels": str(kernels.capabilities())}
+        return notes | ({} if self.config else {"plan": str(self.model._gemini_engine.plan)})
 
 
 if __name__ == "__main__":

@@ -9,21 +9,26 @@ times as fast on a CPU. 2 + 4 + 8 bytes per param, and 2 to 6 more for gradients
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-import contract
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
 import torch
 
+from benchmarks.peers import contract
 
-class PlainTrainer:
+
+class PlainTrainer(contract.Trainer):
     def __init__(self, settings: Mapping[str, Any]):
-        self.model = contract.make_model(settings["shape"])
+        self.model = contract.make_model(settings)
         self.clip = settings["clip"]
         self.params = list(self.model.parameters())
         self.masters = [param.detach().float() for param in self.params]
         self.flags: dict[str, Any] = {"fused": True} if settings["peer"] == "plain-fused" else {}
-        self.optimizer = torch.optim.AdamW(self.masters, **contract.HYPER, **self.flags)
+        self.optimizer = torch.optim.AdamW(self.masters, **contract.hyper(settings), **self.flags)
 
     def step(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
         loss = self.model(**batch).loss
@@ -32,7 +37,7 @@ class PlainTrainer:
             assert param.grad is not None
             master.grad = param.grad.float()
             param.grad = None
-        if self.clip is not None:
+        if self.clip:
             torch.nn.utils.clip_grad_norm_(self.masters, self.clip)
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -40,9 +45,6 @@ class PlainTrainer:
             for param, master in zip(self.params, self.masters, strict=True):
                 param.copy_(master)
         return loss.detach()
-
-    def finish(self) -> None:
-        pass
 
     def notes(self) -> dict[str, Any]:
         return {"optimizer": f"torch.optim.AdamW({', '.join(f'{k}={v}' for k, v in self.flags.items())})"}

@@ -82,8 +82,6 @@ class GeminiDDP(nn.Module):
         except BaseException:
             torch._C._set_grad_enabled(before)
             engine.unwind(depth)
-            if isinstance(e, RuntimeError):
-                engine.saved_weights.refuse_transform(e)
             raise
 
     @contextlib.contextmanager

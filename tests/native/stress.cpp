@@ -1,6 +1,6 @@
 // A program for race detectors: the native threads under everything their faces allow, many callers at once, with no
 // Python around. It checks results too (each element once, the same bits, every byte back). Not part of the package;
-// benchmarks/native_races.py builds it with ThreadSanitizer and runs it.
+// tests/hunts/native_races.py builds it with ThreadSanitizer and runs it.
 //
 //     stress FOLDER ROUNDS [race]      `race` adds two threads with a data race, which the detector has to report
 #include <fcntl.h>

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from torch import nn
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
-
-import trace_accuracy  # noqa: E402
-
-import gemini  # noqa: E402
+import gemini
+from benchmarks import trace_accuracy
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "mixtral", "t5", "vit"])

@@ -1,6 +1,6 @@
 """Whatever breaks wherever, the error is clear, nothing is left, and the last checkpoint resumes to the same bits.
 
-A few of the faults of ``benchmarks/fault_hunt.py``, which makes every call of several cases fail in turn.
+A few of the faults of ``tests/hunts/fault_hunt.py``, which makes every call of several cases fail in turn.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import fault_hunt, race_hunt
-from benchmarks.fault_hunt import CASES, KINDS, Child, Faults, step
+from tests.hunts import fault_hunt, race_hunt
+from tests.hunts.fault_hunt import CASES, KINDS, Child, Faults, step
 
 PER_KIND = 4
 
@@ -36,7 +36,8 @@ def test_a_fault_anywhere(name: str, kind: str, summary: Callable[[str], None]) 
     fired = fault_hunt.sweep(name, kind, lambda calls: range(2, calls + 1, max(calls // PER_KIND, 1)), report)
     if errors:
         number, error = errors[0]
-        print(f"failed: python benchmarks/fault_hunt.py --case {name!r} --only {kind!r} --first {number} --stride 9999")
+        which = f"--case {name!r} --only {kind!r} --first {number} --stride 9999"
+        print(f"failed: python tests/hunts/fault_hunt.py {which}")
         raise error
     assert fired.total() >= 2, "hardly anything broke"
     summary(f"faults: {name}; {kind}: " + ", ".join(f"{where[0]} ({where[1]}) {n}" for where, n in fired.items()))

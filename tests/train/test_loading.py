@@ -19,9 +19,9 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import gemini
-from benchmarks.zoo.configs import tiny_config
 from gemini.train.loading import from_config as drawing
 from gemini.train.loading import paging
+from tests.hunts.zoo.configs import tiny_config
 
 TEXT = {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
 IDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}

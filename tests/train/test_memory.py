@@ -30,11 +30,10 @@ import torch
 from torch import nn
 
 import gemini
+from benchmarks._memory import spill_bytes, trim
+from benchmarks.memory_promise import CONSTANT, MB, Watched, watch
 from gemini.planning.planes import PlaneKind
 from gemini.tiers import Tier
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
-from memory_promise import CONSTANT, MB, Watched, spill_bytes, trim, watch  # noqa: E402
 
 pytestmark = [
     pytest.mark.skipif(not sys.platform.startswith("linux"), reason="memory is measured by /proc"),

@@ -1,6 +1,6 @@
 """The suite's share of the model zoo: one class of many kinds, three steps with offload, the bits of the plain loop.
 
-The whole zoo is ``benchmarks/model_zoo.py``; docs/models.md has what came of it, and must list what transformers has.
+The whole zoo is ``tests/hunts/model_zoo.py``; docs/models.md has what came of it, and must list what transformers has.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import torch
 import transformers
 from torch import nn
 
-from benchmarks.zoo import mappings, runner, sweep, table
-from benchmarks.zoo.inputs import Spec
-from benchmarks.zoo.mappings import Entry
+from tests.hunts.zoo import mappings, runner, sweep, table
+from tests.hunts.zoo.inputs import Spec
+from tests.hunts.zoo.mappings import Entry
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
 ENTRIES = {entry.name: (kind, entry) for kind, entry in mappings.all_entries()}

@@ -1,4 +1,4 @@
-"""Random schedules give the bits of a run in which everything is done in turn: a few of benchmarks/race_hunt.py."""
+"""Random schedules give the bits of a run in which everything is done in turn: a few of tests/hunts/race_hunt.py."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import race_hunt
+from tests.hunts import race_hunt
 
 SEEDS = range(10_000, 10_025)  # not those of the hunt
 
@@ -21,7 +21,7 @@ def test_schedules_do_not_change_the_bits(tmp_path: Path, summary: Callable[[str
         try:
             seen += race_hunt.run(schedule, tmp_path)
         except BaseException:
-            print(f"failed: python benchmarks/race_hunt.py --seeds {seed}:{seed + 1}\n{schedule}")
+            print(f"failed: python tests/hunts/race_hunt.py --seeds {seed}:{seed + 1}\n{schedule}")
             raise
     assert seen["evictions"] > len(SEEDS) and len(seen) > 10, seen
     summary(f"races: {len(SEEDS)} schedules, {dict(sorted(seen.items()))}")

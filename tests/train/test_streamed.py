@@ -14,7 +14,6 @@ import pytest
 import torch
 
 import gemini
-from benchmarks import race_hunt
 from benchmarks._progress import PATIENCE
 from gemini import kernels
 from gemini.errors import GeminiError
@@ -28,6 +27,7 @@ from gemini.tiers import Tier
 from gemini.train.update import lane as update_lane
 from gemini.train.update import streamed
 from tests import models
+from tests.hunts import race_hunt
 
 MAX_CHUNK = 8192
 BATCHES = [batch for batches in models.make_batches(6, 1) for batch in batches]
@@ -159,7 +159,7 @@ def test_sums_that_went_to_the_spill_file_are_added_by_the_host(tmp_path: Path) 
 
 
 def test_random_schedules_give_the_bits_of_a_serial_run(tmp_path: Path) -> None:
-    """Some of benchmarks/race_hunt.py, all with streamed updates; tests/train/test_races.py draws them now and then."""
+    """Some of tests/hunts/race_hunt.py, all with streamed updates; test_races.py draws them now and then."""
     seen: Counter[str] = Counter()
     for seed in range(20_000, 20_003):
         drawn = race_hunt.draw(seed)

@@ -1,6 +1,6 @@
 """Kills a GeminiTrainer run with SIGKILL at random moments and compares what comes out with a run nobody disturbed.
 
-    python benchmarks/trainer_kill_and_resume.py --out benchmarks/reports/trainer_kill_and_resume_<hardware>_<date>.md
+    python tests/hunts/trainer_kill_and_resume.py --out benchmarks/reports/trainer_kill_and_resume_<hardware>_<date>.md
 
 The run is a script as users write it: transformers' Trainer with one line changed, bf16, dropout, accumulation,
 clipping, a schedule, shuffled rows, evaluation, a checkpoint every few steps and ``save_total_limit``. In each
@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 PATIENCE_S = 240
 """How long anything may take before it counts as hanging."""
 SAVE_S = 0.15

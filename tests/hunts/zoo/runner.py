@@ -18,14 +18,14 @@ import transformers
 from torch import nn
 
 import gemini
-from benchmarks.zoo.configs import tiny_config
-from benchmarks.zoo.inputs import Batches, Spec
-from benchmarks.zoo.mappings import Entry
 from gemini.planning.layout import ParamSpec, make_layout
 from gemini.planning.working import staging_bytes, tile_numel
 from gemini.train.modules.containers import iter_tensors
 from gemini.train.setup.problem import collect_params
 from gemini.train.setup.structure import working_set
+from tests.hunts.zoo.configs import tiny_config
+from tests.hunts.zoo.inputs import Batches, Spec
+from tests.hunts.zoo.mappings import Entry
 from tests.train.helpers import DTYPES, Plain, assert_same_state, same_bits
 
 STEPS = 3

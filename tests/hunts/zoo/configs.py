@@ -16,7 +16,7 @@ import transformers
 from transformers import PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from benchmarks.zoo.overrides import CLASS_CONFIGS, CONFIGS, Tiny
+from tests.hunts.zoo.overrides import CLASS_CONFIGS, CONFIGS, Tiny
 
 VOCAB = 128
 FIRST_WORD = 40

@@ -1,6 +1,6 @@
 """Draw and load every class of the model zoo in chunks, and compare each value with plain transformers.
 
-    python benchmarks/zoo_loading.py --out benchmarks/reports/zoo_loading_<hardware>_<date>.md
+    python tests/hunts/zoo_loading.py --out benchmarks/reports/zoo_loading_<hardware>_<date>.md
 
 For each class of the zoo that transformers can build from its tiny config: ``gemini.from_config`` against the class
 itself from the same seed, then ``gemini.from_pretrained`` against plain ``from_pretrained`` of a file that lacks some
@@ -25,7 +25,7 @@ from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 
 def check(entry: Any, folder: Path) -> None:
@@ -35,8 +35,8 @@ def check(entry: Any, folder: Path) -> None:
     from safetensors.torch import load_file, save_file
 
     import gemini
-    from benchmarks.zoo.configs import tiny_config
-    from benchmarks.zoo.runner import Untried
+    from tests.hunts.zoo.configs import tiny_config
+    from tests.hunts.zoo.runner import Untried
 
     def managed_config() -> gemini.GeminiConfig:
         return gemini.GeminiConfig(precision="fp32", device="cpu", memory=gemini.MemoryBudget(cpu="1GiB"))
@@ -140,9 +140,9 @@ def main() -> None:
 
     import transformers
 
-    from benchmarks.zoo.mappings import all_entries
-    from benchmarks.zoo.runner import Untried
     from gemini.train.loading import paging
+    from tests.hunts.zoo.mappings import all_entries
+    from tests.hunts.zoo.runner import Untried
 
     transformers.logging.set_verbosity(transformers.logging.CRITICAL)
     transformers.utils.logging.disable_progress_bar()
@@ -174,7 +174,7 @@ def main() -> None:
         head = [
             f"# Drawing and loading the zoo, {time.strftime('%Y-%m-%d')}", "",
             f"{platform.system()} {platform.release()}, Python {platform.python_version()}, "
-            f"{time.time() - began:.0f} s. Command: `python benchmarks/zoo_loading.py {' '.join(sys.argv[1:])}`", "",
+            f"{time.time() - began:.0f} s. Command: `python tests/hunts/zoo_loading.py {' '.join(sys.argv[1:])}`", "",
         ]  # fmt: skip
         args.out.write_text("\n".join(head + lines) + "\n")
 

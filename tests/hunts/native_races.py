@@ -1,6 +1,6 @@
 """Hunts data races in the native code: builds tests/native/stress.cpp with ThreadSanitizer and runs it.
 
-    python benchmarks/native_races.py --rounds 100 --report benchmarks/reports/native_races_<hardware>_<date>.md
+    python tests/hunts/native_races.py --rounds 100 --report benchmarks/reports/native_races_<hardware>_<date>.md
 
 The program (its head says what it does) links the sources of the library as they are, without Python. Before it counts,
 the detector has to find a race that is there on purpose. Where the compiler has no ThreadSanitizer, valgrind's helgrind
@@ -22,7 +22,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 SOURCES = ["tests/native/stress.cpp", *(f"csrc/{n}.cpp" for n in ("thread_pool", "nvme_io", "cpu_adam", "cpu_grad"))]
 FLAGS = ["-std=c++17", "-O1", "-g", "-ffp-contract=off", "-fno-math-errno", "-pthread", "-Wall", "-Wextra", "-Icsrc"]
 FOUND = 66  # the exit status a detector gives when it has reported something
@@ -83,7 +83,7 @@ def report(detector: Detector, compiler: str, rounds: int, seconds: float, done:
         "",
         f"{detector.name}, {version}, Linux {platform.release()}, {os.cpu_count()} CPUs.",
         f"{rounds} rounds, {seconds:.0f} s on a machine with other work (what was found is the result, not the time).",
-        f"Command: `python benchmarks/native_races.py {' '.join(sys.argv[1:])}`",
+        f"Command: `python tests/hunts/native_races.py {' '.join(sys.argv[1:])}`",
         "",
         "Control: a race that is there on purpose was reported. The program itself checked that every element was",
         "touched once, that threads changed no bit, and that every byte came back. What ran:",

@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.zoo.mappings import Entry
-from benchmarks.zoo.runner import MANAGED, Result, as_record, run
+from tests.hunts.zoo.mappings import Entry
+from tests.hunts.zoo.runner import MANAGED, Result, as_record, run
 
 SECONDS = 90
 BYTES = 6 * 2**30

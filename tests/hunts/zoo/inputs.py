@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.zoo.configs import FIRST_WORD, VOCAB
-from benchmarks.zoo.mappings import Entry
-from benchmarks.zoo.overrides import INPUTS
+from tests.hunts.zoo.configs import FIRST_WORD, VOCAB
+from tests.hunts.zoo.mappings import Entry
+from tests.hunts.zoo.overrides import INPUTS
 
 ROWS, LENGTH = 2, 15
 _MISMATCH = re.compile(

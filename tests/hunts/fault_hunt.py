@@ -1,9 +1,9 @@
 """Hunts bad ends: every read, write, update and hook of a few steps fails in turn, and the last checkpoint must resume.
 
-    python benchmarks/fault_hunt.py                      # all of it
-    python benchmarks/fault_hunt.py --stride 7           # every seventh call
-    python benchmarks/fault_hunt.py --only "adam" --case "standin"
-    python benchmarks/fault_hunt.py --kills 40 --stride 0
+    python tests/hunts/fault_hunt.py                     # all of it
+    python tests/hunts/fault_hunt.py --stride 7          # every seventh call
+    python tests/hunts/fault_hunt.py --only "adam" --case "standin"
+    python tests/hunts/fault_hunt.py --kills 40 --stride 0
 
 A tiny model makes one step, writes a checkpoint, and goes on: two more steps, a second checkpoint, a read of all of
 it. In each run one call breaks: a write finds the disk full, a read fails, the update raises in whatever thread it
@@ -37,14 +37,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
 
 import gemini  # noqa: E402
-from benchmarks import race_hunt  # noqa: E402
-from benchmarks.race_hunt import NUM_STEPS, Recipe, Schedule, World, reference, same_all  # noqa: E402
 from gemini import kernels  # noqa: E402
 from gemini.errors import GeminiError  # noqa: E402
 from gemini.memory.chunks.chunk import Chunk  # noqa: E402
@@ -52,6 +50,8 @@ from gemini.memory.devices.device import Event  # noqa: E402
 from gemini.memory.devices.windows import PageWindow  # noqa: E402
 from gemini.tiers import Ledger  # noqa: E402
 from gemini.train.engine import Engine  # noqa: E402
+from tests.hunts import race_hunt  # noqa: E402
+from tests.hunts.race_hunt import NUM_STEPS, Recipe, Schedule, World, reference, same_all  # noqa: E402
 
 KINDS = ("write: disk full", "read: i/o error", "adam: raises", "interrupt")
 BESIDE = "beside the books: interrupt"
@@ -358,7 +358,7 @@ CHILD = """
 import sys
 sys.path.insert(0, {root!r})
 from pathlib import Path
-from benchmarks import fault_hunt
+from tests.hunts import fault_hunt
 fault_hunt.train_for_ever({name!r}, Path({directory!r}))
 """
 

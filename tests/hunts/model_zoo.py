@@ -1,9 +1,9 @@
 """Train a tiny model of every class in transformers' auto-mappings managed and plain, and compare every bit.
 
-    python benchmarks/model_zoo.py                                  # the whole zoo: about half an hour on one core
-    python benchmarks/model_zoo.py --only 'Llama|T5For'             # classes by a regular expression
-    python benchmarks/model_zoo.py --results results.jsonl --again failed untried     # those that did not work
-    python benchmarks/model_zoo.py --results results.jsonl --write                    # docs/models.md, from results
+    python tests/hunts/model_zoo.py                                  # the whole zoo: about half an hour on one core
+    python tests/hunts/model_zoo.py --only 'Llama|T5For'             # classes by a regular expression
+    python tests/hunts/model_zoo.py --results results.jsonl --again failed untried     # those that did not work
+    python tests/hunts/model_zoo.py --results results.jsonl --write                    # docs/models.md, from results
 
 Each class is built from a tiny random config and trained for three steps by ``GeminiDDP`` with all state on NVMe and
 memory for its most demanding module, so that chunks are evicted inside forward and backward; losses, gradient norms,
@@ -24,7 +24,7 @@ from typing import Any
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 
@@ -42,11 +42,11 @@ def main() -> None:
     import transformers
 
     transformers.logging.set_verbosity(transformers.logging.CRITICAL)
-    from benchmarks.zoo import mappings, runner, sweep
+    from tests.hunts.zoo import mappings, runner, sweep
 
     done = read(args.results)
     if args.write:
-        from benchmarks.zoo import table
+        from tests.hunts.zoo import table
 
         (ROOT / "docs" / "models.md").write_text(table.page(done))
         return

@@ -1,7 +1,7 @@
 """Hunts races: random schedules of tiny models must give the bits of a run in which everything is done in turn.
 
-    python benchmarks/race_hunt.py --seeds 0:1000
-    python benchmarks/race_hunt.py --seeds 417:418          # replays one
+    python tests/hunts/race_hunt.py --seeds 0:1000
+    python tests/hunts/race_hunt.py --seeds 417:418          # replays one
 
 Each seed draws *what* is trained (model, precision, gradients, clipping: a recipe) and *how* (device, budgets, homes,
 overlap, threads, the clock of the stand-in device, pauses around reads, writes and updates, Python's switch interval,
@@ -36,7 +36,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 

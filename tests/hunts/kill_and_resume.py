@@ -1,6 +1,6 @@
 """Kills ranks of a training job and compares what comes out, bit for bit, with a run that nobody disturbed.
 
-    python benchmarks/kill_and_resume.py --out benchmarks/reports/kill_and_resume_<hardware>_<date>.md
+    python tests/hunts/kill_and_resume.py --out benchmarks/reports/kill_and_resume_<hardware>_<date>.md
 
 The job is the command line's own: ``torchrun --max-restarts 3 -m gemini train ... --resume auto`` on a small GPT-2 with
 dropout, with a checkpoint every few steps. In each repetition one rank (they take turns) gets SIGKILL at a random step,
@@ -28,7 +28,7 @@ from pathlib import Path
 
 import psutil
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 PATIENCE_S = 240
 """How long anything may take before it counts as hanging."""
 

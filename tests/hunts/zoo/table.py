@@ -9,14 +9,14 @@ from typing import Any
 import torch
 import transformers
 
-from benchmarks.zoo.mappings import KINDS, entries
+from tests.hunts.zoo.mappings import KINDS, entries
 
 Results = dict[str, dict[str, Any]]
 
 WORDS = {"works": "works", "refused": "refused", "failed": "broken", "untried": "not tried"}
 
 HEAD = """\
-<!-- Written by `python benchmarks/model_zoo.py --results FILE --write`: edit that, not this. -->
+<!-- Written by `python tests/hunts/model_zoo.py --results FILE --write`: edit that, not this. -->
 
 # Models
 
@@ -38,7 +38,7 @@ module, so that chunks are evicted inside forward and inside backward.
 """
 
 TAIL = """
-The command is `python benchmarks/model_zoo.py` (about half an hour on one core); a part of it runs with the tests.
+The command is `python tests/hunts/model_zoo.py` (about half an hour on one core); a part of it runs with the tests.
 Versions: transformers {transformers}, torch {torch}.
 """
 
