@@ -23,6 +23,8 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import torch  # noqa: E402
 
+from tests import sweeps  # noqa: E402
+
 torch.set_num_threads(1)
 
 LONGEST = """
@@ -42,7 +44,9 @@ def pytest_configure(config: pytest.Config) -> None:
         config.option.loadscopereorder = False
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest looks at the marks to leave out what is slow
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    sweeps.mark_slow(items)
     place = {name: number for number, name in enumerate(LONGEST)}
     items.sort(key=lambda item: place.get(item.path.stem, len(place)))
 
