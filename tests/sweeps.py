@@ -1,21 +1,20 @@
-"""Wide sweeps: of a test that runs for every combination of its parameters, a few cases in the quick suite, all in slow.
+"""Wide sweeps: the quick suite runs a few combinations of a test's parameters, the slow one all the others.
 
-``@pytest.mark.sweep`` on a test (or ``pytestmark = pytest.mark.sweep`` on a file) keeps a covering choice of its cases
-and marks the others ``slow``: every value of every parameter is in the choice, as few times as possible, so each program
-runs once in the quick suite, each placement and each precision in turn. Where the choice begins differs from test to
-test, by the name of the test, so that tests of the same shape meet in different combinations. No random number is in it:
-the same cases are quick on every machine and in every process.
+``@pytest.mark.sweep`` on a test (or ``pytestmark = pytest.mark.sweep`` in a file) keeps a covering choice of its cases
+and marks the others ``slow``. Every value of every parameter is in the choice, as few times as possible: each program
+once, each placement and each precision in turn. The choice begins elsewhere in each test, by the test's name, so that
+tests of one shape meet in different combinations; the same cases are quick on every machine and in every process.
 
-``sweep(every=3)`` is for a long list of one kind (lengths, states, draws), where each value is a case of its own: every
-third value is kept. Nothing is ever dropped: what is not quick is slow, and ``make test-slow`` runs it. Cases asked for
-by their ids alone (``pytest "test_x.py::test_y[ram-bf16]"``) are a family of their own, and run.
+``sweep(every=3)`` is for a long list of one kind (lengths, states, draws), where each value is a case of its own: each
+third value is kept. Nothing is dropped: what is not quick is slow, and ``make test-slow`` runs it. A case that is asked
+for by its id (``pytest "test_x.py::test_y[ram-bf16]"``) is a family of its own, and runs.
 """
 
 from __future__ import annotations
 
 import zlib
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Sequence
 
 import pytest
 
@@ -28,23 +27,26 @@ def mark_slow(items: Sequence[pytest.Item]) -> None:
             families[item.nodeid.partition("[")[0]].append(item)
     for name, family in families.items():
         every = family[0].get_closest_marker("sweep").kwargs.get("every", 1)
-        quick = covering([item.callspec.indices for item in family], start=zlib.crc32(name.encode()), every=every)
+        quick = covering([item.callspec._idlist for item in family], start=zlib.crc32(name.encode()), every=every)
         for number, item in enumerate(family):
             if number not in quick:
                 item.add_marker(pytest.mark.slow)
 
 
-def covering(cases: Sequence[Mapping[str, int]], *, start: int = 0, every: int = 1) -> set[int]:
+def covering(cases: Sequence[Sequence[str]], *, start: int = 0, every: int = 1) -> set[int]:
     """The numbers of a few cases in which each value (or each ``every``-th one) of each parameter occurs.
 
-    Always the case with most values that no chosen one has; of equals the first, counted from ``start`` on.
+    Always the case with most values that no chosen one has; of equals the one whose values were chosen least often, and
+    of those the first, counted from ``start`` on.
     """
-    kept = {name: set(sorted({case[name] for case in cases})[::every]) for name in cases[0]}
-    values = [{(name, value) for name, value in case.items() if value in kept[name]} for case in cases]
+    axes = [list(dict.fromkeys(values)) for values in zip(*cases, strict=True)]
+    missing = {(axis, value) for axis, values in enumerate(axes) for value in values[::every]}
+    pairs = [set(enumerate(case)) for case in cases]
     order = [(start + number) % len(cases) for number in range(len(cases))]
-    missing, chosen = set().union(*values), set[int]()
+    chosen, uses = set[int](), Counter[tuple[int, str]]()
     while missing:
-        best = max(order, key=lambda number: len(values[number] & missing))
+        best = max(order, key=lambda n: (len(missing & pairs[n]), -sum(uses[pair] for pair in pairs[n])))
         chosen.add(best)
-        missing -= values[best]
+        uses.update(pairs[best])
+        missing -= pairs[best]
     return chosen

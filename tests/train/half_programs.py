@@ -8,11 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.train.helpers import same_bits
+from tests.train.helpers import PLACEMENTS, same_bits
 
 SCALE = 2.0**12
 REMEDY = r"gemini\.GradScaler"
@@ -132,6 +133,9 @@ PROGRAMS: dict[str, tuple[str, Callable[[Any, Extra, torch.Tensor], torch.Tensor
     "a part": ("tensor", a_part), "scalar fed back": ("loss", two_scalars_in_a_row), "kept": ("both", kept_output),
     "recomputed": ("loss", recomputed), "recomputed twice": ("tensor", recomputed_twice),
 }  # fmt: skip
+
+each_program = pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS)
+everywhere = pytest.mark.parametrize("where", PLACEMENTS)
 
 
 def stock(gives: str = "tensor") -> nn.Module:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +13,16 @@ from torch.utils.checkpoint import checkpoint
 import gemini
 from gemini.train.backward_calls import nodes_below, running_calls
 from tests.train.half_programs import (
-    PROGRAMS,
     REMEDY,
     SCALE,
     Extra,
     Toy,
     data,
+    each_program,
+    everywhere,
     stock,
 )
 from tests.train.helpers import (
-    PLACEMENTS,
     Plain,
     adam,
     assert_same_state,
@@ -36,17 +35,8 @@ from tests.train.helpers import (
 )
 
 
-@pytest.fixture(params=PROGRAMS)
-def program(request: pytest.FixtureRequest) -> Iterator[Any]:
-    yield PROGRAMS[request.param]
-
-
-@pytest.fixture(params=PLACEMENTS)
-def where(request: pytest.FixtureRequest) -> Iterator[str]:
-    yield request.param
-
-
 @pytest.mark.parametrize("where", ["ram", "disk"])
+@each_program
 def test_a_plain_backward_is_refused_before_anything_lands(program: Any, where: str, tmp_path: Path) -> None:
     gives, loss_of = program
     model = wrap(Toy(gives), where, tmp_path, precision="fp16")
@@ -85,6 +75,7 @@ def recomputing(model: Any, seed: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("gives", ["loss", "half loss"])
 @pytest.mark.parametrize("loss_of", [divided, summed, squared, recomputing])
+@everywhere
 def test_plain_backwards_of_a_loss_inside_are_exact(loss_of: Any, gives: str, where: str, tmp_path: Path) -> None:
     model, plain = wrap(Toy(gives), where, tmp_path, precision="fp16"), Plain(Toy(gives), "fp16", scale=SCALE)
     engine_of(model).loss_scale.scale = SCALE
@@ -99,6 +90,7 @@ def test_plain_backwards_of_a_loss_inside_are_exact(loss_of: Any, gives: str, wh
 
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("scaled", [True, False])
+@everywhere
 def test_checkpointed_blocks(reentrant: bool, scaled: bool, where: str, tmp_path: Path) -> None:
     """Reentrant checkpointing runs graphs of its own inside backward; they belong to the loss around them."""
 
@@ -124,6 +116,7 @@ def test_checkpointed_blocks(reentrant: bool, scaled: bool, where: str, tmp_path
     assert_same_state(model, plain)
 
 
+@everywhere
 def test_gradients_with_respect_to_inputs_alone_are_torchs(where: str, tmp_path: Path) -> None:
     """Nothing lands, so nothing needs a scale: saliency maps are those of a plain fp16 model."""
     model, plain = wrap(Toy("loss"), where, tmp_path, precision="fp16"), stock("loss")
