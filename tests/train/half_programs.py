@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.train.helpers import PLACEMENTS, same_bits
+from tests.train.helpers import same_bits
 
 SCALE = 2.0**12
 REMEDY = r"gemini\.GradScaler"
@@ -135,7 +135,6 @@ PROGRAMS: dict[str, tuple[str, Callable[[Any, Extra, torch.Tensor], torch.Tensor
 }  # fmt: skip
 
 each_program = pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS)
-everywhere = pytest.mark.parametrize("where", PLACEMENTS)
 
 
 def stock(gives: str = "tensor") -> nn.Module:

@@ -18,7 +18,6 @@ from torch.nn import functional as F
 
 import gemini
 from tests.train.helpers import (
-    PLACEMENTS,
     Plain,
     adam,
     assert_same_snapshot,
@@ -38,12 +37,6 @@ from tests.train.helpers import (
     train_plain,
     wrap,
 )
-
-
-@pytest.fixture(params=PLACEMENTS)
-def where(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
 
 # ---- evaluation ------------------------------------------------------------------------------------------------------
 

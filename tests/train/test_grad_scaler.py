@@ -20,7 +20,6 @@ from tests.train.half_programs import (
     assert_same_grads,
     data,
     each_program,
-    everywhere,
     outside,
     stock,
 )
@@ -39,7 +38,6 @@ from tests.train.helpers import (
 )
 
 
-@everywhere
 @each_program
 def test_gradients_are_those_of_the_stock_loop(program: Any, where: str, tmp_path: Path) -> None:
     gives, loss_of = program
@@ -82,7 +80,6 @@ class StockLoop:
 
 
 @pytest.mark.parametrize("max_norm", [None, 0.05])
-@everywhere
 def test_steps_scales_and_skips_are_those_of_the_stock_loop(where: str, max_norm: float | None, tmp_path: Path) -> None:
     """Losses outside, two micro-batches, a scale that is too high at first and grows every second step."""
     settings = {"init_scale": 2.0**30, "growth_interval": 2, "growth_factor": 4.0, "backoff_factor": 0.125}
@@ -134,7 +131,6 @@ def test_share_of_zeros_is_that_of_stock_scaling(tmp_path: Path) -> None:
     assert sum(int((g == 0).sum()) for g in grads) < 0.01 * sum(g.numel() for g in grads)
 
 
-@everywhere
 def test_a_step_with_inf_is_skipped_in_every_bit(where: str, tmp_path: Path) -> None:
     model = wrap(Toy(), where, tmp_path, precision="fp16")
     optimizer, scaler = adam(model), gemini.GradScaler("cpu", init_scale=SCALE)
@@ -223,7 +219,6 @@ def test_other_precisions_take_a_scaler_too(precision: str, tmp_path: Path) -> N
     assert same_bits(states[0][1], states[1][1]) and same_bits(states[0][2], states[1][2])
 
 
-@everywhere
 def test_soft_prompts_before_a_managed_transformer(where: str, tmp_path: Path) -> None:
     """``get_input_embeddings()(ids)`` calls a part of the model with gradients enabled."""
     managed, plain = wrap(llama(tied=True), where, tmp_path, precision="fp16"), Plain(llama(tied=True), "fp16").model

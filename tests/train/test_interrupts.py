@@ -153,7 +153,6 @@ def test_a_backward_that_updates_is_whole_before_it_is_interrupted(
 
 
 @pytest.mark.parametrize("number", [1, 2])
-@pytest.mark.parametrize("where", PLACEMENTS)
 def test_params_that_an_interrupt_left_ordinary_are_guarded_again(
     where: str, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -432,7 +431,6 @@ def test_the_mode_of_the_caller_comes_back() -> None:
         assert not torch.is_grad_enabled()
 
 
-@pytest.mark.parametrize("where", PLACEMENTS)
 def test_nothing_in_a_step_can_leave_autograd_off(where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C where it hurts most: torch's no_grad has switched autograd off, and its block has not begun."""
     model = gemini.GeminiDDP(llama(), make_config(llama(), where, tmp_path))

@@ -21,7 +21,6 @@ from gemini import kernels_reference as reference
 from gemini.kernels import AdamHyper
 from tests.train.helpers import (
     DTYPES,
-    PLACEMENTS,
     Plain,
     adam,
     assert_same_snapshot,
@@ -38,11 +37,6 @@ from tests.train.helpers import (
 )
 
 Q = "model.layers.1.self_attn.q_proj.weight"
-
-
-@pytest.fixture(params=PLACEMENTS)
-def where(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
 
 
 def params(dtype: torch.dtype) -> list[nn.Parameter]:

@@ -19,7 +19,6 @@ from tests.train.half_programs import (
     Toy,
     data,
     each_program,
-    everywhere,
     stock,
 )
 from tests.train.helpers import (
@@ -75,7 +74,6 @@ def recomputing(model: Any, seed: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("gives", ["loss", "half loss"])
 @pytest.mark.parametrize("loss_of", [divided, summed, squared, recomputing])
-@everywhere
 def test_plain_backwards_of_a_loss_inside_are_exact(loss_of: Any, gives: str, where: str, tmp_path: Path) -> None:
     model, plain = wrap(Toy(gives), where, tmp_path, precision="fp16"), Plain(Toy(gives), "fp16", scale=SCALE)
     engine_of(model).loss_scale.scale = SCALE
@@ -90,7 +88,6 @@ def test_plain_backwards_of_a_loss_inside_are_exact(loss_of: Any, gives: str, wh
 
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("scaled", [True, False])
-@everywhere
 def test_checkpointed_blocks(reentrant: bool, scaled: bool, where: str, tmp_path: Path) -> None:
     """Reentrant checkpointing runs graphs of its own inside backward; they belong to the loss around them."""
 
@@ -116,7 +113,6 @@ def test_checkpointed_blocks(reentrant: bool, scaled: bool, where: str, tmp_path
     assert_same_state(model, plain)
 
 
-@everywhere
 def test_gradients_with_respect_to_inputs_alone_are_torchs(where: str, tmp_path: Path) -> None:
     """Nothing lands, so nothing needs a scale: saliency maps are those of a plain fp16 model."""
     model, plain = wrap(Toy("loss"), where, tmp_path, precision="fp16"), stock("loss")
