@@ -26,12 +26,12 @@ help:  ## list the targets
 demo: $(VENV)/.built  ## set up, then train a GPT-2-shaped model in less memory than it needs
 	$(BIN)/gemini demo $(ARGS)
 
-test: $(VENV)/.built  ## set up, then run the tests (ARGS="-k name" to choose)
-	@echo "Tests marked 'slow' are left out here; 'make test-slow' runs all."
+test: $(VENV)/.built  ## set up, then run the quick tests (ARGS="-k name" to choose)
+	@echo "One case of everything; the rest of the wide sweeps is run by 'make test-slow'."
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
 
-test-slow: $(VENV)/.built  ## set up, then run every test, the slow ones too
-	$(BIN)/python -m pytest -m "slow or not slow" $(ARGS)
+test-slow: $(VENV)/.built  ## set up, then run the tests that 'make test' leaves out
+	$(BIN)/python -m pytest -m slow -n $(JOBS) --dist loadfile $(ARGS)
 
 test-gpu: $(VENV)/.built  ## set up, then run the tests of a card (GEMINI_GPU_TESTS=standin: without one)
 	$(BIN)/python -m pytest -m gpu tests/gpu $(ARGS)

@@ -4,6 +4,9 @@ torch's own products change bits between one thread and two on some shapes, so a
 The product never sets one; the tests do, here. A test that counts what it saw (``summary("180 placements ...")``) is
 reported after the run, because a property test that never met its hard cases proves nothing.
 
+What is quick and what is slow is decided here too: of a test that runs for every combination of its parameters, the
+quick suite keeps a choice in which every value occurs (``tests/sweeps.py``), and ``make test-slow`` runs the rest.
+
 Whole files are given to several processes (pytest-xdist, ``--dist loadfile``). The longest come first, so that none of
 them is left for the end, when the other process has nothing more to do.
 """

@@ -1,13 +1,15 @@
 """Wide sweeps: the quick suite runs a few combinations of a test's parameters, the slow one all the others.
 
-``@pytest.mark.sweep`` on a test (or ``pytestmark = pytest.mark.sweep`` in a file) keeps a covering choice of its cases
-and marks the others ``slow``. Every value of every parameter is in the choice, as few times as possible: each program
-once, each placement and each precision in turn. The choice begins elsewhere in each test, by the test's name, so that
-tests of one shape meet in different combinations; the same cases are quick on every machine and in every process.
+In the folders ``SWEPT``, where a case trains a model, a test that runs for all combinations of its parameters keeps a
+covering choice of them in the quick suite, and the others are marked ``slow``. Every value of every parameter is in the
+choice, as few times as possible: each program once, each placement and each precision in turn. The choice begins
+elsewhere in each test, by the test's name, so that tests of one shape meet in different combinations; the same cases
+are quick on every machine and in every process.
 
-``sweep(every=3)`` is for a long list of one kind (lengths, states, draws), where each value is a case of its own: each
-third value is kept. Nothing is dropped: what is not quick is slow, and ``make test-slow`` runs it. A case that is asked
-for by its id (``pytest "test_x.py::test_y[ram-bf16]"``) is a family of its own, and runs.
+``@pytest.mark.sweep(every=3)`` on a test, in any folder, keeps each third value of its parameters: for a long list of
+one kind (lengths, states, draws). ``every=1`` makes a test of another folder a sweep. Nothing is dropped: what is not
+quick is slow, and ``make test-slow`` runs it. A case that is asked for by its id (``pytest
+"test_x.py::test_y[ram-bf16]"``) is a family of its own, and runs.
 """
 
 from __future__ import annotations
@@ -18,15 +20,19 @@ from collections.abc import Sequence
 
 import pytest
 
+SWEPT = ("train", "ranks", "integrations")
+
 
 def mark_slow(items: Sequence[pytest.Item]) -> None:
     """Mark as slow the cases of sweeps that the quick suite leaves out."""
     families: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
-        if item.get_closest_marker("sweep") and hasattr(item, "callspec") and not item.get_closest_marker("slow"):
-            families[item.nodeid.partition("[")[0]].append(item)
+        if hasattr(item, "callspec") and not item.get_closest_marker("slow"):
+            if item.path.parent.name in SWEPT or item.get_closest_marker("sweep"):
+                families[item.nodeid.partition("[")[0]].append(item)
     for name, family in families.items():
-        every = family[0].get_closest_marker("sweep").kwargs.get("every", 1)
+        marker = family[0].get_closest_marker("sweep")
+        every = marker.kwargs["every"] if marker else 1
         quick = covering([item.callspec._idlist for item in family], start=zlib.crc32(name.encode()), every=every)
         for number, item in enumerate(family):
             if number not in quick:
