@@ -46,7 +46,9 @@ def covering(cases: Sequence[Sequence[str]], *, start: int = 0, every: int = 1) 
     of those the first, counted from ``start`` on.
     """
     axes = [list(dict.fromkeys(values)) for values in zip(*cases, strict=True)]
-    missing = {(axis, value) for axis, values in enumerate(axes) for value in values[::every]}
+    missing = {
+        (axis, value) for axis, values in enumerate(axes) for value in values[start % min(every, len(values)) :: every]
+    }
     pairs = [set(enumerate(case)) for case in cases]
     order = [(start + number) % len(cases) for number in range(len(cases))]
     chosen, uses = set[int](), Counter[tuple[int, str]]()

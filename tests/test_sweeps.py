@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from tests.sweeps import covering
-
-pytest_plugins = ["pytester"]
+from tests.sweeps import covering, mark_slow
 
 PRODUCT = [list(case) for case in itertools.product("abcde", "123", "xy")]
 
@@ -31,37 +32,41 @@ def test_a_case_alone_is_chosen() -> None:
 
 
 def test_each_third_of_a_list_and_values_that_do_not_meet() -> None:
-    assert covering([[str(value)] for value in range(8)], start=5, every=3) == {0, 3, 6}
+    assert covering([[str(value)] for value in range(8)], start=3, every=3) == {0, 3, 6}
+    assert covering([[str(value)] for value in range(8)], start=5, every=3) == {2, 5}
     assert covering([["a", "1"], ["b", "2"], ["b", "3"]]) == {0, 1, 2}
 
 
-TESTS = """
-import pytest
+class Case:
+    """What a pytest item says of itself, and the marks it gets."""
 
-@pytest.mark.parametrize("precision", ["bf16", "fp32"])
-@pytest.mark.parametrize("where", ["ram", "disk"])
-@MARK
-def test_sweep(where, precision):
-    pass
-"""
+    def __init__(self, folder: str, every: int | None, *values: str):
+        self.path, self.nodeid = Path("tests", folder, "test_it.py"), f"test_it.py::test[{'-'.join(values)}]"
+        self.callspec = SimpleNamespace(_idlist=values)
+        self.marks = {} if every is None else {"sweep": pytest.mark.sweep(every=every)}
+
+    def get_closest_marker(self, name: str) -> Any:
+        return self.marks.get(name)
+
+    def add_marker(self, mark: Any) -> None:
+        self.marks[mark.name] = mark
 
 
 @pytest.mark.parametrize(
-    ("folder", "mark", "num_quick"),
-    [("train", "", 2), ("planning", "", 4), ("planning", "@pytest.mark.sweep(every=1)", 2)],
+    ("folder", "every", "num_quick"), [("train", None, 5), ("train", 2, 3), ("planning", None, 30), ("planning", 1, 5)]
 )
-def test_the_quick_and_the_slow_ones_are_all(folder: str, mark: str, num_quick: int, pytester: pytest.Pytester) -> None:
-    pytester.makeconftest(
-        "from tests import sweeps\n"
-        "def pytest_configure(config):\n"
-        "    for marker in ('slow', 'sweep'):\n"
-        "        config.addinivalue_line('markers', marker)\n"
-        "def pytest_collection_modifyitems(items):\n"
-        "    sweeps.mark_slow(items)\n"
-    )
-    (pytester.mkdir(folder) / "test_it.py").write_text(TESTS.replace("@MARK", mark))
-    found = [pytester.inline_run("-m", what).listoutcomes()[0] for what in ("not slow", "slow")]
-    assert [len(passed) for passed in found] == [num_quick, 4 - num_quick]
-    assert len({report.nodeid for passed in found for report in passed}) == 4
-    alone = pytester.inline_run("-m", "not slow", *[report.nodeid for report in found[1][:1]])
-    assert len(alone.listoutcomes()[0]) == (1 if found[1] else num_quick)
+def test_tests_that_train_are_sweeps_and_others_if_they_say_so(folder: str, every: int | None, num_quick: int) -> None:
+    cases: list[Any] = [Case(folder, every, *values) for values in PRODUCT]
+    mark_slow(cases)
+    quick, slow = ([case for case in cases if ("slow" in case.marks) is which] for which in (False, True))
+    assert len(quick) == num_quick
+    for case in slow[:1]:
+        alone: Any = Case(folder, every, *case.callspec._idlist)
+        mark_slow([alone])
+        assert "slow" not in alone.marks, "asked for by its id it runs"
+
+
+@pytest.mark.parametrize("last", ["x", "y"])
+@pytest.mark.parametrize("first", ["a"])
+def test_pytest_says_the_values_of_a_case(first: str, last: str, request: pytest.FixtureRequest) -> None:
+    assert sorted(request.node.callspec._idlist) == [first, last]

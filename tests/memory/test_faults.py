@@ -118,6 +118,7 @@ def says_it_is_lost(error: GeminiError) -> bool:
 KINDS = ["read", "write", "reserve", "move pages", "allocate"]
 
 
+@pytest.mark.sweep(every=1)
 @pytest.mark.parametrize("micro", [1, 2])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_fault_in_forward_or_backward_loses_nothing(

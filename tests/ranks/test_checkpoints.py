@@ -133,6 +133,7 @@ def load_it(where: str, model: str, precision: str, folder: Path, mesh: Any) -> 
     return {**run.digest(), "rng": random.random()}
 
 
+@pytest.mark.sweep(every=3)
 @pytest.mark.parametrize("saved_by", [1, 2, 4])
 def test_saved_by_n_loaded_by_m(saved_by: int, pool_of: PoolOf, tmp_path: Path) -> None:
     where, model, precision = CASES[saved_by]

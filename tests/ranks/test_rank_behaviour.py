@@ -46,6 +46,7 @@ def messages(outcomes: list[Any], kind: str) -> list[str]:
 # ---- gradients -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep(every=2)
 @pytest.mark.parametrize("gradients", ["retain", "accumulate"])
 def test_no_sync_gives_the_same_gradients_and_sends_less(gradients: str, pool_of: Pools, tmp_path: Path) -> None:
     job = Job(num_micro=3, gradients=gradients, tight=False, num_steps=10, path=str(tmp_path))
