@@ -6,10 +6,10 @@ choice, as few times as possible: each program once, each placement and each pre
 elsewhere in each test, by the test's name, so that tests of one shape meet in different combinations; the same cases
 are quick on every machine and in every process.
 
-``@pytest.mark.sweep(every=3)`` on a test, in any folder, keeps each third value of its parameters: for a long list of
-one kind (lengths, states, draws). ``every=1`` makes a test of another folder a sweep. Nothing is dropped: what is not
-quick is slow, and ``make test-slow`` runs it. A case that is asked for by its id (``pytest
-"test_x.py::test_y[ram-bf16]"``) is a family of its own, and runs.
+``@pytest.mark.sweep(every=3)`` on a test, in any folder, keeps each third value of its parameters (both of two), for a
+long list of one kind (lengths, states, draws), and ``every=1`` makes a test of another folder a sweep. Nothing is
+dropped: what is not quick is slow, and ``make test-slow`` runs it. A case that is asked for by its id
+(``pytest "test_x.py::test_y[ram-bf16]"``) is a family of its own, and runs.
 """
 
 from __future__ import annotations
@@ -37,6 +37,10 @@ def mark_slow(items: Sequence[pytest.Item]) -> None:
         for number, item in enumerate(family):
             if number not in quick:
                 item.add_marker(pytest.mark.slow)
+
+
+def thinned(values: Sequence[str], start: int, every: int) -> Sequence[str]:
+    return values if len(values) < every else values[start % every :: every]
 
 
 def covering(cases: Sequence[Sequence[str]], *, start: int = 0, every: int = 1) -> set[int]:

@@ -175,6 +175,7 @@ def continued(where: str, other: str, precision: str, folder: Path, wait: bool) 
     return losses + expected, losses + found, whole.digest(), again.digest()
 
 
+@pytest.mark.sweep(every=2)
 @pytest.mark.parametrize(("size", "wait"), [(2, True), (2, False), (4, True)])
 def test_resumed_is_uninterrupted(size: int, wait: bool, pool_of: PoolOf, tmp_path: Path) -> None:
     precision = "fp32" if size == 4 else "bf16"
@@ -306,6 +307,7 @@ def failing_disk(folder: Path, failing: int, wait: bool) -> Any:
     return kept == good, left, old.digest() == run.digest()
 
 
+@pytest.mark.sweep(every=2)
 @pytest.mark.parametrize(("failing", "wait"), [(0, True), (1, True), (1, False)])
 def test_a_disk_that_fails_on_one_rank(failing: int, wait: bool, pool_of: PoolOf, tmp_path: Path) -> None:
     for kept, left, saved in pool_of(2).run(failing_disk, tmp_path, failing, wait):
@@ -339,6 +341,7 @@ def load_damaged(folder: Path, spoil: str) -> Any:
     return True
 
 
+@pytest.mark.sweep(every=2)
 @pytest.mark.parametrize(
     "spoil", ["params-00000-00000.safetensors", "params-00001-00000.safetensors", "values.safetensors", "manifest.json"]
 )

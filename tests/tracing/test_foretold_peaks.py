@@ -16,6 +16,7 @@ import trace_accuracy  # noqa: E402
 import gemini  # noqa: E402
 
 
+@pytest.mark.sweep(every=3)
 @pytest.mark.parametrize("name", ["gpt2", "llama", "mixtral", "t5", "vit"])
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_within_the_limit(name: str, checkpointing: bool) -> None:

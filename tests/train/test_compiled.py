@@ -136,6 +136,7 @@ def assert_same_run(model: Any, plain_model: Any, loss_of: Callable[[Any, int], 
 # ---- the bits --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep(every=3)
 @pytest.mark.parametrize(
     ("way", "where"), [*((way, where) for way in ("call", "forward") for where in PLACEMENTS), ("parts", "disk")]
 )

@@ -53,8 +53,11 @@ CASES: list[tuple[str, Recipe, int]] = [
 ]
 
 
-QUICK = 8
-"""Draws of each case that the quick suite makes."""
+QUICK = {("llama", "bf16"), ("gpt2", "bf16"), ("mixtral", "fp16"), ("t5", "fp16"), ("tied", "bf16"), ("frozen", "fp16")}
+"""The cases of which the quick suite makes some draws."""
+
+NUM_QUICK = 6
+"""Draws of each case in that run."""
 
 SHORT = 6
 """Steps of two draws of three: the first is recorded, the second foretold from it, and the others are like it."""
@@ -65,10 +68,11 @@ def steps_of(index: int, recipe: Recipe) -> int:
 
 
 def parts() -> Iterator[Any]:
-    """The cases as ranges of draws: some for the quick suite, and all of them, none cut short, for the slow one."""
+    """The cases as ranges of draws: six families for the quick suite; all of them, none cut short, for the slow one."""
     for family, recipe, num_draws in CASES:
-        name = f"{family}-{recipe.precision}"
-        yield pytest.param(family, recipe, range(QUICK), True, id=name)
+        name, is_quick = f"{family}-{recipe.precision}", (family, recipe.precision) in QUICK
+        marks = () if is_quick else pytest.mark.slow
+        yield pytest.param(family, recipe, range(NUM_QUICK if is_quick else num_draws), True, id=name, marks=marks)
         yield pytest.param(family, recipe, range(num_draws), False, id=f"{name}-whole", marks=pytest.mark.slow)
 
 
@@ -108,9 +112,7 @@ class Draw:
         )
 
 
-def draw(
-    rng: random.Random, model: nn.Module, precision: str, devices: tuple[str, ...] = ("cpu", "standin")
-) -> Draw:
+def draw(rng: random.Random, model: nn.Module, precision: str, devices: tuple[str, ...] = ("cpu", "standin")) -> Draw:
     """A random placement and the budgets that just hold it."""
     device = rng.choice(devices)
     tile = rng.choice((None, 4096))
