@@ -29,6 +29,7 @@ from tests.train.helpers import (
     llama,
     on_batch,
     same_bits,
+    train,
     train_plain,
     wrap,
 )
@@ -77,12 +78,8 @@ def recomputing(model: Any, seed: int) -> torch.Tensor:
 def test_plain_backwards_of_a_loss_inside_are_exact(loss_of: Any, gives: str, where: str, tmp_path: Path) -> None:
     model, plain = wrap(Toy(gives), where, tmp_path, precision="fp16"), Plain(Toy(gives), "fp16", scale=SCALE)
     engine_of(model).loss_scale.scale = SCALE
-    optimizer = adam(model)
     train_plain(plain, range(2), loss_of)
-    for seed in range(2):
-        loss_of(model, seed).backward()
-        model.clip_grad_norm_(1.0)
-        optimizer.step()
+    train(model, adam(model), range(2), loss_of)
     assert_same_state(model, plain)
 
 
