@@ -148,6 +148,7 @@ def test_saved_by_n_loaded_by_m(saved_by: int, pool_of: PoolOf, tmp_path: Path) 
                 assert rng == expected[rank]["rng"], "each rank goes on with its own random numbers"
 
 
+@pytest.mark.slow
 def test_replicas_and_shards(pool_of: PoolOf, tmp_path: Path) -> None:
     """Two replicas of two shards: one of them writes, all of them read; and any other division of the same ranks."""
     for number, (saved, loaded) in enumerate((((2, 2), None), (None, (2, 2)), ((4, 1), (2, 2)))):

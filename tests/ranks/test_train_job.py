@@ -319,7 +319,7 @@ def test_a_refusal_of_all_is_printed_once(folder: Path) -> None:
         assert second == "" and job.said(1, "stdout") == "" and "Traceback" not in first
 
 
-@pytest.mark.sweep(every=2)
+@pytest.mark.slow
 @pytest.mark.parametrize(("whom", "number"), [("rank 1", signal.SIGTERM), ("torchrun", signal.SIGINT)])
 def test_a_wish_to_stop_stops_all_after_the_same_step(
     pool_of: PoolOf, folder: Path, whom: str, number: signal.Signals
