@@ -20,8 +20,14 @@ FLOORS = [
     ("gemini.errors", "gemini.interrupts", "gemini.tiers", "gemini.states", "gemini.version"),
     ("gemini.planning",),
     (
-        "gemini.config", "gemini.grad_mode", "gemini.kernels", "gemini.kernels_checks", "gemini.kernels_cuda",
-        "gemini.kernels_reference", "gemini.kernels_sums", "gemini._C",
+        "gemini.config",
+        "gemini.grad_mode",
+        "gemini.kernels",
+        "gemini.kernels_checks",
+        "gemini.kernels_cuda",
+        "gemini.kernels_reference",
+        "gemini.kernels_sums",
+        "gemini._C",
     ),  # fmt: skip
     ("gemini.memory",),
     ("gemini.ranks",),

@@ -255,6 +255,7 @@ def save_behind(where: str, gradients: str, change: str, folder: Path) -> tuple[
      (1, "standin", "retain", "gathered"), (2, "mixed", "retain", "steps"), (2, "mixed", "retain", "by name"),
      (2, "standin", "transient", "steps")],
 )  # fmt: skip
+@pytest.mark.sweep(every=3)
 def test_written_behind_the_training_is_one_moment(
     size: int, where: str, gradients: str, change: str, pool_of: PoolOf, tmp_path: Path
 ) -> None:

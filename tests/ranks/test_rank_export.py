@@ -66,6 +66,7 @@ def save_pretrained(model: str, where: str, precision: str, folder: Path, mesh: 
     [(2, "llama", "disk", "bf16", None), (2, "t5", "standin", "fp16", None), (4, "mixtral", "mixed", "bf16", (2, 2)),
      (4, "gpt2", "ram", "fp32", (4, 1))],
 )  # fmt: skip
+@pytest.mark.sweep(every=2)
 def test_saved_models_open_with_plain_transformers(
     size: int, model: str, where: str, precision: str, mesh: Any, pool_of: PoolOf, tmp_path: Path
 ) -> None:
