@@ -9,8 +9,8 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3 python3.13; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && { command -v $$p; break; }; done)
 
 NATIVE_SOURCES := $(wildcard setup.py) $(shell find csrc -type f 2>/dev/null)
-# Test files at a time: each test computes with one thread.
-JOBS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$(( n < 4 ? n : 4 )))
+# Test files at a time: each test computes with one thread. One more than cores, since tests of files and ranks also wait.
+JOBS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$(( n < 4 ? n + 1 : 4 )))
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 # Tests and jobs never reach out to a hub, and fork after tokenizers is silent.
@@ -26,12 +26,12 @@ help:  ## list the targets
 demo: $(VENV)/.built  ## set up, then train a GPT-2-shaped model in less memory than it needs
 	$(BIN)/gemini demo $(ARGS)
 
-test: $(VENV)/.built  ## set up, then run the tests (ARGS="-k name" to choose)
-	@echo "Tests marked 'slow' are left out here; 'make test-slow' runs all."
+test: $(VENV)/.built  ## set up, then run the quick tests (ARGS="-k name" to choose)
+	@echo "One case of everything; the rest of the wide sweeps is run by 'make test-slow'."
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
 
-test-slow: $(VENV)/.built  ## set up, then run every test, the slow ones too
-	$(BIN)/python -m pytest -m "slow or not slow" $(ARGS)
+test-slow: $(VENV)/.built  ## set up, then run the tests that 'make test' leaves out
+	$(BIN)/python -m pytest -m slow -n $(JOBS) --dist loadfile $(ARGS)
 
 test-gpu: $(VENV)/.built  ## set up, then run the tests of a card (GEMINI_GPU_TESTS=standin: without one)
 	$(BIN)/python -m pytest -m gpu tests/gpu $(ARGS)

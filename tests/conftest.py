@@ -4,6 +4,9 @@ torch's own products change bits between one thread and two on some shapes, so a
 The product never sets one; the tests do, here. A test that counts what it saw (``summary("180 placements ...")``) is
 reported after the run, because a property test that never met its hard cases proves nothing.
 
+What is quick and what is slow is decided here too: of a test that runs for every combination of its parameters, the
+quick suite keeps a choice in which every value occurs (``tests/sweeps.py``), and ``make test-slow`` runs the rest.
+
 Whole files are given to several processes (pytest-xdist, ``--dist loadfile``). The longest come first, so that none of
 them is left for the end, when the other process has nothing more to do.
 """
@@ -23,16 +26,19 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import torch  # noqa: E402
 
+from tests import sweeps  # noqa: E402
+
 torch.set_num_threads(1)
 
 LONGEST = """
-test_rank_exactness test_exactness test_train_job test_memory test_loading_memory test_rank_behaviour test_docs_pages
-test_export_memory test_checkpoints test_sharding test_rank_export test_faults test_lightning_ranks test_model_zoo
-test_compiled test_doc_blocks test_device_kernels test_streamed test_faults_in_flight test_rank_adapters test_train
-test_pool test_races test_checkpoint test_activations test_updates test_promotion test_rank_loading
-test_trainer_ranks test_access
+test_exactness test_compiled test_train_job test_rank_exactness test_checkpoints test_rank_behaviour test_memory
+test_faults test_sharding test_rank_export test_cuda_bodies test_docs_pages test_train test_refusals
+test_native_process test_access test_rank_disagreements test_model_zoo test_checkpoint test_behaviour test_program_hunt
+test_doc_blocks test_door test_plan_runs test_moves test_model_kinds test_optimizer test_streamed test_trainer_ranks
+test_export test_peft_training test_device_kernels test_races test_loading_memory test_export_memory
+test_lightning_ranks test_rank_waits test_pool test_pictures test_hf_saving test_activation_overlap
 """.split()
-"""Files by the seconds they take, the longest first; the others follow as they were collected."""
+"""Files by the seconds they take, quick or slow, the longest first; the others follow as they were collected."""
 
 _LINES = pytest.StashKey[list[str]]()
 
@@ -42,7 +48,9 @@ def pytest_configure(config: pytest.Config) -> None:
         config.option.loadscopereorder = False
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest looks at the marks to leave out what is slow
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    sweeps.mark_slow(items)
     place = {name: number for number, name in enumerate(LONGEST)}
     items.sort(key=lambda item: place.get(item.path.stem, len(place)))
 

@@ -68,6 +68,7 @@ def test_commands_and_options_exist(page: Path) -> None:
             raise AssertionError(f"{where}: {command}: {e or type(e).__name__}") from e
 
 
+@pytest.mark.slow
 def test_the_program_of_many_processes_runs_in_two(folder: Path) -> None:
     """With torchrun, as the page says: what runs alone may still not run in two."""
     page = ROOT / "docs" / "guide" / "many_processes.md"

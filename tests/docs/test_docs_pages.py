@@ -186,6 +186,7 @@ def test_numbers_of_reports_are_in_the_reports() -> None:
     assert checked >= 12
 
 
+@pytest.mark.slow
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     """`make docs`: a broken link, a page in no list, a docstring that is not reStructuredText are errors."""
     command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-d", str(tmp_path / "trees")]

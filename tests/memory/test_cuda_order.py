@@ -10,7 +10,6 @@ from __future__ import annotations
 import gc
 import threading
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -21,18 +20,6 @@ from gemini.errors import GeminiError
 from gemini.memory.devices import cuda_streams
 from gemini.memory.devices.cuda import CudaDevice
 from gemini.memory.devices.device import Event
-
-
-@pytest.fixture
-def runtime(monkeypatch: pytest.MonkeyPatch) -> Runtime:
-    return Runtime(monkeypatch)
-
-
-@pytest.fixture
-def device(runtime: Runtime) -> Iterator[CudaDevice]:
-    made = CudaDevice(torch.device("cuda", 1))
-    yield made
-    made.close()
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,18 +30,6 @@ from gemini.planning.trace import Access
 from gemini.tiers import Tier
 
 PAGE = 4096
-
-
-@pytest.fixture
-def runtime(monkeypatch: pytest.MonkeyPatch) -> Runtime:
-    return Runtime(monkeypatch)
-
-
-@pytest.fixture
-def device(runtime: Runtime) -> Iterator[CudaDevice]:
-    made = CudaDevice(torch.device("cuda", 1))
-    yield made
-    made.close()
 
 
 def host(runtime: Runtime) -> Any:

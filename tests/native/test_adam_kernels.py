@@ -56,6 +56,7 @@ def ordinary(n: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return p, m, torch.rand(n, generator=rng) * 1e-6, g
 
 
+@pytest.mark.sweep(every=1)
 @needs_native
 @pytest.mark.parametrize("hyper", [HYPER, L2], ids=["adamw", "adam"])
 @pytest.mark.parametrize("is_split", [False, True], ids=["fp32", "split"])

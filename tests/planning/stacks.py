@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
+import pytest
+
+from gemini.planning import simulate as simulating
 from gemini.planning.hardware import Figure, Hardware
 from gemini.planning.placement import Placement, Problem
 from gemini.planning.plan import Plan
@@ -16,6 +20,17 @@ from gemini.tiers import Tier
 
 NUMEL = 2**20
 """Params of a layer: one chunk, without padding."""
+LAYERS = 6
+FETCHES = 2 * LAYERS - 2
+"""With room for two layers the last two are still there when backward begins."""
+MS = 1e-3
+
+simulate = partial(simulating.simulate, schedule="serial")
+simulate_policy = partial(simulating.simulate_policy, schedule="serial")
+
+
+def close(value: float) -> object:
+    return pytest.approx(value, rel=1e-4)  # the round machine's memory is fast, not infinitely so
 
 
 def stack_trace(

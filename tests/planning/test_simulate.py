@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
-from functools import partial
 
 import pytest
-from stacks import NUMEL, machine, stack_plan, stack_trace
+from stacks import FETCHES, LAYERS, MS, NUMEL, close, machine, simulate, stack_plan, stack_trace
 
 import gemini
 from gemini.errors import MissingFigure, PlanMismatch
-from gemini.planning import simulate as simulating
 from gemini.planning.costs import Costs, Efficiency
 from gemini.planning.outcome import SHARING, timeline_of
 from gemini.planning.plan import Plan, check_plan
@@ -21,18 +19,6 @@ from gemini.planning.trace import with_seconds
 from gemini.planning.traffic import Traffic, by_name
 from gemini.planning.work import Work
 from gemini.tiers import Tier
-
-simulate = partial(simulating.simulate, schedule="serial")
-simulate_policy = partial(simulating.simulate_policy, schedule="serial")
-
-LAYERS = 6
-FETCHES = 2 * LAYERS - 2
-"""With room for two layers the last two are still there when backward begins."""
-MS = 1e-3
-
-
-def close(value: float) -> object:
-    return pytest.approx(value, rel=1e-4)  # the round machine's memory is fast, not infinitely so
 
 
 def test_serial_step_is_the_sum_of_its_parts_on_a_gpu() -> None:

@@ -2,31 +2,15 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import pytest
-from stacks import NUMEL, machine, stack_plan, stack_trace
+from stacks import FETCHES, LAYERS, MS, NUMEL, close, machine, simulate, simulate_policy, stack_plan, stack_trace
 from traces import decoder_trace
 
 from gemini.errors import PlanMismatch
-from gemini.planning import simulate as simulating
 from gemini.planning.planner import plan as make_plan
 from gemini.planning.policy import FirstInFirstOut, LeastRecentlyUsed
 from gemini.planning.timeline import Lane
 from gemini.tiers import Tier
-
-simulate = partial(simulating.simulate, schedule="serial")
-simulate_policy = partial(simulating.simulate_policy, schedule="serial")
-
-LAYERS = 6
-FETCHES = 2 * LAYERS - 2
-"""With room for two layers the last two are still there when backward begins."""
-MS = 1e-3
-
-
-def close(value: float) -> object:
-    return pytest.approx(value, rel=1e-4)  # the round machine's memory is fast, not infinitely so
-
 
 # ---- ranks ------------------------------------------------------------------------------------------------------
 

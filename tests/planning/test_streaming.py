@@ -6,7 +6,7 @@ import json
 from dataclasses import replace
 
 import pytest
-from stacks import NUMEL, machine, stack_plan
+from stacks import FETCHES, LAYERS, MS, NUMEL, close, machine, stack_plan
 from traces import decoder_trace
 
 from gemini.errors import BudgetExceeded, PlanMismatch
@@ -264,10 +264,6 @@ def test_the_report_says_how_much_is_streamed_and_what_that_holds() -> None:
 
 # ---- the predicted time ----------------------------------------------------------------------------------------------
 
-LAYERS = 6
-FETCHES = 2 * LAYERS - 2
-MS = 1e-3
-
 
 def streamed_stack(streamed: range = range(LAYERS), **how: object) -> Plan:
     made = stack_plan(LAYERS, weights=CPU, states=CPU, **how)  # type: ignore[arg-type]
@@ -277,10 +273,6 @@ def streamed_stack(streamed: range = range(LAYERS), **how: object) -> Plan:
     made = replace(made, problem=problem, placement=replace(made.placement, streamed=frozenset(streamed)))
     check_plan(made)
     return made
-
-
-def close(value: float) -> object:
-    return pytest.approx(value, rel=1e-4)
 
 
 def test_serial_streams_in_turn() -> None:

@@ -133,6 +133,7 @@ def load_it(where: str, model: str, precision: str, folder: Path, mesh: Any) -> 
     return {**run.digest(), "rng": random.random()}
 
 
+@pytest.mark.sweep(every=3)
 @pytest.mark.parametrize("saved_by", [1, 2, 4])
 def test_saved_by_n_loaded_by_m(saved_by: int, pool_of: PoolOf, tmp_path: Path) -> None:
     where, model, precision = CASES[saved_by]
@@ -147,6 +148,7 @@ def test_saved_by_n_loaded_by_m(saved_by: int, pool_of: PoolOf, tmp_path: Path) 
                 assert rng == expected[rank]["rng"], "each rank goes on with its own random numbers"
 
 
+@pytest.mark.slow
 def test_replicas_and_shards(pool_of: PoolOf, tmp_path: Path) -> None:
     """Two replicas of two shards: one of them writes, all of them read; and any other division of the same ranks."""
     for number, (saved, loaded) in enumerate((((2, 2), None), (None, (2, 2)), ((4, 1), (2, 2)))):
@@ -174,6 +176,7 @@ def continued(where: str, other: str, precision: str, folder: Path, wait: bool) 
     return losses + expected, losses + found, whole.digest(), again.digest()
 
 
+@pytest.mark.sweep(every=2)
 @pytest.mark.parametrize(("size", "wait"), [(2, True), (2, False), (4, True)])
 def test_resumed_is_uninterrupted(size: int, wait: bool, pool_of: PoolOf, tmp_path: Path) -> None:
     precision = "fp32" if size == 4 else "bf16"
@@ -252,6 +255,7 @@ def save_behind(where: str, gradients: str, change: str, folder: Path) -> tuple[
      (1, "standin", "retain", "gathered"), (2, "mixed", "retain", "steps"), (2, "mixed", "retain", "by name"),
      (2, "standin", "transient", "steps")],
 )  # fmt: skip
+@pytest.mark.sweep(every=3)
 def test_written_behind_the_training_is_one_moment(
     size: int, where: str, gradients: str, change: str, pool_of: PoolOf, tmp_path: Path
 ) -> None:
@@ -305,6 +309,7 @@ def failing_disk(folder: Path, failing: int, wait: bool) -> Any:
     return kept == good, left, old.digest() == run.digest()
 
 
+@pytest.mark.sweep(every=2)
 @pytest.mark.parametrize(("failing", "wait"), [(0, True), (1, True), (1, False)])
 def test_a_disk_that_fails_on_one_rank(failing: int, wait: bool, pool_of: PoolOf, tmp_path: Path) -> None:
     for kept, left, saved in pool_of(2).run(failing_disk, tmp_path, failing, wait):
@@ -338,6 +343,7 @@ def load_damaged(folder: Path, spoil: str) -> Any:
     return True
 
 
+@pytest.mark.sweep(every=2)
 @pytest.mark.parametrize(
     "spoil", ["params-00000-00000.safetensors", "params-00001-00000.safetensors", "values.safetensors", "manifest.json"]
 )

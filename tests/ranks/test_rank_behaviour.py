@@ -46,6 +46,7 @@ def messages(outcomes: list[Any], kind: str) -> list[str]:
 # ---- gradients -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep(every=2)
 @pytest.mark.parametrize("gradients", ["retain", "accumulate"])
 def test_no_sync_gives_the_same_gradients_and_sends_less(gradients: str, pool_of: Pools, tmp_path: Path) -> None:
     job = Job(num_micro=3, gradients=gradients, tight=False, num_steps=10, path=str(tmp_path))
@@ -107,6 +108,7 @@ def test_the_mean_does_not_overflow_in_half_precision(pool_of: Pools) -> None:
     assert pool_of(2).run(large_half_gradients) == [40000.0, 40000.0]
 
 
+@pytest.mark.sweep(every=3)
 @pytest.mark.parametrize(("precision", "reduce_dtype"), [("bf16", "fp32"), ("fp32", "bf16"), ("fp16", "fp32")])
 def test_reduction_dtype(precision: str, reduce_dtype: str, pool_of: Pools, tmp_path: Path) -> None:
     job = Job(precision=precision, tight=False, path=str(tmp_path))

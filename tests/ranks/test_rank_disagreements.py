@@ -156,6 +156,7 @@ DISAGREEMENTS = [
 ]
 
 
+@pytest.mark.sweep(every=2)
 @pytest.mark.parametrize(("how", "said"), DISAGREEMENTS, ids=[how for how, _ in DISAGREEMENTS])
 def test_ranks_that_disagree_about_a_step_are_told_so_before_it(how: str, said: str, pool_of: Pools) -> None:
     for text, changed in pool_of(2).run(disagree, how, {}, 1):

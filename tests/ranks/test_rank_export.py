@@ -66,6 +66,7 @@ def save_pretrained(model: str, where: str, precision: str, folder: Path, mesh: 
     [(2, "llama", "disk", "bf16", None), (2, "t5", "standin", "fp16", None), (4, "mixtral", "mixed", "bf16", (2, 2)),
      (4, "gpt2", "ram", "fp32", (4, 1))],
 )  # fmt: skip
+@pytest.mark.sweep(every=2)
 def test_saved_models_open_with_plain_transformers(
     size: int, model: str, where: str, precision: str, mesh: Any, pool_of: PoolOf, tmp_path: Path
 ) -> None:
@@ -85,6 +86,7 @@ def refused_target(folder: Path, mesh: Any) -> str:
     return str(caught.value)
 
 
+@pytest.mark.sweep(every=2)
 @pytest.mark.parametrize(("size", "mesh"), [(2, None), (4, (2, 2))])
 def test_a_failure_of_the_writing_rank_is_raised_on_all(size: int, mesh: Any, pool_of: PoolOf, tmp_path: Path) -> None:
     first, *others = pool_of(size).run(refused_target, tmp_path, mesh)
@@ -129,6 +131,7 @@ def rise_while_saving(folder: Path, precision: str) -> tuple[int, int, int]:
     return exported, rise_over(lambda: gemini.save_checkpoint(folder / "ckpt", managed, optimizer)), num_bytes
 
 
+@pytest.mark.sweep(every=2)
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_no_rank_ever_holds_the_model(precision: str, pool_of: PoolOf, tmp_path: Path) -> None:
     for exported, saved, weights in pool_of(2).run(rise_while_saving, tmp_path, precision):
@@ -155,6 +158,7 @@ def through_torch(folder: Path, full: bool) -> Any:
     return sorted(optimizer["state"])
 
 
+@pytest.mark.sweep(every=2)
 @pytest.mark.parametrize("full", [False, True])
 def test_torch_state_dict_functions_have_full_values_on_every_rank(full: bool, pool_of: PoolOf, tmp_path: Path) -> None:
     one, two = pool_of(2).run(through_torch, tmp_path, full)

@@ -76,6 +76,7 @@ def test_a_rank_holds_its_share_and_sends_the_least(
     summary(f"{ranks} ranks, {precision}: all-gather {times:.2f} x the weights in little room, once in enough")
 
 
+@pytest.mark.sweep(every=3)
 @pytest.mark.parametrize("family", ["llama", "unused"])
 @pytest.mark.parametrize("mesh", [(2, 2), (4, 1), (1, 4)])
 def test_hybrid_sharding(family: str, mesh: tuple[int, int], pool_of: Pools, tmp_path: Path) -> None:

@@ -308,6 +308,7 @@ def test_a_whole_run_from_the_console_script(folder: Path) -> None:
     assert {path.name for path in (out / "checkpoints").iterdir()} == {"step-00000004", "step-00000006"}
 
 
+@pytest.mark.slow
 def test_a_refusal_of_all_is_printed_once(folder: Path) -> None:
     """By the budget, which no rank knows before the model is there."""
     with torchrun(folder, "--out", folder / "out", "--cpu-memory", "100KiB") as job:
@@ -318,6 +319,7 @@ def test_a_refusal_of_all_is_printed_once(folder: Path) -> None:
         assert second == "" and job.said(1, "stdout") == "" and "Traceback" not in first
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("whom", "number"), [("rank 1", signal.SIGTERM), ("torchrun", signal.SIGINT)])
 def test_a_wish_to_stop_stops_all_after_the_same_step(
     pool_of: PoolOf, folder: Path, whom: str, number: signal.Signals
@@ -347,6 +349,7 @@ def test_a_wish_to_stop_stops_all_after_the_same_step(
     assert same_weights(rest[0].weights, whole[0].weights)
 
 
+@pytest.mark.slow
 def test_the_death_of_a_rank_ends_the_other_at_once(folder: Path) -> None:
     with torchrun(folder, "--out", folder / "out", "--steps", 100000, "--save-every", 0) as job:
         job.wait_for("\nstep 3/")

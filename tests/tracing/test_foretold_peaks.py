@@ -10,6 +10,7 @@ import gemini
 from benchmarks import trace_accuracy
 
 
+@pytest.mark.sweep(every=3)
 @pytest.mark.parametrize("name", ["gpt2", "llama", "mixtral", "t5", "vit"])
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_within_the_limit(name: str, checkpointing: bool) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -132,6 +133,8 @@ PROGRAMS: dict[str, tuple[str, Callable[[Any, Extra, torch.Tensor], torch.Tensor
     "a part": ("tensor", a_part), "scalar fed back": ("loss", two_scalars_in_a_row), "kept": ("both", kept_output),
     "recomputed": ("loss", recomputed), "recomputed twice": ("tensor", recomputed_twice),
 }  # fmt: skip
+
+each_program = pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS)
 
 
 def stock(gives: str = "tensor") -> nn.Module:

@@ -24,7 +24,6 @@ from torch.nn import functional as F
 import gemini
 from tests.train.helpers import (
     DTYPES,
-    PLACEMENTS,
     Plain,
     adam,
     assert_same_snapshot,
@@ -46,11 +45,6 @@ from tests.train.helpers import (
 )
 
 Q = "model.layers.1.self_attn.q_proj.weight"
-
-
-@pytest.fixture(params=PLACEMENTS)
-def where(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
 
 
 # ---- read in the forward of another module ---------------------------------------------------------------------------

@@ -137,6 +137,7 @@ except ImportError as e:
 """
 
 
+@pytest.mark.sweep(every=3)
 @pytest.mark.parametrize(
     "hidden, code, extra",
     [

@@ -16,7 +16,6 @@ from torch import nn
 
 import gemini
 from tests.train.helpers import (
-    PLACEMENTS,
     Plain,
     adam,
     assert_same_snapshot,
@@ -33,11 +32,6 @@ from tests.train.helpers import (
 )
 
 Q = "model.layers.1.self_attn.q_proj.weight"
-
-
-@pytest.fixture(params=PLACEMENTS)
-def where(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
 
 
 def assert_untouched(model: nn.Module, like: nn.Module) -> None:

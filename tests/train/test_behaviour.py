@@ -18,7 +18,6 @@ from torch.nn import functional as F
 
 import gemini
 from tests.train.helpers import (
-    PLACEMENTS,
     Plain,
     adam,
     assert_same_snapshot,
@@ -38,12 +37,6 @@ from tests.train.helpers import (
     train_plain,
     wrap,
 )
-
-
-@pytest.fixture(params=PLACEMENTS)
-def where(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
 
 # ---- evaluation ------------------------------------------------------------------------------------------------------
 
@@ -238,10 +231,7 @@ def test_plain_steps_before_wrapping(where: str, tmp_path: Path) -> None:
     raw = llama().bfloat16()
     plain = Plain(llama().bfloat16())
     optimizer = adam(raw)
-    for seed in range(2):
-        on_batch(raw, seed).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    train(raw, optimizer, range(2), clip=None)
     train_plain(plain, range(2), clip=None)
     model = wrap(raw, where, tmp_path)
     masters = {name: model.full_param(name, torch.float32).view(-1) for name in plain.states}  # before any further step

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import gemini
-from tests.train.helpers import PLACEMENTS, compare, squares, wrap
+from tests.train.helpers import compare, squares, wrap
 
 
 class CastsItself(nn.Module):
@@ -24,11 +24,6 @@ class CastsItself(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.router = self.router.to(torch.float32)
         return self.router(self.first(x.to(self.first.weight.dtype)).float())
-
-
-@pytest.fixture(params=PLACEMENTS)
-def where(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
 
 
 def loss_of(model: Any, seed: int) -> torch.Tensor:

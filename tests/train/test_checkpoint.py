@@ -40,11 +40,6 @@ from tests.train.helpers import (
 REFUSED = (gemini.StorageError, gemini.PlanMismatch)
 
 
-@pytest.fixture(params=PLACEMENTS)
-def where(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
 class Run:
     """A model with dropout, its optimizer in two groups, a scheduler, and a data position."""
 

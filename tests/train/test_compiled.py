@@ -136,6 +136,7 @@ def assert_same_run(model: Any, plain_model: Any, loss_of: Callable[[Any, int], 
 # ---- the bits --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep(every=3)
 @pytest.mark.parametrize(
     ("way", "where"), [*((way, where) for way in ("call", "forward") for where in PLACEMENTS), ("parts", "disk")]
 )
@@ -187,7 +188,6 @@ def test_compiled_after_wrapping(where: str, tmp_path: Path) -> None:
     assert ran == []
 
 
-@pytest.mark.parametrize("where", PLACEMENTS)
 def test_compiled_code_of_others_may_call_modules_with_hooks(where: str, tmp_path: Path) -> None:
     """A function inside of a model: dynamo runs the hooks as they are, and compiles what is between them."""
 
@@ -247,7 +247,6 @@ def test_hooks_are_outside_of_compiled_code(way: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("make", [small, checkpointed], ids=["plain", "checkpointed"])
-@pytest.mark.parametrize("where", PLACEMENTS)
 def test_the_bits_of_inductor(where: str, make: Callable[[], Any], tmp_path: Path) -> None:
     def compiled() -> Any:
         model = make()
@@ -286,7 +285,6 @@ class Passing(nn.Module):
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("where", PLACEMENTS)
 def test_what_is_passed_on_is_nobody_s_result(where: str, compiled: bool, tmp_path: Path) -> None:
     """Its gradient says that the backward of the block that made it begins, and not that of those it went through."""
 

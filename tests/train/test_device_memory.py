@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import batch, llama
 
 import gemini
 from gemini.memory.chunks.chunk import Chunk
 from gemini.memory.devices.arena import Arena
 from gemini.memory.devices.device import Event, StandinDevice
 from gemini.tiers import Tier
+from tests.train.helpers import batch, llama, train
 
 
 class Arranged(StandinDevice):
@@ -65,20 +65,13 @@ def wrap(device: StandinDevice, path: Path, gpu: str = "320KiB", **settings: Any
     return model, gemini.HybridAdam(model.parameters(), lr=1e-3)
 
 
-def train(model: Any, optimizer: gemini.HybridAdam, steps: int = 2) -> None:
-    for number in range(steps):
-        model(**batch(number)).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
 @pytest.mark.parametrize(
     ("precision", "gpu", "overlap"), [("bf16", "200KiB", True), ("bf16", "8MiB", False), ("fp16", "320KiB", True)]
 )
 def test_all_memory_of_a_run_is_asked_for_once(tmp_path: Path, precision: str, gpu: str, overlap: bool) -> None:
     device = Arranged()
     model, optimizer = wrap(device, tmp_path, gpu, precision=precision, overlap=overlap)
-    train(model, optimizer, 3)
+    train(model, optimizer, range(3), clip=None)
     assert len(device.reservations) == 1 and device.num_inside > 10 and device.num_beyond == 0
     engine = model._gemini_engine
     assert device.reservations == [engine.ledger.used(Tier.CPU)], "what the placement names, and nothing else"
@@ -128,7 +121,7 @@ def step(model: Any, optimizer: gemini.HybridAdam) -> None:
 @pytest.mark.parametrize("write", [step, load, load_states])
 def test_who_changes_a_chunk_waits_for_the_copies_out_of_it(tmp_path: Path, write: Callable, overlap: bool) -> None:
     model, optimizer = wrap(StandinDevice(), tmp_path, overlap=overlap)
-    train(model, optimizer)
+    train(model, optimizer, range(2), clip=None)
     model(**batch(5)).loss.backward()
     engine = model._gemini_engine
     engine.drain()
@@ -142,7 +135,7 @@ def test_who_changes_a_chunk_waits_for_the_copies_out_of_it(tmp_path: Path, writ
 
 def test_what_was_written_to_gathered_weights_waits_too(tmp_path: Path) -> None:
     model, optimizer = wrap(StandinDevice(), tmp_path)
-    train(model, optimizer)
+    train(model, optimizer, range(2), clip=None)
     engine = model._gemini_engine
     chunk = next(c for c in engine.chunks if not c.resident and c.weights.tier is Tier.CPU)
     param = engine.by_chunk[chunk.spec.index][0].param
@@ -155,7 +148,7 @@ def test_what_was_written_to_gathered_weights_waits_too(tmp_path: Path) -> None:
 def test_the_report_shows_what_the_allocator_and_the_driver_say(tmp_path: Path) -> None:
     device = Arranged()
     model, optimizer = wrap(device, tmp_path)
-    train(model, optimizer, 1)
+    train(model, optimizer, range(1), clip=None)
     report = model.memory_report()
     assert "allocator" not in report and "says" not in str(report)
     used = report["gpu"]["used"]
@@ -185,7 +178,7 @@ def test_books_that_differ_from_the_allocator_s_are_found(
 ) -> None:
     device = Arranged()
     model, optimizer = wrap(device, tmp_path)
-    train(model, optimizer)
+    train(model, optimizer, range(2), clip=None)
     engine = model._gemini_engine
     engine.check_invariants()
     assert engine.ledger.held(Tier.GPU, "windows") and engine.ledger.held(Tier.GPU, "weights")

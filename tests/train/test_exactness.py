@@ -33,8 +33,7 @@ from gemini.train.setup.structure import working_set
 from tests import models
 from tests.models import Recipe
 
-# 30 placements for each family, over its precisions; not the whole product, which would only take longer. Of those with
-# 20, the second half is left to `make test-slow`.
+# 30 placements for each family, over its precisions; not the whole product, which would only take longer.
 ADAM = {"decoupled": False}
 PLAIN_GROUP = {"grouped": False, "scheduled": False}
 CASES: list[tuple[str, Recipe, int]] = [
@@ -54,8 +53,11 @@ CASES: list[tuple[str, Recipe, int]] = [
 ]
 
 
-QUICK = 14
-"""Draws of one case beyond which the suite makes half of them."""
+QUICK = {("llama", "bf16"), ("gpt2", "fp32"), ("mixtral", "fp16"), ("t5", "fp16"), ("tied", "bf16"), ("frozen", "fp16")}
+"""The cases of which the quick suite makes some draws."""
+
+NUM_QUICK = 6
+"""Draws of each case in that run."""
 
 SHORT = 6
 """Steps of two draws of three: the first is recorded, the second foretold from it, and the others are like it."""
@@ -66,10 +68,11 @@ def steps_of(index: int, recipe: Recipe) -> int:
 
 
 def parts() -> Iterator[Any]:
-    """The cases as ranges of draws: what every run makes, and all of them, none cut short, for the slow one."""
+    """The cases as ranges of draws: six families for the quick suite; all of them, none cut short, for the slow one."""
     for family, recipe, num_draws in CASES:
-        name, quick = f"{family}-{recipe.precision}", num_draws if num_draws <= QUICK else num_draws // 2
-        yield pytest.param(family, recipe, range(quick), True, id=name)
+        name, is_quick = f"{family}-{recipe.precision}", (family, recipe.precision) in QUICK
+        marks = () if is_quick else pytest.mark.slow
+        yield pytest.param(family, recipe, range(NUM_QUICK if is_quick else num_draws), True, id=name, marks=marks)
         yield pytest.param(family, recipe, range(num_draws), False, id=f"{name}-whole", marks=pytest.mark.slow)
 
 

@@ -40,11 +40,6 @@ from tests.train.helpers import (
 Q = "model.layers.1.self_attn.q_proj.weight"
 
 
-@pytest.fixture(params=PLACEMENTS)
-def where(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
 def trained(make: Any, where: str, path: Path, **how: Any) -> Any:
     model = wrap(make(), where, path, **how)
     train(model, adam(model), range(2))

@@ -49,6 +49,7 @@ print(peak - before, sum(p.numel() for p in model.parameters()) * 2)
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc to see anonymous memory")
+@pytest.mark.sweep(every=2)
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_saving_takes_a_small_part_of_the_weights(precision: str, tmp_path: Path) -> None:
     root = Path(__file__).parents[2]

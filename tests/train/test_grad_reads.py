@@ -21,7 +21,6 @@ CLIPPING = {
 
 
 @pytest.mark.parametrize("name", CLIPPING)
-@pytest.mark.parametrize("where", PLACEMENTS)
 def test_torchs_clipping_is_refused(name: str, where: str, tmp_path: Path) -> None:
     model = wrap(Blocks(), where, tmp_path)
     squares(model, 0).backward()
@@ -67,7 +66,6 @@ def test_torchs_norm_of_gradients_that_are_none_warns(tmp_path: Path) -> None:
         nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
 
 
-@pytest.mark.parametrize("where", PLACEMENTS)
 def test_nothing_of_ours_warns(where: str, tmp_path: Path) -> None:
     model = wrap(Blocks(), where, tmp_path)
     optimizer = adam(model)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +13,17 @@ from torch import nn
 
 import gemini
 from tests.train.half_programs import (
-    PROGRAMS,
     REMEDY,
     SCALE,
     Extra,
     Toy,
     assert_same_grads,
     data,
+    each_program,
     outside,
     stock,
 )
 from tests.train.helpers import (
-    PLACEMENTS,
     Plain,
     adam,
     assert_same_snapshot,
@@ -40,16 +38,7 @@ from tests.train.helpers import (
 )
 
 
-@pytest.fixture(params=PROGRAMS)
-def program(request: pytest.FixtureRequest) -> Iterator[Any]:
-    yield PROGRAMS[request.param]
-
-
-@pytest.fixture(params=PLACEMENTS)
-def where(request: pytest.FixtureRequest) -> Iterator[str]:
-    yield request.param
-
-
+@each_program
 def test_gradients_are_those_of_the_stock_loop(program: Any, where: str, tmp_path: Path) -> None:
     gives, loss_of = program
     model, plain = wrap(Toy(gives), where, tmp_path, precision="fp16"), stock(gives)

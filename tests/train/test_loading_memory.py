@@ -53,6 +53,7 @@ print(peak - before, sum(p.numel() for p in model.parameters()) * 2)
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc to see anonymous memory")
+@pytest.mark.sweep(every=2)
 @pytest.mark.parametrize("how", ["load", "draw"])
 def test_loading_takes_a_small_part_of_the_weights(how: str, tmp_path: Path) -> None:
     config = LlamaConfig(

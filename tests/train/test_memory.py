@@ -64,6 +64,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Watched]:
 # ---- (a) from outside ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_model_is_at_least_five_times_the_constant(runs: dict[int, Watched]) -> None:
     for watched in runs.values():
         assert 12 * watched.params >= 5 * CONSTANT
@@ -71,6 +72,7 @@ def test_the_model_is_at_least_five_times_the_constant(runs: dict[int, Watched])
         assert all(math.isfinite(loss) for loss in watched.said["trained"]["losses"])
 
 
+@pytest.mark.slow
 def test_peaks_stay_within_budget_plus_constant(runs: dict[int, Watched], summary: Callable[[str], None]) -> None:
     for budget, watched in runs.items():
         peak = watched.peak_anon["trained"]
@@ -87,12 +89,14 @@ def test_peaks_stay_within_budget_plus_constant(runs: dict[int, Watched], summar
     assert watched.peak_anon["wrapped"] <= max(SMALL, 2 * watched.params) + 2 * watched.params + CONSTANT
 
 
+@pytest.mark.slow
 def test_shrinking_the_budget_shrinks_the_peak(runs: dict[int, Watched], summary: Callable[[str], None]) -> None:
     fall = runs[LARGE].peak_anon["trained"] - runs[SMALL].peak_anon["trained"]
     summary(f"memory: a budget smaller by {(LARGE - SMALL) / MB:.0f} MB lowers the peak by {fall / MB:.0f} MB")
     assert fall >= 0.9 * (LARGE - SMALL)
 
 
+@pytest.mark.slow
 def test_the_spill_file_is_what_the_ledger_says(runs: dict[int, Watched]) -> None:
     for budget, watched in runs.items():
         report = watched.said["trained"]["report"]
@@ -107,12 +111,14 @@ def test_the_spill_file_is_what_the_ledger_says(runs: dict[int, Watched]) -> Non
             assert report[tier]["peak"] <= report[tier]["budget"]
 
 
+@pytest.mark.slow
 def test_deleting_the_model_gives_memory_back(runs: dict[int, Watched]) -> None:
     """Within 64 MB of before the model was built: allocator arenas, caches of torch's primitives."""
     for watched in runs.values():
         assert watched.anon["deleted"] <= watched.anon["ready"] + 64 * MB
 
 
+@pytest.mark.slow
 def test_a_forked_worker_does_not_double_memory(runs: dict[int, Watched]) -> None:
     """A DataLoader worker inherits the interpreter but none of the chunks, staging or windows."""
     for watched in runs.values():
@@ -223,6 +229,7 @@ def test_ledger_peaks_are_planes_plus_windows_plus_staging(tmp_path: Path, place
         assert held[kind] == pytest.approx(size * params, rel=0.02)
 
 
+@pytest.mark.slow
 def test_bytes_per_param_of_the_large_model(runs: dict[int, Watched]) -> None:
     for watched in runs.values():
         report = watched.said["trained"]["report"]

@@ -16,7 +16,6 @@ import gemini
 from tests.train.helpers import (
     DTYPES,
     MODELS,
-    PLACEMENTS,
     Blocks,
     Plain,
     adam,
@@ -35,11 +34,6 @@ from tests.train.helpers import (
     train,
     wrap,
 )
-
-
-@pytest.fixture(params=PLACEMENTS)
-def where(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -24,7 +24,6 @@ from gemini import kernels_reference as reference
 from gemini.kernels import AdamHyper
 from tests.train.helpers import (
     DTYPES,
-    PLACEMENTS,
     Blocks,
     Plain,
     adam,
@@ -42,11 +41,6 @@ from tests.train.helpers import (
 )
 
 Q = "model.layers.1.self_attn.q_proj.weight"
-
-
-@pytest.fixture(params=PLACEMENTS)
-def where(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
 
 
 def params(dtype: torch.dtype) -> list[nn.Parameter]:
@@ -286,10 +280,7 @@ def test_plain_bf16_params_keep_fp32_moments_through_a_round_trip() -> None:
 def test_loads_the_state_of_torchs_adamw(where: str, tmp_path: Path) -> None:
     raw = llama()
     stock = torch.optim.AdamW(raw.parameters(), lr=1e-2, weight_decay=0.1)
-    for seed in range(2):
-        on_batch(raw, seed).backward()
-        stock.step()
-        stock.zero_grad()
+    train(raw, stock, range(2), clip=None)
     saved, weights = stock.state_dict(), {n: p.detach().clone() for n, p in raw.named_parameters()}
     plain = Plain(raw, "fp32")
     for name, state in zip(plain.states, saved["state"].values(), strict=True):

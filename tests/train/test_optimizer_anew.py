@@ -10,7 +10,6 @@ import torch
 
 import gemini
 from tests.train.helpers import (
-    PLACEMENTS,
     Blocks,
     Plain,
     adam,
@@ -35,7 +34,6 @@ def forget(plain: Plain) -> None:
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
-@pytest.mark.parametrize("where", PLACEMENTS)
 def test_a_new_optimizer_has_the_bits_of_a_loop_with_a_new_one(where: str, precision: str, tmp_path: Path) -> None:
     plain = Plain(llama(), precision, scale=2.0**16 if precision == "fp16" else None)
     model = wrap(llama(), where, tmp_path, precision=precision)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +13,15 @@ from torch.utils.checkpoint import checkpoint
 import gemini
 from gemini.train.gradients.backward_calls import nodes_below, running_calls
 from tests.train.half_programs import (
-    PROGRAMS,
     REMEDY,
     SCALE,
     Extra,
     Toy,
     data,
+    each_program,
     stock,
 )
 from tests.train.helpers import (
-    PLACEMENTS,
     Plain,
     adam,
     assert_same_state,
@@ -31,22 +29,14 @@ from tests.train.helpers import (
     llama,
     on_batch,
     same_bits,
+    train,
     train_plain,
     wrap,
 )
 
 
-@pytest.fixture(params=PROGRAMS)
-def program(request: pytest.FixtureRequest) -> Iterator[Any]:
-    yield PROGRAMS[request.param]
-
-
-@pytest.fixture(params=PLACEMENTS)
-def where(request: pytest.FixtureRequest) -> Iterator[str]:
-    yield request.param
-
-
 @pytest.mark.parametrize("where", ["ram", "disk"])
+@each_program
 def test_a_plain_backward_is_refused_before_anything_lands(program: Any, where: str, tmp_path: Path) -> None:
     gives, loss_of = program
     model = wrap(Toy(gives), where, tmp_path, precision="fp16")
@@ -88,12 +78,8 @@ def recomputing(model: Any, seed: int) -> torch.Tensor:
 def test_plain_backwards_of_a_loss_inside_are_exact(loss_of: Any, gives: str, where: str, tmp_path: Path) -> None:
     model, plain = wrap(Toy(gives), where, tmp_path, precision="fp16"), Plain(Toy(gives), "fp16", scale=SCALE)
     engine_of(model).loss_scale.scale = SCALE
-    optimizer = adam(model)
     train_plain(plain, range(2), loss_of)
-    for seed in range(2):
-        loss_of(model, seed).backward()
-        model.clip_grad_norm_(1.0)
-        optimizer.step()
+    train(model, adam(model), range(2), loss_of)
     assert_same_state(model, plain)
 
 

@@ -15,7 +15,6 @@ from torch.utils.checkpoint import checkpoint
 import gemini
 from tests.train.helpers import (
     DTYPES,
-    PLACEMENTS,
     Plain,
     adam,
     assert_same_state,
@@ -84,7 +83,6 @@ def note_rewritten(plain: Plain) -> None:
             state["residual"][changed] = 0
 
 
-@pytest.mark.parametrize("where", PLACEMENTS)
 @pytest.mark.parametrize("precision", DTYPES)
 @pytest.mark.parametrize("kind", MODELS)
 def test_the_same_bits_as_the_plain_loop(kind: str, precision: str, where: str, tmp_path: Path) -> None:
@@ -114,7 +112,6 @@ def test_the_same_bits_as_the_plain_loop(kind: str, precision: str, where: str, 
     assert_same_state(model, plain)
 
 
-@pytest.mark.parametrize("where", PLACEMENTS)
 def test_as_the_same_program_on_plain_params(where: str, tmp_path: Path) -> None:
     """fp32, with updates beside the training; and the embedding as the whole model."""
     for make in (MODELS["embedding"], lambda: nn.Embedding(24, 8, max_norm=1.0)):

@@ -10,12 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from gemini.train.modules.calls import CallRecord
-from tests.train.helpers import PLACEMENTS, compare, squares
-
-
-@pytest.fixture(params=PLACEMENTS)
-def where(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
+from tests.train.helpers import compare, squares
 
 
 class Masked(nn.Module):

@@ -13,6 +13,7 @@ from torch import nn
 import gemini
 from gemini.train import ddp
 from gemini.train.modules import hooks
+from tests.train.helpers import train
 
 
 class Net(nn.Module):
@@ -198,13 +199,7 @@ def test_what_can_be_managed_computes_as_the_plain_loop(kind: str, tmp_path: Pat
     for each in (plain, model):
         optimizer = gemini.HybridAdam(each.parameters(), lr=1e-2, weight_decay=0.1)
         torch.manual_seed(1)
-        losses.append([])
-        for _ in range(3):
-            loss = each(torch.ones(2, 8))
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses[-1].append(loss.item())
+        losses.append(train(each, optimizer, range(3), lambda net, _: net(torch.ones(2, 8)), clip=None))
     assert losses[0] == losses[1]
 
 

@@ -1,0 +1,64 @@
+"""Wide sweeps: the quick suite runs a few combinations of a test's parameters, the slow one all the others.
+
+In the folders ``SWEPT``, where a case trains a model, a test that runs for all combinations of its parameters keeps a
+covering choice of them in the quick suite, and the others are marked ``slow``. Every value of every parameter is in the
+choice, as few times as possible: each program once, each placement and each precision in turn. The choice begins
+elsewhere in each test, by the test's name, so that tests of one shape meet in different combinations; the same cases
+are quick on every machine and in every process.
+
+``@pytest.mark.sweep(every=3)`` on a test, in any folder, keeps each third value of its parameters (both of two), for a
+long list of one kind (lengths, states, draws), and ``every=1`` makes a test of another folder a sweep. Nothing is
+dropped: what is not quick is slow, and ``make test-slow`` runs it. A case that is asked for by its id
+(``pytest "test_x.py::test_y[ram-bf16]"``) is a family of its own, and runs.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+
+import pytest
+
+SWEPT = ("train", "ranks", "integrations")
+
+
+def mark_slow(items: Sequence[pytest.Item]) -> None:
+    """Mark as slow the cases of sweeps that the quick suite leaves out."""
+    families: dict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        if hasattr(item, "callspec") and not item.get_closest_marker("slow"):
+            if item.path.parent.name in SWEPT or item.get_closest_marker("sweep"):
+                families[item.nodeid.partition("[")[0]].append(item)
+    for name, family in families.items():
+        marker = family[0].get_closest_marker("sweep")
+        every = marker.kwargs["every"] if marker else 1
+        quick = covering([item.callspec._idlist for item in family], start=zlib.crc32(name.encode()), every=every)
+        for number, item in enumerate(family):
+            if number not in quick:
+                item.add_marker(pytest.mark.slow)
+
+
+def thinned(values: Sequence[str], start: int, every: int) -> Sequence[str]:
+    return values if len(values) < every else values[start % every :: every]
+
+
+def covering(cases: Sequence[Sequence[str]], *, start: int = 0, every: int = 1) -> set[int]:
+    """The numbers of a few cases in which each value (or each ``every``-th one) of each parameter occurs.
+
+    Always the case with most values that no chosen one has; of equals the one whose values were chosen least often, and
+    of those the first, counted from ``start`` on.
+    """
+    axes = [list(dict.fromkeys(values)) for values in zip(*cases, strict=True)]
+    missing = {
+        (axis, value) for axis, values in enumerate(axes) for value in values[start % min(every, len(values)) :: every]
+    }
+    pairs = [set(enumerate(case)) for case in cases]
+    order = [(start + number) % len(cases) for number in range(len(cases))]
+    chosen, uses = set[int](), Counter[tuple[int, str]]()
+    while missing:
+        best = max(order, key=lambda n: (len(missing & pairs[n]), -sum(uses[pair] for pair in pairs[n])))
+        chosen.add(best)
+        uses.update(pairs[best])
+        missing -= pairs[best]
+    return chosen

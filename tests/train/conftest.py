@@ -1,0 +1,12 @@
+"""A test of training that takes ``where`` runs for the three placements, unless it is parametrized with others."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.train.helpers import PLACEMENTS
+
+
+@pytest.fixture(params=PLACEMENTS)
+def where(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
