@@ -105,6 +105,12 @@ def test_every_change_is_announced_and_said_to_be_whole(
     def by_name() -> None:
         model.load_state_dict({name: value * 2 for name, value in model.state_dict().items()})
 
+    def moments() -> None:
+        state = optimizer.state_dict()
+        for of_param in state["state"].values():
+            of_param["exp_avg"] = of_param["exp_avg"] * 2
+        optimizer.load_state_dict(state)
+
     def gathered() -> None:
         with model.gathered(write=True), torch.no_grad():
             for param in model.parameters():
@@ -113,7 +119,7 @@ def test_every_change_is_announced_and_said_to_be_whole(
     def load() -> None:
         gemini.load_checkpoint(tmp_path / "ckpt", model, optimizer)
 
-    changes: list[Callable[[], None]] = [steps, by_name, gathered, load]
+    changes: list[Callable[[], None]] = [steps, by_name, moments, gathered, load]
     for change in changes:
         change()
         assert watching.look(engine) == every, change.__name__
@@ -146,7 +152,6 @@ def test_two_observers_are_told_and_one_may_go_while_it_is(tmp_path: Path) -> No
             pass
 
     observers += [Leaving("one"), Leaving("two")]
-    with model.gathered(write=True), torch.no_grad():
-        for param in model.parameters():
-            param.fill_(1)
-    assert told == ["one", "two"]
+    with observers.writing(engine_of(model).chunks[0]):
+        assert told == ["one", "two"]
+    assert told == ["one", "two"] and not observers
