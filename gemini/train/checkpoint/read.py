@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from gemini.errors import PlanMismatch, StorageError
+from gemini.errors import PlanMismatch
 from gemini.memory.movement.mover import Mover, tiles
 from gemini.planning.planes import PlaneKind
 from gemini.train.checkpoint.format import VALUES, Manifest, compare_sums
@@ -69,7 +69,7 @@ class Reader:
         self.started = False
 
     def check(self, rank: int, size: int) -> None:
-        """Compare this rank's share of the checksums, one of ``size``. (That no part is missing ``open_files`` has seen.)
+        """Compare this rank's share of the checksums, one of ``size``. That no part is missing is known already.
 
         Raises:
             StorageError: naming the file and tensor that is not what was written.
