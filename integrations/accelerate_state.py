@@ -19,8 +19,8 @@ from accelerate.utils.constants import SCALER_NAME
 from torch import nn
 
 from gemini.errors import StorageError
-from gemini.train.checkpoint import files as checkpoint_files
-from gemini.train.checkpoint import replacing
+from gemini.train.checkpoint.format import read_manifest
+from gemini.train.checkpoint.replacing import find, place_of
 from gemini.train.checkpoint.saving import load_checkpoint, save_checkpoint
 from gemini.train.ddp import GeminiDDP
 from gemini.train.update.optimizer import HybridAdam
@@ -137,6 +137,6 @@ def _check_state(location: Path, pairs: Pairs) -> None:
             "folder, or load its weights alone (model.load_state_dict) and start anew"
         ) from e
     for folder, _, _ in pairs:
-        path = replacing.find(replacing.place_of(location / folder))
-        if checkpoint_files.read_manifest(path).extra != {"id": token}:
+        path = find(place_of(location / folder))
+        if read_manifest(path).extra != {"id": token}:
             raise StorageError(f"{location} was being overwritten when its saving was interrupted: give an older one")

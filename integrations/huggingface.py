@@ -185,7 +185,7 @@ class GeminiTrainerMixin:
         except Exception as e:
             refusal = e
         if engine is not None:
-            agree(engine, Point.EXPORT, "saving the model", refusal)
+            agree(engine.shards, Point.EXPORT, "saving the model", refusal)
         elif refusal is not None:
             raise refusal
 

@@ -8,7 +8,6 @@ alone.
 
 from __future__ import annotations
 
-import os
 import shutil
 import warnings
 from pathlib import Path
@@ -41,12 +40,7 @@ def clean_up(run_dir: str, accelerator: Any) -> None:
     """Remove what saves that were killed have left, and let a checkpoint that was being replaced stand again."""
     if accelerator.is_main_process:
         shutil.rmtree(staging_in(run_dir), ignore_errors=True)
-        for old in Path(run_dir).glob(".checkpoint-*.old"):
-            replacing.restore(old.with_name(old.name[1:].removesuffix(".old")))
-            if old.exists():  # removed from where nobody takes what is left of it for a whole one
-                staging_in(run_dir).mkdir(exist_ok=True)
-                os.rename(old, staging_in(run_dir) / old.name)
-        shutil.rmtree(staging_in(run_dir), ignore_errors=True)
+        replacing.clean_up(Path(run_dir), lambda name: name.startswith("checkpoint-"))
     accelerator.wait_for_everyone()
 
 

@@ -22,7 +22,8 @@ import torch
 from gemini.config import GeminiConfig
 from gemini.errors import GeminiError
 from gemini.ranks.agreement import Point
-from gemini.train.checkpoint import torch_file as streamed_file
+from gemini.train.checkpoint import torch_file
+from gemini.train.checkpoint.torch_file import Promises
 from gemini.train.ddp import GeminiDDP
 from gemini.train.engine import Engine
 from gemini.train.modules.compiled import BLOCKS_INSTEAD
@@ -233,14 +234,18 @@ class GeminiStrategy(DDPStrategy):
         """For :meth:`save_checkpoint`: names, shapes and dtypes; ``model.state_dict()`` gives values."""
         if not isinstance(self.model, GeminiDDP):
             return super().lightning_module_state_dict()
-        return streamed_file.promised_model_state(super(GeminiDDP, self.managed), self.engine)
+        self.engine.state.check_whole()
+        if not self.engine.state.in_method:
+            self.engine.recover_if_interrupted()
+        return Promises(self.engine.by_names).model_state(super(GeminiDDP, self.managed))
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """As ``torch.optim.AdamW`` has it, the moments named but not read."""
         optimizer = getattr(optimizer, "_optimizer", optimizer)
         if not isinstance(optimizer, HybridAdam):
             return super().optimizer_state(optimizer)
-        return streamed_file.promised_optimizer_state(optimizer)
+        self.engine.state.check_whole()
+        return Promises(self.engine.by_names).optimizer_state(optimizer)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Written by rank 0 while the others serve its reads; a failure is raised on all of them."""
@@ -249,13 +254,13 @@ class GeminiStrategy(DDPStrategy):
         refusal: Exception | None = None
         try:
             if self.is_global_zero and self._is_local(filepath) and storage_options is None:
-                streamed_file.write(checkpoint, Path(filepath))
+                torch_file.write(checkpoint, Path(filepath))
             elif self.is_global_zero:
-                values = streamed_file.keep_promises(checkpoint)
+                values = torch_file.keep_promises(checkpoint)
                 self.checkpoint_io.save_checkpoint(values, filepath, storage_options=storage_options)
         except Exception as e:
             refusal = e
-        agree(self.engine, Point.SAVE_CHECKPOINT, "Trainer.save_checkpoint", refusal)
+        agree(self.engine.shards, Point.SAVE_CHECKPOINT, "Trainer.save_checkpoint", refusal)
 
     def _is_local(self, path: Any) -> bool:
         """Whether the file may be written here; through a CheckpointIO or a URL go values, 12 bytes per param."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -136,6 +137,13 @@ def test_files_are_short_and_begin_with_what_they_hold(path: Path) -> None:
     lines = path.read_text().splitlines()
     assert len(lines) <= HARD_LIMIT, f"{len(lines)} lines: about {SOFT_LIMIT} are meant to be the limit"
     assert ast.get_docstring(ast.parse(path.read_text())), "a file opens with a paragraph: what it holds, for whom"
+
+
+def test_of_the_checkpoint_files_one_sees_the_engine() -> None:
+    """The others are given the few values that they work with."""
+    texts = {path.stem: path.read_text() for path in (PACKAGE / "train" / "checkpoint").glob("*.py")}
+    assert {name for name, text in texts.items() if re.search(r"\b_?[eE]ngine(_of)?\b", text)} == {"saving"}
+    assert not re.search(r"\bengine(\.\w+)+ = ", texts["saving"]), "what an engine has it changes itself"
 
 
 def test_bindings_alone_know_pybind11() -> None:

@@ -6,7 +6,6 @@ A folder under its final name is a whole checkpoint: ``gemini.save_checkpoint`` 
 from __future__ import annotations
 
 import re
-import shutil
 import tempfile
 from pathlib import Path
 
@@ -15,9 +14,6 @@ from gemini.jobs.errors import JobError
 from gemini.train.checkpoint import replacing
 
 _NAME = re.compile(r"step-(\d{8,})")
-_REMOVED = "removed"
-# What a removal, or a save between two renames, that was killed may have left.
-_LEFTOVER = re.compile(r"\.(step-\d{8,})\.(old|removed)")
 
 
 def checkpoints_in(out: Path) -> list[Path]:
@@ -37,17 +33,7 @@ def checkpoint_path(out: Path, step: int) -> Path:
 def prune(out: Path, keep: int) -> None:
     """Remove all but the newest ``keep``. Called after a newer one is whole, so one is always there."""
     for path in checkpoints_in(out)[:-keep]:
-        _remove(path)
-
-
-def _remove(path: Path) -> None:
-    """Another name first: what a killed removal leaves must not look like a checkpoint."""
-    match = _LEFTOVER.fullmatch(path.name)
-    going = path.with_name(f".{match[1] if match else path.name}.{_REMOVED}")
-    if path != going:
-        replacing.remove(going)
-        path.rename(going)
-    shutil.rmtree(going)
+        replacing.discard(path)
 
 
 def clean_up(out: Path) -> None:
@@ -56,17 +42,9 @@ def clean_up(out: Path) -> None:
     Called by one process before the first step of a run; what another living process is writing is left alone.
     """
     folder = out / "checkpoints"
-    for path in replacing.leftovers(folder):
-        if _NAME.match(path.name.removeprefix(".")):
-            replacing.remove(path)
-    for path in list(folder.iterdir()) if folder.is_dir() else []:
-        match = _LEFTOVER.fullmatch(path.name)
-        if match is None:
-            continue
-        if match[2] == "old":
-            replacing.restore(folder / match[1])
-        if path.exists():
-            _remove(path)
+    replacing.clean_up(folder, lambda name: _NAME.fullmatch(name) is not None)
+    for path in folder.glob(".step-*.removed"):  # as removals were called once
+        replacing.remove(path)
 
 
 def choose(resume: str | None, out: Path, *, overwrite: bool) -> Path | None:

@@ -22,6 +22,7 @@ from gemini.train.unmanage import unmanage
 
 if TYPE_CHECKING:
     from gemini.train.engine import Engine
+    from gemini.train.sharding.shards import Shards
 
 
 class ManagedAdapters:
@@ -56,9 +57,9 @@ class ManagedAdapters:
         if shards is None:
             call_without_grad(super().save_pretrained, save_directory, **kwargs)  # type: ignore[misc]
         else:
-            call_without_grad(self._save_together, Path(save_directory), kwargs)
+            call_without_grad(self._save_together, shards, Path(save_directory), kwargs)
 
-    def _save_together(self, directory: Path, kwargs: dict[str, Any]) -> None:
+    def _save_together(self, shards: Shards, directory: Path, kwargs: dict[str, Any]) -> None:
         """All ranks go through PEFT's saving side by side, for what it reads takes all of them."""
         engine = _engine(self)
         engine.state.check_whole()
@@ -81,8 +82,8 @@ class ManagedAdapters:
             raise
         except BaseException as e:
             failure = e
-        wait_for_all(engine, "save_pretrained")
-        tell(engine, "save_pretrained", failure, directory=directory.name)
+        wait_for_all(shards, "save_pretrained")
+        tell(shards, "save_pretrained", failure, directory=directory.name)
 
     def merge_and_unload(self, *args: Any, **kwargs: Any) -> Any:
         """As in PEFT: the base model with the adapters merged into its weights, as an *ordinary* model on the CPU.

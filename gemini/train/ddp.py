@@ -22,7 +22,7 @@ from gemini.errors import GeminiError
 from gemini.memory.chunks.chunk import COMPUTE_DTYPES
 from gemini.planning.trace import MemoryTrace
 from gemini.train.adapters import faces_of, refuse_unsupported
-from gemini.train.checkpoint.export import export_pretrained
+from gemini.train.checkpoint.export import Export
 from gemini.train.engine import Engine
 from gemini.train.modules import hooks
 from gemini.train.modules.compiled import compile_blocks, refuse_compiled_whole
@@ -229,9 +229,13 @@ class GeminiDDP(nn.Module):
 
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
         """As in transformers: an ordinary directory of safetensors, written shard by shard from where chunks live."""
-        _engine(self).drain()
-        _engine(self).state.check_whole()
-        return export_pretrained(self, _engine(self), super(), save_directory, *args, **kwargs)
+        engine = _engine(self)
+        engine.drain()
+        engine.state.check_whole()
+        return Export(
+            self, super(), save_directory, args, kwargs, by_names=engine.by_names, shards=engine.shards,
+            dtype=COMPUTE_DTYPES[engine.config.precision],
+        ).run()  # fmt: skip
 
     # ---- refused ------------------------------------------------------------------------------------------------
 

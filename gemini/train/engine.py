@@ -51,6 +51,7 @@ from gemini.train.sharding.shards import Shards
 from gemini.train.step import StepState
 from gemini.train.update.in_backward import refuse_used, step_landed, use_in_backward
 from gemini.train.update.updates import Updates
+from gemini.train.write_observers import WriteObservers
 
 
 class Engine:
@@ -81,7 +82,7 @@ class Engine:
         self.chunks, self.handles = built.chunks, built.handles
         self.by_chunk = iter_chunks(self.handles)
         self.working_set = built.working_set
-        self.saver: Any = None  # the Saver that writes a checkpoint behind the training, or did
+        self.write_observers = WriteObservers()
         self.recording: Recording | None = None  # who is told of everything while model.recording() is open
         self.mover = Mover(self.device, built.tile, self.ledger, device_tile=built.device_tile)
         self.exposure = Exposure(self)
@@ -144,9 +145,13 @@ class Engine:
 
     def before_write(self, chunk: Chunk) -> None:
         """Masters or moments of a chunk are about to change."""
-        chunk.begin_write()
-        if self.saver is not None:
-            self.saver.before_write(chunk)
+        self.write_observers.before_write(chunk)
+
+    def restored(self) -> None:
+        """Masters and moments are those of a checkpoint: what belongs to the ones before is gone."""
+        self.discard_grads()
+        self.state.mark_restored()
+        self.manager.drop(self.chunks)
 
     def begin_call(self, module: nn.Module, chunks: tuple[Chunk, ...], resident: tuple[Chunk, ...] = ()) -> None:
         """A hooked module starts to compute: gather what it reads, and wait for the updates of what is in place."""
@@ -469,6 +474,7 @@ class Engine:
             self.shards.end_step()
         if self.recording is not None:
             self.recording.end_step()
+        self.write_observers.step_ended()
         self.manager.look_ahead()
 
     def drain(self) -> None:
@@ -495,8 +501,7 @@ class Engine:
 
     def close(self) -> None:
         """Give everything back, whoever still holds a param: it keeps its shape and name, and refuses to be read."""
-        if self.saver is not None:
-            self.saver.close()
+        self.write_observers.close()
         for lanes in (self.updates, self.manager, self.gradients, self.activations):
             lanes.close()
         take_apart(self.chunks, self.handles)

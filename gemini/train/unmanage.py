@@ -9,6 +9,7 @@ from torch import nn
 from gemini.errors import BudgetExceeded, human_bytes
 from gemini.grad_mode import call_without_grad
 from gemini.memory.chunks.chunk import COMPUTE_DTYPES
+from gemini.train.checkpoint.saver import pending_in
 from gemini.train.engine import Engine
 
 
@@ -32,8 +33,8 @@ def unmanage(model: nn.Module, engine: Engine, what: str) -> None:
             f"{human_bytes(free)} are free; nothing was changed. Save the adapter (model.save_pretrained) and merge on "
             "a larger machine, or merge in place with model.merge_adapter()"
         )
-    if engine.saver is not None:
-        engine.saver.join()
+    for pending in pending_in(engine.write_observers):
+        pending.join()
     for hook in model.__dict__.pop("_gemini_hooks"):
         hook.remove()
     call_without_grad(_give_back, engine)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import pickle
 import resource
 import signal
@@ -21,7 +22,6 @@ from lightning_cases import L, Tiny, alone, assert_same, clean_environment, conf
 
 import gemini
 from benchmarks._progress import run as watched_run
-from gemini.train.checkpoint import torch_file as streamed_file
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -280,7 +280,7 @@ def test_a_write_that_fails_leaves_the_old_file(fitted: Any, point: str, tmp_pat
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(streamed_file.os, point, full)
+        patch.setattr(os, point, full)
         with pytest.raises(gemini.StorageError, match="No space left"):
             run.save_checkpoint(tmp_path / "x.ckpt")
         patch.undo()

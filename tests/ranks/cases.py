@@ -26,6 +26,7 @@ from gemini.planning.working import (
     tile_numel,
 )
 from gemini.tiers import Tier
+from gemini.train.params.by_name import read_range
 from gemini.train.setup.problem import collect_params, reduce_dtype
 from gemini.train.setup.structure import working_set
 from tests import models
@@ -218,10 +219,8 @@ def run(job: Job) -> Outcome:
     for handle in engine.handles:
         for kind in handle.chunk.planes:
             if kind.value in KINDS:
-                checksum = 0
-                for part in engine.by_names.read_parts(handle, kind):
-                    checksum = zlib.crc32(part.contiguous().view(torch.uint8).numpy().tobytes(), checksum)
-                out.state[f"{handle.name}/{kind.value}"] = checksum
+                part = read_range(engine.mover, handle.chunk.planes[kind], handle)
+                out.state[f"{handle.name}/{kind.value}"] = zlib.crc32(part.view(torch.uint8).numpy().tobytes())
         out.steps[handle.name] = handle.num_steps
     if job.reads:
         out.masters = managed.state_dict(dtype=torch.float32)

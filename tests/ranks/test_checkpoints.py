@@ -222,7 +222,7 @@ def save_behind(where: str, gradients: str, change: str, folder: Path) -> tuple[
     held = engine.ledger.used(gemini.Tier.CPU)
     try:
         pending = run.save(folder / "ckpt", wait=False)
-        saver = engine.saver
+        saver = engine.write_observers[-1]
         saver.before_write = counted
         during = engine.ledger.holders(gemini.Tier.CPU).get("checkpoint", 0)
         assert not pending.done()

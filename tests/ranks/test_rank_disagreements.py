@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import gemini
+from gemini.train.params.by_name import read_range
 from tests.ranks.pool import Pool
 
 Pools = Callable[[int], Pool]
@@ -54,10 +55,11 @@ def bits(model: Any) -> int:
     found = 0
     assert any(handle.part.numel for handle in model._gemini_engine.handles), "each rank has a part"
     for handle in model._gemini_engine.handles:
-        for kind in handle.chunk.planes:
+        model._gemini_engine.updates.wait(handle.chunk)
+        for kind, plane in handle.chunk.planes.items():
             if kind.value in ("weights", "residual", "exp_avg", "exp_avg_sq"):
-                for part in model._gemini_engine.by_names.read_parts(handle, kind):
-                    found = zlib.crc32(part.contiguous().view(torch.uint8).numpy().tobytes(), found)
+                part = read_range(model._gemini_engine.mover, plane, handle)
+                found = zlib.crc32(part.view(torch.uint8).numpy().tobytes(), found)
     return found
 
 

@@ -24,7 +24,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 import gemini
-from gemini.train.checkpoint import files as checkpoint_files
+from gemini.train.checkpoint import format as checkpoint_format
 from tests.train.helpers import assert_same_snapshot, engine_of, same_bits, snapshot, wrap
 
 REFUSED = (gemini.StorageError, gemini.PlanMismatch)
@@ -94,7 +94,7 @@ def assert_same(before: dict[str, Any], after: dict[str, Any]) -> None:
 def rewrite(directory: Path, manifest: dict[str, Any]) -> None:
     """With the checksum that belongs to it."""
     manifest = {key: value for key, value in manifest.items() if key != "checksum"}
-    manifest["checksum"] = checkpoint_files._checksum(manifest)
+    manifest["checksum"] = checkpoint_format._checksum(manifest)
     (directory / "manifest.json").write_text(json.dumps(manifest))
 
 

@@ -20,7 +20,6 @@ from gemini.grad_mode import call_with_grad, call_without_grad, without_grad
 from gemini.interrupts import WHOLE
 from gemini.memory.movement.mover import Mover
 from gemini.train.checkpoint import read as checkpoint_read
-from gemini.train.checkpoint import rest as checkpoint_rest
 from gemini.train.params import by_name, guard
 from tests.train.helpers import (
     PLACEMENTS,
@@ -274,8 +273,8 @@ def test_a_loaded_checkpoint_is_whole(where: str, tmp_path: Path, monkeypatch: p
     gemini.save_checkpoint(tmp_path / "ckpt", other, theirs, extra="whole")
     for owner, name, whole in (
         (checkpoint_read, "compare_sums", False),
-        (checkpoint_read.Planner, "commit_tensor", True),
-        (checkpoint_rest, "load_plain_states", True),
+        (checkpoint_read.Reader, "_fill", True),
+        (checkpoint_read, "load_plain_states", True),
     ):
         train(model, optimizer, [0], squares)
         before = snapshot(model)

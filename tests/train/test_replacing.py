@@ -201,13 +201,13 @@ def test_a_mount_point_is_not_renamed(machine: Machine, tmp_path: Path, monkeypa
 def test_what_came_there_meanwhile_is_not_overwritten(
     machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from gemini.train.checkpoint import files as checkpoint_files
+    from gemini.train.checkpoint import write as checkpoint_write
 
     def write(*args: Any) -> None:
         (tmp_path / "ckpt").mkdir()
         (tmp_path / "ckpt" / "notes").write_text("a year's work")
 
-    monkeypatch.setattr(checkpoint_files, "write_manifest", write)
+    monkeypatch.setattr(checkpoint_write, "write_manifest", write)
     with pytest.raises(gemini.StorageError, match="is not a checkpoint: it will not be overwritten"):
         save(machine, tmp_path / "ckpt", 0)
     assert (tmp_path / "ckpt" / "notes").exists() and os.listdir(tmp_path) == ["ckpt"]

@@ -463,11 +463,17 @@ def test_a_model_may_end_on_the_lane_that_updates_it(tmp_path: Path, monkeypatch
                 found.append(fetches.is_alive)
                 ended.set()
 
+        def after_write(self, chunk: Any) -> None:
+            pass
+
+        def step_ended(self) -> None:
+            pass
+
         def close(self) -> None:
             pass
 
     backward(model, 2)
-    engine.saver = Ends()
+    engine.write_observers.append(Ends())
     optimizer.step()
     go.set()
     assert ended.wait(PATIENCE)

@@ -17,90 +17,70 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from gemini.errors import RankLost, RankMismatch, StorageError
-from gemini.memory.chunks.chunk import COMPUTE_DTYPES, FilePlane
-from gemini.memory.movement.mover import tiles
+from gemini.memory.chunks.chunk import FilePlane
 from gemini.planning.planes import PlaneKind
 from gemini.ranks.agreement import Point
+from gemini.train.params.by_name import ByName
 from gemini.train.params.guard import ParamHandle, handle_of
 from gemini.train.sharding.consensus import tell, wait_for_all
-
-if TYPE_CHECKING:
-    from gemini.train.engine import Engine
+from gemini.train.sharding.shards import Shards
 
 
-def export_pretrained(
-    model: nn.Module, engine: Engine, original: Any, save_directory: Any, *args: Any, **kwargs: Any
-) -> Any:
-    """Call ``original.save_pretrained`` with mapped weights as its ``state_dict`` (unless the caller gave one).
+class Export:
+    """One call of ``original.save_pretrained``, with mapped weights as its ``state_dict`` unless the caller gave one.
 
-    With several ranks all of them call it, one writes, and a failure there is raised on all of them.
-
-    Raises:
-        StorageError: if it cannot be written.
+    Args:
+        original: ``super()`` of the managed model.
+        dtype: in which weights are written, that of computing.
     """
-    shards = engine.shards
-    if shards is None:
-        export = _Export(model, engine, original, save_directory, args, kwargs)
-        with _naming_the_disk(save_directory):
-            export.collect()
-            return export.write()
-    result: Any = None
-    failure: BaseException | None = None
-    if shards.ranks.is_first:
-        try:
-            export = _Export(model, engine, original, save_directory, args, kwargs)
-            with _naming_the_disk(save_directory):
-                export.collect()
-        except (RankLost, RankMismatch):  # the others heard of it, or never will
-            raise
-        except BaseException as e:
-            failure = e
-    shards.meet_all(Point.EXPORT)  # until here the others serve what the first one reads
-    if shards.ranks.is_first and failure is None:
-        try:
-            with _naming_the_disk(save_directory):
-                result = export.write()
-        except BaseException as e:
-            failure = e
-    wait_for_all(engine, "save_pretrained")
-    tell(engine, "save_pretrained", failure, directory=Path(save_directory).name)
-    return result
-
-
-@contextmanager
-def _naming_the_disk(directory: Any) -> Iterator[None]:
-    """What a full or broken disk makes libraries say, in our words (errors of a hub have no number)."""
-    try:
-        yield
-    except Exception as e:
-        if not (isinstance(e, OSError) and e.errno is not None) and type(e).__name__ != "SafetensorError":
-            raise
-        raise StorageError(f"save_pretrained({str(directory)!r}): {getattr(e, 'strerror', None) or e}") from e
-
-
-class _Export:
-    """One call of the original's ``save_pretrained``, on the rank that writes."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        engine: Engine,
-        original: Any,
-        save_directory: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ):
-        self._model, self._engine, self._original = model, engine, original
-        self._directory = save_directory
+        self, model: nn.Module, original: Any, save_directory: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *,
+        by_names: ByName, shards: Shards | None, dtype: torch.dtype,
+    ):  # fmt: skip
+        self._model, self._original, self._directory = model, original, save_directory
         self._args, self._kwargs = args, kwargs
+        self._by_names, self._shards, self._dtype = by_names, shards, dtype
 
-    def collect(self) -> None:
+    def run(self) -> Any:
+        """Save, and give what the original gives. With several ranks all of them call it, one writes, and a failure
+        there is raised on all of them.
+
+        Raises:
+            StorageError: if it cannot be written.
+        """
+        if self._shards is None:
+            with _naming_the_disk(self._directory):
+                self._collect()
+                return self._write()
+        result: Any = None
+        failure: BaseException | None = None
+        if self._shards.ranks.is_first:
+            try:
+                with _naming_the_disk(self._directory):
+                    self._collect()
+            except (RankLost, RankMismatch):  # the others heard of it, or never will
+                raise
+            except BaseException as e:
+                failure = e
+        self._shards.meet_all(Point.EXPORT)  # until here the others serve what the first one reads
+        if self._shards.ranks.is_first and failure is None:
+            try:
+                with _naming_the_disk(self._directory):
+                    result = self._write()
+            except BaseException as e:
+                failure = e
+        wait_for_all(self._shards, "save_pretrained")
+        tell(self._shards, "save_pretrained", failure, directory=Path(self._directory).name)
+        return result
+
+    def _collect(self) -> None:
         """All weights as tensors that take no memory, as the ``state_dict`` argument, unless the caller gave one."""
         directory = Path(self._directory)
         if directory.exists() and not directory.is_dir():
@@ -114,62 +94,50 @@ class _Export:
             handle = handle_of(value)
             if handle is not None:
                 if id(value) not in views:
-                    views[id(value)] = _mapped(self._engine, handle, directory)
+                    views[id(value)] = self._mapped(handle).view(handle.param.shape)
                 state[name] = views[id(value)]
             elif isinstance(value, torch.Tensor):
                 state[name] = value.detach().cpu()
         self._kwargs = {**self._kwargs, "state_dict": state}
 
-    def write(self) -> Any:
+    def _write(self) -> Any:
         """Let transformers write."""
         return self._original.save_pretrained(self._directory, *self._args, **self._kwargs)
 
+    def _mapped(self, handle: ParamHandle) -> torch.Tensor:
+        """The weights, each param a storage of its own (transformers tells ties by storages)."""
+        plane, slot = handle.chunk.weights, handle.slot
+        if not slot.numel:  # no file of no bytes can be mapped
+            return torch.empty(0, dtype=self._dtype, device="cpu")
+        is_whole = self._shards is None or self._shards.ranks.size == 1
+        if is_whole and plane.dtype == self._dtype:
+            if isinstance(plane, FilePlane):
+                return plane.mapped(slot.start, slot.stop)
+            view = plane.host_view(slot.start, slot.stop)
+            if view is not None:
+                buffer = (ctypes.c_char * (view.numel() * view.element_size())).from_address(view.data_ptr())
+                buffer.owner = view  # type: ignore[attr-defined]
+                return torch.frombuffer(buffer, dtype=view.dtype)
+        whole = self._file_backed(slot.numel, plane.dtype)
+        self._by_names.read_into(handle, PlaneKind.WEIGHTS, whole)
+        return whole if plane.dtype == self._dtype else self._file_backed(slot.numel, self._dtype).copy_(whole)
 
-def _mapped(engine: Engine, handle: ParamHandle, directory: Path) -> torch.Tensor:
-    """The weights in the compute dtype, each param a storage of its own (transformers tells ties by storages)."""
-    plane, slot = handle.chunk.weights, handle.slot
-    if not slot.numel:  # no file of no bytes can be mapped
-        return torch.empty(handle.param.shape, dtype=COMPUTE_DTYPES[engine.config.precision], device="cpu")
-    if engine.shards is not None and engine.shards.ranks.size > 1:
-        return _received(engine, handle, directory)
-    if plane.dtype != COMPUTE_DTYPES[engine.config.precision]:
-        return _spooled(engine, handle, directory)
-    if isinstance(plane, FilePlane):
-        return plane.mapped(slot.start, slot.stop).view(handle.param.shape)
-    view = plane.host_view(slot.start, slot.stop)
-    if view is None:
-        return _spooled(engine, handle, directory)
-    buffer = (ctypes.c_char * (view.numel() * view.element_size())).from_address(view.data_ptr())
-    buffer.owner = view  # type: ignore[attr-defined]
-    return torch.frombuffer(buffer, dtype=view.dtype).view(handle.param.shape)
-
-
-def _spooled(engine: Engine, handle: ParamHandle, directory: Path) -> torch.Tensor:
-    """The weights in a nameless file beside the result, mapped: for those that have to be cast or copied first."""
-    mapped = _file_backed(handle.slot.numel, COMPUTE_DTYPES[engine.config.precision], directory)
-    at = 0
-    for part in engine.by_names.read_parts(handle, PlaneKind.WEIGHTS):
-        mapped[at : at + part.numel()].copy_(part)
-        at += part.numel()
-    return mapped.view(handle.param.shape)
+    def _file_backed(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """A flat tensor over a nameless file beside the result, for weights that have to be received, copied or cast
+        first: the system writes its pages out rather than run out of memory.
+        """
+        with tempfile.TemporaryFile(dir=self._directory) as file:
+            os.posix_fallocate(file.fileno(), 0, numel * dtype.itemsize)  # a full disk says so here, and not by SIGBUS
+            mapping = mmap.mmap(file.fileno(), numel * dtype.itemsize)
+        return torch.frombuffer(mapping, dtype=torch.uint8).view(dtype)
 
 
-def _received(engine: Engine, handle: ParamHandle, directory: Path) -> torch.Tensor:
-    """The same from all ranks, each sending its part straight into the file's pages."""
-    assert engine.shards is not None
-    numel, dtype = handle.slot.numel, COMPUTE_DTYPES[engine.config.precision]
-    whole = _file_backed(numel, handle.chunk.weights.dtype, directory)
-    engine.shards.read_into(handle, PlaneKind.WEIGHTS, whole)
-    if whole.dtype != dtype:
-        wide, whole = whole, _file_backed(numel, dtype, directory)
-        for start, stop in tiles(0, numel, engine.mover.tile):
-            whole[start:stop].copy_(wide[start:stop])
-    return whole.view(handle.param.shape)
-
-
-def _file_backed(numel: int, dtype: torch.dtype, directory: Path) -> torch.Tensor:
-    """A flat tensor over a nameless file: the system writes its pages out rather than run out of memory."""
-    with tempfile.TemporaryFile(dir=directory) as file:
-        os.posix_fallocate(file.fileno(), 0, numel * dtype.itemsize)  # a full disk says so here, and not by SIGBUS
-        mapping = mmap.mmap(file.fileno(), numel * dtype.itemsize)
-    return torch.frombuffer(mapping, dtype=torch.uint8).view(dtype)
+@contextmanager
+def _naming_the_disk(directory: Any) -> Iterator[None]:
+    """What a full or broken disk makes libraries say, in our words (errors of a hub have no number)."""
+    try:
+        yield
+    except Exception as e:
+        if not (isinstance(e, OSError) and e.errno is not None) and type(e).__name__ != "SafetensorError":
+            raise
+        raise StorageError(f"save_pretrained({str(directory)!r}): {getattr(e, 'strerror', None) or e}") from e

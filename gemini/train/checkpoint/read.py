@@ -1,196 +1,224 @@
-"""Loading in terms of ``torch.distributed.checkpoint``: what this rank needs of the saved parts, and reading it.
+"""Reading a checkpoint: what this rank needs of the saved parts, and everything else that was saved, compared first.
 
 Whatever number of ranks wrote the checkpoint, a rank reads the ranges that overlap its own parts. Before any rank
-changes anything all of them together have compared every checksum, each a share of them; DCP carries the news of damage
-to all.
+changes anything all of them together have compared every checksum, each a share of them, and whatever could be refused
+has been refused.
 """
 
 from __future__ import annotations
 
-import io
-import os
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
-from torch.distributed.checkpoint.storage import StorageReader
-from torch.futures import Future
+from torch import nn
 
-from gemini.errors import StorageError
-from gemini.memory.movement.mover import tiles
+from gemini.errors import PlanMismatch
+from gemini.memory.movement.mover import Mover, tiles
 from gemini.planning.planes import PlaneKind
-from gemini.train.checkpoint.files import compare_sums
-from gemini.train.checkpoint.manifest import VALUES, Manifest
-from gemini.train.checkpoint.parts import Source
-from gemini.train.checkpoint.tensor_file import TensorFile
+from gemini.train.checkpoint.format import VALUES, Manifest, compare_sums
+from gemini.train.checkpoint.plain_data import Decoder
+from gemini.train.checkpoint.states import (
+    check_groups,
+    check_plain_states,
+    check_rng,
+    check_scheduler,
+    check_writable,
+    groups_of,
+    load_plain_states,
+    persistent_buffers,
+    set_rng_states,
+)
+from gemini.train.checkpoint.tensor_file import Malformed, TensorFile
+from gemini.train.checkpoint.write import Source
+from gemini.train.gradients.loss_scale import LossScale
 from gemini.train.params.by_name import write_range
+from gemini.train.params.guard import ParamHandle
+from gemini.train.update.optimizer import HybridAdam
+from gemini.train.write_observers import WriteObservers
 
-if TYPE_CHECKING:
-    from gemini.train.engine import Engine
+
+class _Run(NamedTuple):
+    """Elements ``[start, stop)`` of a master or moment: one tensor in a file."""
+
+    start: int
+    stop: int
+    file: TensorFile
+    name: str
 
 
-class Reader(StorageReader):
-    """The files of one checkpoint.
+class Reader:
+    """Masters and moments of one checkpoint, for the ``sources`` of this rank.
 
-    Args:
-        share: this rank's number and how many ranks compare checksums together.
+    ``started``: they are being overwritten.
     """
 
-    def __init__(self, manifest: Manifest, opened: dict[str, TensorFile], share: tuple[int, int]):
-        self._piece, self._share = manifest.piece, share
+    def __init__(self, manifest: Manifest, opened: dict[str, TensorFile], sources: list[Source], mover: Mover):
+        self._sources, self._mover, self._piece = sources, mover, manifest.piece
         self._entries = [
             (opened[file], name, entry)
             for file, listed in manifest.files.items()
             if file != VALUES
             for name, entry in listed.tensors.items()
         ]
-        self._where = {MetadataIndex(entry.of, [entry.start]): (file, name) for file, name, entry in self._entries}
+        self._saved: dict[str, list[_Run]] = {}
+        for file, name, entry in self._entries:
+            run = _Run(entry.start, entry.start + file.specs[name].numel, file, name)
+            self._saved.setdefault(entry.of, []).append(run)
+        self.started = False
 
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Any path will do."""
-        return True
-
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Nothing: a reader is made for one checkpoint."""
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Which ranges of each master and moment there are."""
-        tensors: dict[str, Any] = {}
-        for index, (file, name) in self._where.items():
-            spec = file.specs[name]
-            assert index.offset is not None
-            chunk = ChunkStorageMetadata(index.offset, torch.Size([spec.numel]))
-            entry = tensors.setdefault(
-                index.fqn, TensorStorageMetadata(TensorProperties(dtype=spec.dtype), torch.Size([0]), [])
-            )
-            entry.chunks.append(chunk)
-        for entry in tensors.values():
-            entry.size = torch.Size([sum(chunk.sizes[0] for chunk in entry.chunks)])
-        return Metadata(tensors)
-
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Nothing: the files are open."""
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Compare this rank's share of the checksums.
+    def check(self, rank: int, size: int) -> None:
+        """Compare this rank's share of the checksums, one of ``size``. That no part is missing is known already.
 
         Raises:
             StorageError: naming the file and tensor that is not what was written.
         """
-        rank, size = self._share
         for file, name, entry in self._entries[rank::size]:
             compare_sums(file, name, self._piece, entry)
-        return plan
 
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Nothing to add."""
-        return plans
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read what this rank needs, range by range."""
-        for item in plan.items:
-            file, name = self._where[item.storage_index]
-            target = planner.resolve_tensor(item)
-            file.read_into(name, item.storage_offsets[0], target)
-            planner.commit_tensor(item, target)
-        future: Future[None] = Future()
-        future.set_result(None)
-        return future
-
-
-class Planner(LoadPlanner):
-    """What this rank needs, as ranges of at most a tile. ``started``: planes are being overwritten.
-
-    Args:
-        begin: called when all has been checked, before the first write.
-    """
-
-    def __init__(self, engine: Engine, sources: dict[str, Source], begin: Callable[[], object]):
-        self._engine, self._sources, self._begin = engine, sources, begin
-        self._metadata = Metadata({})
-        self._items: list[ReadItem] = []
-        self._absent: list[Source] = []
-        self.started = False
-
-    def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
-        """Take what is there."""
-        assert metadata is not None
-        self._metadata = metadata
-
-    def create_local_plan(self) -> LoadPlan:
-        """Overlaps of this rank's parts with what was saved; other ranks need not know.
-
-        Raises:
-            StorageError: if the saved parts do not cover a param.
-        """
-        for key, source in self._sources.items():
-            saved = self._metadata.state_dict_metadata.get(key)
-            if not isinstance(saved, TensorStorageMetadata):
-                self._absent.append(source)  # trained here, frozen when it was saved
-                continue
-            part = source.handle.part
-            mine = [
-                ChunkStorageMetadata(torch.Size([part.offset + start]), torch.Size([stop - start]))
-                for start, stop in tiles(0, part.numel, self._engine.mover.tile)
-            ]
-            items = create_read_items_for_chunk_list(key, saved, mine)
-            if sum(item.lengths[0] for item in items) != part.numel or saved.properties.dtype != source.plane.dtype:
-                raise StorageError(f"the checkpoint is damaged: {key!r} is not complete in it. Use an older checkpoint")
-            self._items += items
-        return LoadPlan([])
-
-    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        """Nothing to decide together."""
-        return global_plan
-
-    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
-        """All ranks are ready: from here on planes are overwritten."""
-        self._begin()
+    def read(self, observers: WriteObservers) -> None:
+        """Overwrite what this rank keeps, range by range."""
         self.started = True
-        for source in self._absent:
-            self._clear(source)
-        return LoadPlan(self._items)
+        chunks = {source.handle.chunk.spec.index: source.handle.chunk for source in self._sources}.values()
+        for chunk in chunks:
+            observers.before_write(chunk)
+        for source in self._sources:
+            if source.key in self._saved:
+                for start, stop, run, at in self._ranges(source):
+                    self._fill(source, start, stop, run, at)
+            else:  # trained here, frozen when it was saved
+                self._clear(source)
+        for chunk in chunks:
+            observers.after_write(chunk)
 
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Never called: a checkpoint has no pickled values."""
-        raise NotImplementedError
+    def _ranges(self, source: Source) -> Iterator[tuple[int, int, _Run, int]]:
+        """Ranges of at most a tile in this rank's part, each with what holds it and where it begins there."""
+        part = source.handle.part
+        for run in self._saved.get(source.key, []):
+            first, last = max(run.start, part.offset), min(run.stop, part.offset + part.numel)
+            for start, stop in tiles(first, last, self._mover.tile):
+                yield start - part.offset, stop - part.offset, run, start - run.start
 
-    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
-        """The range in place where the host can write it, else a staging area."""
-        source, start = self._place(read_item)
-        numel = read_item.lengths[0]
-        first = source.handle.part.start + start
-        in_place = source.plane.host_view(first, first + numel)
+    def _fill(self, source: Source, start: int, stop: int, run: _Run, at: int) -> None:
+        """In place where the host can write it, else through a staging area."""
+        base = source.handle.part.start
+        in_place = source.plane.host_view(base + start, base + stop)
         if in_place is not None:
-            return in_place
-        return self._engine.mover.staged(PlaneKind.EXP_AVG, source.plane.dtype, numel)
-
-    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
-        """Store what was staged."""
-        source, start = self._place(read_item)
-        first = source.handle.part.start + start
-        if source.plane.host_view(first, first + tensor.numel()) is None:
-            write_range(self._engine.mover, source.plane, source.handle, tensor, start)
+            run.file.read_into(run.name, at, in_place)
+            return
+        staged = self._mover.staged(PlaneKind.EXP_AVG, source.plane.dtype, stop - start)
+        run.file.read_into(run.name, at, staged)
+        write_range(self._mover, source.plane, source.handle, staged, start)
 
     def _clear(self, source: Source) -> None:
         """Begin anew: a residual or moment of before belongs to weights that are gone."""
-        mover = self._engine.mover
-        for start, stop in tiles(0, source.handle.part.numel, mover.tile):
-            zeros = mover.staged(PlaneKind.EXP_AVG, source.plane.dtype, stop - start).zero_()
-            write_range(mover, source.plane, source.handle, zeros, start)
+        for start, stop in tiles(0, source.handle.part.numel, self._mover.tile):
+            zeros = self._mover.staged(PlaneKind.EXP_AVG, source.plane.dtype, stop - start).zero_()
+            write_range(self._mover, source.plane, source.handle, zeros, start)
 
-    def _place(self, read_item: ReadItem) -> tuple[Source, int]:
-        """The source, and where in this rank's part of it the range begins."""
-        source, offset = self._sources[read_item.dest_index.fqn], read_item.dest_index.offset
-        assert offset is not None
-        return source, offset[0] + read_item.dest_offsets[0] - source.handle.part.offset
+
+class Rest:
+    """What a checkpoint holds besides masters and moments. Everything that could be refused is refused in the making of
+    it, which changes nothing; ``put_back`` has nothing left to object to.
+
+    Made of a manifest and the values in its file, which are not damaged.
+
+    Raises:
+        PlanMismatch: if the checkpoint was saved for another model, optimizer or scheduler.
+        Malformed: naming the place, if it holds what no checkpoint does.
+    """
+
+    def __init__(
+        self, path: Path, manifest: Manifest, values: list[torch.Tensor], model: nn.Module, optimizer: HybridAdam,
+        scheduler: Any, *, handles: list[ParamHandle], precision: str, loss_scale: LossScale | None,
+    ):  # fmt: skip
+        self._optimizer, self._scheduler, self._handles, self._loss_scale = optimizer, scheduler, handles, loss_scale
+        self._manifest = manifest
+        _compare_params(path, manifest, handles, precision)
+        decoder = Decoder(values)
+        groups, plain = decoder.decode(manifest.groups, "groups"), decoder.decode(manifest.plain, "plain")
+        saved_buffers = decoder.decode(manifest.buffers, "buffers")
+        self._state = decoder.decode(manifest.scheduler, "scheduler")
+        self._rng, self.extra = decoder.decode(manifest.rng, "rng"), decoder.decode(manifest.extra, "extra")
+        decoder.end()
+        self._groups = check_groups(path, groups, groups_of(optimizer))
+        self._plain = check_plain_states(path, optimizer, plain)
+        self._buffers = _paired_buffers(path, dict(persistent_buffers(model)), saved_buffers)
+        _compare_loss_scale(loss_scale, manifest)
+        if not isinstance(self._rng, list) or not self._rng:
+            raise Malformed("rng is not a list of random states")
+        for rank, states in enumerate(self._rng):
+            check_rng(states, f"rng[{rank}]")
+        if (scheduler is None) != (self._state is None):
+            had = "with" if scheduler is None else "without"
+            raise PlanMismatch(f"{path} was saved {had} a scheduler: pass the same arguments to load_checkpoint")
+        if scheduler is not None:
+            check_scheduler(path, scheduler, optimizer, self._state, manifest.scheduler_kind)
+
+    def put_back(self, rank: int) -> None:
+        """Masters and moments are there: the rest, with the random states of a rank if they were saved."""
+        optimizer = self._optimizer
+        for handle in self._handles:
+            handle.num_steps = self._manifest.params[handle.name].step
+        with torch.no_grad():
+            for buffer, value in self._buffers:
+                buffer.copy_(value)
+        for group, saved in zip(optimizer.param_groups, self._groups, strict=True):
+            group.update(saved)
+        load_plain_states(optimizer, self._plain)
+        if self._scheduler is not None:
+            self._scheduler.load_state_dict(self._state)
+        if self._loss_scale is not None and self._manifest.loss_scale is not None:
+            vars(self._loss_scale).update(self._manifest.loss_scale)
+        if rank < len(self._rng):
+            set_rng_states(self._rng[rank])
+
+
+def _compare_params(path: Path, manifest: Manifest, handles: list[ParamHandle], precision: str) -> None:
+    if manifest.precision != precision:
+        raise PlanMismatch(
+            f"{path} was saved in {manifest.precision}, the model is in {precision}: wrap it with "
+            f"GeminiConfig(precision={manifest.precision!r})"
+        )
+    saved = {name: param.shape for name, param in manifest.params.items()}
+    here = {handle.name: tuple(handle.param.shape) for handle in handles}
+    if saved != here:
+        different = sorted(name for name in saved.keys() | here.keys() if saved.get(name) != here.get(name))
+        raise PlanMismatch(
+            f"{path} was saved for another model: {len(different)} params differ, the first is {different[0]!r} "
+            f"(saved {saved.get(different[0])}, here {here.get(different[0])})"
+        )
+    for handle in handles:
+        was, now = manifest.params[handle.name].trained, PlaneKind.EXP_AVG in handle.chunk.planes
+        if was and not now:
+            raise PlanMismatch(f"{handle.name!r} was trained when {path} was saved and is frozen here")
+        if now and not was and manifest.precision == "fp16":
+            raise PlanMismatch(
+                f"{handle.name!r} was frozen when {path} was saved, which has no fp32 master of it as fp16 training "
+                "needs one: freeze it here too, or load its weights with load_state_dict"
+            )
+
+
+def _paired_buffers(path: Path, here: dict[str, torch.Tensor], saved: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    if not isinstance(saved, dict) or not all(isinstance(value, torch.Tensor) for value in saved.values()):
+        raise Malformed("buffers are not tensors by name")
+    of = [{name: (tuple(b.shape), b.dtype) for name, b in buffers.items()} for buffers in (saved, here)]
+    if of[0] != of[1]:
+        different = sorted(name for name in of[0].keys() | of[1].keys() if of[0].get(name) != of[1].get(name))
+        raise PlanMismatch(
+            f"{path} was saved for a model with other buffers: {len(different)} differ, the first is {different[0]!r} "
+            f"(saved {of[0].get(different[0])}, here {of[1].get(different[0])})"
+        )
+    for name, buffer in here.items():
+        check_writable(buffer, saved[name], f"buffer {name!r}")
+    return [(buffer, saved[name]) for name, buffer in here.items()]
+
+
+def _compare_loss_scale(loss_scale: LossScale | None, manifest: Manifest) -> None:
+    if loss_scale is None or manifest.loss_scale is None:
+        return
+    here, saved = vars(loss_scale), manifest.loss_scale
+    kinds = [{key: type(value) for key, value in values.items()} for values in (here, saved)]
+    if kinds[0] != kinds[1] or any(type(value) is float and not value for value in saved.values()):
+        raise Malformed(f"loss_scale is {saved}, which is no loss scale")

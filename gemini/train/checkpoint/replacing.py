@@ -16,6 +16,7 @@ import os
 import re
 import shutil
 import zlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from gemini.errors import StorageError
@@ -77,6 +78,34 @@ def end(work: Path) -> None:
     _WRITTEN_HERE.discard(work.name)
 
 
+@contextlib.contextmanager
+def atomic_write(path: Path) -> Iterator[Path]:
+    """Where to write what is to be the file ``path``: on the disk and under that name when the block has ended well.
+
+    Raises:
+        OSError: an existing file is as it was.
+    """
+    path = place_of(path)
+    draft = begin(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        yield draft
+        sync(draft)
+        os.replace(draft, path)
+        sync(path.parent)
+    finally:
+        end(draft)
+
+
+def sync(path: Path) -> None:
+    """What was written to a file, or which names a folder has, is on the disk."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
 def swap(work: Path, final: Path) -> None:
     """Put the whole folder ``work`` in the place of ``final``. At every moment one of them stands where :func:`find`
     finds it, also if processes were killed in several calls in a row.
@@ -84,10 +113,11 @@ def swap(work: Path, final: Path) -> None:
     Raises:
         OSError: ``final`` is as it was.
     """
-    old = _old_name(final)
+    old, going = _old_name(final), work.with_name(f"{work.name}.old")
     sync(work)
     restore(final)  # the only whole one may stand under the old name, so that must not be removed yet
-    _discard(old, work)
+    if old.exists():
+        _discard(old, going)
     if _stands(final):
         os.rename(final, old)
     try:
@@ -100,7 +130,8 @@ def swap(work: Path, final: Path) -> None:
             restore(final)
         raise
     with contextlib.suppress(OSError):  # the new one is there, what is left of the old one the next save removes
-        _discard(old, work)
+        if old.exists():
+            _discard(old, going)
 
 
 def restore(final: Path) -> None:
@@ -143,6 +174,26 @@ def leftovers(folder: Path, name: str | None = None) -> list[Path]:
     return found
 
 
+def clean_up(folder: Path, is_ours: Callable[[str], bool]) -> None:
+    """What killed processes have left in ``folder`` of names that are ours: a whole one that was being replaced stands
+    again, the rest is removed. What another living process is writing is left alone; one process calls.
+    """
+    for path in leftovers(folder):
+        if is_ours(path.name[1:].rpartition(".new-")[0]):
+            remove(path)
+    for old in list(folder.iterdir()) if folder.is_dir() else []:
+        final = folder / old.name[1:].removesuffix(".old")
+        if old == _old_name(final) and is_ours(final.name):
+            restore(final)
+            if old.exists():
+                _discard(old, begin(final))
+
+
+def discard(final: Path) -> None:
+    """Remove a whole one. What a killed removal leaves does not look like one, and :func:`clean_up` removes it."""
+    _discard(final, begin(final))
+
+
 def remove(path: Path) -> None:
     """Remove a folder or a file as far as possible."""
     if os.path.isdir(path) and not os.path.islink(path):  # of a name that is too long Path raises
@@ -152,25 +203,16 @@ def remove(path: Path) -> None:
             path.unlink(missing_ok=True)
 
 
-def sync(path: Path) -> None:
-    """Let a file, or what stands in a folder, reach the disk."""
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
-def _discard(old: Path, work: Path) -> None:
-    """Remove ``old``: under another name, so that what a killed removal leaves never looks like a whole one.
+def _discard(path: Path, going: Path) -> None:
+    """Remove a folder: under the name ``going``, so that what a killed removal leaves never looks like a whole one.
 
     Raises:
         OSError: if it cannot even be renamed.
     """
-    if old.exists():
-        going = work.with_name(f"{work.name}.old")
-        os.rename(old, going)
-        shutil.rmtree(going, ignore_errors=True)
+    try:
+        os.rename(path, going)
+    finally:
+        end(going)
 
 
 def _stands(path: Path) -> bool:

@@ -13,25 +13,22 @@ from __future__ import annotations
 import threading
 import warnings
 from collections import deque
-from collections.abc import Iterable, Iterator
-from pathlib import Path
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
 import torch
 from torch.distributed import ProcessGroup
-from torch.distributed.checkpoint.planner import WriteItem
 
-from gemini.errors import BudgetExceeded, GeminiError, StorageError, human_bytes
+from gemini.errors import BudgetExceeded, GeminiError, human_bytes
 from gemini.memory.chunks.chunk import Chunk
+from gemini.memory.devices.device import Device
+from gemini.memory.movement.manager import Manager
+from gemini.memory.movement.mover import Mover
 from gemini.planning.planes import PlaneKind
 from gemini.planning.working import staging_bytes
+from gemini.ranks.handshake import Handshake
 from gemini.tiers import Ledger, Tier
-from gemini.train.checkpoint import ranks as checkpoint_ranks
-from gemini.train.checkpoint.parts import Buffer, Source, sources_of
-from gemini.train.checkpoint.write import Draft, Planner, Writer
-
-if TYPE_CHECKING:
-    from gemini.train.engine import Engine
+from gemini.train.checkpoint.write import Buffer, Piece, Writer
+from gemini.train.write_observers import WriteObservers
 
 _HOLDER = "checkpoint"
 _LOOK_SECONDS = 1.0
@@ -39,58 +36,57 @@ _LOOK_SECONDS = 1.0
 
 
 class Saver:
-    """One checkpoint being written. Made on all ranks together, after they agreed to."""
+    """One checkpoint being written. Made on all ranks together, after they agreed to.
 
-    def __init__(self, engine: Engine, final: Path, draft: Draft, group: ProcessGroup | None):
-        self._final, self._draft, self._group = final, draft, group
+    A thread must not keep a model alive: what would is given to :meth:`run` and :meth:`start` and not kept.
+    """
+
+    def __init__(self, writer: Writer, group: ProcessGroup | None, device: Device):
+        self._final = writer.final
+        self._parts: tuple[Writer, ProcessGroup | None, Device] | None = (writer, group, device)
+        """What it works with; let go of when the writing has begun, as a handle of it may be kept for long."""
         self._changed = threading.Condition()
         self._unsaved: set[int] = set()
         self._urgent: int | None = None
         self._abandoned = False
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
-        self._engine: Engine | None = engine  # let go of when the writing has begun: a thread must not keep a model
 
-    def run(self) -> None:
+    def run(self, mover: Mover) -> None:
         """Write it now.
 
         Raises:
             StorageError: if it cannot be written; an existing checkpoint is as it was.
         """
-        engine, self._engine = self._engine, None
-        assert engine is not None
-        mover = engine.mover
-        self._write(self._planner(engine, lambda num_bytes: mover.staged(PlaneKind.GRAD, torch.uint8, num_bytes)))
+        self._write(lambda num_bytes: mover.staged(PlaneKind.GRAD, torch.uint8, num_bytes))
 
-    def start(self) -> None:
+    def start(self, mover: Mover, manager: Manager, observers: WriteObservers, *, working_set: int) -> None:
         """Write it behind what the caller does next; or now, with a warning, if there is no memory for that."""
-        engine = self._engine
-        assert engine is not None
-        sources = _own_sources(engine)
-        num_bytes = engine.mover.tile * 4 if any(not _in_place(source) for source in sources.values()) else 0
+        assert self._parts is not None
+        (writer, _, device), ledger = self._parts, manager.ledger
+        sources = {piece.source.key: piece.source for piece in writer.pieces}
+        in_place = all(source.plane.host_view(0, 0) is not None for source in sources.values())
+        num_bytes = 0 if in_place else mover.tile * 4
         try:
-            _reserve(engine, num_bytes)
+            _reserve(num_bytes, manager, on_host=device.tier is Tier.CPU, tile=mover.tile, working_set=working_set)
         except BudgetExceeded as e:
             warnings.warn(f"the checkpoint is written while the training waits: {e}", stacklevel=3)
-            self.run()
+            self.run(mover)
             return
-        self._engine = None
         try:
-            self._draft.tensors[:] = [tensor.clone() for tensor in self._draft.tensors]
-            staging = engine.device.make_host_buffer(num_bytes) if num_bytes else torch.empty(0, dtype=torch.uint8)
-            planner = self._planner(engine, lambda wanted: staging[:wanted])
-            if engine.device.torch_device.type == "cuda":
-                torch.cuda.synchronize(engine.device.torch_device)  # the thread has a stream of its own
-            self._chunk_of = {source.key: source.handle.chunk.spec.index for source in sources.values()}
-            self._unsaved = {self._chunk_of[item.index.fqn] for item in planner.items}
-            arguments = (planner, engine.ledger, num_bytes)
+            writer.draft.tensors[:] = [tensor.clone() for tensor in writer.draft.tensors]
+            staging = device.make_host_buffer(num_bytes) if num_bytes else torch.empty(0, dtype=torch.uint8)
+            if device.torch_device.type == "cuda":
+                torch.cuda.synchronize(device.torch_device)  # the thread has a stream of its own
+            self._unsaved = {source.handle.chunk.spec.index for source in sources.values()}
             # Not a daemon: the interpreter waits for the checkpoint before it ends.
+            arguments = (staging, ledger, num_bytes)
             self._thread = threading.Thread(target=self._work, args=arguments, name="gemini-checkpoint", daemon=False)
-            engine.saver = self
+            observers.append(self)
             self._thread.start()
         except BaseException:
             self._unsaved.clear()
-            engine.ledger.release(Tier.CPU, num_bytes, _HOLDER)
+            ledger.release(Tier.CPU, num_bytes, _HOLDER)
             raise
 
     def before_write(self, chunk: Chunk) -> None:
@@ -100,6 +96,12 @@ class Saver:
             while index in self._unsaved and self._alive and threading.current_thread() is not self._thread:
                 self._urgent = index
                 self._changed.wait(_LOOK_SECONDS)
+
+    def after_write(self, chunk: Chunk) -> None:
+        """Of no interest: what is written is the state of before."""
+
+    def step_ended(self) -> None:
+        """Of no interest either."""
 
     @property
     def done(self) -> bool:
@@ -132,47 +134,40 @@ class Saver:
         self.join()
         error, self._error = self._error, None
         if error is not None:
-            warnings.warn(f"a checkpoint that nobody waited for failed: {error}", stacklevel=3)
+            warnings.warn(f"a checkpoint that nobody waited for failed: {error}", stacklevel=4)
 
     @property
     def _alive(self) -> bool:
         return self._thread is not None and self._thread.is_alive()
 
-    def _planner(self, engine: Engine, buffer: Buffer) -> Planner:
-        return Planner(_own_sources(engine), engine.mover.tile, engine.device, buffer, self._draft)
-
-    def _work(self, planner: Planner, ledger: Ledger, num_bytes: int) -> None:
+    def _work(self, staging: torch.Tensor, ledger: Ledger, num_bytes: int) -> None:
         try:
-            self._write(planner)
+            self._write(lambda wanted: staging[:wanted])
         except BaseException as e:  # surfaces where somebody waits for it
             self._error = e
             if not threading.main_thread().is_alive():
                 warnings.warn(f"a checkpoint that nobody waited for failed: {e}", stacklevel=1)
         finally:
-            del planner
             ledger.release(Tier.CPU, num_bytes, _HOLDER)
             with self._changed:
                 self._unsaved.clear()
                 self._changed.notify_all()
 
-    def _write(self, planner: Planner) -> None:
-        writer = Writer(self._final, self._draft, self._in_order)
-        group, self._group = self._group, None  # not held beyond the end of the program (consensus.py)
-        try:
-            checkpoint_ranks.save(planner, writer, group, f"saving the checkpoint {self._final}")
-        except OSError as e:
-            raise StorageError(f"could not save the checkpoint {self._final}: {e.strerror or e}") from e
-        finally:
-            writer.clean_up()
+    def _write(self, buffer: Buffer) -> None:
+        assert self._parts is not None
+        (writer, group, device), self._parts = self._parts, None
+        ranks = Handshake(group, f"saving the checkpoint {self._final}")
+        del group  # not held beyond the end of the program (sharding/consensus.py)
+        writer.write(ranks, device, buffer, self._in_order)
 
-    def _in_order(self, items: Iterable[WriteItem]) -> Iterator[WriteItem]:
+    def _in_order(self, pieces: list[Piece]) -> Iterator[Piece]:
         """The pieces chunk by chunk, one that is asked for first. A chunk is saved when its last piece is written."""
         if self._thread is None:
-            yield from items
+            yield from pieces
             return
-        waiting: dict[int, deque[WriteItem]] = {}
-        for item in items:
-            waiting.setdefault(self._chunk_of[item.index.fqn], deque()).append(item)
+        waiting: dict[int, deque[Piece]] = {}
+        for piece in pieces:
+            waiting.setdefault(piece.source.handle.chunk.spec.index, deque()).append(piece)
         while waiting:
             if self._abandoned:
                 raise GeminiError(f"the model was deleted while the checkpoint {self._final} was written")
@@ -208,34 +203,29 @@ class PendingCheckpoint:
         self._saver.raise_if_unseen()
 
 
-def _own_sources(engine: Engine) -> dict[str, Source]:
-    """What this rank writes: of several replicas of the model the first one writes."""
-    replicas = None if engine.shards is None else engine.shards.ranks.replicas
-    return sources_of(engine) if replicas is None or replicas.rank == 0 else {}
+def pending_in(observers: WriteObservers) -> list[Saver]:
+    """Savers that have not been asked yet how they ended."""
+    return [observer for observer in observers if isinstance(observer, Saver)]
 
 
-def _in_place(source: Source) -> bool:
-    return source.plane.host_view(0, 0) is not None
-
-
-def _reserve(engine: Engine, num_bytes: int) -> None:
-    """Take staging from what no step will need.
+def _reserve(num_bytes: int, manager: Manager, *, on_host: bool, tile: int, working_set: int) -> None:
+    """Take staging from what no step will need. ``on_host``: the host is what computes.
 
     Raises:
         BudgetExceeded: if there is not so much.
     """
-    ledger = engine.ledger
+    ledger = manager.ledger
     if num_bytes == 0:
         return
-    room = ledger.free(Tier.CPU) - max(staging_bytes(engine.mover.tile) - ledger.held(Tier.CPU, "staging"), 0)
-    if engine.device.tier is Tier.CPU:  # windows come and go: what counts is what a step may take in all
+    room = ledger.free(Tier.CPU) - max(staging_bytes(tile) - ledger.held(Tier.CPU, "staging"), 0)
+    if on_host:  # windows come and go: what counts is what a step may take in all
         passing = sum(ledger.held(Tier.CPU, holder) for holder in ("windows", "pool", "gradients in flight"))
-        room += passing - engine.working_set
+        room += passing - working_set
     if room < num_bytes:
         raise BudgetExceeded(
-            f"writing behind the training needs {human_bytes(num_bytes)} of cpu, and steps leave {human_bytes(room)} "
-            f"of the budget of {human_bytes(ledger.budget(Tier.CPU))}"
+            f"writing behind the training needs {human_bytes(num_bytes)} of cpu, and steps leave "
+            f"{human_bytes(room)} of the budget of {human_bytes(ledger.budget(Tier.CPU))}"
         )
-    if engine.device.tier is Tier.CPU:
-        engine.manager.make_room(num_bytes, what="a checkpoint")
+    if on_host:
+        manager.make_room(num_bytes, what="a checkpoint")
     ledger.reserve(Tier.CPU, num_bytes, _HOLDER)

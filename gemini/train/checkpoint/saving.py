@@ -20,19 +20,18 @@ from gemini.errors import GeminiError
 from gemini.interrupts import WHOLE
 from gemini.planning.planes import PlaneKind
 from gemini.ranks.agreement import Point
-from gemini.train.checkpoint import files
-from gemini.train.checkpoint import ranks as checkpoint_ranks
-from gemini.train.checkpoint import read as checkpoint_read
-from gemini.train.checkpoint import write as checkpoint_write
-from gemini.train.checkpoint.manifest import FORMAT, VERSION
-from gemini.train.checkpoint.parts import sources_of
+from gemini.ranks.handshake import Handshake
+from gemini.train.checkpoint import format as checkpoint_format
 from gemini.train.checkpoint.plain_data import encode
+from gemini.train.checkpoint.read import Reader, Rest
 from gemini.train.checkpoint.replacing import find, place_of
-from gemini.train.checkpoint.rest import Rest, scheduler_kind
-from gemini.train.checkpoint.saver import PendingCheckpoint, Saver
-from gemini.train.checkpoint.states import groups_of, persistent_buffers, plain_states, rng_states
+from gemini.train.checkpoint.saver import PendingCheckpoint, Saver, pending_in
+from gemini.train.checkpoint.states import groups_of, persistent_buffers, plain_states, rng_states, scheduler_kind
+from gemini.train.checkpoint.write import Draft, Writer, sources_of
 from gemini.train.engine import Engine
+from gemini.train.gradients.loss_scale import LossScale
 from gemini.train.modules.injected import refuse_injected
+from gemini.train.params.guard import ParamHandle
 from gemini.train.sharding.consensus import agree, group_for
 from gemini.train.update.optimizer import HybridAdam
 
@@ -84,19 +83,32 @@ def save_checkpoint(
         refuse_injected(engine, model, is_root=True)
         _check_optimizer(engine, optimizer)
         engine.drain()
-        if engine.saver is not None:
-            engine.saver.join()
-            engine.saver.raise_if_unseen()
-        files.check_target(final, directory)
-        draft = _draft(engine, model, optimizer, scheduler, extra)
+        for pending in pending_in(engine.write_observers):
+            pending.join()
+            engine.write_observers.remove(pending)
+            pending.raise_if_unseen()
+        checkpoint_format.check_target(final, directory)
+        engine.recover_if_interrupted()
+        engine.state.check_whole()
+        if engine.has_gradients:
+            raise GeminiError(
+                "save_checkpoint between backward and step: gradients are not saved; call it after step()"
+            )
+        draft = _draft(
+            model, optimizer, scheduler, extra, handles=engine.handles, precision=engine.config.precision,
+            piece=engine.mover.tile, loss_scale=engine.loss_scale,
+        )  # fmt: skip
     except Exception as e:
         refusal = e
-    agree(engine, Point.SAVE_CHECKPOINT, "save_checkpoint", refusal, directory=Path(os.fsdecode(directory)).name)
-    saver = Saver(engine, final, draft, group_for(engine))
+    agree(engine.shards, Point.SAVE_CHECKPOINT, "save_checkpoint", refusal, directory=Path(os.fsdecode(directory)).name)
+    replicas = None if engine.shards is None else engine.shards.ranks.replicas
+    is_writing = replicas is None or replicas.rank == 0  # of several replicas of the model the first one writes
+    writer = Writer(final, draft, sources_of(engine.handles) if is_writing else [], engine.mover.tile)
+    saver = Saver(writer, group_for(engine.shards), engine.device)
     if wait:
-        saver.run()
+        saver.run(engine.mover)
     else:
-        saver.start()
+        saver.start(engine.mover, engine.manager, engine.write_observers, working_set=engine.working_set)
     return PendingCheckpoint(saver)
 
 
@@ -120,69 +132,72 @@ def load_checkpoint(
     try:
         refuse_injected(engine, model, is_root=True)
         _check_optimizer(engine, optimizer)
-        if engine.saver is not None:
-            engine.saver.join()
+        for pending in pending_in(engine.write_observers):
+            pending.join()
         path = find(place_of(directory))
-        manifest = files.read_manifest(path)
-        opened = files.open_files(path, manifest)
-        values = files.read_values(path, manifest, opened)
-        with files.as_damage(path):
-            rest = Rest(path, manifest, values, engine, model, optimizer, scheduler)
+        manifest = checkpoint_format.read_manifest(path)
+        opened = checkpoint_format.open_files(path, manifest)
+        values = checkpoint_format.read_values(path, manifest, opened)
+        with checkpoint_format.as_damage(path):
+            rest = Rest(
+                path, manifest, values, model, optimizer, scheduler, handles=engine.handles,
+                precision=engine.config.precision, loss_scale=engine.loss_scale,
+            )  # fmt: skip
         engine.recover_if_interrupted()
         engine.updates.forget()
         engine.manager.settle()
     except Exception as e:
         refusal = e
-    agree(engine, Point.LOAD_CHECKPOINT, "load_checkpoint", refusal, directory=Path(os.fsdecode(directory)).name)
+    agree(engine.shards, Point.LOAD_CHECKPOINT, "load_checkpoint", refusal, directory=Path(os.fsdecode(directory)).name)
 
-    everyone = None if engine.shards is None else engine.shards.ranks.everyone
-    share = (0, 1) if everyone is None else (everyone.rank, everyone.size)
-    reader = checkpoint_read.Reader(manifest, opened, share)
+    ranks = Handshake(group_for(engine.shards), f"loading the checkpoint {path}")
+    reader = Reader(manifest, opened, sources_of(engine.handles), engine.mover)
+    ranks.step(lambda: reader.check(ranks.rank, ranks.size), lambda _: None)
     with ExitStack() as writing:
-        planner = checkpoint_read.Planner(engine, sources_of(engine), lambda: writing.enter_context(WHOLE))
+
+        def read() -> None:
+            writing.enter_context(WHOLE)
+            reader.read(engine.write_observers)
+
         try:
-            group = group_for(engine)
-            checkpoint_ranks.load(planner, reader, group, f"loading the checkpoint {path}")
-            rest.put_back(share[0])
+            ranks.step(read, lambda _: None)
+            engine.restored()
+            rest.put_back(ranks.rank)
         except BaseException as e:
-            if planner.started:
+            if reader.started:
                 engine.state.mark_corrupted(e)
             raise
     return rest.extra
 
 
 def _draft(
-    engine: Engine, model: nn.Module, optimizer: HybridAdam, scheduler: Any, extra: Any
-) -> checkpoint_write.Draft:
+    model: nn.Module, optimizer: HybridAdam, scheduler: Any, extra: Any, *, handles: list[ParamHandle], precision: str,
+    piece: int, loss_scale: LossScale | None,
+) -> Draft:  # fmt: skip
     """Everything but masters and moments as it is now.
 
     Raises:
-        GeminiError, StorageError, TypeError: what :func:`save_checkpoint` says.
+        TypeError: what :func:`save_checkpoint` says.
     """
-    engine.recover_if_interrupted()
-    engine.state.check_whole()
-    unreduced = engine.reduction is not None and engine.reduction.has_unreduced
-    if unreduced or any(handle.has_grad for handle in engine.handles):
-        raise GeminiError("save_checkpoint between backward and step: gradients are not saved; call it after step()")
     tensors: list[torch.Tensor] = []
     manifest = {
-        "format": FORMAT,
-        "version": VERSION,
-        "precision": engine.config.precision,
-        "piece": engine.mover.tile,
+        "format": checkpoint_format.FORMAT,
+        "version": checkpoint_format.VERSION,
+        "precision": precision,
+        "piece": piece,
         "params": {
             h.name: {"shape": list(h.param.shape), "step": h.num_steps, "trained": PlaneKind.EXP_AVG in h.chunk.planes}
-            for h in engine.handles
+            for h in handles
         },
         "groups": encode(groups_of(optimizer), tensors, "optimizer.param_groups"),
         "plain": encode(plain_states(optimizer), tensors, "optimizer.state"),
         "buffers": encode(dict(persistent_buffers(model)), tensors, "buffers"),
         "scheduler_kind": scheduler_kind(scheduler),
         "scheduler": None if scheduler is None else encode(_state_of(scheduler), tensors, "scheduler"),
-        "loss_scale": None if engine.loss_scale is None else vars(engine.loss_scale).copy(),
+        "loss_scale": None if loss_scale is None else vars(loss_scale).copy(),
         "extra": encode(extra, tensors, "extra"),
     }
-    return checkpoint_write.Draft(manifest, tensors, rng_states())
+    return Draft(manifest, tensors, rng_states())
 
 
 def _state_of(scheduler: Any) -> Any:

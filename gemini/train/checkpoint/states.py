@@ -1,10 +1,13 @@
-"""What a checkpoint keeps besides masters and moments: optimizer groups, plain params, buffers, RNG states.
+"""What a checkpoint keeps besides masters and moments: optimizer groups, plain params, buffers, RNG states, schedulers.
 
-Each comes with what refuses saved ones that could not be put back, so that putting back cannot fail half way.
+Each comes with what refuses saved ones that could not be put back, so that putting back cannot fail half way. A
+scheduler, whose class may be anybody's, is given the saved state for a moment to see whether it takes it.
 """
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import importlib.util
 import math
 import random
@@ -126,6 +129,7 @@ def _is_number(value: Any) -> bool:
     )
 
 
+_COUNTERS = ("last_epoch", "_step_count")
 _OF_USERS = ("lr_lambdas", "_scale_fn_custom")
 """Parts of the states of torch's schedulers that are attributes of what users gave them."""
 _STATES = {
@@ -286,3 +290,84 @@ def set_rng_states(states: dict[str, Any]) -> None:
 
         name, keys, position, has_gauss, cached = states["numpy"]
         numpy.random.set_state((name, keys.numpy().astype("uint32"), position, has_gauss, cached))
+
+
+# ---- schedulers ------------------------------------------------------------------------------------------------------
+
+
+def scheduler_kind(scheduler: Any) -> str | None:
+    """What tells schedulers whose states look alike."""
+    return None if scheduler is None else type(scheduler).__qualname__
+
+
+def check_scheduler(path: Path, scheduler: Any, optimizer: HybridAdam, saved: Any, kind: str | None) -> None:
+    """Whether ``scheduler`` can go on from ``saved``, the state of one called ``kind``: given it for a moment.
+
+    Raises:
+        PlanMismatch: saying why it cannot; the scheduler is as it was.
+    """
+    _compare_scheduler(path, scheduler, saved, kind)
+    with _as_it_was(scheduler, optimizer):
+        try:
+            scheduler.load_state_dict(copy.deepcopy(saved))
+        except Exception as e:
+            raise _other_scheduler(path, scheduler, f"{type(e).__name__}: {e}") from e
+
+
+def _other_scheduler(path: Path, scheduler: Any, why: str) -> PlanMismatch:
+    return PlanMismatch(
+        f"{path} was saved with another scheduler than this {type(scheduler).__name__} ({why}): make the same one, "
+        "with the same arguments"
+    )
+
+
+def _compare_scheduler(path: Path, scheduler: Any, saved: Any, kind: str | None) -> None:
+    """Raise if ``saved`` is not a state of such a scheduler. Those within it are looked at each for itself."""
+    if kind is not None and kind != scheduler_kind(scheduler):
+        raise _other_scheduler(path, scheduler, f"it was a {kind}")
+    here, strict = plain_form(scheduler.state_dict()), type(scheduler).__module__.startswith("torch.")
+    if isinstance(here, dict) and isinstance(saved, dict):
+        # Schedulers of torch have what they have from the beginning; others may come to have more as they go, but no
+        # method, and nothing that they have without showing it.
+        hidden = getattr(scheduler, "__dict__", ())
+        strange = [
+            key for key in saved.keys() - here.keys()
+            if kind is None or strict or key in hidden or callable(getattr(scheduler, str(key), None))
+        ]  # fmt: skip
+        if strange:
+            raise _other_scheduler(path, scheduler, f"which has no {min(strange, key=str)!r}")
+        for name in _COUNTERS:
+            if name in here and not (type(saved.get(name)) is int and -1 <= saved[name] < 2**53):
+                raise _other_scheduler(path, scheduler, f"its {name} is {str(saved.get(name))[:80]}")
+    inner, states = getattr(scheduler, "_schedulers", None), isinstance(saved, dict) and saved.get("_schedulers")
+    if isinstance(inner, (list, tuple)) and isinstance(states, (list, tuple)) and len(inner) == len(states):
+        for one, state in zip(inner, states, strict=True):
+            _compare_scheduler(path, one, state, None)
+    if isinstance(here, dict) and isinstance(saved, dict):
+        # A function has no state (None), a partial one an empty one: which of them a schedule is made of may change.
+        here, saved = ({**of, "lr_lambdas": _without_empty(of.get("lr_lambdas"))} for of in (here, saved))
+    try:
+        check_alike(here, saved, "its state", finite=strict, settled=strict)
+    except Malformed as e:
+        raise _other_scheduler(path, scheduler, str(e)) from e
+
+
+def _without_empty(states: Any) -> Any:
+    return [state or None for state in states] if isinstance(states, (list, tuple)) else states
+
+
+@contextlib.contextmanager
+def _as_it_was(scheduler: Any, optimizer: HybridAdam) -> Iterator[None]:
+    """Whatever is done to a scheduler inside is undone."""
+    state = copy.deepcopy(scheduler.state_dict())
+    parts = [scheduler, *(getattr(scheduler, "_schedulers", None) or ()), *getattr(scheduler, "lr_lambdas", ())]
+    attributes = [(vars(part), dict(vars(part))) for part in parts if hasattr(part, "__dict__")]
+    attributes += [(group, dict(group)) for group in optimizer.param_groups]
+    try:
+        yield
+    finally:
+        with contextlib.suppress(Exception):
+            scheduler.load_state_dict(state)
+        for now, before in attributes:
+            now.clear()
+            now.update(before)

@@ -16,7 +16,7 @@ import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -25,43 +25,51 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from gemini.errors import GeminiError, StorageError
 from gemini.planning.planes import PlaneKind
-from gemini.train.checkpoint import replacing
-from gemini.train.params.guard import ParamHandle, engine_of, handle_of
+from gemini.train.checkpoint.replacing import atomic_write
+from gemini.train.params.by_name import ByName
+from gemini.train.params.guard import ParamHandle, handle_of
 from gemini.train.params.state_dict import model_state
 from gemini.train.update.optimizer import HybridAdam
-
-if TYPE_CHECKING:
-    from gemini.train.engine import Engine
 
 _readers = WeakTensorKeyDictionary()
 """Promises to what reads their values."""
 
 
-def promised_model_state(original: Any, engine: Engine) -> dict[str, Any]:
-    """``state_dict`` with promises of exact masters (of frozen params: of what there is, in the compute dtype).
+class Promises:
+    """Of the params and moments that one model keeps; no update of it may have broken off."""
 
-    ``original`` is ``super()`` of the managed model.
-    """
-    engine.state.check_whole()
-    if not engine.state.in_method:
-        engine.recover_if_interrupted()
-    return model_state(original, None, "", _promised_weights)
+    def __init__(self, by_names: ByName):
+        self._by_names = by_names
 
+    def model_state(self, original: Any) -> dict[str, Any]:
+        """``state_dict`` with promises of exact masters (of frozen params: of what there is, in the compute dtype).
 
-def promised_optimizer_state(optimizer: HybridAdam) -> dict[str, Any]:
-    """``state_dict`` of torch's AdamW, with promises of the moments of managed params."""
-    state = torch.optim.Optimizer.state_dict(optimizer)
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    for index, param in enumerate(params):
-        handle = handle_of(param)
-        if handle is not None and handle.num_steps:
-            engine_of(handle).state.check_whole()
-            moments = {
-                kind.value: _promise(handle, torch.float32, partial(_read_plane, handle, kind))
-                for kind in (PlaneKind.EXP_AVG, PlaneKind.EXP_AVG_SQ)
-            }
-            state["state"][index] = {"step": torch.tensor(float(handle.num_steps), device="cpu"), **moments}
-    return state
+        ``original`` is ``super()`` of the managed model.
+        """
+        return model_state(original, None, "", self._weights)
+
+    def optimizer_state(self, optimizer: HybridAdam) -> dict[str, Any]:
+        """``state_dict`` of torch's AdamW, with promises of the moments of managed params."""
+        state = torch.optim.Optimizer.state_dict(optimizer)
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        for index, param in enumerate(params):
+            handle = handle_of(param)
+            if handle is not None and handle.num_steps:
+                moments = {
+                    kind.value: _promise(handle, torch.float32, partial(self._moment, handle, kind))
+                    for kind in (PlaneKind.EXP_AVG, PlaneKind.EXP_AVG_SQ)
+                }
+                state["state"][index] = {"step": torch.tensor(float(handle.num_steps), device="cpu"), **moments}
+        return state
+
+    def _weights(self, handle: ParamHandle) -> torch.Tensor:
+        dtype = torch.float32 if PlaneKind.EXP_AVG in handle.chunk.planes else handle.param.dtype
+        return _promise(handle, dtype, partial(self._by_names.read, handle, dtype))
+
+    def _moment(self, handle: ParamHandle, kind: PlaneKind) -> torch.Tensor:
+        value = self._by_names.read_plane(handle, kind)
+        assert value is not None, (handle.name, kind)
+        return value
 
 
 def write(content: Any, path: Path) -> None:
@@ -71,19 +79,12 @@ def write(content: Any, path: Path) -> None:
         StorageError: if it cannot be written; an existing file is as it was.
         GeminiError: if somebody has computed with a promise.
     """
-    path = replacing.place_of(path)
-    draft = replacing.begin(path)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if not _write_streamed(content, draft):
-            _save(keep_promises(content), draft)
-        replacing.sync(draft)
-        os.replace(draft, path)
-        replacing.sync(path.parent)
+        with atomic_write(path) as draft:
+            if not _write_streamed(content, draft):
+                _save(keep_promises(content), draft)
     except OSError as e:
         raise StorageError(f"could not save {path}: {e.strerror or e}") from e
-    finally:
-        replacing.end(draft)
 
 
 def keep_promises(content: Any) -> Any:
@@ -134,17 +135,6 @@ def _save(content: Any, draft: Path) -> None:
         if "inline_container" not in str(e):  # where torch writes: it does not tell what the system said
             raise
         raise OSError(f"the disk is full, or fails ({' '.join(str(e).split())[:100]})") from e
-
-
-def _promised_weights(handle: ParamHandle) -> torch.Tensor:
-    dtype = torch.float32 if PlaneKind.EXP_AVG in handle.chunk.planes else handle.param.dtype
-    return _promise(handle, dtype, partial(engine_of(handle).by_names.read, handle, dtype))
-
-
-def _read_plane(handle: ParamHandle, kind: PlaneKind) -> torch.Tensor:
-    value = engine_of(handle).by_names.read_plane(handle, kind)
-    assert value is not None, (handle.name, kind)
-    return value
 
 
 def _promise(handle: ParamHandle, dtype: torch.dtype, read: Callable[[], torch.Tensor]) -> torch.Tensor:

@@ -1,44 +1,83 @@
-"""Saving in terms of ``torch.distributed.checkpoint``: which rank writes what (planner), into which files (storage).
+"""Writing a checkpoint: what this rank keeps of every master and moment, piece by piece into files of its own.
 
-DCP gathers the plans, carries errors between ranks and calls ``finish`` on the first rank when all have written. Its
-own planner and storage are not used: they want whole tensors in memory and pickle (docs/decisions). Each rank writes
-its parts as pieces of a few MiB, streamed into safetensors files of its own; plans of other ranks are never needed, so
-none are sent.
+A *source* is one param's part of one plane on this rank. Its key (``exp_avg/model.norm.weight``) and its place in the
+whole param are all a checkpoint knows: chunks, shards, tiers and the number of ranks are of the run, not of the model.
+The ranks exchange little: the first one hears the RNG states of all, tells them the folder, hears the checksums when
+all have written, and ends the checkpoint.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-)
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
-from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
-from torch.futures import Future
 
 from gemini.errors import StorageError
+from gemini.memory.chunks.chunk import Plane
 from gemini.memory.devices.device import Device
-from gemini.memory.movement.mover import tiles
-from gemini.train.checkpoint import files, replacing
-from gemini.train.checkpoint.manifest import VALUES
-from gemini.train.checkpoint.parts import Buffer, Source
+from gemini.memory.movement.mover import page_up, tiles
+from gemini.planning.planes import PlaneKind
+from gemini.ranks.handshake import Handshake
+from gemini.train.checkpoint import replacing
+from gemini.train.checkpoint.format import SAVED, VALUES, check_target, write_manifest
 from gemini.train.checkpoint.plain_data import encode
 from gemini.train.checkpoint.tensor_file import TensorFileWriter, TensorSpec
+from gemini.train.params.guard import ParamHandle
 
 FILE_BYTES = 2 * 2**30
 """About how large a file becomes: many streams on a parallel file system, few entries in a folder."""
 
-Order = Callable[[list[WriteItem]], Iterable[WriteItem]]
-"""In which order pieces are written; the next is asked for when one is written."""
+Buffer = Callable[[int], torch.Tensor]
+"""So many bytes of host memory, page-aligned, for what cannot be read in place; overwritten when asked again."""
+
+
+class Source(NamedTuple):
+    """A param's part of a plane on this rank. It holds the plane, so that it outlives the model if it must."""
+
+    key: str
+    handle: ParamHandle
+    plane: Plane
+    spec: TensorSpec
+    """What it is in a file: a whole param has its own name and shape, a part of one says which elements it holds."""
+
+    def read(self, start: int, stop: int, device: Device, buffer: Buffer) -> torch.Tensor:
+        """Elements ``[start, stop)`` of the part (``start`` on a page) as a host tensor, in place or in the buffer."""
+        first, last = self.handle.part.start + start, self.handle.part.start + stop
+        in_place = self.plane.host_view(first, last)
+        if in_place is not None:
+            return in_place
+        padded = page_up(last - first)
+        staged = buffer(padded * self.plane.dtype.itemsize).view(self.plane.dtype)
+        on_device = self.plane.device_view(first, last)
+        if on_device is not None:  # on a lane of its own: the saver is not the only one who copies
+            device.copy(staged[: last - first], on_device, "checkpoint").wait()
+        else:
+            self.plane.load(first, first + padded, staged)
+        return staged[: last - first]
+
+
+def sources_of(handles: list[ParamHandle]) -> list[Source]:
+    """Every source of this rank, chunk after chunk."""
+    found = [_source(kind, handle) for handle in handles for kind in SAVED if kind in handle.chunk.planes]
+    return sorted(found, key=lambda source: source.handle.chunk.spec.index)
+
+
+def _source(kind: PlaneKind, handle: ParamHandle) -> Source:
+    key, plane, part = f"{kind.value}/{handle.name}", handle.chunk.planes[kind], handle.part
+    spec = TensorSpec(key, plane.dtype, tuple(handle.param.shape))
+    if part.numel != handle.slot.numel:
+        spec = TensorSpec(f"{key}[{part.offset}:{part.offset + part.numel}]", plane.dtype, (part.numel,))
+    return Source(key, handle, plane, spec)
+
+
+class Piece(NamedTuple):
+    """Elements ``[start, stop)`` of a source: what is read, written and has a checksum of its own at a time."""
+
+    source: Source
+    start: int
+    stop: int
 
 
 class Draft(NamedTuple):
@@ -47,188 +86,113 @@ class Draft(NamedTuple):
     manifest: dict[str, Any]
     tensors: list[torch.Tensor]
     rng: Any
-    """Of this rank; the planner collects those of all."""
+    """Of this rank."""
 
 
-class Planner(SavePlanner):
-    """What this rank writes: pieces of its sources, or nothing if another replica writes the same."""
+class Writer:
+    """One checkpoint on its way into the folder ``final``.
 
-    def __init__(self, sources: dict[str, Source], piece: int, device: Device, buffer: Buffer, draft: Draft):
-        self.sources = sources
-        self.draft = draft
-        self._device = device
-        self._buffer = buffer
-        self.items = [item for source in sources.values() for item in _items(source, piece)]
+    Args:
+        sources: what this rank writes; none if another replica of the model writes the same.
+        piece: elements of a piece.
+    """
 
-    def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
-        """Nothing: the sources were given."""
-
-    def create_local_plan(self) -> SavePlan:
-        """What the first rank must know of this one: its RNG states."""
-        return SavePlan([], planner_data=self.draft.rng)
-
-    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """On the first rank."""
-        rng = [plan.planner_data for plan in all_plans]
-        self.draft.manifest["rng"] = encode(rng, self.draft.tensors, "rng")
-        return [replace(plan, planner_data=None) for plan in all_plans], Metadata({})
-
-    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        """The pieces of this rank, with what the storage decided."""
-        return replace(new_plan, items=self.items)
-
-    def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
-        """A piece as a flat host tensor, good until the next one."""
-        source, data = self.sources[write_item.index.fqn], write_item.tensor_data
-        assert data is not None
-        start = data.chunk.offsets[0] - source.handle.part.offset
-        return source.read(start, start + data.chunk.sizes[0], self._device, self._buffer)
-
-
-def _items(source: Source, piece: int) -> list[WriteItem]:
-    part, size = source.handle.part, torch.Size([source.handle.slot.numel])
-    properties = TensorProperties(dtype=source.plane.dtype)
-    items = []
-    for start, stop in tiles(0, part.numel, piece):
-        offsets = torch.Size([part.offset + start])
-        data = TensorWriteData(ChunkStorageMetadata(offsets, torch.Size([stop - start])), properties, size)
-        items.append(WriteItem(MetadataIndex(source.key, offsets), WriteItemType.SHARD, tensor_data=data))
-    return items
-
-
-class Writer(StorageWriter):
-    """Writes the folder ``final``: each rank its files beside it, the first one the rest; then it is renamed."""
-
-    def __init__(self, final: Path, draft: Draft, order: Order = iter):
-        self._final = final
-        self._draft = draft
-        self._order = order
+    def __init__(self, final: Path, draft: Draft, sources: list[Source], piece: int):
+        self.final, self.draft = final, draft
+        self._sources = [source for source in sources if source.handle.part.numel]
+        self.pieces = [Piece(s, *span) for s in self._sources for span in tiles(0, s.handle.part.numel, piece)]
         self._made: Path | None = None
 
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Any path will do."""
-        return True
+    def write(
+        self,
+        ranks: Handshake,
+        device: Device,
+        buffer: Buffer,
+        order: Callable[[list[Piece]], Iterable[Piece]] = iter,
+    ) -> None:
+        """Write it, on all ranks or on none; nothing but the checkpoint stays behind.
 
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Nothing: a writer is made for one checkpoint."""
+        Args:
+            order: in which pieces are written; the next is asked for when one is written.
 
-    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """The first rank makes the folder."""
-        if is_coordinator:
-            self._made = replacing.begin(self._final)
-            self._made.mkdir()
+        Raises:
+            GeminiError: on every rank, naming the one that failed.
+        """
 
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Nothing to add."""
-        return plan
+        def write_own() -> dict[str, Any]:
+            work = self.final.parent / folder
+            if self.pieces and not work.is_dir():
+                raise StorageError(
+                    f"{work}, which the first rank has made, is not there: ranks on several machines need a directory "
+                    "that all of them share"
+                )
+            return self._write_own(work, ranks.rank, order(self.pieces), device, buffer)
 
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Tell each rank the folder and the beginning of its file names."""
-        assert self._made is not None
-        return [replace(p, storage_data=(self._made.name, f"params-{i:05d}")) for i, p in enumerate(plans)]
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Stream the pieces of this rank; all of its files are on the disk afterwards."""
-        folder, prefix = plan.storage_data
-        work = self._final.parent / folder
-        if plan.items and not work.is_dir():
-            raise StorageError(
-                f"{work}, which the first rank has made, is not there: ranks on several machines need a directory that "
-                "all of them share"
-            )
-        runs = _runs(plan.items, self._draft.manifest["params"])
-        writers = _open_writers(work, prefix, list(runs.values()))
-        sums: dict[str, list[int]] = {key: [] for key in runs}
         try:
-            for item in self._order(plan.items):
-                assert item.tensor_data is not None and item.index.offset is not None
-                run = runs[item.index.fqn]
-                piece = planner.resolve_data(item)
-                assert isinstance(piece, torch.Tensor)
-                start = item.index.offset[0] - run.start
-                sums[run.key].append(writers[run.key].write(run.spec.name, start, piece))
-            for writer in writers.values():  # last of all: nobody who waits for a piece waits for the disk itself
-                writer.close()
+            folder = ranks.step(lambda: self.draft.rng, self._begin)
+            ranks.step(write_own, self._finish)
+        except OSError as e:
+            raise StorageError(f"could not save the checkpoint {self.final}: {e.strerror or e}") from e
         finally:
-            for writer in writers.values():
-                writer.abandon()
-        results = [
-            WriteResult(
-                MetadataIndex(run.key, [run.start]),
-                run.spec.num_bytes,
-                (run.spec.name, writers[run.key].path.name, writers[run.key].header_checksum, sums[run.key]),
-            )
-            for run in runs.values()
-        ]
-        future: Future[list[WriteResult]] = Future()
-        future.set_result(results)
-        return future
+            if self._made is not None:
+                replacing.end(self._made)
 
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+    def _begin(self, rng: list[Any]) -> str:
+        """On the first rank: the folder that all write into, beside the final one, with the RNG states of all."""
+        self._made = replacing.begin(self.final)
+        self._made.mkdir()
+        self.draft.manifest["rng"] = encode(rng, self.draft.tensors, "rng")
+        return self._made.name
+
+    def _write_own(
+        self, work: Path, rank: int, pieces: Iterable[Piece], device: Device, buffer: Buffer
+    ) -> dict[str, Any]:
+        """Stream the pieces of this rank into its files, which are on the disk afterwards; what the manifest says of
+        them.
+        """
+        files = _open_writers(work, rank, self._sources)
+        sums: dict[str, list[int]] = {key: [] for key in files}
+        try:
+            for source, start, stop in pieces:
+                data = source.read(start, stop, device, buffer)
+                sums[source.key].append(files[source.key].write(source.spec.name, start, data))
+            for file in files.values():  # last of all: nobody who waits for a piece waits for the disk itself
+                file.close()
+        finally:
+            for file in files.values():
+                file.abandon()
+        listed: dict[str, Any] = {}
+        for key, handle, _, spec in self._sources:
+            in_file = listed.setdefault(files[key].path.name, {"header": files[key].header_checksum, "tensors": {}})
+            in_file["tensors"][spec.name] = {"of": key, "start": handle.part.offset, "sums": sums[key]}
+        return listed
+
+    def _finish(self, listed: list[dict[str, Any]]) -> None:
         """On the first rank, when all have written: values and manifest, then the new one takes the old one's place."""
         assert self._made is not None
-        manifest, tensors = self._draft.manifest, self._draft.tensors
-        manifest["files"] = listed = {VALUES: _write_values(self._made / VALUES, tensors)}
-        for result in (result for of_rank in results for result in of_rank):
-            name, file, header, sums = result.storage_data
-            assert result.index.offset is not None
-            entry = listed.setdefault(file, {"header": header, "tensors": {}})
-            entry["tensors"][name] = {"of": result.index.fqn, "start": result.index.offset[0], "sums": sums}
-        try:
-            files.write_manifest(self._made, manifest)
-            files.check_target(self._final, self._final)  # again: the writing may have taken long
-            replacing.swap(self._made, self._final)
-        except OSError as e:
-            raise StorageError(f"{e.strerror or e}") from e
-
-    def clean_up(self) -> None:
-        """Whatever happened: nothing but the checkpoint stays behind. Called when no rank writes any more."""
-        if self._made is not None:
-            replacing.end(self._made)
+        files = self.draft.manifest["files"] = {VALUES: _write_values(self._made / VALUES, self.draft.tensors)}
+        for of_rank in listed:
+            files.update(of_rank)
+        write_manifest(self._made, self.draft.manifest)
+        check_target(self.final, self.final)  # again: the writing may have taken long
+        replacing.swap(self._made, self.final)
 
 
-class _Run(NamedTuple):
-    """Pieces of one key that follow each other: one tensor in a file."""
-
-    key: str
-    start: int
-    spec: TensorSpec
-
-
-def _runs(items: list[WriteItem], params: dict[str, Any]) -> dict[str, _Run]:
-    """A whole param has its own name and shape in the file, a part of one says which elements it holds."""
-    first: dict[str, WriteItem] = {}
-    numel: dict[str, int] = {}
-    for item in items:
-        assert item.tensor_data is not None
-        first.setdefault(item.index.fqn, item)
-        numel[item.index.fqn] = numel.get(item.index.fqn, 0) + item.tensor_data.chunk.sizes[0]
-    runs = {}
-    for key, item in first.items():
-        assert item.tensor_data is not None and item.index.offset is not None
-        start, dtype = item.index.offset[0], item.tensor_data.properties.dtype
-        name, shape = f"{key}[{start}:{start + numel[key]}]", (numel[key],)
-        if numel[key] == item.tensor_data.size[0]:
-            name, shape = key, tuple(params[key.partition("/")[2]]["shape"])
-        runs[key] = _Run(key, start, TensorSpec(name, dtype, shape))
-    return runs
-
-
-def _open_writers(work: Path, prefix: str, runs: list[_Run]) -> dict[str, TensorFileWriter]:
+def _open_writers(work: Path, rank: int, sources: list[Source]) -> dict[str, TensorFileWriter]:
     """By key, the file it goes into; about ``FILE_BYTES`` each."""
-    groups: list[list[_Run]] = [[]]
+    groups: list[list[Source]] = [[]]
     filled = 0
-    for run in runs:
-        if filled and filled + run.spec.num_bytes > FILE_BYTES:
+    for source in sources:
+        if filled and filled + source.spec.num_bytes > FILE_BYTES:
             groups.append([])
             filled = 0
-        groups[-1].append(run)
-        filled += run.spec.num_bytes
+        groups[-1].append(source)
+        filled += source.spec.num_bytes
     writers = {}
-    for i, group in enumerate(groups):
-        writer = TensorFileWriter(work / f"{prefix}-{i:05d}.safetensors", [run.spec for run in group])
-        writers.update({run.key: writer for run in group})
+    for number, group in enumerate(groups):
+        path = work / f"params-{rank:05d}-{number:05d}.safetensors"
+        writer = TensorFileWriter(path, [source.spec for source in group])
+        writers.update({source.key: writer for source in group})
     return writers
 
 

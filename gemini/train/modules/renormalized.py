@@ -94,3 +94,5 @@ def _take_over(engine: Engine, handles: tuple[ParamHandle, ...], before: dict[st
                 handle.version = handle.param._version  # torch has counted this write itself
                 handle.num_writes += 1
                 engine.by_names.take_over(handle, before.get(handle.name))
+        for chunk in resident_chunks(handles):
+            engine.write_observers.after_write(chunk)

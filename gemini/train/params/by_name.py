@@ -7,7 +7,7 @@ Everything that shows or changes weights outside of forward comes through here (
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
 from typing import TYPE_CHECKING
@@ -79,11 +79,18 @@ class ByName:
         return out.view(handle.param.shape)
 
     def _whole(self, handle: ParamHandle, kind: PlaneKind) -> torch.Tensor:
-        """A param's values in a plane, flat, from all ranks: all of them read together, or serve the one that does."""
+        """A param's values in a plane, flat, from all ranks."""
+        out = torch.empty(handle.slot.numel, dtype=handle.chunk.planes[kind].dtype, device="cpu")
+        self.read_into(handle, kind, out)
+        return out
+
+    def read_into(self, handle: ParamHandle, kind: PlaneKind, out: torch.Tensor) -> None:
+        """The same into a flat host tensor of the plane's dtype. All ranks read together, or serve one that does."""
         self._updates.wait(handle.chunk)
         if self._shards is not None:
-            return self._shards.read(handle, kind)
-        return read_range(self._mover, handle.chunk.planes[kind], handle)
+            self._shards.read_into(handle, kind, out)
+        else:
+            read_range(self._mover, handle.chunk.planes[kind], handle, out)
 
     def write(self, handle: ParamHandle, value: torch.Tensor) -> None:
         """Make ``value`` (the param's shape, any float dtype) the master, exactly. A gathered copy is dropped.
@@ -96,7 +103,8 @@ class ByName:
         if value.shape != handle.param.shape:
             raise ValueError(f"{handle.name!r} has shape {tuple(handle.param.shape)}, was given {tuple(value.shape)}")
         self._updates.wait(handle.chunk)
-        with WHOLE:  # the two halves of a bf16 master, above all
+        writing = engine_of(handle).write_observers.writing(handle.chunk)
+        with WHOLE, writing:  # the two halves of a bf16 master, above all
             self._write(handle, _own_part(handle, value))
 
     def _write(self, handle: ParamHandle, flat: torch.Tensor) -> None:
@@ -155,21 +163,6 @@ class ByName:
         self._updates.wait(handle.chunk)
         write_range(self._mover, plane, handle, _own_part(handle, value).to("cpu"))
 
-    def read_parts(self, handle: ParamHandle, kind: PlaneKind) -> Iterator[torch.Tensor]:
-        """What this rank keeps of a param in a plane, flat, tile by tile. A part may be overwritten by the next one."""
-        self._updates.wait(handle.chunk)
-        plane, base = handle.chunk.planes[kind], handle.part.start
-        for start, stop in tiles(0, handle.part.numel, self._mover.tile):
-            yield host_part(self._mover, plane, base + start, base + stop)
-
-    def write_parts(self, handle: ParamHandle, kind: PlaneKind, parts: Iterable[torch.Tensor]) -> None:
-        """Overwrite what this rank keeps of a param in a plane, in order (each part but the last in whole pages)."""
-        self._updates.wait(handle.chunk)
-        offset = 0
-        for part in parts:
-            write_range(self._mover, handle.chunk.planes[kind], handle, part, offset)
-            offset += part.numel()
-
     def take_over(self, handle: ParamHandle, before: torch.Tensor | None) -> None:
         """Make a param's gathered weights its master: written elements exactly, others keep their residual.
 
@@ -209,9 +202,9 @@ def _own_part(handle: ParamHandle, value: torch.Tensor) -> torch.Tensor:
     return value.detach().reshape(-1)[part.offset : part.offset + part.numel]
 
 
-def read_range(mover: Mover, plane: Plane, handle: ParamHandle) -> torch.Tensor:
-    """What this rank keeps of a param in a plane, as a new flat host tensor."""
-    out = torch.empty(handle.part.numel, dtype=plane.dtype, device="cpu")
+def read_range(mover: Mover, plane: Plane, handle: ParamHandle, out: torch.Tensor | None = None) -> torch.Tensor:
+    """What this rank keeps of a param in a plane, as a flat host tensor: a new one, or ``out``."""
+    out = torch.empty(handle.part.numel, dtype=plane.dtype, device="cpu") if out is None else out
     base = handle.part.start
     for start, stop in tiles(0, handle.part.numel, mover.tile):
         out[start:stop].copy_(host_part(mover, plane, base + start, base + stop))
@@ -232,8 +225,11 @@ def write_range(mover: Mover, plane: Plane, handle: ParamHandle, source: torch.T
     """Overwrite this rank's part of a param in a plane, from element ``offset`` (whole pages) of it on, cast to its
     dtype.
     """
-    engine_of(handle).before_write(handle.chunk)
-    base = handle.part.start + offset
+    with engine_of(handle).write_observers.writing(handle.chunk):
+        _store(mover, plane, handle.part.start + offset, source)
+
+
+def _store(mover: Mover, plane: Plane, base: int, source: torch.Tensor) -> None:
     for start, stop in tiles(0, source.numel(), mover.tile):
         view = plane.host_view(base + start, base + stop)
         if view is not None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from gemini.interrupts import WHOLE
+from gemini.memory.chunks.chunk import Chunk
 from gemini.ranks.agreement import Point
 from gemini.train.params.guard import ParamHandle, undo_writes
 from gemini.train.sharding.alike import agree_on_values, value_facts
@@ -24,6 +25,7 @@ def gathered(engine: Engine, handles: list[ParamHandle], *, write: bool) -> Iter
     An exception inside undoes what was written. With several ranks each writes its shard, so all must write the same.
     """
     chunks = list({handle.chunk.spec.index: handle.chunk for handle in handles}.values())
+    begun = list[Chunk]()
     # Of weights that are changed in place nothing else tells what they were, so that the rest keeps its residual.
     before: dict[str, torch.Tensor] = {}
     if write:
@@ -35,6 +37,7 @@ def gathered(engine: Engine, handles: list[ParamHandle], *, write: bool) -> Iter
             if write:
                 for chunk in chunks:
                     engine.before_write(chunk)  # one that never moves is written in place
+                    begun.append(chunk)
             try:
                 yield
                 if write:
@@ -55,6 +58,8 @@ def gathered(engine: Engine, handles: list[ParamHandle], *, write: bool) -> Iter
             with WHOLE:
                 engine.manager.drop(chunks)
                 engine.manager.refresh_lent()
+                for chunk in begun:
+                    engine.write_observers.after_write(chunk)
 
 
 def _check_same_on_all(engine: Engine, handles: list[ParamHandle]) -> None:

@@ -20,8 +20,8 @@ import torch
 from gemini.errors import RankMismatch
 from gemini.ranks.agreement import Point
 from gemini.ranks.group import checksum_of
+from gemini.ranks.handshake import error_called
 from gemini.train.params.guard import handle_of, optimizer_of
-from gemini.train.sharding.consensus import error_called
 
 if TYPE_CHECKING:
     from gemini.train.engine import Engine

@@ -9,23 +9,23 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-from gemini import errors
-from gemini.errors import GeminiError, RankMismatch
+from gemini.errors import RankMismatch
 from gemini.ranks.agreement import Point
+from gemini.ranks.handshake import error_called
 from gemini.ranks.subgroup import end_subgroup, make_subgroup
 from gemini.ranks.wire import guarded
 
 if TYPE_CHECKING:
-    from gemini.train.engine import Engine
     from gemini.train.sharding.shards import Shards
 
 _waiting: weakref.WeakSet[Shards] = weakref.WeakSet()  # those that have such a group
 
 
-def agree(engine: Engine, point: Point, doing: str, refusal: Exception | None, **facts: str) -> None:
+def agree(shards: Shards | None, point: Point, doing: str, refusal: Exception | None, **facts: str) -> None:
     """Wait until all ranks of the model want the same, then go on together or not at all.
 
     Args:
+        shards: of this model; None in one process.
         doing: for error messages, "save_checkpoint" say.
         refusal: why this rank will not.
         facts: what must be the same on every rank, by name.
@@ -34,18 +34,17 @@ def agree(engine: Engine, point: Point, doing: str, refusal: Exception | None, *
         RankMismatch: if facts differ.
         GeminiError: naming the rank that refuses, of the type of its refusal; on that rank the refusal itself.
     """
-    if engine.shards is None:
+    if shards is None:
         if refusal is not None:
             raise refusal
         return
-    engine.shards.meet_all(point)
-    tell(engine, doing, refusal, **facts)
+    shards.meet_all(point)
+    tell(shards, doing, refusal, **facts)
 
 
-def tell(engine: Engine, doing: str, refusal: BaseException | None, **facts: str) -> None:
+def tell(shards: Shards, doing: str, refusal: BaseException | None, **facts: str) -> None:
     """The same for ranks that stand together already."""
-    assert engine.shards is not None
-    everyone = engine.shards.ranks.everyone
+    everyone = shards.ranks.everyone
     said = {"facts": facts, "kind": None if refusal is None else type(refusal).__name__, "why": str(refusal)}
     heard = [json.loads(text) for text in everyone.exchange_texts(json.dumps(said), doing)]
     if refusal is not None:
@@ -63,13 +62,12 @@ def tell(engine: Engine, doing: str, refusal: BaseException | None, **facts: str
                 )
 
 
-def group_for(engine: Engine) -> dist.ProcessGroup | None:
+def group_for(shards: Shards | None) -> dist.ProcessGroup | None:
     """All ranks of a model, to wait for each other's disks; None in one process. Made by all at the first use.
 
     It is another group than those of training, whose messages go on while a checkpoint is written behind it, and waits
     as long as torch does by default (half an hour), whatever was chosen to notice a rank that hangs in a step.
     """
-    shards = engine.shards
     if shards is None:
         return None
     if shards.waiting_group is None:
@@ -92,12 +90,6 @@ def _end_groups() -> None:
         end_group_of(shards)
 
 
-def wait_for_all(engine: Engine, doing: str) -> None:
+def wait_for_all(shards: Shards, doing: str) -> None:
     """Let one rank work on something long, while the others wait here."""
-    guarded(doing, lambda: dist.barrier(group_for(engine)))
-
-
-def error_called(name: str) -> type[GeminiError]:
-    """The class of ours with that name, or the base of them all: what another rank raised, raised here."""
-    found = getattr(errors, name, None)
-    return found if isinstance(found, type) and issubclass(found, GeminiError) else GeminiError
+    guarded(doing, lambda: dist.barrier(group_for(shards)))

@@ -242,14 +242,8 @@ class Shards:
 
     # ---- by name ------------------------------------------------------------------------------------------------
 
-    def read(self, handle: ParamHandle, kind: PlaneKind) -> torch.Tensor:
-        """The values of a param in a plane, whole and flat, in host memory of their own."""
-        out = torch.empty(handle.slot.numel, dtype=handle.chunk.planes[kind].dtype, device="cpu")
-        self.read_into(handle, kind, out)
-        return out
-
     def read_into(self, handle: ParamHandle, kind: PlaneKind, out: torch.Tensor) -> None:
-        """The same into a flat host tensor of the plane's dtype."""
+        """The values of a param in a plane, whole, into a flat host tensor of the plane's dtype."""
         self._read = out
         try:
             self.reach(Wish(Point.READ, self._numbers[handle.name] * len(_KINDS) + _KINDS.index(kind)))

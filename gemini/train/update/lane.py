@@ -34,6 +34,7 @@ class UpdateJob(Job):
         threads: that share one call of the kernel.
         ready: what the computing device was given when this was handed over is done; its gradients are there then.
         before: called when it begins, before anything of the chunk changes.
+        after: called when all of the chunk has changed.
         release: called when its gradients are not needed any more.
     """
 
@@ -47,12 +48,13 @@ class UpdateJob(Job):
         threads: int,
         ready: Event,
         before: Callable[[Chunk], None],
+        after: Callable[[Chunk], None],
         release: Callable[[], None] | None = None,
     ):
         super().__init__(lambda: None, urgency)
         self.chunk, self.segments = chunk, segments
         self.working, self.threads = Working(moved), threads
-        self.ready, self.before, self._release = ready, before, release
+        self.ready, self.before, self.after, self._release = ready, before, after, release
         self.num_open = 0  # tiles that have begun and not finished
         self.all_begun = False
 
@@ -232,6 +234,7 @@ class UpdateLane(Worker):
 
     def _finish_if_done(self, job: UpdateJob) -> None:
         if job.all_begun and job.num_open == 0 and job in self._open:
+            job.after(job.chunk)
             del self._open[job]
             job.finish()
 

@@ -264,6 +264,7 @@ def update_chunk(engine: Engine, chunk: Chunk, parts: Iterable[Tile]) -> None:
                     tile.abandon()
                     raise
         engine.manager.drop([chunk])
+        engine.write_observers.after_write(chunk)
     except BaseException as e:
         # A repeated step would update finished tiles twice, and planes may be torn: there is no way on from here.
         engine.state.mark_corrupted(e)

@@ -48,6 +48,7 @@ class Updates:
         self.order = "next use"
         """Or "fifo", the order in which gradients became complete: for comparison."""
         self._reference = engine.self_reference
+        self._observers = engine.write_observers  # not by way of the model, which may end while a job waits for one
         self._first_use = first_use
         self._jobs: dict[int, UpdateJob] = {}
         self._number = 0
@@ -143,7 +144,8 @@ class Updates:
             moved=self._engine().mover.moved,
             threads=max(self._num_threads(), 1),
             ready=self._engine().device.mark(),
-            before=self._before,
+            before=self._observers.before_write,
+            after=self._observers.after_write,
             release=release,
         )
 
@@ -282,14 +284,6 @@ class Updates:
             self._lane.close()
 
     # ---- inside -------------------------------------------------------------------------------------------------
-
-    def _before(self, chunk: Chunk) -> None:
-        """On the lane: a fetch under way, and a checkpoint that is being written, must have the chunk first."""
-        chunk.begin_write()
-        engine = self._reference()
-        saver, engine = None if engine is None else engine.saver, None  # the model may end while this waits
-        if saver is not None:
-            saver.before_write(chunk)
 
     def _engine(self) -> Engine:
         engine = self._reference()
