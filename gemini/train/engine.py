@@ -29,6 +29,7 @@ from gemini.memory.movement.manager import Manager
 from gemini.memory.movement.mover import Moved, Mover
 from gemini.planning.planes import PlaneKind
 from gemini.ranks.group import join
+from gemini.rules import rule_of
 from gemini.tiers import Tier
 from gemini.train.activations.store import make_activation_store
 from gemini.train.gradients.loss_scale import LossScale
@@ -66,6 +67,7 @@ class Engine:
     ):
         """``fill``: what writes the values of params that hold none yet to their homes."""
         config = self.config = config.resolved()
+        self.rule = rule_of(config.optimizer)
         self.self_reference = weakref.ref(self)
         self.lock = threading.RLock()
         """Of the books: who gathers, lets go or lands takes it, so that a model may be called from several threads."""
@@ -81,7 +83,7 @@ class Engine:
         self.working_set = built.working_set
         self.saver: Any = None  # the Saver that writes a checkpoint behind the training, or did
         self.recording: Recording | None = None  # who is told of everything while model.recording() is open
-        self.mover = Mover(self.device, built.tile, self.ledger, device_tile=built.device_tile)
+        self.mover = Mover(self.device, built.tile, self.ledger, device_tile=built.device_tile, rule=self.rule.spec)
         self.exposure = Exposure(self)
         self.saved_weights = SavedWeights(self)
         self.updates = Updates(self, built.first_use, overlap=config.overlap, threads=config.update_threads)

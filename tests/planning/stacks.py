@@ -61,7 +61,7 @@ def stack_plan(
     )
     homes = []
     for index in range(len(layout.chunks)):
-        homes.append({kind: weights if kind is PlaneKind.WEIGHTS else states for kind in problem.plane_bytes(index)})
+        homes.append({kind: weights if kind == PlaneKind.WEIGHTS else states for kind in problem.plane_bytes(index)})
     placement = Placement(tuple(homes))
     held = dict.fromkeys(tiers, 0)
     for index, home in enumerate(homes):

@@ -55,7 +55,7 @@ def bits(model: Any) -> int:
     assert any(handle.part.numel for handle in model._gemini_engine.handles), "each rank has a part"
     for handle in model._gemini_engine.handles:
         for kind in handle.chunk.planes:
-            if kind.value in ("weights", "residual", "exp_avg", "exp_avg_sq"):
+            if kind in ("weights", "residual", "exp_avg", "exp_avg_sq"):
                 for part in model._gemini_engine.by_names.read_parts(handle, kind):
                     found = zlib.crc32(part.contiguous().view(torch.uint8).numpy().tobytes(), found)
     return found

@@ -134,7 +134,7 @@ def test_the_bits_of_the_cpu_kernels_and_the_promised_waits(
     if promised is not None:
         assert seen.waits == [promised] * STEPS
     chunks = engine_of(model).chunks
-    chunks = [chunk for chunk in chunks if chunk.planes[PlaneKind.EXP_AVG].tier is Tier.GPU or chunk.streamed]
+    chunks = [chunk for chunk in chunks if chunk.planes[PlaneKind("exp_avg")].tier is Tier.GPU or chunk.streamed]
     num_params = sum(len(engine_of(model).by_chunk[chunk.spec.index]) for chunk in chunks)
     per_step = num_params if how.gradients == "transient" else len(chunks)
     launches = emulated.module.launches["adam_update"]

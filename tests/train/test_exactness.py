@@ -25,6 +25,7 @@ from gemini import kernels
 from gemini.memory.devices.device import make_device
 from gemini.planning.layout import DEFAULT_MAX_CHUNK, ParamSpec, make_layout
 from gemini.planning.placement import Placement, Problem, bytes_per_tier, can_stream
+from gemini.planning.planes import ADAM as RULE
 from gemini.planning.planes import PlaneKind, compute_itemsize
 from gemini.planning.working import device_staging_bytes, staging_bytes, staging_sets, tile_numel
 from gemini.tiers import MemoryBudget, Tier
@@ -36,6 +37,7 @@ from tests.models import Recipe
 # 30 placements for each family, over its precisions; not the whole product, which would only take longer. Of those with
 # 20, the second half is left to `make test-slow`.
 ADAM = {"decoupled": False}
+KINDS = RULE.kinds
 PLAIN_GROUP = {"grouped": False, "scheduled": False}
 CASES: list[tuple[str, Recipe, int]] = [
     ("llama", Recipe("bf16"), 14),
@@ -88,9 +90,7 @@ class Draw:
 
     def __str__(self) -> str:
         """Homes as one letter per plane: "gnncg" is weights, residual, exp_avg, exp_avg_sq, grad of one chunk."""
-        homes = " ".join(
-            "".join(planes[kind].value[0] for kind in PlaneKind if kind in planes) for planes in self.homes
-        )
+        homes = " ".join("".join(planes[kind].value[0] for kind in KINDS if kind in planes) for planes in self.homes)
         budgets = ", ".join(f"{tier.value} {num_bytes}" for tier, num_bytes in self.budgets.items())
         return (
             f"device={self.device}, max_chunk={self.max_chunk}, tile={self.tile}, isa={self.isa}, "
@@ -167,7 +167,7 @@ def test_20_steps_are_the_plain_loop_s_bits_for_every_placement(
     if recipe.loss_scale > 2.0**16:
         assert 0 < plain.num_skipped < recipe.num_steps // 2, "the loss scale was meant to be too high at first"
     num_evictions = num_with_evictions = 0
-    on_nvme = dict.fromkeys(PlaneKind, 0)
+    on_nvme = dict.fromkeys(KINDS, 0)
     for index in draws:
         seed = f"{family}-{recipe.precision}-{index}"
         made = replace(recipe, num_steps=steps_of(index, recipe)) if cut_short else recipe

@@ -30,7 +30,7 @@ import torch
 from torch import nn
 
 import gemini
-from gemini.planning.planes import PlaneKind
+from gemini.planning.planes import ADAM, PlaneKind
 from gemini.tiers import Tier
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
@@ -195,7 +195,7 @@ def test_ledger_peaks_are_planes_plus_windows_plus_staging(tmp_path: Path, place
     for chunk in chunks:
         assert chunk.numel == padded(chunk)
         for kind, home in homes[chunk.index].items():
-            on[home] += BYTES[kind.value] * padded(chunk)
+            on[home] += BYTES[kind] * padded(chunk)
     largest = max(padded(chunk) for chunk in chunks)
     moves = on[Tier.NVME] > 0
     staging = 0
@@ -213,10 +213,10 @@ def test_ledger_peaks_are_planes_plus_windows_plus_staging(tmp_path: Path, place
         assert 0 <= spill_bytes(os.getpid()) - others - on[Tier.NVME] <= 64 * 1024
     # (b) 12 bytes per param, padding included, within 2 % (1.3 % on layers this small); kind by kind.
     params = sum(p.numel() for p in model.parameters())
-    held = {kind.value: 0 for kind in PlaneKind}
+    held = dict.fromkeys(ADAM.kinds, 0)
     for chunk in engine.chunks:
         for kind, plane in chunk.planes.items():
-            held[kind.value] += plane.num_bytes
+            held[kind] += plane.num_bytes
     assert sum(n for kind, n in held.items() if kind != "grad") == pytest.approx(12 * params, rel=0.02)
     assert report["bytes_per_param"] == pytest.approx(12.0, rel=0.02)
     assert report["grad_bytes_per_param"] == pytest.approx(2.0, rel=0.02)

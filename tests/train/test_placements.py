@@ -13,11 +13,11 @@ from torch import nn
 
 import gemini
 from gemini.errors import StorageError
-from gemini.planning.planes import OPTIMIZER_PLANES, PlaneKind
+from gemini.planning.planes import ADAM, PlaneKind
 from gemini.tiers import MemoryBudget, Tier
 from tests import models
 
-STATES = (*OPTIMIZER_PLANES, PlaneKind.GRAD)
+STATES = (*ADAM.states, PlaneKind.GRAD)
 PLENTY = "64MiB"
 
 
@@ -98,7 +98,7 @@ def test_fractions_on_a_gpu_that_is_not_there_warn_once_and_are_left_out(tmp_pat
     with pytest.warns(UserWarning, match="no effect without a GPU") as warnings:
         model = wrap(models.make_model("llama"), memory=plenty("cpu", tmp_path), placement=static, device="cpu")
     assert len(warnings) == 1
-    assert bytes_on(model, STATES)[Tier.NVME] > 0 and bytes_on(model, tuple(PlaneKind))[Tier.GPU] == 0
+    assert bytes_on(model, STATES)[Tier.NVME] > 0 and bytes_on(model, ADAM.kinds)[Tier.GPU] == 0
     train_one_step(model)
 
 
@@ -108,7 +108,7 @@ def test_fractions_on_a_gpu_that_is_not_there_warn_once_and_are_left_out(tmp_pat
 def test_auto_takes_the_fastest_tier_alone_if_all_fits(tmp_path: Path) -> None:
     for device, fastest in (("cpu", Tier.CPU), ("standin", Tier.GPU)):
         model = wrap(models.make_model("llama"), memory=plenty(device, tmp_path), device=device)
-        found = bytes_on(model, tuple(PlaneKind))
+        found = bytes_on(model, ADAM.kinds)
         assert found[fastest] == sum(found.values()) > 0
         train_one_step(model)
         assert model._gemini_engine.manager.num_gathers == 0, "nothing has to be gathered"
@@ -125,7 +125,7 @@ def test_auto_fills_the_fastest_first(device: str, share: float, tmp_path: Path)
     memory = MemoryBudget(**sizes, nvme=PLENTY, nvme_path=tmp_path)
     model = wrap(models.make_model("llama"), memory=memory, device=device, max_chunk=8192)
     engine = model._gemini_engine
-    found = bytes_on(model, tuple(PlaneKind))
+    found = bytes_on(model, ADAM.kinds)
     assert 0 < found[compute] < sum(found.values()) == total
     spoken_for = max(chunk.spec.numel * 2 for chunk in engine.chunks) * 2 + engine.ledger.held(compute, "staging")
     left = engine.ledger.budget(compute) - found[compute] - spoken_for
@@ -140,10 +140,10 @@ def test_report_says_where_everything_is(tmp_path: Path) -> None:
     static = gemini.StaticPlacement(weights_on_nvme=0.5, optimizer_on_nvme=0.5)
     model = wrap(models.make_model("llama"), memory=plenty("cpu", tmp_path), placement=static, device="cpu")
     report = model.memory_report()
-    assert set(report["nvme"]["holders"]) == {kind.value for kind in PlaneKind}
+    assert set(report["nvme"]["holders"]) == set(ADAM.kinds)
     for tier in (Tier.CPU, Tier.NVME):
-        for kind in PlaneKind:
-            assert report[tier.value]["holders"].get(kind.value, 0) == bytes_on(model, (kind,))[tier]
+        for kind in ADAM.kinds:
+            assert report[tier.value]["holders"].get(kind, 0) == bytes_on(model, (kind,))[tier]
         assert report[tier.value]["used"] == sum(report[tier.value]["holders"].values())
         assert report[tier.value]["used"] <= report[tier.value]["peak"] <= report[tier.value]["budget"]
 

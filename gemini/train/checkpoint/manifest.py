@@ -14,9 +14,9 @@ import math
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
-from gemini.memory.chunks.chunk import plane_dtype
-from gemini.planning.planes import PRECISIONS, plane_itemsizes
-from gemini.train.checkpoint.parts import SAVED
+import torch
+
+from gemini.planning.planes import ADAM, PRECISIONS, RuleSpec, plane_specs
 from gemini.train.checkpoint.tensor_file import Malformed, TensorFile
 
 FORMAT, VERSION = "gemini-checkpoint", 2
@@ -59,6 +59,8 @@ class Manifest(NamedTuple):
     """A whole manifest. What is ``Any`` is encoded plain data, with tensors in ``VALUES``."""
 
     precision: str
+    rule: RuleSpec
+    """Of the updates: Adam where a checkpoint does not say it."""
     piece: int
     """Elements of a checksum."""
     params: dict[str, SavedParam]
@@ -80,11 +82,12 @@ def read(data: Any) -> Manifest:
     Raises:
         Malformed: naming the place of a value that no checkpoint has.
     """
-    data = {"scheduler_kind": None, **_fields(data, "the manifest")}
+    data = {"scheduler_kind": None, "rule": ADAM.to_body(), **_fields(data, "the manifest")}
     any_of = dict.fromkeys(("scheduler", "groups", "plain", "buffers", "extra", "rng"), _anything)
     manifest: Manifest = _record(
         Manifest,
         precision=_one_of(PRECISIONS),
+        rule=_rule,
         piece=_integer(1, 2**48),
         params=_mapping(_record(SavedParam, shape=_sequence(_integer(0, 2**48)), step=_COUNT, trained=_flag)),
         files=_mapping(_record(SavedFile, header=_CRC, tensors=_mapping(_TENSOR))),
@@ -125,10 +128,9 @@ def compare(manifest: Manifest, opened: dict[str, TensorFile]) -> None:
 
 def _compare_parts(manifest: Manifest, opened: dict[str, TensorFile]) -> None:
     needed = {
-        f"{kind.value}/{name}": (param, plane_dtype(kind, manifest.precision, trainable=param.trained, itemsize=0))
+        f"{kind}/{name}": (param, getattr(torch, spec.dtype))
         for name, param in manifest.params.items()
-        for kind in plane_itemsizes(manifest.precision, "transient", trainable=param.trained)
-        if kind in SAVED
+        for kind, spec in plane_specs(manifest.precision, "transient", manifest.rule, trainable=param.trained).items()
     }
     found: dict[str, list[tuple[int, int]]] = {key: [] for key in needed}
     for name, listed in manifest.files.items():
@@ -189,6 +191,13 @@ def _text(value: Any, where: str) -> str:
     if not isinstance(value, str):
         raise Malformed(f"{where} is {_shown(value)}, and no text")
     return value
+
+
+def _rule(value: Any, where: str) -> RuleSpec:
+    try:
+        return RuleSpec.from_body(value)
+    except (TypeError, ValueError) as e:
+        raise Malformed(f"{where} is {_shown(value)}, and no update rule: {e}") from e
 
 
 def _one_of(names: tuple[str, ...]) -> Reader[str]:

@@ -13,14 +13,11 @@ import torch
 
 from gemini.memory.chunks.chunk import Plane
 from gemini.memory.devices.device import Device
-from gemini.memory.movement.mover import page_up
-from gemini.planning.planes import OPTIMIZER_PLANES, PlaneKind
+from gemini.planning.planes import PlaneKind
 from gemini.train.params.guard import ParamHandle
 
 if TYPE_CHECKING:
     from gemini.train.engine import Engine
-
-SAVED = (PlaneKind.WEIGHTS, *OPTIMIZER_PLANES)
 
 Buffer = Callable[[int], torch.Tensor]
 """So many bytes of host memory, page-aligned, for what cannot be read in place; overwritten when asked again."""
@@ -40,7 +37,7 @@ class Source(NamedTuple):
         in_place = self.plane.host_view(first, last)
         if in_place is not None:
             return in_place
-        padded = page_up(last - first)
+        padded = self.plane.page_up(last - first)
         staged = buffer(padded * self.plane.dtype.itemsize).view(self.plane.dtype)
         on_device = self.plane.device_view(first, last)
         if on_device is not None:  # on a lane of its own: the saver is not the only one who copies
@@ -53,9 +50,8 @@ class Source(NamedTuple):
 def sources_of(engine: Engine) -> dict[str, Source]:
     """Every source of this rank by key, chunk after chunk."""
     found = [
-        Source(f"{kind.value}/{handle.name}", kind, handle, handle.chunk.planes[kind])
+        Source(f"{kind}/{handle.name}", kind, handle, handle.chunk.planes[kind])
         for handle in engine.handles
-        for kind in SAVED
-        if kind in handle.chunk.planes
+        for kind in (PlaneKind.WEIGHTS, *handle.chunk.states)
     ]
     return {source.key: source for source in sorted(found, key=lambda source: source.handle.chunk.spec.index)}

@@ -27,7 +27,6 @@ from torch.futures import Future
 
 from gemini.errors import StorageError
 from gemini.memory.movement.mover import tiles
-from gemini.planning.planes import PlaneKind
 from gemini.train.checkpoint.files import compare_sums
 from gemini.train.checkpoint.manifest import VALUES, Manifest
 from gemini.train.checkpoint.parts import Source
@@ -173,7 +172,7 @@ class Planner(LoadPlanner):
         in_place = source.plane.host_view(first, first + numel)
         if in_place is not None:
             return in_place
-        return self._engine.mover.staged(PlaneKind.EXP_AVG, source.plane.dtype, numel)
+        return self._engine.mover.scratch(2, source.plane.dtype, numel)
 
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
         """Store what was staged."""
@@ -186,7 +185,7 @@ class Planner(LoadPlanner):
         """Begin anew: a residual or moment of before belongs to weights that are gone."""
         mover = self._engine.mover
         for start, stop in tiles(0, source.handle.part.numel, mover.tile):
-            zeros = mover.staged(PlaneKind.EXP_AVG, source.plane.dtype, stop - start).zero_()
+            zeros = mover.scratch(2, source.plane.dtype, stop - start).zero_()
             write_range(mover, source.plane, source.handle, zeros, start)
 
     def _place(self, read_item: ReadItem) -> tuple[Source, int]:

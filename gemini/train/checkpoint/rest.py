@@ -18,7 +18,6 @@ import torch
 from torch import nn
 
 from gemini.errors import PlanMismatch
-from gemini.planning.planes import PlaneKind
 from gemini.train.checkpoint.manifest import Manifest
 from gemini.train.checkpoint.plain_data import Decoder, plain_form
 from gemini.train.checkpoint.states import (
@@ -34,7 +33,7 @@ from gemini.train.checkpoint.states import (
 )
 from gemini.train.checkpoint.tensor_file import Malformed
 from gemini.train.engine import Engine
-from gemini.train.update.optimizer import HybridAdam
+from gemini.train.update.optimizer import HybridOptimizer
 
 _COUNTERS = ("last_epoch", "_step_count")
 
@@ -49,7 +48,7 @@ class Rest:
 
     def __init__(
         self, path: Path, manifest: Manifest, values: list[torch.Tensor], engine: Engine, model: nn.Module,
-        optimizer: HybridAdam, scheduler: Any,
+        optimizer: HybridOptimizer, scheduler: Any,
     ):  # fmt: skip
         self._engine, self._optimizer, self._scheduler = engine, optimizer, scheduler
         self._manifest = manifest
@@ -60,7 +59,7 @@ class Rest:
         self._state = decoder.decode(manifest.scheduler, "scheduler")
         self._rng, self.extra = decoder.decode(manifest.rng, "rng"), decoder.decode(manifest.extra, "extra")
         decoder.end()
-        self._groups = check_groups(path, groups, groups_of(optimizer))
+        self._groups = check_groups(path, groups, groups_of(optimizer), optimizer)
         self._plain = check_plain_states(path, optimizer, plain)
         self._buffers = _paired_buffers(path, dict(persistent_buffers(model)), saved_buffers)
         _compare_loss_scale(engine, manifest)
@@ -108,6 +107,11 @@ def _compare_params(path: Path, engine: Engine, manifest: Manifest) -> None:
             f"{path} was saved in {manifest.precision}, the model is in {engine.config.precision}: wrap it with "
             f"GeminiConfig(precision={manifest.precision!r})"
         )
+    if manifest.rule != engine.rule.spec:
+        raise PlanMismatch(
+            f"{path} was saved with states of the update rule {manifest.rule.name!r}, the model was wrapped for "
+            f"{engine.rule.spec.name!r}: wrap it with GeminiConfig(optimizer=) of the same rule"
+        )
     saved = {name: param.shape for name, param in manifest.params.items()}
     here = {handle.name: tuple(handle.param.shape) for handle in engine.handles}
     if saved != here:
@@ -117,7 +121,7 @@ def _compare_params(path: Path, engine: Engine, manifest: Manifest) -> None:
             f"(saved {saved.get(different[0])}, here {here.get(different[0])})"
         )
     for handle in engine.handles:
-        was, now = manifest.params[handle.name].trained, PlaneKind.EXP_AVG in handle.chunk.planes
+        was, now = manifest.params[handle.name].trained, handle.chunk.trained
         if was and not now:
             raise PlanMismatch(f"{handle.name!r} was trained when {path} was saved and is frozen here")
         if now and not was and manifest.precision == "fp16":
@@ -202,7 +206,7 @@ def _without_empty(states: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _as_it_was(scheduler: Any, optimizer: HybridAdam) -> Iterator[None]:
+def _as_it_was(scheduler: Any, optimizer: HybridOptimizer) -> Iterator[None]:
     """Whatever is done to a scheduler inside is undone."""
     state = copy.deepcopy(scheduler.state_dict())
     parts = [scheduler, *(getattr(scheduler, "_schedulers", None) or ()), *getattr(scheduler, "lr_lambdas", ())]

@@ -23,8 +23,6 @@ from torch.distributed.checkpoint.planner import WriteItem
 
 from gemini.errors import BudgetExceeded, GeminiError, StorageError, human_bytes
 from gemini.memory.chunks.chunk import Chunk
-from gemini.planning.planes import PlaneKind
-from gemini.planning.working import staging_bytes
 from gemini.tiers import Ledger, Tier
 from gemini.train.checkpoint import ranks as checkpoint_ranks
 from gemini.train.checkpoint.parts import Buffer, Source, sources_of
@@ -60,7 +58,7 @@ class Saver:
         engine, self._engine = self._engine, None
         assert engine is not None
         mover = engine.mover
-        self._write(self._planner(engine, lambda num_bytes: mover.staged(PlaneKind.GRAD, torch.uint8, num_bytes)))
+        self._write(self._planner(engine, lambda num_bytes: mover.scratch(1, torch.uint8, num_bytes)))
 
     def start(self) -> None:
         """Write it behind what the caller does next; or now, with a warning, if there is no memory for that."""
@@ -227,7 +225,7 @@ def _reserve(engine: Engine, num_bytes: int) -> None:
     ledger = engine.ledger
     if num_bytes == 0:
         return
-    room = ledger.free(Tier.CPU) - max(staging_bytes(engine.mover.tile) - ledger.held(Tier.CPU, "staging"), 0)
+    room = ledger.free(Tier.CPU) - max(engine.mover.staging.num_bytes - ledger.held(Tier.CPU, "staging"), 0)
     if engine.device.tier is Tier.CPU:  # windows come and go: what counts is what a step may take in all
         passing = sum(ledger.held(Tier.CPU, holder) for holder in ("windows", "pool", "gradients in flight"))
         room += passing - engine.working_set

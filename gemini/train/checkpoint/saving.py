@@ -18,7 +18,7 @@ from torch import nn
 
 from gemini.errors import GeminiError
 from gemini.interrupts import WHOLE
-from gemini.planning.planes import PlaneKind
+from gemini.planning.planes import ADAM
 from gemini.ranks.agreement import Point
 from gemini.train.checkpoint import files
 from gemini.train.checkpoint import ranks as checkpoint_ranks
@@ -34,13 +34,13 @@ from gemini.train.checkpoint.states import groups_of, persistent_buffers, plain_
 from gemini.train.engine import Engine
 from gemini.train.modules.injected import refuse_injected
 from gemini.train.sharding.consensus import agree, group_for
-from gemini.train.update.optimizer import HybridAdam
+from gemini.train.update.optimizer import HybridOptimizer
 
 
 def save_checkpoint(
     directory: str | os.PathLike[str],
     model: nn.Module,
-    optimizer: HybridAdam,
+    optimizer: HybridOptimizer,
     scheduler: Any = None,
     extra: Any = None,
     *,
@@ -101,7 +101,7 @@ def save_checkpoint(
 
 
 def load_checkpoint(
-    directory: str | os.PathLike[str], model: nn.Module, optimizer: HybridAdam, scheduler: Any = None
+    directory: str | os.PathLike[str], model: nn.Module, optimizer: HybridOptimizer, scheduler: Any = None
 ) -> Any:
     """Make ``model``, ``optimizer`` and ``scheduler`` what they were; returns ``extra``.
 
@@ -152,7 +152,7 @@ def load_checkpoint(
 
 
 def _draft(
-    engine: Engine, model: nn.Module, optimizer: HybridAdam, scheduler: Any, extra: Any
+    engine: Engine, model: nn.Module, optimizer: HybridOptimizer, scheduler: Any, extra: Any
 ) -> checkpoint_write.Draft:
     """Everything but masters and moments as it is now.
 
@@ -171,7 +171,7 @@ def _draft(
         "precision": engine.config.precision,
         "piece": engine.mover.tile,
         "params": {
-            h.name: {"shape": list(h.param.shape), "step": h.num_steps, "trained": PlaneKind.EXP_AVG in h.chunk.planes}
+            h.name: {"shape": list(h.param.shape), "step": h.num_steps, "trained": h.chunk.trained}
             for h in engine.handles
         },
         "groups": encode(groups_of(optimizer), tensors, "optimizer.param_groups"),
@@ -182,6 +182,8 @@ def _draft(
         "loss_scale": None if engine.loss_scale is None else vars(engine.loss_scale).copy(),
         "extra": encode(extra, tensors, "extra"),
     }
+    if engine.rule.spec != ADAM:
+        manifest["rule"] = engine.rule.spec.to_body()
     return checkpoint_write.Draft(manifest, tensors, rng_states())
 
 
@@ -200,8 +202,8 @@ def _engine(model: nn.Module) -> Engine:
 
 
 def _check_optimizer(engine: Engine, optimizer: Any) -> None:
-    if not isinstance(optimizer, HybridAdam):
-        raise TypeError(f"checkpoints keep the states of gemini.HybridAdam, got {type(optimizer).__name__}")
+    if not isinstance(optimizer, HybridOptimizer):
+        raise TypeError(f"checkpoints keep the states of gemini.HybridOptimizer, got {type(optimizer).__name__}")
     if optimizer.engine() not in (engine, None):
         raise ValueError(
             "the optimizer does not own params of this model: pass the HybridAdam made from its parameters()"

@@ -28,7 +28,7 @@ from gemini.planning.planes import PlaneKind
 from gemini.train.checkpoint import replacing
 from gemini.train.params.guard import ParamHandle, engine_of, handle_of
 from gemini.train.params.state_dict import model_state
-from gemini.train.update.optimizer import HybridAdam
+from gemini.train.update.optimizer import HybridOptimizer
 
 if TYPE_CHECKING:
     from gemini.train.engine import Engine
@@ -48,7 +48,7 @@ def promised_model_state(original: Any, engine: Engine) -> dict[str, Any]:
     return model_state(original, None, "", _promised_weights)
 
 
-def promised_optimizer_state(optimizer: HybridAdam) -> dict[str, Any]:
+def promised_optimizer_state(optimizer: HybridOptimizer) -> dict[str, Any]:
     """``state_dict`` of torch's AdamW, with promises of the moments of managed params."""
     state = torch.optim.Optimizer.state_dict(optimizer)
     params = [param for group in optimizer.param_groups for param in group["params"]]
@@ -57,8 +57,8 @@ def promised_optimizer_state(optimizer: HybridAdam) -> dict[str, Any]:
         if handle is not None and handle.num_steps:
             engine_of(handle).check_whole()
             moments = {
-                kind.value: _promise(handle, torch.float32, partial(_read_plane, handle, kind))
-                for kind in (PlaneKind.EXP_AVG, PlaneKind.EXP_AVG_SQ)
+                str(spec.kind): _promise(handle, getattr(torch, spec.dtype), partial(_read_plane, handle, spec.kind))
+                for spec in optimizer.rule.spec.planes
             }
             state["state"][index] = {"step": torch.tensor(float(handle.num_steps), device="cpu"), **moments}
     return state
@@ -128,7 +128,7 @@ def _write_streamed(content: Any, draft: Path) -> bool:
 
 
 def _promised_weights(handle: ParamHandle) -> torch.Tensor:
-    dtype = torch.float32 if PlaneKind.EXP_AVG in handle.chunk.planes else handle.param.dtype
+    dtype = torch.float32 if handle.chunk.trained else handle.param.dtype
     return _promise(handle, dtype, partial(engine_of(handle).by_names.read, handle, dtype))
 
 

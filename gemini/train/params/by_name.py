@@ -18,7 +18,7 @@ from gemini import kernels
 from gemini.errors import GeminiError, ParamAccessError
 from gemini.interrupts import WHOLE
 from gemini.memory.chunks.chunk import COMPUTE_DTYPES, Plane
-from gemini.memory.movement.mover import Mover, page_up, tiles
+from gemini.memory.movement.mover import Mover, tiles
 from gemini.planning.planes import PlaneKind
 from gemini.ranks.agreement import Point
 from gemini.train.params.guard import ParamHandle, engine_of, note_writes
@@ -135,8 +135,13 @@ class ByName:
             self._compared = before
 
     def read_plane(self, handle: ParamHandle, kind: PlaneKind) -> torch.Tensor | None:
-        """A param's part of a plane, in its shape, or None if its chunk has no such plane."""
-        return self._whole(handle, kind).view(handle.param.shape) if kind in handle.chunk.planes else None
+        """A param's part of a plane, in its shape (flat, where a plane has one item for many elements), or None if its
+        chunk has no such plane.
+        """
+        if kind not in handle.chunk.planes:
+            return None
+        whole = self._whole(handle, kind)
+        return whole.view(handle.param.shape) if handle.chunk.planes[kind].block == 1 else whole
 
     def write_plane(self, handle: ParamHandle, kind: PlaneKind, value: torch.Tensor) -> None:
         """Overwrite a param's part of a plane.
@@ -147,13 +152,12 @@ class ByName:
         """
         plane = handle.chunk.planes.get(kind)
         if plane is None:
-            raise GeminiError(f"{handle.name!r} has no {kind.value}: it is frozen, or gradients are transient")
-        if value.shape != handle.param.shape:
-            raise ValueError(
-                f"{kind.value} of {handle.name!r} has shape {tuple(value.shape)}, wanted {tuple(handle.param.shape)}"
-            )
+            raise GeminiError(f"{handle.name!r} has no {kind}: it is frozen, or gradients are transient")
+        shape = handle.param.shape if plane.block == 1 else (plane.items(handle.param.numel()),)
+        if value.shape != shape:
+            raise ValueError(f"{kind} of {handle.name!r} has shape {tuple(value.shape)}, wanted {tuple(shape)}")
         self._updates.wait(handle.chunk)
-        write_range(self._mover, plane, handle, _own_part(handle, value).to("cpu"))
+        write_range(self._mover, plane, handle, _own_part(handle, value, plane.block).to("cpu"))
 
     def read_parts(self, handle: ParamHandle, kind: PlaneKind) -> Iterator[torch.Tensor]:
         """What this rank keeps of a param in a plane, flat, tile by tile. A part may be overwritten by the next one."""
@@ -203,18 +207,18 @@ def _joined(weights: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
     return master
 
 
-def _own_part(handle: ParamHandle, value: torch.Tensor) -> torch.Tensor:
-    """What this rank keeps of a param's full values, flat."""
+def _own_part(handle: ParamHandle, value: torch.Tensor, block: int = 1) -> torch.Tensor:
+    """What this rank keeps of a param's full values (one for each ``block`` elements), flat."""
     part = handle.part
-    return value.detach().reshape(-1)[part.offset : part.offset + part.numel]
+    return value.detach().reshape(-1)[part.offset // block : -(-(part.offset + part.numel) // block)]
 
 
 def read_range(mover: Mover, plane: Plane, handle: ParamHandle) -> torch.Tensor:
     """What this rank keeps of a param in a plane, as a new flat host tensor."""
-    out = torch.empty(handle.part.numel, dtype=plane.dtype, device="cpu")
+    out = torch.empty(plane.items(handle.part.numel), dtype=plane.dtype, device="cpu")
     base = handle.part.start
     for start, stop in tiles(0, handle.part.numel, mover.tile):
-        out[start:stop].copy_(host_part(mover, plane, base + start, base + stop))
+        out[start // plane.block : plane.items(stop)].copy_(host_part(mover, plane, base + start, base + stop))
     return out
 
 
@@ -223,9 +227,9 @@ def host_part(mover: Mover, plane: Plane, start: int, stop: int) -> torch.Tensor
     view = plane.host_view(start, stop)
     if view is not None:
         return view
-    end = start + page_up(stop - start)
-    staged = mover.staged(PlaneKind.GRAD, plane.dtype, end - start)
-    return mover.load(plane, start, end, staged)[: stop - start]
+    end = start + plane.page_up(stop - start)
+    staged = mover.scratch(1, plane.dtype, plane.items(end - start))
+    return mover.load(plane, start, end, staged)[: plane.items(stop - start)]
 
 
 def write_range(mover: Mover, plane: Plane, handle: ParamHandle, source: torch.Tensor, offset: int = 0) -> None:
@@ -234,13 +238,14 @@ def write_range(mover: Mover, plane: Plane, handle: ParamHandle, source: torch.T
     """
     engine_of(handle).before_write(handle.chunk)
     base = handle.part.start + offset
-    for start, stop in tiles(0, source.numel(), mover.tile):
+    for start, stop in tiles(0, source.numel() * plane.block, mover.tile):
+        items = source[start // plane.block : plane.items(stop)]
         view = plane.host_view(base + start, base + stop)
         if view is not None:
-            view.copy_(source[start:stop])
+            view.copy_(items)
             continue
-        end = start + page_up(stop - start)
-        staged = mover.staged(PlaneKind.GRAD, plane.dtype, end - start)
-        staged[stop - start :].zero_()
-        staged[: stop - start].copy_(source[start:stop])
+        end = start + plane.page_up(stop - start)
+        staged = mover.scratch(1, plane.dtype, plane.items(end - start))
+        staged[items.numel() :].zero_()
+        staged[: items.numel()].copy_(items)
         mover.store(plane, base + start, base + end, staged)

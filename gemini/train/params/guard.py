@@ -30,7 +30,7 @@ from gemini.train.params.grad_reads import note_grad_read
 
 if TYPE_CHECKING:
     from gemini.train.engine import Engine
-    from gemini.train.update.optimizer import HybridAdam
+    from gemini.train.update.optimizer import HybridOptimizer
 
 
 @dataclass(eq=False, slots=True)
@@ -77,11 +77,11 @@ def handle_of(param: Any) -> ParamHandle | None:
     return getattr(param, "_gemini", None)
 
 
-stepping_in_backward: weakref.WeakSet[HybridAdam] = weakref.WeakSet()
+stepping_in_backward: weakref.WeakSet[HybridOptimizer] = weakref.WeakSet()
 """The optimizers that do; where there is none, nobody looks for them in backward."""
 
 
-def optimizer_of(param: Any) -> HybridAdam | None:
+def optimizer_of(param: Any) -> HybridOptimizer | None:
     """The HybridAdam that was given ``param``, if it still lives."""
     reference = getattr(param, "_gemini_optimizer", None)
     return None if reference is None else reference()

@@ -365,7 +365,7 @@ class Reduction:
             for handle in present:
                 handle.norm_sums = []
             for start, stop in tiles(0, plane.numel, min(engine.mover.tile, self._shards.piece)):
-                tile, is_staged = engine.mover.host_tile(PlaneKind.GRAD, plane, start, stop)
+                tile, is_staged = engine.mover.host_tile(1, plane, start, stop)
                 for part in absent:
                     tile[max(part.start - start, 0) : max(part.stop - start, 0)].zero_()
                 wire.all_reduce(Tag.REPLICAS, tile, self._shards.scratch, f"the all-reduce of {chunk.name}")
