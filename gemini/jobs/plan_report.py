@@ -227,7 +227,7 @@ def _needs(question: Question) -> dict[str, int]:
     for chunk in layout.chunks:
         specs = plane_specs(question.trace.precision, question.gradients, trainable=chunk.trainable)
         for kind, spec in specs.items():
-            found[kind] = found.get(kind, 0) + spec.num_bytes(chunk.numel // layout.ranks)
+            found[kind] = found.get(kind, 0) + spec.page_bytes(chunk.numel // layout.ranks)
     return found
 
 

@@ -121,7 +121,7 @@ class Problem:
     def plane_bytes(self, index: int) -> dict[PlaneKind, int]:
         """Bytes of each plane of a chunk on one rank: its shard."""
         numel = self.layout.chunks[index].numel // self.layout.ranks
-        return {kind: spec.num_bytes(numel) for kind, spec in self.plane_specs(index).items()}
+        return {kind: spec.page_bytes(numel) for kind, spec in self.plane_specs(index).items()}
 
     def window_bytes(self, index: int) -> int:
         """Bytes of a chunk's gathered weights: the whole chunk, in the compute dtype."""

@@ -67,9 +67,17 @@ class PlaneSpec:
         """Bytes per block."""
         return ITEMSIZES[self.dtype]
 
+    def num_items(self, numel: int) -> int:
+        """Items for ``numel`` elements."""
+        return -(-numel // self.block)
+
     def num_bytes(self, numel: int) -> int:
         """Bytes for ``numel`` elements."""
-        return -(-numel // self.block) * self.block_bytes
+        return self.num_items(numel) * self.block_bytes
+
+    def page_bytes(self, numel: int) -> int:
+        """The same in whole pages: what a plane of its own takes."""
+        return -(-self.num_bytes(numel) // PAGE) * PAGE
 
     @property
     def stays_in_memory(self) -> bool:

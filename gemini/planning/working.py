@@ -6,7 +6,7 @@ Closed forms, the same for the planner, which leaves room for them, and for the 
 from __future__ import annotations
 
 from gemini.planning.layout import Layout, block_of, page_up
-from gemini.planning.planes import ADAM, PAGE, RuleSpec, compute_itemsize
+from gemini.planning.planes import ADAM, RuleSpec, compute_itemsize
 from gemini.planning.trace import MemoryTrace, chunks_of_params
 from gemini.tiers import Tier
 
@@ -39,7 +39,7 @@ def tile_numel(largest_chunk: int) -> int:
 
 def staged_bytes(tile: int, rule: RuleSpec) -> dict[str, int]:
     """Bytes of staging by area, for tiles of ``tile`` elements: whole pages each."""
-    return {spec.kind: page_up(spec.num_bytes(tile), PAGE) for spec in rule.staged}
+    return {spec.kind: spec.page_bytes(tile) for spec in rule.staged}
 
 
 def staging_bytes(tile: int, rule: RuleSpec = ADAM) -> int:

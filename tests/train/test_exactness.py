@@ -190,7 +190,7 @@ def test_20_steps_are_the_plain_loop_s_bits_for_every_placement(
         del on_nvme[PlaneKind.RESIDUAL]
     summary(
         f"{family} {recipe.precision}: {len(draws)} placements, {num_evictions} evictions in forward and backward ("
-        f"{num_with_evictions} of them had some); on NVMe in: {', '.join(f'{k.value} {n}' for k, n in on_nvme.items())}"
+        f"{num_with_evictions} of them had some); on NVMe in: {', '.join(f'{k} {n}' for k, n in on_nvme.items())}"
     )
     assert num_evictions > 0 and num_with_evictions > len(draws) // 3
     assert all(on_nvme.values()), f"a plane never lived on NVMe: {on_nvme}"

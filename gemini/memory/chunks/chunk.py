@@ -36,7 +36,8 @@ class Plane(ABC):
 
     @property
     def num_bytes(self) -> int:
-        return self.items(self.numel) * self.dtype.itemsize
+        """In whole pages."""
+        return page_up(self.items(self.numel) * self.dtype.itemsize, PAGE)
 
     def items(self, numel: int) -> int:
         """Items for so many elements."""
@@ -134,7 +135,8 @@ def make_plane(spec: PlaneSpec, numel: int, tier: Tier, device: Device, spill: S
         assert spill is not None and spec.block == 1, spec
         return FilePlane(spill, numel, dtype)
     make = device.make_buffer if tier is Tier.GPU else device.make_host_buffer
-    return MemoryPlane(make(spec.num_bytes(numel)).view(dtype), tier, device, block=spec.block)
+    memory = make(spec.page_bytes(numel))[: spec.num_bytes(numel)]
+    return MemoryPlane(memory.view(dtype), tier, device, block=spec.block)
 
 
 @dataclass(eq=False)

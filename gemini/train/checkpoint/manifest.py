@@ -11,7 +11,7 @@ are for in ``checkpoint_rest.py``.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -128,7 +128,7 @@ def compare(manifest: Manifest, opened: dict[str, TensorFile]) -> None:
 
 def _compare_parts(manifest: Manifest, opened: dict[str, TensorFile]) -> None:
     needed = {
-        f"{kind}/{name}": (param, getattr(torch, spec.dtype))
+        f"{kind}/{name}": (whole_shape(param.shape, spec.num_items(math.prod(param.shape))), getattr(torch, spec.dtype))
         for name, param in manifest.params.items()
         for kind, spec in plane_specs(manifest.precision, "transient", manifest.rule, trainable=param.trained).items()
     }
@@ -138,9 +138,9 @@ def _compare_parts(manifest: Manifest, opened: dict[str, TensorFile]) -> None:
             spec = opened[name].specs[tensor]
             if entry.of not in needed:
                 raise Malformed(f"{name} has {entry.of!r}, which no param has")
-            param, dtype = needed[entry.of]
+            shape, dtype = needed[entry.of]
             stop = entry.start + spec.numel
-            whole, part = (entry.of, param.shape), (f"{entry.of}[{entry.start}:{stop}]", (spec.numel,))
+            whole, part = (entry.of, shape), (f"{entry.of}[{entry.start}:{stop}]", (spec.numel,))
             if (tensor, spec.shape) not in (whole, part) or spec.dtype is not dtype:
                 raise Malformed(f"{name} has {tensor!r} as {spec.dtype} {list(spec.shape)}, which is not what it is")
             found[entry.of].append((entry.start, stop))
@@ -150,8 +150,13 @@ def _compare_parts(manifest: Manifest, opened: dict[str, TensorFile]) -> None:
             if start != end:
                 raise Malformed(f"{key} has elements {min(start, end)} to {max(start, end)} {_often(start, end)}")
             end = stop
-        if end != math.prod(needed[key][0].shape):
-            raise Malformed(f"{key} is not complete: {end} of {math.prod(needed[key][0].shape)} elements are there")
+        if end != math.prod(needed[key][0]):
+            raise Malformed(f"{key} is not complete: {end} of {math.prod(needed[key][0])} elements are there")
+
+
+def whole_shape(shape: Sequence[int], numel: int) -> tuple[int, ...]:
+    """Of a whole plane of a param: the param's, or flat where a plane has fewer items than the param elements."""
+    return tuple(shape) if math.prod(shape) == numel else (numel,)
 
 
 def _often(start: int, end: int) -> str:

@@ -31,20 +31,34 @@ class Source(NamedTuple):
     handle: ParamHandle
     plane: Plane
 
+    @property
+    def numel(self) -> int:
+        """Items of this rank's part: elements, or of a plane with one item for a block of them, blocks."""
+        return self.plane.items(self.handle.part.numel)
+
+    @property
+    def offset(self) -> int:
+        """Where in the whole param's items they begin."""
+        return self.handle.part.offset // self.plane.block
+
+    def place(self, start: int) -> int:
+        """The element of the plane at which item ``start`` of the part stands."""
+        return self.handle.part.start + start * self.plane.block
+
     def read(self, start: int, stop: int, device: Device, buffer: Buffer) -> torch.Tensor:
-        """Elements ``[start, stop)`` of the part (``start`` on a page) as a host tensor, in place or in the buffer."""
-        first, last = self.handle.part.start + start, self.handle.part.start + stop
+        """Items ``[start, stop)`` of the part (``start`` on a page) as a host tensor, in place or in the buffer."""
+        first, last = self.place(start), self.place(stop)
         in_place = self.plane.host_view(first, last)
         if in_place is not None:
             return in_place
         padded = self.plane.page_up(last - first)
-        staged = buffer(padded * self.plane.dtype.itemsize).view(self.plane.dtype)
+        staged = buffer(self.plane.items(padded) * self.plane.dtype.itemsize).view(self.plane.dtype)
         on_device = self.plane.device_view(first, last)
         if on_device is not None:  # on a lane of its own: the saver is not the only one who copies
-            device.copy(staged[: last - first], on_device, "checkpoint").wait()
+            device.copy(staged[: stop - start], on_device, "checkpoint").wait()
         else:
             self.plane.load(first, first + padded, staged)
-        return staged[: last - first]
+        return staged[: stop - start]
 
 
 def sources_of(engine: Engine) -> dict[str, Source]:

@@ -137,13 +137,12 @@ class Planner(LoadPlanner):
             if not isinstance(saved, TensorStorageMetadata):
                 self._absent.append(source)  # trained here, frozen when it was saved
                 continue
-            part = source.handle.part
             mine = [
-                ChunkStorageMetadata(torch.Size([part.offset + start]), torch.Size([stop - start]))
-                for start, stop in tiles(0, part.numel, self._engine.mover.tile)
+                ChunkStorageMetadata(torch.Size([source.offset + start]), torch.Size([stop - start]))
+                for start, stop in tiles(0, source.numel, self._engine.mover.tile)
             ]
             items = create_read_items_for_chunk_list(key, saved, mine)
-            if sum(item.lengths[0] for item in items) != part.numel or saved.properties.dtype != source.plane.dtype:
+            if sum(item.lengths[0] for item in items) != source.numel or saved.properties.dtype != source.plane.dtype:
                 raise StorageError(f"the checkpoint is damaged: {key!r} is not complete in it. Use an older checkpoint")
             self._items += items
         return LoadPlan([])
@@ -168,8 +167,7 @@ class Planner(LoadPlanner):
         """The range in place where the host can write it, else a staging area."""
         source, start = self._place(read_item)
         numel = read_item.lengths[0]
-        first = source.handle.part.start + start
-        in_place = source.plane.host_view(first, first + numel)
+        in_place = source.plane.host_view(source.place(start), source.place(start + numel))
         if in_place is not None:
             return in_place
         return self._engine.mover.scratch(2, source.plane.dtype, numel)
@@ -177,19 +175,18 @@ class Planner(LoadPlanner):
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
         """Store what was staged."""
         source, start = self._place(read_item)
-        first = source.handle.part.start + start
-        if source.plane.host_view(first, first + tensor.numel()) is None:
-            write_range(self._engine.mover, source.plane, source.handle, tensor, start)
+        if source.plane.host_view(source.place(start), source.place(start + tensor.numel())) is None:
+            write_range(self._engine.mover, source.plane, source.handle, tensor, start * source.plane.block)
 
     def _clear(self, source: Source) -> None:
         """Begin anew: a residual or moment of before belongs to weights that are gone."""
         mover = self._engine.mover
-        for start, stop in tiles(0, source.handle.part.numel, mover.tile):
+        for start, stop in tiles(0, source.numel, mover.tile):
             zeros = mover.scratch(2, source.plane.dtype, stop - start).zero_()
-            write_range(mover, source.plane, source.handle, zeros, start)
+            write_range(mover, source.plane, source.handle, zeros, start * source.plane.block)
 
     def _place(self, read_item: ReadItem) -> tuple[Source, int]:
         """The source, and where in this rank's part of it the range begins."""
         source, offset = self._sources[read_item.dest_index.fqn], read_item.dest_index.offset
         assert offset is not None
-        return source, offset[0] + read_item.dest_offsets[0] - source.handle.part.offset
+        return source, offset[0] + read_item.dest_offsets[0] - source.offset

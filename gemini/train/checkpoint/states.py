@@ -177,7 +177,7 @@ def _check_state(state: dict[str, Any], param: torch.Tensor, rule: RuleSpec, whe
     for name, value in state.items():
         dtype = getattr(torch, specs[name].dtype) if name in specs else _MASTERS.get(name, torch.float32)
         whole = name not in specs or specs[name].block == 1
-        shape = param.shape if whole else torch.Size([-(-param.numel() // specs[name].block)])
+        shape = param.shape if whole else torch.Size([specs[name].num_items(param.numel())])
         alike = isinstance(value, torch.Tensor) and (value.dtype, value.shape) == (dtype, shape)
         if name != "step" and not alike:
             raise Malformed(f"{where}.{name} is not {dtype} in the shape of its param")

@@ -29,7 +29,7 @@ from gemini.errors import StorageError
 from gemini.memory.devices.device import Device
 from gemini.memory.movement.mover import tiles
 from gemini.train.checkpoint import files, replacing
-from gemini.train.checkpoint.manifest import VALUES
+from gemini.train.checkpoint.manifest import VALUES, whole_shape
 from gemini.train.checkpoint.parts import Buffer, Source
 from gemini.train.checkpoint.plain_data import encode
 from gemini.train.checkpoint.tensor_file import TensorFileWriter, TensorSpec
@@ -81,16 +81,16 @@ class Planner(SavePlanner):
         """A piece as a flat host tensor, good until the next one."""
         source, data = self.sources[write_item.index.fqn], write_item.tensor_data
         assert data is not None
-        start = data.chunk.offsets[0] - source.handle.part.offset
+        start = data.chunk.offsets[0] - source.offset
         return source.read(start, start + data.chunk.sizes[0], self._device, self._buffer)
 
 
 def _items(source: Source, piece: int) -> list[WriteItem]:
-    part, size = source.handle.part, torch.Size([source.handle.slot.numel])
+    size = torch.Size([source.plane.items(source.handle.slot.numel)])
     properties = TensorProperties(dtype=source.plane.dtype)
     items = []
-    for start, stop in tiles(0, part.numel, piece):
-        offsets = torch.Size([part.offset + start])
+    for start, stop in tiles(0, source.numel, piece):
+        offsets = torch.Size([source.offset + start])
         data = TensorWriteData(ChunkStorageMetadata(offsets, torch.Size([stop - start])), properties, size)
         items.append(WriteItem(MetadataIndex(source.key, offsets), WriteItemType.SHARD, tensor_data=data))
     return items
@@ -210,7 +210,7 @@ def _runs(items: list[WriteItem], params: dict[str, Any]) -> dict[str, _Run]:
         start, dtype = item.index.offset[0], item.tensor_data.properties.dtype
         name, shape = f"{key}[{start}:{start + numel[key]}]", (numel[key],)
         if numel[key] == item.tensor_data.size[0]:
-            name, shape = key, tuple(params[key.partition("/")[2]]["shape"])
+            name, shape = key, whole_shape(params[key.partition("/")[2]]["shape"], numel[key])
         runs[key] = _Run(key, start, TensorSpec(name, dtype, shape))
     return runs
 

@@ -192,7 +192,7 @@ def make_trainable(engine: Engine, chunk: Chunk) -> None:
             f"{chunk.name} was frozen when the model was wrapped: in fp16 it has no fp32 master to train. "
             "Set requires_grad before wrapping, or use precision='bf16'"
         )
-    num_bytes = sum(spec.num_bytes(numel) for spec in missing.values())
+    num_bytes = sum(spec.page_bytes(numel) for spec in missing.values())
     below = [tier for tier in engine.ledger.tiers if tier is not Tier.GPU]
     if engine.device.tier in below:
         with contextlib.suppress(BudgetExceeded):  # then the next tier

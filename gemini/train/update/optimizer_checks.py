@@ -210,7 +210,7 @@ def check_states(rule: RuleSpec, own: list[dict[str, Any]], state_dict: Any) -> 
             )
         _check_step(state, name)
         for spec in rule.planes:
-            shape = param.shape if spec.block == 1 else torch.Size([-(-param.numel() // spec.block)])
+            shape = param.shape if spec.block == 1 else torch.Size([spec.num_items(param.numel())])
             value = state[spec.kind]
             if not isinstance(value, torch.Tensor) or (str(value.dtype), value.shape) != (f"torch.{spec.dtype}", shape):
                 raise ValueError(f"{spec.kind!r} of {name!r} is not {spec.dtype} {tuple(shape)} in the loaded state")

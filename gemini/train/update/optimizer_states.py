@@ -156,7 +156,7 @@ def empty_states(rule: RuleSpec, param: nn.Parameter) -> dict[str, torch.Tensor]
     """The states of a plain param before its first update."""
     found = {}
     for spec in rule.planes:
-        like = param if spec.block == 1 else torch.empty(-(-param.numel() // spec.block), device=param.device)
+        like = param if spec.block == 1 else torch.empty(spec.num_items(param.numel()), device=param.device)
         found[str(spec.kind)] = torch.zeros_like(
             like, dtype=getattr(torch, spec.dtype), memory_format=torch.contiguous_format
         )
