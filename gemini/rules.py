@@ -108,7 +108,7 @@ class UpdateRule(ABC):
         scalars: Any, where: Where | None,
     ) -> None:  # fmt: skip
         own = {
-            str(spec.kind): states[spec.kind][part.start // spec.block : -(-part.stop // spec.block)]
+            spec.kind: states[spec.kind][part.start // spec.block : -(-part.stop // spec.block)]
             for spec in self.spec.planes
         }
         if residual is None:

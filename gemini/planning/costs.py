@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from gemini.planning.hardware import Hardware
-from gemini.planning.planes import ADAM, PlaneKind, touched_bytes
+from gemini.planning.planes import ADAM, GRAD, PlaneKind, touched_bytes
 from gemini.planning.trace import Moment
 from gemini.tiers import Tier
 
@@ -209,7 +209,7 @@ class Costs:
         time by their bytes. A specified ``adam_cpu`` is no faster than host memory; a measured one is what it is.
         Without ``adam_gpu`` an update takes what the GPU's memory takes.
         """
-        touched = touched_bytes({PlaneKind.GRAD: grad_bytes, **planes})
+        touched = touched_bytes({GRAD: grad_bytes, **planes})
         if tier is Tier.GPU:
             if not self._hardware.has("adam_gpu"):
                 return self.gpu_pass(touched)

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from gemini.planning.placement import Placement, Problem
-from gemini.planning.planes import PlaneKind
+from gemini.planning.planes import GRAD, WEIGHTS, PlaneKind
 from gemini.planning.speeds import Speeds
 from gemini.planning.traffic import Boundary, Traffic, fetch_traffic, gradient_traffic, update_tier, update_traffic
 from gemini.tiers import Tier
@@ -129,30 +129,30 @@ def _choices(
             num_bytes[problem.compute] = num_bytes.get(problem.compute, 0) + problem.window_bytes(index)
         found.append(Choice(index, homes, tuple(excludes), change, num_bytes, streamed))
 
-    weights = [PlaneKind.WEIGHTS]
+    weights = [WEIGHTS]
     least = fetches[index].at_least
     if problem.compute is Tier.GPU:
         resident = 0 if problem.layout.ranks == 1 else most
         add(dict.fromkeys(sizes, Tier.GPU), list(sizes), resident)
         if len(sizes) > 1:
-            add({PlaneKind.WEIGHTS: Tier.GPU}, weights, resident)
+            add({WEIGHTS: Tier.GPU}, weights, resident)
         if least < most:
             add({}, weights, least, stays=True)
         if streaming and problem.layout.chunks[index].trainable:
             # Each excludes every other choice: what an update brings depends on all homes at once.
             on_gpu: list[list[PlaneKind]] = [[], weights]
-            on_gpu += [[*kinds, PlaneKind.GRAD] for kinds in on_gpu] if PlaneKind.GRAD in sizes else []
+            on_gpu += [[*kinds, GRAD] for kinds in on_gpu] if GRAD in sizes else []
             for kinds in on_gpu:
-                homes, fetched = dict.fromkeys(kinds, Tier.GPU), resident if PlaneKind.WEIGHTS in kinds else most
+                homes, fetched = dict.fromkeys(kinds, Tier.GPU), resident if WEIGHTS in kinds else most
                 add(homes, list(sizes), fetched, streamed=True)
                 if fetched == most and least < most:
                     add(homes, list(sizes), least, stays=True, streamed=True)
-    add({PlaneKind.WEIGHTS: Tier.NVME}, weights, most)
+    add({WEIGHTS: Tier.NVME}, weights, most)
     if least < most:
-        add({PlaneKind.WEIGHTS: Tier.NVME}, weights, least, stays=True)
+        add({WEIGHTS: Tier.NVME}, weights, least, stays=True)
     states = [kind for kind in problem.rule.states if kind in sizes and kind not in problem.rule.in_memory]
     groups = [[kind] for kind in states] if len(problem.layout.chunks) <= FINE else [states]
-    for group in (*groups, [PlaneKind.GRAD]):
+    for group in (*groups, [GRAD]):
         if all(kind in sizes for kind in group) and group:
             add(dict.fromkeys(group, Tier.NVME), group, most)
     return found

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from gemini.errors import BudgetExceeded, human_bytes
 from gemini.planning.layout import DEFAULT_MAX_CHUNK, Layout
-from gemini.planning.planes import ADAM, PlaneKind, PlaneSpec, RuleSpec, compute_itemsize, plane_specs
+from gemini.planning.planes import ADAM, GRAD, WEIGHTS, PlaneKind, PlaneSpec, RuleSpec, compute_itemsize, plane_specs
 from gemini.tiers import Tier
 
 Homes = Mapping[PlaneKind, Tier]
@@ -49,7 +49,7 @@ class StaticPlacement:
 
 @dataclass(frozen=True)
 class Placement:
-    """The home tier of every plane of every chunk: ``homes[chunk_index][PlaneKind.WEIGHTS]``.
+    """The home tier of every plane of every chunk: ``homes[chunk_index][WEIGHTS]``.
 
     Attributes:
         homes: by chunk.
@@ -154,7 +154,7 @@ class Problem:
 
     def demands(self, placement: Placement) -> dict[Tier, int]:
         """What is spoken for under ``placement``."""
-        gathers = any(self.needs_window(i, homes[PlaneKind.WEIGHTS]) for i, homes in enumerate(placement.homes))
+        gathers = any(self.needs_window(i, homes[WEIGHTS]) for i, homes in enumerate(placement.homes))
         stages = any(tier is not self.compute for homes in placement.homes for tier in homes.values())
         return self.spoken_for(gathers=gathers, stages=stages, streams=bool(placement.streamed))
 
@@ -193,10 +193,10 @@ def _fill(problem: Problem, taken: Mapping[Tier, int]) -> Placement:
         homes[index].update(dict.fromkeys(kinds, tier))
 
     for i in indices:
-        place(i, [PlaneKind.WEIGHTS], tiers)
+        place(i, [WEIGHTS], tiers)
     below = [tier for tier in tiers if tier is not Tier.GPU] or tiers
     in_memory = [tier for tier in below if tier is not Tier.NVME]
-    states = [PlaneKind.GRAD, *problem.rule.states]
+    states = [GRAD, *problem.rule.states]
     for i in indices:
         if Tier.GPU in tiers and room[Tier.GPU] >= sum(sizes[i].get(kind, 0) for kind in states):
             place(i, states, [Tier.GPU])
@@ -237,10 +237,10 @@ def by_fractions(problem: Problem, static: StaticPlacement) -> Placement:
             before += size
         return tiers
 
-    weights = assign([PlaneKind.WEIGHTS], static.weights_on_gpu, static.weights_on_nvme)
-    states = assign([*problem.rule.states, PlaneKind.GRAD], static.optimizer_on_gpu, static.optimizer_on_nvme)
+    weights = assign([WEIGHTS], static.weights_on_gpu, static.weights_on_nvme)
+    states = assign([*problem.rule.states, GRAD], static.optimizer_on_gpu, static.optimizer_on_nvme)
     for planes, weights_home, states_home in zip(sizes, weights, states, strict=True):
-        homes.append({kind: weights_home if kind == PlaneKind.WEIGHTS else states_home for kind in planes})
+        homes.append({kind: weights_home if kind == WEIGHTS else states_home for kind in planes})
         if states_home is Tier.NVME:
             homes[-1].update((kind, Tier.CPU) for kind in planes if kind in problem.rule.in_memory)
     placement = Placement(tuple(homes), _streamed(problem, homes, static.updates_on_gpu))
@@ -252,10 +252,10 @@ def _streamed(problem: Problem, homes: Sequence[Homes], fraction: float) -> froz
     """The first chunks of those whose states live in host memory: this fraction of the bytes of their states."""
     sizes: dict[int, int] = {}
     for index, planes in enumerate(homes):
-        on_cpu = all(tier is Tier.CPU for kind, tier in planes.items() if kind != PlaneKind.WEIGHTS)
+        on_cpu = all(tier is Tier.CPU for kind, tier in planes.items() if kind != WEIGHTS)
         if problem.layout.chunks[index].trainable and on_cpu and can_stream(planes):
             num_bytes = problem.plane_bytes(index)
-            sizes[index] = sum(n for kind, n in num_bytes.items() if kind != PlaneKind.WEIGHTS)
+            sizes[index] = sum(n for kind, n in num_bytes.items() if kind != WEIGHTS)
     total, before, found = sum(sizes.values()), 0, set[int]()
     for index, size in sizes.items():
         if before + size / 2 < fraction * total:

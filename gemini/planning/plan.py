@@ -15,7 +15,7 @@ from gemini.errors import PlanMismatch, human_bytes
 from gemini.planning import document
 from gemini.planning.layout import Layout
 from gemini.planning.placement import Placement, Problem, bytes_per_tier
-from gemini.planning.planes import ADAM, PlaneKind, RuleSpec
+from gemini.planning.planes import ADAM, GRAD, WEIGHTS, RuleSpec
 from gemini.planning.trace import Access, MemoryTrace, accesses
 from gemini.planning.traffic import Traffic, step_traffic, update_tier
 from gemini.tiers import Tier
@@ -76,7 +76,7 @@ class Plan:
     def bytes_per_param(self) -> float:
         """Persistent bytes (weights, residual, moments) per trained param."""
         trained = [i for i, chunk in enumerate(self.layout.chunks) if chunk.trainable]
-        states = (n for i in trained for k, n in self.problem.plane_bytes(i).items() if k != PlaneKind.GRAD)
+        states = (n for i in trained for k, n in self.problem.plane_bytes(i).items() if k != GRAD)
         payload = sum(self.layout.chunks[i].payload for i in trained)
         return sum(states) * self.layout.ranks / payload if payload else 0.0
 
@@ -102,7 +102,7 @@ class Plan:
             "budgets": {tier.value: n for tier, n in problem.budgets.items()},
             "compute": problem.compute.value,
             "spoken_for": {name: getattr(problem, name) for name in _SPOKEN_FOR},
-            "homes": [{str(kind): tier.value for kind, tier in homes.items()} for homes in self.placement.homes],
+            "homes": [{kind: tier.value for kind, tier in homes.items()} for homes in self.placement.homes],
             "streamed": sorted(self.placement.streamed),
             "moves": [[list(moves.evict), list(moves.fetch)] for moves in self.moves],
             "again": [[list(moves.evict), list(moves.fetch)] for moves in self.again],
@@ -134,7 +134,7 @@ class Plan:
             offload_to=None if body["offload_to"] is None else Tier(body["offload_to"]),
             **{name: int(spoken_for[name]) for name in _SPOKEN_FOR},
         )
-        homes = tuple({PlaneKind(kind): Tier(tier) for kind, tier in homes.items()} for homes in body["homes"])
+        homes = tuple({kind: Tier(tier) for kind, tier in homes.items()} for homes in body["homes"])
         moves, again = (  # older plans have no moves of further micro-batches
             tuple(Moves(tuple(evict), tuple(fetch)) for evict, fetch in body.get(name, ())) for name in _MOVES
         )
@@ -209,7 +209,7 @@ def check_plan(plan: Plan) -> None:
         PlanMismatch: if the plan would not run.
     """
     room = window_room(plan.problem, plan.placement)
-    needs = [plan.problem.needs_window(i, homes[PlaneKind.WEIGHTS]) for i, homes in enumerate(plan.placement.homes)]
+    needs = [plan.problem.needs_window(i, homes[WEIGHTS]) for i, homes in enumerate(plan.placement.homes)]
     sizes = [plan.problem.window_bytes(i) for i in range(len(plan.layout.chunks))]
     gathered: set[int] = set(standing(plan))
     batches = [*plan.moves, *plan.again, *plan.again]
@@ -230,15 +230,13 @@ def check_plan(plan: Plan) -> None:
 def window_room(problem: Problem, placement: Placement) -> int:
     """Bytes of the computing tier that gathered weights may take at once."""
     used = bytes_per_tier(problem, placement).get(problem.compute, 0)
-    gathers = any(problem.needs_window(i, homes[PlaneKind.WEIGHTS]) for i, homes in enumerate(placement.homes))
+    gathers = any(problem.needs_window(i, homes[WEIGHTS]) for i, homes in enumerate(placement.homes))
     return problem.budgets[problem.compute] - used + (problem.working_set if gathers else 0)
 
 
 def standing(plan: Plan) -> tuple[int, ...]:
     """Frozen chunks whose gathered weights stay from one step to the next."""
-    needs = {
-        i for i, homes in enumerate(plan.placement.homes) if plan.problem.needs_window(i, homes[PlaneKind.WEIGHTS])
-    }
+    needs = {i for i, homes in enumerate(plan.placement.homes) if plan.problem.needs_window(i, homes[WEIGHTS])}
     return there_before(plan.accesses, plan.moves, needs)
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any, TypeAlias
 
 PAGE = 4096
 """Bytes of a page: what direct I/O reads and writes whole."""
@@ -25,16 +25,10 @@ ALIGN = 2048
 ITEMSIZES = {"uint8": 1, "int8": 1, "int16": 2, "bfloat16": 2, "float16": 2, "int32": 4, "float32": 4}
 
 
-class PlaneKind(str):
-    """The name of one kind of content of a chunk. These three the engine knows; a rule brings the names of its own."""
+PlaneKind: TypeAlias = str
+"""The name of one kind of content of a chunk. Three the engine knows; a rule brings the names of its own."""
 
-    __slots__ = ()
-    WEIGHTS: ClassVar[PlaneKind]
-    RESIDUAL: ClassVar[PlaneKind]
-    GRAD: ClassVar[PlaneKind]
-
-
-PlaneKind.WEIGHTS, PlaneKind.RESIDUAL, PlaneKind.GRAD = map(PlaneKind, ("weights", "residual", "grad"))
+WEIGHTS, RESIDUAL, GRAD = "weights", "residual", "grad"
 
 PRECISIONS = ("bf16", "fp16", "fp32")
 GRADIENTS = ("transient", "retain", "accumulate")
@@ -56,7 +50,6 @@ class PlaneSpec:
     block: int = 1
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "kind", PlaneKind(self.kind))
         if self.dtype not in ITEMSIZES:
             raise ValueError(f"plane {self.kind!r} is of {self.dtype!r}; planes are of {', '.join(ITEMSIZES)}")
         if self.block < 1 or ALIGN % self.block:
@@ -114,12 +107,12 @@ class RuleSpec:
     @cached_property
     def states(self) -> tuple[PlaneKind, ...]:
         """The kinds beside weights and gradients: the other half of the master, and the rule's own."""
-        return (PlaneKind.RESIDUAL, *(spec.kind for spec in self.planes))
+        return (RESIDUAL, *(spec.kind for spec in self.planes))
 
     @cached_property
     def kinds(self) -> tuple[PlaneKind, ...]:
         """All kinds that a trained chunk may have."""
-        return (PlaneKind.WEIGHTS, *self.states, PlaneKind.GRAD)
+        return (WEIGHTS, *self.states, GRAD)
 
     @cached_property
     def in_memory(self) -> frozenset[PlaneKind]:
@@ -134,9 +127,9 @@ class RuleSpec:
     @cached_property
     def staged(self) -> tuple[PlaneSpec, ...]:
         """What a tile has room for in staging: every plane at its widest, and three areas for fp32 at least."""
-        own = (PlaneSpec(PlaneKind.WEIGHTS, "float32"), PlaneSpec(PlaneKind.RESIDUAL, "int16"), *self.planes)
-        spare = () if any(is_wide(spec) for spec in self.planes) else (PlaneSpec(PlaneKind("spare"), "float32"),)
-        return (*own, PlaneSpec(PlaneKind.GRAD, "float32"), *spare)
+        own = (PlaneSpec(WEIGHTS, "float32"), PlaneSpec(RESIDUAL, "int16"), *self.planes)
+        spare = () if any(is_wide(spec) for spec in self.planes) else (PlaneSpec("spare", "float32"),)
+        return (*own, PlaneSpec(GRAD, "float32"), *spare)
 
     @cached_property
     def touched(self) -> int:
@@ -146,7 +139,7 @@ class RuleSpec:
 
     def to_body(self) -> list[Any]:
         """As plans and checkpoints have it; :meth:`from_body` reads it."""
-        return [self.name, [[str(spec.kind), spec.dtype, spec.block] for spec in self.planes], self.needs]
+        return [self.name, [[spec.kind, spec.dtype, spec.block] for spec in self.planes], self.needs]
 
     @classmethod
     def from_body(cls, body: Any) -> RuleSpec:
@@ -160,7 +153,7 @@ def is_wide(spec: PlaneSpec) -> bool:
     return spec.block == 1 and spec.block_bytes >= 4
 
 
-ADAM = RuleSpec("Adam", (PlaneSpec(PlaneKind("exp_avg"), "float32"), PlaneSpec(PlaneKind("exp_avg_sq"), "float32")))
+ADAM = RuleSpec("Adam", (PlaneSpec("exp_avg", "float32"), PlaneSpec("exp_avg_sq", "float32")))
 """Adam and AdamW: the rule where nobody says another."""
 
 
@@ -198,15 +191,15 @@ def plane_specs(
     """The form of every plane that a chunk has. Frozen chunks have weights alone, in the compute dtype."""
     narrow = compute_dtype(precision)
     weights = "float32" if precision == "fp16" and trainable else narrow
-    specs = [PlaneSpec(PlaneKind.WEIGHTS, weights)]
+    specs = [PlaneSpec(WEIGHTS, weights)]
     if trainable:
-        specs += [PlaneSpec(PlaneKind.RESIDUAL, "int16")] if precision == "bf16" else []
+        specs += [PlaneSpec(RESIDUAL, "int16")] if precision == "bf16" else []
         specs += rule.planes
         if gradients != "transient":
-            specs.append(PlaneSpec(PlaneKind.GRAD, "float32" if gradients == "accumulate" else narrow))
+            specs.append(PlaneSpec(GRAD, "float32" if gradients == "accumulate" else narrow))
     return {spec.kind: spec for spec in specs}
 
 
 def touched_bytes(planes: dict[PlaneKind, int]) -> int:
     """Bytes that an update reads and writes, of planes of so many bytes: all are read, all but gradients written."""
-    return sum(num_bytes * (1 if kind == PlaneKind.GRAD else 2) for kind, num_bytes in planes.items())
+    return sum(num_bytes * (1 if kind == GRAD else 2) for kind, num_bytes in planes.items())

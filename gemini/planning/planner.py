@@ -19,7 +19,7 @@ from gemini.planning.layout import DEFAULT_MAX_CHUNK, Layout
 from gemini.planning.moves import cheapest_moves, first_of, moves_by_policy
 from gemini.planning.placement import Placement, Problem, StaticPlacement, by_fractions, check_fits, fill_fastest
 from gemini.planning.plan import Moves, Plan, window_room
-from gemini.planning.planes import ADAM, GRADIENTS, PRECISIONS, PlaneKind, RuleSpec, spec_of
+from gemini.planning.planes import ADAM, GRADIENTS, PRECISIONS, WEIGHTS, RuleSpec, spec_of
 from gemini.planning.policy import EvictionPolicy, NextUse
 from gemini.planning.speeds import Speeds
 from gemini.planning.trace import Access, MemoryTrace, accesses
@@ -403,7 +403,7 @@ def moves_for(
     speeds = speeds or Speeds.typical()
     steps = steps or accesses(trace, problem.layout)
     chunks = range(len(problem.layout.chunks))
-    moving = [i for i in chunks if problem.needs_window(i, placement.homes[i][PlaneKind.WEIGHTS])]
+    moving = [i for i in chunks if problem.needs_window(i, placement.homes[i][WEIGHTS])]
     sizes = {i: problem.window_bytes(i) for i in moving}
     lasting = frozenset(i for i in moving if not problem.layout.chunks[i].trainable)
     room = window_room(problem, placement)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from gemini.planning.layout import page_up
 from gemini.planning.placement import Homes, Placement, Problem
-from gemini.planning.planes import PlaneKind, compute_itemsize
+from gemini.planning.planes import GRAD, WEIGHTS, compute_itemsize
 from gemini.tiers import Tier
 
 
@@ -48,8 +48,8 @@ def fetch_traffic(problem: Problem, homes: Homes, index: int) -> Traffic:
 
     A window on a GPU holds the compute dtype: a wider master (fp16) is cast on the host and crosses narrow.
     """
-    home = homes[PlaneKind.WEIGHTS]
-    wide = problem.plane_bytes(index)[PlaneKind.WEIGHTS]
+    home = homes[WEIGHTS]
+    wide = problem.plane_bytes(index)[WEIGHTS]
     narrow = problem.layout.chunks[index].numel // problem.layout.ranks * compute_itemsize(problem.precision)
     moved: Traffic = Counter()
     for boundary in path(home, problem.compute):
@@ -69,9 +69,9 @@ def gradient_traffic(
     chunk, moved = problem.layout.chunks[index], Counter[Boundary]()
     if not chunk.trainable:
         return moved
-    home = homes.get(PlaneKind.GRAD, update_tier(problem, homes, streamed=streamed))
+    home = homes.get(GRAD, update_tier(problem, homes, streamed=streamed))
     itemsize = compute_itemsize(problem.precision)
-    wide = problem.plane_bytes(index).get(PlaneKind.GRAD, 0) // (chunk.numel // problem.layout.ranks)
+    wide = problem.plane_bytes(index).get(GRAD, 0) // (chunk.numel // problem.layout.ranks)
     for slot in chunk.slots:
         numel = slot.numel // problem.layout.ranks
         if problem.compute is Tier.GPU and home is not Tier.GPU:
@@ -91,7 +91,7 @@ def update_traffic(problem: Problem, homes: Homes, index: int, *, streamed: bool
         return moved
     for kind, num_bytes in problem.plane_bytes(index).items():
         moved.update(_move(homes[kind], where, num_bytes))
-        if kind != PlaneKind.GRAD:
+        if kind != GRAD:
             moved.update(_move(where, homes[kind], num_bytes))
     return moved
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from gemini.planning.costs import Cost, Costs
 from gemini.planning.plan import Plan
-from gemini.planning.planes import PlaneKind, compute_itemsize
+from gemini.planning.planes import GRAD, WEIGHTS, compute_itemsize
 from gemini.planning.timeline import Lane
 from gemini.planning.traffic import Boundary, fetch_traffic, gradient_traffic, path, update_tier, update_traffic
 from gemini.tiers import Tier
@@ -128,11 +128,11 @@ class Work:
 
     def _fetch(self, index: int) -> list[Hop]:
         problem, homes = self.problem, self.plan.placement.homes[index]
-        home, name = homes[PlaneKind.WEIGHTS], f"fetch chunk {index}"
+        home, name = homes[WEIGHTS], f"fetch chunk {index}"
         cause = f"fetch from {home.value}"
         moved = fetch_traffic(problem, homes, index)
         hops = [self._move(way, moved[way], name, cause, index) for way in path(home, problem.compute)]
-        wide = problem.plane_bytes(index)[PlaneKind.WEIGHTS]
+        wide = problem.plane_bytes(index)[WEIGHTS]
         narrow = problem.window_bytes(index) // self.ranks
         if problem.compute is Tier.CPU and (home is Tier.CPU or wide != narrow):
             # A copy (cast, in fp16) by the host that computes.
@@ -194,7 +194,7 @@ class Work:
             hops.append(Hop(Lane.REDUCE, Lane.REDUCE.value, cost, told, REDUCING, index))
         off, up, down = Boundary(Tier.GPU, Tier.CPU), Boundary(Tier.NVME, Tier.CPU), Boundary(Tier.CPU, Tier.NVME)
         hops += [self._move(way, moved[way], name, LANDING, index) for way in (off, up) if moved.get(way)]
-        home = homes.get(PlaneKind.GRAD)
+        home = homes.get(GRAD)
         if home is not None:  # copied into its plane, or into staging for it, with its norm in the same pass
             wide = 4 if problem.gradients == "accumulate" else narrow
             on_gpu, num_bytes = home is Tier.GPU, (narrow + wide) * numel // self.ranks

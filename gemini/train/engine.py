@@ -27,7 +27,7 @@ from gemini.memory.devices.device import make_device
 from gemini.memory.movement.lane import Lane
 from gemini.memory.movement.manager import Manager
 from gemini.memory.movement.mover import Moved, Mover
-from gemini.planning.planes import PlaneKind
+from gemini.planning.planes import GRAD
 from gemini.ranks.group import join
 from gemini.rules import rule_of
 from gemini.tiers import Tier
@@ -456,7 +456,7 @@ class Engine:
             self.settle_grads()
         if not handle.has_grad:
             return None
-        grad = self.by_names.read_plane(handle, PlaneKind.GRAD)
+        grad = self.by_names.read_plane(handle, GRAD)
         if grad is None or (self.loss_scale is None and not self.scaling.is_by_scaler):
             return grad
         return grad.float().mul_(self.grad_unscale)

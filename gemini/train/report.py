@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from gemini.errors import human_bytes
 from gemini.memory.chunks.chunk import MemoryPlane
-from gemini.planning.planes import PlaneKind
+from gemini.planning.planes import GRAD
 from gemini.planning.timeline import human_seconds
 
 if TYPE_CHECKING:
@@ -117,8 +117,8 @@ def make_report(engine: Engine) -> MemoryReport:
     trained = [chunk for chunk in engine.chunks if chunk.trained]
     num_trained = sum(chunk.spec.payload for chunk in trained)
     ranks = engine.layout.ranks  # each holds an equal shard
-    state = ranks * sum(p.num_bytes for c in trained for kind, p in c.planes.items() if kind != PlaneKind.GRAD)
-    grads = ranks * sum(c.planes[PlaneKind.GRAD].num_bytes for c in trained if PlaneKind.GRAD in c.planes)
+    state = ranks * sum(p.num_bytes for c in trained for kind, p in c.planes.items() if kind != GRAD)
+    grads = ranks * sum(c.planes[GRAD].num_bytes for c in trained if GRAD in c.planes)
     report["params"] = engine.layout.payload
     report["trained_params"] = num_trained
     report["bytes_per_param"] = state / num_trained if num_trained else 0.0

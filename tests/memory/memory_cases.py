@@ -25,7 +25,7 @@ from gemini.memory.movement.manager import Manager
 from gemini.memory.movement.mover import Mover
 from gemini.memory.nvme import SpillFile
 from gemini.planning.layout import ALIGN, ParamSpec, make_layout
-from gemini.planning.planes import PlaneKind, PlaneSpec, compute_dtype
+from gemini.planning.planes import WEIGHTS, PlaneSpec, compute_dtype
 from gemini.planning.working import staging_bytes
 from gemini.tiers import Ledger, Tier
 
@@ -89,7 +89,7 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name].view(torch.int32), b[name].view(torch.int32)) for name in a)
 
 
-MASTER = PlaneSpec(PlaneKind.WEIGHTS, "float32")
+MASTER = PlaneSpec(WEIGHTS, "float32")
 
 
 @dataclass
@@ -125,12 +125,12 @@ class World:
 
     def _chunk(self, spec: Any) -> Chunk:
         dtype = COMPUTE_DTYPES[self.precision]
-        weights = PlaneSpec(PlaneKind.WEIGHTS, compute_dtype(self.precision))
+        weights = PlaneSpec(WEIGHTS, compute_dtype(self.precision))
         plane = make_plane(weights, spec.numel, self.home, self.device, self.spill)
         if self.home is not Tier.CPU or self.device.tier is not Tier.CPU:
             self.ledger.reserve(self.home, plane.num_bytes, "weights")
         window = self.device.make_window(spec.numel * dtype.itemsize)
-        return Chunk(spec, {PlaneKind.WEIGHTS: plane}, window.bytes.view(dtype), window, window.face().view(dtype))
+        return Chunk(spec, {WEIGHTS: plane}, window.bytes.view(dtype), window, window.face().view(dtype))
 
     def write(self, chunk: Chunk, value: float) -> None:
         """What an update does: new content at home; the gathered copy is overtaken."""

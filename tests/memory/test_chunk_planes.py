@@ -17,7 +17,7 @@ from gemini.memory.devices.pages import host_bytes
 from gemini.memory.movement.mover import Moved, Mover, tiles
 from gemini.memory.nvme import SpillFile
 from gemini.planning.layout import ALIGN, page_up
-from gemini.planning.planes import ADAM, PlaneKind, PlaneSpec, plane_specs
+from gemini.planning.planes import ADAM, GRAD, WEIGHTS, PlaneSpec, plane_specs
 from gemini.planning.working import TILE, staged_bytes, staging_bytes, tile_numel
 from gemini.tiers import Ledger, Tier
 
@@ -57,7 +57,7 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 def test_odd_ranges_round_trip_on_every_tier(device: Device, spill: SpillFile, dtype: torch.dtype) -> None:
     rng = random.Random(1)
     for tier in homes(device):
-        plane = make_plane(PlaneSpec(PlaneKind.WEIGHTS, str(dtype).removeprefix("torch.")), NUMEL, tier, device, spill)
+        plane = make_plane(PlaneSpec(WEIGHTS, str(dtype).removeprefix("torch.")), NUMEL, tier, device, spill)
         assert plane.tier is tier and plane.num_bytes == NUMEL * dtype.itemsize
         truth = torch.zeros(NUMEL, dtype=dtype)
         back = host_bytes(NUMEL * dtype.itemsize).view(dtype)
@@ -116,10 +116,10 @@ def test_dtypes_have_the_sizes_that_are_reserved(precision: str, gradients: str,
     for kind, spec in specs.items():
         assert getattr(torch, spec.dtype).itemsize == sizes[kind]
         assert spec.num_bytes(ALIGN) <= staged[kind], "a staged tile has room for it"
-    state = sum(size for kind, size in sizes.items() if kind != PlaneKind.GRAD)
+    state = sum(size for kind, size in sizes.items() if kind != GRAD)
     assert state == (12 if trainable else COMPUTE_DTYPES[precision].itemsize)
     grad = {"transient": 0, "retain": COMPUTE_DTYPES[precision].itemsize, "accumulate": 4}[gradients]
-    assert sizes.get(PlaneKind.GRAD, 0) == (grad if trainable else 0)
+    assert sizes.get(GRAD, 0) == (grad if trainable else 0)
 
 
 # ---- tiles -----------------------------------------------------------------------------------------------------------
@@ -164,7 +164,7 @@ def test_gathering_brings_every_element_and_counts_bytes(tmp_path: Path, home: T
         world = World([size], device, 2**22, home, tmp_path, precision)
         chunk = world.chunks[0]
         if precision == "fp16":  # the home is the wider fp32 master
-            chunk.planes[PlaneKind.WEIGHTS] = make_plane(MASTER, chunk.spec.numel, Tier.CPU, device, None)
+            chunk.planes[WEIGHTS] = make_plane(MASTER, chunk.spec.numel, Tier.CPU, device, None)
         numel = chunk.spec.numel
         content = host_bytes(numel * 4).view(torch.float32).copy_(torch.arange(numel).float().remainder(251))
         plane = chunk.weights

@@ -27,7 +27,7 @@ from gemini.memory.movement.mover import Working
 from gemini.memory.movement.staging import StagingSet, _Memory
 from gemini.planning.layout import ALIGN
 from gemini.planning.plan import Moves
-from gemini.planning.planes import PlaneKind
+from gemini.planning.planes import WEIGHTS
 from gemini.planning.trace import Access
 from gemini.planning.working import staging_bytes
 from gemini.tiers import Tier
@@ -220,7 +220,7 @@ def test_staging_is_used_again_when_its_copy_is_over(make_world: Callable[..., W
     chunk, other = world.chunks
     if precision == "fp16":
         masters = make_plane(MASTER, chunk.spec.numel, Tier.NVME, world.device, world.spill)
-        chunk.planes[PlaneKind.WEIGHTS] = masters
+        chunk.planes[WEIGHTS] = masters
     tile = world.mover.tile
     content = torch.arange(chunk.weights.numel) // 1000 % 200
     for start in range(0, chunk.weights.numel, tile):

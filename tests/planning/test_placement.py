@@ -21,11 +21,10 @@ from gemini.planning.placement import (
     check_fits,
     fill_fastest,
 )
-from gemini.planning.planes import ADAM, PlaneKind, compute_itemsize, plane_specs
+from gemini.planning.planes import ADAM, GRAD, RESIDUAL, WEIGHTS, PlaneKind, compute_itemsize, plane_specs
 from gemini.tiers import Tier
 
 GPU, CPU, NVME = Tier.GPU, Tier.CPU, Tier.NVME
-WEIGHTS, GRAD = PlaneKind.WEIGHTS, PlaneKind.GRAD
 N = 4096  # elements of each chunk below
 MUCH = 2**40
 
@@ -64,7 +63,7 @@ def itemsizes(precision: str, gradients: str, *, trainable: bool) -> dict[str, i
 def test_persistent_state_is_12_bytes_per_param(precision: str) -> None:
     sizes = itemsizes(precision, "transient", trainable=True)
     assert sum(sizes.values()) == 12 and GRAD not in sizes
-    assert (PlaneKind.RESIDUAL in sizes) == (precision == "bf16")
+    assert (RESIDUAL in sizes) == (precision == "bf16")
     assert itemsizes(precision, "retain", trainable=True)[GRAD] == compute_itemsize(precision)
     assert itemsizes(precision, "accumulate", trainable=True)[GRAD] == 4
     for gradients in ("transient", "retain", "accumulate"):
@@ -110,7 +109,7 @@ def test_weights_first_then_gradients_then_states() -> None:
     for room, wanted in (
         (one_module + 4 * 2 * N, {WEIGHTS: 4}),  # some weights move, so one module's must be gathered
         (10 * 2 * N + 3 * 2 * N, {WEIGHTS: 10, GRAD: 3}),  # none move: no room is kept for gathering
-        (10 * 4 * N + 5 * 2 * N, {WEIGHTS: 10, GRAD: 10, PlaneKind.RESIDUAL: 5}),
+        (10 * 4 * N + 5 * 2 * N, {WEIGHTS: 10, GRAD: 10, RESIDUAL: 5}),
     ):
         problem = problem_of({CPU: staging + room, NVME: MUCH})
         placement = fill_fastest(problem)

@@ -16,7 +16,7 @@ from gemini.planning.hardware import Figure, Hardware
 from gemini.planning.layout import Layout, ParamSpec, make_layout
 from gemini.planning.placement import Placement, Problem, StaticPlacement, by_fractions, bytes_per_tier, check_fits
 from gemini.planning.plan import Plan, check_plan
-from gemini.planning.planes import ADAM, PlaneKind
+from gemini.planning.planes import ADAM, GRAD, WEIGHTS, PlaneKind
 from gemini.planning.planner import plan, pose_problem
 from gemini.planning.simulate import simulate
 from gemini.planning.speeds import Speeds
@@ -33,7 +33,6 @@ from gemini.planning.working import (
 from gemini.tiers import Tier
 
 GPU, CPU, NVME = Tier.GPU, Tier.CPU, Tier.NVME
-WEIGHTS, GRAD = PlaneKind.WEIGHTS, PlaneKind.GRAD
 N = 4096
 MUCH = 2**40
 UP, DOWN = Boundary(CPU, GPU), Boundary(GPU, CPU)
@@ -62,7 +61,7 @@ def test_what_cannot_be_streamed_is_refused() -> None:
     homes = homes_of(problem_of())
     assert Placement((homes,), frozenset({0})).streamed == {0}
     for bad, words in (
-        (homes | {PlaneKind("exp_avg"): NVME}, "exp_avg on nvme"),
+        (homes | {"exp_avg": NVME}, "exp_avg on nvme"),
         (dict.fromkeys(homes, GPU), "weights on gpu"),
     ):
         with pytest.raises(ValueError, match=f"update of chunk 0 is streamed.*{words}"):
@@ -84,7 +83,7 @@ def test_a_fraction_of_the_states_in_host_memory_is_streamed_first_chunks_first(
     problem = problem_of({GPU: MUCH, CPU: MUCH, NVME: MUCH}, layout=layout_of(frozen=(4,)))
     mixed = StaticPlacement(0.2, 0.3, optimizer_on_nvme=0.3, updates_on_gpu=fraction)
     homes = by_fractions(problem, mixed)
-    on_cpu = [i for i, planes in enumerate(homes.homes) if planes.get(PlaneKind("exp_avg")) is CPU]
+    on_cpu = [i for i, planes in enumerate(homes.homes) if planes.get("exp_avg") is CPU]
     assert on_cpu == [3, 5, 6] and 4 not in homes.streamed
     wanted = on_cpu[: {0: 0, 0.3: 1, 0.5: 1, 1: 3}[fraction]]
     assert sorted(homes.streamed) == wanted, "those on the GPU and on NVMe do not count"
@@ -223,7 +222,7 @@ def test_gradients_stay_on_the_gpu_for_a_streamed_update_where_there_is_room() -
     """They need not land on the host to come back."""
     weights_and_grads = 4 * SMALL.layout().numel
     made = plan(SMALL, box(h2d=1e12, d2h=1e12, adam_cpu=5e-9), tight(more=ROOM + weights_and_grads))
-    moment = PlaneKind("exp_avg")
+    moment = "exp_avg"
     both = [i for i, homes in enumerate(made.placement.homes) if homes[GRAD] is GPU and homes[moment] is CPU]
     assert both and made.placement.streamed.issuperset(both)
     assert made.bytes_per_tier[GPU] <= made.problem.budgets[GPU]

@@ -26,7 +26,7 @@ from gemini.memory.devices.device import make_device
 from gemini.planning.layout import DEFAULT_MAX_CHUNK, ParamSpec, make_layout
 from gemini.planning.placement import Placement, Problem, bytes_per_tier, can_stream
 from gemini.planning.planes import ADAM as RULE
-from gemini.planning.planes import PlaneKind, compute_itemsize
+from gemini.planning.planes import GRAD, RESIDUAL, PlaneKind, compute_itemsize
 from gemini.planning.working import device_staging_bytes, staging_bytes, staging_sets, tile_numel
 from gemini.tiers import MemoryBudget, Tier
 from gemini.train.setup.problem import collect_params
@@ -143,8 +143,8 @@ def draw(rng: random.Random, model: nn.Module, precision: str, devices: tuple[st
     # A second backward turns retained gradients into fp32 sums: old and new planes stand side by side for a moment.
     if gradients == "retain" and compute_itemsize(precision) == 2:
         for chunk, planes in zip(layout.chunks, homes, strict=True):
-            if PlaneKind.GRAD in planes:
-                budgets[planes[PlaneKind.GRAD]] += 4 * chunk.numel
+            if GRAD in planes:
+                budgets[planes[GRAD]] += 4 * chunk.numel
     budgets[problem.compute] += rng.choice((0, 0, 4096, problem.working_set))
     able = [chunk.index for chunk in layout.chunks if chunk.trainable and can_stream(homes[chunk.index])]
     streamed = frozenset(i for i in able if rng.random() < 0.7 and problem.compute is Tier.GPU)
@@ -187,7 +187,7 @@ def test_20_steps_are_the_plain_loop_s_bits_for_every_placement(
         for kind in {kind for planes in drawn.homes for kind, tier in planes.items() if tier is Tier.NVME}:
             on_nvme[kind] += 1
     if recipe.precision != "bf16":
-        del on_nvme[PlaneKind.RESIDUAL]
+        del on_nvme[RESIDUAL]
     summary(
         f"{family} {recipe.precision}: {len(draws)} placements, {num_evictions} evictions in forward and backward ("
         f"{num_with_evictions} of them had some); on NVMe in: {', '.join(f'{k} {n}' for k, n in on_nvme.items())}"

@@ -30,7 +30,7 @@ import torch
 from torch import nn
 
 import gemini
-from gemini.planning.planes import ADAM, PlaneKind
+from gemini.planning.planes import ADAM, WEIGHTS
 from gemini.tiers import Tier
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
@@ -201,7 +201,7 @@ def test_ledger_peaks_are_planes_plus_windows_plus_staging(tmp_path: Path, place
     staging = 0
     if moves:  # of the training thread and of the update lane; of the first alone where that is all that fits
         staging = STAGED * min(2**20, largest) * (1 + (engine.updates._lane.slot_tile > 0))
-    windows = [2 * padded(c) for c in chunks if homes[c.index][PlaneKind.WEIGHTS] is not Tier.CPU]
+    windows = [2 * padded(c) for c in chunks if homes[c.index][WEIGHTS] is not Tier.CPU]
     room = report["cpu"]["budget"] - on[Tier.CPU] - staging
     expected = on[Tier.CPU] + staging + min(sum(windows), room)
     assert sum(on.values()) == 14 * sum(padded(c) for c in chunks)

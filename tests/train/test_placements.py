@@ -13,11 +13,11 @@ from torch import nn
 
 import gemini
 from gemini.errors import StorageError
-from gemini.planning.planes import ADAM, PlaneKind
+from gemini.planning.planes import ADAM, GRAD, WEIGHTS, PlaneKind
 from gemini.tiers import MemoryBudget, Tier
 from tests import models
 
-STATES = (*ADAM.states, PlaneKind.GRAD)
+STATES = (*ADAM.states, GRAD)
 PLENTY = "64MiB"
 
 
@@ -68,7 +68,7 @@ def test_fractions_are_honoured_to_one_chunk(fractions: tuple[float, ...], tmp_p
         max_chunk=8192,
     )
     for kinds, on_gpu, on_nvme in (
-        ((PlaneKind.WEIGHTS,), static.weights_on_gpu, static.weights_on_nvme),
+        ((WEIGHTS,), static.weights_on_gpu, static.weights_on_nvme),
         (STATES, static.optimizer_on_gpu, static.optimizer_on_nvme),
     ):
         found, slack = bytes_on(model, kinds), largest_chunk(model, kinds)
@@ -86,7 +86,7 @@ def test_fractions_without_a_gpu(weights: float, states: float, tmp_path: Path) 
     model = wrap(
         models.make_model("gpt2"), memory=plenty("cpu", tmp_path), placement=static, device="cpu", max_chunk=8192
     )
-    for kinds, fraction in (((PlaneKind.WEIGHTS,), weights), (STATES, states)):
+    for kinds, fraction in (((WEIGHTS,), weights), (STATES, states)):
         found = bytes_on(model, kinds)
         assert abs(found[Tier.NVME] - fraction * sum(found.values())) <= largest_chunk(model, kinds)
         assert found[Tier.GPU] == 0
@@ -130,7 +130,7 @@ def test_auto_fills_the_fastest_first(device: str, share: float, tmp_path: Path)
     spoken_for = max(chunk.spec.numel * 2 for chunk in engine.chunks) * 2 + engine.ledger.held(compute, "staging")
     left = engine.ledger.budget(compute) - found[compute] - spoken_for
     assert left <= largest_chunk(model, STATES), "room was left though planes had to go below"
-    homes = [chunk.planes[PlaneKind.WEIGHTS].tier for chunk in engine.chunks]
+    homes = [chunk.planes[WEIGHTS].tier for chunk in engine.chunks]
     if found[Tier.NVME]:
         assert homes == sorted(homes, key=list(Tier).index), "weights in order of use, the fastest tier first"
     train_one_step(model)
@@ -271,7 +271,7 @@ def test_gathered_weights_give_way_to_the_sums_of_a_second_backward(device: str,
     batch = models.make_batches(1, 1)[0][0]
     model = wrap(model, memory=roomy, placement=static, device=device, max_chunk=8192)
     engine = model._gemini_engine
-    compute, grads = engine.device.tier, [c.planes.get(PlaneKind.GRAD) for c in engine.chunks]
+    compute, grads = engine.device.tier, [c.planes.get(GRAD) for c in engine.chunks]
     # All that anyone may need at once: what is held now, one module's weights, and new sums beside the old gradients.
     sums = sum(2 * plane.num_bytes for plane in grads if plane is not None and plane.tier is compute)
     needed = engine.ledger.used(compute) + 2 * 2 * max(chunk.spec.numel for chunk in engine.chunks) + sums
@@ -281,4 +281,4 @@ def test_gathered_weights_give_way_to_the_sums_of_a_second_backward(device: str,
     for _ in range(2):
         model(**batch).loss.backward()
         engine.check_invariants()
-    assert all(c.planes[PlaneKind.GRAD].dtype is torch.float32 for c in engine.chunks)
+    assert all(c.planes[GRAD].dtype is torch.float32 for c in engine.chunks)

@@ -18,7 +18,7 @@ from gemini.memory.chunks.states import Use, step
 from gemini.memory.devices.device import DONE, Device, Event, Window
 from gemini.memory.nvme import SpillFile
 from gemini.planning.layout import ChunkSpec, page_up
-from gemini.planning.planes import ALIGN, PAGE, PlaneKind, PlaneSpec
+from gemini.planning.planes import ALIGN, GRAD, PAGE, WEIGHTS, PlaneKind, PlaneSpec
 from gemini.tiers import Tier
 
 COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -178,7 +178,7 @@ class Chunk:
     @property
     def states(self) -> list[PlaneKind]:
         """What its updates keep: the other half of the master, and the planes of the rule."""
-        return [kind for kind in self.planes if kind not in (PlaneKind.WEIGHTS, PlaneKind.GRAD)]
+        return [kind for kind in self.planes if kind not in (WEIGHTS, GRAD)]
 
     @property
     def resident(self) -> bool:
@@ -192,7 +192,7 @@ class Chunk:
 
     @property
     def weights(self) -> Plane:
-        return self.planes[PlaneKind.WEIGHTS]
+        return self.planes[WEIGHTS]
 
     def begin_write(self) -> None:
         """The weights' home is about to change: nothing may be on its way out of it any more."""

@@ -15,7 +15,7 @@ from collections.abc import Callable
 import torch
 
 from gemini.memory.devices.device import Device, Event
-from gemini.planning.planes import ADAM, PlaneKind, RuleSpec, is_wide
+from gemini.planning.planes import ADAM, GRAD, WEIGHTS, PlaneKind, RuleSpec, is_wide
 from gemini.planning.working import staged_bytes, staging_bytes
 from gemini.tiers import Ledger, Tier
 
@@ -50,7 +50,7 @@ class StagingSet:
         for kind, size in staged_bytes(tile, rule).items():
             self._areas[kind] = at, size
             at += size
-        first = [PlaneKind.WEIGHTS, PlaneKind.GRAD]
+        first = [WEIGHTS, GRAD]
         self._scratch = first + [spec.kind for spec in rule.staged if is_wide(spec) and spec.kind not in first]
 
     @property

@@ -22,7 +22,7 @@ from torch import nn
 from gemini.errors import RankLost, RankMismatch, StorageError
 from gemini.memory.chunks.chunk import COMPUTE_DTYPES, FilePlane
 from gemini.memory.movement.mover import tiles
-from gemini.planning.planes import PlaneKind
+from gemini.planning.planes import WEIGHTS
 from gemini.ranks.agreement import Point
 from gemini.train.params.guard import ParamHandle, handle_of
 from gemini.train.sharding.consensus import tell, wait_for_all
@@ -128,7 +128,7 @@ def _spooled(engine: Engine, handle: ParamHandle, directory: Path) -> torch.Tens
     """The weights in a nameless file beside the result, mapped: for those that have to be cast or copied first."""
     mapped = _file_backed(handle.slot.numel, COMPUTE_DTYPES[engine.config.precision], directory)
     at = 0
-    for part in engine.by_names.read_parts(handle, PlaneKind.WEIGHTS):
+    for part in engine.by_names.read_parts(handle, WEIGHTS):
         mapped[at : at + part.numel()].copy_(part)
         at += part.numel()
     return mapped.view(handle.param.shape)
@@ -139,7 +139,7 @@ def _received(engine: Engine, handle: ParamHandle, directory: Path) -> torch.Ten
     assert engine.shards is not None
     numel, dtype = handle.slot.numel, COMPUTE_DTYPES[engine.config.precision]
     whole = _file_backed(numel, handle.chunk.weights.dtype, directory)
-    engine.shards.read_into(handle, PlaneKind.WEIGHTS, whole)
+    engine.shards.read_into(handle, WEIGHTS, whole)
     if whole.dtype != dtype:
         wide, whole = whole, _file_backed(numel, dtype, directory)
         for start, stop in tiles(0, numel, engine.mover.tile):

@@ -13,7 +13,7 @@ import torch
 
 from gemini.memory.chunks.chunk import Plane
 from gemini.memory.devices.device import Device
-from gemini.planning.planes import PlaneKind
+from gemini.planning.planes import WEIGHTS, PlaneKind
 from gemini.train.params.guard import ParamHandle
 
 if TYPE_CHECKING:
@@ -66,6 +66,6 @@ def sources_of(engine: Engine) -> dict[str, Source]:
     found = [
         Source(f"{kind}/{handle.name}", kind, handle, handle.chunk.planes[kind])
         for handle in engine.handles
-        for kind in (PlaneKind.WEIGHTS, *handle.chunk.states)
+        for kind in (WEIGHTS, *handle.chunk.states)
     ]
     return {source.key: source for source in sorted(found, key=lambda source: source.handle.chunk.spec.index)}

@@ -203,7 +203,8 @@ def _engine(model: nn.Module) -> Engine:
 
 def _check_optimizer(engine: Engine, optimizer: Any) -> None:
     if not isinstance(optimizer, HybridOptimizer):
-        raise TypeError(f"checkpoints keep the states of gemini.HybridOptimizer, got {type(optimizer).__name__}")
+        kind = type(optimizer).__name__
+        raise TypeError(f"checkpoints keep the states of gemini.HybridAdam and HybridOptimizer, got {kind}")
     if optimizer.engine() not in (engine, None):
         raise ValueError(
             "the optimizer does not own params of this model: pass the HybridAdam made from its parameters()"

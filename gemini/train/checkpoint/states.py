@@ -171,7 +171,7 @@ def _check_state(state: dict[str, Any], param: torch.Tensor, rule: RuleSpec, whe
         raise Malformed(f"{where}.step is not a number of updates")
     if not (0 <= step.item() < 2**53 and step.item() == int(step.item())):
         raise Malformed(f"{where}.step is {step.item()}, and no number of updates")
-    specs = {str(spec.kind): spec for spec in rule.planes}
+    specs = {spec.kind: spec for spec in rule.planes}
     if not specs.keys() <= state.keys() or state.keys() & (set(_STATES_OF.values()) - {own}):
         raise Malformed(f"{where} has {sorted(state, key=str)}, which is no state of a {param.dtype} param")
     for name, value in state.items():

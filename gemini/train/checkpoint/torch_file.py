@@ -57,7 +57,7 @@ def promised_optimizer_state(optimizer: HybridOptimizer) -> dict[str, Any]:
         if handle is not None and handle.num_steps:
             engine_of(handle).check_whole()
             moments = {
-                str(spec.kind): _promise(handle, getattr(torch, spec.dtype), partial(_read_plane, handle, spec.kind))
+                spec.kind: _promise(handle, getattr(torch, spec.dtype), partial(_read_plane, handle, spec.kind))
                 for spec in optimizer.rule.spec.planes
             }
             state["state"][index] = {"step": torch.tensor(float(handle.num_steps), device="cpu"), **moments}

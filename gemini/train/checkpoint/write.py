@@ -208,7 +208,8 @@ def _runs(items: list[WriteItem], params: dict[str, Any]) -> dict[str, _Run]:
     for key, item in first.items():
         assert item.tensor_data is not None and item.index.offset is not None
         start, dtype = item.index.offset[0], item.tensor_data.properties.dtype
-        name, shape = f"{key}[{start}:{start + numel[key]}]", (numel[key],)
+        name = f"{key}[{start}:{start + numel[key]}]"
+        shape: tuple[int, ...] = (numel[key],)
         if numel[key] == item.tensor_data.size[0]:
             name, shape = key, whole_shape(params[key.partition("/")[2]]["shape"], numel[key])
         runs[key] = _Run(key, start, TensorSpec(name, dtype, shape))

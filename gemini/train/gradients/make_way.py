@@ -13,7 +13,7 @@ from gemini.interrupts import WHOLE
 from gemini.memory.chunks.chunk import Chunk, FilePlane, MemoryPlane
 from gemini.memory.movement.mover import Mover, tiles
 from gemini.memory.nvme import SpillFile
-from gemini.planning.planes import PlaneKind
+from gemini.planning.planes import RESIDUAL, PlaneKind
 from gemini.tiers import Ledger, Tier
 
 
@@ -32,7 +32,7 @@ def move_moments_down(
         for kind in chunk.states:
             plane = chunk.planes[kind]
             moves = isinstance(plane, MemoryPlane) and plane.tier is Tier.CPU and plane.block == 1
-            if missing > 0 and kind != PlaneKind.RESIDUAL and moves:
+            if missing > 0 and kind != RESIDUAL and moves:
                 assert isinstance(plane, MemoryPlane)
                 chosen.append((chunk, kind, plane))
                 missing -= plane.num_bytes

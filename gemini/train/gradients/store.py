@@ -26,14 +26,14 @@ from gemini.memory.movement.lane import Job, Lane
 from gemini.memory.movement.manager import Manager
 from gemini.memory.movement.mover import Mover, Working, tiles
 from gemini.memory.nvme import SpillFile
-from gemini.planning.planes import PlaneKind, PlaneSpec
+from gemini.planning.planes import GRAD, PlaneSpec
 from gemini.tiers import Ledger, Tier
 from gemini.train.gradients.make_way import move_moments_down
 from gemini.train.params.guard import ParamHandle
 
 HOLDER = "gradients in flight"
 
-_SUMS = PlaneSpec(PlaneKind.GRAD, "float32")
+_SUMS = PlaneSpec(GRAD, "float32")
 
 
 def check_grad(handle: ParamHandle, grad: torch.Tensor) -> None:
@@ -97,7 +97,7 @@ class GradientStore:
         adding, flat = handle.has_grad, grad.detach().contiguous().view(-1)
         if adding and handle.clip != 1.0:
             self.apply_clip(handle)
-        leaves = handle.chunk.planes[PlaneKind.GRAD].tier is not self._device.tier
+        leaves = handle.chunk.planes[GRAD].tier is not self._device.tier
         if self._lane is None or self.in_turn or not leaves or not self._hold(flat.nbytes):
             handle.norm_sums = self.land_piece(handle.chunk, flat, handle.slot.start, adding)
             return
@@ -161,7 +161,7 @@ class GradientStore:
 
     def land_piece(self, chunk: Chunk, flat: torch.Tensor, at: int, adding: bool) -> kernels.Sums:
         """Keep ``flat`` at element ``at`` (a whole page) of a grad plane: the sums of squares of its norm tiles."""
-        plane = chunk.planes[PlaneKind.GRAD]
+        plane = chunk.planes[GRAD]
         assert not adding or plane.dtype is torch.float32, "promote before adding"
         view = plane.device_view(at, at + flat.numel())
         if view is not None:
@@ -205,7 +205,7 @@ class GradientStore:
             BudgetExceeded: if there is no room; what was retained is as it was, and so is the ledger.
             StorageError: if the disk fails; every gradient is still there, in one form or the other.
         """
-        narrow = [c for c in chunks if PlaneKind.GRAD in c.planes and c.planes[PlaneKind.GRAD].dtype != torch.float32]
+        narrow = [c for c in chunks if GRAD in c.planes and c.planes[GRAD].dtype != torch.float32]
         if not narrow:
             return
         self.settle()
@@ -222,13 +222,13 @@ class GradientStore:
             ) from e
         try:
             for chunk, plane in zip(narrow, wide, strict=True):
-                old = chunk.planes[PlaneKind.GRAD]
+                old = chunk.planes[GRAD]
                 self._widen(chunk, old, plane)
                 with WHOLE:
-                    chunk.planes[PlaneKind.GRAD] = plane
+                    chunk.planes[GRAD] = plane
                     self._end(old)
         except BaseException:
-            self._end(*(plane for c, plane in zip(narrow, wide, strict=True) if c.planes[PlaneKind.GRAD] is not plane))
+            self._end(*(plane for c, plane in zip(narrow, wide, strict=True) if c.planes[GRAD] is not plane))
             raise
 
     def _make_wide(self, narrow: list[Chunk], may_move: int | None) -> list[Plane]:
@@ -270,9 +270,9 @@ class GradientStore:
                 try:
                     wide.append(make_plane(_SUMS, _grad_numel(chunk), tier, self._device, self._spill))
                 except BaseException:
-                    self._ledger.release(tier, num_bytes, PlaneKind.GRAD)
+                    self._ledger.release(tier, num_bytes, GRAD)
                     raise
-            planes = [*wide, *(chunk.planes[PlaneKind.GRAD] for chunk in narrow)]
+            planes = [*wide, *(chunk.planes[GRAD] for chunk in narrow)]
             if not staging_first and any(plane.tier is not self._device.tier for plane in planes):
                 has_reserved = staging.reserve()
         except BaseException:
@@ -286,12 +286,12 @@ class GradientStore:
         for plane in planes:
             if isinstance(plane, FilePlane):
                 plane.give_back()
-            self._ledger.release(plane.tier, plane.num_bytes, PlaneKind.GRAD)
+            self._ledger.release(plane.tier, plane.num_bytes, GRAD)
 
     def _reserve_wide(self, chunk: Chunk) -> Tier:
         """Take the bytes of an fp32 sum in the tier of the retained gradient, else in the next slower one with room."""
         num_bytes = 4 * _grad_numel(chunk)
-        home = chunk.planes[PlaneKind.GRAD].tier
+        home = chunk.planes[GRAD].tier
         order = list(Tier)
         refusal: BudgetExceeded | None = None
         for tier in order[order.index(home) :]:
@@ -301,7 +301,7 @@ class GradientStore:
                 if tier is self._device.tier:  # gathered weights that nobody reads now can give way
                     self._leave_working_set(tier, num_bytes)
                     self._manager.make_room(num_bytes, what="a sum of gradients")
-                self._ledger.reserve(tier, num_bytes, PlaneKind.GRAD)
+                self._ledger.reserve(tier, num_bytes, GRAD)
                 return tier
             except BudgetExceeded as e:
                 refusal = e
@@ -353,7 +353,7 @@ class GradientStore:
         if not handle.has_grad or handle.clip == 1.0:
             return
         self.settle()
-        plane, part, sums = handle.chunk.planes[PlaneKind.GRAD], handle.part, []
+        plane, part, sums = handle.chunk.planes[GRAD], handle.part, []
         for start, stop in tiles(0, part.numel, self._mover.tile):
             end = start + plane.page_up(stop - start)
             tile, is_staged = self._mover.host_tile(1, plane, part.start + start, part.start + end)
@@ -393,4 +393,4 @@ def _totals(handles: list[ParamHandle]) -> list[tuple[ParamHandle, float]]:
 
 
 def _grad_numel(chunk: Chunk) -> int:
-    return chunk.planes[PlaneKind.GRAD].numel
+    return chunk.planes[GRAD].numel

@@ -19,7 +19,7 @@ from gemini.errors import GeminiError, ParamAccessError
 from gemini.interrupts import WHOLE
 from gemini.memory.chunks.chunk import COMPUTE_DTYPES, Plane
 from gemini.memory.movement.mover import Mover, tiles
-from gemini.planning.planes import PlaneKind
+from gemini.planning.planes import RESIDUAL, WEIGHTS, PlaneKind
 from gemini.ranks.agreement import Point
 from gemini.train.params.guard import ParamHandle, engine_of, note_writes
 from gemini.train.sharding.alike import agree_on_values, value_facts
@@ -62,11 +62,11 @@ class ByName:
         dtype = dtype or self._compute
         self._updates.wait(handle.chunk)
         planes = handle.chunk.planes
-        exact = dtype is torch.float32 and PlaneKind.RESIDUAL in planes
+        exact = dtype is torch.float32 and RESIDUAL in planes
         if self._shards is not None:
-            weights = self._whole(handle, PlaneKind.WEIGHTS)
+            weights = self._whole(handle, WEIGHTS)
             if exact:
-                weights = _joined(weights, self._whole(handle, PlaneKind.RESIDUAL))
+                weights = _joined(weights, self._whole(handle, RESIDUAL))
             return weights.to(dtype).view(handle.param.shape)
         out = torch.empty(handle.part.numel, dtype=dtype, device="cpu")
         base = handle.part.start
@@ -74,7 +74,7 @@ class ByName:
             part = host_part(self._mover, handle.chunk.weights, base + start, base + stop)
             if exact:
                 part = part.clone()  # the other half is staged where this one may be
-                part = _joined(part, host_part(self._mover, planes[PlaneKind.RESIDUAL], base + start, base + stop))
+                part = _joined(part, host_part(self._mover, planes[RESIDUAL], base + start, base + stop))
             out[start:stop].copy_(part)
         return out.view(handle.param.shape)
 
@@ -103,13 +103,13 @@ class ByName:
         planes = handle.chunk.planes
         for start, stop in tiles(0, flat.numel(), self._mover.tile):
             part = flat[start:stop].to("cpu")
-            if PlaneKind.RESIDUAL in planes:
+            if RESIDUAL in planes:
                 hi = torch.empty(stop - start, dtype=torch.bfloat16, device="cpu")
                 lo = torch.empty(stop - start, dtype=torch.int16, device="cpu")
                 kernels.split_master(part.float(), hi, lo)
-                write_range(self._mover, planes[PlaneKind.RESIDUAL], handle, lo, start)
+                write_range(self._mover, planes[RESIDUAL], handle, lo, start)
                 part = hi
-            write_range(self._mover, planes[PlaneKind.WEIGHTS], handle, part, start)
+            write_range(self._mover, planes[WEIGHTS], handle, part, start)
         note_writes([handle])
         self._manager.drop([handle.chunk])
         self._manager.refresh_lent()
@@ -190,10 +190,10 @@ class ByName:
             note_writes([handle])
         new = _own_part(handle, chunk.flat[slot.start : slot.stop]).to("cpu")
         old = read_range(self._mover, chunk.weights, handle) if before is None else before.to("cpu").reshape(-1)
-        if PlaneKind.RESIDUAL in chunk.planes:
-            residual = read_range(self._mover, chunk.planes[PlaneKind.RESIDUAL], handle)
+        if RESIDUAL in chunk.planes:
+            residual = read_range(self._mover, chunk.planes[RESIDUAL], handle)
             residual[new.view(torch.int16) != old.view(torch.int16)] = 0
-            write_range(self._mover, chunk.planes[PlaneKind.RESIDUAL], handle, residual)
+            write_range(self._mover, chunk.planes[RESIDUAL], handle, residual)
         elif old.dtype != new.dtype:
             untouched = old.to(new.dtype).view(torch.int16) == new.view(torch.int16)
             new = torch.where(untouched, old, new.to(old.dtype))

@@ -26,7 +26,7 @@ from gemini.memory.nvme import SpillFile
 from gemini.planning.layout import ChunkSpec, part_of
 from gemini.planning.placement import Placement, Problem, bytes_per_tier
 from gemini.planning.plan import Moves
-from gemini.planning.planes import PlaneKind, plane_specs
+from gemini.planning.planes import WEIGHTS, plane_specs
 from gemini.planning.planner import moves_for
 from gemini.planning.trace import Access, Source, accesses
 from gemini.planning.working import device_tile_numel, tile_numel
@@ -110,7 +110,7 @@ def _foresight(decision: Decision, engine: weakref.ref[Engine]) -> Foresight:
     trace, problem, placement, plan, _ = decision
     homes = placement.homes
     chunks = range(len(problem.layout.chunks))
-    moving = frozenset(i for i in chunks if problem.needs_window(i, homes[i][PlaneKind.WEIGHTS]))
+    moving = frozenset(i for i in chunks if problem.needs_window(i, homes[i][WEIGHTS]))
     schedule = None
     if plan is not None and trace.source is not Source.STRUCTURE:
         schedule = Schedule(plan.accesses, plan.moves, moving, plan.again)
@@ -156,7 +156,7 @@ def _reserve(ledger: Ledger, problem: Problem, placement: Placement) -> None:
 
 def _window_bytes(ledger: Ledger, problem: Problem, placement: Placement) -> int:
     """The most that windows can have at once: all of them, or what the budget leaves them."""
-    moving = [i for i, homes in enumerate(placement.homes) if problem.needs_window(i, homes[PlaneKind.WEIGHTS])]
+    moving = [i for i, homes in enumerate(placement.homes) if problem.needs_window(i, homes[WEIGHTS])]
     return min(sum(problem.window_bytes(i) for i in moving), ledger.free(problem.compute) - problem.in_flight)
 
 
@@ -168,9 +168,9 @@ def _make_chunk(
         kind: make_plane(form, numel, homes[kind], device, spill)
         for kind, form in problem.plane_specs(spec.index).items()
     }
-    weights = planes[PlaneKind.WEIGHTS]
+    weights = planes[WEIGHTS]
     dtype = COMPUTE_DTYPES[problem.precision]
-    if not problem.needs_window(spec.index, homes[PlaneKind.WEIGHTS]):
+    if not problem.needs_window(spec.index, homes[WEIGHTS]):
         assert isinstance(weights, MemoryPlane)
         chunk = Chunk(spec, planes, weights.tensor, None, weights.tensor, use=Use.HOLD)
     else:

@@ -22,7 +22,7 @@ from gemini.errors import BudgetExceeded, GeminiError
 from gemini.memory.chunks.chunk import Chunk
 from gemini.memory.devices.device import Window
 from gemini.memory.movement.mover import tiles
-from gemini.planning.planes import PlaneKind
+from gemini.planning.planes import GRAD
 from gemini.planning.timeline import Lane
 from gemini.ranks.agreement import Point, Wish
 from gemini.ranks.wire import Tag, guarded
@@ -212,7 +212,7 @@ class Reduction:
         total: torch.Tensor,
     ) -> None:
         """Keep a piece of the sum: elements ``[start, stop)`` of this rank's shard."""
-        dtype = chunk.planes[PlaneKind.GRAD].dtype
+        dtype = chunk.planes[GRAD].dtype
         rounded = total if total.dtype == dtype or dtype is torch.float32 else total.to(dtype)
         for handle in handles:
             first, last = max(handle.part.start, start), min(handle.part.stop, stop)
@@ -360,7 +360,7 @@ class Reduction:
             if not present:
                 continue
             chunk = engine.chunks[index]
-            plane = chunk.planes[PlaneKind.GRAD]
+            plane = chunk.planes[GRAD]
             absent = [handle.part for handle in present if not handle.has_grad]
             for handle in present:
                 handle.norm_sums = []

@@ -58,7 +58,8 @@ class HybridOptimizer(torch.optim.Optimizer):
         GeminiError: for params of a model that was wrapped for another rule.
     """
 
-    _is_made = True  # of a copy: torch keeps no attributes of ours
+    rule: UpdateRule = rules.ADAM
+    _is_made = True  # of a copy: torch keeps no attributes of ours, and is given the rule
     _backward_checked = -1
 
     def __init__(self, params: Any, rule: UpdateRule, *, step_in_backward: bool = False, **hypers: Any):
@@ -76,6 +77,9 @@ class HybridOptimizer(torch.optim.Optimizer):
         self._is_made = True
         if step_in_backward:
             stepping_in_backward.add(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "rule": self.rule}
 
     def check_group(self, group: Group, what: str) -> None:
         """Refuse hyperparameters that make no sense; see the rule."""
@@ -142,15 +146,17 @@ class HybridOptimizer(torch.optim.Optimizer):
 
     @without_grad
     def _step(self) -> None:
-        plain: list[tuple[nn.Parameter, Group]] = []
+        plain: list[tuple[nn.Parameter, Group, int]] = []
         managed: list[tuple[ParamHandle, Group]] = []
         refusal: ValueError | None = None
+        counted = 0
         for number, group in enumerate(self.param_groups):
             try:
                 self.check_group(group, f"param group {number}")
             except ValueError as e:
                 refusal = refusal or e
             for param in group["params"]:
+                counted += 1
                 handle = handle_of(param)
                 if handle is not None:
                     managed.append((handle, group))
@@ -159,14 +165,14 @@ class HybridOptimizer(torch.optim.Optimizer):
                         raise GeminiError(
                             f"{type(self).__name__} has no sparse gradients: build the embedding with sparse=False"
                         )
-                    plain.append((param, group))
+                    plain.append((param, group, counted - 1))
         if refusal is not None and not managed:
             raise refusal
         if managed:
             states_of.check_owned(self, [handle for handle, _ in managed])
             self._step_managed(managed, refusal)
-        for param, group in plain:
-            self._step_plain(param, group)
+        for param, group, index in plain:
+            self._step_plain(param, group, index)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients of this optimizer's params."""
@@ -400,7 +406,8 @@ class HybridOptimizer(torch.optim.Optimizer):
 
     # ---- plain params -------------------------------------------------------------------------------------------
 
-    def _step_plain(self, param: nn.Parameter, group: Group) -> None:
+    def _step_plain(self, param: nn.Parameter, group: Group, index: int) -> None:
+        """``index``: of the param in all groups; a plain one has no other name."""
         state = self.state[param]
         if not state:
             state["step"] = torch.tensor(0.0, device="cpu")
@@ -414,7 +421,7 @@ class HybridOptimizer(torch.optim.Optimizer):
         weights = data.contiguous()
         residual = state.get("residual")
         scalars = self.rule.scalars(group, int(state["step"]), 1.0)
-        where = Where(f"plain param {self._params().index(param)}", 0) if self.rule.spec.needs == "place" else None
+        where = Where(f"plain param {index}", 0) if self.rule.spec.needs == "place" else None
         self.rule.run(
             weights.view(-1),
             None if residual is None else residual.view(-1),

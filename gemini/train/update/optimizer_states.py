@@ -17,7 +17,7 @@ from torch import nn
 
 from gemini.errors import GeminiError
 from gemini.interrupts import WHOLE
-from gemini.planning.planes import PlaneKind, RuleSpec
+from gemini.planning.planes import RESIDUAL, RuleSpec
 from gemini.train.params.guard import ParamHandle, engine_of, handle_of, optimizer_of
 
 if TYPE_CHECKING:
@@ -145,7 +145,7 @@ def write_state(handle: ParamHandle, state: dict[str, Any]) -> None:
         value, plane = state.get(kind), handle.chunk.planes[kind]
         if value is not None:
             by_names.write_plane(handle, kind, value)
-        elif not state and kind != PlaneKind.RESIDUAL:
+        elif not state and kind != RESIDUAL:
             shape = handle.param.shape if plane.block == 1 else (plane.items(handle.param.numel()),)
             by_names.write_plane(handle, kind, torch.zeros((), device="cpu").expand(shape))
     if handle.chunk.trained:  # else it is frozen, and nothing was kept
@@ -157,7 +157,7 @@ def empty_states(rule: RuleSpec, param: nn.Parameter) -> dict[str, torch.Tensor]
     found = {}
     for spec in rule.planes:
         like = param if spec.block == 1 else torch.empty(spec.num_items(param.numel()), device=param.device)
-        found[str(spec.kind)] = torch.zeros_like(
+        found[spec.kind] = torch.zeros_like(
             like, dtype=getattr(torch, spec.dtype), memory_format=torch.contiguous_format
         )
     return found
@@ -165,7 +165,7 @@ def empty_states(rule: RuleSpec, param: nn.Parameter) -> dict[str, torch.Tensor]
 
 def plain_state(rule: RuleSpec, param: nn.Parameter, state: dict[str, Any]) -> dict[str, torch.Tensor]:
     """A loaded state of a plain param, as :meth:`HybridOptimizer.step` has it: a copy."""
-    dtypes = {str(spec.kind): getattr(torch, spec.dtype) for spec in rule.planes}
+    dtypes = {spec.kind: getattr(torch, spec.dtype) for spec in rule.planes}
     if param.dtype is torch.bfloat16:
         dtypes["residual"] = torch.int16
     if param.dtype is torch.float16:

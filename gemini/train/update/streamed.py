@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from gemini.memory.devices.device import Event
 from gemini.memory.movement.mover import Mover
 from gemini.memory.movement.staging import StagingSet
-from gemini.planning.planes import PlaneKind
+from gemini.planning.planes import GRAD
 from gemini.tiers import Tier
 from gemini.train.update.tiles import Segment, Tile, Work, cut
 
@@ -60,7 +60,7 @@ class StreamedTile(Tile):
             updated = device.mark()
         self._events.append(updated)
         for kind in self._staged:
-            if kind != PlaneKind.GRAD:
+            if kind != GRAD:
                 home, view = self.chunk.planes[kind].host_view(self._first, self._last), self._views[kind]
                 assert home is not None
                 copy = partial(device.copy, home, view, "update out", updated, behind_computing=False)

@@ -26,7 +26,7 @@ from gemini.memory.movement.mover import Mover, tiles
 from gemini.memory.movement.staging import StagingSet
 from gemini.memory.watching.recorder import NOTHING
 from gemini.planning.layout import page_up
-from gemini.planning.planes import PlaneKind
+from gemini.planning.planes import GRAD, RESIDUAL, WEIGHTS, PlaneKind
 from gemini.planning.timeline import Lane
 from gemini.rules import UpdateRule
 from gemini.tiers import Tier
@@ -73,7 +73,7 @@ class Work(NamedTuple):
     @property
     def landed(self) -> bool:
         """Whether the gradients are in their plane; else they are where autograd left them."""
-        return PlaneKind.GRAD in self.chunk.planes
+        return GRAD in self.chunk.planes
 
     def grads(self) -> list[tuple[Segment, torch.Tensor]]:
         """Gradients that are where autograd left them."""
@@ -89,7 +89,7 @@ def path_of(mover: Mover, chunk: Chunk) -> Path:
         return Path.STREAMED
     if on_gpu and tiers == {Tier.GPU}:
         return Path.ON_DEVICE
-    from_device = on_gpu and PlaneKind.GRAD not in chunk.planes
+    from_device = on_gpu and GRAD not in chunk.planes
     in_place = all(plane.host_view(0, 0) is not None for plane in chunk.planes.values())
     return Path.IN_PLACE if in_place and not from_device else Path.STAGED
 
@@ -125,8 +125,8 @@ class Tile:
             self._views[kind] = view
         if not self._landed and self.path is Path.STAGED and self._mover.device.tier is Tier.GPU:
             dtype = self._grad_of(*self._spans[0]).dtype
-            inbound = self._set().staged(PlaneKind.GRAD, dtype, self._last - self._first)
-            self._views[PlaneKind.GRAD] = inbound
+            inbound = self._set().staged(GRAD, dtype, self._last - self._first)
+            self._views[GRAD] = inbound
             for a, b, segment in self._spans:
                 into = inbound[a - self._first : b - self._first]
                 behind = not self._mover.in_worker  # the lane has waited for it, and what is computed since is more
@@ -139,7 +139,7 @@ class Tile:
         self._wait()
         self._update()
         for kind in self._staged:
-            if kind != PlaneKind.GRAD:
+            if kind != GRAD:
                 plane = self.chunk.planes[kind]
                 view = self._views[kind]
                 self._events.append(self._mover.begin_store(plane, self._first, self._last, view, *self._told))
@@ -147,16 +147,16 @@ class Tile:
     def _update(self) -> None:
         """On a device in one call where all gradients are in the grad plane; else in one for each span."""
         views, recorder, spans = self._views, self._mover.recorder, self._spans
-        landed = views.get(PlaneKind.GRAD)
+        landed = views.get(GRAD)
         at_once = landed is not None and self.path in (Path.ON_DEVICE, Path.STREAMED)
         for several in [spans] if at_once else [[span] for span in spans]:
             first, last = several[0][0], several[-1][1]
             of = {kind: _part(view, self.chunk.planes, kind, first - self._first, last - self._first)
                   for kind, view in views.items()}  # fmt: skip
-            grad = self._grad_of(*several[0]) if landed is None else of[PlaneKind.GRAD]
+            grad = self._grad_of(*several[0]) if landed is None else of[GRAD]
             segments = [rules.Segment(a - first, b - first, s.scalars, self._where(a, s)) for a, b, s in several]
             with NOTHING if recorder is None else recorder.span(Lane.ADAM, *self._told):
-                self._rule.run(of[PlaneKind.WEIGHTS], of.get(PlaneKind.RESIDUAL), of, grad, segments, self.stop)
+                self._rule.run(of[WEIGHTS], of.get(RESIDUAL), of, grad, segments, self.stop)
 
     def _where(self, start: int, segment: Segment) -> rules.Where | None:
         if self._rule.spec.needs == "elements":
@@ -202,7 +202,7 @@ class Tile:
 
 def _part(view: torch.Tensor, planes: Mapping[PlaneKind, Plane], kind: str, start: int, stop: int) -> torch.Tensor:
     """Elements ``[start, stop)`` of a tile's view of a plane."""
-    block = planes[PlaneKind(kind)].block if kind in planes else 1
+    block = planes[kind].block if kind in planes else 1
     return view[start:stop] if block == 1 else view[start // block : -(-stop // block)]
 
 
