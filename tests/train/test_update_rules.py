@@ -69,7 +69,7 @@ class Coded(UpdateRule):
         scale.copy_(blocks.abs().amax(1) / 126 + 1e-30)
         each = scale.repeat_interleave(64)[:n]
         place = torch.arange(where.offset, where.offset + n) + len(where.name)
-        dither = ((place * 40503 + step * 30011) % 1024).float() / 1024
+        dither = ((place * 40503 + step * 30011) % 1021).float() / 1024  # 1021: no tile is a period
         code.copy_((velocity / each + 128 + dither).floor().clamp(0, 255))
         master.sub_(velocity * lr)
 
