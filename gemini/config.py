@@ -99,7 +99,8 @@ class GeminiConfig:
             raise ValueError('offload_activations="nvme" needs MemoryBudget(nvme_path=...), the directory of the file')
         if self.update_threads is not None and (not isinstance(self.update_threads, int) or self.update_threads < 1):
             raise ValueError(f"update_threads= is a positive number of threads, got {self.update_threads!r}")
-        spec_of(self.optimizer)
+        if spec_of(self.optimizer) is self.optimizer:
+            raise TypeError(f"optimizer= is an update rule, got the spec of one alone: {self.optimizer!r}")
         if self.activations is not None:
             parse_bytes(self.activations, what="activations=")
 

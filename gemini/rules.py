@@ -8,6 +8,7 @@ which lays out the planes, and its optimizer is ``HybridOptimizer(params, rule)`
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
@@ -59,9 +60,16 @@ class UpdateRule(ABC):
         Raises:
             ValueError, TypeError: naming the hyperparameter and ``what`` has it.
         """
-        missing = [name for name in self.defaults if name not in group]
-        if missing:
-            raise ValueError(f"{what} has no {missing[0]!r}, which the rule {self.spec.name!r} needs")
+        for name, default in self.defaults.items():
+            if name not in group:
+                raise ValueError(f"{what} has no {name!r}, which the rule {self.spec.name!r} needs")
+            if type(default) in (int, float):
+                try:
+                    finite = math.isfinite(group[name])
+                except TypeError as e:
+                    raise TypeError(f"{name} of {what} must be a number, got {group[name]!r}") from e
+                if not finite:
+                    raise ValueError(f"{name} of {what} must be finite, got {group[name]!r}")
 
     @abstractmethod
     def scalars(self, group: Mapping[str, Any], step: int, grad_scale: float) -> Hashable:

@@ -165,8 +165,8 @@ def spec_of(optimizer: Any) -> RuleSpec:
         ValueError: for a rule that cannot be run in tiles.
     """
     spec = ADAM if optimizer is None else getattr(optimizer, "spec", optimizer)
-    if not isinstance(spec, RuleSpec):
-        raise TypeError(f"optimizer= is an update rule (gemini.rules.UpdateRule), got {type(optimizer).__name__}")
+    if not isinstance(spec, RuleSpec) or isinstance(optimizer, type):
+        raise TypeError(f"optimizer= is an update rule (a gemini.rules.UpdateRule, made), got {optimizer!r}")
     if spec.needs not in ("elements", "place"):
         raise ValueError(
             f"the rule {spec.name!r} needs {spec.needs!r}, and updates go tile by tile, which may be parts of params: "

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import models
 import pytest
 import torch
 from torch import Tensor, nn
@@ -28,6 +27,7 @@ from gemini.planning.working import staging_bytes, tile_numel
 from gemini.rules import UpdateRule, Where
 from gemini.tiers import Tier
 from gemini.train.setup.structure import structural_trace
+from tests import models
 
 
 @dataclass(frozen=True)
@@ -313,6 +313,19 @@ def test_rules_that_need_whole_params_are_refused_with_the_reason() -> None:
         gemini.GeminiConfig(optimizer=Whole())
     with pytest.raises(TypeError, match="optimizer= is an update rule"):
         gemini.GeminiConfig(optimizer=torch.optim.SGD)
+    with pytest.raises(TypeError, match="optimizer= is an update rule .*Momentum"):
+        gemini.GeminiConfig(optimizer=Momentum)
+    with pytest.raises(TypeError, match="the spec of one alone"):
+        gemini.GeminiConfig(optimizer=Momentum.spec)
+    with pytest.raises(TypeError, match="rule= is a gemini.rules.UpdateRule"):
+        gemini.HybridOptimizer(make_model().parameters(), Momentum)  # type: ignore[arg-type]
+    for wrong, error, words in ((math.nan, ValueError, "must be finite"), ("a lot", TypeError, "must be a number")):
+        with pytest.raises(error, match=f"lr of HybridOptimizer {words}"):
+            gemini.HybridOptimizer(make_model().parameters(), Momentum(), lr=wrong)
+    params = list(make_model().parameters())
+    optimizer = gemini.HybridOptimizer(params[:1], Momentum())
+    with pytest.raises(ValueError, match="momentum of param group 1 must be finite"):
+        optimizer.add_param_group({"params": params[1:], "momentum": math.inf})
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)

@@ -63,6 +63,8 @@ class HybridOptimizer(torch.optim.Optimizer):
     _backward_checked = -1
 
     def __init__(self, params: Any, rule: UpdateRule, *, step_in_backward: bool = False, **hypers: Any):
+        if not isinstance(rule, UpdateRule):
+            raise TypeError(f"rule= is a gemini.rules.UpdateRule, got {rule!r}")
         unknown = [name for name in hypers if name not in rule.defaults]
         if unknown:
             raise TypeError(f"{unknown[0]}= is no hyperparameter of the rule {rule.spec.name!r}: {list(rule.defaults)}")
