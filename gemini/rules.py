@@ -22,8 +22,8 @@ from gemini.grad_mode import without_grad
 from gemini.planning import planes
 from gemini.planning.planes import RuleSpec
 
-_SLAB = 2**22
-"""Elements that are joined, updated and split at once: bounds what the torch lines take beside the planes."""
+_SLAB = 2**20
+"""Elements that are joined, updated and split at once: bounds what the torch lines take beside planes and budgets."""
 
 
 class Where(NamedTuple):

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 import gemini
 from gemini import kernels_reference as reference
+from gemini import rules
 from gemini.errors import GeminiError, PlanMismatch
 from gemini.planning.planes import PlaneSpec, RuleSpec
 from gemini.planning.planner import pose_problem
@@ -209,6 +210,7 @@ def test_bits_do_not_depend_on_chunks_tiles_and_tiers(
         "streamed, transient": ("standin", {"updates_on_gpu": 1}, {"gradients": "transient"}),
         "half": ("standin", {"weights_on_nvme": 0.5, "optimizer_on_nvme": 0.5}, {"max_chunk": 64}),
         "summed up": ("cpu", {"optimizer_on_nvme": 1}, {"gradients": "accumulate"}),
+        "in slabs": ("cpu", {}, {}),
     }
     for told, (device, fractions, how) in placed.items():
         gpu = {"gpu": "1GiB"} if device == "standin" else {}
@@ -217,7 +219,8 @@ def test_bits_do_not_depend_on_chunks_tiles_and_tiers(
         config = gemini.GeminiConfig(
             precision=precision, device=device, memory=memory, placement=placement, optimizer=rule, **how
         )
-        tile = None if told == "in memory" else rule.spec.align
+        tile = None if told in ("in memory", "in slabs") else rule.spec.align
+        monkeypatch.setattr(rules, "_SLAB", 2048 if told == "in slabs" else 2**20)
         with models.tiles_of(monkeypatch, tile):
             model = gemini.GeminiDDP(make_model(), config)
             used_at_once = how.get("gradients") == "transient"
