@@ -112,7 +112,7 @@ def smallest_budget(
     import torch
 
     from gemini.planning.layout import ParamSpec, make_layout
-    from gemini.planning.planes import compute_itemsize, plane_itemsizes
+    from gemini.planning.planes import compute_itemsize, plane_specs
     from gemini.planning.working import PIECE, gradients_in_flight, scratch_bytes, staging_bytes, tile_numel
     from gemini.train.setup.structure import working_set
 
@@ -121,7 +121,7 @@ def smallest_budget(
     named = list(model.named_parameters())
     layout = make_layout([ParamSpec(name, param.numel()) for name, param in named], ranks=ranks)
     tile = tile_numel(max(chunk.numel for chunk in layout.chunks))
-    planes = sum(plane_itemsizes(precision, "retain", trainable=True).values())
+    planes = sum(spec.block_bytes for spec in plane_specs(precision, "retain", trainable=True).values())
     need = {"planes": planes * layout.numel // ranks}
     size = compute_itemsize(precision)
     if ranks > 1:

@@ -45,7 +45,7 @@ from gemini import kernels
 from gemini.machines.measure import Sizes, measure, measure_host
 from gemini.planning.hardware import Hardware
 from gemini.planning.placement import Placement
-from gemini.planning.planes import OPTIMIZER_PLANES, PlaneKind
+from gemini.planning.planes import ADAM, GRAD, WEIGHTS
 from gemini.planning.planner import pose_problem
 from gemini.planning.policy import NextUse
 from gemini.planning.simulate import plan_by_policy
@@ -120,9 +120,9 @@ def wrap(args: argparse.Namespace, schedule: Schedule) -> tuple[Any, Any]:
     placement: Any = "auto"
     if args.nvme is not None:
         memory = gemini.MemoryBudget(cpu=2 * planes + 2**30, nvme=2 * planes, nvme_path=args.nvme)
-        homes = dict.fromkeys(OPTIMIZER_PLANES, Tier.NVME) | {PlaneKind.WEIGHTS: Tier.CPU}
+        homes = dict.fromkeys(ADAM.states, Tier.NVME) | {WEIGHTS: Tier.CPU}
         if schedule.gradients != "transient":
-            homes[PlaneKind.GRAD] = Tier.CPU
+            homes[GRAD] = Tier.CPU
         placement = Placement((homes,) * args.blocks)
     config = gemini.GeminiConfig(
         memory=memory, placement=placement, device="cpu", gradients=schedule.gradients, overlap=schedule.overlap,

@@ -37,6 +37,7 @@ _WHERE = {
     "GeminiDDP": "gemini.train.ddp",
     "GradScaler": "gemini.train.grad_scaler",
     "HybridAdam": "gemini.train.update.optimizer",
+    "HybridOptimizer": "gemini.train.update.optimizer",
     "PendingCheckpoint": "gemini.train.checkpoint.saving",
     "save_checkpoint": "gemini.train.checkpoint.saving",
     "load_checkpoint": "gemini.train.checkpoint.saving",
@@ -81,6 +82,7 @@ if TYPE_CHECKING:
     from gemini.train.loading.from_config import from_config as from_config
     from gemini.train.loading.from_pretrained import from_pretrained as from_pretrained
     from gemini.train.update.optimizer import HybridAdam as HybridAdam
+    from gemini.train.update.optimizer import HybridOptimizer as HybridOptimizer
 
 
 def __getattr__(name: str) -> Any:

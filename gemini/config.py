@@ -10,7 +10,7 @@ from gemini.planning.hardware import Hardware
 from gemini.planning.layout import DEFAULT_MAX_CHUNK
 from gemini.planning.placement import Placement, StaticPlacement
 from gemini.planning.plan import Plan
-from gemini.planning.planes import GRADIENTS, PRECISIONS
+from gemini.planning.planes import GRADIENTS, PRECISIONS, spec_of
 from gemini.planning.trace import MemoryTrace
 from gemini.tiers import MemoryBudget
 
@@ -45,6 +45,8 @@ class GeminiConfig:
         overlap: let updates, fetches and writes run beside computing. The bits are the same without.
         update_threads: threads that share an update on the CPU that runs beside computing; None for the processors that
             computing leaves. Where torch takes them all, None makes updates that need no drive at once, with all.
+        optimizer: the update rule (a :class:`gemini.rules.UpdateRule`) whose planes the chunks get; the optimizer of
+            the params must have the same one. None for Adam's, which :class:`gemini.HybridAdam` has.
 
     Raises:
         ValueError, TypeError: for values that make no sense, naming what is accepted.
@@ -64,6 +66,7 @@ class GeminiConfig:
     hardware: Hardware | None = None
     overlap: bool = True
     update_threads: int | None = None
+    optimizer: Any = None
 
     def __post_init__(self) -> None:
         if self.precision is not None:
@@ -96,6 +99,8 @@ class GeminiConfig:
             raise ValueError('offload_activations="nvme" needs MemoryBudget(nvme_path=...), the directory of the file')
         if self.update_threads is not None and (not isinstance(self.update_threads, int) or self.update_threads < 1):
             raise ValueError(f"update_threads= is a positive number of threads, got {self.update_threads!r}")
+        if spec_of(self.optimizer) is self.optimizer:
+            raise TypeError(f"optimizer= is an update rule, got the spec of one alone: {self.optimizer!r}")
         if self.activations is not None:
             parse_bytes(self.activations, what="activations=")
 

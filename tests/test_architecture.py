@@ -28,6 +28,7 @@ FLOORS = [
         "gemini.kernels_cuda",
         "gemini.kernels_reference",
         "gemini.kernels_sums",
+        "gemini.rules",
         "gemini._C",
     ),  # fmt: skip
     ("gemini.memory",),

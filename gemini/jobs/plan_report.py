@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from gemini.errors import BudgetExceeded
 from gemini.planning.break_even import Grow, break_even
 from gemini.planning.plan import Plan
-from gemini.planning.planes import PlaneKind, plane_itemsizes
+from gemini.planning.planes import GRAD, plane_specs
 from gemini.planning.timeline import Lane, Timeline
 from gemini.planning.trace import MemoryTrace
 from gemini.planning.traffic import by_name
@@ -162,7 +162,7 @@ def report_of(
     trace = question.trace
     needs = _needs(question)
     trained = sum(p.numel for p in trace.params if p.trainable)
-    states = sum(n for kind, n in needs.items() if kind != PlaneKind.GRAD.value) * question.ranks
+    states = sum(n for kind, n in needs.items() if kind != GRAD) * question.ranks
     held, adam = ({}, {}) if plan is None else (_held(plan), _adam(plan))
     top = max(trace.moments, key=lambda moment: moment.peak_bytes, default=None)
     return PlanReport(
@@ -225,9 +225,9 @@ def _needs(question: Question) -> dict[str, int]:
     layout = question.trace.layout(ranks=question.ranks)
     found: dict[str, int] = {}
     for chunk in layout.chunks:
-        sizes = plane_itemsizes(question.trace.precision, question.gradients, trainable=chunk.trainable)
-        for kind, size in sizes.items():
-            found[kind.value] = found.get(kind.value, 0) + size * (chunk.numel // layout.ranks)
+        specs = plane_specs(question.trace.precision, question.gradients, trainable=chunk.trainable)
+        for kind, spec in specs.items():
+            found[kind] = found.get(kind, 0) + spec.page_bytes(chunk.numel // layout.ranks)
     return found
 
 
@@ -238,7 +238,7 @@ def _held(plan: Plan) -> dict[str, dict[str, int]]:
     for index, homes in enumerate(plan.placement.homes):
         for kind, num_bytes in problem.plane_bytes(index).items():
             at = held[homes[kind].value]
-            at[kind.value] = at.get(kind.value, 0) + num_bytes
+            at[kind] = at.get(kind, 0) + num_bytes
     spoken_for = problem.demands(plan.placement)
     compute, host = held[problem.compute.value], held[Tier.CPU.value]
     rest = dict(spoken_for)
@@ -266,6 +266,6 @@ def _adam(plan: Plan) -> dict[str, int]:
     found: dict[str, int] = {}
     for index, chunk in enumerate(plan.layout.chunks):
         if chunk.trainable:
-            tier = plan.adam_tier(index).value
+            tier = plan.update_tier(index).value
             found[tier] = found.get(tier, 0) + chunk.payload
     return found

@@ -28,14 +28,19 @@ from gemini.memory.movement.staging import SLOTS
 from gemini.memory.nvme import SpillFile, Transfer, free_bytes
 from gemini.memory.system import cache_bytes, memory_bytes, memory_limit
 from gemini.planning.hardware import Figure, human_figure
+from gemini.planning.planes import plane_specs
 from gemini.planning.working import DEVICE_TILE, TILE
 
 MiB = 2**20
 _LARGE_SPREAD = 0.1
-_STATE_BYTES = (2, 2, 4, 4)
-"""Per param, in the order of an update: weights, residual, and the two moments; one request each per tile."""
-_ADAM_BYTES = 14
-"""Per param in memory: those, and a bf16 gradient."""
+_PLANES = [
+    (getattr(torch, spec.dtype), spec.block_bytes) for spec in plane_specs("bf16", "retain", trainable=True).values()
+]
+"""Of an update in bf16: weights, residual, Adam's two moments, and the gradient."""
+_STATE_BYTES = tuple(size for _, size in _PLANES[:-1])
+"""Per param of what an update writes; one request each per tile."""
+_ADAM_BYTES = sum(size for _, size in _PLANES)
+"""Per param in memory."""
 
 _WHOLE_PLANE = 64 * MiB
 
@@ -149,10 +154,8 @@ def _update_in(make: Callable[[int], torch.Tensor], numel: int, tile: int) -> Ca
     """An update of planes in memory that ``make`` gives, by bytes."""
     weights, residual, exp_avg, exp_avg_sq, grad = (
         make(_whole_pages(numel * dtype.itemsize)).view(dtype)[:numel].fill_(value)
-        for dtype, value in (
-            (torch.bfloat16, 1.0), (torch.int16, 0), (torch.float32, 0.0), (torch.float32, 0.0), (torch.bfloat16, 1e-3),
-        )
-    )  # fmt: skip
+        for (dtype, _), value in zip(_PLANES, (1.0, 0, 0.0, 0.0, 1e-3), strict=True)
+    )
     hyper = kernels.AdamHyper(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, step=1)
 
     def update() -> None:

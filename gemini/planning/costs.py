@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from gemini.planning.hardware import Hardware
-from gemini.planning.planes import PlaneKind
+from gemini.planning.planes import ADAM, GRAD, PlaneKind, touched_bytes
 from gemini.planning.trace import Moment
 from gemini.tiers import Tier
 
@@ -20,11 +20,6 @@ GPU, H2D, D2H, DRAM, NVME, NVME_READ, NVME_WRITE, THREADS, WIRE = RESOURCES = (
 )  # fmt: skip
 """What tasks share: one GPU, its two directions of the link, and this rank's part of what its machine has: host memory,
 NVMe drives (reading, writing, and what they do of both at once), host threads; and its wire to the next rank.
-"""
-
-_ADAM_BYTES = 26
-"""Bytes that the figure ``adam_cpu`` reads and writes per param: bf16 gradient 2, weights 2, residual 2, moments 8
-read; all but the gradient written.
 """
 
 
@@ -207,25 +202,24 @@ class Costs:
         seconds = num_bytes / self._get("gpu_bandwidth", "working on planes in GPU memory")
         return Cost(seconds, {GPU: 1.0} if seconds else {})
 
-    def adam(self, numel: int, planes: Mapping[PlaneKind, int], tier: Tier, *, grad_bytes: int) -> Cost:
-        """One update of ``numel`` params on ``tier``: every plane is read, and all but the gradient are written.
+    def update(self, planes: Mapping[PlaneKind, int], tier: Tier, *, grad_bytes: int) -> Cost:
+        """One update of planes of so many bytes on ``tier``: every plane is read, and all but the gradient are written.
 
-        The figures ``adam_cpu`` and ``adam_gpu`` are for bf16 with a split master; other formats take time by their
-        bytes. A specified ``adam_cpu`` is no faster than host memory; a measured one is what it is. Without
-        ``adam_gpu`` an update takes what the GPU's memory takes.
+        The figures ``adam_cpu`` and ``adam_gpu`` are for Adam in bf16 with a split master; other formats and rules take
+        time by their bytes. A specified ``adam_cpu`` is no faster than host memory; a measured one is what it is.
+        Without ``adam_gpu`` an update takes what the GPU's memory takes.
         """
-        states = sum(n for kind, n in planes.items() if kind is not PlaneKind.GRAD)
-        touched = 2 * states + planes.get(PlaneKind.GRAD, grad_bytes)
+        touched = touched_bytes({GRAD: grad_bytes, **planes})
         if tier is Tier.GPU:
             if not self._hardware.has("adam_gpu"):
                 return self.gpu_pass(touched)
-            seconds = self._get("adam_gpu", "Adam on the GPU") * touched / _ADAM_BYTES
+            seconds = self._get("adam_gpu", "updates on the GPU") * touched / ADAM.touched
             return Cost(seconds, {GPU: 1.0} if seconds else {})
-        what = "Adam on the host"
+        what = "updates on the host"
         per_param = self._get("adam_cpu", what)
         if self._update_threads is not None:
             per_param = max(per_param, self._get("adam_cpu_one", what) / self._update_threads)
-        seconds = per_param * touched / _ADAM_BYTES
+        seconds = per_param * touched / ADAM.touched
         if not seconds:
             return Cost(0.0, {})
         through_memory = touched / self._get("dram_bandwidth", what) if self._hardware.has("dram_bandwidth") else 0.0

@@ -1,6 +1,6 @@
 """Which home for every plane costs a step least: an integer program over chunks, its few budgets and lanes.
 
-For every chunk: do all its planes live on the GPU (its Adam runs there and nothing moves), its weights alone, or are
+For every chunk: do all its planes live on the GPU (its update runs there and nothing moves), its weights alone, or are
 they fetched; is its update streamed from host memory through the GPU; do gathered weights stay between forward and
 backward; and which planes live on NVMe. The rows that couple chunks are the budgets of the tiers, so the linear
 relaxation is fractional in a handful of chunks only, and rounding it loses next to nothing. What a placement really
@@ -13,13 +13,13 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from gemini.planning.placement import Placement, Problem
-from gemini.planning.planes import OPTIMIZER_PLANES, PlaneKind
+from gemini.planning.planes import GRAD, WEIGHTS, PlaneKind
 from gemini.planning.speeds import Speeds
 from gemini.planning.traffic import Boundary, Traffic, fetch_traffic, gradient_traffic, update_tier, update_traffic
 from gemini.tiers import Tier
 
 FINE = 120
-"""Chunks up to which the residual and each moment are placed apart; beyond, one chunk's states are one item."""
+"""Chunks up to which the planes of a state are placed apart; beyond, one chunk's states are one item."""
 
 
 class Fetches(NamedTuple):
@@ -96,7 +96,7 @@ def _seconds(problem: Problem, homes: Mapping[PlaneKind, Tier], index: int, time
     chunk = problem.layout.chunks[index]
     if chunk.trainable:
         on_gpu = update_tier(problem, homes, streamed=streamed) is Tier.GPU
-        each = speeds.adam_gpu if on_gpu else speeds.adam_cpu
+        each = speeds.update(Tier.GPU if on_gpu else Tier.CPU, problem.rule)
         seconds["adam gpu" if on_gpu else "adam"] = each * chunk.numel / problem.layout.ranks
     return seconds
 
@@ -129,30 +129,30 @@ def _choices(
             num_bytes[problem.compute] = num_bytes.get(problem.compute, 0) + problem.window_bytes(index)
         found.append(Choice(index, homes, tuple(excludes), change, num_bytes, streamed))
 
-    weights = [PlaneKind.WEIGHTS]
+    weights = [WEIGHTS]
     least = fetches[index].at_least
     if problem.compute is Tier.GPU:
         resident = 0 if problem.layout.ranks == 1 else most
         add(dict.fromkeys(sizes, Tier.GPU), list(sizes), resident)
         if len(sizes) > 1:
-            add({PlaneKind.WEIGHTS: Tier.GPU}, weights, resident)
+            add({WEIGHTS: Tier.GPU}, weights, resident)
         if least < most:
             add({}, weights, least, stays=True)
         if streaming and problem.layout.chunks[index].trainable:
             # Each excludes every other choice: what an update brings depends on all homes at once.
             on_gpu: list[list[PlaneKind]] = [[], weights]
-            on_gpu += [[*kinds, PlaneKind.GRAD] for kinds in on_gpu] if PlaneKind.GRAD in sizes else []
+            on_gpu += [[*kinds, GRAD] for kinds in on_gpu] if GRAD in sizes else []
             for kinds in on_gpu:
-                homes, fetched = dict.fromkeys(kinds, Tier.GPU), resident if PlaneKind.WEIGHTS in kinds else most
+                homes, fetched = dict.fromkeys(kinds, Tier.GPU), resident if WEIGHTS in kinds else most
                 add(homes, list(sizes), fetched, streamed=True)
                 if fetched == most and least < most:
                     add(homes, list(sizes), least, stays=True, streamed=True)
-    add({PlaneKind.WEIGHTS: Tier.NVME}, weights, most)
+    add({WEIGHTS: Tier.NVME}, weights, most)
     if least < most:
-        add({PlaneKind.WEIGHTS: Tier.NVME}, weights, least, stays=True)
-    states = [kind for kind in OPTIMIZER_PLANES if kind in sizes]
+        add({WEIGHTS: Tier.NVME}, weights, least, stays=True)
+    states = [kind for kind in problem.rule.states if kind in sizes and kind not in problem.rule.in_memory]
     groups = [[kind] for kind in states] if len(problem.layout.chunks) <= FINE else [states]
-    for group in (*groups, [PlaneKind.GRAD]):
+    for group in (*groups, [GRAD]):
         if all(kind in sizes for kind in group) and group:
             add(dict.fromkeys(group, Tier.NVME), group, most)
     return found

@@ -4,9 +4,9 @@ Chunks follow the model's repeated structure: params of one repeated block (``mo
 those of another, and blocks with the same params in the same order get chunks of the same shape. So the padding is a
 few alignment gaps, and a handful of sizes serves a whole model (a single chunk size for all wastes 3 to 18 %).
 
-Sizes are in elements, because a chunk has planes of several element sizes. With ``ALIGN = 2048`` elements every param
-starts on a 4 KiB page in every plane (2-byte planes are the smallest), so each param's part of each plane can be read
-and written by direct I/O, and a plane fills whole physical pages.
+Sizes are in elements, because a chunk has planes of several element sizes. Every param starts at a multiple of
+``align`` elements, which is a page of 4 KiB in every plane that may be in a file (2048 where 2-byte planes are the
+smallest), so each param's part of each plane can be read and written by direct I/O, and a plane fills whole pages.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-ALIGN = 2048
-"""Elements between possible starts of params: one 4 KiB page of the narrowest (2-byte) plane."""
+from gemini.planning.planes import ALIGN
 
 DEFAULT_MAX_CHUNK = 64 * 2**20
 """Elements above which a block is cut into several chunks (128 MiB of bf16). A larger single param is its own chunk."""
@@ -62,12 +61,15 @@ class Part:
 
 @dataclass(frozen=True)
 class ChunkSpec:
-    """A contiguous run of whole params of one block; ``numel`` includes the padding, the same on every rank."""
+    """A contiguous run of whole params of one block; ``numel`` includes the padding, the same on every rank. Params
+    start at multiples of ``align``.
+    """
 
     index: int
     slots: tuple[Slot, ...]
     numel: int
     trainable: bool
+    align: int = ALIGN
 
     @property
     def payload(self) -> int:
@@ -125,13 +127,9 @@ def block_of(name: str) -> str:
     return match["block"] if match else ""
 
 
-def _round_up(n: int, to: int) -> int:
-    return -(-n // to) * to
-
-
-def _room(spec: ParamSpec) -> int:
-    """Elements that a param takes: whole pages, and one for a param without elements too, so that no chunk is empty."""
-    return _round_up(max(spec.numel, 1), ALIGN)
+def page_up(numel: int, align: int = ALIGN) -> int:
+    """The element count rounded up to where the next param can start: a whole page in every plane."""
+    return -(-numel // align) * align
 
 
 def make_layout(
@@ -139,6 +137,7 @@ def make_layout(
     *,
     ranks: int = 1,
     max_chunk: int = DEFAULT_MAX_CHUNK,
+    align: int = ALIGN,
 ) -> Layout:
     """Cut ``params`` (in declaration order, tied names once) into chunks.
 
@@ -155,21 +154,25 @@ def make_layout(
         raise ValueError("the layout was given a param name twice; pass tied params once")
     chunks: list[ChunkSpec] = []
 
+    def room(spec: ParamSpec) -> int:
+        """Whole pages, and one for a param without elements too, so that no chunk is empty."""
+        return page_up(max(spec.numel, 1), align)
+
     def close(run: list[ParamSpec]) -> None:
         start, slots = 0, []
         for spec in run:
             slots.append(Slot(spec.name, start, spec.numel))
-            start += _room(spec)
-        numel = _round_up(start, ranks * ALIGN)
-        chunks.append(ChunkSpec(len(chunks), tuple(slots), numel, run[0].trainable))
+            start += room(spec)
+        numel = page_up(start, ranks * align)
+        chunks.append(ChunkSpec(len(chunks), tuple(slots), numel, run[0].trainable, align))
 
     for run in _runs(params):
-        total = sum(_room(p) for p in run)
+        total = sum(map(room, run))
         pieces = -(-total // max_chunk)
         piece: list[ParamSpec] = []
         filled = done = num_closed = 0
         for spec in run:
-            size = _room(spec)
+            size = room(spec)
             # The cut nearest to an even split; a param is never divided.
             past_cut = (done + filled + size / 2) * pieces > total * (num_closed + 1)
             if piece and (past_cut or filled + size > max_chunk):

@@ -145,7 +145,7 @@ def _standing(graph: Graph) -> dict[Tier, dict[str, int]]:
     for index, homes in enumerate(plan.placement.homes):
         for kind, num_bytes in problem.plane_bytes(index).items():
             holders = held.setdefault(homes[kind], {})
-            holders[kind.value] = holders.get(kind.value, 0) + num_bytes
+            holders[kind] = holders.get(kind, 0) + num_bytes
     if problem.compute is Tier.GPU:
         held[Tier.GPU]["buffers"] = plan.trace.buffer_bytes
     held[problem.compute]["gradients in flight"] = problem.in_flight

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from gemini.errors import BudgetExceeded, human_bytes
 from gemini.planning.layout import DEFAULT_MAX_CHUNK, Layout
-from gemini.planning.planes import OPTIMIZER_PLANES, PlaneKind, compute_itemsize, plane_itemsizes
+from gemini.planning.planes import ADAM, GRAD, WEIGHTS, PlaneKind, PlaneSpec, RuleSpec, compute_itemsize, plane_specs
 from gemini.tiers import Tier
 
 Homes = Mapping[PlaneKind, Tier]
@@ -49,7 +49,7 @@ class StaticPlacement:
 
 @dataclass(frozen=True)
 class Placement:
-    """The home tier of every plane of every chunk: ``homes[chunk_index][PlaneKind.WEIGHTS]``.
+    """The home tier of every plane of every chunk: ``homes[chunk_index][WEIGHTS]``.
 
     Attributes:
         homes: by chunk.
@@ -67,7 +67,7 @@ class Placement:
             if not 0 <= index < len(self.homes):
                 raise ValueError(f"the update of chunk {index} is streamed, and there are {len(self.homes)} chunks")
             if not can_stream(self.homes[index]):
-                told = ", ".join(f"{kind.value} on {tier.value}" for kind, tier in self.homes[index].items())
+                told = ", ".join(f"{kind} on {tier.value}" for kind, tier in self.homes[index].items())
                 raise ValueError(
                     f"the update of chunk {index} is streamed from host memory through the GPU, and its planes live "
                     f"elsewhere ({told}): leave it out of streamed, or put them on cpu"
@@ -94,6 +94,7 @@ class Problem:
         activations: bytes of the computing tier that are left to activations and workspaces.
         max_chunk: what the layout was cut with.
         offloaded: bytes of checkpointed activations that wait in the tier ``offload_to``.
+        rule: of the updates; it says which planes there are.
     """
 
     layout: Layout
@@ -110,12 +111,17 @@ class Problem:
     offloaded: int = 0
     offload_to: Tier | None = None
     device_staging: int = 0
+    rule: RuleSpec = ADAM
+
+    def plane_specs(self, index: int) -> dict[PlaneKind, PlaneSpec]:
+        """The form of each plane of a chunk."""
+        trainable = self.layout.chunks[index].trainable
+        return plane_specs(self.precision, self.gradients, self.rule, trainable=trainable)
 
     def plane_bytes(self, index: int) -> dict[PlaneKind, int]:
         """Bytes of each plane of a chunk on one rank: its shard."""
-        chunk = self.layout.chunks[index]
-        sizes = plane_itemsizes(self.precision, self.gradients, trainable=chunk.trainable)
-        return {kind: size * (chunk.numel // self.layout.ranks) for kind, size in sizes.items()}
+        numel = self.layout.chunks[index].numel // self.layout.ranks
+        return {kind: spec.page_bytes(numel) for kind, spec in self.plane_specs(index).items()}
 
     def window_bytes(self, index: int) -> int:
         """Bytes of a chunk's gathered weights: the whole chunk, in the compute dtype."""
@@ -148,7 +154,7 @@ class Problem:
 
     def demands(self, placement: Placement) -> dict[Tier, int]:
         """What is spoken for under ``placement``."""
-        gathers = any(self.needs_window(i, homes[PlaneKind.WEIGHTS]) for i, homes in enumerate(placement.homes))
+        gathers = any(self.needs_window(i, homes[WEIGHTS]) for i, homes in enumerate(placement.homes))
         stages = any(tier is not self.compute for homes in placement.homes for tier in homes.values())
         return self.spoken_for(gathers=gathers, stages=stages, streams=bool(placement.streamed))
 
@@ -187,16 +193,17 @@ def _fill(problem: Problem, taken: Mapping[Tier, int]) -> Placement:
         homes[index].update(dict.fromkeys(kinds, tier))
 
     for i in indices:
-        place(i, [PlaneKind.WEIGHTS], tiers)
+        place(i, [WEIGHTS], tiers)
     below = [tier for tier in tiers if tier is not Tier.GPU] or tiers
-    states = [PlaneKind.GRAD, *OPTIMIZER_PLANES]
+    in_memory = [tier for tier in below if tier is not Tier.NVME]
+    states = [GRAD, *problem.rule.states]
     for i in indices:
         if Tier.GPU in tiers and room[Tier.GPU] >= sum(sizes[i].get(kind, 0) for kind in states):
             place(i, states, [Tier.GPU])
     for kind in states:
         for i in indices:
             if kind not in homes[i]:
-                place(i, [kind], below)
+                place(i, [kind], in_memory if kind in problem.rule.in_memory else below)
     return Placement(tuple(homes))
 
 
@@ -230,10 +237,12 @@ def by_fractions(problem: Problem, static: StaticPlacement) -> Placement:
             before += size
         return tiers
 
-    weights = assign([PlaneKind.WEIGHTS], static.weights_on_gpu, static.weights_on_nvme)
-    states = assign([*OPTIMIZER_PLANES, PlaneKind.GRAD], static.optimizer_on_gpu, static.optimizer_on_nvme)
+    weights = assign([WEIGHTS], static.weights_on_gpu, static.weights_on_nvme)
+    states = assign([*problem.rule.states, GRAD], static.optimizer_on_gpu, static.optimizer_on_nvme)
     for planes, weights_home, states_home in zip(sizes, weights, states, strict=True):
-        homes.append({kind: weights_home if kind is PlaneKind.WEIGHTS else states_home for kind in planes})
+        homes.append({kind: weights_home if kind == WEIGHTS else states_home for kind in planes})
+        if states_home is Tier.NVME:
+            homes[-1].update((kind, Tier.CPU) for kind in planes if kind in problem.rule.in_memory)
     placement = Placement(tuple(homes), _streamed(problem, homes, static.updates_on_gpu))
     check_fits(problem, placement)
     return placement
@@ -243,10 +252,10 @@ def _streamed(problem: Problem, homes: Sequence[Homes], fraction: float) -> froz
     """The first chunks of those whose states live in host memory: this fraction of the bytes of their states."""
     sizes: dict[int, int] = {}
     for index, planes in enumerate(homes):
-        on_cpu = all(tier is Tier.CPU for kind, tier in planes.items() if kind is not PlaneKind.WEIGHTS)
+        on_cpu = all(tier is Tier.CPU for kind, tier in planes.items() if kind != WEIGHTS)
         if problem.layout.chunks[index].trainable and on_cpu and can_stream(planes):
             num_bytes = problem.plane_bytes(index)
-            sizes[index] = sum(n for kind, n in num_bytes.items() if kind is not PlaneKind.WEIGHTS)
+            sizes[index] = sum(n for kind, n in num_bytes.items() if kind != WEIGHTS)
     total, before, found = sum(sizes.values()), 0, set[int]()
     for index, size in sizes.items():
         if before + size / 2 < fraction * total:
@@ -271,9 +280,14 @@ def check_fits(problem: Problem, placement: Placement) -> None:
 
     Raises:
         BudgetExceeded: with the missing bytes of each tier and the cheapest change.
-        ValueError: if it streams updates that do not exist (frozen chunks), or where there is no GPU.
+        ValueError: if it streams updates that do not exist (frozen chunks), or where there is no GPU, or puts into
+            a file what stays in memory.
     """
     _check_streamed(problem, placement)
+    for homes in placement.homes:
+        filed = [kind for kind in homes if homes[kind] is Tier.NVME and kind in problem.rule.in_memory]
+        if filed:
+            raise ValueError(f"{filed[0]} has less than a byte per param and stays in memory: put it on cpu, not nvme")
     used = bytes_per_tier(problem, placement)
     missing = {t: n - problem.budgets.get(t, 0) for t, n in used.items() if n > problem.budgets.get(t, 0)}
     if not missing:

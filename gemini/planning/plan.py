@@ -15,7 +15,7 @@ from gemini.errors import PlanMismatch, human_bytes
 from gemini.planning import document
 from gemini.planning.layout import Layout
 from gemini.planning.placement import Placement, Problem, bytes_per_tier
-from gemini.planning.planes import PlaneKind
+from gemini.planning.planes import ADAM, GRAD, WEIGHTS, RuleSpec
 from gemini.planning.trace import Access, MemoryTrace, accesses
 from gemini.planning.traffic import Traffic, step_traffic, update_tier
 from gemini.tiers import Tier
@@ -76,11 +76,11 @@ class Plan:
     def bytes_per_param(self) -> float:
         """Persistent bytes (weights, residual, moments) per trained param."""
         trained = [i for i, chunk in enumerate(self.layout.chunks) if chunk.trainable]
-        states = (n for i in trained for k, n in self.problem.plane_bytes(i).items() if k is not PlaneKind.GRAD)
+        states = (n for i in trained for k, n in self.problem.plane_bytes(i).items() if k != GRAD)
         payload = sum(self.layout.chunks[i].payload for i in trained)
         return sum(states) * self.layout.ranks / payload if payload else 0.0
 
-    def adam_tier(self, index: int) -> Tier:
+    def update_tier(self, index: int) -> Tier:
         """Where the update of a chunk runs."""
         return update_tier(self.problem, self.placement.homes[index], streamed=index in self.placement.streamed)
 
@@ -102,13 +102,14 @@ class Plan:
             "budgets": {tier.value: n for tier, n in problem.budgets.items()},
             "compute": problem.compute.value,
             "spoken_for": {name: getattr(problem, name) for name in _SPOKEN_FOR},
-            "homes": [{kind.value: tier.value for kind, tier in homes.items()} for homes in self.placement.homes],
+            "homes": [{kind: tier.value for kind, tier in homes.items()} for homes in self.placement.homes],
             "streamed": sorted(self.placement.streamed),
             "moves": [[list(moves.evict), list(moves.fetch)] for moves in self.moves],
             "again": [[list(moves.evict), list(moves.fetch)] for moves in self.again],
             "offload_activations": self.offload_activations,
             "offload_to": None if problem.offload_to is None else problem.offload_to.value,
             "accumulate": self.accumulate,
+            "rule": problem.rule.to_body(),
         }
         return document.to_json("plan", VERSION, body)
 
@@ -121,17 +122,19 @@ class Plan:
     def _from_body(cls, body: dict[str, Any]) -> Plan:
         trace = MemoryTrace.from_json(body["trace"])
         spoken_for = {_NEW: 0, **body["spoken_for"]}
+        rule = RuleSpec.from_body(body["rule"]) if "rule" in body else ADAM  # older plans are Adam's
         problem = Problem(
-            layout=trace.layout(ranks=body["ranks"], max_chunk=body["max_chunk"]),
+            layout=trace.layout(ranks=body["ranks"], max_chunk=body["max_chunk"], align=rule.align),
             precision=body["precision"],
             gradients=body["gradients"],
             budgets={Tier(tier): n for tier, n in body["budgets"].items()},
             compute=Tier(body["compute"]),
             max_chunk=body["max_chunk"],
+            rule=rule,
             offload_to=None if body["offload_to"] is None else Tier(body["offload_to"]),
             **{name: int(spoken_for[name]) for name in _SPOKEN_FOR},
         )
-        homes = tuple({PlaneKind(kind): Tier(tier) for kind, tier in homes.items()} for homes in body["homes"])
+        homes = tuple({kind: Tier(tier) for kind, tier in homes.items()} for homes in body["homes"])
         moves, again = (  # older plans have no moves of further micro-batches
             tuple(Moves(tuple(evict), tuple(fetch)) for evict, fetch in body.get(name, ())) for name in _MOVES
         )
@@ -169,7 +172,7 @@ class Plan:
         for index, homes in enumerate(self.placement.homes):
             for kind, num_bytes in self.problem.plane_bytes(index).items():
                 at = kinds[homes[kind]]
-                at[kind.value] = at.get(kind.value, 0) + num_bytes
+                at[kind] = at.get(kind, 0) + num_bytes
         lines = [f"{self.trace.model}, {self.trace.num_params:,} params: {self.bytes_per_param:.2f} bytes each"]
         for tier, used in self.bytes_per_tier.items():
             told = ", ".join(f"{kind} {human_bytes(n)}" for kind, n in kinds.get(tier, {}).items())
@@ -179,12 +182,12 @@ class Plan:
                 f"{tier.value:<5}{human_bytes(used):>11} of {human_bytes(self.problem.budgets[tier]):>10}  "
                 f"{told or 'nothing'}"
             )
-        on_gpu = sum(self.adam_tier(i) is Tier.GPU for i, c in enumerate(self.layout.chunks) if c.trainable)
+        on_gpu = sum(self.update_tier(i) is Tier.GPU for i, c in enumerate(self.layout.chunks) if c.trainable)
         trained = sum(chunk.trainable for chunk in self.layout.chunks)
         if on_gpu:
             streamed = len(self.placement.streamed)
             told = f", {streamed} of them streamed" if streamed else ""
-            lines.append(f"Adam runs on the GPU for {on_gpu} of {trained} chunks{told}")
+            lines.append(f"{self.problem.rule.name} runs on the GPU for {on_gpu} of {trained} chunks{told}")
         moved = ", ".join(f"{way} {human_bytes(n)}" for way, n in self.traffic.items())
         lines.append(f"moved in a step: {moved or 'nothing'}")
         return "\n".join(lines)
@@ -206,7 +209,7 @@ def check_plan(plan: Plan) -> None:
         PlanMismatch: if the plan would not run.
     """
     room = window_room(plan.problem, plan.placement)
-    needs = [plan.problem.needs_window(i, homes[PlaneKind.WEIGHTS]) for i, homes in enumerate(plan.placement.homes)]
+    needs = [plan.problem.needs_window(i, homes[WEIGHTS]) for i, homes in enumerate(plan.placement.homes)]
     sizes = [plan.problem.window_bytes(i) for i in range(len(plan.layout.chunks))]
     gathered: set[int] = set(standing(plan))
     batches = [*plan.moves, *plan.again, *plan.again]
@@ -227,15 +230,13 @@ def check_plan(plan: Plan) -> None:
 def window_room(problem: Problem, placement: Placement) -> int:
     """Bytes of the computing tier that gathered weights may take at once."""
     used = bytes_per_tier(problem, placement).get(problem.compute, 0)
-    gathers = any(problem.needs_window(i, homes[PlaneKind.WEIGHTS]) for i, homes in enumerate(placement.homes))
+    gathers = any(problem.needs_window(i, homes[WEIGHTS]) for i, homes in enumerate(placement.homes))
     return problem.budgets[problem.compute] - used + (problem.working_set if gathers else 0)
 
 
 def standing(plan: Plan) -> tuple[int, ...]:
     """Frozen chunks whose gathered weights stay from one step to the next."""
-    needs = {
-        i for i, homes in enumerate(plan.placement.homes) if plan.problem.needs_window(i, homes[PlaneKind.WEIGHTS])
-    }
+    needs = {i for i, homes in enumerate(plan.placement.homes) if plan.problem.needs_window(i, homes[WEIGHTS])}
     return there_before(plan.accesses, plan.moves, needs)
 
 

@@ -1,34 +1,178 @@
-"""The planes of a chunk: which kinds of content it has, and how many bytes each takes per element.
+"""The planes of a chunk: which kinds of content it has, in which form, and what an update rule adds to them.
 
-bf16:  weights 2 (the bf16 half of the fp32 master) + residual 2 (the other half) + moments 4 + 4 = 12 bytes per param
-fp16:  weights 4 (the fp32 master; cast when it is gathered)           + moments 4 + 4           = 12 bytes per param
-fp32:  weights 4 (the master itself)                                   + moments 4 + 4           = 12 bytes per param
+bf16:  weights 2 (the bf16 half of the fp32 master) + residual 2 (the other half)
+fp16:  weights 4 (the fp32 master; cast when it is gathered)
+fp32:  weights 4 (the master itself)
 
-and gradients between backward and update: 2 bytes (4 in fp32, or where accumulated), none where updates run in
-backward.
+that is 4 bytes per param, and the planes of the update rule beside them: Adam's two moments make it 12. Gradients
+between backward and update take 2 bytes (4 in fp32, or where accumulated), none where updates run in backward.
+
+What a rule computes is not in here (:mod:`gemini.rules`): layout, budgets, plans and costs need its planes alone.
 """
 
 from __future__ import annotations
 
-from enum import Enum
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, TypeAlias
+
+PAGE = 4096
+"""Bytes of a page: what direct I/O reads and writes whole."""
+
+ALIGN = 2048
+"""Elements between possible starts of params, at least: one page of a 2-byte plane."""
+
+ITEMSIZES = {"uint8": 1, "int8": 1, "int16": 2, "bfloat16": 2, "float16": 2, "int32": 4, "float32": 4}
 
 
-class PlaneKind(Enum):
-    """One kind of content of a chunk."""
+PlaneKind: TypeAlias = str
+"""The name of one kind of content of a chunk. Three the engine knows; a rule brings the names of its own."""
 
-    WEIGHTS = "weights"
-    RESIDUAL = "residual"
-    EXP_AVG = "exp_avg"
-    EXP_AVG_SQ = "exp_avg_sq"
-    GRAD = "grad"
-
-    __hash__ = object.__hash__  # Enum's own is Python, and kinds are keys for every tile that moves
-
-
-OPTIMIZER_PLANES = (PlaneKind.RESIDUAL, PlaneKind.EXP_AVG, PlaneKind.EXP_AVG_SQ)
+WEIGHTS, RESIDUAL, GRAD = "weights", "residual", "grad"
 
 PRECISIONS = ("bf16", "fp16", "fp32")
 GRADIENTS = ("transient", "retain", "accumulate")
+NEEDS = ("elements", "place", "param", "statistics")
+_TAKEN = ("weights", "residual", "grad", "step", "master", "windows", "pool", "staging", "exchange", "activations")
+"""What is called so is something else, in states or among the holders of a budget."""
+
+
+@dataclass(frozen=True)
+class PlaneSpec:
+    """The form of a plane: one item of ``dtype`` for each ``block`` elements of the chunk (scales have one for many).
+
+    Raises:
+        ValueError: for a dtype that no plane has, and for blocks that do not divide ``ALIGN``.
+    """
+
+    kind: PlaneKind
+    dtype: str
+    block: int = 1
+
+    def __post_init__(self) -> None:
+        if self.dtype not in ITEMSIZES:
+            raise ValueError(f"plane {self.kind!r} is of {self.dtype!r}; planes are of {', '.join(ITEMSIZES)}")
+        if self.block < 1 or ALIGN % self.block:
+            raise ValueError(f"plane {self.kind!r} has blocks of {self.block} elements: they must divide {ALIGN}")
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes per block."""
+        return ITEMSIZES[self.dtype]
+
+    def num_items(self, numel: int) -> int:
+        """Items for ``numel`` elements."""
+        return -(-numel // self.block)
+
+    def num_bytes(self, numel: int) -> int:
+        """Bytes for ``numel`` elements."""
+        return self.num_items(numel) * self.block_bytes
+
+    def page_bytes(self, numel: int) -> int:
+        """The same in whole pages: what a plane of its own takes."""
+        return -(-self.num_bytes(numel) // PAGE) * PAGE
+
+    @property
+    def stays_in_memory(self) -> bool:
+        """Less than a byte per element: a page of it would hold many params, so it is never in the spill file."""
+        return self.block_bytes < self.block
+
+
+@dataclass(frozen=True)
+class RuleSpec:
+    """What is to be known of an update rule before any optimizer exists.
+
+    Args:
+        name: of the rule, in reports and errors.
+        planes: its states, of zeros before the first update.
+        needs: what one call of the rule has to see: "elements" (any run of them, of whatever params), "place" (elements
+            of one param, and where in it they stand), "param" (whole params) or "statistics" (of whole params, before).
+
+    Raises:
+        ValueError: for names that are taken or given twice, and for unknown needs.
+    """
+
+    name: str
+    planes: tuple[PlaneSpec, ...] = ()
+    needs: str = "elements"
+
+    def __post_init__(self) -> None:
+        names = [spec.kind for spec in self.planes]
+        wrong = [name for name in names if name in _TAKEN or not name.isidentifier() or names.count(name) > 1]
+        if wrong:
+            raise ValueError(f"rule {self.name!r} calls a plane {wrong[0]!r}: that is taken, given twice or no name")
+        if self.needs not in NEEDS:
+            raise ValueError(f"needs={self.needs!r} is not known; use one of {', '.join(map(repr, NEEDS))}")
+
+    @cached_property
+    def states(self) -> tuple[PlaneKind, ...]:
+        """The kinds beside weights and gradients: the other half of the master, and the rule's own."""
+        return (RESIDUAL, *(spec.kind for spec in self.planes))
+
+    @cached_property
+    def kinds(self) -> tuple[PlaneKind, ...]:
+        """All kinds that a trained chunk may have."""
+        return (WEIGHTS, *self.states, GRAD)
+
+    @cached_property
+    def in_memory(self) -> frozenset[PlaneKind]:
+        """Kinds that never go to the spill file."""
+        return frozenset(spec.kind for spec in self.planes if spec.stays_in_memory)
+
+    @cached_property
+    def align(self) -> int:
+        """Elements between possible starts of params: a whole page of every plane that may go to the spill file."""
+        return max([ALIGN, *(PAGE // spec.block_bytes for spec in self.planes if not spec.stays_in_memory)])
+
+    @cached_property
+    def staged(self) -> tuple[PlaneSpec, ...]:
+        """What a tile has room for in staging: every plane at its widest, and three areas for fp32 at least."""
+        own = (PlaneSpec(WEIGHTS, "float32"), PlaneSpec(RESIDUAL, "int16"), *self.planes)
+        spare = () if any(is_wide(spec) for spec in self.planes) else (PlaneSpec("spare", "float32"),)
+        return (*own, PlaneSpec(GRAD, "float32"), *spare)
+
+    @cached_property
+    def touched(self) -> int:
+        """Bytes that an update in bf16 with a split master reads and writes, per param; blocks are counted whole."""
+        specs = plane_specs("bf16", "retain", self, trainable=True).values()
+        return touched_bytes({spec.kind: spec.num_bytes(ALIGN) for spec in specs}) // ALIGN
+
+    def to_body(self) -> list[Any]:
+        """As plans and checkpoints have it; :meth:`from_body` reads it."""
+        return [self.name, [[spec.kind, spec.dtype, spec.block] for spec in self.planes], self.needs]
+
+    @classmethod
+    def from_body(cls, body: Any) -> RuleSpec:
+        """Raises: ValueError, TypeError: for what is no rule."""
+        name, planes, needs = body
+        return cls(str(name), tuple(PlaneSpec(kind, dtype, int(block)) for kind, dtype, block in planes), needs)
+
+
+def is_wide(spec: PlaneSpec) -> bool:
+    """Whether an area for such a plane has room for fp32."""
+    return spec.block == 1 and spec.block_bytes >= 4
+
+
+ADAM = RuleSpec("Adam", (PlaneSpec("exp_avg", "float32"), PlaneSpec("exp_avg_sq", "float32")))
+"""Adam and AdamW: the rule where nobody says another."""
+
+
+def spec_of(optimizer: Any) -> RuleSpec:
+    """The spec of an update rule, or of Adam for None.
+
+    Raises:
+        TypeError: for what is no rule.
+        ValueError: for a rule that cannot be run in tiles.
+    """
+    spec = ADAM if optimizer is None else getattr(optimizer, "spec", optimizer)
+    if not isinstance(spec, RuleSpec) or isinstance(optimizer, type):
+        raise TypeError(f"optimizer= is an update rule (a gemini.rules.UpdateRule, made), got {optimizer!r}")
+    if spec.needs not in ("elements", "place"):
+        raise ValueError(
+            f"the rule {spec.name!r} needs {spec.needs!r}, and updates go tile by tile, which may be parts of params: "
+            "only rules that need elements, or their place, can be used"
+        )
+    return spec
 
 
 def compute_itemsize(precision: str) -> int:
@@ -36,14 +180,26 @@ def compute_itemsize(precision: str) -> int:
     return 4 if precision == "fp32" else 2
 
 
-def plane_itemsizes(precision: str, gradients: str, *, trainable: bool) -> dict[PlaneKind, int]:
-    """Bytes per element of every plane that a chunk has. Frozen chunks have weights alone, in the compute dtype."""
-    if not trainable:
-        return {PlaneKind.WEIGHTS: compute_itemsize(precision)}
-    sizes = {PlaneKind.WEIGHTS: 2 if precision == "bf16" else 4}
-    if precision == "bf16":
-        sizes[PlaneKind.RESIDUAL] = 2
-    sizes[PlaneKind.EXP_AVG] = sizes[PlaneKind.EXP_AVG_SQ] = 4
-    if gradients != "transient":
-        sizes[PlaneKind.GRAD] = 4 if gradients == "accumulate" else compute_itemsize(precision)
-    return sizes
+def compute_dtype(precision: str) -> str:
+    """Their dtype."""
+    return {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}[precision]
+
+
+def plane_specs(
+    precision: str, gradients: str, rule: RuleSpec = ADAM, *, trainable: bool
+) -> dict[PlaneKind, PlaneSpec]:
+    """The form of every plane that a chunk has. Frozen chunks have weights alone, in the compute dtype."""
+    narrow = compute_dtype(precision)
+    weights = "float32" if precision == "fp16" and trainable else narrow
+    specs = [PlaneSpec(WEIGHTS, weights)]
+    if trainable:
+        specs += [PlaneSpec(RESIDUAL, "int16")] if precision == "bf16" else []
+        specs += rule.planes
+        if gradients != "transient":
+            specs.append(PlaneSpec(GRAD, "float32" if gradients == "accumulate" else narrow))
+    return {spec.kind: spec for spec in specs}
+
+
+def touched_bytes(planes: dict[PlaneKind, int]) -> int:
+    """Bytes that an update reads and writes, of planes of so many bytes: all are read, all but gradients written."""
+    return sum(num_bytes * (1 if kind == GRAD else 2) for kind, num_bytes in planes.items())

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from gemini.errors import BudgetExceeded, PlanMismatch, parse_bytes
 from gemini.planning.hardware import Hardware
@@ -19,7 +19,7 @@ from gemini.planning.layout import DEFAULT_MAX_CHUNK, Layout
 from gemini.planning.moves import cheapest_moves, first_of, moves_by_policy
 from gemini.planning.placement import Placement, Problem, StaticPlacement, by_fractions, check_fits, fill_fastest
 from gemini.planning.plan import Moves, Plan, window_room
-from gemini.planning.planes import GRADIENTS, PRECISIONS, PlaneKind
+from gemini.planning.planes import ADAM, GRADIENTS, PRECISIONS, WEIGHTS, RuleSpec, spec_of
 from gemini.planning.policy import EvictionPolicy, NextUse
 from gemini.planning.speeds import Speeds
 from gemini.planning.trace import Access, MemoryTrace, accesses
@@ -60,6 +60,7 @@ def plan(
     local_ranks: int | None = None,
     max_chunk: int = DEFAULT_MAX_CHUNK,
     schedule: str = "overlapped",
+    optimizer: Any = None,
 ) -> Plan:
     """Where every plane of every chunk lives and what moves when, so that a step costs least and no tier overflows.
 
@@ -80,6 +81,7 @@ def plan(
         max_chunk: as of ``GeminiConfig``.
         schedule: what the step's cost is: "overlapped" (the busiest lane) or, for ``GeminiConfig(overlap=False)``,
             "serial" (the sum of all that is done).
+        optimizer: as of ``GeminiConfig``: the update rule, or its spec; None for Adam.
 
     Raises:
         BudgetExceeded: if it does not fit, with the numbers and the cheapest change.
@@ -113,6 +115,7 @@ def plan(
             ranks=ranks,
             max_chunk=max_chunk,
             overlap=overlap,
+            rule=spec_of(optimizer),
         )
         return planner.best_of(problem, placement, offload_activations, explicit=activations is not None)
 
@@ -173,6 +176,7 @@ def pose_problem(
     reduce_itemsize: int | None = None,
     max_chunk: int = DEFAULT_MAX_CHUNK,
     overlap: bool = True,
+    rule: RuleSpec = ADAM,
 ) -> Problem:
     """What is placed, and the bytes that no plane may take."""
     compute = compute or (Tier.GPU if Tier.GPU in budgets else Tier.CPU)
@@ -180,7 +184,7 @@ def pose_problem(
         raise ValueError(f"compute={compute.value!r} has no budget; there are {', '.join(t.value for t in budgets)}")
     if compute is Tier.CPU:
         budgets = {tier: n for tier, n in budgets.items() if tier is not Tier.GPU}
-    layout = trace.layout(ranks=ranks, max_chunk=max_chunk)
+    layout = trace.layout(ranks=ranks, max_chunk=max_chunk, align=rule.align)
     largest = max(chunk.numel for chunk in layout.chunks)
     tile = tile_numel(largest)
     many = ranks > 1 or replicas > 1
@@ -198,14 +202,15 @@ def pose_problem(
         budgets=dict(budgets),
         compute=compute,
         working_set=gathered_at_once(trace, layout, precision),
-        staging=staging_bytes(tile) * staging_sets(compute, precision, overlap=overlap),
+        staging=staging_bytes(tile, rule) * staging_sets(compute, precision, overlap=overlap),
         activations=activations,
         in_flight=_in_flight(layout, itemsize, many=many, waiting=overlap and gradients == "transient"),
         exchange=scratch_bytes(max(ranks, replicas), min(tile, PIECE)) if many else 0,
         max_chunk=max_chunk,
         offloaded=trace.checkpoint_bytes if offloads else 0,
         offload_to=offload_to if offloads else None,
-        device_staging=device_staging_bytes(largest, overlap=overlap) if compute is Tier.GPU else 0,
+        device_staging=device_staging_bytes(largest, rule, overlap=overlap) if compute is Tier.GPU else 0,
+        rule=rule,
     )
 
 
@@ -362,9 +367,9 @@ class Planner:
             lanes[lane] += self.speeds.seconds(boundary, num_bytes)
         for index, chunk in enumerate(plan.layout.chunks):
             if chunk.trainable:
-                on_gpu = plan.adam_tier(index) is Tier.GPU
-                each = self.speeds.adam_gpu if on_gpu else self.speeds.adam_cpu
-                lanes["adam gpu" if on_gpu else "adam"] += each * chunk.numel / plan.layout.ranks
+                tier = plan.update_tier(index)
+                each = self.speeds.update(tier, plan.problem.rule)
+                lanes["adam gpu" if tier is Tier.GPU else "adam"] += each * chunk.numel / plan.layout.ranks
         if plan.problem.offload_to is not None:
             lanes["d2h"] += self.accumulate * plan.problem.offloaded / self.speeds.d2h
             lanes["h2d"] += self.accumulate * plan.problem.offloaded / self.speeds.h2d
@@ -398,7 +403,7 @@ def moves_for(
     speeds = speeds or Speeds.typical()
     steps = steps or accesses(trace, problem.layout)
     chunks = range(len(problem.layout.chunks))
-    moving = [i for i in chunks if problem.needs_window(i, placement.homes[i][PlaneKind.WEIGHTS])]
+    moving = [i for i in chunks if problem.needs_window(i, placement.homes[i][WEIGHTS])]
     sizes = {i: problem.window_bytes(i) for i in moving}
     lasting = frozenset(i for i in moving if not problem.layout.chunks[i].trainable)
     room = window_room(problem, placement)

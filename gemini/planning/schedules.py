@@ -15,7 +15,7 @@ from typing import NamedTuple
 from gemini.planning.costs import RESOURCES, Cost
 from gemini.planning.fluid import Fluid
 from gemini.planning.plan import standing, window_room
-from gemini.planning.planes import PlaneKind
+from gemini.planning.planes import WEIGHTS
 from gemini.planning.timeline import Lane
 from gemini.planning.work import COMPUTING, Hop, Update, Work
 from gemini.planning.working import TILE, device_tile_numel
@@ -128,7 +128,7 @@ class Graph:
 def needs_windows(work: Work) -> list[bool]:
     """Per chunk: whether its weights have to be gathered."""
     homes = work.plan.placement.homes
-    return [work.problem.needs_window(index, planes[PlaneKind.WEIGHTS]) for index, planes in enumerate(homes)]
+    return [work.problem.needs_window(index, planes[WEIGHTS]) for index, planes in enumerate(homes)]
 
 
 def serial(work: Work) -> Graph:

@@ -17,7 +17,7 @@ from gemini.planning.moves import moves_by_policy
 from gemini.planning.outcome import timeline_of
 from gemini.planning.placement import Placement, Problem
 from gemini.planning.plan import Moves, Plan, window_room
-from gemini.planning.planes import PlaneKind
+from gemini.planning.planes import WEIGHTS
 from gemini.planning.policy import EvictionPolicy
 from gemini.planning.schedules import overlapped, serial
 from gemini.planning.timeline import Timeline
@@ -121,7 +121,7 @@ def simulate_policy(
 
 def plan_by_policy(trace: MemoryTrace, problem: Problem, placement: Placement, policy: EvictionPolicy) -> Plan:
     """The plan that a policy amounts to: chunks are gathered when a moment needs them, and it chooses who goes."""
-    weights = [homes[PlaneKind.WEIGHTS] for homes in placement.homes]
+    weights = [homes[WEIGHTS] for homes in placement.homes]
     sizes = {i: problem.window_bytes(i) for i, home in enumerate(weights) if problem.needs_window(i, home)}
     lasting = frozenset(i for i in sizes if not problem.layout.chunks[i].trainable)
     room = window_room(problem, placement)
@@ -146,7 +146,7 @@ def _shared_by(plan: Plan, gpus: int | None) -> Plan:
     stood = {
         index
         for index, homes in enumerate(plan.placement.homes)
-        if not plan.problem.needs_window(index, homes[PlaneKind.WEIGHTS])
+        if not plan.problem.needs_window(index, homes[WEIGHTS])
     }
 
     def with_those(moves: tuple[Moves, ...]) -> tuple[Moves, ...]:

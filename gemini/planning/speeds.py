@@ -11,11 +11,9 @@ from dataclasses import dataclass
 
 from gemini.planning.costs import Efficiency
 from gemini.planning.hardware import Hardware
+from gemini.planning.planes import ADAM, RuleSpec
 from gemini.planning.traffic import Boundary
 from gemini.tiers import Tier
-
-GPU_BYTES_PER_UPDATE = 26
-"""Bytes that one Adam update of a param reads (2 + 2 + 4 + 4 + 2) and writes (2 + 2 + 4 + 4): split master in bf16."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +53,7 @@ class Speeds:
         def adam_gpu() -> float:
             if measured:
                 return figure("adam_gpu", Tier.GPU, usual.adam_gpu)
-            return GPU_BYTES_PER_UPDATE / figure("gpu_bandwidth", Tier.GPU, GPU_BYTES_PER_UPDATE / usual.adam_gpu)
+            return ADAM.touched / figure("gpu_bandwidth", Tier.GPU, ADAM.touched / usual.adam_gpu)
 
         return cls(
             h2d=figure("h2d", Tier.GPU, usual.h2d),
@@ -66,6 +64,10 @@ class Speeds:
             adam_gpu=adam_gpu(),
             measured_adam_gpu=measured,
         )
+
+    def update(self, tier: Tier, rule: RuleSpec) -> float:
+        """Seconds per param of an update on ``tier``: Adam's, and of other rules as their bytes are to Adam's."""
+        return (self.adam_gpu if tier is Tier.GPU else self.adam_cpu) * (rule.touched / ADAM.touched)
 
     def seconds(self, boundary: Boundary, num_bytes: float) -> float:
         """Of moving so many bytes over a boundary that has it to itself."""

@@ -17,7 +17,7 @@ from typing import Any
 
 from gemini.errors import PlanMismatch, human_bytes
 from gemini.planning import document
-from gemini.planning.layout import DEFAULT_MAX_CHUNK, Layout, ParamSpec, make_layout
+from gemini.planning.layout import ALIGN, DEFAULT_MAX_CHUNK, Layout, ParamSpec, make_layout
 
 VERSION = 1
 
@@ -157,10 +157,10 @@ class MemoryTrace:
         told = [[list(p.names), list(p.shape), p.trainable] for p in self.params]
         return hashlib.sha256(json.dumps(told).encode()).hexdigest()[:16]
 
-    def layout(self, *, ranks: int = 1, max_chunk: int = DEFAULT_MAX_CHUNK) -> Layout:
+    def layout(self, *, ranks: int = 1, max_chunk: int = DEFAULT_MAX_CHUNK, align: int = ALIGN) -> Layout:
         """The chunks that ``GeminiDDP`` cuts this model into."""
         specs = [ParamSpec(p.name, p.numel, p.trainable) for p in self.params]
-        return make_layout(specs, ranks=ranks, max_chunk=max_chunk)
+        return make_layout(specs, ranks=ranks, max_chunk=max_chunk, align=align)
 
     def check_same_model(self, other: MemoryTrace, *, what: str) -> None:
         """Refuse to go on with a trace of another model.

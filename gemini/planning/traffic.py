@@ -11,9 +11,9 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from gemini.planning.layout import ALIGN
+from gemini.planning.layout import page_up
 from gemini.planning.placement import Homes, Placement, Problem
-from gemini.planning.planes import OPTIMIZER_PLANES, PlaneKind, compute_itemsize
+from gemini.planning.planes import GRAD, WEIGHTS, compute_itemsize
 from gemini.tiers import Tier
 
 
@@ -48,8 +48,8 @@ def fetch_traffic(problem: Problem, homes: Homes, index: int) -> Traffic:
 
     A window on a GPU holds the compute dtype: a wider master (fp16) is cast on the host and crosses narrow.
     """
-    home = homes[PlaneKind.WEIGHTS]
-    wide = problem.plane_bytes(index)[PlaneKind.WEIGHTS]
+    home = homes[WEIGHTS]
+    wide = problem.plane_bytes(index)[WEIGHTS]
     narrow = problem.layout.chunks[index].numel // problem.layout.ranks * compute_itemsize(problem.precision)
     moved: Traffic = Counter()
     for boundary in path(home, problem.compute):
@@ -69,39 +69,38 @@ def gradient_traffic(
     chunk, moved = problem.layout.chunks[index], Counter[Boundary]()
     if not chunk.trainable:
         return moved
-    home = homes.get(PlaneKind.GRAD, update_tier(problem, homes, streamed=streamed))
+    home = homes.get(GRAD, update_tier(problem, homes, streamed=streamed))
     itemsize = compute_itemsize(problem.precision)
-    wide = problem.plane_bytes(index).get(PlaneKind.GRAD, 0) // (chunk.numel // problem.layout.ranks)
+    wide = problem.plane_bytes(index).get(GRAD, 0) // (chunk.numel // problem.layout.ranks)
     for slot in chunk.slots:
         numel = slot.numel // problem.layout.ranks
         if problem.compute is Tier.GPU and home is not Tier.GPU:
             moved[Boundary(Tier.GPU, Tier.CPU)] += numel * itemsize
         if home is Tier.NVME:
-            in_pages = -(-numel // ALIGN) * ALIGN * wide
+            in_pages = page_up(numel) * wide
             moved[Boundary(Tier.CPU, Tier.NVME)] += in_pages
             moved[Boundary(Tier.NVME, Tier.CPU)] += in_pages if adding else 0
     return moved
 
 
 def update_traffic(problem: Problem, homes: Homes, index: int, *, streamed: bool = False) -> Traffic:
-    """One Adam update of a chunk: planes that are not where it runs come there, and all but the gradient go back."""
+    """One update of a chunk: planes that are not where it runs come there, and all but the gradient go back."""
     chunk, moved = problem.layout.chunks[index], Counter[Boundary]()
     where = update_tier(problem, homes, streamed=streamed)
     if not chunk.trainable:
         return moved
     for kind, num_bytes in problem.plane_bytes(index).items():
         moved.update(_move(homes[kind], where, num_bytes))
-        if kind is not PlaneKind.GRAD:
+        if kind != GRAD:
             moved.update(_move(where, homes[kind], num_bytes))
     return moved
 
 
 def update_tier(problem: Problem, homes: Homes, *, streamed: bool = False) -> Tier:
-    """Where a chunk's Adam runs: on the GPU if all that it touches stands there or is streamed, else on the host."""
+    """Where a chunk's update runs: on the GPU if all that it touches stands there or is streamed, else on the host."""
     if streamed:
         return Tier.GPU
-    kinds = (PlaneKind.WEIGHTS, *OPTIMIZER_PLANES, PlaneKind.GRAD)
-    on_gpu = problem.compute is Tier.GPU and all(homes[kind] is Tier.GPU for kind in kinds if kind in homes)
+    on_gpu = problem.compute is Tier.GPU and all(tier is Tier.GPU for tier in homes.values())
     return Tier.GPU if on_gpu else Tier.CPU
 
 

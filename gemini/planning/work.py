@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from gemini.planning.costs import Cost, Costs
 from gemini.planning.plan import Plan
-from gemini.planning.planes import PlaneKind, compute_itemsize
+from gemini.planning.planes import GRAD, WEIGHTS, compute_itemsize
 from gemini.planning.timeline import Lane
 from gemini.planning.traffic import Boundary, fetch_traffic, gradient_traffic, path, update_tier, update_traffic
 from gemini.tiers import Tier
@@ -48,15 +48,15 @@ class Hop(NamedTuple):
 
 
 class Update(NamedTuple):
-    """One Adam update of a chunk: what is brought, the update, what is written back."""
+    """One update of a chunk: what is brought, the update, what is written back."""
 
     reads: tuple[Hop, ...]
-    adam: Hop
+    update: Hop
     writes: tuple[Hop, ...]
 
     @property
     def hops(self) -> tuple[Hop, ...]:
-        return (*self.reads, self.adam, *self.writes)
+        return (*self.reads, self.update, *self.writes)
 
     @property
     def staged(self) -> int:
@@ -70,7 +70,7 @@ class Update(NamedTuple):
         return tuple(
             Update(
                 tuple(_part(hop, number, count) for hop in self.reads),
-                _part(self.adam, number, count),
+                _part(self.update, number, count),
                 tuple(_part(hop, number, count) for hop in self.writes),
             )
             for number in range(count)
@@ -128,11 +128,11 @@ class Work:
 
     def _fetch(self, index: int) -> list[Hop]:
         problem, homes = self.problem, self.plan.placement.homes[index]
-        home, name = homes[PlaneKind.WEIGHTS], f"fetch chunk {index}"
+        home, name = homes[WEIGHTS], f"fetch chunk {index}"
         cause = f"fetch from {home.value}"
         moved = fetch_traffic(problem, homes, index)
         hops = [self._move(way, moved[way], name, cause, index) for way in path(home, problem.compute)]
-        wide = problem.plane_bytes(index)[PlaneKind.WEIGHTS]
+        wide = problem.plane_bytes(index)[WEIGHTS]
         narrow = problem.window_bytes(index) // self.ranks
         if problem.compute is Tier.CPU and (home is Tier.CPU or wide != narrow):
             # A copy (cast, in fp16) by the host that computes.
@@ -194,7 +194,7 @@ class Work:
             hops.append(Hop(Lane.REDUCE, Lane.REDUCE.value, cost, told, REDUCING, index))
         off, up, down = Boundary(Tier.GPU, Tier.CPU), Boundary(Tier.NVME, Tier.CPU), Boundary(Tier.CPU, Tier.NVME)
         hops += [self._move(way, moved[way], name, LANDING, index) for way in (off, up) if moved.get(way)]
-        home = homes.get(PlaneKind.GRAD)
+        home = homes.get(GRAD)
         if home is not None:  # copied into its plane, or into staging for it, with its norm in the same pass
             wide = 4 if problem.gradients == "accumulate" else narrow
             on_gpu, num_bytes = home is Tier.GPU, (narrow + wide) * numel // self.ranks
@@ -205,7 +205,7 @@ class Work:
         return hops
 
     def update(self, index: int) -> Update:
-        """One Adam update of a chunk."""
+        """One update of a chunk."""
         if index not in self._updates:
             self._updates[index] = self._update(index)
         return self._updates[index]
@@ -215,15 +215,14 @@ class Work:
         streamed = index in self.plan.placement.streamed
         where = update_tier(problem, homes, streamed=streamed)
         numel = problem.layout.chunks[index].numel // self.ranks
-        cost = self._costs.adam(
-            numel, problem.plane_bytes(index), where, grad_bytes=numel * compute_itemsize(problem.precision)
-        )
-        adam = Hop(Lane.ADAM, "adam on gpu" if where is Tier.GPU else "adam", cost, name, UPDATE, index)
+        grad_bytes = numel * compute_itemsize(problem.precision)
+        cost = self._costs.update(problem.plane_bytes(index), where, grad_bytes=grad_bytes)
+        update = Hop(Lane.ADAM, "adam on gpu" if where is Tier.GPU else "adam", cost, name, UPDATE, index)
         moved = update_traffic(problem, homes, index, streamed=streamed)
         hops = {way: self._move(way, moved[way], name, UPDATE, index) for way in _LANES if moved[way]}
         reads = tuple(hop for way, hop in hops.items() if way.target is where)
         writes = tuple(hop for way, hop in hops.items() if way.source is where)
-        return Update(reads, adam, writes)
+        return Update(reads, update, writes)
 
     @property
     def activations_at(self) -> Tier | None:

@@ -5,8 +5,8 @@ Closed forms, the same for the planner, which leaves room for them, and for the 
 
 from __future__ import annotations
 
-from gemini.planning.layout import ALIGN, Layout, block_of
-from gemini.planning.planes import PlaneKind, compute_itemsize
+from gemini.planning.layout import Layout, block_of, page_up
+from gemini.planning.planes import ADAM, RuleSpec, compute_itemsize
 from gemini.planning.trace import MemoryTrace, chunks_of_params
 from gemini.tiers import Tier
 
@@ -21,12 +21,6 @@ MARGIN = 0.8
 
 ACTIVATION_MARGIN = 1.05
 """What a traced peak is multiplied by: traces are within 3 % of it, and allocators round up."""
-
-STAGED_BYTES = {
-    PlaneKind.WEIGHTS: 4, PlaneKind.RESIDUAL: 2, PlaneKind.EXP_AVG: 4, PlaneKind.EXP_AVG_SQ: 4, PlaneKind.GRAD: 4,
-}  # fmt: skip
-"""Bytes of staging per element of a tile."""
-
 
 DEVICE_TILE = 2**21
 """Elements per tile of a streamed update: copies of 4 and 8 MiB, long beside what starting one costs the host."""
@@ -43,19 +37,24 @@ def tile_numel(largest_chunk: int) -> int:
     return min(TILE, largest_chunk)
 
 
-def staging_bytes(tile: int) -> int:
+def staged_bytes(tile: int, rule: RuleSpec) -> dict[str, int]:
+    """Bytes of staging by area, for tiles of ``tile`` elements: whole pages each."""
+    return {spec.kind: spec.page_bytes(tile) for spec in rule.staged}
+
+
+def staging_bytes(tile: int, rule: RuleSpec = ADAM) -> int:
     """Host bytes of staging for tiles of ``tile`` elements."""
-    return tile * sum(STAGED_BYTES.values())
+    return sum(staged_bytes(tile, rule).values())
 
 
-def device_tile_numel(largest_chunk: int) -> int:
+def device_tile_numel(largest_chunk: int, rule: RuleSpec = ADAM) -> int:
     """Elements per tile of a streamed update: of a small chunk a part, so that it goes through in a pipeline too."""
-    return min(DEVICE_TILE, -(-largest_chunk // (DEVICE_SLOTS * ALIGN)) * ALIGN)
+    return min(DEVICE_TILE, page_up(-(-largest_chunk // DEVICE_SLOTS), rule.align))
 
 
-def device_staging_bytes(largest_chunk: int, *, overlap: bool) -> int:
+def device_staging_bytes(largest_chunk: int, rule: RuleSpec = ADAM, *, overlap: bool) -> int:
     """Device bytes of staging for streamed updates; updates in turn need one tile of it."""
-    return (DEVICE_SLOTS if overlap else 1) * staging_bytes(device_tile_numel(largest_chunk))
+    return (DEVICE_SLOTS if overlap else 1) * staging_bytes(device_tile_numel(largest_chunk, rule), rule)
 
 
 def staging_sets(compute: Tier, precision: str, *, overlap: bool) -> int:

@@ -27,8 +27,9 @@ from gemini.memory.devices.device import make_device
 from gemini.memory.movement.lane import Lane
 from gemini.memory.movement.manager import Manager
 from gemini.memory.movement.mover import Moved, Mover
-from gemini.planning.planes import PlaneKind
+from gemini.planning.planes import GRAD
 from gemini.ranks.group import join
+from gemini.rules import rule_of
 from gemini.tiers import Tier
 from gemini.train.activations.store import make_activation_store
 from gemini.train.gradients.loss_scale import LossScale
@@ -68,6 +69,7 @@ class Engine:
     ):
         """``fill``: what writes the values of params that hold none yet to their homes."""
         config = self.config = config.resolved()
+        self.rule = rule_of(config.optimizer)
         self.self_reference = weakref.ref(self)
         self.state = StepState()
         self.lock = threading.RLock()
@@ -84,7 +86,7 @@ class Engine:
         self.working_set = built.working_set
         self.write_observers = WriteObservers()
         self.recording: Recording | None = None  # who is told of everything while model.recording() is open
-        self.mover = Mover(self.device, built.tile, self.ledger, device_tile=built.device_tile)
+        self.mover = Mover(self.device, built.tile, self.ledger, device_tile=built.device_tile, rule=self.rule.spec)
         self.exposure = Exposure(self)
         self.saved_weights = SavedWeights(self)
         self.updates = Updates(self, built.first_use, overlap=config.overlap, threads=config.update_threads)
@@ -442,7 +444,7 @@ class Engine:
             self.settle_grads()
         if not handle.has_grad:
             return None
-        grad = self.by_names.read_plane(handle, PlaneKind.GRAD)
+        grad = self.by_names.read_plane(handle, GRAD)
         if grad is None or (self.loss_scale is None and not self.scaling.is_by_scaler):
             return grad
         return grad.float().mul_(self.grad_unscale)

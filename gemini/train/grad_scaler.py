@@ -25,7 +25,7 @@ from gemini.ranks.wire import Tag
 from gemini.train.engine import Engine
 from gemini.train.gradients.scaled_backward import Scale, ScaleLoss, scaler_steps
 from gemini.train.params.guard import ParamHandle, engine_of, handle_of
-from gemini.train.update.optimizer import HybridAdam
+from gemini.train.update.optimizer import HybridOptimizer
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -135,7 +135,7 @@ class GradScaler(torch.amp.GradScaler):
             scaler_steps.reset(token)
 
     def _maybe_opt_step(self, optimizer: Any, optimizer_state: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        if isinstance(optimizer, HybridAdam) and any(
+        if isinstance(optimizer, HybridOptimizer) and any(
             found.item() for found in optimizer_state["found_inf_per_device"].values()
         ):
             return optimizer.skip_step()

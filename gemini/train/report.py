@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from gemini.errors import human_bytes
 from gemini.memory.chunks.chunk import MemoryPlane
-from gemini.planning.planes import PlaneKind
+from gemini.planning.planes import GRAD
 from gemini.planning.timeline import human_seconds
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ def check_planes(engine: Engine) -> None:
     tier = engine.device.tier
     planes = [p for c in engine.chunks for p in c.planes.values() if isinstance(p, MemoryPlane) and p.tier is tier]
     behind = engine.device.bytes_behind(plane.tensor for plane in planes)
-    held = sum(engine.ledger.held(tier, kind.value) for kind in PlaneKind)
+    held = sum(engine.ledger.held(tier, kind) for kind in engine.rule.spec.kinds)
     assert behind in (None, held), f"{held} bytes of planes are {behind} bytes of the allocator's"
 
 
@@ -114,11 +114,11 @@ def make_report(engine: Engine) -> MemoryReport:
     report["stalls"] = dict(engine.mover.stalls.last_step)
     if engine.shards is not None:
         report["sent"] = dict(sorted(engine.shards.sent_last_step.items()))
-    trained = [chunk for chunk in engine.chunks if PlaneKind.EXP_AVG in chunk.planes]
+    trained = [chunk for chunk in engine.chunks if chunk.trained]
     num_trained = sum(chunk.spec.payload for chunk in trained)
     ranks = engine.layout.ranks  # each holds an equal shard
-    state = ranks * sum(p.num_bytes for c in trained for kind, p in c.planes.items() if kind is not PlaneKind.GRAD)
-    grads = ranks * sum(c.planes[PlaneKind.GRAD].num_bytes for c in trained if PlaneKind.GRAD in c.planes)
+    state = ranks * sum(p.num_bytes for c in trained for kind, p in c.planes.items() if kind != GRAD)
+    grads = ranks * sum(c.planes[GRAD].num_bytes for c in trained if GRAD in c.planes)
     report["params"] = engine.layout.payload
     report["trained_params"] = num_trained
     report["bytes_per_param"] = state / num_trained if num_trained else 0.0

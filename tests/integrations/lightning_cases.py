@@ -173,8 +173,8 @@ def state_of(module: Any) -> dict[str, Any]:
     found = {f"master/{name}": value for name, value in module.state_dict(dtype=torch.float32).items()}
     for handle in engine.handles:
         for kind in handle.chunk.planes:
-            if kind.value.startswith("exp_avg"):
-                found[f"{kind.value}/{handle.name}"] = engine.by_names.read_plane(handle, kind)
+            if kind.startswith("exp_avg"):
+                found[f"{kind}/{handle.name}"] = engine.by_names.read_plane(handle, kind)
         found[f"step/{handle.name}"] = torch.tensor(handle.num_steps)
     return found
 

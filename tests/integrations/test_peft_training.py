@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import gemini
-from gemini.planning.planes import PlaneKind
+from gemini.planning.planes import WEIGHTS
 from tests.integrations.peft_cases import CAUSAL, CONFIGS, llama, maker, move_adapters, seeded
 from tests.train import helpers
 from tests.train.helpers import PLACEMENTS, Plain, adam, compare, wrap
@@ -128,7 +128,7 @@ def test_a_frozen_base_has_its_weights_and_nothing_else(method: str, tmp_path: P
     }  # fmt: skip
     assert report["trained_params"] == sum(p.numel() for p in adapters)
     for handle in model._gemini_engine.handles:
-        frozen = handle.chunk.planes.keys() == {PlaneKind.WEIGHTS}
+        frozen = handle.chunk.planes.keys() == {WEIGHTS}
         assert frozen == (not handle.param.requires_grad), handle.name
 
 

@@ -18,17 +18,16 @@ from torch import nn
 
 import gemini
 from benchmarks._progress import run
-from gemini.memory.chunks.chunk import COMPUTE_DTYPES, Chunk
+from gemini.memory.chunks.chunk import COMPUTE_DTYPES, Chunk, make_plane
 from gemini.memory.chunks.states import Use
 from gemini.memory.devices.device import Device
 from gemini.memory.movement.manager import Manager
 from gemini.memory.movement.mover import Mover
 from gemini.memory.nvme import SpillFile
 from gemini.planning.layout import ALIGN, ParamSpec, make_layout
-from gemini.planning.planes import PlaneKind
+from gemini.planning.planes import WEIGHTS, PlaneSpec, compute_dtype
 from gemini.planning.working import staging_bytes
 from gemini.tiers import Ledger, Tier
-from gemini.train.setup.build import make_plane
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = 4096
@@ -90,6 +89,9 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name].view(torch.int32), b[name].view(torch.int32)) for name in a)
 
 
+MASTER = PlaneSpec(WEIGHTS, "float32")
+
+
 @dataclass
 class World:
     """Chunks of given sizes (in units of ``ALIGN`` elements), their weights at one home, under one manager."""
@@ -123,18 +125,19 @@ class World:
 
     def _chunk(self, spec: Any) -> Chunk:
         dtype = COMPUTE_DTYPES[self.precision]
-        plane = make_plane(spec.numel, dtype, self.home, self.device, self.spill)
+        weights = PlaneSpec(WEIGHTS, compute_dtype(self.precision))
+        plane = make_plane(weights, spec.numel, self.home, self.device, self.spill)
         if self.home is not Tier.CPU or self.device.tier is not Tier.CPU:
             self.ledger.reserve(self.home, plane.num_bytes, "weights")
         window = self.device.make_window(spec.numel * dtype.itemsize)
-        return Chunk(spec, {PlaneKind.WEIGHTS: plane}, window.bytes.view(dtype), window, window.face().view(dtype))
+        return Chunk(spec, {WEIGHTS: plane}, window.bytes.view(dtype), window, window.face().view(dtype))
 
     def write(self, chunk: Chunk, value: float) -> None:
         """What an update does: new content at home; the gathered copy is overtaken."""
         plane = chunk.weights
         for start in range(0, plane.numel, self.mover.tile):
             stop = min(start + self.mover.tile, plane.numel)
-            staged = self.mover.staged(PlaneKind.WEIGHTS, plane.dtype, stop - start)
+            staged = self.mover.scratch(0, plane.dtype, stop - start)
             self.mover.store(plane, start, stop, staged.fill_(value))
 
     def window_bytes(self, *indices: int) -> int:

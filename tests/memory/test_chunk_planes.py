@@ -8,19 +8,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from memory_cases import World
+from memory_cases import MASTER, World
 
 from gemini import kernels
-from gemini.memory.chunks.chunk import COMPUTE_DTYPES, FilePlane, MemoryPlane, plane_dtype
+from gemini.memory.chunks.chunk import COMPUTE_DTYPES, FilePlane, MemoryPlane, make_plane
 from gemini.memory.devices.device import CpuDevice, Device, StandinDevice
 from gemini.memory.devices.pages import host_bytes
-from gemini.memory.movement.mover import Moved, Mover, page_up, tiles
+from gemini.memory.movement.mover import Moved, Mover, tiles
 from gemini.memory.nvme import SpillFile
-from gemini.planning.layout import ALIGN
-from gemini.planning.planes import PlaneKind, plane_itemsizes
-from gemini.planning.working import STAGED_BYTES, TILE, staging_bytes, tile_numel
+from gemini.planning.layout import ALIGN, page_up
+from gemini.planning.planes import ADAM, GRAD, WEIGHTS, PlaneSpec, plane_specs
+from gemini.planning.working import TILE, staged_bytes, staging_bytes, tile_numel
 from gemini.tiers import Ledger, Tier
-from gemini.train.setup.build import make_plane
 
 NUMEL = 9 * ALIGN
 DTYPES = (torch.bfloat16, torch.int16, torch.float32)
@@ -58,7 +57,7 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 def test_odd_ranges_round_trip_on_every_tier(device: Device, spill: SpillFile, dtype: torch.dtype) -> None:
     rng = random.Random(1)
     for tier in homes(device):
-        plane = make_plane(NUMEL, dtype, tier, device, spill)
+        plane = make_plane(PlaneSpec(WEIGHTS, str(dtype).removeprefix("torch.")), NUMEL, tier, device, spill)
         assert plane.tier is tier and plane.num_bytes == NUMEL * dtype.itemsize
         truth = torch.zeros(NUMEL, dtype=dtype)
         back = host_bytes(NUMEL * dtype.itemsize).view(dtype)
@@ -78,7 +77,7 @@ def test_odd_ranges_round_trip_on_every_tier(device: Device, spill: SpillFile, d
 
 def test_views_are_where_one_can_work(device: Device, spill: SpillFile) -> None:
     for tier in homes(device):
-        plane = make_plane(NUMEL, torch.float32, tier, device, spill)
+        plane = make_plane(MASTER, NUMEL, tier, device, spill)
         host, there = plane.host_view(3, 7), plane.device_view(3, 7)
         assert (host is not None) == (tier is Tier.CPU)
         assert (there is not None) == (tier is device.tier)
@@ -112,14 +111,15 @@ def test_a_tile_is_a_whole_norm_tile() -> None:
 @pytest.mark.parametrize("trainable", [True, False])
 def test_dtypes_have_the_sizes_that_are_reserved(precision: str, gradients: str, trainable: bool) -> None:
     """What the plan counts is what is allocated: 12 bytes per trained param, plus the gradient that was declared."""
-    sizes = plane_itemsizes(precision, gradients, trainable=trainable)
-    for kind, size in sizes.items():
-        assert plane_dtype(kind, precision, trainable=trainable, itemsize=size).itemsize == size
-        assert size <= STAGED_BYTES[kind], "a staged tile has room for it"
-    state = sum(size for kind, size in sizes.items() if kind is not PlaneKind.GRAD)
+    specs, staged = plane_specs(precision, gradients, trainable=trainable), staged_bytes(ALIGN, ADAM)
+    sizes = {kind: spec.block_bytes for kind, spec in specs.items()}
+    for kind, spec in specs.items():
+        assert getattr(torch, spec.dtype).itemsize == sizes[kind]
+        assert spec.num_bytes(ALIGN) <= staged[kind], "a staged tile has room for it"
+    state = sum(size for kind, size in sizes.items() if kind != GRAD)
     assert state == (12 if trainable else COMPUTE_DTYPES[precision].itemsize)
     grad = {"transient": 0, "retain": COMPUTE_DTYPES[precision].itemsize, "accumulate": 4}[gradients]
-    assert sizes.get(PlaneKind.GRAD, 0) == (grad if trainable else 0)
+    assert sizes.get(GRAD, 0) == (grad if trainable else 0)
 
 
 # ---- tiles -----------------------------------------------------------------------------------------------------------
@@ -145,11 +145,11 @@ def test_staging_does_not_grow(device: Device) -> None:
     ledger = Ledger({Tier.CPU: 2**20})
     mover = Mover(device, 2 * ALIGN, ledger)
     assert ledger.used(Tier.CPU) == 0
-    seen = {kind: mover.staged(kind, torch.uint8, 1).data_ptr() for kind in PlaneKind}
-    assert len(set(seen.values())) == len(PlaneKind)
+    seen = {kind: mover.staging.own.staged(kind, torch.uint8, 1).data_ptr() for kind in ADAM.kinds}
+    assert len(set(seen.values())) == len(ADAM.kinds)
     for _ in range(3):
-        for kind in PlaneKind:
-            part = mover.staged(kind, torch.int16, 2 * ALIGN)
+        for kind in ADAM.kinds:
+            part = mover.staging.own.staged(kind, torch.int16, 2 * ALIGN)
             assert part.data_ptr() == seen[kind] and part.data_ptr() % 4096 == 0 and part.numel() == 2 * ALIGN
     held = mover.staging.own._memory.get().numel()
     assert held == staging_bytes(2 * ALIGN) == ledger.used(Tier.CPU), "reserved, even where nobody did before"
@@ -164,7 +164,7 @@ def test_gathering_brings_every_element_and_counts_bytes(tmp_path: Path, home: T
         world = World([size], device, 2**22, home, tmp_path, precision)
         chunk = world.chunks[0]
         if precision == "fp16":  # the home is the wider fp32 master
-            chunk.planes[PlaneKind.WEIGHTS] = make_plane(chunk.spec.numel, torch.float32, Tier.CPU, device, None)
+            chunk.planes[WEIGHTS] = make_plane(MASTER, chunk.spec.numel, Tier.CPU, device, None)
         numel = chunk.spec.numel
         content = host_bytes(numel * 4).view(torch.float32).copy_(torch.arange(numel).float().remainder(251))
         plane = chunk.weights

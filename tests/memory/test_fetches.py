@@ -13,10 +13,11 @@ from typing import Any
 
 import pytest
 import torch
-from memory_cases import World
+from memory_cases import MASTER, World
 
 from benchmarks._progress import PATIENCE
 from gemini.errors import GeminiError
+from gemini.memory.chunks.chunk import make_plane
 from gemini.memory.chunks.states import Use
 from gemini.memory.devices.device import Event, StandinDevice, Together
 from gemini.memory.movement.foresight import Foresight, Schedule
@@ -26,11 +27,10 @@ from gemini.memory.movement.mover import Working
 from gemini.memory.movement.staging import StagingSet, _Memory
 from gemini.planning.layout import ALIGN
 from gemini.planning.plan import Moves
-from gemini.planning.planes import PlaneKind
+from gemini.planning.planes import WEIGHTS
 from gemini.planning.trace import Access
 from gemini.planning.working import staging_bytes
 from gemini.tiers import Tier
-from gemini.train.setup.build import make_plane
 
 UNIT = 2 * ALIGN  # bytes of a window of size 1
 
@@ -219,12 +219,12 @@ def test_staging_is_used_again_when_its_copy_is_over(make_world: Callable[..., W
     world = make_world([14, 4], 18, home=Tier.NVME, precision=precision)
     chunk, other = world.chunks
     if precision == "fp16":
-        masters = make_plane(chunk.spec.numel, torch.float32, Tier.NVME, world.device, world.spill)
-        chunk.planes[PlaneKind.WEIGHTS] = masters
+        masters = make_plane(MASTER, chunk.spec.numel, Tier.NVME, world.device, world.spill)
+        chunk.planes[WEIGHTS] = masters
     tile = world.mover.tile
     content = torch.arange(chunk.weights.numel) // 1000 % 200
     for start in range(0, chunk.weights.numel, tile):
-        staged = world.mover.staged(PlaneKind.WEIGHTS, chunk.weights.dtype, tile)
+        staged = world.mover.scratch(0, chunk.weights.dtype, tile)
         world.mover.store(chunk.weights, start, start + tile, staged.copy_(content[start : start + tile]))
     world.manager.acquire(chunk)
     made = list(copies(world))

@@ -12,7 +12,7 @@ from gemini.planning import simulate as simulating
 from gemini.planning.hardware import Figure, Hardware
 from gemini.planning.placement import Placement, Problem
 from gemini.planning.plan import Plan
-from gemini.planning.planes import PlaneKind
+from gemini.planning.planes import WEIGHTS
 from gemini.planning.policy import LeastRecentlyUsed
 from gemini.planning.simulate import plan_by_policy
 from gemini.planning.trace import MemoryTrace, Moment, Phase, Source, TracedParam
@@ -76,7 +76,7 @@ def stack_plan(
     )
     homes = []
     for index in range(len(layout.chunks)):
-        homes.append({kind: weights if kind is PlaneKind.WEIGHTS else states for kind in problem.plane_bytes(index)})
+        homes.append({kind: weights if kind == WEIGHTS else states for kind in problem.plane_bytes(index)})
     placement = Placement(tuple(homes))
     held = dict.fromkeys(tiers, 0)
     for index, home in enumerate(homes):

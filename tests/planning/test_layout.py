@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gemini.planning.layout import ALIGN, DEFAULT_MAX_CHUNK, Layout, ParamSpec, block_of, make_layout, part_of
-from gemini.planning.planes import plane_itemsizes
+from gemini.planning.planes import plane_specs
 
 PAGE = 4096
 NUM_PARAMS = {  # as published: if these differ, the config is not the model's
@@ -69,7 +69,8 @@ def physical_padding(layout: Layout) -> float:
     """Wasted bytes over useful ones, in whole pages of each rank's share of every bf16 plane."""
     taken = useful = 0
     for chunk in layout.chunks:
-        for itemsize in plane_itemsizes("bf16", "retain", trainable=chunk.trainable).values():
+        for spec in plane_specs("bf16", "retain", trainable=chunk.trainable).values():
+            itemsize = spec.block_bytes
             taken += layout.ranks * pages(chunk.numel // layout.ranks * itemsize) * PAGE
             useful += chunk.payload * itemsize
     return taken / useful - 1

@@ -21,11 +21,10 @@ from gemini.planning.placement import (
     check_fits,
     fill_fastest,
 )
-from gemini.planning.planes import OPTIMIZER_PLANES, PlaneKind, compute_itemsize, plane_itemsizes
+from gemini.planning.planes import ADAM, GRAD, RESIDUAL, WEIGHTS, PlaneKind, compute_itemsize, plane_specs
 from gemini.tiers import Tier
 
 GPU, CPU, NVME = Tier.GPU, Tier.CPU, Tier.NVME
-WEIGHTS, GRAD = PlaneKind.WEIGHTS, PlaneKind.GRAD
 N = 4096  # elements of each chunk below
 MUCH = 2**40
 
@@ -56,15 +55,19 @@ def tiers_of(placement: Placement, kind: PlaneKind) -> list[Tier]:
 # ---- bytes per element -----------------------------------------------------------------------------------------------
 
 
+def itemsizes(precision: str, gradients: str, *, trainable: bool) -> dict[str, int]:
+    return {kind: spec.block_bytes for kind, spec in plane_specs(precision, gradients, trainable=trainable).items()}
+
+
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
 def test_persistent_state_is_12_bytes_per_param(precision: str) -> None:
-    sizes = plane_itemsizes(precision, "transient", trainable=True)
+    sizes = itemsizes(precision, "transient", trainable=True)
     assert sum(sizes.values()) == 12 and GRAD not in sizes
-    assert (PlaneKind.RESIDUAL in sizes) == (precision == "bf16")
-    assert plane_itemsizes(precision, "retain", trainable=True)[GRAD] == compute_itemsize(precision)
-    assert plane_itemsizes(precision, "accumulate", trainable=True)[GRAD] == 4
+    assert (RESIDUAL in sizes) == (precision == "bf16")
+    assert itemsizes(precision, "retain", trainable=True)[GRAD] == compute_itemsize(precision)
+    assert itemsizes(precision, "accumulate", trainable=True)[GRAD] == 4
     for gradients in ("transient", "retain", "accumulate"):
-        assert plane_itemsizes(precision, gradients, trainable=False) == {WEIGHTS: compute_itemsize(precision)}
+        assert itemsizes(precision, gradients, trainable=False) == {WEIGHTS: compute_itemsize(precision)}
 
 
 def test_frozen_chunks_hold_weights_alone() -> None:
@@ -106,11 +109,11 @@ def test_weights_first_then_gradients_then_states() -> None:
     for room, wanted in (
         (one_module + 4 * 2 * N, {WEIGHTS: 4}),  # some weights move, so one module's must be gathered
         (10 * 2 * N + 3 * 2 * N, {WEIGHTS: 10, GRAD: 3}),  # none move: no room is kept for gathering
-        (10 * 4 * N + 5 * 2 * N, {WEIGHTS: 10, GRAD: 10, PlaneKind.RESIDUAL: 5}),
+        (10 * 4 * N + 5 * 2 * N, {WEIGHTS: 10, GRAD: 10, RESIDUAL: 5}),
     ):
         problem = problem_of({CPU: staging + room, NVME: MUCH})
         placement = fill_fastest(problem)
-        for kind in PlaneKind:
+        for kind in ADAM.kinds:
             tiers = tiers_of(placement, kind)
             num_fast = wanted.get(kind, 0)
             assert tiers == [CPU] * num_fast + [NVME] * (10 - num_fast), kind
@@ -121,7 +124,7 @@ def test_on_an_accelerator_states_stand_there_together_or_not_at_all() -> None:
     problem = problem_of({GPU: floor + 10 * 2 * N + 2 * 12 * N + 5, CPU: MUCH}, activations=500)
     placement = fill_fastest(problem)
     assert set(tiers_of(placement, WEIGHTS)) == {GPU}
-    for kind in (GRAD, *OPTIMIZER_PLANES):
+    for kind in (GRAD, *ADAM.states):
         assert tiers_of(placement, kind) == [GPU] * 2 + [CPU] * 8, kind
 
 
@@ -170,14 +173,14 @@ def test_fractions_are_met_to_within_one_chunk(
     placement = by_fractions(problem, StaticPlacement(weights_gpu, states_gpu, weights_nvme, states_nvme))
     for kinds, on_gpu, on_nvme in (
         ((WEIGHTS,), weights_gpu, weights_nvme),
-        ((*OPTIMIZER_PLANES, GRAD), states_gpu, states_nvme),
+        ((*ADAM.states, GRAD), states_gpu, states_nvme),
     ):
         num_bytes = [sum(problem.plane_bytes(i)[k] for k in kinds) for i in range(len(sizes))]
         for tier, fraction in ((GPU, on_gpu), (NVME, on_nvme)):
             found = sum(n for n, homes in zip(num_bytes, placement.homes, strict=True) if homes[kinds[0]] is tier)
             assert abs(found - fraction * sum(num_bytes)) <= max(num_bytes), (tier, kinds)
     for homes in placement.homes:
-        assert len({homes[kind] for kind in (*OPTIMIZER_PLANES, GRAD)}) == 1, "a chunk's states stand together"
+        assert len({homes[kind] for kind in (*ADAM.states, GRAD)}) == 1, "a chunk's states stand together"
 
 
 def test_first_chunks_go_to_the_gpu_and_last_ones_to_the_disk() -> None:
@@ -211,7 +214,7 @@ def test_the_arithmetic_term_by_term() -> None:
     """used = planes + activations + (working set on the computing tier, if anything moves) + staging on the CPU (if
     anything moves, or if there is an accelerator: values reach it, and are read from it, through the host)."""
     layout = layout_of(2)
-    homes = dict.fromkeys([WEIGHTS, GRAD, *OPTIMIZER_PLANES], CPU)
+    homes = dict.fromkeys([WEIGHTS, GRAD, *ADAM.states], CPU)
     on_cpu = Placement((homes, homes))
     mixed = Placement((homes | {WEIGHTS: NVME}, homes))
     cpu_only = problem_of({CPU: MUCH, NVME: MUCH}, layout=layout, working_set=700, staging=30)
@@ -279,7 +282,7 @@ def test_a_computing_tier_that_cannot_hold_one_module_is_told_so() -> None:
 
 
 def test_a_given_placement_is_checked_against_budgets() -> None:
-    homes = dict.fromkeys([WEIGHTS, GRAD, *OPTIMIZER_PLANES], CPU)
+    homes = dict.fromkeys([WEIGHTS, GRAD, *ADAM.states], CPU)
     check_fits(problem_of({CPU: 14 * N}, layout=layout_of(1)), Placement((homes,)))
     with pytest.raises(BudgetExceeded, match="1 B missing on cpu"):
         check_fits(problem_of({CPU: 14 * N - 1}, layout=layout_of(1)), Placement((homes,)))

@@ -12,7 +12,6 @@ from gemini.errors import BudgetExceeded, MissingFigure, PlanMismatch
 from gemini.planning.hardware import Figure, Hardware
 from gemini.planning.placement import Problem, StaticPlacement, bytes_per_tier, fill_fastest
 from gemini.planning.plan import Plan, check_plan, window_room
-from gemini.planning.planes import PlaneKind
 from gemini.planning.planner import Planner, budgets_of, plan, pose_problem
 from gemini.planning.speeds import Speeds
 from gemini.planning.trace import MemoryTrace, Source
@@ -87,7 +86,7 @@ def test_everything_stays_on_the_computing_tier_if_it_fits() -> None:
     assert not made.traffic and not any(moves.fetch for moves in made.moves)
     roomy = plan(SMALL, None, budgets(1.2, 1.2, None))
     assert {tier for homes in roomy.placement.homes for tier in homes.values()} == {GPU}
-    assert all(roomy.adam_tier(i) is GPU for i in range(len(roomy.layout.chunks)))
+    assert all(roomy.update_tier(i) is GPU for i in range(len(roomy.layout.chunks)))
 
 
 @pytest.mark.parametrize("share", [0.05, 0.1, 0.3, 0.5, 0.8])
@@ -135,7 +134,7 @@ def test_slow_links_move_adam_to_the_gpu() -> None:
         }  # fmt: skip
         machine = Hardware("machine", {key: Figure(value, "made up for a test") for key, value in figures.items()})
         made = plan(SMALL, machine, budgets(0.4, 1.2, None))
-        return sum(made.adam_tier(i) is GPU for i in range(len(made.layout.chunks)))
+        return sum(made.update_tier(i) is GPU for i in range(len(made.layout.chunks)))
 
     assert updated_on_gpu(5e-9) > updated_on_gpu(1e-13)
 
@@ -219,6 +218,6 @@ def test_a_70b_model_is_planned_in_its_budgets() -> None:
     check_plan(made)
     assert made.bytes_per_param == pytest.approx(12, rel=1e-3)
     assert bytes_per_tier(made.problem, made.placement)[GPU] <= 24 * gib
-    states = [made.placement.homes[i][PlaneKind.EXP_AVG] for i in range(len(made.layout.chunks))]
+    states = [made.placement.homes[i]["exp_avg"] for i in range(len(made.layout.chunks))]
     assert NVME in states
     assert made.trace.source is Source.AHEAD and "12.00 bytes each" in str(made)

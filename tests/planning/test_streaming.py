@@ -16,7 +16,7 @@ from gemini.planning.hardware import Figure, Hardware
 from gemini.planning.layout import Layout, ParamSpec, make_layout
 from gemini.planning.placement import Placement, Problem, StaticPlacement, by_fractions, bytes_per_tier, check_fits
 from gemini.planning.plan import Plan, check_plan
-from gemini.planning.planes import OPTIMIZER_PLANES, PlaneKind
+from gemini.planning.planes import ADAM, GRAD, WEIGHTS, PlaneKind
 from gemini.planning.planner import plan, pose_problem
 from gemini.planning.simulate import simulate
 from gemini.planning.speeds import Speeds
@@ -33,7 +33,6 @@ from gemini.planning.working import (
 from gemini.tiers import Tier
 
 GPU, CPU, NVME = Tier.GPU, Tier.CPU, Tier.NVME
-WEIGHTS, GRAD = PlaneKind.WEIGHTS, PlaneKind.GRAD
 N = 4096
 MUCH = 2**40
 UP, DOWN = Boundary(CPU, GPU), Boundary(GPU, CPU)
@@ -52,7 +51,7 @@ def problem_of(budgets: dict[Tier, int] | None = None, **how: object) -> Problem
 
 
 def homes_of(problem: Problem, index: int = 0, **elsewhere: Tier) -> dict[PlaneKind, Tier]:
-    return {kind: elsewhere.get(kind.value, CPU) for kind in problem.plane_bytes(index)}
+    return {kind: elsewhere.get(kind, CPU) for kind in problem.plane_bytes(index)}
 
 
 # ---- the value -------------------------------------------------------------------------------------------------------
@@ -62,7 +61,7 @@ def test_what_cannot_be_streamed_is_refused() -> None:
     homes = homes_of(problem_of())
     assert Placement((homes,), frozenset({0})).streamed == {0}
     for bad, words in (
-        (homes | {PlaneKind.EXP_AVG: NVME}, "exp_avg on nvme"),
+        (homes | {"exp_avg": NVME}, "exp_avg on nvme"),
         (dict.fromkeys(homes, GPU), "weights on gpu"),
     ):
         with pytest.raises(ValueError, match=f"update of chunk 0 is streamed.*{words}"):
@@ -84,7 +83,7 @@ def test_a_fraction_of_the_states_in_host_memory_is_streamed_first_chunks_first(
     problem = problem_of({GPU: MUCH, CPU: MUCH, NVME: MUCH}, layout=layout_of(frozen=(4,)))
     mixed = StaticPlacement(0.2, 0.3, optimizer_on_nvme=0.3, updates_on_gpu=fraction)
     homes = by_fractions(problem, mixed)
-    on_cpu = [i for i, planes in enumerate(homes.homes) if planes.get(PlaneKind.EXP_AVG) is CPU]
+    on_cpu = [i for i, planes in enumerate(homes.homes) if planes.get("exp_avg") is CPU]
     assert on_cpu == [3, 5, 6] and 4 not in homes.streamed
     wanted = on_cpu[: {0: 0, 0.3: 1, 0.5: 1, 1: 3}[fraction]]
     assert sorted(homes.streamed) == wanted, "those on the GPU and on NVMe do not count"
@@ -190,7 +189,7 @@ def test_a_fast_link_beside_a_slow_host_streams_all_and_a_slow_link_nothing(sche
     fast = plan(SMALL, box(h2d=1e14, d2h=1e14, adam_cpu=5e-9), tight(more=ROOM), schedule=schedule)
     slow = plan(SMALL, box(h2d=1e8, d2h=1e8), tight(more=ROOM), schedule=schedule)
     assert fast.placement.streamed == trained and not slow.placement.streamed
-    assert all(fast.adam_tier(i) is GPU for i in trained) and all(slow.adam_tier(i) is CPU for i in trained)
+    assert all(fast.update_tier(i) is GPU for i in trained) and all(slow.update_tier(i) is CPU for i in trained)
     assert f"Adam runs on the GPU for {len(trained)} of {len(trained)} chunks, {len(trained)} of them" in str(fast)
     for made in (fast, slow):
         check_plan(made)
@@ -223,7 +222,8 @@ def test_gradients_stay_on_the_gpu_for_a_streamed_update_where_there_is_room() -
     """They need not land on the host to come back."""
     weights_and_grads = 4 * SMALL.layout().numel
     made = plan(SMALL, box(h2d=1e12, d2h=1e12, adam_cpu=5e-9), tight(more=ROOM + weights_and_grads))
-    both = [i for i, homes in enumerate(made.placement.homes) if homes[GRAD] is GPU and homes[PlaneKind.EXP_AVG] is CPU]
+    moment = "exp_avg"
+    both = [i for i, homes in enumerate(made.placement.homes) if homes[GRAD] is GPU and homes[moment] is CPU]
     assert both and made.placement.streamed.issuperset(both)
     assert made.bytes_per_tier[GPU] <= made.problem.budgets[GPU]
 
@@ -323,5 +323,5 @@ def test_states_alone_cross_where_weights_live_on_the_gpu() -> None:
     made = replace(made, placement=replace(made.placement, streamed=frozenset(range(LAYERS))))
     told = simulate(made, machine(), schedule="serial")
     assert told.step_seconds == close(LAYERS * (1 + 2 + 4 + 12 + 20) * MS)
-    assert OPTIMIZER_PLANES[0] in made.placement.homes[0] and told.moved == by_name(made.traffic)
+    assert ADAM.states[0] in made.placement.homes[0] and told.moved == by_name(made.traffic)
     assert activation_bytes(made.trace, offloaded=False) == 0

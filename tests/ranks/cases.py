@@ -17,7 +17,7 @@ import gemini
 from gemini.memory.devices.device import make_device
 from gemini.planning.layout import ParamSpec, make_layout
 from gemini.planning.placement import Placement, Problem, bytes_per_tier
-from gemini.planning.planes import PlaneKind
+from gemini.planning.planes import ADAM
 from gemini.planning.working import (
     device_staging_bytes,
     gradients_in_flight,
@@ -145,7 +145,7 @@ def config_of(job: Job, model: nn.Module) -> gemini.GeminiConfig:
     homes = tuple(
         {
             kind: tiers[(i + number) % len(tiers)]
-            for number, kind in enumerate(PlaneKind)
+            for number, kind in enumerate(ADAM.kinds)
             if kind in problem.plane_bytes(i)
         }
         for i in range(len(layout.chunks))
@@ -218,9 +218,9 @@ def run(job: Job) -> Outcome:
     out.num_gathers = engine.manager.num_gathers
     for handle in engine.handles:
         for kind in handle.chunk.planes:
-            if kind.value in KINDS:
+            if kind in KINDS:
                 part = read_range(engine.mover, handle.chunk.planes[kind], handle)
-                out.state[f"{handle.name}/{kind.value}"] = zlib.crc32(part.view(torch.uint8).numpy().tobytes())
+                out.state[f"{handle.name}/{kind}"] = zlib.crc32(part.view(torch.uint8).numpy().tobytes())
         out.steps[handle.name] = handle.num_steps
     if job.reads:
         out.masters = managed.state_dict(dtype=torch.float32)

@@ -57,7 +57,7 @@ def bits(model: Any) -> int:
     for handle in model._gemini_engine.handles:
         model._gemini_engine.updates.wait(handle.chunk)
         for kind, plane in handle.chunk.planes.items():
-            if kind.value in ("weights", "residual", "exp_avg", "exp_avg_sq"):
+            if kind in ("weights", "residual", "exp_avg", "exp_avg_sq"):
                 part = read_range(model._gemini_engine.mover, plane, handle)
                 found = zlib.crc32(part.view(torch.uint8).numpy().tobytes(), found)
     return found

@@ -19,7 +19,6 @@ import gemini
 from gemini import kernels
 from gemini.errors import GeminiError, NonFiniteGradient
 from gemini.memory.devices.device import StandinDevice
-from gemini.planning.planes import PlaneKind
 from gemini.tiers import Tier
 from tests import models
 from tests.native.emulated_cuda import EmulatedGpu, EmulatedKernels, emulate
@@ -135,7 +134,7 @@ def test_the_bits_of_the_cpu_kernels_and_the_promised_waits(
     if promised is not None:
         assert seen.waits == [promised] * STEPS
     chunks = engine_of(model).chunks
-    chunks = [chunk for chunk in chunks if chunk.planes[PlaneKind.EXP_AVG].tier is Tier.GPU or chunk.streamed]
+    chunks = [chunk for chunk in chunks if chunk.planes["exp_avg"].tier is Tier.GPU or chunk.streamed]
     num_params = sum(len(engine_of(model).by_chunk[chunk.spec.index]) for chunk in chunks)
     per_step = num_params if how.gradients == "transient" else len(chunks)
     launches = emulated.module.launches["adam_update"]

@@ -25,7 +25,8 @@ from gemini import kernels
 from gemini.memory.devices.device import make_device
 from gemini.planning.layout import DEFAULT_MAX_CHUNK, ParamSpec, make_layout
 from gemini.planning.placement import Placement, Problem, bytes_per_tier, can_stream
-from gemini.planning.planes import PlaneKind, compute_itemsize
+from gemini.planning.planes import ADAM as RULE
+from gemini.planning.planes import GRAD, RESIDUAL, PlaneKind, compute_itemsize
 from gemini.planning.working import device_staging_bytes, staging_bytes, staging_sets, tile_numel
 from gemini.tiers import MemoryBudget, Tier
 from gemini.train.setup.problem import collect_params
@@ -35,6 +36,7 @@ from tests.models import Recipe
 
 # 30 placements for each family, over its precisions; not the whole product, which would only take longer.
 ADAM = {"decoupled": False}
+KINDS = RULE.kinds
 PLAIN_GROUP = {"grouped": False, "scheduled": False}
 CASES: list[tuple[str, Recipe, int]] = [
     ("llama", Recipe("bf16"), 14),
@@ -91,9 +93,7 @@ class Draw:
 
     def __str__(self) -> str:
         """Homes as one letter per plane: "gnncg" is weights, residual, exp_avg, exp_avg_sq, grad of one chunk."""
-        homes = " ".join(
-            "".join(planes[kind].value[0] for kind in PlaneKind if kind in planes) for planes in self.homes
-        )
+        homes = " ".join("".join(planes[kind].value[0] for kind in KINDS if kind in planes) for planes in self.homes)
         budgets = ", ".join(f"{tier.value} {num_bytes}" for tier, num_bytes in self.budgets.items())
         return (
             f"device={self.device}, max_chunk={self.max_chunk}, tile={self.tile}, isa={self.isa}, "
@@ -146,8 +146,8 @@ def draw(rng: random.Random, model: nn.Module, precision: str, devices: tuple[st
     # A second backward turns retained gradients into fp32 sums: old and new planes stand side by side for a moment.
     if gradients == "retain" and compute_itemsize(precision) == 2:
         for chunk, planes in zip(layout.chunks, homes, strict=True):
-            if PlaneKind.GRAD in planes:
-                budgets[planes[PlaneKind.GRAD]] += 4 * chunk.numel
+            if GRAD in planes:
+                budgets[planes[GRAD]] += 4 * chunk.numel
     budgets[problem.compute] += rng.choice((0, 0, 4096, problem.working_set))
     able = [chunk.index for chunk in layout.chunks if chunk.trainable and can_stream(homes[chunk.index])]
     streamed = frozenset(i for i in able if rng.random() < 0.7 and problem.compute is Tier.GPU)
@@ -170,7 +170,7 @@ def test_20_steps_are_the_plain_loop_s_bits_for_every_placement(
     if recipe.loss_scale > 2.0**16:
         assert 0 < plain.num_skipped < recipe.num_steps // 2, "the loss scale was meant to be too high at first"
     num_evictions = num_with_evictions = 0
-    on_nvme = dict.fromkeys(PlaneKind, 0)
+    on_nvme = dict.fromkeys(KINDS, 0)
     for index in draws:
         seed = f"{family}-{recipe.precision}-{index}"
         made = replace(recipe, num_steps=steps_of(index, recipe)) if cut_short else recipe
@@ -190,10 +190,10 @@ def test_20_steps_are_the_plain_loop_s_bits_for_every_placement(
         for kind in {kind for planes in drawn.homes for kind, tier in planes.items() if tier is Tier.NVME}:
             on_nvme[kind] += 1
     if recipe.precision != "bf16":
-        del on_nvme[PlaneKind.RESIDUAL]
+        del on_nvme[RESIDUAL]
     summary(
         f"{family} {recipe.precision}: {len(draws)} placements, {num_evictions} evictions in forward and backward ("
-        f"{num_with_evictions} of them had some); on NVMe in: {', '.join(f'{k.value} {n}' for k, n in on_nvme.items())}"
+        f"{num_with_evictions} of them had some); on NVMe in: {', '.join(f'{k} {n}' for k, n in on_nvme.items())}"
     )
     assert num_evictions > 0 and num_with_evictions > len(draws) // 3
     assert all(on_nvme.values()), f"a plane never lived on NVMe: {on_nvme}"

@@ -32,7 +32,7 @@ from torch import nn
 import gemini
 from benchmarks._memory import spill_bytes, trim
 from benchmarks.memory_promise import CONSTANT, MB, Watched, watch
-from gemini.planning.planes import PlaneKind
+from gemini.planning.planes import ADAM, WEIGHTS
 from gemini.tiers import Tier
 
 pytestmark = [
@@ -200,13 +200,13 @@ def test_ledger_peaks_are_planes_plus_windows_plus_staging(tmp_path: Path, place
     for chunk in chunks:
         assert chunk.numel == padded(chunk)
         for kind, home in homes[chunk.index].items():
-            on[home] += BYTES[kind.value] * padded(chunk)
+            on[home] += BYTES[kind] * padded(chunk)
     largest = max(padded(chunk) for chunk in chunks)
     moves = on[Tier.NVME] > 0
     staging = 0
     if moves:  # of the training thread and of the update lane; of the first alone where that is all that fits
         staging = STAGED * min(2**20, largest) * (1 + (engine.updates._lane.slot_tile > 0))
-    windows = [2 * padded(c) for c in chunks if homes[c.index][PlaneKind.WEIGHTS] is not Tier.CPU]
+    windows = [2 * padded(c) for c in chunks if homes[c.index][WEIGHTS] is not Tier.CPU]
     room = report["cpu"]["budget"] - on[Tier.CPU] - staging
     expected = on[Tier.CPU] + staging + min(sum(windows), room)
     assert sum(on.values()) == 14 * sum(padded(c) for c in chunks)
@@ -218,10 +218,10 @@ def test_ledger_peaks_are_planes_plus_windows_plus_staging(tmp_path: Path, place
         assert 0 <= spill_bytes(os.getpid()) - others - on[Tier.NVME] <= 64 * 1024
     # (b) 12 bytes per param, padding included, within 2 % (1.3 % on layers this small); kind by kind.
     params = sum(p.numel() for p in model.parameters())
-    held = {kind.value: 0 for kind in PlaneKind}
+    held = dict.fromkeys(ADAM.kinds, 0)
     for chunk in engine.chunks:
         for kind, plane in chunk.planes.items():
-            held[kind.value] += plane.num_bytes
+            held[kind] += plane.num_bytes
     assert sum(n for kind, n in held.items() if kind != "grad") == pytest.approx(12 * params, rel=0.02)
     assert report["bytes_per_param"] == pytest.approx(12.0, rel=0.02)
     assert report["grad_bytes_per_param"] == pytest.approx(2.0, rel=0.02)

@@ -13,11 +13,11 @@ from torch import nn
 
 import gemini
 from gemini.errors import StorageError
-from gemini.planning.planes import OPTIMIZER_PLANES, PlaneKind
+from gemini.planning.planes import ADAM, GRAD, WEIGHTS, PlaneKind
 from gemini.tiers import MemoryBudget, Tier
 from tests import models
 
-STATES = (*OPTIMIZER_PLANES, PlaneKind.GRAD)
+STATES = (*ADAM.states, GRAD)
 PLENTY = "64MiB"
 
 
@@ -68,7 +68,7 @@ def test_fractions_are_honoured_to_one_chunk(fractions: tuple[float, ...], tmp_p
         max_chunk=8192,
     )
     for kinds, on_gpu, on_nvme in (
-        ((PlaneKind.WEIGHTS,), static.weights_on_gpu, static.weights_on_nvme),
+        ((WEIGHTS,), static.weights_on_gpu, static.weights_on_nvme),
         (STATES, static.optimizer_on_gpu, static.optimizer_on_nvme),
     ):
         found, slack = bytes_on(model, kinds), largest_chunk(model, kinds)
@@ -86,7 +86,7 @@ def test_fractions_without_a_gpu(weights: float, states: float, tmp_path: Path) 
     model = wrap(
         models.make_model("gpt2"), memory=plenty("cpu", tmp_path), placement=static, device="cpu", max_chunk=8192
     )
-    for kinds, fraction in (((PlaneKind.WEIGHTS,), weights), (STATES, states)):
+    for kinds, fraction in (((WEIGHTS,), weights), (STATES, states)):
         found = bytes_on(model, kinds)
         assert abs(found[Tier.NVME] - fraction * sum(found.values())) <= largest_chunk(model, kinds)
         assert found[Tier.GPU] == 0
@@ -98,7 +98,7 @@ def test_fractions_on_a_gpu_that_is_not_there_warn_once_and_are_left_out(tmp_pat
     with pytest.warns(UserWarning, match="no effect without a GPU") as warnings:
         model = wrap(models.make_model("llama"), memory=plenty("cpu", tmp_path), placement=static, device="cpu")
     assert len(warnings) == 1
-    assert bytes_on(model, STATES)[Tier.NVME] > 0 and bytes_on(model, tuple(PlaneKind))[Tier.GPU] == 0
+    assert bytes_on(model, STATES)[Tier.NVME] > 0 and bytes_on(model, ADAM.kinds)[Tier.GPU] == 0
     train_one_step(model)
 
 
@@ -108,7 +108,7 @@ def test_fractions_on_a_gpu_that_is_not_there_warn_once_and_are_left_out(tmp_pat
 def test_auto_takes_the_fastest_tier_alone_if_all_fits(tmp_path: Path) -> None:
     for device, fastest in (("cpu", Tier.CPU), ("standin", Tier.GPU)):
         model = wrap(models.make_model("llama"), memory=plenty(device, tmp_path), device=device)
-        found = bytes_on(model, tuple(PlaneKind))
+        found = bytes_on(model, ADAM.kinds)
         assert found[fastest] == sum(found.values()) > 0
         train_one_step(model)
         assert model._gemini_engine.manager.num_gathers == 0, "nothing has to be gathered"
@@ -125,12 +125,12 @@ def test_auto_fills_the_fastest_first(device: str, share: float, tmp_path: Path)
     memory = MemoryBudget(**sizes, nvme=PLENTY, nvme_path=tmp_path)
     model = wrap(models.make_model("llama"), memory=memory, device=device, max_chunk=8192)
     engine = model._gemini_engine
-    found = bytes_on(model, tuple(PlaneKind))
+    found = bytes_on(model, ADAM.kinds)
     assert 0 < found[compute] < sum(found.values()) == total
     spoken_for = max(chunk.spec.numel * 2 for chunk in engine.chunks) * 2 + engine.ledger.held(compute, "staging")
     left = engine.ledger.budget(compute) - found[compute] - spoken_for
     assert left <= largest_chunk(model, STATES), "room was left though planes had to go below"
-    homes = [chunk.planes[PlaneKind.WEIGHTS].tier for chunk in engine.chunks]
+    homes = [chunk.planes[WEIGHTS].tier for chunk in engine.chunks]
     if found[Tier.NVME]:
         assert homes == sorted(homes, key=list(Tier).index), "weights in order of use, the fastest tier first"
     train_one_step(model)
@@ -140,10 +140,10 @@ def test_report_says_where_everything_is(tmp_path: Path) -> None:
     static = gemini.StaticPlacement(weights_on_nvme=0.5, optimizer_on_nvme=0.5)
     model = wrap(models.make_model("llama"), memory=plenty("cpu", tmp_path), placement=static, device="cpu")
     report = model.memory_report()
-    assert set(report["nvme"]["holders"]) == {kind.value for kind in PlaneKind}
+    assert set(report["nvme"]["holders"]) == set(ADAM.kinds)
     for tier in (Tier.CPU, Tier.NVME):
-        for kind in PlaneKind:
-            assert report[tier.value]["holders"].get(kind.value, 0) == bytes_on(model, (kind,))[tier]
+        for kind in ADAM.kinds:
+            assert report[tier.value]["holders"].get(kind, 0) == bytes_on(model, (kind,))[tier]
         assert report[tier.value]["used"] == sum(report[tier.value]["holders"].values())
         assert report[tier.value]["used"] <= report[tier.value]["peak"] <= report[tier.value]["budget"]
 
@@ -271,7 +271,7 @@ def test_gathered_weights_give_way_to_the_sums_of_a_second_backward(device: str,
     batch = models.make_batches(1, 1)[0][0]
     model = wrap(model, memory=roomy, placement=static, device=device, max_chunk=8192)
     engine = model._gemini_engine
-    compute, grads = engine.device.tier, [c.planes.get(PlaneKind.GRAD) for c in engine.chunks]
+    compute, grads = engine.device.tier, [c.planes.get(GRAD) for c in engine.chunks]
     # All that anyone may need at once: what is held now, one module's weights, and new sums beside the old gradients.
     sums = sum(2 * plane.num_bytes for plane in grads if plane is not None and plane.tier is compute)
     needed = engine.ledger.used(compute) + 2 * 2 * max(chunk.spec.numel for chunk in engine.chunks) + sums
@@ -281,4 +281,4 @@ def test_gathered_weights_give_way_to_the_sums_of_a_second_backward(device: str,
     for _ in range(2):
         model(**batch).loss.backward()
         engine.check_invariants()
-    assert all(c.planes[PlaneKind.GRAD].dtype is torch.float32 for c in engine.chunks)
+    assert all(c.planes[GRAD].dtype is torch.float32 for c in engine.chunks)

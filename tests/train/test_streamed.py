@@ -20,7 +20,7 @@ from gemini.errors import GeminiError
 from gemini.memory.devices.clock import RandomClock
 from gemini.memory.devices.device import Event, StandinDevice
 from gemini.planning.hardware import Figure, Hardware
-from gemini.planning.planes import PlaneKind
+from gemini.planning.planes import GRAD
 from gemini.planning.traffic import by_name
 from gemini.planning.working import DEVICE_SLOTS
 from gemini.tiers import Tier
@@ -153,7 +153,7 @@ def test_sums_that_went_to_the_spill_file_are_added_by_the_host(tmp_path: Path) 
         for number in range(2):
             managed(**BATCHES[number]).loss.backward()
         optimizer.step()
-    tiers = Counter(chunk.planes[PlaneKind.GRAD].tier for chunk in model._gemini_engine.chunks)
+    tiers = Counter(chunk.planes[GRAD].tier for chunk in model._gemini_engine.chunks)
     assert tiers[Tier.NVME] and tiers[Tier.CPU], "some of the sums, for the test to see both"
     assert_same(model, other)
 

@@ -17,34 +17,35 @@ from gemini.memory.chunks.states import Event as UseEvent
 from gemini.memory.chunks.states import Use, step
 from gemini.memory.devices.device import DONE, Device, Event, Window
 from gemini.memory.nvme import SpillFile
-from gemini.planning.layout import ChunkSpec
-from gemini.planning.planes import PlaneKind
+from gemini.planning.layout import ChunkSpec, page_up
+from gemini.planning.planes import ALIGN, GRAD, PAGE, WEIGHTS, PlaneKind, PlaneSpec
 from gemini.tiers import Tier
 
 COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
-def plane_dtype(kind: PlaneKind, precision: str, *, trainable: bool, itemsize: int) -> torch.dtype:
-    """The dtype of a plane; gradients are in the compute dtype unless their item size says fp32."""
-    if kind is PlaneKind.RESIDUAL:
-        return torch.int16
-    if kind in (PlaneKind.EXP_AVG, PlaneKind.EXP_AVG_SQ):
-        return torch.float32
-    if kind is PlaneKind.GRAD:
-        return torch.float32 if itemsize == 4 else COMPUTE_DTYPES[precision]
-    return torch.float32 if precision == "fp16" and trainable else COMPUTE_DTYPES[precision]
-
-
 class Plane(ABC):
-    """One kind of content of one chunk, at its home. Ranges are in elements, their starts multiples of a page."""
+    """One kind of content of one chunk, at its home. Ranges are in elements of the chunk, their starts multiples of a
+    page; a plane has one item for each ``block`` of them.
+    """
 
     dtype: torch.dtype
     tier: Tier
     numel: int
+    block: int = 1
 
     @property
     def num_bytes(self) -> int:
-        return self.numel * self.dtype.itemsize
+        """In whole pages."""
+        return page_up(self.items(self.numel) * self.dtype.itemsize, PAGE)
+
+    def items(self, numel: int) -> int:
+        """Items for so many elements."""
+        return -(-numel // self.block)
+
+    def page_up(self, numel: int) -> int:
+        """The element count rounded up to whole pages of this plane: a range that a file reads and writes."""
+        return page_up(numel, max(ALIGN, PAGE // self.dtype.itemsize))
 
     @abstractmethod
     def begin_load(self, start: int, stop: int, into: torch.Tensor, *, urgent: bool = False) -> Event:
@@ -74,15 +75,15 @@ class Plane(ABC):
 class MemoryPlane(Plane):
     """A plane in memory: the host's, or the device's own (then host code reaches it by copies)."""
 
-    def __init__(self, tensor: torch.Tensor, tier: Tier, device: Device):
+    def __init__(self, tensor: torch.Tensor, tier: Tier, device: Device, *, block: int = 1):
         self.tensor, self.tier, self._device = tensor, tier, device
-        self.dtype, self.numel = tensor.dtype, tensor.numel()
+        self.dtype, self.numel, self.block = tensor.dtype, tensor.numel() * block, block
 
     def begin_load(self, start: int, stop: int, into: torch.Tensor, *, urgent: bool = False) -> Event:
-        return self._copy(into, self.tensor[start:stop], "evict")
+        return self._copy(into, self._range(start, stop), "evict")
 
     def begin_store(self, start: int, stop: int, source: torch.Tensor) -> Event:
-        return self._copy(self.tensor[start:stop], source, "store")  # not behind weights that are fetched far ahead
+        return self._copy(self._range(start, stop), source, "store")  # not behind weights that are fetched far ahead
 
     def _copy(self, into: torch.Tensor, source: torch.Tensor, lane: str) -> Event:
         if self.tier is Tier.GPU:
@@ -91,10 +92,13 @@ class MemoryPlane(Plane):
         return DONE
 
     def host_view(self, start: int, stop: int) -> torch.Tensor | None:
-        return self.tensor[start:stop] if self.tier is Tier.CPU else None
+        return self._range(start, stop) if self.tier is Tier.CPU else None
 
     def device_view(self, start: int, stop: int) -> torch.Tensor | None:
-        return self.tensor[start:stop] if self.tier is self._device.tier else None
+        return self._range(start, stop) if self.tier is self._device.tier else None
+
+    def _range(self, start: int, stop: int) -> torch.Tensor:
+        return self.tensor[start // self.block : self.items(stop)]
 
 
 class FilePlane(Plane):
@@ -122,6 +126,17 @@ class FilePlane(Plane):
         """The range as a file-backed view: it takes no memory that the system cannot take back."""
         size = self.dtype.itemsize
         return self._spill.map((stop - start) * size, self._offset + start * size).view(self.dtype)
+
+
+def make_plane(spec: PlaneSpec, numel: int, tier: Tier, device: Device, spill: SpillFile | None) -> Plane:
+    """A zeroed plane in its home; whoever calls has reserved it."""
+    dtype = getattr(torch, spec.dtype)
+    if tier is Tier.NVME:
+        assert spill is not None and spec.block == 1, spec
+        return FilePlane(spill, numel, dtype)
+    make = device.make_buffer if tier is Tier.GPU else device.make_host_buffer
+    memory = make(spec.page_bytes(numel))[: spec.num_bytes(numel)]
+    return MemoryPlane(memory.view(dtype), tier, device, block=spec.block)
 
 
 @dataclass(eq=False)
@@ -153,10 +168,17 @@ class Chunk:
     """Params whose gradient has yet to arrive in this backward."""
     streamed: bool = False
     """Its update runs on the device, through which planes from host memory pass."""
+    trained: bool = False
+    """It has the planes of an update rule: since the model was wrapped, or since one of its params became trained."""
 
     @property
     def name(self) -> str:
         return f"chunk {self.spec.index} ({self.spec.slots[0].name} ...)"
+
+    @property
+    def states(self) -> list[PlaneKind]:
+        """What its updates keep: the other half of the master, and the planes of the rule."""
+        return [kind for kind in self.planes if kind not in (WEIGHTS, GRAD)]
 
     @property
     def resident(self) -> bool:
@@ -170,7 +192,7 @@ class Chunk:
 
     @property
     def weights(self) -> Plane:
-        return self.planes[PlaneKind.WEIGHTS]
+        return self.planes[WEIGHTS]
 
     def begin_write(self) -> None:
         """The weights' home is about to change: nothing may be on its way out of it any more."""

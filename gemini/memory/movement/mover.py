@@ -24,25 +24,10 @@ from gemini.memory.movement.staging import Staging, StagingSet
 from gemini.memory.watching.noted import NotedEvent
 from gemini.memory.watching.recorder import LANES, NOTHING, Recorder
 from gemini.memory.watching.stalls import Stalls
-from gemini.planning.layout import ALIGN
-from gemini.planning.planes import PlaneKind
+from gemini.planning.planes import ADAM, RuleSpec
 from gemini.planning.timeline import Lane
 from gemini.planning.traffic import path
 from gemini.tiers import Ledger, Tier
-
-_W, _V, _S, _G = PlaneKind.WEIGHTS, PlaneKind.EXP_AVG, PlaneKind.EXP_AVG_SQ, PlaneKind.GRAD
-_AREAS = {
-    (False, False): ((_W, _V), (_W, _V)),
-    (False, True): ((_W,), (_V, _S)),
-    (True, False): ((_W, _V, _S, _G), (_W, _V, _S, _G)),
-    (True, True): ((_W, _G), (_V, _S)),
-}
-"""By whether a lane fetches, and whether it casts: areas of staging that tiles are read into, and sent from."""
-
-
-def page_up(numel: int) -> int:
-    """The element count rounded up to where the next param can start: a whole page in every plane."""
-    return -(-numel // ALIGN) * ALIGN
 
 
 def tiles(start: int, stop: int, tile: int) -> Iterator[tuple[int, int]]:
@@ -112,11 +97,11 @@ class _OfThread(threading.local):
 class Mover:
     """One per engine. Staging that was not reserved when the model was placed is reserved at its first use."""
 
-    def __init__(self, device: Device, tile: int, ledger: Ledger, *, device_tile: int = 0):
+    def __init__(self, device: Device, tile: int, ledger: Ledger, *, device_tile: int = 0, rule: RuleSpec = ADAM):
         self.device = device
         self.tile = tile
         on_host, on_device = (ledger.held(tier, "staging") for tier in (Tier.CPU, Tier.GPU))
-        self.staging = Staging(device, tile, ledger, on_host, device_tile=device_tile, on_device=on_device)
+        self.staging = Staging(device, tile, ledger, on_host, device_tile=device_tile, on_device=on_device, rule=rule)
         self.moved = Moved()
         """Of the step under way; an optimizer step puts a new one in its place."""
         self.recorder: Recorder | None = None
@@ -137,13 +122,12 @@ class Mover:
         """Whether this is a worker thread, which began behind the computation of what it reads on the device."""
         return self._of_thread.working is not None
 
-    def staged(self, kind: PlaneKind, dtype: torch.dtype, numel: int) -> torch.Tensor:
-        """The first ``numel`` elements of this thread's staging area of ``kind``, as ``dtype``. Valid until it is asked
-        again.
-        """
-        return self._own_staging().staged(kind, dtype, numel)
+    def scratch(self, number: int, dtype: torch.dtype, numel: int) -> torch.Tensor:
+        """``numel`` elements of scratch area ``number`` of this thread's staging. Valid until it is asked again."""
+        return self.own_staging().scratch(number, dtype, numel)
 
-    def _own_staging(self) -> StagingSet:
+    def own_staging(self) -> StagingSet:
+        """The set of staging of the calling thread."""
         working = self._of_thread.working
         return self.staging.own if working is None or working.staging is None else working.staging
 
@@ -209,12 +193,14 @@ class Mover:
         with self.crossing(Tier.CPU, plane.tier, source.numel() * source.element_size()):
             plane.store(start, stop, source)
 
-    def host_tile(self, kind: PlaneKind, plane: Plane, start: int, stop: int) -> tuple[torch.Tensor, bool]:
-        """The range as a host tensor, and whether it is staged (then it must be stored after it was changed)."""
+    def host_tile(self, number: int, plane: Plane, start: int, stop: int) -> tuple[torch.Tensor, bool]:
+        """The range as a host tensor, and whether it is staged (then it must be stored after it was changed): in
+        scratch area ``number``.
+        """
         view = plane.host_view(start, stop)
         if view is not None:
             return view, False
-        return self.load(plane, start, stop, self.staged(kind, plane.dtype, stop - start)), True
+        return self.load(plane, start, stop, self.scratch(number, plane.dtype, stop - start)), True
 
     def gather(self, chunk: Chunk) -> Event:
         """Start to fill a populated window with the weights from home, cast to the compute dtype if home is a wider
@@ -270,25 +256,27 @@ class Mover:
 
         A lane has a set of its own and uses all of it; the training thread leaves most of its set to others.
         """
-        staging, casts = self._own_staging(), plane.dtype != flat.dtype
-        reads, sends = _AREAS[self.in_worker, casts]
+        staging, casts = self.own_staging(), plane.dtype != flat.dtype
+        rest = tuple(range(2, staging.num_scratch))
+        reads = ((0, 1) if self.in_worker else (0,)) if casts else ((0, *rest, 1) if self.in_worker else (0, 2))
+        sends = rest if casts else reads
         reading: deque[tuple[int, int, torch.Tensor, Event]] = deque()
-        sent: dict[PlaneKind, Event] = {}
+        sent: dict[int, Event] = {}
 
-        def area(kind: PlaneKind, dtype: torch.dtype, numel: int) -> torch.Tensor:
-            tile = staging.staged(kind, dtype, numel)  # waits for the copy out of it
-            if kind in sent:
-                sent[kind].wait()  # and how did that end?
+        def area(place: int, dtype: torch.dtype, numel: int) -> torch.Tensor:
+            tile = staging.scratch(place, dtype, numel)  # waits for the copy out of it
+            if place in sent:
+                sent[place].wait()  # and how did that end?
             return tile
 
         def send(number: int) -> None:
             start, stop, tile, read = reading[0]
             read.wait()
-            kind = sends[number % len(sends)]
+            place = sends[number % len(sends)]
             if casts:
-                tile = area(kind, flat.dtype, stop - start).copy_(tile)
-            sent[kind] = self._send(flat[start:stop], tile)
-            staging.leaves(kind, sent[kind])
+                tile = area(place, flat.dtype, stop - start).copy_(tile)
+            sent[place] = self._send(flat[start:stop], tile)
+            staging.leaves(place, sent[place])
             reading.popleft()
 
         try:

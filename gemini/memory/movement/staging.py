@@ -1,9 +1,11 @@
 """Staging: memory that planes pass through where they cannot be worked on in place, one set per thread that works.
 
-A set has room for one tile of every kind of plane. The training thread has one. The update lane has another, cut into
-*slots* of smaller tiles, so that one tile is read while one is updated and one is written. Updates that are streamed
-through the device have slots in its memory. All bytes are in the ledger ("staging"), reserved when the model is placed,
-or on the host at the first use.
+A set has room for one tile of every kind of plane, each in an area of its own. Whoever passes something else through
+it takes areas by number (*scratch*): no thread updates a tile and does something else in the same set at once.
+
+The training thread has one set. The update lane has another, cut into *slots* of smaller tiles, so that one tile is
+read while one is updated and one is written. Updates that are streamed through the device have slots in its memory. All
+bytes are in the ledger ("staging"), reserved when the model is placed, or on the host at the first use.
 """
 
 from __future__ import annotations
@@ -13,9 +15,8 @@ from collections.abc import Callable
 import torch
 
 from gemini.memory.devices.device import Device, Event
-from gemini.planning.layout import ALIGN
-from gemini.planning.planes import PlaneKind
-from gemini.planning.working import STAGED_BYTES, staging_bytes
+from gemini.planning.planes import ADAM, GRAD, WEIGHTS, PlaneKind, RuleSpec, is_wide
+from gemini.planning.working import staged_bytes, staging_bytes
 from gemini.tiers import Ledger, Tier
 
 SLOTS = 4
@@ -39,32 +40,43 @@ class _Memory:
 
 
 class StagingSet:
-    """Room for one tile of every kind of plane, from byte ``at`` of some memory."""
+    """Room for one tile of every kind of plane of ``rule``, from byte ``at`` of some memory."""
 
-    def __init__(self, memory: _Memory, tile: int, at: int = 0):
+    def __init__(self, memory: _Memory, tile: int, at: int = 0, *, rule: RuleSpec = ADAM):
         self.tile = tile
         self._memory = memory
-        self._leaving: dict[PlaneKind, Event] = {}
-        self._at: dict[PlaneKind, int] = {}
-        for kind, size in STAGED_BYTES.items():
-            self._at[kind] = at
-            at += tile * size
+        self._leaving: dict[str, Event] = {}
+        self._areas: dict[str, tuple[int, int]] = {}
+        for kind, size in staged_bytes(tile, rule).items():
+            self._areas[kind] = at, size
+            at += size
+        first = [WEIGHTS, GRAD]
+        self._scratch = first + [spec.kind for spec in rule.staged if is_wide(spec) and spec.kind not in first]
 
-    def staged(self, kind: PlaneKind, dtype: torch.dtype, numel: int) -> torch.Tensor:
-        """The first ``numel`` elements of the area of ``kind``, as ``dtype``. Valid until it is asked again.
+    @property
+    def num_scratch(self) -> int:
+        """Areas that :meth:`scratch` has: three at least."""
+        return len(self._scratch)
+
+    def staged(self, kind: PlaneKind, dtype: torch.dtype, num_items: int) -> torch.Tensor:
+        """The first items of the area of ``kind``, as ``dtype``. Valid until it is asked again.
 
         Waits for a copy out of it that is under way (:meth:`leaves`); how that ended is told to whoever began it.
         """
         leaving = self._leaving.pop(kind, None)
         if leaving is not None:
             leaving.wait_until_over()
-        num_bytes, at = numel * dtype.itemsize, self._at[kind]
-        assert num_bytes <= self.tile * STAGED_BYTES[kind], (kind, numel, dtype, self.tile)
+        num_bytes, (at, size) = num_items * dtype.itemsize, self._areas[kind]
+        assert num_bytes <= size, (kind, num_items, dtype, self.tile)
         return self._memory.get()[at : at + num_bytes].view(dtype)
 
-    def leaves(self, kind: PlaneKind, event: Event) -> None:
-        """A copy out of the area of ``kind`` was begun, which is over with ``event``."""
-        self._leaving[kind] = event
+    def scratch(self, number: int, dtype: torch.dtype, numel: int) -> torch.Tensor:
+        """The same of area ``number``, which has room for a tile of fp32, whatever goes through it."""
+        return self.staged(self._scratch[number], dtype, numel)
+
+    def leaves(self, number: int, event: Event) -> None:
+        """A copy out of scratch area ``number`` was begun, which is over with ``event``."""
+        self._leaving[self._scratch[number]] = event
 
 
 class Staging:
@@ -75,20 +87,24 @@ class Staging:
         reserved: bytes of staging that are in the ledger already; the first set is reserved at its first use if there
             are none. What is reserved beyond it makes the sets of lanes.
         device_tile: elements of a tile in the device's memory; ``on_device`` bytes there are reserved for such tiles.
+        rule: of the updates, whose planes are staged.
     """
 
     def __init__(
-        self, device: Device, tile: int, ledger: Ledger, reserved: int, *, device_tile: int = 0, on_device: int = 0
-    ):
-        self.tile = tile
+        self, device: Device, tile: int, ledger: Ledger, reserved: int, *, device_tile: int = 0, on_device: int = 0,
+        rule: RuleSpec = ADAM,
+    ):  # fmt: skip
+        self.tile, self._rule = tile, rule
+        self.num_bytes = staging_bytes(tile, rule)
+        """Of one set in host memory."""
         self._device, self._ledger = device, ledger
         self.is_reserved = reserved > 0
         """Whether the bytes of the training thread's set are in the ledger."""
-        self._own = StagingSet(_Memory(device.make_host_buffer, staging_bytes(tile)), tile)
-        self._num_left = max(reserved // staging_bytes(tile) - 1, 0)
-        memory, slot = _Memory(self._make_on_device, on_device), staging_bytes(device_tile)
+        self._own = StagingSet(_Memory(device.make_host_buffer, self.num_bytes), tile, rule=rule)
+        self._num_left = max(reserved // self.num_bytes - 1, 0)
+        memory, slot = _Memory(self._make_on_device, on_device), staging_bytes(device_tile, rule)
         count = on_device // slot if slot else 0
-        self.on_device = [StagingSet(memory, device_tile, number * slot) for number in range(count)]
+        self.on_device = [StagingSet(memory, device_tile, number * slot, rule=rule) for number in range(count)]
         """Slots in the device's memory: the update lane's, or the training thread's where there is no such lane."""
 
     @property
@@ -109,13 +125,13 @@ class Staging:
         """
         if self.is_reserved:
             return False
-        self._ledger.reserve(Tier.CPU, staging_bytes(self.tile), "staging")
+        self._ledger.reserve(Tier.CPU, self.num_bytes, "staging")
         self.is_reserved = True
         return True
 
     def give_back(self) -> None:
         """Undo :meth:`reserve`, before the set was used."""
-        self._ledger.release(Tier.CPU, staging_bytes(self.tile), "staging")
+        self._ledger.release(Tier.CPU, self.num_bytes, "staging")
         self.is_reserved = False
 
     def _make_on_device(self, num_bytes: int) -> torch.Tensor:
@@ -136,7 +152,8 @@ class Staging:
         if self._num_left == 0:
             return []
         self._num_left -= 1
-        memory = _Memory(self._device.make_host_buffer, staging_bytes(self.tile))
-        tile = max(self.tile // num_slots // ALIGN * ALIGN, ALIGN)
-        num_slots = min(num_slots, max(self.tile // tile, 1))
-        return [StagingSet(memory, tile, number * staging_bytes(tile)) for number in range(num_slots)]
+        align = self._rule.align
+        tile = max(self.tile // num_slots // align * align, align)
+        num_slots, slot = min(num_slots, max(self.tile // tile, 1)), staging_bytes(tile, self._rule)
+        memory = _Memory(self._device.make_host_buffer, max(self.num_bytes, num_slots * slot))
+        return [StagingSet(memory, tile, number * slot, rule=self._rule) for number in range(num_slots)]

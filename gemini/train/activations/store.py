@@ -24,7 +24,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from gemini.errors import BudgetExceeded
 from gemini.memory.devices.pages import PAGE
 from gemini.memory.movement.mover import tiles
-from gemini.planning.planes import PlaneKind
 from gemini.tiers import Tier
 from gemini.train.activations.flights import Flight
 from gemini.train.activations.lanes import ActivationLanes
@@ -253,7 +252,7 @@ class ActivationStore:
         assert self._tier is not None
         try:
             if self._tier is Tier.NVME:
-                self._mover.staged(PlaneKind.GRAD, torch.uint8, PAGE)  # reserved before the tensor's own place is
+                self._mover.scratch(1, torch.uint8, PAGE)  # reserved before the tensor's own place is
             self._ledger.reserve(self._tier, num_bytes, HOLDER)
         except BudgetExceeded as e:
             self._say_no_room(e)
@@ -291,7 +290,7 @@ class ActivationStore:
             return
         assert self._spill is not None
         for start, stop in self._pieces(num_bytes):
-            staged = self._mover.staged(PlaneKind.GRAD, torch.uint8, stop - start)
+            staged = self._mover.scratch(1, torch.uint8, stop - start)
             part = source[start : min(stop, source.numel())]
             with self._mover.crossing(computing, Tier.CPU, stop - start):
                 self._device.copy(staged[: part.numel()], part, "offload").wait()
@@ -323,7 +322,7 @@ class ActivationStore:
             return
         assert self._spill is not None
         for start, stop in self._pieces(num_bytes):
-            staged = self._mover.staged(PlaneKind.GRAD, torch.uint8, stop - start)
+            staged = self._mover.scratch(1, torch.uint8, stop - start)
             with self._mover.crossing(Tier.NVME, Tier.CPU, stop - start):
                 self._spill.read(staged, packed.place + start)
             part = into[start : min(stop, into.numel())]

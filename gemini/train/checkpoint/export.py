@@ -24,7 +24,7 @@ from torch import nn
 
 from gemini.errors import RankLost, RankMismatch, StorageError
 from gemini.memory.chunks.chunk import FilePlane
-from gemini.planning.planes import PlaneKind
+from gemini.planning.planes import WEIGHTS
 from gemini.ranks.agreement import Point
 from gemini.train.params.by_name import ByName
 from gemini.train.params.guard import ParamHandle, handle_of
@@ -119,7 +119,7 @@ class Export:
                 buffer.owner = view  # type: ignore[attr-defined]
                 return torch.frombuffer(buffer, dtype=view.dtype)
         whole = self._file_backed(slot.numel, plane.dtype)
-        self._by_names.read_into(handle, PlaneKind.WEIGHTS, whole)
+        self._by_names.read_into(handle, WEIGHTS, whole)
         return whole if plane.dtype == self._dtype else self._file_backed(slot.numel, self._dtype).copy_(whole)
 
     def _file_backed(self, numel: int, dtype: torch.dtype) -> torch.Tensor:

@@ -19,21 +19,18 @@ import json
 import math
 import os
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from gemini.errors import StorageError
-from gemini.memory.chunks.chunk import plane_dtype
-from gemini.planning.planes import OPTIMIZER_PLANES, PRECISIONS, PlaneKind, plane_itemsizes
+from gemini.planning.planes import ADAM, PRECISIONS, RuleSpec, plane_specs
 from gemini.train.checkpoint.replacing import check_renamable, sync
 from gemini.train.checkpoint.tensor_file import Malformed, TensorFile, open_regular, parse_json
 
 FORMAT, VERSION = "gemini-checkpoint", 2
-SAVED = (PlaneKind.WEIGHTS, *OPTIMIZER_PLANES)
-"""Planes that a checkpoint keeps."""
 MANIFEST = "manifest.json"
 VALUES = "values.safetensors"
 """The file of tensors that are not masters or moments: buffers, RNGs, what the scheduler and ``extra`` hold."""
@@ -74,6 +71,8 @@ class Manifest(NamedTuple):
     """A whole manifest. What is ``Any`` is encoded plain data, with tensors in ``VALUES``."""
 
     precision: str
+    rule: RuleSpec
+    """Of the updates: Adam where a checkpoint does not say it."""
     piece: int
     """Elements of a checksum."""
     params: dict[str, SavedParam]
@@ -209,11 +208,12 @@ def _manifest_of(data: Any) -> Manifest:
     Raises:
         Malformed: naming the place of a value that no checkpoint has.
     """
-    data = {"scheduler_kind": None, **_fields(data, "the manifest")}
+    data = {"scheduler_kind": None, "rule": ADAM.to_body(), **_fields(data, "the manifest")}
     any_of = dict.fromkeys(("scheduler", "groups", "plain", "buffers", "extra", "rng"), _anything)
     manifest: Manifest = _record(
         Manifest,
         precision=_one_of(PRECISIONS),
+        rule=_rule,
         piece=_integer(1, 2**48),
         params=_mapping(_record(SavedParam, shape=_sequence(_integer(0, 2**48)), step=_COUNT, trained=_flag)),
         files=_mapping(_record(SavedFile, header=_CRC, tensors=_mapping(_TENSOR))),
@@ -254,10 +254,9 @@ def _compare(manifest: Manifest, opened: dict[str, TensorFile]) -> None:
 
 def _compare_parts(manifest: Manifest, opened: dict[str, TensorFile]) -> None:
     needed = {
-        f"{kind.value}/{name}": (param, plane_dtype(kind, manifest.precision, trainable=param.trained, itemsize=0))
+        f"{kind}/{name}": (whole_shape(param.shape, spec.num_items(math.prod(param.shape))), getattr(torch, spec.dtype))
         for name, param in manifest.params.items()
-        for kind in plane_itemsizes(manifest.precision, "transient", trainable=param.trained)
-        if kind in SAVED
+        for kind, spec in plane_specs(manifest.precision, "transient", manifest.rule, trainable=param.trained).items()
     }
     found: dict[str, list[tuple[int, int]]] = {key: [] for key in needed}
     for name, listed in manifest.files.items():
@@ -265,9 +264,9 @@ def _compare_parts(manifest: Manifest, opened: dict[str, TensorFile]) -> None:
             spec = opened[name].specs[tensor]
             if entry.of not in needed:
                 raise Malformed(f"{name} has {entry.of!r}, which no param has")
-            param, dtype = needed[entry.of]
+            shape, dtype = needed[entry.of]
             stop = entry.start + spec.numel
-            whole, part = (entry.of, param.shape), (f"{entry.of}[{entry.start}:{stop}]", (spec.numel,))
+            whole, part = (entry.of, shape), (f"{entry.of}[{entry.start}:{stop}]", (spec.numel,))
             if (tensor, spec.shape) not in (whole, part) or spec.dtype is not dtype:
                 raise Malformed(f"{name} has {tensor!r} as {spec.dtype} {list(spec.shape)}, which is not what it is")
             found[entry.of].append((entry.start, stop))
@@ -277,8 +276,13 @@ def _compare_parts(manifest: Manifest, opened: dict[str, TensorFile]) -> None:
             if start != end:
                 raise Malformed(f"{key} has elements {min(start, end)} to {max(start, end)} {_often(start, end)}")
             end = stop
-        if end != math.prod(needed[key][0].shape):
-            raise Malformed(f"{key} is not complete: {end} of {math.prod(needed[key][0].shape)} elements are there")
+        if end != math.prod(needed[key][0]):
+            raise Malformed(f"{key} is not complete: {end} of {math.prod(needed[key][0])} elements are there")
+
+
+def whole_shape(shape: Sequence[int], numel: int) -> tuple[int, ...]:
+    """Of a whole plane of a param: the param's, or flat where a plane has fewer items than the param elements."""
+    return tuple(shape) if math.prod(shape) == numel else (numel,)
 
 
 def _often(start: int, end: int) -> str:
@@ -318,6 +322,13 @@ def _text(value: Any, where: str) -> str:
     if not isinstance(value, str):
         raise Malformed(f"{where} is {_shown(value)}, and no text")
     return value
+
+
+def _rule(value: Any, where: str) -> RuleSpec:
+    try:
+        return RuleSpec.from_body(value)
+    except (TypeError, ValueError) as e:
+        raise Malformed(f"{where} is {_shown(value)}, and no update rule: {e}") from e
 
 
 def _one_of(names: tuple[str, ...]) -> Reader[str]:

@@ -16,7 +16,7 @@ from torch import nn
 
 from gemini.errors import PlanMismatch
 from gemini.memory.movement.mover import Mover, tiles
-from gemini.planning.planes import PlaneKind
+from gemini.planning.planes import RuleSpec
 from gemini.train.checkpoint.format import VALUES, Manifest, compare_sums
 from gemini.train.checkpoint.plain_data import Decoder
 from gemini.train.checkpoint.states import (
@@ -35,12 +35,12 @@ from gemini.train.checkpoint.write import Source
 from gemini.train.gradients.loss_scale import LossScale
 from gemini.train.params.by_name import write_range
 from gemini.train.params.guard import ParamHandle
-from gemini.train.update.optimizer import HybridAdam
+from gemini.train.update.optimizer import HybridOptimizer
 from gemini.train.write_observers import WriteObservers
 
 
 class _Run(NamedTuple):
-    """Elements ``[start, stop)`` of a master or moment: one tensor in a file."""
+    """Items ``[start, stop)`` of a master or state: one tensor in a file."""
 
     start: int
     stop: int
@@ -94,28 +94,27 @@ class Reader:
 
     def _ranges(self, source: Source) -> Iterator[tuple[int, int, _Run, int]]:
         """Ranges of at most a tile in this rank's part, each with what holds it and where it begins there."""
-        part = source.handle.part
+        offset = source.offset
         for run in self._saved.get(source.key, []):
-            first, last = max(run.start, part.offset), min(run.stop, part.offset + part.numel)
+            first, last = max(run.start, offset), min(run.stop, offset + source.numel)
             for start, stop in tiles(first, last, self._mover.tile):
-                yield start - part.offset, stop - part.offset, run, start - run.start
+                yield start - offset, stop - offset, run, start - run.start
 
     def _fill(self, source: Source, start: int, stop: int, run: _Run, at: int) -> None:
         """In place where the host can write it, else through a staging area."""
-        base = source.handle.part.start
-        in_place = source.plane.host_view(base + start, base + stop)
+        in_place = source.plane.host_view(source.place(start), source.place(stop))
         if in_place is not None:
             run.file.read_into(run.name, at, in_place)
             return
-        staged = self._mover.staged(PlaneKind.EXP_AVG, source.plane.dtype, stop - start)
+        staged = self._mover.scratch(2, source.plane.dtype, stop - start)
         run.file.read_into(run.name, at, staged)
-        write_range(self._mover, source.plane, source.handle, staged, start)
+        write_range(self._mover, source.plane, source.handle, staged, start * source.plane.block)
 
     def _clear(self, source: Source) -> None:
         """Begin anew: a residual or moment of before belongs to weights that are gone."""
-        for start, stop in tiles(0, source.handle.part.numel, self._mover.tile):
-            zeros = self._mover.staged(PlaneKind.EXP_AVG, source.plane.dtype, stop - start).zero_()
-            write_range(self._mover, source.plane, source.handle, zeros, start)
+        for start, stop in tiles(0, source.numel, self._mover.tile):
+            zeros = self._mover.scratch(2, source.plane.dtype, stop - start).zero_()
+            write_range(self._mover, source.plane, source.handle, zeros, start * source.plane.block)
 
 
 class Rest:
@@ -130,19 +129,20 @@ class Rest:
     """
 
     def __init__(
-        self, path: Path, manifest: Manifest, values: list[torch.Tensor], model: nn.Module, optimizer: HybridAdam,
-        scheduler: Any, *, handles: list[ParamHandle], precision: str, loss_scale: LossScale | None,
+        self, path: Path, manifest: Manifest, values: list[torch.Tensor], model: nn.Module,
+        optimizer: HybridOptimizer, scheduler: Any, *, handles: list[ParamHandle], precision: str, rule: RuleSpec,
+        loss_scale: LossScale | None,
     ):  # fmt: skip
         self._optimizer, self._scheduler, self._handles, self._loss_scale = optimizer, scheduler, handles, loss_scale
         self._manifest = manifest
-        _compare_params(path, manifest, handles, precision)
+        _compare_params(path, manifest, handles, precision, rule)
         decoder = Decoder(values)
         groups, plain = decoder.decode(manifest.groups, "groups"), decoder.decode(manifest.plain, "plain")
         saved_buffers = decoder.decode(manifest.buffers, "buffers")
         self._state = decoder.decode(manifest.scheduler, "scheduler")
         self._rng, self.extra = decoder.decode(manifest.rng, "rng"), decoder.decode(manifest.extra, "extra")
         decoder.end()
-        self._groups = check_groups(path, groups, groups_of(optimizer))
+        self._groups = check_groups(path, groups, groups_of(optimizer), optimizer)
         self._plain = check_plain_states(path, optimizer, plain)
         self._buffers = _paired_buffers(path, dict(persistent_buffers(model)), saved_buffers)
         _compare_loss_scale(loss_scale, manifest)
@@ -175,11 +175,16 @@ class Rest:
             set_rng_states(self._rng[rank])
 
 
-def _compare_params(path: Path, manifest: Manifest, handles: list[ParamHandle], precision: str) -> None:
+def _compare_params(path: Path, manifest: Manifest, handles: list[ParamHandle], precision: str, rule: RuleSpec) -> None:
     if manifest.precision != precision:
         raise PlanMismatch(
             f"{path} was saved in {manifest.precision}, the model is in {precision}: wrap it with "
             f"GeminiConfig(precision={manifest.precision!r})"
+        )
+    if manifest.rule != rule:
+        raise PlanMismatch(
+            f"{path} was saved with states of the update rule {manifest.rule.name!r}, the model was wrapped for "
+            f"{rule.name!r}: wrap it with GeminiConfig(optimizer=) of the same rule"
         )
     saved = {name: param.shape for name, param in manifest.params.items()}
     here = {handle.name: tuple(handle.param.shape) for handle in handles}
@@ -190,7 +195,7 @@ def _compare_params(path: Path, manifest: Manifest, handles: list[ParamHandle], 
             f"(saved {saved.get(different[0])}, here {here.get(different[0])})"
         )
     for handle in handles:
-        was, now = manifest.params[handle.name].trained, PlaneKind.EXP_AVG in handle.chunk.planes
+        was, now = manifest.params[handle.name].trained, handle.chunk.trained
         if was and not now:
             raise PlanMismatch(f"{handle.name!r} was trained when {path} was saved and is frozen here")
         if now and not was and manifest.precision == "fp16":

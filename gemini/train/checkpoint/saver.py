@@ -23,8 +23,6 @@ from gemini.memory.chunks.chunk import Chunk
 from gemini.memory.devices.device import Device
 from gemini.memory.movement.manager import Manager
 from gemini.memory.movement.mover import Mover
-from gemini.planning.planes import PlaneKind
-from gemini.planning.working import staging_bytes
 from gemini.ranks.handshake import Handshake
 from gemini.tiers import Ledger, Tier
 from gemini.train.checkpoint.write import Buffer, Piece, Writer
@@ -58,7 +56,7 @@ class Saver:
         Raises:
             StorageError: if it cannot be written; an existing checkpoint is as it was.
         """
-        self._write(lambda num_bytes: mover.staged(PlaneKind.GRAD, torch.uint8, num_bytes))
+        self._write(lambda num_bytes: mover.scratch(1, torch.uint8, num_bytes))
 
     def start(self, mover: Mover, manager: Manager, observers: WriteObservers, *, working_set: int) -> None:
         """Write it behind what the caller does next; or now, with a warning, if there is no memory for that."""
@@ -68,7 +66,10 @@ class Saver:
         in_place = all(source.plane.host_view(0, 0) is not None for source in sources.values())
         num_bytes = 0 if in_place else mover.tile * 4
         try:
-            _reserve(num_bytes, manager, on_host=device.tier is Tier.CPU, tile=mover.tile, working_set=working_set)
+            _reserve(
+                num_bytes, manager, on_host=device.tier is Tier.CPU, staging=mover.staging.num_bytes,
+                working_set=working_set,
+            )  # fmt: skip
         except BudgetExceeded as e:
             warnings.warn(f"the checkpoint is written while the training waits: {e}", stacklevel=3)
             self.run(mover)
@@ -208,8 +209,12 @@ def pending_in(observers: WriteObservers) -> list[Saver]:
     return [observer for observer in observers if isinstance(observer, Saver)]
 
 
-def _reserve(num_bytes: int, manager: Manager, *, on_host: bool, tile: int, working_set: int) -> None:
-    """Take staging from what no step will need. ``on_host``: the host is what computes.
+def _reserve(num_bytes: int, manager: Manager, *, on_host: bool, staging: int, working_set: int) -> None:
+    """Take staging from what no step will need.
+
+    Args:
+        on_host: the host is what computes.
+        staging: bytes that a step stages in.
 
     Raises:
         BudgetExceeded: if there is not so much.
@@ -217,7 +222,7 @@ def _reserve(num_bytes: int, manager: Manager, *, on_host: bool, tile: int, work
     ledger = manager.ledger
     if num_bytes == 0:
         return
-    room = ledger.free(Tier.CPU) - max(staging_bytes(tile) - ledger.held(Tier.CPU, "staging"), 0)
+    room = ledger.free(Tier.CPU) - max(staging - ledger.held(Tier.CPU, "staging"), 0)
     if on_host:  # windows come and go: what counts is what a step may take in all
         passing = sum(ledger.held(Tier.CPU, holder) for holder in ("windows", "pool", "gradients in flight"))
         room += passing - working_set

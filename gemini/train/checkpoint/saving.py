@@ -18,7 +18,7 @@ from torch import nn
 
 from gemini.errors import GeminiError
 from gemini.interrupts import WHOLE
-from gemini.planning.planes import PlaneKind
+from gemini.planning.planes import ADAM, RuleSpec
 from gemini.ranks.agreement import Point
 from gemini.ranks.handshake import Handshake
 from gemini.train.checkpoint import format as checkpoint_format
@@ -33,13 +33,13 @@ from gemini.train.gradients.loss_scale import LossScale
 from gemini.train.modules.injected import refuse_injected
 from gemini.train.params.guard import ParamHandle
 from gemini.train.sharding.consensus import agree, group_for
-from gemini.train.update.optimizer import HybridAdam
+from gemini.train.update.optimizer import HybridOptimizer
 
 
 def save_checkpoint(
     directory: str | os.PathLike[str],
     model: nn.Module,
-    optimizer: HybridAdam,
+    optimizer: HybridOptimizer,
     scheduler: Any = None,
     extra: Any = None,
     *,
@@ -96,7 +96,7 @@ def save_checkpoint(
             )
         draft = _draft(
             model, optimizer, scheduler, extra, handles=engine.handles, precision=engine.config.precision,
-            piece=engine.mover.tile, loss_scale=engine.loss_scale,
+            rule=engine.rule.spec, piece=engine.mover.tile, loss_scale=engine.loss_scale,
         )  # fmt: skip
     except Exception as e:
         refusal = e
@@ -113,7 +113,7 @@ def save_checkpoint(
 
 
 def load_checkpoint(
-    directory: str | os.PathLike[str], model: nn.Module, optimizer: HybridAdam, scheduler: Any = None
+    directory: str | os.PathLike[str], model: nn.Module, optimizer: HybridOptimizer, scheduler: Any = None
 ) -> Any:
     """Make ``model``, ``optimizer`` and ``scheduler`` what they were; returns ``extra``.
 
@@ -141,7 +141,7 @@ def load_checkpoint(
         with checkpoint_format.as_damage(path):
             rest = Rest(
                 path, manifest, values, model, optimizer, scheduler, handles=engine.handles,
-                precision=engine.config.precision, loss_scale=engine.loss_scale,
+                precision=engine.config.precision, rule=engine.rule.spec, loss_scale=engine.loss_scale,
             )  # fmt: skip
         engine.recover_if_interrupted()
         engine.updates.forget()
@@ -171,8 +171,8 @@ def load_checkpoint(
 
 
 def _draft(
-    model: nn.Module, optimizer: HybridAdam, scheduler: Any, extra: Any, *, handles: list[ParamHandle], precision: str,
-    piece: int, loss_scale: LossScale | None,
+    model: nn.Module, optimizer: HybridOptimizer, scheduler: Any, extra: Any, *, handles: list[ParamHandle],
+    precision: str, rule: RuleSpec, piece: int, loss_scale: LossScale | None,
 ) -> Draft:  # fmt: skip
     """Everything but masters and moments as it is now.
 
@@ -186,8 +186,7 @@ def _draft(
         "precision": precision,
         "piece": piece,
         "params": {
-            h.name: {"shape": list(h.param.shape), "step": h.num_steps, "trained": PlaneKind.EXP_AVG in h.chunk.planes}
-            for h in handles
+            h.name: {"shape": list(h.param.shape), "step": h.num_steps, "trained": h.chunk.trained} for h in handles
         },
         "groups": encode(groups_of(optimizer), tensors, "optimizer.param_groups"),
         "plain": encode(plain_states(optimizer), tensors, "optimizer.state"),
@@ -197,6 +196,8 @@ def _draft(
         "loss_scale": None if loss_scale is None else vars(loss_scale).copy(),
         "extra": encode(extra, tensors, "extra"),
     }
+    if rule != ADAM:
+        manifest["rule"] = rule.to_body()
     return Draft(manifest, tensors, rng_states())
 
 
@@ -224,8 +225,9 @@ def _engine(model: nn.Module) -> Engine:
 
 
 def _check_optimizer(engine: Engine, optimizer: Any) -> None:
-    if not isinstance(optimizer, HybridAdam):
-        raise TypeError(f"checkpoints keep the states of gemini.HybridAdam, got {type(optimizer).__name__}")
+    if not isinstance(optimizer, HybridOptimizer):
+        kind = type(optimizer).__name__
+        raise TypeError(f"checkpoints keep the states of gemini.HybridAdam and HybridOptimizer, got {kind}")
     if optimizer.engine() not in (engine, None):
         raise ValueError(
             "the optimizer does not own params of this model: pass the HybridAdam made from its parameters()"

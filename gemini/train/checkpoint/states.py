@@ -20,14 +20,15 @@ import torch
 from torch import nn
 
 from gemini.errors import PlanMismatch
+from gemini.planning.planes import RuleSpec
 from gemini.train.checkpoint.plain_data import plain_form
 from gemini.train.checkpoint.tensor_file import Malformed
 from gemini.train.params.guard import handle_of
-from gemini.train.update.optimizer import HybridAdam
-from gemini.train.update.optimizer_checks import check_decay, check_group, loaded_group
+from gemini.train.update.optimizer import HybridOptimizer
+from gemini.train.update.optimizer_checks import check_decay, loaded_group
 
 
-def groups_of(optimizer: HybridAdam) -> list[dict[str, Any]]:
+def groups_of(optimizer: HybridOptimizer) -> list[dict[str, Any]]:
     """The groups with params by name; params that are not managed by their number."""
     groups, index = [], 0
     for group in optimizer.param_groups:
@@ -40,7 +41,7 @@ def groups_of(optimizer: HybridAdam) -> list[dict[str, Any]]:
     return groups
 
 
-def plain_states(optimizer: HybridAdam) -> dict[str, Any]:
+def plain_states(optimizer: HybridOptimizer) -> dict[str, Any]:
     """Params of the optimizer that are not managed, with their states, by number."""
     params = _params(optimizer)
     return {
@@ -50,7 +51,9 @@ def plain_states(optimizer: HybridAdam) -> dict[str, Any]:
     }
 
 
-def check_groups(path: Path, saved: Any, here: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def check_groups(
+    path: Path, saved: Any, here: list[dict[str, Any]], optimizer: HybridOptimizer
+) -> list[dict[str, Any]]:
     """What of saved groups is to be taken over, if an optimizer whose groups are ``here`` can go on with them.
 
     Raises:
@@ -70,7 +73,7 @@ def check_groups(path: Path, saved: Any, here: list[dict[str, Any]]) -> list[dic
         )
     for i, (group, ours) in enumerate(zip(saved, here, strict=True)):
         try:
-            check_group(group, f"groups[{i}]")
+            optimizer.check_group(group, f"groups[{i}]")
             both = {key: plain_form(value) for key, value in ours.items() if key in group}
             check_alike(both, group, f"groups[{i}]", finite=True, settled=False)
         except (TypeError, ValueError, KeyError, OverflowError) as e:
@@ -132,13 +135,11 @@ def _is_number(value: Any) -> bool:
 _COUNTERS = ("last_epoch", "_step_count")
 _OF_USERS = ("lr_lambdas", "_scale_fn_custom")
 """Parts of the states of torch's schedulers that are attributes of what users gave them."""
-_STATES = {
-    "exp_avg": torch.float32, "exp_avg_sq": torch.float32, "residual": torch.int16, "master": torch.float32,
-}  # fmt: skip
+_MASTERS = {"residual": torch.int16, "master": torch.float32}
 _STATES_OF = {torch.bfloat16: "residual", torch.float16: "master"}
 
 
-def check_plain_states(path: Path, optimizer: HybridAdam, states: Any) -> dict[int, dict[str, Any]]:
+def check_plain_states(path: Path, optimizer: HybridOptimizer, states: Any) -> dict[int, dict[str, Any]]:
     """What :func:`plain_states` gave, by number, if it is of these params.
 
     Raises:
@@ -163,27 +164,30 @@ def check_plain_states(path: Path, optimizer: HybridAdam, states: Any) -> dict[i
             )
         check_writable(param, value, f"param {number} of the optimizer")
         if state:
-            _check_state(state, value, f"plain.{key}.state")
+            _check_state(state, value, optimizer.rule.spec, f"plain.{key}.state")
         found[number] = entry
     return found
 
 
-def _check_state(state: dict[str, Any], param: torch.Tensor, where: str) -> None:
+def _check_state(state: dict[str, Any], param: torch.Tensor, rule: RuleSpec, where: str) -> None:
     step, own = state.get("step"), _STATES_OF.get(param.dtype)
     if not isinstance(step, torch.Tensor) or step.dtype is not torch.float32 or step.dim():
         raise Malformed(f"{where}.step is not a number of updates")
     if not (0 <= step.item() < 2**53 and step.item() == int(step.item())):
         raise Malformed(f"{where}.step is {step.item()}, and no number of updates")
-    if not {"exp_avg", "exp_avg_sq"} <= state.keys() or state.keys() & (set(_STATES_OF.values()) - {own}):
+    specs = {spec.kind: spec for spec in rule.planes}
+    if not specs.keys() <= state.keys() or state.keys() & (set(_STATES_OF.values()) - {own}):
         raise Malformed(f"{where} has {sorted(state, key=str)}, which is no state of a {param.dtype} param")
     for name, value in state.items():
-        dtype = _STATES.get(name, torch.float32)
-        alike = isinstance(value, torch.Tensor) and (value.dtype, value.shape) == (dtype, param.shape)
+        dtype = getattr(torch, specs[name].dtype) if name in specs else _MASTERS.get(name, torch.float32)
+        whole = name not in specs or specs[name].block == 1
+        shape = param.shape if whole else torch.Size([specs[name].num_items(param.numel())])
+        alike = isinstance(value, torch.Tensor) and (value.dtype, value.shape) == (dtype, shape)
         if name != "step" and not alike:
             raise Malformed(f"{where}.{name} is not {dtype} in the shape of its param")
 
 
-def load_plain_states(optimizer: HybridAdam, states: dict[int, dict[str, Any]]) -> None:
+def load_plain_states(optimizer: HybridOptimizer, states: dict[int, dict[str, Any]]) -> None:
     """Put back what :func:`check_plain_states` found good."""
     params = _params(optimizer)
     with torch.no_grad():
@@ -195,7 +199,7 @@ def load_plain_states(optimizer: HybridAdam, states: dict[int, dict[str, Any]]) 
             }
 
 
-def _params(optimizer: HybridAdam) -> list[torch.Tensor]:
+def _params(optimizer: HybridOptimizer) -> list[torch.Tensor]:
     return [param for group in optimizer.param_groups for param in group["params"]]
 
 
@@ -300,7 +304,7 @@ def scheduler_kind(scheduler: Any) -> str | None:
     return None if scheduler is None else type(scheduler).__qualname__
 
 
-def check_scheduler(path: Path, scheduler: Any, optimizer: HybridAdam, saved: Any, kind: str | None) -> None:
+def check_scheduler(path: Path, scheduler: Any, optimizer: HybridOptimizer, saved: Any, kind: str | None) -> None:
     """Whether ``scheduler`` can go on from ``saved``, the state of one called ``kind``: given it for a moment.
 
     Raises:
@@ -357,7 +361,7 @@ def _without_empty(states: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _as_it_was(scheduler: Any, optimizer: HybridAdam) -> Iterator[None]:
+def _as_it_was(scheduler: Any, optimizer: HybridOptimizer) -> Iterator[None]:
     """Whatever is done to a scheduler inside is undone."""
     state = copy.deepcopy(scheduler.state_dict())
     parts = [scheduler, *(getattr(scheduler, "_schedulers", None) or ()), *getattr(scheduler, "lr_lambdas", ())]

@@ -24,12 +24,12 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from gemini.errors import GeminiError, StorageError
-from gemini.planning.planes import PlaneKind
+from gemini.planning.planes import PlaneKind, PlaneSpec
 from gemini.train.checkpoint.replacing import atomic_write
 from gemini.train.params.by_name import ByName
 from gemini.train.params.guard import ParamHandle, handle_of
 from gemini.train.params.state_dict import model_state
-from gemini.train.update.optimizer import HybridAdam
+from gemini.train.update.optimizer import HybridOptimizer
 
 _readers = WeakTensorKeyDictionary()
 """Promises to what reads their values."""
@@ -48,25 +48,26 @@ class Promises:
         """
         return model_state(original, None, "", self._weights)
 
-    def optimizer_state(self, optimizer: HybridAdam) -> dict[str, Any]:
+    def optimizer_state(self, optimizer: HybridOptimizer) -> dict[str, Any]:
         """``state_dict`` of torch's AdamW, with promises of the moments of managed params."""
         state = torch.optim.Optimizer.state_dict(optimizer)
         params = [param for group in optimizer.param_groups for param in group["params"]]
         for index, param in enumerate(params):
             handle = handle_of(param)
             if handle is not None and handle.num_steps:
-                moments = {
-                    kind.value: _promise(handle, torch.float32, partial(self._moment, handle, kind))
-                    for kind in (PlaneKind.EXP_AVG, PlaneKind.EXP_AVG_SQ)
-                }
+                moments = {spec.kind: self._state(handle, spec) for spec in optimizer.rule.spec.planes}
                 state["state"][index] = {"step": torch.tensor(float(handle.num_steps), device="cpu"), **moments}
         return state
 
     def _weights(self, handle: ParamHandle) -> torch.Tensor:
-        dtype = torch.float32 if PlaneKind.EXP_AVG in handle.chunk.planes else handle.param.dtype
-        return _promise(handle, dtype, partial(self._by_names.read, handle, dtype))
+        dtype = torch.float32 if handle.chunk.trained else handle.param.dtype
+        return _promise(handle.param.shape, dtype, partial(self._by_names.read, handle, dtype))
 
-    def _moment(self, handle: ParamHandle, kind: PlaneKind) -> torch.Tensor:
+    def _state(self, handle: ParamHandle, spec: PlaneSpec) -> torch.Tensor:
+        shape = handle.param.shape if spec.block == 1 else torch.Size([spec.num_items(handle.slot.numel)])
+        return _promise(shape, getattr(torch, spec.dtype), partial(self._read_plane, handle, spec.kind))
+
+    def _read_plane(self, handle: ParamHandle, kind: PlaneKind) -> torch.Tensor:
         value = self._by_names.read_plane(handle, kind)
         assert value is not None, (handle.name, kind)
         return value
@@ -137,9 +138,9 @@ def _save(content: Any, draft: Path) -> None:
         raise OSError(f"the disk is full, or fails ({' '.join(str(e).split())[:100]})") from e
 
 
-def _promise(handle: ParamHandle, dtype: torch.dtype, read: Callable[[], torch.Tensor]) -> torch.Tensor:
+def _promise(shape: torch.Size, dtype: torch.dtype, read: Callable[[], torch.Tensor]) -> torch.Tensor:
     with FakeTensorMode():
-        promise = torch.empty(handle.param.shape, dtype=dtype, device="cpu")
+        promise = torch.empty(shape, dtype=dtype, device="cpu")
     _readers[promise] = read
     return promise
 

@@ -17,11 +17,11 @@ import torch
 from gemini.errors import StorageError
 from gemini.memory.chunks.chunk import Plane
 from gemini.memory.devices.device import Device
-from gemini.memory.movement.mover import page_up, tiles
-from gemini.planning.planes import PlaneKind
+from gemini.memory.movement.mover import tiles
+from gemini.planning.planes import WEIGHTS, PlaneKind
 from gemini.ranks.handshake import Handshake
 from gemini.train.checkpoint import replacing
-from gemini.train.checkpoint.format import SAVED, VALUES, check_target, write_manifest
+from gemini.train.checkpoint.format import VALUES, check_target, whole_shape, write_manifest
 from gemini.train.checkpoint.plain_data import encode
 from gemini.train.checkpoint.tensor_file import TensorFileWriter, TensorSpec
 from gemini.train.params.guard import ParamHandle
@@ -42,38 +42,54 @@ class Source(NamedTuple):
     spec: TensorSpec
     """What it is in a file: a whole param has its own name and shape, a part of one says which elements it holds."""
 
+    @property
+    def numel(self) -> int:
+        """Items of this rank's part: elements, or of a plane with one item for a block of them, blocks."""
+        return self.plane.items(self.handle.part.numel)
+
+    @property
+    def offset(self) -> int:
+        """Where in the whole param's items they begin."""
+        return self.handle.part.offset // self.plane.block
+
+    def place(self, start: int) -> int:
+        """The element of the plane at which item ``start`` of the part stands."""
+        return self.handle.part.start + start * self.plane.block
+
     def read(self, start: int, stop: int, device: Device, buffer: Buffer) -> torch.Tensor:
-        """Elements ``[start, stop)`` of the part (``start`` on a page) as a host tensor, in place or in the buffer."""
-        first, last = self.handle.part.start + start, self.handle.part.start + stop
+        """Items ``[start, stop)`` of the part (``start`` on a page) as a host tensor, in place or in the buffer."""
+        first, last = self.place(start), self.place(stop)
         in_place = self.plane.host_view(first, last)
         if in_place is not None:
             return in_place
-        padded = page_up(last - first)
-        staged = buffer(padded * self.plane.dtype.itemsize).view(self.plane.dtype)
+        padded = self.plane.page_up(last - first)
+        staged = buffer(self.plane.items(padded) * self.plane.dtype.itemsize).view(self.plane.dtype)
         on_device = self.plane.device_view(first, last)
         if on_device is not None:  # on a lane of its own: the saver is not the only one who copies
-            device.copy(staged[: last - first], on_device, "checkpoint").wait()
+            device.copy(staged[: stop - start], on_device, "checkpoint").wait()
         else:
             self.plane.load(first, first + padded, staged)
-        return staged[: last - first]
+        return staged[: stop - start]
 
 
 def sources_of(handles: list[ParamHandle]) -> list[Source]:
     """Every source of this rank, chunk after chunk."""
-    found = [_source(kind, handle) for handle in handles for kind in SAVED if kind in handle.chunk.planes]
+    found = [_source(kind, handle) for handle in handles for kind in (WEIGHTS, *handle.chunk.states)]
     return sorted(found, key=lambda source: source.handle.chunk.spec.index)
 
 
 def _source(kind: PlaneKind, handle: ParamHandle) -> Source:
-    key, plane, part = f"{kind.value}/{handle.name}", handle.chunk.planes[kind], handle.part
-    spec = TensorSpec(key, plane.dtype, tuple(handle.param.shape))
-    if part.numel != handle.slot.numel:
-        spec = TensorSpec(f"{key}[{part.offset}:{part.offset + part.numel}]", plane.dtype, (part.numel,))
-    return Source(key, handle, plane, spec)
+    key, plane = f"{kind}/{handle.name}", handle.chunk.planes[kind]
+    spec = TensorSpec(key, plane.dtype, whole_shape(handle.param.shape, plane.items(handle.slot.numel)))
+    source = Source(key, handle, plane, spec)
+    if handle.part.numel == handle.slot.numel:
+        return source
+    start, numel = source.offset, source.numel
+    return source._replace(spec=TensorSpec(f"{key}[{start}:{start + numel}]", plane.dtype, (numel,)))
 
 
 class Piece(NamedTuple):
-    """Elements ``[start, stop)`` of a source: what is read, written and has a checksum of its own at a time."""
+    """Items ``[start, stop)`` of a source: what is read, written and has a checksum of its own at a time."""
 
     source: Source
     start: int
@@ -94,13 +110,13 @@ class Writer:
 
     Args:
         sources: what this rank writes; none if another replica of the model writes the same.
-        piece: elements of a piece.
+        piece: items of a piece.
     """
 
     def __init__(self, final: Path, draft: Draft, sources: list[Source], piece: int):
         self.final, self.draft = final, draft
-        self._sources = [source for source in sources if source.handle.part.numel]
-        self.pieces = [Piece(s, *span) for s in self._sources for span in tiles(0, s.handle.part.numel, piece)]
+        self._sources = [source for source in sources if source.numel]
+        self.pieces = [Piece(s, *span) for s in self._sources for span in tiles(0, s.numel, piece)]
         self._made: Path | None = None
 
     def write(
@@ -162,9 +178,10 @@ class Writer:
             for file in files.values():
                 file.abandon()
         listed: dict[str, Any] = {}
-        for key, handle, _, spec in self._sources:
-            in_file = listed.setdefault(files[key].path.name, {"header": files[key].header_checksum, "tensors": {}})
-            in_file["tensors"][spec.name] = {"of": key, "start": handle.part.offset, "sums": sums[key]}
+        for source in self._sources:
+            key, file = source.key, files[source.key]
+            in_file = listed.setdefault(file.path.name, {"header": file.header_checksum, "tensors": {}})
+            in_file["tensors"][source.spec.name] = {"of": key, "start": source.offset, "sums": sums[key]}
         return listed
 
     def _finish(self, listed: list[dict[str, Any]]) -> None:

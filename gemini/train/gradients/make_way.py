@@ -13,10 +13,8 @@ from gemini.interrupts import WHOLE
 from gemini.memory.chunks.chunk import Chunk, FilePlane, MemoryPlane
 from gemini.memory.movement.mover import Mover, tiles
 from gemini.memory.nvme import SpillFile
-from gemini.planning.planes import PlaneKind
+from gemini.planning.planes import RESIDUAL, PlaneKind
 from gemini.tiers import Ledger, Tier
-
-_MOMENTS = (PlaneKind.EXP_AVG, PlaneKind.EXP_AVG_SQ)
 
 
 def move_moments_down(
@@ -31,9 +29,11 @@ def move_moments_down(
     missing = num_bytes - ledger.free(Tier.CPU)
     chosen: list[tuple[Chunk, PlaneKind, MemoryPlane]] = []
     for chunk in reversed(list(chunks)):
-        for kind in _MOMENTS:
-            plane = chunk.planes.get(kind)
-            if missing > 0 and isinstance(plane, MemoryPlane) and plane.tier is Tier.CPU:
+        for kind in chunk.states:
+            plane = chunk.planes[kind]
+            moves = isinstance(plane, MemoryPlane) and plane.tier is Tier.CPU and plane.block == 1
+            if missing > 0 and kind != RESIDUAL and moves:
+                assert isinstance(plane, MemoryPlane)
                 chosen.append((chunk, kind, plane))
                 missing -= plane.num_bytes
     going = sum(plane.num_bytes for *_, plane in chosen)
@@ -47,20 +47,20 @@ def move_moments_down(
     below: list[FilePlane] = []
     try:
         for _, kind, plane in chosen:
-            ledger.reserve(Tier.NVME, plane.num_bytes, kind.value)
+            ledger.reserve(Tier.NVME, plane.num_bytes, kind)
             try:
                 below.append(FilePlane(spill, plane.numel, plane.dtype))
             except BaseException:
-                ledger.release(Tier.NVME, plane.num_bytes, kind.value)
+                ledger.release(Tier.NVME, plane.num_bytes, kind)
                 raise
             for start, stop in tiles(0, plane.numel, mover.tile):
                 mover.store(below[-1], start, stop, plane.tensor[start:stop])
     except BaseException:
         for (_, kind, _), copy in zip(chosen, below, strict=False):
             copy.give_back()
-            ledger.release(Tier.NVME, copy.num_bytes, kind.value)
+            ledger.release(Tier.NVME, copy.num_bytes, kind)
         raise
     with WHOLE:
         for (chunk, kind, plane), copy in zip(chosen, below, strict=True):
             chunk.planes[kind] = copy
-            ledger.release(Tier.CPU, plane.num_bytes, kind.value)
+            ledger.release(Tier.CPU, plane.num_bytes, kind)

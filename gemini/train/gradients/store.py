@@ -20,20 +20,20 @@ import torch
 from gemini import kernels
 from gemini.errors import BudgetExceeded, GeminiError, NonFiniteGradient, StorageError, human_bytes
 from gemini.interrupts import WHOLE
-from gemini.memory.chunks.chunk import Chunk, FilePlane, Plane
+from gemini.memory.chunks.chunk import Chunk, FilePlane, Plane, make_plane
 from gemini.memory.devices.device import Device
 from gemini.memory.movement.lane import Job, Lane
 from gemini.memory.movement.manager import Manager
-from gemini.memory.movement.mover import Mover, Working, page_up, tiles
+from gemini.memory.movement.mover import Mover, Working, tiles
 from gemini.memory.nvme import SpillFile
-from gemini.planning.planes import PlaneKind
-from gemini.planning.working import staging_bytes
+from gemini.planning.planes import GRAD, PlaneSpec
 from gemini.tiers import Ledger, Tier
 from gemini.train.gradients.make_way import move_moments_down
 from gemini.train.params.guard import ParamHandle
-from gemini.train.setup.build import make_plane
 
 HOLDER = "gradients in flight"
+
+_SUMS = PlaneSpec(GRAD, "float32")
 
 
 def check_grad(handle: ParamHandle, grad: torch.Tensor) -> None:
@@ -97,7 +97,7 @@ class GradientStore:
         adding, flat = handle.has_grad, grad.detach().contiguous().view(-1)
         if adding and handle.clip != 1.0:
             self.apply_clip(handle)
-        leaves = handle.chunk.planes[PlaneKind.GRAD].tier is not self._device.tier
+        leaves = handle.chunk.planes[GRAD].tier is not self._device.tier
         if self._lane is None or self.in_turn or not leaves or not self._hold(flat.nbytes):
             handle.norm_sums = self.land_piece(handle.chunk, flat, handle.slot.start, adding)
             return
@@ -161,7 +161,7 @@ class GradientStore:
 
     def land_piece(self, chunk: Chunk, flat: torch.Tensor, at: int, adding: bool) -> kernels.Sums:
         """Keep ``flat`` at element ``at`` (a whole page) of a grad plane: the sums of squares of its norm tiles."""
-        plane = chunk.planes[PlaneKind.GRAD]
+        plane = chunk.planes[GRAD]
         assert not adding or plane.dtype is torch.float32, "promote before adding"
         view = plane.device_view(at, at + flat.numel())
         if view is not None:
@@ -176,17 +176,17 @@ class GradientStore:
         for start, stop in tiles(0, flat.numel(), self._mover.tile):
             incoming = flat[start:stop]
             if flat.device.type != "cpu" or self._device.tier is Tier.GPU:
-                inbound = self._mover.staged(PlaneKind.WEIGHTS, flat.dtype, stop - start)
+                inbound = self._mover.scratch(0, flat.dtype, stop - start)
                 with self._mover.crossing(Tier.GPU, Tier.CPU, inbound.numel() * inbound.element_size()):
                     behind = not self._mover.in_worker  # the lane has waited for it, and what is computed since is more
                     self._device.copy(inbound, incoming, "evict", behind_computing=behind).wait()
                 incoming = inbound
             # Up to the next page: what lies behind the param's end is padding, nobody reads it as a gradient.
-            end = start + page_up(stop - start)
+            end = start + plane.page_up(stop - start)
             target = plane.host_view(base + start, base + end)
             staged = target is None
             if target is None:
-                target = self._mover.staged(PlaneKind.GRAD, plane.dtype, end - start)
+                target = self._mover.scratch(1, plane.dtype, end - start)
                 if adding:
                     self._mover.load(plane, base + start, base + end, target)
             part = target[: stop - start]
@@ -205,7 +205,7 @@ class GradientStore:
             BudgetExceeded: if there is no room; what was retained is as it was, and so is the ledger.
             StorageError: if the disk fails; every gradient is still there, in one form or the other.
         """
-        narrow = [c for c in chunks if PlaneKind.GRAD in c.planes and c.planes[PlaneKind.GRAD].dtype != torch.float32]
+        narrow = [c for c in chunks if GRAD in c.planes and c.planes[GRAD].dtype != torch.float32]
         if not narrow:
             return
         self.settle()
@@ -222,13 +222,13 @@ class GradientStore:
             ) from e
         try:
             for chunk, plane in zip(narrow, wide, strict=True):
-                old = chunk.planes[PlaneKind.GRAD]
+                old = chunk.planes[GRAD]
                 self._widen(chunk, old, plane)
                 with WHOLE:
-                    chunk.planes[PlaneKind.GRAD] = plane
+                    chunk.planes[GRAD] = plane
                     self._end(old)
         except BaseException:
-            self._end(*(plane for c, plane in zip(narrow, wide, strict=True) if c.planes[PlaneKind.GRAD] is not plane))
+            self._end(*(plane for c, plane in zip(narrow, wide, strict=True) if c.planes[GRAD] is not plane))
             raise
 
     def _make_wide(self, narrow: list[Chunk], may_move: int | None) -> list[Plane]:
@@ -253,7 +253,7 @@ class GradientStore:
                 if may_move is None or self._device.tier is not Tier.CPU:
                     raise
             chunks = {handle.chunk.spec.index: handle.chunk for handle in self._handles}.values()
-            staging = staging_bytes(self._mover.tile)
+            staging = self._mover.staging.num_bytes
             move_moments_down(chunks, staging, may_move, ledger=self._ledger, mover=self._mover, spill=self._spill)
             self._mover.staging.reserve()  # for good: the moments need it from now on
             return self._try_wide(narrow, staging_first=False)
@@ -268,11 +268,11 @@ class GradientStore:
             for chunk in narrow:
                 tier, num_bytes = self._reserve_wide(chunk), 4 * _grad_numel(chunk)
                 try:
-                    wide.append(make_plane(_grad_numel(chunk), torch.float32, tier, self._device, self._spill))
+                    wide.append(make_plane(_SUMS, _grad_numel(chunk), tier, self._device, self._spill))
                 except BaseException:
-                    self._ledger.release(tier, num_bytes, PlaneKind.GRAD.value)
+                    self._ledger.release(tier, num_bytes, GRAD)
                     raise
-            planes = [*wide, *(chunk.planes[PlaneKind.GRAD] for chunk in narrow)]
+            planes = [*wide, *(chunk.planes[GRAD] for chunk in narrow)]
             if not staging_first and any(plane.tier is not self._device.tier for plane in planes):
                 has_reserved = staging.reserve()
         except BaseException:
@@ -286,12 +286,12 @@ class GradientStore:
         for plane in planes:
             if isinstance(plane, FilePlane):
                 plane.give_back()
-            self._ledger.release(plane.tier, plane.num_bytes, PlaneKind.GRAD.value)
+            self._ledger.release(plane.tier, plane.num_bytes, GRAD)
 
     def _reserve_wide(self, chunk: Chunk) -> Tier:
         """Take the bytes of an fp32 sum in the tier of the retained gradient, else in the next slower one with room."""
         num_bytes = 4 * _grad_numel(chunk)
-        home = chunk.planes[PlaneKind.GRAD].tier
+        home = chunk.planes[GRAD].tier
         order = list(Tier)
         refusal: BudgetExceeded | None = None
         for tier in order[order.index(home) :]:
@@ -301,7 +301,7 @@ class GradientStore:
                 if tier is self._device.tier:  # gathered weights that nobody reads now can give way
                     self._leave_working_set(tier, num_bytes)
                     self._manager.make_room(num_bytes, what="a sum of gradients")
-                self._ledger.reserve(tier, num_bytes, PlaneKind.GRAD.value)
+                self._ledger.reserve(tier, num_bytes, GRAD)
                 return tier
             except BudgetExceeded as e:
                 refusal = e
@@ -327,12 +327,12 @@ class GradientStore:
             into.copy_(there)  # neither through the host nor waited for
             return
         for start, stop in tiles(0, old.numel, self._mover.tile):
-            narrow, _ = self._mover.host_tile(PlaneKind.GRAD, old, start, stop)
+            narrow, _ = self._mover.host_tile(1, old, start, stop)
             wide = new.host_view(start, stop)
             if wide is not None:
                 wide.copy_(narrow)
             else:
-                wide = self._mover.staged(PlaneKind.EXP_AVG, torch.float32, stop - start)
+                wide = self._mover.scratch(2, torch.float32, stop - start)
                 self._mover.store(new, start, stop, wide.copy_(narrow))
 
     def total_sum(self, handles: list[ParamHandle]) -> float:
@@ -353,10 +353,10 @@ class GradientStore:
         if not handle.has_grad or handle.clip == 1.0:
             return
         self.settle()
-        plane, part, sums = handle.chunk.planes[PlaneKind.GRAD], handle.part, []
+        plane, part, sums = handle.chunk.planes[GRAD], handle.part, []
         for start, stop in tiles(0, part.numel, self._mover.tile):
-            end = start + page_up(stop - start)
-            tile, is_staged = self._mover.host_tile(PlaneKind.GRAD, plane, part.start + start, part.start + end)
+            end = start + plane.page_up(stop - start)
+            tile, is_staged = self._mover.host_tile(1, plane, part.start + start, part.start + end)
             sums += kernels.sum_squares(tile[: stop - start].mul_(handle.clip))
             if is_staged:
                 self._mover.store(plane, part.start + start, part.start + end, tile)
@@ -393,4 +393,4 @@ def _totals(handles: list[ParamHandle]) -> list[tuple[ParamHandle, float]]:
 
 
 def _grad_numel(chunk: Chunk) -> int:
-    return chunk.planes[PlaneKind.GRAD].numel
+    return chunk.planes[GRAD].numel

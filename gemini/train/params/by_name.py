@@ -18,8 +18,8 @@ from gemini import kernels
 from gemini.errors import GeminiError, ParamAccessError
 from gemini.interrupts import WHOLE
 from gemini.memory.chunks.chunk import COMPUTE_DTYPES, Plane
-from gemini.memory.movement.mover import Mover, page_up, tiles
-from gemini.planning.planes import PlaneKind
+from gemini.memory.movement.mover import Mover, tiles
+from gemini.planning.planes import RESIDUAL, WEIGHTS, PlaneKind
 from gemini.ranks.agreement import Point
 from gemini.train.params.guard import ParamHandle, engine_of, note_writes
 from gemini.train.sharding.alike import agree_on_values, value_facts
@@ -62,11 +62,11 @@ class ByName:
         dtype = dtype or self._compute
         self._updates.wait(handle.chunk)
         planes = handle.chunk.planes
-        exact = dtype is torch.float32 and PlaneKind.RESIDUAL in planes
+        exact = dtype is torch.float32 and RESIDUAL in planes
         if self._shards is not None:
-            weights = self._whole(handle, PlaneKind.WEIGHTS)
+            weights = self._whole(handle, WEIGHTS)
             if exact:
-                weights = _joined(weights, self._whole(handle, PlaneKind.RESIDUAL))
+                weights = _joined(weights, self._whole(handle, RESIDUAL))
             return weights.to(dtype).view(handle.param.shape)
         out = torch.empty(handle.part.numel, dtype=dtype, device="cpu")
         base = handle.part.start
@@ -74,13 +74,14 @@ class ByName:
             part = host_part(self._mover, handle.chunk.weights, base + start, base + stop)
             if exact:
                 part = part.clone()  # the other half is staged where this one may be
-                part = _joined(part, host_part(self._mover, planes[PlaneKind.RESIDUAL], base + start, base + stop))
+                part = _joined(part, host_part(self._mover, planes[RESIDUAL], base + start, base + stop))
             out[start:stop].copy_(part)
         return out.view(handle.param.shape)
 
     def _whole(self, handle: ParamHandle, kind: PlaneKind) -> torch.Tensor:
         """A param's values in a plane, flat, from all ranks."""
-        out = torch.empty(handle.slot.numel, dtype=handle.chunk.planes[kind].dtype, device="cpu")
+        plane = handle.chunk.planes[kind]
+        out = torch.empty(plane.items(handle.slot.numel), dtype=plane.dtype, device="cpu")
         self.read_into(handle, kind, out)
         return out
 
@@ -111,13 +112,13 @@ class ByName:
         planes = handle.chunk.planes
         for start, stop in tiles(0, flat.numel(), self._mover.tile):
             part = flat[start:stop].to("cpu")
-            if PlaneKind.RESIDUAL in planes:
+            if RESIDUAL in planes:
                 hi = torch.empty(stop - start, dtype=torch.bfloat16, device="cpu")
                 lo = torch.empty(stop - start, dtype=torch.int16, device="cpu")
                 kernels.split_master(part.float(), hi, lo)
-                write_range(self._mover, planes[PlaneKind.RESIDUAL], handle, lo, start)
+                write_range(self._mover, planes[RESIDUAL], handle, lo, start)
                 part = hi
-            write_range(self._mover, planes[PlaneKind.WEIGHTS], handle, part, start)
+            write_range(self._mover, planes[WEIGHTS], handle, part, start)
         note_writes([handle])
         self._manager.drop([handle.chunk])
         self._manager.refresh_lent()
@@ -143,8 +144,13 @@ class ByName:
             self._compared = before
 
     def read_plane(self, handle: ParamHandle, kind: PlaneKind) -> torch.Tensor | None:
-        """A param's part of a plane, in its shape, or None if its chunk has no such plane."""
-        return self._whole(handle, kind).view(handle.param.shape) if kind in handle.chunk.planes else None
+        """A param's part of a plane, in its shape (flat, where a plane has one item for many elements), or None if its
+        chunk has no such plane.
+        """
+        if kind not in handle.chunk.planes:
+            return None
+        whole = self._whole(handle, kind)
+        return whole.view(handle.param.shape) if handle.chunk.planes[kind].block == 1 else whole
 
     def write_plane(self, handle: ParamHandle, kind: PlaneKind, value: torch.Tensor) -> None:
         """Overwrite a param's part of a plane.
@@ -155,13 +161,12 @@ class ByName:
         """
         plane = handle.chunk.planes.get(kind)
         if plane is None:
-            raise GeminiError(f"{handle.name!r} has no {kind.value}: it is frozen, or gradients are transient")
-        if value.shape != handle.param.shape:
-            raise ValueError(
-                f"{kind.value} of {handle.name!r} has shape {tuple(value.shape)}, wanted {tuple(handle.param.shape)}"
-            )
+            raise GeminiError(f"{handle.name!r} has no {kind}: it is frozen, or gradients are transient")
+        shape = handle.param.shape if plane.block == 1 else (plane.items(handle.param.numel()),)
+        if value.shape != shape:
+            raise ValueError(f"{kind} of {handle.name!r} has shape {tuple(value.shape)}, wanted {tuple(shape)}")
         self._updates.wait(handle.chunk)
-        write_range(self._mover, plane, handle, _own_part(handle, value).to("cpu"))
+        write_range(self._mover, plane, handle, _own_part(handle, value, plane.block).to("cpu"))
 
     def take_over(self, handle: ParamHandle, before: torch.Tensor | None) -> None:
         """Make a param's gathered weights its master: written elements exactly, others keep their residual.
@@ -179,10 +184,10 @@ class ByName:
             note_writes([handle])
         new = _own_part(handle, chunk.flat[slot.start : slot.stop]).to("cpu")
         old = read_range(self._mover, chunk.weights, handle) if before is None else before.to("cpu").reshape(-1)
-        if PlaneKind.RESIDUAL in chunk.planes:
-            residual = read_range(self._mover, chunk.planes[PlaneKind.RESIDUAL], handle)
+        if RESIDUAL in chunk.planes:
+            residual = read_range(self._mover, chunk.planes[RESIDUAL], handle)
             residual[new.view(torch.int16) != old.view(torch.int16)] = 0
-            write_range(self._mover, chunk.planes[PlaneKind.RESIDUAL], handle, residual)
+            write_range(self._mover, chunk.planes[RESIDUAL], handle, residual)
         elif old.dtype != new.dtype:
             untouched = old.to(new.dtype).view(torch.int16) == new.view(torch.int16)
             new = torch.where(untouched, old, new.to(old.dtype))
@@ -196,18 +201,19 @@ def _joined(weights: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
     return master
 
 
-def _own_part(handle: ParamHandle, value: torch.Tensor) -> torch.Tensor:
-    """What this rank keeps of a param's full values, flat."""
+def _own_part(handle: ParamHandle, value: torch.Tensor, block: int = 1) -> torch.Tensor:
+    """What this rank keeps of a param's full values (one for each ``block`` elements), flat."""
     part = handle.part
-    return value.detach().reshape(-1)[part.offset : part.offset + part.numel]
+    return value.detach().reshape(-1)[part.offset // block : -(-(part.offset + part.numel) // block)]
 
 
 def read_range(mover: Mover, plane: Plane, handle: ParamHandle, out: torch.Tensor | None = None) -> torch.Tensor:
     """What this rank keeps of a param in a plane, as a flat host tensor: a new one, or ``out``."""
-    out = torch.empty(handle.part.numel, dtype=plane.dtype, device="cpu") if out is None else out
+    numel = plane.items(handle.part.numel)
+    out = torch.empty(numel, dtype=plane.dtype, device="cpu") if out is None else out
     base = handle.part.start
     for start, stop in tiles(0, handle.part.numel, mover.tile):
-        out[start:stop].copy_(host_part(mover, plane, base + start, base + stop))
+        out[start // plane.block : plane.items(stop)].copy_(host_part(mover, plane, base + start, base + stop))
     return out
 
 
@@ -216,9 +222,9 @@ def host_part(mover: Mover, plane: Plane, start: int, stop: int) -> torch.Tensor
     view = plane.host_view(start, stop)
     if view is not None:
         return view
-    end = start + page_up(stop - start)
-    staged = mover.staged(PlaneKind.GRAD, plane.dtype, end - start)
-    return mover.load(plane, start, end, staged)[: stop - start]
+    end = start + plane.page_up(stop - start)
+    staged = mover.scratch(1, plane.dtype, plane.items(end - start))
+    return mover.load(plane, start, end, staged)[: plane.items(stop - start)]
 
 
 def write_range(mover: Mover, plane: Plane, handle: ParamHandle, source: torch.Tensor, offset: int = 0) -> None:
@@ -230,13 +236,14 @@ def write_range(mover: Mover, plane: Plane, handle: ParamHandle, source: torch.T
 
 
 def _store(mover: Mover, plane: Plane, base: int, source: torch.Tensor) -> None:
-    for start, stop in tiles(0, source.numel(), mover.tile):
+    for start, stop in tiles(0, source.numel() * plane.block, mover.tile):
+        items = source[start // plane.block : plane.items(stop)]
         view = plane.host_view(base + start, base + stop)
         if view is not None:
-            view.copy_(source[start:stop])
+            view.copy_(items)
             continue
-        end = start + page_up(stop - start)
-        staged = mover.staged(PlaneKind.GRAD, plane.dtype, end - start)
-        staged[stop - start :].zero_()
-        staged[: stop - start].copy_(source[start:stop])
+        end = start + plane.page_up(stop - start)
+        staged = mover.scratch(1, plane.dtype, plane.items(end - start))
+        staged[items.numel() :].zero_()
+        staged[: items.numel()].copy_(items)
         mover.store(plane, base + start, base + end, staged)

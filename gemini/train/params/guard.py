@@ -32,7 +32,7 @@ from gemini.train.params.grad_reads import note_grad_read
 
 if TYPE_CHECKING:
     from gemini.train.engine import Engine
-    from gemini.train.update.optimizer import HybridAdam
+    from gemini.train.update.optimizer import HybridOptimizer
 
 
 @dataclass(eq=False, slots=True)
@@ -68,7 +68,7 @@ class ParamHandle:
     """Updates this param has had (Adam's bias correction); a skipped step leaves it."""
     in_backward: int = -1
     """The number of the backward in which the gradient arrived last."""
-    optimizer: weakref.ref[HybridAdam] | None = None
+    optimizer: weakref.ref[HybridOptimizer] | None = None
     """The one that the param was given to, beside ``_owners``: every step asks for it."""
     clip: float = 1.0
     """What clipping of some params (one optimizer's of several) makes of the gradient; 1 while there is none."""
@@ -83,7 +83,7 @@ def handle_of(param: Any) -> ParamHandle | None:
     return getattr(param, "_gemini", None)
 
 
-stepping_in_backward: weakref.WeakSet[HybridAdam] = weakref.WeakSet()
+stepping_in_backward: weakref.WeakSet[HybridOptimizer] = weakref.WeakSet()
 """The optimizers that do; where there is none, nobody looks for them in backward."""
 
 
@@ -91,19 +91,19 @@ _owners = WeakTensorKeyDictionary()
 """Params to weak references. Not an attribute of the param: with a weak reference in it, it could not be pickled."""
 
 
-def optimizer_of(param: Any) -> HybridAdam | None:
+def optimizer_of(param: Any) -> HybridOptimizer | None:
     """The HybridAdam that was given ``param``, if it still lives."""
     handle = handle_of(param)
     reference = owner_of(param) if handle is None else handle.optimizer
     return None if reference is None else reference()
 
 
-def owner_of(param: Any) -> weakref.ref[HybridAdam] | None:
+def owner_of(param: Any) -> weakref.ref[HybridOptimizer] | None:
     """Of a param that may be managed later, or was."""
     return _owners.get(param)
 
 
-def give_to(optimizer: HybridAdam, params: Iterable[nn.Parameter]) -> None:
+def give_to(optimizer: HybridOptimizer, params: Iterable[nn.Parameter]) -> None:
     """From now on :func:`optimizer_of` these params is this one."""
     reference = weakref.ref(optimizer)
     for param in params:

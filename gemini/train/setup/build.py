@@ -18,7 +18,7 @@ from torch import nn
 
 from gemini.config import GeminiConfig
 from gemini.errors import BudgetExceeded, GeminiError, human_bytes
-from gemini.memory.chunks.chunk import COMPUTE_DTYPES, Chunk, FilePlane, MemoryPlane, Plane, plane_dtype
+from gemini.memory.chunks.chunk import COMPUTE_DTYPES, Chunk, MemoryPlane, make_plane
 from gemini.memory.chunks.states import Use
 from gemini.memory.devices.device import Device, StorageWindow
 from gemini.memory.movement.foresight import Foresight, Schedule
@@ -26,14 +26,15 @@ from gemini.memory.nvme import SpillFile
 from gemini.planning.layout import ChunkSpec, part_of
 from gemini.planning.placement import Placement, Problem, bytes_per_tier
 from gemini.planning.plan import Moves
-from gemini.planning.planes import PlaneKind, plane_itemsizes
+from gemini.planning.planes import WEIGHTS, plane_specs
 from gemini.planning.planner import moves_for
 from gemini.planning.trace import Access, Source, accesses
 from gemini.planning.working import device_tile_numel, tile_numel
 from gemini.ranks.group import Ranks
+from gemini.rules import rule_of
 from gemini.tiers import Ledger, Tier
 from gemini.train.params.guard import ParamHandle, engine_of, find_siblings, owner_of, poison
-from gemini.train.setup.problem import Decision, collect_params, decide
+from gemini.train.setup.problem import Decision, check_optimizers, collect_params, decide
 
 if TYPE_CHECKING:
     from gemini.train.engine import Engine
@@ -63,12 +64,13 @@ def build(
 ) -> Built:
     """Lay out, place, reserve and allocate. The params still hold their own memory afterwards."""
     named = collect_params(model)
+    check_optimizers(named, rule_of(config.optimizer))
     size, rank = (1, 0) if ranks is None else (ranks.size, ranks.rank)
     decision = decide(model, config, device, ranks)
     problem, placement, layout = decision.problem, decision.placement, decision.problem.layout
     place_of = {slot.name: (chunk, slot) for chunk in layout.chunks for slot in chunk.slots}
     largest = max(chunk.numel for chunk in layout.chunks)
-    tile, device_tile = tile_numel(largest), device_tile_numel(largest)
+    tile, device_tile = tile_numel(largest), device_tile_numel(largest, problem.rule)
     ledger = Ledger(dict(problem.budgets))
     _reserve(ledger, problem, placement)
     needed = bytes_per_tier(problem, placement)
@@ -108,7 +110,7 @@ def _foresight(decision: Decision, engine: weakref.ref[Engine]) -> Foresight:
     trace, problem, placement, plan, _ = decision
     homes = placement.homes
     chunks = range(len(problem.layout.chunks))
-    moving = frozenset(i for i in chunks if problem.needs_window(i, homes[i][PlaneKind.WEIGHTS]))
+    moving = frozenset(i for i in chunks if problem.needs_window(i, homes[i][WEIGHTS]))
     schedule = None
     if plan is not None and trace.source is not Source.STRUCTURE:
         schedule = Schedule(plan.accesses, plan.moves, moving, plan.again)
@@ -140,7 +142,7 @@ def _reserve(ledger: Ledger, problem: Problem, placement: Placement) -> None:
     """Everything but the windows, whose room is taken and given back as they come and go."""
     for i, homes in enumerate(placement.homes):
         for kind, num_bytes in problem.plane_bytes(i).items():
-            ledger.reserve(homes[kind], num_bytes, kind.value)
+            ledger.reserve(homes[kind], num_bytes, kind)
     if problem.exchange:
         ledger.reserve(Tier.CPU, problem.exchange, "exchange")
     if problem.activations:
@@ -154,54 +156,49 @@ def _reserve(ledger: Ledger, problem: Problem, placement: Placement) -> None:
 
 def _window_bytes(ledger: Ledger, problem: Problem, placement: Placement) -> int:
     """The most that windows can have at once: all of them, or what the budget leaves them."""
-    moving = [i for i, homes in enumerate(placement.homes) if problem.needs_window(i, homes[PlaneKind.WEIGHTS])]
+    moving = [i for i, homes in enumerate(placement.homes) if problem.needs_window(i, homes[WEIGHTS])]
     return min(sum(problem.window_bytes(i) for i in moving), ledger.free(problem.compute) - problem.in_flight)
-
-
-def make_plane(numel: int, dtype: torch.dtype, tier: Tier, device: Device, spill: SpillFile | None) -> Plane:
-    """A zeroed plane in its home; whoever calls has reserved it."""
-    if tier is Tier.NVME:
-        assert spill is not None
-        return FilePlane(spill, numel, dtype)
-    make = device.make_buffer if tier is Tier.GPU else device.make_host_buffer
-    return MemoryPlane(make(numel * dtype.itemsize).view(dtype), tier, device)
 
 
 def _make_chunk(
     spec: ChunkSpec, problem: Problem, placement: Placement, device: Device, spill: SpillFile | None
 ) -> Chunk:
-    homes = placement.homes[spec.index]
-    precision = problem.precision
-    planes = {}
-    for kind, itemsize in plane_itemsizes(precision, problem.gradients, trainable=spec.trainable).items():
-        dtype = plane_dtype(kind, precision, trainable=spec.trainable, itemsize=itemsize)
-        planes[kind] = make_plane(spec.numel // problem.layout.ranks, dtype, homes[kind], device, spill)
-    weights = planes[PlaneKind.WEIGHTS]
-    dtype, streamed = COMPUTE_DTYPES[precision], spec.index in placement.streamed
-    if not problem.needs_window(spec.index, homes[PlaneKind.WEIGHTS]):
+    homes, numel = placement.homes[spec.index], spec.numel // problem.layout.ranks
+    planes = {
+        kind: make_plane(form, numel, homes[kind], device, spill)
+        for kind, form in problem.plane_specs(spec.index).items()
+    }
+    weights = planes[WEIGHTS]
+    dtype = COMPUTE_DTYPES[problem.precision]
+    if not problem.needs_window(spec.index, homes[WEIGHTS]):
         assert isinstance(weights, MemoryPlane)
-        return Chunk(spec, planes, weights.tensor, None, weights.tensor, use=Use.HOLD, streamed=streamed)
-    window = device.make_window(spec.numel * dtype.itemsize)
-    return Chunk(spec, planes, window.bytes.view(dtype), window, window.face().view(dtype), streamed=streamed)
+        chunk = Chunk(spec, planes, weights.tensor, None, weights.tensor, use=Use.HOLD)
+    else:
+        window = device.make_window(spec.numel * dtype.itemsize)
+        chunk = Chunk(spec, planes, window.bytes.view(dtype), window, window.face().view(dtype))
+    chunk.trained, chunk.streamed = spec.trainable, spec.index in placement.streamed
+    return chunk
 
 
 def make_trainable(engine: Engine, chunk: Chunk) -> None:
     """Give a frozen chunk the planes of a trained one, on the fastest tier below the GPU with room for all."""
-    precision = engine.config.precision
-    sizes = plane_itemsizes(precision, engine.config.gradients, trainable=True)
-    missing = {kind: size for kind, size in sizes.items() if kind not in chunk.planes}
-    if not missing:
+    if chunk.trained:
         return
+    precision, numel = engine.config.precision, chunk.weights.numel
+    specs = plane_specs(precision, engine.config.gradients, engine.rule.spec, trainable=True)
+    missing = {kind: spec for kind, spec in specs.items() if kind not in chunk.planes}
     if precision == "fp16":
         raise GeminiError(
             f"{chunk.name} was frozen when the model was wrapped: in fp16 it has no fp32 master to train. "
             "Set requires_grad before wrapping, or use precision='bf16'"
         )
-    num_bytes = sum(missing.values()) * chunk.weights.numel
+    num_bytes = sum(spec.page_bytes(numel) for spec in missing.values())
     below = [tier for tier in engine.ledger.tiers if tier is not Tier.GPU]
     if engine.device.tier in below:
         with contextlib.suppress(BudgetExceeded):  # then the next tier
             engine.manager.make_room(num_bytes, what=chunk.name)
+    if engine.rule.spec.in_memory:
+        below = [tier for tier in below if tier is not Tier.NVME]
     tier = next((t for t in below if engine.ledger.free(t) >= num_bytes), None)
     if tier is None:
         raise BudgetExceeded(
@@ -209,11 +206,11 @@ def make_trainable(engine: Engine, chunk: Chunk) -> None:
             "optimizer states, which no tier has: set requires_grad before wrapping, or raise a budget"
         )
     planes = {}
-    for kind, size in missing.items():
-        dtype = plane_dtype(kind, precision, trainable=True, itemsize=size)
-        planes[kind] = make_plane(chunk.weights.numel, dtype, tier, engine.device, engine.spill)
-        engine.ledger.reserve(tier, planes[kind].num_bytes, kind.value)
+    for kind, spec in missing.items():
+        planes[kind] = make_plane(spec, numel, tier, engine.device, engine.spill)
+        engine.ledger.reserve(tier, planes[kind].num_bytes, kind)
     chunk.planes.update(planes)
+    chunk.trained = True
 
 
 def follow_requires_grad(engine: Engine) -> None:

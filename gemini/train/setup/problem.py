@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from gemini.config import GeminiConfig
-from gemini.errors import PlanMismatch, parse_bytes
+from gemini.errors import GeminiError, PlanMismatch, parse_bytes
 from gemini.memory.chunks.chunk import COMPUTE_DTYPES
 from gemini.memory.devices.device import Device
 from gemini.memory.nvme import probe
@@ -20,11 +20,13 @@ from gemini.memory.system import available_bytes
 from gemini.planning.hardware import Hardware
 from gemini.planning.placement import Placement, Problem, StaticPlacement, by_fractions, check_fits
 from gemini.planning.plan import Plan
+from gemini.planning.planes import spec_of
 from gemini.planning.planner import Planner, pose_problem, with_staging
 from gemini.planning.speeds import Speeds
 from gemini.planning.trace import MemoryTrace, Source
 from gemini.planning.working import MARGIN
 from gemini.ranks.group import Ranks, checksum_of
+from gemini.rules import UpdateRule, other_rule
 from gemini.tiers import Tier
 from gemini.train.modules.compiled import compiled_part
 from gemini.train.modules.renormalized import refuse_on_ranks
@@ -82,6 +84,17 @@ def _by_identity(model: nn.Module) -> list[NamedParam]:
         names.setdefault(id(param), []).append(name)
         params[id(param)] = param
     return [NamedParam(param, tuple(names[key])) for key, param in params.items()]
+
+
+def check_optimizers(named: list[NamedParam], rule: UpdateRule) -> None:
+    """Refuse params that an optimizer of another rule has already.
+
+    Raises:
+        GeminiError: naming both rules.
+    """
+    for optimizer in filter(None, (optimizer_of(n.param) for n in named)):
+        if optimizer.rule != rule:
+            raise GeminiError(other_rule(optimizer.rule, rule))
 
 
 def prepare(model: nn.Module, config: GeminiConfig, ranks: Ranks, *, filled: bool = True) -> None:
@@ -243,6 +256,7 @@ def _check_plan(plan: Plan, structure: MemoryTrace, config: GeminiConfig, device
         ranks=1 if ranks is None else ranks.size,
         max_chunk=config.max_chunk,
         compute=device.tier,
+        rule=spec_of(config.optimizer),
     )
     if config.offload_activations not in (None, "auto", plan.offload_activations):
         raise PlanMismatch(
@@ -287,6 +301,7 @@ def pose(
         reduce_itemsize=reduce_dtype(config).itemsize,
         max_chunk=config.max_chunk,
         overlap=overlap,
+        rule=spec_of(config.optimizer),
     )
 
 

@@ -26,7 +26,7 @@ from gemini.train.params.guard import handle_of, optimizer_of
 if TYPE_CHECKING:
     from gemini.train.engine import Engine
     from gemini.train.sharding.shards import Shards
-    from gemini.train.update.optimizer import HybridAdam
+    from gemini.train.update.optimizer import HybridOptimizer
 
 _REFUSES = -1
 _LOW = 2**32
@@ -67,7 +67,7 @@ def gradient_facts(engine: Engine) -> Facts:
     return Facts({}, {"the gradient": array("b", [handle.has_grad for handle in engine.handles])})
 
 
-def step_facts(engine: Engine, optimizers: Sequence[HybridAdam]) -> Facts:
+def step_facts(engine: Engine, optimizers: Sequence[HybridOptimizer]) -> Facts:
     """Everything that an update of ``engine``'s params by these optimizers depends on, but the gradients themselves."""
     assert engine.reduction is not None
     values = {
@@ -102,7 +102,7 @@ def step_facts(engine: Engine, optimizers: Sequence[HybridAdam]) -> Facts:
     )
 
 
-def owners(engine: Engine) -> list[HybridAdam]:
+def owners(engine: Engine) -> list[HybridOptimizer]:
     """The optimizers of the engine's params, in the order of the model."""
     found = {id(o): o for handle in engine.handles if (o := optimizer_of(handle.param)) is not None}
     return list(found.values())
@@ -164,7 +164,7 @@ def _first_difference(
     return None
 
 
-def agree_on_step(engine: Engine, optimizer: HybridAdam) -> None:
+def agree_on_step(engine: Engine, optimizer: HybridOptimizer) -> None:
     """``optimizer.step()`` is about to update managed params: all ranks come here, and must be about to do the same.
 
     The checksum travels in the message with which ranks meet before the norm is added up. If that was sent by
@@ -190,7 +190,7 @@ def _sum(value: torch.Tensor) -> str:
     return f"checksum {checksum_of(value):08x} ({str(value.dtype).removeprefix('torch.')})"
 
 
-def agree_on_optimizer_state(optimizer: HybridAdam, state: Mapping[str, Any]) -> None:
+def agree_on_optimizer_state(optimizer: HybridOptimizer, state: Mapping[str, Any]) -> None:
     """Every rank is about to load the same state into managed params; called when this rank has nothing against it.
 
     Raises:
@@ -268,7 +268,7 @@ def told_to_all(point: Point, doing: str) -> Callable[[Callable[..., Any]], Call
 
     def decorate(method: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(method)
-        def told(self: HybridAdam, *args: Any, **kwargs: Any) -> Any:
+        def told(self: HybridOptimizer, *args: Any, **kwargs: Any) -> Any:
             engine = self.engine()
             if engine is None or engine.shards is None:
                 return method(self, *args, **kwargs)

@@ -22,7 +22,7 @@ from gemini.errors import BudgetExceeded, GeminiError
 from gemini.memory.chunks.chunk import Chunk
 from gemini.memory.devices.device import Window
 from gemini.memory.movement.mover import tiles
-from gemini.planning.planes import PlaneKind
+from gemini.planning.planes import GRAD
 from gemini.planning.timeline import Lane
 from gemini.ranks.agreement import Point, Wish
 from gemini.ranks.wire import Tag, guarded
@@ -212,7 +212,7 @@ class Reduction:
         total: torch.Tensor,
     ) -> None:
         """Keep a piece of the sum: elements ``[start, stop)`` of this rank's shard."""
-        dtype = chunk.planes[PlaneKind.GRAD].dtype
+        dtype = chunk.planes[GRAD].dtype
         rounded = total if total.dtype == dtype or dtype is torch.float32 else total.to(dtype)
         for handle in handles:
             first, last = max(handle.part.start, start), min(handle.part.stop, stop)
@@ -360,12 +360,12 @@ class Reduction:
             if not present:
                 continue
             chunk = engine.chunks[index]
-            plane = chunk.planes[PlaneKind.GRAD]
+            plane = chunk.planes[GRAD]
             absent = [handle.part for handle in present if not handle.has_grad]
             for handle in present:
                 handle.norm_sums = []
             for start, stop in tiles(0, plane.numel, min(engine.mover.tile, self._shards.piece)):
-                tile, is_staged = engine.mover.host_tile(PlaneKind.GRAD, plane, start, stop)
+                tile, is_staged = engine.mover.host_tile(1, plane, start, stop)
                 for part in absent:
                     tile[max(part.start - start, 0) : max(part.stop - start, 0)].zero_()
                 wire.all_reduce(Tag.REPLICAS, tile, self._shards.scratch, f"the all-reduce of {chunk.name}")

@@ -39,7 +39,6 @@ from gemini.train.sharding.consensus import end_group_of
 if TYPE_CHECKING:
     from gemini.train.engine import Engine
 
-_KINDS = tuple(PlaneKind)
 _PARTED = -1  # where the ranks of a replica stand that cannot agree among themselves
 _TRAFFIC = {
     Tag.WEIGHTS: "all_gather",
@@ -72,6 +71,7 @@ class Shards:
         self._agreement = Agreement(ranks.wire)
         self._watch = Watch(self._agreement, ranks.wire, _is_inside(engine.self_reference)) if ranks.size > 1 else None
         self._engine = engine.self_reference
+        self._kinds = engine.rule.spec.kinds
         self._numbers = {handle.name: number for number, handle in enumerate(engine.handles)}
         self.num_meetings = 0
         self._read: torch.Tensor | None = None
@@ -178,9 +178,9 @@ class Shards:
         """Every rank gives what it keeps of a chunk's weights, or of a param's plane, to those who asked."""
         point, index = subject
         if point is Point.READ:
-            number, kind = divmod(index, len(_KINDS))
+            number, kind = divmod(index, len(self._kinds))
             self.engine.updates.wait(self.engine.handles[number].chunk)
-            self._serve_read(self.engine.handles[number], _KINDS[kind], takers)
+            self._serve_read(self.engine.handles[number], self._kinds[kind], takers)
             return
         self.engine.updates.wait(self.engine.chunks[index])
         if len(takers) == self.ranks.size:
@@ -216,9 +216,9 @@ class Shards:
         shard, what = plane.numel, f"sending the weights of {chunk.name}"
         taking = wire.rank in takers
         for start, stop in tiles(0, shard, min(mover.tile, self.piece)):
-            own, _ = mover.host_tile(PlaneKind.WEIGHTS, plane, start, stop)
+            own, _ = mover.host_tile(0, plane, start, stop)
             if own.dtype != chunk.flat.dtype:
-                own = mover.staged(PlaneKind.EXP_AVG, chunk.flat.dtype, stop - start).copy_(own)
+                own = mover.scratch(2, chunk.flat.dtype, stop - start).copy_(own)
             received = {}
             if taking:
                 room = self.scratch.view(chunk.flat.dtype)
@@ -246,12 +246,12 @@ class Shards:
         """The values of a param in a plane, whole, into a flat host tensor of the plane's dtype."""
         self._read = out
         try:
-            self.reach(Wish(Point.READ, self._numbers[handle.name] * len(_KINDS) + _KINDS.index(kind)))
+            self.reach(Wish(Point.READ, self._numbers[handle.name] * len(self._kinds) + self._kinds.index(kind)))
         finally:
             self._read = None
 
     def _serve_read(self, handle: ParamHandle, kind: PlaneKind, takers: list[int]) -> None:
-        wire, plane, what = self.ranks.wire, handle.chunk.planes[kind], f"reading {kind.value} of {handle.name}"
+        wire, plane, what = self.ranks.wire, handle.chunk.planes[kind], f"reading {kind} of {handle.name}"
         taking = wire.rank in takers
         for owner in range(wire.size):
             part = part_of(handle.slot, handle.chunk.spec.numel, wire.size, owner)
@@ -262,7 +262,7 @@ class Shards:
                     wire.start(Tag.BY_NAME, {t: own for t in takers if t != owner}, {}, what).wait()
                 if taking:
                     assert self._read is not None
-                    into = self._read[part.offset + start : part.offset + stop]
+                    into = self._read[(part.offset + start) // plane.block : plane.items(part.offset + stop)]
                     if own is not None:
                         into.copy_(own)
                     else:

@@ -16,8 +16,9 @@ from gemini import kernels
 from gemini.errors import NonFiniteGradient
 from gemini.memory.chunks.chunk import Chunk
 from gemini.memory.movement.mover import Mover
+from gemini.rules import UpdateRule
 from gemini.train.params.guard import ParamHandle
-from gemini.train.update.tiles import Segment, check_finite, runs_on_device
+from gemini.train.update.tiles import Path, Work, check_finite, path_of
 
 if TYPE_CHECKING:
     from gemini.train.engine import Engine
@@ -38,25 +39,30 @@ class Unseen:
         self.num_chunks = 0
         """Handed over for their update since :meth:`look` was called, on the device and on the host."""
 
-    def stop_for(self, mover: Mover, chunk: Chunk, segments: list[Segment]) -> torch.Tensor | None:
-        """The flag that stops the chunk's update if a gradient that autograd left is not finite; None if none has to.
+    def stop_for(self, work: Work) -> torch.Tensor | None:
+        """The flag that stops an update if a gradient that autograd left is not finite; None if none has to.
 
         Raises:
             NonFiniteGradient: for an update on the host, which looks at once; nothing of this chunk was touched.
         """
-        grads = [segment.grad for segment in segments if segment.grad is not None]
-        if not (grads and runs_on_device(mover, chunk, grads_landed=False) and kernels.leaves_sums_there(grads[0])):
-            check_finite(segments)
+        grads = [grad for _, grad in work.grads()]
+        stops = work.path is Path.ON_DEVICE and work.rule.stops_on_device
+        if not (grads and stops and kernels.leaves_sums_there(grads[0])):
+            check_finite(work)
             return None
         flag = kernels.new_flag(grads[0])
         sums = [kernels.sum_squares(grad, flag) for grad in grads]
-        self._updates.append(_Update([segment.handle for segment in segments], sums))
+        self._updates.append(_Update([segment.handle for segment in work.segments], sums))
         return flag
 
-    def stop_for_landed(self, mover: Mover, chunk: Chunk, handles: list[ParamHandle]) -> torch.Tensor | None:
+    def stop_for_landed(
+        self, mover: Mover, chunk: Chunk, handles: list[ParamHandle], rule: UpdateRule
+    ) -> torch.Tensor | None:
         """The same for gradients in the chunk's plane, from the sums they came with; None if it is for the host."""
         sums = [handle.norm_sums for handle in handles if handle.norm_sums is not None]
-        flag = kernels.nonfinite_flag(sums) if runs_on_device(mover, chunk, grads_landed=True) else None
+        flag = (
+            kernels.nonfinite_flag(sums) if rule.stops_on_device and path_of(mover, chunk) is Path.ON_DEVICE else None
+        )
         if flag is not None:
             self._updates.append(_Update(handles, sums))
         return flag

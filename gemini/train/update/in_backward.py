@@ -16,7 +16,7 @@ from gemini.train.params.guard import ParamHandle, optimizer_of, stepping_in_bac
 
 if TYPE_CHECKING:
     from gemini.train.engine import Engine
-    from gemini.train.update.optimizer import HybridAdam
+    from gemini.train.update.optimizer import HybridOptimizer
 
 
 def use_in_backward(engine: Engine, handle: ParamHandle, grad: torch.Tensor) -> None:
@@ -63,7 +63,7 @@ def step_landed(engine: Engine, chunk: Chunk) -> None:
     """
     if not stepping_in_backward or engine.config.gradients == "transient":
         return
-    ready: list[tuple[ParamHandle, HybridAdam]] = []
+    ready: list[tuple[ParamHandle, HybridOptimizer]] = []
     for handle in engine.by_chunk.get(chunk.spec.index, ()):
         optimizer = optimizer_of(handle.param) if handle.has_grad else None
         if optimizer is not None and optimizer.step_in_backward:
@@ -72,7 +72,7 @@ def step_landed(engine: Engine, chunk: Chunk) -> None:
         return
     engine.gradients.settle()
     handles = [handle for handle, _ in ready]
-    stop = engine.updates.unseen.stop_for_landed(engine.mover, chunk, handles)
+    stop = engine.updates.unseen.stop_for_landed(engine.mover, chunk, handles, engine.rule)
     if stop is None:
         engine.gradients.check_finite(handles)
     for handle, optimizer in ready:

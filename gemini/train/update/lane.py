@@ -21,8 +21,8 @@ from gemini.memory.devices.device import Event
 from gemini.memory.movement.lane import Job, Worker
 from gemini.memory.movement.mover import Moved, Mover, Working
 from gemini.memory.movement.staging import StagingSet
-from gemini.train.update.streamed import STREAM, StreamedTile, is_streamed, streamed_tiles
-from gemini.train.update.tiles import Segment, Tile, check_finite, is_staged, tiles_of
+from gemini.train.update.streamed import STREAM, streamed_tiles
+from gemini.train.update.tiles import Path, Tile, Work, check_finite, tiles_of
 
 
 class UpdateJob(Job):
@@ -40,8 +40,7 @@ class UpdateJob(Job):
 
     def __init__(
         self,
-        chunk: Chunk,
-        segments: list[Segment],
+        work: Work,
         urgency: float,
         *,
         moved: Moved,
@@ -52,7 +51,7 @@ class UpdateJob(Job):
         release: Callable[[], None] | None = None,
     ):
         super().__init__(lambda: None, urgency)
-        self.chunk, self.segments = chunk, segments
+        self.chunk, self.work = work.chunk, work
         self.working, self.threads = Working(moved), threads
         self.ready, self.before, self.after, self._release = ready, before, after, release
         self.num_open = 0  # tiles that have begun and not finished
@@ -64,7 +63,7 @@ class UpdateJob(Job):
         return self._release is not None
 
     def finish(self, error: BaseException | None = None) -> None:
-        self.segments = []
+        self.work = self.work._replace(segments=[])
         if self._release is not None:
             self._release()
             self._release = None
@@ -145,7 +144,7 @@ class UpdateLane(Worker):
                 return
             job, tile = self._next
             free = self._slots_of(tile)
-            if isinstance(tile, StreamedTile) or is_staged(self._mover, job.chunk, job.segments):
+            if tile.path in (Path.STAGED, Path.STREAMED):
                 while not free and self._writing and self._writing[0][1].is_finished():
                     self._end(*self._writing.popleft())
                 if not free:
@@ -194,20 +193,20 @@ class UpdateLane(Worker):
 
     def _check(self, job: UpdateJob) -> None:
         """Look at gradients that stand where autograd left them, once they are there."""
-        if not job.segments or job.segments[0].grad is None:
+        if not job.work.grads():
             return
-        if not is_streamed(job.chunk, job.segments):
+        if job.work.path is not Path.STREAMED:
             job.ready.wait()
         with self._mover.device.beside(STREAM):  # not behind what was given to the device since
             job.ready.wait_on_device()
-            check_finite(job.segments)
+            check_finite(job.work)
 
     def _tiles_of(self, job: UpdateJob) -> Iterator[tuple[UpdateJob, Tile]]:
         parts: Iterator[Tile]
-        if is_streamed(job.chunk, job.segments):
-            parts = streamed_tiles(self._mover, job.chunk, job.segments, self._device_tile, job.ready)
+        if job.work.path is Path.STREAMED:
+            parts = streamed_tiles(self._mover, job.work, self._device_tile, job.ready)
         else:
-            parts = tiles_of(self._mover, job.chunk, job.segments, max(self.slot_tile, 1))
+            parts = tiles_of(self._mover, job.work, max(self.slot_tile, 1))
         for tile in parts:
             yield job, tile
         job.all_begun = True
@@ -244,7 +243,7 @@ class UpdateLane(Worker):
             tile.staging = None
 
     def _slots_of(self, tile: Tile) -> list[StagingSet]:
-        return self._free_on_device if isinstance(tile, StreamedTile) else self._free
+        return self._free_on_device if tile.path is Path.STREAMED else self._free
 
     def _break_off(self, error: BaseException) -> None:
         """An update failed: nothing is under way afterwards, and everybody who waits is told."""

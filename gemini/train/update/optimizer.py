@@ -1,9 +1,10 @@
-"""``HybridAdam``: Adam and AdamW on exact fp32 masters, in native kernels, for managed and plain params.
+"""``HybridOptimizer``: an update rule on exact fp32 masters where the states live, for managed and plain params; and
+``HybridAdam``, which is Adam and AdamW, in native kernels.
 
 It is a true ``torch.optim.Optimizer``: param groups, LR schedulers, ``state_dict`` and ``add_param_group`` are torch's.
 For params of a ``GeminiDDP`` model the states are planes of chunks and the gradients are in chunks; for plain params
 the states are in ``self.state`` (a bf16 param gets an int16 ``residual``, the other half of its master; an fp16 param
-an fp32 ``master``). The update is written down once, in ``gemini.kernels_reference``, and is the same bits everywhere.
+an fp32 ``master``). The update is written down once, in the rule, and is the same bits everywhere.
 """
 
 from __future__ import annotations
@@ -17,71 +18,58 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from gemini import kernels
+from gemini import rules
 from gemini.errors import GeminiError
 from gemini.grad_mode import call_with_grad, without_grad
 from gemini.interrupts import WHOLE
 from gemini.ranks.agreement import Point
+from gemini.rules import UpdateRule, Where, other_rule
 from gemini.train.engine import Engine
 from gemini.train.gradients.scaled_backward import scaler_steps
 from gemini.train.params.guard import ParamHandle, engine_of, handle_of, note_writes, optimizer_of, stepping_in_backward
 from gemini.train.sharding.alike import agree_on_optimizer_state, agree_on_step, told_to_all
+from gemini.train.update import optimizer_checks as checks
 from gemini.train.update import optimizer_states as states_of
 from gemini.train.update.adam_options import refuse_options
-from gemini.train.update.optimizer_checks import check_group, check_loaded, loaded_group
+from gemini.train.update.optimizer_checks import loaded_group
 from gemini.train.update.tiles import Segment
-from gemini.train.update.updates import Work
 
 Group = dict[str, Any]
 
 
-class HybridAdam(torch.optim.Optimizer):
-    """AdamW (``decoupled=True``; Loshchilov and Hutter, 2019) or Adam with L2 (``decoupled=False``; Kingma and Ba,
-    2015).
+class HybridOptimizer(torch.optim.Optimizer):
+    """The optimizer of a rule.
 
     Args:
         params: params or param groups, managed or not; may be made before or after ``GeminiDDP(model)``. A param
-            belongs to the optimizer that was given it last, and starts anew there (no steps, moments of zero), as in
+            belongs to the optimizer that was given it last, and starts anew there (no steps, states of zero), as in
             torch; in bf16 the residual stays, which is the other half of the model's master.
-        lr: learning rate.
-        betas: decay rates of the two moments.
-        eps: added to the denominator.
-        weight_decay: decoupled decay, or the L2 coefficient.
-        decoupled: AdamW or Adam.
+        rule: what an update is. The model of managed params was wrapped with ``GeminiConfig(optimizer=rule)``.
         step_in_backward: update params inside ``loss.backward()`` as soon as the gradients of their chunk are there.
             They cannot be clipped then. With ``GeminiConfig(gradients="transient")`` they are used from where they were
             computed and take no memory of their own; with "retain" or "accumulate" they wait in their planes, and all
             backwards of a step but the last go inside ``model.no_sync()``. ``step()`` still ends every step.
+        hypers: hyperparameters of the rule, for groups that do not say others.
 
     Raises:
-        ValueError: for hyperparameters out of range, also in groups, and for those HybridAdam does not have
-            (:mod:`gemini.train.update.optimizer_checks` has the rule); no param was taken over.
-        TypeError: for options of other optimizers, and for hyperparameters that are no numbers.
+        ValueError: for hyperparameters out of range, also in groups, and for those the rule does not have; no param was
+            taken over.
+        TypeError: for hyperparameters that are no numbers.
+        GeminiError: for params of a model that was wrapped for another rule.
     """
 
+    rule: UpdateRule = rules.ADAM
     _backward_checked = -1
 
-    def __init__(
-        self,
-        params: Any,
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.01,
-        *,
-        decoupled: bool = True,
-        step_in_backward: bool = False,
-        **unknown: Any,
-    ):
-        refuse_options(unknown)
-        defaults = {
-            "lr": lr,
-            "betas": tuple(betas) if isinstance(betas, list) else betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "decoupled": decoupled,
-        }
-        check_group(defaults, "HybridAdam")
+    def __init__(self, params: Any, rule: UpdateRule, *, step_in_backward: bool = False, **hypers: Any):
+        if not isinstance(rule, UpdateRule):
+            raise TypeError(f"rule= is a gemini.rules.UpdateRule, got {rule!r}")
+        unknown = [name for name in hypers if name not in rule.defaults]
+        if unknown:
+            raise TypeError(f"{unknown[0]}= is no hyperparameter of the rule {rule.spec.name!r}: {list(rule.defaults)}")
+        self.rule = rule
+        defaults = {**rule.defaults, **hypers}
+        self.check_group(defaults, type(self).__name__)
         self.step_in_backward = step_in_backward
         self._is_made = False
         super().__init__(params, defaults)
@@ -97,13 +85,28 @@ class HybridAdam(torch.optim.Optimizer):
         super().__setattr__(name, states_of.renewed(self, value) if name == "state" else value)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "step_in_backward": self.step_in_backward}
+        return {**super().__getstate__(), "rule": self.rule, "step_in_backward": self.step_in_backward}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Of a copy: params that were copied with it are its own."""
         super().__setstate__(state)
         self.state = state["state"]
         self._end_of_making(param for param in self._params() if optimizer_of(param) is None)
+
+    def check_group(self, group: Group, what: str) -> None:
+        """Refuse hyperparameters that make no sense; see the rule."""
+        self.rule.check_group(group, what)
+
+    def _check_loaded(self, state_dict: Any) -> None:
+        """Refuse a state dict that is not one of this optimizer.
+
+        Raises:
+            ValueError, TypeError: naming what is wrong in it.
+        """
+        checks.check_layout(self.param_groups, state_dict)
+        for number, (group, mine) in enumerate(zip(state_dict["param_groups"], self.param_groups, strict=True)):
+            self.check_group({**mine, **group}, f"group {number} of the loaded state")
+        checks.check_states(self.rule.spec, self.param_groups, state_dict)
 
     def add_param_group(self, param_group: Group) -> None:
         """Add a group of params with hyperparameters of its own, as in torch.
@@ -112,15 +115,16 @@ class HybridAdam(torch.optim.Optimizer):
         (:mod:`gemini.train.update.optimizer_checks`).
 
         Raises:
-            ValueError, TypeError: for hyperparameters that make no sense or that HybridAdam does not have, and if it
+            ValueError, TypeError: for hyperparameters that make no sense or that the rule does not have, and if it
                 would own params of two GeminiDDP models; nothing was changed.
+            GeminiError: for params of a model that was wrapped for another rule; nothing was changed.
         """
         if isinstance(param_group, dict):
-            check_group({**self.defaults, **param_group}, f"param group {len(self.param_groups)}")
+            self.check_group({**self.defaults, **param_group}, f"param group {len(self.param_groups)}")
         super().add_param_group(param_group)
         try:
             self._engine_of(self._params())
-        except ValueError:
+        except (GeminiError, ValueError):
             self.param_groups.pop()
             raise
         if self._is_made:  # else they become its own when every group has been accepted
@@ -154,29 +158,33 @@ class HybridAdam(torch.optim.Optimizer):
 
     @without_grad
     def _step(self) -> None:
-        plain: list[tuple[nn.Parameter, Group]] = []
+        plain: list[tuple[nn.Parameter, Group, int]] = []
         managed: list[tuple[ParamHandle, Group]] = []
         refusal: Exception | None = None
+        counted = 0
         for number, group in enumerate(self.param_groups):
             try:
-                check_group(group, f"param group {number}")
+                self.check_group(group, f"param group {number}")
             except (TypeError, ValueError) as e:
                 refusal = refusal or e
             for param in group["params"]:
+                counted += 1
                 handle = handle_of(param)
                 if handle is not None:
                     managed.append((handle, group))
                 elif param.grad is not None:
                     if param.grad.is_sparse:
-                        raise GeminiError("HybridAdam has no sparse gradients: build the embedding with sparse=False")
-                    plain.append((param, group))
+                        raise GeminiError(
+                            f"{type(self).__name__} has no sparse gradients: build the embedding with sparse=False"
+                        )
+                    plain.append((param, group, counted - 1))
         if refusal is not None and not managed:
             raise refusal
         if managed:
             states_of.check_owned(self, [handle for handle, _ in managed])
             self._step_managed(managed, refusal)
-        for param, group in plain:
-            self._step_plain(param, group)
+        for param, group, index in plain:
+            self._step_plain(param, group, index)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients of this optimizer's params."""
@@ -194,16 +202,17 @@ class HybridAdam(torch.optim.Optimizer):
             engine_of(handles[0]).discard_grads(handles)
 
     def full_state(self, name: str) -> dict[str, torch.Tensor]:
-        """The states of one managed param by name: "step", "exp_avg", "exp_avg_sq" and in bf16 "residual", on the CPU.
+        """The states of one managed param by name, on the CPU: "step", those of the rule ("exp_avg", "exp_avg_sq" of
+        Adam) and in bf16 "residual".
 
         Raises:
             KeyError: if the optimizer owns no managed param of that name.
-            GeminiError: if another HybridAdam has taken it over since.
+            GeminiError: if another optimizer has taken it over since.
         """
         engine = self._engine_of(self._params())
         handle = None if engine is None else engine.by_names[name]
         if handle is None or not any(handle.param is param for param in self._params()):
-            raise KeyError(f"this HybridAdam owns no managed param called {name!r}")
+            raise KeyError(f"this {type(self).__name__} owns no managed param called {name!r}")
         states_of.check_owned(self, [handle])
         return states_of.read_state(handle)
 
@@ -211,7 +220,7 @@ class HybridAdam(torch.optim.Optimizer):
         """The engine of the managed params, if there are any.
 
         Raises:
-            GeminiError: for params that another HybridAdam has taken over since.
+            GeminiError: for params that another optimizer has taken over since.
         """
         states_of.check_owned(self, self._handles())
         return self._engine_of(self._params())
@@ -219,10 +228,11 @@ class HybridAdam(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Torch's form: ``{"state": {index: {"step", "exp_avg", "exp_avg_sq", ...}}, "param_groups": [...]}``.
 
-        Moments are full, fp32, on the CPU. For bf16 params "residual" (int16) is the other half of the master.
+        States are whole, on the CPU, Adam's moments in fp32. For bf16 params "residual" (int16) is the other half of
+        the master.
 
         Raises:
-            GeminiError: for params that another HybridAdam has taken over since.
+            GeminiError: for params that another optimizer has taken over since.
         """
         states_of.check_owned(self, self._handles())
         result = super().state_dict()
@@ -238,23 +248,24 @@ class HybridAdam(torch.optim.Optimizer):
     @told_to_all(Point.LOAD_OPTIMIZER, "optimizer.load_state_dict")
     @without_grad
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what :meth:`state_dict` gave, or the state of ``torch.optim.AdamW``, or with ``decoupled=False`` (or
-        without weight decay, where both are the same) of ``torch.optim.Adam``.
+        """Load what :meth:`state_dict` gave; :class:`HybridAdam` also takes the state of ``torch.optim.AdamW``, or with
+        ``decoupled=False`` (or without weight decay, where both are the same) of ``torch.optim.Adam``.
 
-        Moments keep fp32 whatever the param's dtype. Hyperparameters and labels of the groups become the loaded ones.
-        The other half of a master of another precision ("residual", "master") is left out: weights are the model's.
+        States keep the dtypes of the rule whatever the param's. Hyperparameters and labels of the groups become the
+        loaded ones. The other half of a master of another precision ("residual", "master") is left out: weights are the
+        model's.
 
         Raises:
             ValueError, TypeError: for other groups, the state of another optimizer, and values that no update can have
                 left, naming the param and the key; nothing was changed.
-            GeminiError: for params that another HybridAdam has taken over since.
+            GeminiError: for params that another optimizer has taken over since.
         """
         states_of.check_owned(self, self._handles())
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             changed = hook(self, state_dict)
             state_dict = state_dict if changed is None else changed
         params = self._params()
-        check_loaded(self.param_groups, state_dict)
+        self._check_loaded(state_dict)
         saved = state_dict["param_groups"]
         keys = chain.from_iterable(group["params"] for group in saved)
         states = [dict(state_dict["state"].get(key, {})) for key in keys]
@@ -267,7 +278,7 @@ class HybridAdam(torch.optim.Optimizer):
                 if handle is not None:
                     states_of.write_state(handle, state)
                 elif state:
-                    self.state[param] = states_of.plain_state(param, state)
+                    self.state[param] = states_of.plain_state(self.rule.spec, param, state)
                 else:
                     self.state.pop(param, None)
             for group, loaded in zip(self.param_groups, groups, strict=True):
@@ -276,7 +287,7 @@ class HybridAdam(torch.optim.Optimizer):
             told(self)
 
     def start_anew(self) -> None:
-        """Forget the moments and step counts of every param, and take over those that another HybridAdam has by now:
+        """Forget the moments and step counts of every param, and take over those that another optimizer has by now:
         as if this one had just been made.
         """
         params = self._params()
@@ -310,10 +321,10 @@ class HybridAdam(torch.optim.Optimizer):
         if self._backward_checked != engine.state.backward_number:  # before the first update of this backward
             self._backward_checked = engine.state.backward_number
             for number, group in enumerate(self.param_groups):
-                check_group(group, f"param group {number}")
+                self.check_group(group, f"param group {number}")
         group = next(g for g in self.param_groups if any(p is handle.param for p in g["params"]))
         scale = 1.0 if grad is not None else engine.state.clip_coefficient * engine.grad_unscale * handle.clip
-        return Segment(handle, _hyper(group, handle.num_steps + 1, scale), grad)
+        return Segment(handle, self.rule.scalars(group, handle.num_steps + 1, scale), grad)
 
     def _step_managed(self, managed: list[tuple[ParamHandle, Group]], refusal: Exception | None) -> None:
         """``refusal``: what is wrong with this rank's groups; ranks that differ are told first that they do."""
@@ -343,18 +354,18 @@ class HybridAdam(torch.optim.Optimizer):
         engine.exposure.check({handle.chunk.spec.index: handle.chunk for handle in handles}.values())
         scale = engine.state.clip_coefficient * engine.grad_unscale
         by_chunk: dict[int, list[Segment]] = {}
-        hypers: dict[tuple[int, int, float], kernels.AdamHyper] = {}
+        scalars: dict[tuple[int, int, float], Any] = {}
         for handle, group in ready:
             key = (id(group), handle.num_steps, handle.clip)
-            if key not in hypers:
-                hypers[key] = _hyper(group, handle.num_steps + 1, scale * handle.clip)
-            by_chunk.setdefault(handle.chunk.spec.index, []).append(Segment(handle, hypers[key]))
+            if key not in scalars:
+                scalars[key] = self.rule.scalars(group, handle.num_steps + 1, scale * handle.clip)
+            by_chunk.setdefault(handle.chunk.spec.index, []).append(Segment(handle, scalars[key]))
         try:
             note_writes(handles)
             for handle in handles:
                 handle.num_steps += 1
                 handle.norm_sums, handle.clip = None, 1.0
-            engine.updates.submit(Work(engine.chunks[index], segments) for index, segments in by_chunk.items())
+            engine.updates.submit(by_chunk)
         except BaseException as e:  # an interrupt between two chunks breaks the step as well
             engine.state.mark_corrupted(e)
             raise
@@ -364,6 +375,7 @@ class HybridAdam(torch.optim.Optimizer):
         engine.end_step()
 
     def _check_mode(self, engine: Engine) -> None:
+        self._check_rule(engine)
         transient = engine.config.gradients == "transient"
         if transient and not self.step_in_backward:
             raise GeminiError(
@@ -393,57 +405,101 @@ class HybridAdam(torch.optim.Optimizer):
         engines = [engine_of(handle) for handle in handles.values()]
         if len(engines) > 1:
             raise ValueError(
-                "this HybridAdam was given params of two GeminiDDP models: make one optimizer per model (clipping, "
-                "loss scale and skipped steps are per model)"
+                f"this {type(self).__name__} was given params of two GeminiDDP models: make one optimizer per model "
+                "(clipping, loss scale and skipped steps are per model)"
             )
+        for engine in engines:
+            self._check_rule(engine)
         return engines[0] if engines else None
+
+    def _check_rule(self, engine: Engine) -> None:
+        """Refuse a model whose chunks have the planes of another rule."""
+        if engine.rule != self.rule:
+            raise GeminiError(other_rule(self.rule, engine.rule))
 
     # ---- plain params -------------------------------------------------------------------------------------------
 
-    def _step_plain(self, param: nn.Parameter, group: Group) -> None:
+    def _step_plain(self, param: nn.Parameter, group: Group, index: int) -> None:
+        """``index``: of the param in all groups; a plain one has no other name."""
         state = self.state[param]
         if not state:
             state["step"] = torch.tensor(0.0, device="cpu")
-            state["exp_avg"] = torch.zeros_like(param, dtype=torch.float32, memory_format=torch.contiguous_format)
-            state["exp_avg_sq"] = torch.zeros_like(state["exp_avg"])
+            state.update(states_of.empty_states(self.rule.spec, param))
         if param.dtype is torch.bfloat16 and "residual" not in state:
-            state["residual"] = torch.zeros_like(state["exp_avg"], dtype=torch.int16)
+            state["residual"] = torch.zeros_like(param, dtype=torch.int16, memory_format=torch.contiguous_format)
         if param.dtype is torch.float16 and "master" not in state:
             state["master"] = param.detach().float().contiguous()
         state["step"] += 1
         data = state.get("master", param.data)
         weights = data.contiguous()
         residual = state.get("residual")
-        kernels.adam_update(
+        scalars = self.rule.scalars(group, int(state["step"]), 1.0)
+        where = Where(f"plain param {index}", 0) if self.rule.spec.needs == "place" else None
+        self.rule.run(
             weights.view(-1),
             None if residual is None else residual.view(-1),
-            state["exp_avg"].view(-1),
-            state["exp_avg_sq"].view(-1),
+            {spec.kind: state[spec.kind].view(-1) for spec in self.rule.spec.planes},
             param.grad.contiguous().view(-1),  # type: ignore[union-attr]
-            _hyper(group, int(state["step"])),
+            [rules.Segment(0, weights.numel(), scalars, where)],
         )
         if weights.data_ptr() != param.data_ptr():
             param.data.copy_(weights)
         torch.autograd.graph.increment_version(param)  # for autograd a write in place, as torch's own steps are
 
 
-def _hyper(group: Group, step: int, grad_scale: float = 1.0) -> kernels.AdamHyper:
-    beta1, beta2 = group["betas"]
-    return kernels.AdamHyper(
-        lr=float(group["lr"]),
-        beta1=float(beta1),
-        beta2=float(beta2),
-        eps=float(group["eps"]),
-        weight_decay=float(group["weight_decay"]),
-        step=step,
-        decoupled=bool(group.get("decoupled", True)),
-        grad_scale=grad_scale,
-    )
+class HybridAdam(HybridOptimizer):
+    """AdamW (``decoupled=True``; Loshchilov and Hutter, 2019) or Adam with L2 (``decoupled=False``; Kingma and Ba,
+    2015): :class:`HybridOptimizer` with the rule of every model that was not wrapped for another one.
+
+    Args:
+        params: as of :class:`HybridOptimizer`.
+        lr: learning rate.
+        betas: decay rates of the two moments.
+        eps: added to the denominator.
+        weight_decay: decoupled decay, or the L2 coefficient.
+        decoupled: AdamW or Adam.
+        step_in_backward: as of :class:`HybridOptimizer`.
+
+    Raises:
+        ValueError: for hyperparameters out of range, also in groups, and for those HybridAdam does not have
+            (:mod:`gemini.train.update.optimizer_checks` has the rule); no param was taken over.
+        TypeError: for options of other optimizers, and for hyperparameters that are no numbers.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.01,
+        *,
+        decoupled: bool = True,
+        step_in_backward: bool = False,
+        **unknown: Any,
+    ):
+        refuse_options(unknown)
+        super().__init__(
+            params,
+            rules.ADAM,
+            step_in_backward=step_in_backward,
+            lr=lr,
+            betas=tuple(betas) if isinstance(betas, list) else betas,
+            eps=eps,
+            weight_decay=weight_decay,
+            decoupled=decoupled,
+        )
+
+    def check_group(self, group: Group, what: str) -> None:
+        checks.check_group(group, what)
+
+    def _check_loaded(self, state_dict: Any) -> None:
+        checks.check_loaded(self.param_groups, state_dict)
 
 
 def _refuse_stock_optimizers(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     """A stock optimizer would find no gradient on managed params and do nothing, silently."""
-    if isinstance(optimizer, HybridAdam):
+    if isinstance(optimizer, HybridOptimizer):
         return
     for group in optimizer.param_groups:
         for param in group["params"]:

@@ -17,12 +17,13 @@ import copy
 import difflib
 import functools
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
+from gemini.planning.planes import RuleSpec
 from gemini.train.params.guard import handle_of
 
 Group = Mapping[str, Any]
@@ -162,6 +163,21 @@ def check_loaded(own: list[dict[str, Any]], state_dict: Any) -> None:
     Raises:
         ValueError, TypeError: naming the param and the key.
     """
+    check_layout(own, state_dict)
+    saved, states = state_dict["param_groups"], state_dict["state"]
+    for number, (group, mine) in enumerate(zip(saved, own, strict=True)):
+        _check_loaded_group(group, mine, f"group {number} of the loaded state")
+    for key, param, name in _params_of(own, saved):
+        if key in states:
+            _check_states(states[key], param, name)
+
+
+def check_layout(own: list[dict[str, Any]], state_dict: Any) -> None:
+    """Refuse what is no state dict, or one of other groups, or with states of params that are in none of them.
+
+    Raises:
+        ValueError: saying which.
+    """
     if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
         raise ValueError(
             'a state is a dict with "state" and "param_groups" (what optimizer.state_dict() gives), got '
@@ -179,18 +195,43 @@ def check_loaded(own: list[dict[str, Any]], state_dict: Any) -> None:
             f"the loaded state has groups of {sizes} params, the optimizer has groups of "
             f"{[len(group['params']) for group in own]}: it was saved for another model or other groups"
         )
-    for number, (group, mine) in enumerate(zip(saved, own, strict=True)):
-        _check_loaded_group(group, mine, f"group {number} of the loaded state")
     keys = [key for group in saved for key in group["params"]]
     if not all(isinstance(key, (int, str)) for key in keys) or len(set(keys)) < len(keys):
         raise ValueError("the groups of the loaded state do not name each param once, by a number or a name")
     strange = sorted(states.keys() - set(keys), key=str)
     if strange:
         raise ValueError(f"the loaded state has states of {strange[:3]}, which are in none of its groups")
-    params = [param for group in own for param in group["params"]]
-    for key, param, name in zip(keys, params, _names_of(own), strict=True):
-        if key in states:
-            _check_states(states[key], param, name)
+
+
+def check_states(rule: RuleSpec, own: list[dict[str, Any]], state_dict: Any) -> None:
+    """Refuse loaded states that are not of this rule: names, shapes, dtypes, step counts.
+
+    Raises:
+        ValueError, TypeError: naming the param and the key.
+    """
+    wanted = {"step", *(spec.kind for spec in rule.planes)}
+    for key, param, name in _params_of(own, state_dict["param_groups"]):
+        state = state_dict["state"].get(key)
+        if not isinstance(state, Mapping | None):
+            raise ValueError(f"the loaded state of {name!r} is a {type(state).__name__}, wanted a dict")
+        if not state:
+            continue  # it has had no update
+        if not wanted <= state.keys() <= wanted | {"residual", "master"}:
+            raise ValueError(
+                f"the loaded state of {name!r} has {sorted(state)}, and the rule {rule.name!r} has {sorted(wanted)}"
+            )
+        _check_step(state, name)
+        for spec in rule.planes:
+            shape = param.shape if spec.block == 1 else torch.Size([spec.num_items(param.numel())])
+            value = state[spec.kind]
+            if not isinstance(value, torch.Tensor) or (str(value.dtype), value.shape) != (f"torch.{spec.dtype}", shape):
+                raise ValueError(f"{spec.kind!r} of {name!r} is not {spec.dtype} {tuple(shape)} in the loaded state")
+
+
+def _params_of(own: list[dict[str, Any]], saved: list[Any]) -> Iterator[tuple[Any, nn.Parameter, str]]:
+    """The saved key, the param and the name of each."""
+    keys = [key for group in saved for key in group["params"]]
+    return zip(keys, [param for group in own for param in group["params"]], _names_of(own), strict=True)
 
 
 def _is_group(group: Any) -> bool:
@@ -255,9 +296,7 @@ def _check_states(state: Any, param: nn.Parameter, name: str) -> None:
         raise ValueError(
             f"the loaded state of {name!r} has no {' and no '.join(map(repr, missing))}, only {sorted(state)}"
         )
-    step = _number(state["step"], f"'step' of {name!r}")
-    if not (0 <= step < 2**53 and step == int(step)):
-        raise ValueError(f"'step' of {name!r} is {step:g} in the loaded state: wanted a whole number, not negative")
+    step = _check_step(state, name)
     for key in ("exp_avg", "exp_avg_sq", "master"):
         if key in state:
             lowest, highest = _range_of(state[key], param, name, key)
@@ -271,6 +310,13 @@ def _check_states(state: Any, param: nn.Parameter, name: str) -> None:
         _check_tensor(state["residual"], param, name, "residual")
         if state["residual"].dtype is not torch.int16:
             raise ValueError(f"'residual' of {name!r} is {state['residual'].dtype} in the loaded state, wanted int16")
+
+
+def _check_step(state: Mapping[str, Any], name: str) -> float:
+    step = _number(state["step"], f"'step' of {name!r}")
+    if not (0 <= step < 2**53 and step == int(step)):
+        raise ValueError(f"'step' of {name!r} is {step:g} in the loaded state: wanted a whole number, not negative")
+    return step
 
 
 def _range_of(value: Any, param: nn.Parameter, name: str, key: str) -> tuple[float, float]:

@@ -17,13 +17,11 @@ from torch import nn
 
 from gemini.errors import GeminiError
 from gemini.interrupts import WHOLE
-from gemini.planning.planes import OPTIMIZER_PLANES, PlaneKind
+from gemini.planning.planes import RESIDUAL, RuleSpec
 from gemini.train.params.guard import ParamHandle, engine_of, give_to, handle_of, optimizer_of
 
 if TYPE_CHECKING:
-    from gemini.train.update.optimizer import HybridAdam
-
-_MOMENTS = (PlaneKind.EXP_AVG, PlaneKind.EXP_AVG_SQ)
+    from gemini.train.update.optimizer import HybridOptimizer
 
 
 class States(defaultdict):  # type: ignore[type-arg]
@@ -36,7 +34,7 @@ class States(defaultdict):  # type: ignore[type-arg]
     the names of its states before it loads values for them.
     """
 
-    def __init__(self, optimizer: HybridAdam, states: Mapping[Any, Any]):
+    def __init__(self, optimizer: HybridOptimizer, states: Mapping[Any, Any]):
         super().__init__(dict, states)
         self._optimizer = weakref.ref(optimizer)
 
@@ -94,7 +92,7 @@ class States(defaultdict):  # type: ignore[type-arg]
             start_anew(managed_of(optimizer))
 
 
-def renewed(optimizer: HybridAdam, states: Mapping[Any, Any]) -> States:
+def renewed(optimizer: HybridOptimizer, states: Mapping[Any, Any]) -> States:
     """``optimizer.state = states``, which is how programs let an optimizer start anew (``states`` are empty then).
 
     Raises:
@@ -109,7 +107,7 @@ def renewed(optimizer: HybridAdam, states: Mapping[Any, Any]) -> States:
     return States(optimizer, states)
 
 
-def managed_of(optimizer: HybridAdam) -> list[ParamHandle]:
+def managed_of(optimizer: HybridOptimizer) -> list[ParamHandle]:
     """The managed params that belong to an optimizer (none while it is being made)."""
     params = [param for group in getattr(optimizer, "param_groups", ()) for param in group["params"]]
     return [handle for param in params if (handle := handle_of(param)) and optimizer_of(param) is optimizer]
@@ -132,8 +130,8 @@ class _Planes(Mapping[str, torch.Tensor]):
         self._handle = handle
 
     def __iter__(self) -> Iterator[str]:
-        kinds = [kind.value for kind in OPTIMIZER_PLANES if kind in self._handle.chunk.planes]
-        return iter(["step", *kinds] if kinds else [])  # a frozen one has none
+        chunk = self._handle.chunk
+        return iter(["step", *chunk.states] if chunk.trained else [])
 
     def __len__(self) -> int:
         return len(list(iter(self)))
@@ -149,7 +147,7 @@ class _Planes(Mapping[str, torch.Tensor]):
         raise _cannot_write(self._handle)
 
 
-def own(optimizer: HybridAdam, params: Iterable[nn.Parameter]) -> None:
+def own(optimizer: HybridOptimizer, params: Iterable[nn.Parameter]) -> None:
     """From now on the params are the optimizer's; managed ones that were not start anew.
 
     Raises:
@@ -176,7 +174,7 @@ def start_anew(handles: Iterable[ParamHandle]) -> None:
             handle.num_steps = 0
 
 
-def check_owned(optimizer: HybridAdam, handles: Iterable[ParamHandle]) -> None:
+def check_owned(optimizer: HybridOptimizer, handles: Iterable[ParamHandle]) -> None:
     """Refuse to go on with params that another optimizer has taken over.
 
     Raises:
@@ -195,10 +193,10 @@ def read_state(handle: ParamHandle, name: str | None = None) -> dict[str, torch.
     """The states of one managed param, on the CPU; beside the step count only the one called ``name``, if given."""
     by_names = engine_of(handle).by_names
     state = {"step": torch.tensor(float(handle.num_steps), device="cpu")}
-    for kind in OPTIMIZER_PLANES:
-        value = by_names.read_plane(handle, kind) if name in (None, kind.value) else None
+    for kind in handle.chunk.states:
+        value = by_names.read_plane(handle, kind) if name in (None, kind) else None
         if value is not None:
-            state[kind.value] = value
+            state[kind] = value
     return state
 
 
@@ -209,7 +207,7 @@ def check_trained(handles: Iterable[tuple[ParamHandle, Any]]) -> None:
         ValueError: naming the param.
     """
     for handle, state in handles:
-        if state and PlaneKind.EXP_AVG not in handle.chunk.planes:
+        if state and not handle.chunk.trained:
             raise ValueError(
                 f"the loaded state has moments of {handle.name!r}, which is frozen here: call requires_grad_(True) "
                 "before GeminiDDP(model), or leave its state out"
@@ -219,20 +217,31 @@ def check_trained(handles: Iterable[tuple[ParamHandle, Any]]) -> None:
 def write_state(handle: ParamHandle, state: dict[str, Any]) -> None:
     """Overwrite the states of one managed param; without any it has had no update."""
     by_names = engine_of(handle).by_names
-    for kind in OPTIMIZER_PLANES:
-        if kind in handle.chunk.planes:
-            value = state.get(kind.value)
-            if value is not None:
-                by_names.write_plane(handle, kind, value)
-            elif not state and kind in _MOMENTS:
-                by_names.write_plane(handle, kind, torch.zeros((), device="cpu").expand(handle.param.shape))
-    if PlaneKind.EXP_AVG in handle.chunk.planes:  # else it is frozen, and nothing was kept
+    for kind in handle.chunk.states:
+        value, plane = state.get(kind), handle.chunk.planes[kind]
+        if value is not None:
+            by_names.write_plane(handle, kind, value)
+        elif not state and kind != RESIDUAL:
+            shape = handle.param.shape if plane.block == 1 else (plane.items(handle.param.numel()),)
+            by_names.write_plane(handle, kind, torch.zeros((), device="cpu").expand(shape))
+    if handle.chunk.trained:  # else it is frozen, and nothing was kept
         handle.num_steps = int(state.get("step", 0))
 
 
-def plain_state(param: nn.Parameter, state: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """A loaded state of a plain param, as :meth:`HybridAdam.step` has it: a copy."""
-    dtypes = {"exp_avg": torch.float32, "exp_avg_sq": torch.float32}
+def empty_states(rule: RuleSpec, param: nn.Parameter) -> dict[str, torch.Tensor]:
+    """The states of a plain param before its first update."""
+    found = {}
+    for spec in rule.planes:
+        like = param if spec.block == 1 else torch.empty(spec.num_items(param.numel()), device=param.device)
+        found[spec.kind] = torch.zeros_like(
+            like, dtype=getattr(torch, spec.dtype), memory_format=torch.contiguous_format
+        )
+    return found
+
+
+def plain_state(rule: RuleSpec, param: nn.Parameter, state: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """A loaded state of a plain param, as :meth:`HybridOptimizer.step` has it: a copy."""
+    dtypes = {spec.kind: getattr(torch, spec.dtype) for spec in rule.planes}
     if param.dtype is torch.bfloat16:
         dtypes["residual"] = torch.int16
     if param.dtype is torch.float16:

@@ -1,4 +1,4 @@
-"""Updates that are streamed: planes from host memory pass through the device, where Adam runs, and go back changed.
+"""Updates that are streamed: planes from host memory pass through the device, which updates them, and go back changed.
 
 A tile's planes are copied into a slot of staging in the device's memory on a lane of their own, the kernel follows on
 a stream beside the computing one, and copies on a third lane take back what it changed. Everything is ordered by
@@ -12,13 +12,12 @@ from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING
 
-from gemini.memory.chunks.chunk import Chunk
 from gemini.memory.devices.device import Event
 from gemini.memory.movement.mover import Mover
 from gemini.memory.movement.staging import StagingSet
-from gemini.planning.planes import PlaneKind
+from gemini.planning.planes import GRAD
 from gemini.tiers import Tier
-from gemini.train.update.tiles import Segment, Tile, cut, planes_of
+from gemini.train.update.tiles import Segment, Tile, Work, cut
 
 if TYPE_CHECKING:
     from gemini.train.engine import Engine
@@ -35,20 +34,18 @@ class StreamedTile(Tile):
             device are there then, and nothing reads the weights any more.
     """
 
-    def __init__(self, mover: Mover, chunk: Chunk, segments: list[Segment], first: int, last: int, *, ready: Event):
-        super().__init__(mover, chunk, segments, first, last)
+    def __init__(self, mover: Mover, work: Work, segments: list[Segment], first: int, last: int, *, ready: Event):
+        super().__init__(mover, work, segments, first, last)
         self._ready = ready
 
     def begin(self) -> None:
         """Start to bring what stands in host memory. What used the slot before is over: nothing else is waited for."""
-        for kind in planes_of(self.chunk, grads_landed=self._segments[0].grad is None):
-            plane = self.chunk.planes[kind]
+        for kind, plane in self.chunk.planes.items():
             view = plane.device_view(self._first, self._last)
             if view is None:
                 home = plane.host_view(self._first, self._last)
                 assert home is not None, (self.chunk.name, kind, plane.tier)
-                view = self._area(kind, plane.dtype)
-                self._staged.append(kind)
+                view = self._area(kind, plane)
                 copy = partial(self._mover.device.copy, view, home, "update in", behind_computing=False)
                 self._events.append(self._mover.under_way(Tier.CPU, Tier.GPU, view.nbytes, copy, *self._told))
             self._views[kind] = view
@@ -59,38 +56,26 @@ class StreamedTile(Tile):
         with device.beside(STREAM):
             for event in (self._ready, *self._events):
                 event.wait_on_device()
-            self._run_on_device()
+            self._update()
             updated = device.mark()
         self._events.append(updated)
         for kind in self._staged:
-            if kind is not PlaneKind.GRAD:
+            if kind != GRAD:
                 home, view = self.chunk.planes[kind].host_view(self._first, self._last), self._views[kind]
                 assert home is not None
                 copy = partial(device.copy, home, view, "update out", updated, behind_computing=False)
                 self._events.append(self._mover.under_way(Tier.GPU, Tier.CPU, view.nbytes, copy, *self._told))
 
 
-def is_streamed(chunk: Chunk, segments: list[Segment]) -> bool:
-    """Whether an update is streamed: so says the placement, and nothing of it went to the spill file since (sums of
-    gradients for which memory had no room): then the update runs on the host.
-    """
-    if not chunk.streamed or not segments:
-        return False
-    kinds = planes_of(chunk, grads_landed=segments[0].grad is None)
-    return all(chunk.planes[kind].tier is not Tier.NVME for kind in kinds)
-
-
-def streamed_tiles(
-    mover: Mover, chunk: Chunk, segments: list[Segment], tile: int, ready: Event
-) -> Iterator[StreamedTile]:
+def streamed_tiles(mover: Mover, work: Work, tile: int, ready: Event) -> Iterator[StreamedTile]:
     """The tiles of a streamed update, in order."""
-    for first, last, active in cut(segments, tile):
-        yield StreamedTile(mover, chunk, active, first, last, ready=ready)
+    for first, last, active in cut(work, tile):
+        yield StreamedTile(mover, work, active, first, last, ready=ready)
 
 
-def streamed_in_turn(engine: Engine, chunk: Chunk, segments: list[Segment]) -> Iterator[StreamedTile]:
+def streamed_in_turn(engine: Engine, work: Work) -> Iterator[StreamedTile]:
     """The same through the one slot of the thread that trains, where there is no update lane."""
     slot: StagingSet = engine.mover.staging.on_device[0]
-    for tile in streamed_tiles(engine.mover, chunk, segments, slot.tile, engine.device.mark()):
+    for tile in streamed_tiles(engine.mover, work, slot.tile, engine.device.mark()):
         tile.staging = slot
         yield tile

@@ -3,35 +3,37 @@
 Planes in host memory are updated in place; planes in the spill file (or in a device's own memory) pass through staging
 and are written back. Where every plane stands on the computing device, the update runs there. Params of one tile may
 have different hyperparameters, step counts, or no gradient: each is a segment, and neighbours that are updated alike go
-through the kernel together. A tile begins (what is not here is on its way), runs, and finishes (what was brought is
-back); who does that, and how many at once, is the caller's: the training thread, or the update lane.
+through the kernel together (if the rule does not ask where they stand). A tile begins (what is not here is on its way),
+runs, and finishes (what was brought is back); who does that, and how many at once, is the caller's: the training
+thread, or the update lane.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from enum import Enum
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from gemini import kernels
+from gemini import kernels, rules
 from gemini.errors import NonFiniteGradient
-from gemini.memory.chunks.chunk import Chunk
+from gemini.memory.chunks.chunk import Chunk, Plane
 from gemini.memory.devices.device import Event
-from gemini.memory.movement.mover import Mover, page_up, tiles
+from gemini.memory.movement.mover import Mover, tiles
 from gemini.memory.movement.staging import StagingSet
 from gemini.memory.watching.recorder import NOTHING
-from gemini.planning.planes import OPTIMIZER_PLANES, PlaneKind
+from gemini.planning.layout import page_up
+from gemini.planning.planes import GRAD, RESIDUAL, WEIGHTS, PlaneKind
 from gemini.planning.timeline import Lane
+from gemini.rules import UpdateRule
 from gemini.tiers import Tier
 from gemini.train.params.guard import ParamHandle
 
 if TYPE_CHECKING:
     from gemini.train.engine import Engine
-
-_UPDATED = (PlaneKind.WEIGHTS, *OPTIMIZER_PLANES)
 
 _IN_PLACE_TILE = 2**22
 """Elements of a tile where nothing is staged: milliseconds, so that what became more urgent does not wait for long."""
@@ -43,107 +45,124 @@ class Segment(NamedTuple):
     """
 
     handle: ParamHandle
-    hyper: kernels.AdamHyper
+    scalars: Any
     grad: torch.Tensor | None = None
 
 
-class Tile:
-    """A part of a chunk's update. ``staging`` is its own until :meth:`finish`; None for the calling thread's."""
+class Path(Enum):
+    """How a chunk is updated."""
 
-    def __init__(self, mover: Mover, chunk: Chunk, segments: list[Segment], first: int, last: int):
-        self.chunk = chunk
+    IN_PLACE = "in place"
+    """All that it touches is in host memory."""
+    STAGED = "staged"
+    """On the host; what is not in its memory passes through staging."""
+    STREAMED = "streamed"
+    """On the device, through whose memory tiles pass."""
+    ON_DEVICE = "on the device"
+    """All that it touches is in the device's own memory."""
+
+
+class Work(NamedTuple):
+    """The update of one chunk, with its path as it was when it was handed over: no plane moves until it is over."""
+
+    chunk: Chunk
+    segments: list[Segment]
+    rule: UpdateRule
+    path: Path
+
+    @property
+    def landed(self) -> bool:
+        """Whether the gradients are in their plane; else they are where autograd left them."""
+        return GRAD in self.chunk.planes
+
+    def grads(self) -> list[tuple[Segment, torch.Tensor]]:
+        """Gradients that are where autograd left them."""
+        return [(segment, segment.grad) for segment in self.segments if segment.grad is not None]
+
+
+def path_of(mover: Mover, chunk: Chunk) -> Path:
+    """How a chunk is updated now. What the placement streams is not if something of it went to the spill file since
+    (sums of gradients for which memory had no room).
+    """
+    tiers, on_gpu = {plane.tier for plane in chunk.planes.values()}, mover.device.tier is Tier.GPU
+    if chunk.streamed and Tier.NVME not in tiers:
+        return Path.STREAMED
+    if on_gpu and tiers == {Tier.GPU}:
+        return Path.ON_DEVICE
+    from_device = on_gpu and GRAD not in chunk.planes
+    in_place = all(plane.host_view(0, 0) is not None for plane in chunk.planes.values())
+    return Path.IN_PLACE if in_place and not from_device else Path.STAGED
+
+
+class Tile:
+    """A part of a chunk's update. ``staging`` is its own until :meth:`finish`; None for the calling thread's.
+
+    Args:
+        segments: those of the work that it touches.
+    """
+
+    def __init__(self, mover: Mover, work: Work, segments: list[Segment], first: int, last: int):
+        self.chunk, self.path = work.chunk, work.path
         self.staging: StagingSet | None = None
         self.stop: torch.Tensor | None = None
         """On the device: nothing is updated there if it is not 0 by then."""
-        self._mover, self._segments = mover, segments
+        self._mover, self._rule, self._landed = mover, work.rule, work.landed
+        self._spans = list(_spans(work.rule, segments, first, last))
         self._first, self._last = first, last
-        self._views: dict[PlaneKind, torch.Tensor] = {}
+        self._views: dict[str, torch.Tensor] = {}
         self._staged: list[PlaneKind] = []
         self._events: list[Event] = []
-        self._on_device = runs_on_device(mover, chunk, grads_landed=segments[0].grad is None)
-        self._told = f"update chunk {chunk.spec.index}", chunk.spec.index  # for those who record
+        self._told = f"update chunk {work.chunk.spec.index}", work.chunk.spec.index  # for those who record
 
     def begin(self) -> None:
         """Start to bring what cannot be worked on where it is."""
-        grads_landed = self._segments[0].grad is None
-        kinds = planes_of(self.chunk, grads_landed=grads_landed)
-        if self._on_device:
-            for kind in kinds:
-                view = self.chunk.planes[kind].device_view(self._first, self._last)
-                assert view is not None
-                self._views[kind] = view
-            return
-        for kind in kinds:
-            plane = self.chunk.planes[kind]
-            view = plane.host_view(self._first, self._last)
+        for kind, plane in self.chunk.planes.items():
+            on_device = self.path is Path.ON_DEVICE
+            view = plane.device_view(self._first, self._last) if on_device else plane.host_view(self._first, self._last)
             if view is None:
-                view = self._area(kind, plane.dtype)
-                self._staged.append(kind)
+                view = self._area(kind, plane)
                 self._events.append(self._mover.begin_load(plane, self._first, self._last, view, *self._told))
             self._views[kind] = view
-        if not grads_landed and self._mover.device.tier is Tier.GPU:
-            inbound = self._views[PlaneKind.GRAD] = self._area(PlaneKind.GRAD, self._grad_of(self._segments[0]).dtype)
-            for a, b, segment in self._spans():
-                part = self._grad_of(segment)[a - segment.handle.part.start : b - segment.handle.part.start]
+        if not self._landed and self.path is Path.STAGED and self._mover.device.tier is Tier.GPU:
+            dtype = self._grad_of(*self._spans[0]).dtype
+            inbound = self._set().staged(GRAD, dtype, self._last - self._first)
+            self._views[GRAD] = inbound
+            for a, b, segment in self._spans:
                 into = inbound[a - self._first : b - self._first]
                 behind = not self._mover.in_worker  # the lane has waited for it, and what is computed since is more
+                part = self._grad_of(a, b, segment)
                 copy = partial(self._mover.device.copy, into, part, "evict", behind_computing=behind)
                 self._events.append(self._mover.under_way(Tier.GPU, Tier.CPU, into.nbytes, copy, *self._told))
 
     def run(self) -> None:
         """Wait for what was brought, update, and start to take it back."""
         self._wait()
-        if self._on_device:
-            self._run_on_device()
-            return
-        residual = self._views.get(PlaneKind.RESIDUAL)
-        landed = self._views.get(PlaneKind.GRAD)
-        recorder = self._mover.recorder
-        for a, b, segment in self._spans():
-            part = slice(a - self._first, b - self._first)
-            start = segment.handle.part.start
-            grad = self._grad_of(segment)[a - start : b - start] if landed is None else landed[part]
-            with NOTHING if recorder is None else recorder.span(Lane.ADAM, *self._told):
-                kernels.adam_update(
-                    self._views[PlaneKind.WEIGHTS][part],
-                    None if residual is None else residual[part],
-                    self._views[PlaneKind.EXP_AVG][part],
-                    self._views[PlaneKind.EXP_AVG_SQ][part],
-                    grad,
-                    segment.hyper,
-                )
+        self._update()
         for kind in self._staged:
-            if kind is not PlaneKind.GRAD:
+            if kind != GRAD:
                 plane = self.chunk.planes[kind]
                 view = self._views[kind]
                 self._events.append(self._mover.begin_store(plane, self._first, self._last, view, *self._told))
 
-    def _run_on_device(self) -> None:
-        """In one launch where all gradients are in the grad plane, else in one for each."""
-        weights, exp_avg, exp_avg_sq = (
-            self._views[kind] for kind in (PlaneKind.WEIGHTS, PlaneKind.EXP_AVG, PlaneKind.EXP_AVG_SQ)
-        )
-        residual, landed = self._views.get(PlaneKind.RESIDUAL), self._views.get(PlaneKind.GRAD)
-        spans = list(self._spans())
-        recorder = self._mover.recorder
-        for together in [spans] if landed is not None else [[span] for span in spans]:
-            first, last = together[0][0], together[-1][1]
-            part = slice(first - self._first, last - self._first)
-            if landed is not None:
-                grad = landed[part]
-            else:
-                segment = together[0][2]
-                grad = self._grad_of(segment)[first - segment.handle.part.start : last - segment.handle.part.start]
+    def _update(self) -> None:
+        """On a device in one call where all gradients are in the grad plane; else in one for each span."""
+        views, recorder, spans = self._views, self._mover.recorder, self._spans
+        landed = views.get(GRAD)
+        at_once = landed is not None and self.path in (Path.ON_DEVICE, Path.STREAMED)
+        for several in [spans] if at_once else [[span] for span in spans]:
+            first, last = several[0][0], several[-1][1]
+            of = {kind: _part(view, self.chunk.planes, kind, first - self._first, last - self._first)
+                  for kind, view in views.items()}  # fmt: skip
+            grad = self._grad_of(*several[0]) if landed is None else of[GRAD]
+            segments = [rules.Segment(a - first, b - first, s.scalars, self._where(a, s)) for a, b, s in several]
             with NOTHING if recorder is None else recorder.span(Lane.ADAM, *self._told):
-                kernels.adam_update_segments(
-                    weights[part],
-                    None if residual is None else residual[part],
-                    exp_avg[part],
-                    exp_avg_sq[part],
-                    grad,
-                    [kernels.Segment(a - first, b - first, segment.hyper) for a, b, segment in together],
-                    stop=self.stop,
-                )
+                self._rule.run(of[WEIGHTS], of.get(RESIDUAL), of, grad, segments, self.stop)
+
+    def _where(self, start: int, segment: Segment) -> rules.Where | None:
+        if self._rule.spec.needs == "elements":
+            return None
+        handle = segment.handle
+        return rules.Where(handle.name, handle.part.offset + start - handle.part.start)
 
     def finish(self) -> None:
         """Wait until everything is home."""
@@ -167,27 +186,33 @@ class Tile:
             self._events[0].wait()
             self._events.pop(0)
 
-    def _area(self, kind: PlaneKind, dtype: torch.dtype) -> torch.Tensor:
-        staged = self._mover.staged if self.staging is None else self.staging.staged
-        return staged(kind, dtype, self._last - self._first)
+    def _set(self) -> StagingSet:
+        return self._mover.own_staging() if self.staging is None else self.staging
+
+    def _area(self, kind: PlaneKind, plane: Plane) -> torch.Tensor:
+        """Staging for a plane, which is brought and taken back."""
+        self._staged.append(kind)
+        return self._set().staged(kind, plane.dtype, plane.items(self._last - self._first))
 
     @staticmethod
-    def _grad_of(segment: Segment) -> torch.Tensor:
+    def _grad_of(start: int, stop: int, segment: Segment) -> torch.Tensor:
         assert segment.grad is not None
-        return segment.grad
-
-    def _spans(self) -> Iterator[tuple[int, int, Segment]]:
-        for start, stop, segment in _spans(self._segments):
-            yield max(start, self._first), min(stop, self._last), segment
+        return segment.grad[start - segment.handle.part.start : stop - segment.handle.part.start]
 
 
-def check_finite(segments: list[Segment]) -> None:
+def _part(view: torch.Tensor, planes: Mapping[PlaneKind, Plane], kind: str, start: int, stop: int) -> torch.Tensor:
+    """Elements ``[start, stop)`` of a tile's view of a plane."""
+    block = planes[kind].block if kind in planes else 1
+    return view[start:stop] if block == 1 else view[start // block : -(-stop // block)]
+
+
+def check_finite(work: Work) -> None:
     """Refuse gradients with inf or NaN that nobody has looked at yet: a wait for the device if they are there.
 
     Raises:
         NonFiniteGradient: naming the param; nothing of this chunk was touched.
     """
-    unseen = [(segment, segment.grad) for segment in segments if segment.grad is not None]
+    unseen = work.grads()
     found = kernels.totals([kernels.sum_squares(grad) for _, grad in unseen])
     for (segment, _), total in zip(unseen, found, strict=True):
         if not math.isfinite(total):
@@ -197,52 +222,26 @@ def check_finite(segments: list[Segment]) -> None:
             )
 
 
-def runs_on_device(mover: Mover, chunk: Chunk, grads_landed: bool) -> bool:
-    """Whether every plane of the update stands on a device with memory of its own."""
-    kinds = planes_of(chunk, grads_landed=grads_landed)
-    return mover.device.tier is Tier.GPU and all(chunk.planes[kind].tier is Tier.GPU for kind in kinds)
-
-
-def planes_of(chunk: Chunk, *, grads_landed: bool) -> list[PlaneKind]:
-    """What an update of a chunk works on; gradients only where they have a plane."""
-    return [kind for kind in _UPDATED if kind in chunk.planes] + [PlaneKind.GRAD] * grads_landed
-
-
-def is_staged(mover: Mover, chunk: Chunk, segments: list[Segment]) -> bool:
-    """Whether something of the update has to pass through host staging."""
-    landed = segments[0].grad is None
-    if runs_on_device(mover, chunk, landed):
-        return False
-    kinds = planes_of(chunk, grads_landed=landed)
-    from_device = not landed and mover.device.tier is Tier.GPU
-    return from_device or any(chunk.planes[kind].host_view(0, 0) is None for kind in kinds)
-
-
-def tiles_of(
-    mover: Mover, chunk: Chunk, segments: list[Segment], tile: int, stop: torch.Tensor | None = None
-) -> Iterator[Tile]:
+def tiles_of(mover: Mover, work: Work, tile: int, stop: torch.Tensor | None = None) -> Iterator[Tile]:
     """The tiles of an update of at most ``tile`` elements, in order; larger ones where nothing is staged.
 
     A device gets all in one: it is one launch there, and nothing more urgent could overtake it. ``stop`` is a flag on
     the device that stops the update there (:mod:`gemini.train.update.finite`).
     """
-    if segments and runs_on_device(mover, chunk, segments[0].grad is None):
-        size = chunk.spec.numel
-    else:
-        size = tile if is_staged(mover, chunk, segments) else _IN_PLACE_TILE
-    for first, last, active in cut(segments, size):
-        made = Tile(mover, chunk, active, first, last)
+    size = {Path.STAGED: tile, Path.ON_DEVICE: work.chunk.spec.numel}.get(work.path, _IN_PLACE_TILE)
+    for first, last, active in cut(work, size):
+        made = Tile(mover, work, active, first, last)
         made.stop = stop
         yield made
 
 
-def cut(segments: list[Segment], tile: int) -> Iterator[tuple[int, int, list[Segment]]]:
+def cut(work: Work, tile: int) -> Iterator[tuple[int, int, list[Segment]]]:
     """Ranges of at most ``tile`` elements over all segments, in order, each with those that it touches."""
-    segments = [s for s in segments if s.handle.part.numel]
+    segments = [s for s in work.segments if s.handle.part.numel]
     if not segments:
         return
     start = min(s.handle.part.start for s in segments)
-    stop = page_up(max(s.handle.part.stop for s in segments))
+    stop = page_up(max(s.handle.part.stop for s in segments), work.chunk.spec.align)
     for first, last in tiles(start, stop, tile):
         active = [s for s in segments if s.handle.part.start < last and s.handle.part.stop > first]
         if active:
@@ -272,19 +271,24 @@ def update_chunk(engine: Engine, chunk: Chunk, parts: Iterable[Tile]) -> None:
         raise
 
 
-def _spans(segments: list[Segment]) -> Iterator[tuple[int, int, Segment]]:
-    """Element ranges to update in one go: neighbours that are updated alike, the padding between them included.
+def _spans(rule: UpdateRule, segments: list[Segment], first: int, last: int) -> Iterator[tuple[int, int, Segment]]:
+    """Element ranges of ``[first, last)`` to update in one go: neighbours that are updated alike, the padding between
+    them included, if the rule does not ask where they stand.
 
     Padding goes through the update like everything else and nobody ever reads what becomes of it; a few long calls keep
     the kernel's threads busy where many short ones would wake them in vain.
     """
-    run: list[Segment] = []
+    merges = rule.spec.needs == "elements"
+    runs: list[list[Segment]] = []
     for segment in sorted(segments, key=lambda s: s.handle.part.start):
-        follows = run and segment.handle.part.start == page_up(run[-1].handle.part.stop)
-        if not (follows and segment.grad is None and run[-1].grad is None and segment.hyper == run[-1].hyper):
-            if run:
-                yield run[0].handle.part.start, run[-1].handle.part.stop, run[0]
-            run = []
-        run.append(segment)
-    if run:
-        yield run[0].handle.part.start, run[-1].handle.part.stop, run[0]
+        before = runs[-1][-1] if runs else None
+        if (
+            merges and before is not None and segment.grad is None and before.grad is None
+            and segment.handle.part.start == page_up(before.handle.part.stop, segment.handle.chunk.spec.align)
+            and segment.scalars == before.scalars
+        ):  # fmt: skip
+            runs[-1].append(segment)
+        else:
+            runs.append([segment])
+    for run in runs:
+        yield max(run[0].handle.part.start, first), min(run[-1].handle.part.stop, last), run[0]

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -21,19 +21,12 @@ from gemini.train.gradients.store import HOLDER
 from gemini.train.params.guard import note_writes
 from gemini.train.update.finite import Unseen
 from gemini.train.update.lane import UpdateJob, UpdateLane
-from gemini.train.update.streamed import is_streamed, streamed_in_turn
+from gemini.train.update.streamed import streamed_in_turn
 from gemini.train.update.threads import update_threads
-from gemini.train.update.tiles import Segment, is_staged, runs_on_device, tiles_of, update_chunk
+from gemini.train.update.tiles import Path, Segment, Work, path_of, tiles_of, update_chunk
 
 if TYPE_CHECKING:
     from gemini.train.engine import Engine
-
-
-class Work(NamedTuple):
-    """The update of one chunk."""
-
-    chunk: Chunk
-    segments: list[Segment]
 
 
 class Updates:
@@ -75,9 +68,12 @@ class Updates:
 
     # ---- handing over -------------------------------------------------------------------------------------------
 
-    def submit(self, works: Iterable[Work]) -> None:
-        """Update these chunks, in the order of their next use: behind what follows, or now where that cannot be."""
+    def submit(self, segments: Mapping[int, list[Segment]]) -> None:
+        """Update these params, by chunk, in the order of their next use: behind what follows, or now where that cannot
+        be.
+        """
         engine = self._engine()
+        works = [self._work(engine.chunks[index], own) for index, own in segments.items()]
         ordered = sorted(works, key=lambda work: self._urgency(work.chunk))
         jobs, now = list[UpdateJob](), list[Work]()
         for work in ordered:
@@ -113,10 +109,10 @@ class Updates:
     def _update_now(self, work: Work, stop: torch.Tensor | None = None) -> None:
         """``stop``: a flag on the device that stops the update there (:mod:`gemini.train.update.finite`)."""
         engine = self._engine()
-        if is_streamed(*work):
-            update_chunk(engine, work.chunk, streamed_in_turn(engine, *work))
+        if work.path is Path.STREAMED:
+            update_chunk(engine, work.chunk, streamed_in_turn(engine, work))
         else:
-            update_chunk(engine, work.chunk, tiles_of(engine.mover, *work, engine.mover.tile, stop))
+            update_chunk(engine, work.chunk, tiles_of(engine.mover, work, engine.mover.tile, stop))
 
     def _can_wait(self, lane: UpdateLane, work: Work) -> bool:
         """Whether an update may run beside computing: there is staging if it needs some, else there is a processor.
@@ -124,22 +120,20 @@ class Updates:
         Where every plane stands on the device, the update is one more thing that it computes. What is streamed always
         goes through the lane, whose slots on the device are all there are.
         """
-        mover = self._engine().mover
-        if is_streamed(*work):
-            return True
-        if runs_on_device(mover, work.chunk, work.segments[0].grad is None):
-            return False
-        if is_staged(mover, work.chunk, work.segments):
-            return lane.slot_tile > 0
-        return self._num_threads() > 0
+        if work.path is Path.IN_PLACE:
+            return self._num_threads() > 0
+        return work.path is Path.STREAMED or (work.path is Path.STAGED and lane.slot_tile > 0)
+
+    def _work(self, chunk: Chunk, segments: list[Segment]) -> Work:
+        engine = self._engine()
+        return Work(chunk, segments, engine.rule, path_of(engine.mover, chunk))
 
     def _num_threads(self) -> int:
         return update_threads(self._threads, self._engine().device.tier)
 
     def _job(self, work: Work, release: Callable[[], None] | None = None) -> UpdateJob:
         return UpdateJob(
-            work.chunk,
-            work.segments,
+            work,
             self._urgency(work.chunk),
             moved=self._engine().mover.moved,
             threads=max(self._num_threads(), 1),
@@ -167,7 +161,7 @@ class Updates:
         segments = self._collected.pop(chunk.spec.index, None)
         if not segments:
             return
-        work, engine = Work(chunk, segments), self._engine()
+        work, engine = self._work(chunk, segments), self._engine()
         engine.exposure.look_for_writes(chunk)
         WHOLE.hold(_in_a_backward)  # until the engine says that the backward is over: all of it is one update
         engine.state.note_update_in_backward()
@@ -179,9 +173,9 @@ class Updates:
         lane = self._lane
         self.wait(chunk)  # another optimizer's part of it
         behind = lane is not None and not now and self._can_wait(lane, work) and self._hold(num_bytes)
-        if lane is None or not (behind or is_streamed(*work)):
+        if lane is None or not (behind or work.path is Path.STREAMED):
             if stop is None:
-                stop = self.unseen.stop_for(engine.mover, chunk, segments)
+                stop = self.unseen.stop_for(work)
             self._update_now(work, stop)
             return
         ledger, tier = engine.ledger, engine.device.tier

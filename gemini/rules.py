@@ -1,0 +1,190 @@
+"""Update rules: what ``optimizer.step()`` does to a master and its state, as a value.
+
+A rule declares its planes (:class:`~gemini.planning.planes.RuleSpec`), turns the hyperparameters of a step into scalars
+once, and says in torch lines what an update is: that defines the bits, wherever the planes live. A native kernel may
+take the place of those lines; it must leave the same bits. The model is wrapped with ``GeminiConfig(optimizer=rule)``,
+which lays out the planes, and its optimizer is ``HybridOptimizer(params, rule)``.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from gemini import kernels
+from gemini.grad_mode import without_grad
+from gemini.planning import planes
+from gemini.planning.planes import RuleSpec
+
+_SLAB = 2**20
+"""Elements that are joined, updated and split at once: bounds what the torch lines take beside planes and budgets."""
+
+
+class Where(NamedTuple):
+    """Which elements an update is given: those from ``offset`` of the whole param ``name`` on."""
+
+    name: str
+    offset: int
+
+
+class Segment(NamedTuple):
+    """Elements ``[begin, end)`` of the arrays of an update, what they are updated with, and for rules that need their
+    place, that.
+    """
+
+    begin: int
+    end: int
+    scalars: Any
+    where: Where | None = None
+
+
+@dataclass(frozen=True)
+class UpdateRule(ABC):
+    """What is to be written for a rule: ``spec``, ``defaults``, :meth:`scalars` and :meth:`update`."""
+
+    spec: ClassVar[RuleSpec]
+    defaults: ClassVar[Mapping[str, Any]] = {}
+    """The hyperparameters of a param group, with their defaults."""
+    stops_on_device: ClassVar[bool] = False
+    """Whether :meth:`run` takes ``stop``: then gradients on a device need not be looked at before their update."""
+
+    def check_group(self, group: Mapping[str, Any], what: str) -> None:
+        """Refuse hyperparameters that make no sense.
+
+        Raises:
+            ValueError, TypeError: naming the hyperparameter and ``what`` has it.
+        """
+        for name, default in self.defaults.items():
+            if name not in group:
+                raise ValueError(f"{what} has no {name!r}, which the rule {self.spec.name!r} needs")
+            if type(default) in (int, float):
+                try:
+                    finite = math.isfinite(group[name])
+                except TypeError as e:
+                    raise TypeError(f"{name} of {what} must be a number, got {group[name]!r}") from e
+                if not finite:
+                    raise ValueError(f"{name} of {what} must be finite, got {group[name]!r}")
+
+    @abstractmethod
+    def scalars(self, group: Mapping[str, Any], step: int, grad_scale: float) -> Hashable:
+        """What an update needs beside tensors, fixed when ``optimizer.step()`` is called.
+
+        Args:
+            group: the param group.
+            step: the number of this update of the param, from 1 on.
+            grad_scale: what the gradient is to be multiplied by before anything else (clipping, loss scale).
+        """
+
+    @abstractmethod
+    def update(
+        self, master: Tensor, grad: Tensor, states: Mapping[str, Tensor], scalars: Any, where: Where | None
+    ) -> None:
+        """One update in place, in torch lines: of ``master``, flat and fp32, and of the states by name.
+
+        ``grad`` has the dtype it was kept in. ``where`` is None for rules that need "elements" only.
+        """
+
+    def run(
+        self,
+        weights: Tensor,
+        residual: Tensor | None,
+        states: Mapping[str, Tensor],
+        grad: Tensor,
+        segments: Sequence[Segment],
+        stop: Tensor | None = None,
+    ) -> None:
+        """Update parts of flat arrays, each in its own way; ``weights`` and ``residual`` are a master, whole or split.
+
+        ``stop``: a flag on their device; if it is not 0 when the update would begin there, nothing is done.
+        """
+        assert stop is None, "this rule cannot be stopped on a device"
+        for begin, end, scalars, where in segments:
+            for first in range(begin, end, _SLAB):
+                last = min(first + _SLAB, end)
+                here = None if where is None else where._replace(offset=where.offset + first - begin)
+                self._run(weights, residual, states, grad, slice(first, last), scalars, here)
+
+    @without_grad
+    def _run(
+        self, weights: Tensor, residual: Tensor | None, states: Mapping[str, Tensor], grad: Tensor, part: slice,
+        scalars: Any, where: Where | None,
+    ) -> None:  # fmt: skip
+        own = {
+            spec.kind: states[spec.kind][part.start // spec.block : -(-part.stop // spec.block)]
+            for spec in self.spec.planes
+        }
+        if residual is None:
+            self.update(weights[part], grad[part], own, scalars, where)
+            return
+        master = torch.empty(part.stop - part.start, dtype=torch.float32, device=weights.device)
+        kernels.join_master(weights[part], residual[part], master)
+        self.update(master, grad[part], own, scalars, where)
+        kernels.split_master(master, weights[part], residual[part])
+
+
+@dataclass(frozen=True)
+class AdamRule(UpdateRule):
+    """Adam and AdamW, by native kernels that equal ``gemini.kernels_reference.adam_update``."""
+
+    spec = planes.ADAM
+    defaults: ClassVar[Mapping[str, Any]] = {
+        "lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01, "decoupled": True,
+    }  # fmt: skip
+    stops_on_device = True
+
+    def scalars(self, group: Mapping[str, Any], step: int, grad_scale: float) -> kernels.AdamHyper:
+        beta1, beta2 = group["betas"]
+        return kernels.AdamHyper(
+            lr=float(group["lr"]),
+            beta1=float(beta1),
+            beta2=float(beta2),
+            eps=float(group["eps"]),
+            weight_decay=float(group["weight_decay"]),
+            step=step,
+            decoupled=bool(group.get("decoupled", True)),
+            grad_scale=grad_scale,
+        )
+
+    def update(
+        self, master: Tensor, grad: Tensor, states: Mapping[str, Tensor], scalars: Any, where: Where | None
+    ) -> None:
+        kernels.adam_update(master, None, states["exp_avg"], states["exp_avg_sq"], grad, scalars)
+
+    def run(
+        self,
+        weights: Tensor,
+        residual: Tensor | None,
+        states: Mapping[str, Tensor],
+        grad: Tensor,
+        segments: Sequence[Segment],
+        stop: Tensor | None = None,
+    ) -> None:
+        arrays = weights, residual, states["exp_avg"], states["exp_avg_sq"], grad
+        if stop is None and len(segments) == 1 and segments[0][:2] == (0, weights.numel()):
+            kernels.adam_update(*arrays, segments[0].scalars)
+            return
+        own = [kernels.Segment(begin, end, scalars) for begin, end, scalars, _ in segments]
+        kernels.adam_update_segments(*arrays, own, stop=stop)
+
+
+ADAM = AdamRule()
+
+
+def rule_of(optimizer: UpdateRule | None) -> UpdateRule:
+    """The rule that ``GeminiConfig(optimizer=)`` says: Adam's for None."""
+    return ADAM if optimizer is None else optimizer
+
+
+def other_rule(given: UpdateRule, wrapped_for: UpdateRule) -> str:
+    """What is wrong with an optimizer whose model has the planes of another rule."""
+    return (
+        f"this optimizer's rule is {given!r}, and the model was wrapped for {wrapped_for!r}, whose planes its chunks "
+        "have: wrap it with GeminiConfig(optimizer=rule), and make the optimizer with HybridOptimizer(params, rule) "
+        "(HybridAdam has the rule of None)"
+    )

@@ -1,0 +1,143 @@
+"""Planes of a byte and of less per element, and rules with other planes than Adam's: sizes, places, homes, costs."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from stacks import stack_trace
+
+from gemini.errors import PlanMismatch
+from gemini.planning.costs import Costs, Efficiency
+from gemini.planning.hardware import Figure, Hardware
+from gemini.planning.layout import ParamSpec, make_layout
+from gemini.planning.placement import (
+    Placement,
+    Problem,
+    StaticPlacement,
+    by_fractions,
+    bytes_per_tier,
+    check_fits,
+    fill_fastest,
+)
+from gemini.planning.plan import Plan
+from gemini.planning.planes import ADAM, ALIGN, GRAD, PAGE, RESIDUAL, WEIGHTS, PlaneSpec, RuleSpec, plane_specs, spec_of
+from gemini.planning.planner import plan
+from gemini.planning.speeds import Speeds
+from gemini.planning.working import TILE, staged_bytes, staging_bytes
+from gemini.tiers import Tier
+
+CPU, NVME, GPU = Tier.CPU, Tier.NVME, Tier.GPU
+CODED = RuleSpec("coded", (PlaneSpec("code", "uint8"), PlaneSpec("scale", "float32", block=64)), "place")
+TINY = RuleSpec("tiny", (PlaneSpec("codes", "int16"), PlaneSpec("scale", "uint8", block=64)), "place")
+LOMO = RuleSpec("LOMO")
+RULES = pytest.mark.parametrize("rule", [CODED, TINY, LOMO, ADAM], ids=lambda rule: rule.name)
+
+
+def problem_of(rule: RuleSpec, budgets: dict[Tier, int], **how: Any) -> Problem:
+    layout = make_layout([ParamSpec(f"layers.{i}.w", 100_000) for i in range(8)], align=rule.align)
+    return Problem(layout, "bf16", "retain", budgets, CPU, 10**6, 10**6, rule=rule, **how)
+
+
+@RULES
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_every_param_starts_on_a_page_of_every_plane_that_may_be_in_a_file(rule: RuleSpec, ranks: int) -> None:
+    sizes = [1, 63, 2047, 2048, 2049, 4097, 100_001]
+    layout = make_layout([ParamSpec(f"p{n}", n) for n in sizes], ranks=ranks, align=rule.align)
+    specs = plane_specs("bf16", "retain", rule, trainable=True).values()
+    for chunk in layout.chunks:
+        share = chunk.numel // ranks
+        for spec in specs:
+            starts = [*(slot.start for slot in chunk.slots), share]
+            assert all(start % spec.block == 0 for start in starts), "no block is of two params"
+            if not spec.stays_in_memory:
+                assert all(spec.num_bytes(start) % PAGE == 0 for start in starts), (spec, starts)
+    assert rule.align == (2 * ALIGN if rule is CODED else ALIGN), "nobody pays for planes that he has not"
+
+
+@RULES
+def test_bytes_are_those_of_the_planes_and_of_nothing_else(rule: RuleSpec) -> None:
+    problem = problem_of(rule, {CPU: 2**40})
+    numel = problem.layout.chunks[0].numel
+    own = {"code": numel, "codes": 2 * numel, "scale": numel // 64 * (4 if rule is CODED else 1)}
+    own |= dict.fromkeys(("exp_avg", "exp_avg_sq"), 4 * numel)
+    wanted = {WEIGHTS: 2 * numel, RESIDUAL: 2 * numel, GRAD: 2 * numel}
+    wanted |= {spec.kind: -(-own[spec.kind] // PAGE) * PAGE for spec in rule.planes}
+    assert problem.plane_bytes(0) == wanted
+    assert bytes_per_tier(problem, fill_fastest(problem))[CPU] == 8 * sum(wanted.values())
+    staged = staged_bytes(TILE, rule)
+    assert sum(staged.values()) == staging_bytes(TILE, rule)
+    assert all(staged[kind] >= spec.num_bytes(TILE) for kind, spec in problem.plane_specs(0).items())
+    assert sum(size >= 4 * TILE for size in staged.values()) >= 3, "scratch for a tile that is cast while one is read"
+
+
+@pytest.mark.parametrize("rule", [CODED, TINY], ids=lambda rule: rule.name)
+def test_less_than_a_byte_per_element_stays_in_memory(rule: RuleSpec) -> None:
+    """Its bytes are in the budget of memory, whoever chooses the homes; and nobody can put it elsewhere."""
+    roomy = problem_of(rule, {CPU: 2**40, NVME: 2**40})
+    scales = sum(roomy.plane_bytes(i)["scale"] for i in range(8))
+    problem = replace(roomy, budgets={CPU: sum(roomy.spoken_for().values()) + scales, NVME: 2**40})
+    for placement in (
+        fill_fastest(problem),
+        by_fractions(problem, StaticPlacement(weights_on_nvme=1, optimizer_on_nvme=1)),
+    ):
+        assert all(homes["scale"] is CPU for homes in placement.homes)
+        others = {tier for homes in placement.homes for kind, tier in homes.items() if kind != "scale"}
+        assert others == {NVME} and bytes_per_tier(problem, placement)[CPU] == problem.budgets[CPU]
+    filed = Placement(tuple(dict.fromkeys(homes, NVME) for homes in placement.homes))
+    with pytest.raises(ValueError, match="scale has less than a byte per param and stays in memory"):
+        check_fits(problem, filed)
+
+
+@RULES
+def test_a_plan_keeps_its_rule_through_json_and_older_plans_are_adam_s(rule: RuleSpec) -> None:
+    trace = stack_trace(6)
+    roomy = plan(trace, None, {CPU: 2**40}, optimizer=rule)
+    budgets = {CPU: roomy.bytes_per_tier[CPU] * 2 // 3, NVME: 2**40}
+    made = plan(trace, None, budgets, optimizer=rule)
+    assert NVME in {tier for homes in made.placement.homes for tier in homes.values()}
+    assert all(homes.get("scale", CPU) is CPU for homes in made.placement.homes)
+    assert Plan.from_json(made.to_json()) == made and made.problem.rule == rule
+    body = json.loads(made.to_json())
+    del body["rule"]
+    if rule is ADAM:
+        assert Plan.from_json(json.dumps(body)) == made
+    kept = 4 + sum(spec.block_bytes / spec.block for spec in rule.planes)
+    assert made.bytes_per_param == pytest.approx(kept, rel=0.02)
+    made.check_settings(rule=rule)
+    with pytest.raises(PlanMismatch, match="rule="):
+        made.check_settings(rule=replace(rule, name="another"))
+
+
+def test_time_goes_by_the_bytes_that_an_update_touches() -> None:
+    assert (ADAM.touched, LOMO.touched, TINY.touched) == (26, 10, 14)
+    speeds = Speeds.typical()
+    assert speeds.update(CPU, ADAM) == speeds.adam_cpu and speeds.update(GPU, ADAM) == speeds.adam_gpu
+    assert speeds.update(CPU, LOMO) == pytest.approx(speeds.adam_cpu * 10 / 26)
+    figure = Figure(1e-9, "measured here")
+    hardware = Hardware("box", {"adam_cpu": figure, "adam_gpu": figure})
+    costs = Costs(hardware, Efficiency(), compute=GPU, precision="bf16", local_ranks=1)
+    for rule in (ADAM, LOMO, TINY):
+        numel, specs = 2**20, plane_specs("bf16", "transient", rule, trainable=True)
+        planes = {kind: spec.num_bytes(numel) for kind, spec in specs.items()}
+        for tier in (CPU, GPU):
+            cost = costs.update(planes, tier, grad_bytes=2 * numel)
+            assert cost.seconds == pytest.approx(1e-9 * numel * rule.touched / 26, rel=0.01)
+
+
+def test_declarations_that_cannot_be_are_refused() -> None:
+    with pytest.raises(ValueError, match="float64"):
+        PlaneSpec("moment", "float64")
+    for block in (0, 48, 4096):
+        with pytest.raises(ValueError, match="must divide 2048"):
+            PlaneSpec("scale", "uint8", block)
+    moment = PlaneSpec("moment", "float32")
+    for planes in ((PlaneSpec("grad", "float32"),), (PlaneSpec("staging", "float32"),), (moment, moment)):
+        with pytest.raises(ValueError, match="taken, given twice or no name"):
+            RuleSpec("wrong", planes)
+    with pytest.raises(ValueError, match="needs='rows' is not known"):
+        RuleSpec("wrong", (), "rows")
+    with pytest.raises(ValueError, match="needs 'statistics', and updates go tile by tile"):
+        spec_of(RuleSpec("Adafactor", (), "statistics"))

@@ -1,0 +1,401 @@
+"""Update rules from outside: written in a test, they train wherever planes live, with the bits of their plain loop.
+
+``Momentum`` is a rule as a user would write it. ``Coded`` keeps its momentum in bytes with a scale for each block of 64
+elements, and dithers by the place of an element: planes of a byte and of less, and a rule that asks where it is.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import gemini
+from gemini import kernels_reference as reference
+from gemini import rules
+from gemini.errors import GeminiError, PlanMismatch
+from gemini.planning.planes import PlaneSpec, RuleSpec
+from gemini.planning.planner import pose_problem
+from gemini.planning.traffic import by_name, update_traffic
+from gemini.planning.working import staging_bytes, tile_numel
+from gemini.rules import UpdateRule, Where
+from gemini.tiers import Tier
+from gemini.train.setup.structure import structural_trace
+from tests import models
+
+
+@dataclass(frozen=True)
+class Momentum(UpdateRule):
+    """SGD with momentum and weight decay."""
+
+    spec = RuleSpec("SGD", (PlaneSpec("velocity", "float32"),))
+    defaults = {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.01}  # noqa: RUF012
+
+    def scalars(self, group: Mapping[str, Any], step: int, grad_scale: float) -> Any:
+        return float(group["lr"]), float(group["momentum"]), float(group["weight_decay"]), grad_scale, step
+
+    def update(self, master: Tensor, grad: Tensor, states: Mapping[str, Tensor], scalars: Any, where: Any) -> None:
+        lr, momentum, decay, scale, _ = scalars
+        velocity = states["velocity"]
+        velocity.mul_(momentum).add_(grad.float() * scale + master * decay)
+        master.sub_(velocity * lr)
+
+
+@dataclass(frozen=True)
+class Coded(UpdateRule):
+    """Momentum in 8 bits: ``(code - 128) * scale``, rounded by a dither that depends on the place and the step."""
+
+    spec = RuleSpec("coded", (PlaneSpec("code", "uint8"), PlaneSpec("scale", "float32", block=64)), needs="place")
+    defaults = {"lr": 0.05}  # noqa: RUF012
+
+    def scalars(self, group: Mapping[str, Any], step: int, grad_scale: float) -> Any:
+        return float(group["lr"]), grad_scale, step
+
+    def update(
+        self, master: Tensor, grad: Tensor, states: Mapping[str, Tensor], scalars: Any, where: Where | None
+    ) -> None:
+        assert where is not None and where.offset % 64 == 0
+        lr, grad_scale, step = scalars
+        n, code, scale = master.numel(), states["code"], states["scale"]
+        each = scale.repeat_interleave(64)[:n]
+        velocity = (code.float() - 128 * (each != 0)) * each * 0.9 + grad.float() * grad_scale
+        blocks = torch.nn.functional.pad(velocity, (0, -n % 64)).view(-1, 64)
+        scale.copy_(blocks.abs().amax(1) / 126 + 1e-30)
+        each = scale.repeat_interleave(64)[:n]
+        place = torch.arange(where.offset, where.offset + n) + len(where.name)
+        dither = ((place * 40503 + step * 30011) % 1021).float() / 1024  # 1021: no tile is a period
+        code.copy_((velocity / each + 128 + dither).floor().clamp(0, 255))
+        master.sub_(velocity * lr)
+
+
+RULES: dict[str, UpdateRule] = {"momentum": Momentum(), "coded": Coded()}
+PRECISIONS = ("bf16", "fp32")
+
+
+def make_model() -> nn.Module:
+    return models.make_model("llama")
+
+
+def loss_of(model: Any, seed: int) -> Tensor:
+    ids = torch.randint(2, models.VOCAB, (2, 7), generator=torch.Generator().manual_seed(seed))
+    return model(input_ids=ids, labels=ids).loss
+
+
+def plain_loop(
+    rule: UpdateRule,
+    precision: str,
+    seeds: range,
+    clip: float | None,
+    place_of: Callable[[int, str], str] | None = None,
+) -> dict[str, Any]:
+    """The loop that defines the bits: whole params, one after the other, masters in fp32.
+
+    Args:
+        place_of: what the rule is told that a param is called, if not its name.
+    """
+    model, losses = make_model(), []
+    masters: dict[str, Tensor] = {}
+    states: dict[str, dict[str, Tensor]] = {}
+    for name, param in model.named_parameters():
+        masters[name] = param.detach().float().reshape(-1).clone()
+        states[name] = {
+            s.kind: torch.zeros(s.num_items(param.numel()), dtype=getattr(torch, s.dtype)) for s in rule.spec.planes
+        }
+        param.data = models.rounded(masters[name], precision).view(param.shape)
+    for step, seed in enumerate(seeds, 1):
+        loss = loss_of(model, seed)
+        loss.backward()
+        losses.append(loss.item())
+        grads = {name: param.grad.reshape(-1) for name, param in model.named_parameters()}
+        scale = 1.0
+        if clip is not None:
+            sums = [reference.total(reference.sum_squares(grad)) for grad in grads.values()]
+            scale = min(1.0, clip / (math.sqrt(reference.total(sums)) + 1e-6))
+        for number, (name, param) in enumerate(model.named_parameters()):
+            where = (
+                Where(name if place_of is None else place_of(number, name), 0) if rule.spec.needs == "place" else None
+            )
+            rule.update(masters[name], grads[name], states[name], rule.scalars(rule.defaults, step, scale), where)
+            param.data = models.rounded(masters[name], precision).view(param.shape)
+            param.grad = None
+    return {"losses": losses, "masters": masters, "states": states}
+
+
+def config_for(rule: UpdateRule, path: Path, precision: str, **how: Any) -> gemini.GeminiConfig:
+    """Everything on NVMe but what stays in memory, and room for one module and staging."""
+    gathered, staging, scales = tight_bytes(rule, precision, how.get("max_chunk", 6000))
+    memory = gemini.MemoryBudget(cpu=gathered + staging + scales, nvme="64MiB", nvme_path=path)
+    placement = gemini.StaticPlacement(weights_on_nvme=1, optimizer_on_nvme=1)
+    settings = {"max_chunk": 6000, "placement": placement, "memory": memory, "update_threads": 1, **how}
+    return gemini.GeminiConfig(precision=precision, device="cpu", optimizer=rule, **settings)
+
+
+def tight_bytes(rule: UpdateRule, precision: str, max_chunk: int) -> tuple[int, int, int]:
+    trace = structural_trace(make_model(), precision)
+    problem = pose_problem(
+        trace, {Tier.CPU: 2**40}, precision=precision, max_chunk=max_chunk, rule=rule.spec, overlap=True
+    )
+    layout = problem.layout
+    assert problem.staging == 2 * staging_bytes(tile_numel(max(c.numel for c in layout.chunks)), rule.spec)
+    scales = sum(
+        spec.page_bytes(chunk.numel) for spec in rule.spec.planes if spec.stays_in_memory for chunk in layout.chunks
+    )
+    return problem.working_set, problem.staging, scales
+
+
+def train(model: Any, optimizer: Any, seeds: range, clip: float | None) -> list[float]:
+    losses = []
+    for seed in seeds:
+        loss = loss_of(model, seed)
+        loss.backward()
+        if clip is not None:
+            model.clip_grad_norm_(clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def bits(value: Tensor) -> Tensor:
+    return value.contiguous().view(-1).view(torch.uint8)
+
+
+def assert_same(model: Any, plain: dict[str, Any]) -> None:
+    engine = model._gemini_engine
+    engine.check_invariants()
+    for name, master in plain["masters"].items():
+        assert torch.equal(bits(model.full_param(name, torch.float32)), bits(master)), name
+        for kind, state in plain["states"][name].items():
+            kept = engine.by_names.read_plane(engine.by_names[name], kind)
+            assert kept.dtype is state.dtype and torch.equal(bits(kept), bits(state)), (name, kind)
+
+
+@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "in turn"])
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("which", RULES)
+def test_a_rule_from_outside_trains_on_nvme_with_the_bits_of_its_plain_loop(
+    which: str, precision: str, overlap: bool, tmp_path: Path
+) -> None:
+    rule = RULES[which]
+    plain = plain_loop(rule, precision, range(3), clip=0.1)
+    model = gemini.GeminiDDP(make_model(), config_for(rule, tmp_path, precision, overlap=overlap))
+    optimizer = gemini.HybridOptimizer(model.parameters(), rule)
+    assert train(model, optimizer, range(3), 0.1) == plain["losses"]
+    assert_same(model, plain)
+    tiers = {kind: {chunk.planes[kind].tier for chunk in model._gemini_engine.chunks} for kind in rule.spec.kinds[2:]}
+    assert tiers.pop("scale", {Tier.CPU}) == {Tier.CPU}
+    assert all(found == {Tier.NVME} for found in tiers.values()), tiers
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("which", RULES)
+def test_bits_do_not_depend_on_chunks_tiles_and_tiers(
+    which: str, precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In memory, on a device, streamed through it, staged in small tiles, and used in backward as autograd left it."""
+    rule = RULES[which]
+    plain = plain_loop(rule, precision, range(2), clip=None)
+    placed = {
+        "in memory": ("cpu", {}, {}),
+        "transient": ("cpu", {"optimizer_on_nvme": 1}, {"gradients": "transient"}),
+        "on the device": ("standin", {"weights_on_gpu": 1, "optimizer_on_gpu": 1}, {}),
+        "streamed": ("standin", {"updates_on_gpu": 1}, {}),
+        "streamed, transient": ("standin", {"updates_on_gpu": 1}, {"gradients": "transient"}),
+        "half": ("standin", {"weights_on_nvme": 0.5, "optimizer_on_nvme": 0.5}, {"max_chunk": 64}),
+        "summed up": ("cpu", {"optimizer_on_nvme": 1}, {"gradients": "accumulate"}),
+        "in slabs": ("cpu", {}, {}),
+    }
+    for told, (device, fractions, how) in placed.items():
+        gpu = {"gpu": "1GiB"} if device == "standin" else {}
+        memory = gemini.MemoryBudget(cpu="1GiB", nvme="64MiB", nvme_path=tmp_path, **gpu)
+        placement = gemini.StaticPlacement(**fractions)
+        config = gemini.GeminiConfig(
+            precision=precision, device=device, memory=memory, placement=placement, optimizer=rule, **how
+        )
+        tile = None if told in ("in memory", "in slabs") else rule.spec.align
+        monkeypatch.setattr(rules, "_SLAB", 2048 if told == "in slabs" else 2**20)
+        with models.tiles_of(monkeypatch, tile):
+            model = gemini.GeminiDDP(make_model(), config)
+            used_at_once = how.get("gradients") == "transient"
+            optimizer = gemini.HybridOptimizer(model.parameters(), rule, step_in_backward=used_at_once)
+            assert train(model, optimizer, range(2), None) == plain["losses"], told
+            assert_same(model, plain)
+
+
+@pytest.mark.parametrize("which", RULES)
+def test_params_that_no_model_manages_are_updated_alike(which: str) -> None:
+    rule = RULES[which]
+    plain = plain_loop(rule, "fp32", range(2), None, lambda number, _: f"plain param {number}")  # they have no names
+    model = make_model()
+    optimizer = gemini.HybridOptimizer(model.parameters(), rule)
+    losses = []
+    for seed in range(2):
+        loss = loss_of(model, seed)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses == plain["losses"]
+    for name, param in model.named_parameters():
+        assert torch.equal(bits(param.detach()), bits(plain["masters"][name])), name
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("which", RULES)
+def test_a_run_goes_on_from_a_checkpoint_with_the_same_bits(which: str, precision: str, tmp_path: Path) -> None:
+    rule = RULES[which]
+    plain = plain_loop(rule, precision, range(4), clip=None)
+    config = config_for(rule, tmp_path, precision)
+    model = gemini.GeminiDDP(make_model(), config)
+    optimizer = gemini.HybridOptimizer(model.parameters(), rule)
+    losses = train(model, optimizer, range(2), None)
+    gemini.save_checkpoint(tmp_path / "checkpoint", model, optimizer)
+    in_memory = gemini.GeminiConfig(precision=precision, device="cpu", optimizer=rule, max_chunk=64)
+    for again in (config, in_memory):  # other chunks, other homes
+        other = gemini.GeminiDDP(make_model(), again)
+        resumed = gemini.HybridOptimizer(other.parameters(), rule, lr=1.0)
+        gemini.load_checkpoint(tmp_path / "checkpoint", other, resumed)
+        assert losses + train(other, resumed, range(2, 4), None) == plain["losses"]
+        assert_same(other, plain)
+
+
+@pytest.mark.parametrize("which", RULES)
+def test_a_state_dict_goes_into_another_optimizer(which: str) -> None:
+    rule = RULES[which]
+    plain = plain_loop(rule, "fp32", range(3), clip=None)
+    config = gemini.GeminiConfig(precision="fp32", device="cpu", optimizer=rule)
+    first, second = (gemini.GeminiDDP(make_model(), config) for _ in range(2))
+    optimizers = [gemini.HybridOptimizer(model.parameters(), rule) for model in (first, second)]
+    train(first, optimizers[0], range(2), None)
+    second.load_state_dict(first.state_dict())
+    state = optimizers[0].state_dict()
+    optimizers[1].load_state_dict(state)
+    assert train(second, optimizers[1], range(2, 3), None) == plain["losses"][2:]
+    assert_same(second, plain)
+    kind = rule.spec.planes[0].kind
+    del state["state"][0][kind]
+    with pytest.raises(ValueError, match=f"the rule '{rule.spec.name}' has"):
+        optimizers[1].load_state_dict(state)
+
+
+def test_an_optimizer_of_another_rule_is_refused(tmp_path: Path) -> None:
+    config = gemini.GeminiConfig(precision="bf16", device="cpu", optimizer=Momentum())
+    model = gemini.GeminiDDP(make_model(), config)
+    with pytest.raises(GeminiError, match=r"rule is AdamRule\(\), and the model was wrapped for Momentum\(\)"):
+        gemini.HybridAdam(model.parameters()).step()
+    for rule, settings in ((Momentum(), {}), (None, {"optimizer": Momentum()})):
+        early = make_model()
+        optimizer = (
+            gemini.HybridAdam(early.parameters()) if rule is None else gemini.HybridOptimizer(early.parameters(), rule)
+        )
+        with pytest.raises(GeminiError, match="GeminiConfig\\(optimizer=rule\\)"):
+            gemini.GeminiDDP(early, gemini.GeminiConfig(precision="bf16", device="cpu", **settings))
+        assert all(type(param) is nn.Parameter for param in early.parameters()), "it was left as it was"
+        del optimizer
+    with pytest.raises(TypeError, match="momentun= is no hyperparameter of the rule 'SGD'"):
+        gemini.HybridOptimizer(make_model().parameters(), Momentum(), momentun=0.5)
+    optimizer = gemini.HybridOptimizer(model.parameters(), Momentum())
+    gemini.save_checkpoint(tmp_path / "sgd", model, optimizer)
+    other = gemini.GeminiDDP(make_model(), gemini.GeminiConfig(precision="bf16", device="cpu"))
+    with pytest.raises(PlanMismatch, match="update rule 'SGD', the model was wrapped for 'Adam'"):
+        gemini.load_checkpoint(tmp_path / "sgd", other, gemini.HybridAdam(other.parameters()))
+
+
+def test_rules_that_need_whole_params_are_refused_with_the_reason() -> None:
+    class Whole(Momentum):
+        spec = RuleSpec("whole", needs="param")
+
+    with pytest.raises(ValueError, match="'whole' needs 'param', and updates go tile by tile"):
+        gemini.GeminiConfig(optimizer=Whole())
+    with pytest.raises(TypeError, match="optimizer= is an update rule"):
+        gemini.GeminiConfig(optimizer=torch.optim.SGD)
+    with pytest.raises(TypeError, match="optimizer= is an update rule .*Momentum"):
+        gemini.GeminiConfig(optimizer=Momentum)
+    with pytest.raises(TypeError, match="the spec of one alone"):
+        gemini.GeminiConfig(optimizer=Momentum.spec)
+    with pytest.raises(TypeError, match="rule= is a gemini.rules.UpdateRule"):
+        gemini.HybridOptimizer(make_model().parameters(), Momentum)  # type: ignore[arg-type]
+    for wrong, error, words in ((math.nan, ValueError, "must be finite"), ("a lot", TypeError, "must be a number")):
+        with pytest.raises(error, match=f"lr of HybridOptimizer {words}"):
+            gemini.HybridOptimizer(make_model().parameters(), Momentum(), lr=wrong)
+    params = list(make_model().parameters())
+    optimizer = gemini.HybridOptimizer(params[:1], Momentum())
+    with pytest.raises(ValueError, match="momentum of param group 1 must be finite"):
+        optimizer.add_param_group({"params": params[1:], "momentum": math.inf})
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize(("which", "bytes_each"), [("momentum", 8.0), ("coded", 4 + 1 + 4 / 64)])
+def test_plans_budgets_and_reports_count_the_planes_of_the_rule(
+    which: str, bytes_each: float, precision: str, tmp_path: Path
+) -> None:
+    rule = RULES[which]
+    config = config_for(rule, tmp_path, precision)
+    model = gemini.GeminiDDP(make_model(), config)
+    engine, report = model._gemini_engine, model.memory_report()
+    layout = engine.layout
+    kept = sum(spec.page_bytes(chunk.numel) for chunk in layout.chunks for spec in rule.spec.planes)
+    assert report["bytes_per_param"] == (4 * layout.numel + kept) / layout.payload
+    assert abs(report["bytes_per_param"] * layout.payload - bytes_each * layout.numel) <= 4096 * len(layout.chunks)
+    for spec in rule.spec.planes:
+        tier = "cpu" if spec.stays_in_memory else "nvme"
+        assert report[tier]["holders"][spec.kind] == sum(spec.page_bytes(chunk.numel) for chunk in layout.chunks)
+    assert not {"exp_avg", "exp_avg_sq"} & {*report["cpu"]["holders"], *report["nvme"]["holders"]}
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("which", RULES)
+def test_a_plan_is_of_its_rule(which: str, precision: str, tmp_path: Path) -> None:
+    """Planned into little memory, through JSON, and the model runs by it; without the rule it is refused."""
+    rule, seeds = RULES[which], range(2)
+    trace = structural_trace(make_model(), precision)
+    roomy = gemini.plan(trace, None, {Tier.CPU: 2**30}, precision=precision, optimizer=rule, max_chunk=6000)
+    needed = roomy.bytes_per_tier[Tier.CPU]
+    budgets = {Tier.CPU: needed // 2 + roomy.problem.staging, Tier.NVME: 2**26}
+    made = gemini.plan(trace, None, budgets, precision=precision, optimizer=rule, max_chunk=6000)
+    homes = [tier for planes in made.placement.homes for tier in planes.values()]
+    assert {Tier.CPU, Tier.NVME} == set(homes)
+    assert made == gemini.Plan.from_json(made.to_json())
+    memory = gemini.MemoryBudget(cpu=budgets[Tier.CPU], nvme=budgets[Tier.NVME], nvme_path=tmp_path)
+    how: dict[str, Any] = {"precision": precision, "placement": made, "memory": memory, "max_chunk": 6000}
+    with pytest.raises(PlanMismatch, match="rule="):
+        gemini.GeminiDDP(make_model(), gemini.GeminiConfig(device="cpu", **how))
+    model = gemini.GeminiDDP(make_model(), gemini.GeminiConfig(device="cpu", optimizer=rule, **how))
+    report = model.memory_report()
+    assert made.bytes_per_param == report["bytes_per_param"]
+    assert all(report[tier.value]["used"] <= budget for tier, budget in budgets.items())
+    plain = plain_loop(rule, precision, seeds, None)
+    assert train(model, gemini.HybridOptimizer(model.parameters(), rule), seeds, None) == plain["losses"]
+    assert_same(model, plain)
+
+
+@pytest.mark.parametrize("which", RULES)
+def test_a_step_moves_what_the_plan_counts(which: str, tmp_path: Path) -> None:
+    """Bytes over each boundary, update by update: in closed form and at run time."""
+    rule = RULES[which]
+    model = gemini.GeminiDDP(make_model(), config_for(rule, tmp_path, "bf16", overlap=False))
+    optimizer, engine = gemini.HybridOptimizer(model.parameters(), rule), model._gemini_engine
+    train(model, optimizer, range(1), None)
+    loss_of(model, 1).backward()
+    before = engine.mover.moved.counts()
+    optimizer.step()
+    moved = engine.moved_last_step.counts() - before
+    counted = sum((update_traffic(engine.problem, h, i) for i, h in enumerate(engine.placement.homes)), type(moved)())
+    assert dict(moved) == by_name(counted)
+
+
+def test_a_copy_of_an_optimizer_keeps_the_rule() -> None:
+    model = make_model()
+    optimizer = copy.deepcopy(gemini.HybridOptimizer(model.parameters(), Momentum(), lr=0.5))
+    param = optimizer.param_groups[0]["params"][0]
+    before, param.grad = param.detach().clone(), torch.ones_like(param)
+    optimizer.step()
+    assert optimizer.rule == Momentum()
+    assert torch.equal(param.detach(), before - (before * 0.01 + 1) * 0.5)
