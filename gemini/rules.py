@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from gemini import kernels
+from gemini.errors import GeminiError
 from gemini.grad_mode import without_grad
 from gemini.planning import planes
 from gemini.planning.planes import RuleSpec
@@ -181,10 +182,15 @@ def rule_of(optimizer: UpdateRule | None) -> UpdateRule:
     return ADAM if optimizer is None else optimizer
 
 
-def other_rule(given: UpdateRule, wrapped_for: UpdateRule) -> str:
-    """What is wrong with an optimizer whose model has the planes of another rule."""
-    return (
-        f"this optimizer's rule is {given!r}, and the model was wrapped for {wrapped_for!r}, whose planes its chunks "
-        "have: wrap it with GeminiConfig(optimizer=rule), and make the optimizer with HybridOptimizer(params, rule) "
-        "(HybridAdam has the rule of None)"
-    )
+def refuse_other(given: UpdateRule, wrapped_for: UpdateRule) -> None:
+    """Refuse an optimizer whose model has the planes of another rule.
+
+    Raises:
+        GeminiError: naming both.
+    """
+    if given != wrapped_for:
+        raise GeminiError(
+            f"this optimizer's rule is {given!r}, and the model was wrapped for {wrapped_for!r}, whose planes its "
+            "chunks have: wrap it with GeminiConfig(optimizer=rule), and make the optimizer with "
+            "HybridOptimizer(params, rule) (HybridAdam has the rule of None)"
+        )

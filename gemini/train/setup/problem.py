@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from gemini.config import GeminiConfig
-from gemini.errors import GeminiError, PlanMismatch, parse_bytes
+from gemini.errors import PlanMismatch, parse_bytes
 from gemini.memory.chunks.chunk import COMPUTE_DTYPES
 from gemini.memory.devices.device import Device
 from gemini.memory.nvme import probe
@@ -26,7 +26,7 @@ from gemini.planning.speeds import Speeds
 from gemini.planning.trace import MemoryTrace, Source
 from gemini.planning.working import MARGIN
 from gemini.ranks.group import Ranks, checksum_of
-from gemini.rules import UpdateRule, other_rule
+from gemini.rules import UpdateRule, refuse_other
 from gemini.tiers import Tier
 from gemini.train.modules.compiled import compiled_part
 from gemini.train.modules.renormalized import refuse_on_ranks
@@ -93,8 +93,7 @@ def check_optimizers(named: list[NamedParam], rule: UpdateRule) -> None:
         GeminiError: naming both rules.
     """
     for optimizer in filter(None, (optimizer_of(n.param) for n in named)):
-        if optimizer.rule != rule:
-            raise GeminiError(other_rule(optimizer.rule, rule))
+        refuse_other(optimizer.rule, rule)
 
 
 def prepare(model: nn.Module, config: GeminiConfig, ranks: Ranks, *, filled: bool = True) -> None:

@@ -23,7 +23,7 @@ from gemini.errors import GeminiError
 from gemini.grad_mode import call_with_grad, without_grad
 from gemini.interrupts import WHOLE
 from gemini.ranks.agreement import Point
-from gemini.rules import UpdateRule, Where, other_rule
+from gemini.rules import UpdateRule, Where, refuse_other
 from gemini.train.engine import Engine
 from gemini.train.gradients.scaled_backward import scaler_steps
 from gemini.train.params.guard import ParamHandle, engine_of, handle_of, note_writes, optimizer_of, stepping_in_backward
@@ -375,7 +375,7 @@ class HybridOptimizer(torch.optim.Optimizer):
         engine.end_step()
 
     def _check_mode(self, engine: Engine) -> None:
-        self._check_rule(engine)
+        refuse_other(self.rule, engine.rule)
         transient = engine.config.gradients == "transient"
         if transient and not self.step_in_backward:
             raise GeminiError(
@@ -409,13 +409,8 @@ class HybridOptimizer(torch.optim.Optimizer):
                 "(clipping, loss scale and skipped steps are per model)"
             )
         for engine in engines:
-            self._check_rule(engine)
+            refuse_other(self.rule, engine.rule)
         return engines[0] if engines else None
-
-    def _check_rule(self, engine: Engine) -> None:
-        """Refuse a model whose chunks have the planes of another rule."""
-        if engine.rule != self.rule:
-            raise GeminiError(other_rule(self.rule, engine.rule))
 
     # ---- plain params -------------------------------------------------------------------------------------------
 
