@@ -27,6 +27,7 @@ from gemini.planning.traffic import by_name, update_traffic
 from gemini.planning.working import staging_bytes, tile_numel
 from gemini.rules import UpdateRule, Where
 from gemini.tiers import Tier
+from gemini.train.checkpoint.torch_file import Promises, write
 from gemini.train.setup.structure import structural_trace
 from tests import models
 
@@ -283,6 +284,23 @@ def test_a_state_dict_goes_into_another_optimizer(which: str) -> None:
     del state["state"][0][kind]
     with pytest.raises(ValueError, match=f"the rule '{rule.spec.name}' has"):
         optimizers[1].load_state_dict(state)
+
+
+@pytest.mark.parametrize("which", RULES)
+def test_a_torch_file_has_the_states_of_the_rule(which: str, tmp_path: Path) -> None:
+    rule = RULES[which]
+    model = gemini.GeminiDDP(make_model(), config_for(rule, tmp_path, "bf16"))
+    optimizer = gemini.HybridOptimizer(model.parameters(), rule)
+    train(model, optimizer, range(2), None)
+    write(Promises(model._gemini_engine.by_names).optimizer_state(optimizer), tmp_path / "states.pt")
+    written, kept = torch.load(tmp_path / "states.pt")["state"], optimizer.state_dict()["state"]
+    assert written.keys() == kept.keys() and written
+    for index, state in written.items():
+        assert state.keys() == kept[index].keys() - {"residual"}  # masters are whole beside it
+        for kind, value in state.items():
+            mine = kept[index][kind]
+            assert (value.dtype, value.shape) == (mine.dtype, mine.shape), kind
+            assert torch.equal(bits(value), bits(mine)), kind
 
 
 def test_an_optimizer_of_another_rule_is_refused(tmp_path: Path) -> None:

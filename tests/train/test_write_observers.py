@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import gemini
-from gemini.train.checkpoint.format import SAVED
+from gemini.planning.planes import GRAD
 from tests import models
 from tests.train.helpers import adam, engine_of, wrap
 
@@ -61,7 +61,7 @@ class Watching:
         return found
 
     def _bits(self, chunk: Any) -> list[int]:
-        return [self._sum(chunk.planes[kind]) for kind in SAVED if kind in chunk.planes]
+        return [self._sum(plane) for kind, plane in chunk.planes.items() if kind != GRAD]
 
     def _sum(self, plane: Any) -> int:
         numel = plane.numel
