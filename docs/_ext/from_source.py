@@ -76,6 +76,8 @@ def _kind(call: ast.Call) -> tuple[str, ast.expr]:
         return "ParamAccessError", call.args[1]
     if isinstance(func, ast.Attribute) and func.attr == "warn":
         return WARNING, call.args[0]
+    if isinstance(func, ast.Call) and isinstance(func.func, ast.Name) and func.func.id == "error_called":
+        return "StorageError", call.args[0]  # what another rank raised: most often that it could not write
     is_type = isinstance(func, ast.Call) and isinstance(func.func, ast.Name) and func.func.id == "type"
     if is_type and not isinstance(call.args[0], ast.GeneratorExp):  # that one copies a sequence
         return "BudgetExceeded", call.args[0]  # `raise type(e)(...) from e` adds words to a refusal of the ledger

@@ -127,7 +127,6 @@ class Engine:
         self.scaling = Scaling(self, self.loss_scale)
         self.moved_last_step = Moved()
         self.transformed: list[Chunk] = []  # what torch.func may still read
-        self.registered = -1  # what refuse_injected has seen
         self.calls = Calls(self.acquire, self.release, self.exposure.expose, self.exposure.cover)
         if fill is not None:
             fill(self)
@@ -137,6 +136,14 @@ class Engine:
         self.mover.moved = Moved()  # coming home is no part of the first step
         self.mover.stalls.clear()
         gc.collect(0)
+
+    def forget_params(self) -> None:
+        """They are ordinary ones again, and none of this engine's."""
+        self.handles = []
+
+    def record(self, recording: Recording | None) -> None:
+        """From now on ``recording`` is told of everything, or nobody is."""
+        self.recording = recording
 
     def give_back(self) -> None:
         """The params are as they were before this engine took them over, which has just happened."""

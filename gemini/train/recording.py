@@ -148,7 +148,8 @@ class Recording:
 
     def open(self) -> None:
         engine = self._engine()
-        engine.recording, engine.mover.recorder = self, self._recorder
+        engine.record(self)
+        engine.mover.recorder = self._recorder
         engine.ledger.on_change = self._recorder.held
         self._is_open = True
 
@@ -162,7 +163,8 @@ class Recording:
         self._is_open = False
         engine = self._reference()
         if engine is not None:
-            engine.recording = engine.mover.recorder = engine.ledger.on_change = None
+            engine.record(None)
+            engine.mover.recorder = engine.ledger.on_change = None
         self._recorder.close()
 
     def _begin_step(self, engine: Engine) -> None:

@@ -103,9 +103,7 @@ class StepState:
         after = PHASES.get((self.phase, event))
         if after is None:
             legal = ", ".join(sorted(e.value for phase, e in PHASES if phase is self.phase))
-            raise IllegalTransition(
-                f"the model's phase is {self.phase.value}: only {legal} is legal, not {event.value}"
-            )
+            raise IllegalTransition(f"in phase {self.phase.value} only {legal} is legal, not {event.value}")
         self.phase = after
 
     def begin_forward(self) -> None:

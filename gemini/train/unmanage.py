@@ -42,7 +42,7 @@ def unmanage(model: nn.Module, engine: Engine, what: str) -> None:
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 module._buffers[name] = buffer.to("cpu")
-    engine.handles = []
+    engine.forget_params()
     model.__class__ = model._gemini_original  # type: ignore[assignment]
     del model.__dict__["_gemini_engine"]
 

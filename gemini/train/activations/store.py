@@ -27,6 +27,7 @@ from gemini.memory.movement.mover import tiles
 from gemini.tiers import Tier
 from gemini.train.activations.flights import Flight
 from gemini.train.activations.lanes import ActivationLanes
+from gemini.train.modules import saved_weights
 from gemini.train.modules.compiled import compiled_part
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ MIN_BYTES = 16 * 2**10
 
 _OF_CHECKPOINTING = torch.utils.checkpoint.__file__
 _OF_COMPILED = f"{os.path.dirname(torch.__file__)}{os.sep}_functorch{os.sep}"
-_BETWEEN = (torch.autograd.function.__file__, os.path.join(os.path.dirname(__file__), "saved_weights.py"))
+_BETWEEN = (torch.autograd.function.__file__, saved_weights.__file__)
 
 
 class Offloaded:

@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 _registered = 0
 """Registrations of params in this process, and of modules in a managed model."""
 
+_looked_at: weakref.WeakKeyDictionary[Engine, int] = weakref.WeakKeyDictionary()
+"""How many there had been when the whole model of an engine was looked at last."""
+
 _watched: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 """The modules of managed models, and what was put into them since."""
 
@@ -86,7 +89,7 @@ def refuse_injected(engine: Engine, module: nn.Module, *, is_root: bool) -> None
     Raises:
         GeminiError: naming the first one.
     """
-    if engine.registered == _registered:
+    if _looked_at.get(engine) == _registered:
         return
     for name, param in module.named_parameters():
         if handle_of(param) is None:
@@ -98,4 +101,4 @@ def refuse_injected(engine: Engine, module: nn.Module, *, is_root: bool) -> None
                 "new heads) first and wrap after: a fresh model, then PEFT, then GeminiDDP(model)"
             )
     if is_root:
-        engine.registered = _registered
+        _looked_at[engine] = _registered

@@ -274,7 +274,7 @@ def give_back(engine: Engine, given: Iterable[Taken]) -> None:
         del param._gemini  # type: ignore[attr-defined]
         if handle.hook is not None:
             handle.hook.remove()
-    engine.handles = []
+    engine.forget_params()
 
 
 def _adopt(engine: Engine, handle: ParamHandle, filled: bool) -> tuple[torch.dtype, torch.Tensor | None]:

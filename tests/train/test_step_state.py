@@ -1,0 +1,68 @@
+"""The phases of a step: a table, and nothing beside it."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+import torch
+from torch import nn
+
+import gemini
+from gemini.train.step import PHASES, Event, Phase, StepState
+
+LEGAL = {
+    (Phase.REST, Event.BEGIN_FORWARD), (Phase.REST, Event.BEGIN_BACKWARD), (Phase.FORWARD, Event.END_FORWARD),
+    (Phase.FORWARD, Event.BEGIN_BACKWARD), (Phase.BACKWARD, Event.END_BACKWARD),
+    (Phase.BACKWARD, Event.BEGIN_FORWARD), (Phase.NESTED, Event.END_FORWARD), (Phase.NESTED, Event.END_BACKWARD),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("phase", "event"), product(Phase, Event))
+def test_what_the_table_does_not_have_is_refused_and_changes_nothing(phase: Phase, event: Event) -> None:
+    state = StepState()
+    state.phase = phase
+    if (phase, event) in LEGAL:
+        state.change(event)
+        assert state.phase is PHASES[phase, event]
+    else:
+        with pytest.raises(gemini.IllegalTransition, match=rf"in phase {phase.value} only .* not {event.value}"):
+            state.change(event)
+        assert state.phase is phase
+
+
+def test_an_end_undoes_its_beginning() -> None:
+    ends = {Event.BEGIN_FORWARD: Event.END_FORWARD, Event.BEGIN_BACKWARD: Event.END_BACKWARD}
+    for (phase, event), after in PHASES.items():
+        if event in ends:
+            assert PHASES[after, ends[event]] is phase
+
+
+def test_a_step_goes_through_its_phases() -> None:
+    """A recomputation is a forward inside a backward; what ends in order leaves nothing to look for."""
+    seen: list[tuple[str, Phase]] = []
+
+    class Looks(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            seen.append(("forward", state.phase))
+            return super().forward(x)
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.part = Looks(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.utils.checkpoint.checkpoint(self.part, x, use_reentrant=False).sum()
+
+    config = gemini.GeminiConfig(precision="fp32", memory=gemini.MemoryBudget(cpu="64MiB"))
+    model = gemini.GeminiDDP(Net(), config)
+    state = model._gemini_engine.state
+    loss = model(torch.ones(2, 4))
+    assert state.phase is Phase.REST and state.num_unsettled == 1, "its backward is still to come"
+    loss.backward()
+    assert seen == [("forward", Phase.FORWARD), ("forward", Phase.NESTED)]
+    assert state.phase is Phase.REST and state.num_unsettled == 0 and state.backward_number == 1
+    with pytest.raises(RuntimeError), torch.no_grad():
+        model(torch.ones(2, 5))
+    assert state.phase is Phase.REST
