@@ -143,9 +143,9 @@ class RuleSpec:
 
     @classmethod
     def from_body(cls, body: Any) -> RuleSpec:
-        """Raises: ValueError, TypeError: for what is no rule."""
+        """Raises: ValueError, TypeError, OverflowError: for what is no rule."""
         name, planes, needs = body
-        return cls(str(name), tuple(PlaneSpec(kind, dtype, int(block)) for kind, dtype, block in planes), needs)
+        return cls(str(name), tuple(PlaneSpec(str(kind), dtype, int(block)) for kind, dtype, block in planes), needs)
 
 
 def is_wide(spec: PlaneSpec) -> bool:

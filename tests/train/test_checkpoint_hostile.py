@@ -313,6 +313,10 @@ BY_HAND = {
     "no random states": (put("rng", {}), "nothing refers to tensor"),
     "another place in NumPy's stream": (put("rng/0/numpy/2", 10**6), r"rng\[0\] is not the state"),
     "Python's of long ago": (put("rng/0/python/0", 2), r"rng\[0\] is not the state"),
+    "what is no rule": (put("rule", 3), "rule is 3, and no update rule"),
+    "a plane without a name": (put("rule", ["x", [[5, "float32", 1]], "elements"]), "no update rule"),
+    "a plane of one endless block": (put("rule", ["x", [["a", "float32", float("inf")]], "place"]), "no update rule"),
+    "another rule than its files are of": (put("rule", ["x", [["a", "float32", 1]], "place"]), "which no param has"),
     "an unknown key": (put("step", 3), "has no use for 'step'"),
     "nested too deep": (put("extra/list", deep(400)), "nested too deep"),
 }

@@ -327,7 +327,7 @@ def _text(value: Any, where: str) -> str:
 def _rule(value: Any, where: str) -> RuleSpec:
     try:
         return RuleSpec.from_body(value)
-    except (TypeError, ValueError) as e:
+    except (TypeError, ValueError, OverflowError) as e:
         raise Malformed(f"{where} is {_shown(value)}, and no update rule: {e}") from e
 
 

@@ -56,7 +56,7 @@ def save_checkpoint(
             stays one and the data land where it points. The folder itself is renamed, so it cannot be the working
             folder or a mount point.
         model: a GeminiDDP model.
-        optimizer: the HybridAdam of that model.
+        optimizer: the HybridAdam or HybridOptimizer of that model.
         scheduler: anything with ``state_dict()`` of plain values.
         extra: plain values and dense tensors of any dtype (the data position, for example), given back by
             :func:`load_checkpoint` on the CPU.
@@ -124,8 +124,8 @@ def load_checkpoint(
     Raises:
         StorageError: if it is missing, damaged, or holds what :func:`save_checkpoint` does not write; nothing was
             changed, on any rank.
-        PlanMismatch: if it was saved for another model or precision, other groups or buffers, or another kind of
-            scheduler; nothing was changed.
+        PlanMismatch: if it was saved for another model, precision or update rule, other groups or buffers, or another
+            kind of scheduler; nothing was changed.
     """
     engine = _engine(model)
     refusal: Exception | None = None
