@@ -182,3 +182,17 @@ def test_a_write_of_ours_is_no_write_to_a_param_of_the_same_tensor(
 def test_a_model_that_was_never_whole_has_a_count_of_writes_for_each_param(tmp_path: Path) -> None:
     model = gemini.from_config(llama().config, gemini.GeminiConfig(memory=gemini.MemoryBudget(cpu="64MiB")))
     assert not any(handle.siblings for handle in model._gemini_engine.handles)
+
+
+class Clamps(Blocks):
+    """As Gemma 3n does it: in every forward, to a part of its own, before that computes; mostly nothing changes."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            layer.weight.data.clamp_(-120.0, 120.0)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("where", ["ram", "disk", "standin", "serial"])
+def test_a_write_that_changes_nothing_is_none(where: str, tmp_path: Path) -> None:
+    compare(Clamps, where, tmp_path, squares, slack=2**17)

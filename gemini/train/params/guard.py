@@ -54,6 +54,8 @@ class ParamHandle:
     """The gathered weights of the param, in its shape. Only to be read while its chunk is gathered."""
     version: int = 0
     """torch's count of writes to the param when it became ordinary."""
+    fingerprint: tuple[int, int] | None = None
+    """Of the weights when ``param.data`` was asked for last, in a forward or backward."""
     siblings: tuple[ParamHandle, ...] = ()
     """Params with the same count of writes, this one too: views of one tensor that each was made a parameter."""
     num_writes: int = 0
@@ -227,9 +229,9 @@ def hide(handles: list[ParamHandle]) -> Hidden:
     written, cast = list[ParamHandle](), list[ParamHandle]()
     for handle in handles:
         param = handle.param
-        if param._version != handle.version:
-            handle.version = param._version
+        if param._version != handle.version and _notes_a_write(handle):
             written.append(handle)
+        handle.fingerprint = None
         if not handle.poisoned and param.data_ptr() != handle.view.data_ptr():
             if _is_cast(handle):
                 cast.append(handle)
@@ -246,10 +248,22 @@ def written_to(handles: Iterable[ParamHandle]) -> list[ParamHandle]:
     written = []
     with torch._C.DisableTorchFunctionSubclass():  # type: ignore[attr-defined]
         for handle in handles:
-            if handle.param._version != handle.version:
-                handle.version = handle.param._version
+            if handle.param._version != handle.version and _notes_a_write(handle):
                 written.append(handle)
     return written
+
+
+def _notes_a_write(handle: ParamHandle) -> bool:
+    """torch has counted one. It may have changed nothing: Gemma 3n clamps ``weight.data`` in each of its forwards."""
+    handle.version = handle.param._version
+    known = handle.fingerprint is not None and not handle.poisoned and handle.chunk.gathered
+    return not known or _fingerprint_of(handle) != handle.fingerprint
+
+
+def _fingerprint_of(handle: ParamHandle) -> tuple[int, int]:
+    """Two sums over the bits of the weights: of their bytes, and of these times where they stand."""
+    bits = handle.view.detach().reshape(-1).view(torch.uint8).to(torch.int64)
+    return int(bits.sum()), int((bits * torch.arange(1, bits.numel() + 1, device=bits.device)).sum())
 
 
 def undo_writes(handle: ParamHandle) -> None:
@@ -382,7 +396,13 @@ _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 
 def _data_of(param: nn.Parameter) -> torch.Tensor:
-    return _GET_DATA(param) if handle_of(param) is None else param.detach()
+    handle = handle_of(param)
+    if handle is None:
+        return _GET_DATA(param)
+    view = param.detach()
+    if not handle.poisoned and handle.chunk.gathered and param._version == handle.version:
+        handle.fingerprint = _fingerprint_of(handle)
+    return view
 
 
 # torch counts no writes to param.data, and would hide them from us. Those to param.detach() are counted with the
