@@ -261,9 +261,21 @@ def _notes_a_write(handle: ParamHandle) -> bool:
 
 
 def _fingerprint_of(handle: ParamHandle) -> tuple[int, int]:
-    """Two sums over the bits of the weights: of their bytes, and of these times where they stand."""
-    bits = handle.view.detach().reshape(-1).view(torch.uint8).to(torch.int64)
-    return int(bits.sum()), int((bits * torch.arange(1, bits.numel() + 1, device=bits.device)).sum())
+    """Two sums over the bytes of the weights, of these themselves and times where they stand: tile by tile, so that it
+    takes some MiB beside them and not many times their size.
+    """
+    flat = handle.view.detach().reshape(-1).view(torch.uint8)
+    plain, placed = 0, 0
+    for start in range(0, flat.numel(), _FINGERPRINT_TILE):
+        bits = flat[start : start + _FINGERPRINT_TILE].to(torch.int64)
+        tile = int(bits.sum())
+        plain += tile
+        placed += start * tile + int(bits.mul_(torch.arange(1, bits.numel() + 1, device=bits.device)).sum())
+    return plain, placed
+
+
+_FINGERPRINT_TILE = 2**18
+"""Bytes of weights at a time, each of which takes 16 for the moment."""
 
 
 def undo_writes(handle: ParamHandle) -> None:
