@@ -159,8 +159,11 @@ class PlainSide(Side):
 
     def adam(self, params: Any, **how: Any) -> gemini.HybridAdam:
         optimizer = gemini.HybridAdam(params, **{"lr": 0.02, "weight_decay": 0.1, **how})
-        # torch's own optimizers write through autograd, which then knows that an older graph is out of date.
-        optimizer.register_step_post_hook(lambda o, *_: _written(p for g in o.param_groups for p in g["params"]))
+        # torch's own optimizers write through autograd, which then knows that an older graph is out of date. They
+        # leave params without a gradient alone.
+        optimizer.register_step_post_hook(
+            lambda o, *_: _written(p for g in o.param_groups for p in g["params"] if p.grad is not None)
+        )
         for param in (p for group in optimizer.param_groups for p in group["params"]):
             self._keep_master(param, optimizer)
         self._optimizers.append(optimizer)
