@@ -166,7 +166,10 @@ class GeminiDDP(nn.Module):
         return engine.by_names.read(engine.by_names[name], dtype)
 
     def full_grad(self, name: str) -> torch.Tensor | None:
-        """A copy of one param's gradient on the CPU as the loss gives it (before clipping), or None without one."""
+        """A copy of one param's gradient on the CPU as the loss gives it, or None without one.
+
+        Clipping shows when its step is over: in the gradient of a param that no optimizer owns, which stays.
+        """
         engine = _engine(self)
         return engine.read_grad(engine.by_names[name])
 

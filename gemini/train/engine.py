@@ -452,6 +452,8 @@ class Engine:
         if not handle.has_grad:
             return None
         grad = self.by_names.read_plane(handle, GRAD)
+        if grad is not None and handle.clip_folded != 1.0:
+            grad = grad.float().mul_(handle.clip_folded)
         if grad is None or (self.loss_scale is None and not self.scaling.is_by_scaler):
             return grad
         return grad.float().mul_(self.grad_unscale)
@@ -470,8 +472,8 @@ class Engine:
     def _fold_clipping(self) -> None:
         """Clipping of the whole model goes to the gradients that are there, each, and to none that is still to come."""
         coefficient = self.state.take_clipping()
-        if coefficient != 1.0:
-            self.gradients.clip(self.handles, coefficient)
+        if coefficient is not None:
+            self.gradients.fold_clipping(coefficient)
 
     def end_step(self) -> None:
         """After an optimizer step: what moved since the last one is what the report shows."""

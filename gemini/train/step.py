@@ -66,6 +66,8 @@ class StepState:
         """Whether an update was made inside backward since the last ``optimizer.step()``."""
         self.clip_coefficient = 1.0
         """What ``clip_grad_norm_`` of the whole model multiplies gradients by."""
+        self.has_clipped = False
+        """Whether ``clip_grad_norm_`` was called for the gradients that wait, of the whole model or of some params."""
         self.requires_grad_changed = False
         """Whether ``requires_grad`` of a param was flipped at rest and nobody has followed it yet."""
         self.in_method = False
@@ -181,11 +183,17 @@ class StepState:
     def clip(self, coefficient: float) -> None:
         """Gradients are to be multiplied by ``coefficient``, beside what was asked for before."""
         self.clip_coefficient *= coefficient
+        self.has_clipped = True
 
-    def take_clipping(self) -> float:
-        """The coefficient of clipping, which from now on is 1."""
+    def note_clipping(self) -> None:
+        """The gradients of some params were clipped, each has its factor."""
+        self.has_clipped = True
+
+    def take_clipping(self) -> float | None:
+        """The coefficient of clipping, which from now on is 1; None if nothing was clipped."""
         coefficient, self.clip_coefficient = self.clip_coefficient, 1.0
-        return coefficient
+        was_clipped, self.has_clipped = self.has_clipped, False
+        return coefficient if was_clipped else None
 
     def note_flip(self) -> None:
         """``requires_grad`` of a param was flipped."""

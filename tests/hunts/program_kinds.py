@@ -360,11 +360,13 @@ ODD: dict[str, Kind] = {
             with torch.set_grad_enabled(grad):
                 return torch.tanh(part(z))
 
-        # One node gives x its gradient: between two threads autograd has no order to add in.
+        # One node gives x its gradient: between two threads autograd has no order to add in. Each branch has a thread
+        # of its own, as nodes are numbered by thread: one that ran both, now and then, would change torch's own bits.
         both = torch.stack([x, x]).unbind()
-        with concurrent.futures.ThreadPoolExecutor(2) as threads:
-            a, b = threads.map(branch, (self.a, self.b), both)
-        y = a + b
+        first, second = (concurrent.futures.ThreadPoolExecutor(1) for _ in range(2))
+        with first, second:
+            a, b = first.submit(branch, self.a, both[0]), second.submit(branch, self.b, both[1])
+        y = a.result() + b.result()
         """,
         "self.a.weight",
     ),

@@ -184,6 +184,29 @@ def test_params_left_out_of_the_optimizer_stay(where: str, tmp_path: Path) -> No
         assert changed == ("layers.1" in name), name
 
 
+def test_what_no_optimizer_owns_stays_clipped(where: str, tmp_path: Path) -> None:
+    """Its gradient waits after the step, and is read as torch's would be, until more is added to it."""
+    model = wrap(Blocks(), where, tmp_path)
+    names = [name for name, _ in model.named_parameters()]
+    left_out = names[0]
+    optimizer = gemini.HybridAdam([p for n, p in model.named_parameters() if n != left_out], lr=1e-2)
+    model(noise(3, 32)).square().sum().backward()
+    before = model.full_grad(left_out)
+    assert before is not None
+    norm = float(model.clip_grad_norm_(0.5))
+    assert same_bits(model.full_grad(left_out), before)
+    optimizer.step()
+    optimizer.zero_grad()
+    clipped = model.full_grad(left_out)
+    assert clipped is not None
+    assert same_bits(clipped, before.float() * (0.5 / (norm + 1e-6)))
+    model.clip_grad_norm_(0.25, params=[model.get_parameter(left_out)])
+    optimizer.step()
+    again = model.full_grad(left_out)
+    assert again is not None
+    assert float(again.float().norm()) == pytest.approx(0.25, rel=1e-3)
+
+
 def test_two_optimizers_on_one_model(where: str, tmp_path: Path) -> None:
     model, plain = wrap(llama(), where, tmp_path), Plain(llama())
     named = list(model.named_parameters())

@@ -348,6 +348,14 @@ class GradientStore:
             if handle.has_grad:
                 handle.clip *= coefficient
 
+    def fold_clipping(self, coefficient: float) -> None:
+        """What was clipped and is still there after its step, or a part of it, is what it was clipped to, as in torch:
+        the factor stays beside it, and from now on readers see it.
+        """
+        self.clip(self._handles, coefficient)
+        for handle in self._handles:
+            handle.clip_folded = handle.clip
+
     def apply_clip(self, handle: ParamHandle) -> None:
         """More is going to be added to a gradient that was clipped: what is there gets its factor now, as in torch."""
         if not handle.has_grad or handle.clip == 1.0:
@@ -360,7 +368,7 @@ class GradientStore:
             sums += kernels.sum_squares(tile[: stop - start].mul_(handle.clip))
             if is_staged:
                 self._mover.store(plane, part.start + start, part.start + end, tile)
-        handle.norm_sums, handle.clip = sums, 1.0
+        handle.norm_sums, handle.clip, handle.clip_folded = sums, 1.0, 1.0
 
     def check_finite(self, handles: list[ParamHandle]) -> None:
         """Refuse inf and NaN; on CUDA a wait for sums that the host has not seen yet, as in :meth:`total_sum`.
@@ -382,7 +390,7 @@ class GradientStore:
             with contextlib.suppress(Exception):
                 self.settle()
         for handle in handles:
-            handle.norm_sums, handle.clip = None, 1.0
+            handle.norm_sums, handle.clip, handle.clip_folded = None, 1.0, 1.0
 
 
 def _totals(handles: list[ParamHandle]) -> list[tuple[ParamHandle, float]]:

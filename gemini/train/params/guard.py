@@ -74,6 +74,8 @@ class ParamHandle:
     """The one that the param was given to, beside ``_owners``: every step asks for it."""
     clip: float = 1.0
     """What clipping of some params (one optimizer's of several) makes of the gradient; 1 while there is none."""
+    clip_folded: float = 1.0
+    """The part of ``clip`` that is of an earlier step, and so of the gradient itself to whoever reads it."""
 
     @property
     def has_grad(self) -> bool:

@@ -58,6 +58,7 @@ def clip_grad_norm(
             engine.state.clip(coefficient)
         else:
             engine.gradients.clip(handles, coefficient)
+            engine.state.note_clipping()
     return torch.tensor(total, dtype=torch.float32, device="cpu")
 
 

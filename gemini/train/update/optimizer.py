@@ -364,7 +364,7 @@ class HybridOptimizer(torch.optim.Optimizer):
             note_writes(handles)
             for handle in handles:
                 handle.num_steps += 1
-                handle.norm_sums, handle.clip = None, 1.0
+                handle.norm_sums, handle.clip, handle.clip_folded = None, 1.0, 1.0
             engine.updates.submit(by_chunk)
         except BaseException as e:  # an interrupt between two chunks breaks the step as well
             engine.state.mark_corrupted(e)
