@@ -152,11 +152,11 @@ def time_parts(one: Callable[[], Any], barrier: Callable[[], Any], steps: int) -
     from gemini.memory.movement.mover import Mover
     from gemini.ranks import wire
     from gemini.ranks.agreement import Agreement
-    from gemini.train.engine import Engine
     from gemini.train.gradients.store import GradientStore
+    from gemini.train.passes.stepping import Stepping
     from gemini.train.sharding.reduction import Reduction
     from gemini.train.sharding.shards import Shards
-    from gemini.train.update import optimizer
+    from gemini.train.update.updates import Updates
 
     places: list[tuple[Any, str, str]] = [
         (Shards, "_all_gather", "all_gather: starting"), (Mover, "fetch", "all_gather: own shard"),
@@ -164,7 +164,7 @@ def time_parts(one: Callable[[], Any], barrier: Callable[[], Any], steps: int) -
         (Reduction, "take", "gradients into their chunk, scaled"), (Reduction, "reduce", "reduce_scatter: starting"),
         (wire, "add_up", "reduce_scatter: adding up"), (GradientStore, "land_piece", "landing, with the norm"),
         (Reduction, "settle", "norms: starting"), (Manager, "populate", "memory for windows and gradients"),
-        (Engine, "clip_grad_norm_", "clip_grad_norm_"), (optimizer, "update_chunk", "adam: around the kernel"),
+        (Stepping, "clip_grad_norm", "clip_grad_norm_"), (Updates, "_run_now", "adam: around the kernel"),
         (kernels, "adam_update", "adam: kernel"),
     ]  # fmt: skip
     barrier()

@@ -183,22 +183,24 @@ def batch_of(args: argparse.Namespace, seed: int) -> dict[str, torch.Tensor]:
 
 def time_hooks(args: argparse.Namespace, managed: Side) -> list[str]:
     """Microseconds per step inside each kind of hook, and inside the kernels that some of it is."""
-    from gemini.train.engine import Engine
     from gemini.train.gradients import store as gradients
-    from gemini.train.update import optimizer
+    from gemini.train.passes.backward import BackwardPass
+    from gemini.train.passes.forward import ForwardPass
+    from gemini.train.passes.stepping import Stepping
     from gemini.train.update import tiles as update
+    from gemini.train.update.updates import Updates
 
     places: list[tuple[Any, str, str]] = [
-        (Engine, "begin_call", "forward pre-hooks"),
-        (Engine, "end_call", "forward hooks"),
-        (Engine, "begin_backward_of", "hooks on outputs, in backward"),
-        (Engine, "take_grad", "post-accumulate hooks (gradients land)"),
+        (ForwardPass, "begin_call", "forward pre-hooks"),
+        (ForwardPass, "end_call", "forward hooks"),
+        (BackwardPass, "begin_of", "hooks on outputs, in backward"),
+        (BackwardPass, "take_grad", "post-accumulate hooks (gradients land)"),
         (gradients.kernels, "copy_grad", "  of these: kernel, copy and norm"),
-        (Engine, "end_backward", "end of backward"),
-        (Engine, "clip_grad_norm_", "clip_grad_norm_"),
-        (optimizer, "update_chunk", "updates of chunks"),
+        (BackwardPass, "end", "end of backward"),
+        (Stepping, "clip_grad_norm", "clip_grad_norm_"),
+        (Updates, "_run_now", "updates of chunks"),
         (update.kernels, "adam_update", "  of these: kernel"),
-        (Engine, "discard_grads", "zero_grad"),
+        (BackwardPass, "discard", "zero_grad"),
     ]
     steps = max(5, args.turns // 2)
     with timed(places) as found:

@@ -90,7 +90,7 @@ def told(args: argparse.Namespace, memory: Copy, drive: Copy, hardware: Any) -> 
             memory.optimizer.step()
     budgets = dict.fromkeys((Tier.CPU, Tier.NVME), 2**42)
     problem = pose_problem(tracer.trace, budgets, precision="bf16", gradients=args.gradients)
-    plan = plan_by_policy(tracer.trace, problem, drive.engine.placement, NextUse())
+    plan = plan_by_policy(tracer.trace, problem, drive.engine.decision.placement, NextUse())
     schedule = "serial" if args.serial else "overlapped"
 
     def play(plan: Any) -> Any:

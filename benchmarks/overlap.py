@@ -130,7 +130,7 @@ def wrap(args: argparse.Namespace, schedule: Schedule) -> tuple[Any, Any]:
     )  # fmt: skip
     model = gemini.GeminiDDP(make_model(args), config)
     engine = model._gemini_engine
-    shares = [chunk.spec.payload / engine.layout.payload for chunk in engine.chunks]
+    shares = [chunk.spec.payload / engine.decision.problem.layout.payload for chunk in engine.store.chunks]
     assert len(shares) >= args.blocks and max(shares) <= max(0.02, 1.001 / args.blocks), (len(shares), max(shares))
     engine.updates.order = schedule.order
     optimizer = gemini.HybridAdam(model.parameters(), lr=1e-4, step_in_backward=schedule.in_backward)
@@ -173,7 +173,7 @@ def train(args: argparse.Namespace, schedule: Schedule, *, with_bits: bool) -> T
 def bits_of(model: Any, optimizer: Any) -> str:
     """Of all weights, residuals and moments."""
     found = hashlib.sha256()
-    for handle in model._gemini_engine.handles:
+    for handle in model._gemini_engine.params.handles:
         name = handle.names[0]
         state = optimizer.full_state(name)
         for tensor in (model.full_param(name), *(state[kind] for kind in sorted(state))):
@@ -280,7 +280,7 @@ def predict(args: argparse.Namespace, schedule: Schedule, trace: Any, hardware: 
     budgets = dict.fromkeys((Tier.CPU, Tier.NVME) if args.nvme is not None else (Tier.CPU,), 2**42)
     problem = pose_problem(trace, budgets, precision="bf16", gradients=schedule.gradients)
     model, _ = wrap(args, schedule)
-    plan = plan_by_policy(trace, problem, model._gemini_engine.placement, NextUse())
+    plan = plan_by_policy(trace, problem, model._gemini_engine.decision.placement, NextUse())
     if not schedule.overlap:
         if schedule.cores == 1:
             one = hardware.figures["adam_cpu_one"]

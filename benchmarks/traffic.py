@@ -45,10 +45,10 @@ def make_orders(settings: dict[str, Any]) -> Mapping[str, Callable[..., Any]]:
     rank = engine.shards.ranks.rank
 
     def step(number: int) -> dict[str, Any]:
-        before = engine.manager.num_gathers
+        before = engine.store.manager.num_gathers
         loss = model(**make_batch(shape, number, rank)).loss
-        turn = [chunk.spec.index for chunk in engine.chunks if chunk.gathered]
-        in_forward = engine.manager.num_gathers - before
+        turn = [chunk.spec.index for chunk in engine.store.chunks if chunk.gathered]
+        in_forward = engine.store.manager.num_gathers - before
         loss.backward()
         model.clip_grad_norm_(1.0)
         optimizer.step()
@@ -56,8 +56,9 @@ def make_orders(settings: dict[str, Any]) -> Mapping[str, Callable[..., Any]]:
         report = model.memory_report()
         return {
             "sent": report["sent"], "turn": turn, "forward": in_forward,
-            "backward": engine.manager.num_gathers - before - in_forward, "peak": report["cpu"]["peak"],
-            "chunks": [chunk.numel for chunk in engine.layout.chunks], "params": engine.layout.payload,
+            "backward": engine.store.manager.num_gathers - before - in_forward, "peak": report["cpu"]["peak"],
+            "chunks": [chunk.numel for chunk in engine.decision.problem.layout.chunks],
+            "params": engine.decision.problem.layout.payload,
         }  # fmt: skip
 
     return {"step": step}

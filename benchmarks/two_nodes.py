@@ -70,9 +70,9 @@ def make_orders(settings: dict[str, Any]) -> Mapping[str, Callable[..., Any]]:
             seconds.append(time.perf_counter() - begin)
             losses.append(loss)
             norms.append(norm)
-        chunks = [chunk.numel for chunk in model._gemini_engine.layout.chunks]
+        chunks = [chunk.numel for chunk in model._gemini_engine.decision.problem.layout.chunks]
         return {"seconds": seconds, "losses": losses, "norms": norms, "sent": model.memory_report()["sent"],
-                "chunks": chunks, "params": model._gemini_engine.layout.payload}  # fmt: skip
+                "chunks": chunks, "params": model._gemini_engine.decision.problem.layout.payload}  # fmt: skip
 
     def weights(path: str) -> int:
         """A checksum of all masters; rank 0 also leaves them at ``path``."""

@@ -35,9 +35,9 @@ _WHERE = {
     "StaticPlacement": "gemini.planning.placement",
     "GeminiConfig": "gemini.config",
     "GeminiDDP": "gemini.train.ddp",
-    "GradScaler": "gemini.train.grad_scaler",
-    "HybridAdam": "gemini.train.update.optimizer",
-    "HybridOptimizer": "gemini.train.update.optimizer",
+    "GradScaler": "gemini.train.optimizers.grad_scaler",
+    "HybridAdam": "gemini.train.optimizers.optimizer",
+    "HybridOptimizer": "gemini.train.optimizers.optimizer",
     "PendingCheckpoint": "gemini.train.checkpoint.saving",
     "save_checkpoint": "gemini.train.checkpoint.saving",
     "load_checkpoint": "gemini.train.checkpoint.saving",
@@ -78,11 +78,11 @@ if TYPE_CHECKING:
     from gemini.train.checkpoint.saving import load_checkpoint as load_checkpoint
     from gemini.train.checkpoint.saving import save_checkpoint as save_checkpoint
     from gemini.train.ddp import GeminiDDP as GeminiDDP
-    from gemini.train.grad_scaler import GradScaler as GradScaler
     from gemini.train.loading.from_config import from_config as from_config
     from gemini.train.loading.from_pretrained import from_pretrained as from_pretrained
-    from gemini.train.update.optimizer import HybridAdam as HybridAdam
-    from gemini.train.update.optimizer import HybridOptimizer as HybridOptimizer
+    from gemini.train.optimizers.grad_scaler import GradScaler as GradScaler
+    from gemini.train.optimizers.optimizer import HybridAdam as HybridAdam
+    from gemini.train.optimizers.optimizer import HybridOptimizer as HybridOptimizer
 
 
 def __getattr__(name: str) -> Any:

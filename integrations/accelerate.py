@@ -21,10 +21,11 @@ from torch import nn
 
 from gemini.config import GeminiConfig
 from gemini.train.ddp import GeminiDDP
-from gemini.train.grad_scaler import GradScaler
 from gemini.train.modules.compiled import BLOCKS_INSTEAD
-from gemini.train.params.guard import engine_of, handle_of
-from gemini.train.update.optimizer import HybridAdam
+from gemini.train.optimizers.grad_scaler import GradScaler
+from gemini.train.optimizers.optimizer import HybridAdam
+from gemini.train.params.handle import handle_of
+from gemini.train.params.owner import owner_of
 
 try:
     from accelerate.optimizer import AcceleratedOptimizer
@@ -170,7 +171,7 @@ class GeminiAccelerator(SavingAccelerator):
         if isinstance(optimizer, AcceleratedOptimizer) or not owns_managed(optimizer):
             return optimizer
         model_config = next(
-            engine_of(handle).config
+            owner_of(handle).config
             for group in optimizer.param_groups
             for param in group["params"]
             if (handle := handle_of(param)) is not None
@@ -222,9 +223,9 @@ class GeminiAccelerator(SavingAccelerator):
         handles = [handle for param in params if (handle := handle_of(param)) is not None]
         if not handles:
             return super().clip_grad_norm_(params, max_norm, norm_type)
-        engine = engine_of(handles[0])
+        engine = owner_of(handles[0])
         given = {id(handle) for handle in handles}
-        if any(h.param.requires_grad and id(h) not in given for h in engine.handles) or len(given) < len(params):
+        if any(h.param.requires_grad and id(h) not in given for h in engine.params.handles) or len(given) < len(params):
             raise ValueError(
                 "clip_grad_norm_ clips a managed model as a whole: pass model.parameters() of one model, all of them"
             )

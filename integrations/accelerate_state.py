@@ -23,7 +23,7 @@ from gemini.train.checkpoint.format import read_manifest
 from gemini.train.checkpoint.replacing import find, place_of
 from gemini.train.checkpoint.saving import load_checkpoint, save_checkpoint
 from gemini.train.ddp import GeminiDDP
-from gemini.train.update.optimizer import HybridAdam
+from gemini.train.optimizers.optimizer import HybridAdam
 
 from .settings import take_over_scale
 
@@ -124,7 +124,7 @@ class SavingAccelerator(Accelerator):
 
 def engine_in(optimizer: Any) -> Any:
     inner = optimizer.optimizer
-    return inner.engine() if isinstance(inner, HybridAdam) else None
+    return inner.owner() if isinstance(inner, HybridAdam) else None
 
 
 def _check_state(location: Path, pairs: Pairs) -> None:

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from gemini.train.params.guard import handle_of
-from gemini.train.update.optimizer import HybridAdam
+from gemini.train.optimizers.optimizer import HybridAdam
+from gemini.train.params.handle import handle_of
 
 POSSIBLE = "torch.optim.AdamW, torch.optim.Adam or gemini.HybridAdam"
 _TORCH_ONLY = (

@@ -54,7 +54,7 @@ def start_staging(run_dir: str, accelerator: Any) -> None:
 
 def save_states(trainer: Any, output_dir: str) -> None:
     """Masters, moments and step counts, and the scheduler in the Trainer's own form. All ranks call."""
-    if trainer.args.enable_jit_checkpoint and any(h.has_grad for h in trainer.model._gemini_engine.handles):
+    if trainer.args.enable_jit_checkpoint and any(h.has_grad for h in trainer.model._gemini_engine.params.handles):
         trainer.model.zero_grad()  # asked to stop between backward and step: the checkpoint is that of the last step
         if trainer._gemini_random is not None:
             set_rng_states(trainer._gemini_random)

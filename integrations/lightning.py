@@ -27,10 +27,10 @@ from gemini.train.checkpoint.torch_file import Promises
 from gemini.train.ddp import GeminiDDP
 from gemini.train.engine import Engine
 from gemini.train.modules.compiled import BLOCKS_INSTEAD
-from gemini.train.modules.hooks import call_as_forward
+from gemini.train.optimizers.optimizer import HybridAdam
 from gemini.train.params.grad_reads import refuse_in
+from gemini.train.passes.hooks import call_as_forward
 from gemini.train.sharding.consensus import agree
-from gemini.train.update.optimizer import HybridAdam
 
 from .lightning_optimizers import hybrids_of
 
@@ -209,7 +209,7 @@ class GeminiStrategy(DDPStrategy):
         module: Any = self.lightning_module
         if not module.automatic_optimization:
             return module.training_step(*args, **kwargs)
-        return call_as_forward(module, self.engine, module.training_step, *args, **kwargs)
+        return call_as_forward(module, self.engine.state, module.training_step, *args, **kwargs)
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
@@ -236,7 +236,7 @@ class GeminiStrategy(DDPStrategy):
             return super().lightning_module_state_dict()
         self.engine.state.check_whole()
         if not self.engine.state.in_method:
-            self.engine.recover_if_interrupted()
+            self.engine.recovery.forget_interrupted()
         return Promises(self.engine.by_names).model_state(super(GeminiDDP, self.managed))
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from gemini.train.params.guard import handle_of
-from gemini.train.update.optimizer import HybridAdam
+from gemini.train.optimizers.optimizer import HybridAdam
+from gemini.train.params.handle import handle_of
 
 from .adam import follow, to_hybrid_adam
 

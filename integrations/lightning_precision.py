@@ -18,7 +18,7 @@ from gemini.errors import GeminiError
 from gemini.memory.chunks.chunk import COMPUTE_DTYPES
 from gemini.train.checkpoint.states import rng_states, set_rng_states
 from gemini.train.ddp import GeminiDDP
-from gemini.train.grad_scaler import GradScaler
+from gemini.train.optimizers.grad_scaler import GradScaler
 
 from .settings import take_over_scale
 
@@ -117,7 +117,7 @@ class GeminiPrecision(Precision):
         if self.scaler is not None and state_dict.get("scaler"):
             self.scaler.load_state_dict(state_dict["scaler"])
         elif self.scaler is not None and older is not None:
-            vars(self._strategy.engine.loss_scale).update(older)
+            vars(self._strategy.engine.backward.scaling.loss_scale).update(older)
             take_over_scale(self.scaler, self._strategy.model)
         if self._strategy.global_rank < len(state_dict["rng"]):
             set_rng_states(state_dict["rng"][self._strategy.global_rank])

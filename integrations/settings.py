@@ -92,7 +92,7 @@ def resolve_config(
 
 def take_over_scale(scaler: Any, model: Any) -> None:
     """Let a scaler go on from the loss scale that ``model`` itself has, as older checkpoints hold it."""
-    own = model.__dict__["_gemini_engine"].loss_scale
+    own = model.__dict__["_gemini_engine"].backward.scaling.loss_scale
     if scaler is not None and own is not None:
         kept = scaler.state_dict()
         scaler.load_state_dict({**kept, "scale": own.scale, "_growth_tracker": own.num_good_steps})

@@ -253,16 +253,16 @@ def managed_loop(model: nn.Module, recipe: Recipe, *, each_step: Callable[[], No
     optimizer = gemini.HybridAdam(param_groups(model, recipe), betas=recipe.betas, decoupled=recipe.decoupled)
     scheduler = make_scheduler(optimizer, recipe)
     engine = model._gemini_engine
-    if engine.loss_scale is not None:
-        engine.loss_scale.scale = recipe.loss_scale
+    if engine.backward.scaling.loss_scale is not None:
+        engine.backward.scaling.loss_scale.scale = recipe.loss_scale
     run, num_evictions = Run(), 0
     for micro_batches in make_batches(recipe.num_steps, recipe.num_micro):
-        before = engine.manager.num_evictions  # an update also drops what it has overtaken: not counted
+        before = engine.store.manager.num_evictions  # an update also drops what it has overtaken: not counted
         for batch in micro_batches:
-            loss = model(**on(engine.device.torch_device, batch)).loss
+            loss = model(**on(engine.store.device.torch_device, batch)).loss
             run.losses.append(float(loss.detach()))
             (loss / recipe.num_micro).backward()
-        num_evictions += engine.manager.num_evictions - before
+        num_evictions += engine.store.manager.num_evictions - before
         run.norms.append(float(model.clip_grad_norm_(recipe.max_norm)))
         if math.isfinite(run.norms[-1]):
             run.coefficients.append(engine.state.clip_coefficient)

@@ -83,7 +83,7 @@ def measure(args: argparse.Namespace, card: Card, results: _part.Results) -> Non
         "precision": "bf16",
     }  # fmt: skip
     training = Training(card, shape, tokens, tokens, settings)
-    results.add("build", {"seconds": training.build_seconds, "plan": str(training.model._gemini_engine.plan)})
+    results.add("build", {"seconds": training.build_seconds, "plan": str(training.model._gemini_engine.decision.plan)})
     training.use(IN_BACKWARD)
     batch = training.batch()  # the same one every time: its loss has to fall
     for number in range(args.steps):

@@ -179,7 +179,7 @@ def measure(args: argparse.Namespace, card: Card, results: _part.Results) -> Non
                 lines.append(f"- {human_bytes(budget)}, {group} tokens: does not fit. {e}")
                 continue
             built = max(built, left - results.left())
-            plan = training.model._gemini_engine.plan
+            plan = training.model._gemini_engine.decision.plan
             told = {"budget": budget, "planned for": max(group), "build seconds": training.build_seconds,
                     "plan": str(plan), "checkpointed activations wait in": plan.offload_activations}  # fmt: skip
             if hardware is not None:

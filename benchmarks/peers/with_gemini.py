@@ -84,7 +84,7 @@ class GeminiTrainer(contract.Trainer):
         notes |= {tier: {name: report[tier][name] for name in ("budget", "peak")} for tier in tiers}
         notes["lines"] = [line for line in str(report).splitlines() if line.startswith(("cpu ", "nvme ", "moved"))]
         notes |= {"gemini": gemini.__version__, "kernels": str(kernels.capabilities())}
-        return notes | ({} if self.config else {"plan": str(self.model._gemini_engine.plan)})
+        return notes | ({} if self.config else {"plan": str(self.model._gemini_engine.decision.plan)})
 
 
 if __name__ == "__main__":

@@ -277,7 +277,7 @@ class TrainRun:
         self.optimizer.zero_grad()
         self.step += 1
         everyone = team.swap([float(total), float(stop.wanted)], "the loss of a step")
-        ledger = self.model._gemini_engine.ledger  # memory_report() would wait for the updates that are in flight
+        ledger = self.model._gemini_engine.store.ledger  # memory_report() would wait for the updates that are in flight
         report = StepReport(
             step=self.step,
             loss=sum(loss for loss, _ in everyone) / team.size,

@@ -27,9 +27,9 @@ from gemini.tracing.targets import Target
 from gemini.train.modules.calls import CallRecord, Calls
 from gemini.train.modules.compiled import hook_around
 from gemini.train.modules.containers import iter_tensors
-from gemini.train.modules.hooks import ENTRANCE
 from gemini.train.modules.reading import readers
-from gemini.train.params.guard import handle_of
+from gemini.train.params.handle import handle_of
+from gemini.train.passes.hooks import ENTRANCE
 from gemini.train.setup.structure import distinct_params
 
 

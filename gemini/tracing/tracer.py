@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
-from functools import wraps
 from types import TracebackType
 from typing import Any
 
@@ -24,10 +22,6 @@ from gemini.tracing.targets import make_target
 from gemini.train.engine import Engine
 from gemini.train.modules.compiled import compiled_part
 from gemini.train.setup.structure import buffer_bytes, distinct_params, read_together, traced_params
-
-_OF_ENGINE = ("begin_call", "end_call", "begin_backward_of", "take_grad", "_backward_is_over")
-_OF_SAVED_WEIGHTS = ("_without_graph", "_gather")
-"""What the engine does for its chunks beside the model's own work: it waits for moves in these, and nowhere else."""
 
 
 class MemoryTracer:
@@ -65,7 +59,7 @@ class MemoryTracer:
         self._model = model
         self._engine: Engine | None = model.__dict__.get("_gemini_engine")
         self._cuda = first.device.type == "cuda" or (
-            self._engine is not None and self._engine.device.torch_device.type == "cuda"
+            self._engine is not None and self._engine.store.device.torch_device.type == "cuda"
         )
         self._target = make_target("cuda" if self._cuda else "cpu")
         self._observer: Observer | None = None
@@ -85,7 +79,7 @@ class MemoryTracer:
         self._observer = observer
         try:
             if self._engine is not None:
-                self._watch(self._engine, observer)
+                self._engine.watch_apart(observer.elsewhere)
             if not self._skip:
                 self._begin_counting(observer)
         except BaseException:
@@ -103,13 +97,7 @@ class MemoryTracer:
         if observer is None:
             return
         if self._engine is not None:
-            for name in _OF_ENGINE:
-                self._engine.__dict__.pop(name, None)
-            for name in _OF_SAVED_WEIGHTS:
-                self._engine.saved_weights.__dict__.pop(name, None)
-            self._engine.gradients.in_turn = self._engine.activations.in_turn = False
-            self._engine.calls._acquire = self._engine.acquire
-            self._engine.calls._release = self._engine.release
+            self._engine.watch_apart(None)
         observer.detach()
         self._end_counting(observer)
 
@@ -125,15 +113,6 @@ class MemoryTracer:
         stance, self._as_python = self._as_python, None
         if stance is not None:
             stance.__exit__(None, None, None)
-
-    def _watch(self, engine: Engine, observer: Observer) -> None:
-        for name in _OF_ENGINE:
-            engine.__dict__[name] = _elsewhere(observer, getattr(engine, name))
-        for name in _OF_SAVED_WEIGHTS:
-            engine.saved_weights.__dict__[name] = _elsewhere(observer, getattr(engine.saved_weights, name))
-        engine.gradients.in_turn = engine.activations.in_turn = True
-        engine.calls._acquire = _elsewhere(observer, engine.calls._acquire)
-        engine.calls._release = _elsewhere(observer, engine.calls._release)
 
     # ---- steps -------------------------------------------------------------------------------------------------------
 
@@ -225,12 +204,3 @@ def seconds_of_moments(step: Step, later: list[list[float]]) -> list[float]:
             used.add(owner)
             seconds[last] += times[owner]
     return seconds
-
-
-def _elsewhere(observer: Observer, method: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(method)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        with observer.elsewhere():
-            return method(*args, **kwargs)
-
-    return call

@@ -9,20 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
 from gemini.errors import GeminiError, RankLost, RankMismatch
 from gemini.grad_mode import call_without_grad
+from gemini.train.engine import Engine
 from gemini.train.modules.reading import adapter_params, is_a, is_tuner_layer
-from gemini.train.params.guard import handle_of
+from gemini.train.params.handle import handle_of
 from gemini.train.sharding.consensus import tell, wait_for_all
+from gemini.train.sharding.shards import Shards
 from gemini.train.unmanage import unmanage
-
-if TYPE_CHECKING:
-    from gemini.train.engine import Engine
-    from gemini.train.sharding.shards import Shards
 
 
 class ManagedAdapters:

@@ -24,18 +24,17 @@ from gemini.planning.trace import MemoryTrace
 from gemini.train.adapters import faces_of, refuse_unsupported
 from gemini.train.checkpoint.export import Export
 from gemini.train.engine import Engine
-from gemini.train.modules import hooks
 from gemini.train.modules.compiled import compile_blocks, refuse_compiled_whole
 from gemini.train.modules.injected import refuse_injected
 from gemini.train.modules.reading import is_a
-from gemini.train.params.gathered import gathered
-from gemini.train.params.guard import ParamHandle, handle_of, optimizer_of
+from gemini.train.params.handle import ParamHandle, handle_of
 from gemini.train.params.state_dict import load_model_state, model_state
+from gemini.train.params.stepper import optimizer_of
+from gemini.train.passes import hooks
 from gemini.train.recording import Recording, record
 from gemini.train.report import MemoryReport, make_report
 from gemini.train.setup.arguments import refuse_unknown
 from gemini.train.setup.wrappable import refuse_unwrappable
-from gemini.train.update.clipping import clip_grad_norm
 
 
 class GeminiDDP(nn.Module):
@@ -76,12 +75,12 @@ class GeminiDDP(nn.Module):
         ``torch.no_grad()`` of the model's may not have.
         """
         before, engine = torch.is_grad_enabled(), _engine(self)
-        depth = engine.calls.depth
+        depth = engine.forward.calls.depth
         try:
             return super().__call__(*args, **kwargs)
         except BaseException:
             torch._C._set_grad_enabled(before)
-            engine.unwind(depth)
+            engine.forward.unwind(depth)
             raise
 
     @contextlib.contextmanager
@@ -121,7 +120,7 @@ class GeminiDDP(nn.Module):
             raise ValueError(f"max_norm must not be negative, got {max_norm}")
         refuse_injected(_engine(self), self, is_root=True)
         handles = None if params is None else [self._own(param, "clip_grad_norm_") for param in params]
-        return clip_grad_norm(_engine(self), max_norm, handles, error_if_nonfinite=error_if_nonfinite)
+        return _engine(self).stepping.clip_grad_norm(max_norm, handles, error_if_nonfinite=error_if_nonfinite)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients."""
@@ -153,12 +152,12 @@ class GeminiDDP(nn.Module):
             ValueError: for params of another model.
         """
         engine = _engine(self)
-        engine.recover_if_interrupted()
+        engine.recovery.forget_interrupted()
         if params is None:
-            handles = engine.handles
+            handles = engine.params.handles
         else:
             handles = [self._own(p) for p in ([params] if isinstance(params, torch.Tensor) else params)]
-        return gathered(engine, handles, write=write)
+        return engine.gathering.gathered(handles, write=write)
 
     def full_param(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
         """A copy of one param on the CPU, in the compute dtype; ``dtype=torch.float32`` gives the exact master."""
@@ -171,7 +170,7 @@ class GeminiDDP(nn.Module):
         Clipping shows when its step is over: in the gradient of a param that no optimizer owns, which stays.
         """
         engine = _engine(self)
-        return engine.read_grad(engine.by_names[name])
+        return engine.backward.read_grad(engine.by_names[name])
 
     def memory_report(self) -> MemoryReport:
         """Per tier "budget", "used" and "peak" in bytes, and under "moved" what crossed each boundary last step."""
@@ -228,7 +227,9 @@ class GeminiDDP(nn.Module):
         """
         if assign:
             raise GeminiError("load_state_dict(assign=True): params live in chunks and are written, not replaced")
-        return load_model_state(self, _engine(self), state_dict, strict)
+        engine = _engine(self)
+        engine.recovery.forget_interrupted()
+        return load_model_state(self, engine.by_names, engine.agree, state_dict, strict)
 
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
         """As in transformers: an ordinary directory of safetensors, written shard by shard from where chunks live."""
@@ -244,7 +245,7 @@ class GeminiDDP(nn.Module):
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         engine = _engine(self)
-        probe = torch.empty(0, dtype=engine.chunks[0].flat.dtype, device=engine.device.torch_device)
+        probe = torch.empty(0, dtype=engine.store.chunks[0].flat.dtype, device=engine.store.device.torch_device)
         moved = fn(probe)
         if moved.dtype == probe.dtype and moved.device == probe.device:
             return self
@@ -285,7 +286,7 @@ class GeminiDDP(nn.Module):
 
     def _own(self, param: Any, caller: str = "gathered()") -> ParamHandle:
         handle = handle_of(param)
-        if handle is None or handle.engine() is not _engine(self):
+        if handle is None or handle.owner() is not _engine(self):
             raise ValueError(f"{caller} was given a tensor that is not a managed param of this model")
         return handle
 
@@ -352,7 +353,7 @@ def manage(model: nn.Module, engine: Engine) -> nn.Module:
                     # The random projections of VeRA and its kin multiply what adapters give, in one dtype with them.
                     in_compute = is_a(type(module), "BufferDict")
                     dtype = COMPUTE_DTYPES[engine.config.precision] if in_compute else buffer.dtype
-                    module._buffers[name] = buffer.to(engine.device.torch_device, dtype)
+                    module._buffers[name] = buffer.to(engine.store.device.torch_device, dtype)
         model.__dict__["_gemini_hooks"] = hooks.attach(model, engine)
         model.__class__ = _managed_class(type(model))  # type: ignore[arg-type]
     except BaseException:
@@ -360,11 +361,11 @@ def manage(model: nn.Module, engine: Engine) -> nn.Module:
             hook.remove()
         for module, named in buffers:
             module._buffers.update(named)
-        engine.give_back()
+        engine.adoption.give_back()
         del model.__dict__["_gemini_engine"]
         raise
-    engine.taken.clear()
-    made_before = {id(o): o for h in engine.handles if (o := optimizer_of(h.param)) is not None}
+    engine.adoption.keep()
+    made_before = {id(o): o for h in engine.params.handles if (o := optimizer_of(h.param)) is not None}
     for optimizer in made_before.values():
         optimizer.adopt_plain_states()
     return model

@@ -7,9 +7,10 @@ computing between moves, and knows where a step begins (the first forward with g
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -18,10 +19,8 @@ from gemini.errors import GeminiError
 from gemini.memory.watching.recorder import Recorder, Step
 from gemini.planning.timeline import Timeline
 from gemini.planning.trace import MemoryTrace, Source, TracedParam
+from gemini.train.engine import Engine
 from gemini.train.modules.containers import iter_tensors
-
-if TYPE_CHECKING:
-    from gemini.train.engine import Engine
 
 LOSS = "loss"
 """What is computed between the end of the model's forward and the beginning of its backward."""
@@ -37,19 +36,19 @@ class Recording:
     """What ``model.recording()`` gives: read :attr:`timeline` after a whole step, inside the block or behind it."""
 
     def __init__(self, engine: Engine, model: nn.Module, trace: MemoryTrace | None):
-        self._reference = engine.self_reference
+        self._reference = weakref.ref(engine)
         self._trace = trace
-        self._recorder = Recorder(engine.device.synchronize)
+        self._recorder = Recorder(engine.store.device.synchronize)
         self._paths = {id(module): path for path, module in model.named_modules()}
         self._name = type(model).__name__
         ranks = 1 if engine.shards is None else engine.shards.ranks.size * engine.shards.ranks.num_replicas
         self._ranks = ranks
-        self._title = f"{self._name}, {engine.config.precision}, {engine.device.name}"
+        self._title = f"{self._name}, {engine.config.precision}, {engine.store.device.name}"
         self._title += f", 1 of {ranks} ranks" if ranks > 1 else ""
-        self._budgets = {tier: engine.ledger.budget(tier) for tier in engine.ledger.tiers}
+        self._budgets = {tier: engine.store.ledger.budget(tier) for tier in engine.store.ledger.tiers}
         self._is_open = False
         # A step whose beginning was before the block is not recorded.
-        self._is_late = engine.state.computing or engine.has_gradients
+        self._is_late = engine.state.computing or engine.backward.has_gradients
         self._in_backward = ""
         self._num_backwards = 0
         self._tokens = 0
@@ -83,7 +82,7 @@ class Recording:
     def begin_call(self, module: nn.Module) -> None:
         """A hooked module starts: what it gathers is gathered for it."""
         engine = self._engine()
-        outermost = not engine.calls.running and not engine.state.in_backward
+        outermost = not engine.forward.calls.running and not engine.state.in_backward
         if outermost and torch.is_grad_enabled() and not self._recorder.in_step and not self._is_late:
             self._begin_step(engine)
         self._recorder.computing(self._name_of(module, "recompute" if engine.state.in_backward else "forward"))
@@ -96,7 +95,7 @@ class Recording:
     def end_call(self) -> None:
         """A hooked module is over: the one around it goes on."""
         engine = self._engine()
-        around = engine.calls.innermost if engine.calls.running else None
+        around = engine.forward.calls.innermost if engine.forward.calls.running else None
         if around is not None and around.module is not None:
             self._recorder.computing(
                 self._name_of(around.module, "recompute" if engine.state.in_backward else "forward")
@@ -134,7 +133,7 @@ class Recording:
 
     def discard(self) -> None:
         """Gradients were forgotten: if none is left, what was computed for them became no step."""
-        if not self._engine().has_gradients and (self._num_backwards or self._is_late):
+        if not self._engine().backward.has_gradients and (self._num_backwards or self._is_late):
             self._recorder.abandon_step()
             self._is_late, self._num_backwards = False, 0
 
@@ -148,9 +147,9 @@ class Recording:
 
     def open(self) -> None:
         engine = self._engine()
-        engine.record(self)
-        engine.mover.recorder = self._recorder
-        engine.ledger.on_change = self._recorder.held
+        engine.forward.observers.record(self)
+        engine.store.mover.recorder = self._recorder
+        engine.store.ledger.on_change = self._recorder.held
         self._is_open = True
 
     def settle(self) -> None:
@@ -163,12 +162,12 @@ class Recording:
         self._is_open = False
         engine = self._reference()
         if engine is not None:
-            engine.record(None)
-            engine.mover.recorder = engine.ledger.on_change = None
+            engine.forward.observers.record(None)
+            engine.store.mover.recorder = engine.store.ledger.on_change = None
         self._recorder.close()
 
     def _begin_step(self, engine: Engine) -> None:
-        self._recorder.begin_step({tier: engine.ledger.holders(tier) for tier in engine.ledger.tiers})
+        self._recorder.begin_step({tier: engine.store.ledger.holders(tier) for tier in engine.store.ledger.tiers})
         self._tokens, self._num_backwards = 0, 0
 
     def _name_of(self, module: nn.Module, phase: str) -> str:
@@ -183,7 +182,7 @@ class Recording:
 @contextmanager
 def record(engine: Engine, model: nn.Module, trace: MemoryTrace | None) -> Iterator[Recording]:
     """Open a recording of ``engine`` for a block."""
-    if engine.recording is not None:
+    if engine.forward.observers.recording is not None:
         raise GeminiError("this model is being recorded already: open one recording() at a time")
     if trace is not None:
         _check_trace(engine, model, trace)
@@ -203,7 +202,7 @@ def record(engine: Engine, model: nn.Module, trace: MemoryTrace | None) -> Itera
 def _check_trace(engine: Engine, model: nn.Module, trace: MemoryTrace) -> None:
     params = tuple(
         TracedParam(tuple(handle.names), tuple(handle.param.shape), handle.chunk.spec.trainable)
-        for handle in engine.handles
+        for handle in engine.params.handles
     )
     ours = MemoryTrace(type(model).__name__, engine.config.precision, {}, 0, "", Source.STRUCTURE, params, ())
     ours.check_same_model(trace, what="the trace")

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gemini.errors import human_bytes
-from gemini.memory.chunks.chunk import MemoryPlane
+from gemini.memory.devices.device import Device
 from gemini.planning.planes import GRAD
 from gemini.planning.timeline import human_seconds
-
-if TYPE_CHECKING:
-    from gemini.train.engine import Engine
+from gemini.tiers import Ledger
+from gemini.train.engine import Engine
 
 
 class MemoryReport(dict[str, Any]):
@@ -72,12 +71,12 @@ def _told(figures: dict[str, int]) -> list[str]:
     ]
 
 
-def _reconcile(engine: Engine) -> dict[str, int]:
+def _reconcile(device: Device, ledger: Ledger) -> dict[str, int]:
     """The allocator's and the driver's figures beside the ledger's; nothing where the device has none."""
-    figures = engine.device.memory_figures()
+    figures = device.memory_figures()
     if not figures:
         return {}
-    holders = engine.ledger.holders(engine.device.tier)
+    holders = ledger.holders(device.tier)
     managed = sum(num_bytes for holder, num_bytes in holders.items() if holder != "activations")  # that one is room
     return {
         **figures,
@@ -87,39 +86,31 @@ def _reconcile(engine: Engine) -> dict[str, int]:
     }
 
 
-def check_planes(engine: Engine) -> None:
-    """What the ledger says of planes in the device's own memory is what its allocator was asked for."""
-    tier = engine.device.tier
-    planes = [p for c in engine.chunks for p in c.planes.values() if isinstance(p, MemoryPlane) and p.tier is tier]
-    behind = engine.device.bytes_behind(plane.tensor for plane in planes)
-    held = sum(engine.ledger.held(tier, kind) for kind in engine.rule.spec.kinds)
-    assert behind in (None, held), f"{held} bytes of planes are {behind} bytes of the allocator's"
-
-
 def make_report(engine: Engine) -> MemoryReport:
     """The report of an engine as it stands when nothing is in flight."""
     engine.drain()
+    store, ledger, layout = engine.store, engine.store.ledger, engine.decision.problem.layout
     report = MemoryReport()
-    for tier in engine.ledger.tiers:
+    for tier in ledger.tiers:
         report[tier.value] = {
-            "budget": engine.ledger.budget(tier),
-            "used": engine.ledger.used(tier),
-            "peak": engine.ledger.peak(tier),
-            "holders": engine.ledger.holders(tier),
+            "budget": ledger.budget(tier),
+            "used": ledger.used(tier),
+            "peak": ledger.peak(tier),
+            "holders": ledger.holders(tier),
         }
-    allocator = _reconcile(engine)
+    allocator = _reconcile(store.device, ledger)
     if allocator:
         report["allocator"] = allocator
-    report["moved"] = dict(sorted(engine.moved_last_step.counts().items()))
-    report["stalls"] = dict(engine.mover.stalls.last_step)
+    report["moved"] = dict(sorted(store.mover.moved_last_step.counts().items()))
+    report["stalls"] = dict(store.mover.stalls.last_step)
     if engine.shards is not None:
         report["sent"] = dict(sorted(engine.shards.sent_last_step.items()))
-    trained = [chunk for chunk in engine.chunks if chunk.trained]
+    trained = [chunk for chunk in store.chunks if chunk.trained]
     num_trained = sum(chunk.spec.payload for chunk in trained)
-    ranks = engine.layout.ranks  # each holds an equal shard
+    ranks = layout.ranks  # each holds an equal shard
     state = ranks * sum(p.num_bytes for c in trained for kind, p in c.planes.items() if kind != GRAD)
     grads = ranks * sum(c.planes[GRAD].num_bytes for c in trained if GRAD in c.planes)
-    report["params"] = engine.layout.payload
+    report["params"] = layout.payload
     report["trained_params"] = num_trained
     report["bytes_per_param"] = state / num_trained if num_trained else 0.0
     report["grad_bytes_per_param"] = grads / num_trained if num_trained else 0.0

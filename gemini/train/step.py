@@ -76,6 +76,10 @@ class StepState:
         """Open ``gathered()`` blocks, and operations that read params outside of any module."""
         self.num_unsettled = 0
         """What has begun to compute and has not ended in order; after an interrupt it never will."""
+        self.num_unreduced = 0
+        """Chunks whose gradients are whole on this rank and not reduced yet."""
+        self.is_made = False
+        """Whether the model is wrapped; other ranks that ask for something before wait until it is."""
         self._corrupted_by: str | None = None
         self._unreported: BaseException | None = None
 
@@ -194,6 +198,14 @@ class StepState:
         coefficient, self.clip_coefficient = self.clip_coefficient, 1.0
         was_clipped, self.has_clipped = self.has_clipped, False
         return coefficient if was_clipped else None
+
+    def note_unreduced(self, change: int) -> None:
+        """Whole gradients came, or went."""
+        self.num_unreduced += change
+
+    def mark_made(self) -> None:
+        """The model is wrapped."""
+        self.is_made = True
 
     def note_flip(self) -> None:
         """``requires_grad`` of a param was flipped."""

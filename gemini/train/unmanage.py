@@ -22,11 +22,11 @@ def unmanage(model: nn.Module, engine: Engine, what: str) -> None:
     Raises:
         BudgetExceeded: if the weights need more than the free memory of the host; nothing was changed.
     """
-    engine.recover_if_interrupted()
+    engine.recovery.forget_interrupted()
     engine.drain()
     engine.state.check_whole()
     itemsize = COMPUTE_DTYPES[engine.config.precision].itemsize
-    needed, free = engine.layout.payload * itemsize, psutil.virtual_memory().available
+    needed, free = engine.decision.problem.layout.payload * itemsize, psutil.virtual_memory().available
     if needed > free:
         raise BudgetExceeded(
             f"{what} gives an ordinary model and needs {human_bytes(needed)} of host memory for its weights, of which "
@@ -42,14 +42,14 @@ def unmanage(model: nn.Module, engine: Engine, what: str) -> None:
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 module._buffers[name] = buffer.to("cpu")
-    engine.forget_params()
+    engine.params.forget()
     model.__class__ = model._gemini_original  # type: ignore[assignment]
     del model.__dict__["_gemini_engine"]
 
 
 def _give_back(engine: Engine) -> None:
     """Every param becomes an ordinary one, with its weights."""
-    for index, handles in list(engine.by_chunk.items()):
+    for index, handles in list(engine.params.by_chunk.items()):
         values = [engine.by_names.read(handle) for handle in handles]
         for handle, value in zip(handles, values, strict=True):
             param = handle.param
@@ -59,4 +59,4 @@ def _give_back(engine: Engine) -> None:
             param.__class__ = nn.Parameter
             param.data = value
             handle.view = torch.empty(0, device="cpu")
-        engine.chunks[index].planes.clear()  # its home is free for the next one
+        engine.store.chunks[index].planes.clear()  # its home is free for the next one

@@ -35,10 +35,10 @@ def test_a_plan_that_was_printed_is_run(planned: Path, tiny_config: Path, text: 
     run = TrainRun(settings(tiny_config, text, tmp_path, plan=planned), Console(quiet=True))
     plan = gemini.Plan.from_json(planned.read_text())
     engine = run.model._gemini_engine
-    assert engine.plan == plan and plan.traffic, "and something moves"
-    assert {tier: engine.ledger.budget(tier) for tier in engine.ledger.tiers} == plan.problem.budgets
+    assert engine.decision.plan == plan and plan.traffic, "and something moves"
+    assert {tier: engine.store.ledger.budget(tier) for tier in engine.store.ledger.tiers} == plan.problem.budgets
     run.run()
-    assert engine.moved_last_step.counts() == by_name(plan.traffic)
+    assert engine.store.mover.moved_last_step.counts() == by_name(plan.traffic)
 
 
 def test_a_plan_for_another_step_is_refused(
@@ -63,6 +63,6 @@ def test_a_plan_for_another_step_is_refused(
 def test_the_jobs_own_step_is_traced_where_activations_need_room(tiny_config: Path, text: Path, tmp_path: Path) -> None:
     run = TrainRun(settings(tiny_config, text, tmp_path, device="standin", gpu_memory="4MiB"), Console(quiet=True))
     engine = run.model._gemini_engine
-    assert engine.plan.trace.source is Source.AHEAD and engine.plan.trace.tokens == 32
-    assert engine.ledger.held(Tier.GPU, "activations") == engine.problem.activations > 0
+    assert engine.decision.plan.trace.source is Source.AHEAD and engine.decision.plan.trace.tokens == 32
+    assert engine.store.ledger.held(Tier.GPU, "activations") == engine.decision.problem.activations > 0
     run.run()

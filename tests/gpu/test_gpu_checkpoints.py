@@ -74,7 +74,7 @@ def test_to_the_cpu_and_back(tmp_path: Path) -> None:
     whole.save(tmp_path / "of the gpu")
     on_cpu = Run(None, tmp_path)
     on_cpu.load(tmp_path / "of the gpu")
-    assert engine_of(on_cpu.model).device.name == "cpu"
+    assert engine_of(on_cpu.model).store.device.name == "cpu"
     assert_same_snapshot(snapshot(on_cpu.model), snapshot(whole.model))
     on_cpu.save(tmp_path / "of the cpu")
     back = Run("all on the gpu", tmp_path)

@@ -29,7 +29,7 @@ class FailingCopies:
     """The copies of a device; the ``chosen`` one (from 1) raises instead."""
 
     def __init__(self, model: Any, monkeypatch: pytest.MonkeyPatch):
-        device = engine_of(model).device
+        device = engine_of(model).store.device
         self.count, self.chosen = 0, 0
         self.fired: str | None = None  # the lane of the one that failed
         self._lock, self._copy = threading.Lock(), device.copy
@@ -83,7 +83,7 @@ def test_any_copy_may_fail(where: str, tmp_path: Path, monkeypatch: pytest.Monke
         except (Broken, GeminiError) as e:
             error = e
         copies.chosen = 0
-        engine_of(model).ledger.check_invariants()
+        engine_of(model).store.ledger.check_invariants()
         if error is not None:
             assert copies.fired and caused_by(error), f"the cause is lost: {error!r}"
             told, error = told + 1, error.with_traceback(None)

@@ -48,8 +48,12 @@ from gemini.errors import GeminiError  # noqa: E402
 from gemini.memory.chunks.chunk import Chunk  # noqa: E402
 from gemini.memory.devices.device import Event  # noqa: E402
 from gemini.memory.devices.windows import PageWindow  # noqa: E402
+from gemini.memory.movement.manager import Manager  # noqa: E402
 from gemini.tiers import Ledger  # noqa: E402
-from gemini.train.engine import Engine  # noqa: E402
+from gemini.train.passes.backward import BackwardPass  # noqa: E402
+from gemini.train.passes.forward import ForwardPass  # noqa: E402
+from gemini.train.passes.stepping import Stepping  # noqa: E402
+from gemini.train.write_observers import WriteObservers  # noqa: E402
 from tests.hunts import race_hunt  # noqa: E402
 from tests.hunts.race_hunt import NUM_STEPS, Recipe, Schedule, World, reference, same_all  # noqa: E402
 
@@ -145,9 +149,12 @@ class Faults:
                 undo.callback(signal.setitimer, signal.ITIMER_REAL, 0)
                 signal.setitimer(signal.ITIMER_REAL, random.Random(self.chosen).uniform(0, ALARM_S) or ALARM_S)
             elif self.kind == "interrupt":
-                for name in ("begin_call", "end_call", "begin_backward", "end_backward", "take_grad", "acquire",
-                             "release", "before_write", "end_step"):  # fmt: skip
-                    self._patch(undo, Engine, name)
+                for owner, names in (
+                    (ForwardPass, ("begin_call", "end_call")), (BackwardPass, ("begin", "end", "take_grad")),
+                    (Manager, ("acquire", "release")), (WriteObservers, ("before_write",)), (Stepping, ("end_step",)),
+                ):  # fmt: skip
+                    for name in names:
+                        self._patch(undo, owner, name)
                 self._patch(undo, Event, "wait")
                 with contextlib.suppress(ImportError):
                     from gemini.memory.movement.lane import Job
@@ -303,7 +310,7 @@ def attempt(schedule: Schedule, faults: Faults, chosen: int, directory: Path) ->
             check_message(faults.kind, caught)
             caught.__traceback__ = None
             del caught
-            model._gemini_engine.ledger.check_invariants()
+            model._gemini_engine.store.ledger.check_invariants()
             if chosen % 2:
                 del model, optimizer
                 gc.collect()

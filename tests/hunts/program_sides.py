@@ -254,7 +254,7 @@ class ManagedSide(Side):
             # Without a scaler of its own the scale is inside the model, and a loop goes without.
             self.scaler = torch.amp.GradScaler("cpu", enabled=False) if own is None else own(init_scale=INIT_SCALE)
             if own is None:
-                model._gemini_engine.loss_scale.scale = INIT_SCALE
+                model._gemini_engine.backward.scaling.loss_scale.scale = INIT_SCALE
 
     def adam(self, params: Any, **how: Any) -> gemini.HybridAdam:
         how = {"lr": 0.02, "weight_decay": 0.1, **how}

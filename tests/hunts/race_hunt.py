@@ -162,8 +162,8 @@ class Recipe:
 
     def wrap(self, config: gemini.GeminiConfig) -> tuple[Any, gemini.HybridAdam]:
         model: Any = gemini.GeminiDDP(self.make_model(), config)
-        if model._gemini_engine.loss_scale is not None:
-            model._gemini_engine.loss_scale.scale = 2.0**12
+        if model._gemini_engine.backward.scaling.loss_scale is not None:
+            model._gemini_engine.backward.scaling.loss_scale.scale = 2.0**12
         vectors = [p for p in model.parameters() if p.dim() == 1]
         rest = [p for p in model.parameters() if p.dim() > 1]
         groups = [{"params": rest, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
@@ -545,8 +545,8 @@ def check_invariants(model: Any) -> None:
     if hasattr(engine, "drain"):
         engine.drain()
     engine.check_invariants()
-    for tier in engine.ledger.tiers:
-        assert engine.ledger.peak(tier) <= engine.ledger.budget(tier), tier
+    for tier in engine.store.ledger.tiers:
+        assert engine.store.ledger.peak(tier) <= engine.store.ledger.budget(tier), tier
 
 
 def run(schedule: Schedule, directory: Path) -> Counter[str]:
@@ -572,7 +572,7 @@ def run(schedule: Schedule, directory: Path) -> Counter[str]:
             same_all(model.state_dict(dtype=torch.float32), world.masters, f"masters saved after {reader.saved_at}")
             same_all(optimizer.state_dict()["state"], world.states, f"moments saved after {reader.saved_at}")
         check_invariants(model)
-        reader.seen["evictions"] = model._gemini_engine.manager.num_evictions
+        reader.seen["evictions"] = model._gemini_engine.store.manager.num_evictions
         seen = reader.seen + jobs
         del reader, optimizer, model
         gc.collect()

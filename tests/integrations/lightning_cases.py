@@ -171,7 +171,7 @@ def state_of(module: Any) -> dict[str, Any]:
     """Everything that a step leaves behind, by name: masters, moments, step counts, buffers."""
     engine = module._gemini_engine
     found = {f"master/{name}": value for name, value in module.state_dict(dtype=torch.float32).items()}
-    for handle in engine.handles:
+    for handle in engine.params.handles:
         for kind in handle.chunk.planes:
             if kind.startswith("exp_avg"):
                 found[f"{kind}/{handle.name}"] = engine.by_names.read_plane(handle, kind)

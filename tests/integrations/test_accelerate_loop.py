@@ -166,7 +166,7 @@ def test_the_scaler_is_saved_and_older_states_without_one_go_on(tmp_path: Path) 
     run = Run("fp16", micro=1)
     run.train(0, 2)
     run.accelerator.scaler.update(2.0**9)
-    run.model._gemini_engine.loss_scale.scale = 2.0**7  # what an older version kept
+    run.model._gemini_engine.backward.scaling.loss_scale.scale = 2.0**7  # what an older version kept
     run.accelerator.save_state(tmp_path / "state")
     again = Run("fp16", micro=1)
     again.accelerator.load_state(tmp_path / "state")

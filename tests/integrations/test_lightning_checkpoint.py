@@ -80,7 +80,7 @@ def test_resume_in_the_middle_of_an_epoch_and_with_dropout(tmp_path: Path) -> No
     assert_same(state_of(resumed), state_of(whole))
     middle = Tiny()
     run(middle, ckpt_path=tmp_path / "step=4.ckpt", max_epochs=1)
-    assert len(middle.losses) == 2 and middle._gemini_engine.handles[0].num_steps == 6
+    assert len(middle.losses) == 2 and middle._gemini_engine.params.handles[0].num_steps == 6
 
 
 def test_callbacks_save_remove_and_link(tmp_path: Path) -> None:

@@ -52,7 +52,7 @@ def test_the_same_bits_as_the_plain_loop(precision: str, where: str, tmp_path: P
     assert run.global_step == 6 and module.rates[-1] == pytest.approx(1e-2 / 6)
     assert run.optimizers[0].param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
     assert module is run.lightning_module is run.strategy.model and type(module).__name__ == "Tiny"
-    assert (module._gemini_engine.spill is not None) == (where == "disk")
+    assert (module._gemini_engine.store.spill is not None) == (where == "disk")
 
 
 def test_the_name_stands_for_the_strategy() -> None:
@@ -239,7 +239,7 @@ def test_a_module_compiled_as_a_whole_is_refused() -> None:
 def test_wrapped_by_hand_first(tmp_path: Path) -> None:
     module: Any = gemini.GeminiDDP(Tiny(), config())
     fit(module, GeminiStrategy(config()), 8)
-    assert module._gemini_engine.handles[0].num_steps == 2
+    assert module._gemini_engine.params.handles[0].num_steps == 2
     with pytest.raises(gemini.GeminiError, match="managed already"):
         fit(module, GeminiStrategy(on_disk(tmp_path)), 8)
     with pytest.raises(gemini.GeminiError, match="managed already"):

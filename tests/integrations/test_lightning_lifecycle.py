@@ -36,7 +36,7 @@ def test_the_model_stays_where_it_is(monkeypatch: Any) -> None:
     )
     run = fit(module, GeminiStrategy(settings))
     run.test(module, loader(8), verbose=False)
-    assert isinstance(module, gemini.GeminiDDP) and run.strategy.engine.device.tier is gemini.Tier.GPU
+    assert isinstance(module, gemini.GeminiDDP) and run.strategy.engine.store.device.tier is gemini.Tier.GPU
     other = Tiny()
     fit(other, GeminiStrategy(config("bf16")))
     assert_same(state_of(module), state_of(other))
@@ -94,7 +94,7 @@ def test_a_frozen_model_is_evaluated_with_its_weights_alone() -> None:
     module = Tiny()
     module.freeze()
     trainer(GeminiStrategy(config("bf16"))).validate(module, loader(4), verbose=False)
-    held = module._gemini_engine.chunks
+    held = module._gemini_engine.store.chunks
     assert all(set(chunk.planes) == {"weights"} for chunk in held)
 
 

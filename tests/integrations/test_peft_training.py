@@ -127,7 +127,7 @@ def test_a_frozen_base_has_its_weights_and_nothing_else(method: str, tmp_path: P
         "exp_avg": pages(adapters, 4), "exp_avg_sq": pages(adapters, 4),
     }  # fmt: skip
     assert report["trained_params"] == sum(p.numel() for p in adapters)
-    for handle in model._gemini_engine.handles:
+    for handle in model._gemini_engine.params.handles:
         frozen = handle.chunk.planes.keys() == {WEIGHTS}
         assert frozen == (not handle.param.requires_grad), handle.name
 

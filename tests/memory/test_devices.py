@@ -398,11 +398,11 @@ def test_resizing_gives_the_same_bits(monkeypatch: pytest.MonkeyPatch, tmp_path:
     def run(kind: type) -> tuple[dict[str, torch.Tensor], int]:
         model, optimizer = wrap(make_net(), tmp_path, precision=precision, cpu="500KiB")
         engine = model._gemini_engine
-        assert all(isinstance(c.window, kind) for c in engine.chunks)
+        assert all(isinstance(c.window, kind) for c in engine.store.chunks)
         for step in range(3):
             train_step(model, optimizer, step)
             engine.check_invariants()
-        return masters(model), engine.manager.num_gathers
+        return masters(model), engine.store.manager.num_gathers
 
     monkeypatch.setattr("gemini.planning.working.TILE", 4096)
     by_pages, gathers = run(PageWindow)

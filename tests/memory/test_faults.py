@@ -92,9 +92,9 @@ def make(directory: Path) -> tuple[Any, gemini.HybridAdam]:
 
 def check(model: Any) -> None:
     engine = model._gemini_engine
-    engine.manager.check_invariants()
-    for tier in engine.ledger.tiers:
-        assert engine.ledger.peak(tier) <= engine.ledger.budget(tier)
+    engine.store.manager.check_invariants()
+    for tier in engine.store.ledger.tiers:
+        assert engine.store.ledger.peak(tier) <= engine.store.ledger.budget(tier)
 
 
 @pytest.fixture(autouse=True)

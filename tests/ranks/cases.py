@@ -192,20 +192,20 @@ def run(job: Job) -> Outcome:
     optimizer = gemini.HybridAdam(
         managed.parameters(), lr=job.lr, weight_decay=0.1, eps=1e-4, step_in_backward=transient
     )
-    if engine.loss_scale is not None:
-        engine.loss_scale.scale = 2.0**10
+    if engine.backward.scaling.loss_scale is not None:
+        engine.backward.scaling.loss_scale.scale = 2.0**10
     out = Outcome([], [], {}, {}, {}, {}, [], 0, 0, None)
     for step, micro in enumerate(batches(job, rank, world)):
-        evictions = engine.manager.num_evictions
+        evictions = engine.store.manager.num_evictions
         for number, batch in enumerate(micro):
             last = number == len(micro) - 1
             with managed.no_sync() if job.no_sync and not last else nullcontext():
                 loss = managed(**batch).loss / job.num_micro
                 loss.backward()
             out.losses.append(float(loss.detach()))
-        out.num_evictions += engine.manager.num_evictions - evictions
+        out.num_evictions += engine.store.manager.num_evictions - evictions
         if step == 0 and not transient and job.reads:
-            for handle in engine.handles:
+            for handle in engine.params.handles:
                 grad = managed.full_grad(handle.name)
                 if grad is not None:
                     out.grads[handle.name] = grad.float().clone()
@@ -215,11 +215,11 @@ def run(job: Job) -> Outcome:
         optimizer.zero_grad()
         engine.check_invariants()
         out.sent.append(dict(engine.shards.sent_last_step) if engine.shards is not None else {})
-    out.num_gathers = engine.manager.num_gathers
-    for handle in engine.handles:
+    out.num_gathers = engine.store.manager.num_gathers
+    for handle in engine.params.handles:
         for kind in handle.chunk.planes:
             if kind in KINDS:
-                part = read_range(engine.mover, handle.chunk.planes[kind], handle)
+                part = read_range(engine.store.mover, handle.chunk.planes[kind], handle)
                 out.state[f"{handle.name}/{kind}"] = zlib.crc32(part.view(torch.uint8).numpy().tobytes())
         out.steps[handle.name] = handle.num_steps
     if job.reads:

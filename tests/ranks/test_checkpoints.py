@@ -219,12 +219,12 @@ def save_behind(where: str, gradients: str, change: str, folder: Path) -> tuple[
         type(saver).before_write(saver, chunk)
 
     tensor_file.os.pwrite = slow
-    held = engine.ledger.used(gemini.Tier.CPU)
+    held = engine.store.ledger.used(gemini.Tier.CPU)
     try:
         pending = run.save(folder / "ckpt", wait=False)
         saver = engine.write_observers[-1]
         saver.before_write = counted
-        during = engine.ledger.holders(gemini.Tier.CPU).get("checkpoint", 0)
+        during = engine.store.ledger.holders(gemini.Tier.CPU).get("checkpoint", 0)
         assert not pending.done()
         if change == "gathered":
             with run.model.gathered(write=True), torch.no_grad():
@@ -240,8 +240,8 @@ def save_behind(where: str, gradients: str, change: str, folder: Path) -> tuple[
         assert pending.done()
     finally:
         tensor_file.os.pwrite = real
-    assert engine.ledger.holders(gemini.Tier.CPU).get("checkpoint", 0) == 0
-    assert during <= engine.mover.tile * 4 and held <= engine.ledger.budget(gemini.Tier.CPU)
+    assert engine.store.ledger.holders(gemini.Tier.CPU).get("checkpoint", 0) == 0
+    assert during <= engine.store.mover.tile * 4 and held <= engine.store.ledger.budget(gemini.Tier.CPU)
     changed = run.digest()
     other = Run("ram", folder, gradients=gradients)
     other.load(folder / "ckpt")

@@ -200,7 +200,7 @@ def frozen_and_flipped() -> dict[str, int]:
     for param in model.parameters():
         param.requires_grad_(True)
     step(model, optimizer, 1)
-    return {handle.name: handle.num_steps for handle in engine.handles}
+    return {handle.name: handle.num_steps for handle in engine.params.handles}
 
 
 def test_params_may_be_frozen_and_thawed(pool_of: Pools) -> None:
@@ -218,7 +218,7 @@ def unused_counts() -> dict[str, int]:
         ids = torch.arange(6).view(1, 6)
         model(input_ids=ids, labels=ids).loss.backward()
         optimizer.step()
-    return {handle.name: handle.num_steps for handle in model._gemini_engine.handles if "weight" in handle.name}
+    return {handle.name: handle.num_steps for handle in model._gemini_engine.params.handles if "weight" in handle.name}
 
 
 def test_a_param_without_gradient_on_every_rank_is_skipped(pool_of: Pools) -> None:

@@ -53,12 +53,12 @@ def groups_of(model: Any, *, leave_out: str = "", last: tuple[str, ...] = ("4.bi
 def bits(model: Any) -> int:
     """Of what this rank keeps of the masters and moments."""
     found = 0
-    assert any(handle.part.numel for handle in model._gemini_engine.handles), "each rank has a part"
-    for handle in model._gemini_engine.handles:
+    assert any(handle.part.numel for handle in model._gemini_engine.params.handles), "each rank has a part"
+    for handle in model._gemini_engine.params.handles:
         model._gemini_engine.updates.wait(handle.chunk)
         for kind, plane in handle.chunk.planes.items():
             if kind in ("weights", "residual", "exp_avg", "exp_avg_sq"):
-                part = read_range(model._gemini_engine.mover, plane, handle)
+                part = read_range(model._gemini_engine.store.mover, plane, handle)
                 found = zlib.crc32(part.view(torch.uint8).numpy().tobytes(), found)
     return found
 
@@ -69,8 +69,8 @@ def disagree(how: str, settings: dict[str, Any], odd: int) -> tuple[str, bool]:
     model = small(**{**settings, "mesh": mesh})
     other = dist.get_rank() == odd
     transient = settings.get("gradients") == "transient"
-    if model._gemini_engine.loss_scale is not None:
-        model._gemini_engine.loss_scale.scale = 1024.0
+    if model._gemini_engine.backward.scaling.loss_scale is not None:
+        model._gemini_engine.backward.scaling.loss_scale.scale = 1024.0
     groups = groups_of(model)
     if how == "left out" and other:
         groups = groups_of(model, leave_out="2.weight")
@@ -105,9 +105,9 @@ def disagree(how: str, settings: dict[str, Any], odd: int) -> tuple[str, bool]:
         elif how == "frozen":
             model[2].weight.requires_grad_(False)
         elif how == "step count":
-            next(h for h in model._gemini_engine.handles if h.name == "2.weight").num_steps += 1
+            next(h for h in model._gemini_engine.params.handles if h.name == "2.weight").num_steps += 1
         elif how == "loss scale":
-            model._gemini_engine.loss_scale.scale /= 2
+            model._gemini_engine.backward.scaling.loss_scale.scale /= 2
     try:
         backward(model, 2)
         if how == "one backward more" and dist.get_rank() >= dist.get_world_size() // 2:
@@ -130,7 +130,7 @@ def disagree(how: str, settings: dict[str, Any], odd: int) -> tuple[str, bool]:
             optimizer.zero_grad()
         optimizer.step()
     except gemini.RankMismatch as e:
-        model._gemini_engine.recover_if_interrupted()
+        model._gemini_engine.recovery.forget_interrupted()
         return str(e), bits(model) != before
     return "nobody noticed", bits(model) != before
 

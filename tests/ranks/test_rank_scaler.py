@@ -42,7 +42,7 @@ def steps_with_inf(replicated: bool) -> list[tuple[int, float, float, float]]:
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
-        seen.append((model._gemini_engine.handles[0].num_steps, scaler.get_scale(), float(norm), float(plain)))
+        seen.append((model._gemini_engine.params.handles[0].num_steps, scaler.get_scale(), float(norm), float(plain)))
     return seen
 
 

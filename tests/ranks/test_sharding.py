@@ -105,7 +105,7 @@ def a_group_of_some() -> int:
     model = small(process_group=next(g for g in groups if dist.get_rank() in dist.get_process_group_ranks(g)))
     engine = model._gemini_engine
     assert (engine.shards is None) == (len(ranks) == 1)
-    return engine.layout.ranks
+    return engine.decision.problem.layout.ranks
 
 
 def test_a_process_group_may_be_given(pool_of: Pools) -> None:
@@ -121,12 +121,12 @@ def uneven_numbers_of_groups(folder: Path) -> list[int]:
     for name, mesh in (("all", None), ("replicated", (2, 2))):
         model = small(mesh=None if mesh is None else init_device_mesh("cpu", mesh))
         gemini.save_checkpoint(folder / name, model, gemini.HybridAdam(model.parameters()))
-        counts.append(model._gemini_engine.layout.ranks)
+        counts.append(model._gemini_engine.decision.problem.layout.ranks)
     pair = dist.new_group([1, 3])
     if rank in (1, 3):
         model = small(process_group=pair)
         gemini.save_checkpoint(folder / "pair", model, gemini.HybridAdam(model.parameters()))
-        counts.append(model._gemini_engine.layout.ranks)
+        counts.append(model._gemini_engine.decision.problem.layout.ranks)
     return counts
 
 

@@ -69,7 +69,7 @@ def test_moving_chunks_leaves_no_mark_in_the_trace(family: str, place: str, tmp_
     assert without_seconds(tracer.trace) == without_seconds(ahead)
     assert tracer.trace.fingerprint == ahead.fingerprint and tracer.trace.source is Source.RECORDED
     assert num_hooks(model) == hooks and not {"begin_call", "take_grad"} & set(vars(model._gemini_engine))
-    assert model._gemini_engine.calls._acquire == model._gemini_engine.acquire
+    assert model._gemini_engine.forward.calls._acquire == model._gemini_engine.store.manager.acquire
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
@@ -86,7 +86,7 @@ def test_a_moment_needs_what_the_engine_keeps_gathered(
 
     def run(self: Observer, func: Any = None) -> Meter:
         def look(func: Any, args: Any, kwargs: Any) -> Any:
-            now.update(chunk.spec.index for chunk in engine.chunks if chunk.pins)
+            now.update(chunk.spec.index for chunk in engine.store.chunks if chunk.pins)
             return func(*args, **kwargs)
 
         return made(self, look)
@@ -104,9 +104,11 @@ def test_a_moment_needs_what_the_engine_keeps_gathered(
     with gemini.MemoryTracer(model) as tracer:
         model(**batch()).loss.backward()
     trace = tracer.trace
-    moving = {chunk.spec.index for chunk in engine.chunks if not chunk.resident}
+    moving = {chunk.spec.index for chunk in engine.store.chunks if not chunk.resident}
     assert moving and len(pinned) == len(trace.moments)
-    for moment, access, held in zip(trace.moments, accesses(trace, engine.layout), pinned, strict=True):
+    for moment, access, held in zip(
+        trace.moments, accesses(trace, engine.decision.problem.layout), pinned, strict=True
+    ):
         assert set(access.chunks) & moving == held, moment
 
 
@@ -117,14 +119,18 @@ def test_saved_inputs_are_those_that_offloading_moves(tmp_path: Path) -> None:
     model(**inputs).loss.backward()
     optimizer = gemini.HybridAdam(model.parameters())
     optimizer.step()
-    moved = dict(model._gemini_engine.moved_last_step.counts()) or dict(model._gemini_engine.mover.moved.counts())
+    moved = dict(model._gemini_engine.store.mover.moved_last_step.counts()) or dict(
+        model._gemini_engine.store.mover.moved.counts()
+    )
     trace = gemini.trace(make_model("llama"), inputs, target="cpu", checkpointing=True)
     plain = managed("llama", "standin", tmp_path)
     plain.gradient_checkpointing_enable()
     plain(**inputs).loss.backward()
     other = gemini.HybridAdam(plain.parameters())
     other.step()
-    less = dict(plain._gemini_engine.moved_last_step.counts()) or dict(plain._gemini_engine.mover.moved.counts())
+    less = dict(plain._gemini_engine.store.mover.moved_last_step.counts()) or dict(
+        plain._gemini_engine.store.mover.moved.counts()
+    )
     out, back = "gpu->cpu", "cpu->gpu"
     assert moved[out] - less.get(out, 0) == sum(m.saved_bytes for m in trace.moments) > 0
     assert moved[back] - less.get(back, 0) == sum(m.restored_bytes for m in trace.moments) > 0

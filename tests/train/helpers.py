@@ -265,7 +265,7 @@ def snapshot(model: Any, names: Iterable[str] | None = None) -> dict[str, dict[s
     """Every persistent plane of every param, and its step count: what must not change when nothing should."""
     engine = engine_of(model)
     found: dict[str, dict[str, torch.Tensor]] = {}
-    for handle in [engine.by_names[n] for n in names] if names is not None else engine.handles:
+    for handle in [engine.by_names[n] for n in names] if names is not None else engine.params.handles:
         planes = {kind: kind for kind in handle.chunk.planes if kind != "grad"}
         found[handle.name] = {n: engine.by_names.read_plane(handle, kind).clone() for n, kind in planes.items()}
         found[handle.name]["step"] = torch.tensor(handle.num_steps)

@@ -92,7 +92,7 @@ def same(one: tuple[list[float], dict[str, torch.Tensor]], other: tuple[list[flo
 
 
 def held(model: Any, holder: str) -> int:
-    ledger = model._gemini_engine.ledger
+    ledger = model._gemini_engine.store.ledger
     return sum(ledger.held(tier, holder) for tier in ledger.tiers)
 
 
@@ -101,9 +101,9 @@ def nothing_is_left(model: Any) -> None:
     engine = model._gemini_engine
     engine.check_invariants()
     assert held(model, IN_FLIGHT) == held(model, "activations") == 0
-    spill, planes = engine.spill, engine.ledger.held
+    spill, planes = engine.store.spill, engine.store.ledger.held
     given_back = sum(size * len(slots) for size, slots in spill._given_back.items())
-    on_disk = sum(planes(Tier.NVME, holder) for holder in engine.ledger.holders(Tier.NVME))
+    on_disk = sum(planes(Tier.NVME, holder) for holder in engine.store.ledger.holders(Tier.NVME))
     assert spill._used == on_disk + given_back
 
 
@@ -274,8 +274,8 @@ def test_tight_budgets_are_kept_and_refuse_nothing_more(device: str, offload: st
                 loss.backward()
                 said.append(sum("offload_activations" in str(w.message) for w in caught))
             for one in (Tier.GPU, Tier.CPU, Tier.NVME):
-                if one in model._gemini_engine.ledger.tiers:
-                    assert model._gemini_engine.ledger.peak(one) <= model._gemini_engine.ledger.budget(one)
+                if one in model._gemini_engine.store.ledger.tiers:
+                    assert model._gemini_engine.store.ledger.peak(one) <= model._gemini_engine.store.ledger.budget(one)
             lanes = model._gemini_engine.activations.lanes
             if lanes is not None:
                 flying.append(lanes._largest)
@@ -290,11 +290,11 @@ def test_what_is_in_flight_gives_way(device: str, offload: str, tmp_path: Path) 
     engine = model._gemini_engine
     loss = model(noise())
     engine.activations.begin_backward()  # reads ahead, of what has been written
-    tier = engine.device.tier
-    free = engine.ledger.free(tier) + engine.ledger.held(tier, IN_FLIGHT)
-    assert free > engine.ledger.free(tier)
-    engine.manager.make_room(free, what="the test")
-    assert engine.ledger.free(tier) == free
+    tier = engine.store.device.tier
+    free = engine.store.ledger.free(tier) + engine.store.ledger.held(tier, IN_FLIGHT)
+    assert free > engine.store.ledger.free(tier)
+    engine.store.manager.make_room(free, what="the test")
+    assert engine.store.ledger.free(tier) == free
     loss.backward()
     model.zero_grad()
     nothing_is_left(model)
@@ -310,7 +310,7 @@ def test_a_write_that_fails_in_flight_is_told_with_its_text(tmp_path: Path, monk
         with monkeypatch.context() as patches:
             writes = Gate(patches, "write", "gemini-offload")
             model = wrap(tmp_path)
-            spill = model._gemini_engine.spill
+            spill = model._gemini_engine.store.spill
             writes.error = [None, spill.failed("write", INPUT, 0, OSError(28, "No space left on device"))]
             if when == "forward":
                 writes.open.set()
@@ -393,7 +393,7 @@ def test_forwards_without_backward_give_everything_back(
             assert held(model, "activations") == (LAYERS + 1) * INPUT
             del loss
             nothing_is_left(model)
-            sizes.append(model._gemini_engine.spill.num_bytes)
+            sizes.append(model._gemini_engine.store.spill.num_bytes)
         assert sizes[0] == sizes[-1]
     finally:
         gc.enable()
@@ -410,7 +410,7 @@ def test_an_interrupt_anywhere_leaves_nothing(device: str, offload: str, tmp_pat
     """At every wait of the training thread, and beside every entry in the books, in forward and backward."""
     plain = train(wrap(tmp_path, offload=None))
     model = wrap(tmp_path, device, offload)
-    optimizer, ledger = adam(model), model._gemini_engine.ledger
+    optimizer, ledger = adam(model), model._gemini_engine.store.ledger
     fired = 0
     for chosen in range(3, 120, 19):
         calls, patches = [], pytest.MonkeyPatch()

@@ -50,7 +50,7 @@ def enable(model: Any, *, reentrant: bool = False) -> None:
 
 
 def held(model: Any) -> dict[str, int]:
-    ledger = model._gemini_engine.ledger
+    ledger = model._gemini_engine.store.ledger
     return {tier.value: n for tier in ledger.tiers if (n := ledger.held(tier, "activations"))}
 
 
@@ -96,7 +96,7 @@ def test_just_the_inputs_of_the_blocks_are_in_the_ledger(device: str, offload: s
     enable(model)
     loss = model(**batch()).loss
     assert held(model) == {offload: INPUTS}
-    model._gemini_engine.ledger.check_invariants()
+    model._gemini_engine.store.ledger.check_invariants()
     loss.backward()
     assert held(model) == {}
     model.zero_grad()
@@ -115,8 +115,8 @@ def test_what_several_blocks_were_given_is_stored_once(tmp_path: Path) -> None:
 def test_without_checkpointing_nothing_moves(tmp_path: Path) -> None:
     model = wrap(llama(), tmp_path, "nvme")
     model(**batch()).loss.backward()
-    assert model._gemini_engine.ledger.held(gemini.Tier.NVME, "activations") == 0
-    assert "cpu->nvme" not in model._gemini_engine.mover.moved.counts()
+    assert model._gemini_engine.store.ledger.held(gemini.Tier.NVME, "activations") == 0
+    assert "cpu->nvme" not in model._gemini_engine.store.mover.moved.counts()
 
 
 @pytest.mark.parametrize("offload", [None, "nvme"])

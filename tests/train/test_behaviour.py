@@ -89,7 +89,7 @@ def test_gradient_checkpointing(make: Any, reentrant: bool, where: str, tmp_path
     assert on_batch(model, 0).item() == without
     assert train(model, optimizer, range(2)) == train_plain(plain, range(2))
     assert_same_state(model, plain)
-    assert where == "ram" or engine_of(model).manager.num_evictions > 0
+    assert where == "ram" or engine_of(model).store.manager.num_evictions > 0
 
 
 @pytest.mark.parametrize("gradients", ["retain", "accumulate"])

@@ -110,7 +110,7 @@ def test_loss_scale_after_skipped_steps(where: str, tmp_path: Path) -> None:
     fresh = wrap(llama(), where, tmp_path, precision="fp16")
     other = adam(fresh)
     gemini.load_checkpoint(tmp_path / "ckpt", fresh, other)
-    assert vars(engine_of(fresh).loss_scale) == vars(engine_of(model).loss_scale)
+    assert vars(engine_of(fresh).backward.scaling.loss_scale) == vars(engine_of(model).backward.scaling.loss_scale)
     assert train(fresh, other, [3, 4]) == train(model, optimizer, [3, 4])
 
 

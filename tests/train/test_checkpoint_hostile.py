@@ -78,7 +78,7 @@ class Tiny:
             "plain": [self.plain.detach().clone(), *(v.clone() for v in self.optimizer.state[self.plain].values())],
             "buffers": [buffer.clone() for buffer in self.model.buffers()],
             "scheduler": repr(vars(self.scheduler)),
-            "scale": repr(engine.loss_scale),
+            "scale": repr(engine.backward.scaling.loss_scale),
             "rng": (random.getstate(), numpy.random.get_state()[1].tobytes(), torch.get_rng_state().numpy().tobytes()),
             "lost": engine.state.corrupted_by,
         }

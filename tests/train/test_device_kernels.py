@@ -89,7 +89,7 @@ def train(model: Any, optimizer: Any, how: How, emulated: EmulatedKernels | None
         optimizer.zero_grad()
         counts.append(num_waits(emulated))
         seen.waits.append((counts[1] - counts[0], counts[2] - counts[1], counts[3] - counts[2]))
-        seen.moved += sum(engine_of(model).moved_last_step.counts().values())
+        seen.moved += sum(engine_of(model).store.mover.moved_last_step.counts().values())
     return seen
 
 
@@ -133,9 +133,9 @@ def test_the_bits_of_the_cpu_kernels_and_the_promised_waits(
     assert (how.on_gpu == 1) is (seen.moved == 0), "gradients that are added up on the device stay there"
     if promised is not None:
         assert seen.waits == [promised] * STEPS
-    chunks = engine_of(model).chunks
+    chunks = engine_of(model).store.chunks
     chunks = [chunk for chunk in chunks if chunk.planes["exp_avg"].tier is Tier.GPU or chunk.streamed]
-    num_params = sum(len(engine_of(model).by_chunk[chunk.spec.index]) for chunk in chunks)
+    num_params = sum(len(engine_of(model).params.by_chunk[chunk.spec.index]) for chunk in chunks)
     per_step = num_params if how.gradients == "transient" else len(chunks)
     launches = emulated.module.launches["adam_update"]
     if how.streamed:  # tile by tile
@@ -196,7 +196,7 @@ def test_chunks_with_a_bad_gradient_are_not_updated_and_the_step_says_which(
     assert len(emulated.num_fetched) == num_waits + 1
     after = snapshot(model)
     changed = {name for name in before if not torch.equal(before[name]["exp_avg"], after[name]["exp_avg"])}
-    by_chunk = engine_of(model).by_chunk.values()
+    by_chunk = engine_of(model).params.by_chunk.values()
     stopped = [chunk for chunk in by_chunk if not {handle.name for handle in chunk} & changed]
     updated = [chunk for chunk in by_chunk if chunk not in stopped]
     assert any("layers.0.mlp.down" in handle.name for chunk in stopped for handle in chunk)
@@ -236,10 +236,10 @@ def test_an_fp16_step_with_inf_is_skipped_after_one_wait(tmp_path: Path, monkeyp
     gpu, how = EmulatedGpu(), How(precision="fp16", clips=False)
     emulated = emulate(monkeypatch, gpu)
     model, optimizer = wrap(how, gpu, tmp_path)
-    before, scale = snapshot(model), engine_of(model).loss_scale.scale
+    before, scale = snapshot(model), engine_of(model).backward.scaling.loss_scale.scale
     spoil(model, models.make_batches(1, 1)[0][0], float("inf"))
     optimizer.step()
-    assert len(emulated.num_fetched) == 1 and engine_of(model).loss_scale.scale == scale / 2
+    assert len(emulated.num_fetched) == 1 and engine_of(model).backward.scaling.loss_scale.scale == scale / 2
     assert_same_snapshot(snapshot(model), before)
     scaler, batch = gemini.GradScaler("cpu"), models.make_batches(1, 1)[0][0]
     for loss in (model(**batch).loss * float("inf"), model(**batch).loss):
@@ -257,7 +257,7 @@ def test_kernels_of_the_host_are_asked_for_what_is_the_host_s(tmp_path: Path, mo
     gpu = EmulatedGpu()
     emulate(monkeypatch, gpu)
     model, _ = wrap(How(on_gpu=0.5), gpu, tmp_path)
-    planes = [plane for chunk in engine_of(model).chunks for plane in chunk.planes.values()]
+    planes = [plane for chunk in engine_of(model).store.chunks for plane in chunk.planes.values()]
     for tier in (Tier.GPU, Tier.CPU):
         there = [plane.tensor for plane in planes if plane.tier is tier]
         assert there and all((kernels._cuda_for(tensor) is not None) is (tier is Tier.GPU) for tensor in there)

@@ -74,10 +74,12 @@ def test_all_memory_of_a_run_is_asked_for_once(tmp_path: Path, precision: str, g
     train(model, optimizer, range(3), clip=None)
     assert len(device.reservations) == 1 and device.num_inside > 10 and device.num_beyond == 0
     engine = model._gemini_engine
-    assert device.reservations == [engine.ledger.used(Tier.CPU)], "what the placement names, and nothing else"
-    windows = sum(chunk.window.num_bytes for chunk in engine.chunks if chunk.window is not None)
-    planes = engine.ledger.used(Tier.GPU) - sum(engine.ledger.held(Tier.GPU, holder) for holder in ("windows", "pool"))
-    left = engine.ledger.budget(Tier.GPU) - planes
+    assert device.reservations == [engine.store.ledger.used(Tier.CPU)], "what the placement names, and nothing else"
+    windows = sum(chunk.window.num_bytes for chunk in engine.store.chunks if chunk.window is not None)
+    planes = engine.store.ledger.used(Tier.GPU) - sum(
+        engine.store.ledger.held(Tier.GPU, holder) for holder in ("windows", "pool")
+    )
+    left = engine.store.ledger.budget(Tier.GPU) - planes
     assert device.for_windows == [min(windows, left)] and (windows < left) == (gpu == "8MiB")
 
 
@@ -125,7 +127,7 @@ def test_who_changes_a_chunk_waits_for_the_copies_out_of_it(tmp_path: Path, writ
     model(**batch(5)).loss.backward()
     engine = model._gemini_engine
     engine.drain()
-    moving = [chunk for chunk in engine.chunks if not chunk.resident]
+    moving = [chunk for chunk in engine.store.chunks if not chunk.resident]
     for chunk in moving:
         chunk.fetched = NotYet(chunk)
     copies = [chunk.fetched for chunk in moving]
@@ -137,8 +139,8 @@ def test_what_was_written_to_gathered_weights_waits_too(tmp_path: Path) -> None:
     model, optimizer = wrap(StandinDevice(), tmp_path)
     train(model, optimizer, range(2), clip=None)
     engine = model._gemini_engine
-    chunk = next(c for c in engine.chunks if not c.resident and c.weights.tier is Tier.CPU)
-    param = engine.by_chunk[chunk.spec.index][0].param
+    chunk = next(c for c in engine.store.chunks if not c.resident and c.weights.tier is Tier.CPU)
+    param = engine.params.by_chunk[chunk.spec.index][0].param
     with model.gathered([param], write=True), torch.no_grad():
         param.add_(1)
         copy = chunk.fetched = NotYet(chunk)
@@ -181,9 +183,9 @@ def test_books_that_differ_from_the_allocator_s_are_found(
     train(model, optimizer, range(2), clip=None)
     engine = model._gemini_engine
     engine.check_invariants()
-    assert engine.ledger.held(Tier.GPU, "windows") and engine.ledger.held(Tier.GPU, "weights")
+    assert engine.store.ledger.held(Tier.GPU, "windows") and engine.store.ledger.held(Tier.GPU, "weights")
     if what == "planes":
-        monkeypatch.setattr(engine.manager, "check_invariants", lambda: None)
+        monkeypatch.setattr(engine.store.manager, "check_invariants", lambda: None)
     device.lost = 4096
     with pytest.raises(AssertionError, match=f"bytes of {what} are .* bytes of the allocator's"):
         engine.check_invariants()

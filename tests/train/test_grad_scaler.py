@@ -100,7 +100,7 @@ def test_steps_scales_and_skips_are_those_of_the_stock_loop(where: str, max_norm
         optimizer.zero_grad()
         theirs.step(max_norm)
         assert scaler.state_dict() == theirs.scaler.state_dict()
-        if engine_of(model).handles[0].num_steps == before["layers.0.weight"]["step"]:
+        if engine_of(model).params.handles[0].num_steps == before["layers.0.weight"]["step"]:
             num_skipped += 1
             assert_same_snapshot(before, snapshot(model))
         assert_same_state(model, theirs.plain)
@@ -145,7 +145,7 @@ def test_a_step_with_inf_is_skipped_in_every_bit(where: str, tmp_path: Path) -> 
         assert scaler.get_scale() == scale / 2
     scaler.scale(outside(model, {}, data())).backward()
     scaler.step(optimizer)
-    assert engine_of(model).handles[0].num_steps == 1
+    assert engine_of(model).params.handles[0].num_steps == 1
 
 
 def test_plain_params_are_treated_as_torch_does(tmp_path: Path) -> None:
@@ -307,7 +307,7 @@ def test_a_disabled_scaler_leaves_the_plain_path(tmp_path: Path) -> None:
     scaler.scale(model(data())).backward()
     scaler.step(adam(model))
     scaler.update()
-    assert engine_of(model).loss_scale.num_good_steps == 1
+    assert engine_of(model).backward.scaling.loss_scale.num_good_steps == 1
 
 
 def test_what_torch_refuses_changes_nothing(tmp_path: Path) -> None:

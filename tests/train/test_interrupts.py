@@ -20,7 +20,7 @@ from gemini.grad_mode import call_with_grad, call_without_grad, without_grad
 from gemini.interrupts import WHOLE
 from gemini.memory.movement.mover import Mover
 from gemini.train.checkpoint import read as checkpoint_read
-from gemini.train.params import by_name, guard
+from gemini.train.params import by_name, guarding
 from tests.train.helpers import (
     PLACEMENTS,
     Blocks,
@@ -161,7 +161,7 @@ def test_params_that_an_interrupt_left_ordinary_are_guarded_again(
     model, plain = wrap(where, tmp_path), Plain(Blocks())
     optimizer = adam(model)
     with monkeypatch.context() as patch:
-        at_call(patch, guard, "expose", number, after=True)
+        at_call(patch, guarding, "expose", number, after=True)
         with pytest.raises(KeyboardInterrupt):
             squares(model, 0).backward()
     optimizer.zero_grad()
@@ -243,7 +243,7 @@ def test_a_write_is_whole(write: str, where: str, tmp_path: Path, monkeypatch: p
     for one in (model, quiet):
         train(one, adam(one), [0], squares)
     WRITES[write](quiet, new_values(quiet))
-    at_call(monkeypatch, by_name, "write_range", 3)
+    at_call(monkeypatch, by_name, "store_range", 3)
     with pytest.raises(KeyboardInterrupt):
         WRITES[write](model, new_values(model))
     assert_same_snapshot(snapshot(quiet), snapshot(model))
@@ -255,7 +255,7 @@ def test_a_loaded_optimizer_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyP
     optimizer, theirs = adam(model), adam(other, lr=0.5)
     train(model, optimizer, [0], squares)
     train(other, theirs, [1, 2], squares)
-    at_call(monkeypatch, by_name, "write_range", 3)
+    at_call(monkeypatch, by_name, "store_range", 3)
     with pytest.raises(KeyboardInterrupt):
         optimizer.load_state_dict(theirs.state_dict())
     assert optimizer.param_groups[0]["lr"] == 0.5

@@ -100,9 +100,9 @@ def assert_same(managed: Any, plain: nn.Module, precision: str = "bf16") -> None
         assert (name in managed.state_dict()) == (name in plain.state_dict()), f"{name} is persistent in one of them"
     names = [name for name, _ in plain.named_parameters()]
     assert [name for name, _ in managed.named_parameters()] == names
-    ties = [sorted(h.names) for h in managed._gemini_engine.handles]
+    ties = [sorted(h.names) for h in managed._gemini_engine.params.handles]
     wrapped: Any = gemini.GeminiDDP(plain, config_of(precision))
-    assert ties == [sorted(h.names) for h in wrapped._gemini_engine.handles]
+    assert ties == [sorted(h.names) for h in wrapped._gemini_engine.params.handles]
     for name in names:
         mine, theirs = managed.full_param(name, torch.float32), wrapped.full_param(name, torch.float32)
         assert torch.equal(mine, theirs), name

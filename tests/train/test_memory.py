@@ -191,11 +191,11 @@ def test_ledger_peaks_are_planes_plus_windows_plus_staging(tmp_path: Path, place
         }  # fmt: skip
         return
     engine = model._gemini_engine
-    others = spill_bytes(os.getpid()) - os.fstat(engine.spill._fd).st_blocks * 512 if engine.spill else 0
+    others = spill_bytes(os.getpid()) - os.fstat(engine.store.spill._fd).st_blocks * 512 if engine.store.spill else 0
     train(model)
     report = model.memory_report()
-    chunks = engine.layout.chunks
-    homes = engine.placement.homes
+    chunks = engine.decision.problem.layout.chunks
+    homes = engine.decision.placement.homes
     on: dict[Tier, int] = dict.fromkeys(Tier, 0)
     for chunk in chunks:
         assert chunk.numel == padded(chunk)
@@ -213,13 +213,13 @@ def test_ledger_peaks_are_planes_plus_windows_plus_staging(tmp_path: Path, place
     assert abs(report["cpu"]["peak"] - expected) <= (max(windows) if windows else 0)
     assert report["cpu"]["peak"] <= report["cpu"]["budget"]
     assert report["nvme"]["peak"] == report["nvme"]["used"] == on[Tier.NVME]
-    if engine.spill is not None:
-        assert os.fstat(engine.spill._fd).st_size == on[Tier.NVME]
+    if engine.store.spill is not None:
+        assert os.fstat(engine.store.spill._fd).st_size == on[Tier.NVME]
         assert 0 <= spill_bytes(os.getpid()) - others - on[Tier.NVME] <= 64 * 1024
     # (b) 12 bytes per param, padding included, within 2 % (1.3 % on layers this small); kind by kind.
     params = sum(p.numel() for p in model.parameters())
     held = dict.fromkeys(ADAM.kinds, 0)
-    for chunk in engine.chunks:
+    for chunk in engine.store.chunks:
         for kind, plane in chunk.planes.items():
             held[kind] += plane.num_bytes
     assert sum(n for kind, n in held.items() if kind != "grad") == pytest.approx(12 * params, rel=0.02)
@@ -255,11 +255,11 @@ def test_the_stand_in_keeps_each_tier_in_its_budget(tmp_path: Path, precision: s
     train(model)
     report = model.memory_report()
     grad = 4 if precision == "fp32" else 2
-    total = (12 + grad) * sum(padded(chunk) for chunk in engine.layout.chunks)
-    staging = 4 * STAGED * max(padded(chunk) for chunk in engine.layout.chunks)
+    total = (12 + grad) * sum(padded(chunk) for chunk in engine.decision.problem.layout.chunks)
+    staging = 4 * STAGED * max(padded(chunk) for chunk in engine.decision.problem.layout.chunks)
     assert report["cpu"]["peak"] + report["nvme"]["peak"] - staging == total
     width = 4 if precision == "fp32" else 2
-    windows = [width * padded(chunk) for chunk in engine.layout.chunks]
+    windows = [width * padded(chunk) for chunk in engine.decision.problem.layout.chunks]
     expected = min(sum(windows), report["gpu"]["budget"])
     assert expected - max(windows) <= report["gpu"]["peak"] <= expected
 

@@ -39,7 +39,7 @@ from tests.train.helpers import (
 @pytest.mark.parametrize("name", MODELS)
 def test_models_train_as_in_the_plain_loop(name: str, where: str, tmp_path: Path) -> None:
     model, _, _ = compare(MODELS[name], where, tmp_path)
-    assert where == "ram" or engine_of(model).manager.num_evictions > 0
+    assert where == "ram" or engine_of(model).store.manager.num_evictions > 0
 
 
 @pytest.mark.parametrize("precision", ["fp16", "fp32"])
@@ -71,7 +71,7 @@ def test_params_without_gradient_are_skipped_as_none_is(where: str, tmp_path: Pa
         return squares(model, seed)
 
     model, _, _ = compare(Blocks, where, tmp_path, loss_of, steps=5)
-    counts = {h.name: h.num_steps for h in engine_of(model).handles}
+    counts = {h.name: h.num_steps for h in engine_of(model).params.handles}
     assert counts["layers.0.weight"] == 5 and counts["layers.1.weight"] == 2
 
 

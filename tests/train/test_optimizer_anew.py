@@ -112,7 +112,7 @@ def test_some_params_change_hands(tmp_path: Path) -> None:
     squares(model, 2).backward()
     world = snapshot(model)
     calls: list[Any] = [
-        first.step, first.state_dict, lambda: first.load_state_dict({"state": {}, "param_groups": []}), first.engine,
+        first.step, first.state_dict, lambda: first.load_state_dict({"state": {}, "param_groups": []}), first.owner,
         lambda: first.full_state(part[0]), lambda: first.state[named[part[0]]],
         lambda: gemini.save_checkpoint(tmp_path / "c", model, first),
     ]  # fmt: skip

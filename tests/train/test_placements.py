@@ -39,7 +39,7 @@ def train_one_step(model: nn.Module) -> None:
 def bytes_on(model: nn.Module, kinds: tuple[PlaneKind, ...]) -> dict[Tier, int]:
     """Bytes of some planes by tier, asked of the chunks themselves."""
     found = dict.fromkeys(Tier, 0)
-    for chunk in model._gemini_engine.chunks:
+    for chunk in model._gemini_engine.store.chunks:
         for kind in kinds:
             if kind in chunk.planes:
                 found[chunk.planes[kind].tier] += chunk.planes[kind].num_bytes
@@ -48,7 +48,8 @@ def bytes_on(model: nn.Module, kinds: tuple[PlaneKind, ...]) -> dict[Tier, int]:
 
 def largest_chunk(model: nn.Module, kinds: tuple[PlaneKind, ...]) -> int:
     return max(
-        sum(chunk.planes[k].num_bytes for k in kinds if k in chunk.planes) for chunk in model._gemini_engine.chunks
+        sum(chunk.planes[k].num_bytes for k in kinds if k in chunk.planes)
+        for chunk in model._gemini_engine.store.chunks
     )
 
 
@@ -111,7 +112,7 @@ def test_auto_takes_the_fastest_tier_alone_if_all_fits(tmp_path: Path) -> None:
         found = bytes_on(model, ADAM.kinds)
         assert found[fastest] == sum(found.values()) > 0
         train_one_step(model)
-        assert model._gemini_engine.manager.num_gathers == 0, "nothing has to be gathered"
+        assert model._gemini_engine.store.manager.num_gathers == 0, "nothing has to be gathered"
 
 
 @pytest.mark.parametrize("share", [0.9, 0.7, 0.5])
@@ -120,17 +121,19 @@ def test_auto_fills_the_fastest_first(device: str, share: float, tmp_path: Path)
     """What is not in the computing tier would not have fitted there: its room is used to within one chunk's planes."""
     whole = wrap(models.make_model("llama"), memory=plenty(device, tmp_path), device=device, max_chunk=8192)
     compute = Tier.CPU if device == "cpu" else Tier.GPU
-    total = whole._gemini_engine.ledger.used(compute)
+    total = whole._gemini_engine.store.ledger.used(compute)
     sizes = {"cpu": int(total * share)} if device == "cpu" else {"gpu": int(total * share), "cpu": PLENTY}
     memory = MemoryBudget(**sizes, nvme=PLENTY, nvme_path=tmp_path)
     model = wrap(models.make_model("llama"), memory=memory, device=device, max_chunk=8192)
     engine = model._gemini_engine
     found = bytes_on(model, ADAM.kinds)
     assert 0 < found[compute] < sum(found.values()) == total
-    spoken_for = max(chunk.spec.numel * 2 for chunk in engine.chunks) * 2 + engine.ledger.held(compute, "staging")
-    left = engine.ledger.budget(compute) - found[compute] - spoken_for
+    spoken_for = max(chunk.spec.numel * 2 for chunk in engine.store.chunks) * 2 + engine.store.ledger.held(
+        compute, "staging"
+    )
+    left = engine.store.ledger.budget(compute) - found[compute] - spoken_for
     assert left <= largest_chunk(model, STATES), "room was left though planes had to go below"
-    homes = [chunk.planes[WEIGHTS].tier for chunk in engine.chunks]
+    homes = [chunk.planes[WEIGHTS].tier for chunk in engine.store.chunks]
     if found[Tier.NVME]:
         assert homes == sorted(homes, key=list(Tier).index), "weights in order of use, the fastest tier first"
     train_one_step(model)
@@ -271,14 +274,14 @@ def test_gathered_weights_give_way_to_the_sums_of_a_second_backward(device: str,
     batch = models.make_batches(1, 1)[0][0]
     model = wrap(model, memory=roomy, placement=static, device=device, max_chunk=8192)
     engine = model._gemini_engine
-    compute, grads = engine.device.tier, [c.planes.get(GRAD) for c in engine.chunks]
+    compute, grads = engine.store.device.tier, [c.planes.get(GRAD) for c in engine.store.chunks]
     # All that anyone may need at once: what is held now, one module's weights, and new sums beside the old gradients.
     sums = sum(2 * plane.num_bytes for plane in grads if plane is not None and plane.tier is compute)
-    needed = engine.ledger.used(compute) + 2 * 2 * max(chunk.spec.numel for chunk in engine.chunks) + sums
+    needed = engine.store.ledger.used(compute) + 2 * 2 * max(chunk.spec.numel for chunk in engine.store.chunks) + sums
     exact = MemoryBudget(**(budgets | {compute.value: needed}), nvme=PLENTY, nvme_path=tmp_path)
     model = wrap(models.make_model("llama"), memory=exact, placement=static, device=device, max_chunk=8192)
     engine = model._gemini_engine
     for _ in range(2):
         model(**batch).loss.backward()
         engine.check_invariants()
-    assert all(c.planes[GRAD].dtype is torch.float32 for c in engine.chunks)
+    assert all(c.planes[GRAD].dtype is torch.float32 for c in engine.store.chunks)

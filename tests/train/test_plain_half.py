@@ -77,7 +77,7 @@ def recomputing(model: Any, seed: int) -> torch.Tensor:
 @pytest.mark.parametrize("loss_of", [divided, summed, squared, recomputing])
 def test_plain_backwards_of_a_loss_inside_are_exact(loss_of: Any, gives: str, where: str, tmp_path: Path) -> None:
     model, plain = wrap(Toy(gives), where, tmp_path, precision="fp16"), Plain(Toy(gives), "fp16", scale=SCALE)
-    engine_of(model).loss_scale.scale = SCALE
+    engine_of(model).backward.scaling.loss_scale.scale = SCALE
     train_plain(plain, range(2), loss_of)
     train(model, adam(model), range(2), loss_of)
     assert_same_state(model, plain)
@@ -100,7 +100,7 @@ def test_checkpointed_blocks(reentrant: bool, scaled: bool, where: str, tmp_path
         each.gradient_checkpointing_enable(**how)
         each.enable_input_require_grads()  # a leaf inside, whose gradient nobody sees
         each.train()
-    engine_of(model).loss_scale.scale = SCALE
+    engine_of(model).backward.scaling.loss_scale.scale = SCALE
     optimizer, scaler = adam(model), gemini.GradScaler("cpu", init_scale=SCALE, enabled=scaled)
     train_plain(plain, range(2), clip=None)
     for seed in range(2):
@@ -122,13 +122,16 @@ def test_gradients_with_respect_to_inputs_alone_are_torchs(where: str, tmp_path:
 def test_params_without_an_optimizer_do_not_hold_the_scale(tmp_path: Path) -> None:
     """Their gradients stay when those of the others are used: the next step has a scale of its own nevertheless."""
     model = wrap(Toy("loss"), "ram", tmp_path, precision="fp16")
-    optimizer, scale = adam(model.layers[0]), engine_of(model).loss_scale.scale
+    optimizer, scale = adam(model.layers[0]), engine_of(model).backward.scaling.loss_scale.scale
     for bad in (float("inf"), 1.0):
         (model(data()) * bad).backward()
         optimizer.step()
     plain = stock("loss")
     plain(data()).backward(torch.tensor(scale / 2))
-    assert engine_of(model).handles[0].num_steps == 1 and engine_of(model).loss_scale.scale == scale / 2
+    assert (
+        engine_of(model).params.handles[0].num_steps == 1
+        and engine_of(model).backward.scaling.loss_scale.scale == scale / 2
+    )
     grad = plain.layers[2].weight.grad.float() / (scale / 2)  # type: ignore[union-attr, operator]
     assert same_bits(model.full_grad("layers.2.weight"), grad)
 

@@ -68,12 +68,12 @@ def test_auto_does_what_plan_says(share: float, device: str, tmp_path: Path) -> 
     said = gemini.plan(trace, None, there, max_chunk=MAX_CHUNK)
     model, optimizer = wrap(there, device, tmp_path, trace=trace)
     engine = model._gemini_engine
-    assert engine.plan == said and engine.placement == said.placement
+    assert engine.decision.plan == said and engine.decision.placement == said.placement
     assert {tier: n for tier, n in said.bytes_per_tier.items() if n} == {
-        tier: engine.ledger.used(tier)
+        tier: engine.store.ledger.used(tier)
         + (said.problem.working_set if tier is said.problem.compute and _moves(said) else 0)
-        for tier in engine.ledger.tiers
-        if engine.ledger.used(tier)
+        for tier in engine.store.ledger.tiers
+        if engine.store.ledger.used(tier)
     }
     for moved in steps(model, optimizer, 3):
         assert moved == by_name(said.traffic), "byte for byte, in the first step as in the third"
@@ -136,7 +136,7 @@ def test_a_plan_from_a_file_runs(device: str, tmp_path: Path) -> None:
     there = budgets(model, 0.2, device)
     said = Plan.from_json(make_plan(known_trace(model), None, there, max_chunk=MAX_CHUNK).to_json())
     model, optimizer = wrap(there, device, tmp_path, placement=said)
-    assert model._gemini_engine.placement == said.placement
+    assert model._gemini_engine.decision.placement == said.placement
     assert steps(model, optimizer, 2)[-1] == by_name(said.traffic)
 
 
@@ -146,11 +146,11 @@ def test_the_first_step_is_the_trace_where_none_is_given(tmp_path: Path) -> None
     there, trace = budgets(model, 0.05, "standin"), known_trace(model)
     model, optimizer = wrap(there, "standin", tmp_path)
     engine = model._gemini_engine
-    how = {"activations": 0, "max_chunk": MAX_CHUNK, "placement": engine.placement}
+    how = {"activations": 0, "max_chunk": MAX_CHUNK, "placement": engine.decision.placement}
     best = by_name(gemini.plan(trace, None, there, **how).traffic)
-    assert engine.plan.trace.source is Source.STRUCTURE and engine.manager.foresight.schedule is None
+    assert engine.decision.plan.trace.source is Source.STRUCTURE and engine.store.manager.foresight.schedule is None
     moved = steps(model, optimizer, 3)
-    assert engine.manager.foresight.schedule is not None
+    assert engine.store.manager.foresight.schedule is not None
     assert moved[1] == moved[2] == best
     assert sum(moved[0].values()) >= sum(best.values())
 
@@ -164,9 +164,9 @@ def test_a_step_that_does_something_else_costs_time_only(tmp_path: Path) -> None
     half = len(trace.moments) // 2
     wrong = replace(trace, moments=(*trace.moments[half:], *trace.moments[:half]))
     model, optimizer = wrap(there, "standin", tmp_path, trace=wrong)
-    schedule = model._gemini_engine.manager.foresight.schedule
+    schedule = model._gemini_engine.store.manager.foresight.schedule
     steps(model, optimizer, 4)
-    assert model._gemini_engine.manager.foresight.schedule is not schedule, "recorded anew"
+    assert model._gemini_engine.store.manager.foresight.schedule is not schedule, "recorded anew"
     for (name, a), b in zip(plain.state_dict(dtype=torch.float32).items(),
                             model.state_dict(dtype=torch.float32).values(), strict=True):  # fmt: skip
         assert torch.equal(a, b), name
@@ -182,7 +182,7 @@ def test_evaluation_between_steps_is_no_step(tmp_path: Path) -> None:
             model(**models.make_batches(1, 1)[0][0])
     model.memory_report()
     models_moved = steps(model, optimizer, 2)
-    assert models_moved[-1] == best and not model._gemini_engine.manager.foresight._strange
+    assert models_moved[-1] == best and not model._gemini_engine.store.manager.foresight._strange
 
 
 def test_plans_and_traces_of_something_else_are_refused(tmp_path: Path) -> None:

@@ -59,7 +59,7 @@ def managed(cpu: int, nvme: int, path: Path) -> Any:
 
 
 def holders(model: Any) -> dict[Any, dict[str, int]]:
-    ledger = engine_of(model).ledger
+    ledger = engine_of(model).store.ledger
     return {tier: ledger.holders(tier) for tier in ledger.tiers}
 
 
@@ -106,7 +106,7 @@ def test_a_failing_disk_loses_no_gradient(number: int, tmp_path: Path, monkeypat
     model = managed(1108, 2**16, tmp_path)
     engine, optimizer = engine_of(model), adam(model)
     model(**batch(0)).loss.backward()
-    before, grads = snapshot(model), {h.name: model.full_grad(h.name) for h in engine.handles}
+    before, grads = snapshot(model), {h.name: model.full_grad(h.name) for h in engine.params.handles}
     calls, real = [], SpillFile.begin_write
 
     def begin_write(self: SpillFile, source: torch.Tensor, offset: int) -> Any:
@@ -119,15 +119,15 @@ def test_a_failing_disk_loses_no_gradient(number: int, tmp_path: Path, monkeypat
         patch.setattr(SpillFile, "begin_write", begin_write)
         with pytest.raises(gemini.StorageError, match="the disk is gone"):
             model(**batch(1)).loss.backward()
-    engine.recover_if_interrupted()
+    engine.recovery.forget_interrupted()
     assert_same_snapshot(before, snapshot(model))
     for name, grad in grads.items():
         found = model.full_grad(name)
         assert found is not None and grad is not None and torch.equal(found.float(), grad.float()), name
-    for tier in engine.ledger.tiers:
+    for tier in engine.store.ledger.tiers:
         for kind in ADAM.kinds:
-            planes = [c.planes[kind] for c in engine.chunks if kind in c.planes and c.planes[kind].tier is tier]
-            assert engine.ledger.held(tier, kind) == sum(plane.num_bytes for plane in planes), (tier, kind)
+            planes = [c.planes[kind] for c in engine.store.chunks if kind in c.planes and c.planes[kind].tier is tier]
+            assert engine.store.ledger.held(tier, kind) == sum(plane.num_bytes for plane in planes), (tier, kind)
     model(**batch(1)).loss.backward()
     optimizer.step()
     engine.check_invariants()

@@ -70,12 +70,16 @@ def check(timeline: Timeline, model: Any, *, alone: bool = True) -> None:
     # The report's waits are around those that are recorded, and count to the outermost cause.
     assert not alone or stalls <= sum(waited.values()) * (1 + 1e-9)
     for tier, budget in timeline.budgets.items():
-        assert budget == engine.ledger.budget(tier)
+        assert budget == engine.store.ledger.budget(tier)
         assert all(0 <= sample.total(tier) <= budget for sample in timeline.samples)
-        assert not alone or timeline.samples[-1].held.get(tier, {}) == engine.ledger.holders(tier)
+        assert not alone or timeline.samples[-1].held.get(tier, {}) == engine.store.ledger.holders(tier)
     assert all(0 <= s.moment < len(timeline.moments) for s in timeline.spans if s.lane is Lane.COMPUTE)
     assert Timeline.from_json(timeline.to_json()) == timeline
-    assert engine.recording is None and engine.mover.recorder is None and engine.ledger.on_change is None
+    assert (
+        engine.forward.observers.recording is None
+        and engine.store.mover.recorder is None
+        and engine.store.ledger.on_change is None
+    )
 
 
 @pytest.mark.parametrize("device", ["cpu", "standin"])
@@ -89,7 +93,7 @@ def test_a_step_is_where_its_time_and_its_bytes_went(
     gathers = 0
     with model.recording() as recording:
         for _ in range(2):
-            gathers = model._gemini_engine.manager.num_gathers
+            gathers = model._gemini_engine.store.manager.num_gathers
             for micro in range(num_micro):
                 loss_of(model, micro).backward()
             if clip:
@@ -101,13 +105,13 @@ def test_a_step_is_where_its_time_and_its_bytes_went(
     names = {span.name.split(" chunk ")[0] for span in timeline.spans if span.chunk >= 0}
     assert {"fetch", "update"} <= names and ("land gradients of" in names) == (gradients != "transient")
     fetched = [s for s in timeline.spans if s.name.startswith("fetch") and s.lane in (Lane.H2D, Lane.NVME_READ)]
-    assert len({(s.chunk, s.moment) for s in fetched}) <= model._gemini_engine.manager.num_gathers - gathers
+    assert len({(s.chunk, s.moment) for s in fetched}) <= model._gemini_engine.store.manager.num_gathers - gathers
     phases = {name.split()[0] for name in timeline.moments}
     assert phases == {"forward", "loss", "backward"}
     assert {"forward model.layers.0", "backward model.layers.0"} <= set(timeline.moments)
     assert timeline.stalls["update"] >= timeline.busy[Lane.ADAM]
-    peak = timeline.peaks[model._gemini_engine.device.tier]
-    assert peak > timeline.samples[-1].total(model._gemini_engine.device.tier) - 1, "windows came and went"
+    peak = timeline.peaks[model._gemini_engine.store.device.tier]
+    assert peak > timeline.samples[-1].total(model._gemini_engine.store.device.tier) - 1, "windows came and went"
 
 
 @pytest.mark.parametrize("device", ["cpu", "standin"])
@@ -130,7 +134,7 @@ def test_an_overlapped_step_shows_what_ran_beside_computing(device: str, gradien
     assert second.step_seconds == tail.next_start - tail.start, "to the first forward of the third"
     assert all(0 <= span.start < span.stop <= second.step_seconds * (1 + 1e-9) for span in second.spans)
     updates = [span for span in third.spans if span.lane is Lane.ADAM and span.name.startswith("update chunk")]
-    assert {span.chunk for span in updates} == {chunk.spec.index for chunk in engine.chunks}
+    assert {span.chunk for span in updates} == {chunk.spec.index for chunk in engine.store.chunks}
     assert sum(third.stalls.values()) < third.step_seconds and set(third.stalls) <= {
         "update", "fetch from nvme", "fetch from cpu", "gradient landing",
     }  # fmt: skip
@@ -159,7 +163,7 @@ def test_recording_changes_no_bit_and_no_move(precision: str, tmp_path: Path) ->
                 norm = model.clip_grad_norm_(1.0)
                 optimizer.step()
         engine = model._gemini_engine
-        counts = (engine.manager.num_gathers, engine.manager.num_evictions, model.memory_report()["moved"])
+        counts = (engine.store.manager.num_gathers, engine.store.manager.num_evictions, model.memory_report()["moved"])
         floats = [float(x.detach()) for x in (*losses, norm)]
         seen.append((floats, model.state_dict(dtype=torch.float32), counts))
     (floats, weights, counts), (same_floats, same_weights, same_counts) = seen
@@ -232,7 +236,7 @@ def test_updates_that_a_step_left_in_flight_are_waited_for(inside: bool, tmp_pat
     engine, optimizer = model._gemini_engine, adam(model)
 
     def drain() -> None:
-        recorder = engine.mover.recorder
+        recorder = engine.store.mover.recorder
         recorder.add(Lane.ADAM, recorder.clock(), recorder.clock() + 3600, "update chunk 99", 99)
 
     with model.recording() as recording:
@@ -297,11 +301,11 @@ def test_a_failed_step_is_dropped_and_the_next_one_recorded(tmp_path: Path) -> N
     model = wrap("cpu", tmp_path)
     optimizer = adam(model)
     with model.recording() as recording:
-        fetch = model._gemini_engine.spill.begin_read
-        model._gemini_engine.spill.begin_read = lambda into, offset, urgent: 1 / 0
+        fetch = model._gemini_engine.store.spill.begin_read
+        model._gemini_engine.store.spill.begin_read = lambda into, offset, urgent: 1 / 0
         with pytest.raises(ZeroDivisionError):
             loss_of(model)
-        model._gemini_engine.spill.begin_read = fetch
+        model._gemini_engine.store.spill.begin_read = fetch
         optimizer.zero_grad()
         step(model, optimizer)
     check(recording.timeline, model)

@@ -98,12 +98,12 @@ def test_clipped_and_accumulated_steps_are_the_plain_loop_s_bits(number: int, tm
     device, gpu = unruly(number), "2MiB" if overlap else "1MiB"
     model = wrap(tmp_path, device, gpu=gpu, homes={"updates_on_gpu": fraction, **homes}, **how)
     engine = model._gemini_engine
-    streams = [chunk for chunk in engine.chunks if chunk.streamed]
-    assert (len(streams) == len(engine.chunks)) == (fraction == 1.0)
+    streams = [chunk for chunk in engine.store.chunks if chunk.streamed]
+    assert (len(streams) == len(engine.store.chunks)) == (fraction == 1.0)
     run, _ = models.managed_loop(model, recipe, each_step=engine.check_invariants)
     models.assert_same(run, models.plain_loop("llama", recipe))
     assert min(run.coefficients) < 1 and {"update in", "update out"} <= set(device._gate.order)
-    assert engine.ledger.held(Tier.GPU, "staging") == engine.problem.device_staging > 0
+    assert engine.store.ledger.held(Tier.GPU, "staging") == engine.decision.problem.device_staging > 0
 
 
 @pytest.mark.parametrize(
@@ -146,14 +146,14 @@ def test_transient_gradients_without_room_to_wait_are_used_at_once(
 def test_sums_that_went_to_the_spill_file_are_added_by_the_host(tmp_path: Path) -> None:
     """Nothing is streamed from NVMe: such a chunk is updated as if nobody had said that it is streamed."""
     model, other = wrap(tmp_path), plain()
-    ledger = model._gemini_engine.ledger
+    ledger = model._gemini_engine.store.ledger
     ledger.reserve(Tier.CPU, ledger.free(Tier.CPU) - 100_000, "somebody else")
     optimizers = adam(model), adam(other)
     for managed, optimizer in zip((model, other), optimizers, strict=True):
         for number in range(2):
             managed(**BATCHES[number]).loss.backward()
         optimizer.step()
-    tiers = Counter(chunk.planes[GRAD].tier for chunk in model._gemini_engine.chunks)
+    tiers = Counter(chunk.planes[GRAD].tier for chunk in model._gemini_engine.store.chunks)
     assert tiers[Tier.NVME] and tiers[Tier.CPU], "some of the sums, for the test to see both"
     assert_same(model, other)
 
@@ -188,17 +188,17 @@ def test_bytes_held_and_moved_are_the_plan_s(gradients: str, homes: dict[str, fl
     said = gemini.plan(trace, None, there, placement=said.placement, gradients=gradients, max_chunk=MAX_CHUNK)
     model = wrap(tmp_path, gpu=2**21, gradients=gradients, placement=type(said).from_json(said.to_json()))
     engine, optimizer = model._gemini_engine, adam(model, step_in_backward=gradients == "transient")
-    assert engine.placement == said.placement
-    assert {i for i, chunk in enumerate(engine.chunks) if chunk.streamed} == said.placement.streamed
+    assert engine.decision.placement == said.placement
+    assert {i for i, chunk in enumerate(engine.store.chunks) if chunk.streamed} == said.placement.streamed
     for tier, num_bytes in said.bytes_per_tier.items():
         gathers = said.problem.working_set + said.problem.in_flight if tier is Tier.GPU else 0
-        assert engine.ledger.used(tier) == num_bytes - gathers
-    assert engine.ledger.held(Tier.GPU, "staging") == said.problem.device_staging
+        assert engine.store.ledger.used(tier) == num_bytes - gathers
+    assert engine.store.ledger.held(Tier.GPU, "staging") == said.problem.device_staging
     for number in range(3):
         step(model, optimizer, number)
         assert model.memory_report()["moved"] == by_name(said.traffic), "byte for byte"
-    for tier in engine.ledger.tiers:
-        assert engine.ledger.peak(tier) <= engine.ledger.budget(tier)
+    for tier in engine.store.ledger.tiers:
+        assert engine.store.ledger.peak(tier) <= engine.store.ledger.budget(tier)
     assert "staging" in str(model.memory_report())
 
 
@@ -211,11 +211,11 @@ def test_auto_streams_on_a_machine_whose_link_beats_its_host(tmp_path: Path) -> 
     trace = gemini.trace(models.make_model("llama"), BATCHES[0], precision="bf16", target="cpu")
     model = wrap(tmp_path, gpu="500KiB", placement="auto", trace=trace, hardware=machine, activations=0)
     other = plain()
-    assert any(chunk.streamed for chunk in model._gemini_engine.chunks)
+    assert any(chunk.streamed for chunk in model._gemini_engine.store.chunks)
     first, second = adam(model), adam(other)
     for number in range(3):
         assert step(model, first, number) == step(other, second, number)
-        assert model.memory_report()["moved"] == by_name(model._gemini_engine.plan.traffic)
+        assert model.memory_report()["moved"] == by_name(model._gemini_engine.decision.plan.traffic)
     assert_same(model, other)
 
 
@@ -226,7 +226,7 @@ def test_without_a_gpu_it_has_no_effect_and_says_so(tmp_path: Path) -> None:
             placement=gemini.StaticPlacement(updates_on_gpu=1.0),
         )  # fmt: skip
         model = gemini.GeminiDDP(models.make_model("llama"), config)
-    assert not any(chunk.streamed for chunk in model._gemini_engine.chunks)
+    assert not any(chunk.streamed for chunk in model._gemini_engine.store.chunks)
 
 
 # ---- in a pipeline, and in order -------------------------------------------------------------------------------------
@@ -260,19 +260,19 @@ def test_tiles_go_through_in_a_pipeline_over_the_borders_of_chunks(tmp_path: Pat
     gate = Gate(hold)
     model = wrap(tmp_path, StandinDevice(gate=gate))
     engine = model._gemini_engine
-    first = min(engine.chunks, key=lambda chunk: engine.updates._first_use[chunk.spec.index])
+    first = min(engine.store.chunks, key=lambda chunk: engine.updates._first_use[chunk.spec.index])
     tile = engine.updates._lane._device_tile
     assert first.spec.numel < DEVICE_SLOTS * tile, "it does not fill the slots alone"
     step(model, adam(model), 0)
     engine.drain()
     tiles = gate.begun["update in"] // 5
-    assert tiles * tile >= engine.layout.numel and gate.begun["update out"] == 4 * tiles
+    assert tiles * tile >= engine.decision.problem.layout.numel and gate.begun["update out"] == 4 * tiles
 
 
 def test_copies_of_an_update_wait_for_nothing_that_is_computed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their slots were waited for; what they take back comes after the kernel, by its event."""
     model = wrap(tmp_path)
-    device, found, marks = model._gemini_engine.device, list[tuple[str, bool, bool]](), list[Event]()
+    device, found, marks = model._gemini_engine.store.device, list[tuple[str, bool, bool]](), list[Event]()
     copy = device.copy
 
     def mark() -> Event:
@@ -303,7 +303,7 @@ def test_no_kernel_before_what_was_computed_when_it_was_handed_over(
     step(model, optimizer, 0)
     model._gemini_engine.drain()
     trainer, early, beside = threading.get_ident(), list[bool](), list[str]()
-    device, real, check = model._gemini_engine.device, kernels.adam_update, update_lane.check_finite
+    device, real, check = model._gemini_engine.store.device, kernels.adam_update, update_lane.check_finite
     lane = model._gemini_engine.updates._lane
     run, under_way = lane._update, list[Any]()
 
@@ -369,7 +369,7 @@ def test_an_update_that_waits_for_its_gradients_keeps_none_that_has_them(
             marks.append(event)
         return event
 
-    monkeypatch.setattr(engine.device, "mark", mark)
+    monkeypatch.setattr(engine.store.device, "mark", mark)
     model(**BATCHES[0]).loss.backward()
     first, *others = engine.updates._jobs.values()
     first.wait(PATIENCE)
@@ -414,13 +414,13 @@ def test_a_copy_that_fails_surfaces_and_nothing_hangs(lane: str, number: int, ov
 
 
 def test_a_budget_without_room_for_the_staging_is_refused_with_the_remedy(tmp_path: Path) -> None:
-    problem = wrap(tmp_path, overlap=False)._gemini_engine.problem
+    problem = wrap(tmp_path, overlap=False)._gemini_engine.decision.problem
     needed = problem.spoken_for(streams=True)[Tier.GPU]
     with pytest.raises(gemini.BudgetExceeded, match=r"1 B missing on gpu.*stream no updates \(updates_on_gpu=0\)"):
         wrap(tmp_path, gpu=needed - 1)
     assert wrap(tmp_path, gpu=needed - 1, homes={"updates_on_gpu": 0.0}) is not None
     model, other = wrap(tmp_path, gpu=needed), plain()
-    assert len(model._gemini_engine.mover.staging.on_device) == 1, "one slot, which the lane has for itself"
+    assert len(model._gemini_engine.store.mover.staging.on_device) == 1, "one slot, which the lane has for itself"
     first, second = adam(model), adam(other)
     for number in range(3):
         assert step(model, first, number) == step(other, second, number)

@@ -44,13 +44,21 @@ def wrap(device: str, homes: str, folder: Path, precision: str = "bf16", gradien
 def posed(model: Any) -> tuple[Problem, Placement]:
     """The problem as the closed forms read it: layout, precision, gradients and the computing tier."""
     engine = model._gemini_engine
-    problem = Problem(engine.layout, engine.config.precision, engine.config.gradients, {}, engine.device.tier, 0, 0)
-    return problem, engine.placement
+    problem = Problem(
+        engine.decision.problem.layout,
+        engine.config.precision,
+        engine.config.gradients,
+        {},
+        engine.store.device.tier,
+        0,
+        0,
+    )
+    return problem, engine.decision.placement
 
 
 def fetched_in(model: Any) -> list[tuple[int, bool]]:
     """The chunks that are gathered from here on, once for every time, and whether that is between two steps."""
-    manager, mover, fetched = model._gemini_engine.manager, model._gemini_engine.mover, []
+    manager, mover, fetched = model._gemini_engine.store.manager, model._gemini_engine.store.mover, []
     gather = manager.fetches.gather
 
     def noted(chunk: Any) -> Any:
@@ -77,7 +85,7 @@ def compare(device: str, homes: str, folder: Path, *, backwards: int = 1, **sett
             model(**models.make_batches(1, 1)[0][0]).loss.backward()
         optimizer.step()
     problem, placement = posed(model)
-    for index, chunk in enumerate(model._gemini_engine.chunks):
+    for index, chunk in enumerate(model._gemini_engine.store.chunks):
         for kind, home in placement.homes[index].items():
             assert chunk.planes[kind].tier is home
     moved = model.memory_report()["moved"]

@@ -190,7 +190,9 @@ def test_a_rule_from_outside_trains_on_nvme_with_the_bits_of_its_plain_loop(
     optimizer = gemini.HybridOptimizer(model.parameters(), rule)
     assert train(model, optimizer, range(3), 0.1) == plain["losses"]
     assert_same(model, plain)
-    tiers = {kind: {chunk.planes[kind].tier for chunk in model._gemini_engine.chunks} for kind in rule.spec.kinds[2:]}
+    tiers = {
+        kind: {chunk.planes[kind].tier for chunk in model._gemini_engine.store.chunks} for kind in rule.spec.kinds[2:]
+    }
     assert tiers.pop("scale", {Tier.CPU}) == {Tier.CPU}
     assert all(found == {Tier.NVME} for found in tiers.values()), tiers
 
@@ -358,7 +360,7 @@ def test_plans_budgets_and_reports_count_the_planes_of_the_rule(
     config = config_for(rule, tmp_path, precision)
     model = gemini.GeminiDDP(make_model(), config)
     engine, report = model._gemini_engine, model.memory_report()
-    layout = engine.layout
+    layout = engine.decision.problem.layout
     kept = sum(spec.page_bytes(chunk.numel) for chunk in layout.chunks for spec in rule.spec.planes)
     assert report["bytes_per_param"] == (4 * layout.numel + kept) / layout.payload
     assert abs(report["bytes_per_param"] * layout.payload - bytes_each * layout.numel) <= 4096 * len(layout.chunks)
@@ -402,10 +404,13 @@ def test_a_step_moves_what_the_plan_counts(which: str, tmp_path: Path) -> None:
     optimizer, engine = gemini.HybridOptimizer(model.parameters(), rule), model._gemini_engine
     train(model, optimizer, range(1), None)
     loss_of(model, 1).backward()
-    before = engine.mover.moved.counts()
+    before = engine.store.mover.moved.counts()
     optimizer.step()
-    moved = engine.moved_last_step.counts() - before
-    counted = sum((update_traffic(engine.problem, h, i) for i, h in enumerate(engine.placement.homes)), type(moved)())
+    moved = engine.store.mover.moved_last_step.counts() - before
+    counted = sum(
+        (update_traffic(engine.decision.problem, h, i) for i, h in enumerate(engine.decision.placement.homes)),
+        type(moved)(),
+    )
     assert dict(moved) == by_name(counted)
 
 

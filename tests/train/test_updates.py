@@ -139,7 +139,7 @@ def test_a_forward_waits_for_the_chunk_that_it_reads_and_no_other(
     optimizer.step()
     model._gemini_engine.drain()
     lane, passed, gate = model._gemini_engine.updates._lane, threading.Event(), threading.Event()
-    last = len(model._gemini_engine.chunks) - 1
+    last = len(model._gemini_engine.store.chunks) - 1
     run = lane._update
 
     def update(job: Any, tile: Any) -> None:
@@ -177,7 +177,7 @@ def test_the_backward_outside_no_sync_is_the_one_that_updates(where: str, tmp_pa
     for number in range(0, 4, 2):
         with inside.no_sync():
             backward(inside, number)
-        assert inside._gemini_engine.has_gradients and not inside._gemini_engine.state.updated_in_backward
+        assert inside._gemini_engine.backward.has_gradients and not inside._gemini_engine.state.updated_in_backward
         backward(inside, number + 1)
         first.step()
         backward(after, number)
@@ -238,7 +238,7 @@ def test_gradients_that_wait_are_in_the_ledger(tmp_path: Path, monkeypatch: pyte
     model = wrap("ram", tmp_path, gradients="transient")
     optimizer, held = adam(model, step_in_backward=True), Held(monkeypatch)
     backward(model, 0)
-    ledger = model._gemini_engine.ledger
+    ledger = model._gemini_engine.store.ledger
     waiting = ledger.held(Tier.CPU, "gradients in flight")
     params = sum(p.numel() for p in model.parameters())
     assert 0 < waiting <= 2 * params
@@ -343,7 +343,7 @@ def test_a_gradient_in_two_parts_is_no_two_steps(overlap: bool) -> None:
     model, step = recomputed(True, overlap)
     with pytest.raises(GeminiError, match="'shared.* in two parts .*leave step_in_backward out"):
         step()
-    assert all(handle.num_steps <= 1 for handle in model._gemini_engine.handles)
+    assert all(handle.num_steps <= 1 for handle in model._gemini_engine.params.handles)
 
 
 def test_gradients_that_the_device_still_computes_are_not_looked_at(
@@ -361,7 +361,7 @@ def test_gradients_that_the_device_still_computes_are_not_looked_at(
     def looked(segments: Any) -> None:
         early.append(not any(event.is_complete() for event in marks))
 
-    monkeypatch.setattr(model._gemini_engine.device, "mark", mark)
+    monkeypatch.setattr(model._gemini_engine.store.device, "mark", mark)
     monkeypatch.setattr(update_lane, "check_finite", looked)
     backward(model, 0)
     optimizer.step()
@@ -452,13 +452,13 @@ def test_a_model_may_end_on_the_lane_that_updates_it(tmp_path: Path, monkeypatch
     engine = model._gemini_engine
     engine.drain()
     monkeypatch.setattr(lane_module, "_END_SECONDS", 3.0)
-    fetches, go, ended, found = engine.manager.fetches.lane, threading.Event(), threading.Event(), list[bool]()
+    fetches, go, ended, found = engine.store.manager.fetches.lane, threading.Event(), threading.Event(), list[bool]()
 
     class Ends:
         def before_write(self, chunk: Any) -> None:
             if not found:
                 assert go.wait(PATIENCE)
-                found.append(any(c.arriving is not None and not c.arriving.is_complete() for c in engine.chunks))
+                found.append(any(c.arriving is not None and not c.arriving.is_complete() for c in engine.store.chunks))
                 engine.close()
                 found.append(fetches.is_alive)
                 ended.set()
@@ -502,7 +502,7 @@ def test_what_the_device_computes_is_left_to_the_thread_that_computes(
     config = gemini.GeminiConfig(memory=memory, device="standin", precision="fp16", max_chunk=4096, placement=placement)
     model = gemini.GeminiDDP(models.make_model("llama"), config)
     optimizer, threads = adam(model), set[threading.Thread]()
-    mover = model._gemini_engine.mover
+    mover = model._gemini_engine.store.mover
     cast = mover._send_tiles
 
     def noted(*given: Any) -> Any:

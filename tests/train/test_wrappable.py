@@ -12,7 +12,7 @@ from torch import nn
 
 import gemini
 from gemini.train import ddp
-from gemini.train.modules import hooks
+from gemini.train.passes import hooks
 from tests.train.helpers import train
 
 

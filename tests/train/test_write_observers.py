@@ -22,8 +22,8 @@ class Watching:
     """Compares what every chunk holds when a change begins with what it held when the one before was complete."""
 
     def __init__(self, engine: Any):
-        self._buffer = engine.device.make_host_buffer(4 * max(chunk.spec.numel for chunk in engine.chunks))
-        self._whole = {chunk.spec.index: self._bits(chunk) for chunk in engine.chunks}
+        self._buffer = engine.store.device.make_host_buffer(4 * max(chunk.spec.numel for chunk in engine.store.chunks))
+        self._whole = {chunk.spec.index: self._bits(chunk) for chunk in engine.store.chunks}
         self._open = dict.fromkeys(self._whole, 0)
         self.changed: set[int] = set()
         self.unannounced: list[int] = []
@@ -55,7 +55,7 @@ class Watching:
         """The chunks that have changed since the last look."""
         engine.drain()
         assert self.unannounced == [] and set(self._open.values()) == {0}
-        for chunk in engine.chunks:
+        for chunk in engine.store.chunks:
             assert self._bits(chunk) == self._whole[chunk.spec.index], f"{chunk.name} has changed and nobody was told"
         found, self.changed = self.changed, set()
         return found
@@ -94,7 +94,7 @@ def test_every_change_is_announced_and_said_to_be_whole(
     gemini.save_checkpoint(tmp_path / "ckpt", model, optimizer)
     watching = Watching(engine)
     engine.write_observers.append(watching)
-    every = set(range(len(engine.chunks)))
+    every = set(range(len(engine.store.chunks)))
 
     def steps() -> None:
         for batch in BATCHES[:2]:
@@ -152,6 +152,6 @@ def test_two_observers_are_told_and_one_may_go_while_it_is(tmp_path: Path) -> No
             pass
 
     observers += [Leaving("one"), Leaving("two")]
-    with observers.writing(engine_of(model).chunks[0]):
+    with observers.writing(engine_of(model).store.chunks[0]):
         assert told == ["one", "two"]
     assert told == ["one", "two"] and not observers

@@ -27,24 +27,28 @@ class Fetches:
     """The fetches of one manager.
 
     Args:
-        gather: starts to fill a populated window; the event is the end of its copies.
         lane: where fetches ahead begin, with ``staging`` of its own; without one there are none.
-        update_of: what has to be over before the home of a chunk's weights may be read; ``await_update`` waits for it.
     """
 
     def __init__(
         self,
         mover: Mover,
-        gather: Callable[[Chunk], Event],
         lane: Lane | None,
         staging: StagingSet | None,
-        update_of: Callable[[Chunk], Event | None],
-        await_update: Callable[[Chunk], None],
     ):
-        self.gather, self.lane = gather, lane
+        self.lane = lane
         self.ahead: dict[int, Chunk] = {}
         """The chunks that are fetched ahead and were not asked for yet, by index, in the order of their beginning."""
         self._mover, self._staging = mover, staging
+
+    def connect(
+        self,
+        gather: Callable[[Chunk], Event] | None,
+        update_of: Callable[[Chunk], Event | None],
+        await_update: Callable[[Chunk], None],
+    ) -> None:
+        """See :meth:`gemini.memory.movement.manager.Manager.connect`."""
+        self.gather = gather or self._mover.gather
         self._update_of, self._await_update = update_of, await_update
 
     def can_begin(self, chunk: Chunk) -> bool:

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 
 from gemini.errors import BudgetExceeded, human_bytes
 from gemini.memory.chunks.chunk import Chunk
@@ -34,15 +35,8 @@ class Manager:
     """Owns the windows of ``chunks``.
 
     Args:
-        on_evict: told of every chunk whose gathered weights went away.
-        is_lent: whether somebody else has tensors over the window of a chunk, which then stays.
-        gather: starts to fill a populated window, and gives the end of that; by default from the chunk's home.
         lane: where fetches ahead begin, with ``lane_staging`` of its own; without one every fetch begins when it is
             needed.
-        update_of: what has to be over before the home of a chunk's weights may be read; ``await_update`` waits for it.
-        relieve: waits for something else that gives back memory of the computing tier; False if there is nothing.
-        unpin: releases what is pinned for the sake of speed only; False if there is nothing.
-        leave: bytes of the computing tier that fetches ahead leave to others.
     """
 
     def __init__(
@@ -52,34 +46,54 @@ class Manager:
         ledger: Ledger,
         device: Device,
         mover: Mover,
-        on_evict: Callable[[Chunk], None],
-        gather: Callable[[Chunk], Event] | None = None,
         policy: EvictionPolicy | None = None,
         foresight: Foresight | None = None,
         lane: Lane | None = None,
         lane_staging: StagingSet | None = None,
-        is_lent: Callable[[Chunk], bool] = lambda chunk: False,
-        update_of: Callable[[Chunk], Event | None] = lambda chunk: None,
-        await_update: Callable[[Chunk], None] = lambda chunk: None,
-        relieve: Callable[[], bool] = lambda: False,
-        unpin: Callable[[], bool] = lambda: False,
-        leave: Callable[[], int] = lambda: 0,
     ):
         self.chunks = chunks
         self.foresight = foresight or Foresight(lambda steps: [Moves()] * len(steps))
         self.ledger = ledger
         self.num_gathers = 0
         self.num_evictions = 0
-        self.fetches = Fetches(mover, gather or mover.gather, lane, lane_staging, update_of, await_update)
+        self.fetches = Fetches(mover, lane, lane_staging)
         self._device = device
-        self._on_evict = on_evict
         self._policy = policy or NextUse()
         self._clock = 0
         self._reader: int | None = None  # the chunk that somebody waits for, while room is made for it
-        self._await_update, self.relieve, self._leave = await_update, relieve, leave
-        self._is_lent, self._unpin = is_lent, unpin
         self._overtaken: dict[int, Chunk] = {}
         """Lent chunks whose content an update has overtaken."""
+        self.connect()
+
+    def connect(
+        self,
+        *,
+        on_evict: Callable[[Chunk], None] = lambda chunk: None,
+        gather: Callable[[Chunk], Event] | None = None,
+        is_lent: Callable[[Chunk], bool] = lambda chunk: False,
+        update_of: Callable[[Chunk], Event | None] = lambda chunk: None,
+        await_update: Callable[[Chunk], None] = lambda chunk: None,
+        relieve: Callable[[], bool] = lambda: False,
+        unpin: Callable[[], bool] = lambda: False,
+        leave: Callable[[], int] = lambda: 0,
+        explain: Callable[[BudgetExceeded], BudgetExceeded] = lambda error: error,
+    ) -> None:
+        """Who is told and asked from now on, before the first chunk is acquired.
+
+        Args:
+            on_evict: told of every chunk whose gathered weights went away.
+            gather: starts to fill a populated window, and gives the end of that; by default from the chunk's home.
+            is_lent: whether somebody else has tensors over the window of a chunk, which then stays.
+            update_of: what has to be over before the home of a chunk's weights may be read; ``await_update`` waits for
+                it.
+            relieve: waits for something else that gives back memory of the computing tier; False if there is nothing.
+            unpin: releases what is pinned for the sake of speed only; False if there is nothing.
+            leave: bytes of the computing tier that fetches ahead leave to others.
+            explain: what an error for lack of room says besides.
+        """
+        self.relieve, self._on_evict, self._explain_more = relieve, on_evict, explain
+        self._await_update, self._leave, self._is_lent, self._unpin = await_update, leave, is_lent, unpin
+        self.fetches.connect(gather, update_of, await_update)
 
     def acquire(self, chunk: Chunk) -> None:
         """Make the gathered weights of ``chunk`` readable and keep them until the matching :meth:`release`.
@@ -88,12 +102,18 @@ class Manager:
             BudgetExceeded: if what must stay leaves no room; nothing has changed.
             StorageError: if the weights could not be read; nothing has changed.
         """
-        if chunk.use is Use.FREE:
-            self._fetch(chunk)
-        elif chunk.use is Use.FETCHING:
-            self._await_arrival(chunk)
-        elif chunk.spec.index in self._overtaken:
-            self.refresh_lent()
+        try:
+            if chunk.use is Use.FREE:
+                self._fetch(chunk)
+            elif chunk.use is Use.FETCHING:
+                self._await_arrival(chunk)
+            elif chunk.spec.index in self._overtaken:
+                self.refresh_lent()
+        except BudgetExceeded as e:
+            explained = self._explain_more(e)
+            if explained is e:
+                raise
+            raise explained from e
         self.fetches.let_compute_wait(chunk)
         if chunk.use is not Use.COMPUTE:
             chunk.step(UseEvent.ACQUIRE)
@@ -104,6 +124,15 @@ class Manager:
             self.foresight.acquired(chunk.spec.index)
         self._clock += 1
         chunk.last_use = self._clock
+
+    @contextmanager
+    def reading(self, chunk: Chunk) -> Iterator[None]:
+        """Keep the gathered weights of a chunk inside the block."""
+        self.acquire(chunk)
+        try:
+            yield
+        finally:
+            self.release(chunk)
 
     def release(self, chunk: Chunk) -> None:
         """Undo one :meth:`acquire`. The weights stay gathered until someone needs the room."""

@@ -103,6 +103,7 @@ class Mover:
         on_host, on_device = (ledger.held(tier, "staging") for tier in (Tier.CPU, Tier.GPU))
         self.staging = Staging(device, tile, ledger, on_host, device_tile=device_tile, on_device=on_device, rule=rule)
         self.moved = Moved()
+        self.moved_last_step = Moved()
         """Of the step under way; an optimizer step puts a new one in its place."""
         self.recorder: Recorder | None = None
         self.stalls = Stalls()
@@ -130,6 +131,16 @@ class Mover:
         """The set of staging of the calling thread."""
         working = self._of_thread.working
         return self.staging.own if working is None or working.staging is None else working.staging
+
+    def end_step(self) -> None:
+        """What is moved from now on belongs to the next step."""
+        self.moved_last_step, self.moved = self.moved, Moved()
+        self.stalls.end_step()
+
+    def start_over(self) -> None:
+        """What was moved and waited for until now belongs to no step."""
+        self.moved = Moved()
+        self.stalls.clear()
 
     def crossing(self, source: Tier, target: Tier, num_bytes: int) -> AbstractContextManager[None]:
         """Around one copy: counts its bytes, and records it where somebody does."""

@@ -1,4 +1,4 @@
-"""One activation on its way between computing and where it waits, and the memory that it travels in.
+"""An activation that is elsewhere, its way there and back, and the memory that it travels in.
 
 That memory is in the ledger ("activations in flight") before it is taken, from room that is left over: beside the
 planes, and beside windows that the plan keeps. Used by the training thread alone.
@@ -7,20 +7,56 @@ planes, and beside windows that the plan keeps. Used by the training thread alon
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING
+from collections import deque
+from typing import Any, NamedTuple
 
 import torch
 
 from gemini.errors import BudgetExceeded, GeminiError
 from gemini.memory.devices.device import Event
+from gemini.memory.devices.pages import PAGE
 from gemini.memory.movement.lane import Job, Lane
+from gemini.memory.store import ChunkStore
 from gemini.tiers import Tier
 
-if TYPE_CHECKING:
-    from gemini.train.activations.store import Offloaded
-    from gemini.train.engine import Engine
-
 IN_FLIGHT = "activations in flight"
+
+
+class Offloaded:
+    """One saved tensor that is elsewhere. Its place is free again when nothing refers to it."""
+
+    __slots__ = (
+        "__weakref__", "device", "dtype", "error", "num_bytes", "place", "restoring", "saving", "shape",
+        "stride", "_gone",
+    )  # fmt: skip
+
+    def __init__(self, gone: deque[Gone], tensor: torch.Tensor, place: Any):
+        self._gone, self.place = gone, place
+        self.dtype, self.device, self.shape = tensor.dtype, tensor.device, tensor.shape
+        self.stride = torch.empty_like(tensor, device="meta").stride()
+        self.num_bytes = in_pages(tensor.nbytes)
+        self.saving: Flight | None = None
+        self.restoring: Flight | None = None
+        self.error: BaseException | None = None
+        """What kept it from being written."""
+
+    def let_go(self) -> None:
+        """Nobody will read it. May run in the middle of anything, under any lock: only leave a note."""
+        place, self.place = self.place, None
+        if place is not None:
+            self._gone.append(Gone(place, self.num_bytes, self.saving, self.restoring))
+
+    def __del__(self) -> None:
+        self.let_go()
+
+
+class Gone(NamedTuple):
+    """What is left of an :class:`Offloaded` that nobody will read."""
+
+    place: Any
+    num_bytes: int
+    saving: Flight | None
+    restoring: Flight | None
 
 
 class Flight:
@@ -60,15 +96,15 @@ class Flight:
 
 
 class Room:
-    """The memory of all flights of one engine.
+    """The memory of all flights of one model.
 
     Args:
         staged: they pass through page-aligned host buffers, on their way to and from the drive.
     """
 
-    def __init__(self, engine: Engine, *, staged: bool):
-        self._engine = engine.self_reference
-        self._ledger, self._device, self._computing = engine.ledger, engine.device, engine.device.tier
+    def __init__(self, store: ChunkStore, *, staged: bool):
+        self._manager, self._ledger = store.manager, store.ledger
+        self._device, self._computing = store.device, store.device.tier
         self._is_staged = staged
         self._parked: dict[int, list[torch.Tensor]] = {}
 
@@ -114,8 +150,7 @@ class Room:
             return True
         if tier is Tier.CPU and self.trim() and self._has_reserved(tier, num_bytes):
             return True
-        engine = self._engine()
-        if engine is None or tier is not self._computing or not engine.manager.spare_room(num_bytes):
+        if tier is not self._computing or not self._manager.spare_room(num_bytes):
             return False
         return self._has_reserved(tier, num_bytes)
 
@@ -148,3 +183,7 @@ class Room:
             self._park(buffer)
         elif buffer is not None:
             self._ledger.release(Tier.CPU, flight.num_bytes, IN_FLIGHT)
+
+
+def in_pages(num_bytes: int) -> int:
+    return -(-num_bytes // PAGE) * PAGE

@@ -4,7 +4,7 @@ What a tensor holds when it is saved is copied at once, into memory that is in t
 moves on from there: nobody waits for the drive, and the model may overwrite the tensor as it likes. Backward asks for
 tensors in about the reverse order of their saving, so the ones before are read while it recomputes. All of it takes
 room that is left over and gives way to whoever needs that: where there is none, moves are made in turn as without
-overlap. The books are kept by the training thread alone; workers move bytes and know no engine.
+overlap. The books are kept by the training thread alone; workers move bytes and know no model.
 """
 
 from __future__ import annotations
@@ -12,18 +12,14 @@ from __future__ import annotations
 import copy
 import weakref
 from collections import deque
-from typing import TYPE_CHECKING
 
 import torch
 
 from gemini.memory.movement.lane import Job, Lane
 from gemini.memory.movement.mover import Working
+from gemini.memory.store import ChunkStore
 from gemini.tiers import Tier
-from gemini.train.activations.flights import Flight, Room
-
-if TYPE_CHECKING:
-    from gemini.train.activations.store import Offloaded
-    from gemini.train.engine import Engine
+from gemini.train.activations.flights import Flight, Offloaded, Room
 
 DEPTH = 64 * 2**20
 """Bytes in flight in one direction at most; two tensors may be, whatever their size."""
@@ -35,16 +31,16 @@ _SAVE, _RESTORE = "offload activations", "fetch activations"
 
 
 class ActivationLanes:
-    """One per engine that overlaps and offloads activations.
+    """One per model that overlaps and offloads activations.
 
     Args:
         tier: where they wait.
     """
 
-    def __init__(self, engine: Engine, tier: Tier):
-        self._device, self._mover, self._spill = engine.device, engine.mover, engine.spill
-        self._room = Room(engine, staged=tier is Tier.NVME)
-        self._tier, self._computing = tier, engine.device.tier
+    def __init__(self, store: ChunkStore, tier: Tier):
+        self._device, self._mover, self._spill = store.device, store.mover, store.spill
+        self._room = Room(store, staged=tier is Tier.NVME)
+        self._tier, self._computing = tier, store.device.tier
         self._savers, self._restorers = Lane("offload"), Lane("restore")
         self._saving: deque[Flight] = deque()
         self._restoring: list[Flight] = []

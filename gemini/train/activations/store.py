@@ -15,7 +15,7 @@ import sys
 import warnings
 import weakref
 from collections import deque
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.utils.checkpoint
@@ -24,14 +24,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from gemini.errors import BudgetExceeded
 from gemini.memory.devices.pages import PAGE
 from gemini.memory.movement.mover import tiles
+from gemini.memory.store import ChunkStore
 from gemini.tiers import Tier
-from gemini.train.activations.flights import Flight
+from gemini.train.activations.flights import Gone, Offloaded, in_pages
 from gemini.train.activations.lanes import ActivationLanes
 from gemini.train.modules import saved_weights
+from gemini.train.modules.calls import Calls
 from gemini.train.modules.compiled import compiled_part
-
-if TYPE_CHECKING:
-    from gemini.train.engine import Engine
 
 HOLDER = "activations"
 
@@ -43,66 +42,33 @@ _OF_COMPILED = f"{os.path.dirname(torch.__file__)}{os.sep}_functorch{os.sep}"
 _BETWEEN = (torch.autograd.function.__file__, saved_weights.__file__)
 
 
-class Offloaded:
-    """One saved tensor that is elsewhere. Its place is free again when nothing refers to it."""
-
-    __slots__ = (
-        "__weakref__", "device", "dtype", "error", "num_bytes", "place", "restoring", "saving", "shape", "store",
-        "stride",
-    )  # fmt: skip
-
-    def __init__(self, store: ActivationStore, tensor: torch.Tensor, place: Any):
-        self.store, self.place = store, place
-        self.dtype, self.device, self.shape = tensor.dtype, tensor.device, tensor.shape
-        self.stride = torch.empty_like(tensor, device="meta").stride()
-        self.num_bytes = _in_pages(tensor.nbytes)
-        self.saving: Flight | None = None
-        self.restoring: Flight | None = None
-        self.error: BaseException | None = None
-        """What kept it from being written."""
-
-    def let_go(self) -> None:
-        """Nobody will read it. May run in the middle of anything, under any lock: only leave a note."""
-        place, self.place = self.place, None
-        if place is not None:
-            self.store.gone.append(_Gone(place, self.num_bytes, self.saving, self.restoring))
-
-    def __del__(self) -> None:
-        self.let_go()
-
-
-class _Gone(NamedTuple):
-    """What is left of an :class:`Offloaded` that nobody will read."""
-
-    place: Any
-    num_bytes: int
-    saving: Flight | None
-    restoring: Flight | None
-
-
 class ActivationStore:
-    """Where the checkpointed activations of one engine go. Open while its outermost forward runs.
+    """Where the checkpointed activations of one model go. Open while its outermost forward runs.
 
     Args:
         tier: where they wait; None: where they are.
         overlap: move beside computing.
     """
 
-    def __init__(self, engine: Engine, tier: Tier | None, *, overlap: bool = False):
-        self.gone: deque[_Gone] = deque()
+    def __init__(self, store: ChunkStore, calls: Calls, tier: Tier | None, *, overlap: bool = False):
+        self.gone: deque[Gone] = deque()
         self._tier = tier
-        self._engine = engine.self_reference
-        self._ledger, self._device, self._mover, self._spill = engine.ledger, engine.device, engine.mover, engine.spill
-        self._weights = {chunk.flat.untyped_storage().data_ptr() for chunk in engine.chunks}
+        self._calls = calls
+        self._ledger, self._device, self._mover, self._spill = store.ledger, store.device, store.mover, store.spill
+        self._weights = {chunk.flat.untyped_storage().data_ptr() for chunk in store.chunks}
         self._is_open = False
         self._warned = False
         self._known: dict[Any, tuple[StorageWeakRef, weakref.ref[Offloaded]]] = {}
         self._stored: weakref.WeakSet[Offloaded] = weakref.WeakSet()
         self._slots: dict[int, int] = {}
         """Bytes of what is taken of the spill file, by offset."""
-        self.lanes = ActivationLanes(engine, tier) if overlap and tier is not None else None
+        self.lanes = ActivationLanes(store, tier) if overlap and tier is not None else None
         self.in_turn = False
         """Move at once: for who looks at what is alive at every moment."""
+
+    def do_in_turn(self, in_turn: bool) -> None:
+        """From now on move at once, or no longer."""
+        self.in_turn = in_turn
 
     def begin_forward(self) -> None:
         """From here on what checkpointing saves is offloaded."""
@@ -237,8 +203,7 @@ class ActivationStore:
         """Whether what computes now is a compiled block of transformers that checkpoints: the recomputation is compiled
         with it, and compiled code saves its inputs.
         """
-        engine = self._engine()
-        call = None if engine is None else engine.calls.innermost
+        call = self._calls.innermost
         block = None if call is None else call.module
         if block is None or not (block.training and getattr(block, "gradient_checkpointing", False)):
             return False
@@ -249,7 +214,7 @@ class ActivationStore:
             self.lanes.note(offloaded)
 
     def _store(self, tensor: torch.Tensor) -> Offloaded | None:
-        num_bytes = _in_pages(tensor.nbytes)
+        num_bytes = in_pages(tensor.nbytes)
         assert self._tier is not None
         try:
             if self._tier is Tier.NVME:
@@ -259,7 +224,7 @@ class ActivationStore:
             self._say_no_room(e)
             return None
         try:
-            offloaded = Offloaded(self, tensor, self._allocate(num_bytes))
+            offloaded = Offloaded(self.gone, tensor, self._allocate(num_bytes))
         except BaseException:
             self._ledger.release(self._tier, num_bytes, HOLDER)
             raise
@@ -345,15 +310,15 @@ class ActivationStore:
             )
 
 
-def make_activation_store(engine: Engine, wanted: str | None, overlap: bool) -> ActivationStore:
+def make_activation_store(store: ChunkStore, calls: Calls, wanted: str | None, overlap: bool) -> ActivationStore:
     """What the config or the plan wants of ``offload_activations``."""
-    if wanted is not None and Tier(wanted) is engine.device.tier:
+    if wanted is not None and Tier(wanted) is store.device.tier:
         warnings.warn(
             f"offload_activations={wanted!r} has no effect: forward and backward run on the {wanted} already",
             stacklevel=6,
         )
         wanted = None
-    return ActivationStore(engine, None if wanted is None else Tier(wanted), overlap=overlap)
+    return ActivationStore(store, calls, None if wanted is None else Tier(wanted), overlap=overlap)
 
 
 def saved_by_checkpointing(depth: int) -> bool:
@@ -370,7 +335,3 @@ def _saver(depth: int) -> str:
     while frame.f_back is not None and frame.f_code.co_filename in _BETWEEN:
         frame = frame.f_back
     return frame.f_code.co_filename
-
-
-def _in_pages(num_bytes: int) -> int:
-    return -(-num_bytes // PAGE) * PAGE

@@ -27,7 +27,7 @@ from gemini.memory.chunks.chunk import FilePlane
 from gemini.planning.planes import WEIGHTS
 from gemini.ranks.agreement import Point
 from gemini.train.params.by_name import ByName
-from gemini.train.params.guard import ParamHandle, handle_of
+from gemini.train.params.handle import ParamHandle, handle_of
 from gemini.train.sharding.consensus import tell, wait_for_all
 from gemini.train.sharding.shards import Shards
 

@@ -33,9 +33,9 @@ from gemini.train.checkpoint.states import (
 from gemini.train.checkpoint.tensor_file import Malformed, TensorFile
 from gemini.train.checkpoint.write import Source
 from gemini.train.gradients.loss_scale import LossScale
-from gemini.train.params.by_name import write_range
-from gemini.train.params.guard import ParamHandle
-from gemini.train.update.optimizer import HybridOptimizer
+from gemini.train.optimizers.optimizer import HybridOptimizer
+from gemini.train.params.by_name import store_range
+from gemini.train.params.handle import ParamHandle
 from gemini.train.write_observers import WriteObservers
 
 
@@ -108,13 +108,16 @@ class Reader:
             return
         staged = self._mover.scratch(2, source.plane.dtype, stop - start)
         run.file.read_into(run.name, at, staged)
-        write_range(self._mover, source.plane, source.handle, staged, start * source.plane.block)
+        self._store(source, staged, start)
+
+    def _store(self, source: Source, values: torch.Tensor, start: int) -> None:
+        store_range(self._mover, source.plane, source.handle.part.start + start * source.plane.block, values)
 
     def _clear(self, source: Source) -> None:
         """Begin anew: a residual or moment of before belongs to weights that are gone."""
         for start, stop in tiles(0, source.numel, self._mover.tile):
             zeros = self._mover.scratch(2, source.plane.dtype, stop - start).zero_()
-            write_range(self._mover, source.plane, source.handle, zeros, start * source.plane.block)
+            self._store(source, zeros, start)
 
 
 class Rest:

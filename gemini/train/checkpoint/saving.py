@@ -31,9 +31,9 @@ from gemini.train.checkpoint.write import Draft, Writer, sources_of
 from gemini.train.engine import Engine
 from gemini.train.gradients.loss_scale import LossScale
 from gemini.train.modules.injected import refuse_injected
-from gemini.train.params.guard import ParamHandle
+from gemini.train.optimizers.optimizer import HybridOptimizer
+from gemini.train.params.handle import ParamHandle
 from gemini.train.sharding.consensus import agree, group_for
-from gemini.train.update.optimizer import HybridOptimizer
 
 
 def save_checkpoint(
@@ -88,27 +88,28 @@ def save_checkpoint(
             engine.write_observers.remove(pending)
             pending.raise_if_unseen()
         checkpoint_format.check_target(final, directory)
-        engine.recover_if_interrupted()
+        engine.recovery.forget_interrupted()
         engine.state.check_whole()
-        if engine.has_gradients:
+        if engine.backward.has_gradients:
             raise GeminiError(
                 "save_checkpoint between backward and step: gradients are not saved; call it after step()"
             )
         draft = _draft(
-            model, optimizer, scheduler, extra, handles=engine.handles, precision=engine.config.precision,
-            rule=engine.rule.spec, piece=engine.mover.tile, loss_scale=engine.loss_scale,
+            model, optimizer, scheduler, extra, handles=engine.params.handles, precision=engine.config.precision,
+            rule=engine.stepping.rule.spec, piece=engine.store.mover.tile,
+            loss_scale=engine.backward.scaling.loss_scale,
         )  # fmt: skip
     except Exception as e:
         refusal = e
     agree(engine.shards, Point.SAVE_CHECKPOINT, "save_checkpoint", refusal, directory=Path(os.fsdecode(directory)).name)
     replicas = None if engine.shards is None else engine.shards.ranks.replicas
     is_writing = replicas is None or replicas.rank == 0  # of several replicas of the model the first one writes
-    writer = Writer(final, draft, sources_of(engine.handles) if is_writing else [], engine.mover.tile)
-    saver = Saver(writer, group_for(engine.shards), engine.device)
+    writer = Writer(final, draft, sources_of(engine.params.handles) if is_writing else [], engine.store.mover.tile)
+    saver = Saver(writer, group_for(engine.shards), engine.store.device)
     if wait:
-        saver.run(engine.mover)
+        saver.run(engine.store.mover)
     else:
-        saver.start(engine.mover, engine.manager, engine.write_observers, working_set=engine.working_set)
+        saver.start(engine.store.mover, engine.store.manager, engine.write_observers, working_set=engine.working_set)
     return PendingCheckpoint(saver)
 
 
@@ -140,18 +141,19 @@ def load_checkpoint(
         values = checkpoint_format.read_values(path, manifest, opened)
         with checkpoint_format.as_damage(path):
             rest = Rest(
-                path, manifest, values, model, optimizer, scheduler, handles=engine.handles,
-                precision=engine.config.precision, rule=engine.rule.spec, loss_scale=engine.loss_scale,
+                path, manifest, values, model, optimizer, scheduler, handles=engine.params.handles,
+                precision=engine.config.precision, rule=engine.stepping.rule.spec,
+                loss_scale=engine.backward.scaling.loss_scale,
             )  # fmt: skip
-        engine.recover_if_interrupted()
+        engine.recovery.forget_interrupted()
         engine.updates.forget()
-        engine.manager.settle()
+        engine.store.manager.settle()
     except Exception as e:
         refusal = e
     agree(engine.shards, Point.LOAD_CHECKPOINT, "load_checkpoint", refusal, directory=Path(os.fsdecode(directory)).name)
 
     ranks = Handshake(group_for(engine.shards), f"loading the checkpoint {path}")
-    reader = Reader(manifest, opened, sources_of(engine.handles), engine.mover)
+    reader = Reader(manifest, opened, sources_of(engine.params.handles), engine.store.mover)
     ranks.step(lambda: reader.check(ranks.rank, ranks.size), lambda _: None)
     with ExitStack() as writing:
 
@@ -228,7 +230,7 @@ def _check_optimizer(engine: Engine, optimizer: Any) -> None:
     if not isinstance(optimizer, HybridOptimizer):
         kind = type(optimizer).__name__
         raise TypeError(f"checkpoints keep the states of gemini.HybridAdam and HybridOptimizer, got {kind}")
-    if optimizer.engine() not in (engine, None):
+    if optimizer.owner() is not None and optimizer.owner() is not engine:  # type: ignore[comparison-overlap]
         raise ValueError(
             "the optimizer does not own params of this model: pass the HybridAdam made from its parameters()"
         )

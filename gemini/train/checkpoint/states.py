@@ -23,9 +23,9 @@ from gemini.errors import PlanMismatch
 from gemini.planning.planes import RuleSpec
 from gemini.train.checkpoint.plain_data import plain_form
 from gemini.train.checkpoint.tensor_file import Malformed
-from gemini.train.params.guard import handle_of
-from gemini.train.update.optimizer import HybridOptimizer
-from gemini.train.update.optimizer_checks import check_decay, loaded_group
+from gemini.train.optimizers.checks import check_decay, loaded_group
+from gemini.train.optimizers.optimizer import HybridOptimizer
+from gemini.train.params.handle import handle_of
 
 
 def groups_of(optimizer: HybridOptimizer) -> list[dict[str, Any]]:

@@ -26,10 +26,10 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from gemini.errors import GeminiError, StorageError
 from gemini.planning.planes import PlaneKind, PlaneSpec
 from gemini.train.checkpoint.replacing import atomic_write
+from gemini.train.optimizers.optimizer import HybridOptimizer
 from gemini.train.params.by_name import ByName
-from gemini.train.params.guard import ParamHandle, handle_of
+from gemini.train.params.handle import ParamHandle, handle_of
 from gemini.train.params.state_dict import model_state
-from gemini.train.update.optimizer import HybridOptimizer
 
 _readers = WeakTensorKeyDictionary()
 """Promises to what reads their values."""

@@ -24,7 +24,7 @@ from gemini.train.checkpoint import replacing
 from gemini.train.checkpoint.format import VALUES, check_target, whole_shape, write_manifest
 from gemini.train.checkpoint.plain_data import encode
 from gemini.train.checkpoint.tensor_file import TensorFileWriter, TensorSpec
-from gemini.train.params.guard import ParamHandle
+from gemini.train.params.handle import ParamHandle
 
 FILE_BYTES = 2 * 2**30
 """About how large a file becomes: many streams on a parallel file system, few entries in a folder."""

@@ -13,10 +13,10 @@ see :meth:`Scaling._judge`. Whatever else a program does is refused before any g
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextvars import ContextVar
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -31,11 +31,11 @@ from gemini.train.gradients.backward_calls import (
     running_calls,
 )
 from gemini.train.gradients.loss_scale import LossScale
+from gemini.train.gradients.store import GradientStore
 from gemini.train.modules.containers import iter_tensors
-from gemini.train.params.guard import ParamHandle, handle_of, optimizer_of, stepping_in_backward
-
-if TYPE_CHECKING:
-    from gemini.train.engine import Engine
+from gemini.train.params.handle import ParamHandle, ParamSet, handle_of
+from gemini.train.params.stepper import optimizer_of, stepping_in_backward
+from gemini.train.step import StepState
 
 REMEDY = (
     "Use gemini.GradScaler as torch.amp.GradScaler: scaler.scale(loss).backward(); scaler.step(optimizer); "
@@ -106,18 +106,20 @@ class ScaleGradient(torch.autograd.Function):
     """Identity in forward; in a plain fp16 backward the gradient times the model's own loss scale."""
 
     @staticmethod
-    def forward(ctx: Any, loss: torch.Tensor, ref: weakref.ref[Engine]) -> torch.Tensor:  # type: ignore[override]
-        ctx.ref = ref
+    def forward(  # type: ignore[override]
+        ctx: Any, loss: torch.Tensor, ref: weakref.ref[Scaling], begin_backward: Callable[[], None]
+    ) -> torch.Tensor:
+        """``begin_backward``: what to call when a gradient arrives; it does not keep the model, and may refuse."""
+        ctx.ref, ctx.begin_backward = ref, begin_backward
         return loss.clone()  # it may be changed in place afterwards (transformers' Trainer does)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
-        engine = ctx.ref()
-        if engine is None:
-            raise GeminiError("the GeminiDDP model this loss belonged to was deleted: its weights are gone")
-        engine.begin_backward()
-        factor = engine.scaling.factor(grad)
-        return grad if factor == 1.0 else grad * factor, None
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
+        ctx.begin_backward()
+        scaling = ctx.ref()
+        assert scaling is not None
+        factor = scaling.factor(grad)
+        return grad if factor == 1.0 else grad * factor, None, None
 
 
 _SCALE_LOSS: Any = ScaleLoss._backward_cls  # type: ignore[attr-defined]
@@ -125,12 +127,15 @@ _SCALE_GRADIENT: Any = ScaleGradient._backward_cls  # type: ignore[attr-defined]
 
 
 class Scaling:
-    """The loss scale of one model's gradients."""
+    """The loss scale of one model's gradients.
 
-    def __init__(self, engine: Engine, loss_scale: LossScale | None):
-        """``loss_scale``: the model's own, in fp16."""
-        self._engine = engine.self_reference
-        self._loss_scale = loss_scale
+    Args:
+        loss_scale: the model's own, in fp16.
+    """
+
+    def __init__(self, params: ParamSet, state: StepState, gradients: GradientStore, loss_scale: LossScale | None):
+        self._params, self._state, self._gradients = params, state, gradients
+        self.loss_scale = loss_scale
         self.held = _ONE
         """Of the gradients that wait for the update."""
         self._unscaled: set[str] = set()
@@ -157,13 +162,11 @@ class Scaling:
             return
         while len(self._factors) >= _MAX_TASKS:
             del self._factors[min(self._factors)]
-        if self._loss_scale is None and not _scalers_used:
+        if self.loss_scale is None and not _scalers_used:
             self._factors[task] = 1.0
             return
-        engine = self._engine()
-        assert engine is not None
-        unreduced = engine.reduction is not None and engine.reduction.has_unreduced
-        self._factors[task] = self._decide(task, unreduced or bool(_to_be_used(engine.handles)))
+        holding = self._state.num_unreduced > 0 or bool(_to_be_used(self._params.handles))
+        self._factors[task] = self._decide(task, holding)
 
     def factor(self, grad: torch.Tensor) -> float:
         """What a loss that leaves the model multiplies its gradient by."""
@@ -187,14 +190,14 @@ class Scaling:
             self._refuse_updates_inside()
             self._hold(scale, holding)
             return 1.0
-        if self._loss_scale is None:
+        if self.loss_scale is None:
             self._hold(_ONE, holding)
             return 1.0
         if not calls:
             raise GeminiError(f"in fp16 it cannot be seen what this backward was started for. {REMEDY}")
         if not self._judge(calls):
             return 1.0
-        own = self.held if holding and not self.held.by_scaler else Scale(self._loss_scale.scale)
+        own = self.held if holding and not self.held.by_scaler else Scale(self.loss_scale.scale)
         self._hold(own, holding)
         return own.value
 
@@ -209,15 +212,13 @@ class Scaling:
         Raises:
             GeminiError: if those that are there have another one, or are unscaled already.
         """
-        engine = self._engine()
-        assert engine is not None
         is_other = scale is not self.held and (scale.by_scaler, scale.value) != (self.held.by_scaler, self.held.value)
         if not holding:
             if is_other:
-                engine.gradients.discard([handle for handle in engine.handles if handle.has_grad])  # nobody's
+                self._gradients.discard([handle for handle in self._params.handles if handle.has_grad])  # nobody's
             self.held, self._unscaled = scale, set()
             return
-        if any(handle.name in self._unscaled for handle in _to_be_used(engine.handles)):
+        if any(handle.name in self._unscaled for handle in _to_be_used(self._params.handles)):
             raise GeminiError(
                 "a backward after GradScaler.unscale_(): its gradients would be added to unscaled ones. Call unscale_ "
                 "after the last backward of a step, and optimizer.zero_grad() after the step"
@@ -232,11 +233,9 @@ class Scaling:
 
     def _refuse_updates_inside(self) -> None:
         """Whether a scaled step is skipped is known only when all gradients are there."""
-        engine = self._engine()
-        assert engine is not None
         if not stepping_in_backward:
             return
-        if any((o := optimizer_of(handle.param)) is not None and o.step_in_backward for handle in engine.handles):
+        if any((o := optimizer_of(handle.param)) is not None and o.step_in_backward for handle in self._params.handles):
             raise GeminiError(
                 "GradScaler with HybridAdam(step_in_backward=True): whether a step is skipped is known only when all "
                 "gradients are there. Leave step_in_backward out, or the scaler (only fp16 needs one)"
@@ -278,8 +277,7 @@ class Scaling:
         def through(node: Any, marks: int) -> int:
             if not isinstance(node, _SCALE_GRADIENT):
                 return marks
-            engine = node.ref()
-            if engine is None or engine.scaling is not own():
+            if node.ref() is not own():
                 return (_BY_ANOTHER if marks & (_NEVER | _BY_ANOTHER) else 0) | (_TWICE if marks & ~_NEVER else 0)
             return (_ONCE if marks & _NEVER else 0) | (_TWICE if marks & ~_NEVER else 0)
 
@@ -303,7 +301,9 @@ class Scaling:
 
     def _is_own(self, leaf: Any) -> bool:
         handle = handle_of(leaf.variable)
-        return handle is not None and handle.engine() is self._engine()
+        return handle is not None and any(
+            handle is own for own in self._params.by_chunk.get(handle.chunk.spec.index, ())
+        )
 
     def _refuse_entry(self, leaf: Any, marks: int) -> None:
         handle = handle_of(leaf.variable)
@@ -346,6 +346,11 @@ class Scaling:
     def is_by_scaler(self) -> bool:
         """Whether the gradients that are held were scaled by a scaler."""
         return self.held.by_scaler
+
+    @property
+    def is_scaled(self) -> bool:
+        """Whether gradients that are held may be multiplied by anything."""
+        return self.loss_scale is not None or self.held.by_scaler
 
     @property
     def unscale(self) -> float:

@@ -29,7 +29,7 @@ from gemini.memory.nvme import SpillFile
 from gemini.planning.planes import GRAD, PlaneSpec
 from gemini.tiers import Ledger, Tier
 from gemini.train.gradients.make_way import move_moments_down
-from gemini.train.params.guard import ParamHandle
+from gemini.train.params.handle import ParamHandle
 
 HOLDER = "gradients in flight"
 
@@ -91,6 +91,10 @@ class GradientStore:
         self._mover = mover
         self._manager = manager
         self._spill = spill
+
+    def do_in_turn(self, in_turn: bool) -> None:
+        """From now on land at once, or no longer."""
+        self.in_turn = in_turn
 
     def land(self, handle: ParamHandle, grad: torch.Tensor) -> None:
         """Keep ``grad`` (of the param's shape, any strides), added to what is there from earlier backwards."""

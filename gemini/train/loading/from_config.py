@@ -120,8 +120,8 @@ class DrawnModel(Skeleton):
     def _settle(self, engine: Engine) -> None:
         """Every param of the model becomes the one its name has a home for."""
         model = self.model
-        names = {name: handle for handle in engine.handles for name in handle.names}
-        ours = {id(handle.param): handle for handle in engine.handles}
+        names = {name: handle for handle in engine.params.handles for name in handle.names}
+        ours = {id(handle.param): handle for handle in engine.params.handles}
         for name, param in list(model.named_parameters(remove_duplicate=False)):
             handle = names.pop(name, None)
             if handle is None or ours.get(id(param), handle) is not handle or param.shape != handle.param.shape:

@@ -36,7 +36,7 @@ from gemini.train.loading.skeleton import (
     replaced,
 )
 from gemini.train.params.by_name import ByName
-from gemini.train.params.guard import ParamHandle
+from gemini.train.params.handle import ParamHandle
 from gemini.train.setup.arguments import damaged_file, naming_files, need_transformers, refuse_config_fields
 
 _LOCK = threading.Lock()
@@ -195,7 +195,7 @@ class StoredModel(Skeleton):
 
     def _fill(self, engine: Engine) -> None:
         model, ranks = self._stored, ranks_of(engine)
-        handles = {id(handle.param): handle for handle in engine.handles}
+        handles = {id(handle.param): handle for handle in engine.params.handles}
         for key, value in self._added.items():
             engine.by_names.write(handles[key], value)
         places = {name: handles[id(param)] for name, param in self._params.items() if id(param) in handles}

@@ -9,16 +9,15 @@ params, and the memory they take is bounded by ``ROOM`` (or one param, if that i
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from gemini.memory.chunks.chunk import COMPUTE_DTYPES
-from gemini.train.params.guard import METADATA, OF_MEMORY, nan_of, tensors_in
-
-if TYPE_CHECKING:
-    from gemini.train.engine import Engine
+from gemini.train.engine import Engine
+from gemini.train.params.guard import METADATA, OF_MEMORY, tensors_in
+from gemini.train.params.guarding import nan_of
 
 ROOM = 128 * 2**20
 """Bytes of params in ordinary memory at once, if there is more than one."""
@@ -63,11 +62,11 @@ class Pager:
     def __init__(self, engine: Engine, filled: Collection[str] = ()):
         self._homes = engine.by_names
         self._compute = COMPUTE_DTYPES[engine.config.precision]
-        self._handles = {id(handle.param): handle for handle in engine.handles}
+        self._handles = {id(handle.param): handle for handle in engine.params.handles}
         self._inside: dict[int, int] = {}  # bytes by the id of a param that is in memory, oldest first
         self._inside_bytes = 0
-        self._filled = {id(handle.param) for handle in engine.handles if handle.name in filled}
-        for handle in engine.handles:
+        self._filled = {id(handle.param) for handle in engine.params.handles if handle.name in filled}
+        for handle in engine.params.handles:
             self._put_away(handle.param)
 
     def bring_in(

@@ -17,16 +17,14 @@ import re
 import sys
 import weakref
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from gemini.errors import BudgetExceeded, GeminiError, human_bytes
-from gemini.train.params.guard import handle_of
-
-if TYPE_CHECKING:
-    from gemini.train.engine import Engine
+from gemini.memory.store import ChunkStore
+from gemini.train.params.handle import handle_of
 
 _BLOCK = re.compile(r"(?:[^.\d][^.]*\.)*\d+")
 """The path of a repeated block: one number, at its end."""
@@ -226,15 +224,14 @@ def refuse_inside_compiled() -> None:
         )
 
 
-def make_room_for_compiled(engine: Engine, model: nn.Module) -> None:
-    """Parts were compiled after the model was wrapped: what they read at once has to fit.
+def make_room_for_compiled(store: ChunkStore, model: nn.Module) -> None:
+    """Nothing is in flight. Parts were compiled after the model was wrapped: what they read at once has to fit.
 
     Raises:
         BudgetExceeded: if it does not.
     """
     refuse_compiled_whole(model)
-    engine.drain()
-    tier, ledger = engine.device.tier, engine.ledger
+    tier, ledger = store.device.tier, store.ledger
     room = ledger.free(tier) + ledger.held(tier, "windows") + ledger.held(tier, "pool")
     for path, module in model.named_modules():
         if compiled_part(module) is None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 from torch.nn.modules.module import (
@@ -20,15 +20,12 @@ from torch.nn.utils import stateless
 
 from gemini.errors import GeminiError
 from gemini.train.modules.compiled import BLOCKS_INSTEAD, wraps_compiled
-from gemini.train.params.guard import handle_of
-
-if TYPE_CHECKING:
-    from gemini.train.engine import Engine
+from gemini.train.params.handle import handle_of
 
 _registered = 0
 """Registrations of params in this process, and of modules in a managed model."""
 
-_looked_at: weakref.WeakKeyDictionary[Engine, int] = weakref.WeakKeyDictionary()
+_looked_at: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 """How many there had been when the whole model of an engine was looked at last."""
 
 _watched: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -83,13 +80,13 @@ def _in_functional_call() -> bool:
     return False
 
 
-def refuse_injected(engine: Engine, module: nn.Module, *, is_root: bool) -> None:
+def refuse_injected(owner: Any, module: nn.Module, *, is_root: bool) -> None:
     """Look for params that are not managed, if anything was registered anywhere since the last look at the root.
 
     Raises:
         GeminiError: naming the first one.
     """
-    if _looked_at.get(engine) == _registered:
+    if _looked_at.get(owner) == _registered:
         return
     for name, param in module.named_parameters():
         if handle_of(param) is None:
@@ -101,4 +98,4 @@ def refuse_injected(engine: Engine, module: nn.Module, *, is_root: bool) -> None
                 "new heads) first and wrap after: a fresh model, then PEFT, then GeminiDDP(model)"
             )
     if is_root:
-        _looked_at[engine] = _registered
+        _looked_at[owner] = _registered

@@ -9,9 +9,9 @@ that changed have no residual any more, the others keep theirs. A module of the 
 from __future__ import annotations
 
 import threading
-import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,10 +19,9 @@ from torch import nn
 from gemini.grad_mode import call_without_grad
 from gemini.interrupts import WHOLE
 from gemini.memory.chunks.chunk import Chunk
-from gemini.train.params.guard import ParamHandle, handle_of
-
-if TYPE_CHECKING:
-    from gemini.train.engine import Engine
+from gemini.train.params.by_name import ByName
+from gemini.train.params.handle import ParamHandle, handle_of
+from gemini.train.write_observers import WriteObservers
 
 Pre = Callable[[nn.Module, Any], None]
 Post = Callable[[nn.Module, Any, Any], Any]
@@ -57,10 +56,40 @@ def resident_chunks(handles: tuple[ParamHandle, ...]) -> tuple[Chunk, ...]:
     return tuple({handle.chunk.spec.index: handle.chunk for handle in handles if handle.chunk.resident}.values())
 
 
+class Rewriting:
+    """Makes rewritten weights the masters of one model. ``lock``: of its books."""
+
+    def __init__(self, by_names: ByName, observers: WriteObservers, lock: AbstractContextManager[Any]):
+        self._by_names, self._observers, self._lock = by_names, observers, lock
+
+    def begin(self, handles: tuple[ParamHandle, ...]) -> dict[str, torch.Tensor]:
+        """The call of a module begins that may rewrite these: what those are now that are rewritten in place."""
+        for chunk in resident_chunks(handles):
+            self._observers.before_write(chunk)
+        return call_without_grad(_copies_of, handles)
+
+    def end(self, handles: tuple[ParamHandle, ...], before: dict[str, torch.Tensor]) -> None:
+        """The call is over; ``before``: what :meth:`begin` gave."""
+        call_without_grad(self._take_over, handles, before)
+
+    def _take_over(self, handles: tuple[ParamHandle, ...], before: dict[str, torch.Tensor]) -> None:
+        with self._lock, WHOLE:
+            for handle in handles:
+                if handle.param._version != handle.version:
+                    handle.version = handle.param._version  # torch has counted this write itself
+                    handle.num_writes += 1
+                    self._by_names.take_over(handle, before.get(handle.name))
+            for chunk in resident_chunks(handles):
+                self._observers.after_write(chunk)
+
+
 def taking_over(
-    engine: weakref.ref[Engine], handles: tuple[ParamHandle, ...], pre: Pre, post: Post
+    rewriting: Callable[[], Rewriting | None], handles: tuple[ParamHandle, ...], pre: Pre, post: Post
 ) -> tuple[Pre, Post]:
-    """The hooks of a module that may rewrite ``handles``: what they are together with its ordinary hooks."""
+    """The hooks of a module that may rewrite ``handles``: what they are together with its ordinary hooks.
+
+    ``rewriting`` gives None when the model is no more.
+    """
     if not handles:
         return pre, post
     of_threads: dict[int, dict[str, torch.Tensor]] = {}
@@ -68,16 +97,14 @@ def taking_over(
 
     def begin(module: nn.Module, args: Any) -> None:
         pre(module, args)
-        owner = engine()
-        assert owner is not None  # the hook before would have said so
-        for chunk in resident_chunks(handles):
-            owner.before_write(chunk)
-        of_threads[threading.get_ident()] = call_without_grad(_copies_of, handles)
+        ours = rewriting()
+        assert ours is not None  # the hook before would have said so
+        of_threads[threading.get_ident()] = ours.begin(handles)
 
     def end(module: nn.Module, args: Any, output: Any) -> Any:
-        before, owner = of_threads.pop(threading.get_ident(), None), engine()
-        if before is not None and owner is not None:
-            call_without_grad(_take_over, owner, handles, before)
+        before, ours = of_threads.pop(threading.get_ident(), None), rewriting()
+        if before is not None and ours is not None:
+            ours.end(handles, before)
         return post(module, args, output)
 
     return begin, end
@@ -85,14 +112,3 @@ def taking_over(
 
 def _copies_of(handles: tuple[ParamHandle, ...]) -> dict[str, torch.Tensor]:
     return {handle.name: handle.view.clone() for handle in handles if handle.chunk.resident}
-
-
-def _take_over(engine: Engine, handles: tuple[ParamHandle, ...], before: dict[str, torch.Tensor]) -> None:
-    with engine.lock, WHOLE:
-        for handle in handles:
-            if handle.param._version != handle.version:
-                handle.version = handle.param._version  # torch has counted this write itself
-                handle.num_writes += 1
-                engine.by_names.take_over(handle, before.get(handle.name))
-        for chunk in resident_chunks(handles):
-            engine.write_observers.after_write(chunk)

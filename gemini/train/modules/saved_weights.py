@@ -16,8 +16,8 @@ from __future__ import annotations
 import weakref
 from bisect import bisect_right
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 import torch
 import torch.utils.checkpoint
@@ -25,11 +25,10 @@ from torch import nn
 
 from gemini.errors import ParamAccessError
 from gemini.memory.chunks.chunk import Chunk
+from gemini.memory.movement.manager import Manager
 from gemini.train.modules.calls import CallRecord
-from gemini.train.params.guard import ParamHandle
-
-if TYPE_CHECKING:
-    from gemini.train.engine import Engine
+from gemini.train.observers import Observers, own_work
+from gemini.train.params.handle import ParamHandle
 
 _hooks: Any = torch._C._autograd
 _CHECKPOINTING = torch.utils.checkpoint.__name__
@@ -66,10 +65,15 @@ class _Elsewhere:
 
 
 class SavedWeights:
-    """The saved-tensor hooks of one engine, and its count of who looks into windows."""
+    """The saved-tensor hooks of one model, and its count of who looks into windows.
 
-    def __init__(self, engine: Engine):
-        self._engine = engine.self_reference
+    Args:
+        lock: of the books.
+    """
+
+    def __init__(self, manager: Manager, lock: AbstractContextManager[Any], observers: Observers):
+        self._manager: Manager | None = manager
+        self._lock, self.observers = lock, observers
         self._by_storage: dict[int, Chunk] = {}
         self._starts: dict[int, list[int]] = {}
         self._handles: dict[int, list[ParamHandle]] = {}
@@ -89,6 +93,10 @@ class SavedWeights:
         self._handles[index] = ordered
         self._starts[index] = [handle.slot.start * chunk.face.dtype.itemsize for handle in ordered]
         self._own_references[index] = _num_references(chunk) - _num_attached(ordered)
+
+    def close(self) -> None:
+        """The model ends; graphs may still refer to this."""
+        self._manager = None
 
     def is_lent(self, chunk: Chunk) -> bool:
         """Whether somebody else has a tensor over the window of a chunk."""
@@ -162,6 +170,7 @@ class SavedWeights:
     def _pack(self, tensor: torch.Tensor) -> Any:
         return self._place_of(tensor) or _Kept(self._without_graph(tensor), tensor._version)
 
+    @own_work
     def _without_graph(self, tensor: torch.Tensor) -> torch.Tensor:
         """An output that held its own graph would be freed by the garbage collector only."""
         return tensor.detach()
@@ -194,10 +203,10 @@ class SavedWeights:
             return packed.unpack(packed.packed)
         return self._gather(packed)
 
+    @own_work
     def _gather(self, place: _Place) -> torch.Tensor:
         """The view again. It lends the window to the node that asked, for as long as that has it."""
-        engine = self._engine()
-        if engine is None:
+        if self._manager is None:
             raise ParamAccessError(
                 f"backward needs the weights of {place.handle.name!r}, and the model that had them was deleted: keep "
                 "the model until backward is over"
@@ -212,7 +221,7 @@ class SavedWeights:
             # This node's backward is recorded for a second one (create_graph). What autograd's engine sets up for a
             # node ends with it, our hooks too.
             self._push()
-        with engine.lock, engine.reading(place.chunk):
+        with self._lock, self._manager.reading(place.chunk):
             face = place.chunk.face
             view = torch.empty(0, dtype=place.dtype, device=face.device)
             return view.set_(face.untyped_storage(), place.offset, place.shape, place.stride)

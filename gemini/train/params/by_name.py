@@ -7,38 +7,55 @@ Everything that shows or changes weights outside of forward comes through here (
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 
 from gemini import kernels
 from gemini.errors import GeminiError, ParamAccessError
 from gemini.interrupts import WHOLE
-from gemini.memory.chunks.chunk import COMPUTE_DTYPES, Plane
+from gemini.memory.chunks.chunk import Chunk, Plane
 from gemini.memory.movement.mover import Mover, tiles
+from gemini.memory.store import ChunkStore
 from gemini.planning.planes import RESIDUAL, WEIGHTS, PlaneKind
 from gemini.ranks.agreement import Point
-from gemini.train.params.guard import ParamHandle, engine_of, note_writes
-from gemini.train.sharding.alike import agree_on_values, value_facts
+from gemini.ranks.facts import Agree, value_facts
+from gemini.train.params.handle import ParamHandle
+from gemini.train.params.versions import note_writes
+from gemini.train.transforms import without_transforms
+from gemini.train.write_observers import WriteObservers
 
-if TYPE_CHECKING:
-    from gemini.train.engine import Engine
+
+class WholeValues(Protocol):
+    """Where a param is divided among ranks: who has all of it."""
+
+    def read_into(self, handle: ParamHandle, kind: PlaneKind, out: torch.Tensor) -> None:
+        """The values of a param in a plane, whole, into a flat host tensor of the plane's dtype."""
 
 
 class ByName:
-    """The params of one engine, by any of their names."""
+    """The params of one model, by any of their names.
 
-    def __init__(self, engine: Engine):
-        self._mover = engine.mover
-        self._manager = engine.manager
-        self._updates = engine.updates
-        self._shards = engine.shards
+    Args:
+        compute: dtype of the weights.
+        await_update: waits for the update of a chunk.
+        observers: told of every write.
+        shards: None in one process.
+        agree: refuses what ranks would write differently.
+    """
+
+    def __init__(
+        self, handles: Iterable[ParamHandle], compute: torch.dtype, store: ChunkStore, *,
+        await_update: Callable[[Chunk], None], observers: WriteObservers, shards: WholeValues | None, agree: Agree,
+    ):  # fmt: skip
+        self._mover, self._manager, self._observers = store.mover, store.manager, observers
+        self._await_update, self._shards, self._agree = await_update, shards, agree
         self._compared = False
-        self._compute = COMPUTE_DTYPES[engine.config.precision]
-        self._handles = {name: handle for handle in engine.handles for name in handle.names}
+        self._compute = compute
+        self._handles = {name: handle for handle in handles for name in handle.names}
 
     def __getitem__(self, name: str) -> ParamHandle:
         """The handle of a param.
@@ -59,8 +76,11 @@ class ByName:
 
     def read(self, handle: ParamHandle, dtype: torch.dtype | None = None) -> torch.Tensor:
         """The full weights on the CPU, in the compute dtype; ``torch.float32`` gives the exact master."""
-        dtype = dtype or self._compute
-        self._updates.wait(handle.chunk)
+        with without_transforms():
+            return self._read(handle, dtype or self._compute)
+
+    def _read(self, handle: ParamHandle, dtype: torch.dtype) -> torch.Tensor:
+        self._await_update(handle.chunk)
         planes = handle.chunk.planes
         exact = dtype is torch.float32 and RESIDUAL in planes
         if self._shards is not None:
@@ -87,7 +107,7 @@ class ByName:
 
     def read_into(self, handle: ParamHandle, kind: PlaneKind, out: torch.Tensor) -> None:
         """The same into a flat host tensor of the plane's dtype. All ranks read together, or serve one that does."""
-        self._updates.wait(handle.chunk)
+        self._await_update(handle.chunk)
         if self._shards is not None:
             self._shards.read_into(handle, kind, out)
         else:
@@ -103,9 +123,8 @@ class ByName:
         """
         if value.shape != handle.param.shape:
             raise ValueError(f"{handle.name!r} has shape {tuple(handle.param.shape)}, was given {tuple(value.shape)}")
-        self._updates.wait(handle.chunk)
-        writing = engine_of(handle).write_observers.writing(handle.chunk)
-        with WHOLE, writing:  # the two halves of a bf16 master, above all
+        self._await_update(handle.chunk)
+        with WHOLE, self._observers.writing(handle.chunk):  # the two halves of a bf16 master, above all
             self._write(handle, _own_part(handle, value))
 
     def _write(self, handle: ParamHandle, flat: torch.Tensor) -> None:
@@ -116,9 +135,9 @@ class ByName:
                 hi = torch.empty(stop - start, dtype=torch.bfloat16, device="cpu")
                 lo = torch.empty(stop - start, dtype=torch.int16, device="cpu")
                 kernels.split_master(part.float(), hi, lo)
-                write_range(self._mover, planes[RESIDUAL], handle, lo, start)
+                self._write_range(planes[RESIDUAL], handle, lo, start)
                 part = hi
-            write_range(self._mover, planes[WEIGHTS], handle, part, start)
+            self._write_range(planes[WEIGHTS], handle, part, start)
         note_writes([handle])
         self._manager.drop([handle.chunk])
         self._manager.refresh_lent()
@@ -130,8 +149,8 @@ class ByName:
             RankMismatch: on every rank, if another value, or another param, is written on another one.
         """
         if self._shards is not None and not self._compared:
-            engine, name = engine_of(handle), handle.name
-            agree_on_values(engine, Point.COPY, f"writing {name!r}", lambda: value_facts([(name, value)]))
+            name = handle.name
+            self._agree(Point.COPY, f"writing {name!r}", lambda: value_facts([(name, value)]))
         self.write(handle, value)
 
     @contextmanager
@@ -165,8 +184,8 @@ class ByName:
         shape = handle.param.shape if plane.block == 1 else (plane.items(handle.param.numel()),)
         if value.shape != shape:
             raise ValueError(f"{kind} of {handle.name!r} has shape {tuple(value.shape)}, wanted {tuple(shape)}")
-        self._updates.wait(handle.chunk)
-        write_range(self._mover, plane, handle, _own_part(handle, value, plane.block).to("cpu"))
+        self._await_update(handle.chunk)
+        self._write_range(plane, handle, _own_part(handle, value, plane.block).to("cpu"))
 
     def take_over(self, handle: ParamHandle, before: torch.Tensor | None) -> None:
         """Make a param's gathered weights its master: written elements exactly, others keep their residual.
@@ -187,12 +206,19 @@ class ByName:
         if RESIDUAL in chunk.planes:
             residual = read_range(self._mover, chunk.planes[RESIDUAL], handle)
             residual[new.view(torch.int16) != old.view(torch.int16)] = 0
-            write_range(self._mover, chunk.planes[RESIDUAL], handle, residual)
+            self._write_range(chunk.planes[RESIDUAL], handle, residual)
         elif old.dtype != new.dtype:
             untouched = old.to(new.dtype).view(torch.int16) == new.view(torch.int16)
             new = torch.where(untouched, old, new.to(old.dtype))
         if not chunk.resident:
-            write_range(self._mover, chunk.weights, handle, new)
+            self._write_range(chunk.weights, handle, new)
+
+    def _write_range(self, plane: Plane, handle: ParamHandle, source: torch.Tensor, offset: int = 0) -> None:
+        """Overwrite this rank's part of a param in a plane, from element ``offset`` (whole pages) of it on, cast to its
+        dtype.
+        """
+        with self._observers.writing(handle.chunk):
+            store_range(self._mover, plane, handle.part.start + offset, source)
 
 
 def _joined(weights: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
@@ -227,15 +253,7 @@ def host_part(mover: Mover, plane: Plane, start: int, stop: int) -> torch.Tensor
     return mover.load(plane, start, end, staged)[: plane.items(stop - start)]
 
 
-def write_range(mover: Mover, plane: Plane, handle: ParamHandle, source: torch.Tensor, offset: int = 0) -> None:
-    """Overwrite this rank's part of a param in a plane, from element ``offset`` (whole pages) of it on, cast to its
-    dtype.
-    """
-    with engine_of(handle).write_observers.writing(handle.chunk):
-        _store(mover, plane, handle.part.start + offset, source)
-
-
-def _store(mover: Mover, plane: Plane, base: int, source: torch.Tensor) -> None:
+def store_range(mover: Mover, plane: Plane, base: int, source: torch.Tensor) -> None:
     for start, stop in tiles(0, source.numel() * plane.block, mover.tile):
         items = source[start // plane.block : plane.items(stop)]
         view = plane.host_view(base + start, base + stop)

@@ -8,24 +8,39 @@ chunks as it begins, and any other read waits when it meets the guard. At rest a
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 
 from gemini.memory.chunks.chunk import Chunk
-from gemini.train.params import guard
-from gemini.train.params.guard import ParamHandle
+from gemini.memory.store import ChunkStore
+from gemini.train.params import guarding
+from gemini.train.params.handle import ParamHandle, ParamSet
+from gemini.train.params.versions import written_to
+from gemini.train.step import StepState
 
-if TYPE_CHECKING:
-    from gemini.train.engine import Engine
+
+class PendingUpdates(Protocol):
+    """Updates that may still be under way."""
+
+    @property
+    def pending(self) -> bool:
+        """Whether there are any."""
+
+    def is_pending(self, chunk: Chunk) -> bool:
+        """Whether the chunk's may be."""
+
+    def wait(self, chunk: Chunk) -> None:
+        """Until the chunk's is over."""
 
 
 class Exposure:
-    """The guards of one engine."""
+    """The guards of one model."""
 
-    def __init__(self, engine: Engine):
-        self._reference = engine.self_reference
-        self._never_move: tuple[Chunk, ...] | None = None
+    def __init__(self, params: ParamSet, store: ChunkStore, state: StepState, updates: PendingUpdates):
+        self._by_chunk, self._chunks, self._manager = params.by_chunk, store.chunks, store.manager
+        self._state, self._updates = state, updates
+        self._never_move = tuple(chunk for chunk in store.chunks if chunk.resident)
         self._exposed: set[int] = set()
         self._num_readers: dict[int, int] = {}
         """Of chunks that move: how many computations see their params as ordinary ones now."""
@@ -43,26 +58,20 @@ class Exposure:
         With gradients off all updates are waited for. torch then has fused paths for whole layers, which look at the
         class of every param in them and compute other bits where one is guarded.
         """
-        engine = self._engine()
-        if engine.updates.pending and not torch.is_grad_enabled():
-            for chunk in self._resident(engine):
-                engine.updates.wait(chunk)
-        fresh = [chunk for chunk in self._resident(engine) if chunk.spec.index not in self._exposed]
-        if engine.updates.pending:
-            late = {chunk.spec.index for chunk in fresh if engine.updates.is_pending(chunk)}
+        if self._updates.pending and not torch.is_grad_enabled():
+            for chunk in self._never_move:
+                self._updates.wait(chunk)
+        fresh = [chunk for chunk in self._never_move if chunk.spec.index not in self._exposed]
+        if self._updates.pending:
+            late = {chunk.spec.index for chunk in fresh if self._updates.is_pending(chunk)}
             self._late |= late
             fresh = [chunk for chunk in fresh if chunk.spec.index not in late]
-        handles = [handle for chunk in fresh for handle in engine.by_chunk[chunk.spec.index]]
-        self._written += guard.written_to(handles)
-        guard.expose(handles)
+        handles = [handle for chunk in fresh for handle in self._by_chunk[chunk.spec.index]]
+        self._written += written_to(handles)
+        guarding.expose(handles)
         indices = [chunk.spec.index for chunk in fresh]
         self._exposed.update(indices)
         self._late.difference_update(indices)
-
-    def _resident(self, engine: Engine) -> tuple[Chunk, ...]:
-        if self._never_move is None:
-            self._never_move = tuple(chunk for chunk in engine.chunks if chunk.resident)
-        return self._never_move
 
     def catch_up(self, chunks: tuple[Chunk, ...]) -> None:
         """These are read now: wait for their updates."""
@@ -73,16 +82,16 @@ class Exposure:
 
     def expose(self, chunk: Chunk) -> None:
         """Make the params of a gathered chunk ordinary parameters, until as many :meth:`cover` if it moves."""
-        index, engine = chunk.spec.index, self._engine()
+        index = chunk.spec.index
         if not chunk.resident:
             self._num_readers[index] = self._num_readers.get(index, 0) + 1
         if index not in self._exposed:
             if chunk.resident:
-                engine.updates.wait(chunk)
+                self._updates.wait(chunk)
                 self._late.discard(index)
             self.look_for_writes(chunk)
             assert chunk.gathered, chunk.name
-            guard.expose(engine.by_chunk[index])
+            guarding.expose(self._by_chunk[index])
             self._exposed.add(index)
 
     def cover(self, chunk: Chunk) -> None:
@@ -95,7 +104,7 @@ class Exposure:
             del self._num_readers[index]
             self._covered.add(index)
             if self.hide(chunk):  # a write, refused when everything has been let go: the copy may go
-                self._engine().manager.drop([chunk])
+                self._manager.drop([chunk])
 
     def withdraw(self, chunk: Chunk) -> None:
         """Its update begins while the model computes: whoever reads it from now on (a recomputation) waits."""
@@ -108,20 +117,18 @@ class Exposure:
         return self._hide([chunk.spec.index])
 
     def _hide(self, indices: list[int]) -> bool:
-        by_chunk = self._engine().by_chunk
         self._exposed.difference_update(indices)
-        written, cast = guard.hide([handle for index in indices for handle in by_chunk[index]])
+        written, cast = guarding.hide([handle for index in indices for handle in self._by_chunk[index]])
         self._written += written
         self._cast += cast
         return bool(written)
 
     def look_for_writes(self, chunk: Chunk) -> None:
         """Notice writes to guarded params, through views that somebody has: refused when that can be done."""
-        engine = self._engine()
-        written = guard.written_to(engine.by_chunk[chunk.spec.index])
+        written = written_to(self._by_chunk[chunk.spec.index])
         if written:
             self._written += written
-            engine.manager.drop([chunk])  # a copy that differs from its home
+            self._manager.drop([chunk])  # a copy that differs from its home
 
     def check(self, chunks: Iterable[Chunk]) -> None:
         """The weights of these are about to be updated.
@@ -138,21 +145,20 @@ class Exposure:
         self.look_for_writes(chunk)
         self._exposed.discard(chunk.spec.index)
         self._num_readers.pop(chunk.spec.index, None)
-        guard.poison(self._engine().by_chunk[chunk.spec.index])
+        guarding.poison(self._by_chunk[chunk.spec.index])
 
     def rest_if_idle(self) -> None:
         """Guard everything if nobody computes any more, and refuse what was written meanwhile."""
-        engine = self._engine()
-        if not engine.state.computing:
+        if not self._state.computing:
             self._late.clear()
             self._num_readers.clear()
             covered, self._covered = self._covered - self._exposed, set()
             if self._exposed:
                 self._hide(list(self._exposed))
             for index in covered:
-                self.look_for_writes(engine.chunks[index])
+                self.look_for_writes(self._chunks[index])
             cast, self._cast = self._cast, []
-            guard.bring_back(cast)
+            guarding.bring_back(cast)
         self.refuse_writes()
 
     def refuse_writes(self) -> None:
@@ -162,9 +168,4 @@ class Exposure:
             ParamAccessError: naming the param.
         """
         written, self._written = self._written, []
-        guard.refuse_written(written)
-
-    def _engine(self) -> Engine:
-        engine = self._reference()
-        assert engine is not None
-        return engine
+        guarding.refuse_written(written)

@@ -2,71 +2,88 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 
 from gemini.interrupts import WHOLE
 from gemini.memory.chunks.chunk import Chunk
+from gemini.memory.store import ChunkStore
 from gemini.ranks.agreement import Point
-from gemini.train.params.guard import ParamHandle, undo_writes
-from gemini.train.sharding.alike import agree_on_values, value_facts
+from gemini.ranks.facts import Agree, value_facts
+from gemini.train.params.by_name import ByName
+from gemini.train.params.guarding import undo_writes
+from gemini.train.params.handle import ParamHandle
+from gemini.train.write_observers import WriteObservers
 
-if TYPE_CHECKING:
-    from gemini.train.engine import Engine
 
+class Gathering:
+    """Of one model.
 
-@contextmanager
-def gathered(engine: Engine, handles: list[ParamHandle], *, write: bool) -> Iterator[None]:
-    """Keep the full weights of ``handles`` readable; with ``write`` what was written becomes the master exactly.
-
-    An exception inside undoes what was written. With several ranks each writes its shard, so all must write the same.
+    Args:
+        opened: keeps the weights of chunks gathered and their params ordinary ones, inside a block.
+        await_update: waits for the update of a chunk.
+        agree: refuses what ranks would write differently.
     """
-    chunks = list({handle.chunk.spec.index: handle.chunk for handle in handles}.values())
-    begun = list[Chunk]()
-    # Of weights that are changed in place nothing else tells what they were, so that the rest keeps its residual.
-    before: dict[str, torch.Tensor] = {}
-    if write:
-        for chunk in chunks:
-            engine.updates.wait(chunk)
-        before = {handle.name: handle.view.clone() for handle in handles if handle.chunk.resident}
-    try:
-        with engine.open_gathered(chunks):
-            if write:
-                for chunk in chunks:
-                    engine.before_write(chunk)  # one that never moves is written in place
-                    begun.append(chunk)
-            try:
-                yield
-                if write:
-                    _check_same_on_all(engine, handles)
-            except BaseException:
-                with WHOLE:
-                    for handle in handles:
-                        undo_writes(handle)
-                        if handle.name in before:
-                            handle.view.copy_(before[handle.name])
-                raise
-            if write:
-                with WHOLE:  # Ctrl-C leaves no write half done
-                    for handle in handles:
-                        engine.by_names.take_over(handle, before.get(handle.name))
-    finally:
+
+    def __init__(
+        self, by_names: ByName, store: ChunkStore, observers: WriteObservers, *,
+        opened: Callable[[Iterable[Chunk]], AbstractContextManager[None]],
+        await_update: Callable[[Chunk], None], agree: Agree,
+    ):  # fmt: skip
+        self._by_names, self._manager, self._observers = by_names, store.manager, observers
+        self._opened, self._await_update, self._agree = opened, await_update, agree
+
+    @contextmanager
+    def gathered(self, handles: list[ParamHandle], *, write: bool) -> Iterator[None]:
+        """Keep the full weights of ``handles`` readable; with ``write`` what was written becomes the master exactly.
+
+        An exception inside undoes what was written. With several ranks each writes its shard, so all must write the
+        same.
+        """
+        chunks = list({handle.chunk.spec.index: handle.chunk for handle in handles}.values())
+        begun = list[Chunk]()
+        # Of weights that are changed in place nothing else tells what they were, so that the rest keeps its residual.
+        before: dict[str, torch.Tensor] = {}
         if write:
-            with WHOLE:
-                engine.manager.drop(chunks)
-                engine.manager.refresh_lent()
-                for chunk in begun:
-                    engine.write_observers.after_write(chunk)
+            for chunk in chunks:
+                self._await_update(chunk)
+            before = {handle.name: handle.view.clone() for handle in handles if handle.chunk.resident}
+        try:
+            with self._opened(chunks):
+                if write:
+                    for chunk in chunks:
+                        self._observers.before_write(chunk)  # one that never moves is written in place
+                        begun.append(chunk)
+                try:
+                    yield
+                    if write:
+                        self._check_same_on_all(handles)
+                except BaseException:
+                    with WHOLE:
+                        for handle in handles:
+                            undo_writes(handle)
+                            if handle.name in before:
+                                handle.view.copy_(before[handle.name])
+                    raise
+                if write:
+                    with WHOLE:  # Ctrl-C leaves no write half done
+                        for handle in handles:
+                            self._by_names.take_over(handle, before.get(handle.name))
+        finally:
+            if write:
+                with WHOLE:
+                    self._manager.drop(chunks)
+                    self._manager.refresh_lent()
+                    for chunk in begun:
+                        self._observers.after_write(chunk)
 
+    def _check_same_on_all(self, handles: list[ParamHandle]) -> None:
+        """Refuse, before any master changes, what was not written alike on every rank.
 
-def _check_same_on_all(engine: Engine, handles: list[ParamHandle]) -> None:
-    """Refuse, before any master changes, what was not written alike on every rank.
-
-    Raises:
-        RankMismatch: on every rank.
-    """
-    values = ((handle.name, handle.view) for handle in handles)
-    agree_on_values(engine, Point.WRITE, "gathered(write=True)", lambda: value_facts(values))
+        Raises:
+            RankMismatch: on every rank.
+        """
+        values = ((handle.name, handle.view) for handle in handles)
+        self._agree(Point.WRITE, "gathered(write=True)", lambda: value_facts(values))

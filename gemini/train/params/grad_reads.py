@@ -11,15 +11,12 @@ import sys
 import warnings
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from gemini.errors import ParamAccessError
-
-if TYPE_CHECKING:
-    from gemini.train.engine import Engine
 
 
 def _code(function: Any) -> Any:
@@ -37,7 +34,7 @@ _BLIND = {
     if name.startswith("clip_") and name.endswith("_")
 }
 _ZERO_GRAD = _code(nn.Module.zero_grad)
-_warned: weakref.WeakSet[Engine] = weakref.WeakSet()
+_warned: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def refuse_in(function: Callable[..., Any], message: str) -> None:
@@ -57,19 +54,18 @@ def note_grad_read(param: Any) -> None:
     for _ in range(3):  # the getter, perhaps a comprehension, torch's function
         if frame.f_code in _BLIND:
             raise ParamAccessError(_BLIND[frame.f_code].format(name=param._gemini.name))
-        if frame.f_code is _ZERO_GRAD and (engine := param._gemini.engine()) is not None:
-            engine.discard_grads([param._gemini])
+        if frame.f_code is _ZERO_GRAD and (owner := param._gemini.owner()) is not None:
+            owner.discard_grads([param._gemini])
             return
         if frame.f_back is None:
             break
         frame = frame.f_back
-    handle, engine = param._gemini, param._gemini.engine()
-    if engine is None or engine in _warned or torch._C._current_graph_task_id() != -1:
+    handle, owner = param._gemini, param._gemini.owner()
+    if owner is None or owner in _warned or torch._C._current_graph_task_id() != -1:
         return  # inside a backward it is our own hook that looks
-    unreduced = engine.reduction is not None and engine.reduction.has_unreduced
-    if not (handle.has_grad or unreduced or engine.state.updated_in_backward):
+    if not (handle.has_grad or owner.state.num_unreduced or owner.state.updated_in_backward):
         return
-    _warned.add(engine)
+    _warned.add(owner)
     warnings.warn(
         f"p.grad of managed param {param._gemini.name!r} was read after a backward: it is always None, since "
         "gradients of a managed model live in chunks, and what is done with it (clamping, noise, logging a norm) does "

@@ -8,18 +8,16 @@ says ``param.copy_(value)``, which the guard turns into a write of the master.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from gemini.interrupts import WHOLE
 from gemini.ranks.agreement import Point
-from gemini.train.params.guard import ParamHandle, handle_of
-from gemini.train.sharding.alike import Facts, agree_on_values, value_facts
-
-if TYPE_CHECKING:
-    from gemini.train.engine import Engine
+from gemini.ranks.facts import Agree, Facts, value_facts
+from gemini.train.params.by_name import ByName
+from gemini.train.params.handle import ParamHandle, handle_of
 
 
 def model_state(
@@ -42,7 +40,7 @@ def model_state(
     return state
 
 
-def load_model_state(model: nn.Module, engine: Engine, state: Mapping[str, Any], strict: bool) -> Any:
+def load_model_state(model: nn.Module, by_names: ByName, agree: Agree, state: Mapping[str, Any], strict: bool) -> Any:
     """Check everything first, so that a refused state changes nothing; then let torch's loader write.
 
     With several ranks each writes its part of every param, so all must load the same; a refusal on one is one on all.
@@ -50,19 +48,19 @@ def load_model_state(model: nn.Module, engine: Engine, state: Mapping[str, Any],
     expected: dict[str, Any] = {}
     refusal = None
     try:
-        expected = _check(model, engine, state, strict)
+        expected = _check(model, state, strict)
     except Exception as e:
         refusal = e
 
     def facts() -> Facts:
         return value_facts((name, value) for name, value in state.items() if handle_of(expected.get(name)) is not None)
 
-    agree_on_values(engine, Point.LOAD_MODEL, "load_state_dict", facts, refusal)
-    with WHOLE, engine.by_names.compared():  # Ctrl-C leaves no model that is half loaded
+    agree(Point.LOAD_MODEL, "load_state_dict", facts, refusal)
+    with WHOLE, by_names.compared():  # Ctrl-C leaves no model that is half loaded
         return nn.Module.load_state_dict(model, state, strict=strict)
 
 
-def _check(model: nn.Module, engine: Engine, state: Mapping[str, Any], strict: bool) -> dict[str, Any]:
+def _check(model: nn.Module, state: Mapping[str, Any], strict: bool) -> dict[str, Any]:
     """What the model has by the names of its state.
 
     Raises:
@@ -71,7 +69,6 @@ def _check(model: nn.Module, engine: Engine, state: Mapping[str, Any], strict: b
     """
     if not isinstance(state, Mapping):
         raise TypeError(f"load_state_dict takes a mapping of names to tensors, got {type(state).__name__}")
-    engine.recover_if_interrupted()
     expected = nn.Module.state_dict(model, keep_vars=True)
     for name, value in state.items():
         if not isinstance(expected.get(name), torch.Tensor):

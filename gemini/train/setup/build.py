@@ -11,13 +11,12 @@ import contextlib
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
-import torch
 from torch import nn
 
 from gemini.config import GeminiConfig
-from gemini.errors import BudgetExceeded, GeminiError, human_bytes
+from gemini.errors import BudgetExceeded
 from gemini.memory.chunks.chunk import COMPUTE_DTYPES, Chunk, MemoryPlane, make_plane
 from gemini.memory.chunks.states import Use
 from gemini.memory.devices.device import Device, StorageWindow
@@ -26,18 +25,15 @@ from gemini.memory.nvme import SpillFile
 from gemini.planning.layout import ChunkSpec, part_of
 from gemini.planning.placement import Placement, Problem, bytes_per_tier
 from gemini.planning.plan import Moves
-from gemini.planning.planes import WEIGHTS, plane_specs
+from gemini.planning.planes import WEIGHTS
 from gemini.planning.planner import moves_for
 from gemini.planning.trace import Access, Source, accesses
 from gemini.planning.working import device_tile_numel, tile_numel
 from gemini.ranks.group import Ranks
 from gemini.rules import rule_of
 from gemini.tiers import Ledger, Tier
-from gemini.train.params.guard import ParamHandle, engine_of, find_siblings, owner_of, poison
+from gemini.train.params.handle import ParamHandle, ParamSet
 from gemini.train.setup.problem import Decision, check_optimizers, collect_params, decide
-
-if TYPE_CHECKING:
-    from gemini.train.engine import Engine
 
 
 @dataclass
@@ -48,7 +44,7 @@ class Built:
     ledger: Ledger
     spill: SpillFile | None
     chunks: list[Chunk]
-    handles: list[ParamHandle]
+    params: ParamSet
     tile: int
     device_tile: int
     """Elements of a tile that passes through the device."""
@@ -60,7 +56,7 @@ class Built:
 
 
 def build(
-    model: nn.Module, config: GeminiConfig, device: Device, engine: weakref.ref[Engine], ranks: Ranks | None = None
+    model: nn.Module, config: GeminiConfig, device: Device, owner: weakref.ref[Any], ranks: Ranks | None = None
 ) -> Built:
     """Lay out, place, reserve and allocate. The params still hold their own memory afterwards."""
     named = collect_params(model)
@@ -87,23 +83,24 @@ def build(
             chunks[spec.index],
             slot,
             part_of(slot, spec.numel, size, rank),
-            engine,
+            owner,
         )
         for n in named
         for spec, slot in [place_of[n.names[0]]]
     ]
-    for chunk, own in ((chunks[index], own) for index, own in iter_chunks(handles).items()):
-        _make_views(chunk, own)
+    params = ParamSet(handles, _by_chunk(handles))
+    for index, own in params.by_chunk.items():
+        _make_views(chunks[index], own)
     in_steps = problem.working_set + problem.in_flight
     first_use: dict[int, int] = {}
     for access in accesses(decision.trace, layout):
         for index in access.chunks:
             first_use.setdefault(index, access.moment)
-    foresight = _foresight(decision, engine)
-    return Built(decision, ledger, spill, chunks, handles, tile, device_tile, in_steps, foresight, first_use)
+    foresight = _foresight(decision, owner)
+    return Built(decision, ledger, spill, chunks, params, tile, device_tile, in_steps, foresight, first_use)
 
 
-def _foresight(decision: Decision, engine: weakref.ref[Engine]) -> Foresight:
+def _foresight(decision: Decision, owner: weakref.ref[Any]) -> Foresight:
     """The plan's own moves, if it was made for a real step; else those for the first step that is seen, which leave
     some room to activations on their way if they can.
     """
@@ -116,8 +113,8 @@ def _foresight(decision: Decision, engine: weakref.ref[Engine]) -> Foresight:
         schedule = Schedule(plan.accesses, plan.moves, moving, plan.again)
 
     def make_moves(steps: tuple[Access, ...]) -> tuple[Moves, ...]:
-        owner = engine()
-        for left in {0 if owner is None else owner.activations.wish(): None, 0: None}:
+        model = owner()
+        for left in {0 if model is None else model.activations.wish(): None, 0: None}:
             budgets = {**problem.budgets, problem.compute: problem.budgets[problem.compute] - left}
             with contextlib.suppress(BudgetExceeded):
                 return moves_for(trace, replace(problem, budgets=budgets), placement, steps=steps)[0]
@@ -180,142 +177,9 @@ def _make_chunk(
     return chunk
 
 
-def make_trainable(engine: Engine, chunk: Chunk) -> None:
-    """Give a frozen chunk the planes of a trained one, on the fastest tier below the GPU with room for all."""
-    if chunk.trained:
-        return
-    precision, numel = engine.config.precision, chunk.weights.numel
-    specs = plane_specs(precision, engine.config.gradients, engine.rule.spec, trainable=True)
-    missing = {kind: spec for kind, spec in specs.items() if kind not in chunk.planes}
-    if precision == "fp16":
-        raise GeminiError(
-            f"{chunk.name} was frozen when the model was wrapped: in fp16 it has no fp32 master to train. "
-            "Set requires_grad before wrapping, or use precision='bf16'"
-        )
-    num_bytes = sum(spec.page_bytes(numel) for spec in missing.values())
-    below = [tier for tier in engine.ledger.tiers if tier is not Tier.GPU]
-    if engine.device.tier in below:
-        with contextlib.suppress(BudgetExceeded):  # then the next tier
-            engine.manager.make_room(num_bytes, what=chunk.name)
-    if engine.rule.spec.in_memory:
-        below = [tier for tier in below if tier is not Tier.NVME]
-    tier = next((t for t in below if engine.ledger.free(t) >= num_bytes), None)
-    if tier is None:
-        raise BudgetExceeded(
-            f"{chunk.name} became trained after wrapping and needs {human_bytes(num_bytes)} for gradients and "
-            "optimizer states, which no tier has: set requires_grad before wrapping, or raise a budget"
-        )
-    planes = {}
-    for kind, spec in missing.items():
-        planes[kind] = make_plane(spec, numel, tier, engine.device, engine.spill)
-        engine.ledger.reserve(tier, planes[kind].num_bytes, kind)
-    chunk.planes.update(planes)
-    chunk.trained = True
-
-
-def follow_requires_grad(engine: Engine) -> None:
-    """After a flip of ``requires_grad``: a param that became trained gets its hook, its chunk what it lacks."""
-    engine.activations.drain()
-    for handle in engine.handles:
-        handle.trained = handle.param.requires_grad
-        if handle.trained and handle.hook is None:
-            make_trainable(engine, handle.chunk)
-            handle.hook = handle.param.register_post_accumulate_grad_hook(grad_hook(handle))
-
-
-def iter_chunks(handles: Iterable[ParamHandle]) -> dict[int, list[ParamHandle]]:
+def _by_chunk(handles: Iterable[ParamHandle]) -> dict[int, list[ParamHandle]]:
     """Handles by the index of their chunk."""
     by_chunk: dict[int, list[ParamHandle]] = {}
     for handle in handles:
         by_chunk.setdefault(handle.chunk.spec.index, []).append(handle)
     return by_chunk
-
-
-class Taken(NamedTuple):
-    """What it takes to give a param back as it was: its dtype, and its values where its home has not all their bits."""
-
-    handle: ParamHandle
-    dtype: torch.dtype
-    original: torch.Tensor | None
-
-
-def adopt_all(engine: Engine, *, filled: bool = False) -> list[Taken]:
-    """Move the params home one by one; what :func:`give_back` needs. If one cannot be moved, those that were are given
-    back as they were.
-
-    ``filled``: the homes hold the values already.
-    """
-    given: list[Taken] = []
-    try:
-        for index, handles in engine.by_chunk.items():
-            for handle in handles:
-                given.append(Taken(handle, *_adopt(engine, handle, filled)))
-            if engine.chunks[index].gathered:
-                engine.exposure.hide(engine.chunks[index])
-            else:
-                engine.exposure.poison(engine.chunks[index])
-                engine.saved_weights.watch(engine.chunks[index], handles)
-    except BaseException:
-        if engine.shards is not None:
-            raise  # the rest of a param is on other ranks, who may be past this point: the model must be made anew
-        give_back(engine, given)
-        raise
-    find_siblings(engine.handles)
-    return given
-
-
-def give_back(engine: Engine, given: Iterable[Taken]) -> None:
-    """Make taken params ordinary ones again, with the values they had."""
-    for handle, dtype, original in given:
-        param = handle.param
-        value = engine.by_names.read(handle, torch.float32).to(dtype) if original is None else original
-        param.__class__ = nn.Parameter
-        param.data = value
-        del param._gemini  # type: ignore[attr-defined]
-        if handle.hook is not None:
-            handle.hook.remove()
-    engine.forget_params()
-
-
-def _adopt(engine: Engine, handle: ParamHandle, filled: bool) -> tuple[torch.dtype, torch.Tensor | None]:
-    """Move one param's values home and make it a view of its chunk; returns what undoing that needs.
-
-    Its dtype is enough, unless it is frozen and gets narrower, or float64: then the original is kept until the model is
-    whole.
-    """
-    param = handle.param
-    original = param.data
-    if not filled:
-        engine.by_names.write(handle, original)
-    param.grad = None
-    param.data = handle.view
-    handle.version = param._version
-    param._gemini = handle  # type: ignore[attr-defined]
-    handle.trained, handle.optimizer = param.requires_grad, owner_of(param)
-    if handle.trained:
-        handle.hook = param.register_post_accumulate_grad_hook(grad_hook(handle))
-    narrowed = not handle.chunk.spec.trainable and original.dtype.itemsize > param.dtype.itemsize
-    return original.dtype, original if narrowed or original.dtype.itemsize > 4 else None
-
-
-def grad_hook(handle: ParamHandle) -> Any:
-    """What moves a param's gradient into its chunk as soon as it is complete."""
-
-    def take(param: torch.Tensor) -> None:
-        engine_of(handle).take_grad(handle)
-
-    return take
-
-
-def take_apart(chunks: Iterable[Chunk], handles: Iterable[ParamHandle]) -> None:
-    """The model ends: params refuse to be read, and neither they nor a chunk that somebody keeps hold any memory."""
-    handles = list(handles)
-    poison(handles)
-    for handle in handles:
-        handle.view = torch.empty(0, device="cpu")
-        if handle.hook is not None:
-            handle.hook.remove()
-    for chunk in chunks:
-        chunk.planes.clear()
-        chunk.window = None
-        chunk.flat = chunk.face = torch.empty(0, dtype=chunk.flat.dtype, device="cpu")

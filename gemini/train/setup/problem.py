@@ -30,7 +30,8 @@ from gemini.rules import UpdateRule, refuse_other
 from gemini.tiers import Tier
 from gemini.train.modules.compiled import compiled_part
 from gemini.train.modules.renormalized import refuse_on_ranks
-from gemini.train.params.guard import handle_of, optimizer_of
+from gemini.train.params.handle import handle_of
+from gemini.train.params.stepper import optimizer_of
 from gemini.train.setup.structure import structural_trace
 from gemini.version import __version__
 

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from gemini.train.params.guard import handle_of
+from gemini.train.params.handle import handle_of
 
 
 def refuse_unwrappable(model: nn.Module, managed_class: Callable[[type[nn.Module]], type[nn.Module]]) -> None:

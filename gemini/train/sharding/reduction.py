@@ -10,9 +10,9 @@ are reduced before they are complete; a param's gradient still arrives once, so 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from array import array
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -22,18 +22,21 @@ from gemini.errors import BudgetExceeded, GeminiError
 from gemini.memory.chunks.chunk import Chunk
 from gemini.memory.devices.device import Window
 from gemini.memory.movement.mover import tiles
+from gemini.memory.store import ChunkStore
 from gemini.planning.planes import GRAD
 from gemini.planning.timeline import Lane
 from gemini.ranks.agreement import Point, Wish
+from gemini.ranks.facts import Facts, plain
 from gemini.ranks.wire import Tag, guarded
-from gemini.train.params.guard import ParamHandle
-from gemini.train.setup.problem import reduce_dtype
-from gemini.train.sharding.alike import Facts, gradient_facts, meet_with, owners, refuse_differing, step_facts
-from gemini.train.update.in_backward import use_in_backward
-
-if TYPE_CHECKING:
-    from gemini.train.engine import Engine
-    from gemini.train.sharding.shards import Shards
+from gemini.train.gradients.scaled_backward import Scaling
+from gemini.train.gradients.store import GradientStore
+from gemini.train.params.handle import ParamHandle, handle_of
+from gemini.train.params.stepper import Stepper, optimizer_of
+from gemini.train.sharding.alike import meet_with, refuse_differing
+from gemini.train.sharding.shards import Shards
+from gemini.train.step import StepState
+from gemini.train.update.in_backward import InBackward
+from gemini.train.update.updates import Updates
 
 _HOLDER = "gradients in flight"
 _PLAN = 8
@@ -55,15 +58,25 @@ class _WholeGradient:
 
 
 class Reduction:
-    """The gradients of an engine that shares its model with other ranks."""
+    """The gradients of a model that is shared with other ranks.
 
-    def __init__(self, engine: Engine, shards: Shards):
+    Args:
+        dtype: in which they are added up.
+    """
+
+    def __init__(
+        self, shards: Shards, store: ChunkStore, state: StepState, *, dtype: torch.dtype, gradients: GradientStore,
+        scaling: Scaling, updates: Updates, in_backward: InBackward,
+    ):  # fmt: skip
         self.reduces = True
         """Whether gradients that are complete are reduced now; False inside ``no_sync``."""
         self._shards = shards
         self._ranks = shards.ranks
-        self._reference = engine.self_reference
-        self._dtype = reduce_dtype(engine.config)
+        self._params, self._chunks, self._device = shards.params, store.chunks, store.device
+        self._mover, self._manager, self._state = store.mover, store.manager, state
+        self._gradients, self._scaling, self._updates = gradients, scaling, updates
+        self._in_backward = in_backward
+        self._dtype = dtype
         self._scale = 1.0 / (self._ranks.size * self._ranks.num_replicas)
         self._whole: dict[int, _WholeGradient] = {}
         self._spare: dict[int, list[Window]] = {}
@@ -76,15 +89,15 @@ class Reduction:
         self.num_backwards = 0
         """Since the last step, outside of ``no_sync``: replicas meet in none of them."""
 
-    def _engine(self) -> Engine:
-        engine = self._reference()
-        assert engine is not None
-        return engine
+    @property
+    def has_replicas(self) -> bool:
+        """Whether other ranks have the same shard."""
+        return self._ranks.replicas is not None
 
     def take(self, handle: ParamHandle, grad: torch.Tensor) -> None:
         """Keep a param's gradient, divided by the number of ranks, until that of its chunk is complete."""
         chunk = handle.chunk
-        if self._settled and self._ranks.replicas is not None and any(h.has_grad for h in self._engine().handles):
+        if self._settled and self._ranks.replicas is not None and any(h.has_grad for h in self._params.handles):
             raise GeminiError("a backward after clip_grad_norm_: clip after the last backward of a step")
         whole = self._whole.get(chunk.spec.index)
         if whole is None:
@@ -114,38 +127,37 @@ class Reduction:
 
     def _reduce(self, index: int) -> None:
         whole = self._whole[index]
-        trained = sum(handle.trained for handle in self._engine().by_chunk[index])
-        is_full = len(whole.arrived) == trained == len(self._engine().by_chunk[index])
+        trained = sum(handle.trained for handle in self._params.by_chunk[index])
+        is_full = len(whole.arrived) == trained == len(self._params.by_chunk[index])
         self._shards.reach(Wish(Point.REDUCE, index, _detail(is_full, whole.flat.dtype, self._planned())))
 
     def _planned(self) -> int:
         """What updates inside this backward depend on, as a checksum; 0 if there are none."""
-        engine = self._engine()
-        if engine.config.gradients != "transient":
+        if not self._in_backward.transient:
             return 0
-        if self._plan[0] != engine.state.backward_number:  # counters change with the first update
-            self._plan = engine.state.backward_number, step_facts(engine, owners(engine)).checksum
+        if self._plan[0] != self._state.backward_number:  # counters change with the first update
+            self._plan = self._state.backward_number, self._facts_of_step(self._owners()).checksum
         return self._plan[1]
 
     def _check_plans(self, details: list[int]) -> None:
         """Ranks that disagree about updates inside backward find out before the first of them."""
         if len({detail >> _PLAN for detail in details}) > 1:
-            facts = step_facts(self._engine(), owners(self._engine()))
+            facts = self._facts_of_step(self._owners())
             refuse_differing(self._shards, "the updates inside backward", facts)
 
     def reduce(self, index: int, wishes: list[Wish]) -> None:
         """All ranks add up chunk ``index``: each receives its shard of the sum and lands it."""
-        engine, chunk = self._engine(), self._engine().chunks[index]
+        chunk = self._chunks[index]
         self._check_plans([wish.detail for wish in wishes])
         if self._settled:
             self._unsettle()
-        handles, whole = engine.by_chunk[index], self._whole.get(index)
+        handles, whole = self._params.by_chunk[index], self._whole.get(index)
         arrived, dtypes = self._who_has_what(index, wishes, whole, handles)
         present = [handle for number, handle in enumerate(handles) if arrived[:, number].any()]
         senders = {rank: dtypes[rank] for rank in range(self._ranks.size) if arrived[rank].any()}
         if any(handle.has_grad for handle in present):
-            engine.gradients.promote([chunk])
-        transient = engine.config.gradients == "transient"
+            self._gradients.promote([chunk])
+        transient = self._in_backward.transient
         if whole is None and (transient or self._ranks.collective is not None):
             whole = self._open(chunk)
         if whole is not None:
@@ -154,12 +166,12 @@ class Reduction:
                     whole.flat[handle.slot.start : handle.slot.stop].zero_()
         adding = {handle.name: handle.has_grad for handle in present}
         for handle in present:
-            engine.gradients.apply_clip(handle)
+            self._gradients.apply_clip(handle)
         for handle in present:
             handle.norm_sums = None if transient else []
         shard = chunk.weights.numel
         what = Lane.REDUCE.value
-        about = engine.mover.about(what, f"{what} chunk {index}", index, lane=Lane.REDUCE)
+        about = self._mover.about(what, f"{what} chunk {index}", index, lane=Lane.REDUCE)
         with torch.profiler.record_function("gemini::reduce_scatter"), about:
             for start, stop, total in self._sums(chunk, whole, senders):
                 if transient:
@@ -218,7 +230,7 @@ class Reduction:
             first, last = max(handle.part.start, start), min(handle.part.stop, stop)
             if first < last:
                 piece = rounded[first - start : last - start]
-                sums = self._engine().gradients.land_piece(chunk, piece, first, adding[handle.name])
+                sums = self._gradients.land_piece(chunk, piece, first, adding[handle.name])
                 assert handle.norm_sums is not None
                 handle.norm_sums += sums
 
@@ -226,8 +238,8 @@ class Reduction:
         """``step_in_backward``: the sums stand in this rank's section of the whole gradient."""
         at = self._ranks.rank * chunk.weights.numel
         for handle in handles:
-            use_in_backward(self._engine(), handle, whole.flat[at + handle.part.start : at + handle.part.stop])
-        self._engine().updates.complete(chunk, now=True)  # the whole gradient makes room for the next one
+            self._in_backward.use(handle, whole.flat[at + handle.part.start : at + handle.part.stop])
+        self._updates.complete(chunk, now=True)  # the whole gradient makes room for the next one
 
     def _open(self, chunk: Chunk) -> _WholeGradient:
         """Memory for the gradient of a whole chunk; without room, others are reduced before they are complete."""
@@ -235,10 +247,10 @@ class Reduction:
         dtype = self._dtype if self.reduces else torch.float32
         num_bytes = chunk.spec.numel * dtype.itemsize
         spare = self._spare.setdefault(num_bytes, [])
-        window = spare.pop() if spare else self._engine().device.make_window(num_bytes)
+        window = spare.pop() if spare else self._device.make_window(num_bytes)
         while True:
             try:
-                self._engine().manager.populate(window, _HOLDER, what=f"the gradient of {chunk.name}")
+                self._manager.populate(window, _HOLDER, what=f"the gradient of {chunk.name}")
                 break
             except BudgetExceeded as e:
                 if not self.reduces:
@@ -250,7 +262,12 @@ class Reduction:
                 self._reduce(max(self._whole))
         whole = _WholeGradient(window, dtype)
         self._whole[chunk.spec.index] = whole
+        self._state.note_unreduced(+1)
         return whole
+
+    def explain(self, error: BudgetExceeded) -> BudgetExceeded:
+        """What to say of missing room for weights."""
+        return error if self.reduces else self.without_room(error)
 
     def without_room(self, error: BudgetExceeded) -> BudgetExceeded:
         """What to say of it inside ``no_sync``: whole gradients may be what takes the room."""
@@ -261,7 +278,8 @@ class Reduction:
 
     def _close(self, index: int) -> None:
         window = self._whole.pop(index).window
-        self._engine().manager.depopulate(window, _HOLDER)
+        self._state.note_unreduced(-1)
+        self._manager.depopulate(window, _HOLDER)
         self._spare.setdefault(window.num_bytes, []).append(window)
 
     def discard(self, handles: list[ParamHandle]) -> None:
@@ -275,16 +293,12 @@ class Reduction:
                     self._close(handle.chunk.spec.index)
         self.clippings.clear()
 
-    def end_step(self) -> None:
+    def end_step(self, *, has_gradients: bool) -> None:
         """After an optimizer step, skipped or made."""
         self.clippings.clear()
         self.num_dropped = self.num_backwards = 0
-        if self._settled and not self._engine().has_gradients:
+        if self._settled and not has_gradients:
             self._settled = False
-
-    @property
-    def has_unreduced(self) -> bool:
-        return bool(self._whole)
 
     @contextmanager
     def without_reducing(self) -> Iterator[None]:
@@ -312,7 +326,7 @@ class Reduction:
                 "optimizer.step() or clip_grad_norm_ after a backward inside no_sync(), or one that failed: the last "
                 "backward of a step must be outside of no_sync(), so that gradients are reduced. zero_grad() drops them"
             )
-        handles, gradients = self._engine().handles, gradient_facts(self._engine())
+        handles, gradients = self._params.handles, self._facts_of_gradients()
         said = meet_with(self._shards, Point.SETTLE, gradients, step)
         if any(len({there for there, _ in row}) > 1 for row in said):  # replicas may have other gradients until here
             refuse_differing(self._shards, "clip_grad_norm_ or optimizer.step()", gradients)
@@ -329,13 +343,25 @@ class Reduction:
         self._settled = True
         return 0 not in steps
 
-    def confirm(self, step: Facts) -> None:
+    def agree_on_step(self, optimizer: Stepper) -> None:
+        """``optimizer.step()`` is about to update params: all ranks come here, and must be about to do the same.
+
+        The checksum travels in the message with which ranks meet before the norm is added up. If that was sent by
+        ``clip_grad_norm_`` already, they meet here once more.
+
+        Raises:
+            RankMismatch: on every rank; no weight was changed.
+        """
+        if not self.settle(self._facts_of_step([optimizer])):
+            self._confirm(self._facts_of_step([optimizer]))
+
+    def _confirm(self, step: Facts) -> None:
         """Gradients are settled: every rank is about to update the same params with the same of them.
 
         Raises:
             RankMismatch: on every rank, if not.
         """
-        gradients = gradient_facts(self._engine())
+        gradients = self._facts_of_gradients()
         said = meet_with(self._shards, Point.STEP, gradients, step)
         for number, facts in enumerate((gradients, step)):
             if len({rank[number] for row in said for rank in row}) > 1:
@@ -343,36 +369,80 @@ class Reduction:
 
     def _unsettle(self) -> None:
         """A backward after ``clip_grad_norm_``: of a norm that all ranks know, this rank's part is its own again."""
-        for handle in self._engine().handles:
+        for handle in self._params.handles:
             if handle.norm_sums is not None:
                 handle.norm_sums = handle.norm_sums[self._ranks.rank : self._ranks.rank + 1]
         self._settled = False
 
     def _sum_across_replicas(self) -> None:
         """Add up this rank's shard of the gradients over all replicas, chunk by chunk in the order of the layout."""
-        engine, wire = self._engine(), self._ranks.replicas
+        wire = self._ranks.replicas
         assert wire is not None
-        own = torch.tensor([handle.has_grad for handle in engine.handles], dtype=torch.uint8)
+        own = torch.tensor([handle.has_grad for handle in self._params.handles], dtype=torch.uint8)
         rows = wire.swap(Tag.AGREEMENT, own, "comparing gradients across replicas").bool()
-        anywhere = {h.name: bool(flag) for h, flag in zip(engine.handles, rows.any(0).tolist(), strict=True)}
-        for index, handles in engine.by_chunk.items():
+        anywhere = {h.name: bool(flag) for h, flag in zip(self._params.handles, rows.any(0).tolist(), strict=True)}
+        for index, handles in self._params.by_chunk.items():
             present = [handle for handle in handles if anywhere[handle.name]]
             if not present:
                 continue
-            chunk = engine.chunks[index]
+            chunk = self._chunks[index]
             plane = chunk.planes[GRAD]
             absent = [handle.part for handle in present if not handle.has_grad]
             for handle in present:
                 handle.norm_sums = []
-            for start, stop in tiles(0, plane.numel, min(engine.mover.tile, self._shards.piece)):
-                tile, is_staged = engine.mover.host_tile(1, plane, start, stop)
+            for start, stop in tiles(0, plane.numel, min(self._mover.tile, self._shards.piece)):
+                tile, is_staged = self._mover.host_tile(1, plane, start, stop)
                 for part in absent:
                     tile[max(part.start - start, 0) : max(part.stop - start, 0)].zero_()
                 wire.all_reduce(Tag.REPLICAS, tile, self._shards.scratch, f"the all-reduce of {chunk.name}")
                 if is_staged:
-                    engine.mover.store(plane, start, stop, tile)
+                    self._mover.store(plane, start, stop, tile)
                 for handle in present:
                     first, last = max(handle.part.start, start), min(handle.part.stop, stop)
                     if first < last:
                         assert handle.norm_sums is not None
                         handle.norm_sums += kernels.sum_squares(tile[first - start : last - start])
+
+    # ---- what ranks compare -------------------------------------------------------------------------------------
+
+    def _facts_of_gradients(self) -> Facts:
+        """Which params have a gradient."""
+        return Facts({}, {"the gradient": array("b", [handle.has_grad for handle in self._params.handles])})
+
+    def _facts_of_step(self, optimizers: Sequence[Stepper]) -> Facts:
+        """Everything that an update by these optimizers depends on, but the gradients themselves."""
+        values = {
+            "clip_grad_norm_": ", ".join(self.clippings) or "not called",
+            "the number of backwards since the last step": str(self.num_backwards),
+            "how often zero_grad() dropped gradients since the last step": str(self.num_dropped),
+        }
+        groups: dict[str, int] = {}
+        number = 0
+        for which, optimizer in enumerate(optimizers):
+            for index, group in enumerate(optimizer.param_groups):
+                label = f"param group {index}" + (f" of optimizer {which}" if len(optimizers) > 1 else "")
+                managed = [handle for param in group["params"] if (handle := handle_of(param)) is not None]
+                for name in optimizer.defaults if managed else ():
+                    values[f"{name} of {label}"] = repr(plain(group.get(name, "not given")))
+                for handle in managed:
+                    groups[handle.name] = number
+                number += 1
+        scaling, handles = self._scaling, self._params.handles
+        if scaling.loss_scale is not None:
+            values["the loss scale"] = repr(float(scaling.loss_scale.scale))
+        values["the factor that takes the loss scale out of gradients"] = repr(float(scaling.unscale))
+        values["the coefficient of clip_grad_norm_"] = repr(float(self._state.clip_coefficient))
+        return Facts(
+            values,
+            {
+                "the param group": array("q", [groups.get(handle.name, -1) for handle in handles]),
+                "requires_grad": array("b", [handle.trained for handle in handles]),
+                "the number of updates": array("q", [handle.num_steps for handle in handles]),
+                "the clipping": array("d", [handle.clip for handle in handles]),
+            },
+        )
+
+    def _owners(self) -> list[Stepper]:
+        """The optimizers of the params, in the order of the model."""
+        found = {id(o): o for handle in self._params.handles if (o := optimizer_of(handle.param)) is not None}
+        return list(found.values())

@@ -15,7 +15,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,7 @@ from gemini.errors import RankLost, RankMismatch
 from gemini.memory.chunks.chunk import Chunk
 from gemini.memory.devices.device import DONE, Event
 from gemini.memory.movement.mover import tiles
+from gemini.memory.store import ChunkStore
 from gemini.planning.layout import part_of
 from gemini.planning.planes import PlaneKind
 from gemini.planning.timeline import Lane
@@ -33,11 +34,9 @@ from gemini.ranks.watch import Watch
 from gemini.ranks.wire import Tag, Wire, guarded
 from gemini.tiers import Tier
 from gemini.train.params.by_name import host_part
-from gemini.train.params.guard import ParamHandle
+from gemini.train.params.handle import ParamHandle, ParamSet
 from gemini.train.sharding.consensus import end_group_of
-
-if TYPE_CHECKING:
-    from gemini.train.engine import Engine
+from gemini.train.step import StepState
 
 _PARTED = -1  # where the ranks of a replica stand that cannot agree among themselves
 _TRAFFIC = {
@@ -50,29 +49,49 @@ _TRAFFIC = {
 }
 
 
-def _is_inside(reference: weakref.ref[Engine]) -> Callable[[], bool | None]:
+class Reducing(Protocol):
+    """Who adds up gradients (:class:`gemini.train.sharding.reduction.Reduction`)."""
+
+    def reduce(self, index: int, wishes: list[Wish]) -> None:
+        """All ranks add up the gradients of a chunk."""
+
+    def end_step(self, *, has_gradients: bool) -> None:
+        """After an optimizer step."""
+
+
+def _is_inside(reference: weakref.ref[StepState]) -> Callable[[], bool | None]:
     """Whether a call of the model is under way, for another thread; None when there is no model any more."""
 
     def is_inside() -> bool | None:
-        engine = reference()
-        if engine is None:
+        state = reference()
+        if state is None:
             return None
-        return not hasattr(engine, "calls") or engine.calls.running or engine.state.in_backward
+        return not state.is_made or state.in_forward or state.in_backward
 
     return is_inside
 
 
 class Shards:
-    """The part of an engine that deals with other ranks."""
+    """What a model has to do with other ranks.
 
-    def __init__(self, engine: Engine, ranks: Ranks, exchange: int):
-        self.ranks = ranks
-        self.scratch = engine.device.make_host_buffer(exchange)
+    Args:
+        exchange: bytes of host memory for pieces on the wire.
+        kinds: of planes, numbered alike on all ranks.
+        await_update: waits for the update of a chunk.
+    """
+
+    def __init__(
+        self, ranks: Ranks, params: ParamSet, store: ChunkStore, state: StepState, *, exchange: int,
+        kinds: tuple[PlaneKind, ...], await_update: Callable[[Chunk], None],
+    ):  # fmt: skip
+        self.ranks, self.params = ranks, params
+        self.scratch = store.device.make_host_buffer(exchange)
         self._agreement = Agreement(ranks.wire)
-        self._watch = Watch(self._agreement, ranks.wire, _is_inside(engine.self_reference)) if ranks.size > 1 else None
-        self._engine = engine.self_reference
-        self._kinds = engine.rule.spec.kinds
-        self._numbers = {handle.name: number for number, handle in enumerate(engine.handles)}
+        self._watch = Watch(self._agreement, ranks.wire, _is_inside(weakref.ref(state))) if ranks.size > 1 else None
+        self._chunks, self._device, self._mover = store.chunks, store.device, store.mover
+        self._kinds, self._await_update = kinds, await_update
+        self._reducing: Reducing | None = None
+        self._numbers = {handle.name: number for number, handle in enumerate(params.handles)}
         self.num_meetings = 0
         self._read: torch.Tensor | None = None
         self.waiting_group: dist.ProcessGroup | None = None
@@ -89,17 +108,15 @@ class Shards:
         end_group_of(self)
         self.ranks.close()
 
-    @property
-    def engine(self) -> Engine:
-        engine = self._engine()
-        assert engine is not None
-        return engine
+    def connect(self, reducing: Reducing) -> None:
+        """Who adds up gradients when all ranks stand there."""
+        self._reducing = reducing
 
-    def end_step(self) -> None:
+    def end_step(self, *, has_gradients: bool) -> None:
         """After an optimizer step: what was sent since the last one is what the report shows."""
         self._agreement.num_steps += 1
-        if self.engine.reduction is not None:
-            self.engine.reduction.end_step()
+        if self._reducing is not None:
+            self._reducing.end_step(has_gradients=has_gradients)
         total = self._sent()
         self.sent_last_step = total - self._sent_before
         self._sent_before = total
@@ -117,7 +134,7 @@ class Shards:
 
     def reach(self, wish: Wish) -> list[Wish]:
         """Wait, serving other ranks, until ``wish`` is done or all ranks stand at its point."""
-        with self.engine.mover.about("other ranks", "wait for other ranks"):
+        with self._mover.about("other ranks", "wait for other ranks"):
             try:
                 return self._agreement.reach(wish, self)
             except RankMismatch:
@@ -162,9 +179,8 @@ class Shards:
 
     def reduce(self, index: int, wishes: list[Wish]) -> None:
         """All ranks add up the gradients of a chunk."""
-        reduction = self.engine.reduction
-        assert reduction is not None
-        reduction.reduce(index, wishes)
+        assert self._reducing is not None
+        self._reducing.reduce(index, wishes)
 
     # ---- weights ------------------------------------------------------------------------------------------------
 
@@ -179,19 +195,19 @@ class Shards:
         point, index = subject
         if point is Point.READ:
             number, kind = divmod(index, len(self._kinds))
-            self.engine.updates.wait(self.engine.handles[number].chunk)
-            self._serve_read(self.engine.handles[number], self._kinds[kind], takers)
+            self._await_update(self.params.handles[number].chunk)
+            self._serve_read(self.params.handles[number], self._kinds[kind], takers)
             return
-        self.engine.updates.wait(self.engine.chunks[index])
+        self._await_update(self._chunks[index])
         if len(takers) == self.ranks.size:
-            self._all_gather(self.engine.chunks[index])
+            self._all_gather(self._chunks[index])
         else:
-            self._send_weights(self.engine.chunks[index], takers)
+            self._send_weights(self._chunks[index], takers)
 
     def _all_gather(self, chunk: Chunk) -> None:
         shard = chunk.weights.numel
         own = chunk.flat[self.ranks.rank * shard : (self.ranks.rank + 1) * shard]
-        chunk.fetched = self.engine.mover.fetch(chunk.weights, own, chunk.spec.index)
+        chunk.fetched = self._mover.fetch(chunk.weights, own, chunk.spec.index)
         if self.ranks.collective is None:
             chunk.fetched.wait()  # the wire reads it on the host
         else:
@@ -208,11 +224,11 @@ class Shards:
     def _gathering(self, chunk: Chunk) -> AbstractContextManager[None]:
         """Around weights on the wire."""
         index, what = chunk.spec.index, Lane.GATHER.value
-        return self.engine.mover.about(what, f"{what} chunk {index}", index, lane=Lane.GATHER)
+        return self._mover.about(what, f"{what} chunk {index}", index, lane=Lane.GATHER)
 
     def _send_weights(self, chunk: Chunk, takers: list[int]) -> None:
         """Some ranks need weights that others do not: host tile by host tile, so that those need no memory for it."""
-        mover, wire, plane = self.engine.mover, self.ranks.wire, chunk.weights
+        mover, wire, plane = self._mover, self.ranks.wire, chunk.weights
         shard, what = plane.numel, f"sending the weights of {chunk.name}"
         taking = wire.rank in takers
         for start, stop in tiles(0, shard, min(mover.tile, self.piece)):
@@ -232,8 +248,8 @@ class Shards:
                 into = chunk.flat[rank * shard + start : rank * shard + stop]
                 # As in an all-gather: what others sent counts as sent by them.
                 crosses = part.numel() * part.element_size() if rank == wire.rank else 0
-                with mover.crossing(Tier.CPU, self.engine.device.tier, crosses):
-                    self.engine.device.copy(into, part, "fetch").wait()
+                with mover.crossing(Tier.CPU, self._device.tier, crosses):
+                    self._device.copy(into, part, "fetch").wait()
 
     @property
     def piece(self) -> int:
@@ -255,10 +271,10 @@ class Shards:
         taking = wire.rank in takers
         for owner in range(wire.size):
             part = part_of(handle.slot, handle.chunk.spec.numel, wire.size, owner)
-            for start, stop in tiles(0, part.numel, self.engine.mover.tile):
+            for start, stop in tiles(0, part.numel, self._mover.tile):
                 own = None
                 if owner == wire.rank:
-                    own = host_part(self.engine.mover, plane, part.start + start, part.start + stop)
+                    own = host_part(self._mover, plane, part.start + start, part.start + stop)
                     wire.start(Tag.BY_NAME, {t: own for t in takers if t != owner}, {}, what).wait()
                 if taking:
                     assert self._read is not None

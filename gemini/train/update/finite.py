@@ -8,7 +8,7 @@ told later, of all chunks at once, when the step ends. Updates on the host look 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -17,11 +17,9 @@ from gemini.errors import NonFiniteGradient
 from gemini.memory.chunks.chunk import Chunk
 from gemini.memory.movement.mover import Mover
 from gemini.rules import UpdateRule
-from gemini.train.params.guard import ParamHandle
+from gemini.train.params.handle import ParamHandle
+from gemini.train.step import StepState
 from gemini.train.update.tiles import Path, Work, check_finite, path_of
-
-if TYPE_CHECKING:
-    from gemini.train.engine import Engine
 
 
 class _Update(NamedTuple):
@@ -32,9 +30,14 @@ class _Update(NamedTuple):
 
 
 class Unseen:
-    """What an engine has yet to look at of the gradients that were used in backward."""
+    """What is yet to be looked at of the gradients of one model that were used in backward.
 
-    def __init__(self) -> None:
+    Args:
+        alone: whether the model is this process's only.
+    """
+
+    def __init__(self, state: StepState, *, alone: bool) -> None:
+        self._state, self._alone = state, alone
         self._updates: list[_Update] = []
         self.num_chunks = 0
         """Handed over for their update since :meth:`look` was called, on the device and on the host."""
@@ -67,7 +70,7 @@ class Unseen:
             self._updates.append(_Update(handles, sums))
         return flag
 
-    def look(self, engine: Engine) -> None:
+    def look(self) -> None:
         """See what became of the updates on the device: a wait, once for all of them.
 
         Raises:
@@ -88,8 +91,8 @@ class Unseen:
         if not bad:
             return
         told = f"the gradient of {bad[0].name!r} holds inf or NaN (and {len(bad) - 1} more params)."
-        if num_stopped == num_chunks and engine.shards is None:
-            engine.state.forget_update_in_backward()
+        if num_stopped == num_chunks and self._alone:
+            self._state.forget_update_in_backward()
             raise NonFiniteGradient(
                 f"{told} No weight was changed: call optimizer.zero_grad() to drop this step and go on, or look for "
                 "the cause (learning rate, data)"
@@ -98,7 +101,7 @@ class Unseen:
             f"{told} Their chunks were not updated, but {num_chunks - num_stopped} others of this rank were in this "
             "backward: resume from a checkpoint"
         )
-        engine.state.mark_corrupted(error)
+        self._state.mark_corrupted(error)
         raise error
 
     def forget(self) -> None:

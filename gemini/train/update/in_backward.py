@@ -6,77 +6,96 @@ its step: the one outside ``no_sync()``.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
 from gemini.errors import GeminiError
 from gemini.memory.chunks.chunk import Chunk
-from gemini.train.params.guard import ParamHandle, optimizer_of, stepping_in_backward
+from gemini.memory.movement.mover import Mover
+from gemini.rules import UpdateRule
+from gemini.train.gradients.scaled_backward import Scaling
+from gemini.train.gradients.store import GradientStore
+from gemini.train.params.handle import ParamHandle, ParamSet
+from gemini.train.params.stepper import Stepper, optimizer_of, stepping_in_backward
+from gemini.train.step import StepState
+from gemini.train.update.tiles import Segment
+from gemini.train.update.updates import Updates
 
-if TYPE_CHECKING:
-    from gemini.train.engine import Engine
-    from gemini.train.update.optimizer import HybridOptimizer
 
+class InBackward:
+    """The updates of one model that are made inside backward.
 
-def use_in_backward(engine: Engine, handle: ParamHandle, grad: torch.Tensor) -> None:
-    """Collect a transient gradient (as far as this rank keeps it) for the update of its chunk.
-
-    Raises:
-        GeminiError: if no optimizer owns the param, or it got a gradient in this backward already.
+    Args:
+        transient: whether gradients are kept nowhere.
     """
-    if handle.in_backward == engine.state.backward_number:
-        raise GeminiError(
-            f"{handle.name!r} got its gradient in two parts (shared under reentrant checkpointing), the first of which "
-            'may be used already: gradients="transient" cannot be used with this model; use gradients="retain"'
-        )
-    optimizer = optimizer_of(handle.param)
-    if optimizer is None:
-        raise GeminiError(
-            f'gradients="transient": no HybridAdam(step_in_backward=True) owns {handle.name!r}, so its gradient '
-            "would be lost. Give all trained params to the optimizer before the first backward, or freeze this one"
-        )
-    engine.updates.collect(optimizer.segment_in_backward(engine, handle, grad.detach().contiguous().view(-1)))
-    handle.in_backward = engine.state.backward_number
 
+    def __init__(
+        self, params: ParamSet, state: StepState, mover: Mover, rule: UpdateRule, updates: Updates,
+        gradients: GradientStore, scaling: Scaling, *, transient: bool,
+    ):  # fmt: skip
+        self.transient = transient
+        self._by_chunk, self._state, self._mover, self._rule = params.by_chunk, state, mover, rule
+        self._updates, self._gradients, self._scaling = updates, gradients, scaling
 
-def refuse_used(engine: Engine, handle: ParamHandle) -> None:
-    """Refuse another part of a gradient that was used in this backward already.
+    def use(self, handle: ParamHandle, grad: torch.Tensor) -> None:
+        """Collect a transient gradient (as far as this rank keeps it) for the update of its chunk.
 
-    Raises:
-        GeminiError: it would be another step of this param.
-    """
-    if handle.in_backward == engine.state.backward_number:
-        raise GeminiError(
-            f"{handle.name!r} got its gradient in two parts (shared under reentrant checkpointing), and "
-            "HybridAdam(step_in_backward=True) has used the first one: leave step_in_backward out, or checkpoint with "
-            "use_reentrant=False"
-        )
+        Raises:
+            GeminiError: if no optimizer owns the param, or it got a gradient in this backward already.
+        """
+        if handle.in_backward == self._state.backward_number:
+            raise GeminiError(
+                f"{handle.name!r} got its gradient in two parts (shared under reentrant checkpointing), the first of "
+                'which may be used already: gradients="transient" cannot be used with this model; use '
+                'gradients="retain"'
+            )
+        optimizer = optimizer_of(handle.param)
+        if optimizer is None:
+            raise GeminiError(
+                f'gradients="transient": no HybridAdam(step_in_backward=True) owns {handle.name!r}, so its gradient '
+                "would be lost. Give all trained params to the optimizer before the first backward, or freeze this one"
+            )
+        scalars = optimizer.scalars_in_backward(handle, self._state.backward_number, 1.0)
+        self._updates.collect(Segment(handle, scalars, grad.detach().contiguous().view(-1)))
+        handle.in_backward = self._state.backward_number
 
+    def refuse_used(self, handle: ParamHandle) -> None:
+        """Refuse another part of a gradient that was used in this backward already.
 
-def step_landed(engine: Engine, chunk: Chunk) -> None:
-    """Update the params of a chunk whose gradients are in the grad plane, and whose optimizer steps in backward.
+        Raises:
+            GeminiError: it would be another step of this param.
+        """
+        if handle.in_backward == self._state.backward_number:
+            raise GeminiError(
+                f"{handle.name!r} got its gradient in two parts (shared under reentrant checkpointing), and "
+                "HybridAdam(step_in_backward=True) has used the first one: leave step_in_backward out, or checkpoint "
+                "with use_reentrant=False"
+            )
 
-    Raises:
-        NonFiniteGradient: for inf or NaN; nothing of the chunk was touched. Where the update runs on a device with
-            kernels of its own that is told when the step ends.
-    """
-    if not stepping_in_backward or engine.config.gradients == "transient":
-        return
-    ready: list[tuple[ParamHandle, HybridOptimizer]] = []
-    for handle in engine.by_chunk.get(chunk.spec.index, ()):
-        optimizer = optimizer_of(handle.param) if handle.has_grad else None
-        if optimizer is not None and optimizer.step_in_backward:
-            ready.append((handle, optimizer))
-    if not ready:
-        return
-    engine.gradients.settle()
-    handles = [handle for handle, _ in ready]
-    stop = engine.updates.unseen.stop_for_landed(engine.mover, chunk, handles, engine.rule)
-    if stop is None:
-        engine.gradients.check_finite(handles)
-    for handle, optimizer in ready:
-        engine.updates.collect(optimizer.segment_in_backward(engine, handle, None))
-        handle.norm_sums = None
-        handle.in_backward = engine.state.backward_number
-    engine.updates.complete(chunk, stop=stop)
+    def use_landed(self, chunk: Chunk) -> None:
+        """Update the params of a chunk whose gradients are in the grad plane, and whose optimizer steps in backward.
+
+        Raises:
+            NonFiniteGradient: for inf or NaN; nothing of the chunk was touched. Where the update runs on a device with
+                kernels of its own that is told when the step ends.
+        """
+        if not stepping_in_backward or self.transient or self._state.accumulating:
+            return
+        ready: list[tuple[ParamHandle, Stepper]] = []
+        for handle in self._by_chunk.get(chunk.spec.index, ()):
+            optimizer = optimizer_of(handle.param) if handle.has_grad else None
+            if optimizer is not None and optimizer.step_in_backward:
+                ready.append((handle, optimizer))
+        if not ready:
+            return
+        self._gradients.settle()
+        handles = [handle for handle, _ in ready]
+        stop = self._updates.unseen.stop_for_landed(self._mover, chunk, handles, self._rule)
+        if stop is None:
+            self._gradients.check_finite(handles)
+        for handle, optimizer in ready:
+            scale = self._state.clip_coefficient * self._scaling.unscale * handle.clip
+            scalars = optimizer.scalars_in_backward(handle, self._state.backward_number, scale)
+            self._updates.collect(Segment(handle, scalars))
+            handle.norm_sums = None
+            handle.in_backward = self._state.backward_number
+        self._updates.complete(chunk, stop=stop)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from typing import TYPE_CHECKING
 
 from gemini.memory.devices.device import Event
 from gemini.memory.movement.mover import Mover
@@ -18,9 +17,6 @@ from gemini.memory.movement.staging import StagingSet
 from gemini.planning.planes import GRAD
 from gemini.tiers import Tier
 from gemini.train.update.tiles import Segment, Tile, Work, cut
-
-if TYPE_CHECKING:
-    from gemini.train.engine import Engine
 
 STREAM = "update"
 """The stream of the device on which streamed updates are computed."""
@@ -73,9 +69,9 @@ def streamed_tiles(mover: Mover, work: Work, tile: int, ready: Event) -> Iterato
         yield StreamedTile(mover, work, active, first, last, ready=ready)
 
 
-def streamed_in_turn(engine: Engine, work: Work) -> Iterator[StreamedTile]:
+def streamed_in_turn(mover: Mover, work: Work) -> Iterator[StreamedTile]:
     """The same through the one slot of the thread that trains, where there is no update lane."""
-    slot: StagingSet = engine.mover.staging.on_device[0]
-    for tile in streamed_tiles(engine.mover, work, slot.tile, engine.device.mark()):
+    slot: StagingSet = mover.staging.on_device[0]
+    for tile in streamed_tiles(mover, work, slot.tile, mover.device.mark()):
         tile.staging = slot
         yield tile

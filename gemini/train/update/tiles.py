@@ -11,10 +11,10 @@ thread, or the update lane.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from enum import Enum
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -30,10 +30,7 @@ from gemini.planning.planes import GRAD, RESIDUAL, WEIGHTS, PlaneKind
 from gemini.planning.timeline import Lane
 from gemini.rules import UpdateRule
 from gemini.tiers import Tier
-from gemini.train.params.guard import ParamHandle
-
-if TYPE_CHECKING:
-    from gemini.train.engine import Engine
+from gemini.train.params.handle import ParamHandle
 
 _IN_PLACE_TILE = 2**22
 """Elements of a tile where nothing is staged: milliseconds, so that what became more urgent does not wait for long."""
@@ -246,29 +243,6 @@ def cut(work: Work, tile: int) -> Iterator[tuple[int, int, list[Segment]]]:
         active = [s for s in segments if s.handle.part.start < last and s.handle.part.stop > first]
         if active:
             yield first, last, active
-
-
-def update_chunk(engine: Engine, chunk: Chunk, parts: Iterable[Tile]) -> None:
-    """Update a chunk now, tile by tile, and drop the gathered copy that this has overtaken."""
-    engine.before_write(chunk)
-    try:
-        about = engine.mover.about("update", f"update chunk {chunk.spec.index}", chunk.spec.index)
-        with torch.profiler.record_function("gemini::adam"), about:
-            for tile in parts:
-                try:
-                    tile.begin()
-                    tile.run()
-                    tile.finish()
-                except BaseException:
-                    tile.abandon()
-                    raise
-        engine.manager.drop([chunk])
-        engine.write_observers.after_write(chunk)
-    except BaseException as e:
-        # A repeated step would update finished tiles twice, and planes may be torn: there is no way on from here.
-        engine.state.mark_corrupted(e)
-        engine.updates.forget()  # this error is told; what it means for those in flight goes without saying
-        raise
 
 
 def _spans(rule: UpdateRule, segments: list[Segment], first: int, last: int) -> Iterator[tuple[int, int, Segment]]:

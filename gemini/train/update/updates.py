@@ -8,50 +8,67 @@ is overwritten before it was used. What is needed first goes first: the order of
 from __future__ import annotations
 
 import contextlib
-import weakref
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 
 from gemini.errors import BudgetExceeded
 from gemini.interrupts import WHOLE
 from gemini.memory.chunks.chunk import Chunk
+from gemini.memory.movement.staging import StagingSet
+from gemini.memory.store import ChunkStore
+from gemini.rules import UpdateRule
 from gemini.train.gradients.store import HOLDER
-from gemini.train.params.guard import note_writes
+from gemini.train.params.exposure import Exposure
+from gemini.train.params.versions import note_writes
+from gemini.train.step import StepState
 from gemini.train.update.finite import Unseen
 from gemini.train.update.lane import UpdateJob, UpdateLane
 from gemini.train.update.streamed import streamed_in_turn
 from gemini.train.update.threads import update_threads
-from gemini.train.update.tiles import Path, Segment, Work, path_of, tiles_of, update_chunk
-
-if TYPE_CHECKING:
-    from gemini.train.engine import Engine
+from gemini.train.update.tiles import Path, Segment, Tile, Work, path_of, tiles_of
+from gemini.train.write_observers import WriteObservers
 
 
 class Updates:
-    """The updates of one engine.
+    """The updates of one model.
 
     Args:
+        alone: whether the model is this process's only.
         first_use: by chunk, the moment of a step at which it is read first.
-        overlap: whether there is a lane; else every update is done when it is handed over.
+        slots: staging for updates beside training; None to make every update when it is handed over.
     """
 
-    def __init__(self, engine: Engine, first_use: Mapping[int, int], *, overlap: bool, threads: int | None):
+    def __init__(
+        self, store: ChunkStore, state: StepState, observers: WriteObservers, rule: UpdateRule,
+        first_use: Mapping[int, int], *, alone: bool, slots: list[StagingSet] | None, threads: int | None,
+    ):  # fmt: skip
         self.order = "next use"
         """Or "fifo", the order in which gradients became complete: for comparison."""
-        self._reference = engine.self_reference
-        self._observers = engine.write_observers  # not by way of the model, which may end while a job waits for one
+        self._chunks, self._device, self._ledger = store.chunks, store.device, store.ledger
+        self._mover, self._manager, self._state = store.mover, store.manager, state
+        self._observers, self._rule = observers, rule
+        self._exposure: Exposure | None = None
+        self._relieve_gradients: Callable[[], bool] = lambda: False
         self._first_use = first_use
         self._jobs: dict[int, UpdateJob] = {}
         self._number = 0
         self._collected: dict[int, list[Segment]] = {}
-        self.unseen = Unseen()
+        self.unseen = Unseen(state, alone=alone)
         self._threads = threads
         self._lane: UpdateLane | None = None
-        if overlap:
-            staging, told = engine.mover.staging, _mark_lost(self._reference)
-            self._lane = UpdateLane(engine.mover, staging.take_slots(), told, device_slots=staging.on_device)
+        if slots is not None:
+            self._lane = UpdateLane(store.mover, slots, _mark_lost(state), device_slots=store.mover.staging.on_device)
+
+    def connect(self, exposure: Exposure, relieve_gradients: Callable[[], bool]) -> None:
+        """Those who need this and are needed here.
+
+        Args:
+            exposure: the guards of the model's params.
+            relieve_gradients: waits for gradients on their way that give back memory when they are home; False if there
+                are none.
+        """
+        self._exposure, self._relieve_gradients = exposure, relieve_gradients
 
     @property
     def pending(self) -> bool:
@@ -72,8 +89,7 @@ class Updates:
         """Update these params, by chunk, in the order of their next use: behind what follows, or now where that cannot
         be.
         """
-        engine = self._engine()
-        works = [self._work(engine.chunks[index], own) for index, own in segments.items()]
+        works = [self._work(self._chunks[index], own) for index, own in segments.items()]
         ordered = sorted(works, key=lambda work: self._urgency(work.chunk))
         jobs, now = list[UpdateJob](), list[Work]()
         for work in ordered:
@@ -84,22 +100,22 @@ class Updates:
                 now.append(work)
         if jobs:
             assert self._lane is not None
-            engine.manager.drop([job.chunk for job in jobs])
+            self._manager.drop([job.chunk for job in jobs])
             for job in jobs:
-                engine.exposure.withdraw(job.chunk)  # a step inside gathered()
-            self._put(engine, self._lane, jobs)
+                self._guards.withdraw(job.chunk)  # a step inside gathered()
+            self._put(self._lane, jobs)
         for work in now:
             self.wait(work.chunk)
             self._update_now(work)
-        engine.manager.refresh_lent()
+        self._manager.refresh_lent()
 
-    def _put(self, engine: Engine, lane: UpdateLane, jobs: list[UpdateJob]) -> None:
+    def _put(self, lane: UpdateLane, jobs: list[UpdateJob]) -> None:
         """Noted first: an interrupt must leave none under way of which nobody knows."""
         try:
             self._jobs.update({job.chunk.spec.index: job for job in jobs})
             lane.put(*jobs)
         except BaseException as e:
-            engine.state.mark_corrupted(e)
+            self._state.mark_corrupted(e)
             for job in jobs:
                 if lane.cancel(job) or job.worker is None:
                     self._jobs.pop(job.chunk.spec.index, None)
@@ -108,11 +124,32 @@ class Updates:
 
     def _update_now(self, work: Work, stop: torch.Tensor | None = None) -> None:
         """``stop``: a flag on the device that stops the update there (:mod:`gemini.train.update.finite`)."""
-        engine = self._engine()
         if work.path is Path.STREAMED:
-            update_chunk(engine, work.chunk, streamed_in_turn(engine, work))
+            self._run_now(work.chunk, streamed_in_turn(self._mover, work))
         else:
-            update_chunk(engine, work.chunk, tiles_of(engine.mover, work, engine.mover.tile, stop))
+            self._run_now(work.chunk, tiles_of(self._mover, work, self._mover.tile, stop))
+
+    def _run_now(self, chunk: Chunk, parts: Iterable[Tile]) -> None:
+        """Update a chunk now, tile by tile, and drop the gathered copy that this has overtaken."""
+        self._observers.before_write(chunk)
+        try:
+            about = self._mover.about("update", f"update chunk {chunk.spec.index}", chunk.spec.index)
+            with torch.profiler.record_function("gemini::adam"), about:
+                for tile in parts:
+                    try:
+                        tile.begin()
+                        tile.run()
+                        tile.finish()
+                    except BaseException:
+                        tile.abandon()
+                        raise
+            self._manager.drop([chunk])
+            self._observers.after_write(chunk)
+        except BaseException as e:
+            # A repeated step would update finished tiles twice, and planes may be torn: there is no way on from here.
+            self._state.mark_corrupted(e)
+            self.forget()  # this error is told; what it means for those in flight goes without saying
+            raise
 
     def _can_wait(self, lane: UpdateLane, work: Work) -> bool:
         """Whether an update may run beside computing: there is staging if it needs some, else there is a processor.
@@ -125,19 +162,18 @@ class Updates:
         return work.path is Path.STREAMED or (work.path is Path.STAGED and lane.slot_tile > 0)
 
     def _work(self, chunk: Chunk, segments: list[Segment]) -> Work:
-        engine = self._engine()
-        return Work(chunk, segments, engine.rule, path_of(engine.mover, chunk))
+        return Work(chunk, segments, self._rule, path_of(self._mover, chunk))
 
     def _num_threads(self) -> int:
-        return update_threads(self._threads, self._engine().device.tier)
+        return update_threads(self._threads, self._device.tier)
 
     def _job(self, work: Work, release: Callable[[], None] | None = None) -> UpdateJob:
         return UpdateJob(
             work,
             self._urgency(work.chunk),
-            moved=self._engine().mover.moved,
+            moved=self._mover.moved,
             threads=max(self._num_threads(), 1),
-            ready=self._engine().device.mark(),
+            ready=self._device.mark(),
             before=self._observers.before_write,
             after=self._observers.after_write,
             release=release,
@@ -161,10 +197,10 @@ class Updates:
         segments = self._collected.pop(chunk.spec.index, None)
         if not segments:
             return
-        work, engine = self._work(chunk, segments), self._engine()
-        engine.exposure.look_for_writes(chunk)
+        work = self._work(chunk, segments)
+        self._guards.look_for_writes(chunk)
         WHOLE.hold(_in_a_backward)  # until the engine says that the backward is over: all of it is one update
-        engine.state.note_update_in_backward()
+        self._state.note_update_in_backward()
         self.unseen.num_chunks += 1
         note_writes(segment.handle for segment in segments)
         for segment in segments:
@@ -178,23 +214,22 @@ class Updates:
                 stop = self.unseen.stop_for(work)
             self._update_now(work, stop)
             return
-        ledger, tier = engine.ledger, engine.device.tier
+        ledger, tier = self._ledger, self._device.tier
 
         def release() -> None:
             ledger.release(tier, num_bytes, HOLDER)
 
         job = self._job(work, release if behind and num_bytes else None)
-        engine.manager.drop([chunk])
-        engine.exposure.withdraw(chunk)
-        self._put(engine, lane, [job])
+        self._manager.drop([chunk])
+        self._guards.withdraw(chunk)
+        self._put(lane, [job])
         if not behind:
             self.wait(chunk)
 
     def complete_all(self) -> None:
         """The backward is over: chunks of which some params had no gradient."""
-        engine = self._engine()
         for index in sorted(self._collected, reverse=True):
-            self.complete(engine.chunks[index])
+            self.complete(self._chunks[index])
 
     def forget_collected(self) -> None:
         """The backward broke off."""
@@ -205,13 +240,12 @@ class Updates:
 
         False if nothing is left to wait for: then the update is made at once, and its gradient with it gone.
         """
-        engine = self._engine()
         while num_bytes:
             try:
-                engine.ledger.reserve(engine.device.tier, num_bytes, HOLDER)
+                self._ledger.reserve(self._device.tier, num_bytes, HOLDER)
                 break
             except BudgetExceeded:
-                if not (self.relieve() or engine.gradients.relieve()):
+                if not (self.relieve() or self._relieve_gradients()):
                     return False
         return True
 
@@ -231,7 +265,7 @@ class Updates:
         """Until no update is in flight, and every gradient that was used in backward has been looked at."""
         while self._jobs:
             self._await(next(iter(self._jobs.values())))
-        self.unseen.look(self._engine())
+        self.unseen.look()
 
     def relieve(self) -> bool:
         """Wait for an update whose end gives back memory; False if there is none."""
@@ -252,7 +286,7 @@ class Updates:
 
     def check(self) -> None:
         """Raise what broke an update off that nobody has waited for."""
-        broken_off = self._engine().state.corrupted_by is not None  # known a moment before the jobs end
+        broken_off = self._state.corrupted_by is not None  # known a moment before the jobs end
         for job in list(self._jobs.values()):
             if broken_off or (job.is_complete() and job.error is not None):
                 self._await(job)
@@ -263,11 +297,11 @@ class Updates:
             assert self._lane is not None
             if self.order != "fifo":
                 self._lane.hurry(job)
-            about = self._engine().mover.about("update", f"wait for the update of chunk {index}", index)
+            about = self._mover.about("update", f"wait for the update of chunk {index}", index)
             with self._lane.alone(), about, contextlib.suppress(Exception):  # raised below
                 job.wait()
         self._jobs.pop(index, None)
-        if job.error is not None and self._engine().state.corrupted_by is not None:
+        if job.error is not None and self._state.corrupted_by is not None:
             self.forget()  # all of them ended with this error, which is told once
         job.wait()
 
@@ -279,22 +313,20 @@ class Updates:
 
     # ---- inside -------------------------------------------------------------------------------------------------
 
-    def _engine(self) -> Engine:
-        engine = self._reference()
-        assert engine is not None
-        return engine
+    @property
+    def _guards(self) -> Exposure:
+        assert self._exposure is not None
+        return self._exposure
 
 
 def _in_a_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def _mark_lost(reference: weakref.ref[Engine]) -> Callable[[BaseException], None]:
+def _mark_lost(state: StepState) -> Callable[[BaseException], None]:
     """What the lane tells of an update that broke off; it refers to nothing that refers to the lane."""
 
     def mark_lost(cause: BaseException) -> None:
-        engine = reference()
-        if engine is not None:
-            engine.state.mark_corrupted(cause, reported=False)
+        state.mark_corrupted(cause, reported=False)
 
     return mark_lost

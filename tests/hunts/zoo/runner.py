@@ -261,16 +261,16 @@ def _compare(
     except (ValueError, TypeError) as e:  # what GeminiDDP says of models that it does not take
         raise gemini.GeminiError(_line(e)) from e
     engine = model._gemini_engine
-    result.chunks = len(engine.chunks)
+    result.chunks = len(engine.store.chunks)
     optimizer = gemini.HybridAdam(model.parameters(), lr=1e-3, weight_decay=0.1)
     managed: list[float] = []
     forward = backward = 0
     for step in range(STEPS):
-        before = engine.manager.num_evictions
+        before = engine.store.manager.num_evictions
         loss, _ = loss_of(model, batches(step), step)
-        between = engine.manager.num_evictions
+        between = engine.store.manager.num_evictions
         loss.backward()
-        forward, backward = forward + between - before, backward + engine.manager.num_evictions - between
+        forward, backward = forward + between - before, backward + engine.store.manager.num_evictions - between
         managed += [loss.item(), model.clip_grad_norm_(1.0).item()]
         optimizer.step()
         optimizer.zero_grad()

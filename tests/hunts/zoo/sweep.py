@@ -41,7 +41,7 @@ def run_apart(kind: str, entry: Entry, seconds: int = SECONDS, precision: str | 
 def preload() -> None:
     """Import what every class needs once, in the parent: the children find it there."""
     for name in (
-        "torch._dynamo", "gemini.train.ddp", "gemini.train.update.optimizer", "transformers.modeling_layers",
+        "torch._dynamo", "gemini.train.ddp", "gemini.train.optimizers.optimizer", "transformers.modeling_layers",
         "transformers.models.llama.modeling_llama", "transformers.models.vit.modeling_vit",
     ):  # fmt: skip
         importlib.import_module(name)

@@ -29,6 +29,13 @@ def is_differentiating() -> bool:
     return any(interpreter.key() in (kinds.Grad, kinds.Jvp) for interpreter in _functorch.get_interpreter_stack())
 
 
+def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor itself, of what a transform has wrapped."""
+    while _functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = _functorch.get_unwrapped(tensor)
+    return tensor
+
+
 def without_transforms() -> AbstractContextManager[None]:
     """What is done inside is of no transform: moving weights."""
     return _without_stack() if is_transforming() else nullcontext()

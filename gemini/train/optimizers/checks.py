@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from gemini.planning.planes import RuleSpec
-from gemini.train.params.guard import handle_of
+from gemini.train.params.handle import handle_of
 
 Group = Mapping[str, Any]
 

@@ -13,7 +13,6 @@ update multiply. Plain params of the same optimizer, and optimizers that own not
 
 from __future__ import annotations
 
-import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,10 +21,11 @@ import torch
 from gemini.errors import RankMismatch
 from gemini.ranks.agreement import Point
 from gemini.ranks.wire import Tag
-from gemini.train.engine import Engine
-from gemini.train.gradients.scaled_backward import Scale, ScaleLoss, scaler_steps
-from gemini.train.params.guard import ParamHandle, engine_of, handle_of
-from gemini.train.update.optimizer import HybridOptimizer
+from gemini.train.gradients.scaled_backward import Scale, ScaleLoss, Scaling, scaler_steps
+from gemini.train.optimizers.optimizer import HybridOptimizer
+from gemini.train.params.handle import ParamHandle, handle_of
+from gemini.train.passes.stepping import stepping_of
+from gemini.train.sharding.shards import Shards
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -100,21 +100,18 @@ class GradScaler(torch.amp.GradScaler):
         handles = _handles_of(optimizer)
         if not handles:
             return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
-        engine = engine_of(handles[0])
-        engine.recover_if_interrupted()
-        engine.settle_grads()
+        stepping = stepping_of(handles[0])
+        stepping.settle()
         ready = [handle for handle in handles if handle.has_grad]
-        if ready:
-            engine.scaling.check_scaled()
+        is_bad = stepping.find_nonfinite(ready) if ready else False
         plain = [p for group in optimizer.param_groups for p in group["params"] if handle_of(p) is None]
         view: Any = SimpleNamespace(param_groups=[{"params": plain}])
         found = super()._unscale_grads_(view, inv_scale, found_inf, allow_fp16)
-        if not ready and (engine.shards is None or not plain):
+        if not ready and (stepping.shards is None or not plain):
             return found
-        is_bad = not math.isfinite(engine.gradients.total_sum(ready)) if ready else False
-        if engine.shards is not None:
-            is_bad = _agree(engine, is_bad, has_plain=bool(plain), found=found)
-        engine.scaling.mark_unscaled(ready)
+        if stepping.shards is not None:
+            is_bad = _agree(stepping.shards, stepping.scaling, is_bad, has_plain=bool(plain), found=found)
+        stepping.scaling.mark_unscaled(ready)
         device = found_inf.device
         flag = torch.full_like(found_inf, float(is_bad))
         found[device] = found[device] + flag if device in found else flag
@@ -166,18 +163,18 @@ def _handles_of(optimizer: torch.optim.Optimizer) -> list[ParamHandle]:
     return [handle for param in params if (handle := handle_of(param)) is not None]
 
 
-def _agree(engine: Engine, is_bad: bool, *, has_plain: bool, found: dict[torch.device, torch.Tensor]) -> bool:
+def _agree(
+    shards: Shards, scaling: Scaling, is_bad: bool, *, has_plain: bool, found: dict[torch.device, torch.Tensor]
+) -> bool:
     """Whether any rank has found inf or NaN: gradients of plain params are each rank's own.
 
     Raises:
         RankMismatch: if the ranks have scaled their losses differently.
     """
-    shards = engine.shards
-    assert shards is not None
     if has_plain:
         is_bad = is_bad or any(flag.item() for flag in found.values())
     shards.meet(Point.SETTLE)
-    own = torch.tensor([float(is_bad), engine.scaling.held.value], dtype=torch.float64, device="cpu")
+    own = torch.tensor([float(is_bad), scaling.held.value], dtype=torch.float64, device="cpu")
     rows = shards.ranks.everyone.swap(Tag.AGREEMENT, own, "the loss scale")
     scales = rows[:, 1].tolist()
     if len(set(scales)) > 1:

@@ -18,10 +18,13 @@ from torch import nn
 from gemini.errors import GeminiError
 from gemini.interrupts import WHOLE
 from gemini.planning.planes import RESIDUAL, RuleSpec
-from gemini.train.params.guard import ParamHandle, engine_of, give_to, handle_of, optimizer_of
+from gemini.train.params.handle import ParamHandle, handle_of
+from gemini.train.params.owner import owner_of
+from gemini.train.params.stepper import give_to, optimizer_of
+from gemini.train.passes.stepping import stepping_of
 
 if TYPE_CHECKING:
-    from gemini.train.update.optimizer import HybridOptimizer
+    from gemini.train.optimizers.optimizer import HybridOptimizer
 
 
 class States(defaultdict):  # type: ignore[type-arg]
@@ -164,12 +167,12 @@ def start_anew(handles: Iterable[ParamHandle]) -> None:
     used = [handle for handle in handles if handle.num_steps]
     if not used:
         return
-    engine = engine_of(used[0])
-    if engine.state.corrupted_by is None:  # else a checkpoint is going to overwrite all of it, and nothing less helps
-        engine.updates.drain()
+    state = owner_of(used[0]).state
+    if state.corrupted_by is None:  # else a checkpoint is going to overwrite all of it, and nothing less helps
+        stepping_of(used[0]).updates.drain()
     with WHOLE:
         for handle in used:
-            if engine.state.corrupted_by is None:
+            if state.corrupted_by is None:
                 write_state(handle, {})
             handle.num_steps = 0
 
@@ -191,7 +194,7 @@ def check_owned(optimizer: HybridOptimizer, handles: Iterable[ParamHandle]) -> N
 
 def read_state(handle: ParamHandle, name: str | None = None) -> dict[str, torch.Tensor]:
     """The states of one managed param, on the CPU; beside the step count only the one called ``name``, if given."""
-    by_names = engine_of(handle).by_names
+    by_names = owner_of(handle).by_names
     state = {"step": torch.tensor(float(handle.num_steps), device="cpu")}
     for kind in handle.chunk.states:
         value = by_names.read_plane(handle, kind) if name in (None, kind) else None
@@ -216,7 +219,7 @@ def check_trained(handles: Iterable[tuple[ParamHandle, Any]]) -> None:
 
 def write_state(handle: ParamHandle, state: dict[str, Any]) -> None:
     """Overwrite the states of one managed param; without any it has had no update."""
-    by_names = engine_of(handle).by_names
+    by_names = owner_of(handle).by_names
     for kind in handle.chunk.states:
         value, plane = state.get(kind), handle.chunk.planes[kind]
         if value is not None:

@@ -1,4 +1,4 @@
-"""What is hooked into a model, and what each hook tells the engine.
+"""What is hooked into a model, and which pass each hook tells.
 
 Two kinds of modules are hooked. Modules that own params whose weights must be gathered: gather before forward, let go
 after it, gather again when the gradient of their output arrives. And *entrances* (the root, its named parts and each
@@ -12,26 +12,28 @@ from __future__ import annotations
 import re
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from gemini.errors import GeminiError
 from gemini.memory.chunks.chunk import Chunk
+from gemini.memory.store import ChunkStore
 from gemini.train.gradients.scaled_backward import ScaleGradient
+from gemini.train.modules.calls import CallRecord
 from gemini.train.modules.compiled import CompiledParts, hook_around, make_room_for_compiled, refuse_inside_compiled
 from gemini.train.modules.containers import iter_tensors, map_tensors
 from gemini.train.modules.injected import refuse_injected, watch
 from gemini.train.modules.reading import is_a, params_read_by, readers
-from gemini.train.modules.renormalized import renormalized_by, resident_chunks, taking_over
-from gemini.train.modules.transforms import is_transforming
-from gemini.train.params.guard import handle_of
-from gemini.train.setup.build import follow_requires_grad
-
-if TYPE_CHECKING:
-    from gemini.train.engine import Engine
-    from gemini.train.modules.calls import CallRecord
+from gemini.train.modules.renormalized import Rewriting, renormalized_by, resident_chunks, taking_over
+from gemini.train.params.handle import handle_of
+from gemini.train.passes.backward import BackwardPass
+from gemini.train.passes.forward import ForwardPass
+from gemini.train.passes.recovery import Recovery
+from gemini.train.setup.trained import TrainedParams
+from gemini.train.step import StepState
+from gemini.train.transforms import is_transforming
 
 ENTRANCE = re.compile(r"(?:[^.\d][^.]*\.)*(?:[^.\d][^.]*|\d+)|")
 """Paths without a numbered part, or with just one at their end: "", "model", "model.norm", "model.layers.7"."""
@@ -40,16 +42,33 @@ NUM_ROOT_HOOKS = 2
 """Of the list of hooks the first ones are the root's, which run while others change."""
 
 
-def attach(model: nn.Module, engine: Engine) -> list[Any]:
-    """Register every hook on ``model``. They refer to the engine weakly: the model alone keeps it alive.
+class Passes(Protocol):
+    """Those of one model, and what else hooks use. They refer to it weakly: the model alone keeps it alive."""
+
+    store: ChunkStore
+    state: StepState
+    forward: ForwardPass
+    backward: BackwardPass
+    recovery: Recovery
+    trained: TrainedParams
+    rewriting: Rewriting
+    waits_in_hooks: bool
+    """Whether updates may be under way when a module begins to compute."""
+
+    def drain(self) -> None:
+        """Wait until nothing is in flight."""
+
+
+def attach(model: nn.Module, passes: Passes) -> list[Any]:
+    """Register every hook on ``model``.
 
     The list changes with what is compiled: it is the model's own, and all that is ever to be removed.
     """
     hooks: list[Any] = []
     watch(model)
     try:
-        _attach_root(model, engine, hooks)
-        _attach_parts(model, engine, hooks)
+        _attach_root(model, passes, hooks)
+        _attach_parts(model, passes, hooks)
     except BaseException:
         for hook in hooks:
             hook.remove()
@@ -57,11 +76,11 @@ def attach(model: nn.Module, engine: Engine) -> list[Any]:
     return hooks
 
 
-def _attach_parts(model: nn.Module, engine: Engine, hooks: list[Any]) -> None:
+def _attach_parts(model: nn.Module, passes: Passes, hooks: list[Any]) -> None:
     """Hooks on all but the root, as what is compiled has it now."""
-    ref = weakref.ref(engine)
-    waits = _chunks_to_await(model) if engine.config.overlap else {}
-    gathers_none = all(chunk.resident for chunk in engine.chunks)
+    ref = weakref.ref(passes)
+    waits = _chunks_to_await(model) if passes.waits_in_hooks else {}
+    gathers_none = all(chunk.resident for chunk in passes.store.chunks)
     for path, module, params in readers(model):
         chunks, resident = _chunks_to_gather(params), waits.get(path, ())
         entrance = ENTRANCE.fullmatch(path) is not None
@@ -73,7 +92,7 @@ def _attach_parts(model: nn.Module, engine: Engine, hooks: list[Any]) -> None:
             pre, post = _pre(ref, chunks, resident, is_entrance=entrance), _post(ref, is_root=False)
             if gathers_none:
                 pre, post = _unless_inside(ref, resident, pre, post)
-            hooks += hook_around(module, *taking_over(ref, rewritten, pre, post))
+            hooks += hook_around(module, *taking_over(_rewriting(ref), rewritten, pre, post))
 
 
 def _chunks_to_gather(params: tuple[nn.Parameter, ...]) -> tuple[Chunk, ...]:
@@ -113,53 +132,67 @@ def _after_parametrization(module: nn.Module, args: Any, output: Any) -> None:
             handle.version = param._version
 
 
-def _engine(ref: weakref.ref[Engine]) -> Engine:
-    engine = ref()
-    if engine is None:
+def passes_of(ref: weakref.ref[Passes]) -> Passes:
+    """What hooks of a module, or of a graph, tell.
+
+    Raises:
+        GeminiError: if the model was deleted.
+    """
+    passes = ref()
+    if passes is None:
         raise GeminiError("the GeminiDDP model this module belonged to was deleted: its weights are gone")
-    return engine
+    return passes
 
 
-def _attach_root(model: nn.Module, engine: Engine, hooks: list[Any]) -> None:
-    ref = weakref.ref(engine)
+def _rewriting(ref: weakref.ref[Passes]) -> Callable[[], Rewriting | None]:
+    def rewriting() -> Rewriting | None:
+        passes = ref()
+        return None if passes is None else passes.rewriting
+
+    return rewriting
+
+
+def _attach_root(model: nn.Module, passes: Passes, hooks: list[Any]) -> None:
+    ref = weakref.ref(passes)
     own = tuple(param for param in params_read_by(model))
-    resident = _chunks_to_await(model).get("", ()) if engine.config.overlap else ()
+    resident = _chunks_to_await(model).get("", ()) if passes.waits_in_hooks else ()
     resident += resident_chunks(renormalized_by(model))
     begin = _pre(ref, _chunks_to_gather(own), resident, is_entrance=True)
     compiled = CompiledParts(model)
 
     def root_pre(module: nn.Module, args: Any) -> None:
-        engine = _engine(ref)
-        if not engine.state.in_method and not engine.calls.depth:
-            engine.recover_if_interrupted()
-        refuse_injected(engine, module, is_root=True)
+        passes = passes_of(ref)
+        if not passes.state.in_method and not passes.forward.calls.depth:
+            passes.recovery.forget_interrupted()
+        refuse_injected(passes, module, is_root=True)
         refuse_inside_compiled()
-        if not engine.state.computing and compiled.have_changed(module):
-            follow_compiled(module, engine)
+        if not passes.state.computing and compiled.have_changed(module):
+            follow_compiled(module, passes)
             compiled.note(module)
         begin(module, args)
 
-    pre, post = taking_over(ref, renormalized_by(model), root_pre, _post(ref, is_root=True))
+    pre, post = taking_over(_rewriting(ref), renormalized_by(model), root_pre, _post(ref, is_root=True))
     hooks.append(model.register_forward_pre_hook(pre, prepend=True))
     hooks.append(model.register_forward_hook(post, always_call=True))
 
 
-def follow_compiled(model: nn.Module, engine: Engine) -> None:
+def follow_compiled(model: nn.Module, passes: Passes) -> None:
     """Parts of the model were compiled, or are no longer: what is gathered when goes by that.
 
     Raises:
         GeminiError: if the whole was compiled.
         BudgetExceeded: if there is no room for what a part reads at once.
     """
-    make_room_for_compiled(engine, model)
+    passes.drain()
+    make_room_for_compiled(passes.store, model)
     hooks = model.__dict__["_gemini_hooks"]
     for hook in hooks[NUM_ROOT_HOOKS:]:
         hook.remove()
     del hooks[NUM_ROOT_HOOKS:]
-    _attach_parts(model, engine, hooks)
+    _attach_parts(model, passes, hooks)
 
 
-def call_as_forward(model: nn.Module, engine: Engine, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def call_as_forward(model: nn.Module, state: StepState, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Run a method of ``model`` as its forward runs: params are ordinary, and a loss that it returns is the model's.
 
     Calls of the model inside, ``model(x)`` too, are parts of it.
@@ -173,7 +206,7 @@ def call_as_forward(model: nn.Module, engine: Engine, method: Callable[..., Any]
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         restore()
-        with engine.state.method():
+        with state.method():
             return method(*args, **kwargs)
 
     model.__dict__["forward"] = forward
@@ -184,23 +217,21 @@ def call_as_forward(model: nn.Module, engine: Engine, method: Callable[..., Any]
 
 
 def _pre(
-    ref: weakref.ref[Engine], chunks: tuple[Chunk, ...], resident: tuple[Chunk, ...], *, is_entrance: bool
+    ref: weakref.ref[Passes], chunks: tuple[Chunk, ...], resident: tuple[Chunk, ...], *, is_entrance: bool
 ) -> Callable[[nn.Module, Any], None]:
     def pre(module: nn.Module, args: Any) -> None:
-        engine = _engine(ref)
-        if engine.state.requires_grad_changed and not engine.state.computing and engine.state.take_flips():
-            follow_requires_grad(engine)
-        if is_entrance and not engine.state.computing:
-            refuse_injected(engine, module, is_root=False)
-        if not engine.state.in_backward:
-            engine.activations.begin_forward()
-        engine.begin_call(module, chunks, resident)
+        passes = passes_of(ref)
+        if passes.state.requires_grad_changed and not passes.state.computing and passes.state.take_flips():
+            passes.trained.follow()
+        if is_entrance and not passes.state.computing:
+            refuse_injected(passes, module, is_root=False)
+        passes.forward.begin_call(module, chunks, resident)
 
     return pre
 
 
 def _unless_inside(
-    ref: weakref.ref[Engine],
+    ref: weakref.ref[Passes],
     resident: tuple[Chunk, ...],
     pre: Callable[[nn.Module, Any], None],
     post: Callable[[nn.Module, Any, Any], Any],
@@ -208,34 +239,32 @@ def _unless_inside(
     """The same where no weight ever moves: inside another module there is nothing to do but wait for updates."""
 
     def pre_unless_inside(module: nn.Module, args: Any) -> None:
-        engine = _engine(ref)
-        if engine.recording is not None or not engine.calls.is_inside_another(module):
+        forward = passes_of(ref).forward
+        if forward.observers.recording is not None or not forward.calls.is_inside_another(module):
             pre(module, args)
         elif resident:
-            engine.exposure.catch_up(resident)
+            forward.exposure.catch_up(resident)
 
     def post_unless_inside(module: nn.Module, args: Any, output: Any) -> Any:
         # What is innermost now was so before: a call that was noted is that of this module.
-        return None if _engine(ref).calls.is_inside_another(module) else post(module, args, output)
+        return None if passes_of(ref).forward.calls.is_inside_another(module) else post(module, args, output)
 
     return pre_unless_inside, post_unless_inside
 
 
-def _post(ref: weakref.ref[Engine], *, is_root: bool) -> Callable[[nn.Module, Any, Any], Any]:
+def _post(ref: weakref.ref[Passes], *, is_root: bool) -> Callable[[nn.Module, Any, Any], Any]:
     def post(module: nn.Module, args: Any, output: Any) -> Any:
-        engine = _engine(ref)
-        record = engine.end_call(module)
-        if not engine.calls.running:
-            engine.activations.end_forward()
+        passes = passes_of(ref)
+        record = passes.forward.end_call(module)
         if record is None or output is None:
             return None
-        if engine.recording is not None:
-            engine.recording.watch_backward(module, output)
+        if passes.forward.observers.recording is not None:
+            passes.forward.observers.recording.watch_backward(module, output)
         if not torch.is_grad_enabled() or is_transforming():
             return None
-        outermost = record.parent is None and not engine.state.in_backward
-        if engine.loss_scale is not None and outermost:
-            output = _enter_scale(output, engine, is_root=is_root)
+        outermost = record.parent is None and not passes.state.in_backward
+        if passes.backward.scaling.loss_scale is not None and outermost:
+            output = _enter_scale(output, passes, is_root=is_root)
             _hook_outputs(output, ref, record)
             return output
         if record.chunks or outermost:
@@ -245,18 +274,23 @@ def _post(ref: weakref.ref[Engine], *, is_root: bool) -> Callable[[nn.Module, An
     return post
 
 
-def _enter_scale(output: Any, engine: Engine, *, is_root: bool) -> Any:
+def _enter_scale(output: Any, passes: Passes, *, is_root: bool) -> Any:
     """fp16: the loss that the model has computed is where its own loss scale enters in a plain backward."""
-    engine.scaling.watch_outputs(output)
+    scaling = passes.backward.scaling
+    scaling.watch_outputs(output)
     if not is_root:
         return output
-    ref = engine.self_reference
-    return map_tensors(output, lambda t: ScaleGradient.apply(t, ref) if t.dim() == 0 and t.requires_grad else t)
+    ref, own = weakref.ref(passes), weakref.ref(scaling)
+
+    def begin() -> None:
+        passes_of(ref).backward.begin()
+
+    return map_tensors(output, lambda t: ScaleGradient.apply(t, own, begin) if t.dim() == 0 and t.requires_grad else t)
 
 
-def _hook_outputs(output: Any, ref: weakref.ref[Engine], record: CallRecord) -> None:
+def _hook_outputs(output: Any, ref: weakref.ref[Passes], record: CallRecord) -> None:
     def begin(grad: torch.Tensor) -> None:
-        _engine(ref).begin_backward_of(record)
+        passes_of(ref).backward.begin_of(record)
 
     for tensor in iter_tensors(output):
         record.on_gradient(tensor, begin)

@@ -9,7 +9,6 @@ an fp32 ``master``). The update is written down once, in the rule, and is the sa
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable
 from itertools import chain
 from typing import Any
@@ -22,17 +21,17 @@ from gemini import rules
 from gemini.errors import GeminiError
 from gemini.grad_mode import call_with_grad, without_grad
 from gemini.interrupts import WHOLE
-from gemini.ranks.agreement import Point
 from gemini.rules import UpdateRule, Where, refuse_other
-from gemini.train.engine import Engine
 from gemini.train.gradients.scaled_backward import scaler_steps
-from gemini.train.params.guard import ParamHandle, engine_of, handle_of, note_writes, optimizer_of, stepping_in_backward
-from gemini.train.sharding.alike import agree_on_optimizer_state, agree_on_step, told_to_all
-from gemini.train.update import optimizer_checks as checks
-from gemini.train.update import optimizer_states as states_of
-from gemini.train.update.adam_options import refuse_options
-from gemini.train.update.optimizer_checks import loaded_group
-from gemini.train.update.tiles import Segment
+from gemini.train.optimizers import checks
+from gemini.train.optimizers import states as states_of
+from gemini.train.optimizers.adam_options import refuse_options
+from gemini.train.optimizers.alike import agree_on_state, told_to_all
+from gemini.train.optimizers.checks import loaded_group
+from gemini.train.params.handle import ParamHandle, handle_of
+from gemini.train.params.owner import Owner, owner_of
+from gemini.train.params.stepper import optimizer_of, stepping_in_backward
+from gemini.train.passes.stepping import Stepping, stepping_of
 
 Group = dict[str, Any]
 
@@ -112,7 +111,7 @@ class HybridOptimizer(torch.optim.Optimizer):
         """Add a group of params with hyperparameters of its own, as in torch.
 
         Keys of the group that no optimizer interprets are labels and stay in it
-        (:mod:`gemini.train.update.optimizer_checks`).
+        (:mod:`gemini.train.optimizers.checks`).
 
         Raises:
             ValueError, TypeError: for hyperparameters that make no sense or that the rule does not have, and if it
@@ -123,7 +122,7 @@ class HybridOptimizer(torch.optim.Optimizer):
             self.check_group({**self.defaults, **param_group}, f"param group {len(self.param_groups)}")
         super().add_param_group(param_group)
         try:
-            self._engine_of(self._params())
+            self._owner_of(self._params())
         except (GeminiError, ValueError):
             self.param_groups.pop()
             raise
@@ -199,7 +198,7 @@ class HybridOptimizer(torch.optim.Optimizer):
                 else:
                     param.grad.detach_().zero_()
         if handles:
-            engine_of(handles[0]).discard_grads(handles)
+            owner_of(handles[0]).discard_grads(handles)
 
     def full_state(self, name: str) -> dict[str, torch.Tensor]:
         """The states of one managed param by name, on the CPU: "step", those of the rule ("exp_avg", "exp_avg_sq" of
@@ -209,21 +208,21 @@ class HybridOptimizer(torch.optim.Optimizer):
             KeyError: if the optimizer owns no managed param of that name.
             GeminiError: if another optimizer has taken it over since.
         """
-        engine = self._engine_of(self._params())
-        handle = None if engine is None else engine.by_names[name]
+        owner = self._owner_of(self._params())
+        handle = None if owner is None else owner.by_names[name]
         if handle is None or not any(handle.param is param for param in self._params()):
             raise KeyError(f"this {type(self).__name__} owns no managed param called {name!r}")
         states_of.check_owned(self, [handle])
         return states_of.read_state(handle)
 
-    def engine(self) -> Engine | None:
-        """The engine of the managed params, if there are any.
+    def owner(self) -> Owner | None:
+        """What manages the managed params, if there are any.
 
         Raises:
             GeminiError: for params that another optimizer has taken over since.
         """
         states_of.check_owned(self, self._handles())
-        return self._engine_of(self._params())
+        return self._owner_of(self._params())
 
     def state_dict(self) -> dict[str, Any]:
         """Torch's form: ``{"state": {index: {"step", "exp_avg", "exp_avg_sq", ...}}, "param_groups": [...]}``.
@@ -245,7 +244,7 @@ class HybridOptimizer(torch.optim.Optimizer):
                 index += 1
         return result
 
-    @told_to_all(Point.LOAD_OPTIMIZER, "optimizer.load_state_dict")
+    @told_to_all("optimizer.load_state_dict")
     @without_grad
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what :meth:`state_dict` gave; :class:`HybridAdam` also takes the state of ``torch.optim.AdamW``, or with
@@ -271,7 +270,7 @@ class HybridOptimizer(torch.optim.Optimizer):
         states = [dict(state_dict["state"].get(key, {})) for key in keys]
         handles = [handle_of(param) for param in params]
         states_of.check_trained((h, state) for h, state in zip(handles, states, strict=True) if h is not None)
-        agree_on_optimizer_state(self, state_dict)
+        agree_on_state(self, state_dict)
         groups = [loaded_group(group) for group in saved]
         with WHOLE:
             for param, handle, state in zip(params, handles, states, strict=True):
@@ -309,86 +308,47 @@ class HybridOptimizer(torch.optim.Optimizer):
         """Drop the gradients of managed params in place of a step (``GradScaler.step`` has found inf or NaN)."""
         handles = [handle for group in self.param_groups for p in group["params"] if (handle := handle_of(p))]
         if handles:
-            engine = engine_of(handles[0])
-            engine.discard_grads(handles)
-            engine.end_step()
+            stepping = stepping_of(handles[0])
+            stepping.discard(handles)
+            stepping.end_step()
 
     # ---- managed params -----------------------------------------------------------------------------------------
 
-    def segment_in_backward(self, engine: Engine, handle: ParamHandle, grad: torch.Tensor | None) -> Segment:
-        """The gradient of one param is complete: how to update it (``step_in_backward``). None: it is in its plane."""
-        self._check_mode(engine)
-        if self._backward_checked != engine.state.backward_number:  # before the first update of this backward
-            self._backward_checked = engine.state.backward_number
+    def scalars_in_backward(self, handle: ParamHandle, backward_number: int, scale: float) -> Any:
+        """What to update a param with whose gradient has just become complete (``step_in_backward``)."""
+        if self._backward_checked != backward_number:  # before the first update of this backward
+            self._check_mode(stepping_of(handle))
+            self._backward_checked = backward_number
             for number, group in enumerate(self.param_groups):
                 self.check_group(group, f"param group {number}")
         group = next(g for g in self.param_groups if any(p is handle.param for p in g["params"]))
-        scale = 1.0 if grad is not None else engine.state.clip_coefficient * engine.grad_unscale * handle.clip
-        return Segment(handle, self.rule.scalars(group, handle.num_steps + 1, scale), grad)
+        return self.rule.scalars(group, handle.num_steps + 1, scale)
 
     def _step_managed(self, managed: list[tuple[ParamHandle, Group]], refusal: Exception | None) -> None:
         """``refusal``: what is wrong with this rank's groups; ranks that differ are told first that they do."""
-        reference = managed[0][0].engine
-        if any(handle.engine is not reference for handle, _ in managed):
-            self._engine_of(self._params())  # of two models, wrapped after this optimizer was made: refused
-        engine = engine_of(managed[0][0])
-        self._check_mode(engine)
-        engine.state.check_whole()
-        engine.recover_if_interrupted()
-        engine.updates.unseen.look(engine)
-        agree_on_step(engine, self)
+        reference = managed[0][0].owner
+        if any(handle.owner is not reference for handle, _ in managed):
+            self._owner_of(self._params())  # of two models, wrapped after this optimizer was made: refused
+        stepping = stepping_of(managed[0][0])
+        self._check_mode(stepping)
+        stepping.begin_step(self)
         if refusal is not None:
             raise refusal
-        ready = [(handle, group) for handle, group in managed if handle.has_grad]
-        handles = [handle for handle, _ in ready]
-        engine.scaling.check_unscaled(handles)
-        is_scaled_inside = engine.loss_scale is not None and not engine.scaling.is_by_scaler
-        if is_scaled_inside and handles:
-            assert engine.loss_scale is not None
-            if not math.isfinite(engine.gradients.total_sum(handles)):
-                engine.loss_scale.skipped()
-                engine.discard_grads(handles)
-                engine.end_step()
-                return
-        engine.gradients.check_finite(handles)
-        engine.exposure.check({handle.chunk.spec.index: handle.chunk for handle in handles}.values())
-        scale = engine.state.clip_coefficient * engine.grad_unscale
-        by_chunk: dict[int, list[Segment]] = {}
-        scalars: dict[tuple[int, int, float], Any] = {}
-        for handle, group in ready:
-            key = (id(group), handle.num_steps, handle.clip)
-            if key not in scalars:
-                scalars[key] = self.rule.scalars(group, handle.num_steps + 1, scale * handle.clip)
-            by_chunk.setdefault(handle.chunk.spec.index, []).append(Segment(handle, scalars[key]))
-        try:
-            note_writes(handles)
-            for handle in handles:
-                handle.num_steps += 1
-                handle.norm_sums, handle.clip, handle.clip_folded = None, 1.0, 1.0
-            engine.updates.submit(by_chunk)
-        except BaseException as e:  # an interrupt between two chunks breaks the step as well
-            engine.state.mark_corrupted(e)
-            raise
-        if is_scaled_inside and handles:
-            assert engine.loss_scale is not None
-            engine.loss_scale.stepped()
-        engine.end_step()
+        groups = {id(handle): group for handle, group in managed if handle.has_grad}
+        known: dict[tuple[int, int, float], Any] = {}
 
-    def _check_mode(self, engine: Engine) -> None:
-        refuse_other(self.rule, engine.rule)
-        transient = engine.config.gradients == "transient"
-        if transient and not self.step_in_backward:
-            raise GeminiError(
-                'GeminiConfig(gradients="transient") keeps no gradients for step(): make the optimizer with '
-                'HybridAdam(..., step_in_backward=True), or use gradients="retain"'
-            )
-        if self.step_in_backward and not transient and (engine.reduction is not None or engine.loss_scale is not None):
-            why = "with several ranks" if engine.loss_scale is None else "in fp16"
-            raise GeminiError(
-                f"HybridAdam(step_in_backward=True) with gradients={engine.config.gradients!r} {why}: whether "
-                "gradients are finite is known only when all are there. Leave step_in_backward out"
-                + (', or use GeminiConfig(gradients="transient")' if engine.loss_scale is None else "")
-            )
+        def scalars_of(handle: ParamHandle, scale: float) -> Any:
+            group = groups[id(handle)]
+            key = (id(group), handle.num_steps, scale)
+            if key not in known:
+                known[key] = self.rule.scalars(group, handle.num_steps + 1, scale)
+            return known[key]
+
+        stepping.step([handle for handle, _ in managed if handle.has_grad], scalars_of)
+
+    def _check_mode(self, stepping: Stepping) -> None:
+        refuse_other(self.rule, stepping.rule)
+        stepping.check_mode(self.step_in_backward)
 
     def adopt_plain_states(self) -> None:
         """Move the states of steps that were made before the model was wrapped into its chunks (GeminiDDP calls it)."""
@@ -397,20 +357,19 @@ class HybridOptimizer(torch.optim.Optimizer):
             if handle is not None and param in self.state:
                 state = self.state.pop(param)
                 if "master" in state:
-                    engine_of(handle).by_names.write(handle, state["master"])
+                    owner_of(handle).by_names.write(handle, state["master"])
                 states_of.write_state(handle, state)
 
-    def _engine_of(self, params: Iterable[Any]) -> Engine | None:
-        handles = {handle.engine: handle for handle in map(handle_of, params) if handle is not None}
-        engines = [engine_of(handle) for handle in handles.values()]
-        if len(engines) > 1:
+    def _owner_of(self, params: Iterable[Any]) -> Owner | None:
+        handles = {handle.owner: handle for handle in map(handle_of, params) if handle is not None}
+        if len(handles) > 1:
             raise ValueError(
                 f"this {type(self).__name__} was given params of two GeminiDDP models: make one optimizer per model "
                 "(clipping, loss scale and skipped steps are per model)"
             )
-        for engine in engines:
-            refuse_other(self.rule, engine.rule)
-        return engines[0] if engines else None
+        for handle in handles.values():
+            refuse_other(self.rule, stepping_of(handle).rule)
+        return next((owner_of(handle) for handle in handles.values()), None)
 
     # ---- plain params -------------------------------------------------------------------------------------------
 
@@ -457,7 +416,7 @@ class HybridAdam(HybridOptimizer):
 
     Raises:
         ValueError: for hyperparameters out of range, also in groups, and for those HybridAdam does not have
-            (:mod:`gemini.train.update.optimizer_checks` has the rule); no param was taken over.
+            (:mod:`gemini.train.optimizers.checks` has the rule); no param was taken over.
         TypeError: for options of other optimizers, and for hyperparameters that are no numbers.
     """
 

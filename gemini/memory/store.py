@@ -1,0 +1,33 @@
+"""Where the bytes of one model are: its chunks and their memory, as one value for all who work on them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gemini.memory.chunks.chunk import Chunk, MemoryPlane
+from gemini.memory.devices.device import Device
+from gemini.memory.movement.manager import Manager
+from gemini.memory.movement.mover import Mover
+from gemini.memory.nvme import SpillFile
+from gemini.planning.planes import PlaneKind
+from gemini.tiers import Ledger
+
+
+@dataclass(frozen=True)
+class ChunkStore:
+    """The chunks of a model, what they live in and what moves them."""
+
+    chunks: list[Chunk]
+    device: Device
+    ledger: Ledger
+    mover: Mover
+    manager: Manager
+    spill: SpillFile | None
+
+    def check_planes(self, kinds: tuple[PlaneKind, ...]) -> None:
+        """What the ledger says of planes in the device's own memory is what its allocator was asked for; for tests."""
+        tier = self.device.tier
+        planes = [p for c in self.chunks for p in c.planes.values() if isinstance(p, MemoryPlane) and p.tier is tier]
+        behind = self.device.bytes_behind(plane.tensor for plane in planes)
+        held = sum(self.ledger.held(tier, kind) for kind in kinds)
+        assert behind in (None, held), f"{held} bytes of planes are {behind} bytes of the allocator's"

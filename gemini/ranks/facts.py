@@ -1,0 +1,96 @@
+"""Facts that must be alike on all ranks: compared by a checksum, and told to each other if that differs.
+
+Floats are compared by their bits, and NaN is equal to itself.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from array import array
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Protocol
+
+import torch
+
+from gemini.ranks.agreement import Point
+from gemini.ranks.group import checksum_of
+
+_COLUMNS: dict[str, Callable[[str], str]] = {
+    "the gradient": lambda value: "there" if value == "1" else "none",
+    "the param group": lambda value: "none" if value == "-1" else value,
+    "requires_grad": lambda value: str(value == "1"),
+    "the number of updates": str,
+    "the clipping": str,
+}
+"""What a column is called, and how its values read."""
+
+
+class Facts:
+    """Values by what they are called, and columns with a value for each param in the order of the model."""
+
+    def __init__(self, values: dict[str, str], columns: dict[str, array[Any]]):
+        self.values = values
+        self.columns = columns
+
+    @property
+    def checksum(self) -> int:
+        """Of 32 bits, never 0."""
+        found = zlib.crc32(json.dumps(self.values).encode())
+        for column in self.columns.values():
+            found = zlib.crc32(column.tobytes(), found)
+        return found or 1
+
+    def to_json(self) -> str:
+        """For the other ranks, who have the same params."""
+        return json.dumps({"values": self.values, "columns": {n: list(map(repr, c)) for n, c in self.columns.items()}})
+
+
+class Agree(Protocol):
+    """Every rank is about to write the same values, or none writes any."""
+
+    def __call__(self, point: Point, doing: str, facts: Callable[[], Facts], refusal: Exception | None = None) -> None:
+        """See :func:`gemini.train.sharding.alike.agree_on_values`."""
+
+
+def alone(point: Point, doing: str, facts: Callable[[], Facts], refusal: Exception | None = None) -> None:
+    """:class:`Agree` in one process."""
+    if refusal is not None:
+        raise refusal
+
+
+def value_facts(values: Iterable[tuple[str, torch.Tensor]]) -> Facts:
+    """Checksums of tensors, by what they are called. One after the other: nothing is kept of them."""
+    return Facts({f"the values of {name!r}": checksum_text(value) for name, value in values}, {})
+
+
+def checksum_text(value: torch.Tensor) -> str:
+    """Of one tensor."""
+    return f"checksum {checksum_of(value):08x} ({str(value.dtype).removeprefix('torch.')})"
+
+
+def plain(value: Any) -> Any:
+    """A hyperparameter as it is used: a float, whichever kind of number or tensor it was given as."""
+    if isinstance(value, (tuple, list)):
+        return tuple(map(plain, value))
+    if isinstance(value, bool) or value is None or isinstance(value, str):
+        return value
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # refused, after the ranks have compared it
+        return str(value)
+
+
+def first_difference(
+    first: Mapping[str, Any], other: Mapping[str, Any], names: list[str]
+) -> tuple[str, str, str] | None:
+    """What two ranks differ in, with the value of each, by what :meth:`Facts.to_json` says; ``names`` of the params."""
+    for label in {**first["values"], **other["values"]}:
+        a, b = first["values"].get(label, "none"), other["values"].get(label, "none")
+        if a != b:
+            return label, a, b
+    for label, column in first["columns"].items():
+        for name, a, b in zip(names, column, other["columns"][label], strict=True):
+            if a != b:
+                return f"{label} of {name!r}", _COLUMNS[label](a), _COLUMNS[label](b)
+    return None

@@ -1,0 +1,77 @@
+"""State that ranks load into one optimizer must be the same on all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import wraps
+from typing import Any
+
+import torch
+
+from gemini.ranks.agreement import Point
+from gemini.ranks.facts import Facts, checksum_text, plain
+from gemini.train.params.handle import ParamHandle, handle_of
+from gemini.train.passes.stepping import Stepping
+from gemini.train.sharding.alike import agree_on_values
+
+
+def agree_on_state(optimizer: Any, state: Mapping[str, Any]) -> None:
+    """Every rank is about to load the same state into managed params; called when this rank has nothing against it.
+
+    Raises:
+        RankMismatch: on every rank, naming what differs; nothing was changed.
+    """
+    stepping = _stepping_of(optimizer)
+    if stepping is None:
+        return
+
+    def facts() -> Facts:
+        values: dict[str, str] = {}
+        for index, (group, loaded) in enumerate(zip(optimizer.param_groups, state["param_groups"], strict=True)):
+            if all(handle_of(param) is None for param in group["params"]):
+                continue
+            for name in optimizer.defaults:
+                values[f"{name} of param group {index}"] = repr(plain(loaded.get(name, "not given")))
+            for key, param in zip(loaded["params"], group["params"], strict=True):
+                handle = handle_of(param)
+                if handle is not None:
+                    values.update(_facts_of(handle, state["state"].get(key, {})))
+        return Facts(values, {})
+
+    agree_on_values(stepping.shards, Point.LOAD_OPTIMIZER, "optimizer.load_state_dict", facts)
+
+
+def _facts_of(handle: ParamHandle, state: Mapping[str, Any]) -> dict[str, str]:
+    values = {}
+    for name, value in state.items():
+        is_values = isinstance(value, torch.Tensor) and value.dim() > 0
+        values[f"{name} of {handle.name!r}"] = checksum_text(value) if is_values else repr(plain(value))
+    return values
+
+
+def told_to_all(doing: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """A method of an optimizer that calls :func:`agree_on_state`: what it raises before that is told to all ranks."""
+
+    def decorate(method: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(method)
+        def told(self: Any, *args: Any, **kwargs: Any) -> Any:
+            stepping = _stepping_of(self)
+            shards = None if stepping is None else stepping.shards
+            if shards is None:
+                return method(self, *args, **kwargs)
+            before = shards.num_meetings
+            try:
+                return method(self, *args, **kwargs)
+            except Exception as e:
+                if shards.num_meetings == before:
+                    agree_on_values(shards, Point.LOAD_OPTIMIZER, doing, lambda: Facts({}, {}), e)
+                raise
+
+        return told
+
+    return decorate
+
+
+def _stepping_of(optimizer: Any) -> Stepping | None:
+    owner = optimizer.owner()
+    return None if owner is None else owner.stepping

@@ -1,0 +1,57 @@
+"""The model behind a managed param, as far as a param asks it for anything."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+from gemini.config import GeminiConfig
+from gemini.errors import ParamAccessError
+from gemini.memory.chunks.chunk import Chunk
+from gemini.train.params.by_name import ByName
+from gemini.train.params.handle import ParamHandle, ParamSet
+from gemini.train.step import StepState
+
+
+class Reads(Protocol):
+    """Serves operations that read params outside of the module that they belong to."""
+
+    def in_call(self, func: Callable[..., Any], args: Any, kwargs: Any, handles: list[ParamHandle]) -> Any:
+        """While the model computes."""
+
+    def outside(self, func: Callable[..., Any], args: Any, kwargs: Any, handles: list[ParamHandle]) -> Any:
+        """While no module computes, for an operation that autograd records."""
+
+    def opened(self, chunks: Iterable[Chunk]) -> AbstractContextManager[None]:
+        """Around an operation that reads ``chunks`` while no module computes."""
+
+
+class Owner(Protocol):
+    """Params refer to it weakly."""
+
+    config: GeminiConfig
+    params: ParamSet
+    state: StepState
+    by_names: ByName
+    reads: Reads
+    stepping: Any
+    """A :class:`gemini.train.passes.stepping.Stepping`, which is in a room above."""
+
+    def take_grad(self, handle: ParamHandle) -> None:
+        """Autograd has accumulated a gradient in the param: it goes into its chunk."""
+
+    def discard_grads(self, handles: Iterable[ParamHandle]) -> None:
+        """Forget gradients."""
+
+
+def owner_of(handle: ParamHandle) -> Owner:
+    """What manages a param.
+
+    Raises:
+        ParamAccessError: if its model was deleted.
+    """
+    owner: Owner | None = handle.owner()
+    if owner is None:
+        raise ParamAccessError(f"the model that managed {handle.name!r} was deleted; its params hold nothing any more")
+    return owner

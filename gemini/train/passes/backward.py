@@ -1,0 +1,217 @@
+"""The backward pass of one model: gradients arrive, move into their chunks, and are used or wait for the step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from gemini.errors import GeminiError
+from gemini.interrupts import WHOLE
+from gemini.memory.store import ChunkStore
+from gemini.planning.planes import GRAD
+from gemini.train.activations.store import ActivationStore
+from gemini.train.gradients.scaled_backward import Scaling
+from gemini.train.gradients.store import GradientStore, check_grad
+from gemini.train.modules.calls import CallRecord, Calls
+from gemini.train.observers import Observers, own_work
+from gemini.train.params.by_name import ByName
+from gemini.train.params.exposure import Exposure
+from gemini.train.params.handle import ParamHandle, ParamSet
+from gemini.train.params.stepper import stepping_in_backward
+from gemini.train.sharding.reduction import Reduction
+from gemini.train.step import StepState
+from gemini.train.update.in_backward import InBackward
+from gemini.train.update.updates import Updates
+
+
+class BackwardPass:
+    """What autograd tells, and what becomes of gradients until they are used.
+
+    Args:
+        lock: of the books.
+        reduction: None in one process.
+    """
+
+    def __init__(
+        self, params: ParamSet, store: ChunkStore, state: StepState, calls: Calls, *,
+        lock: AbstractContextManager[Any], observers: Observers, exposure: Exposure, activations: ActivationStore,
+        gradients: GradientStore, scaling: Scaling, updates: Updates, in_backward: InBackward, by_names: ByName,
+        reduction: Reduction | None,
+    ):  # fmt: skip
+        self.observers, self.gradients, self.scaling = observers, gradients, scaling
+        self._params, self._chunks, self._manager, self._state = params, store.chunks, store.manager, state
+        self._lock, self._calls, self._exposure, self._activations = lock, calls, exposure, activations
+        self._updates, self._in_backward, self._by_names = updates, in_backward, by_names
+        self._reduction = reduction
+
+    # ---- the pass -----------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """A gradient of a backward is about to flow into the model.
+
+        Raises:
+            GeminiError: if the gradients would have another scale than the program means (fp16).
+        """
+        self.scaling.enter()
+        if self._state.in_backward:
+            return
+        self._state.begin_backward()
+        if self.observers.recording is not None:
+            self.observers.recording.begin_backward()
+        self._exposure.begin()
+        for chunk in self._chunks:
+            chunk.num_missing_grads = sum(handle.trained for handle in self._params.by_chunk[chunk.spec.index])
+        torch.autograd.Variable._execution_engine.queue_callback(self._is_over)
+        self._activations.begin_backward()
+
+    @own_work
+    def begin_of(self, record: CallRecord) -> None:
+        """The backward of one call begins."""
+        with self._lock:
+            self.begin()
+            self._calls.begin_backward(record)
+            self._manager.look_ahead()
+            self._exposure.refuse_writes()
+
+    @own_work
+    def _is_over(self) -> None:
+        with self._lock:
+            self._end_whole()
+
+    def _end_whole(self) -> None:
+        if self._reduction is not None:
+            self._calls.end_backward()  # nothing is read any more: room for what is still to be reduced
+            self._reduction.end_backward()
+        self.gradients.settle()
+        self._updates.complete_all()
+        if self._state.takes_gradients and stepping_in_backward:
+            for chunk in reversed(self._chunks):
+                self._in_backward.use_landed(chunk)
+        self.end()
+        if not self._calls.running:
+            self._manager.foresight.end()
+        if not torch._C._autograd._get_current_graph_task_keep_graph():  # type: ignore[attr-defined]
+            self._state.settle()
+        WHOLE.let_go()
+
+    def end(self) -> None:
+        """The whole graph is done (or was abandoned)."""
+        self._calls.end_backward()
+        self._activations.end_backward()
+        self._state.end_backward()
+        if self.observers.recording is not None:
+            self.observers.recording.end_backward()
+        self._exposure.rest_if_idle()
+
+    # ---- gradients ----------------------------------------------------------------------------------------------
+
+    @own_work
+    def take_grad(self, handle: ParamHandle) -> None:
+        """The post-accumulate hook: move ``param.grad`` into the chunk."""
+        with torch._C.DisableTorchFunctionSubclass():  # type: ignore[attr-defined]
+            grad, handle.param.grad = handle.param.grad, None
+        if grad is not None:
+            with self._lock:
+                self._take(handle, grad)
+
+    def _take(self, handle: ParamHandle, grad: torch.Tensor) -> None:
+        check_grad(handle, grad)
+        self.begin()
+        if not self._state.takes_gradients:
+            self._begin_gradients()
+        chunk = handle.chunk
+        if self._updates.pending:
+            self._updates.wait(chunk)
+        if self._reduction is not None:
+            self._reduction.take(handle, grad)
+        elif self._in_backward.transient:
+            self._in_backward.use(handle, grad)
+        else:
+            self._in_backward.refuse_used(handle)
+            if handle.has_grad:
+                self.gradients.promote([chunk])  # a shared param under reentrant checkpointing arrives twice
+            self.gradients.land(handle, grad)
+        chunk.num_missing_grads -= 1
+        if chunk.num_missing_grads == 0:
+            self._manager.grads_complete(chunk)
+            if self._reduction is not None:
+                self._reduction.complete(chunk)
+            else:
+                self._updates.complete(chunk)
+                self._in_backward.use_landed(chunk)
+
+    def _begin_gradients(self) -> None:
+        """The first gradient of a param has arrived in this backward.
+
+        A pass that gives none (``autograd.grad`` of an input) updates nothing, and leaves gradients that wait alone.
+
+        Raises:
+            BudgetExceeded: if gradients of an earlier backward are kept and there is no room to accumulate.
+        """
+        self.fold_clipping()  # it was of what is there
+        if self._state.updated_in_backward and not self._state.accumulating:
+            raise GeminiError(
+                "a second backward before optimizer.step(): with step_in_backward=True the backward before it has "
+                "updated the weights. Call optimizer.step() after every backward that updates, and put all but the "
+                "last micro-batch of a step inside `with model.no_sync()`"
+            )
+        self._updates.drain()  # of params that this forward has not read
+        if self.has_gradients:
+            if self._in_backward.transient:
+                raise GeminiError(
+                    'a second backward before optimizer.step(): gradients="transient" keeps nothing to add to. '
+                    'Use GeminiConfig(gradients="accumulate") (or "retain") to accumulate over micro-batches'
+                )
+            self.gradients.promote(self._chunks, idle=True)
+        self._state.take_gradients()
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether gradients of an earlier backward wait for the update."""
+        return self._state.num_unreduced > 0 or any(handle.has_grad for handle in self._params.handles)
+
+    def settle(self) -> None:
+        """With several ranks: make gradients and their norms those of all ranks. All of them must come here."""
+        if self._reduction is not None:
+            self._reduction.settle()
+
+    def read_grad(self, handle: ParamHandle) -> torch.Tensor | None:
+        """The gradient as the loss gives it, clipped only if the step of that is over; on the CPU, or None."""
+        if self._reduction is not None and self._reduction.has_replicas:
+            self.settle()
+        if not handle.has_grad:
+            return None
+        grad = self._by_names.read_plane(handle, GRAD)
+        if grad is not None and handle.clip_folded != 1.0:
+            grad = grad.float().mul_(handle.clip_folded)
+        if grad is None or not self.scaling.is_scaled:
+            return grad
+        return grad.float().mul_(self.scaling.unscale)
+
+    def discard(self, handles: Iterable[ParamHandle] | None = None) -> None:
+        """zero_grad: forget gradients (all, or some), and the clipping that was computed from them."""
+        chosen = self._params.handles if handles is None else list(handles)
+        if self._reduction is not None:
+            self._reduction.discard(chosen)
+        self.gradients.discard(chosen)
+        if self.observers.recording is not None:
+            self.observers.recording.discard()
+        self.fold_clipping()
+
+    def fold_clipping(self) -> None:
+        """Clipping of the whole model goes to the gradients that are there, each, and to none that is still to come."""
+        coefficient = self._state.take_clipping()
+        if coefficient is not None:
+            self.gradients.fold_clipping(coefficient)
+
+    def abandon(self) -> None:
+        """An exception ended the backward, and its graph is not run any more: its gradients are of no use."""
+        has_begun = self._state.takes_gradients
+        self._calls.abandon(backward=True)
+        self.end()
+        if self._state.updated_in_backward and has_begun:
+            self._state.forget_update_in_backward()
+            self._state.mark_corrupted(GeminiError("its backward ended early, after some params were updated in it"))

@@ -1,0 +1,190 @@
+"""The forward pass of one model: modules begin and end, and the weights that they read are there meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from gemini.memory.chunks.chunk import Chunk
+from gemini.memory.store import ChunkStore
+from gemini.train.activations.store import ActivationStore
+from gemini.train.modules.calls import CallRecord, Calls
+from gemini.train.modules.saved_weights import SavedWeights
+from gemini.train.observers import Observers, own_work
+from gemini.train.params.exposure import Exposure
+from gemini.train.setup.trained import TrainedParams
+from gemini.train.step import StepState
+from gemini.train.transforms import is_differentiating, is_transforming, without_transforms
+from gemini.train.update.updates import Updates
+
+
+class ForwardPass:
+    """What hooks of modules tell, and reads of params by others than their module.
+
+    Args:
+        lock: of the books, so that a model may be called from several threads.
+    """
+
+    def __init__(
+        self, store: ChunkStore, state: StepState, calls: Calls, *, lock: AbstractContextManager[Any],
+        observers: Observers, exposure: Exposure, saved_weights: SavedWeights, activations: ActivationStore,
+        updates: Updates, trained: TrainedParams,
+    ):  # fmt: skip
+        self.calls, self.observers, self.exposure = calls, observers, exposure
+        self._manager, self._state, self._lock = store.manager, state, lock
+        self._saved_weights, self._activations = saved_weights, activations
+        self._updates, self._trained = updates, trained
+        self._transformed: list[Chunk] = []
+        """What ``torch.func`` may still read."""
+
+    # ---- calls of modules ---------------------------------------------------------------------------------------
+
+    @own_work
+    def begin_call(self, module: nn.Module, chunks: tuple[Chunk, ...], resident: tuple[Chunk, ...] = ()) -> None:
+        """A hooked module starts to compute: gather what it reads, and wait for the updates of what is in place."""
+        if not self._state.computing:
+            self.let_go_of_transformed()
+        if not self._state.in_backward:
+            self._activations.begin_forward()
+        with self._lock, without_transforms():
+            if not self._state.computing:
+                self._begin()
+            if self.observers.recording is not None:
+                self.observers.recording.begin_call(module)
+            try:
+                self.exposure.catch_up(resident)
+                record = self.calls.begin(module, chunks)
+                if not self._state.in_forward:
+                    self._state.begin_forward()
+                self._manager.look_ahead()
+            finally:
+                self.exposure.rest_if_idle()
+        self._saved_weights.begin_call(record)
+        if chunks and is_differentiating():
+            self._keep_for_transform(chunks)
+
+    def _begin(self) -> None:
+        """Nothing computes yet."""
+        self._state.open()
+        self._updates.check()
+        self._activations.check()
+        self._state.check_whole()
+        self._saved_weights.begin_forward()
+        self._manager.refresh_lent()
+        self.exposure.begin()
+        if torch.is_grad_enabled():
+            self._manager.foresight.begin()
+
+    @own_work
+    def end_call(self, module: nn.Module) -> CallRecord | None:
+        """A hooked module is done, or failed. None if it never began."""
+        with self._lock, without_transforms():
+            record = self.calls.end(module)
+            self._end_if_over()
+            if self.observers.recording is not None:
+                self.observers.recording.end_call()
+            if record is not None and record.parent is not None:
+                for chunk in record.chunks:
+                    if self._saved_weights.is_lent(chunk):
+                        self.lend(chunk)
+            self.exposure.rest_if_idle()
+            if not torch.is_grad_enabled() and not self._state.computing:  # else its backward is still to come
+                self._state.settle()
+        if not self.calls.running:
+            self._activations.end_forward()
+        return record
+
+    def unwind(self, depth: int) -> None:
+        """A call ended without its hooks, by an exception: so did all inside it that this thread runs."""
+        with self._lock:
+            self.calls.unwind(depth)
+            self._end_if_over()
+
+    def abandon(self) -> None:
+        """So did all calls of this thread, and those of threads that ended."""
+        self.calls.abandon()
+        self._end_if_over()
+        self.let_go_of_transformed()
+
+    def _end_if_over(self) -> None:
+        if self._state.in_forward and not self.calls.running:
+            self._state.end_forward()
+
+    @own_work
+    def lend(self, chunk: Chunk) -> None:
+        """A module has left a view of its weights behind: the call around it goes on with it."""
+        around = self.calls.hold(chunk)
+        if around is not None:
+            self._saved_weights.lend(around)
+
+    # ---- torch.func ---------------------------------------------------------------------------------------------
+
+    @property
+    def is_transformed(self) -> bool:
+        """Whether chunks are kept for a transform."""
+        return bool(self._transformed)
+
+    def _keep_for_transform(self, chunks: tuple[Chunk, ...]) -> None:
+        """``torch.func.grad`` and its kin save params in a way that nobody sees: these stay until it is over."""
+        with self._lock, without_transforms():
+            for chunk in chunks:
+                if chunk not in self._transformed:
+                    self._manager.acquire(chunk)
+                    self._transformed.append(chunk)
+
+    def let_go_of_transformed(self) -> None:
+        """Something begins that is in no transform: those before are over."""
+        if self._transformed and not is_transforming():
+            chunks, self._transformed = self._transformed, []
+            for chunk in chunks:
+                self._manager.release(chunk)
+
+    # ---- reads by others ----------------------------------------------------------------------------------------
+
+    def begin_reading(self) -> None:
+        """Params are about to be read for a gradient, and no module computes."""
+        self._updates.check()
+        self._state.check_whole()
+        if self._state.take_flips():
+            self._trained.follow()
+
+    @contextmanager
+    def opened(self, chunks: Iterable[Chunk]) -> Iterator[None]:
+        """Outside of a module's call: the weights of ``chunks`` are gathered and their params ordinary ones."""
+        self._state.open()
+        try:
+            with self._state.gathering(), self._exposed(chunks), self._saved_weights.open():
+                yield
+        finally:
+            with self._lock, without_transforms():
+                self.exposure.rest_if_idle()
+                if not torch.is_grad_enabled():
+                    self._state.settle()
+
+    @contextmanager
+    def _exposed(self, chunks: Iterable[Chunk]) -> Iterator[None]:
+        acquired: list[Chunk] = []
+        try:
+            with self._lock, without_transforms():
+                self._manager.refresh_lent()
+                for chunk in chunks:
+                    self._manager.acquire(chunk)
+                    acquired.append(chunk)
+                    self.exposure.expose(chunk)
+            yield
+        finally:
+            with self._lock, without_transforms():
+                for chunk in acquired:
+                    self.exposure.cover(chunk)
+                    self._manager.release(chunk)
+
+    def lend_what_is_left(self, chunks: Iterable[Chunk]) -> None:
+        """An operation that read these is over: if its result is a view of weights, the call around it goes on."""
+        with self._lock:
+            for chunk in chunks:
+                if self._saved_weights.is_lent(chunk):
+                    self.lend(chunk)

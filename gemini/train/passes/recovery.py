@@ -1,0 +1,63 @@
+"""Forgets what a forward or backward left behind that an exception, Ctrl-C above all, ended without its hooks.
+
+Called at the next place that begins something new, so that a program which goes on after an exception finds books that
+balance, and one that does not has lost nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+
+from gemini.interrupts import WHOLE
+from gemini.memory.store import ChunkStore
+from gemini.train.activations.store import ActivationStore
+from gemini.train.gradients.store import GradientStore
+from gemini.train.params.exposure import Exposure
+from gemini.train.params.guard import ManagedParameter
+from gemini.train.params.guarding import hide
+from gemini.train.params.handle import ParamSet
+from gemini.train.passes.backward import BackwardPass
+from gemini.train.passes.forward import ForwardPass
+from gemini.train.step import StepState
+from gemini.train.update.updates import Updates
+
+
+class Recovery:
+    """Of one model."""
+
+    def __init__(
+        self, params: ParamSet, store: ChunkStore, state: StepState, forward: ForwardPass, backward: BackwardPass,
+        exposure: Exposure, activations: ActivationStore, gradients: GradientStore, updates: Updates,
+    ):  # fmt: skip
+        self._params, self._manager, self._state = params, store.manager, state
+        self._forward, self._backward, self._exposure = forward, backward, exposure
+        self._activations, self._gradients, self._updates = activations, gradients, updates
+
+    def forget_interrupted(self) -> None:
+        """End what was under way; nothing if a backward is running in this thread."""
+        if torch._C._current_graph_task_id() != -1:
+            return
+        state = self._state
+        WHOLE.let_go()
+        self._forward.abandon()
+        self._updates.forget_collected()
+        with contextlib.suppress(Exception):  # the backward broke off: its gradients are of no use
+            self._gradients.settle()
+        self._manager.foresight.interrupt()
+        self._activations.recover()
+        was_settled = not state.num_unsettled
+        if not was_settled:
+            with torch._C.DisableTorchFunctionSubclass():  # type: ignore[attr-defined]
+                for handle in self._params.handles:
+                    handle.param.grad = None  # of autograd, if the interrupt came just before the hook that takes it
+        if state.in_backward:
+            self._backward.abandon()
+        self._exposure.rest_if_idle()
+        if not (was_settled or state.computing):
+            # An interrupt may have come between making params ordinary and noting it.
+            hide([handle for handle in self._params.handles if not isinstance(handle.param, ManagedParameter)])
+            state.settle_all()
+        if not (state.computing or self._forward.is_transformed or self._manager.is_balanced()):
+            self._manager.start_over()

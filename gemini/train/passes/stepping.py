@@ -1,0 +1,230 @@
+"""What an optimizer asks of the model whose params it updates: gradients that are ready, their norm and scale, and the
+updates themselves.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+
+import torch
+
+from gemini.errors import GeminiError
+from gemini.memory.store import ChunkStore
+from gemini.rules import UpdateRule
+from gemini.train.gradients.scaled_backward import Scaling
+from gemini.train.params.exposure import Exposure
+from gemini.train.params.handle import ParamHandle, ParamSet
+from gemini.train.params.owner import owner_of
+from gemini.train.params.stepper import Stepper
+from gemini.train.params.versions import note_writes
+from gemini.train.passes.backward import BackwardPass
+from gemini.train.passes.recovery import Recovery
+from gemini.train.sharding.reduction import Reduction
+from gemini.train.sharding.shards import Shards
+from gemini.train.step import StepState
+from gemini.train.update.tiles import Segment
+from gemini.train.update.updates import Updates
+from gemini.train.write_observers import WriteObservers
+
+
+class Stepping:
+    """The steps of one model.
+
+    Args:
+        rule: that it was wrapped for.
+        gradients: how they are kept, as ``GeminiConfig(gradients=)`` says.
+        reduction: None in one process, as ``shards``.
+    """
+
+    def __init__(
+        self, params: ParamSet, store: ChunkStore, state: StepState, rule: UpdateRule, *, gradients: str,
+        backward: BackwardPass, scaling: Scaling, updates: Updates, exposure: Exposure, recovery: Recovery,
+        observers: WriteObservers, shards: Shards | None, reduction: Reduction | None,
+    ):  # fmt: skip
+        self.rule, self.scaling, self.state, self.updates, self.shards = rule, scaling, state, updates, shards
+        self._params, self._store, self._mode = params, store, gradients
+        self._backward, self._gradients, self._exposure, self._recovery = (
+            backward,
+            backward.gradients,
+            exposure,
+            recovery,
+        )
+        self._observers, self._reduction = observers, reduction
+
+    # ---- before the step ----------------------------------------------------------------------------------------
+
+    def check_mode(self, step_in_backward: bool) -> None:
+        """Refuse an optimizer that does not fit how gradients are kept.
+
+        Raises:
+            GeminiError: naming the remedy.
+        """
+        transient, scaled = self._mode == "transient", self.scaling.loss_scale is not None
+        if transient and not step_in_backward:
+            raise GeminiError(
+                'GeminiConfig(gradients="transient") keeps no gradients for step(): make the optimizer with '
+                'HybridAdam(..., step_in_backward=True), or use gradients="retain"'
+            )
+        if step_in_backward and not transient and (self._reduction is not None or scaled):
+            why = "in fp16" if scaled else "with several ranks"
+            raise GeminiError(
+                f"HybridAdam(step_in_backward=True) with gradients={self._mode!r} {why}: whether gradients are finite "
+                "is known only when all are there. Leave step_in_backward out"
+                + ("" if scaled else ', or use GeminiConfig(gradients="transient")')
+            )
+
+    def clip_grad_norm(
+        self, max_norm: float, handles: list[ParamHandle] | None, *, error_if_nonfinite: bool
+    ) -> torch.Tensor:
+        """Total 2-norm of the gradients of ``handles`` (None: of all), unscaled, as it was before.
+
+        Nothing is scaled here. A coefficient is noted, for the whole model or beside each of the params, and the update
+        applies it as it reads the gradients. On CUDA this is where the host waits for the sums of squares, once;
+        ``optimizer.step()`` then knows them already.
+
+        Raises:
+            GeminiError: for transient gradients, which are gone when the norm is known.
+            NonFiniteGradient: with ``error_if_nonfinite``.
+        """
+        self._recovery.forget_interrupted()
+        if self._mode == "transient":
+            raise GeminiError(
+                'clipping needs every gradient before the first update: gradients="transient" cannot be clipped. '
+                'Use GeminiConfig(gradients="retain")'
+            )
+        if self.state.updated_in_backward:
+            raise GeminiError(
+                "clipping needs every gradient before the first update, and HybridAdam(step_in_backward=True) has used "
+                "them: leave step_in_backward out"
+            )
+        self._backward.settle()
+        if self._reduction is not None and max_norm != math.inf:  # without a limit, one rank may look at it alone
+            self._reduction.clippings.append(_called(float(max_norm), handles))
+        chosen = self._params.handles if handles is None else handles
+        left = self.scaling.left_scaled(chosen)
+        used = [handle for handle in chosen if handle not in left] if left else chosen
+        total = math.sqrt(self._gradients.total_sum(used)) * self.scaling.unscale_seen(chosen)
+        if left:
+            total = math.hypot(total, math.sqrt(self._gradients.total_sum(left)))
+        total *= self.state.clip_coefficient
+        if error_if_nonfinite:
+            self._gradients.check_finite(chosen)
+        if math.isfinite(total):
+            coefficient = min(1.0, float(max_norm) / (total + 1e-6))
+            if handles is None:
+                self.state.clip(coefficient)
+            else:
+                self._gradients.clip(handles, coefficient)
+                self.state.note_clipping()
+        return torch.tensor(total, dtype=torch.float32, device="cpu")
+
+    def find_nonfinite(self, handles: list[ParamHandle]) -> bool:
+        """``GradScaler.unscale_``: whether these gradients, scaled by a scaler, hold inf or NaN.
+
+        Raises:
+            GeminiError: if their loss was not scaled.
+        """
+        self.scaling.check_scaled()
+        return not math.isfinite(self._gradients.total_sum(handles))
+
+    def settle(self) -> None:
+        """Gradients are about to be looked at: no interrupted pass is left, and ranks have what all of them have."""
+        self._recovery.forget_interrupted()
+        self._backward.settle()
+
+    def discard(self, handles: list[ParamHandle]) -> None:
+        """Forget these gradients."""
+        self._recovery.forget_interrupted()
+        self._backward.discard(handles)
+
+    # ---- the step -----------------------------------------------------------------------------------------------
+
+    def begin_step(self, optimizer: Stepper) -> None:
+        """``optimizer.step()``: the model is whole, and all ranks are about to make the same step.
+
+        Raises:
+            GeminiError: if an update broke off before.
+            RankMismatch: on every rank; no weight was changed.
+        """
+        self.state.check_whole()
+        self._recovery.forget_interrupted()
+        self.updates.unseen.look()
+        if self._reduction is not None:
+            self._reduction.agree_on_step(optimizer)
+
+    def step(self, handles: list[ParamHandle], scalars_of: Callable[[ParamHandle, float], object]) -> None:
+        """Update these params, which have gradients, and end the step; in fp16 skip it if one holds inf or NaN.
+
+        Args:
+            scalars_of: what to update a param with whose gradient is to be multiplied by a factor.
+
+        Raises:
+            NonFiniteGradient: in bf16 and fp32, naming the param; nothing was changed.
+            GeminiError: for gradients that a scaler has scaled and not unscaled.
+            ParamAccessError: for weights that the program has written to.
+        """
+        self.scaling.check_unscaled(handles)
+        loss_scale = None if self.scaling.is_by_scaler or not handles else self.scaling.loss_scale
+        if loss_scale is not None and not math.isfinite(self._gradients.total_sum(handles)):
+            loss_scale.skipped()
+            self.discard(handles)
+            self.end_step()
+            return
+        self._gradients.check_finite(handles)
+        self._exposure.check({handle.chunk.spec.index: handle.chunk for handle in handles}.values())
+        by_chunk = self._segments(handles, scalars_of)
+        try:
+            note_writes(handles)
+            for handle in handles:
+                handle.num_steps += 1
+                handle.norm_sums, handle.clip, handle.clip_folded = None, 1.0, 1.0
+            self.updates.submit(by_chunk)
+        except BaseException as e:  # an interrupt between two chunks breaks the step as well
+            self.state.mark_corrupted(e)
+            raise
+        if loss_scale is not None:
+            loss_scale.stepped()
+        self.end_step()
+
+    def _segments(
+        self, handles: list[ParamHandle], scalars_of: Callable[[ParamHandle, float], object]
+    ) -> Mapping[int, list[Segment]]:
+        scale = self.state.clip_coefficient * self.scaling.unscale
+        by_chunk: dict[int, list[Segment]] = {}
+        for handle in handles:
+            segment = Segment(handle, scalars_of(handle, scale * handle.clip))
+            by_chunk.setdefault(handle.chunk.spec.index, []).append(segment)
+        return by_chunk
+
+    def end_step(self) -> None:
+        """After an optimizer step: what moved since the last one is what the report shows."""
+        self._backward.fold_clipping()
+        self.state.forget_update_in_backward()
+        self._store.mover.end_step()
+        if self.shards is not None:
+            self.shards.end_step(has_gradients=self._backward.has_gradients)
+        if self._backward.observers.recording is not None:
+            self._backward.observers.recording.end_step()
+        self._observers.step_ended()
+        self._store.manager.look_ahead()
+
+
+def stepping_of(handle: ParamHandle) -> Stepping:
+    """Of the model that manages a param.
+
+    Raises:
+        ParamAccessError: if that was deleted.
+    """
+    stepping = owner_of(handle).stepping
+    assert isinstance(stepping, Stepping)
+    return stepping
+
+
+def _called(max_norm: float, handles: list[ParamHandle] | None) -> str:
+    """What the ranks compare, and the error says."""
+    if handles is None:
+        return f"max_norm {max_norm!r}"
+    names = sorted(handle.name for handle in handles)
+    others = f"and {len(names) - 1} more" if len(names) > 1 else "alone"
+    return f"max_norm {max_norm!r} of {names[0]!r} {others}" if names else f"max_norm {max_norm!r} of no param"

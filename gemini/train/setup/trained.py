@@ -1,0 +1,87 @@
+"""Which params are trained: what a param lacks whose ``requires_grad`` is set after the model was wrapped."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+
+from gemini.errors import BudgetExceeded, GeminiError, human_bytes
+from gemini.memory.chunks.chunk import Chunk, make_plane
+from gemini.memory.store import ChunkStore
+from gemini.planning.planes import RuleSpec, plane_specs
+from gemini.tiers import Tier
+from gemini.train.activations.store import ActivationStore
+from gemini.train.params.handle import ParamHandle, ParamSet
+from gemini.train.params.owner import owner_of
+
+
+class TrainedParams:
+    """Those of one model.
+
+    Args:
+        gradients: how they are kept, as ``GeminiConfig(gradients=)`` says.
+    """
+
+    def __init__(
+        self, params: ParamSet, store: ChunkStore, activations: ActivationStore, *, precision: str, gradients: str,
+        rule: RuleSpec,
+    ):  # fmt: skip
+        self._params, self._store, self._activations = params, store, activations
+        self._precision, self._gradients, self._rule = precision, gradients, rule
+
+    def follow(self) -> None:
+        """After a flip of ``requires_grad``: a param that became trained gets its hook, its chunk what it lacks.
+
+        Raises:
+            BudgetExceeded: if no tier has room for that.
+            GeminiError: in fp16, where a frozen param has no master.
+        """
+        self._activations.drain()
+        for handle in self._params.handles:
+            handle.trained = handle.param.requires_grad
+            if handle.trained and handle.hook is None:
+                self._make_trainable(handle.chunk)
+                handle.hook = handle.param.register_post_accumulate_grad_hook(grad_hook(handle))
+
+    def _make_trainable(self, chunk: Chunk) -> None:
+        """Give a frozen chunk the planes of a trained one, on the fastest tier below the GPU with room for all."""
+        if chunk.trained:
+            return
+        store, numel = self._store, chunk.weights.numel
+        specs = plane_specs(self._precision, self._gradients, self._rule, trainable=True)
+        missing = {kind: spec for kind, spec in specs.items() if kind not in chunk.planes}
+        if self._precision == "fp16":
+            raise GeminiError(
+                f"{chunk.name} was frozen when the model was wrapped: in fp16 it has no fp32 master to train. "
+                "Set requires_grad before wrapping, or use precision='bf16'"
+            )
+        num_bytes = sum(spec.page_bytes(numel) for spec in missing.values())
+        below = [tier for tier in store.ledger.tiers if tier is not Tier.GPU]
+        if store.device.tier in below:
+            with contextlib.suppress(BudgetExceeded):  # then the next tier
+                store.manager.make_room(num_bytes, what=chunk.name)
+        if self._rule.in_memory:
+            below = [tier for tier in below if tier is not Tier.NVME]
+        tier = next((t for t in below if store.ledger.free(t) >= num_bytes), None)
+        if tier is None:
+            raise BudgetExceeded(
+                f"{chunk.name} became trained after wrapping and needs {human_bytes(num_bytes)} for gradients and "
+                "optimizer states, which no tier has: set requires_grad before wrapping, or raise a budget"
+            )
+        planes = {}
+        for kind, spec in missing.items():
+            planes[kind] = make_plane(spec, numel, tier, store.device, store.spill)
+            store.ledger.reserve(tier, planes[kind].num_bytes, kind)
+        chunk.planes.update(planes)
+        chunk.trained = True
+
+
+def grad_hook(handle: ParamHandle) -> Any:
+    """What moves a param's gradient into its chunk as soon as it is complete."""
+
+    def take(param: torch.Tensor) -> None:
+        owner_of(handle).take_grad(handle)
+
+    return take
