@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -65,15 +65,17 @@ class AdamHyper:
 
 
 class Segment(NamedTuple):
-    """Elements ``[begin, end)`` of the arrays of a chunk, and how they are updated."""
+    """Elements ``[begin, end)`` of the arrays of a chunk, and how they are updated: by Adam, or with the scalars of
+    another rule (:func:`kernel_and_scalars`).
+    """
 
     begin: int
     end: int
-    hyper: AdamHyper
+    hyper: Any
 
 
 class Fp32Scalars(NamedTuple):
-    """What the kernels multiply by: every number is representable in fp32. In the order the native code takes them."""
+    """What the kernels multiply by: every number is representable in fp32. In the order of csrc/rules.h."""
 
     c1: float
     c2: float
@@ -103,7 +105,23 @@ def fp32_scalars(hyper: AdamHyper) -> Fp32Scalars:
         hyper.eps,
         hyper.grad_scale,
     )
-    return Fp32Scalars._make([*(ctypes.c_float(x).value for x in exact), hyper.decoupled])
+    return Fp32Scalars._make([*map(to_fp32, exact), hyper.decoupled])
+
+
+def to_fp32(x: float) -> float:
+    """The nearest fp32 number."""
+    return ctypes.c_float(x).value
+
+
+def kernel_and_scalars(scalars: Any) -> tuple[str, tuple[float, ...]]:
+    """What the native code takes for an update: the name of a rule in csrc/rules.h, and the numbers of its struct.
+
+    ``scalars``: an :class:`AdamHyper`, or a tuple of those numbers with an attribute ``kernel``, that name.
+    """
+    if isinstance(scalars, AdamHyper):
+        *values, decoupled = fp32_scalars(scalars)
+        return "adamw" if decoupled else "adam", tuple(values)
+    return scalars.kernel, scalars
 
 
 def _slabs(n: int) -> Iterator[slice]:
