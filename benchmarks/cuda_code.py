@@ -246,8 +246,9 @@ def report(found: dict[str, list[Kernel]], tools: str, command: str) -> str:
         f"Compiled, not run: this says nothing of speed. {tools}\nFlags: `{' '.join(flags()[0])}`.",
         f"Command: `{command}`\n",
         f"{verdict}\n",
-        "Wide: instructions that move 16 bytes for each thread, of all that access global memory. Each kernel of\n"
-        "an update holds beside its text one that goes element by element, for the ends of segments. Shared memory in bytes for a block of 256 threads.\n",
+        "Wide: instructions that move 16 bytes for each thread, of all that access global memory. Each kernel of an\n"
+        "update holds beside its text one that goes element by element, for the ends of segments. Shared memory in\n"
+        "bytes for a block of 256 threads.\n",
     ]
     for architecture, kernels in found.items():
         parts.append(f"## sm_{architecture}\n\n{table(kernels)}\n")

@@ -116,12 +116,12 @@ def to_fp32(x: float) -> float:
 def kernel_and_scalars(scalars: Any) -> tuple[str, tuple[float, ...]]:
     """What the native code takes for an update: the name of a rule in csrc/rules.h, and the numbers of its struct.
 
-    ``scalars``: an :class:`AdamHyper`, or a tuple of those numbers with an attribute ``kernel``, that name.
+    ``scalars``: an :class:`AdamHyper`, or a tuple of those numbers and, last, that name.
     """
     if isinstance(scalars, AdamHyper):
         *values, decoupled = fp32_scalars(scalars)
         return "adamw" if decoupled else "adam", tuple(values)
-    return scalars.kernel, scalars
+    return scalars[-1], scalars[:-1]
 
 
 def _slabs(n: int) -> Iterator[slice]:
@@ -144,7 +144,7 @@ def adam_update(
             g = g + p * s.wd
         m.add_((g - m) * s.c1)
         v.mul_(s.beta2).add_((g * s.c2) * g)
-        d = _sqrt(v) * s.inv_sqrt_bc2 + s.eps
+        d = exact_sqrt(v) * s.inv_sqrt_bc2 + s.eps
         if s.decoupled:
             p.mul_(s.decay)
         p.add_((m * s.neg_step) / d)
@@ -152,7 +152,7 @@ def adam_update(
             _split(p, weights[part], residual[part])
 
 
-def _sqrt(x: Tensor) -> Tensor:
+def exact_sqrt(x: Tensor) -> Tensor:
     """The correctly rounded fp32 square root."""
     # Torch's own on CPU may be an ulp off, in fp32 (17 % of all numbers with torch 2.13 and MKL) and in fp64. From fp64
     # with an error under one ulp the second rounding is right: no root of an fp32 number is closer than 2^-51

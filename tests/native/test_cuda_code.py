@@ -62,7 +62,8 @@ MACHINE = f"""
 
 def test_names_say_which_kernel_it_is() -> None:
     assert [cuda_code.short_name(symbol) for symbol in (ADAM, L2, LION, GRAD, CLIP, "_Z5otherv")] == [
-        "AdamW<bf16, split, aligned>", "Adam<fp32, fp32 master, aligned>", "Lion<fp16, fp32 master, not aligned>", "grad<accumulate, fp32, not aligned>", "clip", "_Z5otherv",
+        "AdamW<bf16, split, aligned>", "Adam<fp32, fp32 master, aligned>",
+        "Lion<fp16, fp32 master, not aligned>", "grad<accumulate, fp32, not aligned>", "clip", "_Z5otherv",
     ]  # fmt: skip
 
 
