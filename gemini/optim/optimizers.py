@@ -171,7 +171,7 @@ class SophiaG(HybridOptimizer):
             if param.grad is not None if handle is None else handle.has_grad:
                 raise GeminiError(
                     "estimating_hessian() begins while gradients of a training step are there, which would go into the "
-                    "estimate: call step() (or zero_grad()) before it"
+                    "estimate: call step() and zero_grad() before it"
                 )
         for group in self.param_groups:
             group["estimates_hessian"] = True
