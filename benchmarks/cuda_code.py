@@ -35,6 +35,7 @@ ROOT = Path(__file__).resolve().parents[1]
 SOURCES = sorted((ROOT / "csrc" / "cuda").glob("*.cu"))
 FORMATS = {"0": "fp32", "1": "bf16", "2": "fp16"}  # of gradients: enum Dtype
 DOINGS = {"0": "read", "1": "copy", "2": "widen", "3": "accumulate"}  # enum Doing
+STATES = {"AdamW": 2, "Adam": 2, "Sgd": 1, "PlainSgd": 0, "Lion": 1, "Adan": 4, "Sophia": 2, "SophiaEstimate": 2}
 
 
 @dataclass
@@ -71,13 +72,13 @@ class Kernel:
 def expected_wide(name: str) -> tuple[int, int]:
     """The 128-bit loads and stores of a kernel for aligned arrays, whose threads take eight elements of each.
 
-    The text of Adam is there twice, for AdamW and for Adam with L2. Of what is not aligned nothing is demanded.
+    Of what is not aligned nothing is demanded.
     """
     narrow, wide = 8 * 2 // 16, 8 * 4 // 16
-    if match := re.fullmatch(r"adam<(\w+), (split|fp32 master), aligned>", name):
-        master = 2 * narrow if match[2] == "split" else wide
-        stored = master + 2 * wide
-        return 2 * (stored + (wide if match[1] == "fp32" else narrow)), 2 * stored
+    if match := re.fullmatch(r"(\w+)<(\w+), (split|fp32 master), aligned>", name):
+        master = 2 * narrow if match[3] == "split" else wide
+        stored = master + STATES[match[1]] * wide
+        return stored + (wide if match[2] == "fp32" else narrow), stored
     if match := re.fullmatch(r"grad<(\w+), (\w+), aligned>", name):
         source = wide if match[2] == "fp32" else narrow
         stored = {"read": 0, "copy": source}.get(match[1], wide)
@@ -87,14 +88,17 @@ def expected_wide(name: str) -> tuple[int, int]:
 
 def short_name(symbol: str) -> str:
     """A kernel's name and template arguments, from its mangled symbol."""
-    match = re.search(r"\d(adam|split|join|grad|clip)_kernel(?:I(.*?)EEv)?", symbol)
+    match = re.search(r"\d(update|split|join|grad|clip)_kernel(?:I(.*?)EEv)?", symbol)
     if match is None:
         return symbol
     arguments = re.findall(r"L(?:NS_\d*\w*?E|N\w*?E|b)(\d)E", f"{match[2] or ''}E")
-    if match[1] == "adam":
-        grad, is_split, is_aligned = arguments
+    if match[1] == "update":
+        rule = re.match(r"NS_\d+([A-Za-z]+?)(?:ILb(\d)EE)?EL", match[2])
+        assert rule is not None, symbol
+        grad, is_split, is_aligned = arguments[-3:]
         master = "split" if is_split == "1" else "fp32 master"
-        return f"adam<{FORMATS[grad]}, {master}, {'aligned' if is_aligned == '1' else 'not aligned'}>"
+        name = "AdamW" if rule[2] == "1" else rule[1]
+        return f"{name}<{FORMATS[grad]}, {master}, {'aligned' if is_aligned == '1' else 'not aligned'}>"
     if match[1] == "grad":
         doing, source, is_aligned = arguments
         return f"grad<{DOINGS[doing]}, {FORMATS[source]}, {'aligned' if is_aligned == '1' else 'not aligned'}>"
@@ -242,9 +246,9 @@ def report(found: dict[str, list[Kernel]], tools: str, command: str) -> str:
         f"Compiled, not run: this says nothing of speed. {tools}\nFlags: `{' '.join(flags()[0])}`.",
         f"Command: `{command}`\n",
         f"{verdict}\n",
-        "Wide: instructions that move 16 bytes for each thread, of all that access global memory. Each Adam kernel\n"
-        "holds its text twice, for AdamW and for Adam with L2, and beside it one that goes element by element, for\n"
-        "the ends of segments. Shared memory in bytes for a block of 256 threads.\n",
+        "Wide: instructions that move 16 bytes for each thread, of all that access global memory. Each kernel of an\n"
+        "update holds beside its text one that goes element by element, for the ends of segments. Shared memory in\n"
+        "bytes for a block of 256 threads.\n",
     ]
     for architecture, kernels in found.items():
         parts.append(f"## sm_{architecture}\n\n{table(kernels)}\n")

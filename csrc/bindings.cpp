@@ -10,8 +10,8 @@
 #include <stdexcept>
 #include <thread>
 
-#include "cpu_adam.h"
 #include "cpu_grad.h"
+#include "cpu_update.h"
 #include "cuda/bindings.h"
 #include "nvme_io.h"
 #include "stream.h"
@@ -53,7 +53,7 @@ size_t probe_width(int64_t n) {
 PYBIND11_MODULE(_C, m) {
     using nogil = py::call_guard<py::gil_scoped_release>;
     // Raised when a signature below changes: a library left over from another version is then refused, not misused.
-    m.attr("INTERFACE") = 3;
+    m.attr("INTERFACE") = 4;
 
     py::register_exception_translator([](std::exception_ptr thrown) {
         try {
@@ -74,11 +74,7 @@ PYBIND11_MODULE(_C, m) {
     m.def("probe_pool", &probe_pool, nogil());
     m.def("probe_width", &probe_width, nogil());
 
-    py::class_<AdamScalars>(m, "AdamScalars")
-        .def(py::init([](float c1, float c2, float beta2, float decay, float wd, float neg_step, float inv_sqrt_bc2,
-                         float eps, float grad_scale, bool decoupled) {
-            return AdamScalars{c1, c2, beta2, decay, wd, neg_step, inv_sqrt_bc2, eps, grad_scale, decoupled};
-        }));
+    py::class_<Scalars>(m, "Scalars").def(py::init(&make_scalars));
 
 #if defined(GEMINI_CUDA)
     m.attr("HAS_CUDA") = true;
@@ -87,11 +83,10 @@ PYBIND11_MODULE(_C, m) {
     m.attr("HAS_CUDA") = false;
 #endif
 
-    m.def("adam_update",
-          [](Isa isa, Address weights, Address residual, Address exp_avg, Address exp_avg_sq, Address grad,
-             Dtype grad_dtype, int64_t n, const AdamScalars& scalars) {
-              adam_update(isa, at(weights), at(residual), at(exp_avg), at(exp_avg_sq), at(grad), grad_dtype, n,
-                          scalars);
+    m.def("update",
+          [](Isa isa, Address weights, Address residual, const std::vector<Address>& states, Address grad,
+             Dtype grad_dtype, int64_t n, const Scalars& scalars) {
+              update(isa, arrays_at(weights, residual, grad, states), grad_dtype, n, scalars);
           },
           nogil());
     m.def("split_master",

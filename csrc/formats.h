@@ -1,6 +1,6 @@
 // The number formats of the kernels: fp32, bf16, fp16 and the bf16 split master, as integer operations on whole
 // tiles. Each loop does one conversion between an array and a small L1 temporary, because a loop which mixes 16-bit
-// and 32-bit elements with floating point work is where auto-vectorisers give up. For cpu_adam.cpp and cpu_grad.cpp.
+// and 32-bit elements with floating point work is where auto-vectorisers give up. For cpu_update.cpp and cpu_grad.cpp.
 #pragma once
 
 #include <cstdint>

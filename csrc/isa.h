@@ -2,7 +2,7 @@
 // `range<VectorBytes>(args, begin, end)` of plain loops; select<Kernel>(isa) hands back that body compiled
 // for the baseline of the machine ("scalar"), AVX2 or AVX-512. Which one runs never changes a bit: all is
 // plain IEEE arithmetic in the written order, and the build forbids contraction (-ffp-contract=off).
-// For cpu_adam.cpp, cpu_grad.cpp and stream.cpp.
+// For cpu_update.cpp, cpu_grad.cpp and stream.cpp.
 #pragma once
 
 #include <cstdint>

@@ -51,6 +51,7 @@ _WHERE = {
 __all__ = sorted([*_WHERE, "__version__"])
 
 if TYPE_CHECKING:
+    from gemini import optim as optim
     from gemini.config import GeminiConfig as GeminiConfig
     from gemini.errors import BudgetExceeded as BudgetExceeded
     from gemini.errors import GeminiError as GeminiError
@@ -86,6 +87,8 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
+    if name == "optim":
+        return import_module("gemini.optim")
     if name not in _WHERE:
         raise AttributeError(f"module 'gemini' has no attribute {name!r}")
     value = getattr(import_module(_WHERE[name]), name)

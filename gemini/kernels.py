@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from gemini import kernels_reference as reference
-from gemini.kernels_checks import BFLOAT16, FLOAT32, GRAD, INT16, adam_args, check, check_one, check_segments
+from gemini.kernels_checks import BFLOAT16, FLOAT32, GRAD, INT16, check, check_one, check_segments, update_args
 from gemini.kernels_cuda import CudaKernels
 from gemini.kernels_reference import IO_THREADS, NORM_BLOCK, NORM_LANES, NORM_TILE, AdamHyper, Segment, total
 from gemini.kernels_sums import DeviceSums, Sums, nonfinite_flag, resolve, totals
@@ -57,10 +57,11 @@ __all__ = [
     "sum_squares",
     "total",
     "totals",
+    "update_segments",
     "use_isa",
 ]
 
-_INTERFACE = 3  # of the signatures in csrc/bindings.cpp
+_INTERFACE = 4  # of the signatures in csrc/bindings.cpp
 
 
 def _load() -> tuple[Any, str | None]:
@@ -200,28 +201,28 @@ def _cuda_for(tensor: Tensor) -> CudaKernels | None:
 
 
 @lru_cache(maxsize=256)
-def _native_scalars(hyper: AdamHyper) -> Any:
-    return _native.AdamScalars(*reference.fp32_scalars(hyper))
+def _native_scalars(kernel: str, scalars: tuple[float, ...]) -> Any:
+    return _native.Scalars(kernel, scalars)
 
 
 def adam_update(
     weights: Tensor, residual: Tensor | None, exp_avg: Tensor, exp_avg_sq: Tensor, grad: Tensor, hyper: AdamHyper
 ) -> None:
-    """One Adam or AdamW update, in place; the formula stands in csrc/cpu_adam.h and gemini/kernels_reference.py.
+    """One Adam or AdamW update, in place; the formula stands in csrc/rules.h and gemini/kernels_reference.py.
 
     `weights` is fp32 with `residual` None, or bf16 with an int16 `residual`: the split master, whose two halves are
     together exactly the fp32 weight. `exp_avg` and `exp_avg_sq` are fp32; `grad` is fp32, bf16 or fp16 with either
     kind of weights, and is only read. All are 1-D, contiguous, of n elements, on one device. A weight of the split
     master that becomes NaN is stored canonically (0x7FC0, 0). Raises ValueError for anything else.
     """
-    w, m, v, g, *r = check("adam_update", adam_args(weights, residual, exp_avg, exp_avg_sq, grad))
+    states = {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+    w, m, v, g, *r = check("adam_update", update_args(weights, residual, states, grad))
     if cuda := _cuda_for(weights):
-        whole = [Segment(0, weights.numel(), hyper)]
-        cuda.adam_update(weights, residual, exp_avg, exp_avg_sq, grad, whole)
+        cuda.update(weights, residual, [exp_avg, exp_avg_sq], grad, [Segment(0, weights.numel(), hyper)])
     elif _isa is not None and weights.is_cpu:
-        scalars = _native_scalars(hyper)
+        scalars = _native_scalars(*reference.kernel_and_scalars(hyper))
         n = weights.numel()
-        _native.adam_update(_isa, w, r[0] if r else 0, m, v, g, _dtypes[grad.dtype], n, scalars)
+        _native.update(_isa, w, r[0] if r else 0, [m, v], g, _dtypes[grad.dtype], n, scalars)
     else:
         reference.adam_update(weights, residual, exp_avg, exp_avg_sq, grad, hyper)
 
@@ -238,12 +239,12 @@ def adam_update_segments(
     what was enqueued before it (by the host where torch stands in for it). Raises ValueError for anything else.
     """
     op = "adam_update_segments"
-    check(op, adam_args(weights, residual, exp_avg, exp_avg_sq, grad))
+    check(op, update_args(weights, residual, {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}, grad))
     check_segments(op, segments, weights.numel())
     check_one(op, "grad_scale", grad_scale, torch.float32, weights)
     check_one(op, "stop", stop, torch.int32, weights)
     if cuda := _cuda_for(weights):
-        cuda.adam_update(weights, residual, exp_avg, exp_avg_sq, grad, segments, grad_scale, stop)
+        cuda.update(weights, residual, [exp_avg, exp_avg_sq], grad, segments, grad_scale, stop)
         return
     if stop is not None and int(stop) != 0:
         return
@@ -253,6 +254,36 @@ def adam_update_segments(
         lower = None if residual is None else residual[part]
         own = hyper if scale is None else replace(hyper, grad_scale=scale)
         adam_update(weights[part], lower, exp_avg[part], exp_avg_sq[part], grad[part], own)
+
+
+def update_segments(
+    weights: Tensor, residual: Tensor | None, states: Mapping[str, Tensor], grad: Tensor,
+    segments: Sequence[Segment], stop: Tensor | None = None,
+) -> bool:  # fmt: skip
+    """The same by the native kernel of another rule, which the scalars of the segments name; `states` are fp32, in the
+    order of the rule. False where there is no native code for these tensors: then nothing was done.
+    """
+    op = "update_segments"
+    w, *others = check(op, update_args(weights, residual, states, grad))
+    check_segments(op, segments, weights.numel())
+    check_one(op, "stop", stop, torch.int32, weights)
+    if cuda := _cuda_for(weights):
+        cuda.update(weights, residual, [*states.values()], grad, segments, None, stop)
+        return True
+    if _isa is None or not weights.is_cpu:
+        return False
+    if stop is not None and int(stop) != 0:
+        return True
+    of_states, g, r = others[: len(states)], others[len(states)], 0 if residual is None else others[-1]
+    for begin, end, scalars in segments:
+        lower = r and r + 2 * begin
+        own = [address + 4 * begin for address in of_states]
+        native = _native_scalars(*reference.kernel_and_scalars(scalars))
+        _native.update(
+            _isa, w + begin * weights.itemsize, lower, own, g + begin * grad.itemsize, _dtypes[grad.dtype], end - begin,
+            native,
+        )  # fmt: skip
+    return True
 
 
 def new_flag(beside: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ Native code gets addresses and lengths and can check nothing: whatever is wrong 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -52,12 +52,11 @@ def check(op: str, args: Args) -> list[int]:
     return addresses
 
 
-def adam_args(weights: Tensor, residual: Tensor | None, exp_avg: Tensor, exp_avg_sq: Tensor, grad: Tensor) -> Args:
-    """The arrays of an update; with a residual the weights are the upper halves of split masters."""
+def update_args(weights: Tensor, residual: Tensor | None, states: Mapping[str, Tensor], grad: Tensor) -> Args:
+    """The arrays of an update; with a residual the weights are the upper halves of split masters, and it comes last."""
     args: Args = (
         ("weights", weights, FLOAT32 if residual is None else BFLOAT16),
-        ("exp_avg", exp_avg, FLOAT32),
-        ("exp_avg_sq", exp_avg_sq, FLOAT32),
+        *((name, state, FLOAT32) for name, state in states.items()),
         ("grad", grad, GRAD),
     )
     return args if residual is None else (*args, ("residual", residual, INT16))

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gemini.kernels_reference import NORM_BLOCK, NORM_TILE, AdamHyper, Segment, fp32_scalars
+from gemini.kernels_reference import NORM_BLOCK, NORM_TILE, Segment, kernel_and_scalars
 from gemini.kernels_sums import DeviceSums, Sums
 
 
@@ -53,10 +53,7 @@ class CudaKernels:
     def __init__(self, module: Any, dtypes: dict[torch.dtype, Any]):
         self._module, self._dtypes = module, dtypes
         self._shared: dict[tuple[int, int], Tensor] = {}
-        self._scalars = lru_cache(maxsize=256)(self._make_scalars)
-
-    def _make_scalars(self, hyper: AdamHyper) -> Any:
-        return self._module.AdamScalars(*fp32_scalars(hyper))
+        self._scalars = lru_cache(maxsize=256)(module.Scalars)
 
     def stream(self, device: torch.device) -> torch.cuda.Stream | None:
         """The stream on which work is enqueued now; None if the device has only one."""
@@ -87,20 +84,22 @@ class CudaKernels:
         """An int32 that is 0."""
         return torch.zeros(1, dtype=torch.int32, device=device)
 
-    def adam_update(
-        self, weights: Tensor, residual: Tensor | None, exp_avg: Tensor, exp_avg_sq: Tensor, grad: Tensor,
+    def update(
+        self, weights: Tensor, residual: Tensor | None, states: Sequence[Tensor], grad: Tensor,
         segments: Sequence[Segment], grad_scale: Tensor | None = None, stop: Tensor | None = None,
     ) -> None:  # fmt: skip
-        """One update of all segments in one launch (of 48 each).
+        """One update of all segments in one launch (of 48 each, and one for each rule in turn).
 
         ``grad_scale``: fp32, one element on the device, instead of the one of the hyperparameters; ``stop``: int32, one
         element there: nothing is updated if it is not 0 by then.
         """
-        native = [self._module.CudaSegment(begin, end, self._scalars(hyper)) for begin, end, hyper in segments]
-        arrays = map(_address, (weights, residual, exp_avg, exp_avg_sq, grad))
+        native = [
+            self._module.CudaSegment(begin, end, self._scalars(*kernel_and_scalars(scalars)))
+            for begin, end, scalars in segments
+        ]
+        arrays = _address(weights), _address(residual), [*map(_address, states)], _address(grad)
         dtype = self._dtypes[grad.dtype]
-        scale_and_stop = map(_address, (grad_scale, stop))
-        self._module.cuda_adam_update(*self._where(weights), *arrays, dtype, native, *scale_and_stop)
+        self._module.cuda_update(*self._where(weights), *arrays, dtype, native, _address(grad_scale), _address(stop))
 
     def split_master(self, master: Tensor, hi: Tensor, lo: Tensor) -> None:
         self._module.cuda_split_master(*self._where(master), *map(_address, (master, hi, lo)), master.numel())

@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -65,15 +65,17 @@ class AdamHyper:
 
 
 class Segment(NamedTuple):
-    """Elements ``[begin, end)`` of the arrays of a chunk, and how they are updated."""
+    """Elements ``[begin, end)`` of the arrays of a chunk, and how they are updated: by Adam, or with the scalars of
+    another rule (:func:`kernel_and_scalars`).
+    """
 
     begin: int
     end: int
-    hyper: AdamHyper
+    hyper: Any
 
 
 class Fp32Scalars(NamedTuple):
-    """What the kernels multiply by: every number is representable in fp32. In the order the native code takes them."""
+    """What the kernels multiply by: every number is representable in fp32. In the order of csrc/rules.h."""
 
     c1: float
     c2: float
@@ -103,7 +105,23 @@ def fp32_scalars(hyper: AdamHyper) -> Fp32Scalars:
         hyper.eps,
         hyper.grad_scale,
     )
-    return Fp32Scalars._make([*(ctypes.c_float(x).value for x in exact), hyper.decoupled])
+    return Fp32Scalars._make([*map(to_fp32, exact), hyper.decoupled])
+
+
+def to_fp32(x: float) -> float:
+    """The nearest fp32 number."""
+    return ctypes.c_float(x).value
+
+
+def kernel_and_scalars(scalars: Any) -> tuple[str, tuple[float, ...]]:
+    """What the native code takes for an update: the name of a rule in csrc/rules.h, and the numbers of its struct.
+
+    ``scalars``: an :class:`AdamHyper`, or a tuple of those numbers and, last, that name.
+    """
+    if isinstance(scalars, AdamHyper):
+        *values, decoupled = fp32_scalars(scalars)
+        return "adamw" if decoupled else "adam", tuple(values)
+    return scalars[-1], scalars[:-1]
 
 
 def _slabs(n: int) -> Iterator[slice]:
@@ -126,7 +144,7 @@ def adam_update(
             g = g + p * s.wd
         m.add_((g - m) * s.c1)
         v.mul_(s.beta2).add_((g * s.c2) * g)
-        d = _sqrt(v) * s.inv_sqrt_bc2 + s.eps
+        d = exact_sqrt(v) * s.inv_sqrt_bc2 + s.eps
         if s.decoupled:
             p.mul_(s.decay)
         p.add_((m * s.neg_step) / d)
@@ -134,7 +152,7 @@ def adam_update(
             _split(p, weights[part], residual[part])
 
 
-def _sqrt(x: Tensor) -> Tensor:
+def exact_sqrt(x: Tensor) -> Tensor:
     """The correctly rounded fp32 square root."""
     # Torch's own on CPU may be an ulp off, in fp32 (17 % of all numbers with torch 2.13 and MKL) and in fp64. From fp64
     # with an error under one ulp the second rounding is right: no root of an fp32 number is closer than 2^-51

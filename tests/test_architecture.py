@@ -28,6 +28,7 @@ FLOORS = [
         "gemini.kernels_cuda",
         "gemini.kernels_reference",
         "gemini.kernels_sums",
+        "gemini.optim.elementwise",
         "gemini.rules",
         "gemini._C",
     ),  # fmt: skip
@@ -35,6 +36,7 @@ FLOORS = [
     ("gemini.machines",),
     ("gemini.ranks",),
     ("gemini.train",),
+    ("gemini.optim",),
     ("gemini.pictures",),
     ("gemini.tracing",),
     ("gemini.jobs", "gemini.integrations"),

@@ -9,8 +9,8 @@
 #include <tuple>
 #include <vector>
 
-#include "adam.h"
 #include "grad.h"
+#include "update.h"
 
 namespace py = pybind11;
 
@@ -28,19 +28,18 @@ Stream stream_of(int device, Address handle) { return {device, at(handle)}; }
 
 void bind(py::module_& m) {
     using nogil = py::call_guard<py::gil_scoped_release>;
-    py::class_<AdamSegment>(m, "CudaSegment").def(py::init([](int64_t begin, int64_t end, const AdamScalars& scalars) {
-        return AdamSegment{begin, end, scalars};
+    py::class_<Segment>(m, "CudaSegment").def(py::init([](int64_t begin, int64_t end, const Scalars& scalars) {
+        return Segment{begin, end, scalars};
     }));
     py::class_<NormPlaces>(m, "CudaNormPlaces")
         .def(py::init([](Address blocks, Address tiles, Address arrived, Address nonfinite) {
             return NormPlaces{at<double>(blocks), at<double>(tiles), at<unsigned>(arrived), at<int>(nonfinite)};
         }));
-    m.def("cuda_adam_update",
-          [](int device, Address stream, Address weights, Address residual, Address exp_avg, Address exp_avg_sq,
-             Address grad, Dtype grad_dtype, const std::vector<AdamSegment>& segments, Address grad_scale, Address stop) {
-              adam_update(stream_of(device, stream), {at(weights), at(residual), at(exp_avg), at(exp_avg_sq), at(grad)},
-                          grad_dtype, segments.data(), static_cast<int>(segments.size()), at<float>(grad_scale),
-                          at<int>(stop));
+    m.def("cuda_update",
+          [](int device, Address stream, Address weights, Address residual, const std::vector<Address>& states,
+             Address grad, Dtype grad_dtype, const std::vector<Segment>& segments, Address grad_scale, Address stop) {
+              update(stream_of(device, stream), arrays_at(weights, residual, grad, states), grad_dtype, segments,
+                     at<float>(grad_scale), at<int>(stop));
           },
           nogil());
     m.def("cuda_split_master",

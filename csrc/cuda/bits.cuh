@@ -1,4 +1,4 @@
-// The arithmetic of cpu_adam.h and the number formats of formats.h for device code, one element at a time.
+// The arithmetic of rules.h and the number formats of formats.h for device code, one element at a time.
 //
 // Every operation is an intrinsic that rounds to nearest and is never contracted, whatever the compiler is told; division
 // and square root are the correctly rounded ones, and subnormal numbers are kept. The same text compiles for the host
@@ -9,7 +9,7 @@
 #include <cstdint>
 #include <cstring>
 
-#include "../cpu_adam.h"
+#include "../formats.h"
 
 #if defined(__CUDACC__)
 #define GEMINI_DEVICE __host__ __device__ __forceinline__
@@ -48,6 +48,21 @@ GEMINI_DEVICE float float_of(uint32_t bits) {
     return value;
 }
 #endif
+
+// A float for rules.h.
+struct Rounded {
+    float value;
+    Rounded() = default;
+    GEMINI_DEVICE Rounded(float of) : value(of) {}
+    friend GEMINI_DEVICE Rounded operator+(Rounded a, Rounded b) { return add(a.value, b.value); }
+    friend GEMINI_DEVICE Rounded operator-(Rounded a, Rounded b) { return sub(a.value, b.value); }
+    friend GEMINI_DEVICE Rounded operator*(Rounded a, Rounded b) { return mul(a.value, b.value); }
+    friend GEMINI_DEVICE Rounded operator/(Rounded a, Rounded b) { return div(a.value, b.value); }
+    friend GEMINI_DEVICE bool operator<(Rounded a, Rounded b) { return a.value < b.value; }
+    friend GEMINI_DEVICE bool operator>(Rounded a, Rounded b) { return a.value > b.value; }
+    friend GEMINI_DEVICE Rounded root(Rounded a) { return root(a.value); }
+    friend GEMINI_DEVICE Rounded select(bool condition, Rounded yes, Rounded no) { return condition ? yes : no; }
+};
 
 // fp16 -> fp32, exact: a subnormal half is its mantissa, an integer, times 2^-24; inf and NaN keep their payload.
 GEMINI_DEVICE float float_of_half(uint32_t half) {
@@ -91,18 +106,6 @@ GEMINI_DEVICE void split(float master, uint16_t& hi, uint16_t& lo) {
     if ((bits & 0x7fffffffu) > 0x7f800000u) bits = 0x7fc00000u;
     hi = static_cast<uint16_t>((bits + 0x8000u) >> 16);
     lo = static_cast<uint16_t>(bits);
-}
-
-// One element of one update, in the order of cpu_adam.h.
-template <bool Decoupled>
-GEMINI_DEVICE void adam(float& p, float& m, float& v, float g, const AdamScalars& s, float grad_scale) {
-    g = mul(g, grad_scale);
-    if (!Decoupled) g = add(g, mul(s.wd, p));
-    m = add(m, mul(sub(g, m), s.c1));
-    v = add(mul(v, s.beta2), mul(mul(s.c2, g), g));
-    const float d = add(mul(root(v), s.inv_sqrt_bc2), s.eps);
-    if (Decoupled) p = mul(p, s.decay);
-    p = add(p, div(mul(s.neg_step, m), d));
 }
 
 }  // namespace gemini::cuda

@@ -5,7 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "adam.h"
+#include "update.h"
 
 namespace gemini::cuda {
 

@@ -6,7 +6,7 @@
 
 #include <type_traits>
 
-#include "adam_body.cuh"
+#include "update_body.cuh"
 #include "bits.cuh"
 
 namespace gemini::cuda {

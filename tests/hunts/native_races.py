@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-SOURCES = ["tests/native/stress.cpp", *(f"csrc/{n}.cpp" for n in ("thread_pool", "nvme_io", "cpu_adam", "cpu_grad"))]
+SOURCES = ["tests/native/stress.cpp", *(f"csrc/{n}.cpp" for n in ("thread_pool", "nvme_io", "cpu_update", "cpu_grad"))]
 FLAGS = ["-std=c++17", "-O1", "-g", "-ffp-contract=off", "-fno-math-errno", "-pthread", "-Wall", "-Wextra", "-Icsrc"]
 FOUND = 66  # the exit status a detector gives when it has reported something
 

@@ -51,9 +51,8 @@ class EmulatedModule:
         self.segments: list[int] = []
         """Of each Adam launch."""
 
-    def AdamScalars(self, *values: Any) -> tuple[Any, ...]:  # noqa: N802 - a class of the native module
-        assert len(values) == 10
-        return values
+    def Scalars(self, kernel: str, values: Sequence[float]) -> tuple[str, Sequence[float]]:  # noqa: N802 - a class
+        return kernel, values
 
     def CudaSegment(self, begin: int, end: int, scalars: tuple[Any, ...]) -> tuple[Any, ...]:  # noqa: N802
         return begin, end, scalars
@@ -62,18 +61,22 @@ class EmulatedModule:
         assert len(addresses) == 4 and all(addresses[2:]), "only sums of nothing have no place"
         return addresses
 
-    def cuda_adam_update(
-        self, device: int, stream: int, weights: int, residual: int, exp_avg: int, exp_avg_sq: int, grad: int,
-        dtype: int, segments: Sequence[tuple[Any, ...]], grad_scale: int, stop: int,
+    def cuda_update(
+        self, device: int, stream: int, weights: int, residual: int, states: Sequence[int], grad: int, dtype: int,
+        segments: Sequence[tuple[Any, ...]], grad_scale: int, stop: int,
     ) -> None:  # fmt: skip
-        self.launches["adam_update"] += 1
+        self.launches["update"] += 1
         self.segments.append(len(segments))
         count = len(segments)
         bounds = (ctypes.c_int64 * (2 * count))(*(bound for begin, end, _ in segments for bound in (begin, end)))
-        scalars = (ctypes.c_float * (9 * count))(*(value for *_, values in segments for value in values[:9]))
-        decoupled = (ctypes.c_bool * count)(*(values[9] for *_, values in segments))
-        arrays = map(_pointer, (weights, residual, exp_avg, exp_avg_sq, grad))
-        self._library.adam(*arrays, dtype, bounds, scalars, decoupled, count, _pointer(grad_scale), _pointer(stop))
+        rules = (ctypes.c_char_p * count)(*(kernel.encode() for _, _, (kernel, _) in segments))
+        every = [value for _, _, (_, values) in segments for value in values]
+        lengths = (ctypes.c_int * count)(*(len(values) for _, _, (_, values) in segments))
+        self._library.update(
+            _pointer(weights), _pointer(residual), (ctypes.c_size_t * len(states))(*states), len(states),
+            _pointer(grad), dtype, bounds, rules, (ctypes.c_float * len(every))(*every), lengths, count,
+            _pointer(grad_scale), _pointer(stop),
+        )  # fmt: skip
 
     def cuda_copy_grad(
         self, device: int, stream: int, dst: int, dst_dtype: int, src: int, src_dtype: int, n: int, places: Any

@@ -3,7 +3,7 @@
 #include <type_traits>
 #include <vector>
 
-#include "../../csrc/cuda/adam_body.cuh"
+#include "../../csrc/cuda/update_body.cuh"
 #include "../../csrc/cuda/grad_body.cuh"
 
 using namespace gemini;
@@ -11,14 +11,14 @@ using namespace gemini::cuda;
 
 namespace {
 
-template <Dtype Grad, bool Split, bool Aligned>
-void run_launch(const AdamLaunch& launch) {
+template <Dtype Grad, bool Split, bool Aligned, class Rule>
+void run_launch(const Launch<Rule>& launch) {
     for (int64_t block = 0; block < launch.first_block[launch.count]; ++block)
-        for (int thread = 0; thread < kThreads; ++thread) adam_of_launch<Grad, Split, Aligned>(launch, block, thread);
+        for (int thread = 0; thread < kThreads; ++thread) thread_of_launch<Grad, Split, Aligned>(launch, block, thread);
 }
 
-template <Dtype Grad>
-void run_launch(const AdamLaunch& launch, bool aligned) {
+template <Dtype Grad, class Rule>
+void run_launch(const Launch<Rule>& launch, bool aligned) {
     const bool split = launch.arrays.residual != nullptr;
     if (split && aligned) return run_launch<Grad, true, true>(launch);
     if (split) return run_launch<Grad, true, false>(launch);
@@ -63,18 +63,17 @@ void run_grad(int doing, void* dst, const void* src, int64_t n, double* blocks) 
 
 }  // namespace
 
-// `bounds`: begin and end of each segment; `scalars`: nine floats of each, in the order of AdamScalars.
-extern "C" void adam(void* weights, void* residual, void* exp_avg, void* exp_avg_sq, const void* grad, int grad_dtype,
-                     const int64_t* bounds, const float* scalars, const bool* decoupled, int count,
-                     const float* grad_scale, const int* stop) {
-    std::vector<AdamSegment> segments;
-    for (int i = 0; i < count; ++i) {
-        const float* s = scalars + 9 * i;
-        segments.push_back({bounds[2 * i], bounds[2 * i + 1],
-                            AdamScalars{s[0], s[1], s[2], s[3], s[4], s[5], s[6], s[7], s[8], decoupled[i]}});
-    }
-    const AdamArrays arrays{weights, residual, exp_avg, exp_avg_sq, grad};
-    for_each_launch(arrays, segments.data(), count, grad_scale, stop, [&](const AdamLaunch& launch, bool aligned) {
+// `bounds`: begin and end of each segment; `rules`: the name of its rule; `scalars`: those of all, one after the other.
+extern "C" void update(void* weights, void* residual, const uintptr_t* states, int num_states, const void* grad,
+                       int grad_dtype, const int64_t* bounds, const char* const* rules, const float* scalars,
+                       const int* num_scalars, int count, const float* grad_scale, const int* stop) {
+    std::vector<Segment> segments;
+    for (int i = 0; i < count; scalars += num_scalars[i++])
+        segments.push_back({bounds[2 * i], bounds[2 * i + 1], make_scalars(rules[i], {scalars, scalars + num_scalars[i]})});
+    const auto address = [](const void* array) { return reinterpret_cast<uintptr_t>(array); };
+    const Arrays arrays =
+        arrays_at(address(weights), address(residual), address(grad), {states, states + num_states});
+    for_each_launch(arrays, segments, grad_scale, stop, [&](const auto& launch, bool aligned) {
         switch (static_cast<Dtype>(grad_dtype)) {
             case Dtype::f32: return run_launch<Dtype::f32>(launch, aligned);
             case Dtype::bf16: return run_launch<Dtype::bf16>(launch, aligned);

@@ -18,8 +18,8 @@
 #include <thread>
 #include <vector>
 
-#include "cpu_adam.h"
 #include "cpu_grad.h"
+#include "cpu_update.h"
 #include "nvme_io.h"
 #include "thread_pool.h"
 
@@ -120,13 +120,14 @@ struct State {
 
     void update(Isa isa) {
         const int64_t n = static_cast<int64_t>(grad.size());
-        const AdamScalars scalars{0.1f, 0.001f, 0.999f, 0.9999f, 0.01f, -1e-3f, 1.f, 1e-8f, 1.f, true};
+        const Scalars scalars =
+            make_scalars("adamw", {0.1f, 0.001f, 0.999f, 0.9999f, 0.01f, -1e-3f, 1.f, 1e-8f, 1.f});
         std::vector<float> arrived(grad.size()), master(grad.size());
         sums = copy_grad(isa, arrived.data(), Dtype::f32, grad.data(), Dtype::f32, n);
         const std::vector<double> twice = accumulate_grad(isa, arrived.data(), grad.data(), Dtype::f32, n);
         sums.insert(sums.end(), twice.begin(), twice.end());
-        adam_update(isa, weights.data(), residual.data(), exp_avg.data(), exp_avg_sq.data(), arrived.data(),
-                    Dtype::f32, n, scalars);
+        const Arrays arrays{weights.data(), residual.data(), arrived.data(), 2, {exp_avg.data(), exp_avg_sq.data()}};
+        ::gemini::update(isa, arrays, Dtype::f32, n, scalars);
         join_master(isa, weights.data(), residual.data(), master.data(), n);
         split_master(isa, master.data(), weights.data(), residual.data(), n);
     }

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from gemini import kernels
 from gemini.kernels import AdamHyper
-from gemini.kernels_reference import NORM_BLOCK, NORM_TILE, fp32_scalars
-from tests.native.emulated_cuda import library
+from gemini.kernels_reference import NORM_BLOCK, NORM_TILE, kernel_and_scalars
+from tests.native.emulated_cuda import EmulatedModule, library
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="there is no C++ compiler")
 
@@ -54,19 +54,24 @@ def shifted(tensor: Tensor, by: int) -> Tensor:
 
 
 def run_adam(
-    device: Any, tensors: Sequence[Tensor | None], bounds: Sequence[tuple[int, int]], hypers: Sequence[AdamHyper],
+    tensors: Sequence[Tensor | None], bounds: Sequence[tuple[int, int]], hypers: Sequence[AdamHyper],
     scale: float | None = None, stop: int | None = None,
 ) -> None:  # fmt: skip
-    scalars = np.array([fp32_scalars(hyper)[:9] for hyper in hypers], dtype=np.float32)
-    decoupled = np.array([hyper.decoupled for hyper in hypers], dtype=np.bool_)
-    ends = np.array(bounds, dtype=np.int64)
-    grad = tensors[4]
-    assert grad is not None
-    device.adam(
-        *map(address, tensors), NUMBER[grad.dtype], ends.ctypes.data_as(ctypes.c_void_p),
-        scalars.ctypes.data_as(ctypes.c_void_p), decoupled.ctypes.data_as(ctypes.c_void_p), len(bounds),
-        None if scale is None else ctypes.byref(ctypes.c_float(scale)),
-        None if stop is None else ctypes.byref(ctypes.c_int(stop)),
+    weights, residual, *states, grad = tensors
+    run_update(weights, residual, states, grad, bounds, hypers, scale, stop)
+
+
+def run_update(
+    weights: Tensor | None, residual: Tensor | None, states: Sequence[Tensor | None], grad: Tensor | None,
+    bounds: Sequence[tuple[int, int]], scalars: Sequence[Any], scale: float | None = None, stop: int | None = None,
+) -> None:  # fmt: skip
+    assert weights is not None and grad is not None
+    scale_there, stop_there = np.array([scale or 0.0], dtype=np.float32), np.array([stop or 0], dtype=np.int32)
+    EmulatedModule().cuda_update(
+        0, 0, weights.data_ptr(), 0 if residual is None else residual.data_ptr(),
+        [state.data_ptr() for state in states if state is not None], grad.data_ptr(), NUMBER[grad.dtype],
+        [(*ends, kernel_and_scalars(one)) for ends, one in zip(bounds, scalars, strict=True)],
+        0 if scale is None else scale_there.ctypes.data, 0 if stop is None else stop_there.ctypes.data,
     )  # fmt: skip
 
 
@@ -91,7 +96,7 @@ def assert_all_same(given: Sequence[Tensor | None], expected: Sequence[Tensor | 
 @pytest.mark.parametrize("shift", [0, 1, 8], ids=["aligned", "not aligned", "some aligned"])
 @pytest.mark.parametrize("is_split", [True, False], ids=["split", "fp32"])
 @pytest.mark.parametrize("dtype", GRAD_DTYPES, ids=str)
-def test_adam_over_segments(dtype: torch.dtype, is_split: bool, shift: int, device: Any) -> None:
+def test_adam_over_segments(dtype: torch.dtype, is_split: bool, shift: int) -> None:
     """Segments begin and end anywhere, touch or leave gaps, which are not written; more than one launch holds."""
     n = 9_000
     edges = [0, 1, 8, 15, 64, 64, 4100, 4101, *range(4200, 4400, 2), 6000, 8999]
@@ -100,17 +105,17 @@ def test_adam_over_segments(dtype: torch.dtype, is_split: bool, shift: int, devi
     hypers = [ADAMW if number % 2 else L2 for number in range(len(bounds))]
     tensors = case(n, is_split, dtype, shift)
     expected = expected_adam(tensors, bounds, hypers)
-    run_adam(device, tensors, bounds, hypers)
+    run_adam(tensors, bounds, hypers)
     assert_all_same(tensors, expected)
 
 
-def test_the_scale_and_the_stop_are_read_where_they_lie(device: Any) -> None:
+def test_the_scale_and_the_stop_are_read_where_they_lie() -> None:
     bounds, hypers = [(0, 500), (500, 1000)], [ADAMW, L2]
     tensors = case(1000, True, torch.bfloat16, 0)
     before = [None if tensor is None else tensor.clone() for tensor in tensors]
-    run_adam(device, tensors, bounds, hypers, scale=0.25, stop=1)
+    run_adam(tensors, bounds, hypers, scale=0.25, stop=1)
     assert_all_same(tensors, before)
-    run_adam(device, tensors, bounds, hypers, scale=0.25, stop=0)
+    run_adam(tensors, bounds, hypers, scale=0.25, stop=0)
     quarter = [AdamHyper(**{name: getattr(h, name) for name in h.__slots__} | {"grad_scale": 0.25}) for h in hypers]
     assert_all_same(tensors, expected_adam(before, bounds, quarter))
 

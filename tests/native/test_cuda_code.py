@@ -5,7 +5,10 @@ from __future__ import annotations
 from benchmarks import cuda_code
 from benchmarks.cuda_code import Kernel
 
-ADAM = "_ZN6gemini4cuda37_GLOBAL__N__abc_7_adam_cu_1211adam_kernelILNS_5DtypeE1ELb1ELb1EEEvNS0_10AdamLaunchE"
+UPDATE = "_ZN6gemini4cuda41_GLOBAL__N__abc_9_update_cu_1213update_kernel"
+ADAM = f"{UPDATE}INS_4AdamILb1EEELNS_5DtypeE1ELb1ELb1EEEvNS0_6LaunchIT_EE"
+L2 = f"{UPDATE}INS_4AdamILb0EEELNS_5DtypeE0ELb0ELb1EEEvNS0_6LaunchIT_EE"
+LION = f"{UPDATE}INS_4LionELNS_5DtypeE2ELb0ELb0EEEvNS0_6LaunchIT_EE"
 GRAD = "_ZN6gemini4cuda37_GLOBAL__N__abc_7_grad_cu_1211grad_kernelILNS0_5DoingE3ELNS_5DtypeE0ELb0EEEvPvPKvlNS0_6PlacesE"
 CLIP = "_ZN6gemini4cuda37_GLOBAL__N__abc_7_grad_cu_1211clip_kernelEPKdlddPdPfPi"
 
@@ -58,8 +61,9 @@ MACHINE = f"""
 
 
 def test_names_say_which_kernel_it_is() -> None:
-    assert [cuda_code.short_name(symbol) for symbol in (ADAM, GRAD, CLIP, "_Z5otherv")] == [
-        "adam<bf16, split, aligned>", "grad<accumulate, fp32, not aligned>", "clip", "_Z5otherv",
+    assert [cuda_code.short_name(symbol) for symbol in (ADAM, L2, LION, GRAD, CLIP, "_Z5otherv")] == [
+        "AdamW<bf16, split, aligned>", "Adam<fp32, fp32 master, aligned>",
+        "Lion<fp16, fp32 master, not aligned>", "grad<accumulate, fp32, not aligned>", "clip", "_Z5otherv",
     ]  # fmt: skip
 
 
@@ -80,22 +84,23 @@ def test_accesses_and_arithmetic_are_counted() -> None:
 
 
 def test_every_thread_s_elements_are_demanded_in_wide_accesses() -> None:
-    """Eight elements: 16 bytes of 2 each, 32 of 4; the text of Adam is there twice."""
-    assert cuda_code.expected_wide("adam<bf16, split, aligned>") == (14, 12)  # 1 + 1 + 2 + 2 + 1 loads
-    assert cuda_code.expected_wide("adam<fp32, fp32 master, aligned>") == (16, 12)
+    """Eight elements: 16 bytes of 2 each, 32 of 4."""
+    assert cuda_code.expected_wide("AdamW<bf16, split, aligned>") == (7, 6)  # 1 + 1 + 2 + 2 + 1 loads
+    assert cuda_code.expected_wide("Adam<fp32, fp32 master, aligned>") == (8, 6)
+    assert cuda_code.expected_wide("PlainSgd<bf16, split, aligned>") == (3, 2)
     assert cuda_code.expected_wide("grad<copy, bf16, aligned>") == (1, 1)
     assert cuda_code.expected_wide("grad<widen, fp16, aligned>") == (1, 2)
     assert cuda_code.expected_wide("grad<accumulate, fp32, aligned>") == (4, 2)
     assert cuda_code.expected_wide("grad<read, fp32, aligned>") == (2, 0)
-    assert cuda_code.expected_wide("adam<bf16, split, not aligned>") == (0, 0)
+    assert cuda_code.expected_wide("AdamW<bf16, split, not aligned>") == (0, 0)
 
 
 def test_faults_are_named() -> None:
-    clean = {"wide loads": 14, "wide stores": 12, "local": 0, "inexact": 0}
-    fine = Kernel("adam<bf16, split, aligned>", ptx=clean)
+    clean = {"wide loads": 7, "wide stores": 6, "local": 0, "inexact": 0}
+    fine = Kernel("AdamW<bf16, split, aligned>", ptx=clean)
     assert fine.faults() == []
-    fine.machine = {**clean, "wide stores": 8, "loads": 60, "stores": 50, "instructions": 900}
-    assert fine.faults() == ["128-bit accesses: 14 loads and 8 stores, of 14 and 12"]
+    fine.machine = {**clean, "wide stores": 4, "loads": 60, "stores": 50, "instructions": 900}
+    assert fine.faults() == ["128-bit accesses: 7 loads and 4 stores, of 7 and 6"]
     assert "stack" in Kernel("clip", stack=8, ptx=clean).faults()[0]
     assert "spilled" in Kernel("clip", spills=8, ptx=clean).faults()[0]
     assert "1 instructions" in Kernel("clip", ptx=clean, machine={**clean, "local": 1}).faults()[0]

@@ -21,6 +21,7 @@ import gemini
 from gemini import kernels_reference as reference
 from gemini import rules
 from gemini.errors import GeminiError, PlanMismatch
+from gemini.optim import AdanRule, LionRule, PlainSGDRule, SGDRule, SophiaGRule
 from gemini.planning.planes import PlaneSpec, RuleSpec
 from gemini.planning.planner import pose_problem
 from gemini.planning.traffic import by_name, update_traffic
@@ -77,11 +78,26 @@ class Coded(UpdateRule):
 
 
 RULES: dict[str, UpdateRule] = {"momentum": Momentum(), "coded": Coded()}
+NAMED: dict[str, UpdateRule] = {
+    "sgd": SGDRule(), "plain sgd": PlainSGDRule(), "lion": LionRule(), "adan": AdanRule(), "sophia": SophiaGRule(),
+}  # fmt: skip
+EVERY = {**RULES, **NAMED}
+HYPERS: dict[type[UpdateRule], dict[str, Any]] = {
+    SGDRule: {"lr": 0.05, "momentum": 0.9, "dampening": 0.1, "weight_decay": 0.01},
+    PlainSGDRule: {"lr": 0.05, "weight_decay": 0.01},
+    LionRule: {"lr": 1e-3, "weight_decay": 0.1},
+    AdanRule: {"weight_decay": 0.1},
+    SophiaGRule: {"lr": 1e-3, "bs": 7.0},
+}
 PRECISIONS = ("bf16", "fp32")
 
 
 def make_model() -> nn.Module:
     return models.make_model("llama")
+
+
+def make_optimizer(model: nn.Module, rule: UpdateRule, **how: Any) -> gemini.HybridOptimizer:
+    return gemini.HybridOptimizer(model.parameters(), rule, **HYPERS.get(type(rule), {}), **how)
 
 
 def loss_of(model: Any, seed: int) -> Tensor:
@@ -101,7 +117,7 @@ def plain_loop(
     Args:
         place_of: what the rule is told that a param is called, if not its name.
     """
-    model, losses = make_model(), []
+    model, losses, group = make_model(), [], {**rule.defaults, **HYPERS.get(type(rule), {})}
     masters: dict[str, Tensor] = {}
     states: dict[str, dict[str, Tensor]] = {}
     for name, param in model.named_parameters():
@@ -123,7 +139,7 @@ def plain_loop(
             where = (
                 Where(name if place_of is None else place_of(number, name), 0) if rule.spec.needs == "place" else None
             )
-            rule.update(masters[name], grads[name], states[name], rule.scalars(rule.defaults, step, scale), where)
+            rule.update(masters[name], grads[name], states[name], rule.scalars(group, step, scale), where)
             param.data = models.rounded(masters[name], precision).view(param.shape)
             param.grad = None
     return {"losses": losses, "masters": masters, "states": states}
@@ -180,14 +196,14 @@ def assert_same(model: Any, plain: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "in turn"])
 @pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("which", RULES)
-def test_a_rule_from_outside_trains_on_nvme_with_the_bits_of_its_plain_loop(
+@pytest.mark.parametrize("which", EVERY)
+def test_a_rule_trains_on_nvme_with_the_bits_of_its_plain_loop(
     which: str, precision: str, overlap: bool, tmp_path: Path
 ) -> None:
-    rule = RULES[which]
+    rule = EVERY[which]
     plain = plain_loop(rule, precision, range(3), clip=0.1)
     model = gemini.GeminiDDP(make_model(), config_for(rule, tmp_path, precision, overlap=overlap))
-    optimizer = gemini.HybridOptimizer(model.parameters(), rule)
+    optimizer = make_optimizer(model, rule)
     assert train(model, optimizer, range(3), 0.1) == plain["losses"]
     assert_same(model, plain)
     tiers = {
@@ -198,12 +214,12 @@ def test_a_rule_from_outside_trains_on_nvme_with_the_bits_of_its_plain_loop(
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("which", RULES)
+@pytest.mark.parametrize("which", EVERY)
 def test_bits_do_not_depend_on_chunks_tiles_and_tiers(
     which: str, precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In memory, on a device, streamed through it, staged in small tiles, and used in backward as autograd left it."""
-    rule = RULES[which]
+    rule = EVERY[which]
     plain = plain_loop(rule, precision, range(2), clip=None)
     placed = {
         "in memory": ("cpu", {}, {}),
@@ -227,17 +243,17 @@ def test_bits_do_not_depend_on_chunks_tiles_and_tiers(
         with models.tiles_of(monkeypatch, tile):
             model = gemini.GeminiDDP(make_model(), config)
             used_at_once = how.get("gradients") == "transient"
-            optimizer = gemini.HybridOptimizer(model.parameters(), rule, step_in_backward=used_at_once)
+            optimizer = make_optimizer(model, rule, step_in_backward=used_at_once)
             assert train(model, optimizer, range(2), None) == plain["losses"], told
             assert_same(model, plain)
 
 
-@pytest.mark.parametrize("which", RULES)
+@pytest.mark.parametrize("which", EVERY)
 def test_params_that_no_model_manages_are_updated_alike(which: str) -> None:
-    rule = RULES[which]
+    rule = EVERY[which]
     plain = plain_loop(rule, "fp32", range(2), None, lambda number, _: f"plain param {number}")  # they have no names
     model = make_model()
-    optimizer = gemini.HybridOptimizer(model.parameters(), rule)
+    optimizer = make_optimizer(model, rule)
     losses = []
     for seed in range(2):
         loss = loss_of(model, seed)
@@ -251,13 +267,13 @@ def test_params_that_no_model_manages_are_updated_alike(which: str) -> None:
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("which", RULES)
+@pytest.mark.parametrize("which", EVERY)
 def test_a_run_goes_on_from_a_checkpoint_with_the_same_bits(which: str, precision: str, tmp_path: Path) -> None:
-    rule = RULES[which]
+    rule = EVERY[which]
     plain = plain_loop(rule, precision, range(4), clip=None)
     config = config_for(rule, tmp_path, precision)
     model = gemini.GeminiDDP(make_model(), config)
-    optimizer = gemini.HybridOptimizer(model.parameters(), rule)
+    optimizer = make_optimizer(model, rule)
     losses = train(model, optimizer, range(2), None)
     gemini.save_checkpoint(tmp_path / "checkpoint", model, optimizer)
     in_memory = gemini.GeminiConfig(precision=precision, device="cpu", optimizer=rule, max_chunk=64)

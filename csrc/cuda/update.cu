@@ -1,30 +1,30 @@
-// The Adam kernel of adam.h: one pass over a chunk, as many segments as it has, bound by the memory of the device.
+// The kernels of update.h: one pass over a chunk, as many segments as it has, bound by the memory of the device.
 #include <cuda_runtime.h>
 
 #include <stdexcept>
 #include <string>
 
-#include "adam_body.cuh"
 #include "check.cuh"
+#include "update_body.cuh"
 
 namespace gemini::cuda {
 namespace {
 
-template <Dtype Grad, bool Split, bool Aligned>
-__global__ void __launch_bounds__(kThreads) adam_kernel(const __grid_constant__ AdamLaunch launch) {
-    adam_of_launch<Grad, Split, Aligned>(launch, blockIdx.x, static_cast<int>(threadIdx.x));
+template <class Rule, Dtype Grad, bool Split, bool Aligned>
+__global__ void __launch_bounds__(kThreads) update_kernel(const __grid_constant__ Launch<Rule> launch) {
+    thread_of_launch<Grad, Split, Aligned>(launch, blockIdx.x, static_cast<int>(threadIdx.x));
 }
 
-template <Dtype Grad, bool Split>
-void start(cudaStream_t stream, const AdamLaunch& launch, bool aligned) {
+template <Dtype Grad, bool Split, class Rule>
+void start(cudaStream_t stream, const Launch<Rule>& launch, bool aligned) {
     const dim3 blocks(static_cast<unsigned>(launch.first_block[launch.count]));
-    if (aligned) adam_kernel<Grad, Split, true><<<blocks, kThreads, 0, stream>>>(launch);
-    else adam_kernel<Grad, Split, false><<<blocks, kThreads, 0, stream>>>(launch);
-    check(cudaGetLastError(), "starting the Adam kernel");
+    if (aligned) update_kernel<Rule, Grad, Split, true><<<blocks, kThreads, 0, stream>>>(launch);
+    else update_kernel<Rule, Grad, Split, false><<<blocks, kThreads, 0, stream>>>(launch);
+    check(cudaGetLastError(), "starting the kernel of an update");
 }
 
-template <Dtype Grad>
-void start(cudaStream_t stream, const AdamLaunch& launch, bool aligned) {
+template <Dtype Grad, class Rule>
+void start(cudaStream_t stream, const Launch<Rule>& launch, bool aligned) {
     if (launch.arrays.residual != nullptr) start<Grad, true>(stream, launch, aligned);
     else start<Grad, false>(stream, launch, aligned);
 }
@@ -46,11 +46,11 @@ unsigned blocks_for(int64_t n) {
 
 }  // namespace
 
-void adam_update(const Stream& stream, const AdamArrays& arrays, Dtype grad_dtype, const AdamSegment* segments, int count,
-                 const float* grad_scale, const int* stop) {
+void update(const Stream& stream, const Arrays& arrays, Dtype grad_dtype, const std::vector<Segment>& segments,
+            const float* grad_scale, const int* stop) {
     const OnDevice device(stream.device);
     const auto on = static_cast<cudaStream_t>(stream.handle);
-    for_each_launch(arrays, segments, count, grad_scale, stop, [&](const AdamLaunch& launch, bool aligned) {
+    for_each_launch(arrays, segments, grad_scale, stop, [&](const auto& launch, bool aligned) {
         switch (grad_dtype) {
             case Dtype::f32: return start<Dtype::f32>(on, launch, aligned);
             case Dtype::bf16: return start<Dtype::bf16>(on, launch, aligned);

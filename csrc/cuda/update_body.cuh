@@ -1,9 +1,9 @@
-// What one thread of the Adam kernel does: eight elements, aligned, each array in loads and stores of 16 bytes.
+// What one thread of an update's kernel does: eight elements, aligned, each array in loads and stores of 16 bytes.
 //
 // Without anything of the launch in it, so that the same text runs on the host for the tests, thread by thread.
 #pragma once
 
-#include "adam.h"
+#include "update.h"
 #include "bits.cuh"
 
 namespace gemini::cuda {
@@ -13,15 +13,21 @@ constexpr int kThreads = 256;
 constexpr int64_t kPerBlock = int64_t{kPerThread} * kThreads;
 constexpr int kMaxSegments = 48;  // a launch's arguments stay under 4 KB, what every architecture takes
 
-struct AdamLaunch {
-    AdamArrays arrays;
+template <class Rule>
+struct Launch {
+    struct Part {
+        int64_t begin;
+        int64_t end;
+        Rule rule;
+    };
+    Arrays arrays;
     const float* grad_scale;
     const int* stop;
     int count;
-    AdamSegment segments[kMaxSegments];
+    Part segments[kMaxSegments];
     int64_t first_block[kMaxSegments + 1];  // of each segment; the last one is the number of all
 };
-static_assert(sizeof(AdamLaunch) <= 4096, "arguments of a kernel");
+static_assert(sizeof(Launch<Adan>) <= 4096, "arguments of a kernel");
 
 #if defined(__CUDACC__)
 using Sixteen = uint4;
@@ -74,53 +80,56 @@ struct Octet {
     }
 };
 
-template <bool Split, bool Decoupled>
-GEMINI_DEVICE void adam_element(uint32_t& weight, uint16_t& residual, uint32_t& m_bits, uint32_t& v_bits, float g,
-                                const AdamScalars& s, float grad_scale) {
-    float p = Split ? join(static_cast<uint16_t>(weight), residual) : float_of(weight);
-    float m = float_of(m_bits), v = float_of(v_bits);
-    adam<Decoupled>(p, m, v, g, s, grad_scale);
-    m_bits = bits_of(m);
-    v_bits = bits_of(v);
+template <bool Split, class Rule, size_t... I>
+GEMINI_DEVICE void update_element(const Rule& rule, uint32_t& weight, uint16_t& residual, uint32_t* states, float g,
+                                  float grad_scale, std::index_sequence<I...>) {
+    Rounded p = Split ? join(static_cast<uint16_t>(weight), residual) : float_of(weight);
+    Rounded own[] = {float_of(states[I])..., 0.f};
+    rule.update(p, Rounded(mul(g, grad_scale)), own[I]...);
+    ((states[I] = bits_of(own[I].value)), ...);
     if (Split) {
         uint16_t hi;
-        split(p, hi, residual);
+        split(p.value, hi, residual);
         weight = hi;
     } else {
-        weight = bits_of(p);
+        weight = bits_of(p.value);
     }
 }
 
 // `at`: a multiple of 8; what of [at, at + 8) lies in the segment is updated.
-template <Dtype Grad, bool Split, bool Decoupled, bool Aligned>
-GEMINI_DEVICE void adam_thread(const AdamArrays& a, const AdamSegment& segment, int64_t at, float grad_scale) {
+template <Dtype Grad, bool Split, bool Aligned, class Rule>
+GEMINI_DEVICE void update_thread(const Arrays& a, const typename Launch<Rule>::Part& segment, int64_t at,
+                                 float grad_scale) {
     using Weight = std::conditional_t<Split, uint16_t, uint32_t>;
     using Gradient = typename Format<Grad>::Element;
+    constexpr int kStates = Rule::kStates;
+    constexpr auto kEach = std::make_index_sequence<kStates>();
     if (Aligned && segment.begin <= at && at + kPerThread <= segment.end) {
         Octet<Weight> w;
         Octet<uint16_t> r;
-        Octet<uint32_t> m, v;
+        Octet<uint32_t> states[kStates + 1];
         Octet<Gradient> g;
         w.load(a.weights, at);
         if (Split) r.load(a.residual, at);
-        m.load(a.exp_avg, at);
-        v.load(a.exp_avg_sq, at);
+#pragma unroll
+        for (int k = 0; k < kStates; ++k) states[k].load(a.states[k], at);
         g.load(a.grad, at);
 #pragma unroll
         for (int i = 0; i < kPerThread; ++i) {
-            uint32_t weight = w.get(i), m_bits = m.get(i), v_bits = v.get(i);
+            uint32_t weight = w.get(i), own[kStates + 1];
             uint16_t residual = Split ? r.get(i) : uint16_t{0};
-            adam_element<Split, Decoupled>(weight, residual, m_bits, v_bits, Format<Grad>::widen(g.get(i)),
-                                           segment.scalars, grad_scale);
+#pragma unroll
+            for (int k = 0; k < kStates; ++k) own[k] = states[k].get(i);
+            update_element<Split>(segment.rule, weight, residual, own, Format<Grad>::widen(g.get(i)), grad_scale, kEach);
             w.set(i, static_cast<Weight>(weight));
             if (Split) r.set(i, residual);
-            m.set(i, m_bits);
-            v.set(i, v_bits);
+#pragma unroll
+            for (int k = 0; k < kStates; ++k) states[k].set(i, own[k]);
         }
         w.store(a.weights, at);
         if (Split) r.store(a.residual, at);
-        m.store(a.exp_avg, at);
-        v.store(a.exp_avg_sq, at);
+#pragma unroll
+        for (int k = 0; k < kStates; ++k) states[k].store(a.states[k], at);
         return;
     }
     const int64_t begin = at > segment.begin ? at : segment.begin;
@@ -128,52 +137,57 @@ GEMINI_DEVICE void adam_thread(const AdamArrays& a, const AdamSegment& segment, 
     for (int64_t i = begin; i < end; ++i) {
         uint16_t none = 0;
         uint16_t& residual = Split ? static_cast<uint16_t*>(a.residual)[i] : none;
-        uint32_t weight = static_cast<Weight*>(a.weights)[i];
-        adam_element<Split, Decoupled>(weight, residual, static_cast<uint32_t*>(a.exp_avg)[i],
-                                       static_cast<uint32_t*>(a.exp_avg_sq)[i],
-                                       Format<Grad>::widen(static_cast<const Gradient*>(a.grad)[i]), segment.scalars,
-                                       grad_scale);
+        uint32_t weight = static_cast<Weight*>(a.weights)[i], own[kStates + 1];
+#pragma unroll
+        for (int k = 0; k < kStates; ++k) own[k] = static_cast<uint32_t*>(a.states[k])[i];
+        update_element<Split>(segment.rule, weight, residual, own,
+                              Format<Grad>::widen(static_cast<const Gradient*>(a.grad)[i]), grad_scale, kEach);
         static_cast<Weight*>(a.weights)[i] = static_cast<Weight>(weight);
+#pragma unroll
+        for (int k = 0; k < kStates; ++k) static_cast<uint32_t*>(a.states[k])[i] = own[k];
     }
 }
 
 // A thread of the launch.
-template <Dtype Grad, bool Split, bool Aligned>
-GEMINI_DEVICE void adam_of_launch(const AdamLaunch& launch, int64_t block, int thread) {
+template <Dtype Grad, bool Split, bool Aligned, class Rule>
+GEMINI_DEVICE void thread_of_launch(const Launch<Rule>& launch, int64_t block, int thread) {
     if (launch.stop != nullptr && *launch.stop != 0) return;
     int number = 0;
     while (block >= launch.first_block[number + 1]) ++number;
-    const AdamSegment& segment = launch.segments[number];
+    const auto& segment = launch.segments[number];
     const int64_t first = segment.begin - segment.begin % kPerThread;
     const int64_t at = first + (block - launch.first_block[number]) * kPerBlock + int64_t{thread} * kPerThread;
     if (at >= segment.end) return;
-    const float grad_scale = launch.grad_scale != nullptr ? *launch.grad_scale : segment.scalars.grad_scale;
-    if (segment.scalars.decoupled) adam_thread<Grad, Split, true, Aligned>(launch.arrays, segment, at, grad_scale);
-    else adam_thread<Grad, Split, false, Aligned>(launch.arrays, segment, at, grad_scale);
+    const float grad_scale = launch.grad_scale != nullptr ? *launch.grad_scale : segment.rule.grad_scale;
+    update_thread<Grad, Split, Aligned, Rule>(launch.arrays, segment, at, grad_scale);
 }
 
-// Splits segments into launches and calls `run(launch, whether everything is aligned)` for each.
+// Splits segments into launches, each of one rule, and calls `run(launch, whether everything is aligned)` for each.
 template <class Run>
-void for_each_launch(const AdamArrays& arrays, const AdamSegment* segments, int count, const float* grad_scale,
-                     const int* stop, Run run) {
+void for_each_launch(const Arrays& arrays, const std::vector<Segment>& segments, const float* grad_scale, const int* stop,
+                     Run run) {
     bool aligned = true;
     for (const void* array : {static_cast<const void*>(arrays.weights), static_cast<const void*>(arrays.residual),
-                              static_cast<const void*>(arrays.exp_avg), static_cast<const void*>(arrays.exp_avg_sq),
-                              arrays.grad})
+                              static_cast<const void*>(arrays.grad)})
         aligned = aligned && reinterpret_cast<uintptr_t>(array) % sizeof(Sixteen) == 0;
-    AdamLaunch launch{arrays, grad_scale, stop, 0, {}, {}};
-    for (int i = 0; i < count; ++i) {
-        const AdamSegment& segment = segments[i];
-        if (segment.end <= segment.begin) continue;
-        const int64_t span = segment.end - (segment.begin - segment.begin % kPerThread);
-        launch.segments[launch.count] = segment;
-        launch.first_block[launch.count + 1] = launch.first_block[launch.count] + (span + kPerBlock - 1) / kPerBlock;
-        if (++launch.count == kMaxSegments) {
-            run(launch, aligned);
-            launch.count = 0;
-        }
+    for (const void* array : arrays.states) aligned = aligned && reinterpret_cast<uintptr_t>(array) % sizeof(Sixteen) == 0;
+    for (size_t next = 0; next < segments.size();) {
+        with_rule(segments[next].scalars, arrays, [&](auto first) {
+            using Rule = decltype(first);
+            const RuleKind kind = segments[next].scalars.kind;
+            Launch<Rule> launch{arrays, grad_scale, stop, 0, {}, {}};
+            for (; next < segments.size() && launch.count < kMaxSegments && segments[next].scalars.kind == kind; ++next) {
+                const Segment& segment = segments[next];
+                if (segment.end <= segment.begin) continue;
+                const int64_t span = segment.end - (segment.begin - segment.begin % kPerThread);
+                const int64_t blocks = (span + kPerBlock - 1) / kPerBlock;
+                launch.segments[launch.count] = {segment.begin, segment.end, segment.scalars.as<Rule>(arrays.num_states)};
+                launch.first_block[launch.count + 1] = launch.first_block[launch.count] + blocks;
+                ++launch.count;
+            }
+            if (launch.count > 0) run(launch, aligned);
+        });
     }
-    if (launch.count > 0) run(launch, aligned);
 }
 
 }  // namespace gemini::cuda

@@ -1,0 +1,21 @@
+// Updates by the rules of rules.h on the CPU, and the bf16 split master, on raw pointers.
+//
+// All is plain IEEE fp32 in the written order: neither the instruction set nor the number of threads changes a bit.
+// Arrays must not overlap. For bindings.cpp.
+#pragma once
+
+#include <cstdint>
+
+#include "isa.h"
+#include "rules.h"
+
+namespace gemini {
+
+// All arrays hold n elements.
+void update(Isa isa, const Arrays& arrays, Dtype grad_dtype, int64_t n, const Scalars& scalars);
+
+// fp32 -> bf16 hi + int16 lo (a NaN becomes 0x7fc0, 0), and the exact inverse.
+void split_master(Isa isa, const void* master, void* hi, void* lo, int64_t n);
+void join_master(Isa isa, const void* hi, const void* lo, void* out, int64_t n);
+
+}  // namespace gemini

@@ -1,0 +1,53 @@
+"""Every optimizer: the classes that take params, and the rules that a model is wrapped for.
+
+    config = gemini.GeminiConfig(optimizer=gemini.optim.LionRule(), ...)
+    optimizer = gemini.optim.Lion(model.parameters(), lr=1e-4)
+
+Names are imported when they are first used: the rules are below the training engine, the optimizers above it.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+_WHERE = {
+    "SGD": "gemini.optim.optimizers",
+    "Adan": "gemini.optim.optimizers",
+    "AdamW": "gemini.optim.optimizers",
+    "Lion": "gemini.optim.optimizers",
+    "SophiaG": "gemini.optim.optimizers",
+    "AdamRule": "gemini.rules",
+    "AdanRule": "gemini.optim.elementwise",
+    "LionRule": "gemini.optim.elementwise",
+    "PlainSGDRule": "gemini.optim.elementwise",
+    "SGDRule": "gemini.optim.elementwise",
+    "SophiaGRule": "gemini.optim.elementwise",
+}
+
+__all__ = sorted(_WHERE)
+
+if TYPE_CHECKING:
+    from gemini.optim.elementwise import AdanRule as AdanRule
+    from gemini.optim.elementwise import LionRule as LionRule
+    from gemini.optim.elementwise import PlainSGDRule as PlainSGDRule
+    from gemini.optim.elementwise import SGDRule as SGDRule
+    from gemini.optim.elementwise import SophiaGRule as SophiaGRule
+    from gemini.optim.optimizers import SGD as SGD
+    from gemini.optim.optimizers import AdamW as AdamW
+    from gemini.optim.optimizers import Adan as Adan
+    from gemini.optim.optimizers import Lion as Lion
+    from gemini.optim.optimizers import SophiaG as SophiaG
+    from gemini.rules import AdamRule as AdamRule
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _WHERE:
+        raise AttributeError(f"module 'gemini.optim' has no attribute {name!r}")
+    value = getattr(import_module(_WHERE[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,312 @@
+"""Update rules that take one element after the other: SGD, Lion, Adan and Sophia-G, beside Adam in gemini.rules.
+
+``update`` of each defines its bits, in torch lines; the native kernels (csrc/rules.h, one text for CPU and CUDA) leave
+the same. Scalars are computed in double and rounded to fp32 once; their names and order are those of csrc/rules.h.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from gemini import kernels
+from gemini.kernels_reference import exact_sqrt, to_fp32
+from gemini.planning.planes import PlaneSpec, RuleSpec
+from gemini.rules import Segment, UpdateRule, Where
+
+_LARGEST = torch.finfo(torch.float32).max
+
+
+@dataclass(frozen=True)
+class ElementwiseRule(UpdateRule):
+    """Runs by the native kernel that its scalars name; where there is none, in its torch lines."""
+
+    stops_on_device = True
+    positive: ClassVar[tuple[str, ...]] = ()
+    """Hyperparameters that may not be 0. No number among them may be negative."""
+
+    def check_group(self, group: Mapping[str, Any], what: str) -> None:
+        super().check_group(group, what)
+        for name, default in self.defaults.items():
+            value = group[name]
+            if isinstance(default, tuple):
+                if not isinstance(value, (tuple, list)) or len(value) != len(default):
+                    raise ValueError(f"{name} of {what} must be {len(default)} numbers in [0, 1), got {value!r}")
+                try:
+                    inside = all(0 <= float(beta) < 1 for beta in value)
+                except (TypeError, ValueError) as e:
+                    raise TypeError(f"{name} of {what} must be {len(default)} numbers, got {value!r}") from e
+                if not inside:
+                    raise ValueError(f"{name} of {what} must be {len(default)} numbers in [0, 1), got {value!r}")
+            elif isinstance(default, bool):
+                if not isinstance(value, bool):
+                    raise TypeError(f"{name} of {what} must be True or False, got {value!r}")
+            elif not 0 <= value <= _LARGEST or (value == 0 and name in self.positive):
+                wanted = "positive" if name in self.positive else "0 or more"
+                raise ValueError(f"{name} of {what} must be {wanted}, got {value!r}")
+
+    def run(
+        self,
+        weights: Tensor,
+        residual: Tensor | None,
+        states: Mapping[str, Tensor],
+        grad: Tensor,
+        segments: Sequence[Segment],
+        stop: Tensor | None = None,
+    ) -> None:
+        planes = {spec.kind: states[spec.kind] for spec in self.spec.planes}
+        own = [kernels.Segment(begin, end, scalars) for begin, end, scalars, _ in segments]
+        done = kernels.update_segments(weights, residual, planes, grad, own, stop)
+        if not done and (stop is None or int(stop) == 0):
+            super().run(weights, residual, states, grad, segments)
+
+
+# ---- SGD -------------------------------------------------------------------------------------------------------------
+
+
+class SGDScalars(NamedTuple):
+    wd: float
+    momentum: float
+    fresh: float
+    of_grad: float
+    of_buffer: float
+    neg_lr: float
+    grad_scale: float
+    kernel: str
+
+
+class PlainSGDScalars(NamedTuple):
+    wd: float
+    neg_lr: float
+    grad_scale: float
+    kernel: str
+
+
+@dataclass(frozen=True)
+class SGDRule(ElementwiseRule):
+    """SGD with momentum, as ``torch.optim.SGD`` has it: the buffer begins as the first gradient, without dampening."""
+
+    spec = RuleSpec("SGD", (PlaneSpec("momentum_buffer", "float32"),))
+    defaults: ClassVar[Mapping[str, Any]] = {
+        "lr": 1e-3, "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False,
+    }  # fmt: skip
+
+    def check_group(self, group: Mapping[str, Any], what: str) -> None:
+        super().check_group(group, what)
+        if group["nesterov"] and not (group["momentum"] > 0 and group["dampening"] == 0):
+            raise ValueError(f"nesterov of {what} needs a momentum, and no dampening")
+
+    def scalars(self, group: Mapping[str, Any], step: int, grad_scale: float) -> SGDScalars:
+        momentum, nesterov = float(group["momentum"]), group["nesterov"]
+        fresh = 1.0 if step == 1 else 1.0 - float(group["dampening"])
+        along = (1.0, momentum) if nesterov else (0.0, 1.0)
+        exact = (float(group["weight_decay"]), momentum, fresh, *along, -float(group["lr"]), grad_scale)
+        return SGDScalars._make((*map(to_fp32, exact), "sgd"))
+
+    def update(
+        self, master: Tensor, grad: Tensor, states: Mapping[str, Tensor], scalars: Any, where: Where | None
+    ) -> None:
+        s, buffer = scalars, states["momentum_buffer"]
+        g = grad.float() * s.grad_scale + master * s.wd
+        buffer.mul_(s.momentum).add_(g * s.fresh)
+        master.add_((g * s.of_grad + buffer * s.of_buffer) * s.neg_lr)
+
+
+@dataclass(frozen=True)
+class PlainSGDRule(ElementwiseRule):
+    """SGD without momentum, which has no state: 4 bytes per param. With ``step_in_backward`` and
+    ``GeminiConfig(gradients="transient")`` it is what Lv et al., 2023 (arXiv:2306.09782) call LOMO.
+    """
+
+    spec = RuleSpec("SGD without momentum")
+    defaults = SGDRule.defaults
+
+    def check_group(self, group: Mapping[str, Any], what: str) -> None:
+        super().check_group(group, what)
+        for name in ("momentum", "nesterov"):
+            if group[name]:
+                raise ValueError(
+                    f"{name} of {what} is {group[name]!r}, and {self.spec.name} keeps no state: wrap the model with "
+                    "GeminiConfig(optimizer=gemini.optim.SGDRule()), and make the optimizer with momentum="
+                )
+
+    def scalars(self, group: Mapping[str, Any], step: int, grad_scale: float) -> PlainSGDScalars:
+        exact = float(group["weight_decay"]), -float(group["lr"]), grad_scale
+        return PlainSGDScalars._make((*map(to_fp32, exact), "plain_sgd"))
+
+    def update(
+        self, master: Tensor, grad: Tensor, states: Mapping[str, Tensor], scalars: Any, where: Where | None
+    ) -> None:
+        g = grad.float() * scalars.grad_scale + master * scalars.wd
+        master.add_(g * scalars.neg_lr)
+
+
+# ---- Lion ------------------------------------------------------------------------------------------------------------
+
+
+class LionScalars(NamedTuple):
+    beta1: float
+    c1: float
+    beta2: float
+    c2: float
+    decay: float
+    neg_lr: float
+    grad_scale: float
+    kernel: str
+
+
+@dataclass(frozen=True)
+class LionRule(ElementwiseRule):
+    """Lion (Chen et al., 2023, arXiv:2302.06675): the sign of an interpolation, decoupled weight decay. Its authors
+    advise a learning rate 3 to 10 times smaller than AdamW's, and a weight decay as much larger.
+    """
+
+    spec = RuleSpec("Lion", (PlaneSpec("exp_avg", "float32"),))
+    defaults: ClassVar[Mapping[str, Any]] = {"lr": 1e-4, "betas": (0.9, 0.99), "weight_decay": 0.0}
+
+    def scalars(self, group: Mapping[str, Any], step: int, grad_scale: float) -> LionScalars:
+        (beta1, beta2), lr = map(float, group["betas"]), float(group["lr"])
+        exact = (beta1, 1.0 - beta1, beta2, 1.0 - beta2, 1.0 - lr * float(group["weight_decay"]), -lr, grad_scale)
+        return LionScalars._make((*map(to_fp32, exact), "lion"))
+
+    def update(
+        self, master: Tensor, grad: Tensor, states: Mapping[str, Tensor], scalars: Any, where: Where | None
+    ) -> None:
+        s, m = scalars, states["exp_avg"]
+        g = grad.float() * s.grad_scale
+        u = m * s.beta1 + g * s.c1
+        sign = (u > 0).float() - (u < 0).float()
+        master.mul_(s.decay).add_(sign * s.neg_lr)
+        m.mul_(s.beta2).add_(g * s.c2)
+
+
+# ---- Adan ------------------------------------------------------------------------------------------------------------
+
+
+class AdanScalars(NamedTuple):
+    beta1: float
+    c1: float
+    beta2: float
+    c2: float
+    beta3: float
+    c3: float
+    has_before: float
+    neg_step: float
+    neg_step_diff: float
+    inv_sqrt_bc3: float
+    eps: float
+    decay: float
+    shrink: float
+    grad_scale: float
+    kernel: str
+
+
+@dataclass(frozen=True)
+class AdanRule(ElementwiseRule):
+    """Adan (Xie et al., 2022, arXiv:2208.06677), with the betas of its authors' code: 1 minus those of the paper.
+    Weights decay by the paper's proximal step, or with ``no_prox`` as in AdamW. The gradient before, which it keeps, is
+    the clipped one.
+    """
+
+    spec = RuleSpec(
+        "Adan",
+        tuple(PlaneSpec(kind, "float32") for kind in ("exp_avg", "exp_avg_diff", "exp_avg_sq", "previous_grad")),
+    )
+    defaults: ClassVar[Mapping[str, Any]] = {
+        "lr": 1e-3, "betas": (0.98, 0.92, 0.99), "eps": 1e-8, "weight_decay": 0.0, "no_prox": False,
+    }  # fmt: skip
+
+    def scalars(self, group: Mapping[str, Any], step: int, grad_scale: float) -> AdanScalars:
+        (beta1, beta2, beta3), lr = map(float, group["betas"]), float(group["lr"])
+        decay, shrink = 1.0 - lr * float(group["weight_decay"]), 1.0 / (1.0 + lr * float(group["weight_decay"]))
+        exact = (
+            beta1, 1.0 - beta1, beta2, 1.0 - beta2, beta3, 1.0 - beta3,
+            0.0 if step == 1 else 1.0,
+            -lr / (1.0 - beta1**step),
+            -lr * beta2 / (1.0 - beta2**step),
+            1.0 / math.sqrt(1.0 - beta3**step),
+            float(group["eps"]),
+            *((decay, 1.0) if group["no_prox"] else (1.0, shrink)),
+            grad_scale,
+        )  # fmt: skip
+        return AdanScalars._make((*map(to_fp32, exact), "adan"))
+
+    def update(
+        self, master: Tensor, grad: Tensor, states: Mapping[str, Tensor], scalars: Any, where: Where | None
+    ) -> None:
+        s, (m, d, n, before) = scalars, (states[spec.kind] for spec in self.spec.planes)
+        g = grad.float() * s.grad_scale
+        diff = (g - before) * s.has_before
+        m.mul_(s.beta1).add_(g * s.c1)
+        d.mul_(s.beta2).add_(diff * s.c2)
+        u = g + diff * s.beta2
+        n.mul_(s.beta3).add_((u * s.c3) * u)
+        step = (m * s.neg_step + d * s.neg_step_diff) / (exact_sqrt(n) * s.inv_sqrt_bc3 + s.eps)
+        master.mul_(s.decay).add_(step).mul_(s.shrink)
+        before.copy_(g)
+
+
+# ---- Sophia-G --------------------------------------------------------------------------------------------------------
+
+
+class SophiaScalars(NamedTuple):
+    beta1: float
+    c1: float
+    scale: float
+    tiny: float
+    decay: float
+    neg_lr: float
+    grad_scale: float
+    kernel: str
+
+
+class SophiaEstimateScalars(NamedTuple):
+    beta2: float
+    c2: float
+    grad_scale: float
+    kernel: str
+
+
+@dataclass(frozen=True)
+class SophiaGRule(ElementwiseRule):
+    """Sophia-G (Liu et al., 2023, arXiv:2305.14342): momentum over a diagonal of the Hessian, each element of the step
+    clipped at lr. The diagonal is the program's to estimate, about every tenth step: see
+    :meth:`gemini.optim.SophiaG.estimating_hessian`.
+    """
+
+    spec = RuleSpec("Sophia-G", (PlaneSpec("exp_avg", "float32"), PlaneSpec("hessian", "float32")))
+    defaults: ClassVar[Mapping[str, Any]] = {
+        "lr": 1e-4, "betas": (0.965, 0.99), "rho": 0.04, "weight_decay": 0.1, "bs": 5120,
+        "estimates_hessian": False,
+    }  # fmt: skip
+    positive = ("rho", "bs")
+
+    def scalars(self, group: Mapping[str, Any], step: int, grad_scale: float) -> SophiaScalars | SophiaEstimateScalars:
+        (beta1, beta2), lr = map(float, group["betas"]), float(group["lr"])
+        if group["estimates_hessian"]:
+            estimate = beta2, 1.0 - beta2, grad_scale
+            return SophiaEstimateScalars._make((*map(to_fp32, estimate), "sophia_estimate"))
+        exact = (
+            beta1, 1.0 - beta1, float(group["rho"]) * float(group["bs"]), 1e-15,
+            1.0 - lr * float(group["weight_decay"]), -lr, grad_scale,
+        )  # fmt: skip
+        return SophiaScalars._make((*map(to_fp32, exact), "sophia"))
+
+    def update(
+        self, master: Tensor, grad: Tensor, states: Mapping[str, Tensor], scalars: Any, where: Where | None
+    ) -> None:
+        s, m, h = scalars, states["exp_avg"], states["hessian"]
+        g = grad.float() * s.grad_scale
+        if isinstance(s, SophiaEstimateScalars):
+            h.mul_(s.beta2).add_((g * s.c2) * g)
+            return
+        m.mul_(s.beta1).add_(g * s.c1)
+        r = m / (h * s.scale + s.tiny)
+        r = torch.where(r > 1, 1.0, r)
+        r = torch.where(r < -1, -1.0, r)
+        master.mul_(s.decay).add_(r * s.neg_lr)

@@ -1,0 +1,184 @@
+"""The optimizers by name: each is :class:`gemini.HybridOptimizer` with its rule, for managed and plain params.
+
+A model of managed params is wrapped for the rule: ``GeminiConfig(optimizer=gemini.optim.LionRule())``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from gemini.errors import GeminiError
+from gemini.optim.elementwise import AdanRule, LionRule, PlainSGDRule, SGDRule, SophiaGRule
+from gemini.train.params.guard import handle_of
+from gemini.train.update.optimizer import HybridAdam, HybridOptimizer
+
+AdamW = HybridAdam
+
+
+class SGD(HybridOptimizer):
+    """SGD as ``torch.optim.SGD``: with ``momentum`` by :class:`SGDRule` (8 bytes per param), without by
+    :class:`PlainSGDRule` (4 bytes).
+
+    Args:
+        params: as of :class:`gemini.HybridOptimizer`.
+        lr: learning rate.
+        momentum: factor of the buffer.
+        dampening: what is left out of every gradient but the first before it is added to the buffer.
+        weight_decay: the L2 coefficient.
+        nesterov: step along the gradient and the buffer together.
+        step_in_backward: as of :class:`gemini.HybridOptimizer`.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        momentum: float = 0.0,
+        dampening: float = 0.0,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,
+        *,
+        step_in_backward: bool = False,
+    ):
+        super().__init__(
+            params,
+            SGDRule() if momentum else PlainSGDRule(),
+            step_in_backward=step_in_backward,
+            lr=lr,
+            momentum=momentum,
+            dampening=dampening,
+            weight_decay=weight_decay,
+            nesterov=nesterov,
+        )
+
+
+class Lion(HybridOptimizer):
+    """:class:`LionRule`: 8 bytes per param.
+
+    Args:
+        params: as of :class:`gemini.HybridOptimizer`.
+        lr: learning rate: every element moves by it.
+        betas: of the interpolation whose sign is the step, and of the average that is kept.
+        weight_decay: decoupled decay.
+        step_in_backward: as of :class:`gemini.HybridOptimizer`.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+        *,
+        step_in_backward: bool = False,
+    ):
+        super().__init__(
+            params, LionRule(), step_in_backward=step_in_backward, lr=lr, betas=betas, weight_decay=weight_decay
+        )
+
+
+class Adan(HybridOptimizer):
+    """:class:`AdanRule`: 20 bytes per param.
+
+    Args:
+        params: as of :class:`gemini.HybridOptimizer`.
+        lr: learning rate.
+        betas: of the averages of gradients, of their differences, and of squares.
+        eps: added to the denominator.
+        weight_decay: decay by a proximal step.
+        no_prox: decay as in AdamW instead.
+        step_in_backward: as of :class:`gemini.HybridOptimizer`.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float, float] = (0.98, 0.92, 0.99),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        no_prox: bool = False,
+        *,
+        step_in_backward: bool = False,
+    ):
+        super().__init__(
+            params,
+            AdanRule(),
+            step_in_backward=step_in_backward,
+            lr=lr,
+            betas=betas,
+            eps=eps,
+            weight_decay=weight_decay,
+            no_prox=no_prox,
+        )
+
+
+class SophiaG(HybridOptimizer):
+    """:class:`SophiaGRule`: 12 bytes per param.
+
+    Args:
+        params: as of :class:`gemini.HybridOptimizer`.
+        lr: learning rate: no element moves by more.
+        betas: of the average of gradients, and of that of estimates.
+        rho: how much of the Hessian divides the step; smaller clips more elements.
+        weight_decay: decoupled decay.
+        bs: tokens of a batch: of those whose mean is the loss that estimates are made of.
+        step_in_backward: as of :class:`gemini.HybridOptimizer`.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-4,
+        betas: tuple[float, float] = (0.965, 0.99),
+        rho: float = 0.04,
+        weight_decay: float = 0.1,
+        bs: float = 5120,
+        *,
+        step_in_backward: bool = False,
+    ):
+        super().__init__(
+            params,
+            SophiaGRule(),
+            step_in_backward=step_in_backward,
+            lr=lr,
+            betas=betas,
+            rho=rho,
+            weight_decay=weight_decay,
+            bs=bs,
+        )
+
+    @contextmanager
+    def estimating_hessian(self) -> Iterator[None]:
+        """Gradients of this block go into the estimate of the Hessian, at its end; weights and momentum stay.
+
+        To be used about every tenth step, between steps, with the loss on labels that the model draws itself::
+
+            logits = model(input_ids=ids).logits.float()
+            labels = torch.distributions.Categorical(logits=logits).sample()
+            with optimizer.estimating_hessian():
+                torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()).backward()
+
+        An estimate counts as an update of its params: "step" in their states is of both. Gradients are gone afterwards.
+
+        Raises:
+            GeminiError: where gradients of a training step are still there; and what :meth:`step` raises.
+        """
+        for param in self._params():
+            handle = handle_of(param)
+            if param.grad is not None if handle is None else handle.has_grad:
+                raise GeminiError(
+                    "estimating_hessian() begins while gradients of a training step are there, which would go into the "
+                    "estimate: call step() and zero_grad() before it"
+                )
+        for group in self.param_groups:
+            group["estimates_hessian"] = True
+        try:
+            yield
+            self.step()
+        finally:
+            for group in self.param_groups:
+                group["estimates_hessian"] = False
+            self.zero_grad()

@@ -1,0 +1,272 @@
+"""``gemini.optim``: each rule against another implementation of it, what its classes take, and Sophia's estimates.
+
+Torch has SGD. Lion, Adan and Sophia-G are written down here again from their papers, in fp64 and in the papers' own
+variables, not in those of the kernels.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import gemini
+from gemini import optim
+from gemini.errors import GeminiError, PlanMismatch
+from tests import models
+
+STEPS = 20
+
+
+def drawn(seed: int, scale: float = 1.0) -> Tensor:
+    return torch.randn(5_000, generator=torch.Generator().manual_seed(seed)) * scale
+
+
+def gradients() -> list[Tensor]:
+    """Of a weight: one part follows from step to step, so that momentum matters, another does not."""
+    return [drawn(1, 1e-2) * math.cos(step / 3) + drawn(100 + step, 1e-2) for step in range(STEPS)]
+
+
+def trained(make: Callable[..., torch.optim.Optimizer], begin: Tensor) -> Tensor:
+    param = nn.Parameter(begin.clone())
+    optimizer = make([param])
+    for grad in gradients():
+        param.grad = grad.clone()
+        optimizer.step()
+    return param.detach()
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {},
+        {"weight_decay": 0.1},
+        {"momentum": 0.9, "weight_decay": 0.1},
+        {"momentum": 0.9, "dampening": 0.5},
+        {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1},
+    ],
+    ids=str,
+)
+def test_sgd_is_torchs(how: dict[str, Any]) -> None:
+    begin = drawn(0)
+    ours = trained(lambda params: optim.SGD(params, lr=0.1, **how), begin)
+    theirs = trained(lambda params: torch.optim.SGD(params, lr=0.1, foreach=False, **how), begin)
+    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7)
+
+
+def lion(w: Tensor, lr: float, betas: tuple[float, float], decay: float) -> Tensor:
+    """Chen et al., 2023, algorithm 2."""
+    (b1, b2), m = betas, torch.zeros_like(w)
+    for g in gradients():
+        c = b1 * m + (1 - b1) * g.double()
+        w = w - lr * (c.sign() + decay * w)
+        m = b2 * m + (1 - b2) * g.double()
+    return w
+
+
+def adan(w: Tensor, lr: float, betas: tuple[float, float, float], eps: float, decay: float, prox: bool) -> Tensor:
+    """Xie et al., 2022, algorithm 1, with the correction of biases of its authors' code."""
+    b1, b2, b3 = (1 - beta for beta in betas)  # the paper's
+    m, v, n, before = (torch.zeros_like(w) for _ in range(4))
+    for k, grad in enumerate(gradients(), 1):
+        g = grad.double()
+        diff = torch.zeros_like(g) if k == 1 else g - before
+        m, v = (1 - b1) * m + b1 * g, (1 - b2) * v + b2 * diff
+        n = (1 - b3) * n + b3 * (g + (1 - b2) * diff) ** 2
+        corrected = m / (1 - (1 - b1) ** k) + (1 - b2) * v / (1 - (1 - b2) ** k)
+        eta = lr / ((n / (1 - (1 - b3) ** k)).sqrt() + eps)
+        w = (w - eta * corrected) / (1 + decay * lr) if prox else (1 - decay * lr) * w - eta * corrected
+        before = g
+    return w
+
+
+def sophia(
+    w: Tensor, lr: float, betas: tuple[float, float], gamma: float, decay: float, bs: float, every: int
+) -> Tensor:
+    """Liu et al., 2023, algorithm 3, with the Gauss-Newton-Bartlett estimate of algorithm 2."""
+    (b1, b2), m, h = betas, torch.zeros_like(w), torch.zeros_like(w)
+    for t, grad in enumerate(gradients()):
+        if t % every == 0:
+            h = b2 * h + (1 - b2) * (bs * estimate(t).double() ** 2)
+        m = b1 * m + (1 - b1) * grad.double()
+        w = w - lr * decay * w
+        w = w - lr * (m / (gamma * h).clamp(min=1e-12)).clamp(-1, 1)
+    return w
+
+
+def estimate(t: int) -> Tensor:
+    return drawn(500 + t, 1e-2)
+
+
+def test_lion_is_the_papers() -> None:
+    begin, betas = drawn(0), (0.9, 0.99)
+    ours = trained(lambda params: optim.Lion(params, lr=1e-2, betas=betas, weight_decay=0.1), begin)
+    torch.testing.assert_close(ours.double(), lion(begin.double(), 1e-2, betas, 0.1), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("prox", [True, False])
+def test_adan_is_the_papers(prox: bool) -> None:
+    begin, betas = drawn(0), (0.98, 0.92, 0.99)
+    ours = trained(lambda params: optim.Adan(params, lr=1e-2, weight_decay=0.1, no_prox=not prox), begin)
+    theirs = adan(begin.double(), 1e-2, betas, 1e-8, 0.1, prox)
+    torch.testing.assert_close(ours.double(), theirs, rtol=1e-6, atol=1e-6)
+
+
+def test_sophia_is_the_papers() -> None:
+    begin, betas = drawn(0), (0.965, 0.99)
+    param = nn.Parameter(begin.clone())
+    optimizer = optim.SophiaG([param], lr=1e-2, rho=0.5, bs=1000.0)
+    for t, grad in enumerate(gradients()):
+        if t % 5 == 0:
+            with optimizer.estimating_hessian():
+                param.grad = estimate(t)
+            assert param.grad is None
+        param.grad = grad.clone()
+        optimizer.step()
+        optimizer.zero_grad()
+    theirs = sophia(begin.double(), 1e-2, betas, 0.5, 0.1, 1000.0, every=5)
+    torch.testing.assert_close(param.detach().double(), theirs, rtol=1e-5, atol=1e-5)
+    clipped = (param.detach() - begin).abs() > 0.9 * STEPS * 1e-2
+    assert 0.01 < clipped.float().mean() < 0.99, "some elements of the step were clipped, and some were not"
+
+
+# ---- what is taken ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "words"),
+    [
+        (lambda p: optim.SGD(p, lr=-1.0), ValueError, "lr of SGD must be 0 or more"),
+        (lambda p: optim.SGD(p, lr=math.nan), ValueError, "lr of SGD must be finite"),
+        (lambda p: optim.SGD(p, lr=1e39), ValueError, "lr of SGD must be 0 or more, got 1e\\+39"),
+        (lambda p: optim.SGD(p, nesterov=True, momentum=0.9, dampening=0.1), ValueError, "nesterov of SGD needs"),
+        (lambda p: optim.SGD(p, nesterov=True), ValueError, "nesterov of SGD is True, .* keeps no state"),
+        (lambda p: optim.SGD(p, momentum=0.9, nesterov=1), TypeError, "nesterov of SGD must be True or False"),
+        (lambda p: optim.SGD([{"params": p, "momentum": 0.9}]), ValueError, "momentum of param group 0 is 0.9"),
+        (lambda p: optim.Lion(p, betas=(0.9, 1.0)), ValueError, r"betas of Lion must be 2 numbers in \[0, 1\)"),
+        (lambda p: optim.Lion(p, betas=0.9), ValueError, "betas of Lion must be 2 numbers"),
+        (lambda p: optim.Lion(p, betas=(0.9, "b")), TypeError, "betas of Lion must be 2 numbers"),
+        (lambda p: optim.Lion(p, weight_decay="some"), TypeError, "weight_decay of Lion must be a number"),
+        (lambda p: optim.Adan(p, betas=(0.9, 0.99)), ValueError, "betas of Adan must be 3 numbers"),
+        (lambda p: optim.Adan(p, eps=-1e-8), ValueError, "eps of Adan must be 0 or more"),
+        (lambda p: optim.SophiaG(p, rho=0.0), ValueError, "rho of SophiaG must be positive"),
+        (lambda p: optim.SophiaG([{"params": p, "bs": 0}]), ValueError, "bs of param group 0 must be positive"),
+    ],
+)
+def test_hyperparameters_without_meaning_are_refused(
+    make: Callable[[Any], Any], error: type[Exception], words: str
+) -> None:
+    with pytest.raises(error, match=words):
+        make([nn.Parameter(torch.zeros(3))])
+
+
+def test_the_names_are_there() -> None:
+    assert gemini.optim is optim and optim.AdamW is gemini.HybridAdam
+    assert dir(optim) == sorted(optim.__all__) and all(getattr(optim, name) for name in optim.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'Adagrad'"):
+        _ = optim.Adagrad  # type: ignore[attr-defined]
+
+
+# ---- with a model ----------------------------------------------------------------------------------------------------
+
+
+def wrapped(rule: Any, **how: Any) -> gemini.GeminiDDP:
+    config = gemini.GeminiConfig(precision="bf16", device="cpu", optimizer=rule, max_chunk=6000, **how)
+    return gemini.GeminiDDP(models.make_model("llama"), config)
+
+
+def loss_of(model: Any, seed: int) -> Tensor:
+    ids = torch.randint(2, models.VOCAB, (2, 7), generator=torch.Generator().manual_seed(seed))
+    return model(input_ids=ids, labels=ids).loss
+
+
+def test_sgd_without_momentum_keeps_nothing(tmp_path: Path) -> None:
+    """4 bytes per param, gradients used inside backward and never kept."""
+    model = wrapped(optim.PlainSGDRule(), gradients="transient")
+    optimizer = optim.SGD(model.parameters(), lr=0.1, step_in_backward=True)
+    before = {name: model.full_param(name, torch.float32) for name, _ in model.named_parameters()}
+    loss_of(model, 0).backward()
+    optimizer.step()
+    layout = model._gemini_engine.layout
+    assert model.memory_report()["bytes_per_param"] == 4 * layout.numel / layout.payload
+    assert all(not torch.equal(model.full_param(name, torch.float32), old) for name, old in before.items())
+    gemini.save_checkpoint(tmp_path / "plain", model, optimizer)
+    other = wrapped(optim.SGDRule())
+    with pytest.raises(PlanMismatch, match="update rule 'SGD without momentum', the model was wrapped for 'SGD'"):
+        gemini.load_checkpoint(tmp_path / "plain", other, optim.SGD(other.parameters(), momentum=0.9))
+
+
+def test_momentum_that_a_model_has_no_plane_for_is_refused_by_name() -> None:
+    model = wrapped(optim.PlainSGDRule())
+    with pytest.raises(GeminiError, match=r"rule is SGDRule\(\), and the model was wrapped for PlainSGDRule\(\)"):
+        optim.SGD(model.parameters(), momentum=0.9).step()
+
+
+@pytest.mark.parametrize("placed", ["in memory", "on nvme", "transient", "streamed"])
+def test_estimates_of_the_hessian_have_the_bits_of_the_plain_loop(placed: str, tmp_path: Path) -> None:
+    """Weights and momentum stay; the estimate is made of the gradients of its block alone."""
+    rule, how = optim.SophiaGRule(), {"lr": 1e-3, "bs": 7.0}
+    settings: dict[str, Any] = {}
+    if placed == "on nvme":
+        settings["memory"] = gemini.MemoryBudget(cpu="1GiB", nvme="64MiB", nvme_path=tmp_path)
+        settings["placement"] = gemini.StaticPlacement(weights_on_nvme=1, optimizer_on_nvme=1)
+    elif placed == "transient":
+        settings["gradients"] = "transient"
+    elif placed == "streamed":
+        settings |= {"device": "standin", "placement": gemini.StaticPlacement(updates_on_gpu=1)}
+        settings["memory"] = gemini.MemoryBudget(cpu="1GiB", gpu="1GiB")
+    config = gemini.GeminiConfig(
+        **{"precision": "bf16", "device": "cpu", "optimizer": rule, "max_chunk": 6000} | settings
+    )
+    model = gemini.GeminiDDP(models.make_model("llama"), config)
+    optimizer = optim.SophiaG(model.parameters(), **how, step_in_backward=placed == "transient")  # type: ignore[arg-type]
+    plain = models.make_model("llama")
+    masters = {name: param.detach().float().reshape(-1).clone() for name, param in plain.named_parameters()}
+    states = {n: {"exp_avg": torch.zeros_like(m), "hessian": torch.zeros_like(m)} for n, m in masters.items()}
+    for param in plain.parameters():
+        param.data = param.data.bfloat16()
+    group = {**rule.defaults, **how}
+    for seed, estimates in enumerate([True, False, False, True, False]):
+        if estimates:
+            with optimizer.estimating_hessian():
+                assert (loss := loss_of(model, seed)).backward() is None
+        else:
+            (loss := loss_of(model, seed)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        (wanted := loss_of(plain, seed)).backward()
+        assert loss.item() == wanted.item()
+        scalars = rule.scalars({**group, "estimates_hessian": estimates}, seed + 1, 1.0)
+        for name, param in plain.named_parameters():
+            assert param.grad is not None
+            rule.update(masters[name], param.grad.reshape(-1), states[name], scalars, None)
+            param.data, param.grad = models.rounded(masters[name], "bf16").view(param.shape), None
+    for name, master in masters.items():
+        assert torch.equal(model.full_param(name, torch.float32).reshape(-1), master), name
+        kept = optimizer.full_state(name)
+        assert kept["step"] == 5, "an estimate counts as an update"
+        for kind, state in states[name].items():
+            assert torch.equal(kept[kind].reshape(-1), state), (name, kind)
+    assert not optimizer.param_groups[0]["estimates_hessian"]
+
+
+def test_an_estimate_takes_no_gradients_of_a_training_step() -> None:
+    model = wrapped(optim.SophiaGRule())
+    optimizer = optim.SophiaG(model.parameters())
+    loss_of(model, 0).backward()
+    with pytest.raises(GeminiError, match="gradients of a training step are there"), optimizer.estimating_hessian():
+        pass
+    optimizer.step()
+    with pytest.raises(ZeroDivisionError), optimizer.estimating_hessian():
+        loss_of(model, 1).backward()
+        _ = 1 / 0
+    assert not optimizer.param_groups[0]["estimates_hessian"]
+    before = copy.deepcopy(optimizer.state_dict())
+    optimizer.step()  # the gradients of the block that broke off are gone
+    torch.testing.assert_close(optimizer.state_dict()["state"], before["state"], rtol=0, atol=0)
