@@ -229,6 +229,7 @@ def install() -> None:
     """From now on CUDA tensors are computed with, in this thread and in those that are started later."""
     for name in ("flash", "mem_efficient", "cudnn"):
         getattr(torch.backends.cuda, f"enable_{name}_sdp")(False)  # kernels that the CPU does not have
+    torch.utils.deterministic.fill_uninitialized_memory = False  # a kernel inside of aten.empty
     mode, run = Computing(), threading.Thread.run
 
     def run_computing(thread: threading.Thread) -> None:

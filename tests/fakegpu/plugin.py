@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import os
+
 import pytest
+import torch
 
 from tests.fakegpu import computing, kernels
 
 computing.install()
 kernels.install()
+torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
 
 
 @pytest.fixture(autouse=True)
