@@ -17,7 +17,9 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: help venv demo test test-slow test-gpu lint docs doctor clean
+FAKEGPU ?= .venv-fakegpu
+
+.PHONY: help venv demo test test-slow test-gpu test-fakegpu lint docs doctor clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -35,6 +37,14 @@ test-slow: $(VENV)/.built  ## set up, then run the tests that 'make test' leaves
 
 test-gpu: $(VENV)/.built  ## set up, then run the tests of a card (GEMINI_GPU_TESTS=standin: without one)
 	$(BIN)/python -m pytest -m gpu tests/gpu $(ARGS)
+
+# On a CUDA runtime in host memory (tests/fakegpu), as the first GPU of a process and as the second.
+test-fakegpu: $(FAKEGPU)/.built  ## set up the CUDA build of torch (8 GB), then run the tests of a card without one
+	preload=$$($(FAKEGPU)/bin/python tests/fakegpu/build.py $(FAKEGPU)/runtime) && \
+	for rank in 0 1; do \
+	  LD_PRELOAD=$$preload LOCAL_RANK=$$rank $(FAKEGPU)/bin/python -m pytest -p tests.fakegpu.plugin -p no:cacheprovider \
+	    -m gpu tests/gpu tests/fakegpu $(ARGS) || exit 1; \
+	done
 
 lint: $(VENV)/.built  ## ruff and mypy
 	$(BIN)/ruff check .
@@ -65,6 +75,14 @@ $(VENV)/.made: pyproject.toml constraints.txt
 $(VENV)/.built: $(VENV)/.made $(NATIVE_SOURCES)
 	@rm -rf build
 	$(PIP) install -qq -c constraints.txt --no-build-isolation -e ".[test]"
+	@touch $@
+
+# pip's configuration may offer a CPU build of torch first, and pip prefers it: without that configuration.
+$(FAKEGPU)/.built: pyproject.toml constraints.txt $(NATIVE_SOURCES)
+	$(PYTHON) -m venv $(FAKEGPU)
+	env -u PIP_FIND_LINKS PIP_CONFIG_FILE=/dev/null $(FAKEGPU)/bin/python -m pip install -q -c constraints.txt torch
+	$(FAKEGPU)/bin/python -m pip install -q -c constraints.txt setuptools wheel pybind11
+	$(FAKEGPU)/bin/python -m pip install -q -c constraints.txt --no-build-isolation -e ".[test]"
 	@touch $@
 
 clean:  ## remove .venv, builds and caches (not runs/)

@@ -33,7 +33,7 @@ from gemini.train.params.stepper import optimizer_of
 from gemini.train.passes import hooks
 from gemini.train.recording import Recording, record
 from gemini.train.report import MemoryReport, make_report
-from gemini.train.setup.arguments import refuse_unknown
+from gemini.train.setup.arguments import refuse_unknown, refuse_wrong_device
 from gemini.train.setup.wrappable import refuse_unwrappable
 
 
@@ -78,9 +78,10 @@ class GeminiDDP(nn.Module):
         depth = engine.forward.calls.depth
         try:
             return super().__call__(*args, **kwargs)
-        except BaseException:
+        except BaseException as e:
             torch._C._set_grad_enabled(before)
             engine.forward.unwind(depth)
+            refuse_wrong_device(e, engine.store.device.torch_device, (args, kwargs))
             raise
 
     @contextlib.contextmanager
@@ -310,7 +311,16 @@ def _managed_class(original: type[nn.Module]) -> type[nn.Module]:
         namespace["save_pretrained"] = _no_save_pretrained
     if not hasattr(original, "resize_token_embeddings"):
         namespace["resize_token_embeddings"] = property(_no_such_method)
+    if not hasattr(original, "device"):
+        namespace["device"] = _OfEngine()
     return type(original.__name__, (*faces_of(original), GeminiDDP, original), namespace)
+
+
+class _OfEngine:
+    """``model.device``, where batches go, for models that have none. One that a model sets itself stays its own."""
+
+    def __get__(self, model: Any, owner: type) -> Any:
+        return self if model is None else _engine(model).device.torch_device
 
 
 def _no_save_pretrained(self: Any, save_directory: Any, **kwargs: Any) -> None:

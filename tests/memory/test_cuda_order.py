@@ -17,7 +17,7 @@ import torch
 from cuda_runtime import Runtime, Tensor
 
 from gemini.errors import GeminiError
-from gemini.memory.devices import cuda_streams
+from gemini.memory.devices import cuda, cuda_streams
 from gemini.memory.devices.cuda import CudaDevice
 from gemini.memory.devices.device import Event
 
@@ -331,3 +331,19 @@ def test_the_bytes_behind_tensors_are_the_allocator_s(runtime: Runtime, device: 
     assert device.bytes_behind([at(1512)]) == 0, "nobody has that one"
     assert device.bytes_behind([at(5000)]) == 0, "another GPU's"
     assert device.bytes_behind([at(1000, is_cuda=False)]) == 0 and device.bytes_behind([]) == 0
+
+
+@pytest.mark.parametrize(
+    ("local_rank", "current", "count", "own"), [(None, 0, 2, 0), (1, 0, 2, 1), (1, 1, 2, 1), (1, 2, 4, 2), (3, 0, 1, 0)]
+)
+def test_the_gpu_of_a_process_is_the_current_one(
+    monkeypatch: pytest.MonkeyPatch, local_rank: int | None, current: int, count: int, own: int
+) -> None:
+    """A GPU that the program chose stays; else torchrun's, and the program's ``batch.to("cuda")`` goes there too."""
+    chosen = [current]
+    if local_rank is not None:
+        monkeypatch.setenv("LOCAL_RANK", str(local_rank))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: chosen[-1])
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    assert cuda._own_gpu() == own == chosen[-1]

@@ -193,6 +193,19 @@ def test_reads_by_any_name(where: str, tmp_path: Path) -> None:
     assert same_bits(model.full_param(Q), plain.model.get_parameter(Q).detach())
 
 
+def test_reads_are_on_the_device_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As ``p.device`` says: "meta" stands in for a GPU, on which a tensor of the CPU is as wrong."""
+    model: Any = gemini.GeminiDDP(nn.Linear(4, 4), gemini.GeminiConfig(precision="fp32", device="cpu"))
+    before = model.full_param("weight")
+    monkeypatch.setattr(engine_of(model).device, "torch_device", torch.device("meta"))
+    average = torch.zeros(4, 4, device="meta")
+    with torch.no_grad():
+        assert average.lerp_(model.weight, 0.1).is_meta and (model.weight * torch.ones((), device="meta")).is_meta
+        assert all(norm.is_meta for norm in torch._foreach_norm([model.weight, model.bias]))
+        assert same_bits(model.weight.cpu(), before)
+    assert not model.full_param("weight").is_meta and not model.state_dict()["weight"].is_meta
+
+
 def test_full_grad_is_none_without_a_gradient(where: str, tmp_path: Path) -> None:
     model = wrap(llama(), where, tmp_path)
     assert model.full_grad(Q) is None

@@ -156,5 +156,29 @@ def test_a_missing_package_is_named_with_what_to_install(hidden: str, code: str,
     assert extra in done.stdout
 
 
+class Lengths(nn.Linear):
+    """Whose second input belongs on the CPU, wherever the model computes."""
+
+    def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        assert lengths.device.type != "cpu", "the device of a model without a GPU is the CPU"
+        return super().forward(x)
+
+
+def test_a_batch_on_another_device() -> None:
+    """Another device than the model's is told by what torch says; what merely is elsewhere is nobody's business."""
+    model: Any = gemini.GeminiDDP(nn.Linear(4, 2), gemini.GeminiConfig(precision="fp32", device="cpu"))
+    assert model.device == torch.device("cpu")
+    with pytest.raises(
+        gemini.GeminiError, match=r"computes on cpu.*tensors on meta\. .*value\.to\(model\.device\)"
+    ) as e:
+        model(torch.zeros(3, 4, device="meta"))
+    assert "same device" in str(e.value.__cause__) or "device" in str(e.value.__cause__)
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        model(torch.zeros(3, 5))
+    model(torch.zeros(3, 4)).sum().backward()
+    more: Any = gemini.GeminiDDP(Lengths(4, 2), gemini.GeminiConfig(precision="fp32", device="cpu"))
+    more(torch.zeros(3, 4), torch.zeros(3, device="meta"))
+
+
 def test_config_fields_follow_the_config() -> None:
     assert {"precision", "memory", "placement"} <= arguments.CONFIG_FIELDS

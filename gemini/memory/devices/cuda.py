@@ -251,6 +251,11 @@ def _host_side(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _own_gpu() -> int:
-    """The GPU of this process: as torchrun counts processes on a machine, unless the program chose another already."""
+    """The GPU of this process: as torchrun counts processes on a machine, unless the program chose another already. It
+    is the current device from then on: ``batch.to("cuda")`` finds the model, and GPU 0 gets no context of every rank.
+    """
     current, local = torch.cuda.current_device(), int(os.environ.get("LOCAL_RANK", 0))
-    return local if current == 0 and local < torch.cuda.device_count() else current
+    if current != 0 or local == 0 or local >= torch.cuda.device_count():
+        return current
+    torch.cuda.set_device(local)
+    return local

@@ -118,17 +118,25 @@ def _read_copies(func: Callable[..., Any], args: Any, kwargs: Any, handles: list
         copies = {id(h.param): owner_of(h).by_names.read(h) for h in handles}
     if func is torch.Tensor.detach and sys._getframe(2).f_code is nn.Module._save_to_state_dict.__code__:
         return copies[id(handles[0].param)]  # the state dict of a part of the model: values, whoever has them
+    if func is not torch.Tensor.cpu:  # which would only bring them back
+        copies = {key: _where_computed(copy, handles[0]) for key, copy in copies.items()}
     versions = {key: copy._version for key, copy in copies.items()}
     args, kwargs = _replace((args, kwargs), copies)
     result = call_without_grad(func, *args, **kwargs)
     if any(copy._version != versions[key] for key, copy in copies.items()):
         raise ParamAccessError(_refusal(f"writing ({what})", handles[0], write=True))
     converted = getattr(func, "__name__", "") in _CONVERSIONS  # p.float() of an fp32 param is p itself: here a copy
-    storages = {copy.untyped_storage().data_ptr() for copy in copies.values()}
+    storages = {copy.untyped_storage()._cdata for copy in copies.values()}
     for tensor in tensors_in(result):
-        if unwrapped(tensor).untyped_storage().data_ptr() in storages and not converted:
+        if unwrapped(tensor).untyped_storage()._cdata in storages and not converted:
             raise ParamAccessError(_refusal(f"a view ({what})", handles[0], write=False))
     return result
+
+
+def _where_computed(values: torch.Tensor, handle: ParamHandle) -> torch.Tensor:
+    """Where ``param.device`` says they are, as what else takes part in an operation will be."""
+    with torch.inference_mode(False):
+        return values.to(engine_of(handle).device.torch_device)
 
 
 def _is_differentiated(func: Callable[..., Any], args: Any, kwargs: Any) -> bool:

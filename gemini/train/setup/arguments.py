@@ -9,8 +9,11 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from gemini.config import GeminiConfig
-from gemini.errors import StorageError
+from gemini.errors import GeminiError, StorageError
+from gemini.train.params.guard import tensors_in
 
 CONFIG_FIELDS = frozenset(field.name for field in fields(GeminiConfig))
 
@@ -44,6 +47,23 @@ def refuse_unknown(call: str, given: Mapping[str, Any], known: str) -> None:
     refuse_config_fields(call, given)
     if given:
         raise TypeError(f"{call}...) has no argument {', '.join(map(repr, given))}; it takes {known}")
+
+
+def refuse_wrong_device(error: BaseException, device: torch.device, batch: Any) -> None:
+    """Say that the batch was somewhere else, if that is what ``error`` of a forward on ``device`` is about. Not asked
+    before a forward: some inputs belong elsewhere (lengths for a packed sequence), and some models move theirs.
+
+    Raises:
+        GeminiError: from ``error``.
+    """
+    if not isinstance(error, RuntimeError) or isinstance(error, (GeminiError, torch.OutOfMemoryError)):
+        return
+    elsewhere = sorted({str(tensor.device) for tensor in tensors_in(batch) if tensor.device != device})
+    if elsewhere and ("device" in str(error) or "weight type" in str(error)):
+        raise GeminiError(
+            f"the model computes on {device}, and it was called with tensors on {', '.join(elsewhere)}. Move each "
+            "batch there: batch = {name: value.to(model.device) for name, value in batch.items()}"
+        ) from error
 
 
 def need_transformers(what: str) -> None:
@@ -101,7 +121,6 @@ def damaged_file(file: Path | str, why: Exception) -> StorageError:
 
 def _damaged(folder: Path) -> tuple[Path, Exception] | None:
     """The first file of weights in a folder that cannot be opened."""
-    import torch
     from safetensors import safe_open
 
     for file in sorted(folder.glob("*.safetensors")):

@@ -1,0 +1,25 @@
+"""pytest on the CUDA runtime of ``cudart.cpp`` (``make test-fakegpu``): a test in which two uses of memory race fails."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import os
+
+import pytest
+import torch
+
+from tests.fakegpu import computing, kernels
+
+computing.install()
+kernels.install()
+torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+
+
+@pytest.fixture(autouse=True)
+def no_races() -> Iterator[None]:
+    computing.races()
+    yield
+    told = computing.races()
+    if told:
+        pytest.fail(f"{len(told)} races, the first ones:\n" + "\n".join(told[:5]))
