@@ -11,8 +11,8 @@ from typing import Any
 
 from gemini.errors import GeminiError
 from gemini.optim.elementwise import AdanRule, LionRule, PlainSGDRule, SGDRule, SophiaGRule
-from gemini.train.params.guard import handle_of
-from gemini.train.update.optimizer import HybridAdam, HybridOptimizer
+from gemini.train.optimizers.optimizer import HybridAdam, HybridOptimizer
+from gemini.train.params.handle import handle_of
 
 AdamW = HybridAdam
 

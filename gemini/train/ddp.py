@@ -320,7 +320,7 @@ class _OfEngine:
     """``model.device``, where batches go, for models that have none. One that a model sets itself stays its own."""
 
     def __get__(self, model: Any, owner: type) -> Any:
-        return self if model is None else _engine(model).device.torch_device
+        return self if model is None else _engine(model).store.device.torch_device
 
 
 def _no_save_pretrained(self: Any, save_directory: Any, **kwargs: Any) -> None:

@@ -116,10 +116,8 @@ class World:
         self.spill = SpillFile(self.directory, total) if self.home is Tier.NVME else None
         self.mover = Mover(self.device, tile, self.ledger)
         self.chunks = [self._chunk(spec) for spec in self.layout.chunks]
-        self.manager = Manager(
-            self.chunks, ledger=self.ledger, device=self.device, mover=self.mover,
-            on_evict=lambda chunk: self.evicted.append(chunk.spec.index),
-        )  # fmt: skip
+        self.manager = Manager(self.chunks, ledger=self.ledger, device=self.device, mover=self.mover)
+        self.manager.connect(on_evict=lambda chunk: self.evicted.append(chunk.spec.index))
         for index, chunk in enumerate(self.chunks):
             self.write(chunk, float(index + 1))
 

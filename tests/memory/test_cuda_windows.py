@@ -230,7 +230,7 @@ def test_a_manager_that_runs_ahead_of_a_card(runtime: Runtime, tmp_path: Path, s
     lane = Lane("fetch")
     world.manager = manager = Manager(
         world.chunks, ledger=world.ledger, device=world.device, mover=world.mover, lane=lane,
-        on_evict=lambda chunk: None, foresight=Foresight(lambda steps: [Moves()] * len(steps), schedule),
+        foresight=Foresight(lambda steps: [Moves()] * len(steps), schedule),
     )  # fmt: skip
     streams, ahead = [runtime.current(), runtime.Stream(name="the program's")], 0
     try:

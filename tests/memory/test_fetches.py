@@ -97,7 +97,7 @@ def make_world(tmp_path: Path) -> Iterator[Callable[..., World]]:
             lanes.append(Lane("fetch"))
             world.manager = Manager(
                 world.chunks, ledger=world.ledger, device=world.device, mover=world.mover, lane=lanes[-1],
-                on_evict=lambda chunk: None, foresight=Foresight(lambda steps: [Moves()] * len(steps), schedule),
+                foresight=Foresight(lambda steps: [Moves()] * len(steps), schedule),
             )  # fmt: skip
             world.manager.foresight.begin()
         return world
