@@ -129,6 +129,7 @@ class Engine:
                 shards, store, state, dtype=reduce_dtype(config), gradients=gradients, scaling=scaling,
                 updates=updates, in_backward=in_backward,
             )  # fmt: skip
+            shards.connect(reduction)
         self.shards, self.reduction = shards, reduction
         self.agree = partial(agree_on_values, shards)
         by_names = self.by_names = ByName(
