@@ -123,10 +123,10 @@ def plan(
 
 
 def with_staging(choose: Callable[[bool], Chosen], *, overlap: bool) -> Chosen:
-    """What ``choose`` makes with staging for every lane, or, where only that does not fit, with one tile of it.
+    """What ``choose`` makes with staging for every worker, or, where only that does not fit, with one tile of it.
 
     Raises:
-        BudgetExceeded: if it does not fit without the lanes' either.
+        BudgetExceeded: if it does not fit without the workers' either.
     """
     if overlap:
         try:

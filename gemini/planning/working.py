@@ -58,8 +58,8 @@ def device_staging_bytes(largest_chunk: int, rule: RuleSpec = ADAM, *, overlap: 
 
 
 def staging_sets(compute: Tier, precision: str, *, overlap: bool) -> int:
-    """How many threads stage: the one that trains; beside it the update lane; the fetch lane, where weights are cast or
-    cross to a device on their way; and the landing lane, where gradients leave a device.
+    """How many threads stage: the one that trains; beside it the update worker; the fetch worker, where weights are
+    cast or cross to a device on their way; and the landing worker, where gradients leave a device.
     """
     if not overlap:
         return 1

@@ -24,9 +24,9 @@ from gemini.errors import BudgetExceeded, GeminiError
 from gemini.interrupts import WHOLE
 from gemini.memory.chunks.chunk import Chunk
 from gemini.memory.devices.device import make_device
-from gemini.memory.movement.lane import Lane
 from gemini.memory.movement.manager import Manager
 from gemini.memory.movement.mover import Moved, Mover
+from gemini.memory.movement.worker import Worker
 from gemini.planning.planes import GRAD
 from gemini.ranks.group import join
 from gemini.rules import rule_of
@@ -102,8 +102,8 @@ class Engine:
             gather=None if alone or self.shards is None else self.shards.gather,
             foresight=built.foresight,
             # What ranks gather they gather together, when all of them ask for it.
-            lane=Lane("fetch") if config.overlap and alone else None,
-            lane_staging=self.mover.staging.take() if config.overlap and alone else None,
+            worker=Worker("fetch") if config.overlap and alone else None,
+            worker_staging=self.mover.staging.take() if config.overlap and alone else None,
             update_of=self.updates.job_of,
             await_update=self.updates.wait,
             is_lent=self.saved_weights.is_lent,
@@ -119,7 +119,7 @@ class Engine:
             manager=self.manager,
             spill=self.spill,
             working_set=0 if ranks is None and all(chunk.resident for chunk in self.chunks) else built.working_set,
-            lane=Lane("landing") if config.overlap and alone and self.device.tier is Tier.GPU else None,
+            worker=Worker("landing") if config.overlap and alone and self.device.tier is Tier.GPU else None,
         )
         self.by_names = ByName(self)
         self.activations = make_activation_store(self, built.decision.offload_activations, config.overlap and alone)
@@ -513,8 +513,8 @@ class Engine:
     def close(self) -> None:
         """Give everything back, whoever still holds a param: it keeps its shape and name, and refuses to be read."""
         self.write_observers.close()
-        for lanes in (self.updates, self.manager, self.gradients, self.activations):
-            lanes.close()
+        for workers in (self.updates, self.manager, self.gradients, self.activations):
+            workers.close()
         take_apart(self.chunks, self.handles)
         if self.shards is not None:
             self.shards.close()

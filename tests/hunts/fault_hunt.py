@@ -150,7 +150,7 @@ class Faults:
                     self._patch(undo, Engine, name)
                 self._patch(undo, Event, "wait")
                 with contextlib.suppress(ImportError):
-                    from gemini.memory.movement.lane import Job
+                    from gemini.memory.movement.worker import Job
 
                     self._patch(undo, Job, "wait")
             else:

@@ -403,7 +403,7 @@ def wrap(schedule: Schedule, directory: Path) -> tuple[Any, gemini.HybridAdam]:
 def disturbed(schedule: Schedule) -> Iterator[Counter[str]]:
     """Pauses in whatever threads do, NaN in fresh windows, another switch interval, small tiles; undone afterwards.
 
-    Gives what the lanes were asked to do.
+    Gives what the workers were asked to do.
     """
     seen: Counter[str] = Counter()
     rng, lock, undo = random.Random(f"pauses {schedule.seed}"), threading.Lock(), contextlib.ExitStack()
@@ -446,17 +446,17 @@ def disturbed(schedule: Schedule) -> Iterator[Counter[str]]:
         for kind in (PageWindow, StorageWindow):
             spoil(kind)
         with contextlib.suppress(ImportError):
-            from gemini.memory.movement.lane import Worker
+            from gemini.memory.movement.worker import JobThread
 
-            put = Worker.put
+            put = JobThread.put
 
             def late(worker: Any, *jobs: Any) -> None:
-                """Now and then the lane is far ahead of who gave it work, or far behind."""
+                """Now and then the worker is far ahead of who gave it work, or far behind."""
                 put(worker, *jobs)
                 seen[f"jobs of {worker.name}"] += len(jobs)
                 pause()
 
-            patch(Worker, "put", late)
+            patch(JobThread, "put", late)
         from gemini.planning import working
 
         patch(working, "TILE", schedule.tile)

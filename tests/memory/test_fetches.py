@@ -21,10 +21,10 @@ from gemini.memory.chunks.chunk import make_plane
 from gemini.memory.chunks.states import Use
 from gemini.memory.devices.device import Event, StandinDevice, Together
 from gemini.memory.movement.foresight import Foresight, Schedule
-from gemini.memory.movement.lane import Lane
 from gemini.memory.movement.manager import Manager
 from gemini.memory.movement.mover import Working
 from gemini.memory.movement.staging import StagingSet, _Memory
+from gemini.memory.movement.worker import Worker
 from gemini.planning.layout import ALIGN
 from gemini.planning.plan import Moves
 from gemini.planning.planes import WEIGHTS
@@ -52,7 +52,7 @@ class Late(Event):
         self.on_device += 1
 
     def happen(self) -> None:
-        while not self.is_complete():  # a lane is in order
+        while not self.is_complete():  # a worker is in order
             self._device.under_way.pop(0)._make()
 
     def _make(self) -> None:
@@ -87,24 +87,24 @@ class LateDevice(StandinDevice):
 
 @pytest.fixture
 def make_world(tmp_path: Path) -> Iterator[Callable[..., World]]:
-    lanes: list[Lane] = []
+    workers: list[Worker] = []
 
     def make(sizes: list[int], budget: int, *, home: Tier = Tier.CPU, precision: str = "bf16", ahead: bool = False):
         world = World(sizes, LateDevice(), budget * UNIT, home, tmp_path, precision)
         if ahead:  # one step reads them in turn
             accesses = [Access(number, (number,)) for number in range(len(sizes))]
             schedule = Schedule(accesses, [Moves(fetch=(n,)) for n in range(len(sizes))], frozenset(range(len(sizes))))
-            lanes.append(Lane("fetch"))
+            workers.append(Worker("fetch"))
             world.manager = Manager(
-                world.chunks, ledger=world.ledger, device=world.device, mover=world.mover, lane=lanes[-1],
+                world.chunks, ledger=world.ledger, device=world.device, mover=world.mover, worker=workers[-1],
                 on_evict=lambda chunk: None, foresight=Foresight(lambda steps: [Moves()] * len(steps), schedule),
             )  # fmt: skip
             world.manager.foresight.begin()
         return world
 
     yield make
-    for lane in lanes:
-        lane.close()
+    for worker in workers:
+        worker.close()
 
 
 def copies(world: World) -> list[Late]:
@@ -158,7 +158,7 @@ def test_a_fetch_ahead_is_taken_while_its_copy_is_under_way(make_world: Callable
     world.manager.look_ahead()
     assert second.use is Use.FETCHING and third.use is Use.FREE
     second.arriving.wait(PATIENCE)
-    assert not second.fetched.is_complete(), "the lane is done with it nevertheless"
+    assert not second.fetched.is_complete(), "the worker is done with it nevertheless"
     world.manager.acquire(second)
     assert second.use is Use.COMPUTE and [copy.on_host for copy in copies(world)] == [0, 0]
     assert all(copy.on_device for copy in copies(world))
@@ -237,7 +237,7 @@ def test_staging_is_used_again_when_its_copy_is_over(make_world: Callable[..., W
     assert other.flat.unique().tolist() == [2]
 
 
-def test_a_lane_reads_several_tiles_while_others_are_on_their_way(
+def test_a_worker_reads_several_tiles_while_others_are_on_their_way(
     make_world: Callable[..., World], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world = make_world([14], 14, home=Tier.NVME)

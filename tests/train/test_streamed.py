@@ -24,8 +24,8 @@ from gemini.planning.planes import GRAD
 from gemini.planning.traffic import by_name
 from gemini.planning.working import DEVICE_SLOTS
 from gemini.tiers import Tier
-from gemini.train.update import lane as update_lane
 from gemini.train.update import streamed
+from gemini.train.update import worker as update_worker
 from tests import models
 from tests.hunts import race_hunt
 
@@ -125,7 +125,7 @@ def test_steps_inside_backward_are_the_bits_of_steps_after_it(
 def test_transient_gradients_without_room_to_wait_are_used_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Through the lane all the same: its slots on the device are all there are."""
+    """Through the worker all the same: its slots on the device are all there are."""
     model, other = wrap(tmp_path, gradients="transient"), plain()
     monkeypatch.setattr(model._gemini_engine.updates, "_hold", lambda num_bytes: False)
     threads, run = set[str](), streamed.StreamedTile.run
@@ -261,7 +261,7 @@ def test_tiles_go_through_in_a_pipeline_over_the_borders_of_chunks(tmp_path: Pat
     model = wrap(tmp_path, StandinDevice(gate=gate))
     engine = model._gemini_engine
     first = min(engine.chunks, key=lambda chunk: engine.updates._first_use[chunk.spec.index])
-    tile = engine.updates._lane._device_tile
+    tile = engine.updates._worker._device_tile
     assert first.spec.numel < DEVICE_SLOTS * tile, "it does not fill the slots alone"
     step(model, adam(model), 0)
     engine.drain()
@@ -303,9 +303,9 @@ def test_no_kernel_before_what_was_computed_when_it_was_handed_over(
     step(model, optimizer, 0)
     model._gemini_engine.drain()
     trainer, early, beside = threading.get_ident(), list[bool](), list[str]()
-    device, real, check = model._gemini_engine.device, kernels.adam_update, update_lane.check_finite
-    lane = model._gemini_engine.updates._lane
-    run, under_way = lane._update, list[Any]()
+    device, real, check = model._gemini_engine.device, kernels.adam_update, update_worker.check_finite
+    worker = model._gemini_engine.updates._worker
+    run, under_way = worker._update, list[Any]()
 
     def mark() -> Event:
         event = Event()
@@ -316,7 +316,7 @@ def test_no_kernel_before_what_was_computed_when_it_was_handed_over(
         return event
 
     def looked(segments: Any) -> None:
-        early.append(not next(reversed(lane._open)).ready.is_complete())
+        early.append(not next(reversed(worker._open)).ready.is_complete())
         check(segments)
 
     def updating(job: Any, tile: Any) -> None:
@@ -327,12 +327,12 @@ def test_no_kernel_before_what_was_computed_when_it_was_handed_over(
         early.append(not under_way[0].ready.is_complete())
         real(*args)
 
-    monkeypatch.setattr(lane, "_update", updating)
+    monkeypatch.setattr(worker, "_update", updating)
 
     monkeypatch.setattr(device, "mark", mark)
     monkeypatch.setattr(device, "beside", lambda name: (beside.append(name), type(device).beside(device, name))[1])
     monkeypatch.setattr(kernels, "adam_update", update)
-    monkeypatch.setattr(update_lane, "check_finite", looked)
+    monkeypatch.setattr(update_worker, "check_finite", looked)
     step(model, optimizer, 1)
     model._gemini_engine.drain()
     assert early and not any(early) and set(beside) == {"update"}
@@ -420,7 +420,7 @@ def test_a_budget_without_room_for_the_staging_is_refused_with_the_remedy(tmp_pa
         wrap(tmp_path, gpu=needed - 1)
     assert wrap(tmp_path, gpu=needed - 1, homes={"updates_on_gpu": 0.0}) is not None
     model, other = wrap(tmp_path, gpu=needed), plain()
-    assert len(model._gemini_engine.mover.staging.on_device) == 1, "one slot, which the lane has for itself"
+    assert len(model._gemini_engine.mover.staging.on_device) == 1, "one slot, which the worker has for itself"
     first, second = adam(model), adam(other)
     for number in range(3):
         assert step(model, first, number) == step(other, second, number)

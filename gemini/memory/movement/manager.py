@@ -5,8 +5,8 @@
 
 Weights in windows are clean copies, so eviction drops them. Every byte is reserved in the ledger before it is taken:
 populated windows as "windows", frames that wait for reuse as "pool". What the schedule says is needed next is gathered
-ahead on a lane of its own (:mod:`gemini.memory.movement.fetches`), as far as there is room without taking the place of
-what is needed sooner.
+ahead on a worker of its own (:mod:`gemini.memory.movement.fetches`), as far as there is room without taking the place
+of what is needed sooner.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from gemini.memory.chunks.states import Use
 from gemini.memory.devices.device import Device, Event, Window
 from gemini.memory.movement.fetches import Fetches
 from gemini.memory.movement.foresight import Foresight
-from gemini.memory.movement.lane import Lane
 from gemini.memory.movement.mover import Mover
 from gemini.memory.movement.staging import StagingSet
+from gemini.memory.movement.worker import Worker
 from gemini.planning.plan import Moves
 from gemini.planning.policy import Candidate, EvictionPolicy, NextUse
 from gemini.tiers import Ledger
@@ -37,7 +37,7 @@ class Manager:
         on_evict: told of every chunk whose gathered weights went away.
         is_lent: whether somebody else has tensors over the window of a chunk, which then stays.
         gather: starts to fill a populated window, and gives the end of that; by default from the chunk's home.
-        lane: where fetches ahead begin, with ``lane_staging`` of its own; without one every fetch begins when it is
+        worker: where fetches ahead begin, with ``worker_staging`` of its own; without one every fetch begins when it is
             needed.
         update_of: what has to be over before the home of a chunk's weights may be read; ``await_update`` waits for it.
         relieve: waits for something else that gives back memory of the computing tier; False if there is nothing.
@@ -56,8 +56,8 @@ class Manager:
         gather: Callable[[Chunk], Event] | None = None,
         policy: EvictionPolicy | None = None,
         foresight: Foresight | None = None,
-        lane: Lane | None = None,
-        lane_staging: StagingSet | None = None,
+        worker: Worker | None = None,
+        worker_staging: StagingSet | None = None,
         is_lent: Callable[[Chunk], bool] = lambda chunk: False,
         update_of: Callable[[Chunk], Event | None] = lambda chunk: None,
         await_update: Callable[[Chunk], None] = lambda chunk: None,
@@ -70,7 +70,7 @@ class Manager:
         self.ledger = ledger
         self.num_gathers = 0
         self.num_evictions = 0
-        self.fetches = Fetches(mover, gather or mover.gather, lane, lane_staging, update_of, await_update)
+        self.fetches = Fetches(mover, gather or mover.gather, worker, worker_staging, update_of, await_update)
         self._device = device
         self._on_evict = on_evict
         self._policy = policy or NextUse()
@@ -216,7 +216,7 @@ class Manager:
 
     def look_ahead(self) -> None:
         """Begin the fetches that come next, in their planned order, as far as there is room for them."""
-        if self.fetches.lane is None:
+        if self.fetches.worker is None:
             return
         for moment, index in self.foresight.upcoming():
             chunk = self.chunks[index]

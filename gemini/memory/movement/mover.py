@@ -254,7 +254,7 @@ class Mover:
     def _send_tiles(self, plane: Plane, flat: torch.Tensor) -> Event:
         """Tile after tile through areas of staging: some are being read into while another one is on its way.
 
-        A lane has a set of its own and uses all of it; the training thread leaves most of its set to others.
+        A worker has a set of its own and uses all of it; the training thread leaves most of its set to others.
         """
         staging, casts = self.own_staging(), plane.dtype != flat.dtype
         rest = tuple(range(2, staging.num_scratch))

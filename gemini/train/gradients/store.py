@@ -1,8 +1,8 @@
 """Gradients between backward and update: landed in the grad plane as they arrive, with their norm in the same pass.
 
 A gradient arrives in the param's post-accumulate hook, is copied (or added, in fp32) into its chunk's grad plane at the
-plane's home, and torch's own copy is freed: at once where the plane is within reach, else behind backward on a lane of
-its own, with its bytes on the device in the ledger until then. Sums of squares of its norm tiles ride on that copy;
+plane's home, and torch's own copy is freed: at once where the plane is within reach, else behind backward on a worker
+of its own, with its bytes on the device in the ledger until then. Sums of squares of its norm tiles ride on that copy;
 they tell the total norm and whether anything is not finite without another pass. In declaration order and over fixed
 tiles, so the same bits come out wherever the plane lives.
 
@@ -22,9 +22,9 @@ from gemini.errors import BudgetExceeded, GeminiError, NonFiniteGradient, Storag
 from gemini.interrupts import WHOLE
 from gemini.memory.chunks.chunk import Chunk, FilePlane, Plane, make_plane
 from gemini.memory.devices.device import Device
-from gemini.memory.movement.lane import Job, Lane
 from gemini.memory.movement.manager import Manager
 from gemini.memory.movement.mover import Mover, Working, tiles
+from gemini.memory.movement.worker import Job, Worker
 from gemini.memory.nvme import SpillFile
 from gemini.planning.planes import GRAD, PlaneSpec
 from gemini.tiers import Ledger, Tier
@@ -71,16 +71,16 @@ class GradientStore:
         manager: Manager,
         spill: SpillFile | None,
         working_set: int,
-        lane: Lane | None = None,
+        worker: Worker | None = None,
     ):
         """
         Args:
             working_set: bytes of the computing tier that a step takes beside planes, which sums must leave free.
-            lane: where gradients that leave the device land behind backward; without one each is waited for.
+            worker: where gradients that leave the device land behind backward; without one each is waited for.
         """
-        staging = None if lane is None else mover.staging.take()
-        self._lane = None if staging is None else lane
-        self._lane_staging = staging
+        staging = None if worker is None else mover.staging.take()
+        self._worker = None if staging is None else worker
+        self._worker_staging = staging
         self._landing: list[Job] = []
         self.in_turn = False
         """Land at once: for who looks at what is alive at every moment."""
@@ -98,12 +98,12 @@ class GradientStore:
         if adding and handle.clip != 1.0:
             self.apply_clip(handle)
         leaves = handle.chunk.planes[GRAD].tier is not self._device.tier
-        if self._lane is None or self.in_turn or not leaves or not self._hold(flat.nbytes):
+        if self._worker is None or self.in_turn or not leaves or not self._hold(flat.nbytes):
             handle.norm_sums = self.land_piece(handle.chunk, flat, handle.slot.start, adding)
             return
         handle.norm_sums = []  # it is there; its sums come with it
         ledger, tier, num_bytes = self._ledger, self._device.tier, flat.nbytes
-        working = Working(self._mover.moved, staging=self._lane_staging)
+        working = Working(self._mover.moved, staging=self._worker_staging)
         written = self._device.mark()
 
         def land() -> None:
@@ -117,7 +117,7 @@ class GradientStore:
             finally:
                 ledger.release(tier, num_bytes, HOLDER)
 
-        self._landing.append(self._lane.submit(land, len(self._landing)))
+        self._landing.append(self._worker.submit(land, len(self._landing)))
 
     def _hold(self, num_bytes: int) -> bool:
         """Reserve a gradient that waits for its landing; those before it make room. False if nothing can."""
@@ -156,8 +156,8 @@ class GradientStore:
 
     def close(self) -> None:
         """The model ends."""
-        if self._lane is not None:
-            self._lane.close()
+        if self._worker is not None:
+            self._worker.close()
 
     def land_piece(self, chunk: Chunk, flat: torch.Tensor, at: int, adding: bool) -> kernels.Sums:
         """Keep ``flat`` at element ``at`` (a whole page) of a grad plane: the sums of squares of its norm tiles."""
@@ -178,7 +178,9 @@ class GradientStore:
             if flat.device.type != "cpu" or self._device.tier is Tier.GPU:
                 inbound = self._mover.scratch(0, flat.dtype, stop - start)
                 with self._mover.crossing(Tier.GPU, Tier.CPU, inbound.numel() * inbound.element_size()):
-                    behind = not self._mover.in_worker  # the lane has waited for it, and what is computed since is more
+                    behind = (
+                        not self._mover.in_worker
+                    )  # the worker has waited for it, and what is computed since is more
                     self._device.copy(inbound, incoming, "evict", behind_computing=behind).wait()
                 incoming = inbound
             # Up to the next page: what lies behind the param's end is padding, nobody reads it as a gradient.

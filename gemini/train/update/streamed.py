@@ -74,7 +74,7 @@ def streamed_tiles(mover: Mover, work: Work, tile: int, ready: Event) -> Iterato
 
 
 def streamed_in_turn(engine: Engine, work: Work) -> Iterator[StreamedTile]:
-    """The same through the one slot of the thread that trains, where there is no update lane."""
+    """The same through the one slot of the thread that trains, where there is no update worker."""
     slot: StagingSet = engine.mover.staging.on_device[0]
     for tile in streamed_tiles(engine.mover, work, slot.tile, engine.device.mark()):
         tile.staging = slot

@@ -5,7 +5,7 @@ and are written back. Where every plane stands on the computing device, the upda
 have different hyperparameters, step counts, or no gradient: each is a segment, and neighbours that are updated alike go
 through the kernel together (if the rule does not ask where they stand). A tile begins (what is not here is on its way),
 runs, and finishes (what was brought is back); who does that, and how many at once, is the caller's: the training
-thread, or the update lane.
+thread, or the update worker.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ class Tile:
             self._views[GRAD] = inbound
             for a, b, segment in self._spans:
                 into = inbound[a - self._first : b - self._first]
-                behind = not self._mover.in_worker  # the lane has waited for it, and what is computed since is more
+                behind = not self._mover.in_worker  # the worker has waited for it, and what is computed since is more
                 part = self._grad_of(a, b, segment)
                 copy = partial(self._mover.device.copy, into, part, "evict", behind_computing=behind)
                 self._events.append(self._mover.under_way(Tier.GPU, Tier.CPU, into.nbytes, copy, *self._told))

@@ -20,10 +20,10 @@ from gemini.memory.chunks.chunk import Chunk
 from gemini.train.gradients.store import HOLDER
 from gemini.train.params.guard import note_writes
 from gemini.train.update.finite import Unseen
-from gemini.train.update.lane import UpdateJob, UpdateLane
 from gemini.train.update.streamed import streamed_in_turn
 from gemini.train.update.threads import update_threads
 from gemini.train.update.tiles import Path, Segment, Work, path_of, tiles_of, update_chunk
+from gemini.train.update.worker import UpdateJob, UpdateWorker
 
 if TYPE_CHECKING:
     from gemini.train.engine import Engine
@@ -34,7 +34,7 @@ class Updates:
 
     Args:
         first_use: by chunk, the moment of a step at which it is read first.
-        overlap: whether there is a lane; else every update is done when it is handed over.
+        overlap: whether there is a worker; else every update is done when it is handed over.
     """
 
     def __init__(self, engine: Engine, first_use: Mapping[int, int], *, overlap: bool, threads: int | None):
@@ -48,10 +48,10 @@ class Updates:
         self._collected: dict[int, list[Segment]] = {}
         self.unseen = Unseen()
         self._threads = threads
-        self._lane: UpdateLane | None = None
+        self._worker: UpdateWorker | None = None
         if overlap:
             staging, told = engine.mover.staging, _mark_lost(self._reference)
-            self._lane = UpdateLane(engine.mover, staging.take_slots(), told, device_slots=staging.on_device)
+            self._worker = UpdateWorker(engine.mover, staging.take_slots(), told, device_slots=staging.on_device)
 
     @property
     def pending(self) -> bool:
@@ -77,31 +77,31 @@ class Updates:
         ordered = sorted(works, key=lambda work: self._urgency(work.chunk))
         jobs, now = list[UpdateJob](), list[Work]()
         for work in ordered:
-            if self._lane is not None and self._can_wait(self._lane, work):
+            if self._worker is not None and self._can_wait(self._worker, work):
                 self.wait(work.chunk)  # another optimizer's part of it
                 jobs.append(self._job(work))
             else:
                 now.append(work)
         if jobs:
-            assert self._lane is not None
+            assert self._worker is not None
             engine.manager.drop([job.chunk for job in jobs])
             for job in jobs:
                 engine.exposure.withdraw(job.chunk)  # a step inside gathered()
-            self._put(engine, self._lane, jobs)
+            self._put(engine, self._worker, jobs)
         for work in now:
             self.wait(work.chunk)
             self._update_now(work)
         engine.manager.refresh_lent()
 
-    def _put(self, engine: Engine, lane: UpdateLane, jobs: list[UpdateJob]) -> None:
+    def _put(self, engine: Engine, worker: UpdateWorker, jobs: list[UpdateJob]) -> None:
         """Noted first: an interrupt must leave none under way of which nobody knows."""
         try:
             self._jobs.update({job.chunk.spec.index: job for job in jobs})
-            lane.put(*jobs)
+            worker.put(*jobs)
         except BaseException as e:
             engine.state.mark_corrupted(e)
             for job in jobs:
-                if lane.cancel(job) or job.worker is None:
+                if worker.cancel(job) or job.worker is None:
                     self._jobs.pop(job.chunk.spec.index, None)
                     job.finish(e)
             raise
@@ -114,15 +114,15 @@ class Updates:
         else:
             update_chunk(engine, work.chunk, tiles_of(engine.mover, work, engine.mover.tile, stop))
 
-    def _can_wait(self, lane: UpdateLane, work: Work) -> bool:
+    def _can_wait(self, worker: UpdateWorker, work: Work) -> bool:
         """Whether an update may run beside computing: there is staging if it needs some, else there is a processor.
 
         Where every plane stands on the device, the update is one more thing that it computes. What is streamed always
-        goes through the lane, whose slots on the device are all there are.
+        goes through the worker, whose slots on the device are all there are.
         """
         if work.path is Path.IN_PLACE:
             return self._num_threads() > 0
-        return work.path is Path.STREAMED or (work.path is Path.STAGED and lane.slot_tile > 0)
+        return work.path is Path.STREAMED or (work.path is Path.STAGED and worker.slot_tile > 0)
 
     def _work(self, chunk: Chunk, segments: list[Segment]) -> Work:
         engine = self._engine()
@@ -170,10 +170,10 @@ class Updates:
         for segment in segments:
             segment.handle.num_steps += 1
         num_bytes = sum(s.grad.numel() * s.grad.element_size() for s in segments if s.grad is not None)
-        lane = self._lane
+        worker = self._worker
         self.wait(chunk)  # another optimizer's part of it
-        behind = lane is not None and not now and self._can_wait(lane, work) and self._hold(num_bytes)
-        if lane is None or not (behind or work.path is Path.STREAMED):
+        behind = worker is not None and not now and self._can_wait(worker, work) and self._hold(num_bytes)
+        if worker is None or not (behind or work.path is Path.STREAMED):
             if stop is None:
                 stop = self.unseen.stop_for(work)
             self._update_now(work, stop)
@@ -186,7 +186,7 @@ class Updates:
         job = self._job(work, release if behind and num_bytes else None)
         engine.manager.drop([chunk])
         engine.exposure.withdraw(chunk)
-        self._put(engine, lane, [job])
+        self._put(engine, worker, [job])
         if not behind:
             self.wait(chunk)
 
@@ -260,11 +260,11 @@ class Updates:
     def _await(self, job: UpdateJob) -> None:
         index = job.chunk.spec.index
         if not job.is_complete():
-            assert self._lane is not None
+            assert self._worker is not None
             if self.order != "fifo":
-                self._lane.hurry(job)
+                self._worker.hurry(job)
             about = self._engine().mover.about("update", f"wait for the update of chunk {index}", index)
-            with self._lane.alone(), about, contextlib.suppress(Exception):  # raised below
+            with self._worker.alone(), about, contextlib.suppress(Exception):  # raised below
                 job.wait()
         self._jobs.pop(index, None)
         if job.error is not None and self._engine().state.corrupted_by is not None:
@@ -274,8 +274,8 @@ class Updates:
     def close(self) -> None:
         """The model ends."""
         self._jobs.clear()
-        if self._lane is not None:
-            self._lane.close()
+        if self._worker is not None:
+            self._worker.close()
 
     # ---- inside -------------------------------------------------------------------------------------------------
 
@@ -290,7 +290,7 @@ def _in_a_backward() -> bool:
 
 
 def _mark_lost(reference: weakref.ref[Engine]) -> Callable[[BaseException], None]:
-    """What the lane tells of an update that broke off; it refers to nothing that refers to the lane."""
+    """What the worker tells of an update that broke off; it refers to nothing that refers to the worker."""
 
     def mark_lost(cause: BaseException) -> None:
         engine = reference()

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from gemini.memory.movement.lane import Job, Lane
 from gemini.memory.movement.mover import Working
+from gemini.memory.movement.worker import Job, Worker
 from gemini.tiers import Tier
 from gemini.train.activations.flights import Flight, Room
 
@@ -34,7 +34,7 @@ _TOGETHER = 8
 _SAVE, _RESTORE = "offload activations", "fetch activations"
 
 
-class ActivationLanes:
+class ActivationWorkers:
     """One per engine that overlaps and offloads activations.
 
     Args:
@@ -45,7 +45,7 @@ class ActivationLanes:
         self._device, self._mover, self._spill = engine.device, engine.mover, engine.spill
         self._room = Room(engine, staged=tier is Tier.NVME)
         self._tier, self._computing = tier, engine.device.tier
-        self._savers, self._restorers = Lane("offload"), Lane("restore")
+        self._savers, self._restorers = Worker("offload"), Worker("restore")
         self._saving: deque[Flight] = deque()
         self._restoring: list[Flight] = []
         self._untold: list[BaseException] = []
@@ -268,8 +268,8 @@ class ActivationLanes:
 
     def call_back(self, flight: Flight) -> None:
         """What is on its way is not wanted any more: its memory is free afterwards, and nobody writes to its place."""
-        lane = self._restorers if flight in self._restoring else self._savers
-        if isinstance(flight.event, Job) and lane.cancel(flight.event):
+        worker = self._restorers if flight in self._restoring else self._savers
+        if isinstance(flight.event, Job) and worker.cancel(flight.event):
             flight.called_back = True
         if not flight.is_over():
             with self._mover.about("activation", "wait for activations that nobody wants"):

@@ -18,9 +18,9 @@ from gemini import kernels
 from gemini.errors import GeminiError
 from gemini.memory.chunks.chunk import Chunk
 from gemini.memory.devices.device import Event
-from gemini.memory.movement.lane import Job, Worker
 from gemini.memory.movement.mover import Moved, Mover, Working
 from gemini.memory.movement.staging import StagingSet
+from gemini.memory.movement.worker import Job, JobThread
 from gemini.train.update.streamed import STREAM, streamed_tiles
 from gemini.train.update.tiles import Path, Tile, Work, check_finite, tiles_of
 
@@ -70,7 +70,7 @@ class UpdateJob(Job):
         super().finish(error)
 
 
-class UpdateLane(Worker):
+class UpdateWorker(JobThread):
     """See above.
 
     Args:
@@ -129,7 +129,7 @@ class UpdateLane(Worker):
             job.finish(_deleted())
 
     def _sleep(self) -> bool:
-        """Wait for jobs; False when the lane is closed."""
+        """Wait for jobs; False when the worker is closed."""
         with self._changed:
             while not self._waiting and not self._is_closed:
                 self._changed.wait()
