@@ -75,7 +75,7 @@ class LateDevice(StandinDevice):
         self.behind: list[bool] = []
 
     def copy(
-        self, into: torch.Tensor, source: torch.Tensor, lane: str, after: Event | None = None, *,
+        self, into: torch.Tensor, source: torch.Tensor, stream: str, after: Event | None = None, *,
         behind_computing: bool = True,
     ) -> Event:  # fmt: skip
         event = Late(self, lambda: into.copy_(source))

@@ -233,27 +233,27 @@ def test_without_a_gpu_it_has_no_effect_and_says_so(tmp_path: Path) -> None:
 
 
 class Gate:
-    """Notes the copies of each lane as they begin; ``fate`` may hold or fail one."""
+    """Notes the copies of each stream as they begin; ``fate`` may hold or fail one."""
 
-    def __init__(self, fate: Callable[[str, int], None] = lambda lane, number: None):
+    def __init__(self, fate: Callable[[str, int], None] = lambda stream, number: None):
         self.begun: Counter[str] = Counter()
         self.changed = threading.Condition()
         self.fate = fate
 
-    def __call__(self, lane: str) -> None:
+    def __call__(self, stream: str) -> None:
         with self.changed:
-            self.begun[lane] += 1
-            number = self.begun[lane]
+            self.begun[stream] += 1
+            number = self.begun[stream]
             self.changed.notify_all()
-        self.fate(lane, number)
+        self.fate(stream, number)
 
 
 def test_tiles_go_through_in_a_pipeline_over_the_borders_of_chunks(tmp_path: Path) -> None:
     """The first copy out is held until every slot is on its way in: had each tile been waited for, it would stay so."""
     slots = 5 * DEVICE_SLOTS  # of each tile weights, residual, both moments, and the gradient
 
-    def hold(lane: str, number: int) -> None:
-        if (lane, number) == ("update out", 1):
+    def hold(stream: str, number: int) -> None:
+        if (stream, number) == ("update out", 1):
             with gate.changed:
                 assert gate.changed.wait_for(lambda: gate.begun["update in"] >= slots, 10), dict(gate.begun)
 
@@ -280,9 +280,9 @@ def test_copies_of_an_update_wait_for_nothing_that_is_computed(tmp_path: Path, m
         marks[-1].finish()
         return marks[-1]
 
-    def copying(into: Any, source: Any, lane: str, after: Any = None, *, behind_computing: bool = True) -> Event:
-        found.append((lane, after in marks, behind_computing))
-        return copy(into, source, lane, after, behind_computing=behind_computing)
+    def copying(into: Any, source: Any, stream: str, after: Any = None, *, behind_computing: bool = True) -> Event:
+        found.append((stream, after in marks, behind_computing))
+        return copy(into, source, stream, after, behind_computing=behind_computing)
 
     monkeypatch.setattr(device, "copy", copying)
     monkeypatch.setattr(device, "mark", mark)
@@ -350,8 +350,8 @@ def test_an_update_that_waits_for_its_gradients_keeps_none_that_has_them(
             time.sleep(0.01)
         raise AssertionError("it did not come")
 
-    def hold(lane: str, number: int) -> None:
-        if (lane, number) == ("update in", 1):
+    def hold(stream: str, number: int) -> None:
+        if (stream, number) == ("update in", 1):
             until(lambda: len(engine.updates._jobs) > 1)
 
     gate = Gate(hold)
@@ -384,12 +384,12 @@ def test_an_update_that_waits_for_its_gradients_keeps_none_that_has_them(
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize(("lane", "number"), [("in", 1), ("in", 30), ("out", 1), ("out", 9)])
-def test_a_copy_that_fails_surfaces_and_nothing_hangs(lane: str, number: int, overlap: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("stream", "number"), [("in", 1), ("in", 30), ("out", 1), ("out", 9)])
+def test_a_copy_that_fails_surfaces_and_nothing_hangs(stream: str, number: int, overlap: bool, tmp_path: Path) -> None:
     fails = list[int]()
 
     def fail(at: str, count: int) -> None:
-        if at == f"update {lane}" and count - before == number and fails:
+        if at == f"update {stream}" and count - before == number and fails:
             raise OSError("the link is down")
 
     gate, before = Gate(fail), 0
@@ -397,7 +397,7 @@ def test_a_copy_that_fails_surfaces_and_nothing_hangs(lane: str, number: int, ov
     first, second = adam(model), adam(other)
     step(model, first, 0)
     gemini.save_checkpoint(tmp_path / "ckpt", model, first)
-    before = gate.begun[f"update {lane}"]
+    before = gate.begun[f"update {stream}"]
     fails.append(1)
     with pytest.raises(GeminiError, match="the link is down"):
         step(model, first, 1)

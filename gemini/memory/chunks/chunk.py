@@ -85,9 +85,9 @@ class MemoryPlane(Plane):
     def begin_store(self, start: int, stop: int, source: torch.Tensor) -> Event:
         return self._copy(self._range(start, stop), source, "store")  # not behind weights that are fetched far ahead
 
-    def _copy(self, into: torch.Tensor, source: torch.Tensor, lane: str) -> Event:
+    def _copy(self, into: torch.Tensor, source: torch.Tensor, stream: str) -> Event:
         if self.tier is Tier.GPU:
-            return self._device.copy(into, source, lane)
+            return self._device.copy(into, source, stream)
         into.copy_(source)
         return DONE
 

@@ -1,7 +1,7 @@
 """The computing device, as one small contract with three implementations: CPU, CUDA, and a stand-in for tests.
 
 The engine asks a device for *windows* (memory for gathered weights that comes and goes at a fixed place), for plain
-*buffers* (homes of planes), and to *copy* between host and device on a lane, which gives an :class:`Event`. The CPU
+*buffers* (homes of planes), and to *copy* between host and device on a stream, which gives an :class:`Event`. The CPU
 device computes in host memory and copies at once. The stand-in has its "own" memory and byte budget on a machine
 without a GPU; its copies run on threads behind a clock that tests control, so that an event can be *not yet complete*.
 CUDA is in :mod:`gemini.memory.devices.cuda`. All waits are bounded, and a failed copy surfaces in whoever waits for it.
@@ -32,7 +32,7 @@ WAIT_SECONDS = 120.0
 """How long anything waits for a copy before it says that the copy is stuck."""
 
 END_SECONDS = 10.0
-"""How long the end of a device waits for each of its lanes."""
+"""How long the end of a device waits for each of its streams."""
 
 
 class Event:
@@ -58,7 +58,7 @@ class Event:
             GeminiError: if it failed (with what it raised as the cause), or did not end in ``timeout`` seconds.
         """
         if not self._done.wait(timeout):
-            raise GeminiError(f"{self.what} did not complete within {timeout:.0f} s: its lane is stuck")
+            raise GeminiError(f"{self.what} did not complete within {timeout:.0f} s: its stream is stuck")
         if self._error is not None:
             raise GeminiError(f"{self.what} failed: {self._error}") from self._error
 
@@ -154,14 +154,14 @@ class Device(ABC):
         self,
         into: torch.Tensor,
         source: torch.Tensor,
-        lane: str,
+        stream: str,
         after: Event | None = None,
         *,
         behind_computing: bool = True,
     ) -> Event:
         """Start copying between host and device, from any thread.
 
-        Lanes ("fetch", "evict") run in order, independent of each other. A copy begins when what the computing stream
+        Streams ("fetch", "evict") run in order, independent of each other. A copy begins when what the computing stream
         was given before this call is done, and ``after`` is complete; an ``after`` that failed fails the copy. Until
         the event is complete ``into`` must be neither read nor written, and ``source`` not written; both may be let go.
 
@@ -202,7 +202,7 @@ class Device(ABC):
         """Wait until everything the device was given to compute is done."""
 
     def close(self) -> None:  # noqa: B027 - most devices have nothing to end
-        """Finish the copies that were begun, and end the lanes; a later copy would begin them anew."""
+        """Finish the copies that were begun, and end the streams; a later copy would begin them anew."""
 
 
 class _HostMemoryDevice(Device):
@@ -232,7 +232,7 @@ class CpuDevice(_HostMemoryDevice):
         self,
         into: torch.Tensor,
         source: torch.Tensor,
-        lane: str,
+        stream: str,
         after: Event | None = None,
         *,
         behind_computing: bool = True,
@@ -251,7 +251,8 @@ class StandinDevice(_HostMemoryDevice):
 
     Args:
         memory: bytes it pretends to have when no ``gpu=`` budget is given.
-        gate: called on the lane's thread before each copy is made, with the lane's name; it may block (a test's clock,
+        gate: called on the stream's thread before each copy is made, with the stream's name; it may block (a test's
+        clock,
             or a :class:`~gemini.memory.devices.clock.RandomClock`, which is closed with the device).
         poison: fill what a copy will overwrite with 0xFF (NaN, in every float) as soon as the copy may begin, so that
             one who reads it before the copy is complete is found out whatever was there before.
@@ -263,17 +264,17 @@ class StandinDevice(_HostMemoryDevice):
     def __init__(self, memory: int = 2**30, gate: Callable[[str], None] | None = None, *, poison: bool = False):
         super().__init__()
         self._memory = memory
-        self._gate = gate or (lambda lane: None)
+        self._gate = gate or (lambda stream: None)
         self._poison = poison
         self._lock = threading.Lock()
-        self._lanes: dict[str, _CopyLane] = {}
+        self._streams: dict[str, _CopyStream] = {}
         _live.add(self)
 
     def copy(
         self,
         into: torch.Tensor,
         source: torch.Tensor,
-        lane: str,
+        stream: str,
         after: Event | None = None,
         *,
         behind_computing: bool = True,
@@ -284,22 +285,22 @@ class StandinDevice(_HostMemoryDevice):
 
         def run() -> None:  # knows nothing of the device: a copy under way does not keep it alive
             try:
-                gate(lane)
+                gate(stream)
                 if after is not None:
                     after.wait()
                     if poison:
                         _fill_with_nan(into)
                 with torch.inference_mode(into.is_inference()):
                     call_without_grad(into.copy_, source)
-            except BaseException as e:  # surfaces in wait(): a lane never dies
+            except BaseException as e:  # surfaces in wait(): a stream never dies
                 event.finish(e)
             else:
                 event.finish()
 
         with self._lock:
-            if lane not in self._lanes:
-                self._lanes[lane] = _CopyLane(lane)
-            self._lanes[lane].put(run)
+            if stream not in self._streams:
+                self._streams[stream] = _CopyStream(stream)
+            self._streams[stream].put(run)
         return event
 
     def free_bytes(self) -> int:
@@ -309,17 +310,17 @@ class StandinDevice(_HostMemoryDevice):
         if isinstance(self._gate, RandomClock):
             self._gate.close()
         with self._lock:
-            lanes, self._lanes = self._lanes, {}
-        for lane in lanes.values():
-            lane.end()
+            streams, self._streams = self._streams, {}
+        for stream in streams.values():
+            stream.end()
 
     def __del__(self, _ending: Callable[[], bool] = sys.is_finalizing) -> None:
-        if not _ending() and hasattr(self, "_lanes"):
+        if not _ending() and hasattr(self, "_streams"):
             self.close()
 
 
-class _CopyLane:
-    """A thread that runs jobs in order. The thread knows only the queue, so an abandoned lane can be ended."""
+class _CopyStream:
+    """A thread that runs jobs in order. The thread knows only the queue, so an abandoned stream can be ended."""
 
     def __init__(self, name: str):
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()

@@ -65,7 +65,7 @@ class Source(NamedTuple):
         padded = self.plane.page_up(last - first)
         staged = buffer(self.plane.items(padded) * self.plane.dtype.itemsize).view(self.plane.dtype)
         on_device = self.plane.device_view(first, last)
-        if on_device is not None:  # on a lane of its own: the saver is not the only one who copies
+        if on_device is not None:  # on a stream of its own: the saver is not the only one who copies
             device.copy(staged[: stop - start], on_device, "checkpoint").wait()
         else:
             self.plane.load(first, first + padded, staged)

@@ -1,7 +1,7 @@
 """Updates that are streamed: planes from host memory pass through the device, which updates them, and go back changed.
 
-A tile's planes are copied into a slot of staging in the device's memory on a lane of their own, the kernel follows on
-a stream beside the computing one, and copies on a third lane take back what it changed. Everything is ordered by
+A tile's planes are copied into a slot of staging in the device's memory on a stream of their own, the kernel follows on
+a stream beside the computing one, and copies on a third one take back what it changed. Everything is ordered by
 events on the device: the host begins tiles and waits only for a slot to be home again. What stands on the device
 already (transient gradients, weights that live there) is worked on in place.
 """
