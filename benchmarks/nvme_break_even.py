@@ -158,7 +158,7 @@ def compare(args: argparse.Namespace) -> list[str]:
         speeds = Spread.of([statistics.median(a) / statistics.median(b) for a, b in zip(*pair, strict=True)])
         seconds = [statistics.median(s for turn in turns for s in turn) for turns in pair]
         prediction = play(with_work(plan, tokens / args.traced))
-        alone = next(s for lane, s in prediction.busy.items() if lane.value == "compute")
+        alone = next(s for track, s in prediction.busy.items() if track.value == "compute")
         past = break_even is not None and tokens >= break_even
         if past and speeds.median < GOAL:
             missed.append(tokens)

@@ -10,7 +10,7 @@ from gemini.errors import BudgetExceeded
 from gemini.planning.break_even import Grow, break_even
 from gemini.planning.plan import Plan
 from gemini.planning.planes import GRAD, plane_specs
-from gemini.planning.timeline import Lane, Timeline
+from gemini.planning.timeline import Timeline, Track
 from gemini.planning.trace import MemoryTrace
 from gemini.planning.traffic import by_name
 from gemini.tiers import Tier
@@ -81,7 +81,7 @@ class StepReport:
         seconds: of a step.
         tokens_per_second: on all ranks.
         flops_per_second: of one rank.
-        busy: seconds that each lane works, the longest first: what bounds the step comes first.
+        busy: seconds that each track works, the longest first: what bounds the step comes first.
         waited: seconds that computing waits, by cause.
         break_even: tokens per step from which on offload is free, with a larger micro-batch; None if there is none.
         break_even_accumulating: the same with more micro-batches of this size; None also where it was not asked.
@@ -210,14 +210,14 @@ def _step(timeline: Timeline, schedule: str, tokens_when_free: int | None) -> St
         seconds=timeline.step_seconds,
         tokens_per_second=timeline.tokens_per_second,
         flops_per_second=timeline.flops / timeline.step_seconds if timeline.step_seconds else 0.0,
-        busy={lane.value: seconds for lane, seconds in busy},
+        busy={track.value: seconds for track, seconds in busy},
         waited={cause: seconds for cause, seconds in timeline.stalls.items() if seconds > 0},
         break_even=tokens_when_free,
         break_even_accumulating=accumulating,
     )
 
 
-COMPUTE = Lane.COMPUTE.value
+COMPUTE = Track.COMPUTE.value
 
 
 def _needs(question: Question) -> dict[str, int]:

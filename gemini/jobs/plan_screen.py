@@ -16,7 +16,7 @@ _LABEL = 17
 _IN_PYTHON = re.compile(r"nvme_path= and nvme=(\d+) (\w+)")
 """How an error says in Python's words what is an option here."""
 
-_LANES = {
+_TRACKS = {
     "compute": "computing",
     "adam": "Adam",
     "host to gpu": "the link from host to GPU",
@@ -152,10 +152,10 @@ def _facts(report: PlanReport) -> Iterator[str]:
 
 
 def _bounds(step: StepReport) -> str:
-    lanes = list(step.busy.items())[:2]
+    tracks = list(step.busy.items())[:2]
     told = [
-        f"{_LANES.get(lane, lane)}, {human_seconds(seconds)} ({_percent(seconds, step.seconds)} of the step)"
-        for lane, seconds in lanes
+        f"{_TRACKS.get(track, track)}, {human_seconds(seconds)} ({_percent(seconds, step.seconds)} of the step)"
+        for track, seconds in tracks
     ]
     return "; then ".join(told) or "nothing"
 

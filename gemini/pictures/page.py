@@ -14,7 +14,7 @@ from typing import Any
 from gemini.errors import human_bytes
 from gemini.pictures import series
 from gemini.pictures.board import FAINT, INK, WAITING, Board, board, colour_of, render
-from gemini.planning.timeline import Lane, Timeline
+from gemini.planning.timeline import Timeline, Track
 from gemini.tiers import Tier
 
 _COLUMNS = 320
@@ -69,7 +69,7 @@ def _results(timelines: list[Timeline]) -> str:
     if any(t.flops for t in timelines):
         work = [t.flops / t.step_seconds / 1e12 if t.step_seconds else 0.0 for t in timelines]
         compare("TFLOP/s per rank", work, [f"{w:,.3g}" if w else "not counted" for w in work])
-    rows.append(("busiest lane", [_busiest(t) for t in timelines], ""))
+    rows.append(("busiest track", [_busiest(t) for t in timelines], ""))
     for way in sorted({way for t in timelines for way, n in t.moved.items() if n}):
         moved = [t.moved.get(way, 0) for t in timelines]
         compare(f"moved {way.replace('->', ' → ')}", moved, [human_bytes(n) for n in moved])
@@ -125,10 +125,10 @@ def _fits(timeline: Timeline) -> str:
 
 
 def _busiest(timeline: Timeline) -> str:
-    lane: Lane = timeline.bound_by
+    track: Track = timeline.bound_by
     if not timeline.step_seconds:
         return "none"
-    return f"{lane.value}, {timeline.busy.get(lane, 0.0) / timeline.step_seconds:.0%} of the step"
+    return f"{track.value}, {timeline.busy.get(track, 0.0) / timeline.step_seconds:.0%} of the step"
 
 
 # ---- what the pointer reads ------------------------------------------------------------------------------------------
@@ -149,7 +149,7 @@ def _readings(timeline: Timeline, end: float) -> dict[str, Any]:
     busy: list[list[Any]] = []
     for span in timeline.spans:
         column = int(span.start / end * _COLUMNS) if end else 0
-        if span.lane is Lane.COMPUTE and (not busy or busy[-1][2] != column):
+        if span.track is Track.COMPUTE and (not busy or busy[-1][2] != column):
             busy.append([round(span.start, 6), span.name, column])
     return {
         "source": timeline.source,
@@ -205,8 +205,8 @@ footer {{ color: var(--faint); font-size: 12.5px; margin-top: 1rem; }}
 <div id="line" hidden></div>
 <div id="told" hidden></div>
 </div>
-<footer>Point at the picture to read what was held and what was computed. Bytes are those in Gemini's ledger. A lane's
-height is the share of time in which it worked; grey in its lane is computing that waited.</footer>
+<footer>Point at the picture to read what was held and what was computed. Bytes are those in Gemini's ledger. A track's
+height is the share of time in which it worked; grey in it is computing that waited.</footer>
 <script>
 "use strict";
 const data = {data};

@@ -16,7 +16,7 @@ from gemini.planning.costs import RESOURCES, Cost
 from gemini.planning.fluid import Fluid
 from gemini.planning.plan import standing, window_room
 from gemini.planning.planes import WEIGHTS
-from gemini.planning.timeline import Lane
+from gemini.planning.timeline import Track
 from gemini.planning.work import COMPUTING, Hop, Update, Work
 from gemini.planning.working import TILE, device_tile_numel
 from gemini.tiers import Tier
@@ -280,7 +280,7 @@ def overlapped(work: Work, *, clipping: bool, barrier: bool = False, order: str 
     waiting: list[tuple[int, int]] = []  # saved activations: (the end of the save, bytes)
     restores: list[int] = []  # moments that restored
     live = 0
-    nothing = Hop(Lane.COMPUTE, "nothing", Cost(0.0, {}), "", COMPUTING)  # the end of several
+    nothing = Hop(Track.COMPUTE, "nothing", Cost(0.0, {}), "", COMPUTING)  # the end of several
 
     def update(index: int, at: int, moment: int, after: Iterable[int]) -> None:
         step = at // per_step

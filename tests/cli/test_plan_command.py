@@ -17,7 +17,7 @@ from gemini.jobs.plan_report import VERSION
 from gemini.planning.break_even import TOLERANCE, with_work
 from gemini.planning.machines import load_hardware
 from gemini.planning.plan import check_plan
-from gemini.planning.timeline import Lane
+from gemini.planning.timeline import Track
 
 Gemini = Callable[..., Any]
 SIZES = ("--gpu", "24MiB", "--cpu", "64MiB", "--nvme", "200MB")
@@ -184,7 +184,7 @@ def test_offload_is_free_at_the_tokens_it_names(
 
     def over(tokens: float) -> float:
         played = gemini.simulate(with_work(plan, tokens / said["tokens"]), machine, schedule=schedule)
-        return played.step_seconds / played.busy[Lane.COMPUTE] - 1
+        return played.step_seconds / played.busy[Track.COMPUTE] - 1
 
     tokens = said["step"]["break_even"]
     assert tokens > said["tokens"]

@@ -9,7 +9,7 @@ from gemini.memory.devices.device import CpuDevice, Event
 from gemini.memory.movement.mover import Mover
 from gemini.memory.watching.noted import NotedEvent
 from gemini.memory.watching.recorder import Recorder
-from gemini.planning.timeline import Lane, Span
+from gemini.planning.timeline import Span, Track
 from gemini.tiers import Ledger, Tier
 
 
@@ -45,10 +45,10 @@ def test_what_is_under_way_is_counted_and_recorded_where_somebody_does() -> None
     recorder = mover.recorder = Recorder(clock=lambda: now[0])
     recorder.begin_step({})
     found = mover.under_way(Tier.NVME, Tier.CPU, 16, lambda: second, "update chunk 2", 2)
-    assert mover.under_way(Tier.CPU, Tier.CPU, 4, lambda: first, "", 3) is first, "no lane is busy"
+    assert mover.under_way(Tier.CPU, Tier.CPU, 4, lambda: first, "", 3) is first, "no track is busy"
     now[0] = 13.0
     second.finish()
     found.wait()
     step = recorder.end_step()
-    assert step.spans == [Span(Lane.NVME_READ, 0.0, 3.0, "update chunk 2", -1, 2, 16)] and not step.stalls
+    assert step.spans == [Span(Track.NVME_READ, 0.0, 3.0, "update chunk 2", -1, 2, 16)] and not step.stalls
     assert mover.moved.counts() == {"nvme->cpu": 24}

@@ -14,7 +14,7 @@ from gemini.planning.costs import Costs, Efficiency
 from gemini.planning.outcome import SHARING, timeline_of
 from gemini.planning.plan import Plan, check_plan
 from gemini.planning.schedules import overlapped
-from gemini.planning.timeline import Lane, Timeline
+from gemini.planning.timeline import Timeline, Track
 from gemini.planning.trace import with_seconds
 from gemini.planning.traffic import Traffic, by_name
 from gemini.planning.work import Work
@@ -35,8 +35,8 @@ def test_serial_step_is_the_sum_of_its_parts_on_a_gpu() -> None:
         "gradient landing": close(LAYERS * 4 * MS),
         "fetch from cpu": close(FETCHES * 2 * MS),
     }
-    assert timeline.busy[Lane.COMPUTE] == close(LAYERS * 3 * MS)
-    assert timeline.busy[Lane.H2D] == close(FETCHES * 2 * MS)
+    assert timeline.busy[Track.COMPUTE] == close(LAYERS * 3 * MS)
+    assert timeline.busy[Track.H2D] == close(FETCHES * 2 * MS)
     assert timeline.moved == {"cpu->gpu": FETCHES * 2 * NUMEL, "gpu->cpu": LAYERS * 2 * NUMEL}
     assert timeline.source == "predicted" and timeline.tokens == 8 and timeline.flops == LAYERS * 3 * 10**9
     assert "Stack on round, serial" in str(timeline)
@@ -57,7 +57,7 @@ def test_serial_step_is_the_sum_of_its_parts_on_cpu_and_nvme() -> None:
     }
     assert timeline.stalls["fetch from nvme"] == close(FETCHES * 20 * MS)
     assert timeline.stalls["update"] == close(LAYERS * 390 * MS)
-    assert timeline.bound_by is Lane.NVME_WRITE
+    assert timeline.bound_by is Track.NVME_WRITE
 
 
 def test_what_goes_from_nvme_to_the_gpu_takes_both_ways() -> None:
@@ -71,7 +71,7 @@ def test_serial_transient_updates_follow_their_gradients() -> None:
     timeline = simulate(plan, machine())
     # 26 bytes per param of the figure adam_cpu, whether the gradient has a plane or not
     assert timeline.step_seconds == close((FETCHES * 2 + LAYERS * (1 + 2 + 4 + 10)) * MS)
-    updates = [span for span in timeline.spans if span.lane is Lane.ADAM]
+    updates = [span for span in timeline.spans if span.track is Track.ADAM]
     backward = [span for span in timeline.spans if span.name.startswith("backward")]
     assert updates[0].chunk == LAYERS - 1
     assert backward[0].stop <= updates[0].start and updates[0].stop <= backward[1].start
@@ -80,9 +80,9 @@ def test_serial_transient_updates_follow_their_gradients() -> None:
 def test_measured_seconds_stand_for_their_own_device_only() -> None:
     trace = with_seconds(stack_trace(LAYERS), [7 * MS] * 2 * LAYERS)
     plan = stack_plan(LAYERS, weights=Tier.CPU, states=Tier.CPU, trace=trace)
-    assert simulate(plan, machine()).busy[Lane.COMPUTE] == close(LAYERS * 14 * MS)
+    assert simulate(plan, machine()).busy[Track.COMPUTE] == close(LAYERS * 14 * MS)
     elsewhere = replace(plan, trace=replace(plan.trace, target="cpu"))
-    assert simulate(elsewhere, machine()).busy[Lane.COMPUTE] == close(LAYERS * 3 * MS)
+    assert simulate(elsewhere, machine()).busy[Track.COMPUTE] == close(LAYERS * 3 * MS)
 
 
 def test_a_moment_takes_its_slowest_part() -> None:
@@ -92,7 +92,7 @@ def test_a_moment_takes_its_slowest_part() -> None:
         ({"forward_flops": 6 * 10**9, "backward_flops": 6 * 10**9}, {}, 6),
     ):
         plan = stack_plan(LAYERS, weights=Tier.CPU, states=Tier.CPU, trace=stack_trace(LAYERS, **fields))
-        assert simulate(plan, machine(**figures)).busy[Lane.COMPUTE] == close(2 * LAYERS * milliseconds * MS)
+        assert simulate(plan, machine(**figures)).busy[Track.COMPUTE] == close(2 * LAYERS * milliseconds * MS)
 
 
 def test_landing_takes_what_it_was_measured_to_take() -> None:
@@ -292,11 +292,11 @@ def test_only_specified_figures_are_discounted() -> None:
     specified = machine("a data sheet")
     efficiency = Efficiency(matrix=0.5, link=0.25)
     found = simulate(plan, specified, efficiency=efficiency)
-    assert found.busy[Lane.COMPUTE] == close(LAYERS * 3 * MS / 0.5)
-    assert found.busy[Lane.H2D] == close(FETCHES * 2 * MS / 0.25)
+    assert found.busy[Track.COMPUTE] == close(LAYERS * 3 * MS / 0.5)
+    assert found.busy[Track.H2D] == close(FETCHES * 2 * MS / 0.25)
     assert simulate(plan, machine(), efficiency=efficiency).busy == simulate(plan, machine()).busy
     mixed = specified.with_figures("measured yesterday", h2d=machine().figures["h2d"].value)
-    assert simulate(plan, mixed, efficiency=efficiency).busy[Lane.H2D] == close(FETCHES * 2 * MS)
+    assert simulate(plan, mixed, efficiency=efficiency).busy[Track.H2D] == close(FETCHES * 2 * MS)
 
 
 def test_a_specified_adam_is_no_faster_than_memory_and_a_measured_one_is_what_it_is() -> None:

@@ -16,7 +16,7 @@ from gemini.planning import simulate as simulating
 from gemini.planning.hardware import Hardware
 from gemini.planning.outcome import SHARING
 from gemini.planning.plan import Plan
-from gemini.planning.timeline import Lane, Timeline
+from gemini.planning.timeline import Timeline, Track
 from gemini.planning.trace import with_seconds
 from gemini.tiers import Tier
 
@@ -72,7 +72,7 @@ def test_what_is_needed_first_goes_first() -> None:
         assert fifo.step_seconds > least * deadline.step_seconds
         order = [span.chunk for span in fifo.spans if span.name.startswith("update")]
         assert all(after in (before, (before - 1) % LAYERS) for before, after in itertools.pairwise(order))
-        assert fifo.busy[Lane.ADAM] == pytest.approx(deadline.busy[Lane.ADAM])
+        assert fifo.busy[Track.ADAM] == pytest.approx(deadline.busy[Track.ADAM])
     assert fifo.step_seconds == pytest.approx(FORWARD + BACKWARD + LAYERS * 30 * MS, rel=0.01), "nothing overlaps"
     with pytest.raises(ValueError, match="order='lifo': choose one of 'next use', 'fifo'"):
         overlapped(plan, host(30.0), order="lifo")
@@ -101,9 +101,9 @@ def test_more_threads_than_memory_feeds_are_no_faster() -> None:
     hardware = host(30.0, cpu_threads=8, adam_cpu=10 * MS / NUMEL)
     for threads, adam_ms in ((1, 30), (2, 15), (6, 10)):
         timeline = overlapped(stack(), hardware, update_threads=threads)
-        assert timeline.busy[Lane.ADAM] == pytest.approx(LAYERS * adam_ms * MS, rel=0.02)
+        assert timeline.busy[Track.ADAM] == pytest.approx(LAYERS * adam_ms * MS, rel=0.02)
     timeline = overlapped(stack(), hardware)
-    assert timeline.busy[Lane.ADAM] == pytest.approx(LAYERS * 10 * MS, rel=0.02), "what torch leaves: seven"
+    assert timeline.busy[Track.ADAM] == pytest.approx(LAYERS * 10 * MS, rel=0.02), "what torch leaves: seven"
 
 
 def test_the_update_of_a_single_chunk_is_a_pipeline_too() -> None:

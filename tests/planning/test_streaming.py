@@ -20,7 +20,7 @@ from gemini.planning.planes import ADAM, GRAD, WEIGHTS, PlaneKind
 from gemini.planning.planner import plan, pose_problem
 from gemini.planning.simulate import simulate
 from gemini.planning.speeds import Speeds
-from gemini.planning.timeline import Lane
+from gemini.planning.timeline import Track
 from gemini.planning.traffic import Boundary, by_name, gradient_traffic, update_tier, update_traffic
 from gemini.planning.working import (
     DEVICE_SLOTS,
@@ -198,7 +198,7 @@ def test_a_fast_link_beside_a_slow_host_streams_all_and_a_slow_link_nothing(sche
 
 
 def test_in_between_the_host_and_the_gpu_share_the_updates() -> None:
-    """Of the busiest lane: neither the host alone nor the link alone is as quick as both."""
+    """Of the busiest track: neither the host alone nor the link alone is as quick as both."""
     made = plan(SMALL, box(h2d=40e9, d2h=40e9, adam_cpu=0.5e-9), tight(more=ROOM))
     streamed = len(made.placement.streamed)
     assert 0 < streamed < len(made.layout.chunks)
@@ -293,7 +293,7 @@ def test_serial_streams_in_turn() -> None:
 def test_the_gpu_takes_the_time_of_its_own_figure() -> None:
     figure = {"adam_gpu": 5 * MS / NUMEL}
     without, told = (simulate(streamed_stack(), machine(**f), schedule="serial") for f in ({}, figure))
-    assert told.busy[Lane.ADAM] == close(LAYERS * 5 * MS + without.busy[Lane.ADAM])
+    assert told.busy[Track.ADAM] == close(LAYERS * 5 * MS + without.busy[Track.ADAM])
     assert told.step_seconds == close(without.step_seconds + LAYERS * 5 * MS)
 
 
@@ -303,7 +303,7 @@ def test_overlapped_streams_in_a_pipeline(clipping: bool) -> None:
     made = streamed_stack()
     told = simulate(made, machine(), schedule="overlapped", clipping=clipping)
     up, down = (FETCHES * 2 + LAYERS * 14) * MS, LAYERS * (4 + 24) * MS
-    assert told.busy[Lane.H2D] == close(up) and told.busy[Lane.D2H] == close(down)
+    assert told.busy[Track.H2D] == close(up) and told.busy[Track.D2H] == close(down)
     in_turn = simulate(made, machine(), schedule="serial").step_seconds
     assert max(up, down) * (1 - 1e-6) <= told.step_seconds < 0.85 * in_turn
     assert told.moved == by_name(made.traffic)
@@ -312,8 +312,8 @@ def test_overlapped_streams_in_a_pipeline(clipping: bool) -> None:
 def test_what_is_streamed_takes_host_memory_s_bandwidth() -> None:
     made, slow = streamed_stack(), {"dram_bandwidth": 2 * NUMEL / 8e-3}  # 8 ms for 2 bytes per param
     told = simulate(made, machine(**slow), schedule="serial")
-    assert told.busy[Lane.H2D] == close((FETCHES + LAYERS * 7) * 8 * MS)
-    assert told.busy[Lane.D2H] == close((LAYERS + LAYERS * 6) * 8 * MS)
+    assert told.busy[Track.H2D] == close((FETCHES + LAYERS * 7) * 8 * MS)
+    assert told.busy[Track.D2H] == close((LAYERS + LAYERS * 6) * 8 * MS)
     whole = sum(made.traffic.values()) / (2 * NUMEL) * 8 * MS
     assert simulate(made, machine(**slow), schedule="overlapped").step_seconds >= whole * (1 - 1e-6)
 

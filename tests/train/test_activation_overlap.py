@@ -190,7 +190,7 @@ def test_forward_does_not_wait_and_what_it_was_given_may_be_overwritten(
     gate = threading.Event()
     there: Any = device
     if device == "standin":
-        there = StandinDevice(gate=lambda lane: None if lane != "offload" else assert_(gate.wait(PATIENCE)))
+        there = StandinDevice(gate=lambda stream: None if stream != "offload" else assert_(gate.wait(PATIENCE)))
     writes = Gate(monkeypatch, "write", "gemini-offload")
     model = wrap(tmp_path, there, offload, spoils=True)
     loss = model(noise())
@@ -439,7 +439,7 @@ def test_an_interrupt_anywhere_leaves_nothing(device: str, offload: str, tmp_pat
     same(train(model, optimizer), plain)
 
 
-def test_a_deleted_model_ends_its_lanes_with_writes_in_flight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_deleted_model_ends_its_tracks_with_writes_in_flight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gc.collect()
     before = threading.active_count()
     writes = Gate(monkeypatch, "write", "gemini-offload")
@@ -477,5 +477,5 @@ def test_waits_and_ranges_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPat
             model(noise()).backward()
             optimizer.step()
     spans = [span for span in recording.timeline.spans if "activations" in span.name]
-    assert {span.lane.value for span in spans} == {"nvme read", "nvme write"}, {span.lane.value for span in spans}
+    assert {span.track.value for span in spans} == {"nvme read", "nvme write"}, {span.track.value for span in spans}
     assert recording.timeline.moved["cpu->nvme"] == (LAYERS + 1) * INPUT

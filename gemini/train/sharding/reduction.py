@@ -23,7 +23,7 @@ from gemini.memory.chunks.chunk import Chunk
 from gemini.memory.devices.device import Window
 from gemini.memory.movement.mover import tiles
 from gemini.planning.planes import GRAD
-from gemini.planning.timeline import Lane
+from gemini.planning.timeline import Track
 from gemini.ranks.agreement import Point, Wish
 from gemini.ranks.wire import Tag, guarded
 from gemini.train.params.guard import ParamHandle
@@ -158,8 +158,8 @@ class Reduction:
         for handle in present:
             handle.norm_sums = None if transient else []
         shard = chunk.weights.numel
-        what = Lane.REDUCE.value
-        about = engine.mover.about(what, f"{what} chunk {index}", index, lane=Lane.REDUCE)
+        what = Track.REDUCE.value
+        about = engine.mover.about(what, f"{what} chunk {index}", index, track=Track.REDUCE)
         with torch.profiler.record_function("gemini::reduce_scatter"), about:
             for start, stop, total in self._sums(chunk, whole, senders):
                 if transient:

@@ -26,7 +26,7 @@ from gemini.memory.devices.device import DONE, Event
 from gemini.memory.movement.mover import tiles
 from gemini.planning.layout import part_of
 from gemini.planning.planes import PlaneKind
-from gemini.planning.timeline import Lane
+from gemini.planning.timeline import Track
 from gemini.ranks.agreement import Agreement, Point, Wish, word_for
 from gemini.ranks.group import Ranks
 from gemini.ranks.watch import Watch
@@ -207,8 +207,8 @@ class Shards:
 
     def _gathering(self, chunk: Chunk) -> AbstractContextManager[None]:
         """Around weights on the wire."""
-        index, what = chunk.spec.index, Lane.GATHER.value
-        return self.engine.mover.about(what, f"{what} chunk {index}", index, lane=Lane.GATHER)
+        index, what = chunk.spec.index, Track.GATHER.value
+        return self.engine.mover.about(what, f"{what} chunk {index}", index, track=Track.GATHER)
 
     def _send_weights(self, chunk: Chunk, takers: list[int]) -> None:
         """Some ranks need weights that others do not: host tile by host tile, so that those need no memory for it."""

@@ -27,7 +27,7 @@ from gemini.memory.movement.staging import StagingSet
 from gemini.memory.watching.recorder import NOTHING
 from gemini.planning.layout import page_up
 from gemini.planning.planes import GRAD, RESIDUAL, WEIGHTS, PlaneKind
-from gemini.planning.timeline import Lane
+from gemini.planning.timeline import Track
 from gemini.rules import UpdateRule
 from gemini.tiers import Tier
 from gemini.train.params.guard import ParamHandle
@@ -155,7 +155,7 @@ class Tile:
                   for kind, view in views.items()}  # fmt: skip
             grad = self._grad_of(*several[0]) if landed is None else of[GRAD]
             segments = [rules.Segment(a - first, b - first, s.scalars, self._where(a, s)) for a, b, s in several]
-            with NOTHING if recorder is None else recorder.span(Lane.ADAM, *self._told):
+            with NOTHING if recorder is None else recorder.span(Track.ADAM, *self._told):
                 self._rule.run(of[WEIGHTS], of.get(RESIDUAL), of, grad, segments, self.stop)
 
     def _where(self, start: int, segment: Segment) -> rules.Where | None:
