@@ -283,8 +283,8 @@ def predict(args: argparse.Namespace, schedule: Schedule, trace: Any, hardware: 
     plan = plan_by_policy(trace, problem, model._gemini_engine.placement, NextUse())
     if not schedule.overlap:
         if schedule.cores == 1:
-            one = hardware.figures["adam_cpu_one"]
-            hardware = hardware.with_figures(one.source, adam_cpu=one.value)
+            one = hardware.figures["update_cpu_one"]
+            hardware = hardware.with_figures(one.source, update_cpu=one.value)
         return gemini.simulate(plan, hardware, schedule="serial").step_seconds
     return gemini.simulate(
         plan, hardware, schedule="overlapped", clipping=not schedule.in_backward, order=schedule.order, update_threads=1

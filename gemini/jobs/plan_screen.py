@@ -18,7 +18,7 @@ _IN_PYTHON = re.compile(r"nvme_path= and nvme=(\d+) (\w+)")
 
 _TRACKS = {
     "compute": "computing",
-    "adam": "Adam",
+    "update": "the update",
     "host to gpu": "the link from host to GPU",
     "gpu to host": "the link from GPU to host",
     "nvme read": "reading from NVMe",
@@ -107,10 +107,10 @@ def _homes(report: PlanReport) -> Iterator[str]:
     budgets = [report.budgets[tier] for tier in tiers]
     yield row("  in all", [human_bytes(n) for n in used])
     yield row("  free", [f"{human_bytes(b - n)} {_percent(b - n, b):>4}" for n, b in zip(used, budgets, strict=True)])
-    if report.adam:
-        trained = sum(report.adam.values())
-        cells = [_percent(report.adam[tier], trained) if tier in report.adam else "." for tier in tiers]
-        yield row("  Adam runs on", cells)
+    if report.update:
+        trained = sum(report.update.values())
+        cells = [_percent(report.update[tier], trained) if tier in report.update else "." for tier in tiers]
+        yield row("  updates run on", cells)
         if report.streamed:
             cells = [_percent(report.streamed, trained) if tier == report.compute else "." for tier in tiers]
             yield row("  of it streamed", cells)

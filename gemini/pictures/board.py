@@ -326,7 +326,7 @@ def _legends(timelines: list[Timeline], tiers: list[Tier], tracks: list[Track]) 
     return found
 
 
-_STILL = (Track.COMPUTE, Track.ADAM, Track.GATHER, Track.REDUCE)
+_STILL = (Track.COMPUTE, Track.UPDATE, Track.GATHER, Track.REDUCE)
 """Tracks on which nothing crosses a boundary between tiers."""
 
 

@@ -61,7 +61,7 @@ def activity_of(span: Span) -> str:
     ):  # fmt: skip
         if words in span.name:
             return activity
-    fallback = {Track.ADAM: "update", Track.GATHER: "all-gather", Track.REDUCE: "reduce-scatter"}
+    fallback = {Track.UPDATE: "update", Track.GATHER: "all-gather", Track.REDUCE: "reduce-scatter"}
     return fallback.get(span.track, "other moves")
 
 

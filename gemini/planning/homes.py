@@ -97,7 +97,7 @@ def _seconds(problem: Problem, homes: Mapping[PlaneKind, Tier], index: int, time
     if chunk.trainable:
         on_gpu = update_tier(problem, homes, streamed=streamed) is Tier.GPU
         each = speeds.update(Tier.GPU if on_gpu else Tier.CPU, problem.rule)
-        seconds["adam gpu" if on_gpu else "adam"] = each * chunk.numel / problem.layout.ranks
+        seconds["update gpu" if on_gpu else "update"] = each * chunk.numel / problem.layout.ranks
     return seconds
 
 

@@ -302,7 +302,7 @@ class Planner:
         except BudgetExceeded as e:
             first, refusal = None, e
         plans = [] if first is None else [first]
-        may_stream = problem.compute is Tier.GPU and self.speeds.measured_adam_gpu
+        may_stream = problem.compute is Tier.GPU and self.speeds.measured_update_gpu
         for streaming in (False, True) if may_stream else (False,):
             homes = self._homes(problem, streaming=streaming)
             if homes is None:
@@ -369,7 +369,7 @@ class Planner:
             if chunk.trainable:
                 tier = plan.update_tier(index)
                 each = self.speeds.update(tier, plan.problem.rule)
-                tracks["adam gpu" if tier is Tier.GPU else "adam"] += each * chunk.numel / plan.layout.ranks
+                tracks["update gpu" if tier is Tier.GPU else "update"] += each * chunk.numel / plan.layout.ranks
         if plan.problem.offload_to is not None:
             tracks["d2h"] += self.accumulate * plan.problem.offloaded / self.speeds.d2h
             tracks["h2d"] += self.accumulate * plan.problem.offloaded / self.speeds.h2d

@@ -21,13 +21,17 @@ class Track(Enum):
     """What can be busy at one time, each with its own queue."""
 
     COMPUTE = "compute"
-    ADAM = "adam"
+    UPDATE = "update"
     H2D = "host to gpu"
     D2H = "gpu to host"
     NVME_READ = "nvme read"
     NVME_WRITE = "nvme write"
     GATHER = "all-gather"
     REDUCE = "reduce-scatter"
+
+    @classmethod
+    def _missing_(cls, value: object) -> Track | None:
+        return cls.UPDATE if value == "adam" else None  # in older files
 
 
 class Span(NamedTuple):

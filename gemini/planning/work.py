@@ -136,7 +136,7 @@ class Work:
         narrow = problem.window_bytes(index) // self.ranks
         if problem.compute is Tier.CPU and (home is Tier.CPU or wide != narrow):
             # A copy (cast, in fp16) by the host that computes.
-            hops.append(Hop(Track.ADAM, "host", self._costs.host_pass(wide + narrow), name, cause, index))
+            hops.append(Hop(Track.UPDATE, "host", self._costs.host_pass(wide + narrow), name, cause, index))
         elif home is Tier.GPU:
             hops.append(Hop(Track.GATHER, "copy", self._costs.gpu_pass(wide + narrow), name, cause, index))
         if self.ranks > 1:
@@ -199,7 +199,7 @@ class Work:
             wide = 4 if problem.gradients == "accumulate" else narrow
             on_gpu, num_bytes = home is Tier.GPU, (narrow + wide) * numel // self.ranks
             cost = self._costs.gpu_pass(num_bytes) if on_gpu else self._costs.landing(num_bytes)
-            hops.append(Hop(Track.ADAM, "copy" if on_gpu else "host", cost, name, LANDING, index))
+            hops.append(Hop(Track.UPDATE, "copy" if on_gpu else "host", cost, name, LANDING, index))
         if moved.get(down):
             hops.append(self._move(down, moved[down], name, LANDING, index))
         return hops
@@ -217,7 +217,7 @@ class Work:
         numel = problem.layout.chunks[index].numel // self.ranks
         grad_bytes = numel * compute_itemsize(problem.precision)
         cost = self._costs.update(problem.plane_bytes(index), where, grad_bytes=grad_bytes)
-        update = Hop(Track.ADAM, "adam on gpu" if where is Tier.GPU else "adam", cost, name, UPDATE, index)
+        update = Hop(Track.UPDATE, "update on gpu" if where is Tier.GPU else "update", cost, name, UPDATE, index)
         moved = update_traffic(problem, homes, index, streamed=streamed)
         hops = {way: self._move(way, moved[way], name, UPDATE, index) for way in _TRACKS if moved[way]}
         reads = tuple(hop for way, hop in hops.items() if way.target is where)

@@ -97,7 +97,7 @@ def test_a_track_that_is_interrupted_by_another_counts_its_bytes_once() -> None:
 
 def test_time_outside_of_everything_is_nobodys() -> None:
     recorder, clock = recorded()
-    with recorder.span(Track.ADAM):  # before the step
+    with recorder.span(Track.UPDATE):  # before the step
         clock.now += 1
         recorder.begin_step({})
         clock.now += 2
@@ -106,7 +106,7 @@ def test_time_outside_of_everything_is_nobodys() -> None:
     recorder.computing(None)
     clock.now += 4
     timeline = timeline_of(recorder)
-    assert spans(timeline) == [("adam", "adam", 0, 2), ("compute", "forward a", 2, 5)]
+    assert spans(timeline) == [("update", "update", 0, 2), ("compute", "forward a", 2, 5)]
     assert timeline.step_seconds == 9 and timeline.moments == ("forward a",)
 
 
@@ -160,7 +160,7 @@ def test_what_other_threads_do_is_beside_computing_and_stalls_nobody() -> None:
     ahead.enters(lambda: recorder.move(Tier.NVME, Tier.CPU, 64))
     clock.now += 1
     adam.enters(lambda: recorder.about("update", "update chunk 1", 1))
-    adam.enters(lambda: recorder.span(Track.ADAM))
+    adam.enters(lambda: recorder.span(Track.UPDATE))
     clock.now += 2
     ahead.leaves()
     recorder.computing("forward b")
@@ -170,12 +170,12 @@ def test_what_other_threads_do_is_beside_computing_and_stalls_nobody() -> None:
         clock.now += 4
     timeline = timeline_of(recorder)
     assert spans(timeline) == [
-        ("compute", "forward a", 0, 4), ("nvme read", "fetch chunk 2", 1, 4), ("adam", "update chunk 1", 2, 5),
+        ("compute", "forward a", 0, 4), ("nvme read", "fetch chunk 2", 1, 4), ("update", "update chunk 1", 2, 5),
         ("compute", "forward b", 4, 5),
     ]  # fmt: skip
     assert [(s.moment, s.chunk, s.num_bytes) for s in timeline.spans] == [(0, -1, 0), (0, 2, 64), (0, 1, 0), (1, -1, 0)]
     assert timeline.stalls == {"update": 4}, "only what the training thread waited for"
-    assert timeline.busy == {Track.COMPUTE: 5, Track.NVME_READ: 3, Track.ADAM: 3} and timeline.step_seconds == 9
+    assert timeline.busy == {Track.COMPUTE: 5, Track.NVME_READ: 3, Track.UPDATE: 3} and timeline.step_seconds == 9
     assert timeline.moved == {"nvme->cpu": 64} and timeline.moments == ("forward a", "forward b")
 
 
@@ -185,7 +185,7 @@ def test_each_thread_has_its_own_nesting() -> None:
     worker = Worker()
     recorder.begin_step({})
     with recorder.about("fetch from cpu", "fetch chunk 9", 9):
-        worker.enters(lambda: recorder.span(Track.ADAM, "update chunk 1", 1))
+        worker.enters(lambda: recorder.span(Track.UPDATE, "update chunk 1", 1))
         clock.now += 1
         write = Worker()
         worker.enters(lambda: recorder.move(Tier.CPU, Tier.NVME, 8))
@@ -197,7 +197,8 @@ def test_each_thread_has_its_own_nesting() -> None:
     worker.leaves()
     timeline = timeline_of(recorder)
     assert spans(timeline) == [
-        ("adam", "update chunk 1", 0, 1), ("nvme write", "update chunk 1", 1, 7), ("nvme write", "write behind", 3, 6),
+        ("update", "update chunk 1", 0, 1), ("nvme write", "update chunk 1", 1, 7),
+        ("nvme write", "write behind", 3, 6),
     ]  # fmt: skip
     assert [s.num_bytes for s in timeline.spans] == [0, 8, 16] and timeline.moved == {"cpu->nvme": 24}
     assert timeline.stalls == {"fetch from cpu": 6}
@@ -209,30 +210,30 @@ def test_the_tail_of_the_last_updates_is_cut_where_the_next_step_begins() -> Non
     recorder.begin_step({})
     recorder.computing("forward a")
     clock.now += 1
-    worker.enters(lambda: recorder.span(Track.ADAM, "update chunk 1", 1, 5))
+    worker.enters(lambda: recorder.span(Track.UPDATE, "update chunk 1", 1, 5))
     clock.now += 1
     first = recorder.end_step()
     clock.now += 2
     assert value(first).step_seconds == 2, "as far as it is known"
     recorder.begin_step({})
     recorder.computing("forward a")
-    assert value(first).step_seconds == 4 and spans(value(first))[1] == ("adam", "update chunk 1", 1, 4)
+    assert value(first).step_seconds == 4 and spans(value(first))[1] == ("update", "update chunk 1", 1, 4)
     clock.now += 3
     worker.leaves()
-    worker.enters(lambda: recorder.span(Track.ADAM, "update chunk 2", 2))
+    worker.enters(lambda: recorder.span(Track.UPDATE, "update chunk 2", 2))
     clock.now += 1
     second = recorder.end_step()
     clock.now += 2
     worker.leaves()
     clock.now += 7  # nobody's
-    assert spans(value(first)) == [("compute", "forward a", 0, 2), ("adam", "update chunk 1", 1, 4)]
+    assert spans(value(first)) == [("compute", "forward a", 0, 2), ("update", "update chunk 1", 1, 4)]
     assert spans(value(second)) == [
-        ("adam", "update chunk 1", 0, 3), ("compute", "forward a", 0, 4), ("adam", "update chunk 2", 3, 6),
+        ("update", "update chunk 1", 0, 3), ("compute", "forward a", 0, 4), ("update", "update chunk 2", 3, 6),
     ]  # fmt: skip
     assert [s.moment for s in value(second).spans] == [-1, 0, 0], "a moment of the first step is none of the second"
     assert value(second).step_seconds == 6, "until the updates that were left in flight are over"
     recorder.close()
-    worker.enters(lambda: recorder.span(Track.ADAM, "too late"))
+    worker.enters(lambda: recorder.span(Track.UPDATE, "too late"))
     clock.now += 1
     worker.leaves()
     assert len(value(second).spans) == 3
@@ -263,7 +264,7 @@ def test_what_is_given_up_takes_what_others_did_for_it_along() -> None:
     clock.now += 1
     first = recorder.end_step()
     recorder.begin_step({})
-    worker.enters(lambda: recorder.span(Track.ADAM))
+    worker.enters(lambda: recorder.span(Track.UPDATE))
     clock.now += 1
     recorder.abandon_step()
     clock.now += 1
@@ -329,7 +330,7 @@ def test_many_threads_at_once_lose_nothing() -> None:
         start.wait(PATIENCE)
         for turn in range(200):
             with recorder.about("update", f"update chunk {number}", number):
-                with recorder.move(Tier.NVME, Tier.CPU, 1), recorder.span(Track.ADAM):
+                with recorder.move(Tier.NVME, Tier.CPU, 1), recorder.span(Track.UPDATE):
                     pass
                 recorder.held(Tier.CPU, {"staging": turn})
 
@@ -346,5 +347,5 @@ def test_many_threads_at_once_lose_nothing() -> None:
     for number in range(4):
         mine = [s for s in timeline.spans if s.chunk == number]
         assert all(a.stop <= b.start for a, b in zip(mine, mine[1:], strict=False))
-        assert sum(s.track is Track.ADAM for s in mine) == 200
+        assert sum(s.track is Track.UPDATE for s in mine) == 200
     assert [s.start for s in timeline.spans] == sorted(s.start for s in timeline.spans)

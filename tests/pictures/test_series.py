@@ -97,7 +97,7 @@ def test_phases_follow_each_other() -> None:
 def test_recomputing_is_part_of_backward_and_an_early_update_is_not_a_phase() -> None:
     names = ["forward a", "backward a", "recompute a", "backward a", "forward a", "backward a"]
     spans = [Span(Track.COMPUTE, i, i + 1, name) for i, name in enumerate(names)]
-    spans.append(Span(Track.ADAM, 1.5, 2.5, "update chunk 3"))
+    spans.append(Span(Track.UPDATE, 1.5, 2.5, "update chunk 3"))
     found = series.phases(replace(toy(), spans=tuple(spans)))
     assert [phase.name for phase in found] == ["forward", "backward", "forward", "backward"]
 

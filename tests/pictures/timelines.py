@@ -23,7 +23,7 @@ def toy(source: str = "predicted", slower: float = 1.0) -> Timeline:
             now = begin + 0.001 * slower
             spans.append(Span(Track.COMPUTE, begin, now, f"{phase} layers.{layer}", len(samples) - 1))
     spans.append(Span(Track.NVME_READ, now, now + 0.002, "update chunk 0", -1, 0, 6 * MIB))
-    spans.append(Span(Track.ADAM, now + 0.001, now + 0.003, "update chunk 0", -1, 0))
+    spans.append(Span(Track.UPDATE, now + 0.001, now + 0.003, "update chunk 0", -1, 0))
     moments = tuple(span.name for span in spans if span.track is Track.COMPUTE)
     budgets = {Tier.GPU: 3 * MIB, Tier.CPU: 64 * MIB, Tier.NVME: 8 * MIB}
     return Timeline(

@@ -97,6 +97,6 @@ def machine(source: str = "measured by hand", **figures: float) -> Hardware:
         "gpu_flops_bf16": 1e12, "gpu_flops_fp32": 1e12, "gpu_bandwidth": 1e15, "gpu_op_seconds": 1e-9,
         "cpu_flops_bf16": 1e11, "cpu_flops_fp32": 1e11, "cpu_op_seconds": 1e-9, "dram_bandwidth": 1e15,
         "h2d": layer / 2e-3, "d2h": layer / 4e-3, "nvme_read": layer / 20e-3, "nvme_write": layer / 40e-3,
-        "adam_cpu": 10e-3 / NUMEL, "interconnect": layer / 8e-3,
+        "update_cpu": 10e-3 / NUMEL, "interconnect": layer / 8e-3,
     }  # fmt: skip
     return Hardware("round", {key: Figure(value, source) for key, value in {**values, **figures}.items()})

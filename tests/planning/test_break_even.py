@@ -24,17 +24,17 @@ def spans_of(compute: float, update_on_gpu: float, fetch: float, activations: fl
         Span(Track.COMPUTE, 0.0, update_on_gpu, "update chunk 1", chunk=1),
         Span(Track.H2D, 0.0, fetch, "fetch chunk 0", moment=0, chunk=0),
         Span(Track.H2D, 0.0, activations, "restore", moment=0),
-        Span(Track.ADAM, 0.0, adam, "update chunk 0", chunk=0),
+        Span(Track.UPDATE, 0.0, adam, "update chunk 0", chunk=0),
     ]
 
 
 def test_tracks_are_told_apart_by_what_grows() -> None:
     step = timeline(spans_of(8.0, 1.0, 3.0, 2.0, 5.0), 10.0)
     assert track_times(step) == {
-        Track.COMPUTE: TrackTime(8.0, 1.0), Track.H2D: TrackTime(2.0, 3.0), Track.ADAM: TrackTime(0.0, 5.0),
+        Track.COMPUTE: TrackTime(8.0, 1.0), Track.H2D: TrackTime(2.0, 3.0), Track.UPDATE: TrackTime(0.0, 5.0),
     }  # fmt: skip
     repeated = track_times(step, Grow.ACCUMULATE)
-    assert repeated[Track.H2D] == TrackTime(5.0, 0.0) and repeated[Track.ADAM] == TrackTime(0.0, 5.0)
+    assert repeated[Track.H2D] == TrackTime(5.0, 0.0) and repeated[Track.UPDATE] == TrackTime(0.0, 5.0)
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ def test_the_serial_schedule_adds_up() -> None:
 
 
 def test_without_work_there_is_none() -> None:
-    assert break_even(timeline([Span(Track.ADAM, 0.0, 1.0, "update", chunk=0)], 1.0)) is None
+    assert break_even(timeline([Span(Track.UPDATE, 0.0, 1.0, "update", chunk=0)], 1.0)) is None
     assert break_even(timeline(spans_of(1.0, 0.0, 0.0, 0.0, 1.0), 1.0, tokens=0)) is None
 
 

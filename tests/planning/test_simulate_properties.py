@@ -128,7 +128,7 @@ def test_more_bandwidth_is_never_slower(plan: Plan, figure: str) -> None:
     hardware = machine(dram_bandwidth=2e10)
     faster = hardware.with_figures("measured", **{figure: 3 * hardware.figures[figure].value})
     assert simulate(plan, faster).step_seconds <= simulate(plan, hardware).step_seconds * (1 + 1e-9)
-    slower_adam = hardware.with_figures("measured", adam_cpu=2 * hardware.figures["adam_cpu"].value)
+    slower_adam = hardware.with_figures("measured", update_cpu=2 * hardware.figures["update_cpu"].value)
     assert simulate(plan, slower_adam).step_seconds >= simulate(plan, hardware).step_seconds * (1 - 1e-9)
 
 

@@ -36,10 +36,10 @@ def test_every_rank_has_its_own_view(where: str, pool_of: Callable[[int], Pool],
     for timeline, moved, waited in pool_of(2).run(record, job):
         assert timeline.moved == moved and "1 of 2 ranks" in timeline.title
         tracks = {span.track for span in timeline.spans}
-        assert {Track.COMPUTE, Track.GATHER, Track.REDUCE, Track.ADAM} <= tracks
+        assert {Track.COMPUTE, Track.GATHER, Track.REDUCE, Track.UPDATE} <= tracks
         assert {"other ranks", "all-gather", "reduce-scatter"} <= timeline.stalls.keys()
         assert "other ranks" in waited
-        for track in (Track.COMPUTE, Track.ADAM, Track.GATHER, Track.REDUCE):
+        for track in (Track.COMPUTE, Track.UPDATE, Track.GATHER, Track.REDUCE):
             end = 0.0
             for span in timeline.spans:
                 if span.track is track:

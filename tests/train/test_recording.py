@@ -50,7 +50,7 @@ def step(model: Any, optimizer: Any, num_micro: int = 1) -> None:
 def check(timeline: Timeline, model: Any, *, alone: bool = True) -> None:
     """What holds for every recorded step; ``alone``: nothing was done beside it, and its updates ran inside it."""
     assert [span.start for span in timeline.spans] == sorted(span.start for span in timeline.spans)
-    for track in (Track.COMPUTE, Track.ADAM):
+    for track in (Track.COMPUTE, Track.UPDATE):
         end = 0.0
         for span in timeline.spans:
             if span.track is track:
@@ -65,7 +65,7 @@ def check(timeline: Timeline, model: Any, *, alone: bool = True) -> None:
     assert busy[Track.COMPUTE] + stalls <= timeline.step_seconds * (1 + 1e-9)
     engine = model._gemini_engine
     if not engine.config.overlap:  # whatever is done, computing waits for it
-        assert busy.get(Track.ADAM, 0.0) <= stalls * (1 + 1e-9)
+        assert busy.get(Track.UPDATE, 0.0) <= stalls * (1 + 1e-9)
     waited = model.memory_report()["stalls"]
     # The report's waits are around those that are recorded, and count to the outermost cause.
     assert not alone or stalls <= sum(waited.values()) * (1 + 1e-9)
@@ -105,7 +105,7 @@ def test_a_step_is_where_its_time_and_its_bytes_went(
     phases = {name.split()[0] for name in timeline.moments}
     assert phases == {"forward", "loss", "backward"}
     assert {"forward model.layers.0", "backward model.layers.0"} <= set(timeline.moments)
-    assert timeline.stalls["update"] >= timeline.busy[Track.ADAM]
+    assert timeline.stalls["update"] >= timeline.busy[Track.UPDATE]
     peak = timeline.peaks[model._gemini_engine.device.tier]
     assert peak > timeline.samples[-1].total(model._gemini_engine.device.tier) - 1, "windows came and went"
 
@@ -129,7 +129,7 @@ def test_an_overlapped_step_shows_what_ran_beside_computing(device: str, gradien
     check(third, model, alone=False)
     assert second.step_seconds == tail.next_start - tail.start, "to the first forward of the third"
     assert all(0 <= span.start < span.stop <= second.step_seconds * (1 + 1e-9) for span in second.spans)
-    updates = [span for span in third.spans if span.track is Track.ADAM and span.name.startswith("update chunk")]
+    updates = [span for span in third.spans if span.track is Track.UPDATE and span.name.startswith("update chunk")]
     assert {span.chunk for span in updates} == {chunk.spec.index for chunk in engine.chunks}
     assert sum(third.stalls.values()) < third.step_seconds and set(third.stalls) <= {
         "update", "fetch from nvme", "fetch from cpu", "gradient landing",
@@ -233,7 +233,7 @@ def test_updates_that_a_step_left_in_flight_are_waited_for(inside: bool, tmp_pat
 
     def drain() -> None:
         recorder = engine.mover.recorder
-        recorder.add(Track.ADAM, recorder.clock(), recorder.clock() + 3600, "update chunk 99", 99)
+        recorder.add(Track.UPDATE, recorder.clock(), recorder.clock() + 3600, "update chunk 99", 99)
 
     with model.recording() as recording:
         step(model, optimizer)
@@ -334,7 +334,7 @@ def test_a_timeline_reads_well(tmp_path: Path) -> None:
     assert "computing waited for: " in text and "fetch from nvme" in text
 
 
-@pytest.mark.parametrize(("device", "ranges"), [("cpu", {"adam", "fetch"}), ("standin", {"adam", "fetch", "land"})])
+@pytest.mark.parametrize(("device", "ranges"), [("cpu", {"update", "fetch"}), ("standin", {"update", "fetch", "land"})])
 def test_a_profile_of_all_threads_shows_the_tracks_and_a_plain_one_does_not(
     device: str, ranges: set[str], tmp_path: Path
 ) -> None:

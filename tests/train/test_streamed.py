@@ -204,7 +204,7 @@ def test_bytes_held_and_moved_are_the_plan_s(gradients: str, homes: dict[str, fl
 
 def test_auto_streams_on_a_machine_whose_link_beats_its_host(tmp_path: Path) -> None:
     figures = {
-        "h2d": 1e13, "d2h": 1e13, "gpu_bandwidth": 1e13, "adam_cpu": 5e-9, "adam_gpu": 1e-12, "nvme_read": 1e9,
+        "h2d": 1e13, "d2h": 1e13, "gpu_bandwidth": 1e13, "update_cpu": 5e-9, "update_gpu": 1e-12, "nvme_read": 1e9,
         "nvme_write": 1e9, "gpu_flops_bf16": 1e15,
     }  # fmt: skip
     machine = Hardware("made up", {key: Figure(value, "a test") for key, value in figures.items()})

@@ -155,7 +155,7 @@ class Tile:
                   for kind, view in views.items()}  # fmt: skip
             grad = self._grad_of(*several[0]) if landed is None else of[GRAD]
             segments = [rules.Segment(a - first, b - first, s.scalars, self._where(a, s)) for a, b, s in several]
-            with NOTHING if recorder is None else recorder.span(Track.ADAM, *self._told):
+            with NOTHING if recorder is None else recorder.span(Track.UPDATE, *self._told):
                 self._rule.run(of[WEIGHTS], of.get(RESIDUAL), of, grad, segments, self.stop)
 
     def _where(self, start: int, segment: Segment) -> rules.Where | None:
@@ -253,7 +253,7 @@ def update_chunk(engine: Engine, chunk: Chunk, parts: Iterable[Tile]) -> None:
     engine.before_write(chunk)
     try:
         about = engine.mover.about("update", f"update chunk {chunk.spec.index}", chunk.spec.index)
-        with torch.profiler.record_function("gemini::adam"), about:
+        with torch.profiler.record_function("gemini::update"), about:
             for tile in parts:
                 try:
                     tile.begin()

@@ -215,7 +215,7 @@ class UpdateWorker(JobThread):
     def _update(self, job: UpdateJob, tile: Tile) -> None:
         self._writing.append((job, tile))
         kernels.limit_threads(None if self._is_alone else job.threads)
-        with torch.profiler.record_function("gemini::adam"), self._mover.working(job.working):
+        with torch.profiler.record_function("gemini::update"), self._mover.working(job.working):
             tile.run()
         if tile.staging is None:
             self._writing.pop()
