@@ -30,7 +30,7 @@ class Phase(Enum):
     NESTED = "nested"
 
 
-class Event(Enum):
+class PhaseChange(Enum):
     """What changes the phase."""
 
     BEGIN_FORWARD = "begin forward"
@@ -39,15 +39,15 @@ class Event(Enum):
     END_BACKWARD = "end backward"
 
 
-PHASES: dict[tuple[Phase, Event], Phase] = {
-    (Phase.REST, Event.BEGIN_FORWARD): Phase.FORWARD,
-    (Phase.FORWARD, Event.END_FORWARD): Phase.REST,
-    (Phase.REST, Event.BEGIN_BACKWARD): Phase.BACKWARD,
-    (Phase.BACKWARD, Event.END_BACKWARD): Phase.REST,
-    (Phase.BACKWARD, Event.BEGIN_FORWARD): Phase.NESTED,
-    (Phase.FORWARD, Event.BEGIN_BACKWARD): Phase.NESTED,
-    (Phase.NESTED, Event.END_FORWARD): Phase.BACKWARD,
-    (Phase.NESTED, Event.END_BACKWARD): Phase.FORWARD,
+PHASES: dict[tuple[Phase, PhaseChange], Phase] = {
+    (Phase.REST, PhaseChange.BEGIN_FORWARD): Phase.FORWARD,
+    (Phase.FORWARD, PhaseChange.END_FORWARD): Phase.REST,
+    (Phase.REST, PhaseChange.BEGIN_BACKWARD): Phase.BACKWARD,
+    (Phase.BACKWARD, PhaseChange.END_BACKWARD): Phase.REST,
+    (Phase.BACKWARD, PhaseChange.BEGIN_FORWARD): Phase.NESTED,
+    (Phase.FORWARD, PhaseChange.BEGIN_BACKWARD): Phase.NESTED,
+    (Phase.NESTED, PhaseChange.END_FORWARD): Phase.BACKWARD,
+    (Phase.NESTED, PhaseChange.END_BACKWARD): Phase.FORWARD,
 }
 
 
@@ -96,7 +96,7 @@ class StepState:
         """Whether params are ordinary ones now: a forward, a backward or ``gathered()`` is under way."""
         return self.phase is not Phase.REST or self.num_gathered > 0
 
-    def change(self, event: Event) -> None:
+    def change(self, event: PhaseChange) -> None:
         """The phase after ``event``.
 
         Raises:
@@ -110,15 +110,15 @@ class StepState:
 
     def begin_forward(self) -> None:
         """The outermost module of a forward computes."""
-        self.change(Event.BEGIN_FORWARD)
+        self.change(PhaseChange.BEGIN_FORWARD)
 
     def end_forward(self) -> None:
         """No module computes any more, in any thread."""
-        self.change(Event.END_FORWARD)
+        self.change(PhaseChange.END_FORWARD)
 
     def begin_backward(self) -> None:
         """The first gradient of a backward arrives."""
-        self.change(Event.BEGIN_BACKWARD)
+        self.change(PhaseChange.BEGIN_BACKWARD)
         self.backward_number += 1
         self.num_unsettled = max(self.num_unsettled, 1)  # one, with the forward that it belongs to
 
@@ -128,7 +128,7 @@ class StepState:
 
     def end_backward(self) -> None:
         """The whole graph is done, or was abandoned."""
-        self.change(Event.END_BACKWARD)
+        self.change(PhaseChange.END_BACKWARD)
         self.takes_gradients = False
 
     def settle(self) -> None:

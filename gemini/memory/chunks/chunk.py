@@ -13,8 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from gemini.memory.chunks.states import Event as UseEvent
-from gemini.memory.chunks.states import Use, step
+from gemini.memory.chunks.states import Use, UseChange, step
 from gemini.memory.devices.device import DONE, Device, Event, Window
 from gemini.memory.nvme import SpillFile
 from gemini.planning.layout import ChunkSpec, page_up
@@ -198,5 +197,5 @@ class Chunk:
         """The weights' home is about to change: nothing may be on its way out of it any more."""
         self.fetched.wait_until_over()
 
-    def step(self, event: UseEvent) -> None:
+    def step(self, event: UseChange) -> None:
         self.use = step(self.use, event, self.name)

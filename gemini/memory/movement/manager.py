@@ -17,8 +17,7 @@ from collections.abc import Callable, Iterable
 
 from gemini.errors import BudgetExceeded, human_bytes
 from gemini.memory.chunks.chunk import Chunk
-from gemini.memory.chunks.states import Event as UseEvent
-from gemini.memory.chunks.states import Use
+from gemini.memory.chunks.states import Use, UseChange
 from gemini.memory.devices.device import Device, Event, Window
 from gemini.memory.movement.fetches import Fetches
 from gemini.memory.movement.foresight import Foresight
@@ -96,7 +95,7 @@ class Manager:
             self.refresh_lent()
         self.fetches.let_compute_wait(chunk)
         if chunk.use is not Use.COMPUTE:
-            chunk.step(UseEvent.ACQUIRE)
+            chunk.step(UseChange.ACQUIRE)
             chunk.grads_complete = False
         chunk.pins += 1
         chunk.ahead = False
@@ -111,18 +110,18 @@ class Manager:
         chunk.pins -= 1
         if chunk.pins == 0:
             self.foresight.released(chunk.spec.index)
-            chunk.step(UseEvent.RELEASE)
+            chunk.step(UseChange.RELEASE)
             if chunk.stale:
                 self.drop([chunk])
             elif chunk.grads_complete:
-                chunk.step(UseEvent.GRADS)
+                chunk.step(UseChange.GRADS)
 
     def grads_complete(self, chunk: Chunk) -> None:
         """Every gradient of the chunk has arrived: once released, it is the first to go."""
         if chunk.use is Use.COMPUTE:
             chunk.grads_complete = True
         elif chunk.use is Use.HOLD:
-            chunk.step(UseEvent.GRADS)
+            chunk.step(UseChange.GRADS)
 
     def drop(self, chunks: Iterable[Chunk]) -> None:
         """Forget gathered copies that an update of the weights has overtaken; at their release if they are in use.
@@ -266,7 +265,7 @@ class Manager:
         except BaseException:
             self.depopulate(chunk.window, "windows")
             raise
-        chunk.step(UseEvent.FETCH)
+        chunk.step(UseChange.FETCH)
         chunk.ahead = True
 
     def _await_arrival(self, chunk: Chunk) -> None:
@@ -276,7 +275,7 @@ class Manager:
             StorageError: if that fails too; the chunk is as it was before.
         """
         if self.fetches.arrive(chunk):
-            chunk.step(UseEvent.ARRIVE)
+            chunk.step(UseChange.ARRIVE)
             self._count_arrival(chunk)
         else:
             self._fail(chunk)
@@ -289,7 +288,7 @@ class Manager:
 
     def _fail(self, chunk: Chunk) -> None:
         assert chunk.window is not None
-        chunk.step(UseEvent.FAIL)
+        chunk.step(UseChange.FAIL)
         self.depopulate(chunk.window, "windows")
 
     def settle(self) -> None:
@@ -398,8 +397,8 @@ class Manager:
         except BaseException:
             self.depopulate(chunk.window, "windows")
             raise
-        chunk.step(UseEvent.FETCH)
-        chunk.step(UseEvent.ARRIVE)
+        chunk.step(UseChange.FETCH)
+        chunk.step(UseChange.ARRIVE)
         self._count_arrival(chunk)
 
     def _count_arrival(self, chunk: Chunk) -> None:
@@ -408,7 +407,7 @@ class Manager:
         chunk.stale = False
 
     def _evict(self, chunk: Chunk) -> None:
-        chunk.step(UseEvent.EVICT)
+        chunk.step(UseChange.EVICT)
         self.num_evictions += 1
         chunk.stale = chunk.ahead = False
         self._overtaken.pop(chunk.spec.index, None)
