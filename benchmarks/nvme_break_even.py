@@ -2,7 +2,7 @@
 
     python benchmarks/nvme_break_even.py --spill /scratch --report benchmarks/reports/nvme_break_even_<box>_<date>.md
 
-Two copies of one Llama live in one process: all in memory, and with residuals, moments and retained gradients in the
+Two copies of one Llama live in one process: all in memory, and with residuals, states and retained gradients in the
 spill file (``--weights`` puts the weights there too; with ``--gradients transient`` updates begin inside backward, and
 no gradient is kept). For every number of tokens they take turns, some steps each; a
 step is counted from one forward's beginning to the next one's, and what is in flight at the end of a turn is waited for

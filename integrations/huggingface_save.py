@@ -1,7 +1,7 @@
 """Checkpoints of a ``GeminiTrainer``: ``checkpoint-N`` is an ordinary Trainer checkpoint with ``gemini/`` in it.
 
 Weights, config, tokenizer, scheduler, the scaler of fp16, RNGs and the Trainer's state are the Trainer's own files;
-``gemini/`` takes the place of ``optimizer.pt`` (masters, moments, step counts). All of it is written to
+``gemini/`` takes the place of ``optimizer.pt`` (masters, states, step counts). All of it is written to
 ``.saving/checkpoint-N`` and renamed when it is whole, because transformers' ``get_last_checkpoint`` judges by name
 alone.
 """
@@ -53,7 +53,7 @@ def start_staging(run_dir: str, accelerator: Any) -> None:
 
 
 def save_states(trainer: Any, output_dir: str) -> None:
-    """Masters, moments and step counts, and the scheduler in the Trainer's own form. All ranks call."""
+    """Masters, states and step counts, and the scheduler in the Trainer's own form. All ranks call."""
     if trainer.args.enable_jit_checkpoint and any(h.has_grad for h in trainer.model._gemini_engine.handles):
         trainer.model.zero_grad()  # asked to stop between backward and step: the checkpoint is that of the last step
         if trainer._gemini_random is not None:

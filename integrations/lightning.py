@@ -3,7 +3,7 @@
 Importing this module registers the name. The strategy makes the LightningModule itself a managed model, turns
 ``torch.optim.AdamW`` and ``Adam`` into ``HybridAdam``, and takes precision and clipping out of Lightning's hands: no
 autocast, and in fp16 a ``gemini.GradScaler``. Processes, samplers and logging are those of Lightning's DDPStrategy.
-Checkpoints are ordinary Lightning files with exact fp32 masters and moments, written from the chunks param by param.
+Checkpoints are ordinary Lightning files with exact fp32 masters and states, written from the chunks param by param.
 """
 
 from __future__ import annotations
@@ -240,7 +240,7 @@ class GeminiStrategy(DDPStrategy):
         return Promises(self.engine.by_names).model_state(super(GeminiDDP, self.managed))
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """As ``torch.optim.AdamW`` has it, the moments named but not read."""
+        """As ``torch.optim.AdamW`` has it, the states named but not read."""
         optimizer = getattr(optimizer, "_optimizer", optimizer)
         if not isinstance(optimizer, HybridAdam):
             return super().optimizer_state(optimizer)

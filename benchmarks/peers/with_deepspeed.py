@@ -2,7 +2,7 @@
 
     deepspeed-cpu             offload_param and offload_optimizer to "cpu"
     deepspeed-nvme            both to "nvme", in the least memory; ``max_in_cpu`` as it comes (1e9 elements), so that
-                              weights this small stay in memory and only masters, moments and gradients do not
+                              weights this small stay in memory and only masters, states and gradients do not
     deepspeed-nvme-pipelined  the same with pipeline_read and pipeline_write: more buffers
     deepspeed-nvme-all        as deepspeed-nvme, with ``max_in_cpu`` 0: the weights are on the drive too
 

@@ -36,7 +36,7 @@ _LARGE_SPREAD = 0.1
 _PLANES = [
     (getattr(torch, spec.dtype), spec.block_bytes) for spec in plane_specs("bf16", "retain", trainable=True).values()
 ]
-"""Of an update in bf16: weights, residual, Adam's two moments, and the gradient."""
+"""Of an update in bf16: weights, residual, Adam's two states, and the gradient."""
 _STATE_BYTES = tuple(size for _, size in _PLANES[:-1])
 """Per param of what an update writes; one request each per tile."""
 _ADAM_BYTES = sum(size for _, size in _PLANES)

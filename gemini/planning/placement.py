@@ -24,9 +24,9 @@ class StaticPlacement:
 
     Args:
         weights_on_gpu: gathered for good on the accelerator (first chunks first). Ignored with a warning without one.
-        optimizer_on_gpu: residual and moments there, so that their update runs there (first chunks first).
+        optimizer_on_gpu: residual and states there, so that their update runs there (first chunks first).
         weights_on_nvme: weights in the spill file (last chunks first).
-        optimizer_on_nvme: residual, moments and retained gradients in the spill file (last chunks first).
+        optimizer_on_nvme: residual, states and retained gradients in the spill file (last chunks first).
         updates_on_gpu: of the states that live in host memory: streamed through the accelerator for their update, which
             runs there (first chunks first). Ignored with a warning without one.
     """

@@ -153,11 +153,11 @@ class Engine:
     # ---- phases -------------------------------------------------------------------------------------------------
 
     def before_write(self, chunk: Chunk) -> None:
-        """Masters or moments of a chunk are about to change."""
+        """Masters or states of a chunk are about to change."""
         self.write_observers.before_write(chunk)
 
     def restored(self) -> None:
-        """Masters and moments are those of a checkpoint: what belongs to the ones before is gone."""
+        """Masters and states are those of a checkpoint: what belongs to the ones before is gone."""
         self.discard_grads()
         self.state.mark_restored()
         self.manager.drop(self.chunks)

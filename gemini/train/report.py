@@ -25,7 +25,7 @@ class MemoryReport(dict[str, Any]):
     Where one wait has another in it, all of it counts to the outer one's cause.
 
     Each tier has "budget", "used", "peak" and "holders" (bytes by what holds them). "params" counts the managed params,
-    "bytes_per_param" their persistent planes (weights, residual, moments) and "grad_bytes_per_param" what is reserved
+    "bytes_per_param" their persistent planes (weights, residual, states) and "grad_bytes_per_param" what is reserved
     for gradients between backward and update, both over the params that are trained.
 
     On CUDA "allocator" has what others say of the same memory: torch's "allocated" and "reserved" bytes with their

@@ -208,7 +208,7 @@ class StepState:
 
     @property
     def corrupted_by(self) -> str | None:
-        """What broke an update off in the middle: some weights and moments are of this step and some are not."""
+        """What broke an update off in the middle: some weights and states are of this step and some are not."""
         return self._corrupted_by
 
     def mark_corrupted(self, cause: BaseException, *, reported: bool = True) -> None:
@@ -218,7 +218,7 @@ class StepState:
             self._unreported = cause
 
     def mark_restored(self) -> None:
-        """Every master and moment was written anew."""
+        """Every master and state was written anew."""
         self._corrupted_by = self._unreported = None
         self.updated_in_backward = False
 
@@ -230,6 +230,6 @@ class StepState:
         """
         if self._corrupted_by is not None:
             raise GeminiError(
-                f"an update of this model broke off ({self._corrupted_by}): its weights and moments are half of one "
+                f"an update of this model broke off ({self._corrupted_by}): its weights and states are half of one "
                 "step and half of the next. Load the last checkpoint (gemini.load_checkpoint) or make the model anew"
             ) from self._unreported

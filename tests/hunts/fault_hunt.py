@@ -271,7 +271,7 @@ def check_message(kind: str, error: BaseException) -> None:
 
 def same_world(recipe: Recipe, model: Any, optimizer: gemini.HybridAdam, world: World, what: str) -> None:
     same_all(model.state_dict(dtype=torch.float32), world.masters, f"masters {what}")
-    same_all(optimizer.state_dict()["state"], world.states, f"moments {what}")
+    same_all(optimizer.state_dict()["state"], world.states, f"states {what}")
 
 
 def attempt(schedule: Schedule, faults: Faults, chosen: int, directory: Path) -> tuple[str, str] | None:

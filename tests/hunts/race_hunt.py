@@ -6,7 +6,7 @@
 Each seed draws *what* is trained (model, precision, gradients, clipping: a recipe) and *how* (device, budgets, homes,
 overlap, threads, the clock of the stand-in device, pauses around reads, writes and updates, Python's switch interval,
 and reads of the state at random points: a schedule). What is trained runs once more on the CPU, all in memory and
-serial; every loss, norm, weight, moment and everything that was read in between must be the same bits. Fresh windows
+serial; every loss, norm, weight, state and everything that was read in between must be the same bits. Fresh windows
 are filled with NaN and the learning rate is spoiled as soon as ``step()`` has returned, so that whoever comes too early
 or too late is found out. After each seed no thread and no open file may be left. A failure prints its seed and its
 draw; the exit code is 1.
@@ -488,7 +488,7 @@ class Reader:
             if point == "backward" and not self.recipe.in_backward:
                 kinds.append("full_grad")
             if point in ("step", "end"):
-                kinds += ["state_dict", "masters", "moments", "full_state", "invariants"]
+                kinds += ["state_dict", "masters", "states", "full_state", "invariants"]
             if point == "end":
                 kinds += ["save", "save behind", "load"]
             kind = self.rng.choice(kinds)
@@ -521,7 +521,7 @@ class Reader:
             same_all(model.state_dict(), world.weights, what)
         elif kind == "masters":
             same_all(model.state_dict(dtype=torch.float32), world.masters, what)
-        elif kind == "moments":
+        elif kind == "states":
             same_all(self.optimizer.state_dict()["state"], world.states, what)
         elif kind == "full_state":
             self.optimizer.full_state(name)
@@ -565,12 +565,12 @@ def run(schedule: Schedule, directory: Path) -> Counter[str]:
         assert found.losses == steps.losses, ("losses", found.losses, steps.losses)
         assert found.norms == steps.norms, ("norms", found.norms, steps.norms)
         same_all(model.state_dict(dtype=torch.float32), worlds[-1].masters, "final masters")
-        same_all(optimizer.state_dict()["state"], worlds[-1].states, "final moments")
+        same_all(optimizer.state_dict()["state"], worlds[-1].states, "final states")
         if reader.saved_at >= 0:
             assert gemini.load_checkpoint(reader.checkpoint, model, optimizer) == reader.saved_at
             world = worlds[reader.saved_at]
             same_all(model.state_dict(dtype=torch.float32), world.masters, f"masters saved after {reader.saved_at}")
-            same_all(optimizer.state_dict()["state"], world.states, f"moments saved after {reader.saved_at}")
+            same_all(optimizer.state_dict()["state"], world.states, f"states saved after {reader.saved_at}")
         check_invariants(model)
         reader.seen["evictions"] = model._gemini_engine.manager.num_evictions
         seen = reader.seen + jobs

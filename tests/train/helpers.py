@@ -247,7 +247,7 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def assert_same_state(model: Any, plain: Plain) -> None:
-    """Weights, masters, moments and step counts of a managed model are those of the plain loop; nothing is pinned."""
+    """Weights, masters, states and step counts of a managed model are those of the plain loop; nothing is pinned."""
     engine = engine_of(model)
     engine.check_invariants()
     for name, param in plain.model.named_parameters():

@@ -250,7 +250,7 @@ class Gate:
 
 def test_tiles_go_through_in_a_pipeline_over_the_borders_of_chunks(tmp_path: Path) -> None:
     """The first copy out is held until every slot is on its way in: had each tile been waited for, it would stay so."""
-    slots = 5 * DEVICE_SLOTS  # of each tile weights, residual, both moments, and the gradient
+    slots = 5 * DEVICE_SLOTS  # of each tile weights, residual, both states, and the gradient
 
     def hold(stream: str, number: int) -> None:
         if (stream, number) == ("update out", 1):

@@ -1,6 +1,6 @@
 """A chunk at run time: its planes at their homes, the window in which its weights are gathered, and its state.
 
-A *plane* is one kind of content (weights, residual, moments, gradient) and has exactly one home, in memory or in the
+A *plane* is one kind of content (weights, residual, states, gradient) and has exactly one home, in memory or in the
 spill file; ``load`` and ``store`` move element ranges of it through host tensors. The gathered weights that modules
 read are ``Chunk.flat``: the weights plane itself where its home is the computing tier (a *resident* chunk), else a
 window whose content is a clean copy that may be dropped at any time nobody reads it.

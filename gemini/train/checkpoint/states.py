@@ -1,4 +1,4 @@
-"""What a checkpoint keeps besides masters and moments: optimizer groups, plain params, buffers, RNG states, schedulers.
+"""What a checkpoint keeps besides masters and states: optimizer groups, plain params, buffers, RNG states, schedulers.
 
 Each comes with what refuses saved ones that could not be put back, so that putting back cannot fail half way. A
 scheduler, whose class may be anybody's, is given the saved state for a moment to see whether it takes it.

@@ -201,7 +201,7 @@ class GradientStore:
         """Turn the grad planes of ``chunks`` into fp32 sums, all of them or none.
 
         Args:
-            idle: no update is in flight, so that moments may make way for what the sums need.
+            idle: no update is in flight, so that states may make way for what the sums need.
 
         Raises:
             BudgetExceeded: if there is no room; what was retained is as it was, and so is the ledger.
@@ -236,7 +236,7 @@ class GradientStore:
     def _make_wide(self, narrow: list[Chunk], may_move: int | None) -> list[Plane]:
         """Planes for the sums, and staging if they need it: everything is reserved here, or nothing.
 
-        Staging goes last, else first, and at last some moments make way for it: ``may_move`` is how many bytes the sums
+        Staging goes last, else first, and at last some states make way for it: ``may_move`` is how many bytes the sums
         may then need below, None for never.
 
         Raises:
@@ -257,7 +257,7 @@ class GradientStore:
             chunks = {handle.chunk.spec.index: handle.chunk for handle in self._handles}.values()
             staging = self._mover.staging.num_bytes
             move_moments_down(chunks, staging, may_move, ledger=self._ledger, mover=self._mover, spill=self._spill)
-            self._mover.staging.reserve()  # for good: the moments need it from now on
+            self._mover.staging.reserve()  # for good: the states need it from now on
             return self._try_wide(narrow, staging_first=False)
 
     def _try_wide(self, narrow: list[Chunk], *, staging_first: bool) -> list[Plane]:
