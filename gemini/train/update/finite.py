@@ -18,7 +18,7 @@ from gemini.memory.chunks.chunk import Chunk
 from gemini.memory.movement.mover import Mover
 from gemini.rules import UpdateRule
 from gemini.train.params.guard import ParamHandle
-from gemini.train.update.tiles import Path, Work, check_finite, path_of
+from gemini.train.update.tiles import ChunkUpdate, Path, check_finite, path_of
 
 if TYPE_CHECKING:
     from gemini.train.engine import Engine
@@ -39,20 +39,20 @@ class Unseen:
         self.num_chunks = 0
         """Handed over for their update since :meth:`look` was called, on the device and on the host."""
 
-    def stop_for(self, work: Work) -> torch.Tensor | None:
+    def stop_for(self, update: ChunkUpdate) -> torch.Tensor | None:
         """The flag that stops an update if a gradient that autograd left is not finite; None if none has to.
 
         Raises:
             NonFiniteGradient: for an update on the host, which looks at once; nothing of this chunk was touched.
         """
-        grads = [grad for _, grad in work.grads()]
-        stops = work.path is Path.ON_DEVICE and work.rule.stops_on_device
+        grads = [grad for _, grad in update.grads()]
+        stops = update.path is Path.ON_DEVICE and update.rule.stops_on_device
         if not (grads and stops and kernels.leaves_sums_there(grads[0])):
-            check_finite(work)
+            check_finite(update)
             return None
         flag = kernels.new_flag(grads[0])
         sums = [kernels.sum_squares(grad, flag) for grad in grads]
-        self._updates.append(_Update([segment.handle for segment in work.segments], sums))
+        self._updates.append(_Update([param.handle for param in update.params], sums))
         return flag
 
     def stop_for_landed(

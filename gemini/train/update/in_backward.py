@@ -36,7 +36,7 @@ def use_in_backward(engine: Engine, handle: ParamHandle, grad: torch.Tensor) -> 
             f'gradients="transient": no HybridAdam(step_in_backward=True) owns {handle.name!r}, so its gradient '
             "would be lost. Give all trained params to the optimizer before the first backward, or freeze this one"
         )
-    engine.updates.collect(optimizer.segment_in_backward(engine, handle, grad.detach().contiguous().view(-1)))
+    engine.updates.collect(optimizer.param_update(engine, handle, grad.detach().contiguous().view(-1)))
     handle.in_backward = engine.state.backward_number
 
 
@@ -76,7 +76,7 @@ def step_landed(engine: Engine, chunk: Chunk) -> None:
     if stop is None:
         engine.gradients.check_finite(handles)
     for handle, optimizer in ready:
-        engine.updates.collect(optimizer.segment_in_backward(engine, handle, None))
+        engine.updates.collect(optimizer.param_update(engine, handle, None))
         handle.norm_sums = None
         handle.in_backward = engine.state.backward_number
     engine.updates.complete(chunk, stop=stop)

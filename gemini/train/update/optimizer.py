@@ -32,7 +32,7 @@ from gemini.train.update import optimizer_checks as checks
 from gemini.train.update import optimizer_states as states_of
 from gemini.train.update.adam_options import refuse_options
 from gemini.train.update.optimizer_checks import loaded_group
-from gemini.train.update.tiles import Segment
+from gemini.train.update.tiles import ParamUpdate
 
 Group = dict[str, Any]
 
@@ -315,7 +315,7 @@ class HybridOptimizer(torch.optim.Optimizer):
 
     # ---- managed params -----------------------------------------------------------------------------------------
 
-    def segment_in_backward(self, engine: Engine, handle: ParamHandle, grad: torch.Tensor | None) -> Segment:
+    def param_update(self, engine: Engine, handle: ParamHandle, grad: torch.Tensor | None) -> ParamUpdate:
         """The gradient of one param is complete: how to update it (``step_in_backward``). None: it is in its plane."""
         self._check_mode(engine)
         if self._backward_checked != engine.state.backward_number:  # before the first update of this backward
@@ -324,7 +324,7 @@ class HybridOptimizer(torch.optim.Optimizer):
                 self.check_group(group, f"param group {number}")
         group = next(g for g in self.param_groups if any(p is handle.param for p in g["params"]))
         scale = 1.0 if grad is not None else engine.state.clip_coefficient * engine.grad_unscale * handle.clip
-        return Segment(handle, self.rule.scalars(group, handle.num_steps + 1, scale), grad)
+        return ParamUpdate(handle, self.rule.scalars(group, handle.num_steps + 1, scale), grad)
 
     def _step_managed(self, managed: list[tuple[ParamHandle, Group]], refusal: Exception | None) -> None:
         """``refusal``: what is wrong with this rank's groups; ranks that differ are told first that they do."""
@@ -353,13 +353,13 @@ class HybridOptimizer(torch.optim.Optimizer):
         engine.gradients.check_finite(handles)
         engine.exposure.check({handle.chunk.spec.index: handle.chunk for handle in handles}.values())
         scale = engine.state.clip_coefficient * engine.grad_unscale
-        by_chunk: dict[int, list[Segment]] = {}
+        by_chunk: dict[int, list[ParamUpdate]] = {}
         scalars: dict[tuple[int, int, float], Any] = {}
         for handle, group in ready:
             key = (id(group), handle.num_steps, handle.clip)
             if key not in scalars:
                 scalars[key] = self.rule.scalars(group, handle.num_steps + 1, scale * handle.clip)
-            by_chunk.setdefault(handle.chunk.spec.index, []).append(Segment(handle, scalars[key]))
+            by_chunk.setdefault(handle.chunk.spec.index, []).append(ParamUpdate(handle, scalars[key]))
         try:
             note_writes(handles)
             for handle in handles:

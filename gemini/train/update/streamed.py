@@ -17,7 +17,7 @@ from gemini.memory.movement.mover import Mover
 from gemini.memory.movement.staging import StagingSet
 from gemini.planning.planes import GRAD
 from gemini.tiers import Tier
-from gemini.train.update.tiles import Segment, Tile, Work, cut
+from gemini.train.update.tiles import ChunkUpdate, ParamUpdate, Tile, cut
 
 if TYPE_CHECKING:
     from gemini.train.engine import Engine
@@ -34,8 +34,10 @@ class StreamedTile(Tile):
             device are there then, and nothing reads the weights any more.
     """
 
-    def __init__(self, mover: Mover, work: Work, segments: list[Segment], first: int, last: int, *, ready: Event):
-        super().__init__(mover, work, segments, first, last)
+    def __init__(
+        self, mover: Mover, update: ChunkUpdate, params: list[ParamUpdate], first: int, last: int, *, ready: Event
+    ):
+        super().__init__(mover, update, params, first, last)
         self._ready = ready
 
     def begin(self) -> None:
@@ -67,15 +69,15 @@ class StreamedTile(Tile):
                 self._events.append(self._mover.under_way(Tier.GPU, Tier.CPU, view.nbytes, copy, *self._told))
 
 
-def streamed_tiles(mover: Mover, work: Work, tile: int, ready: Event) -> Iterator[StreamedTile]:
+def streamed_tiles(mover: Mover, update: ChunkUpdate, tile: int, ready: Event) -> Iterator[StreamedTile]:
     """The tiles of a streamed update, in order."""
-    for first, last, active in cut(work, tile):
-        yield StreamedTile(mover, work, active, first, last, ready=ready)
+    for first, last, active in cut(update, tile):
+        yield StreamedTile(mover, update, active, first, last, ready=ready)
 
 
-def streamed_in_turn(engine: Engine, work: Work) -> Iterator[StreamedTile]:
+def streamed_in_turn(engine: Engine, update: ChunkUpdate) -> Iterator[StreamedTile]:
     """The same through the one slot of the thread that trains, where there is no update worker."""
     slot: StagingSet = engine.mover.staging.on_device[0]
-    for tile in streamed_tiles(engine.mover, work, slot.tile, engine.device.mark()):
+    for tile in streamed_tiles(engine.mover, update, slot.tile, engine.device.mark()):
         tile.staging = slot
         yield tile

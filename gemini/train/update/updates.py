@@ -22,7 +22,7 @@ from gemini.train.params.guard import note_writes
 from gemini.train.update.finite import Unseen
 from gemini.train.update.streamed import streamed_in_turn
 from gemini.train.update.threads import update_threads
-from gemini.train.update.tiles import Path, Segment, Work, path_of, tiles_of, update_chunk
+from gemini.train.update.tiles import ChunkUpdate, ParamUpdate, Path, path_of, tiles_of, update_chunk
 from gemini.train.update.worker import UpdateJob, UpdateWorker
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class Updates:
         self._first_use = first_use
         self._jobs: dict[int, UpdateJob] = {}
         self._number = 0
-        self._collected: dict[int, list[Segment]] = {}
+        self._collected: dict[int, list[ParamUpdate]] = {}
         self.unseen = Unseen()
         self._threads = threads
         self._worker: UpdateWorker | None = None
@@ -68,29 +68,29 @@ class Updates:
 
     # ---- handing over -------------------------------------------------------------------------------------------
 
-    def submit(self, segments: Mapping[int, list[Segment]]) -> None:
+    def submit(self, params: Mapping[int, list[ParamUpdate]]) -> None:
         """Update these params, by chunk, in the order of their next use: behind what follows, or now where that cannot
         be.
         """
         engine = self._engine()
-        works = [self._work(engine.chunks[index], own) for index, own in segments.items()]
-        ordered = sorted(works, key=lambda work: self._urgency(work.chunk))
-        jobs, now = list[UpdateJob](), list[Work]()
-        for work in ordered:
-            if self._worker is not None and self._can_wait(self._worker, work):
-                self.wait(work.chunk)  # another optimizer's part of it
-                jobs.append(self._job(work))
+        updates = [self._chunk_update(engine.chunks[index], own) for index, own in params.items()]
+        ordered = sorted(updates, key=lambda update: self._urgency(update.chunk))
+        jobs, now = list[UpdateJob](), list[ChunkUpdate]()
+        for update in ordered:
+            if self._worker is not None and self._can_wait(self._worker, update):
+                self.wait(update.chunk)  # another optimizer's part of it
+                jobs.append(self._job(update))
             else:
-                now.append(work)
+                now.append(update)
         if jobs:
             assert self._worker is not None
             engine.manager.drop([job.chunk for job in jobs])
             for job in jobs:
                 engine.exposure.withdraw(job.chunk)  # a step inside gathered()
             self._put(engine, self._worker, jobs)
-        for work in now:
-            self.wait(work.chunk)
-            self._update_now(work)
+        for update in now:
+            self.wait(update.chunk)
+            self._update_now(update)
         engine.manager.refresh_lent()
 
     def _put(self, engine: Engine, worker: UpdateWorker, jobs: list[UpdateJob]) -> None:
@@ -106,35 +106,35 @@ class Updates:
                     job.finish(e)
             raise
 
-    def _update_now(self, work: Work, stop: torch.Tensor | None = None) -> None:
+    def _update_now(self, update: ChunkUpdate, stop: torch.Tensor | None = None) -> None:
         """``stop``: a flag on the device that stops the update there (:mod:`gemini.train.update.finite`)."""
         engine = self._engine()
-        if work.path is Path.STREAMED:
-            update_chunk(engine, work.chunk, streamed_in_turn(engine, work))
+        if update.path is Path.STREAMED:
+            update_chunk(engine, update.chunk, streamed_in_turn(engine, update))
         else:
-            update_chunk(engine, work.chunk, tiles_of(engine.mover, work, engine.mover.tile, stop))
+            update_chunk(engine, update.chunk, tiles_of(engine.mover, update, engine.mover.tile, stop))
 
-    def _can_wait(self, worker: UpdateWorker, work: Work) -> bool:
+    def _can_wait(self, worker: UpdateWorker, update: ChunkUpdate) -> bool:
         """Whether an update may run beside computing: there is staging if it needs some, else there is a processor.
 
         Where every plane stands on the device, the update is one more thing that it computes. What is streamed always
         goes through the worker, whose slots on the device are all there are.
         """
-        if work.path is Path.IN_PLACE:
+        if update.path is Path.IN_PLACE:
             return self._num_threads() > 0
-        return work.path is Path.STREAMED or (work.path is Path.STAGED and worker.slot_tile > 0)
+        return update.path is Path.STREAMED or (update.path is Path.STAGED and worker.slot_tile > 0)
 
-    def _work(self, chunk: Chunk, segments: list[Segment]) -> Work:
+    def _chunk_update(self, chunk: Chunk, params: list[ParamUpdate]) -> ChunkUpdate:
         engine = self._engine()
-        return Work(chunk, segments, engine.rule, path_of(engine.mover, chunk))
+        return ChunkUpdate(chunk, params, engine.rule, path_of(engine.mover, chunk))
 
     def _num_threads(self) -> int:
         return update_threads(self._threads, self._engine().device.tier)
 
-    def _job(self, work: Work, release: Callable[[], None] | None = None) -> UpdateJob:
+    def _job(self, update: ChunkUpdate, release: Callable[[], None] | None = None) -> UpdateJob:
         return UpdateJob(
-            work,
-            self._urgency(work.chunk),
+            update,
+            self._urgency(update.chunk),
             moved=self._engine().mover.moved,
             threads=max(self._num_threads(), 1),
             ready=self._engine().device.mark(),
@@ -149,41 +149,41 @@ class Updates:
 
     # ---- inside backward ----------------------------------------------------------------------------------------
 
-    def collect(self, segment: Segment) -> None:
+    def collect(self, param: ParamUpdate) -> None:
         """A gradient that is to be used inside backward; with those of its whole chunk (:meth:`complete`)."""
-        self._collected.setdefault(segment.handle.chunk.spec.index, []).append(segment)
+        self._collected.setdefault(param.handle.chunk.spec.index, []).append(param)
 
     def complete(self, chunk: Chunk, *, now: bool = False, stop: torch.Tensor | None = None) -> None:
         """Every gradient of the chunk that will come has come: update what was collected; ``now``: before returning.
 
         ``stop``: a flag on the device that stops the update there, if it runs there; for landed gradients.
         """
-        segments = self._collected.pop(chunk.spec.index, None)
-        if not segments:
+        params = self._collected.pop(chunk.spec.index, None)
+        if not params:
             return
-        work, engine = self._work(chunk, segments), self._engine()
+        update, engine = self._chunk_update(chunk, params), self._engine()
         engine.exposure.look_for_writes(chunk)
         WHOLE.hold(_in_a_backward)  # until the engine says that the backward is over: all of it is one update
         engine.state.note_update_in_backward()
         self.unseen.num_chunks += 1
-        note_writes(segment.handle for segment in segments)
-        for segment in segments:
-            segment.handle.num_steps += 1
-        num_bytes = sum(s.grad.numel() * s.grad.element_size() for s in segments if s.grad is not None)
+        note_writes(param.handle for param in params)
+        for param in params:
+            param.handle.num_steps += 1
+        num_bytes = sum(s.grad.numel() * s.grad.element_size() for s in params if s.grad is not None)
         worker = self._worker
         self.wait(chunk)  # another optimizer's part of it
-        behind = worker is not None and not now and self._can_wait(worker, work) and self._hold(num_bytes)
-        if worker is None or not (behind or work.path is Path.STREAMED):
+        behind = worker is not None and not now and self._can_wait(worker, update) and self._hold(num_bytes)
+        if worker is None or not (behind or update.path is Path.STREAMED):
             if stop is None:
-                stop = self.unseen.stop_for(work)
-            self._update_now(work, stop)
+                stop = self.unseen.stop_for(update)
+            self._update_now(update, stop)
             return
         ledger, tier = engine.ledger, engine.device.tier
 
         def release() -> None:
             ledger.release(tier, num_bytes, HOLDER)
 
-        job = self._job(work, release if behind and num_bytes else None)
+        job = self._job(update, release if behind and num_bytes else None)
         engine.manager.drop([chunk])
         engine.exposure.withdraw(chunk)
         self._put(engine, worker, [job])

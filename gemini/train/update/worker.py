@@ -22,7 +22,7 @@ from gemini.memory.movement.mover import Moved, Mover, Working
 from gemini.memory.movement.staging import StagingSet
 from gemini.memory.movement.worker import Job, JobThread
 from gemini.train.update.streamed import STREAM, streamed_tiles
-from gemini.train.update.tiles import Path, Tile, Work, check_finite, tiles_of
+from gemini.train.update.tiles import ChunkUpdate, Path, Tile, check_finite, tiles_of
 
 
 class UpdateJob(Job):
@@ -40,7 +40,7 @@ class UpdateJob(Job):
 
     def __init__(
         self,
-        work: Work,
+        update: ChunkUpdate,
         urgency: float,
         *,
         moved: Moved,
@@ -51,7 +51,7 @@ class UpdateJob(Job):
         release: Callable[[], None] | None = None,
     ):
         super().__init__(lambda: None, urgency)
-        self.chunk, self.work = work.chunk, work
+        self.chunk, self.update = update.chunk, update
         self.working, self.threads = Working(moved), threads
         self.ready, self.before, self.after, self._release = ready, before, after, release
         self.num_open = 0  # tiles that have begun and not finished
@@ -63,7 +63,7 @@ class UpdateJob(Job):
         return self._release is not None
 
     def finish(self, error: BaseException | None = None) -> None:
-        self.work = self.work._replace(segments=[])
+        self.update = self.update._replace(params=[])
         if self._release is not None:
             self._release()
             self._release = None
@@ -193,20 +193,20 @@ class UpdateWorker(JobThread):
 
     def _check(self, job: UpdateJob) -> None:
         """Look at gradients that stand where autograd left them, once they are there."""
-        if not job.work.grads():
+        if not job.update.grads():
             return
-        if job.work.path is not Path.STREAMED:
+        if job.update.path is not Path.STREAMED:
             job.ready.wait()
         with self._mover.device.beside(STREAM):  # not behind what was given to the device since
             job.ready.wait_on_device()
-            check_finite(job.work)
+            check_finite(job.update)
 
     def _tiles_of(self, job: UpdateJob) -> Iterator[tuple[UpdateJob, Tile]]:
         parts: Iterator[Tile]
-        if job.work.path is Path.STREAMED:
-            parts = streamed_tiles(self._mover, job.work, self._device_tile, job.ready)
+        if job.update.path is Path.STREAMED:
+            parts = streamed_tiles(self._mover, job.update, self._device_tile, job.ready)
         else:
-            parts = tiles_of(self._mover, job.work, max(self.slot_tile, 1))
+            parts = tiles_of(self._mover, job.update, max(self.slot_tile, 1))
         for tile in parts:
             yield job, tile
         job.all_begun = True
