@@ -153,11 +153,11 @@ def _facts(report: PlanReport) -> Iterator[str]:
 
 def _bounds(step: StepReport) -> str:
     tracks = list(step.busy.items())[:2]
-    told = [
+    phrases = [
         f"{_TRACKS.get(track, track)}, {human_seconds(seconds)} ({_percent(seconds, step.seconds)} of the step)"
         for track, seconds in tracks
     ]
-    return "; then ".join(told) or "nothing"
+    return "; then ".join(phrases) or "nothing"
 
 
 def _free(report: PlanReport, step: StepReport) -> str:

@@ -64,7 +64,7 @@ class TrainRun:
         self.team = Team() if team is None else team
         self._console = console
         self._tokenizer: Any = None
-        with self.team.together("the preparation of the job"):
+        with self.team.all_or_none("the preparation of the job"):
             source = find_model(settings.model, settings.preset, settings.layers, as_bytes=settings.bytes)
             checkpoints.prepare_out(settings.out)
             found = None

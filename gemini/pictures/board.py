@@ -191,19 +191,19 @@ def _column(
 
 
 def _heading(made: Board, timeline: Timeline, box: Panel) -> None:
-    told = [f"step {series.human_seconds(timeline.step_seconds)}"]
+    parts = [f"step {series.human_seconds(timeline.step_seconds)}"]
     if timeline.tokens and timeline.step_seconds:
-        told.append(f"{timeline.tokens_per_second:,.4g} tokens/s" if timeline.tokens_per_second < 1000
+        parts.append(f"{timeline.tokens_per_second:,.4g} tokens/s" if timeline.tokens_per_second < 1000
                     else f"{timeline.tokens_per_second:,.0f} tokens/s")  # fmt: skip
     if timeline.flops and timeline.step_seconds:
-        told.append(f"{timeline.flops / timeline.step_seconds / 1e12:,.3g} TFLOP/s per rank")
+        parts.append(f"{timeline.flops / timeline.step_seconds / 1e12:,.3g} TFLOP/s per rank")
     if timeline.spans:
-        told.append(f"busiest: {timeline.bound_by.value}")
+        parts.append(f"busiest: {timeline.bound_by.value}")
     title = f"{timeline.source.capitalize()}: {timeline.title}"
     title = title if len(title) <= 82 else title[:80] + "…"
     x = box.left / made.width
     made.figure.text(x, 1 - 0.24 / made.height, title, fontsize=11.5, fontweight="bold", color=INK, va="baseline")
-    made.figure.text(x, 1 - 0.44 / made.height, ", ".join(told), fontsize=9.5, color=INK, va="baseline")
+    made.figure.text(x, 1 - 0.44 / made.height, ", ".join(parts), fontsize=9.5, color=INK, va="baseline")
 
 
 def _phases(made: Board, timeline: Timeline, box: Panel, end: float) -> None:
@@ -244,15 +244,15 @@ def _memory(axes: Any, timelines: list[Timeline], timeline: Timeline, tier: Tier
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g} {unit_name}" if value else "0")
     axes.grid(axis="y", color=FAINT, linewidth=0.4, alpha=0.4)
     axes.set_axisbelow(True)
-    told = f"{_TIER_NAMES[tier]}: peak {human_bytes(timeline.peaks.get(tier, 0))}"
+    caption = f"{_TIER_NAMES[tier]}: peak {human_bytes(timeline.peaks.get(tier, 0))}"
     if budget:
         share = timeline.peaks[tier] / budget
-        told += f" of {human_bytes(budget)} ({f'{share:.1%}' if 0.99 < share < 1 else f'{share:.0%}'})"
+        caption += f" of {human_bytes(budget)} ({f'{share:.1%}' if 0.99 < share < 1 else f'{share:.0%}'})"
         if budget <= top:
             axes.axhline(budget / unit, color=INK, linewidth=1.1, linestyle=(0, (4, 2)))
             axes.annotate("budget", (1, budget / unit), xycoords=("axes fraction", "data"), xytext=(3, 0),
                           textcoords="offset points", fontsize=8.5, color=INK, va="center")  # fmt: skip
-    axes.text(0, 1.03, told, transform=axes.transAxes, fontsize=9.5, fontweight="bold", color=INK, va="bottom")
+    axes.text(0, 1.03, caption, transform=axes.transAxes, fontsize=9.5, fontweight="bold", color=INK, va="bottom")
 
 
 def _strip(axes: Any, timeline: Timeline, tier: Tier, end: float) -> None:

@@ -157,10 +157,10 @@ def busy(spans: Sequence[Span], end: float, *, step: float = 0.0, columns: int =
         by_activity.setdefault(activity_of(span), []).append((span.start, span.stop))
     shares = {name: coverage(by_activity[name], edges) for name in ACTIVITIES if name in by_activity}
     worked = coverage([(span.start, span.stop) for span in spans], edges)
-    for column, (covered, *told) in enumerate(zip(worked, *shares.values(), strict=True)):
-        if sum(told) > covered > 0:
+    for column, (covered, *parts) in enumerate(zip(worked, *shares.values(), strict=True)):
+        if sum(parts) > covered > 0:
             for values in shares.values():
-                values[column] *= covered / sum(told)
+                values[column] *= covered / sum(parts)
     if step:
         whole = coverage([(0.0, step)], edges)
         shares["waiting"] = [max(0.0, all_ - part) for all_, part in zip(whole, worked, strict=True)]

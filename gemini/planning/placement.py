@@ -67,10 +67,10 @@ class Placement:
             if not 0 <= index < len(self.homes):
                 raise ValueError(f"the update of chunk {index} is streamed, and there are {len(self.homes)} chunks")
             if not can_stream(self.homes[index]):
-                told = ", ".join(f"{kind} on {tier.value}" for kind, tier in self.homes[index].items())
+                listed = ", ".join(f"{kind} on {tier.value}" for kind, tier in self.homes[index].items())
                 raise ValueError(
                     f"the update of chunk {index} is streamed from host memory through the GPU, and its planes live "
-                    f"elsewhere ({told}): leave it out of streamed, or put them on cpu"
+                    f"elsewhere ({listed}): leave it out of streamed, or put them on cpu"
                 )
 
 

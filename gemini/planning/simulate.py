@@ -151,9 +151,9 @@ def _shared_by(plan: Plan, gpus: int | None) -> Plan:
 
     def with_those(moves: tuple[Moves, ...]) -> tuple[Moves, ...]:
         found, before = [], frozenset[int]()
-        for access, told in zip(plan.accesses, moves, strict=True):
+        for access, planned in zip(plan.accesses, moves, strict=True):
             now = frozenset(access.chunks) & stood
-            found.append(Moves((*told.evict, *sorted(before - now)), (*told.fetch, *sorted(now - before))))
+            found.append(Moves((*planned.evict, *sorted(before - now)), (*planned.fetch, *sorted(now - before))))
             before = now
         return tuple(found)
 

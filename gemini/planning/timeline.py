@@ -153,12 +153,12 @@ class Timeline:
 
     def __str__(self) -> str:
         """Step time, what bounds it, where it waited, what moved, and each tier's peak."""
-        told = f"{self.source} step {human_seconds(self.step_seconds)}" if self.step_seconds else "an empty step"
+        summary = f"{self.source} step {human_seconds(self.step_seconds)}" if self.step_seconds else "an empty step"
         if self.step_seconds and self.tokens:
-            told += f", {self.tokens_per_second:,.0f} tokens/s"
+            summary += f", {self.tokens_per_second:,.0f} tokens/s"
         if self.step_seconds and self.flops:  # a recorded step knows them only with a trace
-            told += f", {self.flops / self.step_seconds / 1e12:.4g} TFLOP/s per rank"
-        lines = [f"{self.title}: {told}"]
+            summary += f", {self.flops / self.step_seconds / 1e12:.4g} TFLOP/s per rank"
+        lines = [f"{self.title}: {summary}"]
         busy = ", ".join(f"{track.value} {human_seconds(s)}" for track, s in self.busy.items())
         lines.append(f"busy: {busy or 'nothing'}")
         stalls = ", ".join(f"{cause} {human_seconds(s)}" for cause, s in self.stalls.items() if s > 0)

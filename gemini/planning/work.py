@@ -190,8 +190,8 @@ class Work:
         hops: list[Hop] = []
         if self.ranks > 1:
             cost = self._costs.ring(numel * narrow, self.ranks)
-            told = f"reduce-scatter chunk {index}"
-            hops.append(Hop(Track.REDUCE, Track.REDUCE.value, cost, told, REDUCING, index))
+            title = f"reduce-scatter chunk {index}"
+            hops.append(Hop(Track.REDUCE, Track.REDUCE.value, cost, title, REDUCING, index))
         off, up, down = Boundary(Tier.GPU, Tier.CPU), Boundary(Tier.NVME, Tier.CPU), Boundary(Tier.CPU, Tier.NVME)
         hops += [self._move(way, moved[way], name, LANDING, index) for way in (off, up) if moved.get(way)]
         home = homes.get(GRAD)

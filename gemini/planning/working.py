@@ -90,7 +90,7 @@ def gradients_in_flight(layout: Layout, itemsize: int) -> int:
 def gathered_at_once(trace: MemoryTrace, layout: Layout, precision: str) -> int:
     """The working set: the most bytes of gathered weights that any moment, or any module, needs at once."""
     by_param, itemsize = chunks_of_params(trace, layout), compute_itemsize(precision)
-    read = {*trace.together, *(moment.params for moment in trace.moments)}
+    read = {*trace.read_together, *(moment.params for moment in trace.moments)}
     needs = {frozenset(by_param[index] for index in indices) for indices in read}
     return max((sum(layout.chunks[i].numel for i in chunks) * itemsize for chunks in needs), default=0)
 

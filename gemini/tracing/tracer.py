@@ -186,7 +186,7 @@ class MemoryTracer:
             moments=tuple(step.moments),
             buffer_bytes=buffer_bytes(self._model),
             checkpointing=step.checkpointing,
-            together=read_together(self._model),
+            read_together=read_together(self._model),
         )
         return with_seconds(made, seconds_of_moments(step, same))
 

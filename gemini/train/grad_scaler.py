@@ -181,9 +181,9 @@ def _agree(engine: Engine, is_bad: bool, *, has_plain: bool, found: dict[torch.d
     rows = shards.ranks.everyone.swap(Tag.AGREEMENT, own, "the loss scale")
     scales = rows[:, 1].tolist()
     if len(set(scales)) > 1:
-        told = ", ".join(f"{scale:g}" for scale in scales)
+        listed = ", ".join(f"{scale:g}" for scale in scales)
         raise RankMismatch(
-            f"the losses of this step were scaled by {told} on the ranks: give their GradScalers the same arguments "
+            f"the losses of this step were scaled by {listed} on the ranks: give their GradScalers the same arguments "
             "and states"
         )
     return bool(rows[:, 0].any())

@@ -48,7 +48,7 @@ class MemoryReport(dict[str, Any]):
             sizes = "".join(f"{human_bytes(tier[key]):>12}" for key in ("used", "peak", "budget"))
             lines.append(f"{name:<6}{sizes}  {held or 'nothing'}")
         if "allocator" in self:
-            lines += _told(self["allocator"])
+            lines += _allocator_lines(self["allocator"])
         moved = ", ".join(f"{way} {human_bytes(n)}" for way, n in self["moved"].items()) or "nothing"
         lines.append(f"moved in the last step: {moved}")
         waited = ", ".join(f"{cause} {human_seconds(s)}" for cause, s in self["stalls"].items()) or "nothing"
@@ -63,7 +63,7 @@ class MemoryReport(dict[str, Any]):
         return "\n".join(lines)
 
 
-def _told(figures: dict[str, int]) -> list[str]:
+def _allocator_lines(figures: dict[str, int]) -> list[str]:
     size = {key: human_bytes(num_bytes) for key, num_bytes in figures.items()}
     return [
         f"gpu, says torch: allocated {size['allocated']} (peak {size['allocated_peak']}), {size['unmanaged']} of it "

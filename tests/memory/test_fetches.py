@@ -19,7 +19,7 @@ from benchmarks._progress import PATIENCE
 from gemini.errors import GeminiError
 from gemini.memory.chunks.chunk import make_plane
 from gemini.memory.chunks.states import Use
-from gemini.memory.devices.device import Event, StandinDevice, Together
+from gemini.memory.devices.device import AllOf, Event, StandinDevice
 from gemini.memory.movement.foresight import Foresight, Schedule
 from gemini.memory.movement.manager import Manager
 from gemini.memory.movement.mover import Working
@@ -229,7 +229,7 @@ def test_staging_is_used_again_when_its_copy_is_over(make_world: Callable[..., W
     world.manager.acquire(chunk)
     made = list(copies(world))
     assert len(made) == 7 and [copy.is_complete() for copy in made] == [True] * 5 + [False] * 2
-    assert isinstance(chunk.fetched, Together) and not chunk.fetched.is_complete()
+    assert isinstance(chunk.fetched, AllOf) and not chunk.fetched.is_complete()
     world.manager.acquire(other)  # through the same staging
     assert all(copy.is_complete() for copy in made)
     assert torch.equal(chunk.flat.long(), content)
@@ -314,7 +314,7 @@ def test_a_staged_fetch_that_fails_leaves_nothing_under_way(
 
 def test_several_events_as_one() -> None:
     first, second = Event(), Event()
-    both = Together([first, second])
+    both = AllOf([first, second])
     first.finish(OSError("lost"))
     assert not both.is_complete()
     with pytest.raises(GeminiError, match="did not complete"):
@@ -325,5 +325,5 @@ def test_several_events_as_one() -> None:
         with pytest.raises(GeminiError, match="lost"):
             wait()
     both.wait_until_over()
-    Together([]).wait()
-    assert Together([]).is_complete()
+    AllOf([]).wait()
+    assert AllOf([]).is_complete()

@@ -88,7 +88,7 @@ class Event:
         self._done.set()
 
 
-class Together(Event):
+class AllOf(Event):
     """Several events as one: over with the last of them, and failed if any has."""
 
     def __init__(self, events: Sequence[Event]):

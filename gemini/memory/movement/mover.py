@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from gemini.memory.chunks.chunk import Chunk, FilePlane, Plane
-from gemini.memory.devices.device import DONE, Device, Event, Together
+from gemini.memory.devices.device import DONE, AllOf, Device, Event
 from gemini.memory.devices.pages import PAGE
 from gemini.memory.movement.staging import Staging, StagingSet
 from gemini.memory.watching.noted import NotedEvent
@@ -298,9 +298,9 @@ class Mover:
         except BaseException:
             for *_, read in reading:
                 read.wait_until_over()
-            Together(list(sent.values())).wait_until_over()  # the window is given back next
+            AllOf(list(sent.values())).wait_until_over()  # the window is given back next
             raise
-        return Together(list(sent.values()))
+        return AllOf(list(sent.values()))
 
     def _begin_read(self, plane: Plane, start: int, stop: int, into: torch.Tensor) -> Event:
         """Start to read a tile that somebody waits for, before other requests."""

@@ -226,7 +226,7 @@ class Recorder:
             if self._last is not None and self._last.next_start is None:
                 self._last.next_start = now
             known = {tier: {**held.get(tier, {}), **self._held.get(tier, {})} for tier in {**held, **self._held}}
-            at_start = {tier: {holder: n for holder, n in told.items() if n} for tier, told in known.items()}
+            at_start = {tier: {holder: n for holder, n in holders.items() if n} for tier, holders in known.items()}
             self._step = Step(now, at_start)
 
     def end_step(self) -> Step:
@@ -324,8 +324,8 @@ class Recorder:
         start = max(start, step.start)
         if stop <= start:
             return
-        told = activity.name, activity.moment, activity.chunk, activity.num_bytes
-        step.spans.append(Span(activity.track, start - step.start, stop - step.start, *told))
+        label = activity.name, activity.moment, activity.chunk, activity.num_bytes
+        step.spans.append(Span(activity.track, start - step.start, stop - step.start, *label))
         if activity.num_bytes and activity.track in _BOUNDARIES:
             step.moved[_BOUNDARIES[activity.track]] += activity.num_bytes
         activity.num_bytes = 0  # what is interrupted has moved its bytes once

@@ -135,7 +135,7 @@ class ActivationWorkers:
             error = flight.wait()
             offloaded = flight.of()
             if offloaded is not None:
-                offloaded.saving, offloaded.error = None, None if error is None else _retold(error)
+                offloaded.saving, offloaded.error = None, None if error is None else _without_traceback(error)
             if error is not None and not flight.called_back:
                 self._untold.append(error)
             self._saving.popleft()
@@ -332,11 +332,11 @@ class ActivationWorkers:
         self.start_over()
 
 
-def _retold(error: Exception) -> Exception:
+def _without_traceback(error: Exception) -> Exception:
     """The same without a traceback, whose frames would keep the graph alive that keeps the error."""
-    told = copy.copy(error)
-    told.__cause__ = error.__cause__
-    return told
+    raised = copy.copy(error)
+    raised.__cause__ = error.__cause__
+    return raised
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

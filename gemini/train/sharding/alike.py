@@ -263,12 +263,12 @@ def _tell(shards: Shards, doing: str, refusal: Exception | None) -> None:
             raise error_called(other[0])(f"rank {everyone.global_ranks[rank]} refused {doing}: {other[1]}")
 
 
-def told_to_all(point: Point, doing: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """A method of an optimizer that calls :func:`agree_on_values`: what it raises before that is told to all ranks."""
+def reports_to_all(point: Point, doing: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """A method of an optimizer that calls :func:`agree_on_values`: what it raises before that, all ranks raise."""
 
     def decorate(method: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(method)
-        def told(self: HybridOptimizer, *args: Any, **kwargs: Any) -> Any:
+        def reporting(self: HybridOptimizer, *args: Any, **kwargs: Any) -> Any:
             engine = self.engine()
             if engine is None or engine.shards is None:
                 return method(self, *args, **kwargs)
@@ -280,6 +280,6 @@ def told_to_all(point: Point, doing: str) -> Callable[[Callable[..., Any]], Call
                     agree_on_values(engine, point, doing, lambda: Facts({}, {}), e)
                 raise
 
-        return told
+        return reporting
 
     return decorate

@@ -87,15 +87,15 @@ class Unseen:
             bad += own
         if not bad:
             return
-        told = f"the gradient of {bad[0].name!r} holds inf or NaN (and {len(bad) - 1} more params)."
+        problem = f"the gradient of {bad[0].name!r} holds inf or NaN (and {len(bad) - 1} more params)."
         if num_stopped == num_chunks and engine.shards is None:
             engine.state.forget_update_in_backward()
             raise NonFiniteGradient(
-                f"{told} No weight was changed: call optimizer.zero_grad() to drop this step and go on, or look for "
+                f"{problem} No weight was changed: call optimizer.zero_grad() to drop this step and go on, or look for "
                 "the cause (learning rate, data)"
             )
         error = NonFiniteGradient(
-            f"{told} Their chunks were not updated, but {num_chunks - num_stopped} others of this rank were in this "
+            f"{problem} Their chunks were not updated, but {num_chunks - num_stopped} others of this rank were in this "
             "backward: resume from a checkpoint"
         )
         engine.state.mark_corrupted(error)

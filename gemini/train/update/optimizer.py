@@ -27,7 +27,7 @@ from gemini.rules import UpdateRule, Where, refuse_other
 from gemini.train.engine import Engine
 from gemini.train.gradients.scaled_backward import scaler_steps
 from gemini.train.params.guard import ParamHandle, engine_of, handle_of, note_writes, optimizer_of, stepping_in_backward
-from gemini.train.sharding.alike import agree_on_optimizer_state, agree_on_step, told_to_all
+from gemini.train.sharding.alike import agree_on_optimizer_state, agree_on_step, reports_to_all
 from gemini.train.update import optimizer_checks as checks
 from gemini.train.update import optimizer_states as states_of
 from gemini.train.update.adam_options import refuse_options
@@ -245,7 +245,7 @@ class HybridOptimizer(torch.optim.Optimizer):
                 index += 1
         return result
 
-    @told_to_all(Point.LOAD_OPTIMIZER, "optimizer.load_state_dict")
+    @reports_to_all(Point.LOAD_OPTIMIZER, "optimizer.load_state_dict")
     @without_grad
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what :meth:`state_dict` gave; :class:`HybridAdam` also takes the state of ``torch.optim.AdamW``, or with
@@ -283,8 +283,8 @@ class HybridOptimizer(torch.optim.Optimizer):
                     self.state.pop(param, None)
             for group, loaded in zip(self.param_groups, groups, strict=True):
                 group.update(loaded)
-        for told in self._optimizer_load_state_dict_post_hooks.values():
-            told(self)
+        for then in self._optimizer_load_state_dict_post_hooks.values():
+            then(self)
 
     def start_anew(self) -> None:
         """Forget the states and step counts of every param, and take over those that another optimizer has by now:

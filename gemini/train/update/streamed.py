@@ -49,7 +49,7 @@ class StreamedTile(Tile):
                 assert home is not None, (self.chunk.name, kind, plane.tier)
                 view = self._area(kind, plane)
                 copy = partial(self._mover.device.copy, view, home, "update in", behind_computing=False)
-                self._events.append(self._mover.under_way(Tier.CPU, Tier.GPU, view.nbytes, copy, *self._told))
+                self._events.append(self._mover.under_way(Tier.CPU, Tier.GPU, view.nbytes, copy, *self._label))
             self._views[kind] = view
 
     def run(self) -> None:
@@ -66,7 +66,7 @@ class StreamedTile(Tile):
                 home, view = self.chunk.planes[kind].host_view(self._first, self._last), self._views[kind]
                 assert home is not None
                 copy = partial(device.copy, home, view, "update out", updated, behind_computing=False)
-                self._events.append(self._mover.under_way(Tier.GPU, Tier.CPU, view.nbytes, copy, *self._told))
+                self._events.append(self._mover.under_way(Tier.GPU, Tier.CPU, view.nbytes, copy, *self._label))
 
 
 def streamed_tiles(mover: Mover, update: ChunkUpdate, tile: int, ready: Event) -> Iterator[StreamedTile]:

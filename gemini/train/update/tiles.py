@@ -112,7 +112,7 @@ class Tile:
         self._views: dict[str, torch.Tensor] = {}
         self._staged: list[PlaneKind] = []
         self._events: list[Event] = []
-        self._told = f"update chunk {update.chunk.spec.index}", update.chunk.spec.index  # for those who record
+        self._label = f"update chunk {update.chunk.spec.index}", update.chunk.spec.index  # for those who record
 
     def begin(self) -> None:
         """Start to bring what cannot be worked on where it is."""
@@ -121,7 +121,7 @@ class Tile:
             view = plane.device_view(self._first, self._last) if on_device else plane.host_view(self._first, self._last)
             if view is None:
                 view = self._area(kind, plane)
-                self._events.append(self._mover.begin_load(plane, self._first, self._last, view, *self._told))
+                self._events.append(self._mover.begin_load(plane, self._first, self._last, view, *self._label))
             self._views[kind] = view
         if not self._landed and self.path is Path.STAGED and self._mover.device.tier is Tier.GPU:
             dtype = self._grad_of(*self._spans[0]).dtype
@@ -132,7 +132,7 @@ class Tile:
                 behind = not self._mover.in_worker  # the worker has waited for it, and what is computed since is more
                 part = self._grad_of(a, b, param)
                 copy = partial(self._mover.device.copy, into, part, "evict", behind_computing=behind)
-                self._events.append(self._mover.under_way(Tier.GPU, Tier.CPU, into.nbytes, copy, *self._told))
+                self._events.append(self._mover.under_way(Tier.GPU, Tier.CPU, into.nbytes, copy, *self._label))
 
     def run(self) -> None:
         """Wait for what was brought, update, and start to take it back."""
@@ -142,7 +142,7 @@ class Tile:
             if kind != GRAD:
                 plane = self.chunk.planes[kind]
                 view = self._views[kind]
-                self._events.append(self._mover.begin_store(plane, self._first, self._last, view, *self._told))
+                self._events.append(self._mover.begin_store(plane, self._first, self._last, view, *self._label))
 
     def _update(self) -> None:
         """On a device in one call where all gradients are in the grad plane; else in one for each span."""
@@ -155,7 +155,7 @@ class Tile:
                   for kind, view in views.items()}  # fmt: skip
             grad = self._grad_of(*several[0]) if landed is None else of[GRAD]
             segments = [rules.Segment(a - first, b - first, s.scalars, self._where(a, s)) for a, b, s in several]
-            with NOTHING if recorder is None else recorder.span(Track.UPDATE, *self._told):
+            with NOTHING if recorder is None else recorder.span(Track.UPDATE, *self._label):
                 self._rule.run(of[WEIGHTS], of.get(RESIDUAL), of, grad, segments, self.stop)
 
     def _where(self, start: int, param: ParamUpdate) -> rules.Where | None:

@@ -50,8 +50,8 @@ class Updates:
         self._threads = threads
         self._worker: UpdateWorker | None = None
         if overlap:
-            staging, told = engine.mover.staging, _mark_lost(self._reference)
-            self._worker = UpdateWorker(engine.mover, staging.take_slots(), told, device_slots=staging.on_device)
+            staging, on_lost = engine.mover.staging, _mark_lost(self._reference)
+            self._worker = UpdateWorker(engine.mover, staging.take_slots(), on_lost, device_slots=staging.on_device)
 
     @property
     def pending(self) -> bool:
