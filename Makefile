@@ -33,7 +33,7 @@ test: $(VENV)/.built  ## set up, then run the quick tests (ARGS="-k name" to cho
 test-slow: $(VENV)/.built  ## set up, then run the tests that 'make test' leaves out
 	$(BIN)/python -m pytest -m slow -n $(JOBS) --dist loadfile $(ARGS)
 
-test-gpu: $(VENV)/.built  ## set up, then run the tests of a card (GEMINI_GPU_TESTS=standin: without one)
+test-gpu: $(VENV)/.built  ## set up, then run the tests of a GPU (GEMINI_GPU_TESTS=standin: without one)
 	$(BIN)/python -m pytest -m gpu tests/gpu $(ARGS)
 
 lint: $(VENV)/.built  ## ruff and mypy

@@ -1,7 +1,7 @@
-"""The device that a benchmark measures: a card, or the stand-in on which every script can be tried without one.
+"""The device that a benchmark measures: a GPU, or the stand-in on which every script can be tried without one.
 
 All that is CUDA's own in these benchmarks is behind :class:`Card`, so that a run on the stand-in (``--device standin``)
-executes everything but the few lines here. Times on a card are CUDA events on the current stream.
+executes everything but the few lines here. Times on a GPU are CUDA events on the current stream.
 """
 
 from __future__ import annotations

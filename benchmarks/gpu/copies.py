@@ -1,9 +1,9 @@
-"""Copies between host and card while training, against what the link can do: at least 90 % of pinned copies.
+"""Copies between host and GPU while training, against what the link can do: at least 90 % of pinned copies.
 
     python benchmarks/gpu/copies.py --out FOLDER
     python benchmarks/gpu/copies.py --device standin --tiny        # to try the script
 
-First the link alone, through torch with pinned memory: host to card, card to host, and both at once. Then some steps of
+First the link alone, through torch with pinned memory: host to GPU, GPU to host, and both at once. Then some steps of
 a model whose chunks all live in host memory, recorded (``model.recording()``): bytes that each track moved over the
 seconds that it was busy. A recorded step waits at every boundary between modules and a track counts as busy until its
 end is noticed, so the tracks are at least as fast as this says; the same steps unrecorded say how much of the link the
@@ -33,7 +33,7 @@ from benchmarks.gpu._training import CLIPPED, Training, tight_gpu, trace_of
 from gemini.planning.timeline import Track
 
 GOAL = 0.90
-WAYS = {"host to card": (Track.H2D, "cpu->gpu"), "card to host": (Track.D2H, "gpu->cpu")}
+WAYS = {"host to GPU": (Track.H2D, "cpu->gpu"), "GPU to host": (Track.D2H, "gpu->cpu")}
 
 
 class Link:
@@ -69,14 +69,14 @@ def link_alone(card: Card, num_bytes: int, rounds: int) -> dict[str, list[float]
     link, found = Link(card, num_bytes), {}
     for number in range(rounds + 1):
         rates = {
-            "host to card": link.rates([0], 4), "card to host": link.rates([1], 4), "both": link.rates([0, 1], 4)
+            "host to GPU": link.rates([0], 4), "GPU to host": link.rates([1], 4), "both": link.rates([0, 1], 4)
         }  # fmt: skip
         if number:
             for name, (first, *second) in rates.items():
-                key = f"{name}, alone" if name != "both" else "host to card, both at once"
+                key = f"{name}, alone" if name != "both" else "host to GPU, both at once"
                 found.setdefault(key, []).append(first)
                 for rate in second:
-                    found.setdefault("card to host, both at once", []).append(rate)
+                    found.setdefault("GPU to host, both at once", []).append(rate)
     return found
 
 

@@ -1,10 +1,10 @@
-"""20 steps of a Llama of 219M params on the card: the same bits in every placement.
+"""20 steps of a Llama of 219M params on the GPU: the same bits in every placement.
 
     python benchmarks/gpu/exactness.py --out FOLDER
     python benchmarks/gpu/exactness.py --device standin --tiny     # to try the script
 
 Losses, gradient norms, and after the last step all masters and states, as SHA-256; torch's deterministic algorithms
-are on. The first placement runs twice: a card that does not repeat itself could not be compared with anything.
+are on. The first placement runs twice: a GPU that does not repeat itself could not be compared with anything.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@
     gemini-transient-nvme          the same in the spill file
     gemini-transient-nvme-states   the same, but the weights stay in memory: residual and states in the spill file
 
-On a card there is one, under a GPU budget with its states where the plan puts them: with clipping updates run after
+On a GPU there is one, under a GPU budget with its states where the plan puts them: with clipping updates run after
 backward, beside the next forward; without, inside backward. ``settings["config"]`` are further fields of
 ``GeminiConfig`` (``overlap``, ``update_threads``, ...), for comparing ours with ours.
 """

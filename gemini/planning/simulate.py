@@ -197,7 +197,7 @@ def _check(plan: Plan, hardware: Hardware, local_ranks: int) -> None:
             )
         whole = hardware.capacity(tier)
         needed = num_bytes * (1 if tier is Tier.GPU else local_ranks)
-        if whole is not None and needed > 1.01 * whole:  # a card of "24 GiB" has 23.99
+        if whole is not None and needed > 1.01 * whole:  # a GPU of "24 GiB" has 23.99
             raise PlanMismatch(
                 f"the plan needs {human_bytes(needed)} of {tier.value} on one machine, and hardware "
                 f"{hardware.name!r} has {human_bytes(whole)}: make a plan for this machine"

@@ -155,7 +155,7 @@ class MemoryTracer:
             self._timed.append(step)
 
     def _now(self) -> float:
-        if self._cuda:  # not run on a card: kernels are waited for at each boundary, so overlap is lost
+        if self._cuda:  # not run on a GPU: kernels are waited for at each boundary, so overlap is lost
             torch.cuda.synchronize()
         return time.perf_counter()
 

@@ -1,4 +1,4 @@
-"""On a card: copies on streams, the order of streams and computation, registered host memory, blocks that are reused.
+"""On a GPU: copies on streams, the order of streams and computation, registered host memory, blocks that are reused.
 
 What is asked of the runtime, and that the order of it is enough, is in ``tests/memory/test_cuda_*.py``.
 """
@@ -96,7 +96,7 @@ def test_a_mark_completes_after_the_work_before_it(device: Device) -> None:
     early = mark.is_complete()
     mark.wait()
     assert mark.is_complete() and result.isfinite().all()
-    assert not early, "300 products of 2048 x 2048 take longer than giving them to the card"
+    assert not early, "300 products of 2048 x 2048 take longer than giving them to the GPU"
 
 
 def test_a_stream_is_in_order_in_both_directions(device: Device) -> None:

@@ -1,4 +1,4 @@
-"""On a card: a copy that fails, at any moment of a step, is told with its cause, and the last checkpoint resumes to the
+"""On a GPU: a copy that fails, at any moment of a step, is told with its cause, and the last checkpoint resumes to the
 same bits in the same model.
 """
 

@@ -1,4 +1,4 @@
-"""On a card: what programs do in their loops, the same bits wherever chunks live: precisions, accumulation, updates in
+"""On a GPU: what programs do in their loops, the same bits wherever chunks live: precisions, accumulation, updates in
 backward, groups, skipped steps, evaluation and generation.
 """
 

@@ -195,11 +195,11 @@ def test_a_stream_is_in_order_and_streams_are_independent() -> None:
 
 def test_a_failing_copy_names_its_cause() -> None:
     def gate(stream: str) -> None:
-        raise OSError(5, "the card fell off the bus")
+        raise OSError(5, "the GPU fell off the bus")
 
     device = StandinDevice(gate=gate)
     event = device.copy(torch.zeros(1), torch.ones(1), "fetch")
-    with pytest.raises(GeminiError, match="the card fell off the bus") as caught:
+    with pytest.raises(GeminiError, match="the GPU fell off the bus") as caught:
         event.wait(PATIENCE)
     assert isinstance(caught.value.__cause__, OSError)
     assert event.is_complete(), "over, though not well"
@@ -371,7 +371,7 @@ def test_a_copy_that_fails_in_training_is_a_clear_error() -> None:
 
     def gate(stream: str) -> None:
         if broken.is_set():
-            raise OSError(5, "the card fell off the bus")
+            raise OSError(5, "the GPU fell off the bus")
 
     memory = gemini.MemoryBudget(gpu="48KiB", cpu="64MiB")
     placement = gemini.StaticPlacement(weights_on_gpu=0.0)

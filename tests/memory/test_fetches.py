@@ -141,7 +141,7 @@ def test_who_writes_the_home_waits(make_world: Callable[..., World]) -> None:
     chunk.begin_write()
     assert copy.on_host == 1 and copy.is_complete()
     chunk.begin_write()
-    world.device.refusals.append(OSError("the card fell off the bus"))
+    world.device.refusals.append(OSError("the GPU fell off the bus"))
     world.manager.acquire(chunk)
     chunk.begin_write()  # how it ended is told to who reads it
     stuck = chunk.fetched = Event()
@@ -198,7 +198,7 @@ def test_a_copy_whose_failure_is_seen_is_tried_again(make_world: Callable[..., W
     def seen(self: Late) -> None:
         self.wait()
 
-    broken = OSError("the card fell off the bus")
+    broken = OSError("the GPU fell off the bus")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Late, "wait_on_device", seen)
         world.device.refusals += [broken, broken] if ahead else [broken]
@@ -303,7 +303,7 @@ def test_a_staged_fetch_that_fails_leaves_nothing_under_way(
             world.manager.acquire(chunk)
     assert len(copies(world)) == 4 and all(event.is_complete() for event in [*reads, *copies(world)])
     world.manager.check_invariants()
-    world.device.refusals.append(OSError("the card fell off the bus"))
+    world.device.refusals.append(OSError("the GPU fell off the bus"))
     with pytest.raises(GeminiError, match="fell off the bus"):  # in a tile whose staging was needed again
         world.manager.acquire(chunk)
     assert all(copy.is_complete() for copy in copies(world))

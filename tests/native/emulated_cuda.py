@@ -1,7 +1,7 @@
-"""The CUDA face of gemini.kernels without a card: kernels that run on the host, and memory that the host may not read.
+"""The CUDA face of gemini.kernels without a GPU: kernels that run on the host, and memory that the host may not read.
 
 ``EmulatedKernels`` is ``CudaKernels`` over a native module whose functions run the bodies of the CUDA kernels thread
-after thread (emulated_device.cpp), so that everything of Python that a card would run runs here, with its bits. What a
+after thread (emulated_device.cpp), so that everything of Python that a GPU would run runs here, with its bits. What a
 kernel leaves in device memory for the host (sums of squares, flags) is of a class that refuses every read before
 ``fetch`` has brought it, and ``fetch`` counts: how often a step waits for the device is a number. ``EmulatedGpu`` is
 the stand-in device that knows which memory is the host's: what is not is worked on by those kernels.

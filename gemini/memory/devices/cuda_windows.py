@@ -23,7 +23,7 @@ that the computing stream was given waits for layers that never saw its block. H
 
 Blocks are of few sizes (same-shaped layers make same-shaped chunks), cut out of one segment that is allocated
 beforehand, so that neighbours that are free make one long block again and no step asks the driver for memory. How much
-of that the allocator could not use shows in ``memory_report()``. Nothing of this was run on a card yet.
+of that the allocator could not use shows in ``memory_report()``. Nothing of this was run on a GPU yet.
 """
 
 from __future__ import annotations

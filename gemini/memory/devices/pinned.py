@@ -6,7 +6,7 @@ whole model, before its first buffer is made, and a buffer costs no call (torch'
 for each, and rounds sizes up to powers of two). What does not fit gets a further stretch, which goes when it is empty.
 Where in a stretch is the business of :class:`gemini.memory.devices.arena.Arena`. For :mod:`gemini.memory.devices.cuda`.
 
-How long registering takes on a card, by the GiB: not measured.
+How long registering takes on a GPU, by the GiB: not measured.
 """
 
 from __future__ import annotations

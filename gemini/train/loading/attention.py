@@ -120,7 +120,7 @@ class Attention:
 
     @contextlib.contextmanager
     def refused_by_transformers(self, hf_config: Any) -> Iterator[None]:
-        """What transformers cannot do (an old package, one for other cards) is a value of the user's.
+        """What transformers cannot do (an old package, one for other GPUs) is a value of the user's.
 
         Raises:
             ValueError: instead of ``ImportError``, where FlashAttention was asked for.
