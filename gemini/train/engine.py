@@ -219,7 +219,7 @@ class Engine:
                         self.lend(chunk)
             self.exposure.rest_if_idle()
             if not torch.is_grad_enabled() and not self.state.computing:  # else its backward is still to come
-                self.state.settle()
+                self.state.close()
         return record
 
     def unwind(self, depth: int) -> None:
@@ -301,7 +301,7 @@ class Engine:
         if self.reduction is not None:
             self.calls.end_backward()  # nothing is read any more: room for what is still to be reduced
             self.reduction.end_backward()
-        self.gradients.settle()
+        self.gradients.drain()
         self.updates.complete_all()
         if self.state.takes_gradients and not self.state.accumulating and stepping_in_backward:
             for chunk in reversed(self.chunks):
@@ -310,7 +310,7 @@ class Engine:
         if not self.calls.running:
             self.manager.foresight.end()
         if not torch._C._autograd._get_current_graph_task_keep_graph():  # type: ignore[attr-defined]
-            self.state.settle()
+            self.state.close()
         WHOLE.let_go()
 
     def end_backward(self) -> None:
@@ -372,7 +372,7 @@ class Engine:
             with self.lock, without_transforms():
                 self.exposure.rest_if_idle()
                 if not torch.is_grad_enabled():
-                    self.state.settle()
+                    self.state.close()
 
     @contextmanager
     def _exposed(self, chunks: Iterable[Chunk]) -> Iterator[None]:
@@ -435,10 +435,10 @@ class Engine:
             self.reduction is not None and self.reduction.has_unreduced
         )
 
-    def settle_grads(self) -> None:
+    def sync_grads(self) -> None:
         """With several ranks: make gradients and their norms those of all ranks. All of them must come here."""
         if self.reduction is not None:
-            self.reduction.settle()
+            self.reduction.sync_grads()
 
     @property
     def grad_unscale(self) -> float:
@@ -448,7 +448,7 @@ class Engine:
     def read_grad(self, handle: ParamHandle) -> torch.Tensor | None:
         """The gradient as the loss gives it (clipping not applied), on the CPU, or None."""
         if self.shards is not None and self.shards.ranks.replicas is not None:
-            self.settle_grads()
+            self.sync_grads()
         if not handle.has_grad:
             return None
         grad = self.by_names.read_plane(handle, GRAD)
@@ -496,7 +496,7 @@ class Engine:
         """
         self.let_go_of_transformed()
         self.updates.drain()
-        self.manager.settle()
+        self.manager.drain()
         self.activations.drain()
 
     # ---- the end ----------------------------------------------------------------------------------------------

@@ -102,7 +102,7 @@ class GradScaler(torch.amp.GradScaler):
             return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         engine = engine_of(handles[0])
         engine.recover_if_interrupted()
-        engine.settle_grads()
+        engine.sync_grads()
         ready = [handle for handle in handles if handle.has_grad]
         if ready:
             engine.scaling.check_scaled()
@@ -157,7 +157,7 @@ class GradScaler(torch.amp.GradScaler):
     def _forget_current(self) -> None:
         """Gradients keep the scale that they have: its value is read before it changes."""
         if self._enabled and self._current is not None:
-            self._current.settle()
+            self._current.snapshot()
             self._current = None
 
 

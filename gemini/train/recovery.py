@@ -30,11 +30,11 @@ def forget_interrupted(engine: Engine) -> None:
     engine.let_go_of_transformed()
     engine.updates.forget_collected()
     with contextlib.suppress(Exception):  # the backward broke off: its gradients are of no use
-        engine.gradients.settle()
+        engine.gradients.drain()
     engine.manager.foresight.interrupt()
     engine.activations.recover()
-    was_settled = not engine.state.num_unsettled
-    if not was_settled:
+    was_closed = not engine.state.num_open
+    if not was_closed:
         with torch._C.DisableTorchFunctionSubclass():  # type: ignore[attr-defined]
             for handle in engine.handles:
                 handle.param.grad = None  # of autograd, if the interrupt came just before the hook that takes it
@@ -46,9 +46,9 @@ def forget_interrupted(engine: Engine) -> None:
             engine.state.forget_update_in_backward()
             engine.state.mark_corrupted(GeminiError("its backward ended early, after some params were updated in it"))
     engine.exposure.rest_if_idle()
-    if not (was_settled or engine.state.computing):
+    if not (was_closed or engine.state.computing):
         # An interrupt may have come between making params ordinary and noting it.
         hide([handle for handle in engine.handles if not isinstance(handle.param, ManagedParameter)])
-        engine.state.settle_all()
+        engine.state.close_all()
     if not (engine.state.computing or engine.transformed or engine.manager.is_balanced()):
         engine.manager.start_over()

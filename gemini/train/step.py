@@ -74,7 +74,7 @@ class StepState:
         """Whether a method of the model runs as its forward: calls of the model are inside that one."""
         self.num_gathered = 0
         """Open ``gathered()`` blocks, and operations that read params outside of any module."""
-        self.num_unsettled = 0
+        self.num_open = 0
         """What has begun to compute and has not ended in order; after an interrupt it never will."""
         self._corrupted_by: str | None = None
         self._unreported: BaseException | None = None
@@ -120,7 +120,7 @@ class StepState:
         """The first gradient of a backward arrives."""
         self.change(PhaseChange.BEGIN_BACKWARD)
         self.backward_number += 1
-        self.num_unsettled = max(self.num_unsettled, 1)  # one, with the forward that it belongs to
+        self.num_open = max(self.num_open, 1)  # one, with the forward that it belongs to
 
     def take_gradients(self) -> None:
         """The first gradient of a param has arrived in the backward that runs."""
@@ -131,17 +131,17 @@ class StepState:
         self.change(PhaseChange.END_BACKWARD)
         self.takes_gradients = False
 
-    def settle(self) -> None:
+    def close(self) -> None:
         """Something that had begun has ended in order."""
-        self.num_unsettled = max(self.num_unsettled - 1, 0)
+        self.num_open = max(self.num_open - 1, 0)
 
-    def settle_all(self) -> None:
+    def close_all(self) -> None:
         """What was left behind by what did not end in order has been put away."""
-        self.num_unsettled = 0
+        self.num_open = 0
 
     def open(self) -> None:
-        """Something begins to compute: until it ends in order, it counts as unsettled."""
-        self.num_unsettled += 1
+        """Something begins to compute: until it ends in order, it counts as open."""
+        self.num_open += 1
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:

@@ -64,10 +64,10 @@ def test_a_step_goes_through_its_phases() -> None:
     model = gemini.GeminiDDP(Net(), config)
     state = model._gemini_engine.state
     loss = model(torch.ones(2, 4))
-    assert state.phase is Phase.REST and state.num_unsettled == 1, "its backward is still to come"
+    assert state.phase is Phase.REST and state.num_open == 1, "its backward is still to come"
     loss.backward()
     assert seen == [("forward", Phase.FORWARD), ("forward", Phase.NESTED)]
-    assert state.phase is Phase.REST and state.num_unsettled == 0 and state.backward_number == 1
+    assert state.phase is Phase.REST and state.num_open == 0 and state.backward_number == 1
     with pytest.raises(RuntimeError), torch.no_grad():
         model(torch.ones(2, 5))
     assert state.phase is Phase.REST

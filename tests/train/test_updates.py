@@ -252,7 +252,7 @@ def test_a_gradient_that_has_landed_is_let_go_before_backward_ends(tmp_path: Pat
     model = wrap("standin", tmp_path)
     adam(model)
     store = model._gemini_engine.gradients
-    land, settle, alive = store.land, store.settle, list[Any]()
+    land, drain, alive = store.land, store.drain, list[Any]()
     found = list[int]()
 
     def landing(handle: Any, grad: torch.Tensor) -> None:
@@ -263,9 +263,9 @@ def test_a_gradient_that_has_landed_is_let_go_before_backward_ends(tmp_path: Pat
         for job in store._landing:
             job.wait(PATIENCE)
         found.append(sum(reference() is not None for reference in alive))
-        settle()
+        drain()
 
-    store.land, store.settle = landing, settling
+    store.land, store.drain = landing, settling
     backward(model, 0)
     assert len(alive) > 10 and store._worker is not None
     assert found[-1] <= 1, "their bytes were given back to the ledger, and they were still there"

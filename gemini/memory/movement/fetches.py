@@ -119,7 +119,7 @@ class Fetches:
             self._give_up(chunk)
         self._end(chunk)
 
-    def settle(self) -> None:
+    def drain(self) -> None:
         """Wait until nothing is on its way; what failed is told when it is needed."""
         for chunk in list(self.ahead.values()):
             self._job_of(chunk).wait_until_over()

@@ -291,9 +291,9 @@ class Manager:
         chunk.step(UseChange.FAIL)
         self.depopulate(chunk.window, "windows")
 
-    def settle(self) -> None:
+    def drain(self) -> None:
         """Wait until nothing is on its way; what failed is told when it is needed."""
-        self.fetches.settle()
+        self.fetches.drain()
 
     def is_balanced(self) -> bool:
         """Whether the books say what there is, where nobody computes: nothing pinned, every window accounted for."""

@@ -154,7 +154,7 @@ class Recorder:
         """From here on the time of the training thread that nothing else takes is computing of that name; None: it is
         nobody's.
         """
-        self._settle()
+        self._finish_device()
         with self._lock:
             self._cut_training()
             self._computing = None if name is None else Activity(self, Track.COMPUTE, name, "", -1, 0)
@@ -214,7 +214,7 @@ class Recorder:
         """A step begins now, on the training thread; the one before ends. ``held`` is what is held, as far as
         :meth:`held` was not told since.
         """
-        self._settle()
+        self._finish_device()
         with self._lock:
             self._trainer = threading.get_ident()
             self._cut_training()
@@ -231,7 +231,7 @@ class Recorder:
 
     def end_step(self) -> Step:
         """``optimizer.step()`` is over: the step, to which other threads add until the next one begins."""
-        self._settle()
+        self._finish_device()
         with self._lock:
             self._cut_training()
             step, self._step, self._computing = self._step, None, None
@@ -252,7 +252,7 @@ class Recorder:
 
     # ---- inside -------------------------------------------------------------------------------------------------
 
-    def _settle(self) -> None:
+    def _finish_device(self) -> None:
         if self._synchronize is not None:
             self._synchronize()
 
@@ -265,7 +265,7 @@ class Recorder:
 
     def _begin(self, activity: Activity) -> None:
         if trains_here(self._trainer):
-            self._settle()
+            self._finish_device()
             with self._lock:
                 self._cut_training()
                 activity.thread = self._training
@@ -281,7 +281,7 @@ class Recorder:
         thread = activity.thread
         assert thread is not None
         if thread is self._training:
-            self._settle()
+            self._finish_device()
         with self._lock:
             if thread is self._training:
                 self._cut_training()

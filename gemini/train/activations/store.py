@@ -162,7 +162,7 @@ class ActivationStore:
             StorageError: if something could not be written.
         """
         if self.workers is not None:
-            self.workers.come_to_rest()
+            self.workers.drain()
             self.workers.check()
         self.collect()
 

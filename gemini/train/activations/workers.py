@@ -146,7 +146,7 @@ class ActivationWorkers:
         self.reap()
         if self._untold:
             error = self._untold[0]
-            self.come_to_rest()
+            self.drain()
             self._untold.clear()
             raise error
 
@@ -315,14 +315,14 @@ class ActivationWorkers:
         self.reap()
         self._room.trim()
 
-    def come_to_rest(self) -> None:
+    def drain(self) -> None:
         """Wait until nothing is in flight, whatever became of it."""
         while self.relieve():
             pass
 
     def start_over(self) -> None:
         """After an interrupt, which may have come between two lines of the books: nothing is held."""
-        self.come_to_rest()
+        self.drain()
         self._room.start_over()
 
     def close(self) -> None:

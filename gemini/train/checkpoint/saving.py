@@ -145,7 +145,7 @@ def load_checkpoint(
             )  # fmt: skip
         engine.recover_if_interrupted()
         engine.updates.forget()
-        engine.manager.settle()
+        engine.manager.drain()
     except Exception as e:
         refusal = e
     agree(engine.shards, Point.LOAD_CHECKPOINT, "load_checkpoint", refusal, directory=Path(os.fsdecode(directory)).name)

@@ -61,7 +61,7 @@ class Scale:
             self._value = float(self._given)
         return self._value
 
-    def settle(self) -> None:
+    def snapshot(self) -> None:
         """The tensor it is read from is about to change."""
         if self._value is None:
             self._given = torch.as_tensor(self._given).clone()

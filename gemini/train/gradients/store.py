@@ -137,7 +137,7 @@ class GradientStore:
                 waiting.wait()
         return waiting is not None
 
-    def settle(self) -> None:
+    def drain(self) -> None:
         """Wait until every gradient has landed.
 
         Raises:
@@ -210,7 +210,7 @@ class GradientStore:
         narrow = [c for c in chunks if GRAD in c.planes and c.planes[GRAD].dtype != torch.float32]
         if not narrow:
             return
-        self.settle()
+        self.drain()
         while self._manager.relieve():  # what moves beside computing gives way
             pass
         num_bytes = sum(4 * _grad_numel(chunk) for chunk in narrow)
@@ -362,7 +362,7 @@ class GradientStore:
         """More is going to be added to a gradient that was clipped: what is there gets its factor now, as in torch."""
         if not handle.has_grad or handle.clip == 1.0:
             return
-        self.settle()
+        self.drain()
         plane, part, sums = handle.chunk.planes[GRAD], handle.part, []
         for start, stop in tiles(0, part.numel, self._mover.tile):
             end = start + plane.page_up(stop - start)
@@ -390,7 +390,7 @@ class GradientStore:
         """Forget gradients, and what failed of their landing."""
         while self._landing:
             with contextlib.suppress(Exception):
-                self.settle()
+                self.drain()
         for handle in handles:
             handle.norm_sums, handle.clip, handle.clip_folded = None, 1.0, 1.0
 

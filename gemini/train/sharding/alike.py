@@ -174,7 +174,7 @@ def agree_on_step(engine: Engine, optimizer: HybridOptimizer) -> None:
         RankMismatch: on every rank; no weight was changed.
     """
     reduction = engine.reduction
-    if reduction is not None and not reduction.settle(step_facts(engine, [optimizer])):
+    if reduction is not None and not reduction.sync_grads(step_facts(engine, [optimizer])):
         reduction.confirm(step_facts(engine, [optimizer]))
 
 

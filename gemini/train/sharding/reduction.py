@@ -1,8 +1,8 @@
 """Gradients of all ranks: whole on each rank until their chunk is complete, then each rank's shard of the sum.
 
-    take     a param's gradient into the whole gradient of its chunk, divided by the number of ranks
-    reduce   once complete on every rank: each rank receives and adds up its shard, and lands it: reduce-scatter
-    settle   once per step: sums across replicas, and every param's part of the norm from every rank
+    take        a param's gradient into the whole gradient of its chunk, divided by the number of ranks
+    reduce      once complete on every rank: each rank receives and adds up its shard, and lands it: reduce-scatter
+    sync_grads  once per step: sums across replicas, and every param's part of the norm from every rank
 
 Whole gradients are in the ledger as "gradients in flight". Where there is no room for another one, those that are open
 are reduced before they are complete; a param's gradient still arrives once, so this changes no sum.
@@ -67,7 +67,7 @@ class Reduction:
         self._scale = 1.0 / (self._ranks.size * self._ranks.num_replicas)
         self._whole: dict[int, _WholeGradient] = {}
         self._spare: dict[int, list[Window]] = {}
-        self._settled = False
+        self._synced = False
         self._plan = (0, 0)
         self.clippings: list[str] = []
         """The calls of ``clip_grad_norm_`` of this step; one without a limit only looks at the norm."""
@@ -84,7 +84,7 @@ class Reduction:
     def take(self, handle: ParamHandle, grad: torch.Tensor) -> None:
         """Keep a param's gradient, divided by the number of ranks, until that of its chunk is complete."""
         chunk = handle.chunk
-        if self._settled and self._ranks.replicas is not None and any(h.has_grad for h in self._engine().handles):
+        if self._synced and self._ranks.replicas is not None and any(h.has_grad for h in self._engine().handles):
             raise GeminiError("a backward after clip_grad_norm_: clip after the last backward of a step")
         whole = self._whole.get(chunk.spec.index)
         if whole is None:
@@ -109,8 +109,8 @@ class Reduction:
                 self._reduce(index)
             self._check_plans(self._shards.meet(Point.END_BACKWARD, self._planned() << _PLAN))
             self.num_backwards += 1
-            if self._settled:
-                self._unsettle()  # nobody had a gradient
+            if self._synced:
+                self._unsync()  # nobody had a gradient
 
     def _reduce(self, index: int) -> None:
         whole = self._whole[index]
@@ -137,8 +137,8 @@ class Reduction:
         """All ranks add up chunk ``index``: each receives its shard of the sum and lands it."""
         engine, chunk = self._engine(), self._engine().chunks[index]
         self._check_plans([wish.detail for wish in wishes])
-        if self._settled:
-            self._unsettle()
+        if self._synced:
+            self._unsync()
         handles, whole = engine.by_chunk[index], self._whole.get(index)
         arrived, dtypes = self._who_has_what(index, wishes, whole, handles)
         present = [handle for number, handle in enumerate(handles) if arrived[:, number].any()]
@@ -279,8 +279,8 @@ class Reduction:
         """After an optimizer step, skipped or made."""
         self.clippings.clear()
         self.num_dropped = self.num_backwards = 0
-        if self._settled and not self._engine().has_gradients:
-            self._settled = False
+        if self._synced and not self._engine().has_gradients:
+            self._synced = False
 
     @property
     def has_unreduced(self) -> bool:
@@ -297,7 +297,7 @@ class Reduction:
 
     # ---- the step -----------------------------------------------------------------------------------------------
 
-    def settle(self, step: Facts | None = None) -> bool:
+    def sync_grads(self, step: Facts | None = None) -> bool:
         """Make the gradients of a step the same thing on every rank: once per step, before the norm or the update.
 
         ``step``: what this rank is about to update with them, if it is. True if every rank is about to do the same.
@@ -305,7 +305,7 @@ class Reduction:
         Raises:
             RankMismatch: on every rank, if they are not, or one of them has dropped gradients.
         """
-        if self._settled:
+        if self._synced:
             return False
         if self._whole:
             raise GeminiError(
@@ -326,11 +326,11 @@ class Reduction:
         for handle, parts in zip(handles, rows.T.tolist(), strict=True):
             if handle.norm_sums is not None:
                 handle.norm_sums = parts
-        self._settled = True
+        self._synced = True
         return 0 not in steps
 
     def confirm(self, step: Facts) -> None:
-        """Gradients are settled: every rank is about to update the same params with the same of them.
+        """Gradients are those of all ranks: every rank is about to update the same params with the same of them.
 
         Raises:
             RankMismatch: on every rank, if not.
@@ -341,12 +341,12 @@ class Reduction:
             if len({rank[number] for row in said for rank in row}) > 1:
                 refuse_differing(self._shards, "optimizer.step()", facts)
 
-    def _unsettle(self) -> None:
+    def _unsync(self) -> None:
         """A backward after ``clip_grad_norm_``: of a norm that all ranks know, this rank's part is its own again."""
         for handle in self._engine().handles:
             if handle.norm_sums is not None:
                 handle.norm_sums = handle.norm_sums[self._ranks.rank : self._ranks.rank + 1]
-        self._settled = False
+        self._synced = False
 
     def _sum_across_replicas(self) -> None:
         """Add up this rank's shard of the gradients over all replicas, chunk by chunk in the order of the layout."""

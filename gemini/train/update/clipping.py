@@ -40,7 +40,7 @@ def clip_grad_norm(
             "clipping needs every gradient before the first update, and HybridAdam(step_in_backward=True) has used "
             "them: leave step_in_backward out"
         )
-    engine.settle_grads()
+    engine.sync_grads()
     if engine.reduction is not None and max_norm != math.inf:  # without a limit, one rank may look at it alone
         engine.reduction.clippings.append(_called(float(max_norm), handles))
     chosen = engine.handles if handles is None else handles

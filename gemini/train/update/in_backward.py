@@ -70,7 +70,7 @@ def step_landed(engine: Engine, chunk: Chunk) -> None:
             ready.append((handle, optimizer))
     if not ready:
         return
-    engine.gradients.settle()
+    engine.gradients.drain()
     handles = [handle for handle, _ in ready]
     stop = engine.updates.unseen.stop_for_landed(engine.mover, chunk, handles, engine.rule)
     if stop is None:
