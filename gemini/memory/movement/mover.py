@@ -21,8 +21,7 @@ from gemini.memory.chunks.chunk import Chunk, FilePlane, Plane
 from gemini.memory.devices.device import DONE, AllOf, Device, Event
 from gemini.memory.devices.pages import PAGE
 from gemini.memory.movement.staging import Staging, StagingSet
-from gemini.memory.watching.noted import NotedEvent
-from gemini.memory.watching.recorder import NOTHING, TRACKS, Recorder
+from gemini.memory.watching.recorder import NOTHING, TRACKS, RecordedEvent, Recorder
 from gemini.memory.watching.stalls import Stalls
 from gemini.planning.planes import ADAM, RuleSpec
 from gemini.planning.timeline import Track
@@ -180,7 +179,7 @@ class Mover:
         if recorder is None or track is None:
             return begin()
         start = recorder.clock()
-        return NotedEvent(begin(), lambda: recorder.add(track, start, recorder.clock(), name, chunk, num_bytes))
+        return RecordedEvent(begin(), lambda: recorder.add(track, start, recorder.clock(), name, chunk, num_bytes))
 
     def load(self, plane: Plane, start: int, stop: int, into: torch.Tensor) -> torch.Tensor:
         """Fill the host tensor ``into`` from a plane."""

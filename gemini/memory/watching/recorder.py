@@ -5,8 +5,8 @@ instant, the innermost: one that begins inside another interrupts it, so a modul
 is two spans of computing with a span of reading between them. Computing has no waiting in it, and all time of
 activities that are not computing is a stall by its cause. Other threads (an update beside backward, a fetch ahead, a
 write behind) keep tracks busy and stall nobody; there too the inner activity interrupts the outer one of its own
-thread. Transfers that run on no thread of ours are added when they are over. The ledger tells every change of what is
-held.
+thread. Transfers that run on no thread of ours are added when their end is noticed (:class:`RecordedEvent`). The ledger
+tells every change of what is held.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from gemini.memory.devices.device import Event
 from gemini.memory.watching.stalls import trains_here
 from gemini.planning.timeline import Sample, Span, Timeline, Track
 from gemini.tiers import Tier
@@ -338,3 +339,37 @@ class Recorder:
             self._computing.moment = len(self._step.moments)
             self._step.moments.append(self._computing.name)
         return self._computing.moment
+
+
+class RecordedEvent(Event):
+    """``event``, which calls ``report`` the first time that somebody sees it complete, however it ended."""
+
+    def __init__(self, event: Event, report: Callable[[], None]):
+        super().__init__()
+        self._event = event
+        self._report: Callable[[], None] | None = report
+
+    def is_complete(self) -> bool:
+        complete = self._event.is_complete()
+        if complete:
+            self._report_once()
+        return complete
+
+    def wait(self, timeout: float | None = None) -> None:
+        try:
+            if timeout is None:
+                self._event.wait()
+            else:
+                self._event.wait(timeout)
+        finally:
+            if self._event.is_complete():
+                self._report_once()
+
+    def wait_on_device(self) -> None:
+        self._event.wait_on_device()
+        self.is_complete()  # a device that computes on the calling thread has waited
+
+    def _report_once(self) -> None:
+        report, self._report = self._report, None
+        if report is not None:
+            report()
