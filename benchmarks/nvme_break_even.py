@@ -35,7 +35,7 @@ from gemini.errors import human_bytes
 from gemini.planning.break_even import played_break_even, with_work
 from gemini.planning.planner import pose_problem
 from gemini.planning.policy import NextUse
-from gemini.planning.simulate import plan_by_policy
+from gemini.testing.policies import plan_by_policy
 from gemini.tiers import Tier
 from gemini.train.update.threads import update_threads
 

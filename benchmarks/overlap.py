@@ -48,7 +48,7 @@ from gemini.planning.placement import Placement
 from gemini.planning.planes import ADAM, GRAD, WEIGHTS
 from gemini.planning.planner import pose_problem
 from gemini.planning.policy import NextUse
-from gemini.planning.simulate import plan_by_policy
+from gemini.testing.policies import plan_by_policy
 from gemini.tiers import Tier
 
 CLIP = 1e-6

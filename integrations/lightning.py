@@ -21,6 +21,7 @@ import torch
 
 from gemini.config import GeminiConfig
 from gemini.errors import GeminiError
+from gemini.memory.devices.device import torch_device_of
 from gemini.ranks.agreement import Point
 from gemini.train.checkpoint import torch_file
 from gemini.train.checkpoint.torch_file import Promises
@@ -172,7 +173,7 @@ class GeminiStrategy(DDPStrategy):
             return module
         if getattr(module, "_compiler_ctx", None) is not None:
             raise GeminiError(f"the LightningModule was compiled as a whole. {BLOCKS_INSTEAD}")
-        device, root = torch.device("cpu" if config.device == "standin" else config.device), self.root_device
+        device, root = torch_device_of(config.device), self.root_device
         if device.type != root.type:
             raise ValueError(
                 f"GeminiConfig(device={config.device!r}) and Trainer's accelerator ({root.type}) are different devices"

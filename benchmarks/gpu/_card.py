@@ -19,6 +19,8 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import psutil
 import torch
 
+import gemini.testing  # noqa: E402, F401 - "standin" is a device then
+
 HOST_SHARE = 0.86
 """Of host memory, what budgets may take if nobody says otherwise: the rest is for the interpreter, CUDA and caches."""
 

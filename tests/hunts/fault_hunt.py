@@ -43,6 +43,7 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 
 import gemini  # noqa: E402
+import gemini.testing  # noqa: E402, F401 - "standin" is a device then
 from gemini import kernels  # noqa: E402
 from gemini.errors import GeminiError  # noqa: E402
 from gemini.memory.chunks.chunk import Chunk  # noqa: E402

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 import gemini
+import gemini.testing  # noqa: F401 - "standin" is a device then
 from gemini import kernels_reference as reference
 from gemini.memory.devices.device import make_device
 from gemini.planning.layout import DEFAULT_MAX_CHUNK

@@ -46,10 +46,9 @@ from torch import nn  # noqa: E402
 import gemini  # noqa: E402
 from gemini import kernels  # noqa: E402
 from gemini.errors import parse_bytes  # noqa: E402
-from gemini.memory.devices.clock import RandomClock  # noqa: E402
-from gemini.memory.devices.device import StandinDevice  # noqa: E402
 from gemini.memory.devices.windows import PageWindow, StorageWindow  # noqa: E402
 from gemini.memory.nvme import SpillFile  # noqa: E402
+from gemini.testing import RandomClock, StandinDevice  # noqa: E402
 
 NUM_STEPS = 3
 VOCAB = 40

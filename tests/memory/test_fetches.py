@@ -19,7 +19,7 @@ from benchmarks._progress import PATIENCE
 from gemini.errors import GeminiError
 from gemini.memory.chunks.chunk import make_plane
 from gemini.memory.chunks.states import Use
-from gemini.memory.devices.device import AllOf, Event, StandinDevice
+from gemini.memory.devices.device import AllOf, Event
 from gemini.memory.movement.foresight import Foresight, Schedule
 from gemini.memory.movement.manager import Manager
 from gemini.memory.movement.mover import Working
@@ -30,6 +30,7 @@ from gemini.planning.plan import Moves
 from gemini.planning.planes import WEIGHTS
 from gemini.planning.trace import Access
 from gemini.planning.working import staging_bytes
+from gemini.testing import StandinDevice
 from gemini.tiers import Tier
 
 UNIT = 2 * ALIGN  # bytes of a window of size 1

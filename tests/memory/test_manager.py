@@ -17,8 +17,9 @@ from memory_cases import World
 from gemini.errors import BudgetExceeded, GeminiError, IllegalTransition
 from gemini.memory.chunks.states import USE_TABLE, Use, UseChange
 from gemini.memory.devices import device as devices
-from gemini.memory.devices.device import CpuDevice, Device, StandinDevice
+from gemini.memory.devices.device import CpuDevice, Device
 from gemini.planning.layout import ALIGN
+from gemini.testing import StandinDevice
 from gemini.tiers import Ledger, Tier
 
 UNIT = 2 * ALIGN  # bytes of a window of size 1

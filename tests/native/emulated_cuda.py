@@ -25,7 +25,7 @@ from torch import Tensor
 from gemini import kernels
 from gemini.kernels_cuda import CudaKernels, Places
 from gemini.kernels_reference import NORM_BLOCK
-from gemini.memory.devices.device import StandinDevice
+from gemini.testing import StandinDevice
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _ROOT = Path(__file__).resolve().parents[2]

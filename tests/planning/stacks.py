@@ -13,9 +13,9 @@ from gemini.planning.hardware import Figure, Hardware
 from gemini.planning.placement import Placement, Problem
 from gemini.planning.plan import Plan
 from gemini.planning.planes import WEIGHTS
-from gemini.planning.policy import LeastRecentlyUsed
-from gemini.planning.simulate import plan_by_policy
 from gemini.planning.trace import MemoryTrace, Moment, Phase, Source, TracedParam
+from gemini.testing import policies
+from gemini.testing.policies import LeastRecentlyUsed, plan_by_policy
 from gemini.tiers import Tier
 
 NUMEL = 2**20
@@ -26,7 +26,7 @@ FETCHES = 2 * LAYERS - 2
 MS = 1e-3
 
 simulate = partial(simulating.simulate, schedule="serial")
-simulate_policy = partial(simulating.simulate_policy, schedule="serial")
+simulate_policy = partial(policies.simulate_policy, schedule="serial")
 
 
 def close(value: float) -> object:

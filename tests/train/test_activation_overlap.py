@@ -19,10 +19,10 @@ from torch.utils.checkpoint import checkpoint
 
 import gemini
 from gemini.errors import parse_bytes
-from gemini.memory.devices.clock import RandomClock
-from gemini.memory.devices.device import Event, StandinDevice
+from gemini.memory.devices.device import Event
 from gemini.memory.movement.worker import Job
 from gemini.memory.nvme import SpillFile
+from gemini.testing import RandomClock, StandinDevice
 from gemini.tiers import Tier
 from gemini.train.activations import workers as activation_workers
 from gemini.train.activations.flights import IN_FLIGHT

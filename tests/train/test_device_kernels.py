@@ -18,7 +18,7 @@ import torch
 import gemini
 from gemini import kernels
 from gemini.errors import GeminiError, NonFiniteGradient
-from gemini.memory.devices.device import StandinDevice
+from gemini.testing import StandinDevice
 from gemini.tiers import Tier
 from tests import models
 from tests.native.emulated_cuda import EmulatedGpu, EmulatedKernels, emulate

@@ -17,12 +17,12 @@ import gemini
 from benchmarks._progress import PATIENCE
 from gemini import kernels
 from gemini.errors import GeminiError
-from gemini.memory.devices.clock import RandomClock
-from gemini.memory.devices.device import Event, StandinDevice
+from gemini.memory.devices.device import Event
 from gemini.planning.hardware import Figure, Hardware
 from gemini.planning.planes import GRAD
 from gemini.planning.traffic import by_name
 from gemini.planning.working import DEVICE_SLOTS
+from gemini.testing import RandomClock, StandinDevice
 from gemini.tiers import Tier
 from gemini.train.update import streamed
 from gemini.train.update import worker as update_worker
