@@ -107,7 +107,7 @@ class MemoryTracer:
                 self._engine.__dict__.pop(name, None)
             for name in _OF_SAVED_WEIGHTS:
                 self._engine.saved_weights.__dict__.pop(name, None)
-            self._engine.gradients.in_turn = self._engine.activations.in_turn = False
+            self._engine.gradients.synchronous = self._engine.activations.synchronous = False
             self._engine.calls._acquire = self._engine.acquire
             self._engine.calls._release = self._engine.release
         observer.detach()
@@ -131,7 +131,7 @@ class MemoryTracer:
             engine.__dict__[name] = _elsewhere(observer, getattr(engine, name))
         for name in _OF_SAVED_WEIGHTS:
             engine.saved_weights.__dict__[name] = _elsewhere(observer, getattr(engine.saved_weights, name))
-        engine.gradients.in_turn = engine.activations.in_turn = True
+        engine.gradients.synchronous = engine.activations.synchronous = True
         engine.calls._acquire = _elsewhere(observer, engine.calls._acquire)
         engine.calls._release = _elsewhere(observer, engine.calls._release)
 

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from gemini import kernels
-from gemini.kernels_cuda import CudaKernels, Places
+from gemini.kernels_cuda import CudaKernels, NormWorkspace
 from gemini.kernels_reference import NORM_BLOCK
 from gemini.testing import StandinDevice
 
@@ -58,7 +58,7 @@ class EmulatedModule:
     def CudaSegment(self, begin: int, end: int, scalars: tuple[Any, ...]) -> tuple[Any, ...]:  # noqa: N802
         return begin, end, scalars
 
-    def CudaNormPlaces(self, *addresses: int) -> tuple[int, ...]:  # noqa: N802
+    def CudaNormNormWorkspace(self, *addresses: int) -> tuple[int, ...]:  # noqa: N802
         assert len(addresses) == 4 and all(addresses[2:]), "only sums of nothing have no place"
         return addresses
 
@@ -138,7 +138,7 @@ class EmulatedKernels(CudaKernels):
     def stream(self, device: torch.device) -> None:
         return None
 
-    def places(self, tensor: Tensor, nonfinite: Tensor | None = None) -> Places:
+    def places(self, tensor: Tensor, nonfinite: Tensor | None = None) -> NormWorkspace:
         places = super().places(tensor, nonfinite)
         places.tiles = places.tiles.as_subclass(OnDevice)
         return places

@@ -146,10 +146,8 @@ class Mover:
     def about(
         self, cause: str, name: str, chunk: int = -1, *, track: Track | None = None
     ) -> AbstractContextManager[None]:
-        """Around what is done for ``name``, and keeps ``track`` busy if there is one.
-
-        On the training thread it is a wait by ``cause``, which counts in :attr:`stalls`; those who record are told on
-        any thread.
+        """Time this block: a stall of the training thread by ``cause``, and, where somebody records, a span on
+        ``track`` on any thread.
         """
         waiting, recorder = self.stalls.waiting(cause), self.recorder
         if recorder is None:

@@ -101,8 +101,8 @@ class ActivationStore:
         self._slots: dict[int, int] = {}
         """Bytes of what is taken of the spill file, by offset."""
         self.workers = ActivationWorkers(engine, tier) if overlap and tier is not None else None
-        self.in_turn = False
-        """Move at once: for who looks at what is alive at every moment."""
+        self.synchronous = False
+        """No moves beside computing: a ``MemoryTracer`` sets it, so that live bytes are exact."""
 
     def begin_forward(self) -> None:
         """From here on what checkpointing saves is offloaded."""
@@ -122,7 +122,7 @@ class ActivationStore:
 
     def begin_backward(self) -> None:
         """What was saved last is asked for soon."""
-        if self.workers is not None and not self.in_turn:
+        if self.workers is not None and not self.synchronous:
             with self._mover.about("activation", "fetch activations"):
                 self.workers.begin_backward()
 
@@ -170,13 +170,13 @@ class ActivationStore:
         """Give back memory that moves beside computing hold, waiting if need be; False if there is none."""
         return self.workers is not None and self.workers.relieve()
 
-    def wish(self) -> int:
+    def headroom_bytes(self) -> int:
         """Bytes of the computing tier that windows should leave to moves beside computing."""
-        return 0 if self.workers is None else self.workers.wish()
+        return 0 if self.workers is None else self.workers.headroom_bytes()
 
     def missing(self) -> int:
         """What of that they do not hold."""
-        return 0 if self.workers is None else max(self.workers.wish() - self.workers.held(), 0)
+        return 0 if self.workers is None else max(self.workers.headroom_bytes() - self.workers.held(), 0)
 
     def close(self) -> None:
         """The model ends."""
@@ -265,7 +265,7 @@ class ActivationStore:
             raise
         try:
             self._stored.add(offloaded)
-            if self.workers is None or self.in_turn or not self.workers.save(offloaded, tensor):
+            if self.workers is None or self.synchronous or not self.workers.save(offloaded, tensor):
                 self._write(tensor.contiguous().view(-1).view(torch.uint8), offloaded)
         except BaseException:
             offloaded.let_go()
@@ -307,7 +307,7 @@ class ActivationStore:
             if out is None:
                 out = torch.empty(packed.shape, dtype=packed.dtype, device=packed.device)
                 self._read(packed, out.view(-1).view(torch.uint8))
-            if self.workers is not None and not self.in_turn:
+            if self.workers is not None and not self.synchronous:
                 self.workers.read_ahead()
             if out.stride() != packed.stride:
                 laid_out = torch.empty_strided(packed.shape, packed.stride, dtype=packed.dtype, device=packed.device)

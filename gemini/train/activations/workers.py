@@ -288,8 +288,8 @@ class ActivationWorkers:
 
     # ---- room ---------------------------------------------------------------------------------------------------
 
-    def wish(self) -> int:
-        """Bytes of the computing tier that windows should leave: two tensors', unless even one found no room."""
+    def headroom_bytes(self) -> int:
+        """Memory that windows should leave for transfers of activations: two tensors', or none if one found no room."""
         return 0 if self._is_starved else 2 * self._largest
 
     def held(self) -> int:

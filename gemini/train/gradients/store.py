@@ -82,8 +82,8 @@ class GradientStore:
         self._worker = None if staging is None else worker
         self._worker_staging = staging
         self._landing: list[Job] = []
-        self.in_turn = False
-        """Land at once: for who looks at what is alive at every moment."""
+        self.synchronous = False
+        """No copies behind backward: a ``MemoryTracer`` sets it, so that live bytes are exact."""
         self._working_set = working_set
         self._handles = handles
         self._ledger = ledger
@@ -98,7 +98,7 @@ class GradientStore:
         if adding and handle.clip != 1.0:
             self.apply_clip(handle)
         leaves = handle.chunk.planes[GRAD].tier is not self._device.tier
-        if self._worker is None or self.in_turn or not leaves or not self._hold(flat.nbytes):
+        if self._worker is None or self.synchronous or not leaves or not self._hold(flat.nbytes):
             handle.norm_sums = self.land_piece(handle.chunk, flat, handle.slot.start, adding)
             return
         handle.norm_sums = []  # it is there; its sums come with it

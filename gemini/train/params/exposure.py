@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Exposure:
-    """The guards of one engine."""
+    """Which chunks' params are plain ``nn.Parameter``s right now, and which are guarded."""
 
     def __init__(self, engine: Engine):
         self._reference = engine.self_reference

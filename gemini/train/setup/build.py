@@ -117,8 +117,8 @@ def _foresight(decision: Decision, engine: weakref.ref[Engine]) -> Foresight:
 
     def make_moves(steps: tuple[Access, ...]) -> tuple[Moves, ...]:
         owner = engine()
-        for left in {0 if owner is None else owner.activations.wish(): None, 0: None}:
-            budgets = {**problem.budgets, problem.compute: problem.budgets[problem.compute] - left}
+        for headroom in dict.fromkeys((0 if owner is None else owner.activations.headroom_bytes(), 0)):
+            budgets = {**problem.budgets, problem.compute: problem.budgets[problem.compute] - headroom}
             with contextlib.suppress(BudgetExceeded):
                 return moves_for(trace, replace(problem, budgets=budgets), placement, steps=steps)[0]
         # It went well because something else took less than it may: nothing can be promised.

@@ -24,7 +24,7 @@ from gemini.memory.devices.device import Window
 from gemini.memory.movement.mover import tiles
 from gemini.planning.planes import GRAD
 from gemini.planning.timeline import Track
-from gemini.ranks.agreement import Point, Wish
+from gemini.ranks.agreement import Point, Request
 from gemini.ranks.wire import Tag, guarded
 from gemini.train.params.guard import ParamHandle
 from gemini.train.setup.problem import reduce_dtype
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 _HOLDER = "gradients in flight"
 _PLAN = 8
-"""Where in the detail of a wish begins what a rank is about to update inside backward."""
+"""Where in the detail of a request begins what a rank is about to update inside backward."""
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -116,7 +116,7 @@ class Reduction:
         whole = self._whole[index]
         trained = sum(handle.trained for handle in self._engine().by_chunk[index])
         is_full = len(whole.arrived) == trained == len(self._engine().by_chunk[index])
-        self._shards.reach(Wish(Point.REDUCE, index, _detail(is_full, whole.flat.dtype, self._planned())))
+        self._shards.reach(Request(Point.REDUCE, index, _detail(is_full, whole.flat.dtype, self._planned())))
 
     def _planned(self) -> int:
         """What updates inside this backward depend on, as a checksum; 0 if there are none."""
@@ -133,14 +133,14 @@ class Reduction:
             facts = step_facts(self._engine(), owners(self._engine()))
             refuse_differing(self._shards, "the updates inside backward", facts)
 
-    def reduce(self, index: int, wishes: list[Wish]) -> None:
+    def reduce(self, index: int, requests: list[Request]) -> None:
         """All ranks add up chunk ``index``: each receives its shard of the sum and lands it."""
         engine, chunk = self._engine(), self._engine().chunks[index]
-        self._check_plans([wish.detail for wish in wishes])
+        self._check_plans([request.detail for request in requests])
         if self._synced:
             self._unsync()
         handles, whole = engine.by_chunk[index], self._whole.get(index)
-        arrived, dtypes = self._who_has_what(index, wishes, whole, handles)
+        arrived, dtypes = self._who_has_what(index, requests, whole, handles)
         present = [handle for number, handle in enumerate(handles) if arrived[:, number].any()]
         senders = {rank: dtypes[rank] for rank in range(self._ranks.size) if arrived[rank].any()}
         if any(handle.has_grad for handle in present):
@@ -175,12 +175,12 @@ class Reduction:
             self._close(index)
 
     def _who_has_what(
-        self, index: int, wishes: list[Wish], whole: _WholeGradient | None, handles: list[ParamHandle]
+        self, index: int, requests: list[Request], whole: _WholeGradient | None, handles: list[ParamHandle]
     ) -> tuple[torch.Tensor, list[torch.dtype]]:
         """Which gradients of a chunk each rank has (ranks x params), and in which dtype."""
-        if all(wish.subject == (Point.REDUCE, index) and wish.detail & 1 for wish in wishes):
+        if all(request.subject == (Point.REDUCE, index) and request.detail & 1 for request in requests):
             everything = torch.ones((self._ranks.size, len(handles)), dtype=torch.bool, device="cpu")
-            return everything, [_DTYPES[(wish.detail & (1 << _PLAN) - 1) >> 1] for wish in wishes]
+            return everything, [_DTYPES[(request.detail & (1 << _PLAN) - 1) >> 1] for request in requests]
         names = set() if whole is None else whole.arrived
         dtype = self._dtype if whole is None else whole.flat.dtype
         own = torch.tensor([_DTYPES.index(dtype), *(handle.name in names for handle in handles)], dtype=torch.uint8)

@@ -31,8 +31,8 @@ class _Update(NamedTuple):
     sums: list[kernels.Sums]
 
 
-class Unseen:
-    """What an engine has yet to look at of the gradients that were used in backward."""
+class DeferredFiniteChecks:
+    """The checks for inf and NaN of updates on the device that the host has not read yet."""
 
     def __init__(self) -> None:
         self._updates: list[_Update] = []

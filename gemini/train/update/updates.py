@@ -19,7 +19,7 @@ from gemini.interrupts import WHOLE
 from gemini.memory.chunks.chunk import Chunk
 from gemini.train.gradients.store import HOLDER
 from gemini.train.params.guard import note_writes
-from gemini.train.update.finite import Unseen
+from gemini.train.update.finite import DeferredFiniteChecks
 from gemini.train.update.streamed import streamed_in_turn
 from gemini.train.update.threads import update_threads
 from gemini.train.update.tiles import ChunkUpdate, ParamUpdate, Path, path_of, tiles_of, update_chunk
@@ -46,7 +46,7 @@ class Updates:
         self._jobs: dict[int, UpdateJob] = {}
         self._number = 0
         self._collected: dict[int, list[ParamUpdate]] = {}
-        self.unseen = Unseen()
+        self.unseen = DeferredFiniteChecks()
         self._threads = threads
         self._worker: UpdateWorker | None = None
         if overlap:
@@ -77,7 +77,7 @@ class Updates:
         ordered = sorted(updates, key=lambda update: self._urgency(update.chunk))
         jobs, now = list[UpdateJob](), list[ChunkUpdate]()
         for update in ordered:
-            if self._worker is not None and self._can_wait(self._worker, update):
+            if self._worker is not None and self._can_overlap(self._worker, update):
                 self.wait(update.chunk)  # another optimizer's part of it
                 jobs.append(self._job(update))
             else:
@@ -114,8 +114,8 @@ class Updates:
         else:
             update_chunk(engine, update.chunk, tiles_of(engine.mover, update, engine.mover.tile, stop))
 
-    def _can_wait(self, worker: UpdateWorker, update: ChunkUpdate) -> bool:
-        """Whether an update may run beside computing: there is staging if it needs some, else there is a processor.
+    def _can_overlap(self, worker: UpdateWorker, update: ChunkUpdate) -> bool:
+        """Whether the update can run on the worker: it has staging if it needs some, else there is a spare core.
 
         Where every plane stands on the device, the update is one more thing that it computes. What is streamed always
         goes through the worker, whose slots on the device are all there are.
@@ -150,7 +150,7 @@ class Updates:
     # ---- inside backward ----------------------------------------------------------------------------------------
 
     def collect(self, param: ParamUpdate) -> None:
-        """A gradient that is to be used inside backward; with those of its whole chunk (:meth:`complete`)."""
+        """Queue the update of one param inside backward; :meth:`complete` of its chunk runs it."""
         self._collected.setdefault(param.handle.chunk.spec.index, []).append(param)
 
     def complete(self, chunk: Chunk, *, now: bool = False, stop: torch.Tensor | None = None) -> None:
@@ -172,7 +172,7 @@ class Updates:
         num_bytes = sum(s.grad.numel() * s.grad.element_size() for s in params if s.grad is not None)
         worker = self._worker
         self.wait(chunk)  # another optimizer's part of it
-        behind = worker is not None and not now and self._can_wait(worker, update) and self._hold(num_bytes)
+        behind = worker is not None and not now and self._can_overlap(worker, update) and self._hold(num_bytes)
         if worker is None or not (behind or update.path is Path.STREAMED):
             if stop is None:
                 stop = self.unseen.stop_for(update)
@@ -264,7 +264,7 @@ class Updates:
             if self.order != "fifo":
                 self._worker.hurry(job)
             about = self._engine().mover.about("update", f"wait for the update of chunk {index}", index)
-            with self._worker.alone(), about, contextlib.suppress(Exception):  # raised below
+            with self._worker.all_cores(), about, contextlib.suppress(Exception):  # raised below
                 job.wait()
         self._jobs.pop(index, None)
         if job.error is not None and self._engine().state.corrupted_by is not None:

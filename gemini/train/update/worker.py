@@ -92,7 +92,7 @@ class UpdateWorker(JobThread):
         self._device_tile = device_slots[0].tile if device_slots else 0
         self._mover, self._on_lost = mover, on_lost
         self._free, self._free_on_device = list(slots), list(device_slots)
-        self._is_alone = False
+        self._has_all_cores = False
         self._ahead: UpdateJob | None = None  # taken, and waiting for its gradients
         self._tiles: Iterator[tuple[UpdateJob, Tile]] | None = None
         self._next: tuple[UpdateJob, Tile] | None = None
@@ -101,13 +101,13 @@ class UpdateWorker(JobThread):
         self._open: dict[UpdateJob, None] = {}
 
     @contextmanager
-    def alone(self) -> Iterator[None]:
-        """The thread that computes only waits inside: its processors are free for the update."""
-        self._is_alone = True
+    def all_cores(self) -> Iterator[None]:
+        """The training thread is blocked inside: the update may use every core."""
+        self._has_all_cores = True
         try:
             yield
         finally:
-            self._is_alone = False
+            self._has_all_cores = False
 
     def _work(self) -> None:
         while True:
@@ -214,7 +214,7 @@ class UpdateWorker(JobThread):
 
     def _update(self, job: UpdateJob, tile: Tile) -> None:
         self._writing.append((job, tile))
-        kernels.limit_threads(None if self._is_alone else job.threads)
+        kernels.limit_threads(None if self._has_all_cores else job.threads)
         with torch.profiler.record_function("gemini::update"), self._mover.working(job.working):
             tile.run()
         if tile.staging is None:
