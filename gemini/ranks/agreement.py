@@ -32,7 +32,7 @@ class Point(IntEnum):
     READ = 1
     REDUCE = 2
     END_BACKWARD = 3
-    SETTLE = 4
+    SYNC_GRADS = 4
     SAVE_CHECKPOINT = 5
     LOAD_CHECKPOINT = 6
     EXPORT = 7
@@ -48,7 +48,7 @@ _WORDS = {
     Point.READ: "reading a param by name",
     Point.REDUCE: "a backward (its gradients are to be reduced)",
     Point.END_BACKWARD: "the end of a backward",
-    Point.SETTLE: "clip_grad_norm_ or optimizer.step()",
+    Point.SYNC_GRADS: "clip_grad_norm_ or optimizer.step()",
     Point.SAVE_CHECKPOINT: "save_checkpoint",
     Point.LOAD_CHECKPOINT: "load_checkpoint",
     Point.EXPORT: "save_pretrained",

@@ -176,7 +176,7 @@ def _agree(engine: Engine, is_bad: bool, *, has_plain: bool, found: dict[torch.d
     assert shards is not None
     if has_plain:
         is_bad = is_bad or any(flag.item() for flag in found.values())
-    shards.meet(Point.SETTLE)
+    shards.meet(Point.SYNC_GRADS)
     own = torch.tensor([float(is_bad), engine.scaling.held.value], dtype=torch.float64, device="cpu")
     rows = shards.ranks.everyone.swap(Tag.AGREEMENT, own, "the loss scale")
     scales = rows[:, 1].tolist()

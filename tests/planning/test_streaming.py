@@ -254,7 +254,7 @@ def test_the_report_says_how_much_is_streamed_and_what_that_holds() -> None:
     assert told.held["gpu"]["staging"] == made.problem.device_staging
     assert sum(told.held["gpu"].values()) == made.bytes_per_tier[GPU]
     params = sum(made.layout.chunks[i].payload for i in made.placement.streamed)
-    assert told.streamed == params == told.adam["gpu"] and told.adam["cpu"] == SMALL.num_params - params
+    assert told.streamed == params == told.update["gpu"] and told.update["cpu"] == SMALL.num_params - params
     (line,) = [line for line in screen(told) if line.startswith("  of it streamed")]
     assert f"{params / SMALL.num_params:.0%}" in line
     without = report_of(question, plan(SMALL, None, tight(more=ROOM), placement=StaticPlacement()))

@@ -9,8 +9,8 @@ import pytest
 
 from gemini.ranks.agreement import Point, Request, choose
 
-GATHER, READ, REDUCE, END, SETTLE, SAVE = (
-    Point.GATHER, Point.READ, Point.REDUCE, Point.END_BACKWARD, Point.SETTLE, Point.SAVE_CHECKPOINT,
+GATHER, READ, REDUCE, END, SYNC_GRADS, SAVE = (
+    Point.GATHER, Point.READ, Point.REDUCE, Point.END_BACKWARD, Point.SYNC_GRADS, Point.SAVE_CHECKPOINT,
 )  # fmt: skip
 
 
@@ -20,17 +20,20 @@ GATHER, READ, REDUCE, END, SETTLE, SAVE = (
         ([Request(GATHER, 3), Request(GATHER, 3)], (GATHER, 3)),
         ([Request(GATHER, 5), Request(GATHER, 3)], (GATHER, 3)),  # the first in the layout
         ([Request(REDUCE, 9), Request(GATHER, 3)], (GATHER, 3)),  # what someone needs to go on comes first
-        ([Request(SETTLE), Request(GATHER, 3)], (GATHER, 3)),
+        ([Request(SYNC_GRADS), Request(GATHER, 3)], (GATHER, 3)),
         ([Request(SAVE), Request(READ, 7)], (READ, 7)),
         ([Request(READ, 0), Request(GATHER, 9)], (GATHER, 9)),
         ([Request(REDUCE, 7), Request(REDUCE, 6)], (REDUCE, 7)),  # backward goes from the end
         ([Request(END), Request(REDUCE, 6)], (REDUCE, 6)),
         ([Request(END), Request(END)], (END, 0)),
-        ([Request(SETTLE), Request(SETTLE, 0, 5)], (SETTLE, 0)),  # details may differ: they are what is exchanged
-        ([Request(SETTLE), Request(END)], None),
-        ([Request(SETTLE), Request(REDUCE, 2)], None),
-        ([Request(SETTLE), Request(SAVE)], None),
-        ([Request(SAVE), Request(SAVE), Request(SETTLE)], None),
+        (
+            [Request(SYNC_GRADS), Request(SYNC_GRADS, 0, 5)],
+            (SYNC_GRADS, 0),
+        ),  # details may differ: they are what is exchanged
+        ([Request(SYNC_GRADS), Request(END)], None),
+        ([Request(SYNC_GRADS), Request(REDUCE, 2)], None),
+        ([Request(SYNC_GRADS), Request(SAVE)], None),
+        ([Request(SAVE), Request(SAVE), Request(SYNC_GRADS)], None),
     ],
 )
 def test_choice(requests: list[Request], chosen: tuple[Point, int] | None) -> None:
@@ -54,7 +57,7 @@ def test_programs_that_make_the_same_backwards_always_end(seed: int) -> None:
             program += [Request(rng.choice((GATHER, READ)), c) for c in rng.sample(range(6), rng.randint(0, 6))]
             order = sorted(chunks, reverse=True) if rng.random() < 0.7 else rng.sample(chunks, len(chunks))
             program += [Request(REDUCE, c) for c in order] + [Request(END)]
-        programs.append([*program, Request(SETTLE)])
+        programs.append([*program, Request(SYNC_GRADS)])
     at = [0] * num_ranks
     rounds, reduced, ends = 0, 0, 0
     while any(at[r] < len(programs[r]) for r in range(num_ranks)):

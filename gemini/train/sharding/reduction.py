@@ -313,7 +313,7 @@ class Reduction:
                 "backward of a step must be outside of no_sync(), so that gradients are reduced. zero_grad() drops them"
             )
         handles, gradients = self._engine().handles, gradient_facts(self._engine())
-        said = meet_with(self._shards, Point.SETTLE, gradients, step)
+        said = meet_with(self._shards, Point.SYNC_GRADS, gradients, step)
         if any(len({there for there, _ in row}) > 1 for row in said):  # replicas may have other gradients until here
             refuse_differing(self._shards, "clip_grad_norm_ or optimizer.step()", gradients)
         steps = {planned for row in said for _, planned in row}
