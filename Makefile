@@ -35,7 +35,7 @@ test: $(VENV)/.built  ## set up, then run the quick tests (ARGS="-k name" to cho
 test-slow: $(VENV)/.built  ## set up, then run the tests that 'make test' leaves out
 	$(BIN)/python -m pytest -m slow -n $(JOBS) --dist loadfile $(ARGS)
 
-test-gpu: $(VENV)/.built  ## set up, then run the tests of a card (GEMINI_GPU_TESTS=standin: without one)
+test-gpu: $(VENV)/.built  ## set up, then run the tests of a GPU (GEMINI_GPU_TESTS=standin: without one)
 	$(BIN)/python -m pytest -m gpu tests/gpu $(ARGS)
 
 # On a CUDA runtime in host memory (tests/fakegpu), as the first GPU of a process and as the second.

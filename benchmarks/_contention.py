@@ -44,7 +44,7 @@ def together(a: tuple[float, float], b: tuple[float, float]) -> float:
 
 _HYPER = kernels.AdamHyper(lr=1e-4, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, step=1)
 _STATES = (torch.int16, torch.float32, torch.float32)
-"""Residual and moments, which may be on the drive."""
+"""Residual and states, which may be on the drive."""
 
 
 def _plane(numel: int, dtype: torch.dtype, value: float = 0.0) -> torch.Tensor:
@@ -83,7 +83,7 @@ class AdamLoop:
 
 
 class DriveLoop(AdamLoop):
-    """The same with residuals and moments in a spill file: some threads each read a tile, update it and write it back;
+    """The same with residuals and states in a spill file: some threads each read a tile, update it and write it back;
     one at a time updates, so that all of them together keep one core busy.
     """
 

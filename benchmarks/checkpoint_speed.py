@@ -2,7 +2,7 @@
 
     python benchmarks/checkpoint_speed.py --gigabytes 1 --ranks 1 2
 
-Every measurement runs in processes of its own: masters and moments of the same size, in memory or on the disk. Plain
+Every measurement runs in processes of its own: masters and states of the same size, in memory or on the disk. Plain
 DCP is given the tensors of each rank in a dictionary, as FSDP would; it has to have them in memory, so for states on
 the disk there is no such peer. The number after the seconds is the largest rise of anonymous memory on any rank. Files
 are synced to the disk by both; loading reads what was just written, so mostly from the page cache, for both.
@@ -126,7 +126,7 @@ def measure(mode: str, num_bytes: int, size: int, where: str | None) -> list[str
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--gigabytes", type=float, default=1.0, help="of masters and moments, all ranks together")
+    parser.add_argument("--gigabytes", type=float, default=1.0, help="of masters and states, all ranks together")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--modes", nargs="+", default=list(MODES), choices=MODES)
     parser.add_argument("--where", help="a folder on the disk to measure (default: the system's for temporary files)")

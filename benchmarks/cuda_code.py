@@ -4,7 +4,7 @@
 
 Compiles csrc/cuda/*.cu with the flags that setup.py builds the library with, for each architecture that it names, and
 reads what ptxas says of every kernel, its PTX, and its machine code (SASS) where there is a disassembler: cuobjdump on
-PATH, beside nvcc, or given with --cuobjdump (the package nvidia-cuda-cuobjdump holds one). No card is needed.
+PATH, beside nvcc, or given with --cuobjdump (the package nvidia-cuda-cuobjdump holds one). No GPU is needed.
 
 Status 1, naming the kernel, where one uses local memory (a stack frame, spills, LDL or STL); where one for aligned
 arrays has fewer 128-bit loads or stores than a thread's elements fill; and where PTX holds a fused multiply-add, an

@@ -1,6 +1,6 @@
-"""Builds, tests and measures Gemini on a card, in one call of under ten minutes, and writes one report.
+"""Builds, tests and measures Gemini on a GPU, in one call of under ten minutes, and writes one report.
 
-On a machine with a card, from the repository's root (no network, nothing is installed):
+On a machine with a GPU, from the repository's root (no network, nothing is installed):
 
     python benchmarks/gpu_suite.py --out runs/gpu                    # all parts in order of value, as far as time goes
     python benchmarks/gpu_suite.py --out runs/gpu --parts build,tests,kernels,copies,exactness
@@ -55,7 +55,7 @@ class Part(NamedTuple):
 
 PARTS = {
     "build": Part("Build", 180, 20),
-    "tests": Part("Tests on the card", 300, 30),
+    "tests": Part("Tests on the GPU", 300, 30),
     "kernels": Part("Kernels", 100, 20),
     "copies": Part("Copies", 100, 20),
     "exactness": Part("Exactness", 150, 20),
@@ -185,7 +185,7 @@ def write(args: argparse.Namespace, results: dict[str, dict[str, Any]]) -> Path:
     name = f"gpu_suite_{slug(machine.get('card', 'card'))}_{date}"
     told = [f"{key.replace('_', ' ')} {value}" for key, value in machine.items()]
     lines = [
-        f"# GPU suite on {machine.get('card', 'a card')}, {date}",
+        f"# GPU suite on {machine.get('card', 'a GPU')}, {date}",
         "",
         "; ".join(told) + "." if told else "No part has said what machine this is.",
         f"Commit {commit()}. Command: `{told_command(args.argv)}`. "
@@ -195,7 +195,7 @@ def write(args: argparse.Namespace, results: dict[str, dict[str, Any]]) -> Path:
     ]
     if args.tiny or args.device != "cuda":
         lines += [
-            "**A trial of the scripts, not a measurement: " + ("tiny sizes" if args.tiny else "no card") + ".**",
+            "**A trial of the scripts, not a measurement: " + ("tiny sizes" if args.tiny else "no GPU") + ".**",
             "",
         ]
     for part, found in results.items():
@@ -273,7 +273,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--seconds", type=float, default=570, help="of the whole call (default: %(default)s)")
     add("--args", type=pair, action="append", default=[], metavar="PART=ARGUMENTS", help="further arguments of a part")
     add("--limit", type=pair, action="append", default=[], metavar="PART=SECONDS", help="its time limit")
-    add("--device", choices=("cuda", "standin"), default="cuda", help="standin: to try the scripts without a card")
+    add("--device", choices=("cuda", "standin"), default="cuda", help="standin: to try the scripts without a GPU")
     add("--tiny", action="store_true", help="small and short, to see that everything runs")
     add("--spill", type=Path, default=Path("/tmp"), help="folder of spill files, on a drive (default: %(default)s)")
     add("--host", default=None, help="host memory for budgets (default: 86 %% of what there is)")

@@ -147,7 +147,7 @@ def main() -> int:
     report += [
         'In MB (10^6), beyond what the process had before the model ("before"; interpreter, torch, transformers, PEFT, '
         "a step of a tiny model). arithmetic: 2 bytes per frozen param; per adapter param 16 with torch (fp32: weight, "
-        "gradient, two moments) or 14 with HybridAdam; of Gemini the peak of its ledger for the CPU. measured: the "
+        "gradient, two states) or 14 with HybridAdam; of Gemini the peak of its ledger for the CPU. measured: the "
         "peak of anonymous memory over all steps. on top: what is left, activations and temporaries. at the start: the "
         "peak while the model is built, adapted and wrapped; all ways build it whole in host memory. RSS: the peak of "
         "the whole life, file pages included.",

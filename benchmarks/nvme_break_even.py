@@ -2,7 +2,7 @@
 
     python benchmarks/nvme_break_even.py --spill /scratch --report benchmarks/reports/nvme_break_even_<box>_<date>.md
 
-Two copies of one Llama live in one process: all in memory, and with residuals, moments and retained gradients in the
+Two copies of one Llama live in one process: all in memory, and with residuals, states and retained gradients in the
 spill file (``--weights`` puts the weights there too; with ``--gradients transient`` updates begin inside backward, and
 no gradient is kept). For every number of tokens they take turns, some steps each; a
 step is counted from one forward's beginning to the next one's, and what is in flight at the end of a turn is waited for
@@ -35,7 +35,7 @@ from gemini.errors import human_bytes
 from gemini.planning.break_even import played_break_even, with_work
 from gemini.planning.planner import pose_problem
 from gemini.planning.policy import NextUse
-from gemini.planning.simulate import plan_by_policy
+from gemini.testing.policies import plan_by_policy
 from gemini.tiers import Tier
 from gemini.train.update.threads import update_threads
 
@@ -158,7 +158,7 @@ def compare(args: argparse.Namespace) -> list[str]:
         speeds = Spread.of([statistics.median(a) / statistics.median(b) for a, b in zip(*pair, strict=True)])
         seconds = [statistics.median(s for turn in turns for s in turn) for turns in pair]
         prediction = play(with_work(plan, tokens / args.traced))
-        alone = next(s for lane, s in prediction.busy.items() if lane.value == "compute")
+        alone = next(s for track, s in prediction.busy.items() if track.value == "compute")
         past = break_even is not None and tokens >= break_even
         if past and speeds.median < GOAL:
             missed.append(tokens)

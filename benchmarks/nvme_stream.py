@@ -2,7 +2,7 @@
 
     python benchmarks/nvme_stream.py --directory /mnt/nvme --fio --rounds 5 --report benchmarks/reports/....md
 
-One spill file holds the planes of the state as the engine lays them out (weights and residuals of 2 bytes, two moments
+One spill file holds the planes of the state as the engine lays them out (weights and residuals of 2 bytes, two states
 of 4, gradients of 2), in tiles; per tile 14 bytes an element are read and 12 written. O_DIRECT is required, so no page
 cache takes part; buffers are huge pages, reused. Every *way* below is a function that goes through the whole file once;
 in each round all of them run, in another order, and ratios are taken inside a round. The script

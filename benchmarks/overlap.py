@@ -8,7 +8,7 @@ measures forward and backward (T) and one update of every param (W), alone and b
 loop of the same kernel runs over equally large memory, W meanwhile. Then it trains the same model in every schedule,
 one after the other, in turning order, from the same weights and on the same batches; a step is counted from one
 forward's beginning to the next one's. Ratios are taken inside a round, and the median over rounds is what is told. In
-the first round masters and moments of all schedules are compared bit for bit.
+the first round masters and states of all schedules are compared bit for bit.
 
 What the steps are held against (W beside the computing that runs meanwhile):
 
@@ -16,7 +16,7 @@ What the steps are held against (W beside the computing that runs meanwhile):
     overlapped     max(T_forward + T_backward, W)
     with clipping  T_backward + max(T_forward, W)
 
-``--nvme DIR``: residuals and moments are on the drive, weights and gradients in memory; W streams them through.
+``--nvme DIR``: residuals and states are on the drive, weights and gradients in memory; W streams them through.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from gemini.planning.placement import Placement
 from gemini.planning.planes import ADAM, GRAD, WEIGHTS
 from gemini.planning.planner import pose_problem
 from gemini.planning.policy import NextUse
-from gemini.planning.simulate import plan_by_policy
+from gemini.testing.policies import plan_by_policy
 from gemini.tiers import Tier
 
 CLIP = 1e-6
@@ -171,7 +171,7 @@ def train(args: argparse.Namespace, schedule: Schedule, *, with_bits: bool) -> T
 
 
 def bits_of(model: Any, optimizer: Any) -> str:
-    """Of all weights, residuals and moments."""
+    """Of all weights, residuals and states."""
     found = hashlib.sha256()
     for handle in model._gemini_engine.params.handles:
         name = handle.names[0]
@@ -283,8 +283,8 @@ def predict(args: argparse.Namespace, schedule: Schedule, trace: Any, hardware: 
     plan = plan_by_policy(trace, problem, model._gemini_engine.decision.placement, NextUse())
     if not schedule.overlap:
         if schedule.cores == 1:
-            one = hardware.figures["adam_cpu_one"]
-            hardware = hardware.with_figures(one.source, adam_cpu=one.value)
+            one = hardware.figures["update_cpu_one"]
+            hardware = hardware.with_figures(one.source, update_cpu=one.value)
         return gemini.simulate(plan, hardware, schedule="serial").step_seconds
     return gemini.simulate(
         plan, hardware, schedule="overlapped", clipping=not schedule.in_backward, order=schedule.order, update_threads=1
@@ -337,7 +337,7 @@ def compare(args: argparse.Namespace) -> list[str]:
         [
             f"{args.blocks} residual blocks of a Linear({args.hidden}, {args.hidden}), one chunk each: {numel:,} "
             f"params, bf16, {args.tokens} tokens per step ({chosen}). Torch computes with 1 thread of "
-            f"{args.all_cores}, updates have 1. Residuals and moments are "
+            f"{args.all_cores}, updates have 1. Residuals and states are "
             f"{'in RAM' if args.nvme is None else f'on the drive of {args.nvme}, all else in RAM'}. "
             f"{args.rounds} rounds, {args.steps} steps of each schedule after {args.warmup}, one model alive at a "
             "time, in turning order.",
@@ -421,7 +421,7 @@ def verdicts(
     for family in dict.fromkeys(schedule.family for schedule in schedules):
         bits = {runs[schedule][0].bits for schedule in schedules if schedule.family == family}
         same = "the same" if len(bits) == 1 else "NOT the same"
-        lines.append(f"- masters and moments of all schedules {family.replace('without', 'without clipping')}: {same}")
+        lines.append(f"- masters and states of all schedules {family.replace('without', 'without clipping')}: {same}")
     return lines
 
 

@@ -22,7 +22,8 @@ from paging import fetched_bytes, least_bytes, random_instance, walk  # noqa: E4
 
 from benchmarks._report import add_out, head, publish, table  # noqa: E402
 from gemini.planning.moves import cheapest_moves, moves_by_policy  # noqa: E402
-from gemini.planning.policy import FirstInFirstOut, LeastRecentlyUsed, NextUse, StaticFraction  # noqa: E402
+from gemini.planning.policy import NextUse  # noqa: E402
+from gemini.testing.policies import FirstInFirstOut, LeastRecentlyUsed, StaticFraction  # noqa: E402
 
 POLICIES = ("next use", "least recently used", "first in first out", "static half")
 

@@ -22,13 +22,12 @@ from gemini.planning.machines import machine
 from gemini.planning.outcome import timeline_of
 from gemini.planning.placement import Placement, Problem
 from gemini.planning.plan import Plan
-from gemini.planning.policy import LeastRecentlyUsed
 from gemini.planning.schedules import overlapped
-from gemini.planning.simulate import plan_by_policy
 from gemini.planning.timeline import Timeline
 from gemini.planning.trace import MemoryTrace, Moment, Phase, Source, TracedParam
 from gemini.planning.work import Work
 from gemini.planning.working import staging_bytes, tile_numel
+from gemini.testing.policies import LeastRecentlyUsed, plan_by_policy
 from gemini.tiers import Tier
 
 HIDDEN, LAYERS, SEQUENCE, VOCAB = 5120, 40, 1024, 50257

@@ -159,7 +159,7 @@ def main() -> int:
     report += [
         f"In MB (10^6). planes: {state} + {grads} bytes per param over N. not shared: gathered weights of one module, "
         "gradients on their way, pieces in exchange. ledger: its peak, also without the staging that a plan with "
-        "gathers holds ready and that nothing used here. wrapped: anonymous memory after wrapping (moments and "
+        "gathers holds ready and that nothing used here. wrapped: anonymous memory after wrapping (states and "
         "gradients have not been touched). measured: the peak of anonymous memory over all steps, sampled from outside "
         "every 4 ms, minus the baseline: what the rank had before the model was built (\"before\"; interpreter, torch, "
         f"transformers, a step of a tiny model) and {mb(baseline_bytes(args))} MB from the shape for torch's own "

@@ -146,7 +146,7 @@ def budgets_of(args: argparse.Namespace, trace: Any) -> list[dict[Any, int]]:
 
 def parts_of(timeline: Any) -> Measured:
     """The prediction in the same parts: where the first backward and the first update of the serial schedule begin."""
-    spans = [span for span in timeline.spans if span.lane.value == "compute"]
+    spans = [span for span in timeline.spans if span.track.value == "compute"]
     moments = timeline.moments
     turn = next(i for i, name in enumerate(moments) if not name.startswith("forward"))
     forward = max(span.stop for span in spans if span.moment < turn)

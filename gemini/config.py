@@ -30,7 +30,7 @@ class GeminiConfig:
         gradients: what is kept between backward and update. "retain": one backward per step, +2 bytes per param in half
             precision (+4 in fp32); a second backward before the step promotes it to "accumulate" if there is room.
             "accumulate": fp32 sums, +4 bytes. "transient": nothing; needs ``HybridAdam(step_in_backward=True)``.
-        device: "cuda", "cuda:1", "cpu", or None for "cuda" if there is one, else "cpu"; "standin" for tests.
+        device: "cuda", "cuda:1", "cpu", or None for "cuda" if there is one, else "cpu".
         activations: bytes of the ``gpu`` budget to leave to activations and workspaces ("4GiB"). None for what
             ``trace`` has of them, and for nothing without a trace; no effect without a GPU.
         offload_activations: where the inputs of checkpointed blocks wait for backward: None (where they are), "cpu"

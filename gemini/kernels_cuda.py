@@ -1,8 +1,8 @@
 """The CUDA kernels behind gemini.kernels: the same functions for tensors of a CUDA device, the same bits.
 
 Work is enqueued on torch's current stream of the tensors' device, and nothing waits: sums of squares are left there, in
-`Places`, for whoever can wait later or never (`clip_factor` turns them into the factor that clips without the host).
-The host waits in `fetch` alone. Arguments were checked by gemini.kernels.
+`NormWorkspace`, for whoever can wait later or never (`clip_factor` turns them into the factor that clips without the
+host). The host waits in `fetch` alone. Arguments were checked by gemini.kernels.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from gemini.kernels_reference import NORM_BLOCK, NORM_TILE, Segment, kernel_and_
 from gemini.kernels_sums import DeviceSums, Sums
 
 
-class Places:
-    """Device memory in which one gradient kernel leaves what it finds; the kernel's own until it has run.
+class NormWorkspace:
+    """Device scratch of one gradient kernel: sums per tile and the flag for inf and NaN; its own until it has run.
 
     Args:
         nonfinite: a flag that several calls may share; without one the call gets its own.
@@ -39,7 +39,7 @@ class Places:
 
     def native(self, module: Any) -> Any:
         arrays = (self._blocks, self.tiles, self._arrived, self.nonfinite)
-        return module.CudaNormPlaces(*(array.data_ptr() for array in arrays))
+        return module.CudaNormNormWorkspace(*(array.data_ptr() for array in arrays))
 
 
 class CudaKernels:
@@ -59,7 +59,7 @@ class CudaKernels:
         """The stream on which work is enqueued now; None if the device has only one."""
         return torch.cuda.current_stream(device)
 
-    def places(self, tensor: Tensor, nonfinite: Tensor | None = None) -> Places:
+    def places(self, tensor: Tensor, nonfinite: Tensor | None = None) -> NormWorkspace:
         """For a kernel over ``tensor`` that is enqueued next; ``nonfinite`` is a flag of the caller's, if he wants one.
 
         What no caller looks at is shared by all kernels of a stream, which run one after the other: a launch costs no
@@ -69,9 +69,9 @@ class CudaKernels:
         shared = self._shared.get(where)
         if shared is None:
             shared = self._shared[where] = torch.zeros(2, dtype=torch.int32, device=tensor.device)
-        return Places(tensor.numel(), tensor.device, shared[1:] if nonfinite is None else nonfinite, shared[:1])
+        return NormWorkspace(tensor.numel(), tensor.device, shared[1:] if nonfinite is None else nonfinite, shared[:1])
 
-    def left_in(self, places: Places) -> Sums:
+    def left_in(self, places: NormWorkspace) -> Sums:
         """The sums that the kernel enqueued last leaves in ``places``."""
         tiles = places.tiles
         return [DeviceSums(tiles, self.stream(tiles.device), self.fetch)] if tiles.numel() else []
@@ -107,15 +107,15 @@ class CudaKernels:
     def join_master(self, hi: Tensor, lo: Tensor, out: Tensor) -> None:
         self._module.cuda_join_master(*self._where(out), *map(_address, (hi, lo, out)), out.numel())
 
-    def copy_grad(self, dst: Tensor, src: Tensor, places: Places) -> None:
+    def copy_grad(self, dst: Tensor, src: Tensor, places: NormWorkspace) -> None:
         arrays = _address(dst), self._dtypes[dst.dtype], _address(src), self._dtypes[src.dtype]
         self._module.cuda_copy_grad(*self._where(dst), *arrays, dst.numel(), places.native(self._module))
 
-    def accumulate_grad(self, acc: Tensor, src: Tensor, places: Places) -> None:
+    def accumulate_grad(self, acc: Tensor, src: Tensor, places: NormWorkspace) -> None:
         addresses, native = map(_address, (acc, src)), places.native(self._module)
         self._module.cuda_accumulate_grad(*self._where(acc), *addresses, self._dtypes[src.dtype], acc.numel(), native)
 
-    def sum_squares(self, src: Tensor, places: Places) -> None:
+    def sum_squares(self, src: Tensor, places: NormWorkspace) -> None:
         self._module.cuda_sum_squares(
             *self._where(src), _address(src), self._dtypes[src.dtype], src.numel(), places.native(self._module)
         )

@@ -1,6 +1,6 @@
 """Saving and loading for ``GeminiAccelerator``: accelerate's folder, with Gemini's checkpoint inside.
 
-What accelerate knows (schedulers, RNGs, samplers, registered objects) it writes itself; masters, moments and step
+What accelerate knows (schedulers, RNGs, samplers, registered objects) it writes itself; masters, states and step
 counts of managed models are a Gemini checkpoint in the same folder. An identifier written into both tells whether they
 belong together.
 """

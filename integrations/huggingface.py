@@ -215,7 +215,7 @@ class GeminiTrainerMixin:
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         check_resumable(resume_from_checkpoint)
-        if not (Path(resume_from_checkpoint) / STATES).is_dir():  # a plain Trainer's: weights first, then moments
+        if not (Path(resume_from_checkpoint) / STATES).is_dir():  # a plain Trainer's: weights first, then states
             super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:

@@ -37,7 +37,7 @@ def check_args(args: Any) -> None:
     if optim not in OPTIMIZERS:
         raise ValueError(
             f"optim={optim!r} cannot update a managed model: use one of {', '.join(map(repr, OPTIMIZERS))} (both "
-            "become gemini.HybridAdam: exact fp32 masters and moments on whatever tier the budgets say), or "
+            "become gemini.HybridAdam: exact fp32 masters and states on whatever tier the budgets say), or "
             "optimizers=(torch.optim.Adam(...), None)"
         )
     if args.save_on_each_node and int(os.environ.get("WORLD_SIZE", 1)) > int(os.environ.get("LOCAL_WORLD_SIZE", 1)):

@@ -1,7 +1,7 @@
 """Checkpoints of a ``GeminiTrainer``: ``checkpoint-N`` is an ordinary Trainer checkpoint with ``gemini/`` in it.
 
 Weights, config, tokenizer, scheduler, the scaler of fp16, RNGs and the Trainer's state are the Trainer's own files;
-``gemini/`` takes the place of ``optimizer.pt`` (masters, moments, step counts). All of it is written to
+``gemini/`` takes the place of ``optimizer.pt`` (masters, states, step counts). All of it is written to
 ``.saving/checkpoint-N`` and renamed when it is whole, because transformers' ``get_last_checkpoint`` judges by name
 alone.
 """

@@ -3,7 +3,7 @@
 Importing this module registers the name. The strategy makes the LightningModule itself a managed model, turns
 ``torch.optim.AdamW`` and ``Adam`` into ``HybridAdam``, and takes precision and clipping out of Lightning's hands: no
 autocast, and in fp16 a ``gemini.GradScaler``. Processes, samplers and logging are those of Lightning's DDPStrategy.
-Checkpoints are ordinary Lightning files with exact fp32 masters and moments, written from the chunks param by param.
+Checkpoints are ordinary Lightning files with exact fp32 masters and states, written from the chunks param by param.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import torch
 
 from gemini.config import GeminiConfig
 from gemini.errors import GeminiError
+from gemini.memory.devices.device import torch_device_of
 from gemini.ranks.agreement import Point
 from gemini.train.checkpoint import torch_file
 from gemini.train.checkpoint.torch_file import Promises
@@ -172,7 +173,7 @@ class GeminiStrategy(DDPStrategy):
             return module
         if getattr(module, "_compiler_ctx", None) is not None:
             raise GeminiError(f"the LightningModule was compiled as a whole. {BLOCKS_INSTEAD}")
-        device, root = torch.device("cpu" if config.device == "standin" else config.device), self.root_device
+        device, root = torch_device_of(config.device), self.root_device
         if device.type != root.type:
             raise ValueError(
                 f"GeminiConfig(device={config.device!r}) and Trainer's accelerator ({root.type}) are different devices"
@@ -240,7 +241,7 @@ class GeminiStrategy(DDPStrategy):
         return Promises(self.engine.by_names).model_state(super(GeminiDDP, self.managed))
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """As ``torch.optim.AdamW`` has it, the moments named but not read."""
+        """As ``torch.optim.AdamW`` has it, the states named but not read."""
         optimizer = getattr(optimizer, "_optimizer", optimizer)
         if not isinstance(optimizer, HybridAdam):
             return super().optimizer_state(optimizer)

@@ -19,7 +19,7 @@ def hybrids_of(
 ) -> list[HybridAdam]:
     """A HybridAdam for each of the optimizers of one run of a managed model; ``schedulers`` are made to follow.
 
-    An optimizer that was not there in the last run of the model starts without moments and step counts, as a new one of
+    An optimizer that was not there in the last run of the model starts without states and step counts, as a new one of
     torch's would, though the model has those of the last run.
 
     Raises:
@@ -32,7 +32,7 @@ def hybrids_of(
         for param in _params(hybrid):
             if owner.setdefault(id(param), number) != number:
                 name = getattr(handle_of(param), "name", "a param")
-                raise ValueError(f"{name!r} is in two optimizers: its master and moments belong to one of them")
+                raise ValueError(f"{name!r} is in two optimizers: its master and states belong to one of them")
     last = model.__dict__.get("_gemini_last_optimizers")
     for hybrid in hybrids:
         if last is not None and not any(hybrid is other for other in last):

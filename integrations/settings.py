@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from gemini.config import GeminiConfig
+from gemini.memory.devices.device import torch_device_of
 from gemini.train.ddp import GeminiDDP
 
 _UNSAID = (None, "no")
@@ -81,8 +82,7 @@ def resolve_config(
         config = replace(config, gradients="accumulate")
     if config.device is None:
         return replace(config, device=str(device))
-    named = "cpu" if config.device == "standin" else str(getattr(config.device, "torch_device", config.device))
-    if torch.device(named).type != device.type:
+    if torch_device_of(config.device).type != device.type:
         raise ValueError(
             f"GeminiConfig(device={config.device!r}), but batches are put on {device}: leave device= out, or tell the "
             "framework the same (use_cpu=True, Accelerator(cpu=True))"

@@ -26,6 +26,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import torch  # noqa: E402
 
+import gemini.testing  # noqa: E402, F401 - "standin" is a device then
 from tests import sweeps  # noqa: E402
 
 torch.set_num_threads(1)

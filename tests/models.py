@@ -280,7 +280,7 @@ def managed_loop(model: nn.Module, recipe: Recipe, *, each_step: Callable[[], No
 
 
 def assert_same(run: Run, plain: Run) -> None:
-    """Every loss, norm, master, moment and step count, bit for bit."""
+    """Every loss, norm, master, state and step count, bit for bit."""
     assert_same_floats(run.losses, plain.losses, "loss")
     assert_same_floats(run.norms, plain.norms, "norm")
     assert_same_floats(run.coefficients, plain.coefficients, "clipping coefficient")

@@ -1,4 +1,4 @@
-"""The GPU benchmarks run: commands, models, a tiny form of what needs no card, and a suite whose parts fail.
+"""The GPU benchmarks run: commands, models, a tiny form of what needs no GPU, and a suite whose parts fail.
 
 Their other tiny forms are processes of their own (``benchmarks/gpu/README.md``); nothing here measures anything.
 """

@@ -1,7 +1,7 @@
-"""The device that a benchmark measures: a card, or the stand-in on which every script can be tried without one.
+"""The device that a benchmark measures: a GPU, or the stand-in on which every script can be tried without one.
 
 All that is CUDA's own in these benchmarks is behind :class:`Card`, so that a run on the stand-in (``--device standin``)
-executes everything but the few lines here. Times on a card are CUDA events on the current stream.
+executes everything but the few lines here. Times on a GPU are CUDA events on the current stream.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import psutil
 import torch
+
+import gemini.testing  # noqa: E402, F401 - "standin" is a device then
 
 HOST_SHARE = 0.86
 """Of host memory, what budgets may take if nobody says otherwise: the rest is for the interpreter, CUDA and caches."""

@@ -28,7 +28,7 @@ def make_parser(doc: str | None, *, seconds: float) -> argparse.ArgumentParser:
     """``seconds``: how long the part is meant to take; nothing new is begun that does not fit in."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--device", choices=("cuda", "standin"), default="cuda", help="standin: to try the script without a card")
+    add("--device", choices=("cuda", "standin"), default="cuda", help="standin: to try the script without a GPU")
     add("--tiny", action="store_true", help="small and short, to see that it works; its numbers mean nothing")
     add("--out", type=Path, default=None, help="folder of the raw numbers (default: none are written)")
     add("--spill", type=Path, default=Path("/tmp"), help="folder of the spill file (default: %(default)s)")

@@ -1,4 +1,4 @@
-"""Gemini training a Llama on the card, as the benchmarks of this folder do: built, stepped, timed, and taken down."""
+"""Gemini training a Llama on the GPU, as the benchmarks of this folder do: built, stepped, timed, and taken down."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class Training:
         return report
 
     def timed_steps(self, steps: int, warm_up: int = 2) -> tuple[list[float], list[float]]:
-        """Seconds from the first thing that the card does for a step to that of the next one, and the losses.
+        """Seconds from the first thing that the GPU does for a step to that of the next one, and the losses.
 
         One more step than are counted, so that the last one ends where another begins, with its updates in flight.
         """
@@ -127,7 +127,7 @@ class Training:
 
 
 def computing_alone(card: Card, shape: Shape, tokens: int, seq_len: int, times: int) -> tuple[list[float], list[float]]:
-    """Seconds of forward and of backward of the plain model, its weights on the card, each gradient let go as it comes.
+    """Seconds of forward and of backward of the plain model, its weights on the GPU, each gradient let go as it comes.
 
     Raises:
         torch.cuda.OutOfMemoryError: where that does not fit.

@@ -1,12 +1,12 @@
-"""Copies between host and card while training, against what the link can do: at least 90 % of pinned copies.
+"""Copies between host and GPU while training, against what the link can do: at least 90 % of pinned copies.
 
     python benchmarks/gpu/copies.py --out FOLDER
     python benchmarks/gpu/copies.py --device standin --tiny        # to try the script
 
-First the link alone, through torch with pinned memory: host to card, card to host, and both at once. Then some steps of
-a model whose chunks all live in host memory, recorded (``model.recording()``): bytes that each lane moved over the
-seconds that it was busy. A recorded step waits at every boundary between modules and a lane counts as busy until its
-end is noticed, so the lanes are at least as fast as this says; the same steps unrecorded say how much of the link the
+First the link alone, through torch with pinned memory: host to GPU, GPU to host, and both at once. Then some steps of
+a model whose chunks all live in host memory, recorded (``model.recording()``): bytes that each track moved over the
+seconds that it was busy. A recorded step waits at every boundary between modules and a track counts as busy until its
+end is noticed, so the tracks are at least as fast as this says; the same steps unrecorded say how much of the link the
 whole step used.
 """
 
@@ -30,10 +30,10 @@ from benchmarks._rounds import Spread
 from benchmarks.gpu import _llama, _part
 from benchmarks.gpu._card import Card, host_budget
 from benchmarks.gpu._training import CLIPPED, Training, tight_gpu, trace_of
-from gemini.planning.timeline import Lane
+from gemini.planning.timeline import Track
 
 GOAL = 0.90
-WAYS = {"host to card": (Lane.H2D, "cpu->gpu"), "card to host": (Lane.D2H, "gpu->cpu")}
+WAYS = {"host to GPU": (Track.H2D, "cpu->gpu"), "GPU to host": (Track.D2H, "gpu->cpu")}
 
 
 class Link:
@@ -69,28 +69,28 @@ def link_alone(card: Card, num_bytes: int, rounds: int) -> dict[str, list[float]
     link, found = Link(card, num_bytes), {}
     for number in range(rounds + 1):
         rates = {
-            "host to card": link.rates([0], 4), "card to host": link.rates([1], 4), "both": link.rates([0, 1], 4)
+            "host to GPU": link.rates([0], 4), "GPU to host": link.rates([1], 4), "both": link.rates([0, 1], 4)
         }  # fmt: skip
         if number:
             for name, (first, *second) in rates.items():
-                key = f"{name}, alone" if name != "both" else "host to card, both at once"
+                key = f"{name}, alone" if name != "both" else "host to GPU, both at once"
                 found.setdefault(key, []).append(first)
                 for rate in second:
-                    found.setdefault("card to host, both at once", []).append(rate)
+                    found.setdefault("GPU to host, both at once", []).append(rate)
     return found
 
 
-def lanes_in_training(training: Training, steps: int) -> list[dict[str, Any]]:
-    """For each recorded step: its seconds, and by direction the bytes and the seconds that the lane was busy."""
+def tracks_in_training(training: Training, steps: int) -> list[dict[str, Any]]:
+    """For each recorded step: its seconds, and by direction the bytes and the seconds that the track was busy."""
     found = []
     for _ in range(steps):
         with training.model.recording() as recording:
             training.step(training.batch())
         timeline = recording.timeline
         own: dict[str, Any] = {"step": timeline.step_seconds, "stalls": dict(timeline.stalls)}
-        for name, (lane, _) in WAYS.items():
-            spans = [span for span in timeline.spans if span.lane is lane]
-            busy = timeline.busy.get(lane, 0.0)
+        for name, (track, _) in WAYS.items():
+            spans = [span for span in timeline.spans if span.track is track]
+            busy = timeline.busy.get(track, 0.0)
             num_bytes = sum(span.num_bytes for span in spans)
             rates = [span.num_bytes / (span.stop - span.start) for span in spans if span.num_bytes]
             own[name] = {"bytes": num_bytes, "busy": busy, "copies": len(rates),
@@ -115,7 +115,7 @@ def measure(args: argparse.Namespace, card: Card, results: _part.Results) -> Non
     training.use(CLIPPED)
     seconds, _ = training.timed_steps(1 if args.tiny else 3, 1 if args.tiny else 2)
     moved = training.finish()["moved"]
-    recorded = lanes_in_training(training, 1 if args.tiny else 3)
+    recorded = tracks_in_training(training, 1 if args.tiny else 3)
     results.add("steps", {"shape": shape._asdict(), "params": shape.params, "tokens": tokens, "seconds": seconds,
                           "moved in a step": dict(moved), "recorded": recorded,
                           "build seconds": training.build_seconds})  # fmt: skip
@@ -131,16 +131,16 @@ def measure(args: argparse.Namespace, card: Card, results: _part.Results) -> Non
         rows.append([name, f"{moved.get(boundary, 0) / 1e9:.2f}", f"{statistics.median(rates) / 1e9:.2f}",
                      f"{alone / 1e9:.2f}", f"{both / 1e9:.2f}", f"{of_step / 1e9:.2f}"])  # fmt: skip
         lines.append(
-            _part.verdict(f"{name}, lane while busy over the link alone", statistics.median(rates) / alone, GOAL)
+            _part.verdict(f"{name}, track while busy over the link alone", statistics.median(rates) / alone, GOAL)
         )
         lines.append(
-            f"- {name}, lane while busy over the link with both at once: {statistics.median(rates) / both:.3f}"
+            f"- {name}, track while busy over the link with both at once: {statistics.median(rates) / both:.3f}"
         )
     results.say(
         f"Training of {shape.params:,} params, all chunks in host memory, {tokens} tokens per step, clipping: "
         f"{statistics.median(seconds):.3f} s per step",
         "",
-        *table(["way", "GB per step", "GB/s of the lane while busy", "link alone", "link, both at once",
+        *table(["way", "GB per step", "GB/s of the track while busy", "link alone", "link, both at once",
                 "GB/s over the whole step"], rows),
         *lines,
         "",

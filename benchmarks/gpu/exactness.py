@@ -1,10 +1,10 @@
-"""20 steps of a Llama of 219M params on the card: the same bits in every placement.
+"""20 steps of a Llama of 219M params on the GPU: the same bits in every placement.
 
     python benchmarks/gpu/exactness.py --out FOLDER
     python benchmarks/gpu/exactness.py --device standin --tiny     # to try the script
 
-Losses, gradient norms, and after the last step all masters and moments, as SHA-256; torch's deterministic algorithms
-are on. The first placement runs twice: a card that does not repeat itself could not be compared with anything.
+Losses, gradient norms, and after the last step all masters and states, as SHA-256; torch's deterministic algorithms
+are on. The first placement runs twice: a GPU that does not repeat itself could not be compared with anything.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ if "updates_on_gpu" in gemini.StaticPlacement.__dataclass_fields__:
 
 
 def digest_of(model: Any, optimizer: Any, names: Sequence[str]) -> str:
-    """Of all masters and moments; one after the other, read by name."""
+    """Of all masters and states; one after the other, read by name."""
     found = hashlib.sha256()
     for name in names:
         state = optimizer.full_state(name)
@@ -104,7 +104,7 @@ def measure(args: argparse.Namespace, card: Card, results: _part.Results) -> Non
         f"{first['losses'][0]:.4f} -> {first['losses'][-1]:.4f}, norm {first['norms'][0]:.3f} -> "
         f"{first['norms'][-1]:.3f}",
         "",
-        *table(["placement", "losses", "norms", "masters and moments", "seconds", "GB moved in a step"], rows),
+        *table(["placement", "losses", "norms", "masters and states", "seconds", "GB moved in a step"], rows),
     )
     differing = [row[0] for row in rows if "DIFFERENT" in row]
     num = len(runs) - 1

@@ -1,9 +1,9 @@
-"""CUDA kernels of Gemini against the card's own memory, torch's fused AdamW, and the CPU kernels bit for bit.
+"""CUDA kernels of Gemini against the GPU's own memory, torch's fused AdamW, and the CPU kernels bit for bit.
 
     python benchmarks/gpu/kernels.py --out FOLDER
     python benchmarks/gpu/kernels.py --device standin --tiny        # to try the script
 
-The yardstick is a copy inside the card's memory that reads and writes as many bytes as the kernel does. All contenders
+The yardstick is a copy inside the GPU's memory that reads and writes as many bytes as the kernel does. All contenders
 run once per round, beginning with another one; medians over rounds, ratios inside a round. The comparison of bits runs
 several steps over random params that include denormals, infinities and NaN in every operand.
 """
@@ -149,7 +149,7 @@ def differing(a: torch.Tensor, b: torch.Tensor) -> int:
 
 
 def other_kernels(device: str) -> Any:
-    """Without a card the other side is the torch reference: on one side or the other something has to be native."""
+    """Without a GPU the other side is the torch reference: on one side or the other something has to be native."""
     return kernels.use_isa("reference") if device == "cpu" else contextlib.nullcontext()
 
 

@@ -1,4 +1,4 @@
-"""The same 3B training by Gemini, DeepSpeed ZeRO-3 offload and FSDP2 CPUOffloadPolicy on the card, interleaved.
+"""The same 3B training by Gemini, DeepSpeed ZeRO-3 offload and FSDP2 CPUOffloadPolicy on the GPU, interleaved.
 
     python benchmarks/gpu/peers.py --deepspeed FOLDER --out FOLDER
     python benchmarks/gpu/peers.py --peers gemini,fsdp2 --tokens 4096,16384 --out FOLDER

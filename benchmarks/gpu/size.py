@@ -45,7 +45,7 @@ class Room(NamedTuple):
 
 
 def budgets(args: argparse.Namespace, card: Card) -> gemini.MemoryBudget:
-    """Nearly all of the card that is free, the share of host memory that was said, and the drive but for a reserve."""
+    """Nearly all of the GPU that is free, the share of host memory that was said, and the drive but for a reserve."""
     nvme = 2**26 if args.tiny else max(0, free_disk(args.spill) - args.keep_free)
     gpu = 2**20 if args.tiny else int(card.free_bytes * args.gpu_share)
     cpu = 3 * 2**20 if args.tiny else host_budget(args.host)
@@ -131,7 +131,7 @@ def main(argv: Sequence[str] | None = None) -> _part.Results:
     add("--vocab", type=int, default=32000)
     add("--tokens", type=int, default=2048, help="per step, one sequence (default: %(default)s)")
     add("--steps", type=int, default=5, help="(default: %(default)s)")
-    add("--gpu-share", type=float, default=0.93, help="of the card's free bytes, the GPU budget (default: %(default)s)")
+    add("--gpu-share", type=float, default=0.93, help="of the GPU's free bytes, the GPU budget (default: %(default)s)")
     add("--keep-free", type=parse_bytes, default=6 * 2**30, help="of the drive (default: 6 GiB)")
     add("--arithmetic", action="store_true", help="only say what would fit")
     return _part.run("size", parser, measure, argv)

@@ -7,7 +7,7 @@
 bf16, AdamW on an exact fp32 master, gradient checkpointing; sequences of ``--seq-len``. For each number of tokens per
 step:
 
-    T_fwd, T_bwd   forward and backward of the plain model, all weights on the card, gradients dropped
+    T_fwd, T_bwd   forward and backward of the plain model, all weights on the GPU, gradients dropped
     W              all updates with nothing beside them
     step           with clipping, and without, updates inside backward
     bound          T_bwd + max(T_fwd, W) with clipping, max(T_fwd + T_bwd, W) with updates inside backward
@@ -49,7 +49,7 @@ GOAL_TOKENS = 16384
 """Tokens per step from which computing alone is the goal without clipping."""
 SCHEDULES = {"clip": CLIPPED, "in-backward": IN_BACKWARD, "after": AFTER}
 IN_FLIGHT = 1.15
-"""Of the weights, what the plain model takes on the card beside activations: those and gradients on their way."""
+"""Of the weights, what the plain model takes on the GPU beside activations: those and gradients on their way."""
 
 
 def host_arithmetic(shape: Shape, budget: int) -> str:
@@ -66,13 +66,13 @@ def alone(card: Card, shape: Shape, tokens: int, seq_len: int, times: int) -> di
     """T_fwd and T_bwd, or why not."""
     if card.real and IN_FLIGHT * 2 * shape.params > card.free_bytes:
         return {
-            "why not": f"its weights take {human_bytes(2 * shape.params)}, the card has {human_bytes(card.free_bytes)}"
+            "why not": f"its weights take {human_bytes(2 * shape.params)}, the GPU has {human_bytes(card.free_bytes)}"
         }
     try:
         forwards, backwards = computing_alone(card, shape, tokens, seq_len, times)
     except torch.OutOfMemoryError as e:
         card.forget()
-        return {"why not": f"it does not fit the card: {str(e)[:200]}"}
+        return {"why not": f"it does not fit the GPU: {str(e)[:200]}"}
     return {"forward": forwards, "backward": backwards}
 
 
@@ -162,7 +162,7 @@ def measure(args: argparse.Namespace, card: Card, results: _part.Results) -> Non
     rows, lines, built = [], [], 0.0
     for budget in budgets:
         if card.real and budget > card.total_bytes:
-            lines.append(f"- {human_bytes(budget)}: not run, the card has {human_bytes(card.total_bytes)}")
+            lines.append(f"- {human_bytes(budget)}: not run, the GPU has {human_bytes(card.total_bytes)}")
             continue
         lines.append(f"- {host_arithmetic(shape, budget)}.")
         for group in groups:

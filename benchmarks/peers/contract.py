@@ -1,4 +1,4 @@
-"""What every peer has in common, on a CPU and on a card: the model, the batches, hyperparameters, and orders.
+"""What every peer has in common, on a CPU and on a GPU: the model, the batches, hyperparameters, and orders.
 
 A peer is a script with a :class:`Trainer` made from settings, ended by ``contract.run(Trainer)``. It runs in a virtual
 environment of its own, so nothing here needs more than torch and transformers. Orders come as lines of JSON on stdin,
@@ -66,7 +66,7 @@ def on_card(settings: Mapping[str, Any]) -> bool:
 
 
 def is_large(settings: Mapping[str, Any]) -> bool:
-    """Whether the model is one of those for a card."""
+    """Whether the model is one of those for a GPU."""
     return isinstance(settings["shape"], str)
 
 

@@ -27,7 +27,7 @@ PEERS = {
     "gemini-transient": Peer("with_gemini.py", "all in memory, step_in_backward", clips=False),
     "gemini-transient-nvme": Peer("with_gemini.py", "all states on NVMe, step_in_backward", nvme=True, clips=False),
     "gemini-transient-nvme-states": Peer(
-        "with_gemini.py", "weights in memory, residual and moments on NVMe, step_in_backward", nvme=True, clips=False
+        "with_gemini.py", "weights in memory, residual and states on NVMe, step_in_backward", nvme=True, clips=False
     ),
 }
 BASES = ("plain", "plain-fused", "deepspeed-cpu", "deepspeed-nvme", "fsdp2-offload")

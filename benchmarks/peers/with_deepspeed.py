@@ -2,11 +2,11 @@
 
     deepspeed-cpu             offload_param and offload_optimizer to "cpu"
     deepspeed-nvme            both to "nvme", in the least memory; ``max_in_cpu`` as it comes (1e9 elements), so that
-                              weights this small stay in memory and only masters, moments and gradients do not
+                              weights this small stay in memory and only masters, states and gradients do not
     deepspeed-nvme-pipelined  the same with pipeline_read and pipeline_write: more buffers
     deepspeed-nvme-all        as deepspeed-nvme, with ``max_in_cpu`` 0: the weights are on the drive too
 
-and on a card ZeRO-3 with both in pinned host memory. Its CPU Adam is compiled at the first use
+and on a GPU ZeRO-3 with both in pinned host memory. Its CPU Adam is compiled at the first use
 (``TORCH_EXTENSIONS_DIR``). Gradient checkpointing is of the reentrant kind, which its partitioned params ask for.
 
 Everything else is left as it comes, but for what a user has to choose or is told to: ``config_for`` says which and why.

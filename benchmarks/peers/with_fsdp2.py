@@ -1,4 +1,4 @@
-"""Peer "fsdp2": torch's FSDP2 with ``CPUOffloadPolicy``, one rank, on a CPU (gloo) or on a card.
+"""Peer "fsdp2": torch's FSDP2 with ``CPUOffloadPolicy``, one rank, on a CPU (gloo) or on a GPU.
 
 As its documentation and torchtitan have it: fp32 params (they are the masters), ``fully_shard`` on every layer and then
 on the model, ``MixedPrecisionPolicy(param_dtype=bf16, reduce_dtype=fp32)``: weights are cast to bf16 when they are

@@ -1,13 +1,13 @@
 """Peers "gemini*": one script, several ways to place the same exact training.
 
     gemini                         everything in memory, gradients="retain"
-    gemini-nvme                    weights, residual, moments and retained gradients in the spill file
+    gemini-nvme                    weights, residual, states and retained gradients in the spill file
     gemini-nvme-budget             placement="auto" in a memory budget (--cpu-budget) with a drive behind it
     gemini-transient               in memory, gradients="transient" and HybridAdam(step_in_backward=True): no clipping
     gemini-transient-nvme          the same in the spill file
-    gemini-transient-nvme-states   the same, but the weights stay in memory: residual and moments in the spill file
+    gemini-transient-nvme-states   the same, but the weights stay in memory: residual and states in the spill file
 
-On a card there is one, under a GPU budget with its states where the plan puts them: with clipping updates run after
+On a GPU there is one, under a GPU budget with its states where the plan puts them: with clipping updates run after
 backward, beside the next forward; without, inside backward. ``settings["config"]`` are further fields of
 ``GeminiConfig`` (``overlap``, ``update_threads``, ...), for comparing ours with ours.
 """

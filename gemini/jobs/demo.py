@@ -29,7 +29,7 @@ from gemini.jobs.train import TrainRun, mean_loss
 from gemini.ranks import launch
 
 _PRESET = "gpt2-small"
-# What the state of a param takes in bf16: weight 2, residual 2, two moments of 4 each.
+# What the state of a param takes in bf16: weight 2, residual 2, two states of 4 each.
 _STATE_BYTES_PER_PARAM = 12
 # The host gets this part of the state, the drive has room for all of it and the gradients of one step.
 _CPU_PART = 0.15

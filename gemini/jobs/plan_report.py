@@ -10,7 +10,7 @@ from gemini.errors import BudgetExceeded
 from gemini.planning.break_even import Grow, break_even
 from gemini.planning.plan import Plan
 from gemini.planning.planes import GRAD, plane_specs
-from gemini.planning.timeline import Lane, Timeline
+from gemini.planning.timeline import Timeline, Track
 from gemini.planning.trace import MemoryTrace
 from gemini.planning.traffic import by_name
 from gemini.tiers import Tier
@@ -81,7 +81,7 @@ class StepReport:
         seconds: of a step.
         tokens_per_second: on all ranks.
         flops_per_second: of one rank.
-        busy: seconds that each lane works, the longest first: what bounds the step comes first.
+        busy: seconds that each track works, the longest first: what bounds the step comes first.
         waited: seconds that computing waits, by cause.
         break_even: tokens per step from which on offload is free, with a larger micro-batch; None if there is none.
         break_even_accumulating: the same with more micro-batches of this size; None also where it was not asked.
@@ -105,7 +105,7 @@ class PlanReport:
         needs: bytes per kind of content, of one rank, wherever they live.
         refusal: why it does not fit; None if it does.
         held: bytes that each tier holds at most, by kind of plane and of working memory; empty where it does not fit.
-        adam: params whose update runs on a tier.
+        update: params whose update runs on a tier.
         streamed: those of them on the GPU whose states come from host memory and go back there.
         moved: bytes over each boundary in a step of one rank.
         changes: what to change, the cheapest first.
@@ -130,7 +130,7 @@ class PlanReport:
     activations: Activations
     refusal: str | None = None
     held: dict[str, dict[str, int]] = field(default_factory=dict)
-    adam: dict[str, int] = field(default_factory=dict)
+    update: dict[str, int] = field(default_factory=dict)
     streamed: int = 0
     moved: dict[str, int] = field(default_factory=dict)
     step: StepReport | None = None
@@ -163,7 +163,7 @@ def report_of(
     needs = _needs(question)
     trained = sum(p.numel for p in trace.params if p.trainable)
     states = sum(n for kind, n in needs.items() if kind != GRAD) * question.ranks
-    held, adam = ({}, {}) if plan is None else (_held(plan), _adam(plan))
+    held, update = ({}, {}) if plan is None else (_held(plan), _updates(plan))
     top = max(trace.moments, key=lambda moment: moment.peak_bytes, default=None)
     return PlanReport(
         model=trace.model,
@@ -193,7 +193,7 @@ def report_of(
         ),
         refusal=None if refusal is None else str(refusal),
         held=held,
-        adam=adam,
+        update=update,
         streamed=0 if plan is None else sum(plan.layout.chunks[index].payload for index in plan.placement.streamed),
         moved={} if plan is None else by_name(plan.traffic),
         step=None if timeline is None else _step(timeline, question.schedule, tokens_when_free),
@@ -210,14 +210,14 @@ def _step(timeline: Timeline, schedule: str, tokens_when_free: int | None) -> St
         seconds=timeline.step_seconds,
         tokens_per_second=timeline.tokens_per_second,
         flops_per_second=timeline.flops / timeline.step_seconds if timeline.step_seconds else 0.0,
-        busy={lane.value: seconds for lane, seconds in busy},
+        busy={track.value: seconds for track, seconds in busy},
         waited={cause: seconds for cause, seconds in timeline.stalls.items() if seconds > 0},
         break_even=tokens_when_free,
         break_even_accumulating=accumulating,
     )
 
 
-COMPUTE = Lane.COMPUTE.value
+COMPUTE = Track.COMPUTE.value
 
 
 def _needs(question: Question) -> dict[str, int]:
@@ -262,7 +262,7 @@ def _held(plan: Plan) -> dict[str, dict[str, int]]:
     return held
 
 
-def _adam(plan: Plan) -> dict[str, int]:
+def _updates(plan: Plan) -> dict[str, int]:
     found: dict[str, int] = {}
     for index, chunk in enumerate(plan.layout.chunks):
         if chunk.trainable:

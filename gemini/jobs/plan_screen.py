@@ -16,9 +16,9 @@ _LABEL = 17
 _IN_PYTHON = re.compile(r"nvme_path= and nvme=(\d+) (\w+)")
 """How an error says in Python's words what is an option here."""
 
-_LANES = {
+_TRACKS = {
     "compute": "computing",
-    "adam": "Adam",
+    "update": "the update",
     "host to gpu": "the link from host to GPU",
     "gpu to host": "the link from GPU to host",
     "nvme read": "reading from NVMe",
@@ -107,10 +107,10 @@ def _homes(report: PlanReport) -> Iterator[str]:
     budgets = [report.budgets[tier] for tier in tiers]
     yield row("  in all", [human_bytes(n) for n in used])
     yield row("  free", [f"{human_bytes(b - n)} {_percent(b - n, b):>4}" for n, b in zip(used, budgets, strict=True)])
-    if report.adam:
-        trained = sum(report.adam.values())
-        cells = [_percent(report.adam[tier], trained) if tier in report.adam else "." for tier in tiers]
-        yield row("  Adam runs on", cells)
+    if report.update:
+        trained = sum(report.update.values())
+        cells = [_percent(report.update[tier], trained) if tier in report.update else "." for tier in tiers]
+        yield row("  updates run on", cells)
         if report.streamed:
             cells = [_percent(report.streamed, trained) if tier == report.compute else "." for tier in tiers]
             yield row("  of it streamed", cells)
@@ -152,12 +152,12 @@ def _facts(report: PlanReport) -> Iterator[str]:
 
 
 def _bounds(step: StepReport) -> str:
-    lanes = list(step.busy.items())[:2]
-    told = [
-        f"{_LANES.get(lane, lane)}, {human_seconds(seconds)} ({_percent(seconds, step.seconds)} of the step)"
-        for lane, seconds in lanes
+    tracks = list(step.busy.items())[:2]
+    phrases = [
+        f"{_TRACKS.get(track, track)}, {human_seconds(seconds)} ({_percent(seconds, step.seconds)} of the step)"
+        for track, seconds in tracks
     ]
-    return "; then ".join(told) or "nothing"
+    return "; then ".join(phrases) or "nothing"
 
 
 def _free(report: PlanReport, step: StepReport) -> str:

@@ -3,9 +3,9 @@
 They use torch's default process group, which ``join`` makes; Gemini makes groups of its own beside it, so their
 messages never meet. A process alone is a team of one: every method answers at once, nothing is sent.
 
-An error is said once. Before the model exists the ranks compare what they found (``together``) and refuse as one. Later
-a rank cannot ask the others, who may be waiting for it in a collective: it leaves its words in torchrun's store, and a
-rank that finds the same words there from rank 0 keeps silent (``speaking``).
+An error is said once. Before the model exists the ranks compare what they found (``all_or_none``) and refuse as one.
+Later a rank cannot ask the others, who may be waiting for it in a collective: it leaves its words in torchrun's store,
+and a rank that finds the same words there from rank 0 keeps silent (``speaking``).
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Team:
         return self._wire.swap(Tag.VALUES, torch.tensor(numbers, dtype=torch.float64, device="cpu"), what).tolist()
 
     @contextmanager
-    def together(self, what: str) -> Iterator[None]:
+    def all_or_none(self, what: str) -> Iterator[None]:
         """A block without collectives that all ranks go through: what one of them refuses in it, all refuse.
 
         Raises:

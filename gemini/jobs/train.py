@@ -42,6 +42,7 @@ from gemini.jobs.tokenizers import load_tokenizer
 from gemini.jobs.tokens import ByteTokens, TokenizerTokens, Tokens
 from gemini.jobs.train_config import make_config
 from gemini.jobs.windows import WindowStream
+from gemini.memory.devices.device import torch_device_of
 from gemini.ranks import launch
 from gemini.train.loading.attention import Attention
 from gemini.train.modules.compiled import compile_blocks
@@ -64,7 +65,7 @@ class TrainRun:
         self.team = Team() if team is None else team
         self._console = console
         self._tokenizer: Any = None
-        with self.team.together("the preparation of the job"):
+        with self.team.all_or_none("the preparation of the job"):
             source = find_model(settings.model, settings.preset, settings.layers, as_bytes=settings.bytes)
             checkpoints.prepare_out(settings.out)
             found = None
@@ -332,7 +333,7 @@ def mean_loss(model: Any, windows: torch.Tensor, batch_size: int) -> float:
 
 def train(settings: TrainSettings, console: Console, *, command: str) -> int:
     """Run the job as the command line does; returns the exit code. ``command`` is how to call it again."""
-    cuda = torch.cuda.is_available() and settings.device not in ("cpu", "standin")
+    cuda = torch.cuda.is_available() and (settings.device or "cuda").startswith("cuda")
     with join(settings.rank_timeout, cuda=cuda) as team, team.speaking():
         if not team.is_first:
             console = Console(quiet=True, force_terminal=False)
@@ -356,16 +357,14 @@ def train(settings: TrainSettings, console: Console, *, command: str) -> int:
 
 
 def _device(asked: str | None) -> torch.device:
-    """Where the batches go: the device Gemini computes on (its stand-in computes on the CPU).
+    """Where the batches go: the device Gemini computes on.
 
     Of several processes on a machine each takes a GPU of its own.
     """
-    if asked == "standin":
-        return torch.device("cpu")
     if asked is None:
         asked = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        device = torch.device(asked)
+        device = torch_device_of(asked)
     except RuntimeError as e:
         raise JobError(f"--device {asked}: there is no such device. Use cpu or cuda, or leave it out.") from e
     if device.type == "cuda" and not torch.cuda.is_available():

@@ -10,6 +10,7 @@ import gemini
 from gemini.jobs.errors import JobError, as_job_error
 from gemini.jobs.models import ModelSource
 from gemini.jobs.settings import TrainSettings
+from gemini.memory.devices.device import registered_device
 from gemini.planning import document
 from gemini.tiers import Tier
 from gemini.train.loading.attention import AUTO
@@ -29,8 +30,8 @@ def make_config(settings: TrainSettings, source: ModelSource, device: torch.devi
     if settings.plan is not None:
         plan = document.load(settings.plan, "--plan", gemini.Plan.from_json)
         _check_plan(plan, settings)
-    trace = None
-    if plan is None and settings.activations is None and (device.type == "cuda" or settings.device == "standin"):
+    trace, kind = None, registered_device(settings.device)
+    if plan is None and settings.activations is None and (device.type == "cuda" or kind is not None):
         trace = trace_of(settings, source)
     with as_job_error(asked="The settings cannot be used together"):
         return gemini.GeminiConfig(
@@ -43,7 +44,7 @@ def make_config(settings: TrainSettings, source: ModelSource, device: torch.devi
             ),
             placement="auto" if plan is None else plan,
             gradients="accumulate" if settings.accumulate > 1 else "retain",
-            device=settings.device if settings.device == "standin" else str(device),
+            device=str(device) if kind is None else settings.device,
             activations=settings.activations,
             offload_activations=settings.offload_activations,
             trace=trace,

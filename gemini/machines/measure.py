@@ -36,7 +36,7 @@ _LARGE_SPREAD = 0.1
 _PLANES = [
     (getattr(torch, spec.dtype), spec.block_bytes) for spec in plane_specs("bf16", "retain", trainable=True).values()
 ]
-"""Of an update in bf16: weights, residual, Adam's two moments, and the gradient."""
+"""Of an update in bf16: weights, residual, Adam's two states, and the gradient."""
 _STATE_BYTES = tuple(size for _, size in _PLANES[:-1])
 """Per param of what an update writes; one request each per tile."""
 _ADAM_BYTES = sum(size for _, size in _PLANES)
@@ -110,8 +110,8 @@ def measure_host(sizes: Sizes) -> Figures:
     yield "cpu_op_seconds", _measured("cpu_op_seconds", seconds, how, lambda s: s / sizes.ops)
     yield "dram_bandwidth", _dram(sizes, num_threads, cores)
     update, numel = _update(sizes)
-    yield "adam_cpu", _adam(update, numel, sizes, cores)
-    yield "adam_cpu_one", _adam(update, numel, sizes, 1)
+    yield "update_cpu", _adam(update, numel, sizes, cores)
+    yield "update_cpu_one", _adam(update, numel, sizes, 1)
     if num_threads < cores:  # else computing and updates have no cores of their own
         product = _product(sizes.product, torch.bfloat16, torch.device("cpu"))
         yield "cpu_contention", _contention(product, update, cores - num_threads, sizes)
@@ -171,7 +171,7 @@ def _adam(update: Callable[[], None], numel: int, sizes: Sizes, num_threads: int
         seconds = _times(update, sizes.repeats)
     how = f"Gemini's {kernels.capabilities().isa} kernel on {numel / 1e6:.4g} M params in tiles"
     how += f", {_threads(num_threads)}"
-    return _measured("adam_cpu", seconds, how, lambda s: s / numel)
+    return _measured("update_cpu", seconds, how, lambda s: s / numel)
 
 
 def _contention(product: Callable[[], object], update: Callable[[], None], num_threads: int, sizes: Sizes) -> Figure:
@@ -372,7 +372,7 @@ def measure_gpu(device: torch.device, sizes: Sizes) -> Figures:
     numel = _whole_pages(max(num_bytes // _ADAM_BYTES, PAGE))
     seconds = times(_update_in(partial(torch.zeros, dtype=torch.uint8, device=device), numel, DEVICE_TILE))
     how = f"Gemini's kernel on {numel / 1e6:.4g} M params in tiles"
-    yield "adam_gpu", _measured("adam_gpu", seconds, how, lambda s: s / numel)
+    yield "update_gpu", _measured("update_gpu", seconds, how, lambda s: s / numel)
     small = torch.ones(64, device=device, requires_grad=True)
     seconds = times(lambda: _small_ops(small, sizes.ops))
     how = f"{sizes.ops} recorded additions of 64 numbers"

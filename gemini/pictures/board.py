@@ -1,4 +1,4 @@
-"""The picture of a step: for each tier what it holds over time, below it what comes and goes, then the lanes.
+"""The picture of a step: for each tier what it holds over time, below it what comes and goes, then the tracks.
 
 One timeline is one column, two stand beside each other with the same scales. Layout is arithmetic in inches, so that
 nothing overlaps at any size and a page knows where the panels are. matplotlib is optional and imported when it is used.
@@ -14,7 +14,7 @@ from typing import Any
 
 from gemini.errors import human_bytes
 from gemini.pictures import series
-from gemini.planning.timeline import Lane, Timeline
+from gemini.planning.timeline import Timeline, Track
 from gemini.tiers import Tier
 
 INK, FAINT, WAITING = "#101114", "#8a8d94", "#d9d9d9"
@@ -38,7 +38,7 @@ _SPARE = ("#332288", "#117733", "#DDCC77", "#AA4499", "#44AA99", "#661100")
 _TIER_NAMES = {Tier.GPU: "GPU memory", Tier.CPU: "Host memory", Tier.NVME: "NVMe"}
 
 _WIDTH, _LEFT, _RIGHT = 7.6, 0.95, 0.6  # inches; the width is a column's
-_HEAD, _PANEL, _STRIP, _LANE, _GAP, _AXIS = 0.75, 1.55, 0.66, 0.36, 0.42, 0.5
+_HEAD, _PANEL, _STRIP, _ROW, _GAP, _AXIS = 0.75, 1.55, 0.66, 0.36, 0.42, 0.5
 _ENTRY = 1.45
 
 
@@ -71,12 +71,12 @@ def memory_picture(timeline: Timeline, other: Timeline | None = None, *, path: s
         ImportError: without matplotlib. ValueError: for a path that ends neither in .png nor in .svg.
     """
     path = Path(path)
-    path.write_bytes(picture(timeline, other, suffix=path.suffix, lanes=False))
+    path.write_bytes(picture(timeline, other, suffix=path.suffix, tracks=False))
     return path
 
 
-def lanes_picture(timeline: Timeline, other: Timeline | None = None, *, path: str | Path) -> Path:
-    """What each lane did over a step as PNG or SVG; the height of a column is the share of it that was busy.
+def tracks_picture(timeline: Timeline, other: Timeline | None = None, *, path: str | Path) -> Path:
+    """What each track did over a step as PNG or SVG; the height of a column is the share of it that was busy.
 
     Raises:
         ImportError: without matplotlib. ValueError: for a path that ends neither in .png nor in .svg.
@@ -87,14 +87,14 @@ def lanes_picture(timeline: Timeline, other: Timeline | None = None, *, path: st
 
 
 def picture(
-    timeline: Timeline, other: Timeline | None = None, *, suffix: str, memory: bool = True, lanes: bool = True
+    timeline: Timeline, other: Timeline | None = None, *, suffix: str, memory: bool = True, tracks: bool = True
 ) -> bytes:
     """The bytes of a PNG or SVG file."""
     suffix = suffix.lower().removeprefix(".")
     if suffix not in ("png", "svg"):
         raise ValueError(f"a picture is a .png or an .svg, not {suffix!r}")
     timelines = [timeline] if other is None else [timeline, other]
-    return render(board(timelines, memory=memory, lanes=lanes), suffix)
+    return render(board(timelines, memory=memory, tracks=tracks), suffix)
 
 
 def render(made: Board, suffix: str, *, transparent: bool = False) -> bytes:
@@ -110,7 +110,7 @@ def render(made: Board, suffix: str, *, transparent: bool = False) -> bytes:
     return re.sub(rb' d="[^"]+"', lambda path: re.sub(rb"(\.\d\d)\d+", rb"\1", path[0]), out.getvalue())
 
 
-def board(timelines: list[Timeline], *, memory: bool = True, lanes: bool = True) -> Board:
+def board(timelines: list[Timeline], *, memory: bool = True, tracks: bool = True) -> Board:
     """Lay out and draw."""
     _matplotlib()
     from matplotlib.figure import Figure
@@ -119,8 +119,8 @@ def board(timelines: list[Timeline], *, memory: bool = True, lanes: bool = True)
     if max(ends) <= 4 * min(ends):  # the same scale, unless one would be a splinter
         ends = [max(ends)] * len(ends)
     tiers = [tier for tier in Tier if series.holders(timelines, tier)] if memory else []
-    shown = [lane for lane in Lane if lanes and any(s.lane is lane for t in timelines for s in t.spans)]
-    rows = len(tiers) * (_PANEL + _STRIP + _GAP) + len(shown) * _LANE + (0.1 if shown and tiers else 0)
+    shown = [track for track in Track if tracks and any(s.track is track for t in timelines for s in t.spans)]
+    rows = len(tiers) * (_PANEL + _STRIP + _GAP) + len(shown) * _ROW + (0.1 if shown and tiers else 0)
     names = _legends(timelines, tiers, shown)
     width = len(timelines) * (_LEFT + _WIDTH + _RIGHT)
     legend = sum(0.3 + 0.2 * -(-len(entries) // _per_row(width)) for _, entries, _ in names)
@@ -168,7 +168,7 @@ def _axes(made: Board, left: float, top: float, width: float, height: float) -> 
 
 
 def _column(
-    made: Board, timelines: list[Timeline], timeline: Timeline, box: Panel, tiers: list[Tier], lanes: list[Lane]
+    made: Board, timelines: list[Timeline], timeline: Timeline, box: Panel, tiers: list[Tier], tracks: list[Track]
 ) -> None:
     end = made.ends[box.column]
     _heading(made, timeline, box)
@@ -181,29 +181,29 @@ def _column(
         last = _axes(made, box.left, top, box.width, _STRIP)
         _strip(last, timeline, tier, end)
         top += _STRIP + 0.1
-    top += 0.1 if lanes and tiers else 0
-    for lane in lanes:
-        last = _axes(made, box.left, top, box.width, _LANE)
-        _lane(last, timeline, lane, end, is_first=lane is lanes[0])
-        top += _LANE
+    top += 0.1 if tracks and tiers else 0
+    for track in tracks:
+        last = _axes(made, box.left, top, box.width, _ROW)
+        _track(last, timeline, track, end, is_first=track is tracks[0])
+        top += _ROW
     if last is not None:
         _time(last, end)
 
 
 def _heading(made: Board, timeline: Timeline, box: Panel) -> None:
-    told = [f"step {series.human_seconds(timeline.step_seconds)}"]
+    parts = [f"step {series.human_seconds(timeline.step_seconds)}"]
     if timeline.tokens and timeline.step_seconds:
-        told.append(f"{timeline.tokens_per_second:,.4g} tokens/s" if timeline.tokens_per_second < 1000
+        parts.append(f"{timeline.tokens_per_second:,.4g} tokens/s" if timeline.tokens_per_second < 1000
                     else f"{timeline.tokens_per_second:,.0f} tokens/s")  # fmt: skip
     if timeline.flops and timeline.step_seconds:
-        told.append(f"{timeline.flops / timeline.step_seconds / 1e12:,.3g} TFLOP/s per rank")
+        parts.append(f"{timeline.flops / timeline.step_seconds / 1e12:,.3g} TFLOP/s per rank")
     if timeline.spans:
-        told.append(f"busiest: {timeline.bound_by.value}")
+        parts.append(f"busiest: {timeline.bound_by.value}")
     title = f"{timeline.source.capitalize()}: {timeline.title}"
     title = title if len(title) <= 82 else title[:80] + "…"
     x = box.left / made.width
     made.figure.text(x, 1 - 0.24 / made.height, title, fontsize=11.5, fontweight="bold", color=INK, va="baseline")
-    made.figure.text(x, 1 - 0.44 / made.height, ", ".join(told), fontsize=9.5, color=INK, va="baseline")
+    made.figure.text(x, 1 - 0.44 / made.height, ", ".join(parts), fontsize=9.5, color=INK, va="baseline")
 
 
 def _phases(made: Board, timeline: Timeline, box: Panel, end: float) -> None:
@@ -244,15 +244,15 @@ def _memory(axes: Any, timelines: list[Timeline], timeline: Timeline, tier: Tier
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g} {unit_name}" if value else "0")
     axes.grid(axis="y", color=FAINT, linewidth=0.4, alpha=0.4)
     axes.set_axisbelow(True)
-    told = f"{_TIER_NAMES[tier]}: peak {human_bytes(timeline.peaks.get(tier, 0))}"
+    caption = f"{_TIER_NAMES[tier]}: peak {human_bytes(timeline.peaks.get(tier, 0))}"
     if budget:
         share = timeline.peaks[tier] / budget
-        told += f" of {human_bytes(budget)} ({f'{share:.1%}' if 0.99 < share < 1 else f'{share:.0%}'})"
+        caption += f" of {human_bytes(budget)} ({f'{share:.1%}' if 0.99 < share < 1 else f'{share:.0%}'})"
         if budget <= top:
             axes.axhline(budget / unit, color=INK, linewidth=1.1, linestyle=(0, (4, 2)))
             axes.annotate("budget", (1, budget / unit), xycoords=("axes fraction", "data"), xytext=(3, 0),
                           textcoords="offset points", fontsize=8.5, color=INK, va="center")  # fmt: skip
-    axes.text(0, 1.03, told, transform=axes.transAxes, fontsize=9.5, fontweight="bold", color=INK, va="bottom")
+    axes.text(0, 1.03, caption, transform=axes.transAxes, fontsize=9.5, fontweight="bold", color=INK, va="bottom")
 
 
 def _strip(axes: Any, timeline: Timeline, tier: Tier, end: float) -> None:
@@ -274,12 +274,12 @@ def _strip(axes: Any, timeline: Timeline, tier: Tier, end: float) -> None:
     axes.tick_params(axis="y", labelsize=7.5, length=0)
 
 
-def _lane(axes: Any, timeline: Timeline, lane: Lane, end: float, *, is_first: bool) -> None:
-    _fill(axes, series.in_lane(timeline, lane, end), 1.0)
+def _track(axes: Any, timeline: Timeline, track: Track, end: float, *, is_first: bool) -> None:
+    _fill(axes, series.in_track(timeline, track, end), 1.0)
     axes.set(xlim=(0, end), ylim=(0, 1.15), xticks=[])
-    axes.set_yticks([0.5], [lane.value])
+    axes.set_yticks([0.5], [track.value])
     axes.tick_params(axis="y", length=0, labelsize=8.5)
-    share = timeline.busy.get(lane, 0.0) / timeline.step_seconds if timeline.step_seconds else 0.0
+    share = timeline.busy.get(track, 0.0) / timeline.step_seconds if timeline.step_seconds else 0.0
     if is_first:
         axes.annotate("busy", (1, 1), xycoords="axes fraction", xytext=(4, 1), textcoords="offset points",
                       fontsize=7.5, color=INK)  # fmt: skip
@@ -313,21 +313,21 @@ def _time(axes: Any, end: float) -> None:
 _Legend = tuple[str, list[str], dict[str, str]]
 
 
-def _legends(timelines: list[Timeline], tiers: list[Tier], lanes: list[Lane]) -> list[_Legend]:
+def _legends(timelines: list[Timeline], tiers: list[Tier], tracks: list[Track]) -> list[_Legend]:
     found: list[_Legend] = []
     names = series.holders(timelines)
     if tiers:
         found.append(("held by", names, {name: colour_of(name) for name in names}))
-    done = {series.activity_of(span) for t in timelines for span in t.spans if lanes or span.lane not in _STILL}
-    if lanes:
+    done = {series.activity_of(span) for t in timelines for span in t.spans if tracks or span.track not in _STILL}
+    if tracks:
         done.add("waiting")
     if done:
-        found.append(("what lanes do", [name for name in series.ACTIVITIES if name in done], ACTIVITY_COLOURS))
+        found.append(("what tracks do", [name for name in series.ACTIVITIES if name in done], ACTIVITY_COLOURS))
     return found
 
 
-_STILL = (Lane.COMPUTE, Lane.ADAM, Lane.GATHER, Lane.REDUCE)
-"""Lanes on which nothing crosses a boundary between tiers."""
+_STILL = (Track.COMPUTE, Track.UPDATE, Track.GATHER, Track.REDUCE)
+"""Tracks on which nothing crosses a boundary between tiers."""
 
 
 def _per_row(width: float) -> int:

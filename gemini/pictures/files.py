@@ -13,8 +13,9 @@ from gemini.planning.timeline import Timeline
 def draw(path: str | Path, timeline: Timeline, other: Timeline | None = None) -> Path:
     """Draw a step, or two beside each other (predicted and measured, before and after).
 
-    ``.png`` and ``.svg``: memory per tier and lanes; ``.html``: a page with numbers, the same picture, and what is held
-    wherever the pointer stands, which needs no network; ``.json`` (``.perfetto.json``): a trace for ui.perfetto.dev.
+    ``.png`` and ``.svg``: memory per tier and tracks; ``.html``: a page with numbers, the same picture, and what is
+    held wherever the pointer stands, which needs no network; ``.json`` (``.perfetto.json``): a trace for
+    ui.perfetto.dev.
 
     Raises:
         ValueError: for another suffix.

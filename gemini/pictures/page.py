@@ -14,7 +14,7 @@ from typing import Any
 from gemini.errors import human_bytes
 from gemini.pictures import series
 from gemini.pictures.board import FAINT, INK, WAITING, Board, board, colour_of, render
-from gemini.planning.timeline import Lane, Timeline
+from gemini.planning.timeline import Timeline, Track
 from gemini.tiers import Tier
 
 _COLUMNS = 320
@@ -58,8 +58,8 @@ def summary(timelines: list[Timeline]) -> str:
 def _results(timelines: list[Timeline]) -> str:
     rows: list[tuple[str, list[str], str]] = []
 
-    def compare(name: str, values: Sequence[float], told: list[str]) -> None:
-        rows.append((name, told, _difference(values)))
+    def compare(name: str, values: Sequence[float], texts: list[str]) -> None:
+        rows.append((name, texts, _difference(values)))
 
     rows.append(("fits", [_fits(t) for t in timelines], ""))
     compare("step", [t.step_seconds for t in timelines], [series.human_seconds(t.step_seconds) for t in timelines])
@@ -69,16 +69,16 @@ def _results(timelines: list[Timeline]) -> str:
     if any(t.flops for t in timelines):
         work = [t.flops / t.step_seconds / 1e12 if t.step_seconds else 0.0 for t in timelines]
         compare("TFLOP/s per rank", work, [f"{w:,.3g}" if w else "not counted" for w in work])
-    rows.append(("busiest lane", [_busiest(t) for t in timelines], ""))
+    rows.append(("busiest track", [_busiest(t) for t in timelines], ""))
     for way in sorted({way for t in timelines for way, n in t.moved.items() if n}):
         moved = [t.moved.get(way, 0) for t in timelines]
         compare(f"moved {way.replace('->', ' → ')}", moved, [human_bytes(n) for n in moved])
     for tier in Tier:
         peaks = [t.peaks.get(tier, 0) for t in timelines]
         if any(peaks):
-            told = [f"{human_bytes(p)} of {human_bytes(t.budgets.get(tier, 0))}"
+            texts = [f"{human_bytes(p)} of {human_bytes(t.budgets.get(tier, 0))}"
                     for p, t in zip(peaks, timelines, strict=True)]  # fmt: skip
-            compare(f"peak {tier.value}", peaks, told)
+            compare(f"peak {tier.value}", peaks, texts)
     return _table(["", *(t.source for t in timelines)], rows, len(timelines) > 1)
 
 
@@ -90,11 +90,11 @@ def _stalls(timelines: list[Timeline]) -> str:
     rows = []
     for cause in causes:
         seconds = [t.stalls.get(cause, 0.0) for t in timelines]
-        told = [
+        texts = [
             f"{series.human_seconds(s)} ({s / t.step_seconds:.0%})" if s else "–"
             for s, t in zip(seconds, timelines, strict=True)
         ]
-        rows.append((cause, told, _difference(seconds)))
+        rows.append((cause, texts, _difference(seconds)))
     return _table(["computing waited for", *(t.source for t in timelines)], rows, len(timelines) > 1)
 
 
@@ -125,10 +125,10 @@ def _fits(timeline: Timeline) -> str:
 
 
 def _busiest(timeline: Timeline) -> str:
-    lane: Lane = timeline.bound_by
+    track: Track = timeline.bound_by
     if not timeline.step_seconds:
         return "none"
-    return f"{lane.value}, {timeline.busy.get(lane, 0.0) / timeline.step_seconds:.0%} of the step"
+    return f"{track.value}, {timeline.busy.get(track, 0.0) / timeline.step_seconds:.0%} of the step"
 
 
 # ---- what the pointer reads ------------------------------------------------------------------------------------------
@@ -149,7 +149,7 @@ def _readings(timeline: Timeline, end: float) -> dict[str, Any]:
     busy: list[list[Any]] = []
     for span in timeline.spans:
         column = int(span.start / end * _COLUMNS) if end else 0
-        if span.lane is Lane.COMPUTE and (not busy or busy[-1][2] != column):
+        if span.track is Track.COMPUTE and (not busy or busy[-1][2] != column):
             busy.append([round(span.start, 6), span.name, column])
     return {
         "source": timeline.source,
@@ -186,11 +186,11 @@ th:first-child {{ text-align: left; font-weight: 600; padding-left: 0; }}
 #picture {{ position: relative; }}
 #picture svg {{ display: block; width: 100%; height: auto; color: var(--ink); }}
 #line {{ position: absolute; width: 1px; background: var(--ink); opacity: .6; pointer-events: none; }}
-#told {{ position: absolute; z-index: 2; pointer-events: none; background: var(--paper); color: var(--ink);
+#tooltip {{ position: absolute; z-index: 2; pointer-events: none; background: var(--paper); color: var(--ink);
   border: 1px solid var(--faint); border-radius: 4px; padding: .4rem .6rem; font-size: 12.5px; max-width: 24rem; }}
-#told b {{ display: block; }}
-#told i {{ display: inline-block; width: .7em; height: .7em; margin-right: .4em; }}
-#told span {{ display: block; font-variant-numeric: tabular-nums; }}
+#tooltip b {{ display: block; }}
+#tooltip i {{ display: inline-block; width: .7em; height: .7em; margin-right: .4em; }}
+#tooltip span {{ display: block; font-variant-numeric: tabular-nums; }}
 [hidden] {{ display: none; }}
 footer {{ color: var(--faint); font-size: 12.5px; margin-top: 1rem; }}
 </style>
@@ -203,16 +203,16 @@ footer {{ color: var(--faint); font-size: 12.5px; margin-top: 1rem; }}
 <div id="picture">
 {picture}
 <div id="line" hidden></div>
-<div id="told" hidden></div>
+<div id="tooltip" hidden></div>
 </div>
-<footer>Point at the picture to read what was held and what was computed. Bytes are those in Gemini's ledger. A lane's
-height is the share of time in which it worked; grey in its lane is computing that waited.</footer>
+<footer>Point at the picture to read what was held and what was computed. Bytes are those in Gemini's ledger. A track's
+height is the share of time in which it worked; grey in it is computing that waited.</footer>
 <script>
 "use strict";
 const data = {data};
 const colours = {colours};
 const picture = document.getElementById("picture"), line = document.getElementById("line");
-const told = document.getElementById("told"), svg = picture.querySelector("svg");
+const tooltip = document.getElementById("tooltip"), svg = picture.querySelector("svg");
 const units = ["B", "KiB", "MiB", "GiB", "TiB"];
 function bytes(n) {{
   let unit = 0;
@@ -240,9 +240,9 @@ function add(tag, text, colour) {{
     row.append(mark);
   }}
   row.append(text);
-  told.append(row);
+  tooltip.append(row);
 }}
-function hide() {{ line.hidden = told.hidden = true; }}
+function hide() {{ line.hidden = tooltip.hidden = true; }}
 function read(event) {{
   const frame = svg.getBoundingClientRect();
   const x = (event.clientX - frame.left) / frame.width, y = (event.clientY - frame.top) / frame.height;
@@ -252,20 +252,20 @@ function read(event) {{
   if (at > shown.step) return hide();
   const index = Math.min(Math.max(last(shown.edges, at, edge => edge), 0), shown.edges.length - 2);
   const computing = shown.computing[last(shown.computing, at, entry => entry[0])];
-  told.replaceChildren();
+  tooltip.replaceChildren();
   add("b", shown.source + ", " + seconds(at) + (computing ? ": " + computing[1] : ""));
   for (const [tier, holders] of Object.entries(shown.held)) {{
     const held = Object.entries(holders).map(([name, values]) => [name, values[index]]).filter(e => e[1] > 0);
     add("b", tier + " " + bytes(held.reduce((sum, e) => sum + e[1], 0)));
     for (const [name, n] of held.sort((a, b) => b[1] - a[1])) add("span", name + " " + bytes(n), colours[name]);
   }}
-  line.hidden = told.hidden = false;
+  line.hidden = tooltip.hidden = false;
   line.style.left = x * frame.width + "px";
   line.style.top = box.top * frame.height + "px";
   line.style.height = box.height * frame.height + "px";
-  const right = x * frame.width + 14, room = frame.width - told.offsetWidth;
-  told.style.left = (right > room ? x * frame.width - told.offsetWidth - 14 : right) + "px";
-  told.style.top = Math.max(0, Math.min(y * frame.height, frame.height - told.offsetHeight)) + "px";
+  const right = x * frame.width + 14, room = frame.width - tooltip.offsetWidth;
+  tooltip.style.left = (right > room ? x * frame.width - tooltip.offsetWidth - 14 : right) + "px";
+  tooltip.style.top = Math.max(0, Math.min(y * frame.height, frame.height - tooltip.offsetHeight)) + "px";
 }}
 svg.addEventListener("pointermove", read);
 svg.addEventListener("pointerdown", read);

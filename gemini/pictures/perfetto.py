@@ -1,4 +1,4 @@
-"""A timeline as trace events, for ui.perfetto.dev and chrome://tracing: a process per timeline, a thread per lane.
+"""A timeline as trace events, for ui.perfetto.dev and chrome://tracing: a process per timeline, a thread per track.
 
 The format is "Trace Event Format" (Google, docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU):
 "X" events have a beginning and a duration in microseconds, "C" events are counters, "M" events give names.
@@ -11,7 +11,7 @@ from typing import Any
 
 from gemini.errors import human_bytes
 from gemini.pictures.series import activity_of, holders
-from gemini.planning.timeline import Lane, Span, Timeline
+from gemini.planning.timeline import Span, Timeline, Track
 
 Event = dict[str, Any]
 
@@ -30,10 +30,10 @@ def _process(timeline: Timeline, pid: int) -> list[Event]:
         _name("process_sort_index", pid, 0, sort_index=pid),
     ]
     tid = 0
-    for lane in Lane:
-        for number, spans in enumerate(_tracks([span for span in timeline.spans if span.lane is lane])):
+    for track in Track:
+        for number, spans in enumerate(_rows([span for span in timeline.spans if span.track is track])):
             tid += 1
-            name = lane.value if number == 0 else f"{lane.value} ({number + 1})"
+            name = track.value if number == 0 else f"{track.value} ({number + 1})"
             events.append(_name("thread_name", pid, tid, name=name))
             events.append(_name("thread_sort_index", pid, tid, sort_index=tid))
             events += [_event(timeline, span, pid, tid) for span in spans]
@@ -49,7 +49,7 @@ def _process(timeline: Timeline, pid: int) -> list[Event]:
     return events
 
 
-def _tracks(spans: list[Span]) -> list[list[Span]]:
+def _rows(spans: list[Span]) -> list[list[Span]]:
     """Spans that overlap stand on tracks of their own: a viewer takes what overlaps on one for calls in calls."""
     tracks: list[list[Span]] = []
     for span in sorted(spans, key=lambda span: (span.start, span.stop)):

@@ -1,7 +1,7 @@
 """What a picture shows, as plain numbers: phases, stacks of bytes and busy shares over time, as fine as can be seen.
 
 A timeline of a 70B model has tens of thousands of spans and samples, a picture some hundred columns. Stacks keep the
-peak of every column, busy lanes become the share of each column in which they worked; what is short enough to be seen
+peak of every column, busy tracks become the share of each column in which they worked; what is short enough to be seen
 as it is stays as it is.
 """
 
@@ -11,7 +11,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from gemini.planning.timeline import Lane, Sample, Span, Timeline
+from gemini.planning.timeline import Sample, Span, Timeline, Track
 from gemini.tiers import Tier
 
 COLUMNS = 480
@@ -27,10 +27,10 @@ ACTIVITIES = (
     "forward", "recompute", "backward", "other computing", "waiting", "fetch weights", "gradients", "update",
     "activations", "all-gather", "reduce-scatter", "other moves",
 )  # fmt: skip
-"""What lanes do, in the order of legends. "waiting" is what is left of computing."""
+"""What tracks do, in the order of legends. "waiting" is what is left of computing."""
 
-_INTO = {Lane.H2D: Tier.GPU, Lane.D2H: Tier.CPU, Lane.NVME_READ: Tier.CPU, Lane.NVME_WRITE: Tier.NVME}
-_FROM = {Lane.H2D: Tier.CPU, Lane.D2H: Tier.GPU, Lane.NVME_READ: Tier.NVME, Lane.NVME_WRITE: Tier.CPU}
+_INTO = {Track.H2D: Tier.GPU, Track.D2H: Tier.CPU, Track.NVME_READ: Tier.CPU, Track.NVME_WRITE: Tier.NVME}
+_FROM = {Track.H2D: Tier.CPU, Track.D2H: Tier.GPU, Track.NVME_READ: Tier.NVME, Track.NVME_WRITE: Tier.CPU}
 
 
 class Phase(NamedTuple):
@@ -53,7 +53,7 @@ class Stack(NamedTuple):
 
 def activity_of(span: Span) -> str:
     """What a span is about: one of :data:`ACTIVITIES`."""
-    if span.lane is Lane.COMPUTE:
+    if span.track is Track.COMPUTE:
         word = span.name.split(" ")[0]
         return word if word in ("forward", "recompute", "backward") else "other computing"
     for words, activity in (
@@ -61,8 +61,8 @@ def activity_of(span: Span) -> str:
     ):  # fmt: skip
         if words in span.name:
             return activity
-    fallback = {Lane.ADAM: "update", Lane.GATHER: "all-gather", Lane.REDUCE: "reduce-scatter"}
-    return fallback.get(span.lane, "other moves")
+    fallback = {Track.UPDATE: "update", Track.GATHER: "all-gather", Track.REDUCE: "reduce-scatter"}
+    return fallback.get(span.track, "other moves")
 
 
 def phases(timeline: Timeline) -> list[Phase]:
@@ -70,7 +70,7 @@ def phases(timeline: Timeline) -> list[Phase]:
     found: list[Phase] = []
     for span in timeline.spans:
         name = {"forward": "forward", "backward": "backward", "recompute": "backward"}.get(activity_of(span))
-        if name is None or span.lane is not Lane.COMPUTE:
+        if name is None or span.track is not Track.COMPUTE:
             continue
         if found and found[-1].name == name:
             found[-1] = found[-1]._replace(stop=max(found[-1].stop, span.stop))
@@ -145,8 +145,8 @@ def coverage(intervals: Iterable[tuple[float, float]], edges: Sequence[float]) -
 
 
 def busy(spans: Sequence[Span], end: float, *, step: float = 0.0, columns: int = COLUMNS) -> Busy:
-    """Shares of spans by activity. Few spans have columns of their own and are seen as they are. Activities that a lane
-    does at once (reads of several threads) share the time that they cover.
+    """Shares of spans by activity. Few spans have columns of their own and are seen as they are. Activities that a
+    track does at once (reads of several threads) share the time that they cover.
 
     ``step``: seconds of which the rest, in which no span is under way, is "waiting".
     """
@@ -157,25 +157,27 @@ def busy(spans: Sequence[Span], end: float, *, step: float = 0.0, columns: int =
         by_activity.setdefault(activity_of(span), []).append((span.start, span.stop))
     shares = {name: coverage(by_activity[name], edges) for name in ACTIVITIES if name in by_activity}
     worked = coverage([(span.start, span.stop) for span in spans], edges)
-    for column, (covered, *told) in enumerate(zip(worked, *shares.values(), strict=True)):
-        if sum(told) > covered > 0:
+    for column, (covered, *parts) in enumerate(zip(worked, *shares.values(), strict=True)):
+        if sum(parts) > covered > 0:
             for values in shares.values():
-                values[column] *= covered / sum(told)
+                values[column] *= covered / sum(parts)
     if step:
         whole = coverage([(0.0, step)], edges)
         shares["waiting"] = [max(0.0, all_ - part) for all_, part in zip(whole, worked, strict=True)]
     return Busy(edges, shares)
 
 
-def in_lane(timeline: Timeline, lane: Lane, end: float) -> Busy:
-    """What one lane did; of computing also when it waited."""
-    spans = [span for span in timeline.spans if span.lane is lane]
-    return busy(spans, end, step=timeline.step_seconds if lane is Lane.COMPUTE else 0.0)
+def in_track(timeline: Timeline, track: Track, end: float) -> Busy:
+    """What one track did; of computing also when it waited."""
+    spans = [span for span in timeline.spans if span.track is track]
+    return busy(spans, end, step=timeline.step_seconds if track is Track.COMPUTE else 0.0)
 
 
 def across(timeline: Timeline, tier: Tier, end: float) -> tuple[Busy, Busy]:
     """When bytes come into a tier, and when they leave it."""
-    into, out = (busy([span for span in timeline.spans if ends.get(span.lane) is tier], end) for ends in (_INTO, _FROM))
+    into, out = (
+        busy([span for span in timeline.spans if ends.get(span.track) is tier], end) for ends in (_INTO, _FROM)
+    )
     return into, out
 
 

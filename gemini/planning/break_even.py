@@ -1,14 +1,14 @@
-"""From how many tokens per step on offloading costs nothing: a closed form over the lanes, and a search by playing.
+"""From how many tokens per step on offloading costs nothing: a closed form over the tracks, and a search by playing.
 
 Computing takes longer the more tokens a step has; what weights, gradients and optimizer states take on the bus, on the
-drive and in Adam does not. With ``s`` times the tokens, lane ``l`` is busy for ``a_l s + b_l`` seconds, computing for
+drive and in Adam does not. With ``s`` times the tokens, track ``l`` is busy for ``a_l s + b_l`` seconds, computing for
 ``c s + f`` (``f``: updates that run on the GPU), and a step of the overlapped schedule takes the longest of these and
 ``r``, what no overlap has hidden. Offload is free where that is at most ``1 + e`` times computing alone:
 
     max(c s + f, max_l(a_l s + b_l)) + r <= (1 + e)(c s + f)
 
-which is one lower bound on ``s`` for each lane, ``(b_l + r - (1 + e) f) / ((1 + e) c - a_l)``, and one for ``r``,
-``(r / e - f) / c``. The serial schedule adds the lanes up instead. The form is exact where computing is in proportion
+which is one lower bound on ``s`` for each track, ``(b_l + r - (1 + e) f) / ((1 + e) c - a_l)``, and one for ``r``,
+``(r / e - f) / c``. The serial schedule adds the tracks up instead. The form is exact where computing is in proportion
 to the tokens and ``r`` is constant; where launching operations takes as long as computing, or an update may hide behind
 forward alone, they are not quite, so the form is where a search begins that plays the step.
 """
@@ -22,7 +22,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from gemini.planning.plan import Plan
-from gemini.planning.timeline import Lane, Span, Timeline
+from gemini.planning.timeline import Span, Timeline, Track
 
 TOLERANCE = 0.05
 """The part of computing alone by which a step may be longer and its offload still be called free."""
@@ -39,8 +39,8 @@ class Grow(Enum):
     ACCUMULATE = "more micro-batches"
 
 
-class LaneTime(NamedTuple):
-    """Seconds that a lane is busy: with what grows with the tokens, and with what does not."""
+class TrackTime(NamedTuple):
+    """Seconds that a track is busy: with what grows with the tokens, and with what does not."""
 
     growing: float = 0.0
     fixed: float = 0.0
@@ -50,23 +50,23 @@ class LaneTime(NamedTuple):
         return self.growing + self.fixed
 
 
-def lane_times(timeline: Timeline, grow: Grow = Grow.BATCH) -> dict[Lane, LaneTime]:
-    """What keeps each lane busy, by whether it grows with the tokens."""
+def track_times(timeline: Timeline, grow: Grow = Grow.BATCH) -> dict[Track, TrackTime]:
+    """What keeps each track busy, by whether it grows with the tokens."""
     grows: Callable[[Span], bool]
     if grow is Grow.BATCH:
 
         def grows(span: Span) -> bool:
-            return span.moment >= 0 and (span.lane is Lane.COMPUTE or span.chunk < 0)
+            return span.moment >= 0 and (span.track is Track.COMPUTE or span.chunk < 0)
     else:
 
         def grows(span: Span) -> bool:
             return span.moment >= 0
 
-    found: dict[Lane, LaneTime] = {}
+    found: dict[Track, TrackTime] = {}
     for span in timeline.spans:
-        before, seconds = found.get(span.lane, LaneTime()), span.stop - span.start
-        more = LaneTime(before.growing + seconds, before.fixed)
-        found[span.lane] = more if grows(span) else LaneTime(before.growing, before.fixed + seconds)
+        before, seconds = found.get(span.track, TrackTime()), span.stop - span.start
+        more = TrackTime(before.growing + seconds, before.fixed)
+        found[span.track] = more if grows(span) else TrackTime(before.growing, before.fixed + seconds)
     return found
 
 
@@ -83,27 +83,27 @@ def break_even(
     Returns:
         None if no number of tokens is enough, or nothing computes in the step.
     """
-    times = lane_times(timeline, grow)
-    compute = times.pop(Lane.COMPUTE, LaneTime())
+    times = track_times(timeline, grow)
+    compute = times.pop(Track.COMPUTE, TrackTime())
     if not compute.growing or not timeline.tokens:
         return None
     if serial:
-        # The step grows by the part of the lanes that grows; all else stays.
-        growing = sum(lane.growing for lane in times.values())
+        # The step grows by the part of the tracks that grows; all else stays.
+        growing = sum(track.growing for track in times.values())
         stays = timeline.step_seconds - compute.total - growing
         bounds = [(stays - tolerance * compute.fixed, tolerance * compute.growing - growing)]
     else:
-        hidden = max([compute.total, *(lane.total for lane in times.values())])
+        hidden = max([compute.total, *(track.total for track in times.values())])
         rest = max(0.0, timeline.step_seconds - hidden)
         bounds = [
-            (lane.fixed + rest - (1 + tolerance) * compute.fixed, (1 + tolerance) * compute.growing - lane.growing)
-            for lane in times.values()
+            (track.fixed + rest - (1 + tolerance) * compute.fixed, (1 + tolerance) * compute.growing - track.growing)
+            for track in times.values()
         ]
         bounds.append((rest - tolerance * compute.fixed, tolerance * compute.growing))
     scale = 0.0
     for needed, gained in bounds:
         if gained < 0 or (gained == 0 and needed > 0):
-            return None  # a lane that grows faster than computing overtakes it, if not now then with more tokens
+            return None  # a track that grows faster than computing overtakes it, if not now then with more tokens
         if needed > 0:
             scale = max(scale, needed / gained)
     return math.ceil(scale * timeline.tokens)
@@ -143,7 +143,7 @@ def played_break_even(
     scale = 1.0
     for _ in range(plays + 1):
         played = timeline if scale == 1.0 else play(with_work(plan, scale))
-        compute = played.busy[Lane.COMPUTE]
+        compute = played.busy[Track.COMPUTE]
         over = played.step_seconds - (1 + tolerance) * compute
         if over > 0:
             costs = (scale, over)

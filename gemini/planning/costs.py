@@ -99,7 +99,11 @@ class Costs:
         self._known: dict[tuple[str, str], float] = {}
         self._computes_with = self._updates_with = 1.0  # the part of the host's cores
         self._update_threads: int | None = None
-        if beside and compute is Tier.CPU and all(map(hardware.has, ("cpu_threads", "torch_threads", "adam_cpu_one"))):
+        if (
+            beside
+            and compute is Tier.CPU
+            and all(map(hardware.has, ("cpu_threads", "torch_threads", "update_cpu_one")))
+        ):
             cores = hardware.figures["cpu_threads"].value / local_ranks
             threads = hardware.figures["torch_threads"].value
             self._update_threads = update_threads or max(int(cores - threads), 1)
@@ -114,7 +118,7 @@ class Costs:
             value = self._hardware.get(key, needed_for=needed_for) * self._efficiency.of(self._hardware, key)
             if key in ("dram_bandwidth", "nvme_read", "nvme_write", "nvme_mixed", "cpu_flops_bf16", "cpu_flops_fp32"):
                 value /= self._local
-            found = self._known[key, needed_for] = value * (self._local if key in ("adam_cpu", "land_cpu") else 1)
+            found = self._known[key, needed_for] = value * (self._local if key in ("update_cpu", "land_cpu") else 1)
         return found
 
     def _on_host(self, seconds: float, dram_bytes: float, needed_for: str, **loads: float) -> Cost:
@@ -205,25 +209,25 @@ class Costs:
     def update(self, planes: Mapping[PlaneKind, int], tier: Tier, *, grad_bytes: int) -> Cost:
         """One update of planes of so many bytes on ``tier``: every plane is read, and all but the gradient are written.
 
-        The figures ``adam_cpu`` and ``adam_gpu`` are for Adam in bf16 with a split master; other formats and rules take
-        time by their bytes. A specified ``adam_cpu`` is no faster than host memory; a measured one is what it is.
-        Without ``adam_gpu`` an update takes what the GPU's memory takes.
+        The figures ``update_cpu`` and ``update_gpu`` are for Adam in bf16 with a split master; other formats and rules
+        take time by their bytes. A specified ``update_cpu`` is no faster than host memory; a measured one is what it
+        is. Without ``update_gpu`` an update takes what the GPU's memory takes.
         """
         touched = touched_bytes({GRAD: grad_bytes, **planes})
         if tier is Tier.GPU:
-            if not self._hardware.has("adam_gpu"):
+            if not self._hardware.has("update_gpu"):
                 return self.gpu_pass(touched)
-            seconds = self._get("adam_gpu", "updates on the GPU") * touched / ADAM.touched
+            seconds = self._get("update_gpu", "updates on the GPU") * touched / ADAM.touched
             return Cost(seconds, {GPU: 1.0} if seconds else {})
         what = "updates on the host"
-        per_param = self._get("adam_cpu", what)
+        per_param = self._get("update_cpu", what)
         if self._update_threads is not None:
-            per_param = max(per_param, self._get("adam_cpu_one", what) / self._update_threads)
+            per_param = max(per_param, self._get("update_cpu_one", what) / self._update_threads)
         seconds = per_param * touched / ADAM.touched
         if not seconds:
             return Cost(0.0, {})
         through_memory = touched / self._get("dram_bandwidth", what) if self._hardware.has("dram_bandwidth") else 0.0
-        if self._hardware.figures["adam_cpu"].source.startswith("measured"):
+        if self._hardware.figures["update_cpu"].source.startswith("measured"):
             through_memory = min(through_memory, seconds)
         whole = max(seconds, through_memory)
         return Cost(whole, {THREADS: self._updates_with * seconds / whole, DRAM: through_memory / whole})

@@ -35,15 +35,18 @@ FIGURES: dict[str, str] = {
     "nvme_read": "bytes/s read from all NVMe drives together",
     "nvme_write": "bytes/s written to all NVMe drives together",
     "nvme_mixed": "bytes/s read and written together while all NVMe drives do both (without it: each as if alone)",
-    "adam_cpu": "seconds per param of one Adam update on the host, all cores, bf16 weights with a split fp32 master",
-    "adam_gpu": "seconds per param of the same update on one GPU, all planes in its memory",
+    "update_cpu": "seconds per param of one Adam update on the host, all cores, bf16 weights with a split fp32 master",
+    "update_gpu": "seconds per param of the same update on one GPU, all planes in its memory",
     "land_cpu": "seconds per param of one half-precision gradient copied into its plane on the host, with its norm",
     "torch_threads": "threads with which torch computes on the host, and did for the figures of products",
-    "adam_cpu_one": "seconds per param of the same update by one thread",
+    "update_cpu_one": "seconds per param of the same update by one thread",
     "cpu_contention": "times as long as alone that computing and an update take on cores of their own, side by side",
     "interconnect": "bytes/s that one GPU sends to its neighbour in a ring",
 }
 """Every figure there is, with its unit."""
+
+_OLD = {"adam_cpu": "update_cpu", "adam_gpu": "update_gpu", "adam_cpu_one": "update_cpu_one"}
+"""What figures are called in older files."""
 
 
 class Figure(NamedTuple):
@@ -109,7 +112,7 @@ class Hardware:
 
     @classmethod
     def _from_body(cls, body: dict[str, Any]) -> Hardware:
-        figures = {key: Figure(f["value"], str(f["source"])) for key, f in body["figures"].items()}
+        figures = {_OLD.get(key, key): Figure(f["value"], str(f["source"])) for key, f in body["figures"].items()}
         return cls(str(body["name"]), figures)
 
     def __str__(self) -> str:

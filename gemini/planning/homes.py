@@ -1,4 +1,4 @@
-"""Which home for every plane costs a step least: an integer program over chunks, its few budgets and lanes.
+"""Which home for every plane costs a step least: an integer program over chunks, its few budgets and tracks.
 
 For every chunk: do all its planes live on the GPU (its update runs there and nothing moves), its weights alone, or are
 they fetched; is its update streamed from host memory through the GPU; do gathered weights stay between forward and
@@ -55,7 +55,7 @@ def cheapest_homes(
     Args:
         problem: what is placed; its weights are gathered, so that what gathering needs is spoken for.
         fetches: per chunk, over all micro-batches of a step.
-        overlapped: minimise the busiest lane, and only then the sum of all; else the sum.
+        overlapped: minimise the busiest track, and only then the sum of all; else the sum.
         compute_seconds: of forward and backward, which an overlapped step cannot be shorter than.
         streaming: updates may be streamed through the GPU; what that takes of it is then left for it.
 
@@ -81,7 +81,7 @@ def cheapest_homes(
 
 def _seconds(problem: Problem, homes: Mapping[PlaneKind, Tier], index: int, times: int, speeds: Speeds,
              accumulate: int, streamed: bool = False) -> dict[str, float]:  # fmt: skip
-    """What a chunk costs in a step, by lane, with its weights gathered ``times``."""
+    """What a chunk costs in a step, by track, with its weights gathered ``times``."""
     moved: Traffic = update_traffic(problem, homes, index, streamed=streamed)
     for traffic, repeats in (
         (fetch_traffic(problem, homes, index), times),
@@ -91,17 +91,17 @@ def _seconds(problem: Problem, homes: Mapping[PlaneKind, Tier], index: int, time
             moved[boundary] += repeats * num_bytes
     seconds: dict[str, float] = {}
     for boundary, num_bytes in moved.items():
-        lane = _lane(boundary)
-        seconds[lane] = seconds.get(lane, 0.0) + speeds.seconds(boundary, num_bytes)
+        track = _track(boundary)
+        seconds[track] = seconds.get(track, 0.0) + speeds.seconds(boundary, num_bytes)
     chunk = problem.layout.chunks[index]
     if chunk.trainable:
         on_gpu = update_tier(problem, homes, streamed=streamed) is Tier.GPU
         each = speeds.update(Tier.GPU if on_gpu else Tier.CPU, problem.rule)
-        seconds["adam gpu" if on_gpu else "adam"] = each * chunk.numel / problem.layout.ranks
+        seconds["update gpu" if on_gpu else "update"] = each * chunk.numel / problem.layout.ranks
     return seconds
 
 
-def _lane(boundary: Boundary) -> str:
+def _track(boundary: Boundary) -> str:
     if Tier.NVME in boundary:
         return "nvme"  # one drive does both, and what it reads it does not write
     return "h2d" if boundary.target is Tier.GPU else "d2h"
@@ -120,7 +120,7 @@ def _choices(
         if any(tier not in problem.budgets for tier in homes.values()):
             return
         after = _seconds(problem, {**cpu, **homes}, index, times, speeds, accumulate, streamed)
-        change = {lane: after.get(lane, 0.0) - before.get(lane, 0.0) for lane in {*after, *before}}
+        change = {track: after.get(track, 0.0) - before.get(track, 0.0) for track in {*after, *before}}
         num_bytes: dict[Tier, int] = {}
         for kind, tier in homes.items():
             num_bytes[tier] = num_bytes.get(tier, 0) + sizes[kind]
@@ -165,8 +165,8 @@ def _all_on_cpu(
     used = dict.fromkeys(problem.budgets, 0)
     for index in range(len(problem.layout.chunks)):
         homes = dict.fromkeys(problem.plane_bytes(index), Tier.CPU)
-        for lane, value in _seconds(problem, homes, index, fetches[index].at_most, speeds, accumulate).items():
-            seconds[lane] = seconds.get(lane, 0.0) + value
+        for track, value in _seconds(problem, homes, index, fetches[index].at_most, speeds, accumulate).items():
+            seconds[track] = seconds.get(track, 0.0) + value
         used[Tier.CPU] += sum(problem.plane_bytes(index).values())
     for tier, num_bytes in problem.spoken_for(streams=streaming).items():
         used[tier] = used.get(tier, 0) + num_bytes
@@ -202,7 +202,7 @@ def _solve(
             if choice.num_bytes.get(tier):
                 entries.append((len(limits), column, choice.num_bytes[tier] / mebibyte))
         limits.append((budget - used.get(tier, 0)) / mebibyte)
-    lanes = sorted({*base, *(lane for choice in choices for lane in choice.seconds)})
+    tracks = sorted({*base, *(track for choice in choices for track in choice.seconds)})
     scale = sum(base.values()) or 1.0
     last = len(choices)
     costs = [sum(choice.seconds.values()) / scale * (0.01 if overlapped else 1.0) for choice in choices]
@@ -213,14 +213,14 @@ def _solve(
         costs[column] += nudge * (len(problem.layout.chunks) - choice.chunk if slower else choice.chunk)
     if overlapped:
         costs.append(1.0)
-        for lane in lanes:
+        for track in tracks:
             entries += [
-                (len(limits), column, choice.seconds[lane] / scale)
+                (len(limits), column, choice.seconds[track] / scale)
                 for column, choice in enumerate(choices)
-                if choice.seconds.get(lane)
+                if choice.seconds.get(track)
             ]
             entries.append((len(limits), last, -1.0))
-            limits.append(-base.get(lane, 0.0) / scale)
+            limits.append(-base.get(track, 0.0) / scale)
     num_columns = len(costs)
     rows, columns_of, values = zip(*entries, strict=True)
     matrix = csr_matrix((values, (rows, columns_of)), shape=(len(limits), num_columns))

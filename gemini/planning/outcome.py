@@ -1,4 +1,4 @@
-"""What came of playing a schedule: spans per lane, stalls with their causes, bytes moved, what each tier held.
+"""What came of playing a schedule: spans per track, stalls with their causes, bytes moved, what each tier held.
 
 A stall is told by walking back from the task whose end let computing go on: while computing waits, there is always one
 task that it waits for, or that this one waits for, and its cause gets the time. So
@@ -12,7 +12,7 @@ from collections import Counter
 
 from gemini.planning.fluid import Run
 from gemini.planning.schedules import STEPS, Change, Graph
-from gemini.planning.timeline import Lane, Sample, Span, Timeline
+from gemini.planning.timeline import Sample, Span, Timeline, Track
 from gemini.planning.traffic import Traffic, by_name
 from gemini.planning.work import COMPUTING
 from gemini.tiers import Tier
@@ -58,8 +58,8 @@ def _spans(graph: Graph, run: Run, begin: float, end: float) -> tuple[Span, ...]
         hop = task.hop
         num_bytes = hop.num_bytes if inside == stop - start else round(hop.num_bytes * inside / (stop - start))
         first, last = max(start, begin) - begin, min(stop, end) - begin
-        found.append(Span(hop.lane, first, last, hop.name, task.moment, hop.chunk, num_bytes))
-    return tuple(sorted(found, key=lambda span: (span.start, span.stop, span.lane.value, span.name)))
+        found.append(Span(hop.track, first, last, hop.name, task.moment, hop.chunk, num_bytes))
+    return tuple(sorted(found, key=lambda span: (span.start, span.stop, span.track.value, span.name)))
 
 
 def _stalls(graph: Graph, run: Run, begin: float, end: float) -> dict[str, float]:
@@ -77,7 +77,7 @@ def _stalls(graph: Graph, run: Run, begin: float, end: float) -> dict[str, float
 
     before = begin
     for number, task in enumerate(graph.tasks):
-        if task.hop.lane is not Lane.COMPUTE or task.moment < 0:
+        if task.hop.track is not Track.COMPUTE or task.moment < 0:
             continue
         start, stop = run.start[number], run.stop[number]
         if start < begin or start > end:

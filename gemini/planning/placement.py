@@ -24,9 +24,9 @@ class StaticPlacement:
 
     Args:
         weights_on_gpu: gathered for good on the accelerator (first chunks first). Ignored with a warning without one.
-        optimizer_on_gpu: residual and moments there, so that their update runs there (first chunks first).
+        optimizer_on_gpu: residual and states there, so that their update runs there (first chunks first).
         weights_on_nvme: weights in the spill file (last chunks first).
-        optimizer_on_nvme: residual, moments and retained gradients in the spill file (last chunks first).
+        optimizer_on_nvme: residual, states and retained gradients in the spill file (last chunks first).
         updates_on_gpu: of the states that live in host memory: streamed through the accelerator for their update, which
             runs there (first chunks first). Ignored with a warning without one.
     """
@@ -67,10 +67,10 @@ class Placement:
             if not 0 <= index < len(self.homes):
                 raise ValueError(f"the update of chunk {index} is streamed, and there are {len(self.homes)} chunks")
             if not can_stream(self.homes[index]):
-                told = ", ".join(f"{kind} on {tier.value}" for kind, tier in self.homes[index].items())
+                listed = ", ".join(f"{kind} on {tier.value}" for kind, tier in self.homes[index].items())
                 raise ValueError(
                     f"the update of chunk {index} is streamed from host memory through the GPU, and its planes live "
-                    f"elsewhere ({told}): leave it out of streamed, or put them on cpu"
+                    f"elsewhere ({listed}): leave it out of streamed, or put them on cpu"
                 )
 
 

@@ -175,19 +175,19 @@ class Plan:
                 at[kind] = at.get(kind, 0) + num_bytes
         lines = [f"{self.trace.model}, {self.trace.num_params:,} params: {self.bytes_per_param:.2f} bytes each"]
         for tier, used in self.bytes_per_tier.items():
-            told = ", ".join(f"{kind} {human_bytes(n)}" for kind, n in kinds.get(tier, {}).items())
+            listed = ", ".join(f"{kind} {human_bytes(n)}" for kind, n in kinds.get(tier, {}).items())
             rest = used - sum(kinds.get(tier, {}).values())
-            told += f"{', ' if told and rest else ''}{'working memory ' + human_bytes(rest) if rest else ''}"
+            listed += f"{', ' if listed and rest else ''}{'working memory ' + human_bytes(rest) if rest else ''}"
             lines.append(
                 f"{tier.value:<5}{human_bytes(used):>11} of {human_bytes(self.problem.budgets[tier]):>10}  "
-                f"{told or 'nothing'}"
+                f"{listed or 'nothing'}"
             )
         on_gpu = sum(self.update_tier(i) is Tier.GPU for i, c in enumerate(self.layout.chunks) if c.trainable)
         trained = sum(chunk.trainable for chunk in self.layout.chunks)
         if on_gpu:
             streamed = len(self.placement.streamed)
-            told = f", {streamed} of them streamed" if streamed else ""
-            lines.append(f"{self.problem.rule.name} runs on the GPU for {on_gpu} of {trained} chunks{told}")
+            note = f", {streamed} of them streamed" if streamed else ""
+            lines.append(f"{self.problem.rule.name} runs on the GPU for {on_gpu} of {trained} chunks{note}")
         moved = ", ".join(f"{way} {human_bytes(n)}" for way, n in self.traffic.items())
         lines.append(f"moved in a step: {moved or 'nothing'}")
         return "\n".join(lines)

@@ -4,7 +4,7 @@ bf16:  weights 2 (the bf16 half of the fp32 master) + residual 2 (the other half
 fp16:  weights 4 (the fp32 master; cast when it is gathered)
 fp32:  weights 4 (the master itself)
 
-that is 4 bytes per param, and the planes of the update rule beside them: Adam's two moments make it 12. Gradients
+that is 4 bytes per param, and the planes of the update rule beside them: Adam's two states make it 12. Gradients
 between backward and update take 2 bytes (4 in fp32, or where accumulated), none where updates run in backward.
 
 What a rule computes is not in here (:mod:`gemini.rules`): layout, budgets, plans and costs need its planes alone.

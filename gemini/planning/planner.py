@@ -79,7 +79,7 @@ def plan(
         accumulate: micro-batches per optimizer step.
         ranks: processes that divide the model among them; ``local_ranks`` of them share this machine (default: all).
         max_chunk: as of ``GeminiConfig``.
-        schedule: what the step's cost is: "overlapped" (the busiest lane) or, for ``GeminiConfig(overlap=False)``,
+        schedule: what the step's cost is: "overlapped" (the busiest track) or, for ``GeminiConfig(overlap=False)``,
             "serial" (the sum of all that is done).
         optimizer: as of ``GeminiConfig``: the update rule, or its spec; None for Adam.
 
@@ -123,10 +123,10 @@ def plan(
 
 
 def with_staging(choose: Callable[[bool], Chosen], *, overlap: bool) -> Chosen:
-    """What ``choose`` makes with staging for every lane, or, where only that does not fit, with one tile of it.
+    """What ``choose`` makes with staging for every worker, or, where only that does not fit, with one tile of it.
 
     Raises:
-        BudgetExceeded: if it does not fit without the lanes' either.
+        BudgetExceeded: if it does not fit without the workers' either.
     """
     if overlap:
         try:
@@ -302,7 +302,7 @@ class Planner:
         except BudgetExceeded as e:
             first, refusal = None, e
         plans = [] if first is None else [first]
-        may_stream = problem.compute is Tier.GPU and self.speeds.measured_adam_gpu
+        may_stream = problem.compute is Tier.GPU and self.speeds.measured_update_gpu
         for streaming in (False, True) if may_stream else (False,):
             homes = self._homes(problem, streaming=streaming)
             if homes is None:
@@ -360,23 +360,23 @@ class Planner:
         return replace(plan, moves=moves, again=again)
 
     def cost(self, plan: Plan) -> float:
-        """Seconds of a step beside its computing: of all moves and updates, or of the busiest lane."""
-        lanes: defaultdict[str, float] = defaultdict(float)
+        """Seconds of a step beside its computing: of all moves and updates, or of the busiest track."""
+        tracks: defaultdict[str, float] = defaultdict(float)
         for boundary, num_bytes in plan.traffic.items():
-            lane = "nvme" if Tier.NVME in boundary else str(boundary)
-            lanes[lane] += self.speeds.seconds(boundary, num_bytes)
+            track = "nvme" if Tier.NVME in boundary else str(boundary)
+            tracks[track] += self.speeds.seconds(boundary, num_bytes)
         for index, chunk in enumerate(plan.layout.chunks):
             if chunk.trainable:
                 tier = plan.update_tier(index)
                 each = self.speeds.update(tier, plan.problem.rule)
-                lanes["adam gpu" if tier is Tier.GPU else "adam"] += each * chunk.numel / plan.layout.ranks
+                tracks["update gpu" if tier is Tier.GPU else "update"] += each * chunk.numel / plan.layout.ranks
         if plan.problem.offload_to is not None:
-            lanes["d2h"] += self.accumulate * plan.problem.offloaded / self.speeds.d2h
-            lanes["h2d"] += self.accumulate * plan.problem.offloaded / self.speeds.h2d
+            tracks["d2h"] += self.accumulate * plan.problem.offloaded / self.speeds.d2h
+            tracks["h2d"] += self.accumulate * plan.problem.offloaded / self.speeds.h2d
         if not self.overlapped:
-            return sum(lanes.values())
+            return sum(tracks.values())
         compute = self.accumulate * self._compute_seconds(plan.problem)
-        return max([compute, *lanes.values()]) + 0.01 * sum(lanes.values())
+        return max([compute, *tracks.values()]) + 0.01 * sum(tracks.values())
 
 
 def moves_for(

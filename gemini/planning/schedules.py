@@ -16,7 +16,7 @@ from gemini.planning.costs import RESOURCES, Cost
 from gemini.planning.fluid import Fluid
 from gemini.planning.plan import standing, window_room
 from gemini.planning.planes import WEIGHTS
-from gemini.planning.timeline import Lane
+from gemini.planning.timeline import Track
 from gemini.planning.work import COMPUTING, Hop, Update, Work
 from gemini.planning.working import TILE, device_tile_numel
 from gemini.tiers import Tier
@@ -101,11 +101,11 @@ class Graph:
 
     def live(self, task: int, moment: int, before: int) -> int:
         """Activations during and after a moment; returns those after it. On the host no budget counts them."""
-        told = self.work.plan.trace.moments[moment]
+        traced = self.work.plan.trace.moments[moment]
         if self.work.problem.compute is Tier.GPU:
-            self.change(task, "activations", told.peak_bytes - before, at_end=False)
-            self.change(task, "activations", told.live_bytes - told.peak_bytes, at_end=True)
-        return told.live_bytes
+            self.change(task, "activations", traced.peak_bytes - before, at_end=False)
+            self.change(task, "activations", traced.live_bytes - traced.peak_bytes, at_end=True)
+        return traced.live_bytes
 
     def saved(self, moment: int, tasks: list[int]) -> None:
         """Activations were taken away by ``tasks``."""
@@ -185,13 +185,13 @@ def serial(work: Work) -> Graph:
 def _pieces(work: Work, trained: list[int]) -> dict[int, tuple[Update, ...]]:
     """The update of each chunk, cut where it passes through staging."""
     updates = {index: work.update(index) for index in trained}
-    most = max(1, min(PIECES, MANY_PIECES // max(sum(told.staged > 0 for told in updates.values()), 1)))
+    most = max(1, min(PIECES, MANY_PIECES // max(sum(update.staged > 0 for update in updates.values()), 1)))
     found = {}
     device_tile = device_tile_numel(max(chunk.numel for chunk in work.plan.layout.chunks))
-    for index, told in updates.items():
+    for index, update in updates.items():
         tile = device_tile if index in work.plan.placement.streamed else TILE // SLOTS
         tiles = -(-(work.plan.layout.chunks[index].numel // work.ranks) // tile)
-        found[index] = told.pieces(max(1, min(most, tiles)) if told.staged else 1)
+        found[index] = update.pieces(max(1, min(most, tiles)) if update.staged else 1)
     return found
 
 
@@ -280,7 +280,7 @@ def overlapped(work: Work, *, clipping: bool, barrier: bool = False, order: str 
     waiting: list[tuple[int, int]] = []  # saved activations: (the end of the save, bytes)
     restores: list[int] = []  # moments that restored
     live = 0
-    nothing = Hop(Lane.COMPUTE, "nothing", Cost(0.0, {}), "", COMPUTING)  # the end of several
+    nothing = Hop(Track.COMPUTE, "nothing", Cost(0.0, {}), "", COMPUTING)  # the end of several
 
     def update(index: int, at: int, moment: int, after: Iterable[int]) -> None:
         step = at // per_step

@@ -13,15 +13,11 @@ from dataclasses import replace
 from gemini.errors import PlanMismatch, human_bytes
 from gemini.planning.costs import Costs, Efficiency
 from gemini.planning.hardware import Hardware
-from gemini.planning.moves import moves_by_policy
 from gemini.planning.outcome import timeline_of
-from gemini.planning.placement import Placement, Problem
-from gemini.planning.plan import Moves, Plan, window_room
+from gemini.planning.plan import Moves, Plan
 from gemini.planning.planes import WEIGHTS
-from gemini.planning.policy import EvictionPolicy
 from gemini.planning.schedules import overlapped, serial
 from gemini.planning.timeline import Timeline
-from gemini.planning.trace import MemoryTrace, accesses
 from gemini.planning.work import Work
 from gemini.tiers import Tier
 
@@ -100,35 +96,6 @@ def simulate(
     return timeline_of(graph, title=title, is_serial=schedule == "serial")
 
 
-def simulate_policy(
-    trace: MemoryTrace,
-    problem: Problem,
-    placement: Placement,
-    policy: EvictionPolicy,
-    hardware: Hardware,
-    *,
-    schedule: str = "overlapped",
-    gpus: int | None = None,
-) -> Timeline:
-    """The same where a policy decides as it goes what makes room for what, instead of a plan that was made before.
-
-    Raises:
-        BudgetExceeded: if what one moment needs does not fit the windows.
-    """
-    plan = plan_by_policy(trace, problem, placement, policy)
-    return simulate(plan, hardware, schedule=schedule, gpus=gpus)
-
-
-def plan_by_policy(trace: MemoryTrace, problem: Problem, placement: Placement, policy: EvictionPolicy) -> Plan:
-    """The plan that a policy amounts to: chunks are gathered when a moment needs them, and it chooses who goes."""
-    weights = [homes[WEIGHTS] for homes in placement.homes]
-    sizes = {i: problem.window_bytes(i) for i, home in enumerate(weights) if problem.needs_window(i, home)}
-    lasting = frozenset(i for i in sizes if not problem.layout.chunks[i].trainable)
-    room = window_room(problem, placement)
-    moves = moves_by_policy(accesses(trace, problem.layout), sizes=sizes, room=room, policy=policy, lasting=lasting)
-    return Plan(trace, problem, placement, moves)
-
-
 def _shared_by(plan: Plan, gpus: int | None) -> Plan:
     """The plan with its planes divided among so many ranks."""
     ranks = plan.layout.ranks
@@ -151,9 +118,9 @@ def _shared_by(plan: Plan, gpus: int | None) -> Plan:
 
     def with_those(moves: tuple[Moves, ...]) -> tuple[Moves, ...]:
         found, before = [], frozenset[int]()
-        for access, told in zip(plan.accesses, moves, strict=True):
+        for access, planned in zip(plan.accesses, moves, strict=True):
             now = frozenset(access.chunks) & stood
-            found.append(Moves((*told.evict, *sorted(before - now)), (*told.fetch, *sorted(now - before))))
+            found.append(Moves((*planned.evict, *sorted(before - now)), (*planned.fetch, *sorted(now - before))))
             before = now
         return tuple(found)
 
@@ -197,7 +164,7 @@ def _check(plan: Plan, hardware: Hardware, local_ranks: int) -> None:
             )
         whole = hardware.capacity(tier)
         needed = num_bytes * (1 if tier is Tier.GPU else local_ranks)
-        if whole is not None and needed > 1.01 * whole:  # a card of "24 GiB" has 23.99
+        if whole is not None and needed > 1.01 * whole:  # a GPU of "24 GiB" has 23.99
             raise PlanMismatch(
                 f"the plan needs {human_bytes(needed)} of {tier.value} on one machine, and hardware "
                 f"{hardware.name!r} has {human_bytes(whole)}: make a plan for this machine"

@@ -24,15 +24,15 @@ class Speeds:
     d2h: float
     nvme_read: float
     nvme_write: float
-    adam_cpu: float
-    adam_gpu: float
-    measured_adam_gpu: bool = False
-    """Whether ``adam_gpu`` is a figure of the machine: without one no update is streamed through the GPU."""
+    update_cpu: float
+    update_gpu: float
+    measured_update_gpu: bool = False
+    """Whether ``update_gpu`` is a figure of the machine: without one no update is streamed through the GPU."""
 
     @classmethod
     def typical(cls) -> Speeds:
         """A PCIe 4.0 x16 link at four fifths of its 31.5 GB/s, a fast NVMe drive, eight channels of DDR4."""
-        return cls(h2d=25e9, d2h=25e9, nvme_read=3e9, nvme_write=2e9, adam_cpu=0.25e-9, adam_gpu=0.03e-9)
+        return cls(h2d=25e9, d2h=25e9, nvme_read=3e9, nvme_write=2e9, update_cpu=0.25e-9, update_gpu=0.03e-9)
 
     @classmethod
     def of(cls, hardware: Hardware, tiers: Mapping[Tier, int], *, sharing: int = 1) -> Speeds:
@@ -48,26 +48,26 @@ class Speeds:
                 return otherwise
             return hardware.get(key, needed_for=f"a plan with a {tier.value} tier") * shares.of(hardware, key)
 
-        measured = Tier.GPU in tiers and hardware.has("adam_gpu")
+        measured = Tier.GPU in tiers and hardware.has("update_gpu")
 
-        def adam_gpu() -> float:
+        def update_gpu() -> float:
             if measured:
-                return figure("adam_gpu", Tier.GPU, usual.adam_gpu)
-            return ADAM.touched / figure("gpu_bandwidth", Tier.GPU, ADAM.touched / usual.adam_gpu)
+                return figure("update_gpu", Tier.GPU, usual.update_gpu)
+            return ADAM.touched / figure("gpu_bandwidth", Tier.GPU, ADAM.touched / usual.update_gpu)
 
         return cls(
             h2d=figure("h2d", Tier.GPU, usual.h2d),
             d2h=figure("d2h", Tier.GPU, usual.d2h),
             nvme_read=figure("nvme_read", Tier.NVME, usual.nvme_read) / sharing,
             nvme_write=figure("nvme_write", Tier.NVME, usual.nvme_write) / sharing,
-            adam_cpu=figure("adam_cpu", Tier.CPU, usual.adam_cpu) * sharing,
-            adam_gpu=adam_gpu(),
-            measured_adam_gpu=measured,
+            update_cpu=figure("update_cpu", Tier.CPU, usual.update_cpu) * sharing,
+            update_gpu=update_gpu(),
+            measured_update_gpu=measured,
         )
 
     def update(self, tier: Tier, rule: RuleSpec) -> float:
         """Seconds per param of an update on ``tier``: Adam's, and of other rules as their bytes are to Adam's."""
-        return (self.adam_gpu if tier is Tier.GPU else self.adam_cpu) * (rule.touched / ADAM.touched)
+        return (self.update_gpu if tier is Tier.GPU else self.update_cpu) * (rule.touched / ADAM.touched)
 
     def seconds(self, boundary: Boundary, num_bytes: float) -> float:
         """Of moving so many bytes over a boundary that has it to itself."""

@@ -1,4 +1,4 @@
-"""A step laid out in time: what each lane did, what waited for what, what every tier held. A value.
+"""A step laid out in time: what each track did, what waited for what, what every tier held. A value.
 
 The simulator predicts one, a recorded step of a real run is another, and the pictures draw both, beside each other.
 """
@@ -17,11 +17,11 @@ from gemini.tiers import Tier
 VERSION = 1
 
 
-class Lane(Enum):
+class Track(Enum):
     """What can be busy at one time, each with its own queue."""
 
     COMPUTE = "compute"
-    ADAM = "adam"
+    UPDATE = "update"
     H2D = "host to gpu"
     D2H = "gpu to host"
     NVME_READ = "nvme read"
@@ -29,13 +29,17 @@ class Lane(Enum):
     GATHER = "all-gather"
     REDUCE = "reduce-scatter"
 
+    @classmethod
+    def _missing_(cls, value: object) -> Track | None:
+        return cls.UPDATE if value == "adam" else None  # in older files
+
 
 class Span(NamedTuple):
-    """A lane at work: seconds since the step began, what it did ("forward model.layers.0", "fetch chunk 3"), the
+    """A track at work: seconds since the step began, what it did ("forward model.layers.0", "fetch chunk 3"), the
     moment of the trace (-1 outside of them), the chunk (-1 for none) and the bytes that crossed a boundary.
     """
 
-    lane: Lane
+    track: Track
     start: float
     stop: float
     name: str
@@ -90,16 +94,16 @@ class Timeline:
         return self.tokens / self.step_seconds if self.step_seconds else 0.0
 
     @property
-    def busy(self) -> dict[Lane, float]:
-        """Seconds that each lane worked (overlapping spans of one lane counted once)."""
-        found: dict[Lane, float] = {}
-        for lane in Lane:
+    def busy(self) -> dict[Track, float]:
+        """Seconds that each track worked (overlapping spans of one track counted once)."""
+        found: dict[Track, float] = {}
+        for track in Track:
             end, total = 0.0, 0.0
-            for span in sorted(s for s in self.spans if s.lane is lane):
+            for span in sorted(s for s in self.spans if s.track is track):
                 total += max(0.0, span.stop - max(span.start, end))
                 end = max(end, span.stop)
             if total:
-                found[lane] = total
+                found[track] = total
         return found
 
     @property
@@ -108,15 +112,15 @@ class Timeline:
         return {tier: max((s.total(tier) for s in self.samples), default=0) for tier in self.budgets}
 
     @property
-    def bound_by(self) -> Lane:
-        """The lane that is busiest: what a faster step would have to speed up first."""
-        return max(self.busy.items(), key=lambda item: item[1], default=(Lane.COMPUTE, 0.0))[0]
+    def bound_by(self) -> Track:
+        """The track that is busiest: what a faster step would have to speed up first."""
+        return max(self.busy.items(), key=lambda item: item[1], default=(Track.COMPUTE, 0.0))[0]
 
     def to_json(self) -> str:
         """One JSON object; :meth:`from_json` reads it back to an equal value."""
         body: dict[str, Any] = {
             "source": self.source, "title": self.title, "step_seconds": self.step_seconds, "tokens": self.tokens,
-            "flops": self.flops, "spans": [[s.lane.value, *s[1:]] for s in self.spans], "stalls": dict(self.stalls),
+            "flops": self.flops, "spans": [[s.track.value, *s[1:]] for s in self.spans], "stalls": dict(self.stalls),
             "moved": dict(self.moved), "budgets": {tier.value: n for tier, n in self.budgets.items()},
             "samples": [[s.seconds, s.moment, {t.value: dict(h) for t, h in s.held.items()}] for s in self.samples],
             "moments": list(self.moments),
@@ -136,7 +140,7 @@ class Timeline:
             step_seconds=float(body["step_seconds"]),
             tokens=body["tokens"],
             flops=body["flops"],
-            spans=tuple(Span(Lane(lane), *rest) for lane, *rest in body["spans"]),
+            spans=tuple(Span(Track(track), *rest) for track, *rest in body["spans"]),
             stalls=body["stalls"],
             moved=body["moved"],
             samples=tuple(
@@ -149,13 +153,13 @@ class Timeline:
 
     def __str__(self) -> str:
         """Step time, what bounds it, where it waited, what moved, and each tier's peak."""
-        told = f"{self.source} step {human_seconds(self.step_seconds)}" if self.step_seconds else "an empty step"
+        summary = f"{self.source} step {human_seconds(self.step_seconds)}" if self.step_seconds else "an empty step"
         if self.step_seconds and self.tokens:
-            told += f", {self.tokens_per_second:,.0f} tokens/s"
+            summary += f", {self.tokens_per_second:,.0f} tokens/s"
         if self.step_seconds and self.flops:  # a recorded step knows them only with a trace
-            told += f", {self.flops / self.step_seconds / 1e12:.4g} TFLOP/s per rank"
-        lines = [f"{self.title}: {told}"]
-        busy = ", ".join(f"{lane.value} {human_seconds(s)}" for lane, s in self.busy.items())
+            summary += f", {self.flops / self.step_seconds / 1e12:.4g} TFLOP/s per rank"
+        lines = [f"{self.title}: {summary}"]
+        busy = ", ".join(f"{track.value} {human_seconds(s)}" for track, s in self.busy.items())
         lines.append(f"busy: {busy or 'nothing'}")
         stalls = ", ".join(f"{cause} {human_seconds(s)}" for cause, s in self.stalls.items() if s > 0)
         lines.append(f"computing waited for: {stalls or 'nothing'}")

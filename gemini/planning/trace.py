@@ -107,7 +107,7 @@ class MemoryTrace:
         buffer_bytes: bytes of the model's buffers, live all the time and not in the moments.
         checkpointing: whether gradient checkpointing was on.
         moments: in the order of the step.
-        together: sets of params that some module may read at once whatever forward does; evaluation may, where the
+        read_together: sets of params that some module may read at once whatever forward does; evaluation may, where the
             step did not.
     """
 
@@ -121,7 +121,7 @@ class MemoryTrace:
     moments: tuple[Moment, ...]
     buffer_bytes: int = 0
     checkpointing: bool = False
-    together: tuple[tuple[int, ...], ...] = ()
+    read_together: tuple[tuple[int, ...], ...] = ()
 
     @property
     def num_params(self) -> int:
@@ -154,8 +154,8 @@ class MemoryTrace:
     @property
     def fingerprint(self) -> str:
         """Equal for two models exactly if their params have the same names, ties, shapes and are trained alike."""
-        told = [[list(p.names), list(p.shape), p.trainable] for p in self.params]
-        return hashlib.sha256(json.dumps(told).encode()).hexdigest()[:16]
+        described = [[list(p.names), list(p.shape), p.trainable] for p in self.params]
+        return hashlib.sha256(json.dumps(described).encode()).hexdigest()[:16]
 
     def layout(self, *, ranks: int = 1, max_chunk: int = DEFAULT_MAX_CHUNK, align: int = ALIGN) -> Layout:
         """The chunks that ``GeminiDDP`` cuts this model into."""
@@ -176,8 +176,8 @@ class MemoryTrace:
             if ours.get(name) != theirs.get(name):
                 raise PlanMismatch(
                     f"{what} is of another model ({other.model}, {other.num_params:,} params) than the one at hand "
-                    f"({self.model}, {self.num_params:,} params): param {name!r} is {_told(theirs.get(name))} there "
-                    f"and {_told(ours.get(name))} here. Trace this model anew"
+                    f"({self.model}, {self.num_params:,} params): param {name!r} is {_said(theirs.get(name))} there "
+                    f"and {_said(ours.get(name))} here. Trace this model anew"
                 )
         raise PlanMismatch(f"{what} has its params in another order than the model at hand: trace this model anew")
 
@@ -187,7 +187,7 @@ class MemoryTrace:
             "model": self.model, "precision": self.precision, "batch": {k: list(v) for k, v in self.batch.items()},
             "tokens": self.tokens, "target": self.target, "source": self.source.value,
             "buffer_bytes": self.buffer_bytes, "checkpointing": self.checkpointing,
-            "together": [list(indices) for indices in self.together],
+            "together": [list(indices) for indices in self.read_together],
             "params": [[list(p.names), list(p.shape), p.trainable] for p in self.params],
             "moment_fields": list(_FIELDS),
             "moments": [[_plain(getattr(moment, name)) for name in _FIELDS] for moment in self.moments],
@@ -212,10 +212,10 @@ class MemoryTrace:
             params=tuple(TracedParam(tuple(n), tuple(shape), bool(t)) for n, shape, t in body["params"]),
             buffer_bytes=body["buffer_bytes"],
             checkpointing=body["checkpointing"],
-            together=tuple(tuple(indices) for indices in body["together"]),
+            read_together=tuple(tuple(indices) for indices in body["together"]),
             moments=tuple(_moment(dict(zip(names, values, strict=True))) for values in body["moments"]),
         )
-        for indices in (*trace.together, *((*moment.params, *moment.gradients) for moment in trace.moments)):
+        for indices in (*trace.read_together, *((*moment.params, *moment.gradients) for moment in trace.moments)):
             for index in indices:
                 trace.params[index]  # an index out of range is damage too
         return trace
@@ -255,7 +255,7 @@ def _moment(fields: dict[str, Any]) -> Moment:
     return Moment(**fields)
 
 
-def _told(param: TracedParam | None) -> str:
+def _said(param: TracedParam | None) -> str:
     return "absent" if param is None else f"{list(param.shape)}{'' if param.trainable else ' frozen'}"
 
 

@@ -1,8 +1,8 @@
 """What a step of a plan has to do, whatever the schedule: gathering, computing, landing gradients, updating, in hops.
 
-A *hop* is one task on one lane with its cost on one rank and the bytes that it takes over a boundary; what goes between
-the GPU and NVMe makes two. Bytes come from the closed forms of ``gemini.planning.traffic``, so that what is simulated
-is what the plan says and the runtime counts.
+A *hop* is one task on one track with its cost on one rank and the bytes that it takes over a boundary; what goes
+between the GPU and NVMe makes two. Bytes come from the closed forms of ``gemini.planning.traffic``, so that what is
+simulated is what the plan says and the runtime counts.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import NamedTuple
 from gemini.planning.costs import Cost, Costs
 from gemini.planning.plan import Plan
 from gemini.planning.planes import GRAD, WEIGHTS, compute_itemsize
-from gemini.planning.timeline import Lane
+from gemini.planning.timeline import Track
 from gemini.planning.traffic import Boundary, fetch_traffic, gradient_traffic, path, update_tier, update_traffic
 from gemini.tiers import Tier
 
@@ -26,18 +26,18 @@ ACTIVATION = "activation"
 GATHERING = "all-gather"
 REDUCING = "reduce-scatter"
 
-_LANES = {
-    Boundary(Tier.CPU, Tier.GPU): Lane.H2D,
-    Boundary(Tier.GPU, Tier.CPU): Lane.D2H,
-    Boundary(Tier.NVME, Tier.CPU): Lane.NVME_READ,
-    Boundary(Tier.CPU, Tier.NVME): Lane.NVME_WRITE,
+_TRACKS = {
+    Boundary(Tier.CPU, Tier.GPU): Track.H2D,
+    Boundary(Tier.GPU, Tier.CPU): Track.D2H,
+    Boundary(Tier.NVME, Tier.CPU): Track.NVME_READ,
+    Boundary(Tier.CPU, Tier.NVME): Track.NVME_WRITE,
 }
 
 
 class Hop(NamedTuple):
     """One task: where it shows, where it queues, what it costs, and what waits for it says it waited for."""
 
-    lane: Lane
+    track: Track
     queue: str
     cost: Cost
     name: str
@@ -103,12 +103,12 @@ class Work:
         self._updates: dict[int, Update] = {}
 
     def _move(self, boundary: Boundary, num_bytes: int, name: str, cause: str, chunk: int = -1) -> Hop:
-        lane = _LANES[boundary]
+        track = _TRACKS[boundary]
         cost = {
-            Lane.H2D: self._costs.h2d, Lane.D2H: self._costs.d2h,
-            Lane.NVME_READ: self._costs.nvme_read, Lane.NVME_WRITE: self._costs.nvme_write,
-        }[lane](num_bytes)  # fmt: skip
-        return Hop(lane, lane.value, cost, name, cause, chunk, boundary, num_bytes)
+            Track.H2D: self._costs.h2d, Track.D2H: self._costs.d2h,
+            Track.NVME_READ: self._costs.nvme_read, Track.NVME_WRITE: self._costs.nvme_write,
+        }[track](num_bytes)  # fmt: skip
+        return Hop(track, track.value, cost, name, cause, chunk, boundary, num_bytes)
 
     @cached_property
     def computing(self) -> tuple[Hop, ...]:
@@ -117,7 +117,7 @@ class Work:
         for moment in self.plan.trace.moments:
             cost = self._costs.compute(moment, measured=self._measured)
             name = f"{moment.phase.value} {moment.module or self.plan.trace.model}"
-            found.append(Hop(Lane.COMPUTE, Lane.COMPUTE.value, cost, name, COMPUTING))
+            found.append(Hop(Track.COMPUTE, Track.COMPUTE.value, cost, name, COMPUTING))
         return tuple(found)
 
     def fetch(self, index: int) -> tuple[Hop, ...]:
@@ -136,12 +136,12 @@ class Work:
         narrow = problem.window_bytes(index) // self.ranks
         if problem.compute is Tier.CPU and (home is Tier.CPU or wide != narrow):
             # A copy (cast, in fp16) by the host that computes.
-            hops.append(Hop(Lane.ADAM, "host", self._costs.host_pass(wide + narrow), name, cause, index))
+            hops.append(Hop(Track.UPDATE, "host", self._costs.host_pass(wide + narrow), name, cause, index))
         elif home is Tier.GPU:
-            hops.append(Hop(Lane.GATHER, "copy", self._costs.gpu_pass(wide + narrow), name, cause, index))
+            hops.append(Hop(Track.GATHER, "copy", self._costs.gpu_pass(wide + narrow), name, cause, index))
         if self.ranks > 1:
             cost = self._costs.ring(problem.window_bytes(index), self.ranks)
-            hops.append(Hop(Lane.GATHER, Lane.GATHER.value, cost, f"all-gather chunk {index}", GATHERING, index))
+            hops.append(Hop(Track.GATHER, Track.GATHER.value, cost, f"all-gather chunk {index}", GATHERING, index))
         return hops
 
     def landings(self, *, adding: bool) -> tuple[tuple[Landing, ...], ...]:
@@ -190,8 +190,8 @@ class Work:
         hops: list[Hop] = []
         if self.ranks > 1:
             cost = self._costs.ring(numel * narrow, self.ranks)
-            told = f"reduce-scatter chunk {index}"
-            hops.append(Hop(Lane.REDUCE, Lane.REDUCE.value, cost, told, REDUCING, index))
+            title = f"reduce-scatter chunk {index}"
+            hops.append(Hop(Track.REDUCE, Track.REDUCE.value, cost, title, REDUCING, index))
         off, up, down = Boundary(Tier.GPU, Tier.CPU), Boundary(Tier.NVME, Tier.CPU), Boundary(Tier.CPU, Tier.NVME)
         hops += [self._move(way, moved[way], name, LANDING, index) for way in (off, up) if moved.get(way)]
         home = homes.get(GRAD)
@@ -199,7 +199,7 @@ class Work:
             wide = 4 if problem.gradients == "accumulate" else narrow
             on_gpu, num_bytes = home is Tier.GPU, (narrow + wide) * numel // self.ranks
             cost = self._costs.gpu_pass(num_bytes) if on_gpu else self._costs.landing(num_bytes)
-            hops.append(Hop(Lane.ADAM, "copy" if on_gpu else "host", cost, name, LANDING, index))
+            hops.append(Hop(Track.UPDATE, "copy" if on_gpu else "host", cost, name, LANDING, index))
         if moved.get(down):
             hops.append(self._move(down, moved[down], name, LANDING, index))
         return hops
@@ -217,9 +217,9 @@ class Work:
         numel = problem.layout.chunks[index].numel // self.ranks
         grad_bytes = numel * compute_itemsize(problem.precision)
         cost = self._costs.update(problem.plane_bytes(index), where, grad_bytes=grad_bytes)
-        update = Hop(Lane.ADAM, "adam on gpu" if where is Tier.GPU else "adam", cost, name, UPDATE, index)
+        update = Hop(Track.UPDATE, "update on gpu" if where is Tier.GPU else "update", cost, name, UPDATE, index)
         moved = update_traffic(problem, homes, index, streamed=streamed)
-        hops = {way: self._move(way, moved[way], name, UPDATE, index) for way in _LANES if moved[way]}
+        hops = {way: self._move(way, moved[way], name, UPDATE, index) for way in _TRACKS if moved[way]}
         reads = tuple(hop for way, hop in hops.items() if way.target is where)
         writes = tuple(hop for way, hop in hops.items() if way.source is where)
         return Update(reads, update, writes)

@@ -58,8 +58,8 @@ def device_staging_bytes(largest_chunk: int, rule: RuleSpec = ADAM, *, overlap: 
 
 
 def staging_sets(compute: Tier, precision: str, *, overlap: bool) -> int:
-    """How many threads stage: the one that trains; beside it the update lane; the fetch lane, where weights are cast or
-    cross to a device on their way; and the landing lane, where gradients leave a device.
+    """How many threads stage: the one that trains; beside it the update worker; the fetch worker, where weights are
+    cast or cross to a device on their way; and the landing worker, where gradients leave a device.
     """
     if not overlap:
         return 1
@@ -90,7 +90,7 @@ def gradients_in_flight(layout: Layout, itemsize: int) -> int:
 def gathered_at_once(trace: MemoryTrace, layout: Layout, precision: str) -> int:
     """The working set: the most bytes of gathered weights that any moment, or any module, needs at once."""
     by_param, itemsize = chunks_of_params(trace, layout), compute_itemsize(precision)
-    read = {*trace.together, *(moment.params for moment in trace.moments)}
+    read = {*trace.read_together, *(moment.params for moment in trace.moments)}
     needs = {frozenset(by_param[index] for index in indices) for indices in read}
     return max((sum(layout.chunks[i].numel for i in chunks) * itemsize for chunks in needs), default=0)
 

@@ -1,13 +1,14 @@
 """How ranks agree on what comes next, so that no collective ever depends on who arrives first.
 
-A rank that needs the others says what it wants and waits until all ranks have said what they want. From these wishes,
+A rank that needs the others says what it wants and waits until all ranks have said what they want. From these requests,
 the same on every rank, follows what is done: weights or values that any rank needs are served first, by all, whatever
 they want themselves; gradients are reduced when no rank needs anything served, the last chunk of the layout first;
 everything else is done when all ranks stand at the same point. So ranks may take different paths through a model (an
 expert that only one of them uses, one more evaluation, a longer ``generate``) and neither hang nor mix up messages, and
 the order of sums follows from the programs alone, not from their timing or from budgets.
 
-Where wishes can never meet (one rank has begun its next step, the other wants to save) all ranks raise the same error.
+Where requests can never meet (one rank has begun its next step, the other wants to save) all ranks raise the same
+error.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class Point(IntEnum):
     READ = 1
     REDUCE = 2
     END_BACKWARD = 3
-    SETTLE = 4
+    SYNC_GRADS = 4
     SAVE_CHECKPOINT = 5
     LOAD_CHECKPOINT = 6
     EXPORT = 7
@@ -47,7 +48,7 @@ _WORDS = {
     Point.READ: "reading a param by name",
     Point.REDUCE: "a backward (its gradients are to be reduced)",
     Point.END_BACKWARD: "the end of a backward",
-    Point.SETTLE: "clip_grad_norm_ or optimizer.step()",
+    Point.SYNC_GRADS: "clip_grad_norm_ or optimizer.step()",
     Point.SAVE_CHECKPOINT: "save_checkpoint",
     Point.LOAD_CHECKPOINT: "load_checkpoint",
     Point.EXPORT: "save_pretrained",
@@ -68,7 +69,7 @@ _SERVED = (Point.GATHER, Point.READ)
 _BACKWARD = (Point.REDUCE, Point.END_BACKWARD)
 
 
-class Wish(NamedTuple):
+class Request(NamedTuple):
     """What one rank wants: a point, which chunk or param it is about, and what else the others must know."""
 
     point: Point
@@ -80,13 +81,13 @@ class Wish(NamedTuple):
         return self.point, self.about
 
 
-class Doer(Protocol):
-    """Who does what was agreed."""
+class Handler(Protocol):
+    """Does what was agreed."""
 
-    def serve(self, subject: tuple[Point, int], takers: list[int]) -> None:
-        """Give every rank in ``takers`` (perhaps this one) the weights of a chunk or the values of a param."""
+    def serve(self, subject: tuple[Point, int], receivers: list[int]) -> None:
+        """Give every rank in ``receivers`` (perhaps this one) the weights of a chunk or the values of a param."""
 
-    def reduce(self, index: int, wishes: list[Wish]) -> None:
+    def reduce(self, index: int, requests: list[Request]) -> None:
         """Sum up the gradients of chunk ``index`` over the ranks, whatever this rank has of them."""
 
 
@@ -104,31 +105,33 @@ class Agreement:
         self.thread = threading.get_ident()
         self.whereabouts = ""
 
-    def reach(self, wish: Wish, doer: Doer) -> list[Wish]:
-        """Wait, serving the others, until ``wish`` is done (served, reduced), or all ranks stand at its point.
+    def reach(self, request: Request, handler: Handler) -> list[Request]:
+        """Wait, serving the others, until ``request`` is done (served, reduced), or all ranks stand at its point.
 
-        Returns the wishes of all ranks at that moment.
+        Returns the requests of all ranks at that moment.
 
         Raises:
-            RankMismatch: on every rank, if the wishes can never meet.
+            RankMismatch: on every rank, if the requests can never meet.
             RankLost: if a rank died or does not answer.
         """
         while True:
-            wishes = self._exchange(wish)
-            chosen = choose(wishes)
+            requests = self._exchange(request)
+            chosen = choose(requests)
             if chosen is None:
-                raise RankMismatch(_explain(wishes, self._steps, self._wire.global_ranks))
+                raise RankMismatch(_explain(requests, self._steps, self._wire.global_ranks))
             point, index = chosen
             if point in _SERVED:
-                doer.serve(chosen, [rank for rank, other in enumerate(wishes) if other.subject == chosen])
+                handler.serve(chosen, [rank for rank, other in enumerate(requests) if other.subject == chosen])
             elif point is Point.REDUCE:
-                doer.reduce(index, wishes)
-            if wish.subject == chosen:
-                return wishes
+                handler.reduce(index, requests)
+            if request.subject == chosen:
+                return requests
 
-    def _exchange(self, wish: Wish) -> list[Wish]:
-        said = torch.tensor([wish.point, wish.about, wish.detail, self.num_steps], dtype=torch.int64, device="cpu")
-        self.waiting_in, self.thread, self.whereabouts = _WORDS[wish.point], threading.get_ident(), ""
+    def _exchange(self, request: Request) -> list[Request]:
+        said = torch.tensor(
+            [request.point, request.about, request.detail, self.num_steps], dtype=torch.int64, device="cpu"
+        )
+        self.waiting_in, self.thread, self.whereabouts = _WORDS[request.point], threading.get_ident(), ""
         self.waiting_since = time.monotonic()
         try:
             rows = self._wire.swap(Tag.AGREEMENT, said, self.waiting_in).tolist()
@@ -140,27 +143,27 @@ class Agreement:
             self.waiting_since = None
         self.num_exchanges += 1
         self._steps = [row[3] for row in rows]
-        return [Wish(Point(row[0]), row[1], row[2]) for row in rows]
+        return [Request(Point(row[0]), row[1], row[2]) for row in rows]
 
 
-def choose(wishes: Sequence[Wish]) -> tuple[Point, int] | None:
-    """What is to be done now, from what all ranks want; None if nothing can be. A pure function of the wishes."""
-    served = [wish.subject for wish in wishes if wish.point in _SERVED]
+def choose(requests: Sequence[Request]) -> tuple[Point, int] | None:
+    """What is to be done now, from what all ranks want; None if nothing can be. A pure function of the requests."""
+    served = [request.subject for request in requests if request.point in _SERVED]
     if served:
         return min(served)
-    if all(wish.point in _BACKWARD for wish in wishes):
-        reduced = [wish.about for wish in wishes if wish.point is Point.REDUCE]
+    if all(request.point in _BACKWARD for request in requests):
+        reduced = [request.about for request in requests if request.point is Point.REDUCE]
         # Backward goes through the layout from its end: what comes first there is complete first.
         return (Point.REDUCE, max(reduced)) if reduced else (Point.END_BACKWARD, 0)
-    if all(wish.subject == wishes[0].subject for wish in wishes):
-        return wishes[0].subject
+    if all(request.subject == requests[0].subject for request in requests):
+        return requests[0].subject
     return None
 
 
-def _explain(wishes: Sequence[Wish], steps: Sequence[int], ranks: Sequence[int]) -> str:
+def _explain(requests: Sequence[Request], steps: Sequence[int], ranks: Sequence[int]) -> str:
     where = "; ".join(
-        f"rank {rank} is at {_WORDS[wish.point]} after {num_steps} steps"
-        for rank, wish, num_steps in zip(ranks, wishes, steps, strict=True)
+        f"rank {rank} is at {_WORDS[request.point]} after {num_steps} steps"
+        for rank, request, num_steps in zip(ranks, requests, steps, strict=True)
     )
     return (
         f"the ranks of this model were asked to do different things: {where}. Every rank must make the same backwards "

@@ -17,7 +17,7 @@ from gemini.ranks.wire import guarded
 
 T = TypeVar("T")
 R = TypeVar("R")
-Told = tuple[str, str]
+Failure = tuple[str, str]
 """A failure as other ranks hear of it: the class of the error it becomes there, and its text."""
 
 
@@ -51,14 +51,14 @@ class Handshake:
             given = work()
         except BaseException as e:
             failure = e
-        rows = self._gather((given, None if failure is None else _told(failure)))
-        failures = {rank: told for rank, (_, told) in enumerate(rows) if told is not None}
+        rows = self._gather((given, None if failure is None else _as_failure(failure)))
+        failures = {rank: failed for rank, (_, failed) in enumerate(rows) if failed is not None}
         if self.rank == 0 and not failures:
             try:
                 concluded = conclude([given for given, _ in rows])
             except BaseException as e:
-                failure, failures = e, {0: _told(e)}
-        concluded, failures = self._tell_all((concluded, failures))
+                failure, failures = e, {0: _as_failure(e)}
+        concluded, failures = self._broadcast((concluded, failures))
         if failure is not None and not isinstance(failure, Exception):
             raise failure
         if failures:
@@ -72,14 +72,14 @@ class Handshake:
         guarded(self._doing, lambda: dist.gather_object(said, heard, dst=first, group=self._group))
         return heard or []
 
-    def _tell_all(self, said: Any) -> Any:
+    def _broadcast(self, said: Any) -> Any:
         """What the first rank says."""
         heard = [said]
         first = self._global_rank(0)
         guarded(self._doing, lambda: dist.broadcast_object_list(heard, src=first, group=self._group))
         return heard[0]
 
-    def _error(self, failures: dict[int, Told]) -> GeminiError:
+    def _error(self, failures: dict[int, Failure]) -> GeminiError:
         rank, (kind, why) = min(failures.items())
         others = f" (and {len(failures) - 1} more ranks)" if len(failures) > 1 else ""
         return error_called(kind)(f"{self._doing} failed on rank {self._global_rank(rank)}{others}: {why}")
@@ -95,7 +95,7 @@ def error_called(name: str) -> type[GeminiError]:
     return found if isinstance(found, type) and issubclass(found, GeminiError) else GeminiError
 
 
-def _told(cause: BaseException) -> Told:
+def _as_failure(cause: BaseException) -> Failure:
     if isinstance(cause, OSError):
         return "StorageError", str(cause.strerror or cause)
     if isinstance(cause, GeminiError):

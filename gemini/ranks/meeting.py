@@ -50,7 +50,7 @@ def fresh_part(store: dist.Store, rank: int, size: int, timeout: timedelta) -> d
 def _call_all(store: dist.Store, size: int, timeout: timedelta) -> str:
     """Rank 0 chooses the word and tells it to whoever greets, until each rank of this attempt has repeated it."""
     word = uuid.uuid4().hex
-    told: dict[int, bytes] = {}
+    greeted: dict[int, bytes] = {}
     missing = set(range(1, size))
     deadline = time.monotonic() + timeout.total_seconds()
     while missing:
@@ -58,9 +58,9 @@ def _call_all(store: dist.Store, size: int, timeout: timedelta) -> str:
             if not store.check([f"gemini-greeting/{rank}"]):
                 continue
             greeting = store.get(f"gemini-greeting/{rank}")  # perhaps one of a process that is dead
-            if told.get(rank) != greeting:
+            if greeted.get(rank) != greeting:
                 store.set(f"gemini-word-for/{greeting.decode()}", word)
-                told[rank] = greeting
+                greeted[rank] = greeting
             if store.check([f"gemini-heard/{word}/{rank}"]):
                 missing.discard(rank)
         if missing and time.monotonic() > deadline:

@@ -91,7 +91,7 @@ def trace(
         moments=tuple(step.moments),
         buffer_bytes=buffer_bytes(fake),
         checkpointing=step.checkpointing,
-        together=read_together(fake),
+        read_together=read_together(fake),
     )
 
 

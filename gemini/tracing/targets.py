@@ -3,7 +3,7 @@
 The CPU needs no corrections: what its kernels allocate inside is left out (packing buffers of bf16 products in oneDNN,
 up to 2 MiB per thread, and the generator's state of 5 KB that checkpointing keeps per block).
 
-CUDA, from its sources and not measured on a card:
+CUDA, from its sources and not measured on a GPU:
 
 1. Attention. ``scaled_dot_product_attention`` on a CPU has a fused kernel without dropout only, and none for a mask
    that needs a gradient; where it has none it makes S x S scores. CUDA has kernels for all of these, so the step is run
@@ -37,7 +37,7 @@ _aten = torch.ops.aten
 _HALF = (torch.bfloat16, torch.float16)
 
 CUBLAS_WORKSPACE = 32 * 2**20
-"""Bytes of one cuBLAS workspace on Hopper and newer; 8,320 KiB on other cards."""
+"""Bytes of one cuBLAS workspace on Hopper and newer; 8,320 KiB on other GPUs."""
 
 CUDA_ROUND = 512
 """Bytes that the caching allocator rounds up to."""

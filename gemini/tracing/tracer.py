@@ -134,7 +134,7 @@ class MemoryTracer:
             self._timed.append(step)
 
     def _now(self) -> float:
-        if self._cuda:  # not run on a card: kernels are waited for at each boundary, so overlap is lost
+        if self._cuda:  # not run on a GPU: kernels are waited for at each boundary, so overlap is lost
             torch.cuda.synchronize()
         return time.perf_counter()
 
@@ -165,7 +165,7 @@ class MemoryTracer:
             moments=tuple(step.moments),
             buffer_bytes=buffer_bytes(self._model),
             checkpointing=step.checkpointing,
-            together=read_together(self._model),
+            read_together=read_together(self._model),
         )
         return with_seconds(made, seconds_of_moments(step, same))
 

@@ -23,9 +23,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 from gemini.config import GeminiConfig
 from gemini.memory.chunks.chunk import COMPUTE_DTYPES
 from gemini.memory.devices.device import make_device
-from gemini.memory.movement.lane import Lane
 from gemini.memory.movement.manager import Manager
 from gemini.memory.movement.mover import Mover
+from gemini.memory.movement.worker import Worker
 from gemini.memory.store import ChunkStore
 from gemini.ranks.group import join
 from gemini.rules import rule_of
@@ -94,7 +94,7 @@ class Engine:
         slots = mover.staging.take_slots() if config.overlap else None
         manager = Manager(
             built.chunks, ledger=built.ledger, device=device, mover=mover, foresight=built.foresight,
-            lane=Lane("fetch") if overlap else None, lane_staging=mover.staging.take() if overlap else None,
+            worker=Worker("fetch") if overlap else None, worker_staging=mover.staging.take() if overlap else None,
         )  # fmt: skip
         store = self.store = ChunkStore(built.chunks, device, built.ledger, mover, manager, built.spill)
 
@@ -108,7 +108,7 @@ class Engine:
         gradients = self.gradients = GradientStore(
             params.handles, ledger=store.ledger, device=device, mover=mover, manager=manager, spill=store.spill,
             working_set=0 if ranks is None and all(chunk.resident for chunk in store.chunks) else built.working_set,
-            lane=Lane("landing") if overlap and device.tier is Tier.GPU else None,
+            worker=Worker("landing") if overlap and device.tier is Tier.GPU else None,
         )  # fmt: skip
         updates.connect(exposure, gradients.relieve)
         activations = self.activations = make_activation_store(
@@ -206,7 +206,7 @@ class Engine:
         """
         self.forward.let_go_of_transformed()
         self.updates.drain()
-        self.store.manager.settle()
+        self.store.manager.drain()
         self.activations.drain()
 
     def restored(self) -> None:
@@ -233,8 +233,8 @@ class Engine:
     def close(self) -> None:
         """Give everything back, whoever still holds a param: it keeps its shape and name, and refuses to be read."""
         self.write_observers.close()
-        for lanes in (self.updates, self.store.manager, self.gradients, self.activations):
-            lanes.close()
+        for workers in (self.updates, self.store.manager, self.gradients, self.activations):
+            workers.close()
         self.saved_weights.close()
         take_apart(self.store.chunks, self.params.handles)
         if self.shards is not None:

@@ -72,7 +72,7 @@ class Recording:
                 "no whole step was recorded: let a forward with gradients, its backward and optimizer.step() run "
                 "inside `with model.recording()`, and zero_grad() of what was there before"
             )
-        self.settle()
+        self.drain()
         step, tokens, num_batches = self._last
         flops = 0 if self._trace is None else self._trace.flops * num_batches
         return step.timeline(title=self._title, tokens=tokens * self._ranks, flops=flops, budgets=self._budgets)
@@ -152,7 +152,7 @@ class Recording:
         engine.store.ledger.on_change = self._recorder.held
         self._is_open = True
 
-    def settle(self) -> None:
+    def drain(self) -> None:
         """Let updates that the last step left in flight end: they are part of it, unless the next one has begun."""
         engine = self._reference()
         if engine is not None and self._is_open and self._last is not None and self._last.step.next_start is None:
@@ -193,7 +193,7 @@ def record(engine: Engine, model: nn.Module, trace: MemoryTrace | None) -> Itera
     recording.open()
     try:
         yield recording
-        recording.settle()
+        recording.drain()
     finally:
         recording.close()
         counting.remove()

@@ -24,7 +24,7 @@ class MemoryReport(dict[str, Any]):
     Where one wait has another in it, all of it counts to the outer one's cause.
 
     Each tier has "budget", "used", "peak" and "holders" (bytes by what holds them). "params" counts the managed params,
-    "bytes_per_param" their persistent planes (weights, residual, moments) and "grad_bytes_per_param" what is reserved
+    "bytes_per_param" their persistent planes (weights, residual, states) and "grad_bytes_per_param" what is reserved
     for gradients between backward and update, both over the params that are trained.
 
     On CUDA "allocator" has what others say of the same memory: torch's "allocated" and "reserved" bytes with their
@@ -47,7 +47,7 @@ class MemoryReport(dict[str, Any]):
             sizes = "".join(f"{human_bytes(tier[key]):>12}" for key in ("used", "peak", "budget"))
             lines.append(f"{name:<6}{sizes}  {held or 'nothing'}")
         if "allocator" in self:
-            lines += _told(self["allocator"])
+            lines += _allocator_lines(self["allocator"])
         moved = ", ".join(f"{way} {human_bytes(n)}" for way, n in self["moved"].items()) or "nothing"
         lines.append(f"moved in the last step: {moved}")
         waited = ", ".join(f"{cause} {human_seconds(s)}" for cause, s in self["stalls"].items()) or "nothing"
@@ -62,7 +62,7 @@ class MemoryReport(dict[str, Any]):
         return "\n".join(lines)
 
 
-def _told(figures: dict[str, int]) -> list[str]:
+def _allocator_lines(figures: dict[str, int]) -> list[str]:
     size = {key: human_bytes(num_bytes) for key, num_bytes in figures.items()}
     return [
         f"gpu, says torch: allocated {size['allocated']} (peak {size['allocated_peak']}), {size['unmanaged']} of it "

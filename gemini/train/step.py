@@ -30,7 +30,7 @@ class Phase(Enum):
     NESTED = "nested"
 
 
-class Event(Enum):
+class PhaseChange(Enum):
     """What changes the phase."""
 
     BEGIN_FORWARD = "begin forward"
@@ -39,15 +39,15 @@ class Event(Enum):
     END_BACKWARD = "end backward"
 
 
-PHASES: dict[tuple[Phase, Event], Phase] = {
-    (Phase.REST, Event.BEGIN_FORWARD): Phase.FORWARD,
-    (Phase.FORWARD, Event.END_FORWARD): Phase.REST,
-    (Phase.REST, Event.BEGIN_BACKWARD): Phase.BACKWARD,
-    (Phase.BACKWARD, Event.END_BACKWARD): Phase.REST,
-    (Phase.BACKWARD, Event.BEGIN_FORWARD): Phase.NESTED,
-    (Phase.FORWARD, Event.BEGIN_BACKWARD): Phase.NESTED,
-    (Phase.NESTED, Event.END_FORWARD): Phase.BACKWARD,
-    (Phase.NESTED, Event.END_BACKWARD): Phase.FORWARD,
+PHASES: dict[tuple[Phase, PhaseChange], Phase] = {
+    (Phase.REST, PhaseChange.BEGIN_FORWARD): Phase.FORWARD,
+    (Phase.FORWARD, PhaseChange.END_FORWARD): Phase.REST,
+    (Phase.REST, PhaseChange.BEGIN_BACKWARD): Phase.BACKWARD,
+    (Phase.BACKWARD, PhaseChange.END_BACKWARD): Phase.REST,
+    (Phase.BACKWARD, PhaseChange.BEGIN_FORWARD): Phase.NESTED,
+    (Phase.FORWARD, PhaseChange.BEGIN_BACKWARD): Phase.NESTED,
+    (Phase.NESTED, PhaseChange.END_FORWARD): Phase.BACKWARD,
+    (Phase.NESTED, PhaseChange.END_BACKWARD): Phase.FORWARD,
 }
 
 
@@ -74,7 +74,7 @@ class StepState:
         """Whether a method of the model runs as its forward: calls of the model are inside that one."""
         self.num_gathered = 0
         """Open ``gathered()`` blocks, and operations that read params outside of any module."""
-        self.num_unsettled = 0
+        self.num_open = 0
         """What has begun to compute and has not ended in order; after an interrupt it never will."""
         self.num_unreduced = 0
         """Chunks whose gradients are whole on this rank and not reduced yet."""
@@ -100,7 +100,7 @@ class StepState:
         """Whether params are ordinary ones now: a forward, a backward or ``gathered()`` is under way."""
         return self.phase is not Phase.REST or self.num_gathered > 0
 
-    def change(self, event: Event) -> None:
+    def change(self, event: PhaseChange) -> None:
         """The phase after ``event``.
 
         Raises:
@@ -114,17 +114,17 @@ class StepState:
 
     def begin_forward(self) -> None:
         """The outermost module of a forward computes."""
-        self.change(Event.BEGIN_FORWARD)
+        self.change(PhaseChange.BEGIN_FORWARD)
 
     def end_forward(self) -> None:
         """No module computes any more, in any thread."""
-        self.change(Event.END_FORWARD)
+        self.change(PhaseChange.END_FORWARD)
 
     def begin_backward(self) -> None:
         """The first gradient of a backward arrives."""
-        self.change(Event.BEGIN_BACKWARD)
+        self.change(PhaseChange.BEGIN_BACKWARD)
         self.backward_number += 1
-        self.num_unsettled = max(self.num_unsettled, 1)  # one, with the forward that it belongs to
+        self.num_open = max(self.num_open, 1)  # one, with the forward that it belongs to
 
     def take_gradients(self) -> None:
         """The first gradient of a param has arrived in the backward that runs."""
@@ -132,20 +132,20 @@ class StepState:
 
     def end_backward(self) -> None:
         """The whole graph is done, or was abandoned."""
-        self.change(Event.END_BACKWARD)
+        self.change(PhaseChange.END_BACKWARD)
         self.takes_gradients = False
 
-    def settle(self) -> None:
+    def close(self) -> None:
         """Something that had begun has ended in order."""
-        self.num_unsettled = max(self.num_unsettled - 1, 0)
+        self.num_open = max(self.num_open - 1, 0)
 
-    def settle_all(self) -> None:
+    def close_all(self) -> None:
         """What was left behind by what did not end in order has been put away."""
-        self.num_unsettled = 0
+        self.num_open = 0
 
     def open(self) -> None:
-        """Something begins to compute: until it ends in order, it counts as unsettled."""
-        self.num_unsettled += 1
+        """Something begins to compute: until it ends in order, it counts as open."""
+        self.num_open += 1
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
@@ -220,7 +220,7 @@ class StepState:
 
     @property
     def corrupted_by(self) -> str | None:
-        """What broke an update off in the middle: some weights and moments are of this step and some are not."""
+        """What broke an update off in the middle: some weights and states are of this step and some are not."""
         return self._corrupted_by
 
     def mark_corrupted(self, cause: BaseException, *, reported: bool = True) -> None:
@@ -230,7 +230,7 @@ class StepState:
             self._unreported = cause
 
     def mark_restored(self) -> None:
-        """Every master and moment was written anew."""
+        """Every master and state was written anew."""
         self._corrupted_by = self._unreported = None
         self.updated_in_backward = False
 
@@ -242,6 +242,6 @@ class StepState:
         """
         if self._corrupted_by is not None:
             raise GeminiError(
-                f"an update of this model broke off ({self._corrupted_by}): its weights and moments are half of one "
+                f"an update of this model broke off ({self._corrupted_by}): its weights and states are half of one "
                 "step and half of the next. Load the last checkpoint (gemini.load_checkpoint) or make the model anew"
             ) from self._unreported

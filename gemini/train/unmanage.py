@@ -16,7 +16,7 @@ from gemini.train.engine import Engine
 def unmanage(model: nn.Module, engine: Engine, what: str) -> None:
     """Make ``model`` an ordinary module with its full weights on the CPU, in the compute dtype.
 
-    Masters, moments and gradients are gone, and so are chunks, budgets and spill file. With several ranks all of them
+    Masters, states and gradients are gone, and so are chunks, budgets and spill file. With several ranks all of them
     call it, and each gets the whole model.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Who is told when masters and moments change: a checkpoint that is written behind the training, and whatever else
+"""Who is told when masters and states change: a checkpoint that is written behind the training, and whatever else
 keeps a durable copy of them.
 """
 
@@ -15,7 +15,7 @@ class WriteObserver(Protocol):
     """It may be called on any thread that changes chunks, and must not keep the model alive."""
 
     def before_write(self, chunk: Chunk) -> None:
-        """Masters or moments of ``chunk`` are about to change; they change when this returns."""
+        """Masters or states of ``chunk`` are about to change; they change when this returns."""
 
     def after_write(self, chunk: Chunk) -> None:
         """A change is complete. Changes may lie within others (a write by name inside ``gathered(write=True)``): a
@@ -33,7 +33,7 @@ class WriteObservers(list[WriteObserver]):
     """Those of one model. They may come and go while another thread tells the others something."""
 
     def before_write(self, chunk: Chunk) -> None:
-        """Masters or moments of ``chunk`` may change when this returns: no fetch reads them, and all were told."""
+        """Masters or states of ``chunk`` may change when this returns: no fetch reads them, and all were told."""
         chunk.begin_write()
         for observer in tuple(self):
             observer.before_write(chunk)

@@ -55,7 +55,7 @@ def test_doctor_measures_and_writes_a_machine(gemini_command: Gemini, tmp_path: 
     hardware = load_hardware(file)
     for key in hardware.figures:
         assert f"\n  {key} " in f"\n{table}", key
-    assert {"cpu_bytes", "dram_bandwidth", "adam_cpu", "nvme_read"} <= set(hardware.figures)
+    assert {"cpu_bytes", "dram_bandwidth", "update_cpu", "nvme_read"} <= set(hardware.figures)
     assert f"written to {file}" in table and list(folder.iterdir()) == []
 
 

@@ -17,7 +17,7 @@ from gemini.jobs.plan_report import VERSION
 from gemini.planning.break_even import TOLERANCE, with_work
 from gemini.planning.machines import load_hardware
 from gemini.planning.plan import check_plan
-from gemini.planning.timeline import Lane
+from gemini.planning.timeline import Track
 
 Gemini = Callable[..., Any]
 SIZES = ("--gpu", "24MiB", "--cpu", "64MiB", "--nvme", "200MB")
@@ -58,7 +58,7 @@ def test_a_screen_without_a_machine_says_all_that_needs_no_speeds(gemini_command
     assert re.search(r"^FITS: 12\.\d\d bytes per trained param, and 2\.\d\d for gradients", result.stdout, re.M)
     rows = rows_of(result.stdout)
     assert list(rows)[:5] == ["weights", "residual", "exp_avg", "exp_avg_sq", "grad"]
-    assert {"activations", "staging", "in all", "free", "Adam runs on"} <= rows.keys()
+    assert {"activations", "staging", "in all", "free", "updates run on"} <= rows.keys()
     for words in ("beside params", "moved in a step", "step time        not known without a machine: --machine NAME"):
         assert words in result.stdout
     assert "gemini doctor --measure --json FILE" in " ".join(result.stdout.split())
@@ -141,7 +141,7 @@ def test_json_is_the_same_answer_and_nothing_else(gemini_command: Gemini, traced
     rows = rows_of(screen)
     tiers = list(said["held"])
     assert [gemini.errors.human_bytes(sum(said["held"][tier].values())) for tier in tiers] == rows["in all"]
-    assert sum(said["adam"].values()) == said["num_trained"]
+    assert sum(said["update"].values()) == said["num_trained"]
     assert f"{said['step']['tokens_per_second']:,.0f} tokens/s" in screen
     assert list(said["step"]["busy"].values()) == sorted(said["step"]["busy"].values(), reverse=True)
 
@@ -184,7 +184,7 @@ def test_offload_is_free_at_the_tokens_it_names(
 
     def over(tokens: float) -> float:
         played = gemini.simulate(with_work(plan, tokens / said["tokens"]), machine, schedule=schedule)
-        return played.step_seconds / played.busy[Lane.COMPUTE] - 1
+        return played.step_seconds / played.busy[Track.COMPUTE] - 1
 
     tokens = said["step"]["break_even"]
     assert tokens > said["tokens"]

@@ -55,7 +55,9 @@ def counts() -> dict[str, int]:
     """How often each thing was done since the process began: launches, waits, copies and their bytes by direction."""
     text = ctypes.create_string_buffer(1 << 18)
     _runtime.fake_counts(text, len(text))
-    return {name: int(number) for name, _, number in (line.rpartition("=") for line in text.value.decode().splitlines())}
+    return {
+        name: int(number) for name, _, number in (line.rpartition("=") for line in text.value.decode().splitlines())
+    }
 
 
 def peak(device: int = 0, *, restart: bool = False) -> int:
@@ -210,7 +212,9 @@ class Computing(TorchDispatchMode):
     def _to_copy(self, source: Tensor, *, non_blocking: bool = False, **how: Any) -> Tensor:
         layout = {"memory_format": how.pop("memory_format", None) or torch.preserve_format}
         with self:
-            made = torch.empty_like(source, **{name: value for name, value in how.items() if value is not None}, **layout)
+            made = torch.empty_like(
+                source, **{name: value for name, value in how.items() if value is not None}, **layout
+            )
             return made.copy_(source, non_blocking)
 
 

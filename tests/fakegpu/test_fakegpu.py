@@ -45,7 +45,9 @@ def test_a_missing_wait_of_a_stream(fake: Any) -> None:
         card.copy_(host, non_blocking=True)
     early = card.sum()
     [race] = fake.races()
-    assert "aten.sum" in race and "a copy, host to device" in race and bool(early.isnan()), "it was as late as it may be"
+    assert "aten.sum" in race and "a copy, host to device" in race and bool(early.isnan()), (
+        "it was as late as it may be"
+    )
     torch.cuda.current_stream().wait_stream(side)
     assert card.sum().item() == MIB and not fake.races()
 

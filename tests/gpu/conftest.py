@@ -1,6 +1,6 @@
-"""The suite of a real card: skipped, after probing, where torch sees none.
+"""The suite of a real GPU: skipped, after probing, where torch sees none.
 
-``GEMINI_GPU_TESTS=standin`` runs on the stand-in device what can run there, so that no test waits for a card to be
+``GEMINI_GPU_TESTS=standin`` runs on the stand-in device what can run there, so that no test waits for a GPU to be
 executed for the first time. Files named ``test_cuda_*`` and tests that ask for ``card`` are about CUDA itself.
 """
 
@@ -37,5 +37,5 @@ def deterministic() -> object:
 
 @pytest.fixture
 def card() -> torch.device:
-    """A real card: the stand-in has no memory of its own that torch counts."""
+    """A real GPU: the stand-in has no memory of its own that torch counts."""
     return torch.device("cuda", torch.cuda.current_device())

@@ -1,7 +1,7 @@
-"""What the tests of a card share: which device it is, the placements, and the plain loop computed on that device.
+"""What the tests of a GPU share: which device it is, the placements, and the plain loop computed on that device.
 
 The models, the loops and the comparisons are those of ``tests/models.py`` and ``tests/train/helpers.py``; here they
-only get the device. A card is the device unless ``GEMINI_GPU_TESTS=standin`` says otherwise.
+only get the device. A GPU is the device unless ``GEMINI_GPU_TESTS=standin`` says otherwise.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def bring_home(loop: helpers.Plain) -> helpers.Plain:
 
 
 def forget_cached() -> None:
-    """Give what torch's allocator keeps for later back to the card, and count peaks from here."""
+    """Give what torch's allocator keeps for later back to the GPU, and count peaks from here."""
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()

@@ -1,4 +1,4 @@
-"""On a card: copies on lanes, the order of lanes and computation, registered host memory, blocks that are reused.
+"""On a GPU: copies on streams, the order of streams and computation, registered host memory, blocks that are reused.
 
 What is asked of the runtime, and that the order of it is enough, is in ``tests/memory/test_cuda_*.py``.
 """
@@ -96,20 +96,20 @@ def test_a_mark_completes_after_the_work_before_it(device: Device) -> None:
     early = mark.is_complete()
     mark.wait()
     assert mark.is_complete() and result.isfinite().all()
-    assert not early, "300 products of 2048 x 2048 take longer than giving them to the card"
+    assert not early, "300 products of 2048 x 2048 take longer than giving them to the GPU"
 
 
-def test_a_lane_is_in_order_in_both_directions(device: Device) -> None:
+def test_a_stream_is_in_order_in_both_directions(device: Device) -> None:
     cell, out = device.make_buffer(MIB), device.make_host_buffer(MIB)
     sources = [device.make_host_buffer(MIB).fill_(n) for n in range(10)]
     for number, source in enumerate(sources):
         device.copy(cell, source, "fetch")
-        event = device.copy(out, cell, "fetch")  # one lane, back again
+        event = device.copy(out, cell, "fetch")  # one stream, back again
         event.wait()
         assert out.unique().tolist() == [number]
 
 
-def test_windows_come_and_go_while_lanes_work(device: Device) -> None:
+def test_windows_come_and_go_while_streams_work(device: Device) -> None:
     """Memory of one window becomes the next one's while copies are still under way: no window sees another's bytes."""
     sources = [device.make_host_buffer(8 * MIB).fill_(n + 1) for n in range(8)]
     windows = [device.make_window(8 * MIB) for _ in sources]

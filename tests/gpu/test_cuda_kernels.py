@@ -1,4 +1,4 @@
-"""On a card: the CUDA kernels give the bits of the CPU kernels, and nobody waits for them but ``resolve``.
+"""On a GPU: the CUDA kernels give the bits of the CPU kernels, and nobody waits for them but ``resolve``.
 
 The same bodies run on the host in tests/native (test_cuda_bodies, test_device_sums); here the device runs them, with
 its own arithmetic, warps and streams.
@@ -201,7 +201,7 @@ def test_the_clip_factor_is_the_host_s() -> None:
 
 @pytest.mark.parametrize("gradients", ["retain", "transient"])
 def test_backward_of_a_model_on_the_card_waits_for_nothing(gradients: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every plane on the card: the host waits for the gradients once in a step, at its end."""
+    """Every plane on the GPU: the host waits for the gradients once in a step, at its end."""
     waits: list[int] = []
     fetch = CudaKernels.fetch
 

@@ -1,4 +1,4 @@
-"""On a card: every figure of a GPU is measured, and is at least of the right order."""
+"""On a GPU: every figure of a GPU is measured, and is at least of the right order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""On a card: the same bits wherever chunks live, and the GPU budget kept, measured by torch's own allocator."""
+"""On a GPU: the same bits wherever chunks live, and the GPU budget kept, measured by torch's own allocator."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""On a card: checkpointed activations wait in host memory or on the drive. The same bits, and they leave the card."""
+"""On a GPU: checkpointed activations wait in host memory or on the drive. The same bits, and they leave the GPU."""
 
 from __future__ import annotations
 

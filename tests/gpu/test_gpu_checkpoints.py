@@ -1,6 +1,6 @@
-"""On a card: a checkpoint made with states on the GPU goes on with states in host memory or on the drive, and back.
+"""On a GPU: a checkpoint made with states on the GPU goes on with states in host memory or on the drive, and back.
 
-Also with dropout, whose random numbers are the card's own, and read by a model that computes on the CPU.
+Also with dropout, whose random numbers are the GPU's own, and read by a model that computes on the CPU.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""On a card: placement, budget, tiles and kernels never change the bits of 20 steps, those of the plain loop there.
+"""On a GPU: placement, budget, tiles and kernels never change the bits of 20 steps, those of the plain loop there.
 
-The cases are those of ``tests/train/test_exactness.py``, with both loops on the card. The plain loop is torch and the
+The cases are those of ``tests/train/test_exactness.py``, with both loops on the GPU. The plain loop is torch and the
 reference kernels alone; that it repeats itself to the bit is tested first, for nothing else means anything without it.
 """
 
@@ -99,7 +99,7 @@ def test_gradients_are_torch_s_own(family: str, where: str, precision: str, tmp_
         models.assert_same_bits(model.full_grad(name), param.grad.cpu(), f"gradient of {name}")
 
 
-# ---- against stock torch on the card ---------------------------------------------------------------------------------
+# ---- against stock torch on the GPU ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("where", ["all on the gpu", "all on the host"])
@@ -163,7 +163,7 @@ def furthest(found: list[float], wanted: list[float]) -> float:
 
 @pytest.mark.parametrize("where", PLACEMENTS)
 def test_training_agrees_with_plain_torch(where: str, tmp_path: Path, summary: Callable[[str], None]) -> None:
-    """fp32, clipping, 20 steps: losses and norms of ``torch.optim.AdamW`` on the card, within stated tolerances."""
+    """fp32, clipping, 20 steps: losses and norms of ``torch.optim.AdamW`` on the GPU, within stated tolerances."""
     model = gpu_cases.wrap(models.make_model("llama"), where, tmp_path, precision="fp32")
     optimizer = gemini.HybridAdam(model.parameters(), lr=3e-3, weight_decay=0.1)
     losses, norms = [], []

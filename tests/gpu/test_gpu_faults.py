@@ -1,4 +1,4 @@
-"""On a card: a copy that fails, at any moment of a step, is told with its cause, and the last checkpoint resumes to the
+"""On a GPU: a copy that fails, at any moment of a step, is told with its cause, and the last checkpoint resumes to the
 same bits in the same model.
 """
 
@@ -31,18 +31,18 @@ class FailingCopies:
     def __init__(self, model: Any, monkeypatch: pytest.MonkeyPatch):
         device = engine_of(model).store.device
         self.count, self.chosen = 0, 0
-        self.fired: str | None = None  # the lane of the one that failed
+        self.fired: str | None = None  # the stream of the one that failed
         self._lock, self._copy = threading.Lock(), device.copy
         monkeypatch.setattr(device, "copy", self.copy)
 
-    def copy(self, into: torch.Tensor, source: torch.Tensor, lane: str, *args: Any, **kwargs: Any) -> Any:
+    def copy(self, into: torch.Tensor, source: torch.Tensor, stream: str, *args: Any, **kwargs: Any) -> Any:
         with self._lock:
             self.count += 1
             fails = self.count == self.chosen
         if fails:
-            self.fired = lane
+            self.fired = stream
             raise Broken("an illegal address, say")
-        return self._copy(into, source, lane, *args, **kwargs)
+        return self._copy(into, source, stream, *args, **kwargs)
 
 
 def one_step(model: Any, optimizer: Any, seed: int) -> None:
@@ -95,7 +95,7 @@ def test_any_copy_may_fail(where: str, tmp_path: Path, monkeypatch: pytest.Monke
             for seed in range(1, STEPS):
                 one_step(model, optimizer, seed)
         else:  # what is fetched ahead may fail, and is fetched again when it is needed; or there were fewer this time
-            assert copies.fired in (None, "fetch"), f"a copy on the lane {copies.fired} failed and nobody said so"
+            assert copies.fired in (None, "fetch"), f"a copy on the stream {copies.fired} failed and nobody said so"
         assert_same_snapshot(snapshot(model), expected)
         engine_of(model).check_invariants()
     summary(

@@ -1,4 +1,4 @@
-"""On a card: the GPU budget is kept, by the ledger's own count and by what torch's allocator says it handed out.
+"""On a GPU: the GPU budget is kept, by the ledger's own count and by what torch's allocator says it handed out.
 
 The budget is the whole of what the process may take there: planes, windows, activations and workspaces. The last two
 are measured here on the same model without Gemini, by the same allocator, and declared (``activations=``); so the sum
@@ -118,7 +118,7 @@ def test_what_torch_handed_out_is_within_the_budget(
     )
     assert report["gpu"]["peak"] <= budget
     assert peak <= report["gpu"]["peak"] + MIB <= budget + MIB, "torch handed out more than the ledger knows of"
-    assert reserved <= budget + ROUNDING, "fragments: torch keeps more of the card than the budget"
+    assert reserved <= budget + ROUNDING, "fragments: torch keeps more of the GPU than the budget"
 
 
 def test_deleting_the_model_gives_the_card_back(card: torch.device) -> None:

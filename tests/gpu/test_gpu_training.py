@@ -1,4 +1,4 @@
-"""On a card: what programs do in their loops, the same bits wherever chunks live: precisions, accumulation, updates in
+"""On a GPU: what programs do in their loops, the same bits wherever chunks live: precisions, accumulation, updates in
 backward, groups, skipped steps, evaluation and generation.
 """
 
@@ -22,7 +22,7 @@ SCALE = 2.0**16
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
 @pytest.mark.parametrize("where", PLACEMENTS)
 def test_every_precision_is_the_plain_loop(precision: str, where: str, tmp_path: Path) -> None:
-    """Weights, residuals, moments and steps after clipped and unclipped steps."""
+    """Weights, residuals, states and steps after clipped and unclipped steps."""
     plain = gpu_cases.plain(llama, precision, scale=SCALE if precision == "fp16" else None)
     model = gpu_cases.wrap(llama(), where, tmp_path, precision=precision)
     optimizer = adam(model)

@@ -43,6 +43,7 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 
 import gemini  # noqa: E402
+import gemini.testing  # noqa: E402, F401 - "standin" is a device then
 from gemini import kernels  # noqa: E402
 from gemini.errors import GeminiError  # noqa: E402
 from gemini.memory.chunks.chunk import Chunk  # noqa: E402
@@ -157,7 +158,7 @@ class Faults:
                         self._patch(undo, owner, name)
                 self._patch(undo, Event, "wait")
                 with contextlib.suppress(ImportError):
-                    from gemini.memory.movement.lane import Job
+                    from gemini.memory.movement.worker import Job
 
                     self._patch(undo, Job, "wait")
             else:
@@ -278,7 +279,7 @@ def check_message(kind: str, error: BaseException) -> None:
 
 def same_world(recipe: Recipe, model: Any, optimizer: gemini.HybridAdam, world: World, what: str) -> None:
     same_all(model.state_dict(dtype=torch.float32), world.masters, f"masters {what}")
-    same_all(optimizer.state_dict()["state"], world.states, f"moments {what}")
+    same_all(optimizer.state_dict()["state"], world.states, f"states {what}")
 
 
 def attempt(schedule: Schedule, faults: Faults, chosen: int, directory: Path) -> tuple[str, str] | None:

@@ -5,7 +5,7 @@
 The job is the command line's own: ``torchrun --max-restarts 3 -m gemini train ... --resume auto`` on a small GPT-2 with
 dropout, with a checkpoint every few steps. In each repetition one rank (they take turns) gets SIGKILL at a random step,
 or a random moment after a save has begun; torchrun starts all ranks again, and they go on from the newest checkpoint by
-themselves. Then the model's file and every file of the last checkpoint (masters, moments, RNG states) must be
+themselves. Then the model's file and every file of the last checkpoint (masters, states, RNG states) must be
 the same bytes as those of the undisturbed run, and no unfinished checkpoint may be left. Measured besides: how long
 the other ranks live after the kill, and when the first step is done again. The exit code is 1 unless all are the same.
 """

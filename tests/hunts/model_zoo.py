@@ -7,7 +7,7 @@
 
 Each class is built from a tiny random config and trained for three steps by ``GeminiDDP`` with all state on NVMe and
 memory for its most demanding module, so that chunks are evicted inside forward and backward; losses, gradient norms,
-weights, fp32 masters, moments, step counts and buffers must be those of the plain loop, bit for bit.
+weights, fp32 masters, states, step counts and buffers must be those of the plain loop, bit for bit.
 """
 
 from __future__ import annotations

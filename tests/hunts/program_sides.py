@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 import gemini
+import gemini.testing  # noqa: F401 - "standin" is a device then
 from gemini import kernels_reference as reference
 from gemini.memory.devices.device import make_device
 from gemini.planning.layout import DEFAULT_MAX_CHUNK
@@ -170,7 +171,7 @@ class PlainSide(Side):
         return optimizer
 
     def _keep_master(self, param: nn.Parameter, optimizer: gemini.HybridAdam) -> None:
-        """A new optimizer begins with moments of zero; the master is the model's, and stays exact."""
+        """A new optimizer begins with states of zero; the master is the model's, and stays exact."""
         for old in self._optimizers:
             kept = {name: old.state[param][name] for name in ("residual", "master") if name in old.state.get(param, {})}
             if kept:

@@ -6,7 +6,7 @@
 Each seed draws *what* is trained (model, precision, gradients, clipping: a recipe) and *how* (device, budgets, homes,
 overlap, threads, the clock of the stand-in device, pauses around reads, writes and updates, Python's switch interval,
 and reads of the state at random points: a schedule). What is trained runs once more on the CPU, all in memory and
-serial; every loss, norm, weight, moment and everything that was read in between must be the same bits. Fresh windows
+serial; every loss, norm, weight, state and everything that was read in between must be the same bits. Fresh windows
 are filled with NaN and the learning rate is spoiled as soon as ``step()`` has returned, so that whoever comes too early
 or too late is found out. After each seed no thread and no open file may be left. A failure prints its seed and its
 draw; the exit code is 1.
@@ -46,10 +46,9 @@ from torch import nn  # noqa: E402
 import gemini  # noqa: E402
 from gemini import kernels  # noqa: E402
 from gemini.errors import parse_bytes  # noqa: E402
-from gemini.memory.devices.clock import RandomClock  # noqa: E402
-from gemini.memory.devices.device import StandinDevice  # noqa: E402
 from gemini.memory.devices.windows import PageWindow, StorageWindow  # noqa: E402
 from gemini.memory.nvme import SpillFile  # noqa: E402
+from gemini.testing import RandomClock, StandinDevice  # noqa: E402
 
 NUM_STEPS = 3
 VOCAB = 40
@@ -403,7 +402,7 @@ def wrap(schedule: Schedule, directory: Path) -> tuple[Any, gemini.HybridAdam]:
 def disturbed(schedule: Schedule) -> Iterator[Counter[str]]:
     """Pauses in whatever threads do, NaN in fresh windows, another switch interval, small tiles; undone afterwards.
 
-    Gives what the lanes were asked to do.
+    Gives what the workers were asked to do.
     """
     seen: Counter[str] = Counter()
     rng, lock, undo = random.Random(f"pauses {schedule.seed}"), threading.Lock(), contextlib.ExitStack()
@@ -446,17 +445,17 @@ def disturbed(schedule: Schedule) -> Iterator[Counter[str]]:
         for kind in (PageWindow, StorageWindow):
             spoil(kind)
         with contextlib.suppress(ImportError):
-            from gemini.memory.movement.lane import Worker
+            from gemini.memory.movement.worker import JobThread
 
-            put = Worker.put
+            put = JobThread.put
 
             def late(worker: Any, *jobs: Any) -> None:
-                """Now and then the lane is far ahead of who gave it work, or far behind."""
+                """Now and then the worker is far ahead of who gave it work, or far behind."""
                 put(worker, *jobs)
                 seen[f"jobs of {worker.name}"] += len(jobs)
                 pause()
 
-            patch(Worker, "put", late)
+            patch(JobThread, "put", late)
         from gemini.planning import working
 
         patch(working, "TILE", schedule.tile)
@@ -488,7 +487,7 @@ class Reader:
             if point == "backward" and not self.recipe.in_backward:
                 kinds.append("full_grad")
             if point in ("step", "end"):
-                kinds += ["state_dict", "masters", "moments", "full_state", "invariants"]
+                kinds += ["state_dict", "masters", "states", "full_state", "invariants"]
             if point == "end":
                 kinds += ["save", "save behind", "load"]
             kind = self.rng.choice(kinds)
@@ -521,7 +520,7 @@ class Reader:
             same_all(model.state_dict(), world.weights, what)
         elif kind == "masters":
             same_all(model.state_dict(dtype=torch.float32), world.masters, what)
-        elif kind == "moments":
+        elif kind == "states":
             same_all(self.optimizer.state_dict()["state"], world.states, what)
         elif kind == "full_state":
             self.optimizer.full_state(name)
@@ -565,12 +564,12 @@ def run(schedule: Schedule, directory: Path) -> Counter[str]:
         assert found.losses == steps.losses, ("losses", found.losses, steps.losses)
         assert found.norms == steps.norms, ("norms", found.norms, steps.norms)
         same_all(model.state_dict(dtype=torch.float32), worlds[-1].masters, "final masters")
-        same_all(optimizer.state_dict()["state"], worlds[-1].states, "final moments")
+        same_all(optimizer.state_dict()["state"], worlds[-1].states, "final states")
         if reader.saved_at >= 0:
             assert gemini.load_checkpoint(reader.checkpoint, model, optimizer) == reader.saved_at
             world = worlds[reader.saved_at]
             same_all(model.state_dict(dtype=torch.float32), world.masters, f"masters saved after {reader.saved_at}")
-            same_all(optimizer.state_dict()["state"], world.states, f"moments saved after {reader.saved_at}")
+            same_all(optimizer.state_dict()["state"], world.states, f"states saved after {reader.saved_at}")
         check_invariants(model)
         reader.seen["evictions"] = model._gemini_engine.store.manager.num_evictions
         seen = reader.seen + jobs

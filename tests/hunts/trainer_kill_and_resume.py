@@ -6,7 +6,7 @@ The run is a script as users write it: transformers' Trainer with one line chang
 clipping, a schedule, shuffled rows, evaluation, a checkpoint every few steps and ``save_total_limit``. In each
 repetition its process gets SIGKILL a random moment after a random step, or (every other time) a random moment after a
 save has begun. Then the same script is started again, with ``resume_from_checkpoint=True`` if there is a checkpoint.
-The model's file and Gemini's part of the last checkpoint (masters, moments, step counts, RNG states) must be the same
+The model's file and Gemini's part of the last checkpoint (masters, states, step counts, RNG states) must be the same
 bytes as those of the undisturbed run, and nothing may be left over. The exit code is 1 unless all are the same.
 """
 
@@ -243,7 +243,7 @@ def main() -> int:
         f"{accelerate.__version__}, one thread.",
         f"Command: `python {' '.join(sys.argv)}`",
         "",
-        "Bits: the model's file and the last checkpoint's weights, masters, moments and RNG states against those of "
+        "Bits: the model's file and the last checkpoint's weights, masters, states and RNG states against those of "
         "the undisturbed run.",
         "",
     ]

@@ -168,7 +168,7 @@ def plain_loop(
 
 
 def state_of(module: Any) -> dict[str, Any]:
-    """Everything that a step leaves behind, by name: masters, moments, step counts, buffers."""
+    """Everything that a step leaves behind, by name: masters, states, step counts, buffers."""
     engine = module._gemini_engine
     found = {f"master/{name}": value for name, value in module.state_dict(dtype=torch.float32).items()}
     for handle in engine.params.handles:

@@ -34,7 +34,7 @@ def fit(module: Any, strategy: Any, num: int = 24, ckpt_path: Any = None, **how:
 
 @pytest.mark.parametrize(("precision", "then"), [("fp32", "disk"), ("bf16", "ram"), ("bf16", "disk"), ("fp16", "disk")])
 def test_resumed_is_uninterrupted(precision: str, then: str, tmp_path: Path, monkeypatch: Any) -> None:
-    """Masters, moments, step counts, schedule, loss scale; weights are loaded after they are managed, states stay."""
+    """Masters, states, step counts, schedule, loss scale; weights are loaded after they are managed, states stay."""
     monkeypatch.setattr(lightning_strategy, "_optimizer_to_device", None)  # base strategies would call it
     settings = on_disk(tmp_path, precision) if then == "disk" else config(precision)
     whole = Tiny()

@@ -43,7 +43,7 @@ def test_the_model_stays_where_it_is(monkeypatch: Any) -> None:
 
 
 def test_fit_twice_begins_anew_as_torch_does(tmp_path: Path) -> None:
-    """The second fit has a new optimizer: no moments, no step counts, the masters as they are."""
+    """The second fit has a new optimizer: no states, no step counts, the masters as they are."""
     module = Tiny()
     run = fit(module, GeminiStrategy(on_disk(tmp_path, "bf16")))
     masters = {name: value for name, value in state_of(module).items() if name.startswith("master")}

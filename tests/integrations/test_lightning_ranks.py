@@ -65,7 +65,7 @@ def test_one_file_for_any_number_of_ranks(job: Any) -> None:
     assert state_of(module)["step/scale"] == 3 and first["lightning"]["step/scale"] == 6
 
 
-def test_a_write_that_fails_is_told_to_all(job: Any) -> None:
+def test_a_write_that_fails_is_reports_to_all(job: Any) -> None:
     first, second = job[1]
     assert "could not save" in first["refusal 0"]
     assert "rank 0 refused Trainer.save_checkpoint" in second["refusal 1"]

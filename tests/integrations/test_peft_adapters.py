@@ -205,7 +205,7 @@ def two_adapters() -> Any:
 
 @pytest.mark.parametrize("where", PLACEMENTS)
 def test_switching_adapters(where: str, tmp_path: Path) -> None:
-    """An adapter that was not active when the model was wrapped has its exact master and moments nevertheless."""
+    """An adapter that was not active when the model was wrapped has its exact master and states nevertheless."""
     both = two_adapters()
     for name, param in both.named_parameters():
         param.requires_grad_("lora_" in name)  # the plain loop then keeps masters of both

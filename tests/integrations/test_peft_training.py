@@ -138,7 +138,7 @@ def test_a_frozen_base_on_the_drive_is_read_and_never_written(tmp_path: Path) ->
     helpers.train(model, optimizer, range(2))
     adapters = sum(pages([p], 2) for p in model.parameters() if p.requires_grad)
     written = model.memory_report()["moved"]["cpu->nvme"]
-    assert written == (1 + 1 + 1 + 2 + 2) * adapters  # gradient, weights, residual, two moments
+    assert written == (1 + 1 + 1 + 2 + 2) * adapters  # gradient, weights, residual, two states
 
 
 def test_checkpoints_hold_adapters_and_base(tmp_path: Path) -> None:

@@ -123,7 +123,7 @@ def masters(model: Any) -> dict[str, torch.Tensor]:
 
 
 def assert_same_run(a: Any, b: Any) -> None:
-    """Masters, moments and step counts of two trainers (or pairs of model and optimizer) are the same bits."""
+    """Masters, states and step counts of two trainers (or pairs of model and optimizer) are the same bits."""
     (model_a, optimizer_a), (model_b, optimizer_b) = (
         pair if isinstance(pair, tuple) else (pair.model, pair.optimizer.optimizer) for pair in (a, b)
     )

@@ -1,4 +1,4 @@
-"""Fixtures of the tests of a card's order: a runtime that says what was asked of it, and a device on it."""
+"""Fixtures of the tests of a GPU's order: a runtime that says what was asked of it, and a device on it."""
 
 from __future__ import annotations
 

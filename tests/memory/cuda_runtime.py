@@ -71,7 +71,7 @@ class Runtime:
             def __init__(self, device: Any = None, name: str | None = None):
                 runtime.num_streams += 1
                 self.cuda_stream = (runtime.num_streams - 1) % runtime.streams_there_are + 1
-                self.name = name or f"lane {self.cuda_stream}"
+                self.name = name or f"stream {self.cuda_stream}"
 
             @property
             def past(self) -> set[int]:

@@ -12,13 +12,14 @@ from memory_cases import MASTER, World
 
 from gemini import kernels
 from gemini.memory.chunks.chunk import COMPUTE_DTYPES, FilePlane, MemoryPlane, make_plane
-from gemini.memory.devices.device import CpuDevice, Device, StandinDevice
+from gemini.memory.devices.device import CpuDevice, Device
 from gemini.memory.devices.pages import host_bytes
 from gemini.memory.movement.mover import Moved, Mover, tiles
 from gemini.memory.nvme import SpillFile
 from gemini.planning.layout import ALIGN, page_up
 from gemini.planning.planes import ADAM, GRAD, WEIGHTS, PlaneSpec, plane_specs
 from gemini.planning.working import TILE, staged_bytes, staging_bytes, tile_numel
+from gemini.testing import StandinDevice
 from gemini.tiers import Ledger, Tier
 
 NUMEL = 9 * ALIGN

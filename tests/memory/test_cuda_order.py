@@ -27,42 +27,43 @@ def tensors(runtime: Runtime) -> tuple[Any, Any]:
     return Tensor(runtime, "host", "cpu"), Tensor(runtime, "card", "cuda")
 
 
-def test_a_copy_comes_after_the_computation_on_a_stream_of_its_lane(
+def test_a_copy_comes_after_the_computation_on_a_stream_of_its_own(
     runtime: Runtime, device: CudaDevice, tensors: tuple[Any, Any]
 ) -> None:
     host, card = tensors
     device.copy(card, host, "fetch")
     device.copy(host, card, "evict")
     assert runtime.said() == [
-        "lane 2 waits for event 1 of default",
-        "lane 2 copies host into card",
-        "card recorded on lane 2",
-        "lane 3 waits for event 3 of default",
-        "lane 3 copies card into host",
-        "card recorded on lane 3",
+        "stream 2 waits for event 1 of default",
+        "stream 2 copies host into card",
+        "card recorded on stream 2",
+        "stream 3 waits for event 3 of default",
+        "stream 3 copies card into host",
+        "card recorded on stream 3",
     ]
 
 
-def test_directions_of_one_lane_are_in_order(runtime: Runtime, device: CudaDevice, tensors: tuple[Any, Any]) -> None:
+def test_directions_of_one_stream_are_in_order(runtime: Runtime, device: CudaDevice, tensors: tuple[Any, Any]) -> None:
     host, card = tensors
     device.copy(card, host, "fetch")
     runtime.said()
     device.copy(host, card, "fetch")  # the other way: another stream, behind the first copy
     assert runtime.said()[:3] == [
-        "lane 3 waits for event 3 of default", "lane 3 waits for event 2 of lane 2", "lane 3 copies card into host",
+        "stream 3 waits for event 3 of default", "stream 3 waits for event 2 of stream 2",
+        "stream 3 copies card into host",
     ]  # fmt: skip
     device.copy(host, card, "fetch")
-    assert runtime.said()[1] == "lane 3 copies card into host", "the same stream: in order by itself"
+    assert runtime.said()[1] == "stream 3 copies card into host", "the same stream: in order by itself"
 
 
-def test_after_an_event_of_the_device_the_lane_waits_and_the_host_does_not(
+def test_after_an_event_of_the_device_the_stream_waits_and_the_host_does_not(
     runtime: Runtime, device: CudaDevice, tensors: tuple[Any, Any]
 ) -> None:
     host, card = tensors
     mark = device.mark()
     assert not mark.is_complete()
     device.copy(card, host, "fetch", after=mark)
-    assert runtime.said()[:2] == ["lane 2 waits for event 2 of default", "lane 2 waits for event 1 of default"]
+    assert runtime.said()[:2] == ["stream 2 waits for event 2 of default", "stream 2 waits for event 1 of default"]
     failed = Event()
     failed.finish(OSError("gone"))
     with pytest.raises(GeminiError, match="gone"):
@@ -89,10 +90,10 @@ def test_work_that_comes_after_an_event(runtime: Runtime, device: CudaDevice, te
     event = device.copy(card, host, "fetch")
     runtime.said()
     event.wait_on_device()
-    assert runtime.said() == ["default waits for event 2 of lane 2"]
-    with pytest.raises(GeminiError, match=r"a copy did not complete within 0 s: its lane is stuck"):
+    assert runtime.said() == ["default waits for event 2 of stream 2"]
+    with pytest.raises(GeminiError, match=r"a copy did not complete within 0 s: its stream is stuck"):
         event.wait(0.01)
-    runtime.finished.add("event 2 of lane 2")
+    runtime.finished.add("event 2 of stream 2")
     event.wait()
     runtime.error = "CUDA error: an illegal memory access was encountered"
     assert event.is_complete()
@@ -105,12 +106,12 @@ def test_work_that_comes_after_an_event(runtime: Runtime, device: CudaDevice, te
 def test_tensors_are_kept_until_their_copy_is_over(runtime: Runtime, device: CudaDevice) -> None:
     host, card = Tensor(runtime, "host", "cpu"), Tensor(runtime, "card", "cuda")
     device.copy(card, host, "fetch")  # type: ignore[arg-type]
-    streams = device._lanes["fetch"]
+    streams = device._copying["fetch"]
     assert streams.in_flight[0][2] is host and len(streams.in_flight) == 1
     other = Tensor(runtime, "other", "cpu")
     device.copy(card, other, "fetch")  # type: ignore[arg-type]
     assert len(streams.in_flight) == 2
-    runtime.finished.add("event 2 of lane 2")
+    runtime.finished.add("event 2 of stream 2")
     device.copy(card, other, "fetch")  # type: ignore[arg-type]
     assert [kept[2] for kept in streams.in_flight] == [other, other]
 
@@ -216,9 +217,9 @@ def test_a_copy_that_is_not_behind_computing(runtime: Runtime, device: CudaDevic
     host, card = tensors
     mark = device.mark()
     device.copy(card, host, "fetch", behind_computing=False)
-    assert runtime.said() == ["lane 2 copies host into card", "card recorded on lane 2"]
+    assert runtime.said() == ["stream 2 copies host into card", "card recorded on stream 2"]
     device.copy(card, host, "fetch", after=mark, behind_computing=False)
-    assert runtime.said()[0] == "lane 2 waits for event 1 of default"
+    assert runtime.said()[0] == "stream 2 waits for event 1 of default"
 
 
 def test_what_is_computed_beside(runtime: Runtime, device: CudaDevice, tensors: tuple[Any, Any]) -> None:
@@ -232,9 +233,9 @@ def test_what_is_computed_beside(runtime: Runtime, device: CudaDevice, tensors: 
         device.copy(host, card, "evict")
     waits = [line for line in runtime.said() if "waits" in line]
     assert waits == [
-        f"{stream} waits for event 2 of lane 2",
-        f"lane 4 waits for event 3 of {stream}",
-        "lane 4 waits for event 5 of default",
+        f"{stream} waits for event 2 of stream 2",
+        f"stream 4 waits for event 3 of {stream}",
+        "stream 4 waits for event 5 of default",
     ], "its stream is none that others' copies wait for"
     assert runtime.current().name == "default"
     with device.beside("adam"):
@@ -247,19 +248,19 @@ def test_what_is_computed_beside(runtime: Runtime, device: CudaDevice, tensors: 
     assert runtime.current().name == "default"
 
 
-def test_lanes_share_no_stream_though_torch_hands_them_out_in_turn(
+def test_copy_streams_share_no_cuda_stream_though_torch_hands_them_out_in_turn(
     runtime: Runtime, device: CudaDevice, tensors: tuple[Any, Any]
 ) -> None:
     host, card = tensors
     runtime.streams_there_are = 32
     used = set()
-    for lane in ("fetch", "evict", "store", "offload", "restore"):
+    for name in ("fetch", "evict", "store", "offload", "restore"):
         for into, source in ((card, host), (host, card)):
             for _ in range(5):
-                device.copy(into, source, lane)
+                device.copy(into, source, name)
             for _ in range(31):  # somebody else's: the next one would be the last one again
                 runtime.Stream()
-        used |= {stream.cuda_stream for stream in device._lanes[lane].by_direction.values()}
+        used |= {stream.cuda_stream for stream in device._copying[name].by_direction.values()}
     assert len(used) == 10 and runtime.current().cuda_stream not in used
 
 

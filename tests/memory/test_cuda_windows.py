@@ -23,8 +23,8 @@ from gemini.memory.devices.cuda import CudaDevice
 from gemini.memory.devices.cuda_windows import CudaWindow, LastUses
 from gemini.memory.devices.device import Event
 from gemini.memory.movement.foresight import Foresight, Schedule
-from gemini.memory.movement.lane import Lane
 from gemini.memory.movement.manager import Manager
+from gemini.memory.movement.worker import Worker
 from gemini.planning.plan import Moves
 from gemini.planning.trace import Access
 from gemini.tiers import Tier
@@ -74,7 +74,7 @@ def test_a_block_is_written_after_its_last_use_and_after_nothing_else(runtime: R
     third.populate()
     assert bytes_of(third).data_ptr() == 2**20, "the first one's memory"
     in_thread(lambda: fetch(runtime, device, third))
-    with runtime.stream(device._lanes["fetch"].by_direction["cpu to cuda"]):
+    with runtime.stream(device._copying["fetch"].by_direction["cpu to cuda"]):
         assert runtime.is_behind(used) and not any(runtime.is_behind(number) for number in later)
     compute(second)
     with pytest.raises(AssertionError, match=r"computing with a: a has no memory"):
@@ -227,9 +227,9 @@ def test_a_manager_that_runs_ahead_of_a_card(runtime: Runtime, tmp_path: Path, s
     order = [*range(9), *reversed(range(9))]
     accesses = [Access(moment, (index,)) for moment, index in enumerate(order)]
     schedule = Schedule(accesses, [Moves(fetch=(index,)) for index in order], frozenset(order))
-    lane = Lane("fetch")
+    worker = Worker("fetch")
     world.manager = manager = Manager(
-        world.chunks, ledger=world.ledger, device=world.device, mover=world.mover, lane=lane,
+        world.chunks, ledger=world.ledger, device=world.device, mover=world.mover, worker=worker,
         foresight=Foresight(lambda steps: [Moves()] * len(steps), schedule),
     )  # fmt: skip
     streams, ahead = [runtime.current(), runtime.Stream(name="the program's")], 0
@@ -257,7 +257,7 @@ def test_a_manager_that_runs_ahead_of_a_card(runtime: Runtime, tmp_path: Path, s
             if rng.random() < 0.5:
                 manager.look_ahead()
     finally:
-        lane.close()
+        worker.close()
     world.device.close()
     assert manager.num_evictions > 100 and ahead > 20 and runtime.num_queries > 0
     assert not runtime.past_of_all, "nobody has seen the end of anything"

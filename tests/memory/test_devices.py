@@ -17,22 +17,22 @@ import gemini
 from benchmarks._progress import PATIENCE
 from gemini.errors import GeminiError
 from gemini.memory.devices import device as devices
-from gemini.memory.devices.clock import RandomClock
-from gemini.memory.devices.device import CpuDevice, Device, Event, StandinDevice, make_device
+from gemini.memory.devices.device import CpuDevice, Device, Event, make_device
 from gemini.memory.devices.windows import PageWindow, StorageWindow
+from gemini.testing import RandomClock, StandinDevice
 from gemini.tiers import Tier
 
 
 class Gate:
-    """The clock of a stand-in's lanes: copies stop at it until it is opened."""
+    """The clock of a stand-in's streams: copies stop at it until it is opened."""
 
     def __init__(self) -> None:
         self.opened = {"fetch": threading.Event(), "evict": threading.Event()}
         self.order: list[str] = []
 
-    def __call__(self, lane: str) -> None:
-        assert self.opened[lane].wait(PATIENCE)
-        self.order.append(lane)
+    def __call__(self, stream: str) -> None:
+        assert self.opened[stream].wait(PATIENCE)
+        self.order.append(stream)
 
 
 @pytest.fixture(params=["cpu", "cpu, resizing", "standin", "standin, resizing"])
@@ -88,7 +88,7 @@ def test_copies_arrive_and_their_events_say_so(device: Device) -> None:
     event.wait()  # as often as one likes
 
 
-def test_a_failing_copy_surfaces_in_wait_and_the_lane_lives_on(device: Device) -> None:
+def test_a_failing_copy_surfaces_in_wait_and_the_stream_lives_on(device: Device) -> None:
     with pytest.raises((GeminiError, RuntimeError)):
         device.copy(torch.zeros(3), torch.zeros(4), "fetch").wait()
     into = torch.zeros(3)
@@ -129,7 +129,7 @@ def test_a_copy_after_something_that_failed_fails(device: Device) -> None:
         device.copy(into, torch.ones(1), "evict", after=failed).wait(PATIENCE)
     assert into.item() == 0
     device.copy(into, torch.ones(1), "evict").wait(PATIENCE)
-    assert into.item() == 1, "the lane lives on"
+    assert into.item() == 1, "the stream lives on"
 
 
 def test_copies_may_be_asked_for_from_many_threads(device: Device) -> None:
@@ -178,7 +178,7 @@ def test_events_are_incomplete_until_the_gate_opens() -> None:
     device.close()
 
 
-def test_a_lane_is_in_order_and_lanes_are_independent() -> None:
+def test_a_stream_is_in_order_and_streams_are_independent() -> None:
     gate = Gate()
     device = StandinDevice(gate=gate)
     cell, other = torch.zeros(1), torch.zeros(1)
@@ -194,19 +194,19 @@ def test_a_lane_is_in_order_and_lanes_are_independent() -> None:
 
 
 def test_a_failing_copy_names_its_cause() -> None:
-    def gate(lane: str) -> None:
-        raise OSError(5, "the card fell off the bus")
+    def gate(stream: str) -> None:
+        raise OSError(5, "the GPU fell off the bus")
 
     device = StandinDevice(gate=gate)
     event = device.copy(torch.zeros(1), torch.ones(1), "fetch")
-    with pytest.raises(GeminiError, match="the card fell off the bus") as caught:
+    with pytest.raises(GeminiError, match="the GPU fell off the bus") as caught:
         event.wait(PATIENCE)
     assert isinstance(caught.value.__cause__, OSError)
     assert event.is_complete(), "over, though not well"
     device.close()
 
 
-def test_a_stuck_lane_is_an_error_not_a_hang() -> None:
+def test_a_stuck_stream_is_an_error_not_a_hang() -> None:
     gate = Gate()
     device = StandinDevice(gate=gate)
     event = device.copy(torch.zeros(1), torch.ones(1), "fetch")
@@ -218,28 +218,28 @@ def test_a_stuck_lane_is_an_error_not_a_hang() -> None:
     device.close()
 
 
-def lanes() -> int:
+def streams() -> int:
     return sum(thread.name.startswith("gemini-") for thread in threading.enumerate())
 
 
-def test_a_lane_ends_with_its_device() -> None:
+def test_a_stream_ends_with_its_device() -> None:
     gc.collect()
-    before = lanes()
+    before = streams()
     device = StandinDevice()
     device.copy(torch.zeros(1), torch.ones(1), "fetch").wait()
-    assert lanes() == before + 1
+    assert streams() == before + 1
     del device
     gc.collect()
-    assert lanes() == before
+    assert streams() == before
 
 
-def test_a_device_may_be_let_go_on_its_own_lane() -> None:
-    """The last reference goes with a job of the lane itself: it can neither wait for itself nor be left behind."""
+def test_a_device_may_be_let_go_on_its_own_stream() -> None:
+    """The last reference goes with a job of the stream itself: it can neither wait for itself nor be left behind."""
     gc.collect()
-    before, held, gone = lanes(), [], threading.Event()
+    before, held, gone = streams(), [], threading.Event()
     go = threading.Event()
 
-    def gate(lane: str) -> None:
+    def gate(stream: str) -> None:
         assert go.wait(PATIENCE)
         held.clear()
         gone.set()
@@ -254,21 +254,21 @@ def test_a_device_may_be_let_go_on_its_own_lane() -> None:
     event.wait(PATIENCE)
     assert gone.is_set() and ended_by == ["gemini-fetch"]
     deadline = time.monotonic() + 10
-    while lanes() > before and time.monotonic() < deadline:
+    while streams() > before and time.monotonic() < deadline:
         time.sleep(0.001)
-    assert lanes() == before
+    assert streams() == before
 
 
-def test_the_interpreter_ends_while_lanes_are_busy() -> None:
-    """Big copies and held ones under way on a dozen lanes, nothing closed by hand: the program ends in order."""
+def test_the_interpreter_ends_while_streams_are_busy() -> None:
+    """Big copies and held ones under way on a dozen streams, nothing closed by hand: the program ends in order."""
     program = """
-from gemini.memory.devices.clock import RandomClock
-from gemini.memory.devices.device import StandinDevice
+from gemini.testing import RandomClock
+from gemini.testing import StandinDevice
 big, events = torch.ones(2_000_000), []
 devices = [StandinDevice(gate=RandomClock(seed, longest=0.02)) for seed in range(6)]
 for device in devices:
-    for lane in ("fetch", "evict") * 20:
-        events.append(device.copy(torch.empty_like(big), big, lane))
+    for stream in ("fetch", "evict") * 20:
+        events.append(device.copy(torch.empty_like(big), big, stream))
 print("the end", flush=True)
 """
     ended = run_python(program)
@@ -299,7 +299,8 @@ def test_what_is_read_before_it_arrived_is_nan() -> None:
 
 def held_by(clock: RandomClock, asked: dict[str, int]) -> list[str]:
     threads = [
-        threading.Thread(target=lambda lane=lane, n=n: [clock(lane) for _ in range(n)]) for lane, n in asked.items()
+        threading.Thread(target=lambda stream=stream, n=n: [clock(stream) for _ in range(n)])
+        for stream, n in asked.items()
     ]
     for thread in threads:
         thread.start()
@@ -309,7 +310,7 @@ def held_by(clock: RandomClock, asked: dict[str, int]) -> list[str]:
     return clock.order
 
 
-def test_copies_of_other_lanes_overtake() -> None:
+def test_copies_of_other_streams_overtake() -> None:
     orders = [held_by(RandomClock(seed), {"fetch": 20, "evict": 20}) for seed in range(8)]
     assert all(order.count("fetch") == order.count("evict") == 20 for order in orders)
     assert len({tuple(order) for order in orders}) > 4, "hardly any two are alike"
@@ -317,17 +318,17 @@ def test_copies_of_other_lanes_overtake() -> None:
     assert max(turns) > 5, turns
 
 
-def test_a_fate_is_drawn_from_the_seed_for_each_lane() -> None:
-    def fates(seed: int, lane: str, beside: int = 0) -> list[tuple[float, int]]:
+def test_a_fate_is_drawn_from_the_seed_for_each_stream() -> None:
+    def fates(seed: int, stream: str, beside: int = 0) -> list[tuple[float, int]]:
         clock, drawn = RandomClock(seed, longest=0.5), []
         for _ in range(100):
-            drawn.append(clock.draw(lane))
+            drawn.append(clock.draw(stream))
             for _ in range(beside):
                 clock.draw("another")
         return drawn
 
-    assert fates(3, "fetch") == fates(3, "fetch", beside=2), "whatever the other lanes do"
-    assert len({str(fates(seed, lane)) for seed in (3, 4) for lane in ("fetch", "evict")}) == 4
+    assert fates(3, "fetch") == fates(3, "fetch", beside=2), "whatever the other streams do"
+    assert len({str(fates(seed, stream)) for seed in (3, 4) for stream in ("fetch", "evict")}) == 4
     seconds, others = zip(*fates(3, "fetch"), strict=True)
     assert min(seconds) == 0 and max(seconds) == 0.5 and set(others) == {0, 1, 2, 3}
 
@@ -368,9 +369,9 @@ def test_training_waits_for_slow_copies() -> None:
 def test_a_copy_that_fails_in_training_is_a_clear_error() -> None:
     broken = threading.Event()
 
-    def gate(lane: str) -> None:
+    def gate(stream: str) -> None:
         if broken.is_set():
-            raise OSError(5, "the card fell off the bus")
+            raise OSError(5, "the GPU fell off the bus")
 
     memory = gemini.MemoryBudget(gpu="48KiB", cpu="64MiB")
     placement = gemini.StaticPlacement(weights_on_gpu=0.0)

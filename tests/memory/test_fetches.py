@@ -19,17 +19,18 @@ from benchmarks._progress import PATIENCE
 from gemini.errors import GeminiError
 from gemini.memory.chunks.chunk import make_plane
 from gemini.memory.chunks.states import Use
-from gemini.memory.devices.device import Event, StandinDevice, Together
+from gemini.memory.devices.device import AllOf, Event
 from gemini.memory.movement.foresight import Foresight, Schedule
-from gemini.memory.movement.lane import Lane
 from gemini.memory.movement.manager import Manager
 from gemini.memory.movement.mover import Working
 from gemini.memory.movement.staging import StagingSet, _Memory
+from gemini.memory.movement.worker import Worker
 from gemini.planning.layout import ALIGN
 from gemini.planning.plan import Moves
 from gemini.planning.planes import WEIGHTS
 from gemini.planning.trace import Access
 from gemini.planning.working import staging_bytes
+from gemini.testing import StandinDevice
 from gemini.tiers import Tier
 
 UNIT = 2 * ALIGN  # bytes of a window of size 1
@@ -52,7 +53,7 @@ class Late(Event):
         self.on_device += 1
 
     def happen(self) -> None:
-        while not self.is_complete():  # a lane is in order
+        while not self.is_complete():  # a worker is in order
             self._device.under_way.pop(0)._make()
 
     def _make(self) -> None:
@@ -75,7 +76,7 @@ class LateDevice(StandinDevice):
         self.behind: list[bool] = []
 
     def copy(
-        self, into: torch.Tensor, source: torch.Tensor, lane: str, after: Event | None = None, *,
+        self, into: torch.Tensor, source: torch.Tensor, stream: str, after: Event | None = None, *,
         behind_computing: bool = True,
     ) -> Event:  # fmt: skip
         event = Late(self, lambda: into.copy_(source))
@@ -87,24 +88,24 @@ class LateDevice(StandinDevice):
 
 @pytest.fixture
 def make_world(tmp_path: Path) -> Iterator[Callable[..., World]]:
-    lanes: list[Lane] = []
+    workers: list[Worker] = []
 
     def make(sizes: list[int], budget: int, *, home: Tier = Tier.CPU, precision: str = "bf16", ahead: bool = False):
         world = World(sizes, LateDevice(), budget * UNIT, home, tmp_path, precision)
         if ahead:  # one step reads them in turn
             accesses = [Access(number, (number,)) for number in range(len(sizes))]
             schedule = Schedule(accesses, [Moves(fetch=(n,)) for n in range(len(sizes))], frozenset(range(len(sizes))))
-            lanes.append(Lane("fetch"))
+            workers.append(Worker("fetch"))
             world.manager = Manager(
-                world.chunks, ledger=world.ledger, device=world.device, mover=world.mover, lane=lanes[-1],
+                world.chunks, ledger=world.ledger, device=world.device, mover=world.mover, worker=workers[-1],
                 foresight=Foresight(lambda steps: [Moves()] * len(steps), schedule),
             )  # fmt: skip
             world.manager.foresight.begin()
         return world
 
     yield make
-    for lane in lanes:
-        lane.close()
+    for worker in workers:
+        worker.close()
 
 
 def copies(world: World) -> list[Late]:
@@ -141,7 +142,7 @@ def test_who_writes_the_home_waits(make_world: Callable[..., World]) -> None:
     chunk.begin_write()
     assert copy.on_host == 1 and copy.is_complete()
     chunk.begin_write()
-    world.device.refusals.append(OSError("the card fell off the bus"))
+    world.device.refusals.append(OSError("the GPU fell off the bus"))
     world.manager.acquire(chunk)
     chunk.begin_write()  # how it ended is told to who reads it
     stuck = chunk.fetched = Event()
@@ -158,7 +159,7 @@ def test_a_fetch_ahead_is_taken_while_its_copy_is_under_way(make_world: Callable
     world.manager.look_ahead()
     assert second.use is Use.FETCHING and third.use is Use.FREE
     second.arriving.wait(PATIENCE)
-    assert not second.fetched.is_complete(), "the lane is done with it nevertheless"
+    assert not second.fetched.is_complete(), "the worker is done with it nevertheless"
     world.manager.acquire(second)
     assert second.use is Use.COMPUTE and [copy.on_host for copy in copies(world)] == [0, 0]
     assert all(copy.on_device for copy in copies(world))
@@ -166,7 +167,7 @@ def test_a_fetch_ahead_is_taken_while_its_copy_is_under_way(make_world: Callable
     world.manager.release(first)
     world.manager.look_ahead()
     assert third.use is Use.FETCHING and first.use is Use.FREE
-    world.manager.settle()
+    world.manager.drain()
     assert third.fetched.is_complete() and third.use is Use.FETCHING, "there, and nobody has asked for it"
     world.manager.acquire(third)
     assert third.flat.unique().tolist() == [3]
@@ -198,7 +199,7 @@ def test_a_copy_whose_failure_is_seen_is_tried_again(make_world: Callable[..., W
     def seen(self: Late) -> None:
         self.wait()
 
-    broken = OSError("the card fell off the bus")
+    broken = OSError("the GPU fell off the bus")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Late, "wait_on_device", seen)
         world.device.refusals += [broken, broken] if ahead else [broken]
@@ -229,7 +230,7 @@ def test_staging_is_used_again_when_its_copy_is_over(make_world: Callable[..., W
     world.manager.acquire(chunk)
     made = list(copies(world))
     assert len(made) == 7 and [copy.is_complete() for copy in made] == [True] * 5 + [False] * 2
-    assert isinstance(chunk.fetched, Together) and not chunk.fetched.is_complete()
+    assert isinstance(chunk.fetched, AllOf) and not chunk.fetched.is_complete()
     world.manager.acquire(other)  # through the same staging
     assert all(copy.is_complete() for copy in made)
     assert torch.equal(chunk.flat.long(), content)
@@ -237,7 +238,7 @@ def test_staging_is_used_again_when_its_copy_is_over(make_world: Callable[..., W
     assert other.flat.unique().tolist() == [2]
 
 
-def test_a_lane_reads_several_tiles_while_others_are_on_their_way(
+def test_a_worker_reads_several_tiles_while_others_are_on_their_way(
     make_world: Callable[..., World], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world = make_world([14], 14, home=Tier.NVME)
@@ -303,7 +304,7 @@ def test_a_staged_fetch_that_fails_leaves_nothing_under_way(
             world.manager.acquire(chunk)
     assert len(copies(world)) == 4 and all(event.is_complete() for event in [*reads, *copies(world)])
     world.manager.check_invariants()
-    world.device.refusals.append(OSError("the card fell off the bus"))
+    world.device.refusals.append(OSError("the GPU fell off the bus"))
     with pytest.raises(GeminiError, match="fell off the bus"):  # in a tile whose staging was needed again
         world.manager.acquire(chunk)
     assert all(copy.is_complete() for copy in copies(world))
@@ -314,7 +315,7 @@ def test_a_staged_fetch_that_fails_leaves_nothing_under_way(
 
 def test_several_events_as_one() -> None:
     first, second = Event(), Event()
-    both = Together([first, second])
+    both = AllOf([first, second])
     first.finish(OSError("lost"))
     assert not both.is_complete()
     with pytest.raises(GeminiError, match="did not complete"):
@@ -325,5 +326,5 @@ def test_several_events_as_one() -> None:
         with pytest.raises(GeminiError, match="lost"):
             wait()
     both.wait_until_over()
-    Together([]).wait()
-    assert Together([]).is_complete()
+    AllOf([]).wait()
+    assert AllOf([]).is_complete()

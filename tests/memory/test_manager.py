@@ -15,10 +15,11 @@ import pytest
 from memory_cases import World
 
 from gemini.errors import BudgetExceeded, GeminiError, IllegalTransition
-from gemini.memory.chunks.states import Event, Use
+from gemini.memory.chunks.states import USE_TABLE, Use, UseChange
 from gemini.memory.devices import device as devices
-from gemini.memory.devices.device import CpuDevice, Device, StandinDevice
+from gemini.memory.devices.device import CpuDevice, Device
 from gemini.planning.layout import ALIGN
+from gemini.testing import StandinDevice
 from gemini.tiers import Ledger, Tier
 
 UNIT = 2 * ALIGN  # bytes of a window of size 1
@@ -182,10 +183,10 @@ def test_overtaken_copies_are_dropped_now_or_at_release(make_world: Callable[[li
 
 
 def test_illegal_steps_are_errors() -> None:
-    from gemini.memory.chunks.states import USE_TABLE, step
+    from gemini.memory.chunks.states import step
 
     for use in Use:
-        for event in Event:
+        for event in UseChange:
             if (use, event) not in USE_TABLE:
                 with pytest.raises(IllegalTransition, match=f"chunk 3.*{use.value}.*{event.value}.*only"):
                     step(use, event, "chunk 3")

@@ -22,8 +22,8 @@ TINY = Sizes(
     gpu_product=(8, 8, 8), gpu_bytes=8192,
 )  # fmt: skip
 HOST = {
-    "cpu_bytes", "cpu_threads", "cpu_flops_bf16", "cpu_flops_fp32", "cpu_op_seconds", "dram_bandwidth", "adam_cpu",
-    "land_cpu", "torch_threads", "adam_cpu_one",
+    "cpu_bytes", "cpu_threads", "cpu_flops_bf16", "cpu_flops_fp32", "cpu_op_seconds", "dram_bandwidth", "update_cpu",
+    "land_cpu", "torch_threads", "update_cpu_one",
 }  # fmt: skip
 DRIVE = {"nvme_bytes", "nvme_read", "nvme_write", "nvme_mixed"}
 
@@ -126,7 +126,7 @@ def test_the_figures_of_a_gpu_with_the_cpu_in_its_place() -> None:
     """The code of the GPU's figures runs; their values are the CPU's, and no GPU is counted."""
     figures = dict(measure_gpu(torch.device("cpu"), TINY))
     products = {"gpu_flops_bf16", "gpu_flops_fp32"}
-    assert set(figures) == {*products, "gpu_bandwidth", "adam_gpu", "gpu_op_seconds", "h2d", "d2h"}
+    assert set(figures) == {*products, "gpu_bandwidth", "update_gpu", "gpu_op_seconds", "h2d", "d2h"}
     assert Hardware("stand-in", figures)
 
 

@@ -11,7 +11,7 @@ import torch
 
 from benchmarks._progress import PATIENCE
 from gemini.memory.watching.recorder import Recorder, Step
-from gemini.planning.timeline import Lane, Timeline
+from gemini.planning.timeline import Timeline, Track
 from gemini.tiers import Ledger, Tier
 
 
@@ -37,7 +37,7 @@ def timeline_of(recorder: Recorder) -> Timeline:
 
 
 def spans(timeline: Timeline) -> list[tuple[str, str, float, float]]:
-    return [(s.lane.value, s.name, s.start, s.stop) for s in timeline.spans]
+    return [(s.track.value, s.name, s.start, s.stop) for s in timeline.spans]
 
 
 class Worker:
@@ -63,7 +63,7 @@ def test_a_move_inside_a_module_splits_its_computing_and_is_a_stall() -> None:
     recorder.computing("forward a")
     clock.now += 1
     with recorder.about("fetch from nvme", "fetch chunk 7", 7):
-        clock.now += 2  # asking for room keeps no lane busy, and computing waits
+        clock.now += 2  # asking for room keeps no track busy, and computing waits
         with recorder.move(Tier.NVME, Tier.CPU, 4096):
             clock.now += 3
         with recorder.move(Tier.CPU, Tier.CPU, 4096):
@@ -75,16 +75,16 @@ def test_a_move_inside_a_module_splits_its_computing_and_is_a_stall() -> None:
     ]  # fmt: skip
     assert [(s.moment, s.chunk, s.num_bytes) for s in timeline.spans] == [(0, -1, 0), (0, 7, 4096), (0, -1, 0)]
     assert timeline.moved == {"nvme->cpu": 4096}
-    assert timeline.stalls == {"fetch from nvme": 9} and timeline.busy == {Lane.COMPUTE: 6, Lane.NVME_READ: 3}
+    assert timeline.stalls == {"fetch from nvme": 9} and timeline.busy == {Track.COMPUTE: 6, Track.NVME_READ: 3}
     assert timeline.step_seconds == 15
 
 
-def test_a_lane_that_is_interrupted_by_another_counts_its_bytes_once() -> None:
+def test_a_track_that_is_interrupted_by_another_counts_its_bytes_once() -> None:
     recorder, clock = recorded()
     recorder.begin_step({})
-    with recorder.span(Lane.REDUCE, "reduce chunk 1", 1, num_bytes=10):
+    with recorder.span(Track.REDUCE, "reduce chunk 1", 1, num_bytes=10):
         clock.now += 1
-        with recorder.span(Lane.NVME_WRITE, num_bytes=20):
+        with recorder.span(Track.NVME_WRITE, num_bytes=20):
             clock.now += 2
         clock.now += 3
     timeline = timeline_of(recorder)
@@ -97,7 +97,7 @@ def test_a_lane_that_is_interrupted_by_another_counts_its_bytes_once() -> None:
 
 def test_time_outside_of_everything_is_nobodys() -> None:
     recorder, clock = recorded()
-    with recorder.span(Lane.ADAM):  # before the step
+    with recorder.span(Track.UPDATE):  # before the step
         clock.now += 1
         recorder.begin_step({})
         clock.now += 2
@@ -106,7 +106,7 @@ def test_time_outside_of_everything_is_nobodys() -> None:
     recorder.computing(None)
     clock.now += 4
     timeline = timeline_of(recorder)
-    assert spans(timeline) == [("adam", "adam", 0, 2), ("compute", "forward a", 2, 5)]
+    assert spans(timeline) == [("update", "update", 0, 2), ("compute", "forward a", 2, 5)]
     assert timeline.step_seconds == 9 and timeline.moments == ("forward a",)
 
 
@@ -160,7 +160,7 @@ def test_what_other_threads_do_is_beside_computing_and_stalls_nobody() -> None:
     ahead.enters(lambda: recorder.move(Tier.NVME, Tier.CPU, 64))
     clock.now += 1
     adam.enters(lambda: recorder.about("update", "update chunk 1", 1))
-    adam.enters(lambda: recorder.span(Lane.ADAM))
+    adam.enters(lambda: recorder.span(Track.UPDATE))
     clock.now += 2
     ahead.leaves()
     recorder.computing("forward b")
@@ -170,12 +170,12 @@ def test_what_other_threads_do_is_beside_computing_and_stalls_nobody() -> None:
         clock.now += 4
     timeline = timeline_of(recorder)
     assert spans(timeline) == [
-        ("compute", "forward a", 0, 4), ("nvme read", "fetch chunk 2", 1, 4), ("adam", "update chunk 1", 2, 5),
+        ("compute", "forward a", 0, 4), ("nvme read", "fetch chunk 2", 1, 4), ("update", "update chunk 1", 2, 5),
         ("compute", "forward b", 4, 5),
     ]  # fmt: skip
     assert [(s.moment, s.chunk, s.num_bytes) for s in timeline.spans] == [(0, -1, 0), (0, 2, 64), (0, 1, 0), (1, -1, 0)]
     assert timeline.stalls == {"update": 4}, "only what the training thread waited for"
-    assert timeline.busy == {Lane.COMPUTE: 5, Lane.NVME_READ: 3, Lane.ADAM: 3} and timeline.step_seconds == 9
+    assert timeline.busy == {Track.COMPUTE: 5, Track.NVME_READ: 3, Track.UPDATE: 3} and timeline.step_seconds == 9
     assert timeline.moved == {"nvme->cpu": 64} and timeline.moments == ("forward a", "forward b")
 
 
@@ -185,19 +185,20 @@ def test_each_thread_has_its_own_nesting() -> None:
     worker = Worker()
     recorder.begin_step({})
     with recorder.about("fetch from cpu", "fetch chunk 9", 9):
-        worker.enters(lambda: recorder.span(Lane.ADAM, "update chunk 1", 1))
+        worker.enters(lambda: recorder.span(Track.UPDATE, "update chunk 1", 1))
         clock.now += 1
         write = Worker()
         worker.enters(lambda: recorder.move(Tier.CPU, Tier.NVME, 8))
         clock.now += 2
-        write.enters(lambda: recorder.span(Lane.NVME_WRITE, "write behind", 4, 16))
+        write.enters(lambda: recorder.span(Track.NVME_WRITE, "write behind", 4, 16))
         clock.now += 3
         write.leaves()
     clock.now += 1
     worker.leaves()
     timeline = timeline_of(recorder)
     assert spans(timeline) == [
-        ("adam", "update chunk 1", 0, 1), ("nvme write", "update chunk 1", 1, 7), ("nvme write", "write behind", 3, 6),
+        ("update", "update chunk 1", 0, 1), ("nvme write", "update chunk 1", 1, 7),
+        ("nvme write", "write behind", 3, 6),
     ]  # fmt: skip
     assert [s.num_bytes for s in timeline.spans] == [0, 8, 16] and timeline.moved == {"cpu->nvme": 24}
     assert timeline.stalls == {"fetch from cpu": 6}
@@ -209,30 +210,30 @@ def test_the_tail_of_the_last_updates_is_cut_where_the_next_step_begins() -> Non
     recorder.begin_step({})
     recorder.computing("forward a")
     clock.now += 1
-    worker.enters(lambda: recorder.span(Lane.ADAM, "update chunk 1", 1, 5))
+    worker.enters(lambda: recorder.span(Track.UPDATE, "update chunk 1", 1, 5))
     clock.now += 1
     first = recorder.end_step()
     clock.now += 2
     assert value(first).step_seconds == 2, "as far as it is known"
     recorder.begin_step({})
     recorder.computing("forward a")
-    assert value(first).step_seconds == 4 and spans(value(first))[1] == ("adam", "update chunk 1", 1, 4)
+    assert value(first).step_seconds == 4 and spans(value(first))[1] == ("update", "update chunk 1", 1, 4)
     clock.now += 3
     worker.leaves()
-    worker.enters(lambda: recorder.span(Lane.ADAM, "update chunk 2", 2))
+    worker.enters(lambda: recorder.span(Track.UPDATE, "update chunk 2", 2))
     clock.now += 1
     second = recorder.end_step()
     clock.now += 2
     worker.leaves()
     clock.now += 7  # nobody's
-    assert spans(value(first)) == [("compute", "forward a", 0, 2), ("adam", "update chunk 1", 1, 4)]
+    assert spans(value(first)) == [("compute", "forward a", 0, 2), ("update", "update chunk 1", 1, 4)]
     assert spans(value(second)) == [
-        ("adam", "update chunk 1", 0, 3), ("compute", "forward a", 0, 4), ("adam", "update chunk 2", 3, 6),
+        ("update", "update chunk 1", 0, 3), ("compute", "forward a", 0, 4), ("update", "update chunk 2", 3, 6),
     ]  # fmt: skip
     assert [s.moment for s in value(second).spans] == [-1, 0, 0], "a moment of the first step is none of the second"
     assert value(second).step_seconds == 6, "until the updates that were left in flight are over"
     recorder.close()
-    worker.enters(lambda: recorder.span(Lane.ADAM, "too late"))
+    worker.enters(lambda: recorder.span(Track.UPDATE, "too late"))
     clock.now += 1
     worker.leaves()
     assert len(value(second).spans) == 3
@@ -240,20 +241,20 @@ def test_the_tail_of_the_last_updates_is_cut_where_the_next_step_begins() -> Non
 
 def test_transfers_that_are_added_may_overlap_and_reach_across_a_step() -> None:
     recorder, clock = recorded()
-    recorder.add(Lane.NVME_READ, 95.0, 99.0, "before any step")
+    recorder.add(Track.NVME_READ, 95.0, 99.0, "before any step")
     recorder.begin_step({})
     clock.now += 4
     first = recorder.end_step()
     recorder.begin_step({})
     clock.now += 6
-    recorder.add(Lane.NVME_READ, 98.0, 102.0, "fetch chunk 1", 1, 10)
-    recorder.add(Lane.NVME_READ, 101.0, 107.0, "fetch chunk 2", 2, 20)
-    recorder.add(Lane.NVME_READ, 105.0, 109.0, "fetch chunk 3", 3, 40)
+    recorder.add(Track.NVME_READ, 98.0, 102.0, "fetch chunk 1", 1, 10)
+    recorder.add(Track.NVME_READ, 101.0, 107.0, "fetch chunk 2", 2, 20)
+    recorder.add(Track.NVME_READ, 105.0, 109.0, "fetch chunk 3", 3, 40)
     second = recorder.end_step()
     assert spans(value(first)) == [("nvme read", "fetch chunk 1", 0, 2), ("nvme read", "fetch chunk 2", 1, 4)]
     assert spans(value(second)) == [("nvme read", "fetch chunk 2", 0, 3), ("nvme read", "fetch chunk 3", 1, 5)]
     assert (value(first).moved, value(second).moved) == ({"nvme->cpu": 30}, {"nvme->cpu": 40}), "where they started"
-    assert value(second).busy == {Lane.NVME_READ: 5} and not value(second).stalls
+    assert value(second).busy == {Track.NVME_READ: 5} and not value(second).stalls
 
 
 def test_what_is_given_up_takes_what_others_did_for_it_along() -> None:
@@ -263,7 +264,7 @@ def test_what_is_given_up_takes_what_others_did_for_it_along() -> None:
     clock.now += 1
     first = recorder.end_step()
     recorder.begin_step({})
-    worker.enters(lambda: recorder.span(Lane.ADAM))
+    worker.enters(lambda: recorder.span(Track.UPDATE))
     clock.now += 1
     recorder.abandon_step()
     clock.now += 1
@@ -329,7 +330,7 @@ def test_many_threads_at_once_lose_nothing() -> None:
         start.wait(PATIENCE)
         for turn in range(200):
             with recorder.about("update", f"update chunk {number}", number):
-                with recorder.move(Tier.NVME, Tier.CPU, 1), recorder.span(Lane.ADAM):
+                with recorder.move(Tier.NVME, Tier.CPU, 1), recorder.span(Track.UPDATE):
                     pass
                 recorder.held(Tier.CPU, {"staging": turn})
 
@@ -346,5 +347,5 @@ def test_many_threads_at_once_lose_nothing() -> None:
     for number in range(4):
         mine = [s for s in timeline.spans if s.chunk == number]
         assert all(a.stop <= b.start for a, b in zip(mine, mine[1:], strict=False))
-        assert sum(s.lane is Lane.ADAM for s in mine) == 200
+        assert sum(s.track is Track.UPDATE for s in mine) == 200
     assert [s.start for s in timeline.spans] == sorted(s.start for s in timeline.spans)

@@ -11,7 +11,7 @@ from gemini.memory.devices.device import CpuDevice
 from gemini.memory.movement.mover import Mover
 from gemini.memory.watching.recorder import Recorder
 from gemini.memory.watching.stalls import Stalls
-from gemini.planning.timeline import Lane
+from gemini.planning.timeline import Track
 from gemini.tiers import Ledger, Tier
 
 
@@ -141,11 +141,11 @@ def test_waits_are_known_whether_somebody_records_or_not() -> None:
             recorder.begin_step({})
         with mover.about("update", "wait for the update of chunk 3", 3):
             clock.now += 2
-        with mover.about("all-gather", "all-gather chunk 1", 1, lane=Lane.GATHER):
+        with mover.about("all-gather", "all-gather chunk 1", 1, track=Track.GATHER):
             clock.now += 1
         mover.stalls.end_step()
         assert mover.stalls.last_step == {"update": 2, "all-gather": 1}
     assert recorder is not None
     timeline = recorder.end_step().timeline(title="", tokens=0, flops=0, budgets={})
-    assert timeline.stalls == {"update": 2, "all-gather": 1} and timeline.busy == {Lane.GATHER: 1}
+    assert timeline.stalls == {"update": 2, "all-gather": 1} and timeline.busy == {Track.GATHER: 1}
     assert timeline.spans[0].name == "all-gather chunk 1"

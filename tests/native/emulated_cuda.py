@@ -1,7 +1,7 @@
-"""The CUDA face of gemini.kernels without a card: kernels that run on the host, and memory that the host may not read.
+"""The CUDA face of gemini.kernels without a GPU: kernels that run on the host, and memory that the host may not read.
 
 ``EmulatedKernels`` is ``CudaKernels`` over a native module whose functions run the bodies of the CUDA kernels thread
-after thread (emulated_device.cpp), so that everything of Python that a card would run runs here, with its bits. What a
+after thread (emulated_device.cpp), so that everything of Python that a GPU would run runs here, with its bits. What a
 kernel leaves in device memory for the host (sums of squares, flags) is of a class that refuses every read before
 ``fetch`` has brought it, and ``fetch`` counts: how often a step waits for the device is a number. ``EmulatedGpu`` is
 the stand-in device that knows which memory is the host's: what is not is worked on by those kernels.
@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 
 from gemini import kernels
-from gemini.kernels_cuda import CudaKernels, Places
+from gemini.kernels_cuda import CudaKernels, NormWorkspace
 from gemini.kernels_reference import NORM_BLOCK
-from gemini.memory.devices.device import StandinDevice
+from gemini.testing import StandinDevice
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _ROOT = Path(__file__).resolve().parents[2]
@@ -57,7 +57,7 @@ class EmulatedModule:
     def CudaSegment(self, begin: int, end: int, scalars: tuple[Any, ...]) -> tuple[Any, ...]:  # noqa: N802
         return begin, end, scalars
 
-    def CudaNormPlaces(self, *addresses: int) -> tuple[int, ...]:  # noqa: N802
+    def CudaNormNormWorkspace(self, *addresses: int) -> tuple[int, ...]:  # noqa: N802
         assert len(addresses) == 4 and all(addresses[2:]), "only sums of nothing have no place"
         return addresses
 
@@ -141,7 +141,7 @@ class EmulatedKernels(CudaKernels):
     def stream(self, device: torch.device) -> None:
         return None
 
-    def places(self, tensor: Tensor, nonfinite: Tensor | None = None) -> Places:
+    def places(self, tensor: Tensor, nonfinite: Tensor | None = None) -> NormWorkspace:
         places = super().places(tensor, nonfinite)
         places.tiles = places.tiles.as_subclass(OnDevice)
         return places

@@ -1,5 +1,5 @@
 // Runs the bodies of the CUDA kernels on the host, thread after thread and phase after phase, for test_cuda_bodies.py:
-// the text that nvcc compiles for the device, with the bits that a machine without a card can check.
+// the text that nvcc compiles for the device, with the bits that a machine without a GPU can check.
 #include <type_traits>
 #include <vector>
 

@@ -16,11 +16,11 @@ from typing import Any
 
 import pytest
 
-from gemini.pictures import draw, lanes_picture, memory_picture, page, perfetto
+from gemini.pictures import draw, memory_picture, page, perfetto, tracks_picture
 from gemini.pictures.board import ACTIVITY_COLOURS, HOLDER_COLOURS, board, picture
 from gemini.pictures.page import summary
 from gemini.pictures.series import ACTIVITIES, HOLDERS
-from gemini.planning.timeline import Lane, Span, Timeline
+from gemini.planning.timeline import Span, Timeline, Track
 from gemini.tiers import Tier
 from tests.pictures.timelines import MIB, empty, large, toy
 
@@ -48,20 +48,20 @@ def test_an_svg_says_what_there_is(tmp_path: Path) -> None:
     for wanted in (
         "Predicted: Toy <model> & co on standin", "Measured: Toy <model> & co on standin", "forward", "backward",
         "GPU memory: peak 2 MiB of 3 MiB (67%)", "Host memory: peak 9 MiB of 64 MiB (14%)",
-        "NVMe: peak 6 MiB of 8 MiB (75%)", "budget", "compute", "adam", "host to gpu", "nvme read", "in", "out",
-        "let go", "milliseconds since the step began", "held by", "windows", "exp_avg_sq", "what lanes do", "waiting",
+        "NVMe: peak 6 MiB of 8 MiB (75%)", "budget", "compute", "update", "host to gpu", "nvme read", "in", "out",
+        "let go", "milliseconds since the step began", "held by", "windows", "exp_avg_sq", "what tracks do", "waiting",
         "fetch weights", "2 MiB",
     ):  # fmt: skip
         assert wanted in texts, wanted
     assert any(text.startswith("step 12 ms, 2,000 tokens/s") for text in texts)
-    assert "gpu to host" not in texts, "a lane that nothing runs on has no row"
+    assert "gpu to host" not in texts, "a track that nothing runs on has no row"
 
 
 def test_the_parts_can_be_had_alone(tmp_path: Path) -> None:
     memory = texts_of(memory_picture(toy(), path=tmp_path / "memory.svg").read_bytes())
-    lanes = texts_of(lanes_picture(toy(), path=tmp_path / "lanes.svg").read_bytes())
+    tracks = texts_of(tracks_picture(toy(), path=tmp_path / "tracks.svg").read_bytes())
     assert "budget" in memory and "compute" not in memory and "forward" in memory
-    assert "compute" in lanes and "budget" not in lanes and "weights" not in lanes
+    assert "compute" in tracks and "budget" not in tracks and "weights" not in tracks
 
 
 def test_the_same_timeline_is_the_same_file() -> None:
@@ -160,7 +160,7 @@ def test_the_tables_compare() -> None:
     assert rows["step"] == ["12 ms", "13.8 ms", "+15.0%"]
     assert rows["moved cpu → gpu"] == ["6 MiB", "6 MiB", "same"]
     assert rows["peak gpu"] == ["2 MiB of 3 MiB", "2 MiB of 3 MiB", "same"]
-    assert rows["busiest lane"][0] == "compute, 50% of the step"
+    assert rows["busiest track"][0] == "compute, 50% of the step"
     assert rows["update"] == ["3 ms (25%)", "3 ms (22%)", "same"]
     over = replace(toy(), budgets={**toy().budgets, Tier.GPU: MIB})
     rows = {row[0]: row[1:] for row in Page(summary([over])).rows if row}
@@ -204,7 +204,7 @@ def check_trace(text: str) -> dict[tuple[int, int], list[dict[str, Any]]]:
     return threads
 
 
-def test_a_trace_has_a_process_per_timeline_and_a_thread_per_lane() -> None:
+def test_a_trace_has_a_process_per_timeline_and_a_thread_per_track() -> None:
     first, second = toy(), toy("measured", 1.3)
     text = perfetto(first, second)
     threads = check_trace(text)
@@ -212,8 +212,8 @@ def test_a_trace_has_a_process_per_timeline_and_a_thread_per_lane() -> None:
     events = json.loads(text)["traceEvents"]
     names = [e["args"]["name"] for e in events if e["name"] == "process_name"]
     assert names == [f"predicted: {first.title}", f"measured: {second.title}"]
-    lanes = [e["args"]["name"] for e in events if e["name"] == "thread_name" and e["pid"] == 1]
-    assert lanes == [lane.value for lane in Lane if lane in first.busy]
+    tracks = [e["args"]["name"] for e in events if e["name"] == "thread_name" and e["pid"] == 1]
+    assert tracks == [track.value for track in Track if track in first.busy]
     fetch = next(e for e in events if e["name"] == "fetch chunk 1")
     assert fetch["args"] == {"moment": "1: forward layers.1", "chunk": 1, "bytes": "1 MiB", "speed": "2.1 GB/s"}
     assert fetch["ts"] == 1500 and fetch["dur"] == 500, "microseconds"
@@ -222,7 +222,7 @@ def test_a_trace_has_a_process_per_timeline_and_a_thread_per_lane() -> None:
 
 
 def test_spans_that_overlap_get_threads_of_their_own() -> None:
-    spans = [Span(Lane.NVME_READ, i, i + 2.5, f"fetch chunk {i}", -1, i) for i in range(6)]
+    spans = [Span(Track.NVME_READ, i, i + 2.5, f"fetch chunk {i}", -1, i) for i in range(6)]
     text = perfetto(replace(toy(), spans=tuple(spans)))
     assert len(check_trace(text)) == 3
     names = [e["args"]["name"] for e in json.loads(text)["traceEvents"] if e["name"] == "thread_name"]

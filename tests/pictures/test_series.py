@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gemini.pictures import series
-from gemini.planning.timeline import Lane, Sample, Span
+from gemini.planning.timeline import Sample, Span, Track
 from gemini.tiers import Tier
 from tests.pictures.timelines import empty, large, toy
 
@@ -58,23 +58,23 @@ def test_shares_of_columns_add_up_to_what_is_covered(found: list[tuple[float, fl
 
 def test_what_computing_does_not_take_it_waits() -> None:
     for timeline in (toy(), large()):
-        shown = series.in_lane(timeline, Lane.COMPUTE, timeline.step_seconds * 2)
+        shown = series.in_track(timeline, Track.COMPUTE, timeline.step_seconds * 2)
         width = [b - a for a, b in zip(shown.edges, shown.edges[1:], strict=False)]
         busy = {name: sum(s * w for s, w in zip(shares, width, strict=True)) for name, shares in shown.shares.items()}
-        assert busy["forward"] + busy["backward"] == pytest.approx(timeline.busy[Lane.COMPUTE])
+        assert busy["forward"] + busy["backward"] == pytest.approx(timeline.busy[Track.COMPUTE])
         assert sum(busy.values()) == pytest.approx(timeline.step_seconds)
         assert len(shown.edges) <= series.COLUMNS + 1
 
 
 def test_few_spans_are_seen_as_they_are() -> None:
-    shown = series.in_lane(toy(), Lane.H2D, toy().step_seconds)
+    shown = series.in_track(toy(), Track.H2D, toy().step_seconds)
     assert set(shown.shares["fetch weights"]) == {0.0, 1.0}, "no column is half full"
 
 
-def test_what_a_lane_does_at_once_shares_its_time() -> None:
-    """Fetches beside reads for updates: neither hides the other, and the lane is not busier than all of its time."""
-    spans = [Span(Lane.NVME_READ, 0, 4, "fetch chunk 1"), Span(Lane.NVME_READ, 0, 4, "fetch chunk 2")]
-    spans += [Span(Lane.NVME_READ, 2, 6, "update chunk 3"), Span(Lane.NVME_READ, 3, 5, "offload activations")]
+def test_what_a_track_does_at_once_shares_its_time() -> None:
+    """Fetches beside reads for updates: neither hides the other, and the track is not busier than all of its time."""
+    spans = [Span(Track.NVME_READ, 0, 4, "fetch chunk 1"), Span(Track.NVME_READ, 0, 4, "fetch chunk 2")]
+    spans += [Span(Track.NVME_READ, 2, 6, "update chunk 3"), Span(Track.NVME_READ, 3, 5, "offload activations")]
     shown = series.busy(spans, 8)
     assert shown.edges == [0, 2, 3, 4, 5, 6, 8]
     third = pytest.approx(1 / 3)
@@ -96,26 +96,26 @@ def test_phases_follow_each_other() -> None:
 
 def test_recomputing_is_part_of_backward_and_an_early_update_is_not_a_phase() -> None:
     names = ["forward a", "backward a", "recompute a", "backward a", "forward a", "backward a"]
-    spans = [Span(Lane.COMPUTE, i, i + 1, name) for i, name in enumerate(names)]
-    spans.append(Span(Lane.ADAM, 1.5, 2.5, "update chunk 3"))
+    spans = [Span(Track.COMPUTE, i, i + 1, name) for i, name in enumerate(names)]
+    spans.append(Span(Track.UPDATE, 1.5, 2.5, "update chunk 3"))
     found = series.phases(replace(toy(), spans=tuple(spans)))
     assert [phase.name for phase in found] == ["forward", "backward", "forward", "backward"]
 
 
-def test_activities_are_told_by_lane_and_name() -> None:
+def test_activities_are_told_by_track_and_name() -> None:
     told = {
-        (Lane.COMPUTE, "recompute model.layers.1"): "recompute",
-        (Lane.COMPUTE, "loss"): "other computing",
-        (Lane.NVME_READ, "fetch chunk 3"): "fetch weights",
-        (Lane.NVME_READ, "update chunk 3"): "update",
-        (Lane.D2H, "land gradients of chunk 3"): "gradients",
-        (Lane.D2H, "offload activations"): "activations",
-        (Lane.GATHER, "all-gather chunk 3"): "all-gather",
-        (Lane.REDUCE, "reduce-scatter chunk 3"): "reduce-scatter",
-        (Lane.H2D, "host to gpu"): "other moves",
+        (Track.COMPUTE, "recompute model.layers.1"): "recompute",
+        (Track.COMPUTE, "loss"): "other computing",
+        (Track.NVME_READ, "fetch chunk 3"): "fetch weights",
+        (Track.NVME_READ, "update chunk 3"): "update",
+        (Track.D2H, "land gradients of chunk 3"): "gradients",
+        (Track.D2H, "offload activations"): "activations",
+        (Track.GATHER, "all-gather chunk 3"): "all-gather",
+        (Track.REDUCE, "reduce-scatter chunk 3"): "reduce-scatter",
+        (Track.H2D, "host to gpu"): "other moves",
     }
-    for (lane, name), activity in told.items():
-        assert series.activity_of(Span(lane, 0, 1, name)) == activity
+    for (track, name), activity in told.items():
+        assert series.activity_of(Span(track, 0, 1, name)) == activity
         assert activity in series.ACTIVITIES
 
 

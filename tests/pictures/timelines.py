@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
-from gemini.planning.timeline import Lane, Sample, Span, Timeline
+from gemini.planning.timeline import Sample, Span, Timeline, Track
 from gemini.tiers import Tier
 
 MIB, GIB = 2**20, 2**30
@@ -18,13 +18,13 @@ def toy(source: str = "predicted", slower: float = 1.0) -> Timeline:
     for phase in ("forward", "backward"):
         for layer in range(3):
             samples.append(Sample(now, len(samples), {**planes, Tier.GPU: {"windows": (1 + layer % 2) * MIB}}))
-            spans.append(Span(Lane.H2D, now, now + 0.0005, f"fetch chunk {layer}", len(samples) - 1, layer, MIB))
+            spans.append(Span(Track.H2D, now, now + 0.0005, f"fetch chunk {layer}", len(samples) - 1, layer, MIB))
             begin = now + 0.0005
             now = begin + 0.001 * slower
-            spans.append(Span(Lane.COMPUTE, begin, now, f"{phase} layers.{layer}", len(samples) - 1))
-    spans.append(Span(Lane.NVME_READ, now, now + 0.002, "update chunk 0", -1, 0, 6 * MIB))
-    spans.append(Span(Lane.ADAM, now + 0.001, now + 0.003, "update chunk 0", -1, 0))
-    moments = tuple(span.name for span in spans if span.lane is Lane.COMPUTE)
+            spans.append(Span(Track.COMPUTE, begin, now, f"{phase} layers.{layer}", len(samples) - 1))
+    spans.append(Span(Track.NVME_READ, now, now + 0.002, "update chunk 0", -1, 0, 6 * MIB))
+    spans.append(Span(Track.UPDATE, now + 0.001, now + 0.003, "update chunk 0", -1, 0))
+    moments = tuple(span.name for span in spans if span.track is Track.COMPUTE)
     budgets = {Tier.GPU: 3 * MIB, Tier.CPU: 64 * MIB, Tier.NVME: 8 * MIB}
     return Timeline(
         source, "Toy <model> & co on standin", now + 0.003, 24, 10**9, tuple(spans),
@@ -38,13 +38,13 @@ def large(layers: int = 80, parts: int = 14, seed: int = 0) -> Timeline:
     rng, spans, samples, moments, now = random.Random(seed), [], [], [], 0.0
     for phase in ("forward", "backward"):
         for layer in range(layers):
-            spans.append(Span(Lane.H2D, now, now + 0.1, f"fetch chunk {layer}", len(moments), layer, GIB))
+            spans.append(Span(Track.H2D, now, now + 0.1, f"fetch chunk {layer}", len(moments), layer, GIB))
             for part in range(parts):
                 moments.append(f"{phase} model.layers.{layer}.part{part}")
                 held = {Tier.GPU: {"weights": 6 * GIB, "activations": rng.randrange(10 * GIB)}}
                 samples.append(Sample(now, len(moments) - 1, {**held, Tier.CPU: {"exp_avg": 50 * GIB}}))
                 stop = now + rng.uniform(0.005, 0.02)
-                spans.append(Span(Lane.COMPUTE, now, stop, moments[-1], len(moments) - 1))
+                spans.append(Span(Track.COMPUTE, now, stop, moments[-1], len(moments) - 1))
                 now = stop
             now += 0.01
     budgets = {Tier.GPU: 24 * GIB, Tier.CPU: 96 * GIB}

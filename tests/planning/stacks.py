@@ -13,9 +13,9 @@ from gemini.planning.hardware import Figure, Hardware
 from gemini.planning.placement import Placement, Problem
 from gemini.planning.plan import Plan
 from gemini.planning.planes import WEIGHTS
-from gemini.planning.policy import LeastRecentlyUsed
-from gemini.planning.simulate import plan_by_policy
 from gemini.planning.trace import MemoryTrace, Moment, Phase, Source, TracedParam
+from gemini.testing import policies
+from gemini.testing.policies import LeastRecentlyUsed, plan_by_policy
 from gemini.tiers import Tier
 
 NUMEL = 2**20
@@ -26,7 +26,7 @@ FETCHES = 2 * LAYERS - 2
 MS = 1e-3
 
 simulate = partial(simulating.simulate, schedule="serial")
-simulate_policy = partial(simulating.simulate_policy, schedule="serial")
+simulate_policy = partial(policies.simulate_policy, schedule="serial")
 
 
 def close(value: float) -> object:
@@ -97,6 +97,6 @@ def machine(source: str = "measured by hand", **figures: float) -> Hardware:
         "gpu_flops_bf16": 1e12, "gpu_flops_fp32": 1e12, "gpu_bandwidth": 1e15, "gpu_op_seconds": 1e-9,
         "cpu_flops_bf16": 1e11, "cpu_flops_fp32": 1e11, "cpu_op_seconds": 1e-9, "dram_bandwidth": 1e15,
         "h2d": layer / 2e-3, "d2h": layer / 4e-3, "nvme_read": layer / 20e-3, "nvme_write": layer / 40e-3,
-        "adam_cpu": 10e-3 / NUMEL, "interconnect": layer / 8e-3,
+        "update_cpu": 10e-3 / NUMEL, "interconnect": layer / 8e-3,
     }  # fmt: skip
     return Hardware("round", {key: Figure(value, source) for key, value in {**values, **figures}.items()})

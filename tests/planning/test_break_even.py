@@ -8,8 +8,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from gemini.planning.break_even import TOLERANCE, Grow, LaneTime, break_even, lane_times
-from gemini.planning.timeline import Lane, Span, Timeline
+from gemini.planning.break_even import TOLERANCE, Grow, TrackTime, break_even, track_times
+from gemini.planning.timeline import Span, Timeline, Track
 
 NUM_TOKENS = 1000
 
@@ -20,21 +20,21 @@ def timeline(spans: list[Span], step_seconds: float, tokens: int = NUM_TOKENS) -
 
 def spans_of(compute: float, update_on_gpu: float, fetch: float, activations: float, adam: float) -> list[Span]:
     return [
-        Span(Lane.COMPUTE, 0.0, compute, "forward", moment=0),
-        Span(Lane.COMPUTE, 0.0, update_on_gpu, "update chunk 1", chunk=1),
-        Span(Lane.H2D, 0.0, fetch, "fetch chunk 0", moment=0, chunk=0),
-        Span(Lane.H2D, 0.0, activations, "restore", moment=0),
-        Span(Lane.ADAM, 0.0, adam, "update chunk 0", chunk=0),
+        Span(Track.COMPUTE, 0.0, compute, "forward", moment=0),
+        Span(Track.COMPUTE, 0.0, update_on_gpu, "update chunk 1", chunk=1),
+        Span(Track.H2D, 0.0, fetch, "fetch chunk 0", moment=0, chunk=0),
+        Span(Track.H2D, 0.0, activations, "restore", moment=0),
+        Span(Track.UPDATE, 0.0, adam, "update chunk 0", chunk=0),
     ]
 
 
-def test_lanes_are_told_apart_by_what_grows() -> None:
+def test_tracks_are_told_apart_by_what_grows() -> None:
     step = timeline(spans_of(8.0, 1.0, 3.0, 2.0, 5.0), 10.0)
-    assert lane_times(step) == {
-        Lane.COMPUTE: LaneTime(8.0, 1.0), Lane.H2D: LaneTime(2.0, 3.0), Lane.ADAM: LaneTime(0.0, 5.0),
+    assert track_times(step) == {
+        Track.COMPUTE: TrackTime(8.0, 1.0), Track.H2D: TrackTime(2.0, 3.0), Track.UPDATE: TrackTime(0.0, 5.0),
     }  # fmt: skip
-    repeated = lane_times(step, Grow.ACCUMULATE)
-    assert repeated[Lane.H2D] == LaneTime(5.0, 0.0) and repeated[Lane.ADAM] == LaneTime(0.0, 5.0)
+    repeated = track_times(step, Grow.ACCUMULATE)
+    assert repeated[Track.H2D] == TrackTime(5.0, 0.0) and repeated[Track.UPDATE] == TrackTime(0.0, 5.0)
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ def test_lanes_are_told_apart_by_what_grows() -> None:
     [
         # Adam takes 4 times as long as computing, all else is hidden: 4 times the tokens, less the tolerance.
         (spans_of(1.0, 0.0, 0.0, 0.0, 4.0), 4.0, 4 / 1.05, 4 / 1.05),
-        # The same where the step is a tenth of a second longer than its longest lane.
+        # The same where the step is a tenth of a second longer than its longest track.
         (spans_of(1.0, 0.0, 0.0, 0.0, 4.0), 4.1, 4.1 / 1.05, 4.1 / 1.05),
         # What nothing hides has to be small against computing.
         (spans_of(1.0, 0.0, 0.0, 0.0, 0.5), 2.0, 1.0 / 0.05, 1.0 / 0.05),
@@ -72,7 +72,7 @@ def test_the_serial_schedule_adds_up() -> None:
 
 
 def test_without_work_there_is_none() -> None:
-    assert break_even(timeline([Span(Lane.ADAM, 0.0, 1.0, "update", chunk=0)], 1.0)) is None
+    assert break_even(timeline([Span(Track.UPDATE, 0.0, 1.0, "update", chunk=0)], 1.0)) is None
     assert break_even(timeline(spans_of(1.0, 0.0, 0.0, 0.0, 1.0), 1.0, tokens=0)) is None
 
 

@@ -114,10 +114,10 @@ def test_a_plan_keeps_its_rule_through_json_and_older_plans_are_adam_s(rule: Rul
 def test_time_goes_by_the_bytes_that_an_update_touches() -> None:
     assert (ADAM.touched, LOMO.touched, TINY.touched) == (26, 10, 14)
     speeds = Speeds.typical()
-    assert speeds.update(CPU, ADAM) == speeds.adam_cpu and speeds.update(GPU, ADAM) == speeds.adam_gpu
-    assert speeds.update(CPU, LOMO) == pytest.approx(speeds.adam_cpu * 10 / 26)
+    assert speeds.update(CPU, ADAM) == speeds.update_cpu and speeds.update(GPU, ADAM) == speeds.update_gpu
+    assert speeds.update(CPU, LOMO) == pytest.approx(speeds.update_cpu * 10 / 26)
     figure = Figure(1e-9, "measured here")
-    hardware = Hardware("box", {"adam_cpu": figure, "adam_gpu": figure})
+    hardware = Hardware("box", {"update_cpu": figure, "update_gpu": figure})
     costs = Costs(hardware, Efficiency(), compute=GPU, precision="bf16", local_ranks=1)
     for rule in (ADAM, LOMO, TINY):
         numel, specs = 2**20, plane_specs("bf16", "transient", rule, trainable=True)

@@ -127,9 +127,9 @@ def test_states_cross_to_the_drive_hardly_more_often_than_they_must(share: float
 def test_slow_links_move_adam_to_the_gpu() -> None:
     """Of two machines with the same budgets the one whose host is slow updates more chunks on the GPU."""
 
-    def updated_on_gpu(adam_cpu: float) -> int:
+    def updated_on_gpu(update_cpu: float) -> int:
         figures = {
-            "h2d": 25e9, "d2h": 25e9, "gpu_bandwidth": 1e12, "adam_cpu": adam_cpu, "gpu_flops_bf16": 1e14,
+            "h2d": 25e9, "d2h": 25e9, "gpu_bandwidth": 1e12, "update_cpu": update_cpu, "gpu_flops_bf16": 1e14,
             "cpu_bytes": 2**40, "gpu_bytes": 2**40,
         }  # fmt: skip
         machine = Hardware("machine", {key: Figure(value, "made up for a test") for key, value in figures.items()})

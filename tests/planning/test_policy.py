@@ -5,7 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gemini.planning.policy import Candidate, LeastRecentlyUsed
+from gemini.planning.policy import Candidate
+from gemini.testing.policies import LeastRecentlyUsed
 
 choose = LeastRecentlyUsed().choose
 

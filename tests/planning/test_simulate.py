@@ -14,7 +14,7 @@ from gemini.planning.costs import Costs, Efficiency
 from gemini.planning.outcome import SHARING, timeline_of
 from gemini.planning.plan import Plan, check_plan
 from gemini.planning.schedules import overlapped
-from gemini.planning.timeline import Lane, Timeline
+from gemini.planning.timeline import Timeline, Track
 from gemini.planning.trace import with_seconds
 from gemini.planning.traffic import Traffic, by_name
 from gemini.planning.work import Work
@@ -35,8 +35,8 @@ def test_serial_step_is_the_sum_of_its_parts_on_a_gpu() -> None:
         "gradient landing": close(LAYERS * 4 * MS),
         "fetch from cpu": close(FETCHES * 2 * MS),
     }
-    assert timeline.busy[Lane.COMPUTE] == close(LAYERS * 3 * MS)
-    assert timeline.busy[Lane.H2D] == close(FETCHES * 2 * MS)
+    assert timeline.busy[Track.COMPUTE] == close(LAYERS * 3 * MS)
+    assert timeline.busy[Track.H2D] == close(FETCHES * 2 * MS)
     assert timeline.moved == {"cpu->gpu": FETCHES * 2 * NUMEL, "gpu->cpu": LAYERS * 2 * NUMEL}
     assert timeline.source == "predicted" and timeline.tokens == 8 and timeline.flops == LAYERS * 3 * 10**9
     assert "Stack on round, serial" in str(timeline)
@@ -57,7 +57,7 @@ def test_serial_step_is_the_sum_of_its_parts_on_cpu_and_nvme() -> None:
     }
     assert timeline.stalls["fetch from nvme"] == close(FETCHES * 20 * MS)
     assert timeline.stalls["update"] == close(LAYERS * 390 * MS)
-    assert timeline.bound_by is Lane.NVME_WRITE
+    assert timeline.bound_by is Track.NVME_WRITE
 
 
 def test_what_goes_from_nvme_to_the_gpu_takes_both_ways() -> None:
@@ -69,9 +69,9 @@ def test_what_goes_from_nvme_to_the_gpu_takes_both_ways() -> None:
 def test_serial_transient_updates_follow_their_gradients() -> None:
     plan = stack_plan(LAYERS, weights=Tier.CPU, states=Tier.CPU, gradients="transient")
     timeline = simulate(plan, machine())
-    # 26 bytes per param of the figure adam_cpu, whether the gradient has a plane or not
+    # 26 bytes per param of the figure update_cpu, whether the gradient has a plane or not
     assert timeline.step_seconds == close((FETCHES * 2 + LAYERS * (1 + 2 + 4 + 10)) * MS)
-    updates = [span for span in timeline.spans if span.lane is Lane.ADAM]
+    updates = [span for span in timeline.spans if span.track is Track.UPDATE]
     backward = [span for span in timeline.spans if span.name.startswith("backward")]
     assert updates[0].chunk == LAYERS - 1
     assert backward[0].stop <= updates[0].start and updates[0].stop <= backward[1].start
@@ -80,9 +80,9 @@ def test_serial_transient_updates_follow_their_gradients() -> None:
 def test_measured_seconds_stand_for_their_own_device_only() -> None:
     trace = with_seconds(stack_trace(LAYERS), [7 * MS] * 2 * LAYERS)
     plan = stack_plan(LAYERS, weights=Tier.CPU, states=Tier.CPU, trace=trace)
-    assert simulate(plan, machine()).busy[Lane.COMPUTE] == close(LAYERS * 14 * MS)
+    assert simulate(plan, machine()).busy[Track.COMPUTE] == close(LAYERS * 14 * MS)
     elsewhere = replace(plan, trace=replace(plan.trace, target="cpu"))
-    assert simulate(elsewhere, machine()).busy[Lane.COMPUTE] == close(LAYERS * 3 * MS)
+    assert simulate(elsewhere, machine()).busy[Track.COMPUTE] == close(LAYERS * 3 * MS)
 
 
 def test_a_moment_takes_its_slowest_part() -> None:
@@ -92,7 +92,7 @@ def test_a_moment_takes_its_slowest_part() -> None:
         ({"forward_flops": 6 * 10**9, "backward_flops": 6 * 10**9}, {}, 6),
     ):
         plan = stack_plan(LAYERS, weights=Tier.CPU, states=Tier.CPU, trace=stack_trace(LAYERS, **fields))
-        assert simulate(plan, machine(**figures)).busy[Lane.COMPUTE] == close(2 * LAYERS * milliseconds * MS)
+        assert simulate(plan, machine(**figures)).busy[Track.COMPUTE] == close(2 * LAYERS * milliseconds * MS)
 
 
 def test_landing_takes_what_it_was_measured_to_take() -> None:
@@ -158,9 +158,9 @@ def test_overlapped_step_is_the_busiest_of_computing_and_the_link() -> None:
     """Forward 1 ms and backward 2 ms a layer hide fetches of 0.5 ms; those of 8 ms are all that is left to wait for."""
     layer = 2 * NUMEL
     plan = stack_plan(24, weights=Tier.CPU, states=Tier.CPU, windows=4)
-    fast = machine(h2d=layer / 0.5e-3, d2h=layer / 0.1e-3, adam_cpu=1e-15)
+    fast = machine(h2d=layer / 0.5e-3, d2h=layer / 0.1e-3, update_cpu=1e-15)
     assert simulate(plan, fast, schedule="overlapped").step_seconds == pytest.approx(24 * 3 * MS, rel=0.1)
-    slow = machine(h2d=layer / 8e-3, d2h=layer / 0.1e-3, adam_cpu=1e-15)
+    slow = machine(h2d=layer / 8e-3, d2h=layer / 0.1e-3, update_cpu=1e-15)
     timeline = simulate(plan, slow, schedule="overlapped")
     link = timeline.moved["cpu->gpu"] / layer * 8 * MS
     assert link <= timeline.step_seconds <= 1.1 * link
@@ -171,7 +171,7 @@ def test_overlapped_step_is_the_busiest_of_computing_and_the_link() -> None:
 def test_the_bounds_of_the_overlapped_optimizer(adam_ms: float) -> None:
     """W behind the next forward after clipping: T_b + max(T_f, W); inside backward too without: max(T_f + T_b, W)."""
     layers = 40
-    figures = {"h2d": 1e18, "d2h": 1e18, "adam_cpu": adam_ms * MS / NUMEL}
+    figures = {"h2d": 1e18, "d2h": 1e18, "update_cpu": adam_ms * MS / NUMEL}
     forward, backward, work = layers * 1 * MS, layers * 2 * MS, layers * adam_ms * MS
     plan = stack_plan(layers, weights=Tier.CPU, states=Tier.CPU, windows=4)
     clipped = simulate(plan, machine(**figures), schedule="overlapped")
@@ -191,7 +191,7 @@ def test_backward_waits_where_gradients_do_not_leave_fast_enough() -> None:
     """Landing takes 4 ms a layer, computing 2 ms: all but the last two landings are waited for in backward."""
     layers = 20
     plan = stack_plan(layers, weights=Tier.GPU, states=Tier.CPU, gradients="retain")
-    timeline = simulate(plan, machine(adam_cpu=1e-15, h2d=1e18), schedule="overlapped", clipping=False)
+    timeline = simulate(plan, machine(update_cpu=1e-15, h2d=1e18), schedule="overlapped", clipping=False)
     backward = [span for span in timeline.spans if span.name.startswith("backward")]
     assert backward[-1].stop - backward[0].start == pytest.approx((layers - 2) * 4 * MS + 2 * 2 * MS, rel=0.05)
     assert timeline.stalls["gradient landing"] > (layers - 3) * 2 * MS
@@ -215,7 +215,7 @@ def test_forward_waits_where_activations_do_not_leave_fast_enough() -> None:
 
 def test_updates_wait_for_the_last_micro_batch_without_clipping_too() -> None:
     plan = stack_plan(LAYERS, weights=Tier.CPU, states=Tier.CPU, gradients="accumulate", accumulate=3)
-    timeline = simulate(plan, machine(adam_cpu=0.1e-3 / NUMEL), schedule="overlapped", clipping=False)
+    timeline = simulate(plan, machine(update_cpu=0.1e-3 / NUMEL), schedule="overlapped", clipping=False)
     updates = [span for span in timeline.spans if span.name.startswith("update chunk")]
     backward = [span for span in timeline.spans if span.name.startswith("backward")]
     assert len(updates) == LAYERS
@@ -226,7 +226,7 @@ def test_updates_wait_for_the_last_micro_batch_without_clipping_too() -> None:
 def test_a_barrier_hides_updates_behind_backward_only(adam_ms: float) -> None:
     """T_f + max(T_b, W) and the update of the last chunk."""
     layers = 40
-    hardware = machine(h2d=1e18, d2h=1e18, adam_cpu=adam_ms * MS / NUMEL)
+    hardware = machine(h2d=1e18, d2h=1e18, update_cpu=adam_ms * MS / NUMEL)
     plan = stack_plan(layers, weights=Tier.CPU, states=Tier.CPU, windows=4, gradients="transient")
     costs = Costs(hardware, Efficiency(), compute=Tier.GPU, precision="bf16", local_ranks=1)
     graph = overlapped(Work(plan, costs, measured=False), clipping=False, barrier=True)
@@ -270,7 +270,7 @@ def test_adam_and_copies_share_host_memory() -> None:
     plan = stack_plan(40, weights=Tier.CPU, states=Tier.CPU, windows=4, gradients="transient")
     crossing = sum(plan.traffic.values())
     for share in (1.0, 0.5):  # of Adam's own speed that host memory gives
-        hardware = machine(dram_bandwidth=share * 26 * NUMEL / 10e-3, adam_cpu=10e-3 / NUMEL / share)
+        hardware = machine(dram_bandwidth=share * 26 * NUMEL / 10e-3, update_cpu=10e-3 / NUMEL / share)
         step = simulate(plan, hardware, schedule="overlapped").step_seconds
         assert step == pytest.approx((40 * 26 * NUMEL + crossing) / hardware.figures["dram_bandwidth"].value, rel=0.03)
 
@@ -292,18 +292,18 @@ def test_only_specified_figures_are_discounted() -> None:
     specified = machine("a data sheet")
     efficiency = Efficiency(matrix=0.5, link=0.25)
     found = simulate(plan, specified, efficiency=efficiency)
-    assert found.busy[Lane.COMPUTE] == close(LAYERS * 3 * MS / 0.5)
-    assert found.busy[Lane.H2D] == close(FETCHES * 2 * MS / 0.25)
+    assert found.busy[Track.COMPUTE] == close(LAYERS * 3 * MS / 0.5)
+    assert found.busy[Track.H2D] == close(FETCHES * 2 * MS / 0.25)
     assert simulate(plan, machine(), efficiency=efficiency).busy == simulate(plan, machine()).busy
     mixed = specified.with_figures("measured yesterday", h2d=machine().figures["h2d"].value)
-    assert simulate(plan, mixed, efficiency=efficiency).busy[Lane.H2D] == close(FETCHES * 2 * MS)
+    assert simulate(plan, mixed, efficiency=efficiency).busy[Track.H2D] == close(FETCHES * 2 * MS)
 
 
 def test_a_specified_adam_is_no_faster_than_memory_and_a_measured_one_is_what_it_is() -> None:
     plan = stack_plan(LAYERS, weights=Tier.CPU, states=Tier.CPU)
     slow_memory = 26 * NUMEL / (2 * 10e-3)
     for source, milliseconds in (("measured", 10), ("a data sheet", 20)):
-        hardware = machine().with_figures(source, adam_cpu=10e-3 / NUMEL)
+        hardware = machine().with_figures(source, update_cpu=10e-3 / NUMEL)
         hardware = hardware.with_figures("measured", dram_bandwidth=slow_memory)
         assert simulate(plan, hardware).stalls["update"] == close(LAYERS * milliseconds * MS)
 
@@ -313,14 +313,14 @@ def test_measured_computing_on_the_host_shares_its_memory() -> None:
     trace = stack_trace(LAYERS, touched_bytes=10**9)
     trace = with_seconds(trace, [1.0] * 2 * LAYERS)
     plan = stack_plan(LAYERS, weights=Tier.NVME, states=Tier.CPU, compute=Tier.CPU, trace=trace, gradients="transient")
-    timeline = simulate(plan, machine(dram_bandwidth=10**9, nvme_read=2e8, adam_cpu=1e-15), schedule="overlapped")
+    timeline = simulate(plan, machine(dram_bandwidth=10**9, nvme_read=2e8, update_cpu=1e-15), schedule="overlapped")
     # Speeds of 1 / 1.2 while a chunk is fetched: every fetch that is hidden costs a fifth of its own time or more.
     assert timeline.stalls[SHARING] > 0.1 * FETCHES * 2 * NUMEL / 2e8
 
 
 def test_a_missing_figure_is_named_with_what_needs_it() -> None:
     plan = stack_plan(LAYERS, weights=Tier.NVME, states=Tier.CPU)
-    for figure in ("gpu_flops_bf16", "h2d", "d2h", "nvme_read", "dram_bandwidth", "adam_cpu"):
+    for figure in ("gpu_flops_bf16", "h2d", "d2h", "nvme_read", "dram_bandwidth", "update_cpu"):
         hardware = machine()
         hardware = gemini.Hardware(hardware.name, {k: f for k, f in hardware.figures.items() if k != figure})
         with pytest.raises(MissingFigure, match=f"has no figure '{figure}' .* needs"):
@@ -360,5 +360,7 @@ def test_a_prediction_is_a_value() -> None:
     for schedule in ("serial", "overlapped"):
         timeline = gemini.simulate(plan, machine(), schedule=schedule)
         assert Timeline.from_json(timeline.to_json()) == timeline
+        older = timeline.to_json().replace('["update",', '["adam",')
+        assert '["adam",' in older and Timeline.from_json(older) == timeline, "as it was called before"
         assert timeline.to_json() == gemini.simulate(plan, machine(), schedule=schedule).to_json()
         assert timeline.moments[0] == "forward layers.0" and len(timeline.moments) == 2 * LAYERS

@@ -16,7 +16,7 @@ from gemini.planning import simulate as simulating
 from gemini.planning.hardware import Hardware
 from gemini.planning.outcome import SHARING
 from gemini.planning.plan import Plan
-from gemini.planning.timeline import Lane, Timeline
+from gemini.planning.timeline import Timeline, Track
 from gemini.planning.trace import with_seconds
 from gemini.tiers import Tier
 
@@ -30,7 +30,7 @@ FORWARD, BACKWARD = LAYERS * 10 * MS, LAYERS * 20 * MS
 def host(adam_ms: float, **figures: float) -> Hardware:
     """Two cores, one for torch; an update takes half as long with both."""
     one = adam_ms * MS / NUMEL
-    return machine(**{"cpu_threads": 2, "torch_threads": 1, "adam_cpu": one / 2, "adam_cpu_one": one, **figures})
+    return machine(**{"cpu_threads": 2, "torch_threads": 1, "update_cpu": one / 2, "update_cpu_one": one, **figures})
 
 
 def stack(layers: int = LAYERS, *, clipped: bool = False, states: Tier = Tier.CPU, **fields: Any) -> Plan:
@@ -72,7 +72,7 @@ def test_what_is_needed_first_goes_first() -> None:
         assert fifo.step_seconds > least * deadline.step_seconds
         order = [span.chunk for span in fifo.spans if span.name.startswith("update")]
         assert all(after in (before, (before - 1) % LAYERS) for before, after in itertools.pairwise(order))
-        assert fifo.busy[Lane.ADAM] == pytest.approx(deadline.busy[Lane.ADAM])
+        assert fifo.busy[Track.UPDATE] == pytest.approx(deadline.busy[Track.UPDATE])
     assert fifo.step_seconds == pytest.approx(FORWARD + BACKWARD + LAYERS * 30 * MS, rel=0.01), "nothing overlaps"
     with pytest.raises(ValueError, match="order='lifo': choose one of 'next use', 'fifo'"):
         overlapped(plan, host(30.0), order="lifo")
@@ -91,19 +91,19 @@ def test_threads_are_parts_of_the_cores() -> None:
         step = overlapped(stack(), host(30.0, **figures), **options).step_seconds
         assert step == pytest.approx(times * side_by_side, rel=0.03), (options, figures)
     without = host(30.0).with_figures("a data sheet")
-    whole = Hardware("old", {k: f for k, f in without.figures.items() if k not in ("torch_threads", "adam_cpu_one")})
+    whole = Hardware("old", {k: f for k, f in without.figures.items() if k not in ("torch_threads", "update_cpu_one")})
     step = overlapped(stack(), whole).step_seconds
     assert step == pytest.approx(FORWARD + BACKWARD + LAYERS * 15 * MS, rel=0.03), "either takes all of the host"
 
 
 def test_more_threads_than_memory_feeds_are_no_faster() -> None:
     """The figure of all cores is the least that an update takes."""
-    hardware = host(30.0, cpu_threads=8, adam_cpu=10 * MS / NUMEL)
+    hardware = host(30.0, cpu_threads=8, update_cpu=10 * MS / NUMEL)
     for threads, adam_ms in ((1, 30), (2, 15), (6, 10)):
         timeline = overlapped(stack(), hardware, update_threads=threads)
-        assert timeline.busy[Lane.ADAM] == pytest.approx(LAYERS * adam_ms * MS, rel=0.02)
+        assert timeline.busy[Track.UPDATE] == pytest.approx(LAYERS * adam_ms * MS, rel=0.02)
     timeline = overlapped(stack(), hardware)
-    assert timeline.busy[Lane.ADAM] == pytest.approx(LAYERS * 10 * MS, rel=0.02), "what torch leaves: seven"
+    assert timeline.busy[Track.UPDATE] == pytest.approx(LAYERS * 10 * MS, rel=0.02), "what torch leaves: seven"
 
 
 def test_the_update_of_a_single_chunk_is_a_pipeline_too() -> None:

@@ -19,12 +19,11 @@ from gemini.planning.placement import can_stream
 from gemini.planning.plan import Plan
 from gemini.planning.planner import plan as make_plan
 from gemini.planning.planner import pose_problem
-from gemini.planning.policy import LeastRecentlyUsed
 from gemini.planning.schedules import serial
-from gemini.planning.simulate import plan_by_policy
-from gemini.planning.timeline import Lane
+from gemini.planning.timeline import Track
 from gemini.planning.traffic import by_name
 from gemini.planning.work import Work
+from gemini.testing.policies import LeastRecentlyUsed, plan_by_policy
 from gemini.tiers import Tier
 
 simulate = partial(simulating.simulate, schedule="serial")
@@ -102,9 +101,9 @@ def test_every_simulation_adds_up(plan: Plan, figures: dict[str, float]) -> None
         else:
             assert sum(timeline.moved.values()) - sum(plan.traffic.values()) in (activations, 2 * activations)
         alone = timeline.step_seconds - sum(timeline.stalls.values())
-        assert alone == pytest.approx(sum(s.stop - s.start for s in told.spans if s.lane is Lane.COMPUTE), rel=1e-6)
-        for lane, seconds in timeline.busy.items():
-            assert seconds <= timeline.step_seconds * (1 + 1e-9), lane
+        assert alone == pytest.approx(sum(s.stop - s.start for s in told.spans if s.track is Track.COMPUTE), rel=1e-6)
+        for track, seconds in timeline.busy.items():
+            assert seconds <= timeline.step_seconds * (1 + 1e-9), track
         for span in timeline.spans:
             assert 0 <= span.start < span.stop <= timeline.step_seconds * (1 + 1e-9)
         static = told.samples[0].held
@@ -115,11 +114,11 @@ def test_every_simulation_adds_up(plan: Plan, figures: dict[str, float]) -> None
                     assert sample.held[tier][holder] == holders[holder]
     assert hidden.step_seconds <= told.step_seconds * (1 + 1e-6)
     if not figures:
-        lanes: dict[str, float] = {}
+        tracks: dict[str, float] = {}
         for hop in _hops(plan):
-            lanes[hop.queue] = lanes.get(hop.queue, 0.0) + hop.cost.seconds
-        assert told.step_seconds == pytest.approx(sum(lanes.values()), rel=1e-6)
-        assert hidden.step_seconds >= max(lanes.values()) * (1 - 1e-6)
+            tracks[hop.queue] = tracks.get(hop.queue, 0.0) + hop.cost.seconds
+        assert told.step_seconds == pytest.approx(sum(tracks.values()), rel=1e-6)
+        assert hidden.step_seconds >= max(tracks.values()) * (1 - 1e-6)
 
 
 @settings(max_examples=25, deadline=None)
@@ -128,7 +127,7 @@ def test_more_bandwidth_is_never_slower(plan: Plan, figure: str) -> None:
     hardware = machine(dram_bandwidth=2e10)
     faster = hardware.with_figures("measured", **{figure: 3 * hardware.figures[figure].value})
     assert simulate(plan, faster).step_seconds <= simulate(plan, hardware).step_seconds * (1 + 1e-9)
-    slower_adam = hardware.with_figures("measured", adam_cpu=2 * hardware.figures["adam_cpu"].value)
+    slower_adam = hardware.with_figures("measured", update_cpu=2 * hardware.figures["update_cpu"].value)
     assert simulate(plan, slower_adam).step_seconds >= simulate(plan, hardware).step_seconds * (1 - 1e-9)
 
 

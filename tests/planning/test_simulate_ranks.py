@@ -8,8 +8,8 @@ from traces import decoder_trace
 
 from gemini.errors import PlanMismatch
 from gemini.planning.planner import plan as make_plan
-from gemini.planning.policy import FirstInFirstOut, LeastRecentlyUsed
-from gemini.planning.timeline import Lane
+from gemini.planning.timeline import Track
+from gemini.testing.policies import FirstInFirstOut, LeastRecentlyUsed
 from gemini.tiers import Tier
 
 # ---- ranks ------------------------------------------------------------------------------------------------------
@@ -46,7 +46,7 @@ def test_gradients_of_a_chunk_are_divided_once_all_of_them_are_there() -> None:
     assert any(len(chunk.slots) > 1 for chunk in plan.layout.chunks)
     for schedule in ("serial", "overlapped"):
         timeline = simulate(plan, machine(), schedule=schedule)
-        reduced = [span.chunk for span in timeline.spans if span.lane is Lane.REDUCE]
+        reduced = [span.chunk for span in timeline.spans if span.track is Track.REDUCE]
         assert sorted(reduced) == list(range(len(plan.layout.chunks)))
 
 
@@ -65,7 +65,7 @@ def test_a_plan_for_ranks_is_played_as_it_is() -> None:
 def test_what_stood_on_the_gpu_is_gathered_from_all_ranks_at_each_use() -> None:
     plan = stack_plan(LAYERS, weights=Tier.GPU, states=Tier.GPU)
     timeline = simulate(plan, machine(), gpus=2)
-    gathers = [span for span in timeline.spans if span.lane is Lane.GATHER and span.name.startswith("all-gather")]
+    gathers = [span for span in timeline.spans if span.track is Track.GATHER and span.name.startswith("all-gather")]
     assert len(gathers) == 2 * LAYERS - 1  # the last layer turns around
     assert timeline.stalls["all-gather"] == close((2 * LAYERS - 1) * 4 * MS)
     assert not timeline.moved

@@ -7,24 +7,24 @@ from itertools import product
 import pytest
 
 from gemini.errors import GeminiError, IllegalTransition
-from gemini.memory.chunks.states import USE_TABLE, Event, Use, step
+from gemini.memory.chunks.states import USE_TABLE, Use, UseChange, step
 
 # Written out a second time on purpose: a change of the tables has to be meant.
 LEGAL_USE = {
-    (Use.FREE, Event.FETCH): Use.FETCHING,
-    (Use.FETCHING, Event.ARRIVE): Use.HOLD,
-    (Use.FETCHING, Event.FAIL): Use.FREE,
-    (Use.HOLD, Event.ACQUIRE): Use.COMPUTE,
-    (Use.HOLD, Event.GRADS): Use.GRAD_READY,
-    (Use.HOLD, Event.EVICT): Use.FREE,
-    (Use.COMPUTE, Event.RELEASE): Use.HOLD,
-    (Use.GRAD_READY, Event.ACQUIRE): Use.COMPUTE,
-    (Use.GRAD_READY, Event.EVICT): Use.FREE,
+    (Use.FREE, UseChange.FETCH): Use.FETCHING,
+    (Use.FETCHING, UseChange.ARRIVE): Use.HOLD,
+    (Use.FETCHING, UseChange.FAIL): Use.FREE,
+    (Use.HOLD, UseChange.ACQUIRE): Use.COMPUTE,
+    (Use.HOLD, UseChange.GRADS): Use.GRAD_READY,
+    (Use.HOLD, UseChange.EVICT): Use.FREE,
+    (Use.COMPUTE, UseChange.RELEASE): Use.HOLD,
+    (Use.GRAD_READY, UseChange.ACQUIRE): Use.COMPUTE,
+    (Use.GRAD_READY, UseChange.EVICT): Use.FREE,
 }
 
 
-@pytest.mark.parametrize(("state", "event"), list(product(Use, Event)))
-def test_use(state: Use, event: Event) -> None:
+@pytest.mark.parametrize(("state", "event"), list(product(Use, UseChange)))
+def test_use(state: Use, event: UseChange) -> None:
     if (state, event) in LEGAL_USE:
         assert step(state, event, "chunk 3") is LEGAL_USE[state, event]
         return
@@ -37,8 +37,8 @@ def test_use(state: Use, event: Event) -> None:
 
 
 def test_memory_in_use_is_never_taken() -> None:
-    assert (Use.COMPUTE, Event.EVICT) not in USE_TABLE
-    assert all(state not in (Use.COMPUTE, Use.FETCHING) for state, event in USE_TABLE if event is Event.EVICT)
+    assert (Use.COMPUTE, UseChange.EVICT) not in USE_TABLE
+    assert all(state not in (Use.COMPUTE, Use.FETCHING) for state, event in USE_TABLE if event is UseChange.EVICT)
 
 
 def test_every_state_can_be_reached_and_left() -> None:

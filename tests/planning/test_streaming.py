@@ -20,7 +20,7 @@ from gemini.planning.planes import ADAM, GRAD, WEIGHTS, PlaneKind
 from gemini.planning.planner import plan, pose_problem
 from gemini.planning.simulate import simulate
 from gemini.planning.speeds import Speeds
-from gemini.planning.timeline import Lane
+from gemini.planning.timeline import Track
 from gemini.planning.traffic import Boundary, by_name, gradient_traffic, update_tier, update_traffic
 from gemini.planning.working import (
     DEVICE_SLOTS,
@@ -168,7 +168,7 @@ SMALL = decoder_trace(hidden=64, layers=12, tokens=64)
 
 def box(**figures: float) -> Hardware:
     values = {
-        "h2d": 50e9, "d2h": 50e9, "gpu_bandwidth": 1e12, "adam_cpu": 0.5e-9, "adam_gpu": 0.01e-9,
+        "h2d": 50e9, "d2h": 50e9, "gpu_bandwidth": 1e12, "update_cpu": 0.5e-9, "update_gpu": 0.01e-9,
         "gpu_flops_bf16": 1e16, "cpu_bytes": 2**40, "gpu_bytes": 2**40, **figures,
     }  # fmt: skip
     return Hardware("box", {key: Figure(value, "made up for a test") for key, value in values.items() if value})
@@ -186,7 +186,7 @@ ROOM = pose_problem(SMALL, {GPU: MUCH, CPU: MUCH}, precision="bf16").device_stag
 @pytest.mark.parametrize("schedule", ["serial", "overlapped"])
 def test_a_fast_link_beside_a_slow_host_streams_all_and_a_slow_link_nothing(schedule: str) -> None:
     trained = set(range(len(SMALL.layout().chunks)))
-    fast = plan(SMALL, box(h2d=1e14, d2h=1e14, adam_cpu=5e-9), tight(more=ROOM), schedule=schedule)
+    fast = plan(SMALL, box(h2d=1e14, d2h=1e14, update_cpu=5e-9), tight(more=ROOM), schedule=schedule)
     slow = plan(SMALL, box(h2d=1e8, d2h=1e8), tight(more=ROOM), schedule=schedule)
     assert fast.placement.streamed == trained and not slow.placement.streamed
     assert all(fast.update_tier(i) is GPU for i in trained) and all(slow.update_tier(i) is CPU for i in trained)
@@ -198,8 +198,8 @@ def test_a_fast_link_beside_a_slow_host_streams_all_and_a_slow_link_nothing(sche
 
 
 def test_in_between_the_host_and_the_gpu_share_the_updates() -> None:
-    """Of the busiest lane: neither the host alone nor the link alone is as quick as both."""
-    made = plan(SMALL, box(h2d=40e9, d2h=40e9, adam_cpu=0.5e-9), tight(more=ROOM))
+    """Of the busiest track: neither the host alone nor the link alone is as quick as both."""
+    made = plan(SMALL, box(h2d=40e9, d2h=40e9, update_cpu=0.5e-9), tight(more=ROOM))
     streamed = len(made.placement.streamed)
     assert 0 < streamed < len(made.layout.chunks)
     assert not plan(SMALL, box(h2d=40e9, d2h=40e9), tight(more=ROOM), schedule="serial").placement.streamed
@@ -208,20 +208,20 @@ def test_in_between_the_host_and_the_gpu_share_the_updates() -> None:
 
 
 def test_nothing_is_streamed_without_the_figure_or_the_room() -> None:
-    fast = {"h2d": 1e14, "d2h": 1e14, "adam_cpu": 5e-9}
+    fast = {"h2d": 1e14, "d2h": 1e14, "update_cpu": 5e-9}
     assert plan(SMALL, box(**fast), tight(more=ROOM)).placement.streamed
-    assert not plan(SMALL, box(**fast, adam_gpu=0), tight(more=ROOM)).placement.streamed, "nobody measured it"
+    assert not plan(SMALL, box(**fast, update_gpu=0), tight(more=ROOM)).placement.streamed, "nobody measured it"
     assert not plan(SMALL, box(**fast), tight(more=ROOM - 1)).placement.streamed, "and the model still fits"
     assert not plan(SMALL, None, tight(more=ROOM)).placement.streamed, "typical speeds decide no such thing"
-    assert not Speeds.typical().measured_adam_gpu
-    assert Speeds.of(box(adam_gpu=3e-11), {GPU: 1, CPU: 1}).adam_gpu == 3e-11
-    assert Speeds.of(box(adam_gpu=0), {GPU: 1, CPU: 1}).adam_gpu == pytest.approx(26e-12 / 0.9)
+    assert not Speeds.typical().measured_update_gpu
+    assert Speeds.of(box(update_gpu=3e-11), {GPU: 1, CPU: 1}).update_gpu == 3e-11
+    assert Speeds.of(box(update_gpu=0), {GPU: 1, CPU: 1}).update_gpu == pytest.approx(26e-12 / 0.9)
 
 
 def test_gradients_stay_on_the_gpu_for_a_streamed_update_where_there_is_room() -> None:
     """They need not land on the host to come back."""
     weights_and_grads = 4 * SMALL.layout().numel
-    made = plan(SMALL, box(h2d=1e12, d2h=1e12, adam_cpu=5e-9), tight(more=ROOM + weights_and_grads))
+    made = plan(SMALL, box(h2d=1e12, d2h=1e12, update_cpu=5e-9), tight(more=ROOM + weights_and_grads))
     moment = "exp_avg"
     both = [i for i, homes in enumerate(made.placement.homes) if homes[GRAD] is GPU and homes[moment] is CPU]
     assert both and made.placement.streamed.issuperset(both)
@@ -254,7 +254,7 @@ def test_the_report_says_how_much_is_streamed_and_what_that_holds() -> None:
     assert told.held["gpu"]["staging"] == made.problem.device_staging
     assert sum(told.held["gpu"].values()) == made.bytes_per_tier[GPU]
     params = sum(made.layout.chunks[i].payload for i in made.placement.streamed)
-    assert told.streamed == params == told.adam["gpu"] and told.adam["cpu"] == SMALL.num_params - params
+    assert told.streamed == params == told.update["gpu"] and told.update["cpu"] == SMALL.num_params - params
     (line,) = [line for line in screen(told) if line.startswith("  of it streamed")]
     assert f"{params / SMALL.num_params:.0%}" in line
     without = report_of(question, plan(SMALL, None, tight(more=ROOM), placement=StaticPlacement()))
@@ -291,9 +291,9 @@ def test_serial_streams_in_turn() -> None:
 
 
 def test_the_gpu_takes_the_time_of_its_own_figure() -> None:
-    figure = {"adam_gpu": 5 * MS / NUMEL}
+    figure = {"update_gpu": 5 * MS / NUMEL}
     without, told = (simulate(streamed_stack(), machine(**f), schedule="serial") for f in ({}, figure))
-    assert told.busy[Lane.ADAM] == close(LAYERS * 5 * MS + without.busy[Lane.ADAM])
+    assert told.busy[Track.UPDATE] == close(LAYERS * 5 * MS + without.busy[Track.UPDATE])
     assert told.step_seconds == close(without.step_seconds + LAYERS * 5 * MS)
 
 
@@ -303,7 +303,7 @@ def test_overlapped_streams_in_a_pipeline(clipping: bool) -> None:
     made = streamed_stack()
     told = simulate(made, machine(), schedule="overlapped", clipping=clipping)
     up, down = (FETCHES * 2 + LAYERS * 14) * MS, LAYERS * (4 + 24) * MS
-    assert told.busy[Lane.H2D] == close(up) and told.busy[Lane.D2H] == close(down)
+    assert told.busy[Track.H2D] == close(up) and told.busy[Track.D2H] == close(down)
     in_turn = simulate(made, machine(), schedule="serial").step_seconds
     assert max(up, down) * (1 - 1e-6) <= told.step_seconds < 0.85 * in_turn
     assert told.moved == by_name(made.traffic)
@@ -312,8 +312,8 @@ def test_overlapped_streams_in_a_pipeline(clipping: bool) -> None:
 def test_what_is_streamed_takes_host_memory_s_bandwidth() -> None:
     made, slow = streamed_stack(), {"dram_bandwidth": 2 * NUMEL / 8e-3}  # 8 ms for 2 bytes per param
     told = simulate(made, machine(**slow), schedule="serial")
-    assert told.busy[Lane.H2D] == close((FETCHES + LAYERS * 7) * 8 * MS)
-    assert told.busy[Lane.D2H] == close((LAYERS + LAYERS * 6) * 8 * MS)
+    assert told.busy[Track.H2D] == close((FETCHES + LAYERS * 7) * 8 * MS)
+    assert told.busy[Track.D2H] == close((LAYERS + LAYERS * 6) * 8 * MS)
     whole = sum(made.traffic.values()) / (2 * NUMEL) * 8 * MS
     assert simulate(made, machine(**slow), schedule="overlapped").step_seconds >= whole * (1 - 1e-6)
 

@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import gemini
+import gemini.testing  # noqa: F401 - "standin" is a device then
 from gemini.memory.devices.device import make_device
 from gemini.planning.layout import ParamSpec, make_layout
 from gemini.planning.placement import Placement, Problem, bytes_per_tier

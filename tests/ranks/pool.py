@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 
 from benchmarks._progress import NoProgress, Progress
 
-PRELOADED = ["torch.distributed"] + [
+PRELOADED = ["torch.distributed", "gemini.testing"] + [
     f"transformers.models.{name}.modeling_{name}" for name in ("llama", "gpt2", "mixtral", "t5")
 ]
 """Imported once, in the process that ranks are forked from; it has no threads."""

@@ -7,34 +7,37 @@ import random
 
 import pytest
 
-from gemini.ranks.agreement import Point, Wish, choose
+from gemini.ranks.agreement import Point, Request, choose
 
-GATHER, READ, REDUCE, END, SETTLE, SAVE = (
-    Point.GATHER, Point.READ, Point.REDUCE, Point.END_BACKWARD, Point.SETTLE, Point.SAVE_CHECKPOINT,
+GATHER, READ, REDUCE, END, SYNC_GRADS, SAVE = (
+    Point.GATHER, Point.READ, Point.REDUCE, Point.END_BACKWARD, Point.SYNC_GRADS, Point.SAVE_CHECKPOINT,
 )  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("wishes", "chosen"),
+    ("requests", "chosen"),
     [
-        ([Wish(GATHER, 3), Wish(GATHER, 3)], (GATHER, 3)),
-        ([Wish(GATHER, 5), Wish(GATHER, 3)], (GATHER, 3)),  # the first in the layout
-        ([Wish(REDUCE, 9), Wish(GATHER, 3)], (GATHER, 3)),  # what someone needs to go on comes first
-        ([Wish(SETTLE), Wish(GATHER, 3)], (GATHER, 3)),
-        ([Wish(SAVE), Wish(READ, 7)], (READ, 7)),
-        ([Wish(READ, 0), Wish(GATHER, 9)], (GATHER, 9)),
-        ([Wish(REDUCE, 7), Wish(REDUCE, 6)], (REDUCE, 7)),  # backward goes from the end
-        ([Wish(END), Wish(REDUCE, 6)], (REDUCE, 6)),
-        ([Wish(END), Wish(END)], (END, 0)),
-        ([Wish(SETTLE), Wish(SETTLE, 0, 5)], (SETTLE, 0)),  # details may differ: they are what is exchanged
-        ([Wish(SETTLE), Wish(END)], None),
-        ([Wish(SETTLE), Wish(REDUCE, 2)], None),
-        ([Wish(SETTLE), Wish(SAVE)], None),
-        ([Wish(SAVE), Wish(SAVE), Wish(SETTLE)], None),
+        ([Request(GATHER, 3), Request(GATHER, 3)], (GATHER, 3)),
+        ([Request(GATHER, 5), Request(GATHER, 3)], (GATHER, 3)),  # the first in the layout
+        ([Request(REDUCE, 9), Request(GATHER, 3)], (GATHER, 3)),  # what someone needs to go on comes first
+        ([Request(SYNC_GRADS), Request(GATHER, 3)], (GATHER, 3)),
+        ([Request(SAVE), Request(READ, 7)], (READ, 7)),
+        ([Request(READ, 0), Request(GATHER, 9)], (GATHER, 9)),
+        ([Request(REDUCE, 7), Request(REDUCE, 6)], (REDUCE, 7)),  # backward goes from the end
+        ([Request(END), Request(REDUCE, 6)], (REDUCE, 6)),
+        ([Request(END), Request(END)], (END, 0)),
+        (
+            [Request(SYNC_GRADS), Request(SYNC_GRADS, 0, 5)],
+            (SYNC_GRADS, 0),
+        ),  # details may differ: they are what is exchanged
+        ([Request(SYNC_GRADS), Request(END)], None),
+        ([Request(SYNC_GRADS), Request(REDUCE, 2)], None),
+        ([Request(SYNC_GRADS), Request(SAVE)], None),
+        ([Request(SAVE), Request(SAVE), Request(SYNC_GRADS)], None),
     ],
 )
-def test_choice(wishes: list[Wish], chosen: tuple[Point, int] | None) -> None:
-    for order in itertools.permutations(wishes):
+def test_choice(requests: list[Request], chosen: tuple[Point, int] | None) -> None:
+    for order in itertools.permutations(requests):
         assert choose(order) == chosen, "who wants it does not matter"
 
 
@@ -46,22 +49,22 @@ def test_programs_that_make_the_same_backwards_always_end(seed: int) -> None:
     rng = random.Random(seed)
     num_ranks = rng.choice((2, 3, 4))
     backwards = rng.randint(1, 3)
-    programs: list[list[Wish]] = []
+    programs: list[list[Request]] = []
     for _ in range(num_ranks):
-        program: list[Wish] = []
+        program: list[Request] = []
         for _ in range(backwards):
             chunks = [c for c in range(6) if rng.random() < 0.7]
-            program += [Wish(rng.choice((GATHER, READ)), c) for c in rng.sample(range(6), rng.randint(0, 6))]
+            program += [Request(rng.choice((GATHER, READ)), c) for c in rng.sample(range(6), rng.randint(0, 6))]
             order = sorted(chunks, reverse=True) if rng.random() < 0.7 else rng.sample(chunks, len(chunks))
-            program += [Wish(REDUCE, c) for c in order] + [Wish(END)]
-        programs.append([*program, Wish(SETTLE)])
+            program += [Request(REDUCE, c) for c in order] + [Request(END)]
+        programs.append([*program, Request(SYNC_GRADS)])
     at = [0] * num_ranks
     rounds, reduced, ends = 0, 0, 0
     while any(at[r] < len(programs[r]) for r in range(num_ranks)):
-        wishes = [programs[r][at[r]] for r in range(num_ranks)]
-        chosen = choose(wishes)
-        assert chosen is not None, (seed, wishes)
-        moved = [r for r in range(num_ranks) if wishes[r].subject == chosen]
+        requests = [programs[r][at[r]] for r in range(num_ranks)]
+        chosen = choose(requests)
+        assert chosen is not None, (seed, requests)
+        moved = [r for r in range(num_ranks) if requests[r].subject == chosen]
         assert moved, "somebody goes on in every round"
         ends += chosen[0] is END
         assert chosen[0] is not END or len(moved) == num_ranks

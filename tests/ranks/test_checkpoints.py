@@ -1,6 +1,6 @@
 """Checkpoints across ranks: saved by N, loaded by M, on other tiers, with every bit; written behind the training too.
 
-The bits are compared by checksums of every master and moment of every param, read whole from all ranks. A rank that
+The bits are compared by checksums of every master and state of every param, read whole from all ranks. A rank that
 cannot write or read, and a damaged file, stop all ranks with the same news, and nothing hangs.
 """
 

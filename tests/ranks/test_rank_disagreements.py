@@ -51,7 +51,7 @@ def groups_of(model: Any, *, leave_out: str = "", last: tuple[str, ...] = ("4.bi
 
 
 def bits(model: Any) -> int:
-    """Of what this rank keeps of the masters and moments."""
+    """Of what this rank keeps of the masters and states."""
     found = 0
     assert any(handle.part.numel for handle in model._gemini_engine.params.handles), "each rank has a part"
     for handle in model._gemini_engine.params.handles:

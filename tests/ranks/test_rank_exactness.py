@@ -3,7 +3,7 @@
 In fp32 the gradients of a step over several ranks equal those of the same global batch in plain torch to rtol 1e-5, and
 so do the weights after ten steps (Adam's eps at 1e-4: at 1e-8 the order of a sum alone changes weights whose gradient
 is zero in theory). At a fixed number of ranks every bit is the same wherever the shards live, with budgets that just
-hold them: weights, masters, moments, step counts, losses and norms.
+hold them: weights, masters, states, step counts, losses and norms.
 """
 
 from __future__ import annotations

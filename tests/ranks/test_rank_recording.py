@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 import gemini
-from gemini.planning.timeline import Lane, Timeline
+from gemini.planning.timeline import Timeline, Track
 from tests.ranks.cases import Job, batches, config_of, make_model
 from tests.ranks.pool import Pool
 
@@ -35,18 +35,18 @@ def test_every_rank_has_its_own_view(where: str, pool_of: Callable[[int], Pool],
     job = Job(precision="bf16", where=where, num_steps=2, path=str(tmp_path))
     for timeline, moved, waited in pool_of(2).run(record, job):
         assert timeline.moved == moved and "1 of 2 ranks" in timeline.title
-        lanes = {span.lane for span in timeline.spans}
-        assert {Lane.COMPUTE, Lane.GATHER, Lane.REDUCE, Lane.ADAM} <= lanes
+        tracks = {span.track for span in timeline.spans}
+        assert {Track.COMPUTE, Track.GATHER, Track.REDUCE, Track.UPDATE} <= tracks
         assert {"other ranks", "all-gather", "reduce-scatter"} <= timeline.stalls.keys()
         assert "other ranks" in waited
-        for lane in (Lane.COMPUTE, Lane.ADAM, Lane.GATHER, Lane.REDUCE):
+        for track in (Track.COMPUTE, Track.UPDATE, Track.GATHER, Track.REDUCE):
             end = 0.0
             for span in timeline.spans:
-                if span.lane is lane:
+                if span.track is track:
                     assert end <= span.start < span.stop
                     end = span.stop
-        gathered = {s.name for s in timeline.spans if s.lane is Lane.GATHER}
-        reduced = {s.name for s in timeline.spans if s.lane is Lane.REDUCE}
+        gathered = {s.name for s in timeline.spans if s.track is Track.GATHER}
+        reduced = {s.name for s in timeline.spans if s.track is Track.REDUCE}
         assert all(name.startswith("all-gather chunk ") for name in gathered) and len(gathered) > 1
         assert all(name.startswith("reduce-scatter chunk ") for name in reduced) and len(reduced) > 1
         assert timeline.tokens == 8 * 7, "of all ranks"

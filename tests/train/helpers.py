@@ -116,7 +116,7 @@ def squares(model: nn.Module, seed: int) -> torch.Tensor:
 
 
 def tight_bytes(model: nn.Module, precision: str) -> tuple[int, int]:
-    """The working set of gathered weights, and host staging of all lanes: what the budgets must leave."""
+    """The working set of gathered weights, and host staging of all workers: what the budgets must leave."""
     named = collect_params(model)
     layout = make_layout([ParamSpec(n.names[0], n.param.numel(), n.param.requires_grad) for n in named])
     largest = max(chunk.numel for chunk in layout.chunks)
@@ -247,7 +247,7 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def assert_same_state(model: Any, plain: Plain) -> None:
-    """Weights, masters, moments and step counts of a managed model are those of the plain loop; nothing is pinned."""
+    """Weights, masters, states and step counts of a managed model are those of the plain loop; nothing is pinned."""
     engine = engine_of(model)
     engine.check_invariants()
     for name, param in plain.model.named_parameters():

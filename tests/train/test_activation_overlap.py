@@ -19,12 +19,12 @@ from torch.utils.checkpoint import checkpoint
 
 import gemini
 from gemini.errors import parse_bytes
-from gemini.memory.devices.clock import RandomClock
-from gemini.memory.devices.device import Event, StandinDevice
-from gemini.memory.movement.lane import Job
+from gemini.memory.devices.device import Event
+from gemini.memory.movement.worker import Job
 from gemini.memory.nvme import SpillFile
+from gemini.testing import RandomClock, StandinDevice
 from gemini.tiers import Tier
-from gemini.train.activations import lanes as activation_lanes
+from gemini.train.activations import workers as activation_workers
 from gemini.train.activations.flights import IN_FLIGHT
 
 ROWS, WIDTH, LAYERS = 128, 64, 6
@@ -107,20 +107,20 @@ def nothing_is_left(model: Any) -> None:
     assert spill._used == on_disk + given_back
 
 
-def lane_of_now() -> str:
+def worker_of_now() -> str:
     return threading.current_thread().name
 
 
 class Gate:
-    """Reads or writes of the spill file by one lane wait until it opens; then ``error``, if there is one."""
+    """Reads or writes of the spill file by one worker wait until it opens; then ``error``, if there is one."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, name: str, lane: str):
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, name: str, worker: str):
         self.open, self.calls, self.error = threading.Event(), list[int](), list[BaseException | None]()
         real = getattr(SpillFile, name)
 
         def call(spill: SpillFile, tensor: torch.Tensor, offset: int) -> None:
-            if lane_of_now() == lane:
-                assert self.open.wait(PATIENCE), f"somebody waited for {lane} while it could not go on"
+            if worker_of_now() == worker:
+                assert self.open.wait(PATIENCE), f"somebody waited for {worker} while it could not go on"
                 self.calls.append(offset)
                 error = self.error.pop(0) if self.error else None
                 if error is not None:
@@ -169,13 +169,13 @@ def test_beside_as_in_turn(
         in_file = {"weights_on_nvme": 1.0, "optimizer_on_nvme": 1.0} if seed % 2 else {}
         placement: Any = gemini.StaticPlacement(**in_file) if in_file else "auto"
         model = wrap(tmp_path, there, offload, spoils=seed % 4 > 1, placement=placement, overlap=seed != 5)
-        lanes = model._gemini_engine.activations.lanes
-        assert (lanes is None) == (seed == 5)
-        if lanes is not None:
+        workers = model._gemini_engine.activations.workers
+        assert (workers is None) == (seed == 5)
+        if workers is not None:
             begun: list[Any] = []
-            lanes._begin_restore = lambda o, real=lanes._begin_restore, begun=begun: begun.append(1) or real(o)
+            workers._begin_restore = lambda o, real=workers._begin_restore, begun=begun: begun.append(1) or real(o)
         same(train(model), plain)
-        if lanes is not None:
+        if workers is not None:
             jobs += len(begun)
     assert jobs >= 5 * LAYERS
     summary(f"activations beside computing: {device} to {offload}, {jobs} reads ahead in 5 schedules")
@@ -190,7 +190,7 @@ def test_forward_does_not_wait_and_what_it_was_given_may_be_overwritten(
     gate = threading.Event()
     there: Any = device
     if device == "standin":
-        there = StandinDevice(gate=lambda lane: None if lane != "offload" else assert_(gate.wait(PATIENCE)))
+        there = StandinDevice(gate=lambda stream: None if stream != "offload" else assert_(gate.wait(PATIENCE)))
     writes = Gate(monkeypatch, "write", "gemini-offload")
     model = wrap(tmp_path, there, offload, spoils=True)
     loss = model(noise())
@@ -210,14 +210,14 @@ def assert_(condition: bool) -> None:
 
 def test_backward_reads_ahead_in_the_order_of_its_need(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything is in the file when backward begins. Two tensors at a time: the last block's first."""
-    monkeypatch.setattr(activation_lanes, "DEPTH", 2 * INPUT)
+    monkeypatch.setattr(activation_workers, "DEPTH", 2 * INPUT)
     model = wrap(tmp_path)
-    reads, lanes = list[int](), list[str]()
+    reads, workers = list[int](), list[str]()
     real = SpillFile.read
 
     def read(spill: SpillFile, into: torch.Tensor, offset: int) -> None:
         reads.append(offset)
-        lanes.append(lane_of_now())
+        workers.append(worker_of_now())
         assert held(model, IN_FLIGHT) <= 2 * INPUT
         real(spill, into, offset)
 
@@ -228,10 +228,10 @@ def test_backward_reads_ahead_in_the_order_of_its_need(tmp_path: Path, monkeypat
     places = {o.place for o in model._gemini_engine.activations._stored}
     loss.backward()
     assert len(places) == LAYERS + 1 and places == set(reads)
-    assert set(lanes) <= {"gemini-restore", "MainThread"} and lanes.count("gemini-restore") > LAYERS
+    assert set(workers) <= {"gemini-restore", "MainThread"} and workers.count("gemini-restore") > LAYERS
     inputs = [place for place in reads if reads.count(place) == 1]
     assert inputs == sorted(inputs, reverse=True)  # slots of a new file are in the order of saving
-    assert not model._gemini_engine.activations.lanes._order  # backward has come to all of them
+    assert not model._gemini_engine.activations.workers._order  # backward has come to all of them
     model.zero_grad()
 
 
@@ -314,7 +314,7 @@ def test_a_write_that_fails_in_flight_is_told_with_its_text(tmp_path: Path, monk
             writes.error = [None, spill.failed("write", INPUT, 0, OSError(28, "No space left on device"))]
             if when == "forward":
                 writes.open.set()
-                patches.setattr(activation_lanes, "DEPTH", 0)  # waits for the last but one
+                patches.setattr(activation_workers, "DEPTH", 0)  # waits for the last but one
             with pytest.raises(gemini.StorageError) as caught:
                 loss = model(noise())
                 assert when != "forward"
@@ -340,7 +340,7 @@ def test_a_write_that_fails_in_flight_is_told_with_its_text(tmp_path: Path, monk
 
 def spill_over(model: Any) -> None:
     """Until every write is over, without a look at how they ended."""
-    for flight in model._gemini_engine.activations.lanes._saving:
+    for flight in model._gemini_engine.activations.workers._saving:
         flight.wait()
 
 
@@ -353,8 +353,8 @@ def test_a_read_that_fails_ahead_is_tried_again_by_who_needs_it(
     real, failed = SpillFile.read, list[str]()
 
     def read(spill: SpillFile, into: torch.Tensor, offset: int) -> None:
-        if lane_of_now() == "gemini-restore" or always:
-            failed.append(lane_of_now())
+        if worker_of_now() == "gemini-restore" or always:
+            failed.append(worker_of_now())
             raise spill.failed("read", into.nbytes, offset, OSError(5, "Input/output error"))
         real(spill, into, offset)
 
@@ -419,7 +419,7 @@ def test_an_interrupt_anywhere_leaves_nothing(device: str, offload: str, tmp_pat
 
             def call(*args: Any, real: Any = real, calls: list[int] = calls, chosen: int = chosen, **how: Any) -> Any:
                 result = real(*args, **how)
-                if lane_of_now() == "MainThread":
+                if worker_of_now() == "MainThread":
                     calls.append(1)
                     if len(calls) == chosen:
                         raise KeyboardInterrupt
@@ -439,7 +439,7 @@ def test_an_interrupt_anywhere_leaves_nothing(device: str, offload: str, tmp_pat
     same(train(model, optimizer), plain)
 
 
-def test_a_deleted_model_ends_its_lanes_with_writes_in_flight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_deleted_model_ends_its_tracks_with_writes_in_flight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gc.collect()
     before = threading.active_count()
     writes = Gate(monkeypatch, "write", "gemini-offload")
@@ -477,5 +477,5 @@ def test_waits_and_ranges_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPat
             model(noise()).backward()
             optimizer.step()
     spans = [span for span in recording.timeline.spans if "activations" in span.name]
-    assert {span.lane.value for span in spans} == {"nvme read", "nvme write"}, {span.lane.value for span in spans}
+    assert {span.track.value for span in spans} == {"nvme read", "nvme write"}, {span.track.value for span in spans}
     assert recording.timeline.moved["cpu->nvme"] == (LAYERS + 1) * INPUT

@@ -153,7 +153,7 @@ def test_files_are_safetensors_and_json_without_pickle(where: str, tmp_path: Pat
 
 
 def test_params_that_were_frozen_when_it_was_saved_begin_anew(tmp_path: Path) -> None:
-    """Their weights are the saved ones exactly: no residual or moment of what was there before is left."""
+    """Their weights are the saved ones exactly: no residual or state of what was there before is left."""
     frozen = wrap(torch.nn.Linear(8, 8).requires_grad_(False), "ram", tmp_path)
     optimizer = gemini.HybridAdam(frozen.parameters())
     gemini.save_checkpoint(tmp_path / "ckpt", frozen, optimizer)

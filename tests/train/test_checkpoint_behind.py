@@ -1,6 +1,6 @@
 """Checkpoints behind the training: pending ones are waited for, failures surface, and nothing of the call moves on.
 
-That masters and moments are those of one moment while steps go on is in ``tests/ranks/test_checkpoints.py``, for one
+That masters and states are those of one moment while steps go on is in ``tests/ranks/test_checkpoints.py``, for one
 process and for several.
 """
 

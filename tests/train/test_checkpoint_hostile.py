@@ -239,7 +239,7 @@ def test_manifests_and_headers_changed_at_random(saved: tuple[Tiny, Path], tmp_p
 
 
 def test_values_of_other_bits(saved: tuple[Tiny, Path], tmp_path: Path) -> None:
-    """Tensors of plain values (random states, counts of updates, moments) with the checksums of them."""
+    """Tensors of plain values (random states, counts of updates, states) with the checksums of them."""
     run, good = saved
     manifest = json.loads((good / "manifest.json").read_text())
     name = "values.safetensors"
@@ -290,7 +290,7 @@ def put(path: str, value: Any) -> Any:
 
 
 def swap_parts(manifest: dict[str, Any]) -> None:
-    """Two moments of one shape change places."""
+    """Two states of one shape change places."""
     tensors = manifest["files"]["params-00000-00000.safetensors"]["tensors"]
     one, two = "exp_avg/0.weight", "exp_avg_sq/0.weight"
     tensors[one]["of"], tensors[two]["of"] = two, one

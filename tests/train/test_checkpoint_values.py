@@ -1,4 +1,4 @@
-"""What checkpoints keep besides weights and moments: tensors of every dtype and form that is plain numbers come back as
+"""What checkpoints keep besides weights and states: tensors of every dtype and form that is plain numbers come back as
 the same numbers, and everything else is refused before anything is written.
 """
 

@@ -123,7 +123,7 @@ def cut_config(model: Any, where: str, path: Path) -> gemini.GeminiConfig:
 
 
 def assert_same_run(model: Any, plain_model: Any, loss_of: Callable[[Any, int], Any] = on_batch) -> None:
-    """Three steps of each: the same losses, weights, masters and moments; the compiled code ran in all of them."""
+    """Three steps of each: the same losses, weights, masters and states; the compiled code ran in all of them."""
     plain, optimizer = Plain(plain_model), adam(model)
     ran.clear()
     losses = train(model, optimizer, range(3), loss_of)

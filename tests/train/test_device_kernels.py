@@ -1,8 +1,8 @@
 """Training on a device with kernels of its own, emulated: the bits of the CPU kernels, and no wait in backward.
 
-The stand-in device computes, everything of the model stands on it, and what a card would give to its CUDA kernels goes
+The stand-in device computes, everything of the model stands on it, and what a GPU would give to its CUDA kernels goes
 to the bodies of those kernels on the host (tests/native/emulated_cuda.py). Sums and flags cannot be read on the host
-before they were fetched, and each fetch, where a card would make the host wait, is counted.
+before they were fetched, and each fetch, where a GPU would make the host wait, is counted.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 import gemini
 from gemini import kernels
 from gemini.errors import GeminiError, NonFiniteGradient
-from gemini.memory.devices.device import StandinDevice
+from gemini.testing import StandinDevice
 from gemini.tiers import Tier
 from tests import models
 from tests.native.emulated_cuda import EmulatedGpu, EmulatedKernels, emulate

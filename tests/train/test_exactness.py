@@ -257,7 +257,7 @@ def given_gradients(numel: int, step: int) -> list[torch.Tensor]:
 @pytest.mark.parametrize("placement", ["auto", gemini.StaticPlacement(weights_on_nvme=1, optimizer_on_nvme=0.5)])
 @pytest.mark.parametrize(("decoupled", "stock"), [(True, torch.optim.AdamW), (False, torch.optim.Adam)])
 def test_one_update_agrees_with_stock_torch(decoupled: bool, stock: Any, placement: Any, tmp_path: Path) -> None:
-    """From zero moments, and from the moments that torch has after a few steps: one update each, rtol 1e-6 in fp32."""
+    """From zero states, and from the moments that torch has after a few steps: one update each, rtol 1e-6 in fp32."""
     numel, hyper = 1500, {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
     plain = GivenGradient(numel)
     theirs = stock(plain.parameters(), **hyper, foreach=False)

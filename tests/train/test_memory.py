@@ -204,8 +204,8 @@ def test_ledger_peaks_are_planes_plus_windows_plus_staging(tmp_path: Path, place
     largest = max(padded(chunk) for chunk in chunks)
     moves = on[Tier.NVME] > 0
     staging = 0
-    if moves:  # of the training thread and of the update lane; of the first alone where that is all that fits
-        staging = STAGED * min(2**20, largest) * (1 + (engine.updates._lane.slot_tile > 0))
+    if moves:  # of the training thread and of the update worker; of the first alone where that is all that fits
+        staging = STAGED * min(2**20, largest) * (1 + (engine.updates._worker.slot_tile > 0))
     windows = [2 * padded(c) for c in chunks if homes[c.index][WEIGHTS] is not Tier.CPU]
     room = report["cpu"]["budget"] - on[Tier.CPU] - staging
     expected = on[Tier.CPU] + staging + min(sum(windows), room)

@@ -1,7 +1,7 @@
 """``HybridAdam``: the update itself, on plain and managed params, and what makes it a true ``torch.optim.Optimizer``.
 
 Alone on a plain model it must give the bits of the reference and agree with torch's own Adam and AdamW; on a managed
-model groups, schedulers and ``state_dict`` must work as they do in torch, with moments that keep fp32.
+model groups, schedulers and ``state_dict`` must work as they do in torch, with states that keep fp32.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What ``HybridAdam`` refuses by name, with nothing changed: groups and states that it would else accept and ignore.
 
-Every case is tried on managed and on plain models, whose weights, moments, step counts and groups are compared before
+Every case is tried on managed and on plain models, whose weights, states, step counts and groups are compared before
 and after. And the other side: labels, implementation options and states of torch's AdamW that must go on to work.
 """
 

@@ -66,7 +66,7 @@ def holders(model: Any) -> dict[Any, dict[str, int]]:
 @pytest.mark.parametrize("cpu", [1036, 1060, 1108, 1156, 1228])
 @pytest.mark.parametrize("nvme", [2**16, 700, 200])
 def test_every_budget_has_the_right_bits_or_the_documented_error(cpu: int, nvme: int, tmp_path: Path) -> None:
-    """Where a plan has kept everything in memory, and there is no room for sums: they, and moments, go to NVMe.
+    """Where a plan has kept everything in memory, and there is no room for sums: they, and states, go to NVMe.
 
     A refused backward leaves gradients, ledger and spill file as they were, however often it is tried.
     """
@@ -102,7 +102,7 @@ def test_every_budget_has_the_right_bits_or_the_documented_error(cpu: int, nvme:
 
 @pytest.mark.parametrize("number", [0, 1, 3, 9])
 def test_a_failing_disk_loses_no_gradient(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the middle of it: moments on their way, gradients in either form, and nothing is reserved for nothing."""
+    """In the middle of it: states on their way, gradients in either form, and nothing is reserved for nothing."""
     model = managed(1108, 2**16, tmp_path)
     engine, optimizer = engine_of(model), adam(model)
     model(**batch(0)).loss.backward()
@@ -134,7 +134,7 @@ def test_a_failing_disk_loses_no_gradient(number: int, tmp_path: Path, monkeypat
 
 
 def test_a_slot_that_was_given_back_reads_as_zeros(tmp_path: Path) -> None:
-    """What stood there was a gradient, and what comes there may be moments of a param that becomes trained."""
+    """What stood there was a gradient, and what comes there may be states of a param that becomes trained."""
     spill = SpillFile(tmp_path, 2**21 + 4096)
     numel = (2**21 + 4096) // 4
     plane, ones = FilePlane(spill, numel, torch.float32), host_bytes(4 * numel).view(torch.float32)

@@ -10,12 +10,12 @@ import torch
 
 import gemini
 from gemini.pictures import perfetto
-from gemini.planning.timeline import Lane, Timeline
+from gemini.planning.timeline import Timeline, Track
 from gemini.planning.trace import MemoryTrace, Source, TracedParam
 from gemini.tiers import Tier
 from tests import models
 
-WAYS = {Lane.NVME_READ: "nvme->cpu", Lane.NVME_WRITE: "cpu->nvme", Lane.H2D: "cpu->gpu", Lane.D2H: "gpu->cpu"}
+WAYS = {Track.NVME_READ: "nvme->cpu", Track.NVME_WRITE: "cpu->nvme", Track.H2D: "cpu->gpu", Track.D2H: "gpu->cpu"}
 
 
 def wrap(device: str, folder: Path, **settings: Any) -> Any:
@@ -50,22 +50,22 @@ def step(model: Any, optimizer: Any, num_micro: int = 1) -> None:
 def check(timeline: Timeline, model: Any, *, alone: bool = True) -> None:
     """What holds for every recorded step; ``alone``: nothing was done beside it, and its updates ran inside it."""
     assert [span.start for span in timeline.spans] == sorted(span.start for span in timeline.spans)
-    for lane in (Lane.COMPUTE, Lane.ADAM):
+    for track in (Track.COMPUTE, Track.UPDATE):
         end = 0.0
         for span in timeline.spans:
-            if span.lane is lane:
+            if span.track is track:
                 assert end <= span.start < span.stop, "one thread, one thing at a time"
                 end = span.stop
     assert 0 < max(span.stop for span in timeline.spans) <= timeline.step_seconds * (1 + 1e-9)
     assert timeline.source == "measured" and timeline.tokens
     assert not alone or timeline.moved == model.memory_report()["moved"]
-    for lane, way in WAYS.items():
-        assert sum(s.num_bytes for s in timeline.spans if s.lane is lane) == timeline.moved.get(way, 0), lane
+    for track, way in WAYS.items():
+        assert sum(s.num_bytes for s in timeline.spans if s.track is track) == timeline.moved.get(way, 0), track
     busy, stalls = timeline.busy, sum(timeline.stalls.values())
-    assert busy[Lane.COMPUTE] + stalls <= timeline.step_seconds * (1 + 1e-9)
+    assert busy[Track.COMPUTE] + stalls <= timeline.step_seconds * (1 + 1e-9)
     engine = model._gemini_engine
     if not engine.config.overlap:  # whatever is done, computing waits for it
-        assert busy.get(Lane.ADAM, 0.0) <= stalls * (1 + 1e-9)
+        assert busy.get(Track.UPDATE, 0.0) <= stalls * (1 + 1e-9)
     waited = model.memory_report()["stalls"]
     # The report's waits are around those that are recorded, and count to the outermost cause.
     assert not alone or stalls <= sum(waited.values()) * (1 + 1e-9)
@@ -73,7 +73,7 @@ def check(timeline: Timeline, model: Any, *, alone: bool = True) -> None:
         assert budget == engine.store.ledger.budget(tier)
         assert all(0 <= sample.total(tier) <= budget for sample in timeline.samples)
         assert not alone or timeline.samples[-1].held.get(tier, {}) == engine.store.ledger.holders(tier)
-    assert all(0 <= s.moment < len(timeline.moments) for s in timeline.spans if s.lane is Lane.COMPUTE)
+    assert all(0 <= s.moment < len(timeline.moments) for s in timeline.spans if s.track is Track.COMPUTE)
     assert Timeline.from_json(timeline.to_json()) == timeline
     assert (
         engine.forward.observers.recording is None
@@ -104,12 +104,12 @@ def test_a_step_is_where_its_time_and_its_bytes_went(
     assert timeline.tokens == 12 * num_micro
     names = {span.name.split(" chunk ")[0] for span in timeline.spans if span.chunk >= 0}
     assert {"fetch", "update"} <= names and ("land gradients of" in names) == (gradients != "transient")
-    fetched = [s for s in timeline.spans if s.name.startswith("fetch") and s.lane in (Lane.H2D, Lane.NVME_READ)]
+    fetched = [s for s in timeline.spans if s.name.startswith("fetch") and s.track in (Track.H2D, Track.NVME_READ)]
     assert len({(s.chunk, s.moment) for s in fetched}) <= model._gemini_engine.store.manager.num_gathers - gathers
     phases = {name.split()[0] for name in timeline.moments}
     assert phases == {"forward", "loss", "backward"}
     assert {"forward model.layers.0", "backward model.layers.0"} <= set(timeline.moments)
-    assert timeline.stalls["update"] >= timeline.busy[Lane.ADAM]
+    assert timeline.stalls["update"] >= timeline.busy[Track.UPDATE]
     peak = timeline.peaks[model._gemini_engine.store.device.tier]
     assert peak > timeline.samples[-1].total(model._gemini_engine.store.device.tier) - 1, "windows came and went"
 
@@ -133,12 +133,12 @@ def test_an_overlapped_step_shows_what_ran_beside_computing(device: str, gradien
     check(third, model, alone=False)
     assert second.step_seconds == tail.next_start - tail.start, "to the first forward of the third"
     assert all(0 <= span.start < span.stop <= second.step_seconds * (1 + 1e-9) for span in second.spans)
-    updates = [span for span in third.spans if span.lane is Lane.ADAM and span.name.startswith("update chunk")]
+    updates = [span for span in third.spans if span.track is Track.UPDATE and span.name.startswith("update chunk")]
     assert {span.chunk for span in updates} == {chunk.spec.index for chunk in engine.store.chunks}
     assert sum(third.stalls.values()) < third.step_seconds and set(third.stalls) <= {
         "update", "fetch from nvme", "fetch from cpu", "gradient landing",
     }  # fmt: skip
-    in_flight = [span for span in third.spans if span.lane is Lane.NVME_READ and span.name.startswith("update chunk")]
+    in_flight = [span for span in third.spans if span.track is Track.NVME_READ and span.name.startswith("update chunk")]
     assert {span.chunk for span in in_flight} == {span.chunk for span in updates}, "every state is on the drive"
     perfetto(third)
 
@@ -237,7 +237,7 @@ def test_updates_that_a_step_left_in_flight_are_waited_for(inside: bool, tmp_pat
 
     def drain() -> None:
         recorder = engine.store.mover.recorder
-        recorder.add(Lane.ADAM, recorder.clock(), recorder.clock() + 3600, "update chunk 99", 99)
+        recorder.add(Track.UPDATE, recorder.clock(), recorder.clock() + 3600, "update chunk 99", 99)
 
     with model.recording() as recording:
         step(model, optimizer)
@@ -338,8 +338,8 @@ def test_a_timeline_reads_well(tmp_path: Path) -> None:
     assert "computing waited for: " in text and "fetch from nvme" in text
 
 
-@pytest.mark.parametrize(("device", "ranges"), [("cpu", {"adam", "fetch"}), ("standin", {"adam", "fetch", "land"})])
-def test_a_profile_of_all_threads_shows_the_lanes_and_a_plain_one_does_not(
+@pytest.mark.parametrize(("device", "ranges"), [("cpu", {"update", "fetch"}), ("standin", {"update", "fetch", "land"})])
+def test_a_profile_of_all_threads_shows_the_tracks_and_a_plain_one_does_not(
     device: str, ranges: set[str], tmp_path: Path
 ) -> None:
     """As the guide says: torch profiles the threads that it knows of, unless it is told to profile all."""

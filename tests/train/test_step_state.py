@@ -9,17 +9,22 @@ import torch
 from torch import nn
 
 import gemini
-from gemini.train.step import PHASES, Event, Phase, StepState
+from gemini.train.step import PHASES, Phase, PhaseChange, StepState
 
 LEGAL = {
-    (Phase.REST, Event.BEGIN_FORWARD), (Phase.REST, Event.BEGIN_BACKWARD), (Phase.FORWARD, Event.END_FORWARD),
-    (Phase.FORWARD, Event.BEGIN_BACKWARD), (Phase.BACKWARD, Event.END_BACKWARD),
-    (Phase.BACKWARD, Event.BEGIN_FORWARD), (Phase.NESTED, Event.END_FORWARD), (Phase.NESTED, Event.END_BACKWARD),
-}  # fmt: skip
+    (Phase.REST, PhaseChange.BEGIN_FORWARD),
+    (Phase.REST, PhaseChange.BEGIN_BACKWARD),
+    (Phase.FORWARD, PhaseChange.END_FORWARD),
+    (Phase.FORWARD, PhaseChange.BEGIN_BACKWARD),
+    (Phase.BACKWARD, PhaseChange.END_BACKWARD),
+    (Phase.BACKWARD, PhaseChange.BEGIN_FORWARD),
+    (Phase.NESTED, PhaseChange.END_FORWARD),
+    (Phase.NESTED, PhaseChange.END_BACKWARD),
+}
 
 
-@pytest.mark.parametrize(("phase", "event"), product(Phase, Event))
-def test_what_the_table_does_not_have_is_refused_and_changes_nothing(phase: Phase, event: Event) -> None:
+@pytest.mark.parametrize(("phase", "event"), product(Phase, PhaseChange))
+def test_what_the_table_does_not_have_is_refused_and_changes_nothing(phase: Phase, event: PhaseChange) -> None:
     state = StepState()
     state.phase = phase
     if (phase, event) in LEGAL:
@@ -32,7 +37,7 @@ def test_what_the_table_does_not_have_is_refused_and_changes_nothing(phase: Phas
 
 
 def test_an_end_undoes_its_beginning() -> None:
-    ends = {Event.BEGIN_FORWARD: Event.END_FORWARD, Event.BEGIN_BACKWARD: Event.END_BACKWARD}
+    ends = {PhaseChange.BEGIN_FORWARD: PhaseChange.END_FORWARD, PhaseChange.BEGIN_BACKWARD: PhaseChange.END_BACKWARD}
     for (phase, event), after in PHASES.items():
         if event in ends:
             assert PHASES[after, ends[event]] is phase
@@ -59,10 +64,10 @@ def test_a_step_goes_through_its_phases() -> None:
     model = gemini.GeminiDDP(Net(), config)
     state = model._gemini_engine.state
     loss = model(torch.ones(2, 4))
-    assert state.phase is Phase.REST and state.num_unsettled == 1, "its backward is still to come"
+    assert state.phase is Phase.REST and state.num_open == 1, "its backward is still to come"
     loss.backward()
     assert seen == [("forward", Phase.FORWARD), ("forward", Phase.NESTED)]
-    assert state.phase is Phase.REST and state.num_unsettled == 0 and state.backward_number == 1
+    assert state.phase is Phase.REST and state.num_open == 0 and state.backward_number == 1
     with pytest.raises(RuntimeError), torch.no_grad():
         model(torch.ones(2, 5))
     assert state.phase is Phase.REST

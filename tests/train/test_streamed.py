@@ -17,15 +17,15 @@ import gemini
 from benchmarks._progress import PATIENCE
 from gemini import kernels
 from gemini.errors import GeminiError
-from gemini.memory.devices.clock import RandomClock
-from gemini.memory.devices.device import Event, StandinDevice
+from gemini.memory.devices.device import Event
 from gemini.planning.hardware import Figure, Hardware
 from gemini.planning.planes import GRAD
 from gemini.planning.traffic import by_name
 from gemini.planning.working import DEVICE_SLOTS
+from gemini.testing import RandomClock, StandinDevice
 from gemini.tiers import Tier
-from gemini.train.update import lane as update_lane
 from gemini.train.update import streamed
+from gemini.train.update import worker as update_worker
 from tests import models
 from tests.hunts import race_hunt
 
@@ -125,7 +125,7 @@ def test_steps_inside_backward_are_the_bits_of_steps_after_it(
 def test_transient_gradients_without_room_to_wait_are_used_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Through the lane all the same: its slots on the device are all there are."""
+    """Through the worker all the same: its slots on the device are all there are."""
     model, other = wrap(tmp_path, gradients="transient"), plain()
     monkeypatch.setattr(model._gemini_engine.updates, "_hold", lambda num_bytes: False)
     threads, run = set[str](), streamed.StreamedTile.run
@@ -204,7 +204,7 @@ def test_bytes_held_and_moved_are_the_plan_s(gradients: str, homes: dict[str, fl
 
 def test_auto_streams_on_a_machine_whose_link_beats_its_host(tmp_path: Path) -> None:
     figures = {
-        "h2d": 1e13, "d2h": 1e13, "gpu_bandwidth": 1e13, "adam_cpu": 5e-9, "adam_gpu": 1e-12, "nvme_read": 1e9,
+        "h2d": 1e13, "d2h": 1e13, "gpu_bandwidth": 1e13, "update_cpu": 5e-9, "update_gpu": 1e-12, "nvme_read": 1e9,
         "nvme_write": 1e9, "gpu_flops_bf16": 1e15,
     }  # fmt: skip
     machine = Hardware("made up", {key: Figure(value, "a test") for key, value in figures.items()})
@@ -233,27 +233,27 @@ def test_without_a_gpu_it_has_no_effect_and_says_so(tmp_path: Path) -> None:
 
 
 class Gate:
-    """Notes the copies of each lane as they begin; ``fate`` may hold or fail one."""
+    """Notes the copies of each stream as they begin; ``fate`` may hold or fail one."""
 
-    def __init__(self, fate: Callable[[str, int], None] = lambda lane, number: None):
+    def __init__(self, fate: Callable[[str, int], None] = lambda stream, number: None):
         self.begun: Counter[str] = Counter()
         self.changed = threading.Condition()
         self.fate = fate
 
-    def __call__(self, lane: str) -> None:
+    def __call__(self, stream: str) -> None:
         with self.changed:
-            self.begun[lane] += 1
-            number = self.begun[lane]
+            self.begun[stream] += 1
+            number = self.begun[stream]
             self.changed.notify_all()
-        self.fate(lane, number)
+        self.fate(stream, number)
 
 
 def test_tiles_go_through_in_a_pipeline_over_the_borders_of_chunks(tmp_path: Path) -> None:
     """The first copy out is held until every slot is on its way in: had each tile been waited for, it would stay so."""
-    slots = 5 * DEVICE_SLOTS  # of each tile weights, residual, both moments, and the gradient
+    slots = 5 * DEVICE_SLOTS  # of each tile weights, residual, both states, and the gradient
 
-    def hold(lane: str, number: int) -> None:
-        if (lane, number) == ("update out", 1):
+    def hold(stream: str, number: int) -> None:
+        if (stream, number) == ("update out", 1):
             with gate.changed:
                 assert gate.changed.wait_for(lambda: gate.begun["update in"] >= slots, 10), dict(gate.begun)
 
@@ -261,7 +261,7 @@ def test_tiles_go_through_in_a_pipeline_over_the_borders_of_chunks(tmp_path: Pat
     model = wrap(tmp_path, StandinDevice(gate=gate))
     engine = model._gemini_engine
     first = min(engine.store.chunks, key=lambda chunk: engine.updates._first_use[chunk.spec.index])
-    tile = engine.updates._lane._device_tile
+    tile = engine.updates._worker._device_tile
     assert first.spec.numel < DEVICE_SLOTS * tile, "it does not fill the slots alone"
     step(model, adam(model), 0)
     engine.drain()
@@ -280,9 +280,9 @@ def test_copies_of_an_update_wait_for_nothing_that_is_computed(tmp_path: Path, m
         marks[-1].finish()
         return marks[-1]
 
-    def copying(into: Any, source: Any, lane: str, after: Any = None, *, behind_computing: bool = True) -> Event:
-        found.append((lane, after in marks, behind_computing))
-        return copy(into, source, lane, after, behind_computing=behind_computing)
+    def copying(into: Any, source: Any, stream: str, after: Any = None, *, behind_computing: bool = True) -> Event:
+        found.append((stream, after in marks, behind_computing))
+        return copy(into, source, stream, after, behind_computing=behind_computing)
 
     monkeypatch.setattr(device, "copy", copying)
     monkeypatch.setattr(device, "mark", mark)
@@ -303,9 +303,9 @@ def test_no_kernel_before_what_was_computed_when_it_was_handed_over(
     step(model, optimizer, 0)
     model._gemini_engine.drain()
     trainer, early, beside = threading.get_ident(), list[bool](), list[str]()
-    device, real, check = model._gemini_engine.store.device, kernels.adam_update, update_lane.check_finite
-    lane = model._gemini_engine.updates._lane
-    run, under_way = lane._update, list[Any]()
+    device, real, check = model._gemini_engine.store.device, kernels.adam_update, update_worker.check_finite
+    worker = model._gemini_engine.updates._worker
+    run, under_way = worker._update, list[Any]()
 
     def mark() -> Event:
         event = Event()
@@ -316,7 +316,7 @@ def test_no_kernel_before_what_was_computed_when_it_was_handed_over(
         return event
 
     def looked(segments: Any) -> None:
-        early.append(not next(reversed(lane._open)).ready.is_complete())
+        early.append(not next(reversed(worker._open)).ready.is_complete())
         check(segments)
 
     def updating(job: Any, tile: Any) -> None:
@@ -327,12 +327,12 @@ def test_no_kernel_before_what_was_computed_when_it_was_handed_over(
         early.append(not under_way[0].ready.is_complete())
         real(*args)
 
-    monkeypatch.setattr(lane, "_update", updating)
+    monkeypatch.setattr(worker, "_update", updating)
 
     monkeypatch.setattr(device, "mark", mark)
     monkeypatch.setattr(device, "beside", lambda name: (beside.append(name), type(device).beside(device, name))[1])
     monkeypatch.setattr(kernels, "adam_update", update)
-    monkeypatch.setattr(update_lane, "check_finite", looked)
+    monkeypatch.setattr(update_worker, "check_finite", looked)
     step(model, optimizer, 1)
     model._gemini_engine.drain()
     assert early and not any(early) and set(beside) == {"update"}
@@ -350,8 +350,8 @@ def test_an_update_that_waits_for_its_gradients_keeps_none_that_has_them(
             time.sleep(0.01)
         raise AssertionError("it did not come")
 
-    def hold(lane: str, number: int) -> None:
-        if (lane, number) == ("update in", 1):
+    def hold(stream: str, number: int) -> None:
+        if (stream, number) == ("update in", 1):
             until(lambda: len(engine.updates._jobs) > 1)
 
     gate = Gate(hold)
@@ -384,12 +384,12 @@ def test_an_update_that_waits_for_its_gradients_keeps_none_that_has_them(
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize(("lane", "number"), [("in", 1), ("in", 30), ("out", 1), ("out", 9)])
-def test_a_copy_that_fails_surfaces_and_nothing_hangs(lane: str, number: int, overlap: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("stream", "number"), [("in", 1), ("in", 30), ("out", 1), ("out", 9)])
+def test_a_copy_that_fails_surfaces_and_nothing_hangs(stream: str, number: int, overlap: bool, tmp_path: Path) -> None:
     fails = list[int]()
 
     def fail(at: str, count: int) -> None:
-        if at == f"update {lane}" and count - before == number and fails:
+        if at == f"update {stream}" and count - before == number and fails:
             raise OSError("the link is down")
 
     gate, before = Gate(fail), 0
@@ -397,7 +397,7 @@ def test_a_copy_that_fails_surfaces_and_nothing_hangs(lane: str, number: int, ov
     first, second = adam(model), adam(other)
     step(model, first, 0)
     gemini.save_checkpoint(tmp_path / "ckpt", model, first)
-    before = gate.begun[f"update {lane}"]
+    before = gate.begun[f"update {stream}"]
     fails.append(1)
     with pytest.raises(GeminiError, match="the link is down"):
         step(model, first, 1)

@@ -20,11 +20,11 @@ from benchmarks._progress import PATIENCE
 from gemini import kernels
 from gemini.errors import GeminiError, NonFiniteGradient, StorageError
 from gemini.memory.devices.device import Event
-from gemini.memory.movement import lane as lane_module
-from gemini.memory.movement.lane import Job, Worker
+from gemini.memory.movement import worker as job_worker
+from gemini.memory.movement.worker import Job, JobThread
 from gemini.memory.nvme import SpillFile
 from gemini.tiers import Tier
-from gemini.train.update import lane as update_lane
+from gemini.train.update import worker as update_worker
 from tests import models
 
 PLACES = ["ram", "nvme", "standin"]
@@ -59,7 +59,7 @@ def same(a: Any, b: Any) -> bool:
 
 
 class Held:
-    """Holds every kernel call of the update lane until it is opened, and notes the order of weights."""
+    """Holds every kernel call of the update worker until it is opened, and notes the order of weights."""
 
     def __init__(self, patch: pytest.MonkeyPatch):
         self.gate = threading.Event()
@@ -118,9 +118,9 @@ def test_what_is_needed_first_is_updated_first(tmp_path: Path, monkeypatch: pyte
     model = wrap("ram", tmp_path)
     optimizer, held = adam(model), Held(monkeypatch)
     order: list[int] = []
-    lane = model._gemini_engine.updates._lane
-    run = lane._update
-    monkeypatch.setattr(lane, "_update", lambda job, tile: (order.append(job.chunk.spec.index), run(job, tile)))
+    worker = model._gemini_engine.updates._worker
+    run = worker._update
+    monkeypatch.setattr(worker, "_update", lambda job, tile: (order.append(job.chunk.spec.index), run(job, tile)))
     backward(model, 0)
     optimizer.step()
     held.gate.set()
@@ -138,16 +138,16 @@ def test_a_forward_waits_for_the_chunk_that_it_reads_and_no_other(
     backward(model, 0)
     optimizer.step()
     model._gemini_engine.drain()
-    lane, passed, gate = model._gemini_engine.updates._lane, threading.Event(), threading.Event()
+    worker, passed, gate = model._gemini_engine.updates._worker, threading.Event(), threading.Event()
     last = len(model._gemini_engine.store.chunks) - 1
-    run = lane._update
+    run = worker._update
 
     def update(job: Any, tile: Any) -> None:
         if job.chunk.spec.index == last:
             assert gate.wait(PATIENCE), "the forward waited for what it does not read yet"
         run(job, tile)
 
-    monkeypatch.setattr(lane, "_update", update)
+    monkeypatch.setattr(worker, "_update", update)
     model.model.layers[0].register_forward_pre_hook(lambda *_: (passed.set(), gate.set()) and None)
     backward(model, 1)
     optimizer.step()
@@ -252,7 +252,7 @@ def test_a_gradient_that_has_landed_is_let_go_before_backward_ends(tmp_path: Pat
     model = wrap("standin", tmp_path)
     adam(model)
     store = model._gemini_engine.gradients
-    land, settle, alive = store.land, store.settle, list[Any]()
+    land, drain, alive = store.land, store.drain, list[Any]()
     found = list[int]()
 
     def landing(handle: Any, grad: torch.Tensor) -> None:
@@ -263,11 +263,11 @@ def test_a_gradient_that_has_landed_is_let_go_before_backward_ends(tmp_path: Pat
         for job in store._landing:
             job.wait(PATIENCE)
         found.append(sum(reference() is not None for reference in alive))
-        settle()
+        drain()
 
-    store.land, store.settle = landing, settling
+    store.land, store.drain = landing, settling
     backward(model, 0)
-    assert len(alive) > 10 and store._lane is not None
+    assert len(alive) > 10 and store._worker is not None
     assert found[-1] <= 1, "their bytes were given back to the ledger, and they were still there"
 
 
@@ -362,7 +362,7 @@ def test_gradients_that_the_device_still_computes_are_not_looked_at(
         early.append(not any(event.is_complete() for event in marks))
 
     monkeypatch.setattr(model._gemini_engine.store.device, "mark", mark)
-    monkeypatch.setattr(update_lane, "check_finite", looked)
+    monkeypatch.setattr(update_worker, "check_finite", looked)
     backward(model, 0)
     optimizer.step()
     model._gemini_engine.drain()
@@ -376,7 +376,7 @@ def test_an_error_before_the_first_tile_reaches_who_waits(tmp_path: Path, monkey
     def fails(segments: Any) -> None:
         raise MemoryError("no memory to look at a gradient")
 
-    monkeypatch.setattr(update_lane, "check_finite", fails)
+    monkeypatch.setattr(update_worker, "check_finite", fails)
     backward(model, 0)
     engine = model._gemini_engine
     job = next(iter(engine.updates._jobs.values()))
@@ -389,7 +389,7 @@ def test_an_error_before_the_first_tile_reaches_who_waits(tmp_path: Path, monkey
     engine.check_invariants()
 
 
-def test_without_room_for_a_lane_everything_is_done_in_turn(tmp_path: Path) -> None:
+def test_without_room_for_a_worker_everything_is_done_in_turn(tmp_path: Path) -> None:
     """The staging of one thread is all that fits: no error, the same bits."""
     tight: Any = None
     for kib in range(64, 1024, 16):
@@ -401,7 +401,7 @@ def test_without_room_for_a_lane_everything_is_done_in_turn(tmp_path: Path) -> N
             break
         except gemini.BudgetExceeded:
             continue
-    assert tight._gemini_engine.updates._lane.slot_tile == 0
+    assert tight._gemini_engine.updates._worker.slot_tile == 0
     plain = wrap("ram", tmp_path, overlap=False)
     first, second = adam(tight), adam(plain)
     for number in range(3):
@@ -419,9 +419,9 @@ def test_an_interrupt_between_handing_over_and_noting_leaves_no_update_behind(
     """What nobody knows of would go on while a checkpoint is loaded."""
     model = wrap("ram", tmp_path)
     optimizer, held = adam(model, step_in_backward=in_backward), Held(monkeypatch)
-    updates, put, jobs = model._gemini_engine.updates, Worker.put, list[Job]()
+    updates, put, jobs = model._gemini_engine.updates, JobThread.put, list[Job]()
 
-    def interrupted(self: Worker, *given: Job) -> None:
+    def interrupted(self: JobThread, *given: Job) -> None:
         put(self, *given)
         jobs.extend(given)
         assert given[0].worker is self
@@ -430,7 +430,7 @@ def test_an_interrupt_between_handing_over_and_noting_leaves_no_update_behind(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(Worker, "put", interrupted)
+        patch.setattr(JobThread, "put", interrupted)
         with pytest.raises(KeyboardInterrupt):
             backward(model, 0)
             optimizer.step()
@@ -442,7 +442,7 @@ def test_an_interrupt_between_handing_over_and_noting_leaves_no_update_behind(
         backward(model, 1)
 
 
-def test_a_model_may_end_on_the_lane_that_updates_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_may_end_on_the_worker_that_updates_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The collector runs anywhere. A fetch that waits for that very update must not be waited for."""
     model = wrap("nvme", tmp_path)
     optimizer = adam(model)
@@ -451,8 +451,8 @@ def test_a_model_may_end_on_the_lane_that_updates_it(tmp_path: Path, monkeypatch
         optimizer.step()
     engine = model._gemini_engine
     engine.drain()
-    monkeypatch.setattr(lane_module, "_END_SECONDS", 3.0)
-    fetches, go, ended, found = engine.store.manager.fetches.lane, threading.Event(), threading.Event(), list[bool]()
+    monkeypatch.setattr(job_worker, "_END_SECONDS", 3.0)
+    fetches, go, ended, found = engine.store.manager.fetches.worker, threading.Event(), threading.Event(), list[bool]()
 
     class Ends:
         def before_write(self, chunk: Any) -> None:
@@ -487,10 +487,10 @@ def test_a_model_may_go_in_the_middle_of_its_updates(where: str, tmp_path: Path)
     backward(model, 0)
     optimizer.step()
     engine = model._gemini_engine
-    lane = engine.updates._lane
+    worker = engine.updates._worker
     del engine, model, optimizer
     gc.collect()
-    assert not lane.is_alive
+    assert not worker.is_alive
 
 
 def test_what_the_device_computes_is_left_to_the_thread_that_computes(

@@ -1,6 +1,6 @@
 """A chunk at run time: its planes at their homes, the window in which its weights are gathered, and its state.
 
-A *plane* is one kind of content (weights, residual, moments, gradient) and has exactly one home, in memory or in the
+A *plane* is one kind of content (weights, residual, states, gradient) and has exactly one home, in memory or in the
 spill file; ``load`` and ``store`` move element ranges of it through host tensors. The gathered weights that modules
 read are ``Chunk.flat``: the weights plane itself where its home is the computing tier (a *resident* chunk), else a
 window whose content is a clean copy that may be dropped at any time nobody reads it.
@@ -13,8 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from gemini.memory.chunks.states import Event as UseEvent
-from gemini.memory.chunks.states import Use, step
+from gemini.memory.chunks.states import Use, UseChange, step
 from gemini.memory.devices.device import DONE, Device, Event, Window
 from gemini.memory.nvme import SpillFile
 from gemini.planning.layout import ChunkSpec, page_up
@@ -85,9 +84,9 @@ class MemoryPlane(Plane):
     def begin_store(self, start: int, stop: int, source: torch.Tensor) -> Event:
         return self._copy(self._range(start, stop), source, "store")  # not behind weights that are fetched far ahead
 
-    def _copy(self, into: torch.Tensor, source: torch.Tensor, lane: str) -> Event:
+    def _copy(self, into: torch.Tensor, source: torch.Tensor, stream: str) -> Event:
         if self.tier is Tier.GPU:
-            return self._device.copy(into, source, lane)
+            return self._device.copy(into, source, stream)
         into.copy_(source)
         return DONE
 
@@ -198,5 +197,5 @@ class Chunk:
         """The weights' home is about to change: nothing may be on its way out of it any more."""
         self.fetched.wait_until_over()
 
-    def step(self, event: UseEvent) -> None:
+    def step(self, event: UseChange) -> None:
         self.use = step(self.use, event, self.name)

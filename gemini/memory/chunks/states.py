@@ -31,7 +31,7 @@ class Use(Enum):
     GRAD_READY = "grad_ready"
 
 
-class Event(Enum):
+class UseChange(Enum):
     """What can happen to a chunk. A fetch ends with ARRIVE, or with FAIL."""
 
     FETCH = "fetch"
@@ -43,20 +43,20 @@ class Event(Enum):
     EVICT = "evict"
 
 
-USE_TABLE: dict[tuple[Use, Event], Use] = {
-    (Use.FREE, Event.FETCH): Use.FETCHING,
-    (Use.FETCHING, Event.ARRIVE): Use.HOLD,
-    (Use.FETCHING, Event.FAIL): Use.FREE,
-    (Use.HOLD, Event.ACQUIRE): Use.COMPUTE,
-    (Use.GRAD_READY, Event.ACQUIRE): Use.COMPUTE,
-    (Use.COMPUTE, Event.RELEASE): Use.HOLD,
-    (Use.HOLD, Event.GRADS): Use.GRAD_READY,
-    (Use.HOLD, Event.EVICT): Use.FREE,
-    (Use.GRAD_READY, Event.EVICT): Use.FREE,
+USE_TABLE: dict[tuple[Use, UseChange], Use] = {
+    (Use.FREE, UseChange.FETCH): Use.FETCHING,
+    (Use.FETCHING, UseChange.ARRIVE): Use.HOLD,
+    (Use.FETCHING, UseChange.FAIL): Use.FREE,
+    (Use.HOLD, UseChange.ACQUIRE): Use.COMPUTE,
+    (Use.GRAD_READY, UseChange.ACQUIRE): Use.COMPUTE,
+    (Use.COMPUTE, UseChange.RELEASE): Use.HOLD,
+    (Use.HOLD, UseChange.GRADS): Use.GRAD_READY,
+    (Use.HOLD, UseChange.EVICT): Use.FREE,
+    (Use.GRAD_READY, UseChange.EVICT): Use.FREE,
 }
 
 
-def step(state: Use, event: Event, who: str) -> Use:
+def step(state: Use, event: UseChange, who: str) -> Use:
     """The state after ``event``.
 
     Raises:

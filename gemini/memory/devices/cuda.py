@@ -1,16 +1,16 @@
-"""One NVIDIA GPU behind the device contract: streams for lanes, CUDA events, registered host memory.
+"""One NVIDIA GPU behind the device contract: copy streams, CUDA events, registered host memory.
 
-Each lane has a stream for each direction, and no two lanes share one, so that weights on their way in and gradients on
-their way out run at the same time and wait for nothing of each other's. A copy comes after what the computing streams
-were given before it, or only after the event that it is told to come after; by events and not by waiting, so host code
-goes on at once. Who reads the copied bytes on the GPU lets the computing stream wait (``Event.wait_on_device``), who
-reads them on the host waits itself.
+A copy stream of the contract is one CUDA stream for each direction, and no two share one, so that weights on their way
+in and gradients on their way out run at the same time and wait for nothing of each other's. A copy comes after what the
+computing streams were given before it, or only after the event that it is told to come after; by events and not by
+waiting, so host code goes on at once. Who reads the copied bytes on the GPU lets the computing stream wait
+(``Event.wait_on_device``), who reads them on the host waits itself.
 
 Three things need care. Copies are asynchronous only from and to page-locked memory, so host buffers are cut out of one
-registered stretch (:mod:`gemini.memory.devices.pinned`). The caching allocator knows nothing of lanes: windows keep the
-order of their blocks themselves (:mod:`gemini.memory.devices.cuda_windows`, with the whole argument), and other tensors
-are recorded on the lane's stream. And the current device is a setting of each thread, so nothing here relies on it:
-worker threads may call everything.
+registered stretch (:mod:`gemini.memory.devices.pinned`). The caching allocator knows nothing of copy streams: windows
+keep the order of their blocks themselves (:mod:`gemini.memory.devices.cuda_windows`, with the whole argument), and
+other tensors are recorded on the stream of the copy. And the current device is a setting of each thread, so nothing
+here relies on it: worker threads may call everything.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class CudaDevice(Device):
         self.torch_device = torch.device("cuda", index)
         self.pinned = PinnedArena(self.torch_device)
         self._lock = threading.RLock()
-        self._lanes: dict[str, CopyStreams] = {}
+        self._copying: dict[str, CopyStreams] = {}
         self._beside: dict[str, torch.cuda.Stream] = {}
         self._own: set[int] = set()
         self._of_thread = _OfThread()
@@ -134,7 +134,7 @@ class CudaDevice(Device):
         self,
         into: torch.Tensor,
         source: torch.Tensor,
-        lane: str,
+        stream: str,
         after: Event | None = None,
         *,
         behind_computing: bool = True,
@@ -143,35 +143,35 @@ class CudaDevice(Device):
             after.wait()  # of the host: nothing on the GPU could wait for it
         direction = f"{source.device.type} to {into.device.type}"
         with self._lock, torch.cuda.device(self.torch_device):
-            streams = self._lanes.setdefault(lane, CopyStreams())
+            streams = self._copying.setdefault(stream, CopyStreams())
             streams.let_go()
             if direction not in streams.by_direction:
                 streams.by_direction[direction] = self._new_stream()
-            stream = streams.by_direction[direction]
+            on = streams.by_direction[direction]
             if behind_computing:
                 for computing in self._computing_streams():
-                    stream.wait_event(computing.record_event())
+                    on.wait_event(computing.record_event())
             if isinstance(after, CudaEvent):
-                after.hold_back(stream)
+                after.hold_back(on)
             if streams.last is not None and streams.last[0] != direction:
-                streams.last[1].hold_back(stream)
+                streams.last[1].hold_back(on)
             windows = [self._windows.get(_storage(tensor)) if tensor.is_cuda else None for tensor in (into, source)]
             for window in windows:
                 if window is not None:
-                    window.let_follow(stream)
+                    window.let_follow(on)
             plain = into.dtype == source.dtype and into.is_contiguous() and source.is_contiguous()
-            with torch.cuda.stream(stream):
+            with torch.cuda.stream(on):
                 # Not plain: torch goes through copies of its own.
                 call_without_grad(into.copy_, source, non_blocking=plain)
-            event = CudaEvent(self.torch_device, stream, "a copy")
+            event = CudaEvent(self.torch_device, on, "a copy")
             streams.last = (direction, event)
             for tensor, window in zip((into, source), windows, strict=True):
-                # The memory is not given to others while the lane works on it. For windows not by ``record_stream``,
-                # which frees a block behind everything that the lane was given until then, the copies far ahead too.
+                # The memory is not given to others while the copy works on it. For windows not by ``record_stream``,
+                # which frees a block behind everything that the stream was given until then, the copies far ahead too.
                 if window is not None:
-                    window.touched[lane] = event
+                    window.touched[stream] = event
                 elif tensor.is_cuda:
-                    tensor.record_stream(stream)
+                    tensor.record_stream(on)
             # The engines read and write host memory after this returns; nothing but these references keeps it there.
             streams.in_flight.append((event, _host_side(into), _host_side(source)))
         return event
@@ -202,12 +202,12 @@ class CudaDevice(Device):
 
     def close(self) -> None:
         with self._lock:
-            lanes, self._lanes = self._lanes, {}
+            copying, self._copying = self._copying, {}
         try:
-            if lanes or self._computing:
+            if copying or self._computing:
                 self.synchronize()  # computing too: windows may have gone without giving their blocks back in order
         finally:
-            for streams in lanes.values():
+            for streams in copying.values():
                 streams.in_flight.clear()
             self.pinned.close()
 

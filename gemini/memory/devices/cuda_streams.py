@@ -1,4 +1,4 @@
-"""Streams and events of CUDA: points in a stream that host code can wait for, and the copy streams of one lane.
+"""Streams and events of CUDA: points in a stream that host code can wait for, and the two streams of one copy stream.
 
 An error of the GPU belongs to the whole process: CUDA tells it in whichever call comes next, and nothing works
 afterwards. So a copy that failed there surfaces in the next wait of anybody, not only in its own, and trying it again
@@ -47,7 +47,7 @@ class CudaEvent(Event):
             while not self._event.query():
                 waited = time.perf_counter() - since
                 if waited > timeout:
-                    raise GeminiError(f"{self.what} did not complete within {timeout:.0f} s: its lane is stuck")
+                    raise GeminiError(f"{self.what} did not complete within {timeout:.0f} s: its stream is stuck")
                 # 0 lets other threads of Python run; a sleep also gives the processor away, and costs a wake-up.
                 time.sleep(0 if waited < SPIN_SECONDS else min(max(waited / 16, _SHORTEST), _LONGEST))
         except GeminiError:
@@ -69,7 +69,9 @@ class CudaEvent(Event):
 
 
 class CopyStreams:
-    """The streams of one lane, one for each direction. Its copies are in order, in both directions together."""
+    """The CUDA streams of one copy stream, one for each direction. Its copies are in order, in both directions
+    together.
+    """
 
     def __init__(self) -> None:
         self.by_direction: dict[str, torch.cuda.Stream] = {}

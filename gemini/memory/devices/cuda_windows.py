@@ -9,9 +9,10 @@ that the computing stream was given waits for layers that never saw its block. H
    gets a block of this pool, so every write and every read of a block is a window's.
 2. When a window gives its block back, a mark is made in each computing stream. All that read the window was given
    before (the manager evicts nothing that is in use), so it is behind these marks; copies into and out of it are behind
-   the last event of each lane that touched it. These events are kept by the block's addresses (:class:`LastUses`).
+   the last event of each copy stream that touched it. These events are kept by the block's addresses
+   (:class:`LastUses`).
 3. A window that gets (part of) these addresses takes the events with them. Every computing stream waits for those of
-   other streams at once: they are copies that it waited for long ago, unless nobody wanted them. A lane's stream waits
+   other streams at once: they are copies that it waited for long ago, unless nobody wanted them. A copy stream waits
    for all of them before its first copy that touches the window, and for nothing else that is computed.
 4. So between two writes of a block by different windows there is always: last use of the first -> event -> wait of the
    stream that writes next. What is computed on further streams (``Device.beside``) must have been waited for by a
@@ -22,7 +23,7 @@ that the computing stream was given waits for layers that never saw its block. H
 
 Blocks are of few sizes (same-shaped layers make same-shaped chunks), cut out of one segment that is allocated
 beforehand, so that neighbours that are free make one long block again and no step asks the driver for memory. How much
-of that the allocator could not use shows in ``memory_report()``. Nothing of this was run on a card yet.
+of that the allocator could not use shows in ``memory_report()``. Nothing of this was run on a GPU yet.
 """
 
 from __future__ import annotations
@@ -146,7 +147,7 @@ class CudaWindow(StorageWindow):
         self._ready: list[CudaEvent] = []
         self._followers: set[int] = set()
         self.touched: dict[str, CudaEvent] = {}
-        """The last copy of each lane that reads or writes this memory."""
+        """The last copy of each stream that reads or writes this memory."""
         with memory.own():
             super().__init__(num_bytes, device)
 

@@ -1,38 +1,29 @@
-"""The computing device, as one small contract with three implementations: CPU, CUDA, and a stand-in for tests.
+"""The computing device, as one small contract with two implementations: CPU, and CUDA.
 
 The engine asks a device for *windows* (memory for gathered weights that comes and goes at a fixed place), for plain
-*buffers* (homes of planes), and to *copy* between host and device on a lane, which gives an :class:`Event`. The CPU
-device computes in host memory and copies at once. The stand-in has its "own" memory and byte budget on a machine
-without a GPU; its copies run on threads behind a clock that tests control, so that an event can be *not yet complete*.
-CUDA is in :mod:`gemini.memory.devices.cuda`. All waits are bounded, and a failed copy surfaces in whoever waits for it.
+*buffers* (homes of planes), and to *copy* between host and device on a stream, which gives an :class:`Event`. The CPU
+device computes in host memory and copies at once; CUDA is in :mod:`gemini.memory.devices.cuda`. Others are made known
+by name (:func:`register_device`). All waits are bounded, and a failed copy surfaces in whoever waits for it.
 """
 
 from __future__ import annotations
 
-import atexit
-import queue
-import sys
 import threading
-import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import psutil
 import torch
 
 from gemini.errors import GeminiError
-from gemini.grad_mode import call_without_grad
-from gemini.memory.devices.clock import RandomClock
 from gemini.memory.devices.pages import can_move_pages, host_bytes
 from gemini.memory.devices.windows import FramePool, PageWindow, StorageWindow, Window
 from gemini.tiers import Tier
 
 WAIT_SECONDS = 120.0
 """How long anything waits for a copy before it says that the copy is stuck."""
-
-END_SECONDS = 10.0
-"""How long the end of a device waits for each of its lanes."""
 
 
 class Event:
@@ -58,7 +49,7 @@ class Event:
             GeminiError: if it failed (with what it raised as the cause), or did not end in ``timeout`` seconds.
         """
         if not self._done.wait(timeout):
-            raise GeminiError(f"{self.what} did not complete within {timeout:.0f} s: its lane is stuck")
+            raise GeminiError(f"{self.what} did not complete within {timeout:.0f} s: its stream is stuck")
         if self._error is not None:
             raise GeminiError(f"{self.what} failed: {self._error}") from self._error
 
@@ -88,7 +79,7 @@ class Event:
         self._done.set()
 
 
-class Together(Event):
+class AllOf(Event):
     """Several events as one: over with the last of them, and failed if any has."""
 
     def __init__(self, events: Sequence[Event]):
@@ -154,14 +145,14 @@ class Device(ABC):
         self,
         into: torch.Tensor,
         source: torch.Tensor,
-        lane: str,
+        stream: str,
         after: Event | None = None,
         *,
         behind_computing: bool = True,
     ) -> Event:
         """Start copying between host and device, from any thread.
 
-        Lanes ("fetch", "evict") run in order, independent of each other. A copy begins when what the computing stream
+        Streams ("fetch", "evict") run in order, independent of each other. A copy begins when what the computing stream
         was given before this call is done, and ``after`` is complete; an ``after`` that failed fails the copy. Until
         the event is complete ``into`` must be neither read nor written, and ``source`` not written; both may be let go.
 
@@ -202,11 +193,11 @@ class Device(ABC):
         """Wait until everything the device was given to compute is done."""
 
     def close(self) -> None:  # noqa: B027 - most devices have nothing to end
-        """Finish the copies that were begun, and end the lanes; a later copy would begin them anew."""
+        """Finish the copies that were begun, and end the streams; a later copy would begin them anew."""
 
 
-class _HostMemoryDevice(Device):
-    """What the CPU and the stand-in share: windows of host pages."""
+class HostMemoryDevice(Device):
+    """A device that computes in host memory: its windows are host pages."""
 
     torch_device = torch.device("cpu")
 
@@ -222,7 +213,7 @@ class _HostMemoryDevice(Device):
         return host_bytes(num_bytes)
 
 
-class CpuDevice(_HostMemoryDevice):
+class CpuDevice(HostMemoryDevice):
     """Forward and backward run on the CPU: what is in host memory is used in place, and copies are made at once."""
 
     name = "cpu"
@@ -232,7 +223,7 @@ class CpuDevice(_HostMemoryDevice):
         self,
         into: torch.Tensor,
         source: torch.Tensor,
-        lane: str,
+        stream: str,
         after: Event | None = None,
         *,
         behind_computing: bool = True,
@@ -246,118 +237,26 @@ class CpuDevice(_HostMemoryDevice):
         return psutil.virtual_memory().available
 
 
-class StandinDevice(_HostMemoryDevice):
-    """A GPU for machines without one: its own tier and budget, computed on by the CPU, with copies that take time.
+_registered: dict[Any, type[Device]] = {}
 
-    Args:
-        memory: bytes it pretends to have when no ``gpu=`` budget is given.
-        gate: called on the lane's thread before each copy is made, with the lane's name; it may block (a test's clock,
-            or a :class:`~gemini.memory.devices.clock.RandomClock`, which is closed with the device).
-        poison: fill what a copy will overwrite with 0xFF (NaN, in every float) as soon as the copy may begin, so that
-            one who reads it before the copy is complete is found out whatever was there before.
+
+def register_device(name: str, kind: type[Device]) -> None:
+    """``device=name`` is a device of that class, from here on."""
+    _registered[name] = kind
+
+
+def registered_device(name: Any) -> type[Device] | None:
+    """The class registered by that name, if there is one."""
+    return _registered.get(name)
+
+
+def torch_device_of(device: Any) -> torch.device:
+    """Where the tensors are that a config's ``device=`` computes on.
+
+    Raises:
+        RuntimeError: torch's, for a name that is none.
     """
-
-    name = "standin"
-    tier = Tier.GPU
-
-    def __init__(self, memory: int = 2**30, gate: Callable[[str], None] | None = None, *, poison: bool = False):
-        super().__init__()
-        self._memory = memory
-        self._gate = gate or (lambda lane: None)
-        self._poison = poison
-        self._lock = threading.Lock()
-        self._lanes: dict[str, _CopyLane] = {}
-        _live.add(self)
-
-    def copy(
-        self,
-        into: torch.Tensor,
-        source: torch.Tensor,
-        lane: str,
-        after: Event | None = None,
-        *,
-        behind_computing: bool = True,
-    ) -> Event:
-        event, gate, poison = Event(), self._gate, self._poison
-        if poison and after is None:
-            _fill_with_nan(into)
-
-        def run() -> None:  # knows nothing of the device: a copy under way does not keep it alive
-            try:
-                gate(lane)
-                if after is not None:
-                    after.wait()
-                    if poison:
-                        _fill_with_nan(into)
-                with torch.inference_mode(into.is_inference()):
-                    call_without_grad(into.copy_, source)
-            except BaseException as e:  # surfaces in wait(): a lane never dies
-                event.finish(e)
-            else:
-                event.finish()
-
-        with self._lock:
-            if lane not in self._lanes:
-                self._lanes[lane] = _CopyLane(lane)
-            self._lanes[lane].put(run)
-        return event
-
-    def free_bytes(self) -> int:
-        return self._memory
-
-    def close(self) -> None:
-        if isinstance(self._gate, RandomClock):
-            self._gate.close()
-        with self._lock:
-            lanes, self._lanes = self._lanes, {}
-        for lane in lanes.values():
-            lane.end()
-
-    def __del__(self, _ending: Callable[[], bool] = sys.is_finalizing) -> None:
-        if not _ending() and hasattr(self, "_lanes"):
-            self.close()
-
-
-class _CopyLane:
-    """A thread that runs jobs in order. The thread knows only the queue, so an abandoned lane can be ended."""
-
-    def __init__(self, name: str):
-        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=_run_jobs, args=(self._jobs,), name=f"gemini-{name}", daemon=True)
-        self._thread.start()
-
-    def put(self, job: Callable[[], None]) -> None:
-        self._jobs.put(job)
-
-    def end(self) -> None:
-        """Let what was put be done, then end the thread, and see it ended (unless it is the caller's own)."""
-        self._jobs.put(None)
-        if self._thread is not threading.current_thread():
-            self._thread.join(END_SECONDS)
-
-
-def _run_jobs(jobs: queue.SimpleQueue[Callable[[], None] | None]) -> None:
-    while (job := jobs.get()) is not None:
-        job()
-        del job  # its tensors go now, not with the next job
-
-
-def _fill_with_nan(tensor: torch.Tensor) -> None:
-    with torch.inference_mode(tensor.is_inference()):
-        if tensor.is_contiguous():
-            call_without_grad(lambda: tensor.view(-1).view(torch.uint8).fill_(255))
-
-
-_live: weakref.WeakSet[StandinDevice] = weakref.WeakSet()
-
-
-def _end_all() -> None:
-    """A daemon thread that is inside torch when the interpreter goes away aborts the process."""
-    for device in list(_live):
-        device.close()
-
-
-atexit.register(_end_all)
+    return torch.device(getattr(_registered.get(device, device), "torch_device", device))
 
 
 def make_device(name: str | torch.device | Device | None) -> Device:
@@ -370,8 +269,8 @@ def make_device(name: str | torch.device | Device | None) -> Device:
         return name
     if name is None:
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name == "standin":
-        return StandinDevice()
+    if name in _registered:
+        return _registered[name]()
     try:
         wanted = torch.device(name)
     except (RuntimeError, TypeError) as e:

@@ -6,7 +6,7 @@ whole model, before its first buffer is made, and a buffer costs no call (torch'
 for each, and rounds sizes up to powers of two). What does not fit gets a further stretch, which goes when it is empty.
 Where in a stretch is the business of :class:`gemini.memory.devices.arena.Arena`. For :mod:`gemini.memory.devices.cuda`.
 
-How long registering takes on a card, by the GiB: not measured.
+How long registering takes on a GPU, by the GiB: not measured.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class PinnedArena:
     @property
     def used_bytes(self) -> int:
         """Bytes of them that buffers have."""
-        self._settle()
+        self._note_returned()
         return sum(stretch.arena.used for stretch in self._stretches)
 
     def reserve(self, num_bytes: int) -> None:
@@ -122,7 +122,7 @@ class PinnedArena:
         Raises:
             RuntimeError, MemoryError: as :meth:`reserve`.
         """
-        self._settle()
+        self._note_returned()
         with self._lock:
             for stretch in self._stretches:
                 buffer = self._cut(stretch, num_bytes, zeroed)
@@ -162,9 +162,9 @@ class PinnedArena:
     def _give_back(self, stretch: _Stretch, offset: int) -> None:
         """May come from a collection in the middle of anything, on the very thread that has the lock."""
         self._returned.append((stretch, offset))
-        self._settle()
+        self._note_returned()
 
-    def _settle(self) -> None:
+    def _note_returned(self) -> None:
         """Note what came back, unless somebody is at the books: then whoever comes next does."""
         while self._returned and self._lock.acquire(blocking=False):
             gone = []

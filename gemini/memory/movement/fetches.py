@@ -1,10 +1,10 @@
-"""Fetches of gathered weights: begun on a lane ahead of their use, or here and now, and what waits for their copies.
+"""Fetches of gathered weights: begun on a worker ahead of their use, or here and now, and what waits for their copies.
 
 A fetch has two ends. It is *under way* once its copies have been given to the device: what had to come before it is
 over (an update, the reading of a file), and what can go wrong with it on the host has. A fetch ahead is a job of the
-lane until then. It is *over* with ``chunk.fetched``, the end of those copies, and for that the host does not wait where
-the device can: whoever reads the window there is put behind it (:meth:`Fetches.let_compute_wait`), so that a GPU is
-given the work of many layers ahead. Who gives the memory back, or writes the weights' home on the host, waits too.
+worker until then. It is *over* with ``chunk.fetched``, the end of those copies, and for that the host does not wait
+where the device can: whoever reads the window there is put behind it (:meth:`Fetches.let_compute_wait`), so that a GPU
+is given the work of many layers ahead. Who gives the memory back, or writes the weights' home on the host, waits too.
 
 A copy that fails says so in ``chunk.fetched``, if the computing thread can wait for it; then the fetch is tried again.
 On CUDA nobody knows until later: an error of the GPU comes up in whichever call is next, and ends the program's use of
@@ -18,9 +18,9 @@ from collections.abc import Callable
 
 from gemini.memory.chunks.chunk import Chunk
 from gemini.memory.devices.device import DONE, Event
-from gemini.memory.movement.lane import Job, Lane
 from gemini.memory.movement.mover import Mover, Working
 from gemini.memory.movement.staging import StagingSet
+from gemini.memory.movement.worker import Job, Worker
 
 
 class Fetches:
@@ -33,10 +33,10 @@ class Fetches:
     def __init__(
         self,
         mover: Mover,
-        lane: Lane | None,
+        worker: Worker | None,
         staging: StagingSet | None,
     ):
-        self.lane = lane
+        self.worker = worker
         self.ahead: dict[int, Chunk] = {}
         """The chunks that are fetched ahead and were not asked for yet, by index, in the order of their beginning."""
         self._mover, self._staging = mover, staging
@@ -52,14 +52,14 @@ class Fetches:
         self._update_of, self._await_update = update_of, await_update
 
     def can_begin(self, chunk: Chunk) -> bool:
-        """Whether the lane can fetch it."""
-        if self.lane is None or (self._staging is None and self._mover.needs_staging(chunk)):
+        """Whether the worker can fetch it."""
+        if self.worker is None or (self._staging is None and self._mover.needs_staging(chunk)):
             return False
         return not self._mover.computes(chunk)
 
     def begin(self, chunk: Chunk, moment: int, *, in_step: bool) -> None:
-        """Fill the window of a chunk on the lane, behind the update of its weights. It was populated."""
-        assert self.lane is not None
+        """Fill the window of a chunk on the worker, behind the update of its weights. It was populated."""
+        assert self.worker is not None
         update, gather, mover = self._update_of(chunk), self.gather, self._mover
         working = Working(mover.moved, not in_step, self._staging)
 
@@ -69,7 +69,7 @@ class Fetches:
             with mover.working(working):
                 chunk.fetched = gather(chunk)
 
-        chunk.arriving = self.lane.submit(fetch, moment)
+        chunk.arriving = self.worker.submit(fetch, moment)
         self.ahead[chunk.spec.index] = chunk
 
     def begin_now(self, chunk: Chunk) -> None:
@@ -88,10 +88,10 @@ class Fetches:
     def arrive(self, chunk: Chunk) -> bool:
         """Somebody needs a chunk that is fetched ahead: let computing wait for it; False if it failed."""
         job = self._job_of(chunk)
-        assert self.lane is not None
+        assert self.worker is not None
         if not job.is_complete():
             self._await_update(chunk)
-            self.lane.hurry(job)
+            self.worker.hurry(job)
             with self._waiting_for(chunk):
                 job.wait_until_over()
         arrived = job.error is None
@@ -116,14 +116,14 @@ class Fetches:
     def call_back(self, chunk: Chunk) -> None:
         """A fetch ahead is not wanted any more: the window may be given back."""
         job = self._job_of(chunk)
-        assert self.lane is not None
-        if not self.lane.cancel(job):
+        assert self.worker is not None
+        if not self.worker.cancel(job):
             with contextlib.suppress(Exception):  # nobody wants it
                 job.wait()
             self._give_up(chunk)
         self._end(chunk)
 
-    def settle(self) -> None:
+    def drain(self) -> None:
         """Wait until nothing is on its way; what failed is told when it is needed."""
         for chunk in list(self.ahead.values()):
             self._job_of(chunk).wait_until_over()
@@ -131,8 +131,8 @@ class Fetches:
 
     def start_over(self, chunk: Chunk) -> None:
         """After an interrupt between two lines of the books: nothing of this chunk is under way, whatever they say."""
-        if self.lane is not None and isinstance(chunk.arriving, Job):
-            self.lane.cancel(chunk.arriving)
+        if self.worker is not None and isinstance(chunk.arriving, Job):
+            self.worker.cancel(chunk.arriving)
             with contextlib.suppress(Exception):
                 chunk.arriving.wait()
         chunk.fetched.wait_until_over()
@@ -140,8 +140,8 @@ class Fetches:
 
     def close(self) -> None:
         """The model ends; a chunk that somebody keeps must keep nothing else."""
-        if self.lane is not None:
-            self.lane.close()
+        if self.worker is not None:
+            self.worker.close()
         for chunk in list(self.ahead.values()):
             self._end(chunk)
 

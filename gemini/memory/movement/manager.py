@@ -5,8 +5,8 @@
 
 Weights in windows are clean copies, so eviction drops them. Every byte is reserved in the ledger before it is taken:
 populated windows as "windows", frames that wait for reuse as "pool". What the schedule says is needed next is gathered
-ahead on a lane of its own (:mod:`gemini.memory.movement.fetches`), as far as there is room without taking the place of
-what is needed sooner.
+ahead on a worker of its own (:mod:`gemini.memory.movement.fetches`), as far as there is room without taking the place
+of what is needed sooner.
 """
 
 from __future__ import annotations
@@ -18,14 +18,13 @@ from contextlib import contextmanager
 
 from gemini.errors import BudgetExceeded, human_bytes
 from gemini.memory.chunks.chunk import Chunk
-from gemini.memory.chunks.states import Event as UseEvent
-from gemini.memory.chunks.states import Use
+from gemini.memory.chunks.states import Use, UseChange
 from gemini.memory.devices.device import Device, Event, Window
 from gemini.memory.movement.fetches import Fetches
 from gemini.memory.movement.foresight import Foresight
-from gemini.memory.movement.lane import Lane
 from gemini.memory.movement.mover import Mover
 from gemini.memory.movement.staging import StagingSet
+from gemini.memory.movement.worker import Worker
 from gemini.planning.plan import Moves
 from gemini.planning.policy import Candidate, EvictionPolicy, NextUse
 from gemini.tiers import Ledger
@@ -35,7 +34,7 @@ class Manager:
     """Owns the windows of ``chunks``.
 
     Args:
-        lane: where fetches ahead begin, with ``lane_staging`` of its own; without one every fetch begins when it is
+        worker: where fetches ahead begin, with ``worker_staging`` of its own; without one every fetch begins when it is
             needed.
     """
 
@@ -48,15 +47,15 @@ class Manager:
         mover: Mover,
         policy: EvictionPolicy | None = None,
         foresight: Foresight | None = None,
-        lane: Lane | None = None,
-        lane_staging: StagingSet | None = None,
+        worker: Worker | None = None,
+        worker_staging: StagingSet | None = None,
     ):
         self.chunks = chunks
         self.foresight = foresight or Foresight(lambda steps: [Moves()] * len(steps))
         self.ledger = ledger
         self.num_gathers = 0
         self.num_evictions = 0
-        self.fetches = Fetches(mover, lane, lane_staging)
+        self.fetches = Fetches(mover, worker, worker_staging)
         self._device = device
         self._policy = policy or NextUse()
         self._clock = 0
@@ -116,7 +115,7 @@ class Manager:
             raise explained from e
         self.fetches.let_compute_wait(chunk)
         if chunk.use is not Use.COMPUTE:
-            chunk.step(UseEvent.ACQUIRE)
+            chunk.step(UseChange.ACQUIRE)
             chunk.grads_complete = False
         chunk.pins += 1
         chunk.ahead = False
@@ -140,18 +139,18 @@ class Manager:
         chunk.pins -= 1
         if chunk.pins == 0:
             self.foresight.released(chunk.spec.index)
-            chunk.step(UseEvent.RELEASE)
+            chunk.step(UseChange.RELEASE)
             if chunk.stale:
                 self.drop([chunk])
             elif chunk.grads_complete:
-                chunk.step(UseEvent.GRADS)
+                chunk.step(UseChange.GRADS)
 
     def grads_complete(self, chunk: Chunk) -> None:
         """Every gradient of the chunk has arrived: once released, it is the first to go."""
         if chunk.use is Use.COMPUTE:
             chunk.grads_complete = True
         elif chunk.use is Use.HOLD:
-            chunk.step(UseEvent.GRADS)
+            chunk.step(UseChange.GRADS)
 
     def drop(self, chunks: Iterable[Chunk]) -> None:
         """Forget gathered copies that an update of the weights has overtaken; at their release if they are in use.
@@ -245,7 +244,7 @@ class Manager:
 
     def look_ahead(self) -> None:
         """Begin the fetches that come next, in their planned order, as far as there is room for them."""
-        if self.fetches.lane is None:
+        if self.fetches.worker is None:
             return
         for moment, index in self.foresight.upcoming():
             chunk = self.chunks[index]
@@ -295,7 +294,7 @@ class Manager:
         except BaseException:
             self.depopulate(chunk.window, "windows")
             raise
-        chunk.step(UseEvent.FETCH)
+        chunk.step(UseChange.FETCH)
         chunk.ahead = True
 
     def _await_arrival(self, chunk: Chunk) -> None:
@@ -305,7 +304,7 @@ class Manager:
             StorageError: if that fails too; the chunk is as it was before.
         """
         if self.fetches.arrive(chunk):
-            chunk.step(UseEvent.ARRIVE)
+            chunk.step(UseChange.ARRIVE)
             self._count_arrival(chunk)
         else:
             self._fail(chunk)
@@ -318,12 +317,12 @@ class Manager:
 
     def _fail(self, chunk: Chunk) -> None:
         assert chunk.window is not None
-        chunk.step(UseEvent.FAIL)
+        chunk.step(UseChange.FAIL)
         self.depopulate(chunk.window, "windows")
 
-    def settle(self) -> None:
+    def drain(self) -> None:
         """Wait until nothing is on its way; what failed is told when it is needed."""
-        self.fetches.settle()
+        self.fetches.drain()
 
     def is_balanced(self) -> bool:
         """Whether the books say what there is, where nobody computes: nothing pinned, every window accounted for."""
@@ -427,8 +426,8 @@ class Manager:
         except BaseException:
             self.depopulate(chunk.window, "windows")
             raise
-        chunk.step(UseEvent.FETCH)
-        chunk.step(UseEvent.ARRIVE)
+        chunk.step(UseChange.FETCH)
+        chunk.step(UseChange.ARRIVE)
         self._count_arrival(chunk)
 
     def _count_arrival(self, chunk: Chunk) -> None:
@@ -437,7 +436,7 @@ class Manager:
         chunk.stale = False
 
     def _evict(self, chunk: Chunk) -> None:
-        chunk.step(UseEvent.EVICT)
+        chunk.step(UseChange.EVICT)
         self.num_evictions += 1
         chunk.stale = chunk.ahead = False
         self._overtaken.pop(chunk.spec.index, None)

@@ -18,14 +18,13 @@ from typing import Any, NamedTuple
 import torch
 
 from gemini.memory.chunks.chunk import Chunk, FilePlane, Plane
-from gemini.memory.devices.device import DONE, Device, Event, Together
+from gemini.memory.devices.device import DONE, AllOf, Device, Event
 from gemini.memory.devices.pages import PAGE
 from gemini.memory.movement.staging import Staging, StagingSet
-from gemini.memory.watching.noted import NotedEvent
-from gemini.memory.watching.recorder import LANES, NOTHING, Recorder
+from gemini.memory.watching.recorder import NOTHING, TRACKS, RecordedEvent, Recorder
 from gemini.memory.watching.stalls import Stalls
 from gemini.planning.planes import ADAM, RuleSpec
-from gemini.planning.timeline import Lane
+from gemini.planning.timeline import Track
 from gemini.planning.traffic import path
 from gemini.tiers import Ledger, Tier
 
@@ -156,19 +155,17 @@ class Mover:
             working.moved.add(source, target, num_bytes, ahead=working.ahead)
 
     def about(
-        self, cause: str, name: str, chunk: int = -1, *, lane: Lane | None = None
+        self, cause: str, name: str, chunk: int = -1, *, track: Track | None = None
     ) -> AbstractContextManager[None]:
-        """Around what is done for ``name``, and keeps ``lane`` busy if there is one.
-
-        On the training thread it is a wait by ``cause``, which counts in :attr:`stalls`; those who record are told on
-        any thread.
+        """Time this block: a stall of the training thread by ``cause``, and, where somebody records, a span on
+        ``track`` on any thread.
         """
         waiting, recorder = self.stalls.waiting(cause), self.recorder
         if recorder is None:
             return waiting
-        if lane is None:
+        if track is None:
             return _Both(waiting, recorder.about(cause, name, chunk))
-        return _Both(waiting, recorder.span(lane, name, chunk, cause=cause))
+        return _Both(waiting, recorder.span(track, name, chunk, cause=cause))
 
     def begin_load(self, plane: Plane, start: int, stop: int, into: torch.Tensor, name: str, chunk: int) -> Event:
         """Start to fill the host tensor ``into`` from a plane, for ``name``."""
@@ -187,11 +184,11 @@ class Mover:
     ) -> Event:
         """What ``begin`` begins, counted; who records is told of it when its end is noticed."""
         self.count(source, target, num_bytes)
-        recorder, lane = self.recorder, LANES.get((source, target))
-        if recorder is None or lane is None:
+        recorder, track = self.recorder, TRACKS.get((source, target))
+        if recorder is None or track is None:
             return begin()
         start = recorder.clock()
-        return NotedEvent(begin(), lambda: recorder.add(lane, start, recorder.clock(), name, chunk, num_bytes))
+        return RecordedEvent(begin(), lambda: recorder.add(track, start, recorder.clock(), name, chunk, num_bytes))
 
     def load(self, plane: Plane, start: int, stop: int, into: torch.Tensor) -> torch.Tensor:
         """Fill the host tensor ``into`` from a plane."""
@@ -265,7 +262,7 @@ class Mover:
     def _send_tiles(self, plane: Plane, flat: torch.Tensor) -> Event:
         """Tile after tile through areas of staging: some are being read into while another one is on its way.
 
-        A lane has a set of its own and uses all of it; the training thread leaves most of its set to others.
+        A worker has a set of its own and uses all of it; the training thread leaves most of its set to others.
         """
         staging, casts = self.own_staging(), plane.dtype != flat.dtype
         rest = tuple(range(2, staging.num_scratch))
@@ -309,9 +306,9 @@ class Mover:
         except BaseException:
             for *_, read in reading:
                 read.wait_until_over()
-            Together(list(sent.values())).wait_until_over()  # the window is given back next
+            AllOf(list(sent.values())).wait_until_over()  # the window is given back next
             raise
-        return Together(list(sent.values()))
+        return AllOf(list(sent.values()))
 
     def _begin_read(self, plane: Plane, start: int, stop: int, into: torch.Tensor) -> Event:
         """Start to read a tile that somebody waits for, before other requests."""

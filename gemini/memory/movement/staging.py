@@ -3,7 +3,7 @@
 A set has room for one tile of every kind of plane, each in an area of its own. Whoever passes something else through
 it takes areas by number (*scratch*): no thread updates a tile and does something else in the same set at once.
 
-The training thread has one set. The update lane has another, cut into *slots* of smaller tiles, so that one tile is
+The training thread has one set. The update worker has another, cut into *slots* of smaller tiles, so that one tile is
 read while one is updated and one is written. Updates that are streamed through the device have slots in its memory. All
 bytes are in the ledger ("staging"), reserved when the model is placed, or on the host at the first use.
 """
@@ -20,7 +20,7 @@ from gemini.planning.working import staged_bytes, staging_bytes
 from gemini.tiers import Ledger, Tier
 
 SLOTS = 4
-"""Tiles of the update lane under way at once: one or two being read, one in the update, one being written."""
+"""Tiles of the update worker under way at once: one or two being read, one in the update, one being written."""
 
 
 class _Memory:
@@ -85,7 +85,7 @@ class Staging:
     Args:
         tile: elements of a tile.
         reserved: bytes of staging that are in the ledger already; the first set is reserved at its first use if there
-            are none. What is reserved beyond it makes the sets of lanes.
+            are none. What is reserved beyond it makes the sets of workers.
         device_tile: elements of a tile in the device's memory; ``on_device`` bytes there are reserved for such tiles.
         rule: of the updates, whose planes are staged.
     """
@@ -105,7 +105,7 @@ class Staging:
         memory, slot = _Memory(self._make_on_device, on_device), staging_bytes(device_tile, rule)
         count = on_device // slot if slot else 0
         self.on_device = [StagingSet(memory, device_tile, number * slot, rule=rule) for number in range(count)]
-        """Slots in the device's memory: the update lane's, or the training thread's where there is no such lane."""
+        """Slots in the device's memory: the update worker's, or the training thread's where there is no such worker."""
 
     @property
     def own(self) -> StagingSet:
@@ -140,7 +140,7 @@ class Staging:
         return buffer
 
     def take(self) -> StagingSet | None:
-        """A set for a lane, while there is one left."""
+        """A set for a worker, while there is one left."""
         slots = self._take(1)
         return slots[0] if slots else None
 

@@ -1,11 +1,12 @@
-"""Records a real step: which lane worked when and on what, what computing waited for, what every tier held.
+"""Records a real step: which track worked when and on what, what computing waited for, what every tier held.
 
 *Activities* are told by whoever does them, on any thread. On the training thread exactly one is under way at any
 instant, the innermost: one that begins inside another interrupts it, so a module that waits for its weights to be read
 is two spans of computing with a span of reading between them. Computing has no waiting in it, and all time of
 activities that are not computing is a stall by its cause. Other threads (an update beside backward, a fetch ahead, a
-write behind) keep lanes busy and stall nobody; there too the inner activity interrupts the outer one of its own thread.
-Transfers that run on no thread of ours are added when they are over. The ledger tells every change of what is held.
+write behind) keep tracks busy and stall nobody; there too the inner activity interrupts the outer one of its own
+thread. Transfers that run on no thread of ours are added when their end is noticed (:class:`RecordedEvent`). The ledger
+tells every change of what is held.
 """
 
 from __future__ import annotations
@@ -18,20 +19,21 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from gemini.memory.devices.device import Event
 from gemini.memory.watching.stalls import trains_here
-from gemini.planning.timeline import Lane, Sample, Span, Timeline
+from gemini.planning.timeline import Sample, Span, Timeline, Track
 from gemini.tiers import Tier
 
 NOTHING: AbstractContextManager[None] = nullcontext()
 """What stands in for an activity where nobody records."""
 
-LANES = {
-    (Tier.NVME, Tier.CPU): Lane.NVME_READ,
-    (Tier.CPU, Tier.NVME): Lane.NVME_WRITE,
-    (Tier.CPU, Tier.GPU): Lane.H2D,
-    (Tier.GPU, Tier.CPU): Lane.D2H,
+TRACKS = {
+    (Tier.NVME, Tier.CPU): Track.NVME_READ,
+    (Tier.CPU, Tier.NVME): Track.NVME_WRITE,
+    (Tier.CPU, Tier.GPU): Track.H2D,
+    (Tier.GPU, Tier.CPU): Track.D2H,
 }
-_BOUNDARIES = {lane: f"{source.value}->{target.value}" for (source, target), lane in LANES.items()}
+_BOUNDARIES = {track: f"{source.value}->{target.value}" for (source, target), track in TRACKS.items()}
 
 Held = Mapping[Tier, Mapping[str, int]]
 
@@ -98,12 +100,12 @@ class Step:
 
 
 class Activity:
-    """What is done between entering and leaving; ``lane`` None: it waits, or prepares, and keeps no lane busy."""
+    """What is done between entering and leaving; ``track`` None: it waits, or prepares, and keeps no track busy."""
 
-    __slots__ = ("cause", "chunk", "lane", "moment", "name", "num_bytes", "recorder", "thread")
+    __slots__ = ("cause", "chunk", "track", "moment", "name", "num_bytes", "recorder", "thread")
 
-    def __init__(self, recorder: Recorder, lane: Lane | None, name: str, cause: str, chunk: int, num_bytes: int):
-        self.recorder, self.lane, self.name, self.cause = recorder, lane, name, cause
+    def __init__(self, recorder: Recorder, track: Track | None, name: str, cause: str, chunk: int, num_bytes: int):
+        self.recorder, self.track, self.name, self.cause = recorder, track, name, cause
         self.chunk, self.num_bytes, self.moment = chunk, num_bytes, -1
         self.thread: _Thread | None = None
 
@@ -153,47 +155,47 @@ class Recorder:
         """From here on the time of the training thread that nothing else takes is computing of that name; None: it is
         nobody's.
         """
-        self._settle()
+        self._finish_device()
         with self._lock:
             self._cut_training()
-            self._computing = None if name is None else Activity(self, Lane.COMPUTE, name, "", -1, 0)
+            self._computing = None if name is None else Activity(self, Track.COMPUTE, name, "", -1, 0)
 
     def span(
         self,
-        lane: Lane,
+        track: Track,
         name: str | None = None,
         chunk: int | None = None,
         num_bytes: int = 0,
         *,
         cause: str | None = None,
     ) -> AbstractContextManager[None]:
-        """``lane`` is at work; name, chunk and cause are by default those of what is under way on this thread."""
+        """``track`` is at work; name, chunk and cause are by default those of what is under way on this thread."""
         thread = self._training if trains_here(self._trainer) else self._workers.get(threading.get_ident())
         around = thread.stack[-1] if thread is not None and thread.stack else None
         if name is None:
-            name = lane.value if around is None else around.name
+            name = track.value if around is None else around.name
         if chunk is None:
             chunk = -1 if around is None else around.chunk
         if cause is None:
             cause = "other" if around is None else around.cause
-        return Activity(self, lane, name, cause, chunk, num_bytes)
+        return Activity(self, track, name, cause, chunk, num_bytes)
 
     def about(self, cause: str, name: str, chunk: int = -1) -> AbstractContextManager[None]:
         """What happens inside is done for ``name``; on the training thread computing waits for it, by ``cause``."""
         return Activity(self, None, name, cause, chunk, 0)
 
     def move(self, source: Tier, target: Tier, num_bytes: int) -> AbstractContextManager[None]:
-        """A copy between two neighbouring tiers, or within one: that keeps no lane busy."""
-        lane = LANES.get((source, target))
-        return NOTHING if lane is None else self.span(lane, num_bytes=num_bytes)
+        """A copy between two neighbouring tiers, or within one: that keeps no track busy."""
+        track = TRACKS.get((source, target))
+        return NOTHING if track is None else self.span(track, num_bytes=num_bytes)
 
-    def add(self, lane: Lane, start: float, stop: float, name: str, chunk: int = -1, num_bytes: int = 0) -> None:
-        """``lane`` was at work from ``start`` to ``stop`` by :attr:`clock`: a transfer that ran by itself and is over.
+    def add(self, track: Track, start: float, stop: float, name: str, chunk: int = -1, num_bytes: int = 0) -> None:
+        """``track`` was at work from ``start`` to ``stop`` by :attr:`clock`: a transfer that ran by itself and is over.
 
         It stalls nobody: who waits for it says so with :meth:`about`. Its bytes count where it started.
         """
         with self._lock:
-            self._write(Activity(self, lane, name, "", chunk, num_bytes), start, stop)
+            self._write(Activity(self, track, name, "", chunk, num_bytes), start, stop)
 
     def held(self, tier: Tier, holders: Mapping[str, int]) -> None:
         """What some holders hold from now on: a ledger's ``on_change``."""
@@ -213,7 +215,7 @@ class Recorder:
         """A step begins now, on the training thread; the one before ends. ``held`` is what is held, as far as
         :meth:`held` was not told since.
         """
-        self._settle()
+        self._finish_device()
         with self._lock:
             self._trainer = threading.get_ident()
             self._cut_training()
@@ -225,12 +227,12 @@ class Recorder:
             if self._last is not None and self._last.next_start is None:
                 self._last.next_start = now
             known = {tier: {**held.get(tier, {}), **self._held.get(tier, {})} for tier in {**held, **self._held}}
-            at_start = {tier: {holder: n for holder, n in told.items() if n} for tier, told in known.items()}
+            at_start = {tier: {holder: n for holder, n in holders.items() if n} for tier, holders in known.items()}
             self._step = Step(now, at_start)
 
     def end_step(self) -> Step:
         """``optimizer.step()`` is over: the step, to which other threads add until the next one begins."""
-        self._settle()
+        self._finish_device()
         with self._lock:
             self._cut_training()
             step, self._step, self._computing = self._step, None, None
@@ -251,7 +253,7 @@ class Recorder:
 
     # ---- inside -------------------------------------------------------------------------------------------------
 
-    def _settle(self) -> None:
+    def _finish_device(self) -> None:
         if self._synchronize is not None:
             self._synchronize()
 
@@ -264,7 +266,7 @@ class Recorder:
 
     def _begin(self, activity: Activity) -> None:
         if trains_here(self._trainer):
-            self._settle()
+            self._finish_device()
             with self._lock:
                 self._cut_training()
                 activity.thread = self._training
@@ -280,7 +282,7 @@ class Recorder:
         thread = activity.thread
         assert thread is not None
         if thread is self._training:
-            self._settle()
+            self._finish_device()
         with self._lock:
             if thread is self._training:
                 self._cut_training()
@@ -296,16 +298,16 @@ class Recorder:
         now, step, thread = self.clock(), self._step, self._training
         current = thread.stack[-1] if thread.stack else self._computing
         if step is not None and current is not None and now > thread.since:
-            if current.lane is not None:
+            if current.track is not None:
                 current.moment = self._moment()
                 self._write(current, thread.since, now)
-            if current.lane is not Lane.COMPUTE:
+            if current.track is not Track.COMPUTE:
                 step.stalls[current.cause] = step.stalls.get(current.cause, 0.0) + now - thread.since
         thread.since = now
 
     def _cut_worker(self, thread: _Thread, now: float) -> None:
         """Write down what was under way on another thread since its last cut."""
-        if thread.stack and thread.stack[-1].lane is not None and now > thread.since:
+        if thread.stack and thread.stack[-1].track is not None and now > thread.since:
             self._write(thread.stack[-1], thread.since, now)
         thread.since = now
 
@@ -319,14 +321,14 @@ class Recorder:
         self._write_to(step, activity, start, stop)
 
     def _write_to(self, step: Step, activity: Activity, start: float, stop: float) -> None:
-        assert activity.lane is not None
+        assert activity.track is not None
         start = max(start, step.start)
         if stop <= start:
             return
-        told = activity.name, activity.moment, activity.chunk, activity.num_bytes
-        step.spans.append(Span(activity.lane, start - step.start, stop - step.start, *told))
-        if activity.num_bytes and activity.lane in _BOUNDARIES:
-            step.moved[_BOUNDARIES[activity.lane]] += activity.num_bytes
+        label = activity.name, activity.moment, activity.chunk, activity.num_bytes
+        step.spans.append(Span(activity.track, start - step.start, stop - step.start, *label))
+        if activity.num_bytes and activity.track in _BOUNDARIES:
+            step.moved[_BOUNDARIES[activity.track]] += activity.num_bytes
         activity.num_bytes = 0  # what is interrupted has moved its bytes once
 
     def _moment(self) -> int:
@@ -337,3 +339,37 @@ class Recorder:
             self._computing.moment = len(self._step.moments)
             self._step.moments.append(self._computing.name)
         return self._computing.moment
+
+
+class RecordedEvent(Event):
+    """``event``, which calls ``report`` the first time that somebody sees it complete, however it ended."""
+
+    def __init__(self, event: Event, report: Callable[[], None]):
+        super().__init__()
+        self._event = event
+        self._report: Callable[[], None] | None = report
+
+    def is_complete(self) -> bool:
+        complete = self._event.is_complete()
+        if complete:
+            self._report_once()
+        return complete
+
+    def wait(self, timeout: float | None = None) -> None:
+        try:
+            if timeout is None:
+                self._event.wait()
+            else:
+                self._event.wait(timeout)
+        finally:
+            if self._event.is_complete():
+                self._report_once()
+
+    def wait_on_device(self) -> None:
+        self._event.wait_on_device()
+        self.is_complete()  # a device that computes on the calling thread has waited
+
+    def _report_once(self) -> None:
+        report, self._report = self._report, None
+        if report is not None:
+            report()

@@ -15,7 +15,7 @@ import torch
 from gemini.errors import BudgetExceeded, GeminiError
 from gemini.memory.devices.device import Event
 from gemini.memory.devices.pages import PAGE
-from gemini.memory.movement.lane import Job, Lane
+from gemini.memory.movement.worker import Job, Worker
 from gemini.memory.store import ChunkStore
 from gemini.tiers import Tier
 
@@ -77,10 +77,10 @@ class Flight:
     def is_over(self) -> bool:
         return self.event is None or self.event.is_complete()
 
-    def begin(self, lane: Lane, job: Job) -> None:
+    def begin(self, worker: Worker, job: Job) -> None:
         """The job is known before it runs: an interrupt between two lines here loses nothing."""
         self.event = job
-        lane.put(job)
+        worker.put(job)
 
     def wait(self) -> Exception | None:
         """Block until it is over: what went wrong."""

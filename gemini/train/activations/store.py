@@ -5,7 +5,7 @@ Gradient checkpointing keeps the inputs of each checkpointed block for backward.
 when backward asks for them. torch saves them through the saved-tensor hooks that are open around the outermost
 forward; what other operations save passes through these hooks too and is left alone, weights above all. Every byte is
 in the ledger under "activations". A tensor that several blocks were given (an encoder's output) is stored once. With
-overlap the moves are made beside computing (:mod:`gemini.train.activations.lanes`), else here, in turn.
+overlap the moves are made beside computing (:mod:`gemini.train.activations.workers`), else here, in turn.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from gemini.memory.movement.mover import tiles
 from gemini.memory.store import ChunkStore
 from gemini.tiers import Tier
 from gemini.train.activations.flights import Gone, Offloaded, in_pages
-from gemini.train.activations.lanes import ActivationLanes
+from gemini.train.activations.workers import ActivationWorkers
 from gemini.train.modules import saved_weights
 from gemini.train.modules.calls import Calls
 from gemini.train.modules.compiled import compiled_part
@@ -62,21 +62,21 @@ class ActivationStore:
         self._stored: weakref.WeakSet[Offloaded] = weakref.WeakSet()
         self._slots: dict[int, int] = {}
         """Bytes of what is taken of the spill file, by offset."""
-        self.lanes = ActivationLanes(store, tier) if overlap and tier is not None else None
-        self.in_turn = False
+        self.workers = ActivationWorkers(store, tier) if overlap and tier is not None else None
+        self.synchronous = False
         """Move at once: for who looks at what is alive at every moment."""
 
     def do_in_turn(self, in_turn: bool) -> None:
         """From now on move at once, or no longer."""
-        self.in_turn = in_turn
+        self.synchronous = in_turn
 
     def begin_forward(self) -> None:
         """From here on what checkpointing saves is offloaded."""
         if not self._is_open and self._tier is not None and torch.is_grad_enabled():
             self.collect()
             self._known.clear()
-            if self.lanes is not None:
-                self.lanes.begin_forward()
+            if self.workers is not None:
+                self.workers.begin_forward()
             torch._C._autograd._push_saved_tensors_default_hooks(self._pack, self._unpack)
             self._is_open = True
 
@@ -88,21 +88,21 @@ class ActivationStore:
 
     def begin_backward(self) -> None:
         """What was saved last is asked for soon."""
-        if self.lanes is not None and not self.in_turn:
+        if self.workers is not None and not self.synchronous:
             with self._mover.about("activation", "fetch activations"):
-                self.lanes.begin_backward()
+                self.workers.begin_backward()
 
     def end_backward(self) -> None:
         """Nothing is asked for any more."""
-        if self.lanes is not None:
-            self.lanes.end_backward()
+        if self.workers is not None:
+            self.workers.end_backward()
         self.collect()
 
     def recover(self) -> None:
         """Nobody computes: what an interrupt may have left open is closed, and the books say what there is."""
         self.end_forward()
-        if self.lanes is not None:
-            self.lanes.start_over()
+        if self.workers is not None:
+            self.workers.start_over()
         if self._tier is not None:
             self.collect()
             stored = [offloaded for offloaded in self._stored if offloaded.place is not None]
@@ -118,8 +118,8 @@ class ActivationStore:
         Raises:
             StorageError: and whatever else it was.
         """
-        if self.lanes is not None:
-            self.lanes.check()
+        if self.workers is not None:
+            self.workers.check()
 
     def drain(self) -> None:
         """Wait until nothing is in flight.
@@ -127,35 +127,35 @@ class ActivationStore:
         Raises:
             StorageError: if something could not be written.
         """
-        if self.lanes is not None:
-            self.lanes.come_to_rest()
-            self.lanes.check()
+        if self.workers is not None:
+            self.workers.drain()
+            self.workers.check()
         self.collect()
 
     def relieve(self) -> bool:
         """Give back memory that moves beside computing hold, waiting if need be; False if there is none."""
-        return self.lanes is not None and self.lanes.relieve()
+        return self.workers is not None and self.workers.relieve()
 
-    def wish(self) -> int:
+    def headroom_bytes(self) -> int:
         """Bytes of the computing tier that windows should leave to moves beside computing."""
-        return 0 if self.lanes is None else self.lanes.wish()
+        return 0 if self.workers is None else self.workers.headroom_bytes()
 
     def missing(self) -> int:
         """What of that they do not hold."""
-        return 0 if self.lanes is None else max(self.lanes.wish() - self.lanes.held(), 0)
+        return 0 if self.workers is None else max(self.workers.headroom_bytes() - self.workers.held(), 0)
 
     def close(self) -> None:
         """The model ends."""
-        if self.lanes is not None:
-            self.lanes.close()
+        if self.workers is not None:
+            self.workers.close()
 
     def collect(self) -> None:
         """Give back the places of tensors that nothing refers to any more, when nothing moves there."""
         while self.gone:
             place, num_bytes, *flights = self.gone[0]
             for flight in flights:
-                if flight is not None and self.lanes is not None:
-                    self.lanes.call_back(flight)
+                if flight is not None and self.workers is not None:
+                    self.workers.call_back(flight)
             self.gone.popleft()
             assert self._tier is not None
             if self._tier is Tier.NVME:
@@ -210,8 +210,8 @@ class ActivationStore:
         return compiled_part(block) is not None
 
     def _note(self, offloaded: Offloaded) -> None:
-        if self.lanes is not None:
-            self.lanes.note(offloaded)
+        if self.workers is not None:
+            self.workers.note(offloaded)
 
     def _store(self, tensor: torch.Tensor) -> Offloaded | None:
         num_bytes = in_pages(tensor.nbytes)
@@ -230,7 +230,7 @@ class ActivationStore:
             raise
         try:
             self._stored.add(offloaded)
-            if self.lanes is None or self.in_turn or not self.lanes.save(offloaded, tensor):
+            if self.workers is None or self.synchronous or not self.workers.save(offloaded, tensor):
                 self._write(tensor.contiguous().view(-1).view(torch.uint8), offloaded)
         except BaseException:
             offloaded.let_go()
@@ -268,12 +268,12 @@ class ActivationStore:
             return packed
         about = self._mover.about("activation", "fetch activations")
         with torch.profiler.record_function("gemini::fetch_activation"), about:
-            out = None if self.lanes is None else self.lanes.take(packed)
+            out = None if self.workers is None else self.workers.take(packed)
             if out is None:
                 out = torch.empty(packed.shape, dtype=packed.dtype, device=packed.device)
                 self._read(packed, out.view(-1).view(torch.uint8))
-            if self.lanes is not None and not self.in_turn:
-                self.lanes.read_ahead()
+            if self.workers is not None and not self.synchronous:
+                self.workers.read_ahead()
             if out.stride() != packed.stride:
                 laid_out = torch.empty_strided(packed.shape, packed.stride, dtype=packed.dtype, device=packed.device)
                 return laid_out.copy_(out)

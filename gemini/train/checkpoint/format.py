@@ -6,7 +6,7 @@ only, no pickle.
 
 A manifest may have been damaged, or written by somebody else, and its checksum says nothing about the latter. So every
 value is compared here with what :func:`gemini.save_checkpoint` writes: kinds, ranges, names, and that the parts of each
-master and moment, as the headers of the files have them, are those that the params need, once each, without a gap.
+master and state, as the headers of the files have them, are those that the params need, once each, without a gap.
 Whoever works with a :class:`Manifest` afterwards looks nothing up that may not be there. What is not described here
 (groups, buffers, scheduler, RNGs, ``extra``) are plain values, decoded by ``plain_data.py`` and compared with what they
 are for in ``states.py`` and ``read.py``.
@@ -33,7 +33,7 @@ from gemini.train.checkpoint.tensor_file import Malformed, TensorFile, open_regu
 FORMAT, VERSION = "gemini-checkpoint", 2
 MANIFEST = "manifest.json"
 VALUES = "values.safetensors"
-"""The file of tensors that are not masters or moments: buffers, RNGs, what the scheduler and ``extra`` hold."""
+"""The file of tensors that are not masters or states: buffers, RNGs, what the scheduler and ``extra`` hold."""
 
 T = TypeVar("T")
 Reader = Callable[[Any, str], T]
@@ -45,7 +45,7 @@ Raises:
 
 
 class SavedParam(NamedTuple):
-    """A param: its shape, its updates, and whether there are moments of it."""
+    """A param: its shape, its updates, and whether there are states of it."""
 
     shape: tuple[int, ...]
     step: int

@@ -49,7 +49,7 @@ class _Run(NamedTuple):
 
 
 class Reader:
-    """Masters and moments of one checkpoint, for the ``sources`` of this rank.
+    """Masters and states of one checkpoint, for the ``sources`` of this rank.
 
     ``started``: they are being overwritten.
     """
@@ -114,14 +114,14 @@ class Reader:
         store_range(self._mover, source.plane, source.handle.part.start + start * source.plane.block, values)
 
     def _clear(self, source: Source) -> None:
-        """Begin anew: a residual or moment of before belongs to weights that are gone."""
+        """Begin anew: a residual or state of before belongs to weights that are gone."""
         for start, stop in tiles(0, source.numel, self._mover.tile):
             zeros = self._mover.scratch(2, source.plane.dtype, stop - start).zero_()
             self._store(source, zeros, start)
 
 
 class Rest:
-    """What a checkpoint holds besides masters and moments. Everything that could be refused is refused in the making of
+    """What a checkpoint holds besides masters and states. Everything that could be refused is refused in the making of
     it, which changes nothing; ``put_back`` has nothing left to object to.
 
     Made of a manifest and the values in its file, which are not damaged.
@@ -160,7 +160,7 @@ class Rest:
             check_scheduler(path, scheduler, optimizer, self._state, manifest.scheduler_kind)
 
     def put_back(self, rank: int) -> None:
-        """Masters and moments are there: the rest, with the random states of a rank if they were saved."""
+        """Masters and states are there: the rest, with the random states of a rank if they were saved."""
         optimizer = self._optimizer
         for handle in self._handles:
             handle.num_steps = self._manifest.params[handle.name].step

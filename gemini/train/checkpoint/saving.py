@@ -1,7 +1,7 @@
 """Checkpoints: everything that makes a resumed run the same run, bit for bit, under any budgets and number of ranks.
 
 A checkpoint is a directory: ``manifest.json`` (what is there, step counts, optimizer groups, scheduler, loss scale,
-RNGs, the caller's ``extra``) and safetensors files with masters and moments by param name, in both halves for bf16. It
+RNGs, the caller's ``extra``) and safetensors files with masters and states by param name, in both halves for bf16. It
 knows nothing of chunks, tiers or ranks. It is written beside its final name and renamed when it is whole on the disk;
 it is read completely, and its checksums compared, before the first byte of the model changes. No pickle.
 """
@@ -45,7 +45,7 @@ def save_checkpoint(
     *,
     wait: bool = True,
 ) -> PendingCheckpoint:
-    """Write masters, moments, step counts, buffers, scheduler, loss scale, RNG states and ``extra`` to ``directory``.
+    """Write masters, states, step counts, buffers, scheduler, loss scale, RNG states and ``extra`` to ``directory``.
 
     An existing checkpoint there is replaced only when the new one is complete. Call it between steps. With several
     ranks all of them call it with the same directory, which they must share; each writes what it keeps, RNG states are
@@ -147,7 +147,7 @@ def load_checkpoint(
             )  # fmt: skip
         engine.recovery.forget_interrupted()
         engine.updates.forget()
-        engine.store.manager.settle()
+        engine.store.manager.drain()
     except Exception as e:
         refusal = e
     agree(engine.shards, Point.LOAD_CHECKPOINT, "load_checkpoint", refusal, directory=Path(os.fsdecode(directory)).name)
@@ -176,7 +176,7 @@ def _draft(
     model: nn.Module, optimizer: HybridOptimizer, scheduler: Any, extra: Any, *, handles: list[ParamHandle],
     precision: str, rule: RuleSpec, piece: int, loss_scale: LossScale | None,
 ) -> Draft:  # fmt: skip
-    """Everything but masters and moments as it is now.
+    """Everything but masters and states as it is now.
 
     Raises:
         TypeError: what :func:`save_checkpoint` says.

@@ -1,4 +1,4 @@
-"""What a checkpoint keeps besides masters and moments: optimizer groups, plain params, buffers, RNG states, schedulers.
+"""What a checkpoint keeps besides masters and states: optimizer groups, plain params, buffers, RNG states, schedulers.
 
 Each comes with what refuses saved ones that could not be put back, so that putting back cannot fail half way. A
 scheduler, whose class may be anybody's, is given the saved state for a moment to see whether it takes it.
@@ -75,7 +75,7 @@ def check_groups(
         try:
             optimizer.check_group(group, f"groups[{i}]")
             both = {key: plain_form(value) for key, value in ours.items() if key in group}
-            check_alike(both, group, f"groups[{i}]", finite=True, settled=False)
+            check_alike(both, group, f"groups[{i}]", finite=True, fixed=False)
         except (TypeError, ValueError, KeyError, OverflowError) as e:
             raise Malformed(f"groups[{i}] is of no optimizer: {e}") from e
         try:
@@ -85,18 +85,18 @@ def check_groups(
     return [loaded_group(group) for group in saved]
 
 
-def check_alike(here: Any, saved: Any, where: str, *, finite: bool, settled: bool) -> None:
+def check_alike(here: Any, saved: Any, where: str, *, finite: bool, fixed: bool) -> None:
     """Whether ``saved`` may take the place of ``here``: the same kind of value, with all that ``here`` has in it.
 
     Args:
         finite: numbers do not become infinite or NaN (but for the best of what a scheduler was shown).
-        settled: words and names are settings, which do not change.
+        fixed: words and names are settings, which do not change.
 
     Raises:
         Malformed: naming the first place where it may not.
     """
     if here is None or saved is None:
-        if (finite and here is not None) or (settled and saved is not None):
+        if (finite and here is not None) or (fixed and saved is not None):
             raise Malformed(f"{where} is {str(saved)[:80]} where it is {str(here)[:80]} now")
         return
     if _is_number(here) and _is_number(saved):
@@ -108,21 +108,21 @@ def check_alike(here: Any, saved: Any, where: str, *, finite: bool, settled: boo
     if type(here) is not type(saved):
         raise Malformed(f"{where} is a {type(saved).__name__} where there is a {type(here).__name__} now")
     if isinstance(here, dict):
-        names = here.keys() ^ saved.keys() if settled else here.keys() - saved.keys()
+        names = here.keys() ^ saved.keys() if fixed else here.keys() - saved.keys()
         if any(isinstance(key, str) for key in names):
             raise Malformed(f"{where} has not the names it has now: {sorted(names, key=str)[0]!r}")
         for key in here.keys() & saved.keys():
-            ours = settled and key not in _OF_USERS
-            check_alike(here[key], saved[key], f"{where}.{key}", finite=finite, settled=ours)
+            ours = fixed and key not in _OF_USERS
+            check_alike(here[key], saved[key], f"{where}.{key}", finite=finite, fixed=ours)
     elif isinstance(here, (list, tuple)) and here:
         same_length = len(here) == len(saved)
         if not same_length and (where.endswith(("lrs", "_lr", "lambdas", "betas")) or isinstance(here[0], dict)):
             raise Malformed(f"{where} has {len(saved)} entries where there are {len(here)} now")
         for i, value in enumerate(saved):
-            check_alike(here[i if same_length else 0], value, f"{where}[{i}]", finite=finite, settled=settled)
+            check_alike(here[i if same_length else 0], value, f"{where}[{i}]", finite=finite, fixed=fixed)
     elif isinstance(here, torch.Tensor) and (here.dtype, here.shape) != (saved.dtype, saved.shape):
         raise Malformed(f"{where} is a tensor of another dtype or shape")
-    elif isinstance(here, str) and settled and here != saved:
+    elif isinstance(here, str) and fixed and here != saved:
         raise Malformed(f"{where} is {saved[:80]!r} where it is {here!r} now")
 
 
@@ -351,7 +351,7 @@ def _compare_scheduler(path: Path, scheduler: Any, saved: Any, kind: str | None)
         # A function has no state (None), a partial one an empty one: which of them a schedule is made of may change.
         here, saved = ({**of, "lr_lambdas": _without_empty(of.get("lr_lambdas"))} for of in (here, saved))
     try:
-        check_alike(here, saved, "its state", finite=strict, settled=strict)
+        check_alike(here, saved, "its state", finite=strict, fixed=strict)
     except Malformed as e:
         raise _other_scheduler(path, scheduler, str(e)) from e
 

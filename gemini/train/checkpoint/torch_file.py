@@ -1,6 +1,6 @@
 """An ordinary ``torch.save`` file of a managed model, written without ever holding more than one param's values.
 
-``torch.save`` is given *promises* in the place of masters and moments: tensors with a shape and a dtype and no memory,
+``torch.save`` is given *promises* in the place of masters and states: tensors with a shape and a dtype and no memory,
 which remember what they stand for. The file is laid out with room for their values, and these are then read from the
 chunks one after the other and written into their places. What comes out opens with ``torch.load`` as any other file:
 a ``state_dict`` of fp32 masters, an optimizer state as ``torch.optim.AdamW`` has it.
@@ -36,7 +36,7 @@ _readers = WeakTensorKeyDictionary()
 
 
 class Promises:
-    """Of the params and moments that one model keeps; no update of it may have broken off."""
+    """Of the params and states that one model keeps; no update of it may have broken off."""
 
     def __init__(self, by_names: ByName):
         self._by_names = by_names
@@ -49,14 +49,14 @@ class Promises:
         return model_state(original, None, "", self._weights)
 
     def optimizer_state(self, optimizer: HybridOptimizer) -> dict[str, Any]:
-        """``state_dict`` of torch's AdamW, with promises of the moments of managed params."""
+        """``state_dict`` of torch's AdamW, with promises of the states of managed params."""
         state = torch.optim.Optimizer.state_dict(optimizer)
         params = [param for group in optimizer.param_groups for param in group["params"]]
         for index, param in enumerate(params):
             handle = handle_of(param)
             if handle is not None and handle.num_steps:
-                moments = {spec.kind: self._state(handle, spec) for spec in optimizer.rule.spec.planes}
-                state["state"][index] = {"step": torch.tensor(float(handle.num_steps), device="cpu"), **moments}
+                states = {spec.kind: self._state(handle, spec) for spec in optimizer.rule.spec.planes}
+                state["state"][index] = {"step": torch.tensor(float(handle.num_steps), device="cpu"), **states}
         return state
 
     def _weights(self, handle: ParamHandle) -> torch.Tensor:
@@ -149,7 +149,7 @@ def _reader_of(promise: torch.Tensor) -> Callable[[], torch.Tensor]:
     read = _readers.get(promise)
     if read is None:
         raise GeminiError(
-            f"a checkpoint holds a tensor of shape {tuple(promise.shape)} that was computed from weights or moments "
+            f"a checkpoint holds a tensor of shape {tuple(promise.shape)} that was computed from weights or states "
             "which are not in memory: they are written to the file straight from their chunks. Entries of a checkpoint "
             "may be removed (in on_save_checkpoint, for example); for values use model.full_param(name)"
         )

@@ -1,4 +1,4 @@
-"""Writing a checkpoint: what this rank keeps of every master and moment, piece by piece into files of its own.
+"""Writing a checkpoint: what this rank keeps of every master and state, piece by piece into files of its own.
 
 A *source* is one param's part of one plane on this rank. Its key (``exp_avg/model.norm.weight``) and its place in the
 whole param are all a checkpoint knows: chunks, shards, tiers and the number of ranks are of the run, not of the model.
@@ -65,7 +65,7 @@ class Source(NamedTuple):
         padded = self.plane.page_up(last - first)
         staged = buffer(self.plane.items(padded) * self.plane.dtype.itemsize).view(self.plane.dtype)
         on_device = self.plane.device_view(first, last)
-        if on_device is not None:  # on a lane of its own: the saver is not the only one who copies
+        if on_device is not None:  # on a stream of its own: the saver is not the only one who copies
             device.copy(staged[: stop - start], on_device, "checkpoint").wait()
         else:
             self.plane.load(first, first + padded, staged)
@@ -97,7 +97,7 @@ class Piece(NamedTuple):
 
 
 class Draft(NamedTuple):
-    """Everything but masters and moments, as it was when the checkpoint was asked for."""
+    """Everything but masters and states, as it was when the checkpoint was asked for."""
 
     manifest: dict[str, Any]
     tensors: list[torch.Tensor]

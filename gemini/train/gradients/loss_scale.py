@@ -20,7 +20,7 @@ class LossScale:
     largest: float = 2.0**24
 
     def skipped(self) -> None:
-        """A step had inf or NaN: its weights, moments and counters stay as they were."""
+        """A step had inf or NaN: its weights, states and counters stay as they were."""
         self.scale = max(self.scale / 2, 2.0**-24)
         self.num_good_steps = 0
 

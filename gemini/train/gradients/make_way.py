@@ -1,7 +1,7 @@
-"""Moments go down to NVMe to make way in host memory, for staging that no plan had foreseen.
+"""Optimizer states go down to NVMe to make way in host memory, for staging that no plan had foreseen.
 
 Where a plan keeps everything in memory nothing is staged, and a full budget has no room for staging either. When
-gradients then need sums on NVMe, some moments go there too: every byte of them, so nothing changes but the speed.
+gradients then need sums on NVMe, some states go there too: every byte of them, so nothing changes but the speed.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def move_moments_down(
     if missing > 0 or going > room:
         raise BudgetExceeded(
             f"staging asked for {human_bytes(num_bytes)} of cpu, where {human_bytes(ledger.free(Tier.CPU))} are free, "
-            f"and moments cannot make way for it: nvme has {human_bytes(max(room, 0))} for them"
+            f"and states cannot make way for it: nvme has {human_bytes(max(room, 0))} for them"
         )
     assert spill is not None
     below: list[FilePlane] = []

@@ -61,7 +61,7 @@ class Scale:
             self._value = float(self._given)
         return self._value
 
-    def settle(self) -> None:
+    def snapshot(self) -> None:
         """The tensor it is read from is about to change."""
         if self._value is None:
             self._given = torch.as_tensor(self._given).clone()
@@ -226,7 +226,7 @@ class Scaling:
         self._unscaled = set()
         if is_other:
             raise GeminiError(
-                f"gradients of an earlier backward are {_told(self.held)}, those of this one {_told(scale)}: they "
+                f"gradients of an earlier backward are {_said(self.held)}, those of this one {_said(scale)}: they "
                 "cannot be added up. Scale every loss of a step by the same GradScaler, call its update() once at the "
                 "end of a step, and optimizer.zero_grad() where gradients are to be dropped"
             )
@@ -409,7 +409,7 @@ def _to_be_used(handles: Iterable[ParamHandle]) -> list[ParamHandle]:
     return [handle for handle in owned or handles if handle.has_grad]
 
 
-def _told(scale: Scale) -> str:
+def _said(scale: Scale) -> str:
     if scale.by_scaler:
         return f"scaled by {scale.value:g} (GradScaler)"
     return "not scaled by a GradScaler"

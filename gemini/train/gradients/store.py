@@ -1,8 +1,8 @@
 """Gradients between backward and update: landed in the grad plane as they arrive, with their norm in the same pass.
 
 A gradient arrives in the param's post-accumulate hook, is copied (or added, in fp32) into its chunk's grad plane at the
-plane's home, and torch's own copy is freed: at once where the plane is within reach, else behind backward on a lane of
-its own, with its bytes on the device in the ledger until then. Sums of squares of its norm tiles ride on that copy;
+plane's home, and torch's own copy is freed: at once where the plane is within reach, else behind backward on a worker
+of its own, with its bytes on the device in the ledger until then. Sums of squares of its norm tiles ride on that copy;
 they tell the total norm and whether anything is not finite without another pass. In declaration order and over fixed
 tiles, so the same bits come out wherever the plane lives.
 
@@ -22,9 +22,9 @@ from gemini.errors import BudgetExceeded, GeminiError, NonFiniteGradient, Storag
 from gemini.interrupts import WHOLE
 from gemini.memory.chunks.chunk import Chunk, FilePlane, Plane, make_plane
 from gemini.memory.devices.device import Device
-from gemini.memory.movement.lane import Job, Lane
 from gemini.memory.movement.manager import Manager
 from gemini.memory.movement.mover import Mover, Working, tiles
+from gemini.memory.movement.worker import Job, Worker
 from gemini.memory.nvme import SpillFile
 from gemini.planning.planes import GRAD, PlaneSpec
 from gemini.tiers import Ledger, Tier
@@ -71,19 +71,19 @@ class GradientStore:
         manager: Manager,
         spill: SpillFile | None,
         working_set: int,
-        lane: Lane | None = None,
+        worker: Worker | None = None,
     ):
         """
         Args:
             working_set: bytes of the computing tier that a step takes beside planes, which sums must leave free.
-            lane: where gradients that leave the device land behind backward; without one each is waited for.
+            worker: where gradients that leave the device land behind backward; without one each is waited for.
         """
-        staging = None if lane is None else mover.staging.take()
-        self._lane = None if staging is None else lane
-        self._lane_staging = staging
+        staging = None if worker is None else mover.staging.take()
+        self._worker = None if staging is None else worker
+        self._worker_staging = staging
         self._landing: list[Job] = []
-        self.in_turn = False
-        """Land at once: for who looks at what is alive at every moment."""
+        self.synchronous = False
+        """No copies behind backward: a ``MemoryTracer`` sets it, so that live bytes are exact."""
         self._working_set = working_set
         self._handles = handles
         self._ledger = ledger
@@ -94,7 +94,7 @@ class GradientStore:
 
     def do_in_turn(self, in_turn: bool) -> None:
         """From now on land at once, or no longer."""
-        self.in_turn = in_turn
+        self.synchronous = in_turn
 
     def land(self, handle: ParamHandle, grad: torch.Tensor) -> None:
         """Keep ``grad`` (of the param's shape, any strides), added to what is there from earlier backwards."""
@@ -102,12 +102,12 @@ class GradientStore:
         if adding and handle.clip != 1.0:
             self.apply_clip(handle)
         leaves = handle.chunk.planes[GRAD].tier is not self._device.tier
-        if self._lane is None or self.in_turn or not leaves or not self._hold(flat.nbytes):
+        if self._worker is None or self.synchronous or not leaves or not self._hold(flat.nbytes):
             handle.norm_sums = self.land_piece(handle.chunk, flat, handle.slot.start, adding)
             return
         handle.norm_sums = []  # it is there; its sums come with it
         ledger, tier, num_bytes = self._ledger, self._device.tier, flat.nbytes
-        working = Working(self._mover.moved, staging=self._lane_staging)
+        working = Working(self._mover.moved, staging=self._worker_staging)
         written = self._device.mark()
 
         def land() -> None:
@@ -121,7 +121,7 @@ class GradientStore:
             finally:
                 ledger.release(tier, num_bytes, HOLDER)
 
-        self._landing.append(self._lane.submit(land, len(self._landing)))
+        self._landing.append(self._worker.submit(land, len(self._landing)))
 
     def _hold(self, num_bytes: int) -> bool:
         """Reserve a gradient that waits for its landing; those before it make room. False if nothing can."""
@@ -141,7 +141,7 @@ class GradientStore:
                 waiting.wait()
         return waiting is not None
 
-    def settle(self) -> None:
+    def drain(self) -> None:
         """Wait until every gradient has landed.
 
         Raises:
@@ -160,8 +160,8 @@ class GradientStore:
 
     def close(self) -> None:
         """The model ends."""
-        if self._lane is not None:
-            self._lane.close()
+        if self._worker is not None:
+            self._worker.close()
 
     def land_piece(self, chunk: Chunk, flat: torch.Tensor, at: int, adding: bool) -> kernels.Sums:
         """Keep ``flat`` at element ``at`` (a whole page) of a grad plane: the sums of squares of its norm tiles."""
@@ -182,7 +182,9 @@ class GradientStore:
             if flat.device.type != "cpu" or self._device.tier is Tier.GPU:
                 inbound = self._mover.scratch(0, flat.dtype, stop - start)
                 with self._mover.crossing(Tier.GPU, Tier.CPU, inbound.numel() * inbound.element_size()):
-                    behind = not self._mover.in_worker  # the lane has waited for it, and what is computed since is more
+                    behind = (
+                        not self._mover.in_worker
+                    )  # the worker has waited for it, and what is computed since is more
                     self._device.copy(inbound, incoming, "evict", behind_computing=behind).wait()
                 incoming = inbound
             # Up to the next page: what lies behind the param's end is padding, nobody reads it as a gradient.
@@ -203,7 +205,7 @@ class GradientStore:
         """Turn the grad planes of ``chunks`` into fp32 sums, all of them or none.
 
         Args:
-            idle: no update is in flight, so that moments may make way for what the sums need.
+            idle: no update is in flight, so that states may make way for what the sums need.
 
         Raises:
             BudgetExceeded: if there is no room; what was retained is as it was, and so is the ledger.
@@ -212,7 +214,7 @@ class GradientStore:
         narrow = [c for c in chunks if GRAD in c.planes and c.planes[GRAD].dtype != torch.float32]
         if not narrow:
             return
-        self.settle()
+        self.drain()
         while self._manager.relieve():  # what moves beside computing gives way
             pass
         num_bytes = sum(4 * _grad_numel(chunk) for chunk in narrow)
@@ -238,7 +240,7 @@ class GradientStore:
     def _make_wide(self, narrow: list[Chunk], may_move: int | None) -> list[Plane]:
         """Planes for the sums, and staging if they need it: everything is reserved here, or nothing.
 
-        Staging goes last, else first, and at last some moments make way for it: ``may_move`` is how many bytes the sums
+        Staging goes last, else first, and at last some states make way for it: ``may_move`` is how many bytes the sums
         may then need below, None for never.
 
         Raises:
@@ -259,7 +261,7 @@ class GradientStore:
             chunks = {handle.chunk.spec.index: handle.chunk for handle in self._handles}.values()
             staging = self._mover.staging.num_bytes
             move_moments_down(chunks, staging, may_move, ledger=self._ledger, mover=self._mover, spill=self._spill)
-            self._mover.staging.reserve()  # for good: the moments need it from now on
+            self._mover.staging.reserve()  # for good: the states need it from now on
             return self._try_wide(narrow, staging_first=False)
 
     def _try_wide(self, narrow: list[Chunk], *, staging_first: bool) -> list[Plane]:
@@ -364,7 +366,7 @@ class GradientStore:
         """More is going to be added to a gradient that was clipped: what is there gets its factor now, as in torch."""
         if not handle.has_grad or handle.clip == 1.0:
             return
-        self.settle()
+        self.drain()
         plane, part, sums = handle.chunk.planes[GRAD], handle.part, []
         for start, stop in tiles(0, part.numel, self._mover.tile):
             end = start + plane.page_up(stop - start)
@@ -392,7 +394,7 @@ class GradientStore:
         """Forget gradients, and what failed of their landing."""
         while self._landing:
             with contextlib.suppress(Exception):
-                self.settle()
+                self.drain()
         for handle in handles:
             handle.norm_sums, handle.clip, handle.clip_folded = None, 1.0, 1.0
 

@@ -22,6 +22,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from gemini.memory.devices.device import torch_device_of
+
 AUTO = "auto"
 FLASH = "flash_attention_2"
 
@@ -120,7 +122,7 @@ class Attention:
 
     @contextlib.contextmanager
     def refused_by_transformers(self, hf_config: Any) -> Iterator[None]:
-        """What transformers cannot do (an old package, one for other cards) is a value of the user's.
+        """What transformers cannot do (an old package, one for other GPUs) is a value of the user's.
 
         Raises:
             ValueError: instead of ``ImportError``, where FlashAttention was asked for.
@@ -188,8 +190,8 @@ def _computes_on_cuda(device: Any) -> bool:
     if device is None:
         device = "cuda"
     try:
-        where = torch.device(getattr(device, "torch_device", device))
-    except RuntimeError:  # "standin"
+        where = torch_device_of(device)
+    except RuntimeError:  # no device: GeminiDDP will say so
         return False
     return where.type == "cuda" and torch.cuda.get_device_capability(where) >= (8, 0)
 

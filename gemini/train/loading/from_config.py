@@ -112,12 +112,12 @@ class DrawnModel(Skeleton):
         pager = Pager(engine)
         with generator_of_first(ranks), _registering(_TakeOver(pager, self._expected)):
             self.model = self._make()
-        self._settle(engine)
+        self._swap_params(engine)
         pager.finish()
         if ranks is not None:
             ranks.take_from_first(dict(self.model.named_buffers()))
 
-    def _settle(self, engine: Engine) -> None:
+    def _swap_params(self, engine: Engine) -> None:
         """Every param of the model becomes the one its name has a home for."""
         model = self.model
         names = {name: handle for handle in engine.params.handles for name in handle.names}

@@ -255,12 +255,12 @@ def _windows_of(module: nn.Module) -> Iterator[int]:
     yield from chunks.values()
 
 
-_told = False
+_warned = False
 
 
 def _leave_our_code_alone() -> None:
     """Code compiled by others (a function inside a model) may call modules of ours: hooks run as they are."""
-    global _told
-    if not _told:
-        _told = True
+    global _warned
+    if not _warned:
+        _warned = True
         sys.modules["torch._dynamo"].trace_rules.add("gemini")

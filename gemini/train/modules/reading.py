@@ -60,8 +60,8 @@ def readers(model: nn.Module) -> Iterator[tuple[str, nn.Module, tuple[nn.Paramet
 def adapter_params(model: nn.Module) -> set[int]:
     """The params (by ``id``) of all adapters, of those too that are not active now and so do not require gradients.
 
-    They are laid out as trained ones, so that ``set_adapter`` finds moments for them, and not beside base weights,
-    which would get moments with them.
+    They are laid out as trained ones, so that ``set_adapter`` finds states for them, and not beside base weights,
+    which would get states with them.
     """
     adapters: set[int] = set()
     base: set[int] = set()

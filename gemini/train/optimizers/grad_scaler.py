@@ -154,7 +154,7 @@ class GradScaler(torch.amp.GradScaler):
     def _forget_current(self) -> None:
         """Gradients keep the scale that they have: its value is read before it changes."""
         if self._enabled and self._current is not None:
-            self._current.settle()
+            self._current.snapshot()
             self._current = None
 
 
@@ -173,14 +173,14 @@ def _agree(
     """
     if has_plain:
         is_bad = is_bad or any(flag.item() for flag in found.values())
-    shards.meet(Point.SETTLE)
+    shards.meet(Point.SYNC_GRADS)
     own = torch.tensor([float(is_bad), scaling.held.value], dtype=torch.float64, device="cpu")
     rows = shards.ranks.everyone.swap(Tag.AGREEMENT, own, "the loss scale")
     scales = rows[:, 1].tolist()
     if len(set(scales)) > 1:
-        told = ", ".join(f"{scale:g}" for scale in scales)
+        listed = ", ".join(f"{scale:g}" for scale in scales)
         raise RankMismatch(
-            f"the losses of this step were scaled by {told} on the ranks: give their GradScalers the same arguments "
+            f"the losses of this step were scaled by {listed} on the ranks: give their GradScalers the same arguments "
             "and states"
         )
     return bool(rows[:, 0].any())

@@ -227,7 +227,7 @@ class HybridOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Torch's form: ``{"state": {index: {"step", "exp_avg", "exp_avg_sq", ...}}, "param_groups": [...]}``.
 
-        States are whole, on the CPU, Adam's moments in fp32. For bf16 params "residual" (int16) is the other half of
+        States are whole, on the CPU, Adam's in fp32. For bf16 params "residual" (int16) is the other half of
         the master.
 
         Raises:
@@ -282,11 +282,11 @@ class HybridOptimizer(torch.optim.Optimizer):
                     self.state.pop(param, None)
             for group, loaded in zip(self.param_groups, groups, strict=True):
                 group.update(loaded)
-        for told in self._optimizer_load_state_dict_post_hooks.values():
-            told(self)
+        for then in self._optimizer_load_state_dict_post_hooks.values():
+            then(self)
 
     def start_anew(self) -> None:
-        """Forget the moments and step counts of every param, and take over those that another optimizer has by now:
+        """Forget the states and step counts of every param, and take over those that another optimizer has by now:
         as if this one had just been made.
         """
         params = self._params()
@@ -408,7 +408,7 @@ class HybridAdam(HybridOptimizer):
     Args:
         params: as of :class:`HybridOptimizer`.
         lr: learning rate.
-        betas: decay rates of the two moments.
+        betas: decay rates of ``exp_avg`` and ``exp_avg_sq``.
         eps: added to the denominator.
         weight_decay: decoupled decay, or the L2 coefficient.
         decoupled: AdamW or Adam.

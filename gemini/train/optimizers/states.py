@@ -1,7 +1,7 @@
 """Whose the states of managed params are, and how they are read and written.
 
 A param belongs to the HybridAdam that was given it last. As in torch a new optimizer starts anew: its params begin with
-no steps and moments of zero, whatever an optimizer before it has left in the planes. The master, in bf16 the residual
+no steps and states of zero, whatever an optimizer before it has left in the planes. The master, in bf16 the residual
 too, is the model's and stays. The optimizer of before has no states of these params any more, and says so.
 """
 
@@ -118,7 +118,7 @@ def managed_of(optimizer: HybridOptimizer) -> list[ParamHandle]:
 
 def _cannot_write(handle: ParamHandle) -> GeminiError:
     return GeminiError(
-        f"optimizer.state cannot be written to for managed param {handle.name!r}, whose moments live in chunks: load a "
+        f"optimizer.state cannot be written to for managed param {handle.name!r}, whose states live in chunks: load a "
         "whole state with optimizer.load_state_dict, or let the param start anew with optimizer.state.pop(param)"
     )
 
@@ -163,7 +163,7 @@ def own(optimizer: HybridOptimizer, params: Iterable[nn.Parameter]) -> None:
 
 
 def start_anew(handles: Iterable[ParamHandle]) -> None:
-    """No steps, and moments of zero. Where a param has had no update they are zero already, and nothing is written."""
+    """No steps, and states of zero. Where a param has had no update they are zero already, and nothing is written."""
     used = [handle for handle in handles if handle.num_steps]
     if not used:
         return
@@ -187,7 +187,7 @@ def check_owned(optimizer: HybridOptimizer, handles: Iterable[ParamHandle]) -> N
     if lost:
         others = f" and {len(lost) - 1} more params" if len(lost) > 1 else ""
         raise GeminiError(
-            f"{lost[0].name!r}{others} were given to another HybridAdam after this one, which began their moments and "
+            f"{lost[0].name!r}{others} were given to another HybridAdam after this one, which began their states and "
             "step counts anew: use the newer optimizer, and give every param to one of them only"
         )
 
@@ -212,7 +212,7 @@ def check_trained(handles: Iterable[tuple[ParamHandle, Any]]) -> None:
     for handle, state in handles:
         if state and not handle.chunk.trained:
             raise ValueError(
-                f"the loaded state has moments of {handle.name!r}, which is frozen here: call requires_grad_(True) "
+                f"the loaded state has states of {handle.name!r}, which is frozen here: call requires_grad_(True) "
                 "before GeminiDDP(model), or leave its state out"
             )
 

@@ -1,4 +1,4 @@
-"""Reading and writing the content of one managed param by name: weights, masters, moments, gradients, wherever they
+"""Reading and writing the content of one managed param by name: weights, masters, states, gradients, wherever they
 live.
 
 Everything that shows or changes weights outside of forward comes through here (``state_dict``, ``full_param``, loading,

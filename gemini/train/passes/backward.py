@@ -85,7 +85,7 @@ class BackwardPass:
         if self._reduction is not None:
             self._calls.end_backward()  # nothing is read any more: room for what is still to be reduced
             self._reduction.end_backward()
-        self.gradients.settle()
+        self.gradients.drain()
         self._updates.complete_all()
         if self._state.takes_gradients and stepping_in_backward:
             for chunk in reversed(self._chunks):
@@ -94,7 +94,7 @@ class BackwardPass:
         if not self._calls.running:
             self._manager.foresight.end()
         if not torch._C._autograd._get_current_graph_task_keep_graph():  # type: ignore[attr-defined]
-            self._state.settle()
+            self._state.close()
         WHOLE.let_go()
 
     def end(self) -> None:
@@ -176,7 +176,7 @@ class BackwardPass:
     def settle(self) -> None:
         """With several ranks: make gradients and their norms those of all ranks. All of them must come here."""
         if self._reduction is not None:
-            self._reduction.settle()
+            self._reduction.sync_grads()
 
     def read_grad(self, handle: ParamHandle) -> torch.Tensor | None:
         """The gradient as the loss gives it, clipped only if the step of that is over; on the CPU, or None."""

@@ -93,7 +93,7 @@ class ForwardPass:
                         self.lend(chunk)
             self.exposure.rest_if_idle()
             if not torch.is_grad_enabled() and not self._state.computing:  # else its backward is still to come
-                self._state.settle()
+                self._state.close()
         if not self.calls.running:
             self._activations.end_forward()
         return record
@@ -163,7 +163,7 @@ class ForwardPass:
             with self._lock, without_transforms():
                 self.exposure.rest_if_idle()
                 if not torch.is_grad_enabled():
-                    self._state.settle()
+                    self._state.close()
 
     @contextmanager
     def _exposed(self, chunks: Iterable[Chunk]) -> Iterator[None]:

@@ -44,20 +44,20 @@ class Recovery:
         self._forward.abandon()
         self._updates.forget_collected()
         with contextlib.suppress(Exception):  # the backward broke off: its gradients are of no use
-            self._gradients.settle()
+            self._gradients.drain()
         self._manager.foresight.interrupt()
         self._activations.recover()
-        was_settled = not state.num_unsettled
-        if not was_settled:
+        was_closed = not state.num_open
+        if not was_closed:
             with torch._C.DisableTorchFunctionSubclass():  # type: ignore[attr-defined]
                 for handle in self._params.handles:
                     handle.param.grad = None  # of autograd, if the interrupt came just before the hook that takes it
         if state.in_backward:
             self._backward.abandon()
         self._exposure.rest_if_idle()
-        if not (was_settled or state.computing):
+        if not (was_closed or state.computing):
             # An interrupt may have come between making params ordinary and noting it.
             hide([handle for handle in self._params.handles if not isinstance(handle.param, ManagedParameter)])
-            state.settle_all()
+            state.close_all()
         if not (state.computing or self._forward.is_transformed or self._manager.is_balanced()):
             self._manager.start_over()

@@ -23,7 +23,7 @@ from gemini.train.passes.recovery import Recovery
 from gemini.train.sharding.reduction import Reduction
 from gemini.train.sharding.shards import Shards
 from gemini.train.step import StepState
-from gemini.train.update.tiles import Segment
+from gemini.train.update.tiles import ParamUpdate
 from gemini.train.update.updates import Updates
 from gemini.train.write_observers import WriteObservers
 
@@ -189,11 +189,11 @@ class Stepping:
 
     def _segments(
         self, handles: list[ParamHandle], scalars_of: Callable[[ParamHandle, float], object]
-    ) -> Mapping[int, list[Segment]]:
+    ) -> Mapping[int, list[ParamUpdate]]:
         scale = self.state.clip_coefficient * self.scaling.unscale
-        by_chunk: dict[int, list[Segment]] = {}
+        by_chunk: dict[int, list[ParamUpdate]] = {}
         for handle in handles:
-            segment = Segment(handle, scalars_of(handle, scale * handle.clip))
+            segment = ParamUpdate(handle, scalars_of(handle, scale * handle.clip))
             by_chunk.setdefault(handle.chunk.spec.index, []).append(segment)
         return by_chunk
 

@@ -31,10 +31,10 @@ def refuse_config_fields(call: str, given: Mapping[str, Any], allowed: tuple[str
     """
     meant = {name: value for name, value in given.items() if name in CONFIG_FIELDS and name not in allowed}
     if meant:
-        told = ", ".join(f"{name}={value!r}" for name, value in meant.items())
+        listed = ", ".join(f"{name}={value!r}" for name, value in meant.items())
         raise TypeError(
-            f"{call}{told}): {' and '.join(meant)} {'belong' if len(meant) > 1 else 'belongs'} to the config. Write "
-            f"{call}gemini.GeminiConfig({told}))"
+            f"{call}{listed}): {' and '.join(meant)} {'belong' if len(meant) > 1 else 'belongs'} to the config. Write "
+            f"{call}gemini.GeminiConfig({listed}))"
         )
 
 

@@ -114,7 +114,7 @@ def _foresight(decision: Decision, owner: weakref.ref[Any]) -> Foresight:
 
     def make_moves(steps: tuple[Access, ...]) -> tuple[Moves, ...]:
         model = owner()
-        for left in {0 if model is None else model.activations.wish(): None, 0: None}:
+        for left in {0 if model is None else model.activations.headroom_bytes(): None, 0: None}:
             budgets = {**problem.budgets, problem.compute: problem.budgets[problem.compute] - left}
             with contextlib.suppress(BudgetExceeded):
                 return moves_for(trace, replace(problem, budgets=budgets), placement, steps=steps)[0]

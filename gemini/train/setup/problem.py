@@ -119,7 +119,7 @@ def prepare(model: nn.Module, config: GeminiConfig, ranks: Ranks, *, filled: boo
         for name, param in model.named_parameters(remove_duplicate=False)
     }
     memory = {name: size for name, size in vars(config.memory).items() if name != "nvme_path"}
-    settings = {name: _told(value) for name, value in vars(config).items() if name not in ("memory", "device")}
+    settings = {name: _as_text(value) for name, value in vars(config).items() if name not in ("memory", "device")}
     ranks.check_same(
         {
             "version of gemini": __version__,
@@ -151,7 +151,7 @@ def _optimizer_states(named: list[NamedParam]) -> dict[str, str]:
     return found
 
 
-def _told(value: Any) -> str:
+def _as_text(value: Any) -> str:
     """A setting in words that differ where it does; plans and traces are large."""
     if isinstance(value, (MemoryTrace, Plan, Hardware)):
         return hashlib.sha256(value.to_json().encode()).hexdigest()[:16]
@@ -211,8 +211,8 @@ def decide(model: nn.Module, config: GeminiConfig, device: Device, ranks: Ranks 
     trace = given.trace if isinstance(given, Plan) else config.trace or structure
     structure.check_same_model(trace, what="the trace")
     if any(compiled_part(module) is not None for module in model.modules()):  # which read more at once than any trace
-        read = {*trace.together, *(moment.params for moment in structure.moments)}
-        trace = replace(trace, together=tuple(sorted(read)))
+        read = {*trace.read_together, *(moment.params for moment in structure.moments)}
+        trace = replace(trace, read_together=tuple(sorted(read)))
     budgets = measure_budgets(config, device, ranks)
     sharing = 1 if ranks is None else ranks.local_size
     speeds = Speeds.typical() if config.hardware is None else Speeds.of(config.hardware, budgets, sharing=sharing)

@@ -1,4 +1,4 @@
-"""Several ranks do one thing together or not at all: what each of them thinks of it, told to all before it is done."""
+"""Before a collective operation all ranks exchange whether they can do it, so that all proceed or all raise."""
 
 from __future__ import annotations
 

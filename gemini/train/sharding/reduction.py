@@ -1,8 +1,8 @@
 """Gradients of all ranks: whole on each rank until their chunk is complete, then each rank's shard of the sum.
 
-    take     a param's gradient into the whole gradient of its chunk, divided by the number of ranks
-    reduce   once complete on every rank: each rank receives and adds up its shard, and lands it: reduce-scatter
-    settle   once per step: sums across replicas, and every param's part of the norm from every rank
+    take        a param's gradient into the whole gradient of its chunk, divided by the number of ranks
+    reduce      once complete on every rank: each rank receives and adds up its shard, and lands it: reduce-scatter
+    sync_grads  once per step: sums across replicas, and every param's part of the norm from every rank
 
 Whole gradients are in the ledger as "gradients in flight". Where there is no room for another one, those that are open
 are reduced before they are complete; a param's gradient still arrives once, so this changes no sum.
@@ -24,8 +24,8 @@ from gemini.memory.devices.device import Window
 from gemini.memory.movement.mover import tiles
 from gemini.memory.store import ChunkStore
 from gemini.planning.planes import GRAD
-from gemini.planning.timeline import Lane
-from gemini.ranks.agreement import Point, Wish
+from gemini.planning.timeline import Track
+from gemini.ranks.agreement import Point, Request
 from gemini.ranks.facts import Facts, plain
 from gemini.ranks.wire import Tag, guarded
 from gemini.train.gradients.scaled_backward import Scaling
@@ -40,7 +40,7 @@ from gemini.train.update.updates import Updates
 
 _HOLDER = "gradients in flight"
 _PLAN = 8
-"""Where in the detail of a wish begins what a rank is about to update inside backward."""
+"""Where in the detail of a request begins what a rank is about to update inside backward."""
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -80,7 +80,7 @@ class Reduction:
         self._scale = 1.0 / (self._ranks.size * self._ranks.num_replicas)
         self._whole: dict[int, _WholeGradient] = {}
         self._spare: dict[int, list[Window]] = {}
-        self._settled = False
+        self._synced = False
         self._plan = (0, 0)
         self.clippings: list[str] = []
         """The calls of ``clip_grad_norm_`` of this step; one without a limit only looks at the norm."""
@@ -97,7 +97,7 @@ class Reduction:
     def take(self, handle: ParamHandle, grad: torch.Tensor) -> None:
         """Keep a param's gradient, divided by the number of ranks, until that of its chunk is complete."""
         chunk = handle.chunk
-        if self._settled and self._ranks.replicas is not None and any(h.has_grad for h in self._params.handles):
+        if self._synced and self._ranks.replicas is not None and any(h.has_grad for h in self._params.handles):
             raise GeminiError("a backward after clip_grad_norm_: clip after the last backward of a step")
         whole = self._whole.get(chunk.spec.index)
         if whole is None:
@@ -122,14 +122,14 @@ class Reduction:
                 self._reduce(index)
             self._check_plans(self._shards.meet(Point.END_BACKWARD, self._planned() << _PLAN))
             self.num_backwards += 1
-            if self._settled:
-                self._unsettle()  # nobody had a gradient
+            if self._synced:
+                self._unsync()  # nobody had a gradient
 
     def _reduce(self, index: int) -> None:
         whole = self._whole[index]
         trained = sum(handle.trained for handle in self._params.by_chunk[index])
         is_full = len(whole.arrived) == trained == len(self._params.by_chunk[index])
-        self._shards.reach(Wish(Point.REDUCE, index, _detail(is_full, whole.flat.dtype, self._planned())))
+        self._shards.reach(Request(Point.REDUCE, index, _detail(is_full, whole.flat.dtype, self._planned())))
 
     def _planned(self) -> int:
         """What updates inside this backward depend on, as a checksum; 0 if there are none."""
@@ -145,14 +145,14 @@ class Reduction:
             facts = self._facts_of_step(self._owners())
             refuse_differing(self._shards, "the updates inside backward", facts)
 
-    def reduce(self, index: int, wishes: list[Wish]) -> None:
+    def reduce(self, index: int, requests: list[Request]) -> None:
         """All ranks add up chunk ``index``: each receives its shard of the sum and lands it."""
         chunk = self._chunks[index]
-        self._check_plans([wish.detail for wish in wishes])
-        if self._settled:
-            self._unsettle()
+        self._check_plans([request.detail for request in requests])
+        if self._synced:
+            self._unsync()
         handles, whole = self._params.by_chunk[index], self._whole.get(index)
-        arrived, dtypes = self._who_has_what(index, wishes, whole, handles)
+        arrived, dtypes = self._who_has_what(index, requests, whole, handles)
         present = [handle for number, handle in enumerate(handles) if arrived[:, number].any()]
         senders = {rank: dtypes[rank] for rank in range(self._ranks.size) if arrived[rank].any()}
         if any(handle.has_grad for handle in present):
@@ -170,8 +170,8 @@ class Reduction:
         for handle in present:
             handle.norm_sums = None if transient else []
         shard = chunk.weights.numel
-        what = Lane.REDUCE.value
-        about = self._mover.about(what, f"{what} chunk {index}", index, lane=Lane.REDUCE)
+        what = Track.REDUCE.value
+        about = self._mover.about(what, f"{what} chunk {index}", index, track=Track.REDUCE)
         with torch.profiler.record_function("gemini::reduce_scatter"), about:
             for start, stop, total in self._sums(chunk, whole, senders):
                 if transient:
@@ -187,12 +187,12 @@ class Reduction:
             self._close(index)
 
     def _who_has_what(
-        self, index: int, wishes: list[Wish], whole: _WholeGradient | None, handles: list[ParamHandle]
+        self, index: int, requests: list[Request], whole: _WholeGradient | None, handles: list[ParamHandle]
     ) -> tuple[torch.Tensor, list[torch.dtype]]:
         """Which gradients of a chunk each rank has (ranks x params), and in which dtype."""
-        if all(wish.subject == (Point.REDUCE, index) and wish.detail & 1 for wish in wishes):
+        if all(request.subject == (Point.REDUCE, index) and request.detail & 1 for request in requests):
             everything = torch.ones((self._ranks.size, len(handles)), dtype=torch.bool, device="cpu")
-            return everything, [_DTYPES[(wish.detail & (1 << _PLAN) - 1) >> 1] for wish in wishes]
+            return everything, [_DTYPES[(request.detail & (1 << _PLAN) - 1) >> 1] for request in requests]
         names = set() if whole is None else whole.arrived
         dtype = self._dtype if whole is None else whole.flat.dtype
         own = torch.tensor([_DTYPES.index(dtype), *(handle.name in names for handle in handles)], dtype=torch.uint8)
@@ -297,8 +297,8 @@ class Reduction:
         """After an optimizer step, skipped or made."""
         self.clippings.clear()
         self.num_dropped = self.num_backwards = 0
-        if self._settled and not has_gradients:
-            self._settled = False
+        if self._synced and not has_gradients:
+            self._synced = False
 
     @contextmanager
     def without_reducing(self) -> Iterator[None]:
@@ -311,7 +311,7 @@ class Reduction:
 
     # ---- the step -----------------------------------------------------------------------------------------------
 
-    def settle(self, step: Facts | None = None) -> bool:
+    def sync_grads(self, step: Facts | None = None) -> bool:
         """Make the gradients of a step the same thing on every rank: once per step, before the norm or the update.
 
         ``step``: what this rank is about to update with them, if it is. True if every rank is about to do the same.
@@ -319,7 +319,7 @@ class Reduction:
         Raises:
             RankMismatch: on every rank, if they are not, or one of them has dropped gradients.
         """
-        if self._settled:
+        if self._synced:
             return False
         if self._whole:
             raise GeminiError(
@@ -327,7 +327,7 @@ class Reduction:
                 "backward of a step must be outside of no_sync(), so that gradients are reduced. zero_grad() drops them"
             )
         handles, gradients = self._params.handles, self._facts_of_gradients()
-        said = meet_with(self._shards, Point.SETTLE, gradients, step)
+        said = meet_with(self._shards, Point.SYNC_GRADS, gradients, step)
         if any(len({there for there, _ in row}) > 1 for row in said):  # replicas may have other gradients until here
             refuse_differing(self._shards, "clip_grad_norm_ or optimizer.step()", gradients)
         steps = {planned for row in said for _, planned in row}
@@ -340,7 +340,7 @@ class Reduction:
         for handle, parts in zip(handles, rows.T.tolist(), strict=True):
             if handle.norm_sums is not None:
                 handle.norm_sums = parts
-        self._settled = True
+        self._synced = True
         return 0 not in steps
 
     def agree_on_step(self, optimizer: Stepper) -> None:
@@ -352,7 +352,7 @@ class Reduction:
         Raises:
             RankMismatch: on every rank; no weight was changed.
         """
-        if not self.settle(self._facts_of_step([optimizer])):
+        if not self.sync_grads(self._facts_of_step([optimizer])):
             self._confirm(self._facts_of_step([optimizer]))
 
     def _confirm(self, step: Facts) -> None:
@@ -367,12 +367,12 @@ class Reduction:
             if len({rank[number] for row in said for rank in row}) > 1:
                 refuse_differing(self._shards, "optimizer.step()", facts)
 
-    def _unsettle(self) -> None:
+    def _unsync(self) -> None:
         """A backward after ``clip_grad_norm_``: of a norm that all ranks know, this rank's part is its own again."""
         for handle in self._params.handles:
             if handle.norm_sums is not None:
                 handle.norm_sums = handle.norm_sums[self._ranks.rank : self._ranks.rank + 1]
-        self._settled = False
+        self._synced = False
 
     def _sum_across_replicas(self) -> None:
         """Add up this rank's shard of the gradients over all replicas, chunk by chunk in the order of the layout."""

@@ -27,8 +27,8 @@ from gemini.memory.movement.mover import tiles
 from gemini.memory.store import ChunkStore
 from gemini.planning.layout import part_of
 from gemini.planning.planes import PlaneKind
-from gemini.planning.timeline import Lane
-from gemini.ranks.agreement import Agreement, Point, Wish, word_for
+from gemini.planning.timeline import Track
+from gemini.ranks.agreement import Agreement, Point, Request, word_for
 from gemini.ranks.group import Ranks
 from gemini.ranks.watch import Watch
 from gemini.ranks.wire import Tag, Wire, guarded
@@ -52,7 +52,7 @@ _TRAFFIC = {
 class Reducing(Protocol):
     """Who adds up gradients (:class:`gemini.train.sharding.reduction.Reduction`)."""
 
-    def reduce(self, index: int, wishes: list[Wish]) -> None:
+    def reduce(self, index: int, requests: list[Request]) -> None:
         """All ranks add up the gradients of a chunk."""
 
     def end_step(self, *, has_gradients: bool) -> None:
@@ -132,11 +132,11 @@ class Shards:
                 total[_TRAFFIC[tag]] += num_bytes
         return total
 
-    def reach(self, wish: Wish) -> list[Wish]:
-        """Wait, serving other ranks, until ``wish`` is done or all ranks stand at its point."""
+    def reach(self, request: Request) -> list[Request]:
+        """Wait, serving other ranks, until ``request`` is done or all ranks stand at its point."""
         with self._mover.about("other ranks", "wait for other ranks"):
             try:
-                return self._agreement.reach(wish, self)
+                return self._agreement.reach(request, self)
             except RankMismatch:
                 if self.ranks.replicas is not None:
                     with contextlib.suppress(RankLost):
@@ -145,7 +145,7 @@ class Shards:
 
     def meet(self, point: Point, detail: int = 0) -> list[int]:
         """Wait until every rank of the shard group stands at ``point``; what each of them says."""
-        return [wish.detail for wish in self.reach(Wish(point, 0, detail))]
+        return [request.detail for request in self.reach(Request(point, 0, detail))]
 
     def meet_all(self, point: Point, detail: int = 0) -> list[list[int]]:
         """Wait until every rank of the model stands at ``point``; what each of them says, by replica.
@@ -177,32 +177,32 @@ class Shards:
         said[: 1 + len(details)] = torch.tensor([point, *details], dtype=torch.int64, device="cpu")
         return wire.swap(Tag.AGREEMENT, said, "comparing replicas").tolist()
 
-    def reduce(self, index: int, wishes: list[Wish]) -> None:
+    def reduce(self, index: int, requests: list[Request]) -> None:
         """All ranks add up the gradients of a chunk."""
         assert self._reducing is not None
-        self._reducing.reduce(index, wishes)
+        self._reducing.reduce(index, requests)
 
     # ---- weights ------------------------------------------------------------------------------------------------
 
     def gather(self, chunk: Chunk) -> Event:
         """Fill a populated window with the weights of all ranks; the end of the copy out of this rank's home."""
         chunk.fetched = DONE
-        self.reach(Wish(Point.GATHER, chunk.spec.index))
+        self.reach(Request(Point.GATHER, chunk.spec.index))
         return chunk.fetched
 
-    def serve(self, subject: tuple[Point, int], takers: list[int]) -> None:
+    def serve(self, subject: tuple[Point, int], receivers: list[int]) -> None:
         """Every rank gives what it keeps of a chunk's weights, or of a param's plane, to those who asked."""
         point, index = subject
         if point is Point.READ:
             number, kind = divmod(index, len(self._kinds))
             self._await_update(self.params.handles[number].chunk)
-            self._serve_read(self.params.handles[number], self._kinds[kind], takers)
+            self._serve_read(self.params.handles[number], self._kinds[kind], receivers)
             return
         self._await_update(self._chunks[index])
-        if len(takers) == self.ranks.size:
+        if len(receivers) == self.ranks.size:
             self._all_gather(self._chunks[index])
         else:
-            self._send_weights(self._chunks[index], takers)
+            self._send_weights(self._chunks[index], receivers)
 
     def _all_gather(self, chunk: Chunk) -> None:
         shard = chunk.weights.numel
@@ -223,14 +223,14 @@ class Shards:
 
     def _gathering(self, chunk: Chunk) -> AbstractContextManager[None]:
         """Around weights on the wire."""
-        index, what = chunk.spec.index, Lane.GATHER.value
-        return self._mover.about(what, f"{what} chunk {index}", index, lane=Lane.GATHER)
+        index, what = chunk.spec.index, Track.GATHER.value
+        return self._mover.about(what, f"{what} chunk {index}", index, track=Track.GATHER)
 
-    def _send_weights(self, chunk: Chunk, takers: list[int]) -> None:
+    def _send_weights(self, chunk: Chunk, receivers: list[int]) -> None:
         """Some ranks need weights that others do not: host tile by host tile, so that those need no memory for it."""
         mover, wire, plane = self._mover, self.ranks.wire, chunk.weights
         shard, what = plane.numel, f"sending the weights of {chunk.name}"
-        taking = wire.rank in takers
+        taking = wire.rank in receivers
         for start, stop in tiles(0, shard, min(mover.tile, self.piece)):
             own, _ = mover.host_tile(0, plane, start, stop)
             if own.dtype != chunk.flat.dtype:
@@ -241,7 +241,7 @@ class Shards:
                 received = {
                     peer: room[i * (stop - start) : (i + 1) * (stop - start)] for i, peer in enumerate(wire.peers)
                 }
-            outgoing = {taker: own for taker in takers if taker != wire.rank}
+            outgoing = {receiver: own for receiver in receivers if receiver != wire.rank}
             with self._gathering(chunk):
                 wire.start(Tag.WEIGHTS, outgoing, received, what).wait()
             for rank, part in [*received.items(), *([(wire.rank, own)] if taking else [])]:
@@ -262,20 +262,20 @@ class Shards:
         """The values of a param in a plane, whole, into a flat host tensor of the plane's dtype."""
         self._read = out
         try:
-            self.reach(Wish(Point.READ, self._numbers[handle.name] * len(self._kinds) + self._kinds.index(kind)))
+            self.reach(Request(Point.READ, self._numbers[handle.name] * len(self._kinds) + self._kinds.index(kind)))
         finally:
             self._read = None
 
-    def _serve_read(self, handle: ParamHandle, kind: PlaneKind, takers: list[int]) -> None:
+    def _serve_read(self, handle: ParamHandle, kind: PlaneKind, receivers: list[int]) -> None:
         wire, plane, what = self.ranks.wire, handle.chunk.planes[kind], f"reading {kind} of {handle.name}"
-        taking = wire.rank in takers
+        taking = wire.rank in receivers
         for owner in range(wire.size):
             part = part_of(handle.slot, handle.chunk.spec.numel, wire.size, owner)
             for start, stop in tiles(0, part.numel, self._mover.tile):
                 own = None
                 if owner == wire.rank:
                     own = host_part(self._mover, plane, part.start + start, part.start + stop)
-                    wire.start(Tag.BY_NAME, {t: own for t in takers if t != owner}, {}, what).wait()
+                    wire.start(Tag.BY_NAME, {t: own for t in receivers if t != owner}, {}, what).wait()
                 if taking:
                     assert self._read is not None
                     into = self._read[(part.offset + start) // plane.block : plane.items(part.offset + stop)]

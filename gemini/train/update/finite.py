@@ -19,7 +19,7 @@ from gemini.memory.movement.mover import Mover
 from gemini.rules import UpdateRule
 from gemini.train.params.handle import ParamHandle
 from gemini.train.step import StepState
-from gemini.train.update.tiles import Path, Work, check_finite, path_of
+from gemini.train.update.tiles import ChunkUpdate, Path, check_finite, path_of
 
 
 class _Update(NamedTuple):
@@ -29,7 +29,7 @@ class _Update(NamedTuple):
     sums: list[kernels.Sums]
 
 
-class Unseen:
+class DeferredFiniteChecks:
     """What is yet to be looked at of the gradients of one model that were used in backward.
 
     Args:
@@ -42,20 +42,20 @@ class Unseen:
         self.num_chunks = 0
         """Handed over for their update since :meth:`look` was called, on the device and on the host."""
 
-    def stop_for(self, work: Work) -> torch.Tensor | None:
+    def stop_for(self, update: ChunkUpdate) -> torch.Tensor | None:
         """The flag that stops an update if a gradient that autograd left is not finite; None if none has to.
 
         Raises:
             NonFiniteGradient: for an update on the host, which looks at once; nothing of this chunk was touched.
         """
-        grads = [grad for _, grad in work.grads()]
-        stops = work.path is Path.ON_DEVICE and work.rule.stops_on_device
+        grads = [grad for _, grad in update.grads()]
+        stops = update.path is Path.ON_DEVICE and update.rule.stops_on_device
         if not (grads and stops and kernels.leaves_sums_there(grads[0])):
-            check_finite(work)
+            check_finite(update)
             return None
         flag = kernels.new_flag(grads[0])
         sums = [kernels.sum_squares(grad, flag) for grad in grads]
-        self._updates.append(_Update([segment.handle for segment in work.segments], sums))
+        self._updates.append(_Update([param.handle for param in update.params], sums))
         return flag
 
     def stop_for_landed(
@@ -90,15 +90,15 @@ class Unseen:
             bad += own
         if not bad:
             return
-        told = f"the gradient of {bad[0].name!r} holds inf or NaN (and {len(bad) - 1} more params)."
+        problem = f"the gradient of {bad[0].name!r} holds inf or NaN (and {len(bad) - 1} more params)."
         if num_stopped == num_chunks and self._alone:
             self._state.forget_update_in_backward()
             raise NonFiniteGradient(
-                f"{told} No weight was changed: call optimizer.zero_grad() to drop this step and go on, or look for "
+                f"{problem} No weight was changed: call optimizer.zero_grad() to drop this step and go on, or look for "
                 "the cause (learning rate, data)"
             )
         error = NonFiniteGradient(
-            f"{told} Their chunks were not updated, but {num_chunks - num_stopped} others of this rank were in this "
+            f"{problem} Their chunks were not updated, but {num_chunks - num_stopped} others of this rank were in this "
             "backward: resume from a checkpoint"
         )
         self._state.mark_corrupted(error)

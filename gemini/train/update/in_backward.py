@@ -17,7 +17,7 @@ from gemini.train.gradients.store import GradientStore
 from gemini.train.params.handle import ParamHandle, ParamSet
 from gemini.train.params.stepper import Stepper, optimizer_of, stepping_in_backward
 from gemini.train.step import StepState
-from gemini.train.update.tiles import Segment
+from gemini.train.update.tiles import ParamUpdate
 from gemini.train.update.updates import Updates
 
 
@@ -55,7 +55,7 @@ class InBackward:
                 "would be lost. Give all trained params to the optimizer before the first backward, or freeze this one"
             )
         scalars = optimizer.scalars_in_backward(handle, self._state.backward_number, 1.0)
-        self._updates.collect(Segment(handle, scalars, grad.detach().contiguous().view(-1)))
+        self._updates.collect(ParamUpdate(handle, scalars, grad.detach().contiguous().view(-1)))
         handle.in_backward = self._state.backward_number
 
     def refuse_used(self, handle: ParamHandle) -> None:
@@ -87,7 +87,7 @@ class InBackward:
                 ready.append((handle, optimizer))
         if not ready:
             return
-        self._gradients.settle()
+        self._gradients.drain()
         handles = [handle for handle, _ in ready]
         stop = self._updates.unseen.stop_for_landed(self._mover, chunk, handles, self._rule)
         if stop is None:
@@ -95,7 +95,7 @@ class InBackward:
         for handle, optimizer in ready:
             scale = self._state.clip_coefficient * self._scaling.unscale * handle.clip
             scalars = optimizer.scalars_in_backward(handle, self._state.backward_number, scale)
-            self._updates.collect(Segment(handle, scalars))
+            self._updates.collect(ParamUpdate(handle, scalars))
             handle.norm_sums = None
             handle.in_backward = self._state.backward_number
         self._updates.complete(chunk, stop=stop)

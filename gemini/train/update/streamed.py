@@ -1,7 +1,7 @@
 """Updates that are streamed: planes from host memory pass through the device, which updates them, and go back changed.
 
-A tile's planes are copied into a slot of staging in the device's memory on a lane of their own, the kernel follows on
-a stream beside the computing one, and copies on a third lane take back what it changed. Everything is ordered by
+A tile's planes are copied into a slot of staging in the device's memory on a stream of their own, the kernel follows on
+a stream beside the computing one, and copies on a third one take back what it changed. Everything is ordered by
 events on the device: the host begins tiles and waits only for a slot to be home again. What stands on the device
 already (transient gradients, weights that live there) is worked on in place.
 """
@@ -16,7 +16,7 @@ from gemini.memory.movement.mover import Mover
 from gemini.memory.movement.staging import StagingSet
 from gemini.planning.planes import GRAD
 from gemini.tiers import Tier
-from gemini.train.update.tiles import Segment, Tile, Work, cut
+from gemini.train.update.tiles import ChunkUpdate, ParamUpdate, Tile, cut
 
 STREAM = "update"
 """The stream of the device on which streamed updates are computed."""
@@ -30,8 +30,10 @@ class StreamedTile(Tile):
             device are there then, and nothing reads the weights any more.
     """
 
-    def __init__(self, mover: Mover, work: Work, segments: list[Segment], first: int, last: int, *, ready: Event):
-        super().__init__(mover, work, segments, first, last)
+    def __init__(
+        self, mover: Mover, update: ChunkUpdate, params: list[ParamUpdate], first: int, last: int, *, ready: Event
+    ):
+        super().__init__(mover, update, params, first, last)
         self._ready = ready
 
     def begin(self) -> None:
@@ -43,7 +45,7 @@ class StreamedTile(Tile):
                 assert home is not None, (self.chunk.name, kind, plane.tier)
                 view = self._area(kind, plane)
                 copy = partial(self._mover.device.copy, view, home, "update in", behind_computing=False)
-                self._events.append(self._mover.under_way(Tier.CPU, Tier.GPU, view.nbytes, copy, *self._told))
+                self._events.append(self._mover.under_way(Tier.CPU, Tier.GPU, view.nbytes, copy, *self._label))
             self._views[kind] = view
 
     def run(self) -> None:
@@ -60,16 +62,16 @@ class StreamedTile(Tile):
                 home, view = self.chunk.planes[kind].host_view(self._first, self._last), self._views[kind]
                 assert home is not None
                 copy = partial(device.copy, home, view, "update out", updated, behind_computing=False)
-                self._events.append(self._mover.under_way(Tier.GPU, Tier.CPU, view.nbytes, copy, *self._told))
+                self._events.append(self._mover.under_way(Tier.GPU, Tier.CPU, view.nbytes, copy, *self._label))
 
 
-def streamed_tiles(mover: Mover, work: Work, tile: int, ready: Event) -> Iterator[StreamedTile]:
+def streamed_tiles(mover: Mover, update: ChunkUpdate, tile: int, ready: Event) -> Iterator[StreamedTile]:
     """The tiles of a streamed update, in order."""
-    for first, last, active in cut(work, tile):
-        yield StreamedTile(mover, work, active, first, last, ready=ready)
+    for first, last, active in cut(update, tile):
+        yield StreamedTile(mover, update, active, first, last, ready=ready)
 
 
-def streamed_in_turn(mover: Mover, work: Work) -> Iterator[StreamedTile]:
+def streamed_in_turn(mover: Mover, work: ChunkUpdate) -> Iterator[StreamedTile]:
     """The same through the one slot of the thread that trains, where there is no update lane."""
     slot: StagingSet = mover.staging.on_device[0]
     for tile in streamed_tiles(mover, work, slot.tile, mover.device.mark()):

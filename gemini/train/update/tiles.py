@@ -2,10 +2,10 @@
 
 Planes in host memory are updated in place; planes in the spill file (or in a device's own memory) pass through staging
 and are written back. Where every plane stands on the computing device, the update runs there. Params of one tile may
-have different hyperparameters, step counts, or no gradient: each is a segment, and neighbours that are updated alike go
-through the kernel together (if the rule does not ask where they stand). A tile begins (what is not here is on its way),
-runs, and finishes (what was brought is back); who does that, and how many at once, is the caller's: the training
-thread, or the update lane.
+have different hyperparameters, step counts, or no gradient: each has a ``ParamUpdate``, and neighbours that are updated
+alike go through the kernel together (if the rule does not ask where they stand). A tile begins (what is not here is on
+its way), runs, and finishes (what was brought is back); who does that, and how many at once, is the caller's: the
+training thread, or the update worker.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from gemini.memory.movement.staging import StagingSet
 from gemini.memory.watching.recorder import NOTHING
 from gemini.planning.layout import page_up
 from gemini.planning.planes import GRAD, RESIDUAL, WEIGHTS, PlaneKind
-from gemini.planning.timeline import Lane
+from gemini.planning.timeline import Track
 from gemini.rules import UpdateRule
 from gemini.tiers import Tier
 from gemini.train.params.handle import ParamHandle
@@ -36,7 +36,7 @@ _IN_PLACE_TILE = 2**22
 """Elements of a tile where nothing is staged: milliseconds, so that what became more urgent does not wait for long."""
 
 
-class Segment(NamedTuple):
+class ParamUpdate(NamedTuple):
     """A param to update, as far as this rank keeps it; ``grad`` is that part of its gradient, flat, where it is not in
     the chunk's grad plane.
     """
@@ -59,11 +59,11 @@ class Path(Enum):
     """All that it touches is in the device's own memory."""
 
 
-class Work(NamedTuple):
+class ChunkUpdate(NamedTuple):
     """The update of one chunk, with its path as it was when it was handed over: no plane moves until it is over."""
 
     chunk: Chunk
-    segments: list[Segment]
+    params: list[ParamUpdate]
     rule: UpdateRule
     path: Path
 
@@ -72,9 +72,9 @@ class Work(NamedTuple):
         """Whether the gradients are in their plane; else they are where autograd left them."""
         return GRAD in self.chunk.planes
 
-    def grads(self) -> list[tuple[Segment, torch.Tensor]]:
+    def grads(self) -> list[tuple[ParamUpdate, torch.Tensor]]:
         """Gradients that are where autograd left them."""
-        return [(segment, segment.grad) for segment in self.segments if segment.grad is not None]
+        return [(param, param.grad) for param in self.params if param.grad is not None]
 
 
 def path_of(mover: Mover, chunk: Chunk) -> Path:
@@ -95,21 +95,21 @@ class Tile:
     """A part of a chunk's update. ``staging`` is its own until :meth:`finish`; None for the calling thread's.
 
     Args:
-        segments: those of the work that it touches.
+        params: those of the update that it touches.
     """
 
-    def __init__(self, mover: Mover, work: Work, segments: list[Segment], first: int, last: int):
-        self.chunk, self.path = work.chunk, work.path
+    def __init__(self, mover: Mover, update: ChunkUpdate, params: list[ParamUpdate], first: int, last: int):
+        self.chunk, self.path = update.chunk, update.path
         self.staging: StagingSet | None = None
         self.stop: torch.Tensor | None = None
         """On the device: nothing is updated there if it is not 0 by then."""
-        self._mover, self._rule, self._landed = mover, work.rule, work.landed
-        self._spans = list(_spans(work.rule, segments, first, last))
+        self._mover, self._rule, self._landed = mover, update.rule, update.landed
+        self._spans = list(_spans(update.rule, params, first, last))
         self._first, self._last = first, last
         self._views: dict[str, torch.Tensor] = {}
         self._staged: list[PlaneKind] = []
         self._events: list[Event] = []
-        self._told = f"update chunk {work.chunk.spec.index}", work.chunk.spec.index  # for those who record
+        self._label = f"update chunk {update.chunk.spec.index}", update.chunk.spec.index  # for those who record
 
     def begin(self) -> None:
         """Start to bring what cannot be worked on where it is."""
@@ -118,18 +118,18 @@ class Tile:
             view = plane.device_view(self._first, self._last) if on_device else plane.host_view(self._first, self._last)
             if view is None:
                 view = self._area(kind, plane)
-                self._events.append(self._mover.begin_load(plane, self._first, self._last, view, *self._told))
+                self._events.append(self._mover.begin_load(plane, self._first, self._last, view, *self._label))
             self._views[kind] = view
         if not self._landed and self.path is Path.STAGED and self._mover.device.tier is Tier.GPU:
             dtype = self._grad_of(*self._spans[0]).dtype
             inbound = self._set().staged(GRAD, dtype, self._last - self._first)
             self._views[GRAD] = inbound
-            for a, b, segment in self._spans:
+            for a, b, param in self._spans:
                 into = inbound[a - self._first : b - self._first]
-                behind = not self._mover.in_worker  # the lane has waited for it, and what is computed since is more
-                part = self._grad_of(a, b, segment)
+                behind = not self._mover.in_worker  # the worker has waited for it, and what is computed since is more
+                part = self._grad_of(a, b, param)
                 copy = partial(self._mover.device.copy, into, part, "evict", behind_computing=behind)
-                self._events.append(self._mover.under_way(Tier.GPU, Tier.CPU, into.nbytes, copy, *self._told))
+                self._events.append(self._mover.under_way(Tier.GPU, Tier.CPU, into.nbytes, copy, *self._label))
 
     def run(self) -> None:
         """Wait for what was brought, update, and start to take it back."""
@@ -139,7 +139,7 @@ class Tile:
             if kind != GRAD:
                 plane = self.chunk.planes[kind]
                 view = self._views[kind]
-                self._events.append(self._mover.begin_store(plane, self._first, self._last, view, *self._told))
+                self._events.append(self._mover.begin_store(plane, self._first, self._last, view, *self._label))
 
     def _update(self) -> None:
         """On a device in one call where all gradients are in the grad plane; else in one for each span."""
@@ -152,13 +152,13 @@ class Tile:
                   for kind, view in views.items()}  # fmt: skip
             grad = self._grad_of(*several[0]) if landed is None else of[GRAD]
             segments = [rules.Segment(a - first, b - first, s.scalars, self._where(a, s)) for a, b, s in several]
-            with NOTHING if recorder is None else recorder.span(Lane.ADAM, *self._told):
+            with NOTHING if recorder is None else recorder.span(Track.UPDATE, *self._label):
                 self._rule.run(of[WEIGHTS], of.get(RESIDUAL), of, grad, segments, self.stop)
 
-    def _where(self, start: int, segment: Segment) -> rules.Where | None:
+    def _where(self, start: int, param: ParamUpdate) -> rules.Where | None:
         if self._rule.spec.needs == "elements":
             return None
-        handle = segment.handle
+        handle = param.handle
         return rules.Where(handle.name, handle.part.offset + start - handle.part.start)
 
     def finish(self) -> None:
@@ -192,9 +192,9 @@ class Tile:
         return self._set().staged(kind, plane.dtype, plane.items(self._last - self._first))
 
     @staticmethod
-    def _grad_of(start: int, stop: int, segment: Segment) -> torch.Tensor:
-        assert segment.grad is not None
-        return segment.grad[start - segment.handle.part.start : stop - segment.handle.part.start]
+    def _grad_of(start: int, stop: int, param: ParamUpdate) -> torch.Tensor:
+        assert param.grad is not None
+        return param.grad[start - param.handle.part.start : stop - param.handle.part.start]
 
 
 def _part(view: torch.Tensor, planes: Mapping[PlaneKind, Plane], kind: str, start: int, stop: int) -> torch.Tensor:
@@ -203,49 +203,51 @@ def _part(view: torch.Tensor, planes: Mapping[PlaneKind, Plane], kind: str, star
     return view[start:stop] if block == 1 else view[start // block : -(-stop // block)]
 
 
-def check_finite(work: Work) -> None:
+def check_finite(update: ChunkUpdate) -> None:
     """Refuse gradients with inf or NaN that nobody has looked at yet: a wait for the device if they are there.
 
     Raises:
         NonFiniteGradient: naming the param; nothing of this chunk was touched.
     """
-    unseen = work.grads()
+    unseen = update.grads()
     found = kernels.totals([kernels.sum_squares(grad) for _, grad in unseen])
-    for (segment, _), total in zip(unseen, found, strict=True):
+    for (param, _), total in zip(unseen, found, strict=True):
         if not math.isfinite(total):
             raise NonFiniteGradient(
-                f"the gradient of {segment.handle.name!r} holds inf or NaN. It was not updated, but other params were "
+                f"the gradient of {param.handle.name!r} holds inf or NaN. It was not updated, but other params were "
                 "in this backward: resume from a checkpoint"
             )
 
 
-def tiles_of(mover: Mover, work: Work, tile: int, stop: torch.Tensor | None = None) -> Iterator[Tile]:
+def tiles_of(mover: Mover, update: ChunkUpdate, tile: int, stop: torch.Tensor | None = None) -> Iterator[Tile]:
     """The tiles of an update of at most ``tile`` elements, in order; larger ones where nothing is staged.
 
     A device gets all in one: it is one launch there, and nothing more urgent could overtake it. ``stop`` is a flag on
     the device that stops the update there (:mod:`gemini.train.update.finite`).
     """
-    size = {Path.STAGED: tile, Path.ON_DEVICE: work.chunk.spec.numel}.get(work.path, _IN_PLACE_TILE)
-    for first, last, active in cut(work, size):
-        made = Tile(mover, work, active, first, last)
+    size = {Path.STAGED: tile, Path.ON_DEVICE: update.chunk.spec.numel}.get(update.path, _IN_PLACE_TILE)
+    for first, last, active in cut(update, size):
+        made = Tile(mover, update, active, first, last)
         made.stop = stop
         yield made
 
 
-def cut(work: Work, tile: int) -> Iterator[tuple[int, int, list[Segment]]]:
-    """Ranges of at most ``tile`` elements over all segments, in order, each with those that it touches."""
-    segments = [s for s in work.segments if s.handle.part.numel]
-    if not segments:
+def cut(update: ChunkUpdate, tile: int) -> Iterator[tuple[int, int, list[ParamUpdate]]]:
+    """Ranges of at most ``tile`` elements over all params, in order, each with those that it touches."""
+    params = [s for s in update.params if s.handle.part.numel]
+    if not params:
         return
-    start = min(s.handle.part.start for s in segments)
-    stop = page_up(max(s.handle.part.stop for s in segments), work.chunk.spec.align)
+    start = min(s.handle.part.start for s in params)
+    stop = page_up(max(s.handle.part.stop for s in params), update.chunk.spec.align)
     for first, last in tiles(start, stop, tile):
-        active = [s for s in segments if s.handle.part.start < last and s.handle.part.stop > first]
+        active = [s for s in params if s.handle.part.start < last and s.handle.part.stop > first]
         if active:
             yield first, last, active
 
 
-def _spans(rule: UpdateRule, segments: list[Segment], first: int, last: int) -> Iterator[tuple[int, int, Segment]]:
+def _spans(
+    rule: UpdateRule, params: list[ParamUpdate], first: int, last: int
+) -> Iterator[tuple[int, int, ParamUpdate]]:
     """Element ranges of ``[first, last)`` to update in one go: neighbours that are updated alike, the padding between
     them included, if the rule does not ask where they stand.
 
@@ -253,16 +255,16 @@ def _spans(rule: UpdateRule, segments: list[Segment], first: int, last: int) -> 
     the kernel's threads busy where many short ones would wake them in vain.
     """
     merges = rule.spec.needs == "elements"
-    runs: list[list[Segment]] = []
-    for segment in sorted(segments, key=lambda s: s.handle.part.start):
+    runs: list[list[ParamUpdate]] = []
+    for param in sorted(params, key=lambda s: s.handle.part.start):
         before = runs[-1][-1] if runs else None
         if (
-            merges and before is not None and segment.grad is None and before.grad is None
-            and segment.handle.part.start == page_up(before.handle.part.stop, segment.handle.chunk.spec.align)
-            and segment.scalars == before.scalars
+            merges and before is not None and param.grad is None and before.grad is None
+            and param.handle.part.start == page_up(before.handle.part.stop, param.handle.chunk.spec.align)
+            and param.scalars == before.scalars
         ):  # fmt: skip
-            runs[-1].append(segment)
+            runs[-1].append(param)
         else:
-            runs.append([segment])
+            runs.append([param])
     for run in runs:
         yield max(run[0].handle.part.start, first), min(run[-1].handle.part.stop, last), run[0]

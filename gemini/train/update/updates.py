@@ -22,11 +22,11 @@ from gemini.train.gradients.store import HOLDER
 from gemini.train.params.exposure import Exposure
 from gemini.train.params.versions import note_writes
 from gemini.train.step import StepState
-from gemini.train.update.finite import Unseen
-from gemini.train.update.lane import UpdateJob, UpdateLane
+from gemini.train.update.finite import DeferredFiniteChecks
 from gemini.train.update.streamed import streamed_in_turn
 from gemini.train.update.threads import update_threads
-from gemini.train.update.tiles import Path, Segment, Tile, Work, path_of, tiles_of
+from gemini.train.update.tiles import ChunkUpdate, ParamUpdate, Path, Tile, path_of, tiles_of
+from gemini.train.update.worker import UpdateJob, UpdateWorker
 from gemini.train.write_observers import WriteObservers
 
 
@@ -53,12 +53,13 @@ class Updates:
         self._first_use = first_use
         self._jobs: dict[int, UpdateJob] = {}
         self._number = 0
-        self._collected: dict[int, list[Segment]] = {}
-        self.unseen = Unseen(state, alone=alone)
+        self._collected: dict[int, list[ParamUpdate]] = {}
+        self.unseen = DeferredFiniteChecks(state, alone=alone)
         self._threads = threads
-        self._lane: UpdateLane | None = None
+        self._worker: UpdateWorker | None = None
         if slots is not None:
-            self._lane = UpdateLane(store.mover, slots, _mark_lost(state), device_slots=store.mover.staging.on_device)
+            on_device = store.mover.staging.on_device
+            self._worker = UpdateWorker(store.mover, slots, _mark_lost(state), device_slots=on_device)
 
     def connect(self, exposure: Exposure, relieve_gradients: Callable[[], bool]) -> None:
         """Those who need this and are needed here.
@@ -85,49 +86,49 @@ class Updates:
 
     # ---- handing over -------------------------------------------------------------------------------------------
 
-    def submit(self, segments: Mapping[int, list[Segment]]) -> None:
+    def submit(self, params: Mapping[int, list[ParamUpdate]]) -> None:
         """Update these params, by chunk, in the order of their next use: behind what follows, or now where that cannot
         be.
         """
-        works = [self._work(self._chunks[index], own) for index, own in segments.items()]
-        ordered = sorted(works, key=lambda work: self._urgency(work.chunk))
-        jobs, now = list[UpdateJob](), list[Work]()
-        for work in ordered:
-            if self._lane is not None and self._can_wait(self._lane, work):
-                self.wait(work.chunk)  # another optimizer's part of it
-                jobs.append(self._job(work))
+        updates = [self._chunk_update(self._chunks[index], own) for index, own in params.items()]
+        ordered = sorted(updates, key=lambda update: self._urgency(update.chunk))
+        jobs, now = list[UpdateJob](), list[ChunkUpdate]()
+        for update in ordered:
+            if self._worker is not None and self._can_overlap(self._worker, update):
+                self.wait(update.chunk)  # another optimizer's part of it
+                jobs.append(self._job(update))
             else:
-                now.append(work)
+                now.append(update)
         if jobs:
-            assert self._lane is not None
+            assert self._worker is not None
             self._manager.drop([job.chunk for job in jobs])
             for job in jobs:
                 self._guards.withdraw(job.chunk)  # a step inside gathered()
-            self._put(self._lane, jobs)
-        for work in now:
-            self.wait(work.chunk)
-            self._update_now(work)
+            self._put(self._worker, jobs)
+        for update in now:
+            self.wait(update.chunk)
+            self._update_now(update)
         self._manager.refresh_lent()
 
-    def _put(self, lane: UpdateLane, jobs: list[UpdateJob]) -> None:
+    def _put(self, worker: UpdateWorker, jobs: list[UpdateJob]) -> None:
         """Noted first: an interrupt must leave none under way of which nobody knows."""
         try:
             self._jobs.update({job.chunk.spec.index: job for job in jobs})
-            lane.put(*jobs)
+            worker.put(*jobs)
         except BaseException as e:
             self._state.mark_corrupted(e)
             for job in jobs:
-                if lane.cancel(job) or job.worker is None:
+                if worker.cancel(job) or job.worker is None:
                     self._jobs.pop(job.chunk.spec.index, None)
                     job.finish(e)
             raise
 
-    def _update_now(self, work: Work, stop: torch.Tensor | None = None) -> None:
+    def _update_now(self, update: ChunkUpdate, stop: torch.Tensor | None = None) -> None:
         """``stop``: a flag on the device that stops the update there (:mod:`gemini.train.update.finite`)."""
-        if work.path is Path.STREAMED:
-            self._run_now(work.chunk, streamed_in_turn(self._mover, work))
+        if update.path is Path.STREAMED:
+            self._run_now(update.chunk, streamed_in_turn(self._mover, update))
         else:
-            self._run_now(work.chunk, tiles_of(self._mover, work, self._mover.tile, stop))
+            self._run_now(update.chunk, tiles_of(self._mover, update, self._mover.tile, stop))
 
     def _run_now(self, chunk: Chunk, parts: Iterable[Tile]) -> None:
         """Update a chunk now, tile by tile, and drop the gathered copy that this has overtaken."""
@@ -151,26 +152,26 @@ class Updates:
             self.forget()  # this error is told; what it means for those in flight goes without saying
             raise
 
-    def _can_wait(self, lane: UpdateLane, work: Work) -> bool:
-        """Whether an update may run beside computing: there is staging if it needs some, else there is a processor.
+    def _can_overlap(self, worker: UpdateWorker, update: ChunkUpdate) -> bool:
+        """Whether the update can run on the worker: it has staging if it needs some, else there is a spare core.
 
         Where every plane stands on the device, the update is one more thing that it computes. What is streamed always
-        goes through the lane, whose slots on the device are all there are.
+        goes through the worker, whose slots on the device are all there are.
         """
-        if work.path is Path.IN_PLACE:
+        if update.path is Path.IN_PLACE:
             return self._num_threads() > 0
-        return work.path is Path.STREAMED or (work.path is Path.STAGED and lane.slot_tile > 0)
+        return update.path is Path.STREAMED or (update.path is Path.STAGED and worker.slot_tile > 0)
 
-    def _work(self, chunk: Chunk, segments: list[Segment]) -> Work:
-        return Work(chunk, segments, self._rule, path_of(self._mover, chunk))
+    def _chunk_update(self, chunk: Chunk, params: list[ParamUpdate]) -> ChunkUpdate:
+        return ChunkUpdate(chunk, params, self._rule, path_of(self._mover, chunk))
 
     def _num_threads(self) -> int:
         return update_threads(self._threads, self._device.tier)
 
-    def _job(self, work: Work, release: Callable[[], None] | None = None) -> UpdateJob:
+    def _job(self, update: ChunkUpdate, release: Callable[[], None] | None = None) -> UpdateJob:
         return UpdateJob(
-            work,
-            self._urgency(work.chunk),
+            update,
+            self._urgency(update.chunk),
             moved=self._mover.moved,
             threads=max(self._num_threads(), 1),
             ready=self._device.mark(),
@@ -185,44 +186,44 @@ class Updates:
 
     # ---- inside backward ----------------------------------------------------------------------------------------
 
-    def collect(self, segment: Segment) -> None:
-        """A gradient that is to be used inside backward; with those of its whole chunk (:meth:`complete`)."""
-        self._collected.setdefault(segment.handle.chunk.spec.index, []).append(segment)
+    def collect(self, param: ParamUpdate) -> None:
+        """Queue the update of one param inside backward; :meth:`complete` of its chunk runs it."""
+        self._collected.setdefault(param.handle.chunk.spec.index, []).append(param)
 
     def complete(self, chunk: Chunk, *, now: bool = False, stop: torch.Tensor | None = None) -> None:
         """Every gradient of the chunk that will come has come: update what was collected; ``now``: before returning.
 
         ``stop``: a flag on the device that stops the update there, if it runs there; for landed gradients.
         """
-        segments = self._collected.pop(chunk.spec.index, None)
-        if not segments:
+        params = self._collected.pop(chunk.spec.index, None)
+        if not params:
             return
-        work = self._work(chunk, segments)
+        update = self._chunk_update(chunk, params)
         self._guards.look_for_writes(chunk)
         WHOLE.hold(_in_a_backward)  # until the engine says that the backward is over: all of it is one update
         self._state.note_update_in_backward()
         self.unseen.num_chunks += 1
-        note_writes(segment.handle for segment in segments)
-        for segment in segments:
-            segment.handle.num_steps += 1
-        num_bytes = sum(s.grad.numel() * s.grad.element_size() for s in segments if s.grad is not None)
-        lane = self._lane
+        note_writes(param.handle for param in params)
+        for param in params:
+            param.handle.num_steps += 1
+        num_bytes = sum(s.grad.numel() * s.grad.element_size() for s in params if s.grad is not None)
+        worker = self._worker
         self.wait(chunk)  # another optimizer's part of it
-        behind = lane is not None and not now and self._can_wait(lane, work) and self._hold(num_bytes)
-        if lane is None or not (behind or work.path is Path.STREAMED):
+        behind = worker is not None and not now and self._can_overlap(worker, update) and self._hold(num_bytes)
+        if worker is None or not (behind or update.path is Path.STREAMED):
             if stop is None:
-                stop = self.unseen.stop_for(work)
-            self._update_now(work, stop)
+                stop = self.unseen.stop_for(update)
+            self._update_now(update, stop)
             return
         ledger, tier = self._ledger, self._device.tier
 
         def release() -> None:
             ledger.release(tier, num_bytes, HOLDER)
 
-        job = self._job(work, release if behind and num_bytes else None)
+        job = self._job(update, release if behind and num_bytes else None)
         self._manager.drop([chunk])
         self._guards.withdraw(chunk)
-        self._put(lane, [job])
+        self._put(worker, [job])
         if not behind:
             self.wait(chunk)
 
@@ -294,11 +295,11 @@ class Updates:
     def _await(self, job: UpdateJob) -> None:
         index = job.chunk.spec.index
         if not job.is_complete():
-            assert self._lane is not None
+            assert self._worker is not None
             if self.order != "fifo":
-                self._lane.hurry(job)
+                self._worker.hurry(job)
             about = self._mover.about("update", f"wait for the update of chunk {index}", index)
-            with self._lane.alone(), about, contextlib.suppress(Exception):  # raised below
+            with self._worker.all_cores(), about, contextlib.suppress(Exception):  # raised below
                 job.wait()
         self._jobs.pop(index, None)
         if job.error is not None and self._state.corrupted_by is not None:
@@ -308,8 +309,8 @@ class Updates:
     def close(self) -> None:
         """The model ends."""
         self._jobs.clear()
-        if self._lane is not None:
-            self._lane.close()
+        if self._worker is not None:
+            self._worker.close()
 
     # ---- inside -------------------------------------------------------------------------------------------------
 

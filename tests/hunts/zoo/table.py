@@ -22,10 +22,10 @@ HEAD = """\
 
 Every class of the auto-mappings of transformers {version} for causal LM, sequence to sequence, masked LM, vision, audio
 and vision-language. Each is built from a tiny random config (two layers or one of each kind, 32 wide, 128 words) and
-trained for three steps by `GeminiDDP`, with every weight, master and moment on NVMe and memory for its most demanding
+trained for three steps by `GeminiDDP`, with every weight, master and state on NVMe and memory for its most demanding
 module, so that chunks are evicted inside forward and inside backward.
 
-- **works**: losses, gradient norms, weights, fp32 masters, moments, step counts and buffers are those of the plain
+- **works**: losses, gradient norms, weights, fp32 masters, states, step counts and buffers are those of the plain
   loop, bit for bit, and chunks were evicted in forward and in backward. The precision it was run in stands beside it
   (every third class is run in fp32 by choice, others where the class does not run in bf16 on a CPU). *+n chunks* means
   that it took room for n more of its largest chunks than the estimated working set, because one module reads the

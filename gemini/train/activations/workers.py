@@ -15,8 +15,8 @@ from collections import deque
 
 import torch
 
-from gemini.memory.movement.lane import Job, Lane
 from gemini.memory.movement.mover import Working
+from gemini.memory.movement.worker import Job, Worker
 from gemini.memory.store import ChunkStore
 from gemini.tiers import Tier
 from gemini.train.activations.flights import Flight, Offloaded, Room
@@ -30,7 +30,7 @@ _TOGETHER = 8
 _SAVE, _RESTORE = "offload activations", "fetch activations"
 
 
-class ActivationLanes:
+class ActivationWorkers:
     """One per model that overlaps and offloads activations.
 
     Args:
@@ -41,7 +41,7 @@ class ActivationLanes:
         self._device, self._mover, self._spill = store.device, store.mover, store.spill
         self._room = Room(store, staged=tier is Tier.NVME)
         self._tier, self._computing = tier, store.device.tier
-        self._savers, self._restorers = Lane("offload"), Lane("restore")
+        self._savers, self._restorers = Worker("offload"), Worker("restore")
         self._saving: deque[Flight] = deque()
         self._restoring: list[Flight] = []
         self._untold: list[BaseException] = []
@@ -131,7 +131,7 @@ class ActivationLanes:
             error = flight.wait()
             offloaded = flight.of()
             if offloaded is not None:
-                offloaded.saving, offloaded.error = None, None if error is None else _retold(error)
+                offloaded.saving, offloaded.error = None, None if error is None else _without_traceback(error)
             if error is not None and not flight.called_back:
                 self._untold.append(error)
             self._saving.popleft()
@@ -142,7 +142,7 @@ class ActivationLanes:
         self.reap()
         if self._untold:
             error = self._untold[0]
-            self.come_to_rest()
+            self.drain()
             self._untold.clear()
             raise error
 
@@ -264,8 +264,8 @@ class ActivationLanes:
 
     def call_back(self, flight: Flight) -> None:
         """What is on its way is not wanted any more: its memory is free afterwards, and nobody writes to its place."""
-        lane = self._restorers if flight in self._restoring else self._savers
-        if isinstance(flight.event, Job) and lane.cancel(flight.event):
+        worker = self._restorers if flight in self._restoring else self._savers
+        if isinstance(flight.event, Job) and worker.cancel(flight.event):
             flight.called_back = True
         if not flight.is_over():
             with self._mover.about("activation", "wait for activations that nobody wants"):
@@ -284,8 +284,8 @@ class ActivationLanes:
 
     # ---- room ---------------------------------------------------------------------------------------------------
 
-    def wish(self) -> int:
-        """Bytes of the computing tier that windows should leave: two tensors', unless even one found no room."""
+    def headroom_bytes(self) -> int:
+        """Memory that windows should leave for transfers of activations: two tensors', or none if one found no room."""
         return 0 if self._is_starved else 2 * self._largest
 
     def held(self) -> int:
@@ -311,14 +311,14 @@ class ActivationLanes:
         self.reap()
         self._room.trim()
 
-    def come_to_rest(self) -> None:
+    def drain(self) -> None:
         """Wait until nothing is in flight, whatever became of it."""
         while self.relieve():
             pass
 
     def start_over(self) -> None:
         """After an interrupt, which may have come between two lines of the books: nothing is held."""
-        self.come_to_rest()
+        self.drain()
         self._room.start_over()
 
     def close(self) -> None:
@@ -328,11 +328,11 @@ class ActivationLanes:
         self.start_over()
 
 
-def _retold(error: Exception) -> Exception:
+def _without_traceback(error: Exception) -> Exception:
     """The same without a traceback, whose frames would keep the graph alive that keeps the error."""
-    told = copy.copy(error)
-    told.__cause__ = error.__cause__
-    return told
+    raised = copy.copy(error)
+    raised.__cause__ = error.__cause__
+    return raised
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

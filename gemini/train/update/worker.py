@@ -18,11 +18,11 @@ from gemini import kernels
 from gemini.errors import GeminiError
 from gemini.memory.chunks.chunk import Chunk
 from gemini.memory.devices.device import Event
-from gemini.memory.movement.lane import Job, Worker
 from gemini.memory.movement.mover import Moved, Mover, Working
 from gemini.memory.movement.staging import StagingSet
+from gemini.memory.movement.worker import Job, JobThread
 from gemini.train.update.streamed import STREAM, streamed_tiles
-from gemini.train.update.tiles import Path, Tile, Work, check_finite, tiles_of
+from gemini.train.update.tiles import ChunkUpdate, Path, Tile, check_finite, tiles_of
 
 
 class UpdateJob(Job):
@@ -40,7 +40,7 @@ class UpdateJob(Job):
 
     def __init__(
         self,
-        work: Work,
+        update: ChunkUpdate,
         urgency: float,
         *,
         moved: Moved,
@@ -51,7 +51,7 @@ class UpdateJob(Job):
         release: Callable[[], None] | None = None,
     ):
         super().__init__(lambda: None, urgency)
-        self.chunk, self.work = work.chunk, work
+        self.chunk, self.update = update.chunk, update
         self.working, self.threads = Working(moved), threads
         self.ready, self.before, self.after, self._release = ready, before, after, release
         self.num_open = 0  # tiles that have begun and not finished
@@ -63,14 +63,14 @@ class UpdateJob(Job):
         return self._release is not None
 
     def finish(self, error: BaseException | None = None) -> None:
-        self.work = self.work._replace(segments=[])
+        self.update = self.update._replace(params=[])
         if self._release is not None:
             self._release()
             self._release = None
         super().finish(error)
 
 
-class UpdateLane(Worker):
+class UpdateWorker(JobThread):
     """See above.
 
     Args:
@@ -92,7 +92,7 @@ class UpdateLane(Worker):
         self._device_tile = device_slots[0].tile if device_slots else 0
         self._mover, self._on_lost = mover, on_lost
         self._free, self._free_on_device = list(slots), list(device_slots)
-        self._is_alone = False
+        self._has_all_cores = False
         self._ahead: UpdateJob | None = None  # taken, and waiting for its gradients
         self._tiles: Iterator[tuple[UpdateJob, Tile]] | None = None
         self._next: tuple[UpdateJob, Tile] | None = None
@@ -101,13 +101,13 @@ class UpdateLane(Worker):
         self._open: dict[UpdateJob, None] = {}
 
     @contextmanager
-    def alone(self) -> Iterator[None]:
-        """The thread that computes only waits inside: its processors are free for the update."""
-        self._is_alone = True
+    def all_cores(self) -> Iterator[None]:
+        """The training thread is blocked inside: the update may use every core."""
+        self._has_all_cores = True
         try:
             yield
         finally:
-            self._is_alone = False
+            self._has_all_cores = False
 
     def _work(self) -> None:
         while True:
@@ -129,7 +129,7 @@ class UpdateLane(Worker):
             job.finish(_deleted())
 
     def _sleep(self) -> bool:
-        """Wait for jobs; False when the lane is closed."""
+        """Wait for jobs; False when the worker is closed."""
         with self._changed:
             while not self._waiting and not self._is_closed:
                 self._changed.wait()
@@ -193,20 +193,20 @@ class UpdateLane(Worker):
 
     def _check(self, job: UpdateJob) -> None:
         """Look at gradients that stand where autograd left them, once they are there."""
-        if not job.work.grads():
+        if not job.update.grads():
             return
-        if job.work.path is not Path.STREAMED:
+        if job.update.path is not Path.STREAMED:
             job.ready.wait()
         with self._mover.device.beside(STREAM):  # not behind what was given to the device since
             job.ready.wait_on_device()
-            check_finite(job.work)
+            check_finite(job.update)
 
     def _tiles_of(self, job: UpdateJob) -> Iterator[tuple[UpdateJob, Tile]]:
         parts: Iterator[Tile]
-        if job.work.path is Path.STREAMED:
-            parts = streamed_tiles(self._mover, job.work, self._device_tile, job.ready)
+        if job.update.path is Path.STREAMED:
+            parts = streamed_tiles(self._mover, job.update, self._device_tile, job.ready)
         else:
-            parts = tiles_of(self._mover, job.work, max(self.slot_tile, 1))
+            parts = tiles_of(self._mover, job.update, max(self.slot_tile, 1))
         for tile in parts:
             yield job, tile
         job.all_begun = True
@@ -214,8 +214,8 @@ class UpdateLane(Worker):
 
     def _update(self, job: UpdateJob, tile: Tile) -> None:
         self._writing.append((job, tile))
-        kernels.limit_threads(None if self._is_alone else job.threads)
-        with torch.profiler.record_function("gemini::adam"), self._mover.working(job.working):
+        kernels.limit_threads(None if self._has_all_cores else job.threads)
+        with torch.profiler.record_function("gemini::update"), self._mover.working(job.working):
             tile.run()
         if tile.staging is None:
             self._writing.pop()

@@ -7,33 +7,32 @@ import pytest
 from gemini.errors import GeminiError
 from gemini.memory.devices.device import CpuDevice, Event
 from gemini.memory.movement.mover import Mover
-from gemini.memory.watching.noted import NotedEvent
-from gemini.memory.watching.recorder import Recorder
-from gemini.planning.timeline import Lane, Span
+from gemini.memory.watching.recorder import RecordedEvent, Recorder
+from gemini.planning.timeline import Span, Track
 from gemini.tiers import Ledger, Tier
 
 
 def test_an_end_is_told_when_it_is_seen_and_once() -> None:
     event, told = Event(), list[str]()
-    noted = NotedEvent(event, lambda: told.append("over"))
-    assert not noted.is_complete() and not told
+    recorded = RecordedEvent(event, lambda: told.append("over"))
+    assert not recorded.is_complete() and not told
     with pytest.raises(GeminiError, match="did not complete within 0 s"):
-        noted.wait(0)
+        recorded.wait(0)
     assert not told, "it is still under way"
     event.finish()
     assert not told, "nobody has looked"
-    assert noted.is_complete() and told == ["over"]
-    noted.wait()
-    noted.wait_on_device()
+    assert recorded.is_complete() and told == ["over"]
+    recorded.wait()
+    recorded.wait_on_device()
     assert told == ["over"]
 
 
 def test_a_failure_is_told_and_raised() -> None:
     event, told = Event(), list[str]()
-    noted = NotedEvent(event, lambda: told.append("over"))
+    recorded = RecordedEvent(event, lambda: told.append("over"))
     event.finish(OSError("the disk is gone"))
     with pytest.raises(GeminiError, match="the disk is gone"):
-        noted.wait()
+        recorded.wait()
     assert told == ["over"]
 
 
@@ -45,10 +44,10 @@ def test_what_is_under_way_is_counted_and_recorded_where_somebody_does() -> None
     recorder = mover.recorder = Recorder(clock=lambda: now[0])
     recorder.begin_step({})
     found = mover.under_way(Tier.NVME, Tier.CPU, 16, lambda: second, "update chunk 2", 2)
-    assert mover.under_way(Tier.CPU, Tier.CPU, 4, lambda: first, "", 3) is first, "no lane is busy"
+    assert mover.under_way(Tier.CPU, Tier.CPU, 4, lambda: first, "", 3) is first, "no track is busy"
     now[0] = 13.0
     second.finish()
     found.wait()
     step = recorder.end_step()
-    assert step.spans == [Span(Lane.NVME_READ, 0.0, 3.0, "update chunk 2", -1, 2, 16)] and not step.stalls
+    assert step.spans == [Span(Track.NVME_READ, 0.0, 3.0, "update chunk 2", -1, 2, 16)] and not step.stalls
     assert mover.moved.counts() == {"nvme->cpu": 24}

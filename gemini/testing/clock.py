@@ -1,7 +1,7 @@
-"""A seeded clock for the lanes of a stand-in device, for tests and for hunting races.
+"""A seeded clock for the streams of a stand-in device, for tests and for hunting races.
 
 A real GPU's copies end when they like. ``StandinDevice(gate=RandomClock(seed))`` makes a machine without one as unruly:
-copies end late, those of different lanes overtake each other, and the same seed draws the same delays again.
+copies end late, those of different streams overtake each other, and the same seed draws the same delays again.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ SHORT, LONG = 0.0002, 0.003
 
 
 class RandomClock:
-    """Delays each copy by a time drawn for its lane, or until copies of other lanes have overtaken it.
+    """Delays each copy by a time drawn for its stream, or until copies of other streams have overtaken it.
 
-    The n-th copy of a lane gets the same fate under the same seed, whatever the other lanes do; how threads then meet
-    is up to the system. Nothing is ever held for longer than ``longest``, and nothing at all once the clock is closed.
+    The n-th copy of a stream gets the same fate under the same seed, whatever the other streams do; how threads then
+    meet is up to the system. Nothing is ever held for longer than ``longest``, and nothing at all once the clock is
+    closed.
 
     Args:
         seed: what the fates are drawn from.
@@ -33,28 +34,28 @@ class RandomClock:
         self._change = threading.Condition()
         self._closed = False
         self.order: list[str] = []
-        """The lanes of the copies released so far, in the order of their release."""
+        """The streams of the copies released so far, in the order of their release."""
 
-    def __call__(self, lane: str) -> None:
-        """Hold the calling thread, which is about to make a copy of ``lane``."""
+    def __call__(self, stream: str) -> None:
+        """Hold the calling thread, which is about to make a copy of ``stream``."""
         with self._change:
-            held_for, overtaken_by = self.draw(lane)
-            target = self._others(lane) + overtaken_by
+            held_for, overtaken_by = self.draw(stream)
+            target = self._others(stream) + overtaken_by
             until = time.monotonic() + held_for
-            while not self._closed and not (overtaken_by and self._others(lane) >= target):
+            while not self._closed and not (overtaken_by and self._others(stream) >= target):
                 left = until - time.monotonic()
                 if left <= 0:
                     break
                 self._change.wait(left)
-            self._released[lane] += 1
-            self.order.append(lane)
+            self._released[stream] += 1
+            self.order.append(stream)
             self._change.notify_all()
 
-    def draw(self, lane: str) -> tuple[float, int]:
-        """The fate of the lane's next copy: seconds to hold it at most, and how many others may end that sooner (0: no
-        number of them).
+    def draw(self, stream: str) -> tuple[float, int]:
+        """The fate of the stream's next copy: seconds to hold it at most, and how many others may end that sooner (0:
+        no number of them).
         """
-        fates = self._fates.setdefault(lane, random.Random(f"{self._seed}/{lane}"))
+        fates = self._fates.setdefault(stream, random.Random(f"{self._seed}/{stream}"))
         kind, fraction = fates.random(), fates.random()
         if kind < 0.3:
             return 0.0, 0
@@ -70,5 +71,5 @@ class RandomClock:
             self._closed = True
             self._change.notify_all()
 
-    def _others(self, lane: str) -> int:
-        return self._released.total() - self._released[lane]
+    def _others(self, stream: str) -> int:
+        return self._released.total() - self._released[stream]

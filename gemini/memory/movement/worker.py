@@ -1,9 +1,9 @@
-"""Worker threads: a *lane* runs the jobs it is given, the most urgent first, beside the thread that trains.
+"""Worker threads: a *worker* runs the jobs it is given, the most urgent first, beside the thread that trains.
 
 A :class:`Job` is an event of the device's kind: whoever needs its end waits for it, and what it raised is raised there.
-A lane's thread starts with its first job and ends with ``close()``; at the end of the interpreter all lanes are closed
-before it is torn down, since no thread may be inside native code then. Lanes know no model: what they run must not keep
-one alive longer than the job.
+A worker's thread starts with its first job and ends with ``close()``; at the end of the interpreter all workers are
+closed before it is torn down, since no thread may be inside native code then. Workers know no model: what they run must
+not keep one alive longer than the job.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ _LOOK_SECONDS = 1.0
 _END_SECONDS = 60.0
 """How long closing waits for a job that is under way."""
 
-_live: weakref.WeakSet[Worker] = weakref.WeakSet()
+_live: weakref.WeakSet[JobThread] = weakref.WeakSet()
 
 
 class Job(Event):
-    """Work for a lane. ``wait`` returns when it is done, and raises what it raised."""
+    """Work for a worker. ``wait`` returns when it is done, and raises what it raised."""
 
     def __init__(self, run: Callable[[], None], urgency: float):
         super().__init__()
         self.run = run
         self.urgency = urgency
         self.flush_mode = kernels.flush_mode()  # of the thread that computes: results must not depend on who works
-        self.worker: Worker | None = None
+        self.worker: JobThread | None = None
 
     @property
     def error(self) -> BaseException | None:
@@ -74,7 +74,7 @@ def _nothing() -> None:
     """It was done already."""
 
 
-class Worker:
+class JobThread:
     """A thread with a queue of jobs by urgency; what it does with them is the subclass's ``_work``."""
 
     def __init__(self, name: str):
@@ -169,11 +169,11 @@ class Worker:
         raise NotImplementedError
 
 
-class Lane(Worker):
+class Worker(JobThread):
     """One job after another."""
 
     def submit(self, run: Callable[[], None], urgency: float = 0.0) -> Job:
-        """Run ``run`` on the lane's thread, before what is less urgent (a larger number)."""
+        """Run ``run`` on the worker's thread, before what is less urgent (a larger number)."""
         job = Job(run, urgency)
         self.put(job)
         return job
@@ -189,11 +189,11 @@ class Lane(Worker):
             kernels.set_flush_mode(job.flush_mode)
             try:
                 job.run()
-            except BaseException as e:  # surfaces where somebody waits; a lane does not die of it
+            except BaseException as e:  # surfaces where somebody waits; a worker does not die of it
                 job.finish(e)
             else:
                 job.finish()
-            del job  # what it holds is not kept by a lane that waits
+            del job  # what it holds is not kept by a worker that waits
 
 
 @atexit.register

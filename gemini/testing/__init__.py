@@ -1,0 +1,9 @@
+"""What tests and benchmarks need and no user: a GPU for machines without one, a clock for it, policies to compare with.
+
+Nothing below imports it. ``import gemini.testing`` makes ``device="standin"`` a device.
+"""
+
+from gemini.testing.clock import RandomClock as RandomClock
+from gemini.testing.standin import StandinDevice as StandinDevice
+
+__all__ = ["RandomClock", "StandinDevice"]

@@ -1,0 +1,140 @@
+"""A GPU for machines without one: its own memory and byte budget, and copies that are not complete at once.
+
+Its copies run on threads behind a clock that tests control, so that an event can be *not yet complete*. Importing this
+module makes it the device that ``device="standin"`` names.
+"""
+
+from __future__ import annotations
+
+import atexit
+import queue
+import sys
+import threading
+import weakref
+from collections.abc import Callable
+
+import torch
+
+from gemini.grad_mode import call_without_grad
+from gemini.memory.devices.device import Event, HostMemoryDevice, register_device
+from gemini.testing.clock import RandomClock
+from gemini.tiers import Tier
+
+END_SECONDS = 10.0
+"""How long the end of a device waits for each of its streams."""
+
+
+class StandinDevice(HostMemoryDevice):
+    """A GPU for machines without one: its own tier and budget, computed on by the CPU, with copies that take time.
+
+    Args:
+        memory: bytes it pretends to have when no ``gpu=`` budget is given.
+        gate: called on the stream's thread before each copy is made, with the stream's name; it may block (a test's
+        clock,
+            or a :class:`~gemini.testing.clock.RandomClock`, which is closed with the device).
+        poison: fill what a copy will overwrite with 0xFF (NaN, in every float) as soon as the copy may begin, so that
+            one who reads it before the copy is complete is found out whatever was there before.
+    """
+
+    name = "standin"
+    tier = Tier.GPU
+
+    def __init__(self, memory: int = 2**30, gate: Callable[[str], None] | None = None, *, poison: bool = False):
+        super().__init__()
+        self._memory = memory
+        self._gate = gate or (lambda stream: None)
+        self._poison = poison
+        self._lock = threading.Lock()
+        self._streams: dict[str, _CopyStream] = {}
+        _live.add(self)
+
+    def copy(
+        self,
+        into: torch.Tensor,
+        source: torch.Tensor,
+        stream: str,
+        after: Event | None = None,
+        *,
+        behind_computing: bool = True,
+    ) -> Event:
+        event, gate, poison = Event(), self._gate, self._poison
+        if poison and after is None:
+            _fill_with_nan(into)
+
+        def run() -> None:  # knows nothing of the device: a copy under way does not keep it alive
+            try:
+                gate(stream)
+                if after is not None:
+                    after.wait()
+                    if poison:
+                        _fill_with_nan(into)
+                with torch.inference_mode(into.is_inference()):
+                    call_without_grad(into.copy_, source)
+            except BaseException as e:  # surfaces in wait(): a stream never dies
+                event.finish(e)
+            else:
+                event.finish()
+
+        with self._lock:
+            if stream not in self._streams:
+                self._streams[stream] = _CopyStream(stream)
+            self._streams[stream].put(run)
+        return event
+
+    def free_bytes(self) -> int:
+        return self._memory
+
+    def close(self) -> None:
+        if isinstance(self._gate, RandomClock):
+            self._gate.close()
+        with self._lock:
+            streams, self._streams = self._streams, {}
+        for stream in streams.values():
+            stream.end()
+
+    def __del__(self, _ending: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not _ending() and hasattr(self, "_streams"):
+            self.close()
+
+
+class _CopyStream:
+    """A thread that runs jobs in order. The thread knows only the queue, so an abandoned stream can be ended."""
+
+    def __init__(self, name: str):
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=_run_jobs, args=(self._jobs,), name=f"gemini-{name}", daemon=True)
+        self._thread.start()
+
+    def put(self, job: Callable[[], None]) -> None:
+        self._jobs.put(job)
+
+    def end(self) -> None:
+        """Let what was put be done, then end the thread, and see it ended (unless it is the caller's own)."""
+        self._jobs.put(None)
+        if self._thread is not threading.current_thread():
+            self._thread.join(END_SECONDS)
+
+
+def _run_jobs(jobs: queue.SimpleQueue[Callable[[], None] | None]) -> None:
+    while (job := jobs.get()) is not None:
+        job()
+        del job  # its tensors go now, not with the next job
+
+
+def _fill_with_nan(tensor: torch.Tensor) -> None:
+    with torch.inference_mode(tensor.is_inference()):
+        if tensor.is_contiguous():
+            call_without_grad(lambda: tensor.view(-1).view(torch.uint8).fill_(255))
+
+
+_live: weakref.WeakSet[StandinDevice] = weakref.WeakSet()
+
+
+def _end_all() -> None:
+    """A daemon thread that is inside torch when the interpreter goes away aborts the process."""
+    for device in list(_live):
+        device.close()
+
+
+atexit.register(_end_all)
+register_device("standin", StandinDevice)
