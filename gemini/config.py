@@ -45,8 +45,9 @@ class GeminiConfig:
         overlap: let updates, fetches and writes run beside computing. The bits are the same without.
         update_threads: threads that share an update on the CPU that runs beside computing; None for the processors that
             computing leaves. Where torch takes them all, None makes updates that need no drive at once, with all.
-        optimizer: the update rule (a :class:`gemini.rules.UpdateRule`) whose planes the chunks get; the optimizer of
-            the params must have the same one. None for Adam's, which :class:`gemini.HybridAdam` has.
+        optimizer: the update rule (a :class:`gemini.rules.UpdateRule`: one of ``gemini.optim``, or your own) whose
+            planes the chunks get; the optimizer of the params must have the same one. None for Adam's, which
+            :class:`gemini.HybridAdam` has.
 
     Raises:
         ValueError, TypeError: for values that make no sense, naming what is accepted.

@@ -143,7 +143,8 @@ def test_our_side_of_the_migration_tables_exists() -> None:
     methods = set(re.findall(r"model\.(\w+)\(", middle))
     assert methods <= set(dir(gemini.GeminiDDP)) | {"save_pretrained"}, methods
     ours = set(re.findall(r"\bgemini\.(\w+)", middle))
-    assert ours <= set(gemini.__all__), ours
+    assert ours <= {*gemini.__all__, "optim"}, ours
+    assert set(re.findall(r"\bgemini\.optim\.(\w+)", middle)) <= set(gemini.optim.__all__)
 
 
 def test_their_side_of_fsdp2_is_that_of_this_torch() -> None:

@@ -17,10 +17,11 @@ import torch
 from torch import Tensor
 
 import gemini
-from gemini import kernels
+from gemini import kernels, rules
 from gemini.kernels import AdamHyper, DeviceSums, Segment
 from gemini.kernels_cuda import CudaKernels
 from tests import models
+from tests.native import rule_cases
 from tests.native.native_cases import GRAD_DTYPES, LENGTHS, any_bits, assert_same_bits, same_sums, to_dtype
 
 ADAMW = AdamHyper(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1, step=3, grad_scale=0.37)
@@ -83,6 +84,24 @@ def test_adam_is_the_cpu_kernel_s(dtype: torch.dtype, is_split: bool, shift: int
             with nobody_waits():
                 kernels.adam_update(*given, replace(hyper, step=1 + step))
         assert_all_same(given, expected)
+
+
+@pytest.mark.parametrize("shift", [0, 1], ids=["aligned", "not aligned"])
+@pytest.mark.parametrize("is_split", [True, False], ids=["split", "fp32"])
+@pytest.mark.parametrize("which", rule_cases.CASES)
+def test_rules_are_the_cpu_kernel_s(which: str, is_split: bool, shift: int) -> None:
+    rule = rule_cases.CASES[which][0]
+    segments = [rules.Segment(3, BIG - 5, rule_cases.scalars_of(rule_cases.CASES[which]))]
+    expected = rule_cases.arrays(rule, BIG, is_split, torch.bfloat16)
+    weights, residual, states, grad = expected
+    given = on_card([weights, residual, *states.values(), grad], shift)
+    there = dict(zip(states, given[2:-1], strict=True))
+    rule.run(weights, residual, states, grad, segments)
+    with nobody_waits():
+        rule.run(given[0], given[1], there, given[-1], segments)
+    found = rule_cases.flat([given[0], given[1], there, given[-1]])
+    for name, wanted in rule_cases.flat(expected).items():
+        assert_same_bits(found[name].cpu(), wanted, name)
 
 
 @pytest.mark.parametrize("is_split", [True, False], ids=["split", "fp32"])

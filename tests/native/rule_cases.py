@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from native_cases import any_bits, to_dtype
 from torch import Tensor
 
 from gemini import kernels
 from gemini.optim import AdanRule, LionRule, PlainSGDRule, SGDRule, SophiaGRule
 from gemini.rules import UpdateRule
+from tests.native.native_cases import any_bits, to_dtype
 
 Case = tuple[UpdateRule, dict[str, Any], int]
 """A rule, hyperparameters that are not its defaults, and the number of the update."""

@@ -1,5 +1,5 @@
-"""An update rule from outside on a model that ranks share: the bits of one process, saved by one number of ranks and
-loaded by another.
+"""Update rules, from outside and of ``gemini.optim``, on a model that ranks share: the bits of one process, saved by
+one number of ranks and loaded by another.
 
 Every rank sees the same batches, so that the mean of their gradients is the gradient of one process to the bit.
 """
@@ -20,14 +20,14 @@ from tests.train import test_update_rules as rules
 
 def run(which: str, folder: Path, name: str, load: str | None) -> dict[str, Any]:
     """Train, save to ``folder / name``, train on: losses and states. ``load``: where the first half is, if it is."""
-    rule = rules.RULES[which]
+    rule = rules.EVERY[which]
     memory = gemini.MemoryBudget(cpu="64MiB", nvme="64MiB", nvme_path=folder)
     placement = gemini.StaticPlacement(weights_on_nvme=1, optimizer_on_nvme=1)
     config = gemini.GeminiConfig(
         precision="bf16", memory=memory, placement=placement, device="cpu", optimizer=rule, max_chunk=6000
     )
     model = gemini.GeminiDDP(rules.make_model(), config)
-    optimizer = gemini.HybridOptimizer(model.parameters(), rule)
+    optimizer = rules.make_optimizer(model, rule)
     losses = []
     if load is None:
         losses = rules.train(model, optimizer, range(2), None)
@@ -39,7 +39,7 @@ def run(which: str, folder: Path, name: str, load: str | None) -> dict[str, Any]
     return {"losses": losses, "weights": model.state_dict(), "states": states, "bytes": model.memory_report()}
 
 
-@pytest.mark.parametrize("which", rules.RULES)
+@pytest.mark.parametrize("which", rules.EVERY)
 def test_two_ranks_do_what_one_process_does(which: str, pool_of: Callable[[int], Pool], tmp_path: Path) -> None:
     alone = run(which, tmp_path, "alone", None)
     for found in pool_of(2).run(run, which, tmp_path, "together", None):

@@ -22,6 +22,7 @@ from gemini.testing import StandinDevice
 from gemini.tiers import Tier
 from tests import models
 from tests.native.emulated_cuda import EmulatedGpu, EmulatedKernels, emulate
+from tests.train import test_update_rules as update_rules
 from tests.train.helpers import assert_same_snapshot, engine_of, snapshot
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="there is no C++ compiler")
@@ -144,6 +145,31 @@ def test_the_bits_of_the_cpu_kernels_and_the_promised_waits(
         assert launches == STEPS * per_step, "one for a chunk, or for a gradient left alone"
     together = how.gradients != "transient" and not how.streamed
     assert not together or max(emulated.module.segments) > 1, "no chunk held params of two groups"
+
+
+@pytest.mark.sweep(every=2)
+@pytest.mark.parametrize("gradients", ["retain", "transient"])
+@pytest.mark.parametrize("which", update_rules.NAMED)
+def test_every_rule_runs_by_the_device_s_kernels(
+    which: str, gradients: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rule, gpu = update_rules.NAMED[which], EmulatedGpu()
+    plain = update_rules.plain_loop(rule, "bf16", range(2), None)
+    emulated = emulate(monkeypatch, gpu)
+    config = gemini.GeminiConfig(
+        precision="bf16",
+        gradients=gradients,
+        device=gpu,
+        memory=gemini.MemoryBudget(gpu="64MiB", cpu="64MiB", nvme="64MiB", nvme_path=tmp_path),
+        placement=gemini.StaticPlacement(weights_on_gpu=1, optimizer_on_gpu=1),
+        optimizer=rule,
+        max_chunk=8192,
+    )
+    model = gemini.GeminiDDP(update_rules.make_model(), config)
+    optimizer = update_rules.make_optimizer(model, rule, step_in_backward=gradients == "transient")
+    assert update_rules.train(model, optimizer, range(2), None) == plain["losses"]
+    assert emulated.module.launches["update"] >= 2 * len(engine_of(model).chunks)
+    update_rules.assert_same(model, plain)
 
 
 # ---- inf and NaN -----------------------------------------------------------------------------------------------------
