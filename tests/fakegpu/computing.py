@@ -8,6 +8,7 @@ Everything else is torch's own CUDA code: the allocator, streams, events, copies
 from __future__ import annotations
 
 import ctypes
+import gc
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -55,7 +56,9 @@ def counts() -> dict[str, int]:
     """How often each thing was done since the process began: launches, waits, copies and their bytes by direction."""
     text = ctypes.create_string_buffer(1 << 18)
     _runtime.fake_counts(text, len(text))
-    return {name: int(number) for name, _, number in (line.rpartition("=") for line in text.value.decode().splitlines())}
+    return {
+        name: int(number) for name, _, number in (line.rpartition("=") for line in text.value.decode().splitlines())
+    }
 
 
 def peak(device: int = 0, *, restart: bool = False) -> int:
@@ -123,7 +126,15 @@ class Computing(TorchDispatchMode):
     """Active in every thread once :func:`install` was called."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        collects = gc.isenabled()
+        gc.disable()  # a finalizer that computes, here, would do it past this mode
+        try:
+            return self._do(func, args, kwargs or {})
+        finally:
+            if collects:
+                gc.enable()
+
+    def _do(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         tensors = [value for value in tree_flatten((args, kwargs))[0] if isinstance(value, Tensor)]
         wanted = kwargs.get("device")
         makes = wanted is not None and torch.device(wanted).type == "cuda"
@@ -210,7 +221,9 @@ class Computing(TorchDispatchMode):
     def _to_copy(self, source: Tensor, *, non_blocking: bool = False, **how: Any) -> Tensor:
         layout = {"memory_format": how.pop("memory_format", None) or torch.preserve_format}
         with self:
-            made = torch.empty_like(source, **{name: value for name, value in how.items() if value is not None}, **layout)
+            made = torch.empty_like(
+                source, **{name: value for name, value in how.items() if value is not None}, **layout
+            )
             return made.copy_(source, non_blocking)
 
 

@@ -48,7 +48,9 @@ class FakeModule(EmulatedModule):
         self, device: int, stream: int, dst: int, dst_dtype: int, src: int, src_dtype: int, n: int, places: Any
     ) -> None:
         self._launch(stream, "copy_grad", [(src, n * _BYTES[src_dtype])], [(dst, n * _BYTES[dst_dtype])], n, places)
-        super().cuda_copy_grad(device, stream, _alias(dst), dst_dtype, _alias(src), src_dtype, n, tuple(map(_alias, places)))
+        super().cuda_copy_grad(
+            device, stream, _alias(dst), dst_dtype, _alias(src), src_dtype, n, tuple(map(_alias, places))
+        )
 
     def cuda_accumulate_grad(
         self, device: int, stream: int, acc: int, src: int, src_dtype: int, n: int, places: Any

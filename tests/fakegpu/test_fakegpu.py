@@ -5,7 +5,6 @@ Marked ``gpu``, and skipped on a real one, which cannot tell: ``make test-fakegp
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from typing import Any
@@ -14,10 +13,11 @@ import pytest
 import torch
 
 from gemini.memory.devices.cuda import CudaDevice
+from tests.gpu.gpu_cases import ON_FAKE
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif("fakegpu" not in os.environ.get("LD_PRELOAD", ""), reason="not on the runtime in host memory"),
+    pytest.mark.skipif(not ON_FAKE, reason="not on the runtime in host memory"),
 ]
 MIB = 2**20
 
@@ -45,7 +45,9 @@ def test_a_missing_wait_of_a_stream(fake: Any) -> None:
         card.copy_(host, non_blocking=True)
     early = card.sum()
     [race] = fake.races()
-    assert "aten.sum" in race and "a copy, host to device" in race and bool(early.isnan()), "it was as late as it may be"
+    assert "aten.sum" in race and "a copy, host to device" in race and bool(early.isnan()), (
+        "it was as late as it may be"
+    )
     torch.cuda.current_stream().wait_stream(side)
     assert card.sum().item() == MIB and not fake.races()
 
