@@ -8,7 +8,6 @@ Everything else is torch's own CUDA code: the allocator, streams, events, copies
 from __future__ import annotations
 
 import ctypes
-import gc
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -126,15 +125,7 @@ class Computing(TorchDispatchMode):
     """Active in every thread once :func:`install` was called."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        collects = gc.isenabled()
-        gc.disable()  # a finalizer that computes, here, would do it past this mode
-        try:
-            return self._do(func, args, kwargs or {})
-        finally:
-            if collects:
-                gc.enable()
-
-    def _do(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        kwargs = kwargs or {}
         tensors = [value for value in tree_flatten((args, kwargs))[0] if isinstance(value, Tensor)]
         wanted = kwargs.get("device")
         makes = wanted is not None and torch.device(wanted).type == "cuda"

@@ -87,7 +87,7 @@ def test_windows_of_gemini_do_without_recording(fake: Any, device: CudaDevice) -
     """The same, through the device: nothing is told, unless its events are left out."""
     source, host = torch.ones(MIB, dtype=torch.uint8, device="cuda"), torch.empty(MIB, dtype=torch.uint8).pin_memory()
     window = device.make_window(MIB)
-    for number in range(3):
+    for _ in range(3):
         window.populate()
         device.copy(window.bytes, host, "fetch").wait_on_device()
         source.copy_(window.bytes)
