@@ -5,7 +5,6 @@ Marked ``gpu``, and skipped on a real one, which cannot tell: ``make test-fakegp
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from typing import Any
@@ -14,10 +13,11 @@ import pytest
 import torch
 
 from gemini.memory.devices.cuda import CudaDevice
+from tests.gpu.gpu_cases import ON_FAKE
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif("fakegpu" not in os.environ.get("LD_PRELOAD", ""), reason="not on the runtime in host memory"),
+    pytest.mark.skipif(not ON_FAKE, reason="not on the runtime in host memory"),
 ]
 MIB = 2**20
 
@@ -87,7 +87,7 @@ def test_windows_of_gemini_do_without_recording(fake: Any, device: CudaDevice) -
     """The same, through the device: nothing is told, unless its events are left out."""
     source, host = torch.ones(MIB, dtype=torch.uint8, device="cuda"), torch.empty(MIB, dtype=torch.uint8).pin_memory()
     window = device.make_window(MIB)
-    for number in range(3):
+    for _ in range(3):
         window.populate()
         device.copy(window.bytes, host, "fetch").wait_on_device()
         source.copy_(window.bytes)

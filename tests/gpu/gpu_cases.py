@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -25,6 +26,9 @@ DEVICE = "standin" if ON_STANDIN else "cuda"
 """What ``GeminiConfig(device=)`` is given."""
 TORCH = "cpu" if ON_STANDIN else "cuda"
 """Where tensors of forward are."""
+ON_FAKE = "fakegpu" in os.environ.get("LD_PRELOAD", "")
+"""Whether the card is a CUDA runtime in host memory (tests/fakegpu), which takes no time and computes at once."""
+takes_time = pytest.mark.skipif(ON_FAKE, reason="about the time that a card takes")
 PLENTY = "64MiB"
 """For models of some 40,000 params; host memory in a budget may be page-locked, all of it."""
 

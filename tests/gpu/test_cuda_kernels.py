@@ -22,6 +22,7 @@ from gemini.kernels import AdamHyper, DeviceSums, Segment
 from gemini.kernels_cuda import CudaKernels
 from tests import models
 from tests.native import rule_cases
+from tests.gpu.gpu_cases import ON_FAKE, takes_time
 from tests.native.native_cases import GRAD_DTYPES, LENGTHS, any_bits, assert_same_bits, same_sums, to_dtype
 
 ADAMW = AdamHyper(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1, step=3, grad_scale=0.37)
@@ -167,6 +168,7 @@ def test_sums_of_another_stream_are_waited_for() -> None:
         assert kernels.totals([sums]) == [expected]
 
 
+@takes_time
 def test_sums_on_a_stream_of_their_own_come_before_what_is_under_way() -> None:
     src = torch.randn(BIG, generator=torch.Generator().manual_seed(1))
     expected, there = kernels.total(kernels.sum_squares(src)), src.cuda()  # type: ignore[arg-type]
@@ -203,6 +205,7 @@ def test_a_flag_stops_the_update_without_the_host(bad: float) -> None:
     assert math.isfinite(kernels.totals(sums)[0]) == math.isfinite(bad)
 
 
+@pytest.mark.skipif(ON_FAKE, reason="a kernel without a body that runs on the host")
 def test_the_clip_factor_is_the_host_s() -> None:
     cuda = kernels._cuda
     assert cuda is not None

@@ -6,8 +6,10 @@ import torch
 
 from gemini.machines.measure import Sizes, measure_gpu
 from gemini.planning.hardware import FIGURES
+from tests.gpu.gpu_cases import takes_time
 
 
+@takes_time
 def test_the_figures_of_a_card() -> None:
     figures = dict(measure_gpu(torch.device("cuda", 0), Sizes()))
     assert set(figures) - {"interconnect"} == {key for key in FIGURES if "gpu" in key} | {"h2d", "d2h"}
