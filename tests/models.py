@@ -93,6 +93,44 @@ def make_model(family: str) -> nn.Module:
     return FAMILIES[family]().train()
 
 
+class Branches(nn.Module):
+    """One chunk of two layers, of which a batch may use both or the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.always, self.sometimes = (nn.Linear(32, 32, bias=False) for _ in range(2))
+
+    def forward(self, x: torch.Tensor, both: bool) -> torch.Tensor:
+        x = torch.tanh(self.always(x))
+        return torch.tanh(self.sometimes(x)) if both else x
+
+
+@dataclass
+class Output:
+    loss: torch.Tensor
+
+
+class SomeUnused(nn.Module):
+    """Four blocks of which a batch chooses two, and how much of them; one is never taken. And a param of nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(VOCAB, 32)
+        self.layers = nn.ModuleList(Branches() for _ in range(4))
+        self.head = nn.Linear(32, VOCAB)
+        self.nothing = nn.Parameter(torch.empty(0, 32))
+        self.paths = ((0, 1), (1, 2), (2, 0))
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> Any:
+        x, kind = self.embed(input_ids), int(input_ids.sum())
+        for index in self.paths[kind % 3]:
+            x = self.layers[index](x, kind % 2 == 0)
+        x = torch.cat((self.head(x), x @ self.nothing.t()), dim=-1)
+        loss = nn.functional.cross_entropy(x.flatten(0, 1), labels.flatten())
+        return Output(loss)
+
+
 @cache
 def make_batches(num_steps: int, num_micro: int) -> list[list[Batch]]:
     """Micro-batches of changing size and length, the same for all families."""

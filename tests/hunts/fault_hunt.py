@@ -51,7 +51,8 @@ from gemini.memory.devices.windows import PageWindow  # noqa: E402
 from gemini.tiers import Ledger  # noqa: E402
 from gemini.train.engine import Engine  # noqa: E402
 from tests.hunts import race_hunt  # noqa: E402
-from tests.hunts.race_hunt import NUM_STEPS, Recipe, Schedule, World, reference, same_all  # noqa: E402
+from tests.hunts.race_hunt import Schedule  # noqa: E402
+from tests.hunts.race_recipes import NUM_STEPS, Recipe, World, look, reference, same_all  # noqa: E402
 
 KINDS = ("write: disk full", "read: i/o error", "adam: raises", "interrupt")
 BESIDE = "beside the books: interrupt"
@@ -443,7 +444,7 @@ def resume(schedule: Schedule, checkpoint: Path) -> int:
         plain, its_optimizer = recipe.wrap(config)
         for number in range(done + 2):
             step(recipe, plain, its_optimizer, number, quiet)
-        world = race_hunt.look(recipe, plain, its_optimizer)
+        world = look(recipe, plain, its_optimizer)
         same_world(recipe, model, optimizer, world, f"two steps after step {done}")
     return done
 
