@@ -21,6 +21,7 @@ from tests import models
 from tests.gpu import gpu_cases
 from tests.gpu.gpu_cases import DEVICE, PLACEMENTS, TORCH
 from tests.models import Recipe
+from tests.plain import Plain
 from tests.train.test_exactness import GivenGradient, close, draw, given_gradients, moment_of
 
 DRAWN = [
@@ -91,7 +92,7 @@ def test_drawn_placements(
 def test_gradients_are_torch_s_own(family: str, where: str, precision: str, tmp_path: Path) -> None:
     batch = models.on(TORCH, models.make_batches(1, 1)[0][0])
     plain = models.make_model(family).to(TORCH)
-    models.to_compute_dtype(plain, precision)
+    Plain(plain, precision)  # casts it as forward is to read it
     plain(**batch).loss.backward()
     model = gpu_cases.wrap(models.make_model(family), where, tmp_path, precision=precision)
     model(**batch).loss.backward()

@@ -22,8 +22,8 @@ from tests.integrations.trainer_cases import (
     llama,
     make,
     masters,
-    t5,
 )
+from tests.train.helpers import t5
 
 # ---- traps -------------------------------------------------------------------------------------------------------
 

@@ -16,7 +16,20 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import (
+from torch import nn
+from torch._dynamo.backends.registry import lookup_backend
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.checkpoint import checkpoint
+
+import gemini
+from gemini.planning.layout import ParamSpec, make_layout
+from gemini.planning.working import staging_bytes, staging_sets, tile_numel
+from gemini.tiers import Tier
+from gemini.train.modules import hooks
+from gemini.train.modules.compiled import compile_blocks, compiled_part, hook_around
+from gemini.train.setup.problem import collect_params
+from gemini.train.setup.structure import structural_trace, working_set
+from tests.train.helpers import (
     PLACEMENTS,
     Blocks,
     Plain,
@@ -33,19 +46,6 @@ from helpers import (
     train_plain,
     wrap,
 )
-from torch import nn
-from torch._dynamo.backends.registry import lookup_backend
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils.checkpoint import checkpoint
-
-import gemini
-from gemini.planning.layout import ParamSpec, make_layout
-from gemini.planning.working import staging_bytes, staging_sets, tile_numel
-from gemini.tiers import Tier
-from gemini.train.modules import hooks
-from gemini.train.modules.compiled import compile_blocks, compiled_part, hook_around
-from gemini.train.setup.problem import collect_params
-from gemini.train.setup.structure import structural_trace, working_set
 
 CUT = 4000
 """Elements of the largest chunk: a block of the tiny Llama is several."""

@@ -33,6 +33,7 @@ from gemini.train.setup.problem import collect_params
 from gemini.train.setup.structure import working_set
 from tests import models
 from tests.models import Recipe
+from tests.plain import Plain
 
 # 30 placements for each family, over its precisions; not the whole product, which would only take longer.
 ADAM = {"decoupled": False}
@@ -212,7 +213,7 @@ def test_gradients_of_the_first_backward_are_torch_s_own(
     """One backward, no accumulation: ``full_grad`` shows the bits that torch leaves in ``p.grad``."""
     batch = models.make_batches(1, 1)[0][0]
     plain = models.make_model(family)
-    models.to_compute_dtype(plain, precision)
+    Plain(plain, precision)  # casts it as forward is to read it
     plain(**batch).loss.backward()
     for index in range(4):
         model = models.make_model(family)
