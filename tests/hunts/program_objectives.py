@@ -40,8 +40,7 @@ OBJECTIVES: dict[str, Objective] = {
         """
     ),
     "two_forwards": _objective(
-        "loss = loss_of(model, {call}(x), step) + loss_of(model, {call}(batch(side, step + 50)), step)",
-        once=True,
+        "loss = loss_of(model, {call}(x), step) + loss_of(model, {call}(batch(side, step + 50)), step)", once=True
     ),
     "two_backwards": _objective(
         """
@@ -438,8 +437,7 @@ OBJECTIVES: dict[str, Objective] = {
         "loss = loss_of(model, checkpoint({call}, x, use_reentrant=False), step)", once=True
     ),
     "reentrant_whole": _objective(
-        "x.requires_grad_()\nloss = loss_of(model, checkpoint({call}, x, use_reentrant=True), step)",
-        floats=True,
+        "x.requires_grad_()\nloss = loss_of(model, checkpoint({call}, x, use_reentrant=True), step)", floats=True
     ),
     "save_on_cpu_whole": _objective(
         "with torch.autograd.graph.save_on_cpu():\n    loss = loss_of(model, {call}(x), step)", once=True

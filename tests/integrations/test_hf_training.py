@@ -13,16 +13,7 @@ from gemini.integrations.huggingface import GeminiSeq2SeqTrainer
 from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer
 
 import gemini
-from tests.integrations.trainer_cases import (
-    Record,
-    Sentences,
-    Stop,
-    arguments,
-    assert_same_run,
-    llama,
-    make,
-    masters,
-)
+from tests.integrations.trainer_cases import Record, Sentences, Stop, arguments, assert_same_run, llama, make, masters
 from tests.train.helpers import t5
 
 # ---- traps -------------------------------------------------------------------------------------------------------

@@ -18,13 +18,7 @@ from gemini.memory.devices.device import make_device
 from gemini.planning.layout import ParamSpec, make_layout
 from gemini.planning.placement import Placement, Problem, bytes_per_tier
 from gemini.planning.planes import ADAM
-from gemini.planning.working import (
-    device_staging_bytes,
-    gradients_in_flight,
-    scratch_bytes,
-    staging_bytes,
-    tile_numel,
-)
+from gemini.planning.working import device_staging_bytes, gradients_in_flight, scratch_bytes, staging_bytes, tile_numel
 from gemini.tiers import Tier
 from gemini.train.params.by_name import read_range
 from gemini.train.setup.problem import collect_params, reduce_dtype
