@@ -59,7 +59,7 @@ CASES: list[tuple[str, Recipe, int]] = [
 QUICK = {("llama", "bf16"), ("gpt2", "fp32"), ("mixtral", "fp16"), ("t5", "fp16"), ("tied", "bf16"), ("frozen", "fp16")}
 """The cases of which the quick suite makes some draws."""
 
-NUM_QUICK = 6
+NUM_QUICK = 3
 """Draws of each case in that run."""
 
 SHORT = 6
