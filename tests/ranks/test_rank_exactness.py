@@ -70,14 +70,8 @@ def test_ranks_compute_what_one_process_computes(
 )
 @pytest.mark.parametrize("family", [f if f == "unused" else pytest.param(f, marks=pytest.mark.slow) for f in FAMILIES])
 def test_placement_changes_no_bit(
-    family: str,
-    ranks: int,
-    precision: str,
-    micro: int,
-    clip: float | None,
-    pool_of: Callable[[int], Pool],
-    tmp_path: Path,
-    summary: Callable[[str], None],
+    family: str, ranks: int, precision: str, micro: int, clip: float | None, pool_of: Callable[[int], Pool],
+    tmp_path: Path, summary: Callable[[str], None],
 ) -> None:  # fmt: skip
     gradients = "accumulate" if precision == "fp32" else "retain"
     job = Job(family, precision, num_micro=micro, clip=clip, gradients=gradients, path=str(tmp_path), reads=False)
