@@ -228,6 +228,13 @@ def train_plain(
     return losses
 
 
+def assert_trains_alike(model: Any, optimizer: Any, plain: Plain, steps: Iterable[int], *how: Any, **more: Any) -> None:
+    """The same losses in these steps, and the same state after them."""
+    steps = list(steps)
+    assert train(model, optimizer, steps, *how, **more) == train_plain(plain, steps, *how, **more)
+    assert_same_state(model, plain)
+
+
 def adam(model: Any, **how: Any) -> gemini.HybridAdam:
     return gemini.HybridAdam(model.parameters(), **{"lr": 1e-2, "weight_decay": 0.1, **how})
 

@@ -32,6 +32,7 @@ from tests.train.helpers import (
     Plain,
     adam,
     assert_same_state,
+    assert_trains_alike,
     batch,
     engine_of,
     llama,
@@ -173,14 +174,12 @@ def test_compiled_after_wrapping(where: str, tmp_path: Path) -> None:
     plain = Plain(small())
     train_plain(plain, range(1))
     by_call(plain.model)
-    assert train(model, optimizer, range(1, 3)) == train_plain(plain, range(1, 3))
-    assert_same_state(model, plain)
+    assert_trains_alike(model, optimizer, plain, range(1, 3))
     assert len(ran) == 2 * 2 * 2
     for block in [*model.model.layers, *plain.model.model.layers]:
         block._compiled_call_impl = None  # and no longer
     ran.clear()
-    assert train(model, optimizer, range(3, 5)) == train_plain(plain, range(3, 5))
-    assert_same_state(model, plain)
+    assert_trains_alike(model, optimizer, plain, range(3, 5))
     assert ran == []
 
 
@@ -195,8 +194,7 @@ def test_compiled_code_of_others_may_call_modules_with_hooks(where: str, tmp_pat
         return model
 
     model, plain = wrap(with_function(small()), where, tmp_path), Plain(with_function(small()))
-    assert train(model, adam(model), range(2)) == train_plain(plain, range(2))
-    assert_same_state(model, plain)
+    assert_trains_alike(model, adam(model), plain, range(2))
     assert ran
     assert torch._dynamo.trace_rules.check_file(hooks.__file__).skipped
 
@@ -250,8 +248,7 @@ def test_the_bits_of_inductor(where: str, make: Callable[[], Any], tmp_path: Pat
         return model
 
     model, plain = wrap(compiled(), where, tmp_path), Plain(compiled())
-    assert train(model, adam(model), range(3)) == train_plain(plain, range(3))
-    assert_same_state(model, plain)
+    assert_trains_alike(model, adam(model), plain, range(3))
 
 
 class Passing(nn.Module):
@@ -291,8 +288,7 @@ def test_what_is_passed_on_is_nobody_s_result(where: str, compiled: bool, tmp_pa
         return model
 
     model, plain = wrap(make(), where, tmp_path), Plain(make())
-    assert train(model, adam(model), range(3), squares) == train_plain(plain, range(3), squares)
-    assert_same_state(model, plain)
+    assert_trains_alike(model, adam(model), plain, range(3), squares)
     assert len(ran) == (18 if compiled else 0)
 
 
@@ -344,8 +340,7 @@ def test_checkpointing_around_compiled_blocks(reentrant: bool, way: str, where: 
         return model
 
     model, plain = wrap(make(), where, tmp_path), Plain(make())
-    assert train(model, adam(model), range(2), squares) == train_plain(plain, range(2), squares)
-    assert_same_state(model, plain)
+    assert_trains_alike(model, adam(model), plain, range(2), squares)
     assert len(ran) == 2 * 2 * 3 * 2  # models, steps, blocks, forward and recomputation
 
 
@@ -373,8 +368,7 @@ def test_what_has_no_room_after_wrapping_is_refused_until_it_has(tmp_path: Path)
             model(**batch())
     for block in model.model.layers:
         block._compiled_call_impl = None
-    assert train(model, optimizer, range(2)) == train_plain(plain, range(2))
-    assert_same_state(model, plain)
+    assert_trains_alike(model, optimizer, plain, range(2))
 
 
 def test_a_trace_of_modules_leaves_room_for_compiled_blocks(tmp_path: Path) -> None:
