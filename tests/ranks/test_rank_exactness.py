@@ -64,9 +64,13 @@ def test_ranks_compute_what_one_process_computes(
     assert_close_to_plain(outcome, job, ranks)
 
 
-@pytest.mark.sweep(every=3)
 @pytest.mark.parametrize(
-    ("ranks", "precision", "micro", "clip"), [(2, "bf16", 1, 1.0), (2, "fp16", 2, None), (4, "fp32", 2, 0.1)]
+    ("ranks", "precision", "micro", "clip"),
+    [
+        pytest.param(2, "bf16", 1, 1.0, marks=pytest.mark.slow),
+        pytest.param(2, "fp16", 2, None, marks=pytest.mark.slow),
+        (4, "fp32", 2, 0.1),
+    ],
 )
 @pytest.mark.parametrize("family", [f if f == "unused" else pytest.param(f, marks=pytest.mark.slow) for f in FAMILIES])
 def test_placement_changes_no_bit(
