@@ -85,7 +85,7 @@ def test_placement_changes_no_bit(
         found = pool_of(ranks).run(run, replace(job, where=where))
         assert_same_bits(found, wanted, where)
         evictions += found[0].num_evictions
-    assert evictions > 0
+    assert evictions > 0 or (micro > 1 and gradients == "retain")  # sums were given room beside the tight budget
     summary(
         f"{ranks} ranks, {family}: {len(PLACES)} placements, {evictions} evictions in forward and backward on rank 0"
     )
