@@ -7,8 +7,9 @@ reported after the run, because a property test that never met its hard cases pr
 What is quick and what is slow is decided here too: of a test that runs for every combination of its parameters, the
 quick suite keeps a choice in which every value occurs (``tests/sweeps.py``), and ``make test-slow`` runs the rest.
 
-Whole files are given to several processes (pytest-xdist, ``--dist loadfile``). The longest come first, so that none of
-them is left for the end, when the other process has nothing more to do.
+Whole files are given to several processes (pytest-xdist, ``--dist loadfile``), and all of ``tests/ranks`` to one of
+them: its pools of processes take longer to start than most tests on them. What takes longest comes first, so that none
+of it is left for the end, when the other processes have nothing more to do.
 """
 
 from __future__ import annotations
@@ -32,14 +33,14 @@ from tests import sweeps  # noqa: E402
 torch.set_num_threads(1)
 
 LONGEST = """
-test_exactness test_compiled test_train_job test_rank_exactness test_checkpoints test_rank_behaviour test_memory
-test_faults test_sharding test_rank_export test_cuda_bodies test_docs_pages test_train test_refusals
-test_native_process test_access test_rank_disagreements test_model_zoo test_checkpoint test_behaviour test_program_hunt
-test_doc_blocks test_door test_plan_runs test_moves test_model_kinds test_optimizer test_streamed test_trainer_ranks
-test_export test_peft_training test_device_kernels test_races test_loading_memory test_export_memory
-test_lightning_ranks test_rank_waits test_pool test_pictures test_hf_saving test_activation_overlap
+test_train_job test_rank_exactness test_rank_behaviour test_sharding test_checkpoints test_exactness test_compiled
+test_memory test_lightning_ranks test_doc_blocks test_program_hunt test_faults test_cuda_bodies test_train
+test_hf_saving test_native_process test_behaviour test_streamed test_checkpoint test_plan_runs test_spill_file
+test_peft_training test_activation_overlap test_plan_command test_refusals test_access test_model_zoo test_moves
+test_faults_in_flight test_checkpoint_behind test_loading test_promotion test_docs_pages test_export test_model_kinds
+test_optimizer test_device_kernels test_races test_loading_memory test_export_memory test_pictures test_door
 """.split()
-"""Files by the seconds they take, quick or slow, the longest first; the others follow as they were collected."""
+"""Files by the seconds they take, quick or slow, the longest first (ranks before all, being one); the others follow."""
 
 _LINES = pytest.StashKey[list[str]]()
 
@@ -47,6 +48,19 @@ _LINES = pytest.StashKey[list[str]]()
 def pytest_configure(config: pytest.Config) -> None:
     if hasattr(config.option, "loadscopereorder"):  # else pytest-xdist puts the files with most tests first
         config.option.loadscopereorder = False
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    if config.getoption("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class OneForAllRanks(LoadFileScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            return "tests/ranks" if nodeid.startswith("tests/ranks/") else str(super()._split_scope(nodeid))
+
+    return OneForAllRanks(config, log)
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest looks at the marks to leave out what is slow

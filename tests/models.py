@@ -1,8 +1,6 @@
-"""Tiny models of every family, their data, and the plain training loop that a managed one has to equal bit for bit.
+"""Tiny models of every family, their data, and two loops that must agree bit for bit over all that a recipe draws.
 
-``plain_loop`` knows nothing of chunks: fp32 masters in a dict, weights rounded from them into an ordinary model,
-gradients added up in fp32, the norm and the update by the torch reference (``gemini.kernels_reference``), param by
-param. It uses no native kernel, so that comparing with it compares those too. ``managed_loop`` is the loop users write.
+``plain_loop`` trains with ``tests.plain.Plain``, ``managed_loop`` is the loop users write.
 """
 
 from __future__ import annotations
@@ -19,14 +17,13 @@ import torch
 from torch import nn
 
 import gemini
-from gemini import kernels_reference as reference
+from tests.plain import DTYPES, Plain
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 VOCAB = 64
 Batch = dict[str, torch.Tensor]
 
 
-def _llama(**changes: Any) -> nn.Module:
+def llama(**changes: Any) -> nn.Module:
     """Its largest params are more than one small tile (4096 elements), and end in the middle of a page."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -39,50 +36,51 @@ def _llama(**changes: Any) -> nn.Module:
 
 def _frozen() -> nn.Module:
     """Frozen embeddings, a whole frozen layer between trained ones, and one frozen weight inside a trained layer."""
-    model = _llama(num_hidden_layers=3)
+    model = llama(num_hidden_layers=3)
     model.model.embed_tokens.requires_grad_(False)
     model.model.layers[1].requires_grad_(False)
     model.model.layers[2].self_attn.q_proj.requires_grad_(False)
     return model
 
 
-def _gpt2() -> nn.Module:
+def gpt2(**changes: Any) -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    config = GPT2Config(
-        vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=2, n_positions=32, resid_pdrop=0.0, embd_pdrop=0.0,
-        attn_pdrop=0.0, use_cache=False, bos_token_id=0, eos_token_id=0, loss_type="ForCausalLM",
-    )  # fmt: skip
-    return GPT2LMHeadModel(config)
+    config = {
+        "vocab_size": VOCAB, "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 32, "resid_pdrop": 0.0,
+        "embd_pdrop": 0.0, "attn_pdrop": 0.0, "use_cache": False, "bos_token_id": 0, "eos_token_id": 0,
+        "loss_type": "ForCausalLM",
+    }  # fmt: skip
+    return GPT2LMHeadModel(GPT2Config(**(config | changes)))
 
 
-def _mixtral() -> nn.Module:
+def mixtral(**changes: Any) -> nn.Module:
     from transformers import MixtralConfig, MixtralForCausalLM
 
-    config = MixtralConfig(
-        vocab_size=VOCAB, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, num_local_experts=4, max_position_embeddings=32, use_cache=False,
-        output_router_logits=True,
-    )  # fmt: skip
-    return MixtralForCausalLM(config)
+    config = {
+        "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4, "max_position_embeddings": 32,
+        "use_cache": False, "output_router_logits": True,
+    }  # fmt: skip
+    return MixtralForCausalLM(MixtralConfig(**(config | changes)))
 
 
-def _t5() -> nn.Module:
+def t5(**changes: Any) -> nn.Module:
     from transformers import T5Config, T5ForConditionalGeneration
 
-    config = T5Config(
-        vocab_size=VOCAB, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_decoder_layers=1, num_heads=4,
-        dropout_rate=0.0, use_cache=False, decoder_start_token_id=0, pad_token_id=0,
-    )  # fmt: skip
-    return T5ForConditionalGeneration(config)
+    config = {
+        "vocab_size": VOCAB, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_decoder_layers": 1,
+        "num_heads": 4, "dropout_rate": 0.0, "use_cache": False, "decoder_start_token_id": 0, "pad_token_id": 0,
+    }  # fmt: skip
+    return T5ForConditionalGeneration(T5Config(**(config | changes)))
 
 
 FAMILIES: dict[str, Callable[[], nn.Module]] = {
-    "llama": _llama,
-    "gpt2": _gpt2,
-    "mixtral": _mixtral,
-    "t5": _t5,
-    "tied": lambda: _llama(tie_word_embeddings=True),
+    "llama": llama,
+    "gpt2": gpt2,
+    "mixtral": mixtral,
+    "t5": t5,
+    "tied": lambda: llama(tie_word_embeddings=True),
     "frozen": _frozen,
 }
 
@@ -91,6 +89,44 @@ def make_model(family: str) -> nn.Module:
     """The same fp32 weights every time."""
     torch.manual_seed(17)
     return FAMILIES[family]().train()
+
+
+class Branches(nn.Module):
+    """One chunk of two layers, of which a batch may use both or the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.always, self.sometimes = (nn.Linear(32, 32, bias=False) for _ in range(2))
+
+    def forward(self, x: torch.Tensor, both: bool) -> torch.Tensor:
+        x = torch.tanh(self.always(x))
+        return torch.tanh(self.sometimes(x)) if both else x
+
+
+@dataclass
+class Output:
+    loss: torch.Tensor
+
+
+class SomeUnused(nn.Module):
+    """Four blocks of which a batch chooses two, and how much of them; one is never taken. And a param of nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(VOCAB, 32)
+        self.layers = nn.ModuleList(Branches() for _ in range(4))
+        self.head = nn.Linear(32, VOCAB)
+        self.nothing = nn.Parameter(torch.empty(0, 32))
+        self.paths = ((0, 1), (1, 2), (2, 0))
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> Any:
+        x, kind = self.embed(input_ids), int(input_ids.sum())
+        for index in self.paths[kind % 3]:
+            x = self.layers[index](x, kind % 2 == 0)
+        x = torch.cat((self.head(x), x @ self.nothing.t()), dim=-1)
+        loss = nn.functional.cross_entropy(x.flatten(0, 1), labels.flatten())
+        return Output(loss)
 
 
 @cache
@@ -167,18 +203,6 @@ def rounded(master: torch.Tensor, precision: str) -> torch.Tensor:
     return ((master.view(torch.int32) + 0x8000) >> 16).to(torch.int16).view(torch.bfloat16)
 
 
-def to_compute_dtype(model: nn.Module, precision: str) -> dict[str, torch.Tensor]:
-    """Cast the params of ``model`` in place, as forward is to read them; returns flat fp32 masters of trained ones."""
-    masters = {}
-    for name, param in model.named_parameters():
-        if param.requires_grad:
-            masters[name] = param.detach().float().reshape(-1).clone()
-            param.data = rounded(masters[name], precision).view(param.shape)
-        else:
-            param.data = param.data.to(DTYPES[precision])
-    return masters
-
-
 def on(device: torch.device | str, batch: Batch) -> Batch:
     """The batch on the device that computes."""
     return {name: value.to(device) for name, value in batch.items()}
@@ -186,63 +210,38 @@ def on(device: torch.device | str, batch: Batch) -> Batch:
 
 @cache
 def plain_loop(family: str, recipe: Recipe, device: str = "cpu") -> Run:
-    """Train with nothing but torch and the reference kernels, on ``device``; what comes out is on the CPU."""
+    """Train the plain loop on ``device``; what comes out is on the CPU."""
     model = make_model(family).to(device)
-    masters = to_compute_dtype(model, recipe.precision)
-    named = {name: param for name, param in model.named_parameters() if param.requires_grad}
-    moments = {n: (torch.zeros_like(m), torch.zeros_like(m)) for n, m in masters.items()}
-    counts = dict.fromkeys(masters, 0)
+    scale = recipe.loss_scale if recipe.precision == "fp16" else None
+    plain = Plain(model, recipe.precision, betas=recipe.betas, decoupled=recipe.decoupled, scale=scale)
     # A stock optimizer holds groups and learning rates for the scheduler; it sees no gradient and updates nothing.
     groups = torch.optim.SGD(param_groups(model, recipe), lr=0.0)
     scheduler = make_scheduler(groups, recipe)
-    scale = recipe.loss_scale if recipe.precision == "fp16" else 1.0
+    names = {param: name for name, param in model.named_parameters()}
     run = Run()
     for micro_batches in make_batches(recipe.num_steps, recipe.num_micro):
-        sums: dict[str, torch.Tensor] = {}
         for batch in micro_batches:
             loss = model(**on(device, batch)).loss
             run.losses.append(float(loss.detach()))
-            loss.backward(torch.tensor(scale / recipe.num_micro, dtype=loss.dtype, device=device))
-            for name, param in named.items():
-                if param.grad is not None:
-                    grad = param.grad.reshape(-1).float()
-                    sums[name] = sums[name] + grad if name in sums else grad.clone()
-                    param.grad = None
-        norm = math.sqrt(reference.total([reference.total(reference.sum_squares(s)) for s in in_order(named, sums)]))
-        norm /= scale
-        run.norms.append(float(torch.tensor(norm)))
-        groups.step()
-        if recipe.precision == "fp16" and not math.isfinite(norm):
+            plain.backward(loss, 1 / recipe.num_micro)
+        run.norms.append(float(torch.tensor(plain.clip(recipe.max_norm))))
+        if math.isfinite(run.norms[-1]):
+            run.coefficients.append(plain.coefficient)
+        else:
             run.num_skipped += 1
-            scale /= 2
-            scheduler.step()
-            continue
-        run.coefficients.append(min(1.0, recipe.max_norm / (norm + 1e-6)))
+        groups.step()
         for group in groups.param_groups:
-            for param in group["params"]:
-                name = next((n for n, p in named.items() if p is param), None)
-                if name is None or name not in sums:
-                    continue
-                counts[name] += 1
-                hyper = reference.AdamHyper(
-                    group["lr"], *recipe.betas, 1e-8, group["weight_decay"], counts[name], recipe.decoupled,
-                    run.coefficients[-1] / scale,
-                )  # fmt: skip
-                reference.adam_update(masters[name], None, *moments[name], sums[name], hyper)
-                param.data = rounded(masters[name], recipe.precision).view(param.shape)
+            hyper = {name: group[name] for name in ("lr", "weight_decay")}
+            plain.of |= {names[param]: hyper for param in group["params"]}
+        plain.step()
         scheduler.step()
     for name, param in model.named_parameters():
-        master = masters[name].view(param.shape) if name in masters else param.detach().float()
-        run.masters[name] = master.cpu()
-        if name in moments and counts[name]:
-            m, v = (moment.cpu() for moment in moments[name])
-            step = torch.tensor(float(counts[name]))
-            run.moments[name] = {"step": step, "exp_avg": m.view(param.shape), "exp_avg_sq": v.view(param.shape)}
+        run.masters[name] = plain.master(name).view(param.shape).cpu()
+        state = plain.states[name]
+        if state["step"]:
+            moments = {kind: state[kind].view(param.shape).cpu() for kind in ("exp_avg", "exp_avg_sq")}
+            run.moments[name] = {"step": torch.tensor(float(state["step"])), **moments}
     return run
-
-
-def in_order(named: dict[str, nn.Parameter], values: dict[str, torch.Tensor]) -> Iterator[torch.Tensor]:
-    return (values[name] for name in named if name in values)
 
 
 # ---- the managed loop ------------------------------------------------------------------------------------------------

@@ -2,7 +2,8 @@
 
 In the folders ``SWEPT``, where a case trains a model, a test that runs for all combinations of its parameters keeps a
 covering choice of them in the quick suite, and the others are marked ``slow``. Every value of every parameter is in the
-choice, as few times as possible: each program once, each placement and each precision in turn. The choice begins
+choice, as few times as possible: each program once, each precision in turn. Of placements (``where``) one is enough for
+a test, and not the one where nothing moves: tests are many, and meet all of them between them. The choice begins
 elsewhere in each test, by the test's name, so that tests of one shape meet in different combinations; the same cases
 are quick on every machine and in every process.
 
@@ -33,26 +34,34 @@ def mark_slow(items: Sequence[pytest.Item]) -> None:
     for name, family in families.items():
         marker = family[0].get_closest_marker("sweep")
         every = marker.kwargs["every"] if marker else 1
-        quick = covering([item.callspec._idlist for item in family], start=zlib.crc32(name.encode()), every=every)
+        cases = [item.callspec._idlist for item in family]
+        quick = covering(cases, start=zlib.crc32(name.encode()), every=every, one_of=axis_of("where", family))
         for number, item in enumerate(family):
             if number not in quick:
                 item.add_marker(pytest.mark.slow)
 
 
-def thinned(values: Sequence[str], start: int, every: int) -> Sequence[str]:
-    return values if len(values) < every else values[start % every :: every]
+def axis_of(name: str, family: Sequence[pytest.Item]) -> int | None:
+    """Which of the ids of a family's cases is the value of parameter ``name``; None if that has no id of its own."""
+    values = [str(item.callspec.params.get(name)) for item in family]
+    axes = zip(*(item.callspec._idlist for item in family), strict=True)
+    return next((number for number, axis in enumerate(axes) if list(axis) == values), None)
 
 
-def covering(cases: Sequence[Sequence[str]], *, start: int = 0, every: int = 1) -> set[int]:
+def covering(cases: Sequence[Sequence[str]], *, start: int = 0, every: int = 1, one_of: int | None = None) -> set[int]:
     """The numbers of a few cases in which each value (or each ``every``-th one) of each parameter occurs.
 
     Always the case with most values that no chosen one has; of equals the one whose values were chosen least often, and
-    of those the first, counted from ``start`` on.
+    of those the first, counted from ``start`` on. Of the values of parameter ``one_of`` one will do, other than "ram".
     """
     axes = [list(dict.fromkeys(values)) for values in zip(*cases, strict=True)]
-    missing = {
-        (axis, value) for axis, values in enumerate(axes) for value in values[start % min(every, len(values)) :: every]
-    }
+    missing = set[tuple[int, str]]()
+    for axis, values in enumerate(axes):
+        if axis == one_of:
+            moving = [value for value in values if value != "ram"] or values
+            missing.add((axis, moving[start % len(moving)]))
+        else:
+            missing |= {(axis, value) for value in values[start % min(every, len(values)) :: every]}
     pairs = [set(enumerate(case)) for case in cases]
     order = [(start + number) % len(cases) for number in range(len(cases))]
     chosen, uses = set[int](), Counter[tuple[int, str]]()

@@ -42,7 +42,7 @@ class Case:
 
     def __init__(self, folder: str, every: int | None, *values: str):
         self.path, self.nodeid = Path("tests", folder, "test_it.py"), f"test_it.py::test[{'-'.join(values)}]"
-        self.callspec = SimpleNamespace(_idlist=values)
+        self.callspec = SimpleNamespace(_idlist=values, params={"where": values[-1]})
         self.marks = {} if every is None else {"sweep": pytest.mark.sweep(every=every)}
 
     def get_closest_marker(self, name: str) -> Any:

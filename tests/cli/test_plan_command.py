@@ -18,6 +18,7 @@ from gemini.planning.break_even import TOLERANCE, with_work
 from gemini.planning.machines import load_hardware
 from gemini.planning.plan import check_plan
 from gemini.planning.timeline import Track
+from tests.cli.refusals import refused
 
 Gemini = Callable[..., Any]
 SIZES = ("--gpu", "24MiB", "--cpu", "64MiB", "--nvme", "200MB")
@@ -29,15 +30,6 @@ def traced(tmp_path: Path) -> Path:
     path = tmp_path / "trace.json"
     path.write_text(decoder_trace(hidden=192, layers=8, vocab=2000).to_json())
     return path
-
-
-def refused(result: Any, *says: str) -> None:
-    """It left with 2, one paragraph on stderr that says all of it, no traceback, and nothing on stdout."""
-    assert result.exit_code == 2, (result.output, result.exception)
-    message = " ".join(result.stderr.split())
-    assert message.startswith("gemini: ") and "Traceback" not in result.output and not result.stdout
-    for words in says:
-        assert words in message
 
 
 def rows_of(screen: str) -> dict[str, list[str]]:

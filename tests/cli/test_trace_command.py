@@ -12,18 +12,10 @@ import pytest
 
 import gemini
 from gemini.planning.trace import Phase
+from tests.cli.refusals import refused
 
 Gemini = Callable[..., Any]
 LLAMA2_70B = Path(__file__).parent / "configs" / "llama2_70b.json"
-
-
-def refused(result: Any, *says: str) -> None:
-    """It left with 2, one paragraph on stderr that says all of it, no traceback, and nothing on stdout."""
-    assert result.exit_code == 2, (result.output, result.exception)
-    message = " ".join(result.stderr.split())
-    assert message.startswith("gemini: ") and "Traceback" not in result.output and not result.stdout
-    for words in says:
-        assert words in message
 
 
 def test_a_trace_is_said_in_a_table_and_written_as_it_is(

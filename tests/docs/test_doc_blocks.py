@@ -39,6 +39,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 # ---- the pages -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep(every=3)
 @pytest.mark.parametrize("page", [p for p in PYTHON if p != README], ids=name_of)
 def test_python_runs_as_printed(page: Path, folder: Path) -> None:
     expected = sum(b.language == "python" and is_run(b) for b in blocks_of(page))

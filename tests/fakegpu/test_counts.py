@@ -66,7 +66,7 @@ def test_a_step_of_weights_and_states_on_the_host(num_layers: int, tmp_path: Pat
     moved = model.memory_report()["moved"]
     assert counts["host to device bytes"] == moved["cpu->gpu"] and counts["device to host bytes"] == moved["gpu->cpu"]
     assert counts["device to host copies"] == len(list(model.parameters())), "a gradient is one copy"
-    chunks = len(model._gemini_engine.chunks)
+    chunks = len(model._gemini_engine.store.chunks)
     assert counts["host to device copies"] <= 2 * chunks, "of a chunk in forward, and in backward"
     assert not [name for name in counts if "pageable" in name] and not counts["cudaMalloc"]
     assert counts["waits of the host"] == 0, "its threads ask for events; the training thread waits for nothing"
@@ -76,7 +76,7 @@ def test_a_step_of_weights_and_states_on_the_host(num_layers: int, tmp_path: Pat
 @pytest.mark.parametrize("num_layers", [2, 32])
 def test_a_step_of_a_model_on_the_card(num_layers: int, tmp_path: Path, summary: Any) -> None:
     model, counts = counted("all on the gpu", num_layers, tmp_path)
-    assert counts["launch adam"] == len(model._gemini_engine.chunks)
+    assert counts["launch adam"] == len(model._gemini_engine.store.chunks)
     assert counts["launch copy_grad"] == len(list(model.parameters()))
     assert not model.memory_report()["moved"] and not counts["host to device copies"]
     assert counts["waits of the host"] == counts["device to host pageable copies"] == 1, "the norm, for who clips"

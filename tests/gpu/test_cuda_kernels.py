@@ -21,8 +21,8 @@ from gemini import kernels, rules
 from gemini.kernels import AdamHyper, DeviceSums, Segment
 from gemini.kernels_cuda import CudaKernels
 from tests import models
-from tests.native import rule_cases
 from tests.gpu.gpu_cases import ON_FAKE, takes_time
+from tests.native import rule_cases
 from tests.native.native_cases import GRAD_DTYPES, LENGTHS, any_bits, assert_same_bits, same_sums, to_dtype
 
 ADAMW = AdamHyper(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1, step=3, grad_scale=0.37)

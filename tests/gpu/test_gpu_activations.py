@@ -12,7 +12,7 @@ import gemini
 from tests.gpu import gpu_cases
 from tests.gpu.gpu_cases import DEVICE
 from tests.train import helpers, test_activations
-from tests.train.helpers import llama
+from tests.train.helpers import llama, t5
 
 SHAPE = {"rows": 4, "length": 64}
 
@@ -44,7 +44,7 @@ def train(model: Any) -> tuple[list[tuple[float, float]], list[set[str]], dict[s
 
 
 @pytest.mark.parametrize("offload", ["cpu", "nvme"])
-@pytest.mark.parametrize("make", [lambda: llama(dropout=0.1), test_activations.t5], ids=["llama", "t5"])
+@pytest.mark.parametrize("make", [lambda: llama(dropout=0.1), lambda: t5(dropout=0.1)], ids=["llama", "t5"])
 def test_the_same_bits(make: Any, offload: str, tmp_path: Path) -> None:
     seen, nowhere, masters = train(wrap(tmp_path, None, make))
     moved, waited, same_masters = train(wrap(tmp_path, offload, make))

@@ -21,7 +21,8 @@ from tests import models
 from tests.gpu import gpu_cases
 from tests.gpu.gpu_cases import DEVICE, PLACEMENTS, TORCH
 from tests.models import Recipe
-from tests.train.test_exactness import GivenGradient, close, draw, given_gradients, moment_of
+from tests.plain import Plain
+from tests.train.test_exactness import assert_updates_agree, draw
 
 DRAWN = [
     ("llama", Recipe("bf16"), 6),
@@ -91,7 +92,7 @@ def test_drawn_placements(
 def test_gradients_are_torch_s_own(family: str, where: str, precision: str, tmp_path: Path) -> None:
     batch = models.on(TORCH, models.make_batches(1, 1)[0][0])
     plain = models.make_model(family).to(TORCH)
-    models.to_compute_dtype(plain, precision)
+    Plain(plain, precision)  # casts it as forward is to read it
     plain(**batch).loss.backward()
     model = gpu_cases.wrap(models.make_model(family), where, tmp_path, precision=precision)
     model(**batch).loss.backward()
@@ -106,36 +107,7 @@ def test_gradients_are_torch_s_own(family: str, where: str, precision: str, tmp_
 @pytest.mark.parametrize(("decoupled", "stock"), [(True, torch.optim.AdamW), (False, torch.optim.Adam)])
 def test_one_update_agrees_with_stock_torch(decoupled: bool, stock: Any, where: str, tmp_path: Path) -> None:
     """On given gradients, from torch's own moments: rtol 1e-6 in fp32, as on the CPU."""
-    numel, hyper = 1500, {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
-    plain = GivenGradient(numel).to(TORCH)
-    theirs = stock(plain.parameters(), **hyper, foreach=False)
-    for step in range(4):
-        model: Any = GivenGradient(numel)
-        model.load_state_dict(plain.state_dict())
-        model = gpu_cases.wrap(model, where, tmp_path, precision="fp32")
-        ours = gemini.HybridAdam(model.parameters(), **hyper, decoupled=decoupled)
-        if step:
-            ours.load_state_dict(theirs.state_dict())
-        grads = [grad.to(TORCH) for grad in given_gradients(numel, step)]
-        model(grads).backward()
-        plain(grads).backward()
-        before = {
-            name: (param.detach().cpu().clone(), param.grad.cpu(), moment_of(theirs, param).cpu())
-            for name, param in plain.named_parameters()
-        }
-        for name in before:
-            models.assert_same_bits(model.full_grad(name), before[name][1], f"gradient of {name}")
-        ours.step()
-        theirs.step()
-        theirs.zero_grad()
-        state = ours.state_dict()["state"]
-        for index, (name, param) in enumerate(plain.named_parameters()):
-            weight, grad, moment = before[name]
-            where_now = f"{name} after step {step}"
-            close(model.full_param(name), param.detach().cpu(), where_now, weight)
-            close(state[index]["exp_avg"].cpu(), theirs.state[param]["exp_avg"].cpu(), where_now, moment, grad)
-            square = grad.square() * (1 - hyper["betas"][1])
-            close(state[index]["exp_avg_sq"].cpu(), theirs.state[param]["exp_avg_sq"].cpu(), where_now, square)
+    assert_updates_agree(lambda m: gpu_cases.wrap(m, where, tmp_path, precision="fp32"), decoupled, stock, TORCH)
 
 
 LOSSES, NORMS = 1e-5, 1e-4

@@ -15,22 +15,21 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import random
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import psutil
 
-ROOT = Path(__file__).resolve().parents[2]
-PATIENCE_S = 240
-"""How long anything may take before it counts as hanging."""
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from tests.hunts.kills import PATIENCE_S, ROOT, Files, differing, hunt, make_parser, wait_for  # noqa: E402
 
 
 @dataclass(frozen=True)
@@ -47,13 +46,8 @@ class Kill:
 class Outcome:
     """What one disturbed run came to."""
 
-    same: bool
     differing: tuple[str, ...]
     was_saving: bool
-    others_end_s: float
-    first_step_s: float
-    resumed_after: int
-    run_s: float
 
 
 class Job:
@@ -97,12 +91,7 @@ class Job:
         return any((self.out / "checkpoints").glob(f".step-{step:08d}.new-*"))
 
     def wait_for(self, what: str, there: Callable[[], bool], *, pause_s: float = 0.0005) -> None:
-        """Look again and again, in bounded time."""
-        deadline = time.perf_counter() + PATIENCE_S
-        while not there():
-            if time.perf_counter() > deadline or self.process.poll() is not None:
-                raise RuntimeError(f"{what}: it did not come. torchrun's last words:\n{self.last_words()}")
-            time.sleep(pause_s)
+        wait_for(what, there, self.process, self.last_words, pause_s)
 
     def finish(self) -> float:
         """Wait for torchrun; the seconds from its start."""
@@ -123,7 +112,7 @@ class Job:
         self.process.wait()
 
 
-def results_in(out: Path) -> dict[str, bytes]:
+def results_in(out: Path) -> Files:
     """The model and the last checkpoint, file by file; what is left of unfinished ones counts as well."""
     last = max(path for path in (out / "checkpoints").iterdir() if path.name.startswith("step-"))
     found = {path.name: path.read_bytes() for path in out.glob("*.safetensors")}
@@ -131,17 +120,17 @@ def results_in(out: Path) -> dict[str, bytes]:
     return found | {f"left over: {path.name}": b"" for path in (out / "checkpoints").glob(".*")}
 
 
-def undisturbed(args: argparse.Namespace, folder: Path) -> tuple[dict[str, bytes], float]:
-    """What every other run has to come to, and the seconds it took."""
+def undisturbed(args: argparse.Namespace, folder: Path) -> tuple[Files, list[str]]:
+    """What every other run has to come to, and its row."""
     job = Job(args, folder)
     try:
         seconds = job.finish()
     finally:
         job.end()
-    return results_in(job.out), seconds
+    return results_in(job.out), ["none", "", "", "", "", "", f"{seconds:.1f}"]
 
 
-def disturbed(args: argparse.Namespace, folder: Path, kill: Kill, wanted: dict[str, bytes]) -> Outcome:
+def disturbed(args: argparse.Namespace, folder: Path, kill: Kill, wanted: Files) -> tuple[Outcome, list[str]]:
     """Run the job, kill a rank, let torchrun do its part, and compare."""
     job = Job(args, folder)
     try:
@@ -163,10 +152,11 @@ def disturbed(args: argparse.Namespace, folder: Path, kill: Kill, wanted: dict[s
         resumed = [line for line in job.said(1).splitlines() if line.startswith("resumed from ")]
     finally:
         job.end()
-    there = results_in(job.out)
-    differing = tuple(sorted(name for name in there.keys() | wanted.keys() if there.get(name) != wanted.get(name)))
     resumed_after = int(resumed[0].rpartition(" ")[2]) if resumed else 0
-    return Outcome(not differing, differing, was_saving, others_end_s, first_step_s, resumed_after, run_s)
+    when = f"{'save of step' if kill.in_save else 'after step'} {kill.step} + {1000 * kill.delay_s:.0f} ms"
+    row = [f"rank {kill.rank}", when, "yes" if was_saving else "no", str(resumed_after), f"{others_end_s:.2f}"]
+    outcome = Outcome(differing(results_in(job.out), wanted), was_saving)
+    return outcome, [*row, f"{first_step_s:.1f}", f"{run_s:.1f}"]
 
 
 def runs(pid: int) -> bool:
@@ -186,74 +176,20 @@ def kills(args: argparse.Namespace) -> Iterator[Kill]:
         yield Kill(number % args.ranks, step, in_save, rng.uniform(0, 0.02 if in_save else 0.1))
 
 
-def processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.machine()
-    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())
-
-
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main() -> int:
+    parser = make_parser(__doc__, steps=40, save_every=5)
     parser.add_argument("--repetitions", type=int, default=10)
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--save-every", type=int, default=5)
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--width", type=int, default=192)
-    parser.add_argument("--seed", type=int, default=0, help="draws the steps and moments of the kills")
-    parser.add_argument("--out", type=Path, help="write the report here")
-    return parser.parse_args()
-
-
-def main() -> int:
-    import torch
-
-    args = parse()
-    lines = [
-        f"# Kill and resume, {time.strftime('%Y-%m-%d')}",
-        "",
+    args = parser.parse_args()
+    about = [
+        "Kill and resume",
         f"GPT-2 shape, {args.layers} layers of {args.width}, bf16, dropout 0.1; {args.ranks} ranks on one machine, "
         f"{args.steps} steps, a checkpoint every {args.save_every}. One rank gets SIGKILL, torchrun starts all again.",
-        f"{platform.system()} {platform.release()}, {processor()}, {len(os.sched_getaffinity(0))} CPUs, Python "
-        f"{platform.python_version()}, torch {torch.__version__}, one thread per rank.",
-        f"Command: `python {' '.join(sys.argv)}`",
-        "",
         "Bits: the model's file and every file of the last checkpoint against those of the undisturbed run. The others "
         "end: from the kill until no other rank runs. First step: from the kill to the first step after the restart.",
-        "",
     ]
-    rows = [
-        "| killed | when | was saving | went on after step | the others end, s | first step, s | run, s | bits |",
-        "|---|---|---|---:|---:|---:|---:|---|",
-    ]
-    print(*lines, sep="\n")
-    outcomes = []
-    with tempfile.TemporaryDirectory(prefix="gemini-kill-") as scratch:
-        wanted, seconds = undisturbed(args, Path(scratch, "undisturbed"))
-        rows.append(f"| none | | | | | | {seconds:.1f} | the measure |")
-        print(*rows, sep="\n", flush=True)
-        for number, kill in enumerate(kills(args)):
-            outcome = disturbed(args, Path(scratch, str(number)), kill, wanted)
-            outcomes.append(outcome)
-            when = f"{'save of step' if kill.in_save else 'after step'} {kill.step} + {1000 * kill.delay_s:.0f} ms"
-            bits = "the same" if outcome.same else "DIFFERENT: " + ", ".join(outcome.differing)
-            rows.append(
-                f"| rank {kill.rank} | {when} | {'yes' if outcome.was_saving else 'no'} | {outcome.resumed_after} | "
-                f"{outcome.others_end_s:.2f} | {outcome.first_step_s:.1f} | {outcome.run_s:.1f} | {bits} |"
-            )
-            print(rows[-1], flush=True)
-    num_same = sum(outcome.same for outcome in outcomes)
-    verdict = [
-        "",
-        f"**{num_same} of {len(outcomes)}** came to the same bits; {sum(o.was_saving for o in outcomes)} kills fell "
-        f"into a save. The other ranks ended within {max(o.others_end_s for o in outcomes):.2f} s.",
-    ]
-    print(*verdict, sep="\n")
-    if args.out:
-        args.out.write_text("\n".join([*lines, *rows, *verdict]) + "\n")
-    return 0 if num_same == len(outcomes) else 1
+    columns = ["killed", "when", "was saving", "went on after step", "the others end, s", "first step, s", "run, s"]
+    return hunt(about, columns, args.out, kills(args), partial(undisturbed, args), partial(disturbed, args))
 
 
 if __name__ == "__main__":

@@ -95,9 +95,7 @@ HABITS: dict[str, Habit] = {
     # Gradients are there.
     "grads": _habit("after", "side.grads()", transient=False),
     "noisy_grads": _habit(
-        "after",
-        "for p in model.parameters():\n    if p.grad is not None:\n        p.grad.add_(0.01)",
-        transient=False,
+        "after", "for p in model.parameters():\n    if p.grad is not None:\n        p.grad.add_(0.01)", transient=False
     ),
     "log_grads": _habit(
         "after",

@@ -16,10 +16,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import faulthandler
 import gc
-import importlib.util
 import os
 import random
 import re
@@ -30,9 +28,8 @@ import time
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from functools import cache
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -41,258 +38,19 @@ sys.path.insert(0, str(ROOT))
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch  # noqa: E402
-from torch import nn  # noqa: E402
 
 import gemini  # noqa: E402
 from gemini import kernels  # noqa: E402
 from gemini.errors import parse_bytes  # noqa: E402
 from gemini.memory.devices.windows import PageWindow, StorageWindow  # noqa: E402
+from gemini.memory.movement.worker import Worker  # noqa: E402
 from gemini.memory.nvme import SpillFile  # noqa: E402
+from gemini.planning import working  # noqa: E402
 from gemini.testing import RandomClock, StandinDevice  # noqa: E402
+from tests.hunts.race_recipes import Recipe, World, draw_recipe, eval_loss, reference, same_all, train  # noqa: E402
+from tests.models import assert_same_bits  # noqa: E402
 
-NUM_STEPS = 3
-VOCAB = 40
-SETTINGS = {f.name for f in dataclasses.fields(gemini.GeminiConfig)} & {"overlap", "update_threads"}
-"""What only an engine that overlaps has."""
-LANDED_IN_BACKWARD = importlib.util.find_spec("gemini.train.update.in_backward") is not None
-"""Whether gradients that are kept can be used inside backward too."""
 HANGING_S = 300
-
-
-# ---- what is trained -------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class Output:
-    loss: torch.Tensor
-
-
-class SomeUnused(nn.Module):
-    """One layer is never called and one only for batches of an even length: params without gradients."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(VOCAB, 32)
-        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(5))
-        self.head = nn.Linear(32, VOCAB)
-
-    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> Any:
-        hidden = self.embed(input_ids)
-        for index in (0, 1, 3) if input_ids.shape[1] % 2 else (0, 1, 2, 3):
-            hidden = hidden + torch.tanh(self.layers[index](hidden))
-        loss = nn.functional.cross_entropy(self.head(hidden).float().flatten(0, 1), labels.flatten())
-        return Output(loss)  # in what Gemini knows to hold tensors: so the loss scale of fp16 can enter there
-
-
-def llama(**changes: Any) -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 2}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=VOCAB, **sizes, num_key_value_heads=1, use_cache=False, **changes))
-
-
-def gpt2() -> nn.Module:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    sizes = {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 3, "n_head": 2, "n_positions": 16}
-    dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    ends = {"bos_token_id": 0, "eos_token_id": 0}
-    return GPT2LMHeadModel(GPT2Config(**sizes, **dropout, **ends, use_cache=False, loss_type="ForCausalLM"))
-
-
-def mixtral() -> nn.Module:
-    from transformers import MixtralConfig, MixtralForCausalLM
-
-    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-    experts = {"num_local_experts": 4, "output_router_logits": True}
-    return MixtralForCausalLM(
-        MixtralConfig(vocab_size=VOCAB, **sizes, **experts, num_key_value_heads=1, use_cache=False)
-    )
-
-
-def t5() -> nn.Module:
-    from transformers import T5Config, T5ForConditionalGeneration
-
-    sizes = {"vocab_size": VOCAB, "d_model": 32, "d_kv": 16, "d_ff": 48, "num_layers": 2, "num_heads": 2}
-    return T5ForConditionalGeneration(
-        T5Config(**sizes, dropout_rate=0.0, use_cache=False, decoder_start_token_id=0, pad_token_id=0)
-    )
-
-
-FAMILIES: dict[str, Callable[[], nn.Module]] = {
-    "gpt2": gpt2,
-    "llama": llama,
-    "tied": lambda: llama(tie_word_embeddings=True),
-    "mixtral": mixtral,
-    "t5": t5,
-    "some unused": SomeUnused,
-}
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """Everything that decides the bits."""
-
-    family: str
-    checkpointing: bool
-    precision: str
-    gradients: str
-    in_backward: bool
-    max_norm: float | None
-
-    @property
-    def num_micro(self) -> int:
-        return 2 if self.gradients == "accumulate" else 1
-
-    def make_model(self) -> nn.Module:
-        """The same weights every time."""
-        torch.manual_seed(11)
-        model = FAMILIES[self.family]().train()
-        if self.checkpointing:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # transformers renames it
-                model.gradient_checkpointing_enable({"use_reentrant": False})
-        return model
-
-    def batches(self, step: int) -> list[dict[str, torch.Tensor]]:
-        generator = torch.Generator().manual_seed(50 + step)
-        ids = [torch.randint(1, VOCAB, (2, 5 + (step + n) % 3), generator=generator) for n in range(self.num_micro)]
-        return [{"input_ids": i, "labels": i} for i in ids]
-
-    def wrap(self, config: gemini.GeminiConfig) -> tuple[Any, gemini.HybridAdam]:
-        model: Any = gemini.GeminiDDP(self.make_model(), config)
-        if model._gemini_engine.backward.scaling.loss_scale is not None:
-            model._gemini_engine.backward.scaling.loss_scale.scale = 2.0**12
-        vectors = [p for p in model.parameters() if p.dim() == 1]
-        rest = [p for p in model.parameters() if p.dim() > 1]
-        groups = [{"params": rest, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
-        return model, gemini.HybridAdam(groups, betas=(0.9, 0.95), step_in_backward=self.in_backward)
-
-
-def draw_recipe(rng: random.Random) -> Recipe:
-    family = rng.choice(list(FAMILIES))
-    precision = rng.choice(("bf16", "bf16", "bf16", "fp32", "fp16"))
-    gradients = rng.choice(("retain", "accumulate", "transient"))
-    in_backward = gradients == "transient" or (LANDED_IN_BACKWARD and rng.random() < 0.25)
-    if in_backward and precision == "fp16":  # whether the step is skipped is known only at its end
-        precision = "bf16"
-    clipped = rng.random() < 0.6
-    return Recipe(
-        family,
-        checkpointing=family in ("gpt2", "llama") and rng.random() < 0.4,
-        precision=precision,
-        gradients=gradients,
-        in_backward=in_backward,
-        max_norm=0.5 if clipped and not in_backward else None,
-    )
-
-
-# ---- one run ---------------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class World:
-    """Everything that can be read after a number of steps; ``grads`` of the backward that came next."""
-
-    weights: dict[str, torch.Tensor]
-    masters: dict[str, torch.Tensor]
-    states: dict[int, dict[str, torch.Tensor]]
-    eval_loss: float
-    grads: dict[str, torch.Tensor | None] = field(default_factory=dict)
-
-
-@dataclass
-class Steps:
-    """What the loop itself sees."""
-
-    losses: dict[tuple[int, int], float] = field(default_factory=dict)
-    norms: dict[int, float] = field(default_factory=dict)
-
-
-def train(recipe: Recipe, model: Any, optimizer: gemini.HybridAdam, watch: Callable[[str, int], int]) -> Steps:
-    """The ordinary loop. ``watch`` is told of points in it, and says with how many steps made it goes on."""
-    steps, done = Steps(), 0
-    while done < NUM_STEPS:
-        for group in optimizer.param_groups:
-            group["lr"] = 1e-2 / (1 + done)
-        batches = recipe.batches(done)
-        for number, batch in enumerate(batches):
-            with contextlib.nullcontext() if number == len(batches) - 1 else model.no_sync():
-                loss = model(**batch).loss
-                watch("forward", done)
-                (loss / recipe.num_micro).backward()
-                steps.losses[done, number] = loss.item()
-                del loss
-        watch("backward", done)
-        if recipe.max_norm is not None:
-            steps.norms[done] = float(model.clip_grad_norm_(recipe.max_norm))
-        optimizer.step()
-        for group in optimizer.param_groups:
-            group["lr"] = 1e3  # an update that reads it now is too late
-        done += 1
-        watch("step", done)
-        optimizer.zero_grad()
-        done = watch("end", done)
-    return steps
-
-
-def eval_loss(recipe: Recipe, model: Any, mode: Any = torch.no_grad) -> float:
-    model.eval()
-    with mode():
-        loss = model(**recipe.batches(0)[0]).loss.item()
-    model.train()
-    return loss
-
-
-def look(recipe: Recipe, model: Any, optimizer: gemini.HybridAdam) -> World:
-    """All that there is to see; the order of the groups' params is the same in every run."""
-    states = optimizer.state_dict()["state"]
-    return World(model.state_dict(), model.state_dict(dtype=torch.float32), states, eval_loss(recipe, model))
-
-
-@cache
-def reference(recipe: Recipe) -> tuple[Steps, list[World]]:
-    """Everything in memory and in turn."""
-    serial = {"overlap": False} if "overlap" in SETTINGS else {}
-    config = gemini.GeminiConfig(
-        device="cpu", memory=gemini.MemoryBudget(cpu="1GiB"), precision=recipe.precision, gradients=recipe.gradients,
-        **serial,
-    )  # fmt: skip
-    model, optimizer = recipe.wrap(config)
-    worlds = [look(recipe, model, optimizer)]
-
-    def watch(point: str, done: int) -> int:
-        if point == "backward" and recipe.gradients != "transient" and not recipe.in_backward:
-            worlds[done].grads = {name: model.full_grad(name) for name, _ in model.named_parameters()}
-        if point == "end":
-            worlds.append(look(recipe, model, optimizer))
-        return done
-
-    return train(recipe, model, optimizer, watch), worlds
-
-
-def same(found: torch.Tensor, wanted: torch.Tensor, what: str) -> None:
-    assert found.dtype == wanted.dtype and found.shape == wanted.shape, (what, found.dtype, found.shape)
-    a, b = (t.contiguous().reshape(-1).view(torch.uint8) for t in (found, wanted))
-    if not torch.equal(a, b):
-        size = found.element_size()
-        wrong = (a != b).view(-1, size).any(1)
-        where = int(wrong.nonzero()[0])
-        raise AssertionError(
-            f"{what}: {int(wrong.sum())} of {found.numel()} elements differ, first at {where}: "
-            f"{found.reshape(-1)[where].item()!r} instead of {wanted.reshape(-1)[where].item()!r}"
-        )
-
-
-def same_all(found: dict[Any, Any], wanted: dict[Any, Any], what: str) -> None:
-    assert found.keys() == wanted.keys(), (what, found.keys() ^ wanted.keys())
-    for key, value in wanted.items():
-        if isinstance(value, dict):
-            same_all(found[key], value, f"{what} of {key}")
-        elif value is None or not isinstance(value, torch.Tensor):
-            assert found[key] == value, (what, key, found[key], value)
-        else:
-            same(found[key], value, f"{what} of {key}")
 
 
 # ---- how it is run ---------------------------------------------------------------------------------------------------
@@ -334,11 +92,10 @@ class Schedule:
         device: Any = self.device
         if self.device == "standin":
             device = StandinDevice(gate=RandomClock(self.seed), poison=self.poison)
-        only_overlapped = {"overlap": self.overlap, "update_threads": self.update_threads}
         return gemini.GeminiConfig(
             precision=self.recipe.precision, gradients=self.recipe.gradients, device=device, max_chunk=self.max_chunk,
-            memory=gemini.MemoryBudget(**memory), placement=placement,
-            **{name: value for name, value in only_overlapped.items() if name in SETTINGS},
+            memory=gemini.MemoryBudget(**memory), placement=placement, overlap=self.overlap,
+            update_threads=self.update_threads,
         )  # fmt: skip
 
 
@@ -444,20 +201,15 @@ def disturbed(schedule: Schedule) -> Iterator[Counter[str]]:
             pausing(owner, name)
         for kind in (PageWindow, StorageWindow):
             spoil(kind)
-        with contextlib.suppress(ImportError):
-            from gemini.memory.movement.worker import JobThread
+        put = Worker.put
 
-            put = JobThread.put
+        def late(worker: Any, *jobs: Any) -> None:
+            """Now and then the lane is far ahead of who gave it work, or far behind."""
+            put(worker, *jobs)
+            seen[f"jobs of {worker.name}"] += len(jobs)
+            pause()
 
-            def late(worker: Any, *jobs: Any) -> None:
-                """Now and then the worker is far ahead of who gave it work, or far behind."""
-                put(worker, *jobs)
-                seen[f"jobs of {worker.name}"] += len(jobs)
-                pause()
-
-            patch(JobThread, "put", late)
-        from gemini.planning import working
-
+        patch(Worker, "put", late)
         patch(working, "TILE", schedule.tile)
         undo.callback(sys.setswitchinterval, sys.getswitchinterval())
         sys.setswitchinterval(schedule.switch_interval)
@@ -503,12 +255,12 @@ class Reader:
         name, param = rng.choice(list(model.named_parameters()))
         what = f"{kind} after {done} steps"
         if kind == "full_param":
-            same(model.full_param(name, torch.float32), world.masters[name], f"{what} of {name}")
+            assert_same_bits(model.full_param(name, torch.float32), world.masters[name], f"{what} of {name}")
         elif kind == "report":
             str(model.memory_report())
         elif kind == "gathered":
             with model.gathered([param]):
-                same(param.detach().cpu().clone(), world.weights[name], f"{what} of {name}")
+                assert_same_bits(param.detach().cpu().clone(), world.weights[name], f"{what} of {name}")
         elif kind == "eval":
             found = eval_loss(self.recipe, model, rng.choice((torch.no_grad, torch.inference_mode)))
             assert found == world.eval_loss, (what, found, world.eval_loss)
@@ -541,8 +293,7 @@ class Reader:
 
 def check_invariants(model: Any) -> None:
     engine = model._gemini_engine
-    if hasattr(engine, "drain"):
-        engine.drain()
+    engine.drain()
     engine.check_invariants()
     for tier in engine.store.ledger.tiers:
         assert engine.store.ledger.peak(tier) <= engine.store.ledger.budget(tier), tier
@@ -649,8 +400,7 @@ def main() -> int:
         done += 1
         if done % 50 == 0:
             print(f"{done} schedules, {len(failed)} failed, {time.monotonic() - began:.0f} s", flush=True)
-    overlap = "with" if "overlap" in SETTINGS else "without"
-    print(f"{done} schedules of an engine {overlap} overlap, {reference.cache_info().currsize} recipes, "
+    print(f"{done} schedules, {reference.cache_info().currsize} recipes, "
           f"{time.monotonic() - began:.0f} s; seen: {dict(sorted(seen.items()))}")  # fmt: skip
     print(f"failed seeds: {failed}" if failed else "all gave the bits of the serial run")
     return 1 if failed or not done else 0

@@ -14,21 +14,21 @@ from __future__ import annotations
 
 import argparse
 import os
-import platform
 import random
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-PATIENCE_S = 240
-"""How long anything may take before it counts as hanging."""
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from tests.hunts.kills import PATIENCE_S, ROOT, Files, differing, hunt, make_parser, wait_for  # noqa: E402
+
 SAVE_S = 0.15
 """Kills in a save come at most so long after its beginning; a save of the default model takes about as long."""
 
@@ -100,8 +100,6 @@ class Outcome:
 
     differing: tuple[str, ...]
     was_saving: bool
-    resumed_after: int
-    run_s: float
 
 
 class Script:
@@ -129,17 +127,15 @@ class Script:
         return (self.out / ".saving" / f"checkpoint-{step}").exists()
 
     def wait_for(self, what: str, there: Callable[[], bool]) -> None:
-        """Look again and again, in bounded time."""
-        deadline = time.perf_counter() + PATIENCE_S
-        while not there():
-            if time.perf_counter() > deadline or self.process.poll() is not None:
-                raise RuntimeError(f"{what}: it did not come. The script's last words:\n{self.log.read_text()[-3000:]}")
-            time.sleep(0.0005)
+        wait_for(what, there, self.process, self.last_words)
+
+    def last_words(self) -> str:
+        return self.log.read_text()[-3000:]
 
     def finish(self) -> None:
         """Wait for the end, which must be a good one."""
         if self.process.wait(PATIENCE_S):
-            raise RuntimeError(f"the script failed:\n{self.log.read_text()[-3000:]}")
+            raise RuntimeError(f"the script failed:\n{self.last_words()}")
 
     def kill(self) -> None:
         """SIGKILL, whatever it is doing."""
@@ -148,7 +144,7 @@ class Script:
         self.process.wait()
 
 
-def results_in(folder: Path, steps: int) -> dict[str, bytes]:
+def results_in(folder: Path, steps: int) -> Files:
     """The model, the last checkpoint's weights and states, file by file; what is left over counts as well."""
     last = folder / "out" / f"checkpoint-{steps}"
     paths = [*(folder / "model").glob("*.safetensors"), *last.glob("*.safetensors"), *(last / "gemini").iterdir()]
@@ -157,18 +153,18 @@ def results_in(folder: Path, steps: int) -> dict[str, bytes]:
     return found | {f"in the folder: {name}": b"" for name in names}
 
 
-def undisturbed(args: argparse.Namespace, folder: Path) -> tuple[dict[str, bytes], float]:
-    """What every other run has to come to, and the seconds it took."""
+def undisturbed(args: argparse.Namespace, folder: Path) -> tuple[Files, list[str]]:
+    """What every other run has to come to, and its row."""
     began = time.perf_counter()
     script = Script(args, folder)
     try:
         script.finish()
     finally:
         script.kill()
-    return results_in(folder, args.steps), time.perf_counter() - began
+    return results_in(folder, args.steps), ["never", "", "", f"{time.perf_counter() - began:.1f}"]
 
 
-def disturbed(args: argparse.Namespace, folder: Path, kill: Kill, wanted: dict[str, bytes]) -> Outcome:
+def disturbed(args: argparse.Namespace, folder: Path, kill: Kill, wanted: Files) -> tuple[Outcome, list[str]]:
     """Run the script, kill it, run it again, and compare."""
     began = time.perf_counter()
     script = Script(args, folder)
@@ -186,10 +182,10 @@ def disturbed(args: argparse.Namespace, folder: Path, kill: Kill, wanted: dict[s
         script.finish()
     finally:
         script.kill()
-    there = results_in(folder, args.steps)
-    differing = tuple(sorted(name for name in there.keys() | wanted.keys() if there.get(name) != wanted.get(name)))
-    begins = [int(line.split()[1]) for line in script.said() if line.startswith("begin")]
-    return Outcome(differing, was_saving, begins[-1], time.perf_counter() - began)
+    begins = [line.split()[1] for line in script.said() if line.startswith("begin")]
+    when = f"{'in the save of' if kill.in_save else 'after'} step {kill.step}, + {1000 * kill.delay_s:.0f} ms"
+    row = [when, "yes" if was_saving else "no", begins[-1], f"{time.perf_counter() - began:.1f}"]
+    return Outcome(differing(results_in(folder, args.steps), wanted), was_saving), row
 
 
 def kills(args: argparse.Namespace) -> Iterator[Kill]:
@@ -202,78 +198,27 @@ def kills(args: argparse.Namespace) -> Iterator[Kill]:
         yield Kill(step, in_save, rng.uniform(0, SAVE_S))
 
 
-def processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.machine()
-    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())
-
-
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", type=int, default=20)
-    parser.add_argument("--steps", type=int, default=24)
-    parser.add_argument("--save-every", type=int, default=4)
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--width", type=int, default=192)
-    parser.add_argument("--seed", type=int, default=0, help="draws the steps and moments of the kills")
-    parser.add_argument("--out", type=Path, help="write the report here")
-    parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
-    return parser.parse_args()
-
-
 def main() -> int:
-    args = parse()
+    parser = make_parser(__doc__, steps=24, save_every=4)
+    parser.add_argument("--runs", type=int, default=20)
+    parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
+    args = parser.parse_args()
     if args.worker:
         train(args)
         return 0
     import accelerate
-    import torch
     import transformers
 
-    lines = [
-        f"# GeminiTrainer: kill and resume, {time.strftime('%Y-%m-%d')}",
-        "",
+    about = [
+        "GeminiTrainer: kill and resume",
         f"GPT-2 shape, {args.layers} layers of {args.width}, bf16, dropout 0.1, two micro-batches per step, "
         f"{args.steps} steps, a checkpoint every {args.save_every}, two kept. The process gets SIGKILL and is started "
-        "again.",
-        f"{platform.system()} {platform.release()}, {processor()}, {len(os.sched_getaffinity(0))} CPUs, Python "
-        f"{platform.python_version()}, torch {torch.__version__}, transformers {transformers.__version__}, accelerate "
-        f"{accelerate.__version__}, one thread.",
-        f"Command: `python {' '.join(sys.argv)}`",
-        "",
-        "Bits: the model's file and the last checkpoint's weights, masters, states and RNG states against those of "
+        f"again. transformers {transformers.__version__}, accelerate {accelerate.__version__}.",
+        "Bits: the model's file and the last checkpoint's weights, masters, moments and RNG states against those of "
         "the undisturbed run.",
-        "",
     ]
-    rows = ["| killed | was saving | went on after step | both runs, s | bits |", "|---|---|---:|---:|---|"]
-    print(*lines, sep="\n")
-    outcomes = []
-    with tempfile.TemporaryDirectory(prefix="gemini-trainer-kill-") as scratch:
-        wanted, seconds = undisturbed(args, Path(scratch, "undisturbed"))
-        rows.append(f"| never | | | {seconds:.1f} | the measure, {len(wanted)} names |")
-        print(*rows, sep="\n", flush=True)
-        for number, kill in enumerate(kills(args)):
-            outcome = disturbed(args, Path(scratch, str(number)), kill, wanted)
-            outcomes.append(outcome)
-            when = f"{'in the save of' if kill.in_save else 'after'} step {kill.step}, + {1000 * kill.delay_s:.0f} ms"
-            bits = "DIFFERENT: " + ", ".join(outcome.differing) if outcome.differing else "the same"
-            rows.append(
-                f"| {when} | {'yes' if outcome.was_saving else 'no'} | {outcome.resumed_after} | {outcome.run_s:.1f} | "
-                f"{bits} |"
-            )
-            print(rows[-1], flush=True)
-    num_same = sum(not outcome.differing for outcome in outcomes)
-    verdict = [
-        "",
-        f"**{num_same} of {len(outcomes)}** came to the same bits; {sum(o.was_saving for o in outcomes)} kills fell "
-        "into a save.",
-    ]
-    print(*verdict, sep="\n")
-    if args.out:
-        args.out.write_text("\n".join([*lines, *rows, *verdict]) + "\n")
-    return 0 if num_same == len(outcomes) else 1
+    columns = ["killed", "was saving", "went on after step", "both runs, s"]
+    return hunt(about, columns, args.out, kills(args), partial(undisturbed, args), partial(disturbed, args))
 
 
 if __name__ == "__main__":

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from benchmarks._progress import run as watched_run
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -30,6 +32,7 @@ def test_a_second_name_is_refused() -> None:
     assert "ImportError: import this folder as 'gemini.integrations', not as 'integrations'" in result.stderr
 
 
+@pytest.mark.slow  # imports every framework anew
 def test_modules_have_one_name() -> None:
     names = [f"gemini.integrations.{path.stem}" for path in sorted((ROOT / "integrations").glob("[!_]*.py"))]
     result = run(f"import importlib\nfor name in {names}: assert importlib.import_module(name).__name__ == name")

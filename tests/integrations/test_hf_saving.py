@@ -16,7 +16,8 @@ from transformers.trainer_utils import get_last_checkpoint
 
 import gemini
 from gemini.errors import PlanMismatch
-from tests.integrations.trainer_cases import Sentences, Stop, assert_same_run, llama, make, mixtral
+from tests.integrations.trainer_cases import Sentences, Stop, assert_same_run, llama, make
+from tests.train.helpers import mixtral
 
 
 class Death(BaseException):

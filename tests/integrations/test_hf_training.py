@@ -13,17 +13,8 @@ from gemini.integrations.huggingface import GeminiSeq2SeqTrainer
 from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer
 
 import gemini
-from tests.integrations.trainer_cases import (
-    Record,
-    Sentences,
-    Stop,
-    arguments,
-    assert_same_run,
-    llama,
-    make,
-    masters,
-    t5,
-)
+from tests.integrations.trainer_cases import Record, Sentences, Stop, arguments, assert_same_run, llama, make, masters
+from tests.train.helpers import t5
 
 # ---- traps -------------------------------------------------------------------------------------------------------
 
@@ -242,7 +233,7 @@ def test_metrics_prediction_and_callbacks(tmp_path: Path) -> None:
     trainer, record = make(tmp_path, compute_metrics=accuracy, eval_strategy="steps", eval_steps=2, save_strategy="no")
     trainer.add_callback(Stop(4))
     before = trainer.predict(Sentences(4))
-    assert before.predictions.shape == (4, 12, 64) and "test_accuracy" in before.metrics
+    assert before.predictions.shape == (4, 12, 96) and "test_accuracy" in before.metrics
     output = trainer.train()
     assert trainer.state.global_step == 4 and len(record.of("eval_accuracy")) == 2
     assert output.training_loss == pytest.approx(sum(record.of("loss")) / 4, rel=1e-6)

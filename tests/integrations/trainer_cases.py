@@ -12,41 +12,19 @@ from gemini.integrations.huggingface import GeminiTrainer
 from torch import nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
+from tests.train import helpers
+
 transformers.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()
 gc.collect()
 gc.freeze()  # every train() of a Trainer collects garbage several times: not among all that was imported
 
-VOCAB, LENGTH = 64, 12
+LENGTH = 12
 
 
-def llama(tied: bool = False, dropout: float = 0.0) -> nn.Module:
+def llama(tied: bool = False, dropout: float = 0.0) -> Any:
     """The same weights every time."""
-    torch.manual_seed(3)
-    config = transformers.LlamaConfig(
-        vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, max_position_embeddings=32, tie_word_embeddings=tied, attention_dropout=dropout,
-        pad_token_id=0, bos_token_id=1, eos_token_id=None,
-    )  # fmt: skip
-    return transformers.LlamaForCausalLM(config)
-
-
-def t5() -> nn.Module:
-    torch.manual_seed(3)
-    config = transformers.T5Config(
-        vocab_size=VOCAB, d_model=16, d_ff=32, d_kv=8, num_layers=1, num_heads=2, dropout_rate=0.0,
-        decoder_start_token_id=0, pad_token_id=0, eos_token_id=1,
-    )  # fmt: skip
-    return transformers.T5ForConditionalGeneration(config)
-
-
-def mixtral() -> nn.Module:
-    torch.manual_seed(3)
-    config = transformers.MixtralConfig(
-        vocab_size=VOCAB, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=1, num_local_experts=4, max_position_embeddings=32,
-    )  # fmt: skip
-    return transformers.MixtralForCausalLM(config)
+    return helpers.llama(tied, layers=2, dropout=dropout)
 
 
 class Sentences(torch.utils.data.Dataset):  # type: ignore[type-arg]
@@ -59,7 +37,7 @@ class Sentences(torch.utils.data.Dataset):  # type: ignore[type-arg]
         return self.size
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        ids = torch.randint(2, VOCAB, (LENGTH,), generator=torch.Generator().manual_seed(index))
+        ids = torch.randint(2, helpers.VOCAB, (LENGTH,), generator=torch.Generator().manual_seed(index))
         labels = ids.clone()
         labels[: index % 4] = -100
         return {"input_ids": ids, "labels": labels}

@@ -110,6 +110,25 @@ def reference(directory: Path, micro: int) -> tuple[dict[str, torch.Tensor], dic
     return first, masters(model)
 
 
+def calls_in(faults: Faults, directory: Path, *phases: str, micro: int = 1) -> list[int]:
+    """The numbers of the calls that a step makes in these phases."""
+    model, optimizer = make(directory)
+    faults.start(0)
+    one_step(model, optimizer, 1, faults, micro)
+    return [number for number, phase in enumerate(faults.phases, 1) if phase in phases]
+
+
+def broken(faults: Faults, directory: Path, chosen: int) -> tuple[Any, gemini.HybridAdam]:
+    """A model whose second step has broken off at a call."""
+    faults.start(0)
+    model, optimizer = make(directory)
+    faults.start(chosen)
+    with pytest.raises(GeminiError):
+        one_step(model, optimizer, 1, faults, 1)
+    faults.start(0)
+    return model, optimizer
+
+
 def says_it_is_lost(error: GeminiError) -> bool:
     text = str(error).lower()
     return any(word in text for word in ("lost", "incomplete", "half", "torn")) and "checkpoint" in text
@@ -127,10 +146,7 @@ def test_a_fault_in_forward_or_backward_loses_nothing(
     """With ``micro`` 2 gradients are promoted to fp32 sums between the backwards: that may fail as well."""
     _, after = reference(tmp_path, micro)
     faults = Faults(monkeypatch, kind)
-    model, optimizer = make(tmp_path)
-    faults.start(0)
-    one_step(model, optimizer, 1, faults, micro)
-    wanted = [n for n, phase in enumerate(faults.phases, 1) if phase in ("forward", "backward", "clip")]
+    wanted = calls_in(faults, tmp_path, "forward", "backward", "clip", micro=micro)
     # With one backward nothing is promoted, and windows take over each other's frames: nothing is allocated.
     assert wanted or (kind in ("allocate", "reserve") and micro == 1), "there was nothing to fail"
     for chosen in wanted:
@@ -165,18 +181,10 @@ def test_a_fault_in_an_update_is_whole_or_said(
 ) -> None:
     before, after = reference(tmp_path, 1)
     faults = Faults(monkeypatch, kind)
-    model, optimizer = make(tmp_path)
-    faults.start(0)
-    one_step(model, optimizer, 1, faults, 1)
-    wanted = [n for n, phase in enumerate(faults.phases, 1) if phase == "update"]
+    wanted = calls_in(faults, tmp_path, "update")
     silently_torn: list[str] = []
     for chosen in wanted:
-        faults.start(0)
-        model, optimizer = make(tmp_path)
-        faults.start(chosen)
-        with pytest.raises(GeminiError):
-            one_step(model, optimizer, 1, faults, 1)
-        faults.start(0)
+        model, optimizer = broken(faults, tmp_path, chosen)
         faults.phase = ""
         check(model)
         try:
@@ -201,18 +209,10 @@ def test_a_failed_update_is_not_applied_twice(tmp_path: Path, monkeypatch: pytes
     """The user catches the error and calls ``step()`` again, with the gradients still there: exact, or refused."""
     _, after = reference(tmp_path, 1)
     faults = Faults(monkeypatch, "write")
-    model, optimizer = make(tmp_path)
-    faults.start(0)
-    one_step(model, optimizer, 1, faults, 1)
-    wanted = [n for n, phase in enumerate(faults.phases, 1) if phase == "update"]
+    wanted = calls_in(faults, tmp_path, "update")
     wrong: list[int] = []
     for chosen in wanted:
-        faults.start(0)
-        model, optimizer = make(tmp_path)
-        faults.start(chosen)
-        with pytest.raises(GeminiError):
-            one_step(model, optimizer, 1, faults, 1)
-        faults.start(0)
+        model, optimizer = broken(faults, tmp_path, chosen)
         try:
             optimizer.step()
         except GeminiError as error:

@@ -7,16 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from native_cases import (
-    GRAD_DTYPES,
-    LENGTHS,
-    NATIVE_ISAS,
-    any_bits,
-    as_bits,
-    assert_same_bits,
-    same_sums,
-    to_dtype,
-)
+from native_cases import GRAD_DTYPES, LENGTHS, NATIVE_ISAS, any_bits, as_bits, assert_same_bits, same_sums, to_dtype
 from torch import Tensor
 
 from gemini import kernels

@@ -78,9 +78,7 @@ def test_gradients_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    "bad",
-    [{"lr": -1.0}, {"lr": float("nan")}, {"beta1": 1.0}, {"beta2": -0.1}, {"eps": -1e-8}, {"step": 0}],
-    ids=str,
+    "bad", [{"lr": -1.0}, {"lr": float("nan")}, {"beta1": 1.0}, {"beta2": -0.1}, {"eps": -1e-8}, {"step": 0}], ids=str
 )
 def test_hyperparameters_without_meaning_are_refused(bad: dict[str, float]) -> None:
     fine = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.0, "step": 1}

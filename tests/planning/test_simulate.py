@@ -51,10 +51,7 @@ def test_serial_step_is_the_sum_of_its_parts_on_cpu_and_nvme() -> None:
     timeline = simulate(plan, machine())
     per_layer = 10 + 20 + 40 + (7 * 20 + 10 + 6 * 40)
     assert timeline.step_seconds == close((FETCHES * 20 + LAYERS * per_layer) * MS)
-    assert timeline.moved == {
-        "nvme->cpu": (FETCHES * 2 + LAYERS * 14) * NUMEL,
-        "cpu->nvme": LAYERS * 14 * NUMEL,
-    }
+    assert timeline.moved == {"nvme->cpu": (FETCHES * 2 + LAYERS * 14) * NUMEL, "cpu->nvme": LAYERS * 14 * NUMEL}
     assert timeline.stalls["fetch from nvme"] == close(FETCHES * 20 * MS)
     assert timeline.stalls["update"] == close(LAYERS * 390 * MS)
     assert timeline.bound_by is Track.NVME_WRITE

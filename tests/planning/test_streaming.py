@@ -60,10 +60,7 @@ def homes_of(problem: Problem, index: int = 0, **elsewhere: Tier) -> dict[PlaneK
 def test_what_cannot_be_streamed_is_refused() -> None:
     homes = homes_of(problem_of())
     assert Placement((homes,), frozenset({0})).streamed == {0}
-    for bad, words in (
-        (homes | {"exp_avg": NVME}, "exp_avg on nvme"),
-        (dict.fromkeys(homes, GPU), "weights on gpu"),
-    ):
+    for bad, words in ((homes | {"exp_avg": NVME}, "exp_avg on nvme"), (dict.fromkeys(homes, GPU), "weights on gpu")):
         with pytest.raises(ValueError, match=f"update of chunk 0 is streamed.*{words}"):
             Placement((bad,), frozenset({0}))
     with pytest.raises(ValueError, match="chunk 3 is streamed, and there are 1 chunks"):

@@ -19,13 +19,7 @@ from gemini.memory.devices.device import make_device
 from gemini.planning.layout import ParamSpec, make_layout
 from gemini.planning.placement import Placement, Problem, bytes_per_tier
 from gemini.planning.planes import ADAM
-from gemini.planning.working import (
-    device_staging_bytes,
-    gradients_in_flight,
-    scratch_bytes,
-    staging_bytes,
-    tile_numel,
-)
+from gemini.planning.working import device_staging_bytes, gradients_in_flight, scratch_bytes, staging_bytes, tile_numel
 from gemini.tiers import Tier
 from gemini.train.params.by_name import read_range
 from gemini.train.setup.problem import collect_params, reduce_dtype
@@ -35,46 +29,8 @@ from tests import models
 KINDS = ("weights", "residual", "exp_avg", "exp_avg_sq")
 
 
-class Branches(nn.Module):
-    """One chunk of two layers, of which a batch may use both or the first."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.always, self.sometimes = (nn.Linear(32, 32, bias=False) for _ in range(2))
-
-    def forward(self, x: torch.Tensor, both: bool) -> torch.Tensor:
-        x = torch.tanh(self.always(x))
-        return torch.tanh(self.sometimes(x)) if both else x
-
-
-@dataclass
-class Output:
-    loss: torch.Tensor
-
-
-class SomeUnused(nn.Module):
-    """Four blocks of which a batch chooses two, and how much of them; one is never taken. And a param of nothing."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.embed = nn.Embedding(models.VOCAB, 32)
-        self.layers = nn.ModuleList(Branches() for _ in range(4))
-        self.head = nn.Linear(32, models.VOCAB)
-        self.nothing = nn.Parameter(torch.empty(0, 32))
-        self.paths = ((0, 1), (1, 2), (2, 0))
-
-    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> Any:
-        x, kind = self.embed(input_ids), int(input_ids.sum())
-        for index in self.paths[kind % 3]:
-            x = self.layers[index](x, kind % 2 == 0)
-        x = torch.cat((self.head(x), x @ self.nothing.t()), dim=-1)
-        loss = nn.functional.cross_entropy(x.flatten(0, 1), labels.flatten())
-        return Output(loss)
-
-
 def make_model(family: str) -> nn.Module:
-    return SomeUnused() if family == "unused" else models.make_model(family)
+    return models.SomeUnused() if family == "unused" else models.make_model(family)
 
 
 @dataclass(frozen=True)

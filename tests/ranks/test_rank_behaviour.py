@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 
 import gemini
-from tests.ranks.cases import Job, SomeUnused, alone, run
+from tests.models import SomeUnused
+from tests.ranks.cases import Job, alone, run
 from tests.ranks.pool import Failure, Pool
 from tests.ranks.test_rank_exactness import assert_close_to_plain, assert_ranks_agree, assert_same_bits
 from tests.train import helpers

@@ -64,25 +64,30 @@ def test_ranks_compute_what_one_process_computes(
     assert_close_to_plain(outcome, job, ranks)
 
 
+@pytest.mark.parametrize(
+    ("ranks", "precision", "micro", "clip"),
+    [
+        pytest.param(2, "bf16", 1, 1.0, marks=pytest.mark.slow),
+        pytest.param(2, "fp16", 2, None, marks=pytest.mark.slow),
+        (4, "fp32", 2, 0.1),
+    ],
+)
 @pytest.mark.parametrize("family", [f if f == "unused" else pytest.param(f, marks=pytest.mark.slow) for f in FAMILIES])
 def test_placement_changes_no_bit(
-    family: str, pool_of: Callable[[int], Pool], tmp_path: Path, summary: Callable[[str], None]
-) -> None:
-    num_placements = evictions = 0
-    for ranks, precision, micro, clip in (
-        (2, "bf16", 1, 1.0), (2, "fp16", 2, None), (4, "fp32", 2, 0.1),
-    ):  # fmt: skip
-        gradients = "accumulate" if precision == "fp32" else "retain"
-        job = Job(family, precision, num_micro=micro, clip=clip, gradients=gradients, path=str(tmp_path), reads=False)
-        wanted = pool_of(ranks).run(run, replace(job, tight=False))
-        for where in PLACES:
-            found = pool_of(ranks).run(run, replace(job, where=where))
-            assert_same_bits(found, wanted, (family, ranks, precision, where))
-            num_placements += 1
-            evictions += found[0].num_evictions
-    assert evictions > 0
+    family: str, ranks: int, precision: str, micro: int, clip: float | None, pool_of: Callable[[int], Pool],
+    tmp_path: Path, summary: Callable[[str], None],
+) -> None:  # fmt: skip
+    gradients = "accumulate" if precision == "fp32" else "retain"
+    job = Job(family, precision, num_micro=micro, clip=clip, gradients=gradients, path=str(tmp_path), reads=False)
+    wanted = pool_of(ranks).run(run, replace(job, tight=False))
+    evictions = 0
+    for where in PLACES:
+        found = pool_of(ranks).run(run, replace(job, where=where))
+        assert_same_bits(found, wanted, where)
+        evictions += found[0].num_evictions
+    assert evictions > 0 or (micro > 1 and gradients == "retain")  # sums were given room beside the tight budget
     summary(
-        f"ranks, {family}: {num_placements} placements, {evictions} evictions inside forward and backward on rank 0"
+        f"{ranks} ranks, {family}: {len(PLACES)} placements, {evictions} evictions in forward and backward on rank 0"
     )
 
 

@@ -7,8 +7,6 @@ the whole model, and a failure on the first rank is raised on all.
 from __future__ import annotations
 
 import os
-import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,6 +23,7 @@ from torch.distributed.checkpoint.state_dict import (
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import gemini
+from tests.peaks import rise_over
 from tests.ranks.pool import Pool
 from tests.ranks.test_checkpoints import MODELS, Run
 from tests.train.helpers import DTYPES, same_bits
@@ -94,28 +93,9 @@ def test_a_failure_of_the_writing_rank_is_raised_on_all(size: int, mesh: Any, po
     assert all("rank 0 refused save_pretrained" in other and "not a directory" in other for other in others)
 
 
-def anonymous_bytes() -> int:
-    with open("/proc/self/status") as status:
-        return next(int(line.split()[1]) * 1024 for line in status if line.startswith("RssAnon"))
-
-
-def rise_over(save: Callable[[], Any]) -> int:
-    """How much more anonymous memory this process had at any moment of it."""
+def rise_of_saving(save: Callable[[], Any]) -> int:
     save()  # whatever allocators keep of a first time is there before
-    before, peak, done = anonymous_bytes(), 0, False
-
-    def watch() -> None:
-        nonlocal peak
-        while not done:
-            peak = max(peak, anonymous_bytes())
-            time.sleep(0.001)
-
-    thread = threading.Thread(target=watch)
-    thread.start()
-    save()
-    done = True
-    thread.join()
-    return peak - before
+    return rise_over(save)[0]
 
 
 def rise_while_saving(folder: Path, precision: str) -> tuple[int, int, int]:
@@ -127,8 +107,8 @@ def rise_while_saving(folder: Path, precision: str) -> tuple[int, int, int]:
     config = gemini.GeminiConfig(precision=precision, memory=memory, placement=placement, device="cpu")
     managed: Any = gemini.GeminiDDP(model, config)
     optimizer = gemini.HybridAdam(managed.parameters())
-    exported = rise_over(lambda: managed.save_pretrained(folder / "out"))
-    return exported, rise_over(lambda: gemini.save_checkpoint(folder / "ckpt", managed, optimizer)), num_bytes
+    exported = rise_of_saving(lambda: managed.save_pretrained(folder / "out"))
+    return exported, rise_of_saving(lambda: gemini.save_checkpoint(folder / "ckpt", managed, optimizer)), num_bytes
 
 
 @pytest.mark.sweep(every=2)

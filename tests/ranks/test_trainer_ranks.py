@@ -42,7 +42,7 @@ class Bigram(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.table = nn.Embedding(64, 64)
+        self.table = nn.Embedding(96, 96)
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
         logits = self.table(input_ids[:, :-1])

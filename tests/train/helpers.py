@@ -1,14 +1,11 @@
-"""What the tests of the train room share: tiny models, three placements, and the plain loop that defines the bits.
+"""What the tests of the train room share: tiny models, three placements, and comparisons with the plain loop.
 
-``Plain`` is the ordinary training loop on an unmanaged model, written with the torch reference of the kernels: masters
-in fp32 (split in two halves for bf16), gradients summed in fp32, the norm over fp64 sums, AdamW. A managed model must
-equal it bit for bit wherever its chunks live. The placements are as tight as a budget can be, so that every step
-evicts and fetches.
+A managed model must equal ``tests.plain.Plain`` bit for bit wherever its chunks live. The placements are as tight as a
+budget can be, so that every step evicts and fetches.
 """
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -21,20 +18,22 @@ import transformers
 from torch import nn
 
 import gemini
-from gemini import kernels_reference as reference
-from gemini.kernels import AdamHyper
 from gemini.planning.layout import ParamSpec, make_layout
 from gemini.planning.working import staging_bytes, staging_sets, tile_numel
 from gemini.tiers import Tier
 from gemini.train.setup.problem import collect_params
 from gemini.train.setup.structure import working_set
+from tests import models
+from tests.plain import DTYPES as DTYPES
+from tests.plain import Plain as Plain
 
 transformers.logging.set_verbosity_error()
 
 PLACEMENTS = ("ram", "disk", "standin")
 ALL_PLACEMENTS = (*PLACEMENTS, "serial", "small", "half")
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 VOCAB = 96
+TOKENS = {"vocab_size": VOCAB, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None}
+POSITIONS = {"max_position_embeddings": 64, "use_cache": True}  # generation is tested too
 
 
 # ---- models ----------------------------------------------------------------------------------------------------------
@@ -42,40 +41,28 @@ VOCAB = 96
 
 def llama(tied: bool = False, layers: int = 3, dropout: float = 0.0) -> nn.Module:
     torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=VOCAB, hidden_size=32, intermediate_size=64, num_hidden_layers=layers, num_attention_heads=2,
-        num_key_value_heads=1, max_position_embeddings=64, tie_word_embeddings=tied, attention_dropout=dropout,
-        pad_token_id=0, bos_token_id=1, eos_token_id=None,
-    )  # fmt: skip
-    return transformers.LlamaForCausalLM(config)
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "attention_dropout": dropout}
+    return models.llama(
+        num_hidden_layers=layers, intermediate_size=64, tie_word_embeddings=tied, **heads, **POSITIONS, **TOKENS
+    )
 
 
 def gpt2(layers: int = 2, dropout: float = 0.0) -> nn.Module:
     torch.manual_seed(0)
-    config = transformers.GPT2Config(
-        vocab_size=VOCAB, n_embd=32, n_layer=layers, n_head=2, n_positions=64, resid_pdrop=dropout, embd_pdrop=dropout,
-        attn_pdrop=dropout, bos_token_id=1, eos_token_id=None, pad_token_id=0,
-    )  # fmt: skip
-    return transformers.GPT2LMHeadModel(config)
+    dropouts = {"resid_pdrop": dropout, "embd_pdrop": dropout, "attn_pdrop": dropout}
+    return models.gpt2(n_layer=layers, n_positions=64, use_cache=True, **dropouts, **TOKENS)
 
 
 def mixtral() -> nn.Module:
     torch.manual_seed(0)
-    config = transformers.MixtralConfig(
-        vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, num_local_experts=4, num_experts_per_tok=2, max_position_embeddings=64,
-        pad_token_id=0, bos_token_id=1, eos_token_id=None,
-    )  # fmt: skip
-    return transformers.MixtralForCausalLM(config)
+    sizes = {"intermediate_size": 48, "num_attention_heads": 2, "num_key_value_heads": 1}
+    return models.mixtral(**sizes, output_router_logits=False, **POSITIONS, **TOKENS)
 
 
-def t5() -> nn.Module:
+def t5(dropout: float = 0.0) -> nn.Module:
     torch.manual_seed(0)
-    config = transformers.T5Config(
-        vocab_size=VOCAB, d_model=32, d_ff=64, d_kv=16, num_layers=2, num_heads=2, dropout_rate=0.0,
-        decoder_start_token_id=0, pad_token_id=0, eos_token_id=1,
-    )  # fmt: skip
-    return transformers.T5ForConditionalGeneration(config)
+    sizes = {"vocab_size": VOCAB, "d_ff": 64, "d_kv": 16, "num_heads": 2, "num_decoder_layers": 2}
+    return models.t5(dropout_rate=dropout, use_cache=True, eos_token_id=1, **sizes)
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
@@ -160,83 +147,7 @@ def engine_of(model: Any) -> Any:
     return model._gemini_engine
 
 
-# ---- the plain loop --------------------------------------------------------------------------------------------------
-
-
-class Plain:
-    """The loop that defines the bits. ``hyper`` by param name may override lr and weight decay."""
-
-    def __init__(
-        self, model: nn.Module, precision: str = "bf16", *, lr: float = 1e-2, weight_decay: float = 0.1,
-        betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, decoupled: bool = True,
-        scale: float | None = None,
-    ):  # fmt: skip
-        self.model, self.precision, self.scale = model, precision, scale
-        self.hyper: dict[str, Any] = {"beta1": betas[0], "beta2": betas[1], "eps": eps, "decoupled": decoupled}
-        self.lr, self.weight_decay = lr, weight_decay
-        self.of: dict[str, dict[str, Any]] = {}
-        self.states: dict[str, dict[str, Any]] = {}
-        self.grads: dict[str, torch.Tensor] = {}
-        self.coefficient = 1.0
-        for name, param in model.named_parameters():
-            given = param.detach() if param.requires_grad else param.detach().to(DTYPES[precision])
-            master = given.float().contiguous().view(-1).clone()  # of frozen params only the weights are kept
-            state: dict[str, Any] = {"step": 0, "weights": master, "residual": None}
-            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(master), torch.zeros_like(master)
-            if precision == "bf16":
-                state["weights"], state["residual"] = master.bfloat16(), torch.zeros_like(master, dtype=torch.int16)
-                reference.split_master(master, state["weights"], state["residual"])
-            self.states[name] = state
-            self._show(name, param)
-
-    def _show(self, name: str, param: nn.Parameter) -> None:
-        param.data = self.states[name]["weights"].to(DTYPES[self.precision], copy=True).view(param.shape)
-
-    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        scale = None if self.scale is None else torch.tensor(self.scale, dtype=loss.dtype, device=loss.device)
-        loss.backward(scale, **kwargs)
-        self.collect()
-
-    def collect(self) -> None:
-        """Take what autograd left in ``.grad`` (for backwards that were started elsewhere)."""
-        for name, param in self.model.named_parameters():
-            if param.grad is not None:
-                grad = param.grad.float().contiguous().view(-1)
-                self.grads[name] = self.grads[name] + grad if name in self.grads else grad
-                param.grad = None
-
-    def clip(self, max_norm: float) -> float:
-        sums = [reference.total(reference.sum_squares(self.grads[n])) for n in self.states if n in self.grads]
-        norm = math.sqrt(reference.total(sums)) * (1.0 if self.scale is None else 1.0 / self.scale)
-        self.coefficient = min(1.0, max_norm / (norm + 1e-6))
-        return norm
-
-    def step(self) -> None:
-        if self.scale is not None and not all(grad.isfinite().all() for grad in self.grads.values()):
-            self.grads, self.coefficient, self.scale = {}, 1.0, self.scale / 2  # fp16: the step is skipped
-            return
-        scale = self.coefficient * (1.0 if self.scale is None else 1.0 / self.scale)
-        for name, param in self.model.named_parameters():
-            if name not in self.grads:
-                continue
-            state, own = self.states[name], self.of.get(name, {})
-            state["step"] += 1
-            hyper = AdamHyper(
-                lr=own.get("lr", self.lr), weight_decay=own.get("weight_decay", self.weight_decay), step=state["step"],
-                grad_scale=scale, **self.hyper,
-            )  # fmt: skip
-            parts = (state["weights"], state["residual"], state["exp_avg"], state["exp_avg_sq"])
-            reference.adam_update(*parts, self.grads[name], hyper)
-            self._show(name, param)
-        self.grads, self.coefficient = {}, 1.0
-
-    def master(self, name: str) -> torch.Tensor:
-        state = self.states[name]
-        if state["residual"] is None:
-            return state["weights"]
-        out = torch.empty_like(state["exp_avg"])
-        reference.join_master(state["weights"], state["residual"], out)
-        return out
+# ---- comparing and training ------------------------------------------------------------------------------------------
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -315,6 +226,13 @@ def train_plain(
         plain.step()
         losses.append(loss.item())
     return losses
+
+
+def assert_trains_alike(model: Any, optimizer: Any, plain: Plain, steps: Iterable[int], *how: Any, **more: Any) -> None:
+    """The same losses in these steps, and the same state after them."""
+    steps = list(steps)
+    assert train(model, optimizer, steps, *how, **more) == train_plain(plain, steps, *how, **more)
+    assert_same_state(model, plain)
 
 
 def adam(model: Any, **how: Any) -> gemini.HybridAdam:

@@ -8,7 +8,6 @@ import types
 from pathlib import Path
 from typing import Any
 
-import helpers
 import pytest
 import torch
 import transformers
@@ -18,6 +17,7 @@ from gemini.jobs.plan_settings import TraceSettings
 from gemini.jobs.trace import take_trace
 from gemini.train.loading import attention
 from gemini.train.loading.attention import FLASH, Attention, Conditions, choose
+from tests.train import helpers
 
 ALL = Conditions(cuda=True, half=True, package=True, hub=False, supported=True, deterministic=False)
 NONE = Conditions(cuda=False, half=False, package=False, hub=False, supported=False, deterministic=True)

@@ -22,6 +22,7 @@ from tests.train.helpers import (
     adam,
     assert_same_snapshot,
     assert_same_state,
+    assert_trains_alike,
     batch,
     compare,
     engine_of,
@@ -87,8 +88,7 @@ def test_gradient_checkpointing(make: Any, reentrant: bool, where: str, tmp_path
     for checkpointed in (model, plain.model):  # T5 sums its gradients in another order when it is checkpointed
         checkpointed.gradient_checkpointing_enable({"use_reentrant": reentrant})
     assert on_batch(model, 0).item() == without
-    assert train(model, optimizer, range(2)) == train_plain(plain, range(2))
-    assert_same_state(model, plain)
+    assert_trains_alike(model, optimizer, plain, range(2))
     assert where == "ram" or engine_of(model).store.manager.num_evictions > 0
 
 
@@ -201,8 +201,7 @@ def test_an_exception_leaves_a_correct_next_step(error: Any, phase: str, where: 
             on_batch(model, 1).backward()
     optimizer.zero_grad()
     engine_of(model).check_invariants()
-    assert train(model, optimizer, [1, 2]) == train_plain(plain, [1, 2])
-    assert_same_state(model, plain)
+    assert_trains_alike(model, optimizer, plain, [1, 2])
 
 
 # ---- optimizers ------------------------------------------------------------------------------------------------------
@@ -223,8 +222,7 @@ def test_optimizer_made_before_wrapping(precision: str, where: str, tmp_path: Pa
     raw, plain = llama(), Plain(llama(), precision, scale=scale)
     optimizer = adam(raw)
     model = gemini.GeminiDDP(raw, make_config(raw, where, tmp_path, precision=precision))
-    assert train(model, optimizer, range(2)) == train_plain(plain, range(2))
-    assert_same_state(model, plain)
+    assert_trains_alike(model, optimizer, plain, range(2))
 
 
 def test_plain_steps_before_wrapping(where: str, tmp_path: Path) -> None:
@@ -236,8 +234,7 @@ def test_plain_steps_before_wrapping(where: str, tmp_path: Path) -> None:
     model = wrap(raw, where, tmp_path)
     masters = {name: model.full_param(name, torch.float32).view(-1) for name in plain.states}  # before any further step
     assert not [name for name, master in masters.items() if not same_bits(master, plain.master(name))]
-    assert train(model, optimizer, range(2, 4)) == train_plain(plain, range(2, 4))
-    assert_same_state(model, plain)
+    assert_trains_alike(model, optimizer, plain, range(2, 4))
 
 
 def test_loading_after_plain_steps_and_wrapping_is_not_undone(where: str, tmp_path: Path) -> None:
@@ -271,10 +268,8 @@ def test_add_param_group_and_flipped_requires_grad(where: str, tmp_path: Path) -
     optimizer.add_param_group({"params": [model.lm_head.weight], "lr": 3e-3})
     optimizer.add_param_group({"params": list(model.model.layers[1].parameters())})
     plain.of["lm_head.weight"] = {"lr": 3e-3}
-    assert train(model, optimizer, [1, 2]) == train_plain(plain, [1, 2])
-    assert_same_state(model, plain)
+    assert_trains_alike(model, optimizer, plain, [1, 2])
     for changed in (model, plain.model):  # trained to frozen
         for param in changed.model.layers[0].parameters():
             param.requires_grad_(False)
-    assert train(model, optimizer, [3]) == train_plain(plain, [3])
-    assert_same_state(model, plain)
+    assert_trains_alike(model, optimizer, plain, [3])

@@ -14,14 +14,10 @@ import pytest
 from benchmarks._progress import run as watched_run
 
 SCRIPT = """
-import sys, threading, time
-import torch
+import sys
 from transformers import GPT2Config, GPT2LMHeadModel
 import gemini
-
-def anonymous():
-    with open("/proc/self/status") as status:
-        return next(int(line.split()[1]) * 1024 for line in status if line.startswith("RssAnon"))
+from tests.peaks import rise_over
 
 directory, precision = sys.argv[1:]
 model = GPT2LMHeadModel(GPT2Config(n_embd=768, n_layer=8, n_head=8, vocab_size=4096, n_positions=64))
@@ -30,21 +26,12 @@ everything = gemini.StaticPlacement(weights_on_nvme=1, optimizer_on_nvme=1)
 model = gemini.GeminiDDP(model, gemini.GeminiConfig(precision=precision, memory=memory, placement=everything))
 optimizer = gemini.HybridAdam(model.parameters())
 model.state_dict()  # whatever allocators keep of a first read is there before
-before, peak, done = anonymous(), 0, False
 
-def watch():
-    global peak
-    while not done:
-        peak = max(peak, anonymous())
-        time.sleep(0.001)
+def save():
+    model.save_pretrained(directory + "/out")
+    gemini.save_checkpoint(directory + "/checkpoint", model, optimizer)
 
-thread = threading.Thread(target=watch)
-thread.start()
-model.save_pretrained(directory + "/out")
-gemini.save_checkpoint(directory + "/checkpoint", model, optimizer)
-done = True
-thread.join()
-print(peak - before, sum(p.numel() for p in model.parameters()) * 2)
+print(rise_over(save)[0], sum(p.numel() for p in model.parameters()) * 2)
 """
 
 

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from tests.hunts import fault_hunt, race_hunt
-from tests.hunts.fault_hunt import CASES, KINDS, Child, Faults, step
+from tests.hunts.fault_hunt import CASES, Child, step
+from tests.hunts.faults import KINDS, Faults
 
 PER_KIND = 4
 

@@ -12,17 +12,7 @@ import torch
 from torch import nn
 
 import gemini
-from tests.train.half_programs import (
-    REMEDY,
-    SCALE,
-    Extra,
-    Toy,
-    assert_same_grads,
-    data,
-    each_program,
-    outside,
-    stock,
-)
+from tests.train.half_programs import REMEDY, SCALE, Extra, Toy, assert_same_grads, data, each_program, outside, stock
 from tests.train.helpers import (
     Plain,
     adam,

@@ -15,15 +15,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from benchmarks._progress import run as watched_run
 
 SCRIPT = """
-import sys, threading, time
+import sys
 import torch
 from transformers import AutoConfig
 import gemini
 from gemini.train.loading import paging
-
-def anonymous():
-    with open("/proc/self/status") as status:
-        return next(int(line.split()[1]) * 1024 for line in status if line.startswith("RssAnon"))
+from tests.peaks import rise_over
 
 directory, how = sys.argv[1:]
 paging.ROOM = 8 * 2**20
@@ -32,23 +29,12 @@ everything = gemini.StaticPlacement(weights_on_nvme=1, optimizer_on_nvme=1)
 config = gemini.GeminiConfig(device="cpu", memory=memory, placement=everything)
 hf_config = AutoConfig.from_pretrained(directory)
 torch.ones(2**22).sum()  # torch's own buffers and threads are there before
-before, peak, done = anonymous(), 0, False
-
-def watch():
-    global peak
-    while not done:
-        peak = max(peak, anonymous())
-        time.sleep(0.001)
-
-thread = threading.Thread(target=watch)
-thread.start()
-if how == "load":
-    model = gemini.from_pretrained(directory, config)
-else:
-    model = gemini.from_config(hf_config, config)
-done = True
-thread.join()
-print(peak - before, sum(p.numel() for p in model.parameters()) * 2)
+ways = {
+    "load": lambda: gemini.from_pretrained(directory, config),
+    "draw": lambda: gemini.from_config(hf_config, config),
+}
+rise, model = rise_over(ways[how])
+print(rise, sum(p.numel() for p in model.parameters()) * 2)
 """
 
 

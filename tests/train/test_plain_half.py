@@ -12,15 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import gemini
 from gemini.train.gradients.backward_calls import nodes_below, running_calls
-from tests.train.half_programs import (
-    REMEDY,
-    SCALE,
-    Extra,
-    Toy,
-    data,
-    each_program,
-    stock,
-)
+from tests.train.half_programs import REMEDY, SCALE, Extra, Toy, data, each_program, stock
 from tests.train.helpers import (
     Plain,
     adam,

@@ -20,16 +20,7 @@ import torch.utils.checkpoint
 from torch import nn
 
 import gemini
-from tests.train.helpers import (
-    ALL_PLACEMENTS,
-    Plain,
-    adam,
-    compare,
-    engine_of,
-    noise,
-    same_bits,
-    wrap,
-)
+from tests.train.helpers import ALL_PLACEMENTS, Plain, adam, compare, engine_of, noise, same_bits, wrap
 
 WIDTH = 32
 

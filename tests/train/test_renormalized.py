@@ -13,16 +13,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import gemini
-from tests.train.helpers import (
-    DTYPES,
-    Plain,
-    adam,
-    assert_same_state,
-    engine_of,
-    make_config,
-    train,
-    wrap,
-)
+from tests.train.helpers import DTYPES, Plain, adam, assert_same_state, engine_of, make_config, train, wrap
 
 
 class Own(nn.Module):

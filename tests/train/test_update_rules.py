@@ -31,6 +31,7 @@ from gemini.tiers import Tier
 from gemini.train.checkpoint.torch_file import Promises, write
 from gemini.train.setup.structure import structural_trace
 from tests import models
+from tests.train import helpers
 
 
 @dataclass(frozen=True)
@@ -168,16 +169,7 @@ def tight_bytes(rule: UpdateRule, precision: str, max_chunk: int) -> tuple[int, 
 
 
 def train(model: Any, optimizer: Any, seeds: range, clip: float | None) -> list[float]:
-    losses = []
-    for seed in seeds:
-        loss = loss_of(model, seed)
-        loss.backward()
-        if clip is not None:
-            model.clip_grad_norm_(clip)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+    return helpers.train(model, optimizer, seeds, loss_of, clip=clip)
 
 
 def bits(value: Tensor) -> Tensor:

@@ -240,10 +240,7 @@ INPUTS: dict[str, Any] = {
     "instructblip": ("+", lambda b: {"qformer_input_ids": b.words(2, 8)}),
     "instructblipvideo": (
         "+",
-        lambda b: {
-            "qformer_input_ids": b.words(2, 8),
-            "pixel_values": b.floats(2, 4, 3, 32, 32),
-        },
+        lambda b: {"qformer_input_ids": b.words(2, 8), "pixel_values": b.floats(2, 4, 3, 32, 32)},
     ),
     "kosmos-2": ("+", lambda b: {"image_embeds_position_mask": torch.tensor([[0] + [1] * 4 + [0] * 11] * 2)}),
     "lfm2_vl": _naflex,

@@ -1,0 +1,95 @@
+"""The plain training loop, which defines the bits: a managed model must equal it wherever its chunks live.
+
+It knows nothing of chunks: an ordinary model on the CPU or a device, fp32 masters (for bf16 in two halves), gradients
+added up in fp32, the norm over fp64 sums and the update by the torch reference (``gemini.kernels_reference``), param by
+param. It uses no native kernel, so that comparing with it compares those too.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import nn
+
+from gemini import kernels_reference as reference
+from gemini.kernels import AdamHyper
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+class Plain:
+    """The loop that defines the bits. ``of`` may give a param, by its name, another lr or weight decay."""
+
+    def __init__(
+        self, model: nn.Module, precision: str = "bf16", *, lr: float = 1e-2, weight_decay: float = 0.1,
+        betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, decoupled: bool = True,
+        scale: float | None = None,
+    ):  # fmt: skip
+        self.model, self.precision, self.scale = model, precision, scale
+        self.hyper: dict[str, Any] = {"beta1": betas[0], "beta2": betas[1], "eps": eps, "decoupled": decoupled}
+        self.lr, self.weight_decay = lr, weight_decay
+        self.of: dict[str, dict[str, Any]] = {}
+        self.states: dict[str, dict[str, Any]] = {}
+        self.grads: dict[str, torch.Tensor] = {}
+        self.coefficient = 1.0
+        for name, param in model.named_parameters():
+            given = param.detach() if param.requires_grad else param.detach().to(DTYPES[precision])
+            master = given.float().contiguous().view(-1).clone()  # of frozen params only the weights are kept
+            state: dict[str, Any] = {"step": 0, "weights": master, "residual": None}
+            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(master), torch.zeros_like(master)
+            if precision == "bf16":
+                state["weights"], state["residual"] = master.bfloat16(), torch.zeros_like(master, dtype=torch.int16)
+                reference.split_master(master, state["weights"], state["residual"])
+            self.states[name] = state
+            self._show(name, param)
+
+    def _show(self, name: str, param: nn.Parameter) -> None:
+        param.data = self.states[name]["weights"].to(DTYPES[self.precision], copy=True).view(param.shape)
+
+    def backward(self, loss: torch.Tensor, share: float = 1.0, **kwargs: Any) -> None:
+        """``share``: what the loss counts. In fp16 it keeps a large scale finite where it begins."""
+        loss.backward(torch.tensor((self.scale or 1.0) * share, dtype=loss.dtype, device=loss.device), **kwargs)
+        self.collect()
+
+    def collect(self) -> None:
+        """Take what autograd left in ``.grad`` (for backwards that were started elsewhere)."""
+        for name, param in self.model.named_parameters():
+            if param.grad is not None:
+                grad = param.grad.float().contiguous().view(-1)
+                self.grads[name] = self.grads[name] + grad if name in self.grads else grad
+                param.grad = None
+
+    def clip(self, max_norm: float) -> float:
+        sums = [reference.total(reference.sum_squares(self.grads[n])) for n in self.states if n in self.grads]
+        norm = math.sqrt(reference.total(sums)) * (1.0 if self.scale is None else 1.0 / self.scale)
+        self.coefficient = min(1.0, max_norm / (norm + 1e-6))
+        return norm
+
+    def step(self) -> None:
+        if self.scale is not None and not all(grad.isfinite().all() for grad in self.grads.values()):
+            self.grads, self.coefficient, self.scale = {}, 1.0, self.scale / 2  # fp16: the step is skipped
+            return
+        scale = self.coefficient * (1.0 if self.scale is None else 1.0 / self.scale)
+        for name, param in self.model.named_parameters():
+            if name not in self.grads:
+                continue
+            state, own = self.states[name], self.of.get(name, {})
+            state["step"] += 1
+            hyper = AdamHyper(
+                lr=own.get("lr", self.lr), weight_decay=own.get("weight_decay", self.weight_decay), step=state["step"],
+                grad_scale=scale, **self.hyper,
+            )  # fmt: skip
+            parts = (state["weights"], state["residual"], state["exp_avg"], state["exp_avg_sq"])
+            reference.adam_update(*parts, self.grads[name], hyper)
+            self._show(name, param)
+        self.grads, self.coefficient = {}, 1.0
+
+    def master(self, name: str) -> torch.Tensor:
+        state = self.states[name]
+        if state["residual"] is None:
+            return state["weights"]
+        out = torch.empty_like(state["exp_avg"])
+        reference.join_master(state["weights"], state["residual"], out)
+        return out

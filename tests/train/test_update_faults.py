@@ -1,0 +1,181 @@
+"""Updates in flight that fail, are interrupted, or whose model goes: the error comes out where somebody waits."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import gemini
+from benchmarks._progress import PATIENCE
+from gemini.errors import GeminiError, NonFiniteGradient, StorageError
+from gemini.memory.movement import lane as lane_module
+from gemini.memory.movement.worker import Job, Worker
+from gemini.memory.nvme import SpillFile
+from gemini.train.update import lane as update_lane
+from tests.train.test_updates import PLACES, Held, adam, backward, wrap
+
+
+@pytest.mark.parametrize("reader", ["forward", "state_dict", "full_param", "step", "save"])
+def test_an_error_comes_out_where_somebody_waits(reader: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = wrap("nvme", tmp_path)
+    optimizer = adam(model)
+    backward(model, 0)
+    optimizer.step()
+    gemini.save_checkpoint(tmp_path / "ckpt", model, optimizer)
+    reference = {name: value.clone() for name, value in model.state_dict(dtype=torch.float32).items()}
+    backward(model, 1)
+
+    def full(self: SpillFile, source: torch.Tensor, offset: int) -> Any:
+        raise StorageError("no space left")
+
+    name = next(iter(reference))
+    look: dict[str, Callable[[], Any]] = {
+        "forward": lambda: backward(model, 2),
+        "state_dict": model.state_dict,
+        "full_param": lambda: [model.full_param(n) for n in reference],
+        "step": lambda: (model.memory_report(), optimizer.step()),
+        "save": lambda: gemini.save_checkpoint(tmp_path / "other", model, optimizer),
+    }
+    with monkeypatch.context() as patch:
+        patch.setattr(SpillFile, "begin_write", full)
+        with pytest.raises(StorageError, match="no space left"):
+            optimizer.step()
+            look[reader]()
+    with pytest.raises(GeminiError, match="Load the last checkpoint"):
+        backward(model, 2)
+    gemini.load_checkpoint(tmp_path / "ckpt", model, optimizer)
+    assert torch.equal(model.full_param(name, dtype=torch.float32), reference[name])
+    backward(model, 1)
+    optimizer.step()
+    model._gemini_engine.check_invariants()
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_gradient_that_is_not_finite_breaks_the_step_off_wherever_it_is_found(overlap: bool, tmp_path: Path) -> None:
+    model = wrap("ram", tmp_path, gradients="transient", overlap=overlap)
+    optimizer = adam(model, step_in_backward=True)
+    backward(model, 0)
+    optimizer.step()
+    gemini.save_checkpoint(tmp_path / "ckpt", model, optimizer)
+    reference = {name: value.clone() for name, value in model.state_dict(dtype=torch.float32).items()}
+
+    def spoil(module: Any, args: Any, output: Any) -> None:
+        output.register_hook(lambda grad: grad * float("nan"))
+
+    hook = model.model.layers[0].mlp.register_forward_hook(spoil)
+    with pytest.raises(NonFiniteGradient, match="holds inf or NaN"):
+        backward(model, 1)
+        model._gemini_engine.drain()
+    hook.remove()
+    with pytest.raises(GeminiError, match="Load the last checkpoint"):
+        backward(model, 2)
+    gemini.load_checkpoint(tmp_path / "ckpt", model, optimizer)
+    assert all(torch.equal(value, reference[name]) for name, value in model.state_dict(dtype=torch.float32).items())
+
+
+def test_an_error_before_the_first_tile_reaches_who_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = wrap("ram", tmp_path, gradients="transient")
+    optimizer = adam(model, step_in_backward=True)
+
+    def fails(segments: Any) -> None:
+        raise MemoryError("no memory to look at a gradient")
+
+    monkeypatch.setattr(update_lane, "check_finite", fails)
+    backward(model, 0)
+    engine = model._gemini_engine
+    job = next(iter(engine.updates._jobs.values()))
+    with pytest.raises(MemoryError):
+        job.wait(PATIENCE)
+    with pytest.raises(GeminiError, match="MemoryError"):
+        optimizer.step()
+    with pytest.raises(MemoryError):
+        engine.drain()
+    engine.check_invariants()
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_an_interrupt_between_handing_over_and_noting_leaves_no_update_behind(
+    in_backward: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What nobody knows of would go on while a checkpoint is loaded."""
+    model = wrap("ram", tmp_path)
+    optimizer, held = adam(model, step_in_backward=in_backward), Held(monkeypatch)
+    updates, put, jobs = model._gemini_engine.updates, Worker.put, list[Job]()
+
+    def interrupted(self: Worker, *given: Job) -> None:
+        put(self, *given)
+        jobs.extend(given)
+        assert given[0].worker is self
+        while not held.threads:
+            time.sleep(0.001)  # the first one is under way
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Worker, "put", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            backward(model, 0)
+            optimizer.step()
+    assert {job for job in jobs if not job.is_complete()} == set(updates._jobs.values())
+    threading.Timer(0.1, held.gate.set).start()
+    updates.forget()
+    assert all(job.is_complete() for job in jobs)
+    with pytest.raises(GeminiError, match="Load the last checkpoint"):
+        backward(model, 1)
+
+
+def test_a_model_may_end_on_the_lane_that_updates_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The collector runs anywhere. A fetch that waits for that very update must not be waited for."""
+    model = wrap("nvme", tmp_path)
+    optimizer = adam(model)
+    for number in range(2):  # then it is known what to fetch ahead
+        backward(model, number)
+        optimizer.step()
+    engine = model._gemini_engine
+    engine.drain()
+    monkeypatch.setattr(lane_module, "_END_SECONDS", 3.0)
+    fetches, go, ended, found = engine.store.manager.fetches.lane, threading.Event(), threading.Event(), list[bool]()
+
+    class Ends:
+        def before_write(self, chunk: Any) -> None:
+            if not found:
+                assert go.wait(PATIENCE)
+                found.append(any(c.arriving is not None and not c.arriving.is_complete() for c in engine.store.chunks))
+                engine.close()
+                found.append(fetches.is_alive)
+                ended.set()
+
+        def after_write(self, chunk: Any) -> None:
+            pass
+
+        def step_ended(self) -> None:
+            pass
+
+        def close(self) -> None:
+            pass
+
+    backward(model, 2)
+    engine.write_observers.append(Ends())
+    optimizer.step()
+    go.set()
+    assert ended.wait(PATIENCE)
+    assert found == [True, False], "a fetch was waiting, and the end waited for it in vain"
+
+
+@pytest.mark.parametrize("where", PLACES)
+def test_a_model_may_go_in_the_middle_of_its_updates(where: str, tmp_path: Path) -> None:
+    model = wrap(where, tmp_path)
+    optimizer = adam(model)
+    backward(model, 0)
+    optimizer.step()
+    engine = model._gemini_engine
+    lane = engine.updates._worker
+    del engine, model, optimizer
+    gc.collect()
+    assert not lane.is_alive
