@@ -113,10 +113,6 @@ class Layout:
         """Wasted elements over useful ones."""
         return self.numel / self.payload - 1 if self.payload else 0.0
 
-    @property
-    def size_classes(self) -> tuple[int, ...]:
-        return tuple(sorted({chunk.numel for chunk in self.chunks}))
-
 
 def block_of(name: str) -> str:
     """The outermost numbered block a param belongs to: ``block_of("model.layers.7.mlp.w") == "model.layers.7"``.

@@ -202,31 +202,6 @@ _SPOKEN_FOR = ("working_set", "staging", "activations", "in_flight", "exchange",
 """Fields of a problem that are bytes."""
 
 
-def check_plan(plan: Plan) -> None:
-    """Walk through the moves: every moment finds its chunks gathered, and none holds more than the windows' room.
-
-    Raises:
-        PlanMismatch: if the plan would not run.
-    """
-    room = window_room(plan.problem, plan.placement)
-    needs = [plan.problem.needs_window(i, homes[WEIGHTS]) for i, homes in enumerate(plan.placement.homes)]
-    sizes = [plan.problem.window_bytes(i) for i in range(len(plan.layout.chunks))]
-    gathered: set[int] = set(standing(plan))
-    batches = [*plan.moves, *plan.again, *plan.again]
-    for access, moves in zip([*plan.accesses] * (len(batches) // max(len(plan.moves), 1)), batches, strict=True):
-        gathered -= set(moves.evict)
-        gathered |= set(moves.fetch)
-        missing = [i for i in access.chunks if needs[i] and i not in gathered]
-        if missing:
-            raise PlanMismatch(f"the plan does not gather chunks {missing} for moment {access.moment}")
-        held = sum(sizes[i] for i in gathered)
-        if held > room:
-            raise PlanMismatch(
-                f"the plan gathers {human_bytes(held)} of weights in moment {access.moment}, where there is room for "
-                f"{human_bytes(room)}"
-            )
-
-
 def window_room(problem: Problem, placement: Placement) -> int:
     """Bytes of the computing tier that gathered weights may take at once."""
     used = bytes_per_tier(problem, placement).get(problem.compute, 0)

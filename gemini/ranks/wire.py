@@ -165,13 +165,13 @@ class Wire:
         others = [rank for rank in senders if rank != self.rank]
         piece = min(piece_numel(self.size, scratch.numel()), shard)
         slots = _Slots(scratch, piece)
-        lanes = [[slots.take() for _ in others] for _ in range(2)]
+        buffers = [[slots.take() for _ in others] for _ in range(2)]
         totals = [slots.take() for _ in range(2)]
         ranges = [(a, min(a + piece, shard)) for a in range(0, shard, piece)]
 
         def begin(index: int) -> tuple[Pending, dict[int, torch.Tensor]]:
             a, b = ranges[index]
-            received = {rank: lanes[index % 2][i].view(senders[rank])[: b - a] for i, rank in enumerate(others)}
+            received = {rank: buffers[index % 2][i].view(senders[rank])[: b - a] for i, rank in enumerate(others)}
             outgoing = {} if own is None else {p: own[p * shard + a : p * shard + b] for p in self.peers}
             return self.start(tag, outgoing, received, what), received
 

@@ -22,7 +22,7 @@ from gemini.memory.chunks.chunk import COMPUTE_DTYPES
 from gemini.planning.trace import MemoryTrace, Source
 from gemini.tracing.batches import model_class_for
 from gemini.tracing.fake_ops import MOST_REAL, FakeRunner
-from gemini.tracing.observer import Observer, Step
+from gemini.tracing.observer import ObservedStep, Observer
 from gemini.tracing.targets import Target, make_target
 from gemini.train.loading.attention import without_package
 from gemini.train.loading.from_config import without_drawing
@@ -220,8 +220,8 @@ def _run(
     target: Target,
     loss: Callable[[Any], torch.Tensor] | None,
     mode: FakeTensorMode,
-) -> Step:
-    seen: list[Step] = []
+) -> ObservedStep:
+    seen: list[ObservedStep] = []
     observer = Observer(model, target, free_gradients=True, on_step=seen.append)
     with ExitStack() as stack:
         stack.callback(observer.detach)

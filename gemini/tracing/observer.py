@@ -34,7 +34,7 @@ from gemini.train.setup.structure import distinct_params
 
 
 @dataclass
-class Step:
+class ObservedStep:
     """What was seen of one step.
 
     Attributes:
@@ -59,7 +59,7 @@ class Step:
 
 
 class Observer:
-    """Hooks on one model. Each forward of the root begins a :class:`Step`; its backward ends it."""
+    """Hooks on one model. Each forward of the root begins a :class:`ObservedStep`; its backward ends it."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class Observer:
         target: Target,
         *,
         free_gradients: bool,
-        on_step: Callable[[Step], None] | None = None,
+        on_step: Callable[[ObservedStep], None] | None = None,
         on_begin: Callable[[], None] | None = None,
         now: Callable[[], float] = time.perf_counter,
     ):
@@ -93,7 +93,7 @@ class Observer:
         self._resting = True
         self.meter: Meter | None = None
         self.saved = SavedInputs(self)
-        self.step = Step()
+        self.step = ObservedStep()
 
     # ---- attaching ---------------------------------------------------------------------------------------------------
 
@@ -192,7 +192,7 @@ class Observer:
         self._path_of.clear()
         self._gradients.clear()
         self._path, self._in_backward, self._inner = "", False, None
-        self.step = Step()
+        self.step = ObservedStep()
         if self.meter is not None:
             self.meter.reset()
         self._away, self._since = 0.0, self._now()
@@ -206,7 +206,7 @@ class Observer:
         self._calls.end_backward()
         self._in_backward = False
         self._path = ""
-        step, self.step = self.step, Step()
+        step, self.step = self.step, ObservedStep()
         if self._on_step is not None and step.has_backward:
             self._on_step(step)
 

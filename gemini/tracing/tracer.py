@@ -17,7 +17,7 @@ from torch import nn
 from gemini.errors import GeminiError
 from gemini.memory.chunks.chunk import COMPUTE_DTYPES
 from gemini.planning.trace import MemoryTrace, Source, with_seconds
-from gemini.tracing.observer import Observer, Step
+from gemini.tracing.observer import ObservedStep, Observer
 from gemini.tracing.targets import make_target
 from gemini.train.engine import Engine
 from gemini.train.modules.compiled import compiled_part
@@ -64,8 +64,8 @@ class MemoryTracer:
         self._target = make_target("cuda" if self._cuda else "cpu")
         self._observer: Observer | None = None
         self._skip = skip
-        self._recorded: Step | None = None
-        self._timed: list[Step] = []
+        self._recorded: ObservedStep | None = None
+        self._timed: list[ObservedStep] = []
         self._as_python: Any = None  # what keeps compiled code from running while operations are counted
 
     def __enter__(self) -> MemoryTracer:
@@ -125,7 +125,7 @@ class MemoryTracer:
         elif self._recorded is None and not self._skip and observer.meter is None:
             self._begin_counting(observer)
 
-    def _end_step(self, step: Step) -> None:
+    def _end_step(self, step: ObservedStep) -> None:
         if self._skip:
             self._skip -= 1
         elif self._recorded is None:
@@ -179,7 +179,7 @@ class MemoryTracer:
         return next((name for name, dtype in COMPUTE_DTYPES.items() if dtype is most), "fp32")
 
 
-def seconds_of_moments(step: Step, later: list[list[float]]) -> list[float]:
+def seconds_of_moments(step: ObservedStep, later: list[list[float]]) -> list[float]:
     """Seconds of each moment of ``step``: medians over ``later`` runs of the same boundaries, else its own times.
 
     What stands between two boundaries without an operation is counted to the moment before it. A boundary that only

@@ -16,9 +16,8 @@ import gemini
 from gemini.jobs.plan_report import VERSION
 from gemini.planning.break_even import TOLERANCE, with_work
 from gemini.planning.machines import load_hardware
-from gemini.planning.plan import check_plan
 from gemini.planning.timeline import Track
-from tests.cli.refusals import refused
+from gemini.testing.plans import check_plan
 
 Gemini = Callable[..., Any]
 SIZES = ("--gpu", "24MiB", "--cpu", "64MiB", "--nvme", "200MB")

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, ExitStack
 import torch
 
 from benchmarks._progress import PATIENCE
-from gemini.memory.watching.recorder import Recorder, Step
+from gemini.memory.watching.recorder import RecordedStep, Recorder
 from gemini.planning.timeline import Timeline, Track
 from gemini.tiers import Ledger, Tier
 
@@ -28,7 +28,7 @@ def recorded(seconds: float = 100.0) -> tuple[Recorder, Clock]:
     return Recorder(clock=clock), clock
 
 
-def value(step: Step) -> Timeline:
+def value(step: RecordedStep) -> Timeline:
     return step.timeline(title="", tokens=0, flops=0, budgets={Tier.CPU: 100})
 
 

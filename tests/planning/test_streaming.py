@@ -15,7 +15,7 @@ from gemini.jobs.plan_screen import screen
 from gemini.planning.hardware import Figure, Hardware
 from gemini.planning.layout import Layout, ParamSpec, make_layout
 from gemini.planning.placement import Placement, Problem, StaticPlacement, by_fractions, bytes_per_tier, check_fits
-from gemini.planning.plan import Plan, check_plan
+from gemini.planning.plan import Plan
 from gemini.planning.planes import ADAM, GRAD, WEIGHTS, PlaneKind
 from gemini.planning.planner import plan, pose_problem
 from gemini.planning.simulate import simulate
@@ -30,6 +30,7 @@ from gemini.planning.working import (
     device_tile_numel,
     staging_bytes,
 )
+from gemini.testing.plans import check_plan
 from gemini.tiers import Tier
 
 GPU, CPU, NVME = Tier.GPU, Tier.CPU, Tier.NVME

@@ -96,11 +96,6 @@ class PinnedArena:
         self._returned: deque[tuple[_Stretch, int]] = deque()
 
     @property
-    def registered_bytes(self) -> int:
-        """Bytes that are page-locked now."""
-        return sum(stretch.arena.size for stretch in self._stretches)
-
-    @property
     def used_bytes(self) -> int:
         """Bytes of them that buffers have."""
         self._note_returned()

@@ -48,7 +48,7 @@ class _Change(NamedTuple):
 
 
 @dataclass
-class Step:
+class RecordedStep:
     """One whole step as it was recorded.
 
     ``stop``: the end of its ``optimizer.step()``; ``next_start``: where the next step begins. What other threads still
@@ -144,8 +144,8 @@ class Recorder:
         self._training = _Thread()
         self._workers: dict[int, _Thread] = {}
         self._computing: Activity | None = None
-        self._step: Step | None = None
-        self._last: Step | None = None
+        self._step: RecordedStep | None = None
+        self._last: RecordedStep | None = None
         """The step before: until the next one begins, other threads may still do something for it."""
         self._held: dict[Tier, dict[str, int]] = {}
 
@@ -228,9 +228,9 @@ class Recorder:
                 self._last.next_start = now
             known = {tier: {**held.get(tier, {}), **self._held.get(tier, {})} for tier in {**held, **self._held}}
             at_start = {tier: {holder: n for holder, n in holders.items() if n} for tier, holders in known.items()}
-            self._step = Step(now, at_start)
+            self._step = RecordedStep(now, at_start)
 
-    def end_step(self) -> Step:
+    def end_step(self) -> RecordedStep:
         """``optimizer.step()`` is over: the step, to which other threads add until the next one begins."""
         self._finish_device()
         with self._lock:
@@ -258,7 +258,7 @@ class Recorder:
             self._synchronize()
 
     @property
-    def _collecting(self) -> Step | None:
+    def _collecting(self) -> RecordedStep | None:
         """The step that other threads work for: the one under way, else the one before it."""
         if self._step is None and self._last is not None and self._last.next_start is None:
             return self._last
@@ -320,7 +320,7 @@ class Recorder:
             self._write_to(last, activity, start, min(stop, step.start))
         self._write_to(step, activity, start, stop)
 
-    def _write_to(self, step: Step, activity: Activity, start: float, stop: float) -> None:
+    def _write_to(self, step: RecordedStep, activity: Activity, start: float, stop: float) -> None:
         assert activity.track is not None
         start = max(start, step.start)
         if stop <= start:
