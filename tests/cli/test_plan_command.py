@@ -18,6 +18,7 @@ from gemini.planning.break_even import TOLERANCE, with_work
 from gemini.planning.machines import load_hardware
 from gemini.planning.timeline import Track
 from gemini.testing.plans import check_plan
+from tests.cli.refusals import refused
 
 Gemini = Callable[..., Any]
 SIZES = ("--gpu", "24MiB", "--cpu", "64MiB", "--nvme", "200MB")
