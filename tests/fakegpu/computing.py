@@ -183,7 +183,10 @@ class Computing(TorchDispatchMode):
         with torch.cuda.device(device):
             launch(stream, str(func), [u[:2] for u in used if not u[2]], [u[:2] for u in used if u[2]])
             args, kwargs = tree_unflatten(flat, shape)
-            result = func(*args, **kwargs)
+            if func is aten.histc.default and not args[0].is_floating_point():  # which CUDA's alone takes
+                result = func(args[0].float(), *args[1:], **kwargs).to(args[0].dtype)
+            else:
+                result = func(*args, **kwargs)
 
             def on_card(value: Any) -> Any:
                 if not isinstance(value, Tensor):
