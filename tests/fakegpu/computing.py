@@ -77,7 +77,8 @@ def refuse_after(calls: int | None) -> None:
 
 def launch(stream: int, name: str, reads: Sequence[tuple[int, int]], writes: Sequence[tuple[int, int]]) -> None:
     """The calling thread is about to do what a kernel would: addresses on a device, and bytes from there on."""
-    _runtime.fake_launch(stream, name.encode())
+    if error := _runtime.fake_launch(stream, name.encode()):
+        raise RuntimeError(f"CUDA error: an earlier call was refused with {error}")
     for number, ranges in enumerate((reads, writes)):
         for address, num_bytes in ranges:
             assert not address or on_device(address), f"{name} was given a host address"
