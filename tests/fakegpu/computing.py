@@ -77,7 +77,8 @@ def refuse_after(calls: int | None) -> None:
 
 def launch(stream: int, name: str, reads: Sequence[tuple[int, int]], writes: Sequence[tuple[int, int]]) -> None:
     """The calling thread is about to do what a kernel would: addresses on a device, and bytes from there on."""
-    _runtime.fake_launch(stream, name.encode())
+    if error := _runtime.fake_launch(stream, name.encode()):
+        raise RuntimeError(f"CUDA error: an earlier call was refused with {error}")
     for number, ranges in enumerate((reads, writes)):
         for address, num_bytes in ranges:
             assert not address or on_device(address), f"{name} was given a host address"
@@ -183,7 +184,10 @@ class Computing(TorchDispatchMode):
         with torch.cuda.device(device):
             launch(stream, str(func), [u[:2] for u in used if not u[2]], [u[:2] for u in used if u[2]])
             args, kwargs = tree_unflatten(flat, shape)
-            result = func(*args, **kwargs)
+            if func is aten.histc.default and not args[0].is_floating_point():  # which CUDA's alone takes
+                result = func(args[0].float(), *args[1:], **kwargs).to(args[0].dtype)
+            else:
+                result = func(*args, **kwargs)
 
             def on_card(value: Any) -> Any:
                 if not isinstance(value, Tensor):

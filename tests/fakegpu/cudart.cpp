@@ -335,14 +335,16 @@ FACE void* fake_alias(const void* at) { return touchable(at); }
 FACE int fake_device_of(const void* at) { return device_of(at); }
 FACE int fake_has_context(int device) { return devices[device].context != 0; }
 
-// The calling thread computes on a stream now: behind all that the stream was given.
-FACE void fake_launch(void* stream, const char* what) {
+// The calling thread computes on a stream now: behind all that the stream was given. What an earlier call has left as
+// the last error is told here, once, as torch does when it launches a kernel.
+FACE int fake_launch(void* stream, const char* what) {
     Guard guard(lock);
     Stream& on = stream_of(static_cast<cudaStream_t>(stream));
     on.run_all();
     on.tick();
     ++counts["launches"];
     ++counts[std::string("launch ") + what];
+    return std::exchange(last, cudaSuccess);
 }
 
 FACE void fake_use(void* stream, void* at, size_t size, int writes, const char* what) {

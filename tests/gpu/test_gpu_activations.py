@@ -52,6 +52,7 @@ def test_the_same_bits(make: Any, offload: str, tmp_path: Path) -> None:
     assert all(torch.equal(value, same_masters[name]) for name, value in masters.items())
 
 
+@gpu_cases.takes_time  # blocks stay on the card until their copies are over, and here copies are as late as can be
 def test_inputs_of_blocks_leave_the_card(card: torch.device, tmp_path: Path) -> None:
     """Between forward and backward torch holds their bytes less, each of which the ledger has in host memory."""
 
