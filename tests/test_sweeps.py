@@ -66,6 +66,17 @@ def test_tests_that_train_are_sweeps_and_others_if_they_say_so(folder: str, ever
         assert "slow" not in alone.marks, "asked for by its id it runs"
 
 
+@pytest.mark.parametrize("start", range(4))
+def test_of_placements_one_will_do_but_not_where_nothing_moves(start: int) -> None:
+    places = ["ram", "disk", "standin"]
+    (chosen,) = covering([[place] for place in places], start=start, one_of=0)
+    assert places[chosen] != "ram" and covering([["ram"]], start=start, one_of=0) == {0}
+    cases: list[Any] = [Case("train", None, kind, place) for kind in "ab" for place in places]
+    mark_slow(cases)
+    quick = [case.callspec._idlist for case in cases if "slow" not in case.marks]
+    assert sorted(kind for kind, _ in quick) == ["a", "b"] and {place for _, place in quick} != {"ram"}
+
+
 @pytest.mark.parametrize("last", ["x", "y"])
 @pytest.mark.parametrize("first", ["a"])
 def test_pytest_says_the_values_of_a_case(first: str, last: str, request: pytest.FixtureRequest) -> None:

@@ -44,6 +44,7 @@ def assert_same_weights(found: dict[str, torch.Tensor], wanted: dict[str, torch.
 # ---- saving ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep(every=3)
 @pytest.mark.parametrize(
     ("method", "where", "precision"),
     [("lora", "disk", "bf16"), ("dora", "standin", "bf16"), ("modules to save", "disk", "bf16"),
@@ -89,6 +90,7 @@ def test_a_part_of_a_model_gives_its_state_dict(tmp_path: Path) -> None:
 # ---- merging ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep(every=3)
 @pytest.mark.parametrize(
     ("method", "where", "precision", "safe"),
     [("lora", "ram", "bf16", False), ("lora", "disk", "bf16", True), ("dora", "disk", "bf16", False),

@@ -20,6 +20,7 @@ from tests.train.helpers import PLACEMENTS, Plain, adam, compare, wrap
 BASES = {"experts": helpers.mixtral, "lora bias": helpers.gpt2}
 
 
+@pytest.mark.sweep(every=3)
 @pytest.mark.parametrize("method", [name for name in CONFIGS if name != "vera"])
 def test_the_bits_of_the_plain_loop(method: str, tmp_path: Path) -> None:
     """All on NVMe, with room for one module: whatever a method reads must be gathered, and fit."""
@@ -84,6 +85,7 @@ def test_tied_embeddings(what: str, tmp_path: Path) -> None:
     compare(maker(TIED[what], tied=True), "disk", tmp_path)
 
 
+@pytest.mark.sweep(every=2)
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("method", ["rslora with dropout", "dora"])
 def test_gradient_checkpointing(method: str, reentrant: bool, tmp_path: Path) -> None:

@@ -155,6 +155,7 @@ def test_two_runs_in_one_directory(tmp_path: Path, naming: str) -> None:
     two.close()
 
 
+@pytest.mark.sweep(every=2)
 @pytest.mark.parametrize("nameless", [True, False])
 def test_no_death_leaves_it_behind(tmp_path: Path, nameless: bool) -> None:
     program = f"""

@@ -187,6 +187,7 @@ REPLICAS = [
 ]
 
 
+@pytest.mark.sweep(every=2)
 @pytest.mark.parametrize(("how", "settings", "odd", "said"), ELSEWHERE)
 def test_in_other_precisions_and_inside_backward(
     how: str, settings: dict[str, Any], odd: int, said: str, pool_of: Pools
@@ -195,6 +196,7 @@ def test_in_other_precisions_and_inside_backward(
         assert said in text and not changed, text
 
 
+@pytest.mark.sweep(every=2)
 @pytest.mark.parametrize(
     ("mesh", "how", "said"), [((2, 2), *case) for case in REPLICAS] + [((4, 1), *case) for case in REPLICAS[-2:]]
 )
@@ -265,6 +267,7 @@ LOADS = [
 ]
 
 
+@pytest.mark.sweep(every=2)
 @pytest.mark.parametrize(("what", "said"), LOADS, ids=[what for what, _ in LOADS])
 def test_what_is_loaded_must_be_the_same_on_every_rank(what: str, said: str, pool_of: Pools) -> None:
     for text, changed in pool_of(2).run(load, what, None):
@@ -272,6 +275,7 @@ def test_what_is_loaded_must_be_the_same_on_every_rank(what: str, said: str, poo
         assert text.startswith(kind) and said in text and not changed, text
 
 
+@pytest.mark.sweep(every=2)
 @pytest.mark.parametrize("what", ["model", "optimizer", "copy_", "gathered"])
 def test_what_is_loaded_must_be_the_same_on_every_replica(what: str, pool_of: Pools) -> None:
     for text, changed in pool_of(4).run(load, what, (2, 2)):

@@ -61,6 +61,7 @@ def steps(model: Any, optimizer: Any, num: int) -> list[dict[str, int]]:
     return moved
 
 
+@pytest.mark.sweep(every=2)
 @pytest.mark.parametrize("device", ["cpu", "standin"])
 @pytest.mark.parametrize("share", [0.02, 0.15, 0.4, 0.8, 1.1])
 def test_auto_does_what_plan_says(share: float, device: str, tmp_path: Path) -> None:
@@ -91,6 +92,7 @@ def room_for(model: Any, device: str, windows: float, host: int, **how: Any) -> 
     return {Tier.CPU: host, Tier.NVME: 2**21, compute: taken[compute] + int(windows * every)}
 
 
+@pytest.mark.sweep(every=2)
 @pytest.mark.parametrize("windows", [0.0, 0.35, 1.0])
 @pytest.mark.parametrize("accumulate", [1, 2, 3, 4])
 @pytest.mark.parametrize("device, kind, host", [("cpu", "gpt2", 2**20), ("standin", "llama", 2**20)])

@@ -88,6 +88,7 @@ CASES = [
 ]
 
 
+@pytest.mark.sweep(every=3)
 @pytest.mark.parametrize("number", range(len(CASES) + 2))
 def test_clipped_and_accumulated_steps_are_the_plain_loop_s_bits(number: int, tmp_path: Path) -> None:
     """Under a clock that lets copies end when they like, into memory full of NaN until then; two of them in turn."""
@@ -158,6 +159,7 @@ def test_sums_that_went_to_the_spill_file_are_added_by_the_host(tmp_path: Path) 
     assert_same(model, other)
 
 
+@pytest.mark.slow  # test_races.py draws some quickly
 def test_random_schedules_give_the_bits_of_a_serial_run(tmp_path: Path) -> None:
     """Some of tests/hunts/race_hunt.py, all with streamed updates; test_races.py draws them now and then."""
     seen: Counter[str] = Counter()
