@@ -40,7 +40,7 @@ test-gpu: $(VENV)/.built  ## set up, then run the tests of a GPU (GEMINI_GPU_TES
 
 # On a CUDA runtime in host memory (tests/fakegpu), as the first GPU of a process and as the second.
 test-fakegpu: $(FAKEGPU)/.built  ## set up the CUDA build of torch (8 GB), then run the tests of a card without one
-	preload=$$($(FAKEGPU)/bin/python tests/fakegpu/build.py $(FAKEGPU)/runtime) && \
+	preload=$$($(FAKEGPU)/bin/python tests/fakegpu/build_runtime.py $(FAKEGPU)/runtime) && \
 	for rank in 0 1; do \
 	  LD_PRELOAD=$$preload LOCAL_RANK=$$rank $(FAKEGPU)/bin/python -m pytest -p tests.fakegpu.plugin -p no:cacheprovider \
 	    -m gpu tests/gpu tests/fakegpu $(ARGS) || exit 1; \

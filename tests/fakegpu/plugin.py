@@ -12,10 +12,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tests.fakegpu import computing, kernels
+from tests.fakegpu import computing, launches
 
 computing.install()
-kernels.install()
+launches.install()
 torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
 
 

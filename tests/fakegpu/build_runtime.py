@@ -1,6 +1,6 @@
 """Builds the CUDA runtime in host memory with the headers that come with the CUDA build of torch.
 
-python tests/fakegpu/build.py FOLDER      # prints what LD_PRELOAD has to be
+python tests/fakegpu/build_runtime.py FOLDER      # prints what LD_PRELOAD has to be
 """
 
 from __future__ import annotations
