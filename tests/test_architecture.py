@@ -44,6 +44,12 @@ FLOORS = [
     ("gemini.__main__",),
     ("gemini.testing",),  # nothing of the product may import it
 ]
+# Rooms of gemini.train, from the ground up: data flows one way, and nothing calls up.
+ROOMS = (
+    "transforms", "step", "write_observers", "observers", "params", "modules", "gradients", "activations", "setup",
+    "update", "sharding", "passes", "engine", "optimizers", "recording", "report", "checkpoint", "unmanage", "adapters",
+    "ddp", "loading",
+)  # fmt: skip
 NO_TORCH = 2  # the first so many floors, and the settings
 # Of DESIGN's names; plan and simulate come with the planner.
 PUBLIC = {
@@ -105,6 +111,30 @@ def test_the_measure_sees_an_import_upwards(tmp_path: Path) -> None:
     assert floor_of("gemini.train.engine") > floor_of("gemini.planning.layout")
     with pytest.raises(AssertionError, match="no floor"):
         floor_of("gemini.attic")
+
+
+def room_of(module: str) -> int:
+    return ROOMS.index(module.split(".")[2])
+
+
+def upward_in_train(path: Path, module: str) -> list[str]:
+    """What a file of gemini.train imports from rooms above its own; imports for type checkers count as well."""
+    found = (
+        node.module
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ImportFrom) and node.module is not None and node.module.startswith("gemini.train.")
+    )
+    return [name for name in found if room_of(name) > room_of(module)]
+
+
+def test_rooms_of_a_training_step_point_down(tmp_path: Path) -> None:
+    for path in FILES:
+        module = module_of(path)
+        if module.startswith("gemini.train."):
+            assert not upward_in_train(path, module), module
+    path = tmp_path / "hooks.py"
+    path.write_text("if TYPE_CHECKING:\n    from gemini.train.engine import Engine\n")
+    assert upward_in_train(path, "gemini.train.passes.hooks") == ["gemini.train.engine"]
 
 
 def test_inside_the_product_the_face_is_not_used_below_the_jobs() -> None:
