@@ -14,9 +14,13 @@ from gemini import kernels
 from gemini.memory.chunks.chunk import Chunk
 from gemini.memory.devices.device import Event
 from gemini.memory.devices.windows import PageWindow
+from gemini.memory.movement.manager import Manager
 from gemini.memory.movement.worker import Job
 from gemini.tiers import Ledger
-from gemini.train.engine import Engine
+from gemini.train.passes.backward import BackwardPass
+from gemini.train.passes.forward import ForwardPass
+from gemini.train.passes.stepping import Stepping
+from gemini.train.write_observers import WriteObservers
 
 KINDS = ("write: disk full", "read: i/o error", "adam: raises", "interrupt")
 BESIDE = "beside the books: interrupt"
@@ -89,9 +93,12 @@ class Faults:
                 undo.callback(signal.setitimer, signal.ITIMER_REAL, 0)
                 signal.setitimer(signal.ITIMER_REAL, random.Random(self.chosen).uniform(0, ALARM_S) or ALARM_S)
             elif self.kind == "interrupt":
-                for name in ("begin_call", "end_call", "begin_backward", "end_backward", "take_grad", "acquire",
-                             "release", "before_write", "end_step"):  # fmt: skip
-                    self._patch(undo, Engine, name)
+                for owner, names in (
+                    (ForwardPass, ("begin_call", "end_call")), (BackwardPass, ("begin", "end", "take_grad")),
+                    (Manager, ("acquire", "release")), (WriteObservers, ("before_write",)), (Stepping, ("end_step",)),
+                ):  # fmt: skip
+                    for name in names:
+                        self._patch(undo, owner, name)
                 self._patch(undo, Event, "wait")
                 self._patch(undo, Job, "wait")
             else:

@@ -18,6 +18,7 @@ import transformers
 from torch import nn
 
 import gemini
+import gemini.testing  # makes the stand-in known, also in processes that import nothing else
 from gemini.planning.layout import ParamSpec, make_layout
 from gemini.planning.working import staging_bytes, staging_sets, tile_numel
 from gemini.tiers import Tier

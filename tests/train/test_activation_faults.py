@@ -69,7 +69,7 @@ def test_a_write_that_fails_in_flight_is_told_with_its_text(tmp_path: Path, monk
 
 def spill_over(model: Any) -> None:
     """Until every write is over, without a look at how they ended."""
-    for flight in model._gemini_engine.activations.lanes._saving:
+    for flight in model._gemini_engine.activations.workers._saving:
         flight.wait()
 
 

@@ -274,7 +274,7 @@ def test_tight_budgets_are_kept_and_refuse_nothing_more(device: str, offload: st
             for one in (Tier.GPU, Tier.CPU, Tier.NVME):
                 if one in model._gemini_engine.store.ledger.tiers:
                     assert model._gemini_engine.store.ledger.peak(one) <= model._gemini_engine.store.ledger.budget(one)
-            lanes = model._gemini_engine.activations.lanes
+            lanes = model._gemini_engine.activations.workers
             if lanes is not None:
                 flying.append(lanes._largest)
         same(*results)

@@ -136,7 +136,7 @@ def _read_copies(func: Callable[..., Any], args: Any, kwargs: Any, handles: list
 def _where_computed(values: torch.Tensor, handle: ParamHandle) -> torch.Tensor:
     """Where ``param.device`` says they are, as what else takes part in an operation will be."""
     with torch.inference_mode(False):
-        return values.to(handle.chunk.face.device)
+        return values.to(owner_of(handle).store.device.torch_device)
 
 
 def _is_differentiated(func: Callable[..., Any], args: Any, kwargs: Any) -> bool:

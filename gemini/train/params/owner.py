@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from gemini.config import GeminiConfig
 from gemini.errors import ParamAccessError
 from gemini.memory.chunks.chunk import Chunk
+from gemini.memory.store import ChunkStore
 from gemini.train.params.by_name import ByName
 from gemini.train.params.handle import ParamHandle, ParamSet
 from gemini.train.step import StepState
@@ -32,6 +33,7 @@ class Owner(Protocol):
 
     config: GeminiConfig
     params: ParamSet
+    store: ChunkStore
     state: StepState
     by_names: ByName
     reads: Reads
