@@ -418,6 +418,30 @@ def test_transforms(transform: str, where: str, tmp_path: Path) -> None:
     engine_of(model).check_invariants()
 
 
+@pytest.mark.parametrize("where", ["ram", "disk"])
+def test_a_hook_inside_a_transform_reads_a_param(where: str, tmp_path: Path) -> None:
+    """After its module's call: a copy is read, outside of the transform, or the remedy is said."""
+
+    class Hooked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w, self.read = weight(WIDTH, WIDTH), torch.Tensor.sum
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = x @ self.w
+            y.register_hook(lambda grad: grad + 0.01 * self.read(self.w).detach())
+            return y
+
+    x = noise(4, WIDTH, dtype=torch.float32)
+    plain, model = Hooked(), wrap(Hooked(), where, tmp_path, precision="fp32", slack=2**17)
+    model.load_state_dict(plain.state_dict())
+    found = [torch.func.grad(lambda x, net=net: net(x).square().sum())(x) for net in (plain, model)]
+    assert same_bits(found[1].detach(), found[0].detach())
+    model.read = torch.Tensor.detach
+    with pytest.raises(gemini.GeminiError, match="full_param"):
+        torch.func.grad(lambda x: model(x).square().sum())(x)
+
+
 @pytest.mark.parametrize("register", [False, True])
 @pytest.mark.parametrize("where", ["ram", "disk", "standin"])
 def test_functional_call(where: str, register: bool, tmp_path: Path) -> None:

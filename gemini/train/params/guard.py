@@ -24,7 +24,7 @@ from gemini.grad_mode import call_without_grad
 from gemini.train.params.grad_reads import note_grad_read
 from gemini.train.params.handle import ParamHandle
 from gemini.train.params.owner import owner_of
-from gemini.train.transforms import unwrapped
+from gemini.train.transforms import unwrapped, without_transforms
 
 
 class ManagedParameter(nn.Parameter):
@@ -135,7 +135,7 @@ def _read_copies(func: Callable[..., Any], args: Any, kwargs: Any, handles: list
 
 def _where_computed(values: torch.Tensor, handle: ParamHandle) -> torch.Tensor:
     """Where ``param.device`` says they are, as what else takes part in an operation will be."""
-    with torch.inference_mode(False):
+    with torch.inference_mode(False), without_transforms():
         return values.to(owner_of(handle).store.device.torch_device)
 
 
