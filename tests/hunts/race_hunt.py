@@ -43,7 +43,7 @@ import gemini  # noqa: E402
 from gemini import kernels  # noqa: E402
 from gemini.errors import parse_bytes  # noqa: E402
 from gemini.memory.devices.windows import PageWindow, StorageWindow  # noqa: E402
-from gemini.memory.movement.worker import Worker  # noqa: E402
+from gemini.memory.movement.worker import JobThread  # noqa: E402
 from gemini.memory.nvme import SpillFile  # noqa: E402
 from gemini.planning import working  # noqa: E402
 from gemini.testing import RandomClock, StandinDevice  # noqa: E402
@@ -201,7 +201,7 @@ def disturbed(schedule: Schedule) -> Iterator[Counter[str]]:
             pausing(owner, name)
         for kind in (PageWindow, StorageWindow):
             spoil(kind)
-        put = Worker.put
+        put = JobThread.put
 
         def late(worker: Any, *jobs: Any) -> None:
             """Now and then the lane is far ahead of who gave it work, or far behind."""
@@ -209,7 +209,7 @@ def disturbed(schedule: Schedule) -> Iterator[Counter[str]]:
             seen[f"jobs of {worker.name}"] += len(jobs)
             pause()
 
-        patch(Worker, "put", late)
+        patch(JobThread, "put", late)
         patch(working, "TILE", schedule.tile)
         undo.callback(sys.setswitchinterval, sys.getswitchinterval())
         sys.setswitchinterval(schedule.switch_interval)

@@ -15,7 +15,7 @@ import gemini
 from gemini.memory.devices.device import Event
 from gemini.memory.movement.worker import Job
 from gemini.memory.nvme import SpillFile
-from gemini.train.activations import lanes as activation_lanes
+from gemini.train.activations import workers as activation_workers
 from tests.train.test_activation_overlap import (  # noqa: F401
     INPUT,
     LAYERS,
@@ -23,11 +23,11 @@ from tests.train.test_activation_overlap import (  # noqa: F401
     Gate,
     adam,
     held,
-    lane_of_now,
     noise,
     nothing_is_left,
     same,
     train,
+    worker_of_now,
     wrap,
 )
 
@@ -43,7 +43,7 @@ def test_a_write_that_fails_in_flight_is_told_with_its_text(tmp_path: Path, monk
             writes.error = [None, spill.failed("write", INPUT, 0, OSError(28, "No space left on device"))]
             if when == "forward":
                 writes.open.set()
-                patches.setattr(activation_lanes, "DEPTH", 0)  # waits for the last but one
+                patches.setattr(activation_workers, "DEPTH", 0)  # waits for the last but one
             with pytest.raises(gemini.StorageError) as caught:
                 loss = model(noise())
                 assert when != "forward"
@@ -82,8 +82,8 @@ def test_a_read_that_fails_ahead_is_tried_again_by_who_needs_it(
     real, failed = SpillFile.read, list[str]()
 
     def read(spill: SpillFile, into: torch.Tensor, offset: int) -> None:
-        if lane_of_now() == "gemini-restore" or always:
-            failed.append(lane_of_now())
+        if worker_of_now() == "gemini-restore" or always:
+            failed.append(worker_of_now())
             raise spill.failed("read", into.nbytes, offset, OSError(5, "Input/output error"))
         real(spill, into, offset)
 
@@ -121,7 +121,7 @@ def test_an_interrupt_anywhere_leaves_nothing(device: str, offload: str, tmp_pat
 
             def call(*args: Any, real: Any = real, calls: list[int] = calls, chosen: int = chosen, **how: Any) -> Any:
                 result = real(*args, **how)
-                if lane_of_now() == "MainThread":
+                if worker_of_now() == "MainThread":
                     calls.append(1)
                     if len(calls) == chosen:
                         raise KeyboardInterrupt

@@ -15,10 +15,10 @@ import torch
 import gemini
 from benchmarks._progress import PATIENCE
 from gemini.errors import GeminiError, NonFiniteGradient, StorageError
-from gemini.memory.movement import lane as lane_module
-from gemini.memory.movement.worker import Job, Worker
+from gemini.memory.movement import worker as job_worker
+from gemini.memory.movement.worker import Job, JobThread
 from gemini.memory.nvme import SpillFile
-from gemini.train.update import lane as update_lane
+from gemini.train.update import worker as update_worker
 from tests.train.test_updates import PLACES, Held, adam, backward, wrap
 
 
@@ -87,7 +87,7 @@ def test_an_error_before_the_first_tile_reaches_who_waits(tmp_path: Path, monkey
     def fails(segments: Any) -> None:
         raise MemoryError("no memory to look at a gradient")
 
-    monkeypatch.setattr(update_lane, "check_finite", fails)
+    monkeypatch.setattr(update_worker, "check_finite", fails)
     backward(model, 0)
     engine = model._gemini_engine
     job = next(iter(engine.updates._jobs.values()))
@@ -107,9 +107,9 @@ def test_an_interrupt_between_handing_over_and_noting_leaves_no_update_behind(
     """What nobody knows of would go on while a checkpoint is loaded."""
     model = wrap("ram", tmp_path)
     optimizer, held = adam(model, step_in_backward=in_backward), Held(monkeypatch)
-    updates, put, jobs = model._gemini_engine.updates, Worker.put, list[Job]()
+    updates, put, jobs = model._gemini_engine.updates, JobThread.put, list[Job]()
 
-    def interrupted(self: Worker, *given: Job) -> None:
+    def interrupted(self: JobThread, *given: Job) -> None:
         put(self, *given)
         jobs.extend(given)
         assert given[0].worker is self
@@ -118,7 +118,7 @@ def test_an_interrupt_between_handing_over_and_noting_leaves_no_update_behind(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(Worker, "put", interrupted)
+        patch.setattr(JobThread, "put", interrupted)
         with pytest.raises(KeyboardInterrupt):
             backward(model, 0)
             optimizer.step()
@@ -139,8 +139,8 @@ def test_a_model_may_end_on_the_lane_that_updates_it(tmp_path: Path, monkeypatch
         optimizer.step()
     engine = model._gemini_engine
     engine.drain()
-    monkeypatch.setattr(lane_module, "_END_SECONDS", 3.0)
-    fetches, go, ended, found = engine.store.manager.fetches.lane, threading.Event(), threading.Event(), list[bool]()
+    monkeypatch.setattr(job_worker, "_END_SECONDS", 3.0)
+    fetches, go, ended, found = engine.store.manager.fetches.worker, threading.Event(), threading.Event(), list[bool]()
 
     class Ends:
         def before_write(self, chunk: Any) -> None:
@@ -175,7 +175,7 @@ def test_a_model_may_go_in_the_middle_of_its_updates(where: str, tmp_path: Path)
     backward(model, 0)
     optimizer.step()
     engine = model._gemini_engine
-    lane = engine.updates._worker
+    worker = engine.updates._worker
     del engine, model, optimizer
     gc.collect()
-    assert not lane.is_alive
+    assert not worker.is_alive
