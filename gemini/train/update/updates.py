@@ -135,7 +135,7 @@ class Updates:
         self._observers.before_write(chunk)
         try:
             about = self._mover.about("update", f"update chunk {chunk.spec.index}", chunk.spec.index)
-            with torch.profiler.record_function("gemini::adam"), about:
+            with torch.profiler.record_function("gemini::update"), about:
                 for tile in parts:
                     try:
                         tile.begin()
