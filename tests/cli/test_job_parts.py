@@ -71,14 +71,19 @@ def test_what_a_death_left_is_cleaned_up(tmp_path: Path) -> None:
     dead = subprocess.Popen(["true"])
     dead.wait()
     living = replacing.begin(folder / "step-00000003").name  # of this process, until it ends it
-    another = living.replace(str(os.getpid()), str(os.getppid()))  # its number lives, but it began at another time
+    young = subprocess.Popen(["sleep", "60"])
+    another = living.replace(str(os.getpid()), str(young.pid))  # its number lives, but it began at another time
     going = [f".step-00000003.new-{dead.pid}", f".step-00000003.new-{os.getpid()}", another, f"{another}.old",
              ".step-00000001.removed", ".step-00000004.old"]  # fmt: skip
     staying = [living, "step-00000004", "notes", ".step-00000003.new-x", ".other.new-7", ".step-00000002.old"]
     for name in [*going, *staying]:
         (folder / name).mkdir(parents=True)
         (folder / name / "manifest.json").write_text("{}")
-    clean_up(tmp_path)
+    try:
+        clean_up(tmp_path)
+    finally:
+        young.kill()
+        young.wait()
     assert sorted(path.name for path in folder.iterdir()) == sorted([*staying[:-1], "step-00000002"])
 
 
