@@ -124,8 +124,10 @@ class GeminiDDP(nn.Module):
         return _engine(self).stepping.clip_grad_norm(max_norm, handles, error_if_nonfinite=error_if_nonfinite)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients."""
-        _engine(self).discard_grads()
+        """Forget the gradients, or with ``set_to_none=False`` let zeros take their place
+        (:meth:`gemini.HybridOptimizer.zero_grad`).
+        """
+        _engine(self).discard_grads(to_zero=not set_to_none)
 
     def compile(self, **options: Any) -> None:  # type: ignore[override]
         """Compile each repeated block in place: ``block.compile(**options)``, the options of ``torch.compile``.

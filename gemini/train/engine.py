@@ -42,7 +42,7 @@ from gemini.train.params.by_name import ByName
 from gemini.train.params.exposure import Exposure
 from gemini.train.params.gathered import Gathering
 from gemini.train.params.guard import ManagedParameter
-from gemini.train.params.handle import ParamHandle
+from gemini.train.params.handle import Leftover, ParamHandle
 from gemini.train.passes.backward import BackwardPass
 from gemini.train.passes.forward import ForwardPass
 from gemini.train.passes.hooks import Passes, passes_of
@@ -191,10 +191,10 @@ class Engine:
         """Autograd has accumulated a gradient in the param: it goes into its chunk."""
         self.backward.take_grad(handle)
 
-    def discard_grads(self, handles: Iterable[ParamHandle] | None = None) -> None:
-        """zero_grad: forget gradients, all or some."""
+    def discard_grads(self, handles: Iterable[ParamHandle] | None = None, *, to_zero: bool = False) -> None:
+        """zero_grad: forget gradients, all or some; zeros may take their place."""
         self.recovery.forget_interrupted()
-        self.backward.discard(handles)
+        self.backward.discard(handles, leftover=Leftover.ZEROS if to_zero else Leftover.NOTHING)
 
     # ---- between steps --------------------------------------------------------------------------------------------
 

@@ -29,7 +29,7 @@ from gemini.memory.nvme import SpillFile
 from gemini.planning.planes import GRAD, PlaneSpec
 from gemini.tiers import Ledger, Tier
 from gemini.train.gradients.make_way import move_moments_down
-from gemini.train.params.handle import ParamHandle
+from gemini.train.params.handle import Leftover, ParamHandle
 
 HOLDER = "gradients in flight"
 
@@ -173,6 +173,15 @@ class GradientStore:
         index = chunk.spec.index
         with self._mover.about("gradient landing", f"land gradients of chunk {index}", index):
             return self._land_staged(plane, flat, at, adding)
+
+    def land_zeros(self, handles: list[ParamHandle]) -> None:
+        """Give these params, which have no gradient, one of zeros."""
+        for handle in handles:
+            plane, part, sums = handle.chunk.planes[GRAD], handle.part, []
+            zeros = torch.zeros(min(part.numel, self._mover.tile), dtype=plane.dtype, device=self._device.torch_device)
+            for start, stop in tiles(0, part.numel, self._mover.tile):
+                sums += self.land_piece(handle.chunk, zeros[: stop - start], part.start + start, adding=False)
+            handle.norm_sums = sums
 
     def _land_staged(self, plane: Plane, flat: torch.Tensor, base: int, adding: bool) -> kernels.Sums:
         """Tile by tile through host staging: inbound from the device, outbound to a device plane or the spill file."""
@@ -390,12 +399,18 @@ class GradientStore:
                 "rate, data, fp16)"
             )
 
-    def discard(self, handles: list[ParamHandle]) -> None:
-        """Forget gradients, and what failed of their landing."""
+    def discard(self, handles: list[ParamHandle], *, leftover: Leftover = Leftover.NOTHING) -> None:
+        """Forget gradients, and what failed of their landing.
+
+        Args:
+            leftover: what stands in their place; nothing stays nothing where there was none.
+        """
         while self._landing:
             with contextlib.suppress(Exception):
                 self.drain()
         for handle in handles:
+            had = handle.has_grad or handle.leftover is not Leftover.NOTHING
+            handle.leftover = leftover if had else Leftover.NOTHING
             handle.norm_sums, handle.clip, handle.clip_folded = None, 1.0, 1.0
 
 

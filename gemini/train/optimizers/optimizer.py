@@ -186,7 +186,12 @@ class HybridOptimizer(torch.optim.Optimizer):
             self._step_plain(param, group, index)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients of this optimizer's params."""
+        """Forget the gradients of this optimizer's params. With ``set_to_none=False`` zeros stand in their place, with
+        which :meth:`step` updates what gets no other gradient, as in torch.
+
+        Raises:
+            GeminiError: for zeros with ``GeminiConfig(gradients="transient")``.
+        """
         handles = []
         for param in chain.from_iterable(group["params"] for group in self.param_groups):
             handle = handle_of(param)
@@ -198,7 +203,7 @@ class HybridOptimizer(torch.optim.Optimizer):
                 else:
                     param.grad.detach_().zero_()
         if handles:
-            owner_of(handles[0]).discard_grads(handles)
+            owner_of(handles[0]).discard_grads(handles, to_zero=not set_to_none)
 
     def full_state(self, name: str) -> dict[str, torch.Tensor]:
         """The states of one managed param by name, on the CPU: "step", those of the rule ("exp_avg", "exp_avg_sq" of
@@ -308,9 +313,7 @@ class HybridOptimizer(torch.optim.Optimizer):
         """Drop the gradients of managed params in place of a step (``GradScaler.step`` has found inf or NaN)."""
         handles = [handle for group in self.param_groups for p in group["params"] if (handle := handle_of(p))]
         if handles:
-            stepping = stepping_of(handles[0])
-            stepping.discard(handles)
-            stepping.end_step()
+            stepping_of(handles[0]).skip(handles)
 
     # ---- managed params -----------------------------------------------------------------------------------------
 
@@ -334,7 +337,7 @@ class HybridOptimizer(torch.optim.Optimizer):
         stepping.begin_step(self)
         if refusal is not None:
             raise refusal
-        groups = {id(handle): group for handle, group in managed if handle.has_grad}
+        groups = {id(handle): group for handle, group in managed if handle.takes_step}
         known: dict[tuple[int, int, float], Any] = {}
 
         def scalars_of(handle: ParamHandle, scale: float) -> Any:
@@ -344,7 +347,7 @@ class HybridOptimizer(torch.optim.Optimizer):
                 known[key] = self.rule.scalars(group, handle.num_steps + 1, scale)
             return known[key]
 
-        stepping.step([handle for handle, _ in managed if handle.has_grad], scalars_of)
+        stepping.step([handle for handle, _ in managed if handle.takes_step], scalars_of)
 
     def _check_mode(self, stepping: Stepping) -> None:
         refuse_other(self.rule, stepping.rule)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass, field
+from enum import IntEnum
 from typing import Any
 
 import torch
@@ -13,6 +14,17 @@ from gemini.kernels import Sums
 from gemini.memory.chunks.chunk import Chunk
 from gemini.planning.layout import Part, Slot
 from gemini.train.params.stepper import Stepper
+
+
+class Leftover(IntEnum):
+    """What a plain loop's ``p.grad`` would hold of earlier steps, while no gradient is here."""
+
+    NOTHING = 0
+    """Nothing: there was none since ``zero_grad()``."""
+    USED = 1
+    """One that a step has used, or skipped."""
+    ZEROS = 2
+    """Zeros, by ``zero_grad(set_to_none=False)``: the next step updates with them what gets no other."""
 
 
 @dataclass(eq=False, slots=True)
@@ -47,6 +59,7 @@ class ParamHandle:
     """``requires_grad`` as of the last look; flips at rest are noticed by the guard."""
     norm_sums: Sums | None = None
     """Sums of squares of the gradient's norm tiles, on a device still perhaps; None while there is no gradient."""
+    leftover: Leftover = Leftover.NOTHING
     num_steps: int = 0
     """Updates this param has had (Adam's bias correction); a skipped step leaves it."""
     in_backward: int = -1
@@ -61,6 +74,11 @@ class ParamHandle:
     @property
     def has_grad(self) -> bool:
         return self.norm_sums is not None
+
+    @property
+    def takes_step(self) -> bool:
+        """Whether the next ``optimizer.step()`` updates it."""
+        return self.norm_sums is not None or self.leftover is Leftover.ZEROS
 
 
 def handle_of(param: Any) -> ParamHandle | None:

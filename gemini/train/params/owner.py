@@ -43,8 +43,8 @@ class Owner(Protocol):
     def take_grad(self, handle: ParamHandle) -> None:
         """Autograd has accumulated a gradient in the param: it goes into its chunk."""
 
-    def discard_grads(self, handles: Iterable[ParamHandle]) -> None:
-        """Forget gradients."""
+    def discard_grads(self, handles: Iterable[ParamHandle], *, to_zero: bool = False) -> None:
+        """Forget gradients; zeros may take their place."""
 
 
 def owner_of(handle: ParamHandle) -> Owner:

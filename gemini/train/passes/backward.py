@@ -19,7 +19,7 @@ from gemini.train.modules.calls import CallRecord, Calls
 from gemini.train.observers import Observers, own_work
 from gemini.train.params.by_name import ByName
 from gemini.train.params.exposure import Exposure
-from gemini.train.params.handle import ParamHandle, ParamSet
+from gemini.train.params.handle import Leftover, ParamHandle, ParamSet
 from gemini.train.params.stepper import stepping_in_backward
 from gemini.train.sharding.reduction import Reduction
 from gemini.train.step import StepState
@@ -183,7 +183,9 @@ class BackwardPass:
         if self._reduction is not None and self._reduction.has_replicas:
             self.settle()
         if not handle.has_grad:
-            return None
+            if handle.leftover is not Leftover.ZEROS:
+                return None
+            return torch.zeros(handle.param.shape, dtype=handle.chunk.planes[GRAD].dtype, device="cpu")
         grad = self._by_names.read_plane(handle, GRAD)
         if grad is not None and handle.clip_folded != 1.0:
             grad = grad.float().mul_(handle.clip_folded)
@@ -191,12 +193,25 @@ class BackwardPass:
             return grad
         return grad.float().mul_(self.scaling.unscale)
 
-    def discard(self, handles: Iterable[ParamHandle] | None = None) -> None:
-        """zero_grad: forget gradients (all, or some), and the clipping that was computed from them."""
+    def discard(self, handles: Iterable[ParamHandle] | None = None, *, leftover: Leftover = Leftover.NOTHING) -> None:
+        """zero_grad: forget gradients (all, or some), and the clipping that was computed from them.
+
+        Args:
+            leftover: what stands in their place.
+
+        Raises:
+            GeminiError: for zeros where gradients are kept nowhere; nothing was changed.
+        """
+        if leftover is Leftover.ZEROS and self._in_backward.transient:
+            raise GeminiError(
+                'zero_grad(set_to_none=False) with gradients="transient": gradients are kept nowhere, so there is '
+                "nothing to set to zero, and torch would update params of a zero gradient. Call zero_grad(), or use "
+                'GeminiConfig(gradients="retain")'
+            )
         chosen = self._params.handles if handles is None else list(handles)
         if self._reduction is not None:
             self._reduction.discard(chosen)
-        self.gradients.discard(chosen)
+        self.gradients.discard(chosen, leftover=leftover)
         if self.observers.recording is not None:
             self.observers.recording.discard()
         self.fold_clipping()

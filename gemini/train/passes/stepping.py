@@ -14,7 +14,7 @@ from gemini.memory.store import ChunkStore
 from gemini.rules import UpdateRule
 from gemini.train.gradients.scaled_backward import Scaling
 from gemini.train.params.exposure import Exposure
-from gemini.train.params.handle import ParamHandle, ParamSet
+from gemini.train.params.handle import Leftover, ParamHandle, ParamSet
 from gemini.train.params.owner import owner_of
 from gemini.train.params.stepper import Stepper
 from gemini.train.params.versions import note_writes
@@ -133,10 +133,11 @@ class Stepping:
         self._recovery.forget_interrupted()
         self._backward.settle()
 
-    def discard(self, handles: list[ParamHandle]) -> None:
-        """Forget these gradients."""
+    def skip(self, handles: list[ParamHandle]) -> None:
+        """Forget these gradients, in place of a step with them."""
         self._recovery.forget_interrupted()
-        self._backward.discard(handles)
+        self._backward.discard(handles, leftover=Leftover.USED)
+        self.end_step()
 
     # ---- the step -----------------------------------------------------------------------------------------------
 
@@ -154,7 +155,7 @@ class Stepping:
             self._reduction.agree_on_step(optimizer)
 
     def step(self, handles: list[ParamHandle], scalars_of: Callable[[ParamHandle, float], object]) -> None:
-        """Update these params, which have gradients, and end the step; in fp16 skip it if one holds inf or NaN.
+        """Update these params (``takes_step``) and end the step; in fp16 skip it if one holds inf or NaN.
 
         Args:
             scalars_of: what to update a param with whose gradient is to be multiplied by a factor.
@@ -164,20 +165,21 @@ class Stepping:
             GeminiError: for gradients that a scaler has scaled and not unscaled.
             ParamAccessError: for weights that the program has written to.
         """
-        self.scaling.check_unscaled(handles)
+        self.scaling.check_unscaled(handle for handle in handles if handle.has_grad)
         loss_scale = None if self.scaling.is_by_scaler or not handles else self.scaling.loss_scale
         if loss_scale is not None and not math.isfinite(self._gradients.total_sum(handles)):
             loss_scale.skipped()
-            self.discard(handles)
-            self.end_step()
+            self.skip(handles)
             return
         self._gradients.check_finite(handles)
         self._exposure.check({handle.chunk.spec.index: handle.chunk for handle in handles}.values())
+        self._gradients.land_zeros([handle for handle in handles if not handle.has_grad])
         by_chunk = self._segments(handles, scalars_of)
         try:
             note_writes(handles)
             for handle in handles:
                 handle.num_steps += 1
+                handle.leftover = Leftover.USED
                 handle.norm_sums, handle.clip, handle.clip_folded = None, 1.0, 1.0
             self.updates.submit(by_chunk)
         except BaseException as e:  # an interrupt between two chunks breaks the step as well

@@ -30,7 +30,7 @@ from gemini.ranks.facts import Facts, plain
 from gemini.ranks.wire import Tag, guarded
 from gemini.train.gradients.scaled_backward import Scaling
 from gemini.train.gradients.store import GradientStore
-from gemini.train.params.handle import ParamHandle, handle_of
+from gemini.train.params.handle import Leftover, ParamHandle, handle_of
 from gemini.train.params.stepper import Stepper, optimizer_of
 from gemini.train.sharding.alike import meet_with, refuse_differing
 from gemini.train.sharding.shards import Shards
@@ -287,8 +287,9 @@ class Reduction:
         self.num_dropped += any(handle.has_grad for handle in handles)
         for handle in handles:
             whole = self._whole.get(handle.chunk.spec.index)
-            if whole is not None:
-                whole.arrived.discard(handle.name)
+            if whole is not None and handle.name in whole.arrived:
+                whole.arrived.remove(handle.name)
+                handle.leftover = Leftover.USED  # until what takes its place is known
                 if not whole.arrived:
                     self._close(handle.chunk.spec.index)
         self.clippings.clear()
@@ -437,6 +438,9 @@ class Reduction:
             {
                 "the param group": array("q", [groups.get(handle.name, -1) for handle in handles]),
                 "requires_grad": array("b", [handle.trained for handle in handles]),
+                "what zero_grad(set_to_none=False) left": array(
+                    "b", [handle.leftover is Leftover.ZEROS for handle in handles]
+                ),
                 "the number of updates": array("q", [handle.num_steps for handle in handles]),
                 "the clipping": array("d", [handle.clip for handle in handles]),
             },

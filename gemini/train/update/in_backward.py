@@ -14,7 +14,7 @@ from gemini.memory.movement.mover import Mover
 from gemini.rules import UpdateRule
 from gemini.train.gradients.scaled_backward import Scaling
 from gemini.train.gradients.store import GradientStore
-from gemini.train.params.handle import ParamHandle, ParamSet
+from gemini.train.params.handle import Leftover, ParamHandle, ParamSet
 from gemini.train.params.stepper import Stepper, optimizer_of, stepping_in_backward
 from gemini.train.step import StepState
 from gemini.train.update.tiles import ParamUpdate
@@ -96,6 +96,6 @@ class InBackward:
             scale = self._state.clip_coefficient * self._scaling.unscale * handle.clip
             scalars = optimizer.scalars_in_backward(handle, self._state.backward_number, scale)
             self._updates.collect(ParamUpdate(handle, scalars))
-            handle.norm_sums = None
+            handle.norm_sums, handle.leftover = None, Leftover.USED
             handle.in_backward = self._state.backward_number
         self._updates.complete(chunk, stop=stop)
