@@ -24,7 +24,9 @@ _LARGEST = torch.finfo(torch.float32).max
 
 @dataclass(frozen=True)
 class ElementwiseRule(UpdateRule):
-    """Runs by the native kernel that its scalars name; where there is none, in its torch lines."""
+    """Runs by the native kernel that its scalars name, which csrc/rules.h must have; where native code cannot
+    take the tensors, in its torch lines. A rule that has no kernel is an :class:`~gemini.rules.UpdateRule`.
+    """
 
     stops_on_device = True
     positive: ClassVar[tuple[str, ...]] = ()

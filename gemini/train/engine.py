@@ -210,7 +210,7 @@ class Engine:
         self.activations.drain()
 
     def restored(self) -> None:
-        """Masters and moments are those of a checkpoint: what belongs to the ones before is gone."""
+        """Masters and states are those of a checkpoint: what belongs to the ones before is gone."""
         self.discard_grads()
         self.state.mark_restored()
         self.store.manager.drop(self.store.chunks)

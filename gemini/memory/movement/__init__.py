@@ -1,1 +1,1 @@
-"""Movement: what copies planes between tiers, ahead of their use or when they are asked for."""
+"""Movement: the manager, who gathers and evicts chunks, and what copies planes between tiers, ahead or on demand."""

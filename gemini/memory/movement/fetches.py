@@ -27,7 +27,7 @@ class Fetches:
     """The fetches of one manager.
 
     Args:
-        lane: where fetches ahead begin, with ``staging`` of its own; without one there are none.
+        worker: where fetches ahead begin, with ``staging`` of its own; without one there are none.
     """
 
     def __init__(

@@ -2,6 +2,7 @@
 
     acquire = make room (policy) + populate + gather + pin
     release = unpin; the window stays until someone needs the room
+    evict   = make_room (something is needed), _let_go (something is welcome) or drop (the copy is overtaken)
 
 Weights in windows are clean copies, so eviction drops them. Every byte is reserved in the ledger before it is taken:
 populated windows as "windows", frames that wait for reuse as "pool". What the schedule says is needed next is gathered

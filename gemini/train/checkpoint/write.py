@@ -3,7 +3,7 @@
 A *source* is one param's part of one plane on this rank. Its key (``exp_avg/model.norm.weight``) and its place in the
 whole param are all a checkpoint knows: chunks, shards, tiers and the number of ranks are of the run, not of the model.
 The ranks exchange little: the first one hears the RNG states of all, tells them the folder, hears the checksums when
-all have written, and ends the checkpoint.
+all have written, and ends the checkpoint (:meth:`Writer._finish`): values, manifest, and the folder gets its name.
 """
 
 from __future__ import annotations

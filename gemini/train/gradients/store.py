@@ -1,10 +1,10 @@
 """Gradients between backward and update: landed in the grad plane as they arrive, with their norm in the same pass.
 
 A gradient arrives in the param's post-accumulate hook, is copied (or added, in fp32) into its chunk's grad plane at the
-plane's home, and torch's own copy is freed: at once where the plane is within reach, else behind backward on a worker
-of its own, with its bytes on the device in the ledger until then. Sums of squares of its norm tiles ride on that copy;
-they tell the total norm and whether anything is not finite without another pass. In declaration order and over fixed
-tiles, so the same bits come out wherever the plane lives.
+plane's home (:meth:`GradientStore.land_piece`), and torch's own copy is freed: at once where the plane is within reach,
+else behind backward on a worker of its own, with its bytes on the device in the ledger until then. Sums of squares of
+its norm tiles ride on that copy; they tell the total norm and whether anything is not finite without another pass. In
+declaration order and over fixed tiles, so the same bits come out wherever the plane lives.
 
 Backward never waits for a sum: where the plane is on a CUDA device its sums stay there, and come to the host all at
 once, the first time in a step that somebody asks (``clip_grad_norm_``, else ``optimizer.step()``).

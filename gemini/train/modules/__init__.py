@@ -1,1 +1,1 @@
-"""Modules: what is hooked into a model, which calls run, and what autograd saves of weights that move."""
+"""Modules: what each reads in its own forward, which calls run, and what autograd saves of weights that move."""

@@ -1,6 +1,8 @@
-"""What ``HybridAdam`` accepts as a param group and as a state: looked at as a whole, before anything changes.
+"""What ``HybridAdam`` accepts as a param group, and every optimizer as a state: looked at as a whole, before anything
+changes. Groups of other rules are checked by the rule itself (``UpdateRule.check_group``).
 
-The rule for the keys of a group, at construction, in ``add_param_group``, in ``load_state_dict`` and before each step:
+The rule for the keys of a group of ``HybridAdam``, at construction, in ``add_param_group``, in ``load_state_dict`` and
+before each step:
 
 1. ``lr``, ``betas``, ``eps``, ``weight_decay``, ``decoupled`` are interpreted here, and their values must make sense.
 2. What an optimizer of ``torch.optim`` interprets and this one does not (``amsgrad``, ``maximize``, ``momentum``, ...),

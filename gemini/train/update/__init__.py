@@ -1,1 +1,1 @@
-"""Updates: the optimizer, its tiles, the jobs in flight, clipping."""
+"""Updates of chunks: tile by tile, in place, staged or streamed; in flight beside computing, or inside backward."""

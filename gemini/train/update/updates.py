@@ -3,6 +3,8 @@
 Exact whatever the timing: hyperparameters, clipping and step counts are fixed when an update is handed over, no weight
 is read between then and its end (gathered copies are dropped, params that stay in place are guarded), and no gradient
 is overwritten before it was used. What is needed first goes first: the order of the next forward.
+
+All waiting is in :class:`Updates`: ``wait`` for one chunk (what other parts call ``await_update``), ``drain`` for all.
 """
 
 from __future__ import annotations
@@ -325,7 +327,7 @@ def _in_a_backward() -> bool:
 
 
 def _mark_lost(state: StepState) -> Callable[[BaseException], None]:
-    """What the lane tells of an update that broke off; it refers to nothing that refers to the lane."""
+    """What the worker tells of an update that broke off; it refers to nothing that refers to the worker."""
 
     def mark_lost(cause: BaseException) -> None:
         state.mark_corrupted(cause, reported=False)
