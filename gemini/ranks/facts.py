@@ -18,6 +18,7 @@ from gemini.ranks.group import checksum_of
 
 _COLUMNS: dict[str, Callable[[str], str]] = {
     "the gradient": lambda value: "there" if value == "1" else "none",
+    "what zero_grad(set_to_none=False) left": lambda value: "zeros" if value == "1" else "nothing",
     "the param group": lambda value: "none" if value == "-1" else value,
     "requires_grad": lambda value: str(value == "1"),
     "the number of updates": str,

@@ -433,3 +433,52 @@ def test_replicas_that_go_different_ways_are_told_so(pool_of: Pools) -> None:
         assert outcome.kind == "RankMismatch" and "the ranks of replica 1 disagree" in outcome.text, outcome
     for outcome in (third, fourth):
         assert outcome.kind == "RankMismatch" and "rank 3 is at save_checkpoint after 0 steps" in outcome.text, outcome
+
+
+class TakingTurns(nn.Sequential):
+    """Computes with one of its layers alone."""
+
+    def forward(self, x: torch.Tensor, which: int) -> torch.Tensor:
+        return self[which](x).square().sum()  # type: ignore[no-any-return]
+
+
+def zeros(odd: int | None) -> tuple[str, dict[str, int], list[torch.Tensor], list[torch.Tensor]]:
+    """Layers in turn, with gradients of zeros in between, on all ranks but perhaps one: an error; steps; masters,
+    managed and of a plain loop over the batches of all ranks.
+    """
+
+    def make() -> TakingTurns:
+        torch.manual_seed(0)
+        return TakingTurns(nn.Linear(16, 64), nn.Linear(16, 32))
+
+    def batch(step: int, rank: int) -> torch.Tensor:
+        return torch.randn(4, 16, generator=torch.Generator().manual_seed(10 * step + rank))
+
+    plain, ranks = make(), dist.get_world_size()
+    model: Any = gemini.GeminiDDP(make(), gemini.GeminiConfig(precision="fp32", device="cpu", max_chunk=1000))
+    optimizers = gemini.HybridAdam(plain.parameters(), lr=0.1), gemini.HybridAdam(model.parameters(), lr=0.1)
+    error = ""
+    try:
+        for step, which in enumerate((0, 1, 1, 0)):
+            model(batch(step, dist.get_rank()), which).backward()
+            (sum(plain(batch(step, rank), which) for rank in range(ranks)) / ranks).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=optimizer is optimizers[1] and odd == dist.get_rank())
+    except gemini.RankMismatch as e:
+        error = str(e)
+    engine = model._gemini_engine
+    steps = {handle.name: handle.num_steps for handle in engine.params.handles}
+    if error:
+        return error, steps, [], []
+    return error, steps, [model.full_param(name) for name in steps], [param.detach() for param in plain.parameters()]
+
+
+def test_gradients_of_zeros(pool_of: Pools) -> None:
+    for error, steps, managed, plain in pool_of(2).run(zeros, None):
+        assert not error and steps == {"0.weight": 4, "0.bias": 4, "1.weight": 3, "1.bias": 3}
+        for ours, theirs in zip(managed, plain, strict=True):
+            assert torch.allclose(ours, theirs, atol=1e-6)
+    for error, steps, *_ in pool_of(2).run(zeros, 1):
+        assert "what zero_grad(set_to_none=False) left of '0.weight': zeros on rank 0, nothing on rank 1" in error
+        assert steps == {"0.weight": 1, "0.bias": 1, "1.weight": 0, "1.bias": 0}

@@ -439,7 +439,7 @@ class Reduction:
                 "the param group": array("q", [groups.get(handle.name, -1) for handle in handles]),
                 "requires_grad": array("b", [handle.trained for handle in handles]),
                 "what zero_grad(set_to_none=False) left": array(
-                    "b", [handle.leftover is Leftover.ZEROS for handle in handles]
+                    "b", [h.takes_step and not h.has_grad for h in handles]
                 ),
                 "the number of updates": array("q", [handle.num_steps for handle in handles]),
                 "the clipping": array("d", [handle.clip for handle in handles]),
