@@ -48,6 +48,11 @@ class GeminiConfig:
         optimizer: the update rule (a :class:`gemini.rules.UpdateRule`: one of ``gemini.optim``, or your own) whose
             planes the chunks get; the optimizer of the params must have the same one. None for Adam's, which
             :class:`gemini.HybridAdam` has.
+        tile_tokens: let the MLPs of the model, and its output head with its loss, be computed so many tokens at a
+            time, so that neither their inner activations nor logits of a whole sequence ever exist; the rest is
+            computed again in backward. Losses keep their bits, gradients are the same sums in another order, and an
+            output of a training step has no logits. None for a model as it is. ``trace`` is then to be of the tiled
+            model as well (``gemini.trace(..., tile_tokens=)``).
 
     Raises:
         ValueError, TypeError: for values that make no sense, naming what is accepted.
@@ -68,6 +73,7 @@ class GeminiConfig:
     overlap: bool = True
     update_threads: int | None = None
     optimizer: Any = None
+    tile_tokens: int | None = None
 
     def __post_init__(self) -> None:
         if self.precision is not None:
@@ -102,6 +108,8 @@ class GeminiConfig:
             raise ValueError(f"update_threads= is a positive number of threads, got {self.update_threads!r}")
         if spec_of(self.optimizer) is self.optimizer:
             raise TypeError(f"optimizer= is an update rule, got the spec of one alone: {self.optimizer!r}")
+        if self.tile_tokens is not None and (type(self.tile_tokens) is not int or self.tile_tokens < 2):
+            raise ValueError(f"tile_tokens= is a number of tokens, 2 or more, got {self.tile_tokens!r}")
         if self.activations is not None:
             parse_bytes(self.activations, what="activations=")
 

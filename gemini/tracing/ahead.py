@@ -27,6 +27,7 @@ from gemini.tracing.targets import Target, make_target
 from gemini.train.loading.attention import without_package
 from gemini.train.loading.from_config import without_drawing
 from gemini.train.loading.skeleton import generators_kept
+from gemini.train.modules import token_tiles
 from gemini.train.modules.compiled import compiled_part, mark_compiled
 from gemini.train.modules.containers import iter_tensors
 from gemini.train.params.handle import handle_of
@@ -42,6 +43,7 @@ def trace(
     checkpointing: bool | str | None = None,
     model_class: Any = None,
     loss: Callable[[Any], torch.Tensor] | None = None,
+    tile_tokens: int | None = None,
 ) -> MemoryTrace:
     """One forward and backward of ``model`` on ``batch``, without weights, without memory for them and without a GPU.
 
@@ -57,6 +59,7 @@ def trace(
             "reentrant", "non-reentrant", False, or None, which leaves it as it is.
         model_class: for a config: the class of transformers, if not the one that follows from the config.
         loss: what makes the loss of what forward returns; by default its ``loss``, or itself if it is one number.
+        tile_tokens: as in :class:`gemini.GeminiConfig`.
 
     Returns:
         A trace with ``source`` "ahead". MoE models are traced with the experts implementation they have; those whose
@@ -77,6 +80,8 @@ def trace(
             without_package(getattr(module, "config", None))
         fake.train()
         _set_checkpointing(fake, checkpointing)
+        if tile_tokens is not None:
+            token_tiles.tile_tokens(fake, tile_tokens)
         known: dict[int, torch.Tensor] = {}
         inputs = {name: _input(value, mode, known) for name, value in batch.items()}
         step = _run(fake, inputs, chosen, loss, mode)

@@ -27,6 +27,7 @@ from gemini.train.engine import Engine
 from gemini.train.modules.compiled import compile_blocks, refuse_compiled_whole
 from gemini.train.modules.injected import refuse_injected
 from gemini.train.modules.reading import is_a
+from gemini.train.modules.token_tiles import tile_tokens
 from gemini.train.params.handle import ParamHandle, handle_of
 from gemini.train.params.state_dict import load_model_state, model_state
 from gemini.train.params.stepper import optimizer_of
@@ -367,10 +368,14 @@ def manage(model: nn.Module, engine: Engine) -> nn.Module:
                     dtype = COMPUTE_DTYPES[engine.config.precision] if in_compute else buffer.dtype
                     module._buffers[name] = buffer.to(engine.store.device.torch_device, dtype)
         model.__dict__["_gemini_hooks"] = hooks.attach(model, engine)
+        if engine.config.tile_tokens is not None:
+            model.__dict__["_gemini_token_tiles"] = tile_tokens(model, engine.config.tile_tokens)
         model.__class__ = _managed_class(type(model))  # type: ignore[arg-type]
     except BaseException:
         for hook in model.__dict__.pop("_gemini_hooks", ()):
             hook.remove()
+        if (tiles := model.__dict__.pop("_gemini_token_tiles", None)) is not None:
+            tiles.take_away()
         for module, named in buffers:
             module._buffers.update(named)
         engine.adoption.give_back()

@@ -37,6 +37,8 @@ def unmanage(model: nn.Module, engine: Engine, what: str) -> None:
         pending.join()
     for hook in model.__dict__.pop("_gemini_hooks"):
         hook.remove()
+    if (tiles := model.__dict__.pop("_gemini_token_tiles", None)) is not None:
+        tiles.take_away()
     call_without_grad(_give_back, engine)
     for module in model.modules():
         for name, buffer in module._buffers.items():

@@ -1,0 +1,170 @@
+"""Parts of a model computed in tiles of tokens: the same losses, gradients within rounding, and far smaller peaks."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import gemini
+from gemini.train.modules.token_tiles import tile_tokens
+from tests import models
+from tests.train.helpers import (
+    ALL_PLACEMENTS,
+    Blocks,
+    Plain,
+    adam,
+    assert_same_state,
+    batch,
+    engine_of,
+    gpt2,
+    llama,
+    make_config,
+    mixtral,
+    noise,
+    t5,
+    train,
+    train_plain,
+)
+
+TOKENS = 8
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "llama": llama,
+    "tied": lambda: llama(tied=True),
+    "gpt2": gpt2,
+    "mixtral": mixtral,
+}
+
+
+def long(model: Any, seed: int) -> torch.Tensor:
+    return model(**batch(seed, rows=2, length=21)).loss  # type: ignore[no-any-return]
+
+
+def tiled(model: nn.Module, tokens: int = TOKENS) -> nn.Module:
+    tile_tokens(model, tokens)
+    return model
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("masked", [False, True])
+def test_the_loss_has_its_bits_and_gradients_are_sums_in_another_order(name: str, masked: bool) -> None:
+    given: dict[str, Any] = batch(0, rows=2, length=21)
+    if masked:
+        given["labels"][:, :5] = -100
+        given["num_items_in_batch"] = torch.tensor(17)
+    whole, model = MODELS[name](), tiled(MODELS[name]())
+    expected, output = whole(**given), model(**given)
+    assert torch.equal(output.loss, expected.loss) and output.logits is None
+    expected.loss.backward()
+    output.loss.backward()
+    for (param, wanted), got in zip(whole.named_parameters(), model.parameters(), strict=True):
+        assert (wanted.grad is None) == (got.grad is None), param
+        if wanted.grad is not None and got.grad is not None:
+            assert (wanted.grad - got.grad).abs().max() <= 1e-6 * wanted.grad.abs().max().clamp(min=1e-3), param
+    logits = [m.eval()(input_ids=given["input_ids"]).logits for m in (whole, model)]
+    assert torch.allclose(*logits, atol=1e-6) and logits[0].shape[-1] == whole.config.vocab_size
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize("where", ALL_PLACEMENTS)
+def test_the_bits_are_those_of_the_plain_loop_of_the_tiled_model(
+    where: str, precision: str, name: str, tmp_path: Path
+) -> None:
+    plain = Plain(tiled(MODELS[name]()), precision)
+    config = make_config(MODELS[name](), where, tmp_path, precision=precision)
+    model = gemini.GeminiDDP(MODELS[name](), replace(config, tile_tokens=TOKENS))
+    assert train(model, adam(model), range(3), long) == train_plain(plain, range(3), long)
+    assert_same_state(model, plain)
+
+
+def test_with_activation_checkpointing(tmp_path: Path) -> None:
+    def make() -> Any:
+        model: Any = llama()
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        return model
+
+    plain = Plain(tiled(make()))
+    model = gemini.GeminiDDP(make(), replace(make_config(make(), "disk", tmp_path), tile_tokens=TOKENS))
+    assert train(model, adam(model), range(3), long) == train_plain(plain, range(3), long)
+    assert_same_state(model, plain)
+
+
+def test_no_logits_and_no_inner_width_of_the_whole_sequence() -> None:
+    def peak(tokens: int | None) -> int:
+        config = models.llama(hidden_size=64, intermediate_size=512, vocab_size=4096, num_hidden_layers=2).config
+        ids = torch.empty(1, 2048, dtype=torch.long, device="meta")
+        given = {"input_ids": ids, "labels": ids}
+        trace = gemini.trace(config, given, precision="fp32", target="cpu", checkpointing=True, tile_tokens=tokens)
+        return max(moment.peak_bytes for moment in trace.moments)
+
+    whole, small = peak(None), peak(64)
+    assert whole > 2048 * 4096 * 4 > 2 * small
+
+
+class Mixes(nn.Module):
+    """An MLP by its parts, whose tokens see those before them."""
+
+    def __init__(self, how: str):
+        super().__init__()
+        self.up, self.down, self.how = nn.Linear(16, 32), nn.Linear(32, 16), how
+
+    def forward(self, x: torch.Tensor) -> Any:
+        if self.how == "mixes":
+            x = x + x.roll(1, -2)
+        y = self.down(torch.relu(self.up(x)))
+        return (y, y.sum()) if self.how == "tuple" else y
+
+
+class WithMlp(nn.Module):
+    def __init__(self, how: str = ""):
+        super().__init__()
+        torch.manual_seed(0)
+        self.mlp = Mixes(how)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.mlp(x)
+        return (y[0] if isinstance(y, tuple) else y).float().square().mean()  # type: ignore[no-any-return]
+
+
+def test_what_cannot_be_tiled_is_refused_by_name_or_left_whole(tmp_path: Path) -> None:
+    def managed(model: nn.Module) -> Any:
+        return gemini.GeminiDDP(model, replace(make_config(model, "disk", tmp_path), tile_tokens=TOKENS))
+
+    x = noise(2, 30, 16)
+    with pytest.raises(gemini.GeminiError, match=r"tile_tokens=8: 'mlp' \(Mixes\) gives a token another result"):
+        managed(WithMlp("mixes"))(x)
+    assert torch.equal(managed(WithMlp("tuple"))(x), WithMlp("tuple").bfloat16()(x))
+    with pytest.raises(gemini.GeminiError, match="neither an MLP .* nor an output head.*Leave tile_tokens out"):
+        managed(Blocks())
+    with pytest.raises(gemini.GeminiError, match="T5ForConditionalGeneration does not make its loss by self.loss_func"):
+        long(managed(t5()), 0)
+    model: Any = llama()
+    model.loss_function = lambda logits, labels, **_: logits.float().mean()
+    with pytest.raises(gemini.GeminiError, match="LlamaForCausalLM has the loss <lambda>; head and loss are computed"):
+        long(managed(model), 0)
+    for wrong in (0, 1, True, "auto", 2.0):
+        with pytest.raises(ValueError, match="tile_tokens= is a number of tokens, 2 or more"):
+            gemini.GeminiConfig(tile_tokens=wrong)  # type: ignore[arg-type]
+
+
+def test_a_model_is_as_it_was_when_wrapping_fails_or_ends(tmp_path: Path) -> None:
+    model: Any = gemini.GeminiDDP(WithMlp(), replace(make_config(WithMlp(), "ram", tmp_path), tile_tokens=TOKENS))
+    assert (
+        "forward" in model.mlp.__dict__ and str(inspect.signature(model.mlp.forward)) == "(x: 'torch.Tensor') -> 'Any'"
+    )
+    from gemini.train.unmanage import unmanage
+
+    unmanage(model, engine_of(model), "this test")
+    assert "forward" not in model.mlp.__dict__
+    failing = Blocks()
+    with pytest.raises(gemini.GeminiError, match="Leave tile_tokens out"):
+        gemini.GeminiDDP(failing, replace(make_config(failing, "ram", tmp_path), tile_tokens=TOKENS))
+    assert not isinstance(failing, gemini.GeminiDDP) and "_gemini_engine" not in failing.__dict__
+    gemini.GeminiDDP(failing, make_config(failing, "ram", tmp_path))
