@@ -42,6 +42,13 @@ _Checkpointing = Annotated[
         rich_help_panel=_STEP,
     ),
 ]
+_TileTokens = Annotated[
+    int | None,
+    typer.Option(
+        help="Compute MLPs and the output head with its loss so many tokens at a time. (Default: a whole micro-batch.)",
+        rich_help_panel=_STEP,
+    ),
+]
 _Attention = Annotated[
     str | None,
     typer.Option(
@@ -87,6 +94,7 @@ def trace(
         str, typer.Option(help=f"What is computed in: {', '.join(PRECISIONS)}.", rich_help_panel=_STEP)
     ] = _T.precision,
     gradient_checkpointing: _Checkpointing = False,
+    tile_tokens: _TileTokens = None,
     attn_implementation: _Attention = None,
     target: Annotated[
         str, typer.Option(help=f"Whose workspaces count: {', '.join(TARGETS)}.", rich_help_panel=_STEP)
@@ -105,6 +113,7 @@ def trace(
         seq_len=seq_len,
         precision=precision,
         gradient_checkpointing=gradient_checkpointing,
+        tile_tokens=tile_tokens,
         attn_implementation=attn_implementation,
         target=target,
     )
@@ -153,6 +162,7 @@ def plan(
         ),
     ] = None,
     gradient_checkpointing: _Checkpointing = False,
+    tile_tokens: _TileTokens = None,
     offload_activations: Annotated[
         str,
         typer.Option(
@@ -213,6 +223,7 @@ def plan(
         seq_len=seq_len,
         precision=precision,
         gradient_checkpointing=gradient_checkpointing,
+        tile_tokens=tile_tokens,
         attn_implementation=attn_implementation,
         accumulate=accumulate,
         micro_batch=micro_batch,

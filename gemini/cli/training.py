@@ -114,6 +114,13 @@ def train(
             rich_help_panel=_HOW,
         ),
     ] = False,
+    tile_tokens: Annotated[
+        int | None,
+        typer.Option(
+            help="Compute MLPs and the output head with its loss so many tokens at a time. (Default: a whole batch.)",
+            rich_help_panel=_HOW,
+        ),
+    ] = None,
     attn_implementation: Annotated[
         str,
         typer.Option(

@@ -117,6 +117,7 @@ class PlanReport:
     precision: str
     gradients: str
     checkpointing: bool
+    tile_tokens: int | None
     batch: dict[str, tuple[int, ...]]
     tokens: int
     accumulate: int
@@ -172,6 +173,7 @@ def report_of(
         precision=trace.precision,
         gradients=question.gradients,
         checkpointing=trace.checkpointing,
+        tile_tokens=trace.tile_tokens,
         batch=dict(trace.batch),
         tokens=question.tokens,
         accumulate=question.accumulate,

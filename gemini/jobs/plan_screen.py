@@ -64,6 +64,7 @@ def _head(report: PlanReport) -> Iterator[str]:
         f"{', '.join(shapes) or 'a batch'} tokens",
         f"{report.accumulate} micro-batches" if report.accumulate > 1 else "",
         "gradient checkpointing" if report.checkpointing else "",
+        f"tiles of {report.tile_tokens:,} tokens" if report.tile_tokens else "",
         f"{report.ranks} {'GPUs' if report.compute == 'gpu' else 'processes'}" if report.ranks > 1 else "",
         f"gradients {report.gradients}" if report.gradients != "retain" else "",
         f"{report.tokens:,} tokens a step" if report.accumulate * report.ranks > 1 else "",

@@ -29,6 +29,7 @@ class TraceSettings:
     seq_len: int | None = None
     precision: str = "bf16"
     gradient_checkpointing: bool = False
+    tile_tokens: int | None = None
     attn_implementation: str | None = None
     target: str = "cuda"
 
@@ -41,6 +42,7 @@ class TraceSettings:
         at_least(1, "--layers", self.layers)
         at_least(1, "--batch-size", self.batch_size)
         at_least(2, "--seq-len", self.seq_len)
+        at_least(2, "--tile-tokens", self.tile_tokens)
         one_of(PRECISIONS, "--precision", self.precision)
         one_of(ATTENTIONS, "--attn-implementation", self.attn_implementation)
         one_of(TARGETS, "--target", self.target)
@@ -65,6 +67,7 @@ class PlanSettings:
     seq_len: int | None = None
     precision: str | None = None
     gradient_checkpointing: bool = False
+    tile_tokens: int | None = None
     attn_implementation: str | None = None
     accumulate: int = 1
     micro_batch: str | None = None
@@ -141,12 +144,15 @@ class PlanSettings:
             seq_len=self.seq_len,
             precision=self.precision or "bf16",
             gradient_checkpointing=self.gradient_checkpointing,
+            tile_tokens=self.tile_tokens,
             attn_implementation=self.attn_implementation,
             target=target,
         )
 
 
-_OF_THE_TRACE = ("batch_size", "seq_len", "precision", "gradient_checkpointing", "attn_implementation", "micro_batch")
+_OF_THE_TRACE = (
+    "batch_size", "seq_len", "precision", "gradient_checkpointing", "tile_tokens", "attn_implementation", "micro_batch",
+)  # fmt: skip
 
 
 def option(name: str) -> str:

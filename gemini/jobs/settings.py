@@ -40,6 +40,7 @@ class TrainSettings:
     clip: float = 1.0
     precision: str = "bf16"
     gradient_checkpointing: bool = False
+    tile_tokens: int | None = None
     attn_implementation: str = "auto"
     compile: bool = False
     seed: int = 0
@@ -107,6 +108,7 @@ _AT_LEAST = {
     "layers": 1,
     "num_held_out": 0,
     "seq_len": 2,
+    "tile_tokens": 2,
     "batch_size": 1,
     "accumulate": 1,
     "steps": 1,

@@ -54,6 +54,7 @@ def take_trace(settings: TraceSettings) -> MemoryTrace:
             target=settings.target,
             checkpointing="non-reentrant" if settings.gradient_checkpointing else None,
             model_class=model_class,
+            tile_tokens=settings.tile_tokens,
         )
     except (GeminiError, JobError, MemoryError):
         raise

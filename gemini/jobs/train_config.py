@@ -48,6 +48,7 @@ def make_config(settings: TrainSettings, source: ModelSource, device: torch.devi
             activations=settings.activations,
             offload_activations=settings.offload_activations,
             trace=trace,
+            tile_tokens=settings.tile_tokens,
         )
 
 
@@ -62,6 +63,7 @@ def trace_of(settings: TrainSettings, source: ModelSource) -> gemini.MemoryTrace
         {"input_ids": ids, "labels": ids},
         precision=settings.precision,
         checkpointing="non-reentrant" if settings.gradient_checkpointing else None,
+        tile_tokens=settings.tile_tokens,
     )
 
 
@@ -76,6 +78,11 @@ def _check_plan(plan: gemini.Plan, settings: TrainSettings) -> None:
             f"--plan {settings.plan} was made {'with' if trace.checkpointing else 'without'} --gradient-checkpointing: "
             f"{'give it here too' if trace.checkpointing else 'leave it out here'}, or make another plan."
         )
+    if trace.tile_tokens != settings.tile_tokens:
+        raise JobError(
+            f"--plan {settings.plan} was made {_tiles(trace.tile_tokens)}, and this job is "
+            f"{_tiles(settings.tile_tokens)}: say the same in both."
+        )
     tokens = settings.batch_size * settings.seq_len
     if tokens > trace.tokens > 0:
         raise JobError(
@@ -85,3 +92,7 @@ def _check_plan(plan: gemini.Plan, settings: TrainSettings) -> None:
         )
     if Tier.NVME in plan.problem.budgets and settings.nvme_path is None:
         raise JobError(f"--plan {settings.plan} keeps some of the model on NVMe: give --nvme-path, a folder there.")
+
+
+def _tiles(tokens: int | None) -> str:
+    return "without --tile-tokens" if tokens is None else f"with --tile-tokens {tokens}"

@@ -106,6 +106,7 @@ class MemoryTrace:
         params: every param once, in declaration order.
         buffer_bytes: bytes of the model's buffers, live all the time and not in the moments.
         checkpointing: whether gradient checkpointing was on.
+        tile_tokens: what ``GeminiConfig(tile_tokens=)`` was; None for a model as it is.
         moments: in the order of the step.
         read_together: sets of params that some module may read at once whatever forward does; evaluation may, where the
             step did not.
@@ -122,6 +123,7 @@ class MemoryTrace:
     buffer_bytes: int = 0
     checkpointing: bool = False
     read_together: tuple[tuple[int, ...], ...] = ()
+    tile_tokens: int | None = None
 
     @property
     def num_params(self) -> int:
@@ -187,6 +189,7 @@ class MemoryTrace:
             "model": self.model, "precision": self.precision, "batch": {k: list(v) for k, v in self.batch.items()},
             "tokens": self.tokens, "target": self.target, "source": self.source.value,
             "buffer_bytes": self.buffer_bytes, "checkpointing": self.checkpointing,
+            "tile_tokens": self.tile_tokens,
             "together": [list(indices) for indices in self.read_together],
             "params": [[list(p.names), list(p.shape), p.trainable] for p in self.params],
             "moment_fields": list(_FIELDS),
@@ -212,6 +215,7 @@ class MemoryTrace:
             params=tuple(TracedParam(tuple(n), tuple(shape), bool(t)) for n, shape, t in body["params"]),
             buffer_bytes=body["buffer_bytes"],
             checkpointing=body["checkpointing"],
+            tile_tokens=body.get("tile_tokens"),
             read_together=tuple(tuple(indices) for indices in body["together"]),
             moments=tuple(_moment(dict(zip(names, values, strict=True))) for values in body["moments"]),
         )
@@ -225,6 +229,8 @@ class MemoryTrace:
         how = {Source.AHEAD: "traced ahead of time", Source.RECORDED: "recorded", Source.STRUCTURE: "from structure"}
         shapes = ", ".join(f"{name} {'x'.join(map(str, shape))}" for name, shape in self.batch.items())
         checkpointing = ", gradient checkpointing" if self.checkpointing else ""
+        if self.tile_tokens is not None:
+            checkpointing += f", tiles of {self.tile_tokens:,} tokens"
         lines = [
             f"{self.model}, {self.num_params:,} params, {self.precision}{checkpointing}; {shapes or 'no inputs known'}",
             f"{how[self.source]} for {self.target}: {len(self.moments):,} moments, {self.flops / 1e12:,.4g} TFLOP, "

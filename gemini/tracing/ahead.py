@@ -96,6 +96,7 @@ def trace(
         moments=tuple(step.moments),
         buffer_bytes=buffer_bytes(fake),
         checkpointing=step.checkpointing,
+        tile_tokens=tile_tokens,
         read_together=read_together(fake),
     )
 

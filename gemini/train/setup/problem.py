@@ -210,6 +210,11 @@ def decide(model: nn.Module, config: GeminiConfig, device: Device, ranks: Ranks 
         _check_plan(given, structure, config, device, ranks)
     trace = given.trace if isinstance(given, Plan) else config.trace or structure
     structure.check_same_model(trace, what="the trace")
+    if trace.source is Source.AHEAD and trace.tile_tokens != config.tile_tokens:
+        raise PlanMismatch(
+            f"the trace has tile_tokens={trace.tile_tokens} and the config tile_tokens={config.tile_tokens}: its room "
+            "for activations would not do. Trace with the same (gemini.trace(..., tile_tokens=)), or say the same here"
+        )
     if any(compiled_part(module) is not None for module in model.modules()):  # which read more at once than any trace
         read = {*trace.read_together, *(moment.params for moment in structure.moments)}
         trace = replace(trace, read_together=tuple(sorted(read)))
