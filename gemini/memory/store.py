@@ -23,6 +23,8 @@ class ChunkStore:
     mover: Mover
     manager: Manager
     spill: SpillFile | None
+    working_set: int
+    """Bytes of the computing tier that a step takes at most beside planes."""
 
     def check_planes(self, kinds: tuple[PlaneKind, ...]) -> None:
         """What the ledger says of planes in the device's own memory is what its allocator was asked for; for tests."""

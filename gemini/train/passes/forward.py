@@ -121,6 +121,10 @@ class ForwardPass:
         if around is not None:
             self._saved_weights.lend(around)
 
+    def close(self) -> None:
+        """The model ends; graphs may still refer to its weights."""
+        self._saved_weights.close()
+
     # ---- torch.func ---------------------------------------------------------------------------------------------
 
     @property
@@ -149,6 +153,10 @@ class ForwardPass:
         """Params are about to be read for a gradient, and no module computes."""
         self._updates.check()
         self._state.check_whole()
+        self.follow_flips()
+
+    def follow_flips(self) -> None:
+        """``requires_grad`` of a param may have been flipped: what became trained gets what it lacks."""
         if self._state.take_flips():
             self._trained.follow()
 

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from gemini.config import GeminiConfig
 from gemini.errors import GeminiError
 from gemini.memory.chunks.chunk import Chunk
 from gemini.memory.store import ChunkStore
@@ -31,7 +32,6 @@ from gemini.train.params.handle import handle_of
 from gemini.train.passes.backward import BackwardPass
 from gemini.train.passes.forward import ForwardPass
 from gemini.train.passes.recovery import Recovery
-from gemini.train.setup.trained import TrainedParams
 from gemini.train.step import StepState
 from gemini.train.transforms import is_transforming
 
@@ -45,15 +45,13 @@ NUM_ROOT_HOOKS = 2
 class Passes(Protocol):
     """Those of one model, and what else hooks use. They refer to it weakly: the model alone keeps it alive."""
 
+    config: GeminiConfig
     store: ChunkStore
     state: StepState
     forward: ForwardPass
     backward: BackwardPass
     recovery: Recovery
-    trained: TrainedParams
     rewriting: Rewriting
-    waits_in_hooks: bool
-    """Whether updates may be under way when a module begins to compute."""
 
     def drain(self) -> None:
         """Wait until nothing is in flight."""
@@ -79,7 +77,7 @@ def attach(model: nn.Module, passes: Passes) -> list[Any]:
 def _attach_parts(model: nn.Module, passes: Passes, hooks: list[Any]) -> None:
     """Hooks on all but the root, as what is compiled has it now."""
     ref = weakref.ref(passes)
-    waits = _chunks_to_await(model) if passes.waits_in_hooks else {}
+    waits = _chunks_to_await(model) if passes.config.overlap else {}  # updates may be under way
     gathers_none = all(chunk.resident for chunk in passes.store.chunks)
     for path, module, params in readers(model):
         chunks, resident = _chunks_to_gather(params), waits.get(path, ())
@@ -155,7 +153,7 @@ def _rewriting(ref: weakref.ref[Passes]) -> Callable[[], Rewriting | None]:
 def _attach_root(model: nn.Module, passes: Passes, hooks: list[Any]) -> None:
     ref = weakref.ref(passes)
     own = tuple(param for param in params_read_by(model))
-    resident = _chunks_to_await(model).get("", ()) if passes.waits_in_hooks else ()
+    resident = _chunks_to_await(model).get("", ()) if passes.config.overlap else ()
     resident += resident_chunks(renormalized_by(model))
     begin = _pre(ref, _chunks_to_gather(own), resident, is_entrance=True)
     compiled = CompiledParts(model)
@@ -221,8 +219,8 @@ def _pre(
 ) -> Callable[[nn.Module, Any], None]:
     def pre(module: nn.Module, args: Any) -> None:
         passes = passes_of(ref)
-        if passes.state.requires_grad_changed and not passes.state.computing and passes.state.take_flips():
-            passes.trained.follow()
+        if passes.state.requires_grad_changed and not passes.state.computing:
+            passes.forward.follow_flips()
         if is_entrance and not passes.state.computing:
             refuse_injected(passes, module, is_root=False)
         passes.forward.begin_call(module, chunks, resident)

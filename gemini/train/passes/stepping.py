@@ -133,8 +133,8 @@ class Stepping:
         self._recovery.forget_interrupted()
         self._backward.settle()
 
-    def discard(self, handles: list[ParamHandle]) -> None:
-        """Forget these gradients."""
+    def discard(self, handles: list[ParamHandle] | None = None) -> None:
+        """Forget these gradients, or all."""
         self._recovery.forget_interrupted()
         self._backward.discard(handles)
 
@@ -196,6 +196,12 @@ class Stepping:
             segment = ParamUpdate(handle, scalars_of(handle, scale * handle.clip))
             by_chunk.setdefault(handle.chunk.spec.index, []).append(segment)
         return by_chunk
+
+    def restored(self) -> None:
+        """Masters and states are those of a checkpoint: what belongs to the ones before is gone."""
+        self.discard()
+        self.state.mark_restored()
+        self._store.manager.drop(self._store.chunks)
 
     def end_step(self) -> None:
         """After an optimizer step: what moved since the last one is what the report shows."""

@@ -82,6 +82,6 @@ def grad_hook(handle: ParamHandle) -> Any:
     """What moves a param's gradient into its chunk as soon as it is complete."""
 
     def take(param: torch.Tensor) -> None:
-        owner_of(handle).take_grad(handle)
+        owner_of(handle).backward.take_grad(handle)
 
     return take
