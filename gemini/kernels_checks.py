@@ -30,6 +30,7 @@ def check(op: str, args: Args) -> list[int]:
     """
     first = args[0][1]
     n, device = first.numel(), first.device
+    addresses = []
     for _, tensor, accepted in args:
         if (
             tensor.dtype not in accepted
@@ -39,16 +40,13 @@ def check(op: str, args: Args) -> list[int]:
             or not tensor.is_contiguous()
         ):
             raise ValueError(_refusal(op, args))
-    addresses = [tensor.data_ptr() for _, tensor, _ in args]
+        addresses.append(tensor.data_ptr())
     if n and len(args) > 1 and device.type != "meta":
-        spans = sorted(
-            [(begin, begin + n * arg[1].itemsize, arg[0]) for begin, arg in zip(addresses, args, strict=True)]
-        )
-        end, before = 0, ""
-        for begin, stop, name in spans:
-            if begin < end:
-                raise ValueError(f"{op}: {before} and {name} overlap in memory; each needs its own")
-            end, before = stop, name
+        end, before = 0, 0
+        for at in sorted(range(len(args)), key=addresses.__getitem__):
+            if addresses[at] < end:
+                raise ValueError(f"{op}: {args[before][0]} and {args[at][0]} overlap in memory; each needs its own")
+            end, before = addresses[at] + n * args[at][1].itemsize, at
     return addresses
 
 

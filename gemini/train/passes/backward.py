@@ -10,11 +10,12 @@ import torch
 
 from gemini.errors import GeminiError
 from gemini.interrupts import WHOLE
+from gemini.memory.chunks.chunk import Chunk
 from gemini.memory.store import ChunkStore
 from gemini.planning.planes import GRAD
 from gemini.train.activations.store import ActivationStore
 from gemini.train.gradients.scaled_backward import Scaling
-from gemini.train.gradients.store import GradientStore, check_grad
+from gemini.train.gradients.store import GradientStore, refuse_grad
 from gemini.train.modules.calls import CallRecord, Calls
 from gemini.train.observers import Observers, own_work
 from gemini.train.params.by_name import ByName
@@ -46,6 +47,8 @@ class BackwardPass:
         self._lock, self._calls, self._exposure, self._activations = lock, calls, exposure, activations
         self._updates, self._in_backward, self._by_names = updates, in_backward, by_names
         self._reduction = reduction
+        self._task = -1
+        """Autograd's number of the backward that a gradient came from last, -1 for none."""
 
     # ---- the pass -----------------------------------------------------------------------------------------------
 
@@ -56,6 +59,7 @@ class BackwardPass:
             GeminiError: if the gradients would have another scale than the program means (fp16).
         """
         self.scaling.enter()
+        self._task = torch._C._current_graph_task_id()
         if self._state.in_backward:
             return
         self._state.begin_backward()
@@ -63,7 +67,7 @@ class BackwardPass:
             self.observers.recording.begin_backward()
         self._exposure.begin()
         for chunk in self._chunks:
-            chunk.num_missing_grads = sum(handle.trained for handle in self._params.by_chunk[chunk.spec.index])
+            chunk.num_missing_grads = sum([handle.trained for handle in self._params.by_chunk[chunk.spec.index]])
         torch.autograd.Variable._execution_engine.queue_callback(self._is_over)
         self._activations.begin_backward()
 
@@ -93,12 +97,13 @@ class BackwardPass:
         self.end()
         if not self._calls.running:
             self._manager.foresight.end()
-        if not torch._C._autograd._get_current_graph_task_keep_graph():  # type: ignore[attr-defined]
-            self._state.close()
         WHOLE.let_go()
+        if not torch._C._autograd._get_current_graph_task_keep_graph():  # type: ignore[attr-defined]
+            self._state.close()  # last: what breaks off before leaves it open, to be looked at
 
     def end(self) -> None:
         """The whole graph is done (or was abandoned)."""
+        self._task = -1
         self._calls.end_backward()
         self._activations.end_backward()
         self._state.end_backward()
@@ -113,35 +118,41 @@ class BackwardPass:
         """The post-accumulate hook: move ``param.grad`` into the chunk."""
         with torch._C.DisableTorchFunctionSubclass():  # type: ignore[attr-defined]
             grad, handle.param.grad = handle.param.grad, None
-        if grad is not None:
-            with self._lock:
-                self._take(handle, grad)
-
-    def _take(self, handle: ParamHandle, grad: torch.Tensor) -> None:
-        check_grad(handle, grad)
-        self.begin()
-        if not self._state.takes_gradients:
-            self._begin_gradients()
-        chunk = handle.chunk
-        if self._updates.pending:
-            self._updates.wait(chunk)
-        if self._reduction is not None:
-            self._reduction.take(handle, grad)
-        elif self._in_backward.transient:
-            self._in_backward.use(handle, grad)
-        else:
-            self._in_backward.refuse_used(handle)
-            if handle.has_grad:
-                self.gradients.promote([chunk])  # a shared param under reentrant checkpointing arrives twice
-            self.gradients.land(handle, grad)
-        chunk.num_missing_grads -= 1
-        if chunk.num_missing_grads == 0:
-            self._manager.grads_complete(chunk)
+        if grad is None:
+            return
+        with self._lock:
+            if grad.dtype is not handle.view.dtype or grad.requires_grad or grad.layout is not torch.strided:
+                refuse_grad(handle, grad)
+            if torch._C._current_graph_task_id() != self._task:
+                self.begin()
+            if not self._state.takes_gradients:
+                self._begin_gradients()
+            chunk = handle.chunk
+            if self._updates.pending:
+                self._updates.wait(chunk)
             if self._reduction is not None:
-                self._reduction.complete(chunk)
+                self._reduction.take(handle, grad)
+            elif self._in_backward.transient:
+                self._in_backward.use(handle, grad)
             else:
-                self._updates.complete(chunk)
-                self._in_backward.use_landed(chunk)
+                if handle.in_backward == self._state.backward_number:
+                    self._in_backward.refuse_used(handle)
+                if handle.norm_sums is not None:
+                    self.gradients.promote([chunk])  # a shared param under reentrant checkpointing arrives twice
+                self.gradients.land(handle, grad)
+            chunk.num_missing_grads -= 1
+            if not chunk.num_missing_grads:
+                self._complete(chunk)
+
+    def _complete(self, chunk: Chunk) -> None:
+        """Every gradient of a chunk has arrived."""
+        if chunk.window is not None:
+            self._manager.grads_complete(chunk)
+        if self._reduction is not None:
+            self._reduction.complete(chunk)
+        elif stepping_in_backward:
+            self._updates.complete(chunk)
+            self._in_backward.use_landed(chunk)
 
     def _begin_gradients(self) -> None:
         """The first gradient of a param has arrived in this backward.
@@ -171,7 +182,8 @@ class BackwardPass:
     @property
     def has_gradients(self) -> bool:
         """Whether gradients of an earlier backward wait for the update."""
-        return self._state.num_unreduced > 0 or any(handle.has_grad for handle in self._params.handles)
+        handles = self._params.handles
+        return self._state.num_unreduced > 0 or any(handle.norm_sums is not None for handle in handles)
 
     def settle(self) -> None:
         """With several ranks: make gradients and their norms those of all ranks. All of them must come here."""

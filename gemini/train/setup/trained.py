@@ -82,6 +82,7 @@ def grad_hook(handle: ParamHandle) -> Any:
     """What moves a param's gradient into its chunk as soon as it is complete."""
 
     def take(param: torch.Tensor) -> None:
-        owner_of(handle).backward.take_grad(handle)
+        owner = handle.owner()
+        (owner_of(handle) if owner is None else owner).backward.take_grad(handle)
 
     return take
