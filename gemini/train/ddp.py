@@ -121,7 +121,7 @@ class GeminiDDP(nn.Module):
             raise ValueError(f"norm_type={norm_type}: gradients are clipped by their 2-norm only")
         if not max_norm >= 0:
             raise ValueError(f"max_norm must not be negative, got {max_norm}")
-        refuse_injected(_engine(self), self, is_root=True)
+        refuse_injected(_engine(self).state, self, is_root=True)
         handles = None if params is None else [self._own(param, "clip_grad_norm_") for param in params]
         return _engine(self).stepping.clip_grad_norm(max_norm, handles, error_if_nonfinite=error_if_nonfinite)
 

@@ -180,6 +180,7 @@ class Recording:
     def _open(self) -> None:
         engine = self._engine()
         engine.forward.observers.record(self)
+        engine.state.unsettle()
         engine.store.mover.recorder = self._recorder
         engine.store.ledger.on_change = self._recorder.held
         self._is_open = True

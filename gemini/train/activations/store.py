@@ -52,6 +52,8 @@ class ActivationStore:
 
     def __init__(self, store: ChunkStore, calls: Calls, tier: Tier | None, *, overlap: bool = False):
         self.gone: deque[Gone] = deque()
+        self.offloads = tier is not None
+        """Whether anything of this has an effect."""
         self._tier = tier
         self._calls = calls
         self._ledger, self._device, self._mover, self._spill = store.ledger, store.device, store.mover, store.spill

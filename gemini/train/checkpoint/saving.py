@@ -80,7 +80,7 @@ def save_checkpoint(
     refusal: Exception | None = None
     try:
         final = place_of(directory)
-        refuse_injected(engine, model, is_root=True)
+        refuse_injected(engine.state, model, is_root=True)
         _check_optimizer(optimizer, engine.params)
         engine.drain()
         for pending in pending_in(engine.write_observers):
@@ -133,7 +133,7 @@ def load_checkpoint(
     engine = _engine(model)
     refusal: Exception | None = None
     try:
-        refuse_injected(engine, model, is_root=True)
+        refuse_injected(engine.state, model, is_root=True)
         _check_optimizer(optimizer, engine.params)
         for pending in pending_in(engine.write_observers):
             pending.join()
