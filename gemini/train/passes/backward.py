@@ -27,6 +27,11 @@ from gemini.train.step import StepState
 from gemini.train.update.in_backward import InBackward
 from gemini.train.update.updates import Updates
 
+_OrdinaryParams = torch._C.DisableTorchFunctionSubclass  # type: ignore[attr-defined]
+_graph_task = torch._C._current_graph_task_id
+_NONE = -2
+"""No backward: autograd's own number for that is -1."""
+
 
 class BackwardPass:
     """What autograd tells, and what becomes of gradients until they are used.
@@ -47,8 +52,8 @@ class BackwardPass:
         self._lock, self._calls, self._exposure, self._activations = lock, calls, exposure, activations
         self._updates, self._in_backward, self._by_names = updates, in_backward, by_names
         self._reduction = reduction
-        self._task = -1
-        """Autograd's number of the backward that a gradient came from last, -1 for none."""
+        self._plain_task = _NONE
+        """The backward, by autograd's number, whose gradients are only kept, and used by nobody before the step."""
 
     # ---- the pass -----------------------------------------------------------------------------------------------
 
@@ -59,7 +64,6 @@ class BackwardPass:
             GeminiError: if the gradients would have another scale than the program means (fp16).
         """
         self.scaling.enter()
-        self._task = torch._C._current_graph_task_id()
         if self._state.in_backward:
             return
         self._state.begin_backward()
@@ -103,7 +107,7 @@ class BackwardPass:
 
     def end(self) -> None:
         """The whole graph is done (or was abandoned)."""
-        self._task = -1
+        self._plain_task = _NONE
         self._calls.end_backward()
         self._activations.end_backward()
         self._state.end_backward()
@@ -113,18 +117,32 @@ class BackwardPass:
 
     # ---- gradients ----------------------------------------------------------------------------------------------
 
-    @own_work
     def take_grad(self, handle: ParamHandle) -> None:
         """The post-accumulate hook: move ``param.grad`` into the chunk."""
-        with torch._C.DisableTorchFunctionSubclass():  # type: ignore[attr-defined]
+        with _OrdinaryParams():
             grad, handle.param.grad = handle.param.grad, None
         if grad is None:
             return
+        if grad.dtype is not handle.view.dtype or grad.requires_grad or grad.layout is not torch.strided:
+            refuse_grad(handle, grad)
+        if self._plain_task != _graph_task() or self._updates.pending:
+            self._take(handle, grad)
+            return
+        # Nothing but this is to be done, and it is done for every param: what is touched here is cold by now.
         with self._lock:
-            if grad.dtype is not handle.view.dtype or grad.requires_grad or grad.layout is not torch.strided:
-                refuse_grad(handle, grad)
-            if torch._C._current_graph_task_id() != self._task:
-                self.begin()
+            chunk = handle.chunk
+            if handle.norm_sums is not None:
+                self.gradients.promote([chunk])  # a shared param under reentrant checkpointing arrives twice
+            self.gradients.land(handle, grad)
+            chunk.num_missing_grads -= 1
+            if not chunk.num_missing_grads and chunk.window is not None:
+                self._manager.grads_complete(chunk)
+
+    @own_work
+    def _take(self, handle: ParamHandle, grad: torch.Tensor) -> None:
+        """The first gradient of a backward, or one with which more is to be done than to keep it."""
+        with self._lock:
+            self.begin()
             if not self._state.takes_gradients:
                 self._begin_gradients()
             chunk = handle.chunk
@@ -135,11 +153,12 @@ class BackwardPass:
             elif self._in_backward.transient:
                 self._in_backward.use(handle, grad)
             else:
-                if handle.in_backward == self._state.backward_number:
-                    self._in_backward.refuse_used(handle)
+                self._in_backward.refuse_used(handle)
                 if handle.norm_sums is not None:
-                    self.gradients.promote([chunk])  # a shared param under reentrant checkpointing arrives twice
+                    self.gradients.promote([chunk])
                 self.gradients.land(handle, grad)
+                if not stepping_in_backward and self.observers.around_own_work is None:
+                    self._plain_task = _graph_task()
             chunk.num_missing_grads -= 1
             if not chunk.num_missing_grads:
                 self._complete(chunk)

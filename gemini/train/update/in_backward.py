@@ -64,11 +64,12 @@ class InBackward:
         Raises:
             GeminiError: it would be another step of this param.
         """
-        raise GeminiError(
-            f"{handle.name!r} got its gradient in two parts (shared under reentrant checkpointing), and "
-            "HybridAdam(step_in_backward=True) has used the first one: leave step_in_backward out, or checkpoint with "
-            "use_reentrant=False"
-        )
+        if handle.in_backward == self._state.backward_number:
+            raise GeminiError(
+                f"{handle.name!r} got its gradient in two parts (shared under reentrant checkpointing), and "
+                "HybridAdam(step_in_backward=True) has used the first one: leave step_in_backward out, or checkpoint "
+                "with use_reentrant=False"
+            )
 
     def use_landed(self, chunk: Chunk) -> None:
         """Update the params of a chunk whose gradients are in the grad plane, and whose optimizer steps in backward.
