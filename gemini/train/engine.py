@@ -107,7 +107,7 @@ class Engine:
         calls = Calls(manager.acquire, manager.release, exposure.expose, exposure.cover)
         gradients = GradientStore(
             params.handles, ledger=store.ledger, device=device, mover=mover, manager=manager, spill=store.spill,
-            working_set=0 if ranks is None and all(chunk.resident for chunk in store.chunks) else store.working_set,
+            working_set=store.working_set if ranks is not None or store.moves else 0,
             worker=Worker("landing") if overlap and device.tier is Tier.GPU else None,
         )  # fmt: skip
         updates.connect(exposure, gradients.relieve)

@@ -14,7 +14,7 @@ from enum import Enum
 from gemini.errors import GeminiError, IllegalTransition
 
 
-class Phase(Enum):
+class StepPhase(Enum):
     """What computes now.
 
     REST: neither a forward nor a backward.
@@ -39,15 +39,15 @@ class PhaseChange(Enum):
     END_BACKWARD = "end backward"
 
 
-PHASES: dict[tuple[Phase, PhaseChange], Phase] = {
-    (Phase.REST, PhaseChange.BEGIN_FORWARD): Phase.FORWARD,
-    (Phase.FORWARD, PhaseChange.END_FORWARD): Phase.REST,
-    (Phase.REST, PhaseChange.BEGIN_BACKWARD): Phase.BACKWARD,
-    (Phase.BACKWARD, PhaseChange.END_BACKWARD): Phase.REST,
-    (Phase.BACKWARD, PhaseChange.BEGIN_FORWARD): Phase.NESTED,
-    (Phase.FORWARD, PhaseChange.BEGIN_BACKWARD): Phase.NESTED,
-    (Phase.NESTED, PhaseChange.END_FORWARD): Phase.BACKWARD,
-    (Phase.NESTED, PhaseChange.END_BACKWARD): Phase.FORWARD,
+PHASES: dict[tuple[StepPhase, PhaseChange], StepPhase] = {
+    (StepPhase.REST, PhaseChange.BEGIN_FORWARD): StepPhase.FORWARD,
+    (StepPhase.FORWARD, PhaseChange.END_FORWARD): StepPhase.REST,
+    (StepPhase.REST, PhaseChange.BEGIN_BACKWARD): StepPhase.BACKWARD,
+    (StepPhase.BACKWARD, PhaseChange.END_BACKWARD): StepPhase.REST,
+    (StepPhase.BACKWARD, PhaseChange.BEGIN_FORWARD): StepPhase.NESTED,
+    (StepPhase.FORWARD, PhaseChange.BEGIN_BACKWARD): StepPhase.NESTED,
+    (StepPhase.NESTED, PhaseChange.END_FORWARD): StepPhase.BACKWARD,
+    (StepPhase.NESTED, PhaseChange.END_BACKWARD): StepPhase.FORWARD,
 }
 
 
@@ -57,7 +57,7 @@ class StepState:
     def __init__(self) -> None:
         self.num_gathered = 0
         """Open ``gathered()`` blocks, and operations that read params outside of any module."""
-        self.phase = Phase.REST
+        self.phase = StepPhase.REST
         self.backward_number = 0
         """Of the backward that runs, or ran last."""
         self.takes_gradients = False
@@ -92,18 +92,18 @@ class StepState:
     # ---- the phase ----------------------------------------------------------------------------------------------
 
     @property
-    def phase(self) -> Phase:
+    def phase(self) -> StepPhase:
         """What computes now. Hooks ask for what follows from it, so that stands beside it."""
         return self._phase
 
     @phase.setter
-    def phase(self, phase: Phase) -> None:
+    def phase(self, phase: StepPhase) -> None:
         self._phase = phase
-        self.in_forward = phase is Phase.FORWARD or phase is Phase.NESTED
+        self.in_forward = phase is StepPhase.FORWARD or phase is StepPhase.NESTED
         """Whether a forward runs, in any thread."""
-        self.in_backward = phase is Phase.BACKWARD or phase is Phase.NESTED
+        self.in_backward = phase is StepPhase.BACKWARD or phase is StepPhase.NESTED
         """Whether a backward runs."""
-        self.computing = phase is not Phase.REST or self.num_gathered > 0
+        self.computing = phase is not StepPhase.REST or self.num_gathered > 0
         """Whether params are ordinary ones now: a forward, a backward or ``gathered()`` is under way."""
 
     def change(self, event: PhaseChange) -> None:
@@ -183,7 +183,7 @@ class StepState:
             yield
         finally:
             self.num_gathered -= 1
-            self.computing = self._phase is not Phase.REST or self.num_gathered > 0
+            self.computing = self._phase is not StepPhase.REST or self.num_gathered > 0
 
     @contextmanager
     def method(self) -> Iterator[None]:

@@ -334,7 +334,7 @@ class HybridOptimizer(torch.optim.Optimizer):
         stepping.begin_step(self)
         if refusal is not None:
             raise refusal
-        groups = {id(handle): group for handle, group in managed if handle.has_grad}
+        groups = {id(handle): group for handle, group in managed if handle.norm_sums is not None}
         known: dict[tuple[int, int, float], Any] = {}
 
         def scalars_of(handle: ParamHandle, scale: float) -> Any:
@@ -344,7 +344,7 @@ class HybridOptimizer(torch.optim.Optimizer):
                 known[key] = self.rule.scalars(group, handle.num_steps + 1, scale)
             return known[key]
 
-        stepping.step([handle for handle, _ in managed if handle.has_grad], scalars_of)
+        stepping.step([handle for handle, _ in managed if handle.norm_sums is not None], scalars_of)
 
     def _check_mode(self, stepping: Stepping) -> None:
         refuse_other(self.rule, stepping.rule)

@@ -138,9 +138,11 @@ class Exposure:
         Raises:
             ParamAccessError: if they were written to by others; nothing is updated yet.
         """
-        for chunk in chunks:
-            self.look_for_writes(chunk)
-        self.refuse_writes()
+        written = written_to(handle for chunk in chunks for handle in self._by_chunk[chunk.spec.index])
+        self._manager.drop({handle.chunk.spec.index: handle.chunk for handle in written}.values())
+        self._written += written
+        if self._written:
+            self.refuse_writes()
 
     def poison(self, chunk: Chunk) -> None:
         """The gathered weights of a chunk went away."""

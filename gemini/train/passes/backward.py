@@ -51,7 +51,7 @@ class BackwardPass:
         self._params, self._chunks, self._manager, self._state = params, store.chunks, store.manager, state
         self._lock, self._calls, self._exposure, self._activations = lock, calls, exposure, activations
         self._updates, self._in_backward, self._by_names = updates, in_backward, by_names
-        self._reduction = reduction
+        self._reduction, self._moves = reduction, store.moves
         self._plain_task = _NONE
         """The backward, by autograd's number, whose gradients are only kept, and used by nobody before the step."""
 
@@ -73,7 +73,8 @@ class BackwardPass:
         for chunk in self._chunks:
             chunk.num_missing_grads = sum([handle.trained for handle in self._params.by_chunk[chunk.spec.index]])
         torch.autograd.Variable._execution_engine.queue_callback(self._is_over)
-        self._activations.begin_backward()
+        if self._activations.offloads:
+            self._activations.begin_backward()
 
     @own_work
     def begin_of(self, record: CallRecord) -> None:
@@ -81,7 +82,8 @@ class BackwardPass:
         with self._lock:
             self.begin()
             self._calls.begin_backward(record)
-            self._manager.look_ahead()
+            if self._moves:
+                self._manager.look_ahead()
             self._exposure.refuse_writes()
 
     @own_work
@@ -94,12 +96,13 @@ class BackwardPass:
             self._calls.end_backward()  # nothing is read any more: room for what is still to be reduced
             self._reduction.end_backward()
         self.gradients.drain()
-        self._updates.complete_all()
+        if stepping_in_backward:
+            self._updates.complete_all()
         if self._state.takes_gradients and stepping_in_backward:
             for chunk in reversed(self._chunks):
                 self._in_backward.use_landed(chunk)
         self.end()
-        if not self._calls.running:
+        if self._moves and not self._calls.running:
             self._manager.foresight.end()
         WHOLE.let_go()
         if not torch._C._autograd._get_current_graph_task_keep_graph():  # type: ignore[attr-defined]
@@ -109,7 +112,8 @@ class BackwardPass:
         """The whole graph is done (or was abandoned)."""
         self._plain_task = _NONE
         self._calls.end_backward()
-        self._activations.end_backward()
+        if self._activations.offloads:
+            self._activations.end_backward()
         self._state.end_backward()
         if self.observers.recording is not None:
             self.observers.recording.end_backward()

@@ -39,7 +39,7 @@ class ForwardPass:
         self._manager, self._state, self._lock = store.manager, state, lock
         self._saved_weights, self._activations = saved_weights, activations
         self._updates, self._trained = updates, trained
-        self._moves = not all(chunk.resident for chunk in store.chunks)
+        self._moves = store.moves
         self._transformed: list[Chunk] = []
         """What ``torch.func`` may still read."""
 

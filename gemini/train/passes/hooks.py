@@ -80,7 +80,6 @@ def _attach_parts(model: nn.Module, passes: Passes, hooks: list[Any]) -> None:
     """Hooks on all but the root, as what is compiled has it now."""
     ref = weakref.ref(passes)
     waits = _chunks_to_await(model) if passes.config.overlap else {}  # updates may be under way
-    gathers_none = all(chunk.resident for chunk in passes.store.chunks)
     for path, module, params in readers(model):
         chunks, resident = _chunks_to_gather(params), waits.get(path, ())
         entrance = ENTRANCE.fullmatch(path) is not None
@@ -90,7 +89,7 @@ def _attach_parts(model: nn.Module, passes: Passes, hooks: list[Any]) -> None:
         if module is not model and (chunks or rewritten or (entrance and any(True for _ in module.parameters()))):
             resident = (*resident, *resident_chunks(rewritten))
             pre, post = _pre(ref, chunks, resident, is_entrance=entrance), _post(ref, is_root=False)
-            if gathers_none:
+            if not passes.store.moves:
                 pre, post = _unless_inside(ref, passes.state, resident, pre, post)
             hooks += hook_around(module, *taking_over(_rewriting(ref), rewritten, pre, post))
 

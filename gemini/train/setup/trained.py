@@ -72,8 +72,8 @@ class TrainedParams:
             )
         planes = {}
         for kind, spec in missing.items():
-            planes[kind] = make_plane(spec, numel, tier, store.device, store.spill)
-            store.ledger.reserve(tier, planes[kind].num_bytes, kind)
+            with store.ledger.reserving(tier, spec.page_bytes(numel), kind):
+                planes[kind] = make_plane(spec, numel, tier, store.device, store.spill)
         chunk.planes.update(planes)
         chunk.trained = True
 
