@@ -30,6 +30,7 @@ def check(op: str, args: Args) -> list[int]:
     """
     first = args[0][1]
     n, device = first.numel(), first.device
+    addresses = []
     for _, tensor, accepted in args:
         if (
             tensor.dtype not in accepted
@@ -39,17 +40,34 @@ def check(op: str, args: Args) -> list[int]:
             or not tensor.is_contiguous()
         ):
             raise ValueError(_refusal(op, args))
-    addresses = [tensor.data_ptr() for _, tensor, _ in args]
+        addresses.append(tensor.data_ptr())
     if n and len(args) > 1 and device.type != "meta":
-        spans = sorted(
-            [(begin, begin + n * arg[1].itemsize, arg[0]) for begin, arg in zip(addresses, args, strict=True)]
-        )
-        end, before = 0, ""
-        for begin, stop, name in spans:
-            if begin < end:
-                raise ValueError(f"{op}: {before} and {name} overlap in memory; each needs its own")
-            end, before = stop, name
+        end, before = 0, 0
+        for at in sorted(range(len(args)), key=addresses.__getitem__):
+            if addresses[at] < end:
+                raise ValueError(f"{op}: {args[before][0]} and {args[at][0]} overlap in memory; each needs its own")
+            end, before = addresses[at] + n * args[at][1].itemsize, at
     return addresses
+
+
+def check_two(op: str, into: tuple[str, Tensor, tuple[torch.dtype, ...]], source: Tensor) -> tuple[int, int]:
+    """The same of two, as quickly as can be: every gradient of every step comes through here."""
+    _, first, accepted = into
+    n = first.numel()
+    if (
+        first.dtype in accepted
+        and source.dtype in GRAD
+        and first.dim() == source.dim() == 1
+        and source.numel() == n
+        and first.is_contiguous()
+        and source.is_contiguous()
+        and first.device == source.device
+    ):
+        a, b = first.data_ptr(), source.data_ptr()
+        if a + n * first.itemsize <= b or b + n * source.itemsize <= a:
+            return a, b
+    a, b = check(op, (into, ("src", source, GRAD)))  # which says what is wrong, or that they are empty
+    return a, b
 
 
 def update_args(weights: Tensor, residual: Tensor | None, states: Mapping[str, Tensor], grad: Tensor) -> Args:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -86,6 +87,8 @@ def resolve(many: Sequence[Sums]) -> list[list[float]]:
     For sums that are on a device the host waits, once, until it has done what it was given up to here. Those of CPU
     kernels are returned as they are.
     """
+    if DeviceSums not in {type(part) for sums in many for part in sums}:
+        return cast(list[list[float]], list(many))
     by_device: dict[torch.device, list[DeviceSums]] = {}
     for sums in _unresolved(many):
         by_device.setdefault(sums.device, []).append(sums)

@@ -154,12 +154,15 @@ class Ledger:
 
     @contextmanager
     def reserving(self, tier: Tier, num_bytes: int, holder: str) -> Iterator[None]:
-        """Reserve for the duration of a block; given back on any exception too."""
+        """:meth:`reserve` what the block allocates. It is given back if the block fails; else whoever ends what was
+        allocated releases it.
+        """
         self.reserve(tier, num_bytes, holder)
         try:
             yield
-        finally:
+        except BaseException:
             self.release(tier, num_bytes, holder)
+            raise
 
     def reset_peak(self) -> None:
         with self._lock:

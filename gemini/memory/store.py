@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from gemini.memory.chunks.chunk import Chunk, MemoryPlane
 from gemini.memory.devices.device import Device
@@ -23,6 +24,13 @@ class ChunkStore:
     mover: Mover
     manager: Manager
     spill: SpillFile | None
+    working_set: int
+    """Bytes of the computing tier that a step takes at most beside planes."""
+
+    @cached_property
+    def moves(self) -> bool:
+        """Whether the weights of some chunk do: else there is nothing to gather, to evict and to look ahead for."""
+        return not all(chunk.resident for chunk in self.chunks)
 
     def check_planes(self, kinds: tuple[PlaneKind, ...]) -> None:
         """What the ledger says of planes in the device's own memory is what its allocator was asked for; for tests."""

@@ -33,7 +33,7 @@ _INTO = {Track.H2D: Tier.GPU, Track.D2H: Tier.CPU, Track.NVME_READ: Tier.CPU, Tr
 _FROM = {Track.H2D: Tier.CPU, Track.D2H: Tier.GPU, Track.NVME_READ: Tier.NVME, Track.NVME_WRITE: Tier.CPU}
 
 
-class Phase(NamedTuple):
+class Stretch(NamedTuple):
     """A stretch of the step: "forward", "backward" or "update"."""
 
     name: str
@@ -65,9 +65,9 @@ def activity_of(span: Span) -> str:
     return fallback.get(span.track, "other moves")
 
 
-def phases(timeline: Timeline) -> list[Phase]:
+def phases(timeline: Timeline) -> list[Stretch]:
     """Forward, backward (with what it recomputes) and what comes after the last computing, in order."""
-    found: list[Phase] = []
+    found: list[Stretch] = []
     for span in timeline.spans:
         name = {"forward": "forward", "backward": "backward", "recompute": "backward"}.get(activity_of(span))
         if name is None or span.track is not Track.COMPUTE:
@@ -75,12 +75,12 @@ def phases(timeline: Timeline) -> list[Phase]:
         if found and found[-1].name == name:
             found[-1] = found[-1]._replace(stop=max(found[-1].stop, span.stop))
         else:
-            found.append(Phase(name, span.start, span.stop))
+            found.append(Stretch(name, span.start, span.stop))
     since = found[-1].stop if found else 0.0
     updates = [span for span in timeline.spans if span.stop > since and activity_of(span) == "update"]
     if updates:
         start = max(since, min(span.start for span in updates))
-        found.append(Phase("update", start, max(span.stop for span in updates)))
+        found.append(Stretch("update", start, max(span.stop for span in updates)))
     return found
 
 

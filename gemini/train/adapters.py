@@ -94,12 +94,12 @@ class ManagedAdapters:
             BudgetExceeded: if the host has not the memory; nothing was changed.
         """
         _check_merge_allowed(self.base_model)
-        unmanage(self, _engine(self), "merge_and_unload()")  # type: ignore[arg-type]
+        unmanage(self, "merge_and_unload()")  # type: ignore[arg-type]
         return self.base_model.merge_and_unload(*args, **kwargs)
 
     def unload(self, *args: Any, **kwargs: Any) -> Any:
         """As in PEFT: the base model without the adapters, an ordinary model on the CPU as of merge_and_unload."""
-        unmanage(self, _engine(self), "unload()")  # type: ignore[arg-type]
+        unmanage(self, "unload()")  # type: ignore[arg-type]
         return self.base_model.unload(*args, **kwargs)
 
     def merge_adapter(self, adapter_names: list[str] | None = None, safe_merge: bool = False) -> None:

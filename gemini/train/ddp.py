@@ -9,7 +9,7 @@ here with the remedy.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from functools import cache
 from typing import Any
@@ -21,6 +21,7 @@ from gemini.config import GeminiConfig
 from gemini.errors import GeminiError
 from gemini.memory.chunks.chunk import COMPUTE_DTYPES
 from gemini.planning.trace import MemoryTrace
+from gemini.ranks.group import Ranks
 from gemini.train.adapters import faces_of, refuse_unsupported
 from gemini.train.checkpoint.export import Export
 from gemini.train.engine import Engine
@@ -28,11 +29,12 @@ from gemini.train.modules.compiled import compile_blocks, refuse_compiled_whole
 from gemini.train.modules.injected import refuse_injected
 from gemini.train.modules.reading import is_a
 from gemini.train.modules.token_tiles import tile_tokens
+from gemini.train.params.by_name import ByName
 from gemini.train.params.handle import ParamHandle, handle_of
 from gemini.train.params.state_dict import load_model_state, model_state
 from gemini.train.params.stepper import optimizer_of
 from gemini.train.passes import hooks
-from gemini.train.recording import Recording, record
+from gemini.train.recording import Recording
 from gemini.train.report import MemoryReport, make_report
 from gemini.train.setup.arguments import refuse_unknown, refuse_wrong_device
 from gemini.train.setup.wrappable import refuse_unwrappable
@@ -120,7 +122,7 @@ class GeminiDDP(nn.Module):
             raise ValueError(f"norm_type={norm_type}: gradients are clipped by their 2-norm only")
         if not max_norm >= 0:
             raise ValueError(f"max_norm must not be negative, got {max_norm}")
-        refuse_injected(_engine(self), self, is_root=True)
+        refuse_injected(_engine(self).state, self, is_root=True)
         handles = None if params is None else [self._own(param, "clip_grad_norm_") for param in params]
         return _engine(self).stepping.clip_grad_norm(max_norm, handles, error_if_nonfinite=error_if_nonfinite)
 
@@ -128,7 +130,7 @@ class GeminiDDP(nn.Module):
         """Forget the gradients, or with ``set_to_none=False`` let zeros take their place
         (:meth:`gemini.HybridOptimizer.zero_grad`).
         """
-        _engine(self).discard_grads(to_zero=not set_to_none)
+        _engine(self).stepping.discard(to_zero=not set_to_none)
 
     def compile(self, **options: Any) -> None:  # type: ignore[override]
         """Compile each repeated block in place: ``block.compile(**options)``, the options of ``torch.compile``.
@@ -178,7 +180,9 @@ class GeminiDDP(nn.Module):
 
     def memory_report(self) -> MemoryReport:
         """Per tier "budget", "used" and "peak" in bytes, and under "moved" what crossed each boundary last step."""
-        return make_report(_engine(self))
+        engine = _engine(self)
+        engine.drain()
+        return make_report(engine.store, engine.decision.problem.layout, engine.shards)
 
     def recording(self, *, trace: MemoryTrace | None = None) -> AbstractContextManager[Recording]:
         """Record whole training steps: where their time went, and what every tier held::
@@ -197,7 +201,7 @@ class GeminiDDP(nn.Module):
             GeminiError: if the model is being recorded already.
             PlanMismatch: for a trace of another model.
         """
-        return record(_engine(self), self, trace)
+        return Recording(_engine(self), self, trace).opened(self)
 
     # ---- saving and loading -------------------------------------------------------------------------------------
 
@@ -233,7 +237,7 @@ class GeminiDDP(nn.Module):
             raise GeminiError("load_state_dict(assign=True): params live in chunks and are written, not replaced")
         engine = _engine(self)
         engine.recovery.forget_interrupted()
-        return load_model_state(self, engine.by_names, engine.agree, state_dict, strict)
+        return load_model_state(self, engine.by_names, state_dict, strict)
 
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
         """As in transformers: an ordinary directory of safetensors, written shard by shard from where chunks live."""
@@ -352,11 +356,25 @@ def _wrap(model: Any, config: GeminiConfig | None = None, *, process_group: Any 
     refuse_compiled_whole(model)
     refuse_unsupported(model)
     refuse_unwrappable(model, _managed_class)  # type: ignore[arg-type]
-    return manage(model, Engine(model, config, process_group=process_group, mesh=mesh))
+    return manage(model, config, process_group=process_group, mesh=mesh)
 
 
-def manage(model: nn.Module, engine: Engine) -> nn.Module:
-    """Make ``model``, whose params ``engine`` has taken over, a GeminiDDP model; if that fails, what it was before."""
+def manage(
+    model: nn.Module, config: GeminiConfig, *, process_group: Any = None, mesh: Any = None,
+    fill: Callable[[ByName, Ranks | None], nn.Module] | None = None,
+) -> nn.Module:  # fmt: skip
+    """Make ``model`` a GeminiDDP model; if that fails, what it was before.
+
+    Args:
+        fill: what writes the values of params that hold none yet to their homes, and returns the model that has them.
+    """
+
+    def note(homes: ByName, ranks: Ranks | None) -> None:
+        nonlocal model
+        assert fill is not None
+        model = fill(homes, ranks)
+
+    engine = Engine(model, config, process_group=process_group, mesh=mesh, fill=None if fill is None else note)
     buffers = [(module, dict(module._buffers)) for module in model.modules()]
     model.__dict__["_gemini_engine"] = engine
     try:

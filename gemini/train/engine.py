@@ -12,7 +12,7 @@ import gc
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -27,7 +27,7 @@ from gemini.memory.movement.manager import Manager
 from gemini.memory.movement.mover import Mover
 from gemini.memory.movement.worker import Worker
 from gemini.memory.store import ChunkStore
-from gemini.ranks.group import join
+from gemini.ranks.group import Ranks, join
 from gemini.rules import rule_of
 from gemini.tiers import Tier
 from gemini.train.activations.store import make_activation_store
@@ -42,7 +42,6 @@ from gemini.train.params.by_name import ByName
 from gemini.train.params.exposure import Exposure
 from gemini.train.params.gathered import Gathering
 from gemini.train.params.guard import ManagedParameter
-from gemini.train.params.handle import Leftover, ParamHandle
 from gemini.train.passes.backward import BackwardPass
 from gemini.train.passes.forward import ForwardPass
 from gemini.train.passes.hooks import Passes, passes_of
@@ -66,12 +65,12 @@ class Engine:
     """One per wrapped model.
 
     Args:
-        fill: what writes the values of params that hold none yet to their homes.
+        fill: what writes the values of params that hold none yet to their homes, given those and who shares them.
     """
 
     def __init__(
         self, model: nn.Module, config: GeminiConfig, *, process_group: Any = None, mesh: Any = None,
-        fill: Callable[[Engine], None] | None = None,
+        fill: Callable[[ByName, Ranks | None], None] | None = None,
     ):  # fmt: skip
         config = self.config = config.resolved()
         rule, own = rule_of(config.optimizer), weakref.ref[Passes](self)
@@ -87,7 +86,6 @@ class Engine:
         self.params = params
         alone = ranks is None or ranks.size == 1
         overlap = config.overlap and alone  # what ranks gather they gather together, when all of them ask for it
-        self.waits_in_hooks, self.working_set = config.overlap, built.working_set
 
         mover = Mover(device, built.tile, built.ledger, device_tile=built.device_tile, rule=rule.spec)
         # Staging is short where budgets are tight: updates first, which have nothing without it.
@@ -96,18 +94,20 @@ class Engine:
             built.chunks, ledger=built.ledger, device=device, mover=mover, foresight=built.foresight,
             worker=Worker("fetch") if overlap else None, worker_staging=mover.staging.take() if overlap else None,
         )  # fmt: skip
-        store = self.store = ChunkStore(built.chunks, device, built.ledger, mover, manager, built.spill)
+        store = self.store = ChunkStore(
+            built.chunks, device, built.ledger, mover, manager, built.spill, built.working_set
+        )  # fmt: skip
 
         updates = self.updates = Updates(
             store, state, self.write_observers, rule, built.first_use, alone=ranks is None, slots=slots,
             threads=config.update_threads,
         )  # fmt: skip
         exposure = Exposure(params, store, state, updates)
-        saved_weights = self.saved_weights = SavedWeights(manager, lock, observers)
+        saved_weights = SavedWeights(manager, lock, observers)
         calls = Calls(manager.acquire, manager.release, exposure.expose, exposure.cover)
-        gradients = self.gradients = GradientStore(
+        gradients = GradientStore(
             params.handles, ledger=store.ledger, device=device, mover=mover, manager=manager, spill=store.spill,
-            working_set=0 if ranks is None and all(chunk.resident for chunk in store.chunks) else built.working_set,
+            working_set=store.working_set if ranks is not None or store.moves else 0,
             worker=Worker("landing") if overlap and device.tier is Tier.GPU else None,
         )  # fmt: skip
         updates.connect(exposure, gradients.relieve)
@@ -131,18 +131,17 @@ class Engine:
             )  # fmt: skip
             shards.connect(reduction)
         self.shards, self.reduction = shards, reduction
-        self.agree = partial(agree_on_values, shards)
         by_names = self.by_names = ByName(
             params.handles, COMPUTE_DTYPES[config.precision], store, await_update=updates.wait,
-            observers=self.write_observers, shards=shards, agree=self.agree,
+            observers=self.write_observers, shards=shards, agree=partial(agree_on_values, shards),
         )  # fmt: skip
-        self.trained = TrainedParams(
+        trained = TrainedParams(
             params, store, activations, precision=config.precision, gradients=config.gradients, rule=rule.spec
         )
 
         forward = self.forward = ForwardPass(
             store, state, calls, lock=lock, observers=observers, exposure=exposure, saved_weights=saved_weights,
-            activations=activations, updates=updates, trained=self.trained,
+            activations=activations, updates=updates, trained=trained,
         )  # fmt: skip
         backward = self.backward = BackwardPass(
             params, store, state, calls, lock=lock, observers=observers, exposure=exposure, activations=activations,
@@ -164,7 +163,7 @@ class Engine:
         self.reads = StrayReads(forward, begin_backward_of)
         self.rewriting = Rewriting(by_names, self.write_observers, lock)
         self.gathering = Gathering(
-            by_names, store, self.write_observers, opened=forward.opened, await_update=updates.wait, agree=self.agree
+            by_names, store, self.write_observers, opened=forward.opened, await_update=updates.wait
         )
         manager.connect(
             on_evict=exposure.poison,
@@ -180,23 +179,10 @@ class Engine:
         self.adoption = Adoption(params, store, by_names, exposure, saved_weights, is_divided=shards is not None)
         state.mark_made()
         if fill is not None:
-            fill(self)
+            fill(by_names, ranks)
         self.adoption.take_all(filled=fill is not None)
         mover.start_over()  # coming home is no part of the first step
         gc.collect(0)
-
-    # ---- what params ask for --------------------------------------------------------------------------------------
-
-    def take_grad(self, handle: ParamHandle) -> None:
-        """Autograd has accumulated a gradient in the param: it goes into its chunk."""
-        self.backward.take_grad(handle)
-
-    def discard_grads(self, handles: Iterable[ParamHandle] | None = None, *, to_zero: bool = False) -> None:
-        """zero_grad: forget gradients, all or some; zeros may take their place."""
-        self.recovery.forget_interrupted()
-        self.backward.discard(handles, leftover=Leftover.ZEROS if to_zero else Leftover.NOTHING)
-
-    # ---- between steps --------------------------------------------------------------------------------------------
 
     def drain(self) -> None:
         """Wait until nothing is in flight: the world is as if everything had been done in turn.
@@ -209,16 +195,10 @@ class Engine:
         self.store.manager.drain()
         self.activations.drain()
 
-    def restored(self) -> None:
-        """Masters and states are those of a checkpoint: what belongs to the ones before is gone."""
-        self.discard_grads()
-        self.state.mark_restored()
-        self.store.manager.drop(self.store.chunks)
-
     def watch_apart(self, around: Callable[[], AbstractContextManager[None]] | None) -> None:
         """For who looks at what is alive at every moment: own work is done in turn, and inside ``around``."""
         self.forward.observers.set_apart(around)
-        self.gradients.do_in_turn(around is not None)
+        self.backward.gradients.do_in_turn(around is not None)
         self.activations.do_in_turn(around is not None)
 
     def check_invariants(self) -> None:
@@ -233,9 +213,9 @@ class Engine:
     def close(self) -> None:
         """Give everything back, whoever still holds a param: it keeps its shape and name, and refuses to be read."""
         self.write_observers.close()
-        for workers in (self.updates, self.store.manager, self.gradients, self.activations):
+        for workers in (self.updates, self.store.manager, self.backward.gradients, self.activations):
             workers.close()
-        self.saved_weights.close()
+        self.forward.close()
         take_apart(self.store.chunks, self.params.handles)
         if self.shards is not None:
             self.shards.close()

@@ -36,7 +36,19 @@ class Recording:
     """What ``model.recording()`` gives: read :attr:`timeline` after a whole step, inside the block or behind it."""
 
     def __init__(self, engine: Engine, model: nn.Module, trace: MemoryTrace | None):
+        """
+        Raises:
+            PlanMismatch: for a trace of another model.
+        """
         self._reference = weakref.ref(engine)
+        if trace is not None:
+            params = tuple(
+                TracedParam(tuple(handle.names), tuple(handle.param.shape), handle.chunk.spec.trainable)
+                for handle in engine.params.handles
+            )
+            name, precision = type(model).__name__, engine.config.precision
+            ours = MemoryTrace(name, precision, {}, 0, "", Source.STRUCTURE, params, ())
+            ours.check_same_model(trace, what="the trace")
         self._trace = trace
         self._recorder = Recorder(engine.store.device.synchronize)
         self._paths = {id(module): path for path, module in model.named_modules()}
@@ -145,9 +157,30 @@ class Recording:
 
     # ---- inside -------------------------------------------------------------------------------------------------
 
-    def open(self) -> None:
+    @contextmanager
+    def opened(self, model: nn.Module) -> Iterator[Recording]:
+        """Around the steps of ``model`` that are recorded.
+
+        Raises:
+            GeminiError: if the model is being recorded already.
+        """
+        if self._engine().forward.observers.recording is not None:
+            raise GeminiError("this model is being recorded already: open one recording() at a time")
+        counting = model.register_forward_pre_hook(
+            lambda module, args, kwargs: self.count_batch(args, kwargs), with_kwargs=True
+        )
+        self._open()
+        try:
+            yield self
+            self.drain()
+        finally:
+            self._close()
+            counting.remove()
+
+    def _open(self) -> None:
         engine = self._engine()
         engine.forward.observers.record(self)
+        engine.state.unsettle()
         engine.store.mover.recorder = self._recorder
         engine.store.ledger.on_change = self._recorder.held
         self._is_open = True
@@ -158,7 +191,7 @@ class Recording:
         if engine is not None and self._is_open and self._last is not None and self._last.step.next_start is None:
             engine.drain()
 
-    def close(self) -> None:
+    def _close(self) -> None:
         self._is_open = False
         engine = self._reference()
         if engine is not None:
@@ -177,35 +210,6 @@ class Recording:
         engine = self._reference()
         assert engine is not None
         return engine
-
-
-@contextmanager
-def record(engine: Engine, model: nn.Module, trace: MemoryTrace | None) -> Iterator[Recording]:
-    """Open a recording of ``engine`` for a block."""
-    if engine.forward.observers.recording is not None:
-        raise GeminiError("this model is being recorded already: open one recording() at a time")
-    if trace is not None:
-        _check_trace(engine, model, trace)
-    recording = Recording(engine, model, trace)
-    counting = model.register_forward_pre_hook(
-        lambda module, args, kwargs: recording.count_batch(args, kwargs), with_kwargs=True
-    )
-    recording.open()
-    try:
-        yield recording
-        recording.drain()
-    finally:
-        recording.close()
-        counting.remove()
-
-
-def _check_trace(engine: Engine, model: nn.Module, trace: MemoryTrace) -> None:
-    params = tuple(
-        TracedParam(tuple(handle.names), tuple(handle.param.shape), handle.chunk.spec.trainable)
-        for handle in engine.params.handles
-    )
-    ours = MemoryTrace(type(model).__name__, engine.config.precision, {}, 0, "", Source.STRUCTURE, params, ())
-    ours.check_same_model(trace, what="the trace")
 
 
 def count_tokens(args: Any, kwargs: Mapping[str, Any]) -> int:

@@ -6,10 +6,12 @@ from typing import Any
 
 from gemini.errors import human_bytes
 from gemini.memory.devices.device import Device
+from gemini.memory.store import ChunkStore
+from gemini.planning.layout import Layout
 from gemini.planning.planes import GRAD
 from gemini.planning.timeline import human_seconds
 from gemini.tiers import Ledger
-from gemini.train.engine import Engine
+from gemini.train.sharding.shards import Shards
 
 
 class MemoryReport(dict[str, Any]):
@@ -86,11 +88,9 @@ def _reconcile(device: Device, ledger: Ledger) -> dict[str, int]:
     }
 
 
-def make_report(engine: Engine) -> MemoryReport:
-    """The report of an engine as it stands when nothing is in flight."""
-    engine.drain()
-    store, ledger, layout = engine.store, engine.store.ledger, engine.decision.problem.layout
-    report = MemoryReport()
+def make_report(store: ChunkStore, layout: Layout, shards: Shards | None) -> MemoryReport:
+    """The report of a model as it stands, nothing being in flight."""
+    ledger, report = store.ledger, MemoryReport()
     for tier in ledger.tiers:
         report[tier.value] = {
             "budget": ledger.budget(tier),
@@ -103,8 +103,8 @@ def make_report(engine: Engine) -> MemoryReport:
         report["allocator"] = allocator
     report["moved"] = dict(sorted(store.mover.moved_last_step.counts().items()))
     report["stalls"] = dict(store.mover.stalls.last_step)
-    if engine.shards is not None:
-        report["sent"] = dict(sorted(engine.shards.sent_last_step.items()))
+    if shards is not None:
+        report["sent"] = dict(sorted(shards.sent_last_step.items()))
     trained = [chunk for chunk in store.chunks if chunk.trained]
     num_trained = sum(chunk.spec.payload for chunk in trained)
     ranks = layout.ranks  # each holds an equal shard

@@ -14,7 +14,7 @@ from enum import Enum
 from gemini.errors import GeminiError, IllegalTransition
 
 
-class Phase(Enum):
+class StepPhase(Enum):
     """What computes now.
 
     REST: neither a forward nor a backward.
@@ -39,15 +39,15 @@ class PhaseChange(Enum):
     END_BACKWARD = "end backward"
 
 
-PHASES: dict[tuple[Phase, PhaseChange], Phase] = {
-    (Phase.REST, PhaseChange.BEGIN_FORWARD): Phase.FORWARD,
-    (Phase.FORWARD, PhaseChange.END_FORWARD): Phase.REST,
-    (Phase.REST, PhaseChange.BEGIN_BACKWARD): Phase.BACKWARD,
-    (Phase.BACKWARD, PhaseChange.END_BACKWARD): Phase.REST,
-    (Phase.BACKWARD, PhaseChange.BEGIN_FORWARD): Phase.NESTED,
-    (Phase.FORWARD, PhaseChange.BEGIN_BACKWARD): Phase.NESTED,
-    (Phase.NESTED, PhaseChange.END_FORWARD): Phase.BACKWARD,
-    (Phase.NESTED, PhaseChange.END_BACKWARD): Phase.FORWARD,
+PHASES: dict[tuple[StepPhase, PhaseChange], StepPhase] = {
+    (StepPhase.REST, PhaseChange.BEGIN_FORWARD): StepPhase.FORWARD,
+    (StepPhase.FORWARD, PhaseChange.END_FORWARD): StepPhase.REST,
+    (StepPhase.REST, PhaseChange.BEGIN_BACKWARD): StepPhase.BACKWARD,
+    (StepPhase.BACKWARD, PhaseChange.END_BACKWARD): StepPhase.REST,
+    (StepPhase.BACKWARD, PhaseChange.BEGIN_FORWARD): StepPhase.NESTED,
+    (StepPhase.FORWARD, PhaseChange.BEGIN_BACKWARD): StepPhase.NESTED,
+    (StepPhase.NESTED, PhaseChange.END_FORWARD): StepPhase.BACKWARD,
+    (StepPhase.NESTED, PhaseChange.END_BACKWARD): StepPhase.FORWARD,
 }
 
 
@@ -55,7 +55,9 @@ class StepState:
     """The state of one model's step."""
 
     def __init__(self) -> None:
-        self.phase = Phase.REST
+        self.num_gathered = 0
+        """Open ``gathered()`` blocks, and operations that read params outside of any module."""
+        self.phase = StepPhase.REST
         self.backward_number = 0
         """Of the backward that runs, or ran last."""
         self.takes_gradients = False
@@ -72,8 +74,12 @@ class StepState:
         """Whether ``requires_grad`` of a param was flipped at rest and nobody has followed it yet."""
         self.in_method = False
         """Whether a method of the model runs as its forward: calls of the model are inside that one."""
-        self.num_gathered = 0
-        """Open ``gathered()`` blocks, and operations that read params outside of any module."""
+        self.settled_in = self.settled_for = 0
+        """The thread (its identifier) in which a forward runs whose modules have nothing to tell any more, because
+        nothing moves, no update is awaited and nobody records; and its outermost module (its ``id``). 0 for none."""
+        self.num_looked_at = -1
+        """How many params and modules had been registered anywhere when the whole model was looked at last
+        (:mod:`gemini.train.modules.injected`)."""
         self.num_open = 0
         """What has begun to compute and has not ended in order; after an interrupt it never will."""
         self.num_unreduced = 0
@@ -86,19 +92,19 @@ class StepState:
     # ---- the phase ----------------------------------------------------------------------------------------------
 
     @property
-    def in_forward(self) -> bool:
+    def phase(self) -> StepPhase:
+        """What computes now. Hooks ask for what follows from it, so that stands beside it."""
+        return self._phase
+
+    @phase.setter
+    def phase(self, phase: StepPhase) -> None:
+        self._phase = phase
+        self.in_forward = phase is StepPhase.FORWARD or phase is StepPhase.NESTED
         """Whether a forward runs, in any thread."""
-        return self.phase is Phase.FORWARD or self.phase is Phase.NESTED
-
-    @property
-    def in_backward(self) -> bool:
+        self.in_backward = phase is StepPhase.BACKWARD or phase is StepPhase.NESTED
         """Whether a backward runs."""
-        return self.phase is Phase.BACKWARD or self.phase is Phase.NESTED
-
-    @property
-    def computing(self) -> bool:
+        self.computing = phase is not StepPhase.REST or self.num_gathered > 0
         """Whether params are ordinary ones now: a forward, a backward or ``gathered()`` is under way."""
-        return self.phase is not Phase.REST or self.num_gathered > 0
 
     def change(self, event: PhaseChange) -> None:
         """The phase after ``event``.
@@ -147,6 +153,18 @@ class StepState:
         """Something begins to compute: until it ends in order, it counts as open."""
         self.num_open += 1
 
+    def settle(self, thread: int, module: int) -> None:
+        """From now on what is called inside of ``module``, which this thread runs, has nothing to tell."""
+        self.settled_in, self.settled_for = thread, module
+
+    def unsettle(self) -> None:
+        """It has again: its outermost call is over, or something else has come up."""
+        self.settled_in = self.settled_for = 0
+
+    def note_look(self, num_registered: int) -> None:
+        """The whole model was looked at, and all of its params are managed."""
+        self.num_looked_at = num_registered
+
     @contextmanager
     def accumulate(self) -> Iterator[None]:
         """Gradients of backwards inside are added up, and none is used."""
@@ -160,10 +178,12 @@ class StepState:
     def gathering(self) -> Iterator[None]:
         """Weights are shown, or read by an operation, outside of the modules that they belong to."""
         self.num_gathered += 1
+        self.computing = True
         try:
             yield
         finally:
             self.num_gathered -= 1
+            self.computing = self._phase is not StepPhase.REST or self.num_gathered > 0
 
     @contextmanager
     def method(self) -> Iterator[None]:

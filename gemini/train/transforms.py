@@ -7,7 +7,7 @@ and what a differentiating transform has read stays gathered until it is over.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -16,14 +16,13 @@ import torch
 _functorch: Any = torch._C._functorch
 
 
-def is_transforming() -> bool:
-    """Whether a transform runs in this thread."""
-    return _functorch.peek_interpreter_stack() is not None
+innermost_transform: Callable[[], Any] = _functorch.peek_interpreter_stack
+"""The transform that runs in this thread, or None. torch's own function: it is asked in every hook."""
 
 
 def is_differentiating() -> bool:
     """Whether one of them takes derivatives."""
-    if not is_transforming():
+    if innermost_transform() is None:
         return False
     kinds = _functorch.TransformType
     return any(interpreter.key() in (kinds.Grad, kinds.Jvp) for interpreter in _functorch.get_interpreter_stack())
@@ -38,14 +37,14 @@ def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
 
 def without_transforms() -> AbstractContextManager[None]:
     """What is done inside is of no transform: moving weights."""
-    return _without_stack() if is_transforming() else nullcontext()
+    return nullcontext() if innermost_transform() is None else _without_stack()
 
 
 @contextmanager
 def _without_stack() -> Iterator[None]:
     stack = []
     try:
-        while is_transforming():
+        while innermost_transform() is not None:
             stack.append(_functorch.pop_dynamic_layer_stack())
         yield
     finally:

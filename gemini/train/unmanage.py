@@ -8,12 +8,14 @@ from torch import nn
 
 from gemini.errors import BudgetExceeded, human_bytes
 from gemini.grad_mode import call_without_grad
-from gemini.memory.chunks.chunk import COMPUTE_DTYPES
+from gemini.memory.chunks.chunk import COMPUTE_DTYPES, Chunk
 from gemini.train.checkpoint.saver import pending_in
 from gemini.train.engine import Engine
+from gemini.train.params.by_name import ByName
+from gemini.train.params.handle import ParamSet
 
 
-def unmanage(model: nn.Module, engine: Engine, what: str) -> None:
+def unmanage(model: nn.Module, what: str) -> None:
     """Make ``model`` an ordinary module with its full weights on the CPU, in the compute dtype.
 
     Masters, states and gradients are gone, and so are chunks, budgets and spill file. With several ranks all of them
@@ -22,6 +24,7 @@ def unmanage(model: nn.Module, engine: Engine, what: str) -> None:
     Raises:
         BudgetExceeded: if the weights need more than the free memory of the host; nothing was changed.
     """
+    engine: Engine = model.__dict__["_gemini_engine"]
     engine.recovery.forget_interrupted()
     engine.drain()
     engine.state.check_whole()
@@ -39,7 +42,7 @@ def unmanage(model: nn.Module, engine: Engine, what: str) -> None:
         hook.remove()
     if (tiles := model.__dict__.pop("_gemini_token_tiles", None)) is not None:
         tiles.take_away()
-    call_without_grad(_give_back, engine)
+    call_without_grad(_give_back, engine.params, engine.by_names, engine.store.chunks)
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None:
@@ -49,10 +52,10 @@ def unmanage(model: nn.Module, engine: Engine, what: str) -> None:
     del model.__dict__["_gemini_engine"]
 
 
-def _give_back(engine: Engine) -> None:
+def _give_back(params: ParamSet, by_names: ByName, chunks: list[Chunk]) -> None:
     """Every param becomes an ordinary one, with its weights."""
-    for index, handles in list(engine.params.by_chunk.items()):
-        values = [engine.by_names.read(handle) for handle in handles]
+    for index, handles in list(params.by_chunk.items()):
+        values = [by_names.read(handle) for handle in handles]
         for handle, value in zip(handles, values, strict=True):
             param = handle.param
             if handle.hook is not None:
@@ -61,4 +64,4 @@ def _give_back(engine: Engine) -> None:
             param.__class__ = nn.Parameter
             param.data = value
             handle.view = torch.empty(0, device="cpu")
-        engine.store.chunks[index].planes.clear()  # its home is free for the next one
+        chunks[index].planes.clear()  # its home is free for the next one

@@ -123,6 +123,7 @@ def test_every_change_of_the_ledger_is_a_sample() -> None:
     ledger.pass_on(Tier.CPU, 20, "windows", "pool")
     with ledger.reserving(Tier.NVME, 5, "activations"):
         clock.now += 1
+    ledger.release(Tier.NVME, 5, "activations")
     timeline = timeline_of(recorder)
     assert [(s.seconds, {t.value: dict(h) for t, h in s.held.items()}) for s in timeline.samples] == [
         (0, {"cpu": {"weights": 10}, "nvme": {}}),

@@ -141,6 +141,9 @@ def test_reserving_gives_back_after_an_exception() -> None:
     with pytest.raises(BudgetExceeded), ledger.reserving(Tier.CPU, 101, "staging"):
         raise AssertionError("the block must not run")
     assert ledger.used(Tier.CPU) == 0
+    with ledger.reserving(Tier.CPU, 30, "staging"):
+        pass
+    assert ledger.used(Tier.CPU) == 30, "what was allocated is there until somebody ends it"
 
 
 actions = st.tuples(
@@ -190,6 +193,7 @@ def test_threads_never_pass_the_budget_together() -> None:
             try:
                 with ledger.reserving(Tier.CPU, 60, "staging"):
                     assert ledger.used(Tier.CPU) <= 100
+                ledger.release(Tier.CPU, 60, "staging")
             except BudgetExceeded:
                 num_refused.append(1)
 

@@ -55,8 +55,8 @@ def test_an_interrupt_before_a_gradient_is_taken_is_not_added_to_the_next(number
     schedule, quiet = CASES["cpu, all in memory"], Faults("")
     worlds = race_hunt.reference(schedule.recipe)[1]
     model, optimizer = race_hunt.wrap(schedule, tmp_path)
-    engine, taken = model._gemini_engine, []
-    real = engine.take_grad
+    backward, taken = model._gemini_engine.backward, []
+    real = backward.take_grad
 
     def interrupted(handle: object) -> None:
         taken.append(handle)
@@ -64,7 +64,7 @@ def test_an_interrupt_before_a_gradient_is_taken_is_not_added_to_the_next(number
             raise KeyboardInterrupt
         real(handle)
 
-    engine.take_grad = interrupted
+    backward.take_grad = interrupted
     with pytest.raises(KeyboardInterrupt):
         step(schedule.recipe, model, optimizer, 0, quiet)
     optimizer.zero_grad()

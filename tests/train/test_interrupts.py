@@ -140,7 +140,7 @@ def test_a_backward_that_updates_is_whole_before_it_is_interrupted(
     before = snapshot(model)
     loss = squares(model, 3)
     with monkeypatch.context() as patch:
-        at_call(patch, model._gemini_engine, "take_grad", 1)
+        at_call(patch, model._gemini_engine.backward, "take_grad", 1)
         with pytest.raises(KeyboardInterrupt):
             loss.backward()
     optimizer.zero_grad()

@@ -9,22 +9,22 @@ import torch
 from torch import nn
 
 import gemini
-from gemini.train.step import PHASES, Phase, PhaseChange, StepState
+from gemini.train.step import PHASES, PhaseChange, StepPhase, StepState
 
 LEGAL = {
-    (Phase.REST, PhaseChange.BEGIN_FORWARD),
-    (Phase.REST, PhaseChange.BEGIN_BACKWARD),
-    (Phase.FORWARD, PhaseChange.END_FORWARD),
-    (Phase.FORWARD, PhaseChange.BEGIN_BACKWARD),
-    (Phase.BACKWARD, PhaseChange.END_BACKWARD),
-    (Phase.BACKWARD, PhaseChange.BEGIN_FORWARD),
-    (Phase.NESTED, PhaseChange.END_FORWARD),
-    (Phase.NESTED, PhaseChange.END_BACKWARD),
+    (StepPhase.REST, PhaseChange.BEGIN_FORWARD),
+    (StepPhase.REST, PhaseChange.BEGIN_BACKWARD),
+    (StepPhase.FORWARD, PhaseChange.END_FORWARD),
+    (StepPhase.FORWARD, PhaseChange.BEGIN_BACKWARD),
+    (StepPhase.BACKWARD, PhaseChange.END_BACKWARD),
+    (StepPhase.BACKWARD, PhaseChange.BEGIN_FORWARD),
+    (StepPhase.NESTED, PhaseChange.END_FORWARD),
+    (StepPhase.NESTED, PhaseChange.END_BACKWARD),
 }
 
 
-@pytest.mark.parametrize(("phase", "event"), product(Phase, PhaseChange))
-def test_what_the_table_does_not_have_is_refused_and_changes_nothing(phase: Phase, event: PhaseChange) -> None:
+@pytest.mark.parametrize(("phase", "event"), product(StepPhase, PhaseChange))
+def test_what_the_table_does_not_have_is_refused_and_changes_nothing(phase: StepPhase, event: PhaseChange) -> None:
     state = StepState()
     state.phase = phase
     if (phase, event) in LEGAL:
@@ -45,7 +45,7 @@ def test_an_end_undoes_its_beginning() -> None:
 
 def test_a_step_goes_through_its_phases() -> None:
     """A recomputation is a forward inside a backward; what ends in order leaves nothing to look for."""
-    seen: list[tuple[str, Phase]] = []
+    seen: list[tuple[str, StepPhase]] = []
 
     class Looks(nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -64,10 +64,10 @@ def test_a_step_goes_through_its_phases() -> None:
     model = gemini.GeminiDDP(Net(), config)
     state = model._gemini_engine.state
     loss = model(torch.ones(2, 4))
-    assert state.phase is Phase.REST and state.num_open == 1, "its backward is still to come"
+    assert state.phase is StepPhase.REST and state.num_open == 1, "its backward is still to come"
     loss.backward()
-    assert seen == [("forward", Phase.FORWARD), ("forward", Phase.NESTED)]
-    assert state.phase is Phase.REST and state.num_open == 0 and state.backward_number == 1
+    assert seen == [("forward", StepPhase.FORWARD), ("forward", StepPhase.NESTED)]
+    assert state.phase is StepPhase.REST and state.num_open == 0 and state.backward_number == 1
     with pytest.raises(RuntimeError), torch.no_grad():
         model(torch.ones(2, 5))
-    assert state.phase is Phase.REST
+    assert state.phase is StepPhase.REST

@@ -354,7 +354,7 @@ def test_an_update_that_waits_for_its_gradients_keeps_none_that_has_them(
 
     def hold(stream: str, number: int) -> None:
         if (stream, number) == ("update in", 1):
-            until(lambda: len(engine.updates._jobs) > 1)
+            until(lambda: len(engine.updates.pending) > 1)
 
     gate = Gate(hold)
     model = wrap(tmp_path, StandinDevice(gate=gate), gradients="transient")
@@ -373,7 +373,7 @@ def test_an_update_that_waits_for_its_gradients_keeps_none_that_has_them(
 
     monkeypatch.setattr(engine.store.device, "mark", mark)
     model(**BATCHES[0]).loss.backward()
-    first, *others = engine.updates._jobs.values()
+    first, *others = engine.updates.pending.values()
     first.wait(PATIENCE)
     assert others and not any(job.is_complete() for job in others)
     for event in marks[1:]:

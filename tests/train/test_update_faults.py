@@ -90,7 +90,7 @@ def test_an_error_before_the_first_tile_reaches_who_waits(tmp_path: Path, monkey
     monkeypatch.setattr(update_worker, "check_finite", fails)
     backward(model, 0)
     engine = model._gemini_engine
-    job = next(iter(engine.updates._jobs.values()))
+    job = next(iter(engine.updates.pending.values()))
     with pytest.raises(MemoryError):
         job.wait(PATIENCE)
     with pytest.raises(GeminiError, match="MemoryError"):
@@ -122,7 +122,7 @@ def test_an_interrupt_between_handing_over_and_noting_leaves_no_update_behind(
         with pytest.raises(KeyboardInterrupt):
             backward(model, 0)
             optimizer.step()
-    assert {job for job in jobs if not job.is_complete()} == set(updates._jobs.values())
+    assert {job for job in jobs if not job.is_complete()} == set(updates.pending.values())
     threading.Timer(0.1, held.gate.set).start()
     updates.forget()
     assert all(job.is_complete() for job in jobs)

@@ -211,7 +211,7 @@ def test_gradients_that_wait_are_in_the_ledger(tmp_path: Path, monkeypatch: pyte
 def test_a_gradient_that_has_landed_is_let_go_before_backward_ends(tmp_path: Path) -> None:
     model = wrap("standin", tmp_path)
     adam(model)
-    store = model._gemini_engine.gradients
+    store = model._gemini_engine.backward.gradients
     land, drain, alive = store.land, store.drain, list[Any]()
     found = list[int]()
 

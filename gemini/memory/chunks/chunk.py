@@ -77,6 +77,8 @@ class MemoryPlane(Plane):
     def __init__(self, tensor: torch.Tensor, tier: Tier, device: Device, *, block: int = 1):
         self.tensor, self.tier, self._device = tensor, tier, device
         self.dtype, self.numel, self.block = tensor.dtype, tensor.numel() * block, block
+        self._views: dict[tuple[int, int], torch.Tensor] = {}
+        """Those that were asked for: the same ranges are, step after step."""
 
     def begin_load(self, start: int, stop: int, into: torch.Tensor, *, urgent: bool = False) -> Event:
         return self._copy(into, self._range(start, stop), "evict")
@@ -97,7 +99,12 @@ class MemoryPlane(Plane):
         return self._range(start, stop) if self.tier is self._device.tier else None
 
     def _range(self, start: int, stop: int) -> torch.Tensor:
-        return self.tensor[start // self.block : self.items(stop)]
+        view = self._views.get((start, stop))
+        if view is None:
+            view = self.tensor[start // self.block : self.items(stop)]
+            if type(view) is torch.Tensor and not torch.is_inference_mode_enabled():  # else it is of that mode only
+                self._views[start, stop] = view
+        return view
 
 
 class FilePlane(Plane):

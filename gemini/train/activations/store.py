@@ -52,6 +52,8 @@ class ActivationStore:
 
     def __init__(self, store: ChunkStore, calls: Calls, tier: Tier | None, *, overlap: bool = False):
         self.gone: deque[Gone] = deque()
+        self.offloads = tier is not None
+        """Whether anything of this has an effect."""
         self._tier = tier
         self._calls = calls
         self._ledger, self._device, self._mover, self._spill = store.ledger, store.device, store.mover, store.spill
@@ -219,15 +221,11 @@ class ActivationStore:
         try:
             if self._tier is Tier.NVME:
                 self._mover.scratch(1, torch.uint8, PAGE)  # reserved before the tensor's own place is
-            self._ledger.reserve(self._tier, num_bytes, HOLDER)
+            with self._ledger.reserving(self._tier, num_bytes, HOLDER):
+                offloaded = Offloaded(self.gone, tensor, self._allocate(num_bytes))
         except BudgetExceeded as e:
             self._say_no_room(e)
             return None
-        try:
-            offloaded = Offloaded(self.gone, tensor, self._allocate(num_bytes))
-        except BaseException:
-            self._ledger.release(self._tier, num_bytes, HOLDER)
-            raise
         try:
             self._stored.add(offloaded)
             if self.workers is None or self.synchronous or not self.workers.save(offloaded, tensor):

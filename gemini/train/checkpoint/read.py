@@ -31,7 +31,7 @@ from gemini.train.checkpoint.states import (
     set_rng_states,
 )
 from gemini.train.checkpoint.tensor_file import Malformed, TensorFile
-from gemini.train.checkpoint.write import Source
+from gemini.train.checkpoint.write import PlanePart
 from gemini.train.gradients.loss_scale import LossScale
 from gemini.train.optimizers.optimizer import HybridOptimizer
 from gemini.train.params.by_name import store_range
@@ -54,7 +54,7 @@ class Reader:
     ``started``: they are being overwritten.
     """
 
-    def __init__(self, manifest: Manifest, opened: dict[str, TensorFile], sources: list[Source], mover: Mover):
+    def __init__(self, manifest: Manifest, opened: dict[str, TensorFile], sources: list[PlanePart], mover: Mover):
         self._sources, self._mover, self._piece = sources, mover, manifest.piece
         self._entries = [
             (opened[file], name, entry)
@@ -92,7 +92,7 @@ class Reader:
         for chunk in chunks:
             observers.after_write(chunk)
 
-    def _ranges(self, source: Source) -> Iterator[tuple[int, int, _Run, int]]:
+    def _ranges(self, source: PlanePart) -> Iterator[tuple[int, int, _Run, int]]:
         """Ranges of at most a tile in this rank's part, each with what holds it and where it begins there."""
         offset = source.offset
         for run in self._saved.get(source.key, []):
@@ -100,7 +100,7 @@ class Reader:
             for start, stop in tiles(first, last, self._mover.tile):
                 yield start - offset, stop - offset, run, start - run.start
 
-    def _fill(self, source: Source, start: int, stop: int, run: _Run, at: int) -> None:
+    def _fill(self, source: PlanePart, start: int, stop: int, run: _Run, at: int) -> None:
         """In place where the host can write it, else through a staging area."""
         in_place = source.plane.host_view(source.place(start), source.place(stop))
         if in_place is not None:
@@ -110,10 +110,10 @@ class Reader:
         run.file.read_into(run.name, at, staged)
         self._store(source, staged, start)
 
-    def _store(self, source: Source, values: torch.Tensor, start: int) -> None:
+    def _store(self, source: PlanePart, values: torch.Tensor, start: int) -> None:
         store_range(self._mover, source.plane, source.handle.part.start + start * source.plane.block, values)
 
-    def _clear(self, source: Source) -> None:
+    def _clear(self, source: PlanePart) -> None:
         """Begin anew: a residual or state of before belongs to weights that are gone."""
         for start, stop in tiles(0, source.numel, self._mover.tile):
             zeros = self._mover.scratch(2, source.plane.dtype, stop - start).zero_()

@@ -32,7 +32,7 @@ from gemini.train.engine import Engine
 from gemini.train.gradients.loss_scale import LossScale
 from gemini.train.modules.injected import refuse_injected
 from gemini.train.optimizers.optimizer import HybridOptimizer
-from gemini.train.params.handle import ParamHandle
+from gemini.train.params.handle import ParamHandle, ParamSet
 from gemini.train.sharding.consensus import agree, group_for
 
 
@@ -80,8 +80,8 @@ def save_checkpoint(
     refusal: Exception | None = None
     try:
         final = place_of(directory)
-        refuse_injected(engine, model, is_root=True)
-        _check_optimizer(engine, optimizer)
+        refuse_injected(engine.state, model, is_root=True)
+        _check_optimizer(optimizer, engine.params)
         engine.drain()
         for pending in pending_in(engine.write_observers):
             pending.join()
@@ -109,7 +109,9 @@ def save_checkpoint(
     if wait:
         saver.run(engine.store.mover)
     else:
-        saver.start(engine.store.mover, engine.store.manager, engine.write_observers, working_set=engine.working_set)
+        saver.start(
+            engine.store.mover, engine.store.manager, engine.write_observers, working_set=engine.store.working_set
+        )
     return PendingCheckpoint(saver)
 
 
@@ -131,8 +133,8 @@ def load_checkpoint(
     engine = _engine(model)
     refusal: Exception | None = None
     try:
-        refuse_injected(engine, model, is_root=True)
-        _check_optimizer(engine, optimizer)
+        refuse_injected(engine.state, model, is_root=True)
+        _check_optimizer(optimizer, engine.params)
         for pending in pending_in(engine.write_observers):
             pending.join()
         path = find(place_of(directory))
@@ -163,7 +165,7 @@ def load_checkpoint(
 
         try:
             ranks.step(read, lambda _: None)
-            engine.restored()
+            engine.stepping.restored()
             rest.put_back(ranks.rank)
         except BaseException as e:
             if reader.started:
@@ -226,11 +228,13 @@ def _engine(model: nn.Module) -> Engine:
     return engine
 
 
-def _check_optimizer(engine: Engine, optimizer: Any) -> None:
+def _check_optimizer(optimizer: Any, params: ParamSet) -> None:
+    """Refuse one that has not the params of this model."""
     if not isinstance(optimizer, HybridOptimizer):
         kind = type(optimizer).__name__
         raise TypeError(f"checkpoints keep the states of gemini.HybridAdam and HybridOptimizer, got {kind}")
-    if optimizer.owner() is not None and optimizer.owner() is not engine:  # type: ignore[comparison-overlap]
+    owner = optimizer.owner()
+    if owner is not None and owner.params is not params:
         raise ValueError(
             "the optimizer does not own params of this model: pass the HybridAdam made from its parameters()"
         )

@@ -33,7 +33,7 @@ Buffer = Callable[[int], torch.Tensor]
 """So many bytes of host memory, page-aligned, for what cannot be read in place; overwritten when asked again."""
 
 
-class Source(NamedTuple):
+class PlanePart(NamedTuple):
     """A param's part of a plane on this rank. It holds the plane, so that it outlives the model if it must."""
 
     key: str
@@ -72,16 +72,16 @@ class Source(NamedTuple):
         return staged[: stop - start]
 
 
-def sources_of(handles: list[ParamHandle]) -> list[Source]:
+def sources_of(handles: list[ParamHandle]) -> list[PlanePart]:
     """Every source of this rank, chunk after chunk."""
     found = [_source(kind, handle) for handle in handles for kind in (WEIGHTS, *handle.chunk.states)]
     return sorted(found, key=lambda source: source.handle.chunk.spec.index)
 
 
-def _source(kind: PlaneKind, handle: ParamHandle) -> Source:
+def _source(kind: PlaneKind, handle: ParamHandle) -> PlanePart:
     key, plane = f"{kind}/{handle.name}", handle.chunk.planes[kind]
     spec = TensorSpec(key, plane.dtype, whole_shape(handle.param.shape, plane.items(handle.slot.numel)))
-    source = Source(key, handle, plane, spec)
+    source = PlanePart(key, handle, plane, spec)
     if handle.part.numel == handle.slot.numel:
         return source
     start, numel = source.offset, source.numel
@@ -91,7 +91,7 @@ def _source(kind: PlaneKind, handle: ParamHandle) -> Source:
 class Piece(NamedTuple):
     """Items ``[start, stop)`` of a source: what is read, written and has a checksum of its own at a time."""
 
-    source: Source
+    source: PlanePart
     start: int
     stop: int
 
@@ -113,7 +113,7 @@ class Writer:
         piece: items of a piece.
     """
 
-    def __init__(self, final: Path, draft: Draft, sources: list[Source], piece: int):
+    def __init__(self, final: Path, draft: Draft, sources: list[PlanePart], piece: int):
         self.final, self.draft = final, draft
         self._sources = [source for source in sources if source.numel]
         self.pieces = [Piece(s, *span) for s in self._sources for span in tiles(0, s.numel, piece)]
@@ -195,9 +195,9 @@ class Writer:
         replacing.swap(self._made, self.final)
 
 
-def _open_writers(work: Path, rank: int, sources: list[Source]) -> dict[str, TensorFileWriter]:
+def _open_writers(work: Path, rank: int, sources: list[PlanePart]) -> dict[str, TensorFileWriter]:
     """By key, the file it goes into; about ``FILE_BYTES`` each."""
-    groups: list[list[Source]] = [[]]
+    groups: list[list[PlanePart]] = [[]]
     filled = 0
     for source in sources:
         if filled and filled + source.spec.num_bytes > FILE_BYTES:

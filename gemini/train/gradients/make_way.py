@@ -47,12 +47,8 @@ def move_moments_down(
     below: list[FilePlane] = []
     try:
         for _, kind, plane in chosen:
-            ledger.reserve(Tier.NVME, plane.num_bytes, kind)
-            try:
+            with ledger.reserving(Tier.NVME, plane.num_bytes, kind):
                 below.append(FilePlane(spill, plane.numel, plane.dtype))
-            except BaseException:
-                ledger.release(Tier.NVME, plane.num_bytes, kind)
-                raise
             for start, stop in tiles(0, plane.numel, mover.tile):
                 mover.store(below[-1], start, stop, plane.tensor[start:stop])
     except BaseException:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from typing import NoReturn
 
 import torch
 
@@ -36,7 +37,7 @@ HOLDER = "gradients in flight"
 _SUMS = PlaneSpec(GRAD, "float32")
 
 
-def check_grad(handle: ParamHandle, grad: torch.Tensor) -> None:
+def refuse_grad(handle: ParamHandle, grad: torch.Tensor) -> NoReturn:
     """Refuse what cannot be kept as it is.
 
     Raises:
@@ -50,12 +51,11 @@ def check_grad(handle: ParamHandle, grad: torch.Tensor) -> None:
         )
     if grad.layout is not torch.strided:
         raise GeminiError(f"{handle.name!r} has a sparse gradient: build its module with sparse=False")
-    if grad.dtype is not handle.view.dtype:
-        raise GeminiError(
-            f"the gradient of {handle.name!r} is {grad.dtype}, its weights are {handle.view.dtype}: the model changed "
-            "the dtype of this param inside forward (module.to(...)). Use precision='fp32', or cast the inputs of "
-            "that module instead of its params"
-        )
+    raise GeminiError(
+        f"the gradient of {handle.name!r} is {grad.dtype}, its weights are {handle.view.dtype}: the model changed the "
+        "dtype of this param inside forward (module.to(...)). Use precision='fp32', or cast the inputs of that module "
+        "instead of its params"
+    )
 
 
 class GradientStore:
@@ -98,11 +98,10 @@ class GradientStore:
 
     def land(self, handle: ParamHandle, grad: torch.Tensor) -> None:
         """Keep ``grad`` (of the param's shape, any strides), added to what is there from earlier backwards."""
-        adding, flat = handle.has_grad, grad.detach().contiguous().view(-1)
+        adding, flat = handle.norm_sums is not None, (grad if grad.is_contiguous() else grad.contiguous()).view(-1)
         if adding and handle.clip != 1.0:
             self.apply_clip(handle)
-        leaves = handle.chunk.planes[GRAD].tier is not self._device.tier
-        if self._worker is None or self.synchronous or not leaves or not self._hold(flat.nbytes):
+        if self._worker is None or not self._lands_behind(handle.chunk, flat):
             handle.norm_sums = self.land_piece(handle.chunk, flat, handle.slot.start, adding)
             return
         handle.norm_sums = []  # it is there; its sums come with it
@@ -122,6 +121,11 @@ class GradientStore:
                 ledger.release(tier, num_bytes, HOLDER)
 
         self._landing.append(self._worker.submit(land, len(self._landing)))
+
+    def _lands_behind(self, chunk: Chunk, flat: torch.Tensor) -> bool:
+        """Whether a gradient leaves the device, behind backward: then its bytes are reserved."""
+        leaves = chunk.planes[GRAD].tier is not self._device.tier
+        return leaves and not self.synchronous and self._hold(flat.nbytes)
 
     def _hold(self, num_bytes: int) -> bool:
         """Reserve a gradient that waits for its landing; those before it make room. False if nothing can."""

@@ -20,17 +20,17 @@ from torch import nn
 
 from gemini.config import GeminiConfig
 from gemini.errors import GeminiError
-from gemini.train.engine import Engine
+from gemini.ranks.group import Ranks
 from gemini.train.loading.attention import Attention
 from gemini.train.loading.paging import Pager
 from gemini.train.loading.skeleton import (
     Skeleton,
     generator_of_first,
     generators_kept,
-    ranks_of,
     replace_by_stand_ins,
     replaced,
 )
+from gemini.train.params.by_name import ByName
 from gemini.train.setup.arguments import need_transformers, refuse_config_fields
 
 
@@ -107,27 +107,27 @@ class DrawnModel(Skeleton):
         empties = replace_by_stand_ins(self.model)
         self._expected = [empties.get(key) for key in to_meta.registered]
 
-    def _fill(self, engine: Engine) -> None:
-        ranks = ranks_of(engine)
-        pager = Pager(engine)
+    def _fill(self, homes: ByName, ranks: Ranks | None) -> nn.Module:
+        pager = Pager(homes)
         with generator_of_first(ranks), _registering(_TakeOver(pager, self._expected)):
             self.model = self._make()
-        self._swap_params(engine)
+        self._swap_params(homes)
         pager.finish()
         if ranks is not None:
             ranks.take_from_first(dict(self.model.named_buffers()))
+        return self.model
 
-    def _swap_params(self, engine: Engine) -> None:
+    def _swap_params(self, homes: ByName) -> None:
         """Every param of the model becomes the one its name has a home for."""
         model = self.model
-        names = {name: handle for handle in engine.params.handles for name in handle.names}
-        ours = {id(handle.param): handle for handle in engine.params.handles}
+        names = {name: handle for handle in homes.handles for name in handle.names}
+        ours = {id(handle.param): handle for handle in homes.handles}
         for name, param in list(model.named_parameters(remove_duplicate=False)):
             handle = names.pop(name, None)
             if handle is None or ours.get(id(param), handle) is not handle or param.shape != handle.param.shape:
                 raise _differs(model, name)
             if param is not handle.param:
-                engine.by_names.write(handle, param.data)
+                homes.write(handle, param.data)
                 owner, _, leaf = name.rpartition(".")
                 model.get_submodule(owner)._parameters[leaf] = handle.param
         if names:

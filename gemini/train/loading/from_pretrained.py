@@ -23,7 +23,7 @@ from torch import nn
 
 from gemini.config import GeminiConfig
 from gemini.errors import GeminiError
-from gemini.train.engine import Engine
+from gemini.ranks.group import Ranks
 from gemini.train.loading.attention import Attention
 from gemini.train.loading.from_config import class_of
 from gemini.train.loading.paging import Pager
@@ -31,7 +31,6 @@ from gemini.train.loading.skeleton import (
     Skeleton,
     generator_of_first,
     generators_kept,
-    ranks_of,
     replace_by_stand_ins,
     replaced,
 )
@@ -193,16 +192,16 @@ class StoredModel(Skeleton):
                     "transformers, adapt it, and wrap it with GeminiDDP(model, config)"
                 )
 
-    def _fill(self, engine: Engine) -> None:
-        model, ranks = self._stored, ranks_of(engine)
-        handles = {id(handle.param): handle for handle in engine.params.handles}
+    def _fill(self, homes: ByName, ranks: Ranks | None) -> nn.Module:
+        model = self._stored
+        handles = {id(handle.param): handle for handle in homes.handles}
         for key, value in self._added.items():
-            engine.by_names.write(handles[key], value)
+            homes.write(handles[key], value)
         places = {name: handles[id(param)] for name, param in self._params.items() if id(param) in handles}
-        self._stream(engine.by_names, places)
+        self._stream(homes, places)
         drawn = {id(self._params[name]) for name in self._source.missing if name in self._params}
         drawn -= {id(param) for name, param in self._params.items() if name not in self._source.missing}
-        pager = Pager(engine, [handle.name for key, handle in handles.items() if key not in drawn])
+        pager = Pager(homes, [handle.name for key, handle in handles.items() if key not in drawn])
         for module in model.modules():
             module._is_hf_initialized = False
         for key, handle in handles.items():
@@ -212,6 +211,7 @@ class StoredModel(Skeleton):
         pager.finish()
         if ranks is not None:
             ranks.take_from_first(dict(self.model.named_buffers()))
+        return self.model
 
     def _stream(self, homes: ByName, places: dict[str, ParamHandle]) -> None:
         """Let transformers read and convert one param after the other, and put each where it belongs."""

@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from gemini.memory.chunks.chunk import COMPUTE_DTYPES
-from gemini.train.engine import Engine
+from gemini.train.params.by_name import ByName
 from gemini.train.params.guard import METADATA, OF_MEMORY, tensors_in
 from gemini.train.params.guarding import nan_of
 
@@ -52,21 +51,20 @@ class PagedParameter(nn.Parameter):
 
 
 class Pager:
-    """The params of an engine that has not adopted them yet.
+    """The params of a model that has not adopted them yet.
 
     Args:
-        engine: its homes are written and read.
+        homes: are written and read.
         filled: names of the params whose values are at home already; the others start undefined.
     """
 
-    def __init__(self, engine: Engine, filled: Collection[str] = ()):
-        self._homes = engine.by_names
-        self._compute = COMPUTE_DTYPES[engine.config.precision]
-        self._handles = {id(handle.param): handle for handle in engine.params.handles}
+    def __init__(self, homes: ByName, filled: Collection[str] = ()):
+        self._homes = homes
+        self._handles = {id(handle.param): handle for handle in homes.handles}
         self._inside: dict[int, int] = {}  # bytes by the id of a param that is in memory, oldest first
         self._inside_bytes = 0
-        self._filled = {id(handle.param) for handle in engine.params.handles if handle.name in filled}
-        for handle in engine.params.handles:
+        self._filled = {id(handle.param) for handle in homes.handles if handle.name in filled}
+        for handle in homes.handles:
             self._put_away(handle.param)
 
     def bring_in(
@@ -76,7 +74,7 @@ class Pager:
         num_bytes = param.numel() * param.dtype.itemsize
         self._make_room(num_bytes, {id(other) for other in keep})
         if value is None and id(param) in self._filled:
-            exact = None if param.dtype is self._compute else torch.float32
+            exact = None if param.dtype is self._homes.compute else torch.float32
             value = self._homes.read(self._handles[id(param)], exact).to(param.dtype)
         elif value is None:
             value = torch.zeros(param.shape, dtype=param.dtype, device="cpu")

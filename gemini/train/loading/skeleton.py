@@ -14,8 +14,8 @@ from torch import nn
 from gemini.config import GeminiConfig
 from gemini.ranks.group import Ranks
 from gemini.train.ddp import manage
-from gemini.train.engine import Engine
 from gemini.train.loading.paging import stand_in
+from gemini.train.params.by_name import ByName
 
 
 class Skeleton(ABC):
@@ -34,17 +34,11 @@ class Skeleton(ABC):
             BudgetExceeded: before any value is read or drawn, if the budgets cannot hold the model.
         """
         config = GeminiConfig() if config is None else config
-        engine = Engine(self.model, config, process_group=process_group, mesh=mesh, fill=self._fill)
-        return manage(self.model, engine)
+        return manage(self.model, config, process_group=process_group, mesh=mesh, fill=self._fill)
 
     @abstractmethod
-    def _fill(self, engine: Engine) -> None:
-        """Write the value of every param to its home, and make the buffers."""
-
-
-def ranks_of(engine: Engine) -> Ranks | None:
-    """The ranks that share the engine's model, if there are several."""
-    return None if engine.shards is None else engine.shards.ranks
+    def _fill(self, homes: ByName, ranks: Ranks | None) -> nn.Module:
+        """Write the value of every param to its home, and make the buffers; returns the model that has them."""
 
 
 def replace_by_stand_ins(model: nn.Module) -> dict[int, nn.Parameter]:

@@ -86,42 +86,37 @@ class Calls:
         self._release = release
         self._expose = expose
         self._cover = cover
-        self._stacks: dict[int, list[CallRecord]] = {}
-        """The calls of each thread that run a forward, by its identifier."""
+        self.running: dict[int, list[CallRecord]] = {}
+        """The calls of each thread that runs a forward, by its identifier: a stack, and none that is empty."""
         self._reading: list[CallRecord] = []
         self._waiting: list[CallRecord] = []
 
     @property
-    def running(self) -> bool:
-        """Whether a forward is on a stack, of any thread."""
-        return bool(self._stacks)
-
-    @property
     def depth(self) -> int:
         """How many calls are running in this thread."""
-        return len(self._stacks.get(threading.get_ident(), ()))
+        return len(self.running.get(threading.get_ident(), ()))
 
     @property
     def innermost(self) -> CallRecord | None:
         """The call that computes now in this thread, in forward or else in backward."""
-        stack = self._stacks.get(threading.get_ident()) or self._reading
+        stack = self.running.get(threading.get_ident()) or self._reading
         return stack[-1] if stack else None
 
     def is_inside_another(self, module: nn.Module) -> bool:
         """Whether the innermost call of a forward in this thread is one of another module."""
-        stack = self._stacks.get(threading.get_ident())
+        stack = self.running.get(threading.get_ident())
         return stack is not None and stack[-1].module is not module
 
     def begin(self, module: nn.Module, chunks: tuple[Chunk, ...]) -> CallRecord:
         """A hooked module starts: gather what it reads. On an error nothing has begun."""
-        if not self._stacks and self._reading:
+        if not self.running and self._reading:
             self._waiting, self._reading = self._reading, []
             for record in self._waiting:
                 self._release_all(record.chunks)
         self._acquire_all(chunks)
         for chunk in chunks:
             self._expose(chunk)
-        stack = self._stacks.setdefault(threading.get_ident(), [])
+        stack = self.running.setdefault(threading.get_ident(), [])
         record = CallRecord(module, chunks, stack[-1] if stack else None)
         stack.append(record)
         return record
@@ -131,7 +126,7 @@ class Calls:
 
         None if it never began (its own gathering failed).
         """
-        stack = self._stacks.get(threading.get_ident(), [])
+        stack = self.running.get(threading.get_ident(), [])
         if all(record.module is not module for record in stack):
             return None
         while True:
@@ -139,7 +134,7 @@ class Calls:
             if record.module is module:
                 break
         record.module = None  # the record lives as long as the graph, the module need not
-        if not self._stacks and self._waiting:
+        if not self.running and self._waiting:
             for waiting in self._waiting:
                 self._read(waiting)
             self._waiting = []
@@ -147,7 +142,7 @@ class Calls:
 
     def unwind(self, depth: int) -> None:
         """End all calls of this thread but the outermost ``depth``: an exception ended them without their hooks."""
-        stack = self._stacks.get(threading.get_ident(), [])
+        stack = self.running.get(threading.get_ident(), [])
         while len(stack) > depth:
             with contextlib.suppress(AssertionError, IllegalTransition):
                 self._pop(stack)
@@ -155,7 +150,7 @@ class Calls:
     def _pop(self, stack: list[CallRecord]) -> CallRecord:
         record = stack.pop()
         if not stack:
-            self._stacks.pop(threading.get_ident(), None)
+            self.running.pop(threading.get_ident(), None)
         for _ in range(record.num_hooks):
             torch._C._autograd._pop_saved_tensors_default_hooks()
         record.num_hooks = 0
@@ -214,8 +209,8 @@ class Calls:
         """
         self.unwind(0)
         alive = {thread.ident for thread in threading.enumerate()}
-        for ident in [ident for ident in self._stacks if ident not in alive]:
-            for record in self._stacks.pop(ident):
+        for ident in [ident for ident in self.running if ident not in alive]:
+            for record in self.running.pop(ident):
                 with contextlib.suppress(AssertionError, IllegalTransition):
                     self._release_all(record.chunks)
         if backward:

@@ -189,9 +189,7 @@ class CompiledParts:
         self._seen = self._now(model)
 
     def have_changed(self, model: nn.Module) -> bool:
-        """A look at every module, which costs nothing where nobody has imported the compiler."""
-        if "torch._dynamo" not in sys.modules:
-            return False
+        """A look at every module, where somebody has imported the compiler."""
         _leave_our_code_alone()
         now = self._now(model)
         return len(now) != len(self._seen) or any(a is not b for a, b in zip(now, self._seen, strict=True))
@@ -212,12 +210,12 @@ class CompiledParts:
 
 
 def refuse_inside_compiled() -> None:
-    """The model was called: it must not have been from compiled code.
+    """The model was called, and somebody has imported the compiler: it must not have been from compiled code.
 
     Raises:
         GeminiError: if it was.
     """
-    if "torch._dynamo" in sys.modules and callable(torch._C._dynamo.eval_frame.get_eval_frame_callback()):
+    if callable(torch._C._dynamo.eval_frame.get_eval_frame_callback()):
         raise GeminiError(
             "a managed model was called inside of a function that torch.compile compiles: its weights come and go "
             f"between its modules, which compiled code has no place for. {BLOCKS_INSTEAD}"

@@ -21,20 +21,18 @@ from torch.nn.utils import stateless
 from gemini.errors import GeminiError
 from gemini.train.modules.compiled import BLOCKS_INSTEAD, wraps_compiled
 from gemini.train.params.handle import handle_of
+from gemini.train.step import StepState
 
-_registered = 0
+num_registered = 0
 """Registrations of params in this process, and of modules in a managed model."""
-
-_looked_at: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-"""How many there had been when the whole model of an engine was looked at last."""
 
 _watched: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 """The modules of managed models, and what was put into them since."""
 
 
 def _count(module: nn.Module, name: str, param: Any) -> None:
-    global _registered
-    _registered += 1
+    global num_registered
+    num_registered += 1
 
 
 def watch(model: nn.Module) -> None:
@@ -43,9 +41,9 @@ def watch(model: nn.Module) -> None:
 
 
 def _look_at_new_parent(module: nn.Module, name: str, child: Any) -> None:
-    global _registered
+    global num_registered
     if module in _watched and child is not None:  # else it is a list of some layers, made in every forward
-        _registered += 1
+        num_registered += 1
         watch(child)
     if name == "_orig_mod" and wraps_compiled(module) and any(handle_of(p) is not None for p in child.parameters()):
         raise GeminiError(
@@ -80,13 +78,13 @@ def _in_functional_call() -> bool:
     return False
 
 
-def refuse_injected(owner: Any, module: nn.Module, *, is_root: bool) -> None:
+def refuse_injected(state: StepState, module: nn.Module, *, is_root: bool) -> None:
     """Look for params that are not managed, if anything was registered anywhere since the last look at the root.
 
     Raises:
         GeminiError: naming the first one.
     """
-    if _looked_at.get(owner) == _registered:
+    if state.num_looked_at == num_registered:
         return
     for name, param in module.named_parameters():
         if handle_of(param) is None:
@@ -98,4 +96,4 @@ def refuse_injected(owner: Any, module: nn.Module, *, is_root: bool) -> None:
                 "new heads) first and wrap after: a fresh model, then PEFT, then GeminiDDP(model)"
             )
     if is_root:
-        _looked_at[owner] = _registered
+        state.note_look(num_registered)

@@ -203,7 +203,7 @@ class HybridOptimizer(torch.optim.Optimizer):
                 else:
                     param.grad.detach_().zero_()
         if handles:
-            owner_of(handles[0]).discard_grads(handles, to_zero=not set_to_none)
+            stepping_of(handles[0]).discard(handles, to_zero=not set_to_none)
 
     def full_state(self, name: str) -> dict[str, torch.Tensor]:
         """The states of one managed param by name, on the CPU: "step", those of the rule ("exp_avg", "exp_avg_sq" of

@@ -183,7 +183,7 @@ def check_owned(optimizer: HybridOptimizer, handles: Iterable[ParamHandle]) -> N
     Raises:
         GeminiError: naming the first of them.
     """
-    lost = [handle for handle in handles if optimizer_of(handle.param) is not optimizer]
+    lost = [handle for handle in handles if handle.optimizer is None or handle.optimizer() is not optimizer]
     if lost:
         others = f" and {len(lost) - 1} more params" if len(lost) > 1 else ""
         raise GeminiError(

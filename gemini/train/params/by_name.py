@@ -7,7 +7,7 @@ Everything that shows or changes weights outside of forward comes through here (
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
 from typing import Protocol
@@ -48,14 +48,14 @@ class ByName:
     """
 
     def __init__(
-        self, handles: Iterable[ParamHandle], compute: torch.dtype, store: ChunkStore, *,
+        self, handles: list[ParamHandle], compute: torch.dtype, store: ChunkStore, *,
         await_update: Callable[[Chunk], None], observers: WriteObservers, shards: WholeValues | None, agree: Agree,
     ):  # fmt: skip
         self._mover, self._manager, self._observers = store.mover, store.manager, observers
-        self._await_update, self._shards, self._agree = await_update, shards, agree
+        self._await_update, self._shards, self.agree = await_update, shards, agree
         self._compared = False
-        self._compute = compute
-        self._handles = {name: handle for handle in handles for name in handle.names}
+        self.handles, self.compute = handles, compute
+        self._handles = {name: handle for handle in self.handles for name in handle.names}
 
     def __getitem__(self, name: str) -> ParamHandle:
         """The handle of a param.
@@ -77,7 +77,7 @@ class ByName:
     def read(self, handle: ParamHandle, dtype: torch.dtype | None = None) -> torch.Tensor:
         """The full weights on the CPU, in the compute dtype; ``torch.float32`` gives the exact master."""
         with without_transforms():
-            return self._read(handle, dtype or self._compute)
+            return self._read(handle, dtype or self.compute)
 
     def _read(self, handle: ParamHandle, dtype: torch.dtype) -> torch.Tensor:
         self._await_update(handle.chunk)
@@ -150,7 +150,7 @@ class ByName:
         """
         if self._shards is not None and not self._compared:
             name = handle.name
-            self._agree(Point.COPY, f"writing {name!r}", lambda: value_facts([(name, value)]))
+            self.agree(Point.COPY, f"writing {name!r}", lambda: value_facts([(name, value)]))
         self.write(handle, value)
 
     @contextmanager

@@ -7,7 +7,7 @@ chunks as it begins, and any other read waits when it meets the guard. At rest a
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Protocol
 
 import torch
@@ -24,11 +24,8 @@ class PendingUpdates(Protocol):
     """Updates that may still be under way."""
 
     @property
-    def pending(self) -> bool:
-        """Whether there are any."""
-
-    def is_pending(self, chunk: Chunk) -> bool:
-        """Whether the chunk's may be."""
+    def pending(self) -> Mapping[int, object]:
+        """By chunk."""
 
     def wait(self, chunk: Chunk) -> None:
         """Until the chunk's is over."""
@@ -40,11 +37,13 @@ class Exposure:
     def __init__(self, params: ParamSet, store: ChunkStore, state: StepState, updates: PendingUpdates):
         self._by_chunk, self._chunks, self._manager = params.by_chunk, store.chunks, store.manager
         self._state, self._updates = state, updates
-        self._never_move = tuple(chunk for chunk in store.chunks if chunk.resident)
+        self._never_move = {chunk.spec.index: chunk for chunk in store.chunks if chunk.resident}
+        self._in_place = [handle for index in self._never_move for handle in params.by_chunk.get(index, ())]
+        """The params of those, together: most steps expose and guard them all at once."""
         self._exposed: set[int] = set()
         self._num_readers: dict[int, int] = {}
         """Of chunks that move: how many computations see their params as ordinary ones now."""
-        self._late: set[int] = set()
+        self.late: set[int] = set()
         """Resident chunks that are still being updated, or were when the model began to compute."""
         self._cast: list[ParamHandle] = []
         """Params that were cast while they were ordinary ones."""
@@ -59,25 +58,27 @@ class Exposure:
         class of every param in them and compute other bits where one is guarded.
         """
         if self._updates.pending and not torch.is_grad_enabled():
-            for chunk in self._never_move:
+            for chunk in self._never_move.values():
                 self._updates.wait(chunk)
-        fresh = [chunk for chunk in self._never_move if chunk.spec.index not in self._exposed]
+        fresh = self._never_move.keys() - self._exposed
         if self._updates.pending:
-            late = {chunk.spec.index for chunk in fresh if self._updates.is_pending(chunk)}
-            self._late |= late
-            fresh = [chunk for chunk in fresh if chunk.spec.index not in late]
-        handles = [handle for chunk in fresh for handle in self._by_chunk[chunk.spec.index]]
-        self._written += written_to(handles)
-        guarding.expose(handles)
-        indices = [chunk.spec.index for chunk in fresh]
-        self._exposed.update(indices)
-        self._late.difference_update(indices)
+            late = fresh & self._updates.pending.keys()
+            self.late |= late
+            fresh -= late
+        self._written += guarding.expose(self._params_of(fresh))
+        self._exposed |= fresh
+        self.late -= fresh
+
+    def _params_of(self, indices: set[int]) -> list[ParamHandle]:
+        if indices == self._never_move.keys():
+            return self._in_place
+        return [handle for index in indices for handle in self._by_chunk[index]]
 
     def catch_up(self, chunks: tuple[Chunk, ...]) -> None:
         """These are read now: wait for their updates."""
-        if self._late:
+        if self.late:
             for chunk in chunks:
-                if chunk.spec.index in self._late:
+                if chunk.spec.index in self.late:
                     self.expose(chunk)
 
     def expose(self, chunk: Chunk) -> None:
@@ -88,7 +89,7 @@ class Exposure:
         if index not in self._exposed:
             if chunk.resident:
                 self._updates.wait(chunk)
-                self._late.discard(index)
+                self.late.discard(index)
             self.look_for_writes(chunk)
             assert chunk.gathered, chunk.name
             guarding.expose(self._by_chunk[index])
@@ -110,15 +111,17 @@ class Exposure:
         """Its update begins while the model computes: whoever reads it from now on (a recomputation) waits."""
         if chunk.resident and chunk.spec.index in self._exposed:
             self.hide(chunk)
-            self._late.add(chunk.spec.index)
+            self.late.add(chunk.spec.index)
+            self._state.unsettle()
 
     def hide(self, chunk: Chunk) -> bool:
         """Guard the params of a chunk. True if one was written to, which is refused when that can be done."""
-        return self._hide([chunk.spec.index])
+        return self._hide({chunk.spec.index})
 
-    def _hide(self, indices: list[int]) -> bool:
-        self._exposed.difference_update(indices)
-        written, cast = guarding.hide([handle for index in indices for handle in self._by_chunk[index]])
+    def _hide(self, indices: set[int]) -> bool:
+        handles = self._params_of(indices)
+        self._exposed -= indices
+        written, cast = guarding.hide(handles)
         self._written += written
         self._cast += cast
         return bool(written)
@@ -136,9 +139,11 @@ class Exposure:
         Raises:
             ParamAccessError: if they were written to by others; nothing is updated yet.
         """
-        for chunk in chunks:
-            self.look_for_writes(chunk)
-        self.refuse_writes()
+        written = written_to(handle for chunk in chunks for handle in self._by_chunk[chunk.spec.index])
+        self._manager.drop({handle.chunk.spec.index: handle.chunk for handle in written}.values())
+        self._written += written
+        if self._written:
+            self.refuse_writes()
 
     def poison(self, chunk: Chunk) -> None:
         """The gathered weights of a chunk went away."""
@@ -150,16 +155,18 @@ class Exposure:
     def rest_if_idle(self) -> None:
         """Guard everything if nobody computes any more, and refuse what was written meanwhile."""
         if not self._state.computing:
-            self._late.clear()
+            self.late.clear()
             self._num_readers.clear()
             covered, self._covered = self._covered - self._exposed, set()
             if self._exposed:
-                self._hide(list(self._exposed))
+                self._hide(self._exposed.copy())
             for index in covered:
                 self.look_for_writes(self._chunks[index])
-            cast, self._cast = self._cast, []
-            guarding.bring_back(cast)
-        self.refuse_writes()
+            if self._cast:
+                cast, self._cast = self._cast, []
+                guarding.bring_back(cast)
+        if self._written:
+            self.refuse_writes()
 
     def refuse_writes(self) -> None:
         """Raise for writes that were seen.

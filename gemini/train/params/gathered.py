@@ -11,7 +11,7 @@ from gemini.interrupts import WHOLE
 from gemini.memory.chunks.chunk import Chunk
 from gemini.memory.store import ChunkStore
 from gemini.ranks.agreement import Point
-from gemini.ranks.facts import Agree, value_facts
+from gemini.ranks.facts import value_facts
 from gemini.train.params.by_name import ByName
 from gemini.train.params.guarding import undo_writes
 from gemini.train.params.handle import ParamHandle
@@ -24,16 +24,15 @@ class Gathering:
     Args:
         opened: keeps the weights of chunks gathered and their params ordinary ones, inside a block.
         await_update: waits for the update of a chunk.
-        agree: refuses what ranks would write differently.
     """
 
     def __init__(
         self, by_names: ByName, store: ChunkStore, observers: WriteObservers, *,
         opened: Callable[[Iterable[Chunk]], AbstractContextManager[None]],
-        await_update: Callable[[Chunk], None], agree: Agree,
+        await_update: Callable[[Chunk], None],
     ):  # fmt: skip
         self._by_names, self._manager, self._observers = by_names, store.manager, observers
-        self._opened, self._await_update, self._agree = opened, await_update, agree
+        self._opened, self._await_update = opened, await_update
 
     @contextmanager
     def gathered(self, handles: list[ParamHandle], *, write: bool) -> Iterator[None]:
@@ -86,4 +85,4 @@ class Gathering:
             RankMismatch: on every rank.
         """
         values = ((handle.name, handle.view) for handle in handles)
-        self._agree(Point.WRITE, "gathered(write=True)", lambda: value_facts(values))
+        self._by_names.agree(Point.WRITE, "gathered(write=True)", lambda: value_facts(values))

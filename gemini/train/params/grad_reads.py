@@ -55,7 +55,7 @@ def note_grad_read(param: Any) -> None:
         if frame.f_code in _BLIND:
             raise ParamAccessError(_BLIND[frame.f_code].format(name=param._gemini.name))
         if frame.f_code is _ZERO_GRAD and (owner := param._gemini.owner()) is not None:
-            owner.discard_grads([param._gemini], to_zero=not frame.f_locals.get("set_to_none", True))
+            owner.stepping.discard([param._gemini], to_zero=not frame.f_locals.get("set_to_none", True))
             return
         if frame.f_back is None:
             break

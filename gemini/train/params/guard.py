@@ -42,8 +42,8 @@ class ManagedParameter(nn.Parameter):
                 owner_of(args[0]._gemini).state.note_flip()
             elif func == _SET_GRAD and args[1] is None:
                 handle = args[0]._gemini
-                if handle.has_grad:  # p.grad = None drops it, as in torch
-                    owner_of(handle).discard_grads([handle])
+                if handle.has_grad or handle.leftover:  # p.grad = None drops it, as in torch
+                    owner_of(handle).stepping.discard([handle])
             elif func == _SET_GRAD:
                 raise ParamAccessError(
                     f"a gradient cannot be assigned to managed param {args[0]._gemini.name!r}: gradients live in "

@@ -15,15 +15,19 @@ from gemini.train.params.handle import ParamHandle
 from gemini.train.params.versions import SET_DATA, notes_a_write
 
 
-def expose(handles: list[ParamHandle]) -> None:
-    """Make params of gathered chunks ordinary parameters."""
+def expose(handles: list[ParamHandle]) -> list[ParamHandle]:
+    """Make params of gathered chunks ordinary parameters; returns those that were written to since the last look."""
+    written = []
     for handle in handles:
         param = handle.param
         param.__class__ = nn.Parameter
+        if param._version != handle.version and notes_a_write(handle):
+            written.append(handle)
         if handle.poisoned:
             param.data = handle.view
             handle.poisoned = False
-        handle.version = param._version
+            handle.version = param._version
+    return written
 
 
 class Hidden(NamedTuple):

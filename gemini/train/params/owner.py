@@ -28,6 +28,13 @@ class Reads(Protocol):
         """Around an operation that reads ``chunks`` while no module computes."""
 
 
+class TakesGradients(Protocol):
+    """Told of every gradient."""
+
+    def take_grad(self, handle: ParamHandle) -> None:
+        """Autograd has accumulated a gradient in the param: it goes into its chunk."""
+
+
 class Owner(Protocol):
     """Params refer to it weakly."""
 
@@ -37,14 +44,9 @@ class Owner(Protocol):
     state: StepState
     by_names: ByName
     reads: Reads
+    backward: TakesGradients
     stepping: Any
     """A :class:`gemini.train.passes.stepping.Stepping`, which is in a room above."""
-
-    def take_grad(self, handle: ParamHandle) -> None:
-        """Autograd has accumulated a gradient in the param: it goes into its chunk."""
-
-    def discard_grads(self, handles: Iterable[ParamHandle], *, to_zero: bool = False) -> None:
-        """Forget gradients; zeros may take their place."""
 
 
 def owner_of(handle: ParamHandle) -> Owner:

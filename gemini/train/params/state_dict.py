@@ -15,7 +15,7 @@ from torch import nn
 
 from gemini.interrupts import WHOLE
 from gemini.ranks.agreement import Point
-from gemini.ranks.facts import Agree, Facts, value_facts
+from gemini.ranks.facts import Facts, value_facts
 from gemini.train.params.by_name import ByName
 from gemini.train.params.handle import ParamHandle, handle_of
 
@@ -40,7 +40,7 @@ def model_state(
     return state
 
 
-def load_model_state(model: nn.Module, by_names: ByName, agree: Agree, state: Mapping[str, Any], strict: bool) -> Any:
+def load_model_state(model: nn.Module, by_names: ByName, state: Mapping[str, Any], strict: bool) -> Any:
     """Check everything first, so that a refused state changes nothing; then let torch's loader write.
 
     With several ranks each writes its part of every param, so all must load the same; a refusal on one is one on all.
@@ -55,7 +55,7 @@ def load_model_state(model: nn.Module, by_names: ByName, agree: Agree, state: Ma
     def facts() -> Facts:
         return value_facts((name, value) for name, value in state.items() if handle_of(expected.get(name)) is not None)
 
-    agree(Point.LOAD_MODEL, "load_state_dict", facts, refusal)
+    by_names.agree(Point.LOAD_MODEL, "load_state_dict", facts, refusal)
     with WHOLE, by_names.compared():  # Ctrl-C leaves no model that is half loaded
         return nn.Module.load_state_dict(model, state, strict=strict)
 

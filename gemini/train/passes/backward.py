@@ -10,11 +10,12 @@ import torch
 
 from gemini.errors import GeminiError
 from gemini.interrupts import WHOLE
+from gemini.memory.chunks.chunk import Chunk
 from gemini.memory.store import ChunkStore
 from gemini.planning.planes import GRAD
 from gemini.train.activations.store import ActivationStore
 from gemini.train.gradients.scaled_backward import Scaling
-from gemini.train.gradients.store import GradientStore, check_grad
+from gemini.train.gradients.store import GradientStore, refuse_grad
 from gemini.train.modules.calls import CallRecord, Calls
 from gemini.train.observers import Observers, own_work
 from gemini.train.params.by_name import ByName
@@ -25,6 +26,11 @@ from gemini.train.sharding.reduction import Reduction
 from gemini.train.step import StepState
 from gemini.train.update.in_backward import InBackward
 from gemini.train.update.updates import Updates
+
+_OrdinaryParams = torch._C.DisableTorchFunctionSubclass  # type: ignore[attr-defined]
+_graph_task = torch._C._current_graph_task_id
+_NONE = -2
+"""No backward: autograd's own number for that is -1."""
 
 
 class BackwardPass:
@@ -45,7 +51,9 @@ class BackwardPass:
         self._params, self._chunks, self._manager, self._state = params, store.chunks, store.manager, state
         self._lock, self._calls, self._exposure, self._activations = lock, calls, exposure, activations
         self._updates, self._in_backward, self._by_names = updates, in_backward, by_names
-        self._reduction = reduction
+        self._reduction, self._moves = reduction, store.moves
+        self._plain_task = _NONE
+        """The backward, by autograd's number, whose gradients are only kept, and used by nobody before the step."""
 
     # ---- the pass -----------------------------------------------------------------------------------------------
 
@@ -63,9 +71,10 @@ class BackwardPass:
             self.observers.recording.begin_backward()
         self._exposure.begin()
         for chunk in self._chunks:
-            chunk.num_missing_grads = sum(handle.trained for handle in self._params.by_chunk[chunk.spec.index])
+            chunk.num_missing_grads = sum([handle.trained for handle in self._params.by_chunk[chunk.spec.index]])
         torch.autograd.Variable._execution_engine.queue_callback(self._is_over)
-        self._activations.begin_backward()
+        if self._activations.offloads:
+            self._activations.begin_backward()
 
     @own_work
     def begin_of(self, record: CallRecord) -> None:
@@ -73,7 +82,8 @@ class BackwardPass:
         with self._lock:
             self.begin()
             self._calls.begin_backward(record)
-            self._manager.look_ahead()
+            if self._moves:
+                self._manager.look_ahead()
             self._exposure.refuse_writes()
 
     @own_work
@@ -86,21 +96,24 @@ class BackwardPass:
             self._calls.end_backward()  # nothing is read any more: room for what is still to be reduced
             self._reduction.end_backward()
         self.gradients.drain()
-        self._updates.complete_all()
+        if stepping_in_backward:
+            self._updates.complete_all()
         if self._state.takes_gradients and stepping_in_backward:
             for chunk in reversed(self._chunks):
                 self._in_backward.use_landed(chunk)
         self.end()
-        if not self._calls.running:
+        if self._moves and not self._calls.running:
             self._manager.foresight.end()
-        if not torch._C._autograd._get_current_graph_task_keep_graph():  # type: ignore[attr-defined]
-            self._state.close()
         WHOLE.let_go()
+        if not torch._C._autograd._get_current_graph_task_keep_graph():  # type: ignore[attr-defined]
+            self._state.close()  # last: what breaks off before leaves it open, to be looked at
 
     def end(self) -> None:
         """The whole graph is done (or was abandoned)."""
+        self._plain_task = _NONE
         self._calls.end_backward()
-        self._activations.end_backward()
+        if self._activations.offloads:
+            self._activations.end_backward()
         self._state.end_backward()
         if self.observers.recording is not None:
             self.observers.recording.end_backward()
@@ -108,40 +121,61 @@ class BackwardPass:
 
     # ---- gradients ----------------------------------------------------------------------------------------------
 
-    @own_work
     def take_grad(self, handle: ParamHandle) -> None:
         """The post-accumulate hook: move ``param.grad`` into the chunk."""
-        with torch._C.DisableTorchFunctionSubclass():  # type: ignore[attr-defined]
+        with _OrdinaryParams():
             grad, handle.param.grad = handle.param.grad, None
-        if grad is not None:
-            with self._lock:
-                self._take(handle, grad)
-
-    def _take(self, handle: ParamHandle, grad: torch.Tensor) -> None:
-        check_grad(handle, grad)
-        self.begin()
-        if not self._state.takes_gradients:
-            self._begin_gradients()
-        chunk = handle.chunk
-        if self._updates.pending:
-            self._updates.wait(chunk)
-        if self._reduction is not None:
-            self._reduction.take(handle, grad)
-        elif self._in_backward.transient:
-            self._in_backward.use(handle, grad)
-        else:
-            self._in_backward.refuse_used(handle)
-            if handle.has_grad:
+        if grad is None:
+            return
+        if grad.dtype is not handle.view.dtype or grad.requires_grad or grad.layout is not torch.strided:
+            refuse_grad(handle, grad)
+        if self._plain_task != _graph_task() or self._updates.pending:
+            self._take(handle, grad)
+            return
+        # Nothing but this is to be done, and it is done for every param: what is touched here is cold by now.
+        with self._lock:
+            chunk = handle.chunk
+            if handle.norm_sums is not None:
                 self.gradients.promote([chunk])  # a shared param under reentrant checkpointing arrives twice
             self.gradients.land(handle, grad)
-        chunk.num_missing_grads -= 1
-        if chunk.num_missing_grads == 0:
-            self._manager.grads_complete(chunk)
+            chunk.num_missing_grads -= 1
+            if not chunk.num_missing_grads and chunk.window is not None:
+                self._manager.grads_complete(chunk)
+
+    @own_work
+    def _take(self, handle: ParamHandle, grad: torch.Tensor) -> None:
+        """The first gradient of a backward, or one with which more is to be done than to keep it."""
+        with self._lock:
+            self.begin()
+            if not self._state.takes_gradients:
+                self._begin_gradients()
+            chunk = handle.chunk
+            if self._updates.pending:
+                self._updates.wait(chunk)
             if self._reduction is not None:
-                self._reduction.complete(chunk)
+                self._reduction.take(handle, grad)
+            elif self._in_backward.transient:
+                self._in_backward.use(handle, grad)
             else:
-                self._updates.complete(chunk)
-                self._in_backward.use_landed(chunk)
+                self._in_backward.refuse_used(handle)
+                if handle.norm_sums is not None:
+                    self.gradients.promote([chunk])
+                self.gradients.land(handle, grad)
+                if not stepping_in_backward and self.observers.around_own_work is None:
+                    self._plain_task = _graph_task()
+            chunk.num_missing_grads -= 1
+            if not chunk.num_missing_grads:
+                self._complete(chunk)
+
+    def _complete(self, chunk: Chunk) -> None:
+        """Every gradient of a chunk has arrived."""
+        if chunk.window is not None:
+            self._manager.grads_complete(chunk)
+        if self._reduction is not None:
+            self._reduction.complete(chunk)
+        elif stepping_in_backward:
+            self._updates.complete(chunk)
+            self._in_backward.use_landed(chunk)
 
     def _begin_gradients(self) -> None:
         """The first gradient of a param has arrived in this backward.
@@ -171,7 +205,8 @@ class BackwardPass:
     @property
     def has_gradients(self) -> bool:
         """Whether gradients of an earlier backward wait for the update."""
-        return self._state.num_unreduced > 0 or any(handle.has_grad for handle in self._params.handles)
+        handles = self._params.handles
+        return self._state.num_unreduced > 0 or any(handle.norm_sums is not None for handle in handles)
 
     def settle(self) -> None:
         """With several ranks: make gradients and their norms those of all ranks. All of them must come here."""

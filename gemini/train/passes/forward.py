@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -18,7 +19,7 @@ from gemini.train.observers import Observers, own_work
 from gemini.train.params.exposure import Exposure
 from gemini.train.setup.trained import TrainedParams
 from gemini.train.step import StepState
-from gemini.train.transforms import is_differentiating, is_transforming, without_transforms
+from gemini.train.transforms import innermost_transform, is_differentiating, without_transforms
 from gemini.train.update.updates import Updates
 
 
@@ -38,6 +39,7 @@ class ForwardPass:
         self._manager, self._state, self._lock = store.manager, state, lock
         self._saved_weights, self._activations = saved_weights, activations
         self._updates, self._trained = updates, trained
+        self._moves = store.moves
         self._transformed: list[Chunk] = []
         """What ``torch.func`` may still read."""
 
@@ -46,44 +48,62 @@ class ForwardPass:
     @own_work
     def begin_call(self, module: nn.Module, chunks: tuple[Chunk, ...], resident: tuple[Chunk, ...] = ()) -> None:
         """A hooked module starts to compute: gather what it reads, and wait for the updates of what is in place."""
-        if not self._state.computing:
+        state = self._state
+        if not state.computing:
+            state.open()
             self.let_go_of_transformed()
-        if not self._state.in_backward:
+        if self._activations.offloads and not state.in_backward:
             self._activations.begin_forward()
         with self._lock, without_transforms():
-            if not self._state.computing:
+            if not state.computing:
                 self._begin()
             if self.observers.recording is not None:
                 self.observers.recording.begin_call(module)
             try:
                 self.exposure.catch_up(resident)
                 record = self.calls.begin(module, chunks)
-                if not self._state.in_forward:
-                    self._state.begin_forward()
-                self._manager.look_ahead()
+                if not state.in_forward:
+                    state.begin_forward()
+                if self._moves:
+                    self._manager.look_ahead()
             finally:
                 self.exposure.rest_if_idle()
-        self._saved_weights.begin_call(record)
-        if chunks and is_differentiating():
-            self._keep_for_transform(chunks)
+        if self._moves:
+            self._saved_weights.begin_call(record)
+            if chunks and is_differentiating():
+                self._keep_for_transform(chunks)
+        elif record.parent is None:
+            self.settle()
 
     def _begin(self) -> None:
         """Nothing computes yet."""
-        self._state.open()
-        self._updates.check()
-        self._activations.check()
+        if self._updates.pending:
+            self._updates.check()
+        if self._activations.offloads:
+            self._activations.check()
         self._state.check_whole()
-        self._saved_weights.begin_forward()
-        self._manager.refresh_lent()
+        if self._moves:
+            self._saved_weights.begin_forward()
+            self._manager.refresh_lent()
         self.exposure.begin()
-        if torch.is_grad_enabled():
+        if self._moves and torch.is_grad_enabled():
             self._manager.foresight.begin()
+
+    def settle(self) -> None:
+        """Where nothing moves: if no update is awaited any more, and nobody records, modules inside of the call that is
+        outermost in this thread need not be looked at until it ends.
+        """
+        if not self.exposure.late and self.observers.recording is None:
+            thread = threading.get_ident()
+            self._state.settle(thread, id(self.calls.running[thread][0].module))
 
     @own_work
     def end_call(self, module: nn.Module) -> CallRecord | None:
         """A hooked module is done, or failed. None if it never began."""
         with self._lock, without_transforms():
             record = self.calls.end(module)
+            if record is None or record.parent is None:
+                self._state.unsettle()
             self._end_if_over()
             if self.observers.recording is not None:
                 self.observers.recording.end_call()
@@ -94,7 +114,7 @@ class ForwardPass:
             self.exposure.rest_if_idle()
             if not torch.is_grad_enabled() and not self._state.computing:  # else its backward is still to come
                 self._state.close()
-        if not self.calls.running:
+        if self._activations.offloads and not self.calls.running:
             self._activations.end_forward()
         return record
 
@@ -102,11 +122,13 @@ class ForwardPass:
         """A call ended without its hooks, by an exception: so did all inside it that this thread runs."""
         with self._lock:
             self.calls.unwind(depth)
+            self._state.unsettle()
             self._end_if_over()
 
     def abandon(self) -> None:
         """So did all calls of this thread, and those of threads that ended."""
         self.calls.abandon()
+        self._state.unsettle()
         self._end_if_over()
         self.let_go_of_transformed()
 
@@ -121,6 +143,10 @@ class ForwardPass:
         if around is not None:
             self._saved_weights.lend(around)
 
+    def close(self) -> None:
+        """The model ends; graphs may still refer to its weights."""
+        self._saved_weights.close()
+
     # ---- torch.func ---------------------------------------------------------------------------------------------
 
     @property
@@ -131,6 +157,8 @@ class ForwardPass:
     def _keep_for_transform(self, chunks: tuple[Chunk, ...]) -> None:
         """``torch.func.grad`` and its kin save params in a way that nobody sees: these stay until it is over."""
         with self._lock, without_transforms():
+            if not self._transformed:
+                self._state.open()  # it ends without telling
             for chunk in chunks:
                 if chunk not in self._transformed:
                     self._manager.acquire(chunk)
@@ -138,7 +166,7 @@ class ForwardPass:
 
     def let_go_of_transformed(self) -> None:
         """Something begins that is in no transform: those before are over."""
-        if self._transformed and not is_transforming():
+        if self._transformed and innermost_transform() is None:
             chunks, self._transformed = self._transformed, []
             for chunk in chunks:
                 self._manager.release(chunk)
@@ -149,6 +177,10 @@ class ForwardPass:
         """Params are about to be read for a gradient, and no module computes."""
         self._updates.check()
         self._state.check_whole()
+        self.follow_flips()
+
+    def follow_flips(self) -> None:
+        """``requires_grad`` of a param may have been flipped: what became trained gets what it lacks."""
         if self._state.take_flips():
             self._trained.follow()
 

@@ -10,6 +10,8 @@ and nothing counts on pre and post being balanced: recomputation and exceptions 
 from __future__ import annotations
 
 import re
+import sys
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -17,23 +19,23 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from gemini.config import GeminiConfig
 from gemini.errors import GeminiError
 from gemini.memory.chunks.chunk import Chunk
 from gemini.memory.store import ChunkStore
 from gemini.train.gradients.scaled_backward import ScaleGradient
+from gemini.train.modules import injected
 from gemini.train.modules.calls import CallRecord
 from gemini.train.modules.compiled import CompiledParts, hook_around, make_room_for_compiled, refuse_inside_compiled
 from gemini.train.modules.containers import iter_tensors, map_tensors
-from gemini.train.modules.injected import refuse_injected, watch
 from gemini.train.modules.reading import is_a, params_read_by, readers
 from gemini.train.modules.renormalized import Rewriting, renormalized_by, resident_chunks, taking_over
 from gemini.train.params.handle import handle_of
 from gemini.train.passes.backward import BackwardPass
 from gemini.train.passes.forward import ForwardPass
 from gemini.train.passes.recovery import Recovery
-from gemini.train.setup.trained import TrainedParams
 from gemini.train.step import StepState
-from gemini.train.transforms import is_transforming
+from gemini.train.transforms import innermost_transform
 
 ENTRANCE = re.compile(r"(?:[^.\d][^.]*\.)*(?:[^.\d][^.]*|\d+)|")
 """Paths without a numbered part, or with just one at their end: "", "model", "model.norm", "model.layers.7"."""
@@ -45,15 +47,13 @@ NUM_ROOT_HOOKS = 2
 class Passes(Protocol):
     """Those of one model, and what else hooks use. They refer to it weakly: the model alone keeps it alive."""
 
+    config: GeminiConfig
     store: ChunkStore
     state: StepState
     forward: ForwardPass
     backward: BackwardPass
     recovery: Recovery
-    trained: TrainedParams
     rewriting: Rewriting
-    waits_in_hooks: bool
-    """Whether updates may be under way when a module begins to compute."""
 
     def drain(self) -> None:
         """Wait until nothing is in flight."""
@@ -65,7 +65,7 @@ def attach(model: nn.Module, passes: Passes) -> list[Any]:
     The list changes with what is compiled: it is the model's own, and all that is ever to be removed.
     """
     hooks: list[Any] = []
-    watch(model)
+    injected.watch(model)
     try:
         _attach_root(model, passes, hooks)
         _attach_parts(model, passes, hooks)
@@ -79,8 +79,7 @@ def attach(model: nn.Module, passes: Passes) -> list[Any]:
 def _attach_parts(model: nn.Module, passes: Passes, hooks: list[Any]) -> None:
     """Hooks on all but the root, as what is compiled has it now."""
     ref = weakref.ref(passes)
-    waits = _chunks_to_await(model) if passes.waits_in_hooks else {}
-    gathers_none = all(chunk.resident for chunk in passes.store.chunks)
+    waits = _chunks_to_await(model) if passes.config.overlap else {}  # updates may be under way
     for path, module, params in readers(model):
         chunks, resident = _chunks_to_gather(params), waits.get(path, ())
         entrance = ENTRANCE.fullmatch(path) is not None
@@ -90,8 +89,8 @@ def _attach_parts(model: nn.Module, passes: Passes, hooks: list[Any]) -> None:
         if module is not model and (chunks or rewritten or (entrance and any(True for _ in module.parameters()))):
             resident = (*resident, *resident_chunks(rewritten))
             pre, post = _pre(ref, chunks, resident, is_entrance=entrance), _post(ref, is_root=False)
-            if gathers_none:
-                pre, post = _unless_inside(ref, resident, pre, post)
+            if not passes.store.moves:
+                pre, post = _unless_inside(ref, passes.state, resident, pre, post)
             hooks += hook_around(module, *taking_over(_rewriting(ref), rewritten, pre, post))
 
 
@@ -154,22 +153,26 @@ def _rewriting(ref: weakref.ref[Passes]) -> Callable[[], Rewriting | None]:
 
 def _attach_root(model: nn.Module, passes: Passes, hooks: list[Any]) -> None:
     ref = weakref.ref(passes)
-    own = tuple(param for param in params_read_by(model))
-    resident = _chunks_to_await(model).get("", ()) if passes.waits_in_hooks else ()
+    chunks = _chunks_to_gather(tuple(params_read_by(model)))
+    resident = _chunks_to_await(model).get("", ()) if passes.config.overlap else ()
     resident += resident_chunks(renormalized_by(model))
-    begin = _pre(ref, _chunks_to_gather(own), resident, is_entrance=True)
     compiled = CompiledParts(model)
 
     def root_pre(module: nn.Module, args: Any) -> None:
         passes = passes_of(ref)
-        if not passes.state.in_method and not passes.forward.calls.depth:
+        state = passes.state
+        if state.num_open and not state.in_method and not passes.forward.calls.depth:
             passes.recovery.forget_interrupted()
-        refuse_injected(passes, module, is_root=True)
-        refuse_inside_compiled()
-        if not passes.state.computing and compiled.have_changed(module):
-            follow_compiled(module, passes)
-            compiled.note(module)
-        begin(module, args)
+        if state.num_looked_at != injected.num_registered:
+            injected.refuse_injected(state, module, is_root=True)
+        if "torch._dynamo" in sys.modules:
+            refuse_inside_compiled()
+            if not state.computing and compiled.have_changed(module):
+                follow_compiled(module, passes)
+                compiled.note(module)
+        if state.requires_grad_changed and not state.computing:
+            passes.forward.follow_flips()
+        passes.forward.begin_call(module, chunks, resident)
 
     pre, post = taking_over(_rewriting(ref), renormalized_by(model), root_pre, _post(ref, is_root=True))
     hooks.append(model.register_forward_pre_hook(pre, prepend=True))
@@ -221,10 +224,11 @@ def _pre(
 ) -> Callable[[nn.Module, Any], None]:
     def pre(module: nn.Module, args: Any) -> None:
         passes = passes_of(ref)
-        if passes.state.requires_grad_changed and not passes.state.computing and passes.state.take_flips():
-            passes.trained.follow()
-        if is_entrance and not passes.state.computing:
-            refuse_injected(passes, module, is_root=False)
+        state = passes.state
+        if state.requires_grad_changed and not state.computing:
+            passes.forward.follow_flips()
+        if is_entrance and not state.computing:
+            injected.refuse_injected(state, module, is_root=False)
         passes.forward.begin_call(module, chunks, resident)
 
     return pre
@@ -232,20 +236,28 @@ def _pre(
 
 def _unless_inside(
     ref: weakref.ref[Passes],
+    state: StepState,
     resident: tuple[Chunk, ...],
     pre: Callable[[nn.Module, Any], None],
     post: Callable[[nn.Module, Any, Any], Any],
 ) -> tuple[Callable[[nn.Module, Any], None], Callable[[nn.Module, Any, Any], Any]]:
-    """The same where no weight ever moves: inside another module there is nothing to do but wait for updates."""
+    """The same where no weight ever moves: inside another module there is nothing to do but wait for updates, and when
+    those are over, nothing at all.
+    """
 
     def pre_unless_inside(module: nn.Module, args: Any) -> None:
+        if state.settled_in == threading.get_ident() and state.settled_for != id(module):
+            return
         forward = passes_of(ref).forward
         if forward.observers.recording is not None or not forward.calls.is_inside_another(module):
             pre(module, args)
-        elif resident:
+        elif resident and forward.exposure.late:
             forward.exposure.catch_up(resident)
+            forward.settle()
 
     def post_unless_inside(module: nn.Module, args: Any, output: Any) -> Any:
+        if state.settled_in == threading.get_ident() and state.settled_for != id(module):
+            return None
         # What is innermost now was so before: a call that was noted is that of this module.
         return None if passes_of(ref).forward.calls.is_inside_another(module) else post(module, args, output)
 
@@ -260,7 +272,7 @@ def _post(ref: weakref.ref[Passes], *, is_root: bool) -> Callable[[nn.Module, An
             return None
         if passes.forward.observers.recording is not None:
             passes.forward.observers.recording.watch_backward(module, output)
-        if not torch.is_grad_enabled() or is_transforming():
+        if not torch.is_grad_enabled() or innermost_transform() is not None:
             return None
         outermost = record.parent is None and not passes.state.in_backward
         if passes.backward.scaling.loss_scale is not None and outermost:

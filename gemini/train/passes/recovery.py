@@ -36,10 +36,10 @@ class Recovery:
         self._activations, self._gradients, self._updates = activations, gradients, updates
 
     def forget_interrupted(self) -> None:
-        """End what was under way; nothing if a backward is running in this thread."""
-        if torch._C._current_graph_task_id() != -1:
-            return
+        """End what was under way, if anything is; nothing if a backward is running in this thread."""
         state = self._state
+        if not state.num_open or torch._C._current_graph_task_id() != -1:
+            return
         WHOLE.let_go()
         self._forward.abandon()
         self._updates.forget_collected()
@@ -47,15 +47,13 @@ class Recovery:
             self._gradients.drain()
         self._manager.foresight.interrupt()
         self._activations.recover()
-        was_closed = not state.num_open
-        if not was_closed:
-            with torch._C.DisableTorchFunctionSubclass():  # type: ignore[attr-defined]
-                for handle in self._params.handles:
-                    handle.param.grad = None  # of autograd, if the interrupt came just before the hook that takes it
+        with torch._C.DisableTorchFunctionSubclass():  # type: ignore[attr-defined]
+            for handle in self._params.handles:
+                handle.param.grad = None  # of autograd, if the interrupt came just before the hook that takes it
         if state.in_backward:
             self._backward.abandon()
         self._exposure.rest_if_idle()
-        if not (was_closed or state.computing):
+        if not state.computing:
             # An interrupt may have come between making params ordinary and noting it.
             hide([handle for handle in self._params.handles if not isinstance(handle.param, ManagedParameter)])
             state.close_all()

@@ -133,6 +133,11 @@ class Stepping:
         self._recovery.forget_interrupted()
         self._backward.settle()
 
+    def discard(self, handles: list[ParamHandle] | None = None, *, to_zero: bool = False) -> None:
+        """Forget these gradients, or all; zeros may take their place."""
+        self._recovery.forget_interrupted()
+        self._backward.discard(handles, leftover=Leftover.ZEROS if to_zero else Leftover.NOTHING)
+
     def skip(self, handles: list[ParamHandle]) -> None:
         """Forget these gradients, in place of a step with them."""
         self._recovery.forget_interrupted()
@@ -198,6 +203,12 @@ class Stepping:
             segment = ParamUpdate(handle, scalars_of(handle, scale * handle.clip))
             by_chunk.setdefault(handle.chunk.spec.index, []).append(segment)
         return by_chunk
+
+    def restored(self) -> None:
+        """Masters and states are those of a checkpoint: what belongs to the ones before is gone."""
+        self.discard()
+        self.state.mark_restored()
+        self._store.manager.drop(self._store.chunks)
 
     def end_step(self) -> None:
         """After an optimizer step: what moved since the last one is what the report shows."""

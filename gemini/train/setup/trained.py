@@ -72,8 +72,8 @@ class TrainedParams:
             )
         planes = {}
         for kind, spec in missing.items():
-            planes[kind] = make_plane(spec, numel, tier, store.device, store.spill)
-            store.ledger.reserve(tier, planes[kind].num_bytes, kind)
+            with store.ledger.reserving(tier, spec.page_bytes(numel), kind):
+                planes[kind] = make_plane(spec, numel, tier, store.device, store.spill)
         chunk.planes.update(planes)
         chunk.trained = True
 
@@ -82,6 +82,7 @@ def grad_hook(handle: ParamHandle) -> Any:
     """What moves a param's gradient into its chunk as soon as it is complete."""
 
     def take(param: torch.Tensor) -> None:
-        owner_of(handle).take_grad(handle)
+        owner = handle.owner()
+        (owner_of(handle) if owner is None else owner).backward.take_grad(handle)
 
     return take

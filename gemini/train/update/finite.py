@@ -78,6 +78,8 @@ class DeferredFiniteChecks:
         """
         updates, self._updates = self._updates, []
         num_chunks, self.num_chunks = self.num_chunks, 0
+        if not updates:
+            return
         found = iter(kernels.totals([sums for update in updates for sums in update.sums]))
         bad: list[ParamHandle] = []
         num_stopped = 0

@@ -53,7 +53,8 @@ class Updates:
         self._exposure: Exposure | None = None
         self._relieve_gradients: Callable[[], bool] = lambda: False
         self._first_use = first_use
-        self._jobs: dict[int, UpdateJob] = {}
+        self.pending: dict[int, UpdateJob] = {}
+        """Updates that may still be under way, by chunk."""
         self._number = 0
         self._collected: dict[int, list[ParamUpdate]] = {}
         self.unseen = DeferredFiniteChecks(state, alone=alone)
@@ -73,18 +74,9 @@ class Updates:
         """
         self._exposure, self._relieve_gradients = exposure, relieve_gradients
 
-    @property
-    def pending(self) -> bool:
-        """Whether some update may still be under way."""
-        return bool(self._jobs)
-
-    def is_pending(self, chunk: Chunk) -> bool:
-        """Whether the chunk's update may still be under way."""
-        return chunk.spec.index in self._jobs
-
     def job_of(self, chunk: Chunk) -> UpdateJob | None:
         """What a thread that is about to read the chunk has to wait for."""
-        return self._jobs.get(chunk.spec.index)
+        return self.pending.get(chunk.spec.index)
 
     # ---- handing over -------------------------------------------------------------------------------------------
 
@@ -115,13 +107,13 @@ class Updates:
     def _put(self, worker: UpdateWorker, jobs: list[UpdateJob]) -> None:
         """Noted first: an interrupt must leave none under way of which nobody knows."""
         try:
-            self._jobs.update({job.chunk.spec.index: job for job in jobs})
+            self.pending.update({job.chunk.spec.index: job for job in jobs})
             worker.put(*jobs)
         except BaseException as e:
             self._state.mark_corrupted(e)
             for job in jobs:
                 if worker.cancel(job) or job.worker is None:
-                    self._jobs.pop(job.chunk.spec.index, None)
+                    self.pending.pop(job.chunk.spec.index, None)
                     job.finish(e)
             raise
 
@@ -260,19 +252,19 @@ class Updates:
         Raises:
             StorageError and whatever else broke an update off.
         """
-        job = self._jobs.get(chunk.spec.index)
+        job = self.pending.get(chunk.spec.index)
         if job is not None:
             self._await(job)
 
     def drain(self) -> None:
         """Until no update is in flight, and every gradient that was used in backward has been looked at."""
-        while self._jobs:
-            self._await(next(iter(self._jobs.values())))
+        while self.pending:
+            self._await(next(iter(self.pending.values())))
         self.unseen.look()
 
     def relieve(self) -> bool:
         """Wait for an update whose end gives back memory; False if there is none."""
-        for job in list(self._jobs.values()):
+        for job in list(self.pending.values()):
             if job.holds_gradients:
                 self._await(job)
                 return True
@@ -280,17 +272,17 @@ class Updates:
 
     def forget(self) -> None:
         """Wait for all, whatever became of them: everything is going to be overwritten."""
-        for job in self._jobs.values():
+        for job in self.pending.values():
             with contextlib.suppress(Exception):
                 job.wait()
-        self._jobs.clear()
+        self.pending.clear()
         self._collected.clear()
         self.unseen.forget()
 
     def check(self) -> None:
         """Raise what broke an update off that nobody has waited for."""
         broken_off = self._state.corrupted_by is not None  # known a moment before the jobs end
-        for job in list(self._jobs.values()):
+        for job in list(self.pending.values()):
             if broken_off or (job.is_complete() and job.error is not None):
                 self._await(job)
 
@@ -303,14 +295,14 @@ class Updates:
             about = self._mover.about("update", f"wait for the update of chunk {index}", index)
             with self._worker.all_cores(), about, contextlib.suppress(Exception):  # raised below
                 job.wait()
-        self._jobs.pop(index, None)
+        self.pending.pop(index, None)
         if job.error is not None and self._state.corrupted_by is not None:
             self.forget()  # all of them ended with this error, which is told once
         job.wait()
 
     def close(self) -> None:
         """The model ends."""
-        self._jobs.clear()
+        self.pending.clear()
         if self._worker is not None:
             self._worker.close()
 

@@ -1,0 +1,204 @@
+"""Where nothing moves, hooks look once and have nothing to do: how often they are entered, and when they must not be
+skipped.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import gemini
+from gemini import kernels
+from tests.train.helpers import Blocks, Plain, adam, noise, squares, train_plain, wrap
+
+ROOT = str(Path(gemini.__file__).parent)
+
+
+def calls_in(do: Callable[[], Any]) -> list[str]:
+    """The files of the functions of Gemini that this thread enters."""
+    found: list[str] = []
+
+    def note(frame: FrameType, event: str, arg: Any) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(ROOT):
+            found.append(frame.f_code.co_filename)
+
+    sys.setprofile(note)
+    try:
+        do()
+    finally:
+        sys.setprofile(None)
+    return found
+
+
+def stack(num_blocks: int, path: Path) -> Any:
+    torch.manual_seed(0)
+    config = gemini.GeminiConfig(memory=gemini.MemoryBudget(cpu="64MiB", nvme="64MiB", nvme_path=path), overlap=False)
+    return gemini.GeminiDDP(nn.Sequential(*(nn.Sequential(nn.Linear(16, 16)) for _ in range(num_blocks))), config)
+
+
+def test_a_module_that_moves_nothing_costs_two_calls(tmp_path: Path) -> None:
+    x, counts = torch.zeros(1, 16, dtype=torch.bfloat16), []
+    for num_blocks in (4, 12):
+        model = stack(num_blocks, tmp_path)
+        with torch.no_grad():
+            model(x)
+            counts.append(len(calls_in(lambda model=model: model(x))))
+    assert counts[1] - counts[0] <= 2 * 8
+
+
+def test_a_step_that_moves_nothing_stays_in_few_files(tmp_path: Path) -> None:
+    model, x = stack(4, tmp_path), torch.ones(2, 16, dtype=torch.bfloat16)
+    optimizer = gemini.HybridAdam(model.parameters())
+    held: dict[str, torch.Tensor] = {}
+
+    def forward() -> None:
+        held["loss"] = model(x).float().sum()
+
+    entered: dict[str, list[str]] = {}
+    for _ in range(2):
+        for name, do in (("forward", forward), ("backward", lambda: held["loss"].backward()), ("step", optimizer.step)):
+            entered[name] = calls_in(do)
+    files = {name: len(set(found)) for name, found in entered.items()}
+    assert files["forward"] <= 12 and files["backward"] <= 19 and files["step"] <= 31, files
+    assert len(entered["backward"]) <= 300, "of eight params"
+
+
+def test_nothing_is_looked_for_after_a_step_that_ended_in_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = wrap(Blocks(), "ram", tmp_path)
+    optimizer, engine = adam(model), model._gemini_engine
+    swept: list[int] = []
+    abandon = engine.forward.abandon
+    monkeypatch.setattr(engine.forward, "abandon", lambda: (swept.append(1), abandon()))
+    for seed in (0, 1):
+        squares(model, seed).backward()
+        model.clip_grad_norm_(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert not swept
+    squares(model, 2)  # its backward never comes
+    squares(model, 3).backward()
+    assert len(swept) == 1
+
+
+@pytest.mark.parametrize("ends", ["in order", "by an exception", "by an interrupt"])
+def test_a_forward_is_settled_until_it_ends(ends: str, tmp_path: Path) -> None:
+    model = wrap(Blocks(), "ram", tmp_path)
+    model._gemini_engine.drain()
+    state, seen = model._gemini_engine.state, []
+
+    def look(*_: Any) -> None:
+        seen.append((state.settled_in == threading.get_ident(), state.settled_for == id(model)))
+        if ends != "in order":
+            raise KeyboardInterrupt if ends == "by an interrupt" else ValueError
+
+    hook = model.layers[1].register_forward_hook(look)
+    if ends == "in order":
+        squares(model, 0)
+    else:
+        with pytest.raises((KeyboardInterrupt, ValueError)):
+            squares(model, 0)
+    hook.remove()
+    assert seen == [(True, True)] and (state.settled_in, state.settled_for) == (0, 0)
+    model.layers[0](noise(2, 32))  # an entrance of its own begins and ends again
+    assert state.phase.value == "rest" and not model._gemini_engine.forward.calls.running
+
+
+def test_a_block_that_another_thread_calls_meanwhile_is_a_call_of_its_own(tmp_path: Path) -> None:
+    model = wrap(Blocks(), "ram", tmp_path)
+    engine, found = model._gemini_engine, {}
+    engine.drain()
+
+    def call() -> None:
+        hook = model.layers[2].register_forward_pre_hook(
+            lambda *_: found.update(running={t: len(s) for t, s in engine.forward.calls.running.items()})
+        )
+        with torch.no_grad():
+            found["result"] = model.layers[2](noise(2, 32))
+        hook.remove()
+
+    def meanwhile(*_: Any) -> None:
+        thread = threading.Thread(target=call)
+        thread.start()
+        thread.join()
+
+    hook = model.layers[1].register_forward_hook(meanwhile)
+    squares(model, 0)
+    hook.remove()
+    assert sorted(found["running"].values()) == [1, 1] and len(found["running"]) == 2
+    with torch.no_grad():
+        assert torch.equal(found["result"], model.layers[2](noise(2, 32)))
+    assert not engine.forward.calls.running
+
+
+def test_what_is_updated_while_a_forward_is_settled_is_waited_for(tmp_path: Path) -> None:
+    """A step inside the model's own forward: its blocks that come after it have to read what it left."""
+    model, plain = wrap(Blocks(), "ram", tmp_path), Plain(Blocks())
+    optimizer = adam(model)
+    squares(model, 0).backward()
+    model._gemini_engine.updates.drain()
+
+    def step(module: nn.Module, args: Any, output: Any) -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+    hook = model.layers[0].register_forward_hook(step)
+    loss = squares(model, 1)
+    hook.remove()
+    train_plain(plain, [0], squares, clip=None)
+    with torch.no_grad():
+        x = torch.tanh(Blocks().to(torch.bfloat16).layers[0](noise(2, 5, 32, seed=1)))
+        for layer in plain.model.layers[1:]:
+            x = torch.tanh(layer(x))
+    assert torch.equal(loss.detach(), x.float().square().mean())
+
+
+def test_gradients_wait_for_an_update_that_begins_in_their_backward(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A program that steps inside backward, by a hook of its own: the short way of gradients is not taken then."""
+    model = wrap(Blocks(), "ram", tmp_path)
+    optimizer, updates = adam(model), model._gemini_engine.updates
+    waited: list[Any] = []
+    wait = updates.wait
+    loss = squares(model, 0)
+    monkeypatch.setattr(updates, "pending", {**updates.pending, -1: None})
+    monkeypatch.setattr(updates, "wait", lambda chunk: (waited.append(chunk), wait(chunk)))
+    monkeypatch.setattr(updates, "drain", lambda: None)
+    loss.backward()
+    assert {chunk.spec.index for chunk in waited} == {h.chunk.spec.index for h in model._gemini_engine.params.handles}
+    updates.pending.pop(-1)
+    monkeypatch.undo()
+    optimizer.zero_grad()
+
+
+def test_views_of_a_plane_are_made_once_and_none_in_inference_mode(tmp_path: Path) -> None:
+    model = wrap(Blocks(), "ram", tmp_path)
+    plane = model._gemini_engine.store.chunks[0].weights
+    with torch.inference_mode():
+        first = plane.host_view(0, 64)
+    assert first is not None and plane.host_view(0, 64) is not first
+    again = plane.host_view(0, 64)
+    assert again is plane.host_view(0, 64) and torch.equal(again, first)
+
+
+def test_two_tensors_are_checked_as_many_are() -> None:
+    memory = torch.zeros(64)
+    refused = [
+        (memory[:32], torch.zeros(31)), (memory[:32], memory[16:48]), (memory[::2], torch.zeros(32)),
+        (memory[:32].view(4, 8), torch.zeros(32)), (memory[:32], torch.zeros(32, dtype=torch.int32)),
+        (memory[:32].to(torch.float16), torch.zeros(32)), (memory[16:48], memory[:32]),
+    ]  # fmt: skip
+    for into, source in refused:
+        with pytest.raises(ValueError, match="copy_grad"):
+            kernels.copy_grad(into, source)
+    assert kernels.copy_grad(memory[:32], memory[32:]) == [0.0] and kernels.copy_grad(memory[:0], memory[:0]) == []
