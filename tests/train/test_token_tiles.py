@@ -14,6 +14,7 @@ from torch import nn
 
 import gemini
 from gemini.train.modules.token_tiles import tile_tokens
+from gemini.train.unmanage import unmanage
 from tests import models
 from tests.train.helpers import (
     ALL_PLACEMENTS,
@@ -22,7 +23,6 @@ from tests.train.helpers import (
     adam,
     assert_same_state,
     batch,
-    engine_of,
     gpt2,
     llama,
     make_config,
@@ -159,9 +159,7 @@ def test_a_model_is_as_it_was_when_wrapping_fails_or_ends(tmp_path: Path) -> Non
     assert (
         "forward" in model.mlp.__dict__ and str(inspect.signature(model.mlp.forward)) == "(x: 'torch.Tensor') -> 'Any'"
     )
-    from gemini.train.unmanage import unmanage
-
-    unmanage(model, engine_of(model), "this test")
+    unmanage(model, "this test")
     assert "forward" not in model.mlp.__dict__
     failing = Blocks()
     with pytest.raises(gemini.GeminiError, match="Leave tile_tokens out"):

@@ -102,6 +102,19 @@ def test_a_skipped_step_leaves_zeros_as_well(tmp_path: Path) -> None:
     assert steps == {"layers.0.weight": 1, "layers.1.weight": 1}
 
 
+def test_a_gradient_of_zeros_is_dropped_as_any_other(tmp_path: Path) -> None:
+    model = wrap(Blocks(), "disk", tmp_path)
+    optimizer = adam(model)
+    loss_of(model, 0, "bf16").backward()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=False)
+    model.layers[1].weight.grad = None
+    assert model.full_grad("layers.1.weight") is None and model.full_grad("layers.1.bias") is not None
+    loss_of(model, 3, "bf16").backward()
+    optimizer.step()
+    assert [int(optimizer.full_state(f"layers.1.{name}")["step"]) for name in ("weight", "bias")] == [1, 2]
+
+
 def test_gradients_that_are_kept_nowhere_cannot_be_zeros(tmp_path: Path) -> None:
     model = gemini.GeminiDDP(Blocks(), make_config(Blocks(), "ram", tmp_path, gradients="transient"))
     optimizer = adam(model, step_in_backward=True)
