@@ -55,6 +55,10 @@ class CudaKernels:
         self._shared: dict[tuple[int, int], Tensor] = {}
         self._scalars = lru_cache(maxsize=256)(module.Scalars)
 
+    @property
+    def has_compact(self) -> bool:
+        return hasattr(self._module, "cuda_update_compact")
+
     def stream(self, device: torch.device) -> torch.cuda.Stream | None:
         """The stream on which work is enqueued now; None if the device has only one."""
         return torch.cuda.current_stream(device)

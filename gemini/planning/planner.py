@@ -184,7 +184,7 @@ def pose_problem(
         raise ValueError(f"compute={compute.value!r} has no budget; there are {', '.join(t.value for t in budgets)}")
     if compute is Tier.CPU:
         budgets = {tier: n for tier, n in budgets.items() if tier is not Tier.GPU}
-    layout = trace.layout(ranks=ranks, max_chunk=max_chunk, align=rule.align)
+    layout = trace.layout(ranks=ranks, max_chunk=max_chunk, rule=rule)
     largest = max(chunk.numel for chunk in layout.chunks)
     tile = tile_numel(largest)
     many = ranks > 1 or replicas > 1

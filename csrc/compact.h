@@ -1,0 +1,86 @@
+// Compact states: what an element of one becomes in a byte, and back; gemini/kernels_compact.py defines the bits. One
+// text for the CPU kernels (F is float) and the CUDA kernels (F is their float that is never contracted), as rules.h.
+//
+// 64 elements of a param share a scale, a power of two kept as its biased exponent. In units of it a signed state is
+// sign(c) (c / 127)^2, an average of squares (c / 255)^4. Averages of squares are rounded up where the fraction exceeds
+// a threshold out of a Weyl sequence of element and step: rounding to the nearest would freeze them.
+#pragma once
+
+#include "rules.h"
+
+namespace gemini {
+
+constexpr int64_t kCompactBlock = 64;
+constexpr uint32_t kPerIndex = 0x85EBCA6Bu;  // of the Weyl sequence; the caller has added what step and name give
+
+GEMINI_RULE float plain(float x) { return x; }
+
+// The biased exponent of the power of two at or above the largest magnitude of a block, given the bits of that.
+GEMINI_RULE uint32_t exponent_of(uint32_t largest) {
+    const uint32_t up = (largest + 0x7fffffu) >> 23;
+    return up < 253u ? up : 253u;
+}
+
+GEMINI_RULE float scale_of(uint32_t exponent) { return float_of(exponent << 23); }
+GEMINI_RULE float inverse_of(uint32_t exponent) { return float_of((254u - exponent) << 23); }
+
+template <class F>
+GEMINI_RULE F decode_signed(int32_t code, float scale) {
+    const F c = static_cast<float>(code);
+    const F magnitude = float_of(bits_of(plain(c)) & 0x7fffffffu);
+    return c * magnitude * F(0x1.040c2p-14f) * F(scale);
+}
+
+template <class F>
+GEMINI_RULE F decode_square(int32_t code, float scale) {
+    const F c = static_cast<float>(code), square = c * c;
+    return square * square * F(0x1.040a14p-32f) * F(scale);
+}
+
+// Of a value in units of its scale, without its sign: at most 1, and NaN is 1.
+template <class F>
+GEMINI_RULE F magnitude_in(F value, float inverse) {
+    const F x = F(float_of(bits_of(plain(value)) & 0x7fffffffu)) * F(inverse);
+    return select(x < 1.f, x, F(1.f));
+}
+
+template <class F>
+GEMINI_RULE int32_t encode_signed(F value, float inverse) {
+    const F x = magnitude_in(value, inverse);
+    F r = float_of(0x5F375000u - (bits_of(plain(x)) >> 1));
+    const F half = x * F(0.5f);
+    r = r * (F(1.5f) - half * (r * r));
+    r = r * (F(1.5f) - half * (r * r));
+    const F y = x * r * F(127.f) + F(8388608.f);  // to an integer, half to even
+    const int32_t code = static_cast<int32_t>(bits_of(plain(y)) & 0xffu);
+    const int32_t negative = 0 - static_cast<int32_t>(value < 0.f);
+    return (code ^ negative) - negative;
+}
+
+// `sequence`: of the element, `index * kPerIndex + dither`.
+template <class F>
+GEMINI_RULE int32_t encode_square(F value, float inverse, uint32_t sequence) {
+    const F x = magnitude_in(value, inverse);
+    F r = float_of(0x4F584000u - (bits_of(plain(x)) >> 2));
+    F square = r * r;
+    r = r * (F(1.25f) - x * square * square * F(0.25f));
+    square = r * r;
+    r = r * (F(1.25f) - x * square * square * F(0.25f));
+    const int32_t y = static_cast<int32_t>(plain(x * r * r * r * F(255.f)));
+    const int32_t below = y < 254 ? y : 254;
+    const F a = static_cast<float>(below), b = static_cast<float>(below + 1);
+    F low = a * a, high = b * b;
+    low = low * low, high = high * high;
+    const F threshold = (F(static_cast<float>(static_cast<int32_t>(sequence >> 21))) + F(0.5f)) * F(0x1p-11f);
+    const int32_t code = below + static_cast<int32_t>(x * F(4228250625.f) - low > threshold * (high - low));
+    const int32_t least = static_cast<int32_t>(value > 0.f);
+    return code > least ? code : least;
+}
+
+// 24 bits of a master, to nearest even; a NaN becomes canonical.
+GEMINI_RULE uint32_t bits24_of(uint32_t bits) {
+    bits = select_bits((bits & 0x7fffffffu) > 0x7f800000u, 0x7fc00000u, bits);
+    return (bits + 0x7fu + ((bits >> 8) & 1u)) & ~0xffu;
+}
+
+}  // namespace gemini
