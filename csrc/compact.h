@@ -15,19 +15,36 @@ constexpr uint32_t kPerIndex = 0x85EBCA6Bu;  // of the Weyl sequence; the caller
 
 GEMINI_RULE float plain(float x) { return x; }
 
+// The same as in formats.h and cuda/bits.cuh, for both.
+GEMINI_RULE uint32_t raw_of(float value) {
+#if defined(__CUDA_ARCH__)
+    return __float_as_uint(value);
+#else
+    return bits_of(value);
+#endif
+}
+
+GEMINI_RULE float number_of(uint32_t bits) {
+#if defined(__CUDA_ARCH__)
+    return __uint_as_float(bits);
+#else
+    return float_of(bits);
+#endif
+}
+
 // The biased exponent of the power of two at or above the largest magnitude of a block, given the bits of that.
 GEMINI_RULE uint32_t exponent_of(uint32_t largest) {
     const uint32_t up = (largest + 0x7fffffu) >> 23;
     return up < 253u ? up : 253u;
 }
 
-GEMINI_RULE float scale_of(uint32_t exponent) { return float_of(exponent << 23); }
-GEMINI_RULE float inverse_of(uint32_t exponent) { return float_of((254u - exponent) << 23); }
+GEMINI_RULE float scale_of(uint32_t exponent) { return number_of(exponent << 23); }
+GEMINI_RULE float inverse_of(uint32_t exponent) { return number_of((254u - exponent) << 23); }
 
 template <class F>
 GEMINI_RULE F decode_signed(int32_t code, float scale) {
     const F c = static_cast<float>(code);
-    const F magnitude = float_of(bits_of(plain(c)) & 0x7fffffffu);
+    const F magnitude = number_of(raw_of(plain(c)) & 0x7fffffffu);
     return c * magnitude * F(0x1.040c2p-14f) * F(scale);
 }
 
@@ -40,19 +57,19 @@ GEMINI_RULE F decode_square(int32_t code, float scale) {
 // Of a value in units of its scale, without its sign: at most 1, and NaN is 1.
 template <class F>
 GEMINI_RULE F magnitude_in(F value, float inverse) {
-    const F x = F(float_of(bits_of(plain(value)) & 0x7fffffffu)) * F(inverse);
+    const F x = F(number_of(raw_of(plain(value)) & 0x7fffffffu)) * F(inverse);
     return select(x < 1.f, x, F(1.f));
 }
 
 template <class F>
 GEMINI_RULE int32_t encode_signed(F value, float inverse) {
     const F x = magnitude_in(value, inverse);
-    F r = float_of(0x5F375000u - (bits_of(plain(x)) >> 1));
+    F r = number_of(0x5F375000u - (raw_of(plain(x)) >> 1));
     const F half = x * F(0.5f);
     r = r * (F(1.5f) - half * (r * r));
     r = r * (F(1.5f) - half * (r * r));
     const F y = x * r * F(127.f) + F(8388608.f);  // to an integer, half to even
-    const int32_t code = static_cast<int32_t>(bits_of(plain(y)) & 0xffu);
+    const int32_t code = static_cast<int32_t>(raw_of(plain(y)) & 0xffu);
     const int32_t negative = 0 - static_cast<int32_t>(value < 0.f);
     return (code ^ negative) - negative;
 }
@@ -61,7 +78,7 @@ GEMINI_RULE int32_t encode_signed(F value, float inverse) {
 template <class F>
 GEMINI_RULE int32_t encode_square(F value, float inverse, uint32_t sequence) {
     const F x = magnitude_in(value, inverse);
-    F r = float_of(0x4F584000u - (bits_of(plain(x)) >> 2));
+    F r = number_of(0x4F584000u - (raw_of(plain(x)) >> 2));
     F square = r * r;
     r = r * (F(1.25f) - x * square * square * F(0.25f));
     square = r * r;
@@ -79,7 +96,8 @@ GEMINI_RULE int32_t encode_square(F value, float inverse, uint32_t sequence) {
 
 // 24 bits of a master, to nearest even; a NaN becomes canonical.
 GEMINI_RULE uint32_t bits24_of(uint32_t bits) {
-    bits = select_bits((bits & 0x7fffffffu) > 0x7f800000u, 0x7fc00000u, bits);
+    const uint32_t is_nan = 0u - static_cast<uint32_t>((bits & 0x7fffffffu) > 0x7f800000u);
+    bits = (0x7fc00000u & is_nan) | (bits & ~is_nan);
     return (bits + 0x7fu + ((bits >> 8) & 1u)) & ~0xffu;
 }
 

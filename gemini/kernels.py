@@ -326,7 +326,7 @@ def update_compact(
     check_one(op, "stop", stop, torch.int32, weights)
     if any(begin % COMPACT_BLOCK for begin, *_ in segments):
         raise ValueError(f"{op}: segments begin at multiples of {COMPACT_BLOCK} elements")
-    if (cuda := _cuda_for(weights)) and cuda.has_compact:
+    if cuda := _cuda_for(weights):
         cuda.update_compact(weights, residual, [*codes.values()], [*scales.values()], grad, segments, stop)
         return True
     if _isa is None or not weights.is_cpu:

@@ -64,7 +64,7 @@ def encode(values: Tensor, codes: Tensor, scales: Tensor, dither: int | None = N
     n = len(values)
     magnitudes = pad(values.view(torch.int32) & 0x7FFFFFFF, (0, -n % BLOCK)).view(-1, BLOCK)
     largest = magnitudes.amax(1) if n else magnitudes.new_zeros(0)
-    exponents = ((largest + 0x7FFFFF) >> 23).clamp_(max=253)
+    exponents = ((largest.clamp(max=0x7F000000) + 0x7FFFFF) >> 23).clamp_(max=253)
     scales.copy_(exponents)
     x = values.abs() * _each((254 - exponents) << 23, n)
     x = torch.where(x < 1, x, 1.0)
