@@ -61,36 +61,33 @@ GEMINI_RULE F magnitude_in(F value, float inverse) {
     return select(x < 1.f, x, F(1.f));
 }
 
+// 127 times the square root, to a hundredth of a code: of a guess r at the inverse root, e = 1 - x r^2 says how far it
+// is off, and x r (1 - e)^(-1/2) is the root; three terms of that.
 template <class F>
 GEMINI_RULE int32_t encode_signed(F value, float inverse) {
     const F x = magnitude_in(value, inverse);
-    F r = number_of(0x5F375000u - (raw_of(plain(x)) >> 1));
-    const F half = x * F(0.5f);
-    r = r * (F(1.5f) - half * (r * r));
-    r = r * (F(1.5f) - half * (r * r));
-    const F y = x * r * F(127.f) + F(8388608.f);  // to an integer, half to even
+    const F r = number_of(0x5F375000u - (raw_of(plain(x)) >> 1));
+    const F t = x * r, e = F(1.f) - t * r;
+    const F y = t * (F(127.f) + e * (F(63.5f) + e * F(47.625f))) + F(8388608.f);  // to an integer, half to even
     const int32_t code = static_cast<int32_t>(raw_of(plain(y)) & 0xffu);
     const int32_t negative = 0 - static_cast<int32_t>(value < 0.f);
     return (code ^ negative) - negative;
 }
 
+// 255 times the fourth root, to three hundredths of a code: four terms of x r^3 (1 - e)^(-3/4), with e = 1 - x r^4.
 // `sequence`: of the element, `index * kPerIndex + dither`.
 template <class F>
 GEMINI_RULE int32_t encode_square(F value, float inverse, uint32_t sequence) {
     const F x = magnitude_in(value, inverse);
-    F r = number_of(0x4F584000u - (raw_of(plain(x)) >> 2));
-    F square = r * r;
-    r = r * (F(1.25f) - x * square * square * F(0.25f));
-    square = r * r;
-    r = r * (F(1.25f) - x * square * square * F(0.25f));
-    const int32_t y = static_cast<int32_t>(plain(x * r * r * r * F(255.f)));
-    const int32_t below = y < 254 ? y : 254;
-    const F a = static_cast<float>(below), b = static_cast<float>(below + 1);
-    F low = a * a, high = b * b;
-    low = low * low, high = high * high;
-    const F threshold = (F(static_cast<float>(static_cast<int32_t>(sequence >> 21))) + F(0.5f)) * F(0x1p-11f);
+    const F r = number_of(0x4F582000u - (raw_of(plain(x)) >> 2));
+    const F t = x * r * (r * r), e = F(1.f) - t * r;
+    const F y = t * (F(255.f) + e * (F(191.25f) + e * (F(167.34375f) + e * F(153.3984375f))));
+    const int32_t floor = static_cast<int32_t>(plain(y)), below = floor < 254 ? floor : 254;
+    const F a = static_cast<float>(below), b = a + F(1.f);
+    const F a2 = a * a, b2 = b * b, low = a2 * a2, high = b2 * b2;
+    const F threshold = F(number_of(sequence >> 9 | 0x3f800000u)) - F(1.f);
     const int32_t code = below + static_cast<int32_t>(x * F(4228250625.f) - low > threshold * (high - low));
-    const int32_t least = static_cast<int32_t>(value > 0.f);
+    const int32_t least = static_cast<int32_t>((raw_of(plain(value)) & 0x7fffffffu) != 0);
     return code > least ? code : least;
 }
 

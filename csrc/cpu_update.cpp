@@ -98,18 +98,28 @@ GEMINI_INLINE void decode_block(f32_t* __restrict out, const u8_t* __restrict co
     }
 }
 
-template <bool Square>
-GEMINI_INLINE void encode_block(u8_t* __restrict codes, u8_t* scale, const f32_t* __restrict values, uint32_t dither,
-                                int64_t n) {
+// What each element of a block adds to the Weyl sequence.
+struct Weyl {
+    alignas(64) uint32_t steps[kCompactBlock];
+    constexpr Weyl() : steps{} {
+        for (uint32_t i = 0; i < kCompactBlock; ++i) steps[i] = i * kPerIndex;
+    }
+};
+constexpr Weyl kWeyl;
+
+GEMINI_INLINE uint32_t largest_of(const f32_t* __restrict values, int64_t n) {
     uint32_t largest = 0;
     for (int64_t i = 0; i < n; ++i) largest = std::max(largest, bits_of(values[i]) & 0x7fffffffu);
-    const uint32_t exponent = exponent_of(largest);
-    const float inverse = inverse_of(exponent);
-    *scale = static_cast<uint8_t>(exponent);
+    return largest;
+}
+
+template <bool Square>
+GEMINI_INLINE void encode_block(u8_t* __restrict codes, const f32_t* __restrict values, float inverse, uint32_t dither,
+                                int64_t n) {
     alignas(64) int32_t wide[kCompactBlock];
     GEMINI_INDEPENDENT
     for (int64_t i = 0; i < n; ++i) {
-        if (Square) wide[i] = encode_square<float>(values[i], inverse, static_cast<uint32_t>(i) * kPerIndex + dither);
+        if (Square) wide[i] = encode_square<float>(values[i], inverse, kWeyl.steps[i] + dither);
         else wide[i] = encode_signed<float>(values[i], inverse);
     }
     GEMINI_INDEPENDENT
@@ -125,15 +135,21 @@ GEMINI_INLINE void decode_tile(f32_t* out, const u8_t* codes, const u8_t* scales
     if (at < n) decode_block<Square>(out + at, codes + at, scale_of(scales[at / kCompactBlock]), n - at);
 }
 
+// The scales of all blocks first: one reduction does not wait for another.
 template <bool Square>
 GEMINI_INLINE void encode_tile(u8_t* codes, u8_t* scales, const f32_t* values, uint32_t dither, int64_t n) {
-    int64_t at = 0;
-    for (; at + kCompactBlock <= n; at += kCompactBlock)
-        encode_block<Square>(codes + at, scales + at / kCompactBlock, values + at,
-                             dither + static_cast<uint32_t>(at) * kPerIndex, kCompactBlock);
-    if (at < n)
-        encode_block<Square>(codes + at, scales + at / kCompactBlock, values + at,
-                             dither + static_cast<uint32_t>(at) * kPerIndex, n - at);
+    const int64_t whole = n / kCompactBlock, left = n % kCompactBlock;
+    uint32_t exponents[kTile / kCompactBlock + 1];
+    for (int64_t b = 0; b < whole; ++b) exponents[b] = exponent_of(largest_of(values + b * kCompactBlock, kCompactBlock));
+    if (left != 0) exponents[whole] = exponent_of(largest_of(values + whole * kCompactBlock, left));
+    for (int64_t b = 0; b < whole + (left != 0); ++b) scales[b] = static_cast<uint8_t>(exponents[b]);
+    for (int64_t b = 0, at = 0; b < whole; ++b, at += kCompactBlock)
+        encode_block<Square>(codes + at, values + at, inverse_of(exponents[b]), dither + static_cast<uint32_t>(at) * kPerIndex,
+                             kCompactBlock);
+    const int64_t at = whole * kCompactBlock;
+    if (left != 0)
+        encode_block<Square>(codes + at, values + at, inverse_of(exponents[whole]),
+                             dither + static_cast<uint32_t>(at) * kPerIndex, left);
 }
 
 template <class Rule, class Grad>

@@ -19,6 +19,7 @@ from gemini.jobs.plan_settings import (
     PlanSettings,
     TraceSettings,
 )
+from gemini.planning.compact import STATES
 from gemini.planning.planes import GRADIENTS, PRECISIONS
 
 # Help is grouped by the questions that the options answer.
@@ -152,6 +153,13 @@ def plan(
             rich_help_panel=_STEP,
         ),
     ] = None,
+    states: Annotated[
+        str,
+        typer.Option(
+            help=f"How optimizer states and masters are kept: {', '.join(STATES)} (8 bits, 5 bytes per param in all).",
+            rich_help_panel=_STEP,
+        ),
+    ] = _P.states,
     gradient_checkpointing: _Checkpointing = False,
     offload_activations: Annotated[
         str,
@@ -217,6 +225,7 @@ def plan(
         accumulate=accumulate,
         micro_batch=micro_batch,
         gradients=gradients,
+        states=states,
         offload_activations=offload_activations,
         gpu=gpu,
         cpu=cpu,

@@ -26,6 +26,9 @@ ALIGN = 2048
 
 ITEMSIZES = {"uint8": 1, "int8": 1, "int16": 2, "bfloat16": 2, "float16": 2, "int32": 4, "float32": 4}
 
+COMPACT_WORK = 4.0
+"""Decoding and encoding compact states is arithmetic, not memory; measured by ``benchmarks/compact_states.py``."""
+
 
 PlaneKind: TypeAlias = str
 """The name of one kind of content of a chunk. Three the engine knows; a rule brings the names of its own."""
@@ -160,6 +163,11 @@ class RuleSpec:
         """Bytes that an update in bf16 with a split master reads and writes, per param; blocks are counted whole."""
         specs = plane_specs("bf16", "retain", self, trainable=True).values()
         return touched_bytes({spec.kind: spec.num_bytes(ALIGN) for spec in specs}) // ALIGN
+
+    @cached_property
+    def beyond_bytes(self) -> float:
+        """How many times longer than its bytes say an update takes on the CPU, against Adam's exact one."""
+        return COMPACT_WORK if self.exact is not None else 1.0
 
     def to_body(self) -> list[Any]:
         """As plans and checkpoints have it; :meth:`from_body` reads it."""

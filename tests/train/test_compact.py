@@ -1,7 +1,7 @@
 """Compact states from outside: the bits of their plain loop wherever chunks live, checkpoints that convert, refusals.
 
-The plain loop keeps whole params one after the other: compact ones as bytes and scales beside a master of 24 bits, small
-ones exact. What is small is lowered here, so that the matrices of a tiny model are compact and its norms are not.
+The plain loop keeps whole params one after the other: compact ones as bytes and scales beside a master of 24 bits,
+small ones exact. What is small is lowered here, so that the matrices of a tiny model are compact and its norms are not.
 """
 
 from __future__ import annotations
@@ -94,9 +94,7 @@ def plain_loop(which: str, seeds: range, clip: float | None = None) -> dict[str,
         for name, param in model.named_parameters():
             rule = coded if is_compact(param) else exact
             with kernels.use_isa("reference"):
-                rule.update(
-                    masters[name], grads[name], states[name], rule.scalars(group, step, scale), Where(name, 0)
-                )
+                rule.update(masters[name], grads[name], states[name], rule.scalars(group, step, scale), Where(name, 0))
             if rule is coded:
                 rounded24(masters[name])
             param.data, param.grad = models.rounded(masters[name], "bf16").view(param.shape), None
