@@ -305,8 +305,8 @@ def _changes(
         if _fits(replace(settings, offload_activations="cpu"), machine, trace):
             found.append(f"--offload-activations cpu: {human_bytes(trace.checkpoint_bytes)} less; then it fits")
     can_be_transient = settings.accumulate == 1 and trace.precision != "fp16" and settings.gradients is None
-    if settings.states == "exact" and trace.precision == "bf16" and _fits(settings, machine, trace, states="compact"):
-        found.append("--states compact (8-bit states, 5 bytes per param instead of 12): then it fits")
     if can_be_transient and _fits(settings, machine, trace, gradients="transient"):
         found.append("--gradients transient (updates inside backward, no clipping): then it fits")
+    if settings.states == "exact" and trace.precision == "bf16" and _fits(settings, machine, trace, states="compact"):
+        found.append("--states compact (8-bit states, 5 bytes per param instead of 12): then it fits")
     return tuple(found)
