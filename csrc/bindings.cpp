@@ -53,7 +53,7 @@ size_t probe_width(int64_t n) {
 PYBIND11_MODULE(_C, m) {
     using nogil = py::call_guard<py::gil_scoped_release>;
     // Raised when a signature below changes: a library left over from another version is then refused, not misused.
-    m.attr("INTERFACE") = 4;
+    m.attr("INTERFACE") = 5;
 
     py::register_exception_translator([](std::exception_ptr thrown) {
         try {
@@ -87,6 +87,13 @@ PYBIND11_MODULE(_C, m) {
           [](Isa isa, Address weights, Address residual, const std::vector<Address>& states, Address grad,
              Dtype grad_dtype, int64_t n, const Scalars& scalars) {
               update(isa, arrays_at(weights, residual, grad, states), grad_dtype, n, scalars);
+          },
+          nogil());
+    m.def("update_compact",
+          [](Isa isa, Address weights, Address residual, const std::vector<Address>& states,
+             const std::vector<Address>& scales, Address grad, Dtype grad_dtype, int64_t n, const Scalars& scalars,
+             uint32_t dither) {
+              update_compact(isa, compact_arrays_at(weights, residual, grad, states, scales), grad_dtype, n, scalars, dither);
           },
           nogil());
     m.def("split_master",

@@ -16,6 +16,8 @@ enum class Dtype : int { f32 = 0, bf16 = 1, f16 = 2 };
 typedef float f32_t __attribute__((may_alias, aligned(1)));
 typedef uint16_t u16_t __attribute__((may_alias, aligned(1)));
 typedef int16_t i16_t __attribute__((may_alias, aligned(1)));
+typedef uint8_t u8_t __attribute__((may_alias, aligned(1)));
+typedef int8_t i8_t __attribute__((may_alias, aligned(1)));
 
 GEMINI_INLINE uint32_t bits_of(float value) {
     uint32_t bits;

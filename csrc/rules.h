@@ -39,10 +39,14 @@ GEMINI_RULE F sign(F x) {
     return F(x > 0.f ? 1.f : 0.f) - F(x < 0.f ? 1.f : 0.f);
 }
 
+// Of a rule, kSquares: bit k is set if state k is an average of squares; that decides its compact form (compact.h).
+constexpr int kNotCompact = -1;
+
 // AdamW (decoupled weight decay) and Adam with L2.
 template <bool Decoupled>
 struct Adam {
     static constexpr int kStates = 2;
+    static constexpr int kSquares = 2;
     float c1;            // 1 - beta1
     float c2;            // 1 - beta2
     float beta2;
@@ -68,6 +72,7 @@ struct Adam {
 // `of_grad` * g + `of_buffer` * b, which is (1, momentum) with Nesterov and (0, 1) without.
 struct Sgd {
     static constexpr int kStates = 1;
+    static constexpr int kSquares = 0;
     float wd, momentum, fresh, of_grad, of_buffer, neg_lr, grad_scale;
 
     template <class F>
@@ -81,6 +86,7 @@ struct Sgd {
 // SGD without a state.
 struct PlainSgd {
     static constexpr int kStates = 0;
+    static constexpr int kSquares = 0;
     float wd, neg_lr, grad_scale;
 
     template <class F>
@@ -92,6 +98,7 @@ struct PlainSgd {
 
 struct Lion {
     static constexpr int kStates = 1;
+    static constexpr int kSquares = 0;
     float beta1, c1, beta2, c2, decay, neg_lr, grad_scale;
 
     template <class F>
@@ -106,6 +113,7 @@ struct Lion {
 // (weight decay as in AdamW), `shrink` after it (the proximal one of the paper), and the other one is 1.
 struct Adan {
     static constexpr int kStates = 4;
+    static constexpr int kSquares = kNotCompact;
     float beta1, c1, beta2, c2, beta3, c3, has_before, neg_step, neg_step_diff, inv_sqrt_bc3, eps, decay, shrink, grad_scale;
 
     template <class F>
@@ -122,6 +130,7 @@ struct Adan {
 
 struct Sophia {
     static constexpr int kStates = 2;
+    static constexpr int kSquares = kNotCompact;
     float beta1, c1, scale, tiny, decay, neg_lr, grad_scale;
 
     template <class F>
@@ -137,6 +146,7 @@ struct Sophia {
 // Not a step: the gradient is of labels that the model has drawn, and goes into the estimate of the Hessian.
 struct SophiaEstimate {
     static constexpr int kStates = 2;
+    static constexpr int kSquares = kNotCompact;
     float beta2, c2, grad_scale;
 
     template <class F>
@@ -179,19 +189,30 @@ inline Scalars make_scalars(const std::string& name, const std::vector<float>& v
 }
 
 // The arrays of an update: weights are fp32 with residual == nullptr, or bf16 with int16 residuals; states are fp32.
+// Of compact ones weights are bf16 with int8 residuals, states bytes, and each has scales, a byte for 64 elements.
 struct Arrays {
     void* weights;
     void* residual;
     const void* grad;
     int num_states;
     void* states[kMaxStates];
+    void* scales[kMaxStates];
 };
 
 inline Arrays arrays_at(uintptr_t weights, uintptr_t residual, uintptr_t grad, const std::vector<uintptr_t>& states) {
     const auto at = [](uintptr_t address) { return reinterpret_cast<void*>(address); };
     if (states.size() > kMaxStates) throw std::invalid_argument("no rule has so many states");
-    Arrays made{at(weights), at(residual), at(grad), static_cast<int>(states.size()), {}};
+    Arrays made{at(weights), at(residual), at(grad), static_cast<int>(states.size()), {}, {}};
     std::transform(states.begin(), states.end(), made.states, at);
+    return made;
+}
+
+inline Arrays compact_arrays_at(uintptr_t weights, uintptr_t residual, uintptr_t grad, const std::vector<uintptr_t>& states,
+                                const std::vector<uintptr_t>& scales) {
+    if (scales.size() != states.size()) throw std::invalid_argument("compact states have scales each");
+    Arrays made = arrays_at(weights, residual, grad, states);
+    const auto at = [](uintptr_t address) { return reinterpret_cast<void*>(address); };
+    std::transform(scales.begin(), scales.end(), made.scales, at);
     return made;
 }
 

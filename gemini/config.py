@@ -6,11 +6,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from gemini.errors import parse_bytes
+from gemini.planning.compact import spec_for
 from gemini.planning.hardware import Hardware
 from gemini.planning.layout import DEFAULT_MAX_CHUNK
 from gemini.planning.placement import Placement, StaticPlacement
 from gemini.planning.plan import Plan
-from gemini.planning.planes import GRADIENTS, PRECISIONS, spec_of
+from gemini.planning.planes import GRADIENTS, PRECISIONS, RuleSpec, spec_of
 from gemini.planning.trace import MemoryTrace
 from gemini.tiers import MemoryBudget
 
@@ -48,6 +49,9 @@ class GeminiConfig:
         optimizer: the update rule (a :class:`gemini.rules.UpdateRule`: one of ``gemini.optim``, or your own) whose
             planes the chunks get; the optimizer of the params must have the same one. None for Adam's, which
             :class:`gemini.HybridAdam` has.
+        states: "exact" (fp32 masters and states: 12 bytes per param with Adam) or "compact" (bf16 weights and 8 more
+            bits of the master, states in 8 bits: 5.03 bytes per param; small params stay exact). In bf16 only, for
+            Adam, Lion and SGD.
         tile_tokens: let the MLPs of the model, and its output head with its loss, be computed so many tokens at a
             time, so that neither their inner activations nor logits of a whole sequence ever exist; the rest is
             computed again in backward. Losses keep their bits, gradients are the same sums in another order, and an
@@ -73,6 +77,7 @@ class GeminiConfig:
     overlap: bool = True
     update_threads: int | None = None
     optimizer: Any = None
+    states: str = "exact"
     tile_tokens: int | None = None
 
     def __post_init__(self) -> None:
@@ -108,10 +113,16 @@ class GeminiConfig:
             raise ValueError(f"update_threads= is a positive number of threads, got {self.update_threads!r}")
         if spec_of(self.optimizer) is self.optimizer:
             raise TypeError(f"optimizer= is an update rule, got the spec of one alone: {self.optimizer!r}")
+        _ = self.rule_spec
         if self.tile_tokens is not None and (type(self.tile_tokens) is not int or self.tile_tokens < 2):
             raise ValueError(f"tile_tokens= is a number of tokens, 2 or more, got {self.tile_tokens!r}")
         if self.activations is not None:
             parse_bytes(self.activations, what="activations=")
+
+    @property
+    def rule_spec(self) -> RuleSpec:
+        """The update rule as its states are kept."""
+        return spec_for(spec_of(self.optimizer), self.states, self.precision)
 
     def resolved(self, precision: str = "bf16") -> GeminiConfig:
         """This config, or if it does not say a precision, one that says ``precision``.

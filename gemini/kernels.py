@@ -24,25 +24,40 @@ from torch import Tensor
 from gemini import kernels_reference as reference
 from gemini.kernels_checks import (
     BFLOAT16,
+    CODES,
     FLOAT32,
     GRAD,
-    INT16,
+    INT8,
+    RESIDUAL,
     check,
     check_one,
+    check_scales,
     check_segments,
     check_two,
     update_args,
-)
+)  # fmt: skip
+from gemini.kernels_compact import BLOCK as COMPACT_BLOCK
 from gemini.kernels_cuda import CudaKernels
-from gemini.kernels_reference import IO_THREADS, NORM_BLOCK, NORM_LANES, NORM_TILE, AdamHyper, Segment, total
+from gemini.kernels_reference import (
+    IO_THREADS,
+    NORM_BLOCK,
+    NORM_LANES,
+    NORM_TILE,
+    AdamHyper,
+    CompactSegment,
+    Segment,
+    total,
+)  # fmt: skip
 from gemini.kernels_sums import DeviceSums, Sums, nonfinite_flag, resolve, totals
 
 __all__ = [
+    "COMPACT_BLOCK",
     "IO_THREADS",
     "NORM_BLOCK",
     "NORM_LANES",
     "NORM_TILE",
     "AdamHyper",
+    "CompactSegment",
     "DeviceSums",
     "IoQueue",
     "KernelReport",
@@ -67,11 +82,12 @@ __all__ = [
     "sum_squares",
     "total",
     "totals",
+    "update_compact",
     "update_segments",
     "use_isa",
 ]
 
-_INTERFACE = 4  # of the signatures in csrc/bindings.cpp
+_INTERFACE = 5  # of the signatures in csrc/bindings.cpp
 
 
 def _load() -> tuple[Any, str | None]:
@@ -296,6 +312,38 @@ def update_segments(
     return True
 
 
+def update_compact(
+    weights: Tensor, residual: Tensor, codes: Mapping[str, Tensor], scales: Mapping[str, Tensor], grad: Tensor,
+    segments: Sequence[CompactSegment], stop: Tensor | None = None,
+) -> bool:  # fmt: skip
+    """The same of compact states: `residual` is int8, each state codes (int8, or uint8 of averages of squares) and its
+    scales, in the order of the rule. Segments begin at multiples of COMPACT_BLOCK. False where there is no native code.
+    """
+    op = "update_compact"
+    args = [("weights", weights, BFLOAT16), *((name, state, CODES) for name, state in codes.items())]
+    w, *of_states, g, r = check(op, (*args, ("grad", grad, GRAD), ("residual", residual, INT8)))
+    of_scales = check_scales(op, scales, weights, COMPACT_BLOCK)
+    check_segments(op, segments, weights.numel())
+    check_one(op, "stop", stop, torch.int32, weights)
+    if any(begin % COMPACT_BLOCK for begin, *_ in segments):
+        raise ValueError(f"{op}: segments begin at multiples of {COMPACT_BLOCK} elements")
+    if cuda := _cuda_for(weights):
+        cuda.update_compact(weights, residual, [*codes.values()], [*scales.values()], grad, segments, stop)
+        return True
+    if _isa is None or not weights.is_cpu:
+        return False
+    if stop is not None and int(stop) != 0:
+        return True
+    for begin, end, hyper, dither in segments:
+        native = _native_scalars(*reference.kernel_and_scalars(hyper))
+        _native.update_compact(
+            _isa, w + 2 * begin, r + begin, [address + begin for address in of_states],
+            [address + begin // COMPACT_BLOCK for address in of_scales], g + begin * grad.itemsize, _dtypes[grad.dtype],
+            end - begin, native, dither,
+        )  # fmt: skip
+    return True
+
+
 def new_flag(beside: Tensor) -> Tensor:
     """An int32 that is 0, on the device of `beside`: for `sum_squares` to set, and to stop `adam_update_segments`."""
     cuda = _cuda_for(beside)
@@ -363,23 +411,26 @@ def sum_squares(src: Tensor, nonfinite: Tensor | None = None) -> Sums:
 def split_master(master: Tensor, hi: Tensor, lo: Tensor) -> None:
     """Splits fp32 `master` into bf16 `hi` (rounded half away from zero) and int16 `lo`, exactly.
 
-    bits(master) = (bits(hi) << 16) + lo, modulo 2^32; a NaN becomes (0x7FC0, 0). ValueError as in adam_update.
+    bits(master) = (bits(hi) << 16) + lo, modulo 2^32; a NaN becomes (0x7FC0, 0). ValueError as in adam_update. With an
+    int8 `lo`, its upper byte, what is split is the master rounded to 24 bits (half to even).
     """
-    m, h, w = check("split_master", (("master", master, FLOAT32), ("hi", hi, BFLOAT16), ("lo", lo, INT16)))
-    if cuda := _cuda_for(master):
+    m, h, w = check("split_master", (("master", master, FLOAT32), ("hi", hi, BFLOAT16), ("lo", lo, RESIDUAL)))
+    is_exact = lo.dtype is torch.int16
+    if (cuda := _cuda_for(master)) and is_exact:
         cuda.split_master(master, hi, lo)
-    elif _isa is not None and master.is_cpu:
+    elif _isa is not None and master.is_cpu and is_exact:
         _native.split_master(_isa, m, h, w, master.numel())
     else:
         reference.split_master(master, hi, lo)
 
 
 def join_master(hi: Tensor, lo: Tensor, out: Tensor) -> None:
-    """The exact inverse of split_master: fp32 `out` from bf16 `hi` and int16 `lo`."""
-    h, w, o = check("join_master", (("hi", hi, BFLOAT16), ("lo", lo, INT16), ("out", out, FLOAT32)))
-    if cuda := _cuda_for(out):
+    """The exact inverse of split_master: fp32 `out` from bf16 `hi` and int16 (or int8) `lo`."""
+    h, w, o = check("join_master", (("hi", hi, BFLOAT16), ("lo", lo, RESIDUAL), ("out", out, FLOAT32)))
+    is_exact = lo.dtype is torch.int16
+    if (cuda := _cuda_for(out)) and is_exact:
         cuda.join_master(hi, lo, out)
-    elif _isa is not None and out.is_cpu:
+    elif _isa is not None and out.is_cpu and is_exact:
         _native.join_master(_isa, h, w, o, out.numel())
     else:
         reference.join_master(hi, lo, out)

@@ -10,11 +10,14 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from gemini.kernels_reference import Segment
+from gemini.kernels_reference import CompactSegment, Segment
 
 FLOAT32 = (torch.float32,)
 BFLOAT16 = (torch.bfloat16,)
 INT16 = (torch.int16,)
+INT8 = (torch.int8,)
+CODES = (torch.int8, torch.uint8)
+RESIDUAL = (torch.int16, torch.int8)
 INT32 = (torch.int32,)
 GRAD = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -80,16 +83,33 @@ def update_args(weights: Tensor, residual: Tensor | None, states: Mapping[str, T
     return args if residual is None else (*args, ("residual", residual, INT16))
 
 
-def check_segments(op: str, segments: Sequence[Segment], n: int) -> None:
+def check_segments(op: str, segments: Sequence[Segment | CompactSegment], n: int) -> None:
     """Raises ValueError unless they ascend inside ``[0, n)`` without overlap."""
     end = 0
-    for begin, stop, _ in segments:
+    for begin, stop, *_ in segments:
         if not end <= begin <= stop <= n:
             raise ValueError(
                 f"{op}: segments ascend inside the {n} elements and do not overlap, and [{begin}, {stop}) was given "
                 f"behind element {end}"
             )
         end = stop
+
+
+def check_scales(op: str, scales: Mapping[str, Tensor], beside: Tensor, block: int) -> list[int]:
+    """The addresses of scales, one uint8 for each ``block`` elements of ``beside``.
+
+    Raises:
+        ValueError: saying what was given.
+    """
+    wanted = -(-beside.numel() // block)
+    for name, tensor in scales.items():
+        fits = (tensor.dtype, tuple(tensor.shape), tensor.device) == (torch.uint8, (wanted,), beside.device)
+        if not fits or not tensor.is_contiguous():
+            raise ValueError(
+                f"{op}: {name} is {wanted} contiguous uint8 on {beside.device}, and was given as "
+                f"{_short(tensor.dtype)} of shape {tuple(tensor.shape)} on {tensor.device}"
+            )
+    return [tensor.data_ptr() for tensor in scales.values()]
 
 
 def check_one(op: str, name: str, tensor: Tensor | None, dtype: torch.dtype, beside: Tensor) -> None:

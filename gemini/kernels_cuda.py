@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gemini.kernels_reference import NORM_BLOCK, NORM_TILE, Segment, kernel_and_scalars
+from gemini.kernels_reference import NORM_BLOCK, NORM_TILE, CompactSegment, Segment, kernel_and_scalars
 from gemini.kernels_sums import DeviceSums, Sums
 
 
@@ -88,7 +88,7 @@ class CudaKernels:
         self, weights: Tensor, residual: Tensor | None, states: Sequence[Tensor], grad: Tensor,
         segments: Sequence[Segment], grad_scale: Tensor | None = None, stop: Tensor | None = None,
     ) -> None:  # fmt: skip
-        """One update of all segments in one launch (of 48 each, and one for each rule in turn).
+        """One update of all segments in one launch (of 44 each, and one for each rule in turn).
 
         ``grad_scale``: fp32, one element on the device, instead of the one of the hyperparameters; ``stop``: int32, one
         element there: nothing is updated if it is not 0 by then.
@@ -100,6 +100,21 @@ class CudaKernels:
         arrays = _address(weights), _address(residual), [*map(_address, states)], _address(grad)
         dtype = self._dtypes[grad.dtype]
         self._module.cuda_update(*self._where(weights), *arrays, dtype, native, _address(grad_scale), _address(stop))
+
+    def update_compact(
+        self, weights: Tensor, residual: Tensor, codes: Sequence[Tensor], scales: Sequence[Tensor], grad: Tensor,
+        segments: Sequence[CompactSegment], stop: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        """The same of compact states."""
+        native = [
+            self._module.CudaSegment(begin, end, self._scalars(*kernel_and_scalars(scalars)), dither)
+            for begin, end, scalars, dither in segments
+        ]
+        arrays = _address(weights), _address(residual), [*map(_address, codes)], [*map(_address, scales)]
+        dtype = self._dtypes[grad.dtype]
+        self._module.cuda_update_compact(
+            *self._where(weights), *arrays, _address(grad), dtype, native, _address(stop)
+        )  # fmt: skip
 
     def split_master(self, master: Tensor, hi: Tensor, lo: Tensor) -> None:
         self._module.cuda_split_master(*self._where(master), *map(_address, (master, hi, lo)), master.numel())

@@ -74,6 +74,15 @@ class Segment(NamedTuple):
     hyper: Any
 
 
+class CompactSegment(NamedTuple):
+    """The same of compact states; ``dither`` begins the Weyl sequence of its elements, which begin with a block."""
+
+    begin: int
+    end: int
+    hyper: Any
+    dither: int
+
+
 class Fp32Scalars(NamedTuple):
     """What the kernels multiply by: every number is representable in fp32. In the order of csrc/rules.h."""
 
@@ -164,15 +173,20 @@ def exact_sqrt(x: Tensor) -> Tensor:
 
 
 def _join(hi: Tensor, lo: Tensor) -> Tensor:
+    if lo.dtype is torch.int8:  # the upper byte alone: 24 bits
+        return ((hi.view(torch.int16).int() << 16) + (lo.int() << 8)).view(torch.float32)
     return ((hi.view(torch.int16).int() << 16) + lo.int()).view(torch.float32)
 
 
 def _split(master: Tensor, hi: Tensor, lo: Tensor) -> None:
     bits = master.view(torch.int32)
     bits = torch.where(bits & 0x7FFFFFFF > 0x7F800000, _CANONICAL_NAN, bits)
+    if lo.dtype is torch.int8:
+        bits = (bits + 0x7F + (bits >> 8 & 1)) & -0x100  # half to even
     rounded = (bits + 0x8000) >> 16  # half away from zero
     hi.view(torch.int16).copy_(rounded)
-    lo.copy_(bits - (rounded << 16))
+    lower = bits - (rounded << 16)
+    lo.copy_(lower >> 8 if lo.dtype is torch.int8 else lower)
 
 
 @without_grad

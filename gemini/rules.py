@@ -55,6 +55,15 @@ class UpdateRule(ABC):
     stops_on_device: ClassVar[bool] = False
     """Whether :meth:`run` takes ``stop``: then gradients on a device need not be looked at before their update."""
 
+    @property
+    def face(self) -> UpdateRule:
+        """The rule that an optimizer of such a model has: this one, unless its states are kept in another form."""
+        return self
+
+    def of(self, exact: bool) -> UpdateRule:
+        """The rule of a chunk, which keeps its states exact or not (``ChunkSpec.exact``)."""
+        return self
+
     def check_group(self, group: Mapping[str, Any], what: str) -> None:
         """Refuse hyperparameters that make no sense.
 
@@ -188,9 +197,9 @@ def refuse_other(given: UpdateRule, wrapped_for: UpdateRule) -> None:
     Raises:
         GeminiError: naming both.
     """
-    if given != wrapped_for:
+    if given != wrapped_for.face:
         raise GeminiError(
-            f"this optimizer's rule is {given!r}, and the model was wrapped for {wrapped_for!r}, whose planes its "
+            f"this optimizer's rule is {given!r}, and the model was wrapped for {wrapped_for.face!r}, whose planes its "
             "chunks have: wrap it with GeminiConfig(optimizer=rule), and make the optimizer with "
             "HybridOptimizer(params, rule) (HybridAdam has the rule of None)"
         )

@@ -28,9 +28,10 @@ Stream stream_of(int device, Address handle) { return {device, at(handle)}; }
 
 void bind(py::module_& m) {
     using nogil = py::call_guard<py::gil_scoped_release>;
-    py::class_<Segment>(m, "CudaSegment").def(py::init([](int64_t begin, int64_t end, const Scalars& scalars) {
-        return Segment{begin, end, scalars};
-    }));
+    py::class_<Segment>(m, "CudaSegment").def(py::init([](int64_t begin, int64_t end, const Scalars& scalars,
+                                                           uint32_t dither) {
+        return Segment{begin, end, scalars, dither};
+    }), py::arg("begin"), py::arg("end"), py::arg("scalars"), py::arg("dither") = 0u);
     py::class_<NormPlaces>(m, "CudaNormPlaces")
         .def(py::init([](Address blocks, Address tiles, Address arrived, Address nonfinite) {
             return NormPlaces{at<double>(blocks), at<double>(tiles), at<unsigned>(arrived), at<int>(nonfinite)};
@@ -40,6 +41,14 @@ void bind(py::module_& m) {
              Address grad, Dtype grad_dtype, const std::vector<Segment>& segments, Address grad_scale, Address stop) {
               update(stream_of(device, stream), arrays_at(weights, residual, grad, states), grad_dtype, segments,
                      at<float>(grad_scale), at<int>(stop));
+          },
+          nogil());
+    m.def("cuda_update_compact",
+          [](int device, Address stream, Address weights, Address residual, const std::vector<Address>& states,
+             const std::vector<Address>& scales, Address grad, Dtype grad_dtype, const std::vector<Segment>& segments,
+             Address stop) {
+              update_compact(stream_of(device, stream), compact_arrays_at(weights, residual, grad, states, scales),
+                             grad_dtype, segments, at<int>(stop));
           },
           nogil());
     m.def("cuda_split_master",

@@ -62,6 +62,7 @@ struct Rounded {
     friend GEMINI_DEVICE bool operator>(Rounded a, Rounded b) { return a.value > b.value; }
     friend GEMINI_DEVICE Rounded root(Rounded a) { return root(a.value); }
     friend GEMINI_DEVICE Rounded select(bool condition, Rounded yes, Rounded no) { return condition ? yes : no; }
+    friend GEMINI_DEVICE float plain(Rounded a) { return a.value; }
 };
 
 // fp16 -> fp32, exact: a subnormal half is its mantissa, an integer, times 2^-24; inf and NaN keep their payload.

@@ -5,6 +5,7 @@
 #include <string>
 
 #include "check.cuh"
+#include "compact_body.cuh"
 #include "update_body.cuh"
 
 namespace gemini::cuda {
@@ -27,6 +28,37 @@ template <Dtype Grad, class Rule>
 void start(cudaStream_t stream, const Launch<Rule>& launch, bool aligned) {
     if (launch.arrays.residual != nullptr) start<Grad, true>(stream, launch, aligned);
     else start<Grad, false>(stream, launch, aligned);
+}
+
+template <class Rule, Dtype Grad, bool Aligned>
+__global__ void __launch_bounds__(kThreads) compact_kernel(const __grid_constant__ Launch<Rule> launch) {
+    if (launch.stop != nullptr && *launch.stop != 0) return;
+    int number;
+    const int64_t at = place_in(launch, blockIdx.x, static_cast<int>(threadIdx.x), number);
+    const auto& segment = launch.segments[number];
+    CompactThread<Grad, Aligned, Rule> thread;
+    thread.begin(launch.arrays, segment, at, segment.rule.grad_scale);
+#pragma unroll
+    for (int k = 0; k < Rule::kStates; ++k) {
+#pragma unroll
+        for (int lane = 1; lane < kThreadsPerScale; lane *= 2) {
+            const uint32_t other = __shfl_xor_sync(0xffffffffu, thread.largest[k], lane);
+            thread.largest[k] = other > thread.largest[k] ? other : thread.largest[k];
+        }
+    }
+    thread.end(launch.arrays, segment.begin, launch.dithers[number]);
+}
+
+template <Dtype Grad, class Rule>
+void start_compact(cudaStream_t stream, const Launch<Rule>& launch, bool aligned) {
+    if constexpr (Rule::kSquares == kNotCompact) {
+        throw std::invalid_argument("a rule without a compact form");
+    } else {
+        const dim3 blocks(static_cast<unsigned>(launch.first_block[launch.count]));
+        if (aligned) compact_kernel<Rule, Grad, true><<<blocks, kThreads, 0, stream>>>(launch);
+        else compact_kernel<Rule, Grad, false><<<blocks, kThreads, 0, stream>>>(launch);
+        check(cudaGetLastError(), "starting the kernel of a compact update");
+    }
 }
 
 __global__ void __launch_bounds__(kThreads) split_kernel(const float* master, uint16_t* hi, uint16_t* lo, int64_t n) {
@@ -55,6 +87,19 @@ void update(const Stream& stream, const Arrays& arrays, Dtype grad_dtype, const 
             case Dtype::f32: return start<Dtype::f32>(on, launch, aligned);
             case Dtype::bf16: return start<Dtype::bf16>(on, launch, aligned);
             case Dtype::f16: return start<Dtype::f16>(on, launch, aligned);
+        }
+    });
+}
+
+void update_compact(const Stream& stream, const Arrays& arrays, Dtype grad_dtype, const std::vector<Segment>& segments,
+                    const int* stop) {
+    const OnDevice device(stream.device);
+    const auto on = static_cast<cudaStream_t>(stream.handle);
+    for_each_launch(arrays, segments, nullptr, stop, [&](const auto& launch, bool aligned) {
+        switch (grad_dtype) {
+            case Dtype::f32: return start_compact<Dtype::f32>(on, launch, aligned);
+            case Dtype::bf16: return start_compact<Dtype::bf16>(on, launch, aligned);
+            case Dtype::f16: return start_compact<Dtype::f16>(on, launch, aligned);
         }
     });
 }

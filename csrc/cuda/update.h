@@ -20,6 +20,7 @@ struct Segment {
     int64_t begin;
     int64_t end;
     Scalars scalars;
+    uint32_t dither;  // of compact states: where the Weyl sequence of these elements begins
 };
 
 // Enqueues the update and returns; nothing waits. `grad_scale`, if it is not null, is a float
@@ -28,6 +29,10 @@ struct Segment {
 // not overlap. Throws std::runtime_error with CUDA's own words.
 void update(const Stream& stream, const Arrays& arrays, Dtype grad_dtype, const std::vector<Segment>& segments,
             const float* grad_scale, const int* stop);
+
+// The same of compact states, whose segments begin with a block of 64 elements.
+void update_compact(const Stream& stream, const Arrays& arrays, Dtype grad_dtype, const std::vector<Segment>& segments,
+                    const int* stop);
 
 // fp32 -> bf16 hi + int16 lo, and the exact inverse, enqueued likewise.
 void split_master(const Stream& stream, const void* master, void* hi, void* lo, int64_t n);

@@ -11,7 +11,7 @@ namespace gemini::cuda {
 constexpr int kPerThread = 8;
 constexpr int kThreads = 256;
 constexpr int64_t kPerBlock = int64_t{kPerThread} * kThreads;
-constexpr int kMaxSegments = 48;  // a launch's arguments stay under 4 KB, what every architecture takes
+constexpr int kMaxSegments = 44;  // a launch's arguments stay under 4 KB, what every architecture takes
 
 template <class Rule>
 struct Launch {
@@ -25,6 +25,7 @@ struct Launch {
     const int* stop;
     int count;
     Part segments[kMaxSegments];
+    uint32_t dithers[kMaxSegments];  // of compact states
     int64_t first_block[kMaxSegments + 1];  // of each segment; the last one is the number of all
 };
 static_assert(sizeof(Launch<Adan>) <= 4096, "arguments of a kernel");
@@ -175,13 +176,14 @@ void for_each_launch(const Arrays& arrays, const std::vector<Segment>& segments,
         with_rule(segments[next].scalars, arrays, [&](auto first) {
             using Rule = decltype(first);
             const RuleKind kind = segments[next].scalars.kind;
-            Launch<Rule> launch{arrays, grad_scale, stop, 0, {}, {}};
+            Launch<Rule> launch{arrays, grad_scale, stop, 0, {}, {}, {}};
             for (; next < segments.size() && launch.count < kMaxSegments && segments[next].scalars.kind == kind; ++next) {
                 const Segment& segment = segments[next];
                 if (segment.end <= segment.begin) continue;
                 const int64_t span = segment.end - (segment.begin - segment.begin % kPerThread);
                 const int64_t blocks = (span + kPerBlock - 1) / kPerBlock;
                 launch.segments[launch.count] = {segment.begin, segment.end, segment.scalars.as<Rule>(arrays.num_states)};
+                launch.dithers[launch.count] = segment.dither;
                 launch.first_block[launch.count + 1] = launch.first_block[launch.count] + blocks;
                 ++launch.count;
             }

@@ -19,6 +19,7 @@ from gemini.jobs.plan_settings import (
     PlanSettings,
     TraceSettings,
 )
+from gemini.planning.compact import STATES
 from gemini.planning.planes import GRADIENTS, PRECISIONS
 
 # Help is grouped by the questions that the options answer.
@@ -161,6 +162,13 @@ def plan(
             rich_help_panel=_STEP,
         ),
     ] = None,
+    states: Annotated[
+        str,
+        typer.Option(
+            help=f"How optimizer states and masters are kept: {', '.join(STATES)} (8 bits, 5 bytes per param in all).",
+            rich_help_panel=_STEP,
+        ),
+    ] = _P.states,
     gradient_checkpointing: _Checkpointing = False,
     tile_tokens: _TileTokens = None,
     offload_activations: Annotated[
@@ -228,6 +236,7 @@ def plan(
         accumulate=accumulate,
         micro_batch=micro_batch,
         gradients=gradients,
+        states=states,
         offload_activations=offload_activations,
         gpu=gpu,
         cpu=cpu,

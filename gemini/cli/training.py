@@ -13,6 +13,7 @@ from rich.console import Console
 from gemini.cli.app import OnceForAll, app, refusals
 from gemini.jobs.settings import PRECISIONS, SCHEDULES, TrainSettings
 from gemini.jobs.text_files import DEFAULT_GLOBS
+from gemini.planning.compact import STATES
 from gemini.ranks import launch
 
 
@@ -106,6 +107,13 @@ def train(
     precision: Annotated[
         str, typer.Option(help=f"What is computed in: {', '.join(PRECISIONS)}.", rich_help_panel=_HOW)
     ] = _DEFAULTS.precision,
+    states: Annotated[
+        str,
+        typer.Option(
+            help=f"How optimizer states and masters are kept: {', '.join(STATES)} (8 bits, 5 bytes per param in all).",
+            rich_help_panel=_HOW,
+        ),
+    ] = _DEFAULTS.states,
     gradient_checkpointing: Annotated[
         bool,
         typer.Option(

@@ -23,9 +23,11 @@ from gemini.jobs.step_files import WIDEST, check_files, say, write_all
 from gemini.jobs.trace import params_of, take_trace
 from gemini.planning import document
 from gemini.planning.break_even import played_break_even
+from gemini.planning.compact import spec_for
 from gemini.planning.hardware import Hardware
 from gemini.planning.machines import load_hardware
 from gemini.planning.placement import fill_fastest
+from gemini.planning.planes import ADAM
 from gemini.planning.planner import pose_problem
 from gemini.planning.trace import MemoryTrace
 from gemini.planning.working import MARGIN
@@ -59,6 +61,8 @@ def plan(
     if pictures and machine.hardware is None:
         raise JobError(f"--picture {pictures[0]} shows a step in time, which needs the speeds of a machine: --machine.")
     trace = _trace_of(settings, machine)
+    if settings.states == "compact" and trace.precision != "bf16":
+        raise JobError(f"--states compact keeps bf16 weights, and --trace {settings.trace} is of {trace.precision}.")
     if settings.micro_batch is not None:
         settings, trace = _with_micro_batch(settings, machine, trace)
     made, refusal = _plan_of(settings, machine, trace)
@@ -72,6 +76,7 @@ def plan(
         trace=trace,
         accumulate=settings.accumulate,
         gradients=settings.kept_gradients,
+        states=settings.states,
         ranks=machine.ranks,
         compute=machine.compute,
         machine=None if machine.hardware is None else machine.hardware.name,
@@ -211,6 +216,7 @@ def _make(settings: PlanSettings, machine: Machine, trace: MemoryTrace) -> gemin
         machine.hardware,
         machine.budgets,
         gradients=settings.kept_gradients,
+        states=settings.states,
         compute=machine.compute,
         offload_activations=None if settings.offload_activations == "no" else settings.offload_activations,
         accumulate=settings.accumulate,
@@ -238,6 +244,7 @@ def _refusal(settings: PlanSettings, machine: Machine, trace: MemoryTrace, **cha
                     compute=machine.compute,
                     offload_activations=where,
                     ranks=machine.ranks,
+                    rule=spec_for(ADAM, changes.get("states", settings.states), trace.precision),
                 )
             )
             return None
@@ -300,4 +307,6 @@ def _changes(
     can_be_transient = settings.accumulate == 1 and trace.precision != "fp16" and settings.gradients is None
     if can_be_transient and _fits(settings, machine, trace, gradients="transient"):
         found.append("--gradients transient (updates inside backward, no clipping): then it fits")
+    if settings.states == "exact" and trace.precision == "bf16" and _fits(settings, machine, trace, states="compact"):
+        found.append("--states compact (8-bit states, 5 bytes per param instead of 12): then it fits")
     return tuple(found)

@@ -8,8 +8,9 @@ from dataclasses import asdict, dataclass, field
 
 from gemini.errors import BudgetExceeded
 from gemini.planning.break_even import Grow, break_even
+from gemini.planning.compact import spec_for
 from gemini.planning.plan import Plan
-from gemini.planning.planes import GRAD, plane_specs
+from gemini.planning.planes import ADAM, GRAD, plane_specs
 from gemini.planning.timeline import Timeline, Track
 from gemini.planning.trace import MemoryTrace
 from gemini.planning.traffic import by_name
@@ -32,6 +33,7 @@ class Question:
         budgets: bytes per tier of one rank.
         origins: where each budget comes from, in words.
         schedule: "overlapped" or "serial".
+        states: "exact" or "compact".
     """
 
     trace: MemoryTrace
@@ -43,6 +45,7 @@ class Question:
     budgets: Mapping[Tier, int]
     origins: Mapping[Tier, str]
     schedule: str = "overlapped"
+    states: str = "exact"
 
     @property
     def tokens(self) -> int:
@@ -224,10 +227,11 @@ COMPUTE = Track.COMPUTE.value
 
 def _needs(question: Question) -> dict[str, int]:
     """Bytes of each kind of plane on one rank, all chunks together."""
-    layout = question.trace.layout(ranks=question.ranks)
+    trace, rule = question.trace, spec_for(ADAM, question.states, question.trace.precision)
+    layout = trace.layout(ranks=question.ranks, rule=rule)
     found: dict[str, int] = {}
     for chunk in layout.chunks:
-        specs = plane_specs(question.trace.precision, question.gradients, trainable=chunk.trainable)
+        specs = plane_specs(trace.precision, question.gradients, rule.of(chunk.exact), trainable=chunk.trainable)
         for kind, spec in specs.items():
             found[kind] = found.get(kind, 0) + spec.page_bytes(chunk.numel // layout.ranks)
     return found

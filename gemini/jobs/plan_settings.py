@@ -7,6 +7,7 @@ from pathlib import Path
 
 from gemini.errors import parse_bytes
 from gemini.jobs.errors import JobError, as_job_error
+from gemini.planning.compact import STATES
 from gemini.planning.planes import GRADIENTS, PRECISIONS
 from gemini.tiers import Tier
 
@@ -72,6 +73,7 @@ class PlanSettings:
     accumulate: int = 1
     micro_batch: str | None = None
     gradients: str | None = None
+    states: str = "exact"
     offload_activations: str = "auto"
 
     # on what
@@ -105,6 +107,7 @@ class PlanSettings:
         at_least(1, "--accumulate", self.accumulate)
         at_least(1, "--gpus", self.gpus)
         one_of(GRADIENTS, "--gradients", self.gradients)
+        one_of(STATES, "--states", self.states)
         one_of(OFFLOADS, "--offload-activations", self.offload_activations)
         one_of(COMPUTES, "--compute", self.compute)
         one_of(STEP_SCHEDULES, "--schedule", self.schedule)
@@ -115,6 +118,8 @@ class PlanSettings:
                 f"--gradients {self.gradients} has one backward per update, and --accumulate {self.accumulate} has "
                 "several: leave --gradients out."
             )
+        if self.states == "compact" and self.precision not in (None, "bf16"):
+            raise JobError(f"--states compact keeps bf16 weights, which does not go with --precision {self.precision}.")
         if self.gradients == "transient" and self.precision == "fp16":
             raise JobError("--gradients transient updates inside backward, which does not go with --precision fp16.")
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from gemini.errors import parse_bytes
 from gemini.jobs.errors import JobError, as_job_error
 from gemini.jobs.text_files import DEFAULT_GLOBS
+from gemini.planning.compact import STATES
 
 PRECISIONS = ("bf16", "fp16", "fp32")
 SCHEDULES = ("cosine", "linear", "constant")
@@ -39,6 +40,7 @@ class TrainSettings:
     schedule: str = "cosine"
     clip: float = 1.0
     precision: str = "bf16"
+    states: str = "exact"
     gradient_checkpointing: bool = False
     tile_tokens: int | None = None
     attn_implementation: str = "auto"
@@ -79,9 +81,11 @@ class TrainSettings:
         for name in ("lr", "weight_decay", "clip"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise JobError(f"{option(name)} must be a finite number and not negative, got {getattr(self, name)}.")
-        for name, choices in (("precision", PRECISIONS), ("schedule", SCHEDULES)):
+        for name, choices in (("precision", PRECISIONS), ("states", STATES), ("schedule", SCHEDULES)):
             if getattr(self, name) not in choices:
                 raise JobError(f"{option(name)} must be one of {', '.join(choices)}, got {getattr(self, name)!r}.")
+        if self.states == "compact" and self.precision != "bf16":
+            raise JobError(f"--states compact keeps bf16 weights, which does not go with --precision {self.precision}.")
         for name in ("gpu_memory", "cpu_memory", "nvme_memory", "activations"):
             if (size := getattr(self, name)) is not None:
                 with as_job_error(asked=f"{option(name)} {size}"):

@@ -36,6 +36,7 @@ def make_config(settings: TrainSettings, source: ModelSource, device: torch.devi
     with as_job_error(asked="The settings cannot be used together"):
         return gemini.GeminiConfig(
             precision=settings.precision,
+            states=settings.states,
             memory=gemini.MemoryBudget(
                 gpu=settings.gpu_memory or _planned(plan, Tier.GPU),
                 cpu=settings.cpu_memory or _planned(plan, Tier.CPU),

@@ -206,12 +206,15 @@ class Costs:
         seconds = num_bytes / self._get("gpu_bandwidth", "working on planes in GPU memory")
         return Cost(seconds, {GPU: 1.0} if seconds else {})
 
-    def update(self, planes: Mapping[PlaneKind, int], tier: Tier, *, grad_bytes: int) -> Cost:
+    def update(
+        self, planes: Mapping[PlaneKind, int], tier: Tier, *, grad_bytes: int, beyond_bytes: float = 1.0
+    ) -> Cost:
         """One update of planes of so many bytes on ``tier``: every plane is read, and all but the gradient are written.
 
         The figures ``update_cpu`` and ``update_gpu`` are for Adam in bf16 with a split master; other formats and rules
         take time by their bytes. A specified ``update_cpu`` is no faster than host memory; a measured one is what it
-        is. Without ``update_gpu`` an update takes what the GPU's memory takes.
+        is. Without ``update_gpu`` an update takes what the GPU's memory takes. ``beyond_bytes``: how many times longer
+        than that a CPU takes for the rule's arithmetic.
         """
         touched = touched_bytes({GRAD: grad_bytes, **planes})
         if tier is Tier.GPU:
@@ -223,7 +226,7 @@ class Costs:
         per_param = self._get("update_cpu", what)
         if self._update_threads is not None:
             per_param = max(per_param, self._get("update_cpu_one", what) / self._update_threads)
-        seconds = per_param * touched / ADAM.touched
+        seconds = per_param * touched / ADAM.touched * beyond_bytes
         if not seconds:
             return Cost(0.0, {})
         through_memory = touched / self._get("dram_bandwidth", what) if self._hardware.has("dram_bandwidth") else 0.0

@@ -64,7 +64,7 @@ def cheapest_homes(
     choices: list[Choice] = []
     alike: dict[tuple[object, ...], list[Choice]] = {}  # chunks of repeated blocks differ in nothing but their index
     for i, chunk in enumerate(problem.layout.chunks):
-        form = (chunk.shape, chunk.trainable, fetches[i])
+        form = (chunk.shape, chunk.trainable, chunk.exact, fetches[i])
         if form not in alike:
             alike[form] = _choices(problem, i, fetches, speeds, accumulate, streaming)
         choices += [choice._replace(chunk=i) for choice in alike[form]]
@@ -96,7 +96,7 @@ def _seconds(problem: Problem, homes: Mapping[PlaneKind, Tier], index: int, time
     chunk = problem.layout.chunks[index]
     if chunk.trainable:
         on_gpu = update_tier(problem, homes, streamed=streamed) is Tier.GPU
-        each = speeds.update(Tier.GPU if on_gpu else Tier.CPU, problem.rule)
+        each = speeds.update(Tier.GPU if on_gpu else Tier.CPU, problem.rule.of(chunk.exact))
         seconds["update gpu" if on_gpu else "update"] = each * chunk.numel / problem.layout.ranks
     return seconds
 

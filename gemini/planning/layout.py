@@ -26,11 +26,14 @@ _INDEX = re.compile(r"^(?P<block>(?:.*?\.)?\d+)\.")
 
 @dataclass(frozen=True)
 class ParamSpec:
-    """What the layout needs to know of a param: its first name, its number of elements, whether it is trained."""
+    """What the layout needs to know of a param: its first name, its number of elements, whether it is trained, and
+    whether it keeps exact states where others do not.
+    """
 
     name: str
     numel: int
     trainable: bool = True
+    exact: bool = False
 
 
 @dataclass(frozen=True)
@@ -62,7 +65,7 @@ class Part:
 @dataclass(frozen=True)
 class ChunkSpec:
     """A contiguous run of whole params of one block; ``numel`` includes the padding, the same on every rank. Params
-    start at multiples of ``align``.
+    start at multiples of ``align``. ``exact``: its params keep exact states where those of other chunks are compact.
     """
 
     index: int
@@ -70,6 +73,7 @@ class ChunkSpec:
     numel: int
     trainable: bool
     align: int = ALIGN
+    exact: bool = False
 
     @property
     def payload(self) -> int:
@@ -137,9 +141,10 @@ def make_layout(
 ) -> Layout:
     """Cut ``params`` (in declaration order, tied names once) into chunks.
 
-    A chunk ends where the block ends, where trained and frozen params meet, or where ``max_chunk`` elements would be
-    passed. Blocks that are larger than ``max_chunk`` are cut into pieces of about equal size. ``numel`` of every chunk
-    is a multiple of ``ranks``, and each rank's shard of it a whole number of pages in every plane.
+    A chunk ends where the block ends, where trained and frozen params meet (or those with exact states and others), or
+    where ``max_chunk`` elements would be passed. Blocks that are larger than ``max_chunk`` are cut into pieces of about
+    equal size. ``numel`` of every chunk is a multiple of ``ranks``, and each rank's shard of it a whole number of pages
+    in every plane.
 
     Raises:
         ValueError: without params, with a repeated name, or a negative number of elements.
@@ -160,7 +165,7 @@ def make_layout(
             slots.append(Slot(spec.name, start, spec.numel))
             start += room(spec)
         numel = page_up(start, ranks * align)
-        chunks.append(ChunkSpec(len(chunks), tuple(slots), numel, run[0].trainable, align))
+        chunks.append(ChunkSpec(len(chunks), tuple(slots), numel, run[0].trainable, align, run[0].exact))
 
     for run in _runs(params):
         total = sum(map(room, run))
@@ -183,13 +188,15 @@ def make_layout(
 
 
 def _runs(params: Sequence[ParamSpec]) -> list[list[ParamSpec]]:
-    """Stretches of one block; in each, the trained params and the frozen ones apart (LoRA declares them in turns)."""
+    """Stretches of one block; in each, the trained params and the frozen ones apart (LoRA declares them in turns), and
+    so those with exact states (norms stand between matrices).
+    """
     runs: list[list[ParamSpec]] = []
     for _, stretch in groupby(params, key=lambda spec: block_of(spec.name)):
-        by_kind: dict[bool, list[ParamSpec]] = {}
+        by_kind: dict[tuple[bool, bool], list[ParamSpec]] = {}
         for spec in stretch:
             if spec.numel < 0:
                 raise ValueError(f"param {spec.name!r} has {spec.numel} elements")
-            by_kind.setdefault(spec.trainable, []).append(spec)
+            by_kind.setdefault((spec.trainable, spec.exact), []).append(spec)
         runs += by_kind.values()
     return runs

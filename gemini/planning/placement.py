@@ -115,8 +115,8 @@ class Problem:
 
     def plane_specs(self, index: int) -> dict[PlaneKind, PlaneSpec]:
         """The form of each plane of a chunk."""
-        trainable = self.layout.chunks[index].trainable
-        return plane_specs(self.precision, self.gradients, self.rule, trainable=trainable)
+        chunk = self.layout.chunks[index]
+        return plane_specs(self.precision, self.gradients, self.rule.of(chunk.exact), trainable=chunk.trainable)
 
     def plane_bytes(self, index: int) -> dict[PlaneKind, int]:
         """Bytes of each plane of a chunk on one rank: its shard."""

@@ -124,7 +124,7 @@ class Plan:
         spoken_for = {_NEW: 0, **body["spoken_for"]}
         rule = RuleSpec.from_body(body["rule"]) if "rule" in body else ADAM  # older plans are Adam's
         problem = Problem(
-            layout=trace.layout(ranks=body["ranks"], max_chunk=body["max_chunk"], align=rule.align),
+            layout=trace.layout(ranks=body["ranks"], max_chunk=body["max_chunk"], rule=rule),
             precision=body["precision"],
             gradients=body["gradients"],
             budgets={Tier(tier): n for tier, n in body["budgets"].items()},

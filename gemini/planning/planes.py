@@ -5,13 +5,15 @@ fp16:  weights 4 (the fp32 master; cast when it is gathered)
 fp32:  weights 4 (the master itself)
 
 that is 4 bytes per param, and the planes of the update rule beside them: Adam's two states make it 12. Gradients
-between backward and update take 2 bytes (4 in fp32, or where accumulated), none where updates run in backward.
+between backward and update take 2 bytes (4 in fp32, or where accumulated), none where updates run in backward. With
+compact states (:mod:`gemini.planning.compact`) the residual is 1 byte and each state 1 and a 64th: 5.03 for Adam.
 
 What a rule computes is not in here (:mod:`gemini.rules`): layout, budgets, plans and costs need its planes alone.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeAlias
@@ -23,6 +25,9 @@ ALIGN = 2048
 """Elements between possible starts of params, at least: one page of a 2-byte plane."""
 
 ITEMSIZES = {"uint8": 1, "int8": 1, "int16": 2, "bfloat16": 2, "float16": 2, "int32": 4, "float32": 4}
+
+COMPACT_WORK = 3.4
+"""Decoding and encoding compact states is arithmetic, not memory; measured by ``benchmarks/compact_states.py``."""
 
 
 PlaneKind: TypeAlias = str
@@ -87,6 +92,10 @@ class RuleSpec:
         planes: its states, of zeros before the first update.
         needs: what one call of the rule has to see: "elements" (any run of them, of whatever params), "place" (elements
             of one param, and where in it they stand), "param" (whole params) or "statistics" (of whole params, before).
+        residual: the form of the other half of a bf16 master: "int16", with which it is fp32, or "int8": 24 bits of it.
+        exact: where this is a rule with compact states, the rule of the params that keep exact ones; they are in chunks
+            of their own.
+        smallest: then the elements of a param from which on its states are compact, if it has two dimensions or more.
 
     Raises:
         ValueError: for names that are taken or given twice, and for unknown needs.
@@ -95,6 +104,9 @@ class RuleSpec:
     name: str
     planes: tuple[PlaneSpec, ...] = ()
     needs: str = "elements"
+    residual: str = "int16"
+    exact: RuleSpec | None = None
+    smallest: int = 0
 
     def __post_init__(self) -> None:
         names = [spec.kind for spec in self.planes]
@@ -103,6 +115,19 @@ class RuleSpec:
             raise ValueError(f"rule {self.name!r} calls a plane {wrong[0]!r}: that is taken, given twice or no name")
         if self.needs not in NEEDS:
             raise ValueError(f"needs={self.needs!r} is not known; use one of {', '.join(map(repr, NEEDS))}")
+        if self.residual not in ("int16", "int8"):
+            raise ValueError(f"rule {self.name!r} has a residual of {self.residual!r}: it is int16 or int8")
+
+    def keeps_exact(self, shape: tuple[int, ...], *, trainable: bool) -> bool:
+        """Whether a param has a place among those with exact states: the small ones, and frozen ones, in case they are
+        trained later. Of a rule without compact states no param has: all are alike.
+        """
+        small = len(shape) < 2 or math.prod(shape) < self.smallest
+        return self.exact is not None and (small or not trainable)
+
+    def of(self, exact: bool) -> RuleSpec:
+        """The rule of a chunk, which keeps its states exact or not."""
+        return self.exact if exact and self.exact is not None else self
 
     @cached_property
     def states(self) -> tuple[PlaneKind, ...]:
@@ -122,13 +147,15 @@ class RuleSpec:
     @cached_property
     def align(self) -> int:
         """Elements between possible starts of params: a whole page of every plane that may go to the spill file."""
-        return max([ALIGN, *(PAGE // spec.block_bytes for spec in self.planes if not spec.stays_in_memory)])
+        in_files = [spec.block_bytes for spec in self.planes if not spec.stays_in_memory]
+        return max(ALIGN, *(PAGE // num_bytes for num_bytes in (*in_files, ITEMSIZES[self.residual])))
 
     @cached_property
     def staged(self) -> tuple[PlaneSpec, ...]:
         """What a tile has room for in staging: every plane at its widest, and three areas for fp32 at least."""
-        own = (PlaneSpec(WEIGHTS, "float32"), PlaneSpec(RESIDUAL, "int16"), *self.planes)
-        spare = () if any(is_wide(spec) for spec in self.planes) else (PlaneSpec("spare", "float32"),)
+        widest = {spec.kind: spec for spec in (*self.planes, *(self.exact.planes if self.exact else ()))}
+        own = (PlaneSpec(WEIGHTS, "float32"), PlaneSpec(RESIDUAL, "int16"), *widest.values())
+        spare = () if any(is_wide(spec) for spec in widest.values()) else (PlaneSpec("spare", "float32"),)
         return (*own, PlaneSpec(GRAD, "float32"), *spare)
 
     @cached_property
@@ -137,15 +164,25 @@ class RuleSpec:
         specs = plane_specs("bf16", "retain", self, trainable=True).values()
         return touched_bytes({spec.kind: spec.num_bytes(ALIGN) for spec in specs}) // ALIGN
 
+    @cached_property
+    def beyond_bytes(self) -> float:
+        """How many times longer than its bytes say an update takes on the CPU, against Adam's exact one."""
+        return COMPACT_WORK if self.exact is not None else 1.0
+
     def to_body(self) -> list[Any]:
         """As plans and checkpoints have it; :meth:`from_body` reads it."""
-        return [self.name, [[spec.kind, spec.dtype, spec.block] for spec in self.planes], self.needs]
+        body = [self.name, [[spec.kind, spec.dtype, spec.block] for spec in self.planes], self.needs]
+        return body if self.exact is None else [*body, self.residual, self.exact.to_body(), self.smallest]
 
     @classmethod
     def from_body(cls, body: Any) -> RuleSpec:
         """Raises: ValueError, TypeError, OverflowError: for what is no rule."""
-        name, planes, needs = body
-        return cls(str(name), tuple(PlaneSpec(str(kind), dtype, int(block)) for kind, dtype, block in planes), needs)
+        name, planes, needs, *compact = body
+        specs = tuple(PlaneSpec(str(kind), dtype, int(block)) for kind, dtype, block in planes)
+        if not compact:
+            return cls(str(name), specs, needs)
+        residual, exact, smallest = compact
+        return cls(str(name), specs, needs, residual, cls.from_body(exact), int(smallest))
 
 
 def is_wide(spec: PlaneSpec) -> bool:
@@ -193,7 +230,7 @@ def plane_specs(
     weights = "float32" if precision == "fp16" and trainable else narrow
     specs = [PlaneSpec(WEIGHTS, weights)]
     if trainable:
-        specs += [PlaneSpec(RESIDUAL, "int16")] if precision == "bf16" else []
+        specs += [PlaneSpec(RESIDUAL, rule.residual)] if precision == "bf16" else []
         specs += rule.planes
         if gradients != "transient":
             specs.append(PlaneSpec(GRAD, "float32" if gradients == "accumulate" else narrow))

@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from gemini.errors import BudgetExceeded, PlanMismatch, parse_bytes
+from gemini.planning.compact import spec_for
 from gemini.planning.hardware import Hardware
 from gemini.planning.homes import Fetches, cheapest_homes
 from gemini.planning.layout import DEFAULT_MAX_CHUNK, Layout
@@ -61,6 +62,7 @@ def plan(
     max_chunk: int = DEFAULT_MAX_CHUNK,
     schedule: str = "overlapped",
     optimizer: Any = None,
+    states: str = "exact",
 ) -> Plan:
     """Where every plane of every chunk lives and what moves when, so that a step costs least and no tier overflows.
 
@@ -82,6 +84,7 @@ def plan(
         schedule: what the step's cost is: "overlapped" (the busiest track) or, for ``GeminiConfig(overlap=False)``,
             "serial" (the sum of all that is done).
         optimizer: as of ``GeminiConfig``: the update rule, or its spec; None for Adam.
+        states: as of ``GeminiConfig``: "exact" or "compact".
 
     Raises:
         BudgetExceeded: if it does not fit, with the numbers and the cheapest change.
@@ -98,6 +101,7 @@ def plan(
             raise ValueError(f"{name}={value!r} is not known; use one of {', '.join(map(repr, known))}")
     if not trace.moments:
         raise PlanMismatch(f"the trace of {trace.model} has no moments: trace a whole forward and backward")
+    rule = spec_for(spec_of(optimizer), states, precision or trace.precision)
     sharing = local_ranks or ranks
     budgets = budgets_of(budget, hardware, sharing)
     speeds = Speeds.typical() if hardware is None else Speeds.of(hardware, budgets, sharing=sharing)
@@ -115,7 +119,7 @@ def plan(
             ranks=ranks,
             max_chunk=max_chunk,
             overlap=overlap,
-            rule=spec_of(optimizer),
+            rule=rule,
         )
         return planner.best_of(problem, placement, offload_activations, explicit=activations is not None)
 
@@ -184,7 +188,7 @@ def pose_problem(
         raise ValueError(f"compute={compute.value!r} has no budget; there are {', '.join(t.value for t in budgets)}")
     if compute is Tier.CPU:
         budgets = {tier: n for tier, n in budgets.items() if tier is not Tier.GPU}
-    layout = trace.layout(ranks=ranks, max_chunk=max_chunk, align=rule.align)
+    layout = trace.layout(ranks=ranks, max_chunk=max_chunk, rule=rule)
     largest = max(chunk.numel for chunk in layout.chunks)
     tile = tile_numel(largest)
     many = ranks > 1 or replicas > 1
@@ -368,7 +372,7 @@ class Planner:
         for index, chunk in enumerate(plan.layout.chunks):
             if chunk.trainable:
                 tier = plan.update_tier(index)
-                each = self.speeds.update(tier, plan.problem.rule)
+                each = self.speeds.update(tier, plan.problem.rule.of(chunk.exact))
                 tracks["update gpu" if tier is Tier.GPU else "update"] += each * chunk.numel / plan.layout.ranks
         if plan.problem.offload_to is not None:
             tracks["d2h"] += self.accumulate * plan.problem.offloaded / self.speeds.d2h

@@ -108,7 +108,7 @@ def _shared_by(plan: Plan, gpus: int | None) -> Plan:
             f"the plan is for {ranks} ranks, and gpus={gpus} were asked for: make a plan for {gpus} ranks, or leave "
             "gpus out"
         )
-    layout = plan.trace.layout(ranks=gpus, max_chunk=plan.problem.max_chunk)
+    layout = plan.trace.layout(ranks=gpus, max_chunk=plan.problem.max_chunk, rule=plan.problem.rule)
     problem = replace(plan.problem, layout=layout)
     stood = {
         index

@@ -66,8 +66,11 @@ class Speeds:
         )
 
     def update(self, tier: Tier, rule: RuleSpec) -> float:
-        """Seconds per param of an update on ``tier``: Adam's, and of other rules as their bytes are to Adam's."""
-        return (self.update_gpu if tier is Tier.GPU else self.update_cpu) * (rule.touched / ADAM.touched)
+        """Seconds per param of an update on ``tier``: Adam's, and of other rules as their bytes are to Adam's (and
+        their arithmetic, where that is more).
+        """
+        share = rule.touched / ADAM.touched
+        return self.update_gpu * share if tier is Tier.GPU else self.update_cpu * share * rule.beyond_bytes
 
     def seconds(self, boundary: Boundary, num_bytes: float) -> float:
         """Of moving so many bytes over a boundary that has it to itself."""

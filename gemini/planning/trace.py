@@ -17,7 +17,8 @@ from typing import Any
 
 from gemini.errors import PlanMismatch, human_bytes
 from gemini.planning import document
-from gemini.planning.layout import ALIGN, DEFAULT_MAX_CHUNK, Layout, ParamSpec, make_layout
+from gemini.planning.layout import DEFAULT_MAX_CHUNK, Layout, ParamSpec, make_layout
+from gemini.planning.planes import ADAM, RuleSpec
 
 VERSION = 1
 
@@ -159,10 +160,13 @@ class MemoryTrace:
         described = [[list(p.names), list(p.shape), p.trainable] for p in self.params]
         return hashlib.sha256(json.dumps(described).encode()).hexdigest()[:16]
 
-    def layout(self, *, ranks: int = 1, max_chunk: int = DEFAULT_MAX_CHUNK, align: int = ALIGN) -> Layout:
+    def layout(self, *, ranks: int = 1, max_chunk: int = DEFAULT_MAX_CHUNK, rule: RuleSpec = ADAM) -> Layout:
         """The chunks that ``GeminiDDP`` cuts this model into."""
-        specs = [ParamSpec(p.name, p.numel, p.trainable) for p in self.params]
-        return make_layout(specs, ranks=ranks, max_chunk=max_chunk, align=align)
+        specs = [
+            ParamSpec(p.name, p.numel, p.trainable, rule.keeps_exact(p.shape, trainable=p.trainable))
+            for p in self.params
+        ]
+        return make_layout(specs, ranks=ranks, max_chunk=max_chunk, align=rule.align)
 
     def check_same_model(self, other: MemoryTrace, *, what: str) -> None:
         """Refuse to go on with a trace of another model.

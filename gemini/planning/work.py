@@ -216,7 +216,10 @@ class Work:
         where = update_tier(problem, homes, streamed=streamed)
         numel = problem.layout.chunks[index].numel // self.ranks
         grad_bytes = numel * compute_itemsize(problem.precision)
-        cost = self._costs.update(problem.plane_bytes(index), where, grad_bytes=grad_bytes)
+        rule = problem.rule.of(problem.layout.chunks[index].exact)
+        cost = self._costs.update(
+            problem.plane_bytes(index), where, grad_bytes=grad_bytes, beyond_bytes=rule.beyond_bytes
+        )
         update = Hop(Track.UPDATE, "update on gpu" if where is Tier.GPU else "update", cost, name, UPDATE, index)
         moved = update_traffic(problem, homes, index, streamed=streamed)
         hops = {way: self._move(way, moved[way], name, UPDATE, index) for way in _TRACKS if moved[way]}

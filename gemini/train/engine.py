@@ -27,8 +27,8 @@ from gemini.memory.movement.manager import Manager
 from gemini.memory.movement.mover import Mover
 from gemini.memory.movement.worker import Worker
 from gemini.memory.store import ChunkStore
+from gemini.optim.compact import rule_for
 from gemini.ranks.group import Ranks, join
-from gemini.rules import rule_of
 from gemini.tiers import Tier
 from gemini.train.activations.store import make_activation_store
 from gemini.train.gradients.loss_scale import LossScale
@@ -73,7 +73,7 @@ class Engine:
         fill: Callable[[ByName, Ranks | None], None] | None = None,
     ):  # fmt: skip
         config = self.config = config.resolved()
-        rule, own = rule_of(config.optimizer), weakref.ref[Passes](self)
+        rule, own = rule_for(config.optimizer, config.states, config.precision), weakref.ref[Passes](self)
         state = self.state = StepState()
         lock, observers = threading.RLock(), Observers()
         self.write_observers = WriteObservers()

@@ -54,8 +54,10 @@ class EmulatedModule:
     def Scalars(self, kernel: str, values: Sequence[float]) -> tuple[str, Sequence[float]]:  # noqa: N802 - a class
         return kernel, values
 
-    def CudaSegment(self, begin: int, end: int, scalars: tuple[Any, ...]) -> tuple[Any, ...]:  # noqa: N802
-        return begin, end, scalars
+    def CudaSegment(  # noqa: N802
+        self, begin: int, end: int, scalars: tuple[Any, ...], dither: int | None = None
+    ) -> tuple[Any, ...]:
+        return (begin, end, scalars) if dither is None else (begin, end, scalars, dither)
 
     def CudaNormNormWorkspace(self, *addresses: int) -> tuple[int, ...]:  # noqa: N802
         assert len(addresses) == 4 and all(addresses[2:]), "only sums of nothing have no place"
@@ -76,6 +78,23 @@ class EmulatedModule:
             _pointer(weights), _pointer(residual), (ctypes.c_size_t * len(states))(*states), len(states),
             _pointer(grad), dtype, bounds, rules, (ctypes.c_float * len(every))(*every), lengths, count,
             _pointer(grad_scale), _pointer(stop),
+        )  # fmt: skip
+
+    def cuda_update_compact(
+        self, device: int, stream: int, weights: int, residual: int, states: Sequence[int], scales: Sequence[int],
+        grad: int, dtype: int, segments: Sequence[tuple[Any, ...]], stop: int,
+    ) -> None:  # fmt: skip
+        self.launches["update_compact"] += 1
+        count = len(segments)
+        bounds = (ctypes.c_int64 * (2 * count))(*(bound for begin, end, *_ in segments for bound in (begin, end)))
+        rules = (ctypes.c_char_p * count)(*(kernel.encode() for _, _, (kernel, _), _ in segments))
+        every = [value for _, _, (_, values), _ in segments for value in values]
+        lengths = (ctypes.c_int * count)(*(len(values) for _, _, (_, values), _ in segments))
+        dithers = (ctypes.c_uint32 * count)(*(dither for *_, dither in segments))
+        self._library.update_compact(
+            _pointer(weights), _pointer(residual), (ctypes.c_size_t * len(states))(*states),
+            (ctypes.c_size_t * len(scales))(*scales), len(states), _pointer(grad), dtype, bounds, rules,
+            (ctypes.c_float * len(every))(*every), lengths, dithers, count, _pointer(stop),
         )  # fmt: skip
 
     def cuda_copy_grad(

@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "../../csrc/cuda/update_body.cuh"
+#include "../../csrc/cuda/compact_body.cuh"
 #include "../../csrc/cuda/grad_body.cuh"
 
 using namespace gemini;
@@ -24,6 +25,34 @@ void run_launch(const Launch<Rule>& launch, bool aligned) {
     if (split) return run_launch<Grad, true, false>(launch);
     if (aligned) return run_launch<Grad, false, true>(launch);
     run_launch<Grad, false, false>(launch);
+}
+
+template <Dtype Grad, bool Aligned, class Rule>
+void run_compact(const Launch<Rule>& launch) {
+    if (launch.stop != nullptr && *launch.stop != 0) return;
+    for (int64_t block = 0; block < launch.first_block[launch.count]; ++block)
+        for (int first = 0; first < kThreads; first += kThreadsPerScale) {
+            CompactThread<Grad, Aligned, Rule> threads[kThreadsPerScale];
+            uint32_t largest[Rule::kStates + 1] = {};
+            int number = 0;
+            for (int i = 0; i < kThreadsPerScale; ++i) {
+                const int64_t at = place_in(launch, block, first + i, number);
+                threads[i].begin(launch.arrays, launch.segments[number], at, launch.segments[number].rule.grad_scale);
+                for (int k = 0; k < Rule::kStates; ++k) largest[k] = std::max(largest[k], threads[i].largest[k]);
+            }
+            for (auto& thread : threads) {
+                std::copy(largest, largest + Rule::kStates, thread.largest);
+                thread.end(launch.arrays, launch.segments[number].begin, launch.dithers[number]);
+            }
+        }
+}
+
+template <Dtype Grad, class Rule>
+void run_compact(const Launch<Rule>& launch, bool aligned) {
+    if constexpr (Rule::kSquares != kNotCompact) {
+        if (aligned) return run_compact<Grad, true>(launch);
+        run_compact<Grad, false>(launch);
+    }
 }
 
 template <Doing What, Dtype Source, bool Aligned>
@@ -69,7 +98,7 @@ extern "C" void update(void* weights, void* residual, const uintptr_t* states, i
                        const int* num_scalars, int count, const float* grad_scale, const int* stop) {
     std::vector<Segment> segments;
     for (int i = 0; i < count; scalars += num_scalars[i++])
-        segments.push_back({bounds[2 * i], bounds[2 * i + 1], make_scalars(rules[i], {scalars, scalars + num_scalars[i]})});
+        segments.push_back({bounds[2 * i], bounds[2 * i + 1], make_scalars(rules[i], {scalars, scalars + num_scalars[i]}), 0});
     const auto address = [](const void* array) { return reinterpret_cast<uintptr_t>(array); };
     const Arrays arrays =
         arrays_at(address(weights), address(residual), address(grad), {states, states + num_states});
@@ -78,6 +107,27 @@ extern "C" void update(void* weights, void* residual, const uintptr_t* states, i
             case Dtype::f32: return run_launch<Dtype::f32>(launch, aligned);
             case Dtype::bf16: return run_launch<Dtype::bf16>(launch, aligned);
             case Dtype::f16: return run_launch<Dtype::f16>(launch, aligned);
+        }
+    });
+}
+
+// The same of compact states.
+extern "C" void update_compact(void* weights, void* residual, const uintptr_t* states, const uintptr_t* scales,
+                               int num_states, const void* grad, int grad_dtype, const int64_t* bounds,
+                               const char* const* rules, const float* scalars, const int* num_scalars,
+                               const uint32_t* dithers, int count, const int* stop) {
+    std::vector<Segment> segments;
+    for (int i = 0; i < count; scalars += num_scalars[i++])
+        segments.push_back({bounds[2 * i], bounds[2 * i + 1], make_scalars(rules[i], {scalars, scalars + num_scalars[i]}),
+                            dithers[i]});
+    const auto address = [](const void* array) { return reinterpret_cast<uintptr_t>(array); };
+    const Arrays arrays = compact_arrays_at(address(weights), address(residual), address(grad),
+                                            {states, states + num_states}, {scales, scales + num_states});
+    for_each_launch(arrays, segments, nullptr, stop, [&](const auto& launch, bool aligned) {
+        switch (static_cast<Dtype>(grad_dtype)) {
+            case Dtype::f32: return run_compact<Dtype::f32>(launch, aligned);
+            case Dtype::bf16: return run_compact<Dtype::bf16>(launch, aligned);
+            case Dtype::f16: return run_compact<Dtype::f16>(launch, aligned);
         }
     });
 }

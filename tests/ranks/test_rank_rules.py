@@ -6,6 +6,7 @@ Every rank sees the same batches, so that the mean of their gradients is the gra
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,9 @@ import pytest
 import torch
 
 import gemini
+from gemini.planning import compact
 from tests.ranks.pool import Pool
+from tests.train import test_compact
 from tests.train import test_update_rules as rules
 
 
@@ -54,3 +57,54 @@ def test_two_ranks_do_what_one_process_does(which: str, pool_of: Callable[[int],
     assert again["losses"] == alone["losses"][2:]
     for found in pool_of(2).run(run, which, tmp_path, "", "alone"):
         assert found["losses"] == alone["losses"][2:]
+
+
+def run_compact(which: str, folder: Path, name: str, load: str | None, states: str = "compact") -> dict[str, Any]:
+    """The same with compact states: also the codes, as they stand in planes."""
+    compact.SMALLEST = 600
+    try:
+        model = gemini.GeminiDDP(rules.make_model(), test_compact.config_for(which, states=states))
+        optimizer = test_compact.make_optimizer(model, which)
+        losses = []
+        if load is None:
+            losses = rules.train(model, optimizer, range(2), None)
+            gemini.save_checkpoint(folder / name, model, optimizer)
+        else:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", UserWarning)  # of what exact states lose
+                gemini.load_checkpoint(folder / load, model, optimizer)
+        losses += rules.train(model, optimizer, range(2, 4), None)
+        by_names = model._gemini_engine.by_names
+        planes = {
+            f"{name}.{kind}": by_names.read_plane(by_names[name], kind)
+            for name, _ in model.named_parameters()
+            for kind in ("residual", "exp_avg", "exp_avg_sq", "exp_avg_scale", "exp_avg_sq_scale")
+        }
+        return {"losses": losses, "weights": model.state_dict(), "planes": planes}
+    finally:
+        compact.SMALLEST = 65536
+
+
+@pytest.mark.parametrize("which", ["adam", "lion"])
+def test_ranks_divide_compact_states_between_blocks(which: str, pool_of: Callable[[int], Pool], tmp_path: Path) -> None:
+    """No scale is of two ranks' elements, whoever saves, loads or converts."""
+
+    def assert_alike(found: dict[str, Any], wanted: dict[str, Any]) -> None:
+        assert found["losses"] == wanted["losses"]
+        for what in ("weights", "planes"):
+            for name, value in wanted[what].items():
+                assert (found[what][name] is None) == (value is None), name
+                assert value is None or torch.equal(found[what][name], value), name
+
+    alone = run_compact(which, tmp_path, "alone", None)
+    assert sum(v is not None and v.dtype is torch.int8 for v in alone["planes"].values()) > 10
+    for found in pool_of(2).run(run_compact, which, tmp_path, "together", None):
+        assert_alike(found, alone)
+    wanted = {**alone, "losses": alone["losses"][2:]}
+    assert_alike(run_compact(which, tmp_path, "", "together"), wanted)
+    for found in pool_of(2).run(run_compact, which, tmp_path, "", "alone"):
+        assert_alike(found, wanted)
+    run_compact(which, tmp_path, "exact", None, "exact")
+    converted = run_compact(which, tmp_path, "", "exact")
+    for found in pool_of(2).run(run_compact, which, tmp_path, "", "exact"):
+        assert_alike(found, converted)

@@ -73,6 +73,8 @@ class Manifest(NamedTuple):
     precision: str
     rule: RuleSpec
     """Of the updates: Adam where a checkpoint does not say it."""
+    exact: tuple[str, ...]
+    """Of a rule with compact states: the params whose states are exact."""
     piece: int
     """Elements of a checksum."""
     params: dict[str, SavedParam]
@@ -208,12 +210,13 @@ def _manifest_of(data: Any) -> Manifest:
     Raises:
         Malformed: naming the place of a value that no checkpoint has.
     """
-    data = {"scheduler_kind": None, "rule": ADAM.to_body(), **_fields(data, "the manifest")}
+    data = {"scheduler_kind": None, "rule": ADAM.to_body(), "exact": [], **_fields(data, "the manifest")}
     any_of = dict.fromkeys(("scheduler", "groups", "plain", "buffers", "extra", "rng"), _anything)
     manifest: Manifest = _record(
         Manifest,
         precision=_one_of(PRECISIONS),
         rule=_rule,
+        exact=_sequence(_text),
         piece=_integer(1, 2**48),
         params=_mapping(_record(SavedParam, shape=_sequence(_integer(0, 2**48)), step=_COUNT, trained=_flag)),
         files=_mapping(_record(SavedFile, header=_CRC, tensors=_mapping(_TENSOR))),
@@ -253,10 +256,12 @@ def _compare(manifest: Manifest, opened: dict[str, TensorFile]) -> None:
 
 
 def _compare_parts(manifest: Manifest, opened: dict[str, TensorFile]) -> None:
+    exact = frozenset(manifest.exact)
     needed = {
         f"{kind}/{name}": (whole_shape(param.shape, spec.num_items(math.prod(param.shape))), getattr(torch, spec.dtype))
         for name, param in manifest.params.items()
-        for kind, spec in plane_specs(manifest.precision, "transient", manifest.rule, trainable=param.trained).items()
+        for rule in [manifest.rule.of(name in exact)]
+        for kind, spec in plane_specs(manifest.precision, "transient", rule, trainable=param.trained).items()
     }
     found: dict[str, list[tuple[int, int]]] = {key: [] for key in needed}
     for name, listed in manifest.files.items():

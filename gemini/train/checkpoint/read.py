@@ -8,6 +8,7 @@ has been refused.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,7 +17,8 @@ from torch import nn
 
 from gemini.errors import PlanMismatch
 from gemini.memory.movement.mover import Mover, tiles
-from gemini.planning.planes import RuleSpec
+from gemini.planning.planes import RESIDUAL, PlaneSpec, RuleSpec
+from gemini.train.checkpoint.convert import Loss, check_rule, converted, specs_of
 from gemini.train.checkpoint.format import VALUES, Manifest, compare_sums
 from gemini.train.checkpoint.plain_data import Decoder
 from gemini.train.checkpoint.states import (
@@ -51,11 +53,16 @@ class _Run(NamedTuple):
 class Reader:
     """Masters and states of one checkpoint, for the ``sources`` of this rank.
 
-    ``started``: they are being overwritten.
+    ``started``: they are being overwritten. ``loss``: what was lost, where the model keeps states in another form.
     """
 
-    def __init__(self, manifest: Manifest, opened: dict[str, TensorFile], sources: list[PlanePart], mover: Mover):
+    def __init__(
+        self, manifest: Manifest, opened: dict[str, TensorFile], sources: list[PlanePart], mover: Mover, rule: RuleSpec
+    ):
         self._sources, self._mover, self._piece = sources, mover, manifest.piece
+        exact = frozenset(manifest.exact)
+        self._forms = {name: (manifest.rule.of(name in exact), rule) for name in manifest.params}
+        self.loss = Loss()
         self._entries = [
             (opened[file], name, entry)
             for file, listed in manifest.files.items()
@@ -83,7 +90,12 @@ class Reader:
         chunks = {source.handle.chunk.spec.index: source.handle.chunk for source in self._sources}.values()
         for chunk in chunks:
             observers.before_write(chunk)
+        others = {source.handle.name: source.handle for source in self._sources if self._other_form(source.handle)}
+        for handle in others.values():
+            self._convert(handle)
         for source in self._sources:
+            if source.handle.name in others:
+                continue
             if source.key in self._saved:
                 for start, stop, run, at in self._ranges(source):
                     self._fill(source, start, stop, run, at)
@@ -91,6 +103,34 @@ class Reader:
                 self._clear(source)
         for chunk in chunks:
             observers.after_write(chunk)
+
+    def _other_form(self, handle: ParamHandle) -> bool:
+        """Whether a param was saved with states in another form than it keeps here."""
+        saved, here = self._forms[handle.name]
+        was_trained = f"{RESIDUAL}/{handle.name}" in self._saved
+        return was_trained and handle.chunk.trained and specs_of(saved) != specs_of(here.of(handle.chunk.spec.exact))
+
+    def _convert(self, handle: ParamHandle) -> None:
+        """Overwrite all planes of a param, tile by tile."""
+        saved, rule = self._forms[handle.name]
+        here, part = rule.of(handle.chunk.spec.exact), handle.part
+        lossy = saved.exact is None
+        self.loss.params += lossy and part.numel > 0
+        for start, stop in tiles(0, part.numel, self._mover.tile):
+            read = partial(self._saved_part, handle.name, part.offset + start, part.offset + stop)
+            loss = self.loss if lossy else Loss()
+            for kind, values in converted(saved, here, read, loss).items():
+                store_range(self._mover, handle.chunk.planes[kind], part.start + start, values)
+
+    def _saved_part(self, name: str, start: int, stop: int, spec: PlaneSpec) -> torch.Tensor:
+        """Elements ``[start, stop)`` of a param in a saved plane."""
+        first, last = start // spec.block, spec.num_items(stop)
+        values = torch.empty(last - first, dtype=getattr(torch, spec.dtype), device="cpu")
+        for run in self._saved[f"{spec.kind}/{name}"]:
+            begin, end = max(run.start, first), min(run.stop, last)
+            if begin < end:
+                run.file.read_into(run.name, begin - run.start, values[begin - first : end - first])
+        return values
 
     def _ranges(self, source: PlanePart) -> Iterator[tuple[int, int, _Run, int]]:
         """Ranges of at most a tile in this rank's part, each with what holds it and where it begins there."""
@@ -184,11 +224,7 @@ def _compare_params(path: Path, manifest: Manifest, handles: list[ParamHandle], 
             f"{path} was saved in {manifest.precision}, the model is in {precision}: wrap it with "
             f"GeminiConfig(precision={manifest.precision!r})"
         )
-    if manifest.rule != rule:
-        raise PlanMismatch(
-            f"{path} was saved with states of the update rule {manifest.rule.name!r}, the model was wrapped for "
-            f"{rule.name!r}: wrap it with GeminiConfig(optimizer=) of the same rule"
-        )
+    check_rule(path, manifest.rule, rule)
     saved = {name: param.shape for name, param in manifest.params.items()}
     here = {handle.name: tuple(handle.param.shape) for handle in handles}
     if saved != here:

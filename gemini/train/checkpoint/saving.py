@@ -124,6 +124,9 @@ def load_checkpoint(
     saved rank r; ranks beyond the saved ones keep their own. With several ranks all of them call it. Ctrl-C while the
     model is overwritten takes effect when all of it is.
 
+    Exact states go into a model that keeps compact ones, and compact ones into one that keeps them exact. In the first
+    case a warning says how much was lost.
+
     Raises:
         StorageError: if it is missing, damaged, or holds what :func:`save_checkpoint` does not write; nothing was
             changed, on any rank.
@@ -155,7 +158,8 @@ def load_checkpoint(
     agree(engine.shards, Point.LOAD_CHECKPOINT, "load_checkpoint", refusal, directory=Path(os.fsdecode(directory)).name)
 
     ranks = Handshake(group_for(engine.shards), f"loading the checkpoint {path}")
-    reader = Reader(manifest, opened, sources_of(engine.params.handles), engine.store.mover)
+    rule = engine.stepping.rule.spec
+    reader = Reader(manifest, opened, sources_of(engine.params.handles), engine.store.mover, rule)
     ranks.step(lambda: reader.check(ranks.rank, ranks.size), lambda _: None)
     with ExitStack() as writing:
 
@@ -171,6 +175,7 @@ def load_checkpoint(
             if reader.started:
                 engine.state.mark_corrupted(e)
             raise
+    reader.loss.tell(path)
     return rest.extra
 
 
@@ -202,6 +207,8 @@ def _draft(
     }
     if rule != ADAM:
         manifest["rule"] = rule.to_body()
+    if rule.exact is not None:
+        manifest["exact"] = [h.name for h in handles if h.chunk.spec.exact]
     return Draft(manifest, tensors, rng_states())
 
 

@@ -24,9 +24,10 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from gemini.errors import GeminiError, StorageError
-from gemini.planning.planes import PlaneKind, PlaneSpec
+from gemini.planning.planes import PlaneSpec
 from gemini.train.checkpoint.replacing import atomic_write
 from gemini.train.optimizers.optimizer import HybridOptimizer
+from gemini.train.optimizers.states import read_state
 from gemini.train.params.by_name import ByName
 from gemini.train.params.handle import ParamHandle, handle_of
 from gemini.train.params.state_dict import model_state
@@ -55,7 +56,7 @@ class Promises:
         for index, param in enumerate(params):
             handle = handle_of(param)
             if handle is not None and handle.num_steps:
-                states = {spec.kind: self._state(handle, spec) for spec in optimizer.rule.spec.planes}
+                states = {spec.kind: _state(handle, spec) for spec in optimizer.rule.spec.planes}
                 state["state"][index] = {"step": torch.tensor(float(handle.num_steps), device="cpu"), **states}
         return state
 
@@ -63,14 +64,11 @@ class Promises:
         dtype = torch.float32 if handle.chunk.trained else handle.param.dtype
         return _promise(handle.param.shape, dtype, partial(self._by_names.read, handle, dtype))
 
-    def _state(self, handle: ParamHandle, spec: PlaneSpec) -> torch.Tensor:
-        shape = handle.param.shape if spec.block == 1 else torch.Size([spec.num_items(handle.slot.numel)])
-        return _promise(shape, getattr(torch, spec.dtype), partial(self._read_plane, handle, spec.kind))
 
-    def _read_plane(self, handle: ParamHandle, kind: PlaneKind) -> torch.Tensor:
-        value = self._by_names.read_plane(handle, kind)
-        assert value is not None, (handle.name, kind)
-        return value
+def _state(handle: ParamHandle, spec: PlaneSpec) -> torch.Tensor:
+    """A promise of a state as the optimizer's rule has it."""
+    shape = handle.param.shape if spec.block == 1 else torch.Size([spec.num_items(handle.slot.numel)])
+    return _promise(shape, getattr(torch, spec.dtype), lambda: read_state(handle, spec.kind)[spec.kind])
 
 
 def write(content: Any, path: Path) -> None:

@@ -17,7 +17,9 @@ from torch import nn
 
 from gemini.errors import GeminiError
 from gemini.interrupts import WHOLE
-from gemini.planning.planes import RESIDUAL, RuleSpec
+from gemini.optim.compact import CompactRule, upper_byte
+from gemini.planning.compact import scale_of
+from gemini.planning.planes import RESIDUAL, PlaneKind, RuleSpec
 from gemini.train.params.handle import ParamHandle, handle_of
 from gemini.train.params.owner import owner_of
 from gemini.train.params.stepper import give_to, optimizer_of
@@ -133,8 +135,7 @@ class _Planes(Mapping[str, torch.Tensor]):
         self._handle = handle
 
     def __iter__(self) -> Iterator[str]:
-        chunk = self._handle.chunk
-        return iter(["step", *chunk.states] if chunk.trained else [])
+        return iter(["step", *_shown(self._handle)] if self._handle.chunk.trained else [])
 
     def __len__(self) -> int:
         return len(list(iter(self)))
@@ -192,14 +193,36 @@ def check_owned(optimizer: HybridOptimizer, handles: Iterable[ParamHandle]) -> N
         )
 
 
+def _compact_rule(handle: ParamHandle) -> CompactRule | None:
+    """The rule of a param with compact states, or None for exact ones."""
+    rule = stepping_of(handle).rule.of(handle.chunk.spec.exact)
+    return rule if isinstance(rule, CompactRule) else None
+
+
+def _shown(handle: ParamHandle) -> list[PlaneKind]:
+    """The states of a param by name, as the optimizer's rule has them."""
+    rule, kinds = _compact_rule(handle), handle.chunk.states
+    return kinds if rule is None else [kind for kind in kinds if kind in (RESIDUAL, *rule.face.spec.states)]
+
+
 def read_state(handle: ParamHandle, name: str | None = None) -> dict[str, torch.Tensor]:
-    """The states of one managed param, on the CPU; beside the step count only the one called ``name``, if given."""
-    by_names = owner_of(handle).by_names
+    """The states of one managed param, on the CPU; beside the step count only the one called ``name``, if given.
+
+    Compact ones are decoded: fp32, and a residual of int16.
+    """
+    by_names, rule = owner_of(handle).by_names, _compact_rule(handle)
     state = {"step": torch.tensor(float(handle.num_steps), device="cpu")}
-    for kind in handle.chunk.states:
+    for kind in _shown(handle):
         value = by_names.read_plane(handle, kind) if name in (None, kind) else None
-        if value is not None:
-            state[kind] = value
+        if value is None:
+            continue
+        if rule is not None and kind == RESIDUAL:
+            value = value.short() << 8
+        elif rule is not None:
+            scales = by_names.read_plane(handle, scale_of(kind))
+            assert scales is not None
+            value = rule.decoded(value, scales)
+        state[kind] = value
     return state
 
 
@@ -218,8 +241,18 @@ def check_trained(handles: Iterable[tuple[ParamHandle, Any]]) -> None:
 
 
 def write_state(handle: ParamHandle, state: dict[str, Any]) -> None:
-    """Overwrite the states of one managed param; without any it has had no update."""
-    by_names = owner_of(handle).by_names
+    """Overwrite the states of one managed param; without any it has had no update.
+
+    Where states are compact, values are rounded to what they can hold.
+    """
+    by_names, rule = owner_of(handle).by_names, _compact_rule(handle)
+    if rule is not None:
+        coded = {kind: value for kind, value in state.items() if kind not in rule.face.spec.kinds}
+        for kind in (spec.kind for spec in rule.face.spec.planes):
+            coded |= rule.encoded(kind, state[kind]) if state.get(kind) is not None else {}
+        if state.get(RESIDUAL) is not None:
+            coded[RESIDUAL] = upper_byte(state[RESIDUAL].to("cpu"))
+        state = coded
     for kind in handle.chunk.states:
         value, plane = state.get(kind), handle.chunk.planes[kind]
         if value is not None:

@@ -133,7 +133,7 @@ class ByName:
             part = flat[start:stop].to("cpu")
             if RESIDUAL in planes:
                 hi = torch.empty(stop - start, dtype=torch.bfloat16, device="cpu")
-                lo = torch.empty(stop - start, dtype=torch.int16, device="cpu")
+                lo = torch.empty(stop - start, dtype=planes[RESIDUAL].dtype, device="cpu")
                 kernels.split_master(part.float(), hi, lo)
                 self._write_range(planes[RESIDUAL], handle, lo, start)
                 part = hi

@@ -22,6 +22,7 @@ from gemini.memory.chunks.states import Use
 from gemini.memory.devices.device import Device, StorageWindow
 from gemini.memory.movement.foresight import Foresight, Schedule
 from gemini.memory.nvme import SpillFile
+from gemini.optim.compact import rule_for
 from gemini.planning.layout import ChunkSpec, part_of
 from gemini.planning.placement import Placement, Problem, bytes_per_tier
 from gemini.planning.plan import Moves
@@ -30,7 +31,6 @@ from gemini.planning.planner import moves_for
 from gemini.planning.trace import Access, Source, accesses
 from gemini.planning.working import device_tile_numel, tile_numel
 from gemini.ranks.group import Ranks
-from gemini.rules import rule_of
 from gemini.tiers import Ledger, Tier
 from gemini.train.params.handle import ParamHandle, ParamSet
 from gemini.train.setup.problem import Decision, check_optimizers, collect_params, decide
@@ -60,7 +60,7 @@ def build(
 ) -> Built:
     """Lay out, place, reserve and allocate. The params still hold their own memory afterwards."""
     named = collect_params(model)
-    check_optimizers(named, rule_of(config.optimizer))
+    check_optimizers(named, rule_for(config.optimizer, config.states, config.precision))
     size, rank = (1, 0) if ranks is None else (ranks.size, ranks.rank)
     decision = decide(model, config, device, ranks)
     problem, placement, layout = decision.problem, decision.placement, decision.problem.layout

@@ -20,7 +20,6 @@ from gemini.memory.system import available_bytes
 from gemini.planning.hardware import Hardware
 from gemini.planning.placement import Placement, Problem, StaticPlacement, by_fractions, check_fits
 from gemini.planning.plan import Plan
-from gemini.planning.planes import spec_of
 from gemini.planning.planner import Planner, pose_problem, with_staging
 from gemini.planning.speeds import Speeds
 from gemini.planning.trace import MemoryTrace, Source
@@ -261,7 +260,7 @@ def _check_plan(plan: Plan, structure: MemoryTrace, config: GeminiConfig, device
         ranks=1 if ranks is None else ranks.size,
         max_chunk=config.max_chunk,
         compute=device.tier,
-        rule=spec_of(config.optimizer),
+        rule=config.rule_spec,
     )
     if config.offload_activations not in (None, "auto", plan.offload_activations):
         raise PlanMismatch(
@@ -306,7 +305,7 @@ def pose(
         reduce_itemsize=reduce_dtype(config).itemsize,
         max_chunk=config.max_chunk,
         overlap=overlap,
-        rule=spec_of(config.optimizer),
+        rule=config.rule_spec,
     )
 
 

@@ -50,7 +50,8 @@ class TrainedParams:
         if chunk.trained:
             return
         store, numel = self._store, chunk.weights.numel
-        specs = plane_specs(self._precision, self._gradients, self._rule, trainable=True)
+        rule = self._rule.of(chunk.spec.exact)
+        specs = plane_specs(self._precision, self._gradients, rule, trainable=True)
         missing = {kind: spec for kind, spec in specs.items() if kind not in chunk.planes}
         if self._precision == "fp16":
             raise GeminiError(
@@ -62,7 +63,7 @@ class TrainedParams:
         if store.device.tier in below:
             with contextlib.suppress(BudgetExceeded):  # then the next tier
                 store.manager.make_room(num_bytes, what=chunk.name)
-        if self._rule.in_memory:
+        if rule.in_memory:
             below = [tier for tier in below if tier is not Tier.NVME]
         tier = next((t for t in below if store.ledger.free(t) >= num_bytes), None)
         if tier is None:

@@ -157,7 +157,7 @@ class Updates:
         return update.path is Path.STREAMED or (update.path is Path.STAGED and worker.slot_tile > 0)
 
     def _chunk_update(self, chunk: Chunk, params: list[ParamUpdate]) -> ChunkUpdate:
-        return ChunkUpdate(chunk, params, self._rule, path_of(self._mover, chunk))
+        return ChunkUpdate(chunk, params, self._rule.of(chunk.spec.exact), path_of(self._mover, chunk))
 
     def _num_threads(self) -> int:
         return update_threads(self._threads, self._device.tier)

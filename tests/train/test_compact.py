@@ -1,0 +1,369 @@
+"""Compact states from outside: the bits of their plain loop wherever chunks live, checkpoints that convert, refusals.
+
+The plain loop keeps whole params one after the other: compact ones as bytes and scales beside a master of 24 bits,
+small ones exact. What is small is lowered here, so that the matrices of a tiny model are compact and its norms are not.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import gemini
+from gemini import kernels
+from gemini import kernels_reference as reference
+from gemini.errors import GeminiError, PlanMismatch
+from gemini.kernels_compact import decode
+from gemini.optim import AdamRule, AdanRule, LionRule, PlainSGDRule, SGDRule, SophiaGRule
+from gemini.optim.compact import CompactRule
+from gemini.planning import compact
+from gemini.planning.planes import RESIDUAL, PlaneSpec
+from gemini.rules import UpdateRule, Where
+from gemini.train.checkpoint import convert
+from gemini.train.checkpoint.torch_file import Promises, write
+from tests import models
+from tests.train import test_update_rules as rules
+from tests.train.helpers import assert_same_snapshot, snapshot
+from tests.train.test_checkpoint_hostile import rewrite
+from tests.train.test_update_rules import bits, loss_of, make_model, train
+
+EXACT: dict[str, UpdateRule] = {
+    "adam": AdamRule(), "lion": LionRule(), "sgd": SGDRule(), "plain sgd": PlainSGDRule(),
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _matrices_are_compact(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compact, "SMALLEST", 600)
+
+
+def make_optimizer(model: Any, which: str, **how: Any) -> gemini.HybridOptimizer:
+    if which == "adam":
+        return gemini.HybridAdam(model.parameters(), lr=2e-3, weight_decay=0.1, **how)
+    return rules.make_optimizer(model, EXACT[which], **how)
+
+
+def group_of(which: str) -> dict[str, Any]:
+    rule = EXACT[which]
+    own = {"lr": 2e-3, "weight_decay": 0.1} if which == "adam" else rules.HYPERS[type(rule)]
+    return {**rule.defaults, **own}
+
+
+def is_compact(param: Tensor) -> bool:
+    return param.dim() > 1 and param.numel() >= 600
+
+
+def rounded24(master: Tensor) -> Tensor:
+    hi, lo = torch.empty(master.numel(), dtype=torch.bfloat16), torch.empty(master.numel(), dtype=torch.int8)
+    with kernels.use_isa("reference"):
+        kernels.split_master(master, hi, lo)
+        kernels.join_master(hi, lo, master)
+    return master
+
+
+def plain_loop(which: str, seeds: range, clip: float | None = None) -> dict[str, Any]:
+    """The loop that defines the bits."""
+    model, losses, exact, group = make_model(), [], EXACT[which], group_of(which)
+    coded = CompactRule(exact)
+    masters, states = {}, {}
+    for name, param in model.named_parameters():
+        masters[name] = param.detach().float().reshape(-1).clone()
+        rule: UpdateRule = exact
+        if is_compact(param):
+            rounded24(masters[name])
+            rule = coded
+        states[name] = {
+            s.kind: torch.zeros(s.num_items(param.numel()), dtype=getattr(torch, s.dtype)) for s in rule.spec.planes
+        }
+        param.data = models.rounded(masters[name], "bf16").view(param.shape)
+    for step, seed in enumerate(seeds, 1):
+        loss = loss_of(model, seed)
+        loss.backward()
+        losses.append(loss.item())
+        grads = {name: param.grad.reshape(-1) for name, param in model.named_parameters() if param.grad is not None}
+        scale = 1.0
+        if clip is not None:
+            sums = [reference.total(reference.sum_squares(grad)) for grad in grads.values()]
+            scale = min(1.0, clip / (math.sqrt(reference.total(sums)) + 1e-6))
+        for name, param in model.named_parameters():
+            rule = coded if is_compact(param) else exact
+            with kernels.use_isa("reference"):
+                rule.update(masters[name], grads[name], states[name], rule.scalars(group, step, scale), Where(name, 0))
+            if rule is coded:
+                rounded24(masters[name])
+            param.data, param.grad = models.rounded(masters[name], "bf16").view(param.shape), None
+    return {"losses": losses, "masters": masters, "states": states}
+
+
+def config_for(which: str, **how: Any) -> gemini.GeminiConfig:
+    rule = None if which == "adam" else EXACT[which]
+    settings = {"states": "compact", "device": "cpu", "max_chunk": 6000, "update_threads": 1, **how}
+    return gemini.GeminiConfig(precision="bf16", optimizer=rule, **settings)
+
+
+def on_nvme(path: Path, **how: Any) -> dict[str, Any]:
+    memory = gemini.MemoryBudget(cpu="64MiB", nvme="64MiB", nvme_path=path)
+    return {"memory": memory, "placement": gemini.StaticPlacement(weights_on_nvme=1, optimizer_on_nvme=1), **how}
+
+
+def assert_same(model: Any, plain: dict[str, Any]) -> None:
+    engine = model._gemini_engine
+    engine.check_invariants()
+    num_compact = 0
+    for name, master in plain["masters"].items():
+        assert torch.equal(bits(model.full_param(name, torch.float32)), bits(master)), name
+        for kind, state in plain["states"][name].items():
+            kept = engine.by_names.read_plane(engine.by_names[name], kind)
+            assert kept.dtype is state.dtype and torch.equal(bits(kept), bits(state)), (name, kind)
+        num_compact += not engine.by_names[name].chunk.spec.exact
+    assert 0 < num_compact < len(plain["masters"]), "some params are compact, and some are small"
+
+
+@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "in turn"])
+@pytest.mark.parametrize("which", EXACT)
+def test_compact_states_on_nvme_have_the_bits_of_the_plain_loop(which: str, overlap: bool, tmp_path: Path) -> None:
+    plain = plain_loop(which, range(4), clip=0.1)
+    model = gemini.GeminiDDP(make_model(), config_for(which, **on_nvme(tmp_path, overlap=overlap)))
+    optimizer = make_optimizer(model, which)
+    assert train(model, optimizer, range(4), 0.1) == plain["losses"]
+    assert_same(model, plain)
+    for chunk in model._gemini_engine.store.chunks:
+        tiers = {kind: plane.tier for kind, plane in chunk.planes.items()}
+        assert all((tier is gemini.Tier.CPU) == kind.endswith("_scale") for kind, tier in tiers.items()), tiers
+
+
+PLACED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "in memory": ("cpu", {}, {}),
+    "one chunk each": ("cpu", {}, {"max_chunk": 64}),
+    "transient": ("cpu", {"optimizer_on_nvme": 1}, {"gradients": "transient"}),
+    "on the device": ("standin", {"weights_on_gpu": 1, "optimizer_on_gpu": 1}, {}),
+    "streamed": ("standin", {"updates_on_gpu": 1}, {}),
+    "streamed, transient": ("standin", {"updates_on_gpu": 1}, {"gradients": "transient"}),
+    "half": ("standin", {"weights_on_nvme": 0.5, "optimizer_on_nvme": 0.5}, {"max_chunk": 64}),
+    "summed up": ("cpu", {"optimizer_on_nvme": 1}, {"gradients": "accumulate"}),
+}
+
+
+@pytest.mark.parametrize("told", PLACED)
+@pytest.mark.parametrize("which", EXACT)
+def test_bits_do_not_depend_on_chunks_tiles_and_tiers(
+    which: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device, fractions, how = PLACED[told]
+    plain = plain_loop(which, range(3))
+    gpu = {"gpu": "1GiB"} if device == "standin" else {}
+    memory = gemini.MemoryBudget(cpu="1GiB", nvme="64MiB", nvme_path=tmp_path, **gpu)
+    config = config_for(which, device=device, memory=memory, placement=gemini.StaticPlacement(**fractions), **how)
+    with models.tiles_of(monkeypatch, None if told == "in memory" else 4096):
+        model = gemini.GeminiDDP(make_model(), config)
+        optimizer = make_optimizer(model, which, step_in_backward=how.get("gradients") == "transient")
+        assert train(model, optimizer, range(3), None) == plain["losses"]
+        assert_same(model, plain)
+
+
+@pytest.mark.parametrize("which", EXACT)
+def test_a_run_goes_on_from_a_checkpoint_with_the_same_bits(which: str, tmp_path: Path) -> None:
+    plain = plain_loop(which, range(4))
+    config = config_for(which, **on_nvme(tmp_path))
+    model = gemini.GeminiDDP(make_model(), config)
+    optimizer = make_optimizer(model, which)
+    losses = train(model, optimizer, range(2), None)
+    gemini.save_checkpoint(tmp_path / "checkpoint", model, optimizer)
+    for again in (config, config_for(which, max_chunk=64)):
+        other = gemini.GeminiDDP(make_model(), again)
+        resumed = make_optimizer(other, which)
+        gemini.load_checkpoint(tmp_path / "checkpoint", other, resumed)
+        assert losses + train(other, resumed, range(2, 4), None) == plain["losses"]
+        assert_same(other, plain)
+
+
+# ---- conversion ------------------------------------------------------------------------------------------------------
+
+
+def saved(states: str, which: str, path: Path, **how: Any) -> tuple[Any, Any]:
+    """A model after three steps that is saved to ``path``, and its optimizer."""
+    model = gemini.GeminiDDP(make_model(), config_for(which, states=states, **how))
+    optimizer = make_optimizer(model, which)
+    train(model, optimizer, range(3), None)
+    gemini.save_checkpoint(path, model, optimizer)
+    return model, optimizer
+
+
+@pytest.mark.parametrize("where", ["memory", "nvme"])
+@pytest.mark.parametrize("which", EXACT)
+def test_exact_states_become_compact_and_it_is_said_what_they_lost(
+    which: str, where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exact, before = saved("exact", which, tmp_path / "exact")
+    how = on_nvme(tmp_path) if where == "nvme" else {}
+    with models.tiles_of(monkeypatch, 4096):
+        model = gemini.GeminiDDP(make_model(), config_for(which, **how))
+        optimizer = make_optimizer(model, which)
+        with pytest.warns(UserWarning, match=r"saved with exact states.* masters were rounded to 24 bits"):
+            gemini.load_checkpoint(tmp_path / "exact", model, optimizer)
+    for name, _ in model.named_parameters():
+        master = exact.full_param(name, torch.float32)
+        state, kept = before.full_state(name), optimizer.full_state(name)
+        assert kept["step"] == state["step"] == 3
+        coarse = is_compact(master)
+        wanted = rounded24(master.reshape(-1).clone()).view(master.shape) if coarse else master
+        assert torch.equal(model.full_param(name, torch.float32), wanted), name
+        for spec in EXACT[which].spec.planes:
+            assert kept[spec.kind].dtype is torch.float32
+            if not coarse:
+                assert torch.equal(kept[spec.kind], state[spec.kind]), (name, spec.kind)
+                continue
+            codes = torch.empty(master.numel(), dtype=torch.uint8 if spec.kind == "exp_avg_sq" else torch.int8)
+            scales = torch.empty(-(-master.numel() // 64), dtype=torch.uint8)
+            convert.encode(state[spec.kind].reshape(-1), codes, scales)
+            assert torch.equal(kept[spec.kind].reshape(-1), decode(codes, scales)), (name, spec.kind)
+            error = (kept[spec.kind] - state[spec.kind]).norm() / state[spec.kind].norm()
+            assert 0 < error < 0.02, (name, spec.kind, float(error))
+    assert math.isfinite(train(model, optimizer, range(3, 5), None)[-1])
+
+
+@pytest.mark.parametrize("which", EXACT)
+def test_compact_states_become_exact_and_lose_nothing(
+    which: str, tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    coded, before = saved("compact", which, tmp_path / "compact")
+    model = gemini.GeminiDDP(make_model(), config_for(which, states="exact", **on_nvme(tmp_path)))
+    optimizer = make_optimizer(model, which)
+    gemini.load_checkpoint(tmp_path / "compact", model, optimizer)
+    assert not [w for w in recwarn if "states" in str(w.message)]
+    for name, _ in model.named_parameters():
+        assert torch.equal(model.full_param(name, torch.float32), coded.full_param(name, torch.float32)), name
+        state, kept = before.full_state(name), optimizer.full_state(name)
+        assert kept.keys() == state.keys()
+        assert all(torch.equal(kept[kind], value) for kind, value in state.items()), name
+    gemini.save_checkpoint(tmp_path / "there", model, optimizer)
+    again = gemini.GeminiDDP(make_model(), config_for(which))
+    with pytest.warns(UserWarning, match=" 0 masters were rounded to 24 bits"):
+        gemini.load_checkpoint(tmp_path / "there", again, make_optimizer(again, which))
+    for name, _ in model.named_parameters():
+        assert torch.equal(again.full_param(name, torch.float32), coded.full_param(name, torch.float32)), name
+
+
+def test_compact_states_of_another_form_are_refused_and_nothing_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(compact, "BLOCK", 128)
+        patch.setattr(compact, "_compact", compact._compact.__wrapped__)
+        rule = compact.compact(AdamRule.spec)
+    assert rule.planes[-1] == PlaneSpec("exp_avg_sq_scale", "uint8", 128)
+    model, optimizer = saved("compact", "adam", tmp_path / "ours")
+    before = snapshot(model)
+    for states in ("compact", "exact"):
+        here = gemini.GeminiDDP(make_model(), config_for("adam", states=states))
+        with pytest.raises(PlanMismatch, match=r"compact states of another form .*for 128 elements.*for 64 elements"):
+            convert.check_rule(tmp_path, rule, here._gemini_engine.stepping.rule.spec)
+    manifest = json.loads((tmp_path / "ours" / "manifest.json").read_text())
+    assert manifest["exact"] and manifest["rule"][0] == "Adam, compact"
+    manifest["rule"][3] = "int4"
+    rewrite(tmp_path / "ours", manifest)
+    with pytest.raises(gemini.StorageError, match="no update rule"):
+        gemini.load_checkpoint(tmp_path / "ours", model, optimizer)
+    assert_same_snapshot(snapshot(model), before)
+
+
+def test_a_checkpoint_of_another_rule_is_refused(tmp_path: Path) -> None:
+    saved("compact", "lion", tmp_path / "lion")
+    model = gemini.GeminiDDP(make_model(), config_for("adam"))
+    with pytest.raises(PlanMismatch, match="update rule 'Lion, compact', the model was wrapped for 'Adam, compact'"):
+        gemini.load_checkpoint(tmp_path / "lion", model, make_optimizer(model, "adam"))
+
+
+# ---- states from outside ---------------------------------------------------------------------------------------------
+
+
+def test_a_state_dict_is_torchs_and_goes_both_ways(tmp_path: Path) -> None:
+    model = gemini.GeminiDDP(make_model(), config_for("adam"))
+    optimizer = make_optimizer(model, "adam")
+    train(model, optimizer, range(3), None)
+    state = optimizer.state_dict()
+    stock = torch.optim.AdamW([nn.Parameter(torch.zeros_like(p)) for p in make_model().parameters()])
+    plain = {
+        index: {kind: value for kind, value in own.items() if kind != "residual"}
+        for index, own in state["state"].items()
+    }
+    stock.load_state_dict({"state": plain, "param_groups": stock.state_dict()["param_groups"]})
+    assert all(own["exp_avg_sq"].dtype is torch.float32 for own in stock.state_dict()["state"].values())
+    masters = {name: model.full_param(name, torch.float32) for name, _ in model.named_parameters()}
+    other = gemini.GeminiDDP(make_model(), config_for("adam", max_chunk=64))
+    other.load_state_dict(model.state_dict(dtype=torch.float32))
+    resumed = make_optimizer(other, "adam")
+    resumed.load_state_dict(state)
+    for name, master in masters.items():
+        assert torch.equal(other.full_param(name, torch.float32), master), name
+        kept, given = resumed.full_state(name), optimizer.full_state(name)
+        for kind in ("exp_avg", "exp_avg_sq"):
+            torch.testing.assert_close(kept[kind], given[kind], rtol=0.02, atol=1e-3 * float(given[kind].abs().max()))
+    write(Promises(model._gemini_engine.by_names).optimizer_state(optimizer), tmp_path / "states.pt")
+    for index, own in torch.load(tmp_path / "states.pt")["state"].items():
+        assert own.keys() == plain[index].keys()
+        assert all(torch.equal(value, plain[index][kind]) for kind, value in own.items())
+
+
+def test_weights_that_are_written_become_masters_of_24_bits() -> None:
+    model = gemini.GeminiDDP(make_model(), config_for("adam"))
+    value = torch.randn(144, 32, generator=torch.Generator().manual_seed(3))
+    name = "model.layers.0.mlp.up_proj.weight"
+    before = model.full_param(name, torch.float32)
+    with torch.no_grad(), model.gathered(write=True):
+        model.get_parameter(name).copy_(value)
+    kept, written = model.full_param(name, torch.float32), value.bfloat16()
+    same = models.rounded(before.reshape(-1), "bf16").view(144, 32) == written  # by chance: they keep what they had
+    assert same.sum() < 50 and torch.equal(kept[same], before[same])
+    assert torch.equal(kept[~same], written[~same].float()), "what is written into bf16 weights has no more bits"
+    model.load_state_dict({**model.state_dict(), name: value})
+    kept = model.full_param(name, torch.float32)
+    assert torch.equal(kept.reshape(-1), rounded24(value.reshape(-1).clone()))
+    engine = model._gemini_engine
+    assert engine.by_names[name].chunk.planes[RESIDUAL].dtype is torch.int8
+
+
+def test_a_frozen_param_that_is_trained_later_has_exact_states() -> None:
+    plain = make_model()
+    plain.requires_grad_(False)
+    plain.lm_head.requires_grad_(True)
+    model = gemini.GeminiDDP(plain, config_for("adam"))
+    optimizer = make_optimizer(model, "adam")
+    train(model, optimizer, range(1), None)
+    model.model.layers[0].mlp.up_proj.requires_grad_(True)
+    train(model, optimizer, range(1, 3), None)
+    chunk = model._gemini_engine.by_names["model.layers.0.mlp.up_proj.weight"].chunk
+    assert chunk.planes["exp_avg"].dtype is torch.float32 and chunk.planes[RESIDUAL].dtype is torch.int16
+    assert model._gemini_engine.by_names["lm_head.weight"].chunk.planes["exp_avg"].dtype is torch.int8
+    assert optimizer.full_state("model.layers.0.mlp.up_proj.weight")["exp_avg"].abs().max() > 0
+
+
+# ---- what is refused -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("precision", ["fp16", "fp32"])
+def test_compact_states_are_for_bf16(precision: str) -> None:
+    with pytest.raises(ValueError, match=f"bf16 weight and 8 more bits .*precision='{precision}' was asked for"):
+        gemini.GeminiConfig(precision=precision, states="compact")
+    with pytest.raises(ValueError, match="precision='fp32' was asked for"):
+        gemini.GeminiConfig(states="compact").resolved("fp32")
+
+
+@pytest.mark.parametrize("rule", [AdanRule(), SophiaGRule(), rules.Momentum(), rules.Coded()])
+def test_rules_without_a_compact_form_are_refused(rule: UpdateRule) -> None:
+    with pytest.raises(ValueError, match=r'states="compact" is for the rules Adam, SGD.*not for'):
+        gemini.GeminiConfig(optimizer=rule, states="compact")
+
+
+def test_other_states_and_optimizers_are_refused() -> None:
+    with pytest.raises(ValueError, match="states='8bit' is not known; use one of 'exact', 'compact'"):
+        gemini.GeminiConfig(states="8bit")
+    model = gemini.GeminiDDP(make_model(), config_for("lion"))
+    with pytest.raises(GeminiError, match=r"rule is AdamRule\(\), and the model was wrapped for LionRule\(\)"):
+        gemini.HybridAdam(model.parameters()).step()
