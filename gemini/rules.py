@@ -54,6 +54,8 @@ class UpdateRule(ABC):
     """The hyperparameters of a param group, with their defaults."""
     stops_on_device: ClassVar[bool] = False
     """Whether :meth:`run` takes ``stop``: then gradients on a device need not be looked at before their update."""
+    uniform: ClassVar[frozenset[str]] = frozenset()
+    """Planes each item of which is the same number for a whole param: states show that number alone."""
 
     def check_group(self, group: Mapping[str, Any], what: str) -> None:
         """Refuse hyperparameters that make no sense.

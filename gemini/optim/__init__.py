@@ -18,16 +18,20 @@ _WHERE = {
     "Lion": "gemini.optim.optimizers",
     "SophiaG": "gemini.optim.optimizers",
     "AdamRule": "gemini.rules",
+    "AdoptedRule": "gemini.optim.adopted",
     "AdanRule": "gemini.optim.elementwise",
     "LionRule": "gemini.optim.elementwise",
     "PlainSGDRule": "gemini.optim.elementwise",
     "SGDRule": "gemini.optim.elementwise",
     "SophiaGRule": "gemini.optim.elementwise",
+    "adopt": "gemini.optim.adopted",
 }
 
 __all__ = sorted(_WHERE)
 
 if TYPE_CHECKING:
+    from gemini.optim.adopted import AdoptedRule as AdoptedRule
+    from gemini.optim.adopted import adopt as adopt
     from gemini.optim.elementwise import AdanRule as AdanRule
     from gemini.optim.elementwise import LionRule as LionRule
     from gemini.optim.elementwise import PlainSGDRule as PlainSGDRule

@@ -82,7 +82,7 @@ def check_groups(
             check_decay(group, ours, f"its group {i}")
         except ValueError as e:
             raise PlanMismatch(f"{path} was saved with the other kind of weight decay: {e}") from e
-    return [loaded_group(group) for group in saved]
+    return [loaded_group(group, ours) for group, ours in zip(saved, here, strict=True)]
 
 
 def check_alike(here: Any, saved: Any, where: str, *, finite: bool, fixed: bool) -> None:

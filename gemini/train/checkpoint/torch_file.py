@@ -25,8 +25,10 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from gemini.errors import GeminiError, StorageError
 from gemini.planning.planes import PlaneKind, PlaneSpec
+from gemini.rules import UpdateRule
 from gemini.train.checkpoint.replacing import atomic_write
 from gemini.train.optimizers.optimizer import HybridOptimizer
+from gemini.train.optimizers.states import shown
 from gemini.train.params.by_name import ByName
 from gemini.train.params.handle import ParamHandle, handle_of
 from gemini.train.params.state_dict import model_state
@@ -55,7 +57,7 @@ class Promises:
         for index, param in enumerate(params):
             handle = handle_of(param)
             if handle is not None and handle.num_steps:
-                states = {spec.kind: self._state(handle, spec) for spec in optimizer.rule.spec.planes}
+                states = {spec.kind: self._state(handle, spec, optimizer.rule) for spec in optimizer.rule.spec.planes}
                 state["state"][index] = {"step": torch.tensor(float(handle.num_steps), device="cpu"), **states}
         return state
 
@@ -63,14 +65,15 @@ class Promises:
         dtype = torch.float32 if handle.chunk.trained else handle.param.dtype
         return _promise(handle.param.shape, dtype, partial(self._by_names.read, handle, dtype))
 
-    def _state(self, handle: ParamHandle, spec: PlaneSpec) -> torch.Tensor:
+    def _state(self, handle: ParamHandle, spec: PlaneSpec, rule: UpdateRule) -> torch.Tensor:
         shape = handle.param.shape if spec.block == 1 else torch.Size([spec.num_items(handle.slot.numel)])
-        return _promise(shape, getattr(torch, spec.dtype), partial(self._read_plane, handle, spec.kind))
+        shape = torch.Size() if spec.kind in rule.uniform else shape
+        return _promise(shape, getattr(torch, spec.dtype), partial(self._read_state, handle, spec.kind, rule))
 
-    def _read_plane(self, handle: ParamHandle, kind: PlaneKind) -> torch.Tensor:
+    def _read_state(self, handle: ParamHandle, kind: PlaneKind, rule: UpdateRule) -> torch.Tensor:
         value = self._by_names.read_plane(handle, kind)
         assert value is not None, (handle.name, kind)
-        return value
+        return shown(rule, kind, value)
 
 
 def write(content: Any, path: Path) -> None:

@@ -105,7 +105,7 @@ class HybridOptimizer(torch.optim.Optimizer):
         checks.check_layout(self.param_groups, state_dict)
         for number, (group, mine) in enumerate(zip(state_dict["param_groups"], self.param_groups, strict=True)):
             self.check_group({**mine, **group}, f"group {number} of the loaded state")
-        checks.check_states(self.rule.spec, self.param_groups, state_dict)
+        checks.check_states(self.rule, self.param_groups, state_dict)
 
     def add_param_group(self, param_group: Group) -> None:
         """Add a group of params with hyperparameters of its own, as in torch.
@@ -235,6 +235,9 @@ class HybridOptimizer(torch.optim.Optimizer):
         """
         states_of.check_owned(self, self._handles())
         result = super().state_dict()
+        for number, state in result["state"].items():  # a copy: these are the states themselves
+            shown = {name: states_of.shown(self.rule, name, value) for name, value in state.items()}
+            result["state"][number] = shown
         index = 0
         for group in self.param_groups:
             for param in group["params"]:
@@ -271,7 +274,7 @@ class HybridOptimizer(torch.optim.Optimizer):
         handles = [handle_of(param) for param in params]
         states_of.check_trained((h, state) for h, state in zip(handles, states, strict=True) if h is not None)
         agree_on_state(self, state_dict)
-        groups = [loaded_group(group) for group in saved]
+        groups = [loaded_group(group, mine) for group, mine in zip(saved, self.param_groups, strict=True)]
         with WHOLE:
             for param, handle, state in zip(params, handles, states, strict=True):
                 if handle is not None:
@@ -461,7 +464,8 @@ def _refuse_stock_optimizers(optimizer: torch.optim.Optimizer, args: Any, kwargs
             if handle is not None:
                 raise GeminiError(
                     f"{type(optimizer).__name__} cannot update {handle.name!r}: the gradients and masters of a managed "
-                    "model live in chunks. Use gemini.HybridAdam(model.parameters(), ...)"
+                    "model live in chunks. Use gemini.HybridAdam(model.parameters(), ...), another one of gemini.optim, "
+                    f"or this one as a rule: gemini.optim.adopt({type(optimizer).__name__})"
                 )
 
 

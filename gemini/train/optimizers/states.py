@@ -18,6 +18,7 @@ from torch import nn
 from gemini.errors import GeminiError
 from gemini.interrupts import WHOLE
 from gemini.planning.planes import RESIDUAL, RuleSpec
+from gemini.rules import UpdateRule
 from gemini.train.params.handle import ParamHandle, handle_of
 from gemini.train.params.owner import owner_of
 from gemini.train.params.stepper import give_to, optimizer_of
@@ -194,13 +195,20 @@ def check_owned(optimizer: HybridOptimizer, handles: Iterable[ParamHandle]) -> N
 
 def read_state(handle: ParamHandle, name: str | None = None) -> dict[str, torch.Tensor]:
     """The states of one managed param, on the CPU; beside the step count only the one called ``name``, if given."""
-    by_names = owner_of(handle).by_names
+    by_names, rule = owner_of(handle).by_names, stepping_of(handle).rule
     state = {"step": torch.tensor(float(handle.num_steps), device="cpu")}
     for kind in handle.chunk.states:
         value = by_names.read_plane(handle, kind) if name in (None, kind) else None
         if value is not None:
-            state[kind] = value
+            state[kind] = shown(rule, kind, value)
     return state
+
+
+def shown(rule: UpdateRule, kind: str, value: torch.Tensor) -> torch.Tensor:
+    """A state as it is shown: of a plane that holds one number for the whole param, that."""
+    if kind not in rule.uniform:
+        return value
+    return value[0].clone() if value.numel() else value.new_zeros(())
 
 
 def check_trained(handles: Iterable[tuple[ParamHandle, Any]]) -> None:
@@ -222,10 +230,11 @@ def write_state(handle: ParamHandle, state: dict[str, Any]) -> None:
     by_names = owner_of(handle).by_names
     for kind in handle.chunk.states:
         value, plane = state.get(kind), handle.chunk.planes[kind]
+        shape = handle.param.shape if plane.block == 1 else (plane.items(handle.param.numel()),)
         if value is not None:
-            by_names.write_plane(handle, kind, value)
+            is_number = plane.block != 1 and value.dim() == 0
+            by_names.write_plane(handle, kind, value.expand(shape) if is_number else value)
         elif not state and kind != RESIDUAL:
-            shape = handle.param.shape if plane.block == 1 else (plane.items(handle.param.numel()),)
             by_names.write_plane(handle, kind, torch.zeros((), device="cpu").expand(shape))
     if handle.chunk.trained:  # else it is frozen, and nothing was kept
         handle.num_steps = int(state.get("step", 0))
@@ -244,6 +253,7 @@ def empty_states(rule: RuleSpec, param: nn.Parameter) -> dict[str, torch.Tensor]
 
 def plain_state(rule: RuleSpec, param: nn.Parameter, state: dict[str, Any]) -> dict[str, torch.Tensor]:
     """A loaded state of a plain param, as :meth:`HybridOptimizer.step` has it: a copy."""
+    blocks = {spec.kind: spec for spec in rule.planes if spec.block != 1}
     dtypes = {spec.kind: getattr(torch, spec.dtype) for spec in rule.planes}
     if param.dtype is torch.bfloat16:
         dtypes["residual"] = torch.int16
@@ -252,5 +262,8 @@ def plain_state(rule: RuleSpec, param: nn.Parameter, state: dict[str, Any]) -> d
     found = {"step": torch.tensor(float(state["step"]), device="cpu")}
     for name, dtype in dtypes.items():
         if name in state:
-            found[name] = state[name].detach().to(param.device, dtype, copy=True).contiguous()
+            value = state[name].detach()
+            if name in blocks and value.dim() == 0:
+                value = value.expand(blocks[name].num_items(param.numel()))
+            found[name] = value.to(param.device, dtype, copy=True).contiguous()
     return found
