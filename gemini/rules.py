@@ -28,10 +28,11 @@ _SLAB = 2**20
 
 
 class Where(NamedTuple):
-    """Which elements an update is given: those from ``offset`` of the whole param ``name`` on."""
+    """Which elements an update is given: those from ``offset`` of the whole param ``name``, of ``shape``, on."""
 
     name: str
     offset: int
+    shape: tuple[int, ...] = ()
 
 
 class Segment(NamedTuple):
@@ -90,7 +91,8 @@ class UpdateRule(ABC):
     ) -> None:
         """One update in place, in torch lines: of ``master``, flat and fp32, and of the states by name.
 
-        ``grad`` has the dtype it was kept in. ``where`` is None for rules that need "elements" only.
+        ``grad`` has the dtype it was kept in. ``where`` is None for rules that need "elements" only. One that needs
+        "param" is given all elements of one, flat, and its shape in ``where``.
         """
 
     def run(
@@ -108,8 +110,9 @@ class UpdateRule(ABC):
         """
         assert stop is None, "this rule cannot be stopped on a device"
         for begin, end, scalars, where in segments:
-            for first in range(begin, end, _SLAB):
-                last = min(first + _SLAB, end)
+            slab = end - begin if self.spec.whole else _SLAB
+            for first in range(begin, end, max(slab, 1)):
+                last = min(first + slab, end)
                 here = None if where is None else where._replace(offset=where.offset + first - begin)
                 self._run(weights, residual, states, grad, slice(first, last), scalars, here)
 

@@ -29,6 +29,7 @@ FLOORS = [
         "gemini.kernels_reference",
         "gemini.kernels_sums",
         "gemini.optim.elementwise",
+        "gemini.optim.matrices",
         "gemini.rules",
         "gemini._C",
     ),  # fmt: skip

@@ -1,9 +1,10 @@
 """``adopt``: a torch optimizer as an update rule, run tile by tile on fp32 masters with its states in planes.
 
-For each tile an optimizer of the class is made for a short while, over a flat param that is the master and with states
-that are the planes; its ``step()`` is the update. So it is the class's own arithmetic, of whatever package, and the
-bits of its ordinary run over fp32 masters. That this is so is tried before a rule is made, and what cannot be run like
-that is refused by name.
+For each tile an optimizer of the class is made for a short while, over a param that is the master and with states that
+are the planes; its ``step()`` is the update. So it is the class's own arithmetic, of whatever package, and the bits of
+its ordinary run over fp32 masters. That this is so is tried before a rule is made: with tiles that are parts of params,
+and where an update of an element depends on others, with tiles that are whole params. What cannot be run like that
+either is refused by name.
 """
 
 from __future__ import annotations
@@ -20,10 +21,11 @@ from torch.optim import Optimizer
 from gemini.grad_mode import without_grad
 from gemini.optim.anatomy import (
     SHAPE,
-    STEPS,
+    SHAPES,
     Anatomy,
     Hypers,
     Refusal,
+    Snapshot,
     anatomy_of,
     begin_of,
     called,
@@ -96,6 +98,10 @@ class AdoptedRule(UpdateRule):
             except TypeError as e:
                 raise TypeError(f"{name} of {what} cannot be used: {e}") from e
         _check(self, tuple(found), what)
+        if self.spec.whole:
+            params = group.get("params", ())
+            for dims in {p.dim() for p in params if isinstance(p, Tensor)} if isinstance(params, list) else ():
+                _check_dims(self, tuple(found), dims, what)
 
     def scalars(self, group: Mapping[str, Any], step: int, grad_scale: float) -> AdoptedScalars:
         return AdoptedScalars(step, grad_scale, tuple((name, frozen(group[name])) for name, _ in self.hypers))
@@ -104,25 +110,26 @@ class AdoptedRule(UpdateRule):
     def update(
         self, master: Tensor, grad: Tensor, states: Mapping[str, Tensor], scalars: Any, where: Where | None
     ) -> None:
-        param, before = nn.Parameter(master), scalars.step - 1
-        param.grad = grad.to(torch.float32, copy=True).mul_(scalars.grad_scale)  # it may write to it
+        shape = where.shape if self.spec.whole and where is not None else master.shape
+        param, before = nn.Parameter(master.view(shape)), scalars.step - 1
+        param.grad = grad.to(torch.float32, copy=True).mul_(scalars.grad_scale).view(shape)  # it may write to it
         optimizer = make(self.kind, [param], dict(scalars.hypers))
         if before:  # else it begins its states itself
-            optimizer.state[param] = self._state_of(states, before)
+            optimizer.state[param] = self._state_of(states, before, shape)
         for name, kind in self.anatomy.group_counts:
             optimizer.param_groups[0][name] = _count(kind, before)
         step(optimizer)
         state = optimizer.state[param]
         for name, _ in self.anatomy.planes:
             if state[name].data_ptr() != states[name].data_ptr():
-                states[name].copy_(state[name])
+                states[name].copy_(state[name].reshape(-1))
         for name in self.anatomy.numbers:
             states[name].fill_(state[name])
         if param.data_ptr() != master.data_ptr():
-            master.copy_(param)
+            master.copy_(param.reshape(-1))
 
-    def _state_of(self, states: Mapping[str, Tensor], before: int) -> dict[str, Any]:
-        state: dict[str, Any] = {name: states[name] for name, _ in self.anatomy.planes}
+    def _state_of(self, states: Mapping[str, Tensor], before: int, shape: tuple[int, ...]) -> dict[str, Any]:
+        state: dict[str, Any] = {name: states[name].view(shape) for name, _ in self.anatomy.planes}
         state.update({name: states[name][0].cpu() for name in self.anatomy.numbers})  # where torch has such numbers
         state.update({name: _count(kind, before) for name, kind in self.anatomy.counts})
         return {**state, **dict.fromkeys(self.anatomy.nones)}
@@ -140,7 +147,9 @@ def adopt(kind: type[Optimizer], **hypers: Any) -> AdoptedRule:
         optimizer = rule.make(model.parameters(), lr=1e-3)
 
     The class is tried on a small matrix, step by step: what it keeps of a param becomes planes, and its step must give
-    the same bits in one piece, in two, and with states that were put aside in between. Slower than a native kernel.
+    the same bits in one piece, in two, and with states that were put aside in between. Where only the pieces differ it
+    is given whole params (``rule.spec.needs == "param"``), which staging must then have room for. Slower than a native
+    kernel.
 
     Args:
         kind: the class.
@@ -150,7 +159,7 @@ def adopt(kind: type[Optimizer], **hypers: Any) -> AdoptedRule:
 
     Raises:
         TypeError: for what is no optimizer class, and for hyperparameters that it does not have.
-        ValueError: naming the class and the reason why it cannot be run tile by tile.
+        ValueError: naming the class and the reason why it cannot be run on parts of params, nor on whole ones.
     """
     if not (isinstance(kind, type) and issubclass(kind, Optimizer)):
         raise TypeError(f"adopt takes a class of torch optimizers (torch.optim.NAdam), got {kind!r}")
@@ -190,62 +199,75 @@ def _adopted(kind: type[Optimizer], hypers: Hypers) -> AdoptedRule:
     for name, why in _NOT_HERE.items():
         if given.get(name):
             raise Refusal(f"{name}=True: {why}; leave it out")
-    if not given.get("lr", 1):
-        given["lr"] = 1e-3  # a warm-up begins with 0, and what it does then is no trial
-    wanted = trained(kind, given, SHAPE, slice(None))
+    given = _not_still(given)
+    wanted = trained(kind, given)
     anatomy = anatomy_of(wanted, given)
-    try:
-        spec = RuleSpec(called(kind), anatomy.specs, needs="place")
-    except ValueError as e:
-        raise Refusal(f"its states cannot be named: {e}") from e
-    rule = AdoptedRule(kind=kind, hypers=hypers, anatomy=anatomy, spec=spec)
     numel = SHAPE[0] * SHAPE[1]
-    pieces = slice(0, ALIGN), slice(ALIGN, numel)
-    made = [_run(rule, given, piece) for piece in pieces]
-    for number, snapshot in enumerate(wanted):
-        for piece, runs in zip(pieces, made, strict=True):
-            master, states = runs[number]
-            same = torch.equal(master.view(torch.uint8), snapshot.value.view(-1)[piece].view(torch.uint8))
-            for name, _ in anatomy.planes:
-                same &= torch.equal(
-                    states[name].view(torch.uint8), snapshot.state[name].reshape(-1)[piece].view(torch.uint8)
-                )
-            for name in anatomy.numbers:
-                same &= bool((states[name] == snapshot.state[name]).all())
-            if not same:
-                raise Refusal(_why(kind, given, wanted, pieces))
-    return rule
+    for needs, pieces in (("place", (slice(0, ALIGN), slice(ALIGN, numel))), ("param", (slice(0, numel),))):
+        try:
+            spec = RuleSpec(called(kind), anatomy.specs, needs=needs)
+        except ValueError as e:
+            raise Refusal(f"its states cannot be named: {e}") from e
+        rule = AdoptedRule(kind=kind, hypers=hypers, anatomy=anatomy, spec=spec)
+        try:
+            if all(_does_alike(rule, given, wanted, piece) for piece in pieces):
+                return rule
+        except Exception as e:
+            if needs == "param":
+                raise Refusal(f"it cannot go on with its states: {type(e).__name__}: {e}") from e
+    raise Refusal("its steps need more than its states of a param: something stays in the optimizer itself")
+
+
+def _not_still(hypers: Mapping[str, Any]) -> dict[str, Any]:
+    """For a trial: a schedule may begin with 0, and what a step does then says nothing."""
+    return {**hypers, "lr": 1e-3} if not hypers.get("lr", 1) else dict(hypers)
 
 
 @without_grad
-def _run(rule: AdoptedRule, given: Mapping[str, Any], piece: slice) -> list[tuple[Tensor, dict[str, Tensor]]]:
-    """What the rule makes of a piece of the trial's param, as a tile: the master and the planes after each step."""
-    master, found = begin_of(SHAPE).view(-1)[piece].clone(), []
+def _does_alike(rule: AdoptedRule, given: Mapping[str, Any], wanted: list[Snapshot], piece: slice) -> bool:
+    """Whether the rule makes the same bits of a piece of the trial's param, as a tile, in each step."""
+    shape = wanted[0].value.shape
+    master = begin_of(shape).view(-1)[piece].clone()
+    where = Where("trial", piece.start, shape)
     states = {
         spec.kind: torch.zeros(spec.num_items(master.numel()), dtype=getattr(torch, spec.dtype), device="cpu")
         for spec in rule.spec.planes
     }
+    for number, snapshot in enumerate(wanted, 1):
+        scalars = AdoptedScalars(number, 1.0, tuple(given.items()))
+        rule.update(master, gradient(number, shape).view(-1)[piece], states, scalars, where)
+        same = _equal(master, snapshot.value.view(-1)[piece])
+        for name, _ in rule.anatomy.planes:
+            same &= _equal(states[name], snapshot.state[name].reshape(-1)[piece])
+        for name in rule.anatomy.numbers:
+            same &= bool((states[name] == snapshot.state[name]).all())
+        if not same:
+            return False
+    return True
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(a.view(torch.uint8), b.contiguous().view(torch.uint8))
+
+
+@lru_cache(maxsize=512)
+def _check_dims(rule: AdoptedRule, hypers: Hypers, dims: int, what: str) -> None:
+    """Refuse params of so many dimensions that a rule of whole params cannot update.
+
+    Raises:
+        ValueError: saying why.
+    """
+    shape, given = SHAPES.get(dims, (2,) * dims), _not_still(dict(hypers))
     try:
-        for number in range(1, STEPS + 1):
-            scalars = AdoptedScalars(number, 1.0, tuple(given.items()))
-            rule.update(master, gradient(number, SHAPE).view(-1)[piece], states, scalars, None)
-            found.append((master.clone(), {name: state.clone() for name, state in states.items()}))
-    except Exception as e:
-        text = " ".join(str(e).split())[:200]
-        raise Refusal(f"it cannot update a part of a param: {type(e).__name__}: {text}") from e
-    return found
-
-
-def _why(kind: type[Optimizer], given: Mapping[str, Any], wanted: list[Any], pieces: tuple[slice, slice]) -> str:
-    """What it is in an optimizer that tiles do not have."""
-    numel = SHAPE[0] * SHAPE[1]
-    last = wanted[-1].value.view(-1)
-    whole = trained(kind, given, (numel,), slice(None))[-1].value
-    if not torch.equal(whole, last):
-        return "its update of a matrix is not that of the same elements in a row: it needs the shape of a param"
-    if not all(torch.equal(trained(kind, given, (numel,), piece)[-1].value, last[piece]) for piece in pieces):
-        return "its update of an element depends on the others of the param (a norm or a mean of them)"
-    return "its steps need more than the states that it keeps of a param: something stays in the optimizer itself"
+        wanted = trained(rule.kind, given, shape)
+        if anatomy_of(wanted, given) != rule.anatomy:
+            raise Refusal("it keeps other states of such a param")
+        if not _does_alike(rule, given, wanted, slice(0, wanted[0].value.numel())):
+            raise Refusal("it needs more than the states that it keeps of it")
+    except Refusal as e:
+        raise ValueError(
+            f"{what} has params of {dims} dimensions, which {called(rule.kind)} cannot update here: {e}"
+        ) from e
 
 
 _anatomies: dict[tuple[type, tuple[tuple[str, bool], ...]], Anatomy] = {}

@@ -26,6 +26,8 @@ STEPS = 8
 """Of a trial: RAdam, for one, computes otherwise from its sixth step on."""
 SHAPE = (61, 72)
 """Of the matrix: more than two blocks of ``ALIGN`` elements, and a tail that no vector register divides."""
+SHAPES = {0: (), 1: (61,), 2: SHAPE, 3: (3, 5, 7), 4: (3, 4, 5, 7)}
+"""Of params of other dimensions, where an update asks for them."""
 _SEED = 20
 
 
@@ -101,7 +103,7 @@ def frozen(value: Any) -> Any:
 
 
 def begin_of(shape: tuple[int, ...]) -> Tensor:
-    """The weights that a trial begins with."""
+    """The weights that a trial of a param begins with."""
     return torch.randn(shape, generator=_generator(_SEED), device="cpu")
 
 
@@ -110,7 +112,7 @@ def gradient(number: int, shape: tuple[int, ...]) -> Tensor:
     steady = torch.randn(shape, generator=_generator(_SEED + 1), device="cpu") * math.cos(number / 2)
     fresh = torch.randn(shape, generator=_generator(_SEED + 1 + number), device="cpu")
     size = torch.arange(math.prod(shape), device="cpu").view(shape) % 7 * 0.3  # its beginning is unlike its end
-    last = torch.arange(math.prod(shape), device="cpu").view(shape) / math.prod(shape)
+    last = torch.arange(math.prod(shape), device="cpu").view(shape) / max(math.prod(shape), 1)
     return (steady + fresh) * size * (1 + 30 * last) * 1e-2
 
 
@@ -127,19 +129,25 @@ class Snapshot(NamedTuple):
 
 
 @without_grad
-def trained(kind: type[Optimizer], hypers: Mapping[str, Any], shape: tuple[int, ...], part: slice) -> list[Snapshot]:
-    """What an optimizer makes of rows or elements ``part`` of the trial's param in ``shape``, step by step.
+def trained(
+    kind: type[Optimizer], hypers: Mapping[str, Any], of: tuple[int, ...] = SHAPE, part: slice | None = None
+) -> list[Snapshot]:
+    """What an optimizer makes of a param of shape ``of``, step by step; or of ``part`` of its elements in a row.
 
     Raises:
         Refusal: if it cannot even do that, or draws random numbers.
     """
-    param = nn.Parameter(begin_of(SHAPE).view(shape)[part].clone())
+
+    def taken(whole: Tensor) -> Tensor:
+        return whole.clone() if part is None else whole.view(-1)[part].clone()
+
+    param = nn.Parameter(taken(begin_of(of)))
     before = torch.get_rng_state()
     found = []
     try:
         optimizer = make(kind, [param], hypers)
         for number in range(1, STEPS + 1):
-            param.grad = gradient(number, SHAPE).view(shape)[part].clone()
+            param.grad = taken(gradient(number, of))
             step(optimizer)
             state = {name: _copied(value) for name, value in optimizer.state[param].items()}
             group = {name: value for name, value in optimizer.param_groups[0].items() if name != "params"}

@@ -32,7 +32,11 @@ WEIGHTS, RESIDUAL, GRAD = "weights", "residual", "grad"
 
 PRECISIONS = ("bf16", "fp16", "fp32")
 GRADIENTS = ("transient", "retain", "accumulate")
-NEEDS = ("elements", "place", "param", "statistics")
+NEEDS = ("elements", "place", "param")
+WHOLE_TEMPORARIES = 4
+"""fp32 values for each element of a param that an update of whole params may take beside planes: its master joined, its
+gradient in fp32, and what is computed of them. Staging is counted with them.
+"""
 _TAKEN = ("weights", "residual", "grad", "step", "master", "windows", "pool", "staging", "exchange", "activations")
 """What is called so is something else, in states or among the holders of a budget."""
 
@@ -86,7 +90,7 @@ class RuleSpec:
         name: of the rule, in reports and errors.
         planes: its states, of zeros before the first update.
         needs: what one call of the rule has to see: "elements" (any run of them, of whatever params), "place" (elements
-            of one param, and where in it they stand), "param" (whole params) or "statistics" (of whole params, before).
+            of one param, and where in it they stand) or "param" (a whole param, and its shape).
 
     Raises:
         ValueError: for names that are taken or given twice, and for unknown needs.
@@ -103,6 +107,11 @@ class RuleSpec:
             raise ValueError(f"rule {self.name!r} calls a plane {wrong[0]!r}: that is taken, given twice or no name")
         if self.needs not in NEEDS:
             raise ValueError(f"needs={self.needs!r} is not known; use one of {', '.join(map(repr, NEEDS))}")
+
+    @property
+    def whole(self) -> bool:
+        """Whether a tile has to be a whole param."""
+        return self.needs == "param"
 
     @cached_property
     def states(self) -> tuple[PlaneKind, ...]:
@@ -129,7 +138,9 @@ class RuleSpec:
         """What a tile has room for in staging: every plane at its widest, and three areas for fp32 at least."""
         own = (PlaneSpec(WEIGHTS, "float32"), PlaneSpec(RESIDUAL, "int16"), *self.planes)
         spare = () if any(is_wide(spec) for spec in self.planes) else (PlaneSpec("spare", "float32"),)
-        return (*own, PlaneSpec(GRAD, "float32"), *spare)
+        beside = WHOLE_TEMPORARIES if self.whole else 0
+        temporaries = tuple(PlaneSpec(f"temporary {number}", "float32") for number in range(beside))
+        return (*own, PlaneSpec(GRAD, "float32"), *spare, *temporaries)
 
     @cached_property
     def touched(self) -> int:
@@ -162,16 +173,10 @@ def spec_of(optimizer: Any) -> RuleSpec:
 
     Raises:
         TypeError: for what is no rule.
-        ValueError: for a rule that cannot be run in tiles.
     """
     spec = ADAM if optimizer is None else getattr(optimizer, "spec", optimizer)
     if not isinstance(spec, RuleSpec) or isinstance(optimizer, type):
         raise TypeError(f"optimizer= is an update rule (a gemini.rules.UpdateRule, made), got {optimizer!r}")
-    if spec.needs not in ("elements", "place"):
-        raise ValueError(
-            f"the rule {spec.name!r} needs {spec.needs!r}, and updates go tile by tile, which may be parts of params: "
-            "only rules that need elements, or their place, can be used"
-        )
     return spec
 
 

@@ -39,7 +39,7 @@ def run(which: str, folder: Path, name: str, load: str | None) -> dict[str, Any]
     return {"losses": losses, "weights": model.state_dict(), "states": states, "bytes": model.memory_report()}
 
 
-@pytest.mark.parametrize("which", rules.EVERY)
+@pytest.mark.parametrize("which", [which for which, rule in rules.EVERY.items() if not rule.spec.whole])
 def test_two_ranks_do_what_one_process_does(which: str, pool_of: Callable[[int], Pool], tmp_path: Path) -> None:
     alone = run(which, tmp_path, "alone", None)
     for found in pool_of(2).run(run, which, tmp_path, "together", None):
@@ -54,3 +54,16 @@ def test_two_ranks_do_what_one_process_does(which: str, pool_of: Callable[[int],
     assert again["losses"] == alone["losses"][2:]
     for found in pool_of(2).run(run, which, tmp_path, "", "alone"):
         assert found["losses"] == alone["losses"][2:]
+
+
+def refused(which: str, folder: Path) -> str:
+    with pytest.raises(ValueError, match="updates whole params") as raised:
+        run(which, folder, "never", None)
+    return str(raised.value)
+
+
+def test_a_rule_of_whole_params_is_refused_where_ranks_divide_one(
+    pool_of: Callable[[int], Pool], tmp_path: Path
+) -> None:
+    for words in pool_of(2).run(refused, "normed", tmp_path):
+        assert "would be divided among 2 ranks" in words and "gemini.optim" in words

@@ -26,6 +26,38 @@ from gemini.optim import adopted
 from tests import models
 from tests.train.test_update_rules import bits, config_for, loss_of, make_model
 
+
+class _Of(Optimizer):
+    """Something like SGD; what it does otherwise is in ``update``."""
+
+    def __init__(self, params: Any, lr: float = 1e-2):
+        super().__init__(params, {"lr": lr, "weight": 1.0})
+        self.calls = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.calls += 1
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    self.update(group, param, param.grad)
+
+    def update(self, group: dict[str, Any], param: Tensor, grad: Tensor) -> None:
+        raise NotImplementedError
+
+
+class Normed(_Of):
+    def update(self, group: Any, param: Tensor, grad: Tensor) -> None:
+        param.sub_(grad / grad.norm() * group["lr"])
+
+
+class Shaped(_Of):
+    def update(self, group: Any, param: Tensor, grad: Tensor) -> None:
+        momentum = self.state[param].setdefault("momentum", torch.zeros_like(param))
+        momentum.mul_(0.9).add_(grad / grad.norm(dim=-1, keepdim=True).add(1e-6))
+        param.sub_(momentum * group["lr"])
+
+
 NUM_STEPS = 7  # RAdam computes otherwise from the sixth on
 STOCK: dict[str, tuple[type[Optimizer], dict[str, Any], dict[str, Any]]] = {
     # what belongs to the rule, and what to the optimizer
@@ -41,6 +73,8 @@ STOCK: dict[str, tuple[type[Optimizer], dict[str, Any], dict[str, Any]]] = {
     "sgd": (torch.optim.SGD, {"momentum": 0.9, "nesterov": True}, {"lr": 1e-2}),
     "plain sgd": (torch.optim.SGD, {}, {"lr": 1e-2, "weight_decay": 0.1}),
     "amsgrad": (torch.optim.AdamW, {"amsgrad": True}, {"lr": 1e-2}),
+    "normed, whole": (Normed, {}, {"lr": 1e-2}),
+    "shaped, whole": (Shaped, {}, {"lr": 1e-3}),
     "maximize": (torch.optim.Adam, {"maximize": True}, {"lr": 1e-3, "weight_decay": 0.1}),
 }
 
@@ -73,7 +107,8 @@ class Plain:
         self.masters = {n: nn.Parameter(p.detach().float().clone()) for n, p in self.model.named_parameters()}
         for name, param in self.model.named_parameters():
             param.data = models.rounded(self.masters[name].detach(), precision)
-        self.optimizer = kind(decayed(self.masters.values(), which), foreach=False, **of_rule, **hypers)  # type: ignore[call-arg]
+        alone = {} if issubclass(kind, _Of) else {"foreach": False}
+        self.optimizer = kind(decayed(self.masters.values(), which), **alone, **of_rule, **hypers)  # type: ignore[call-arg]
 
     def train(self, seeds: range) -> list[float]:
         losses = []
@@ -153,6 +188,7 @@ def test_a_stock_optimizer_has_the_bits_of_its_own_run(
     rule, clip = rule_of(which), None if where == "in backward" else 0.5
     plain = Plain(which, precision, clip)
     config, used = placed(where, rule, tmp_path, precision)
+    assert rule.spec.needs == ("param" if "whole" in which else "place")
     with models.tiles_of(monkeypatch, rule.spec.align if where == "small tiles" else None):
         model = gemini.GeminiDDP(make_model(), config)
         optimizer = rule.make(decayed(model.parameters(), which), step_in_backward=used, **STOCK[which][2])
@@ -235,29 +271,6 @@ def test_plain_params_are_updated_alike(which: str) -> None:
 # ---- what is refused -------------------------------------------------------------------------------------------------
 
 
-class _Of(Optimizer):
-    """Something like SGD; what it does otherwise is in ``update``."""
-
-    def __init__(self, params: Any, lr: float = 1e-2):
-        super().__init__(params, {"lr": lr, "weight": 1.0})
-        self.calls = 0
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        self.calls += 1
-        for group in self.param_groups:
-            for param in group["params"]:
-                self.update(group, param, param.grad)
-
-    def update(self, group: dict[str, Any], param: Tensor, grad: Tensor) -> None:
-        raise NotImplementedError
-
-
-class Normed(_Of):
-    def update(self, group: Any, param: Tensor, grad: Tensor) -> None:
-        param.sub_(grad / grad.norm() * group["lr"])
-
-
 class Noisy(_Of):
     def update(self, group: Any, param: Tensor, grad: Tensor) -> None:
         param.sub_((grad + 1e-3 * torch.randn_like(grad)) * group["lr"])
@@ -272,11 +285,6 @@ class Sharing(_Of):
     def update(self, group: Any, param: Tensor, grad: Tensor) -> None:
         group["weight"] += float(grad.abs().mean())
         param.sub_(grad * group["lr"] / group["weight"])
-
-
-class Shaped(_Of):
-    def update(self, group: Any, param: Tensor, grad: Tensor) -> None:
-        param.sub_(grad.cumsum(-1) * group["lr"])
 
 
 class Double(_Of):
@@ -306,23 +314,37 @@ class Reserved(_Of):
     [
         (torch.optim.LBFGS, r"torch.optim.LBFGS\): it cannot update .* missing 1 required positional .* 'closure'"),
         (torch.optim.SparseAdam, r"torch.optim.SparseAdam\): .* does not support dense gradients"),
-        (Normed, "an element depends on the others"),
         (Noisy, "draws random numbers inside step"),
         (Forgetful, "something stays in the optimizer itself"),
         (Sharing, "changes 'weight' in its param group"),
-        (Shaped, "it needs the shape of a param"),
         (Double, "state 'sum' is float64"),
         (Listing, "state 'history' is a list"),
         (Late, "other states in later steps"),
         (Reserved, "its states cannot be named: .* 'master'"),
     ],
 )
-def test_what_cannot_be_run_in_tiles_is_refused_by_name(kind: type[Optimizer], words: str) -> None:
+def test_what_cannot_be_run_is_refused_by_name(kind: type[Optimizer], words: str) -> None:
     before = torch.get_rng_state()
     with pytest.raises(ValueError, match=rf"gemini.optim.adopt\(.*{kind.__name__}\): |{kind.__name__}") as raised:
         optim.adopt(kind)
     assert raised.match(words)
     assert torch.equal(before, torch.get_rng_state()), "a trial takes nothing from the program's random numbers"
+
+
+def test_a_class_for_matrices_refuses_other_params() -> None:
+    rule = optim.adopt(torch.optim.Muon)
+    rule.make([nn.Parameter(torch.zeros(3, 5))])
+    with pytest.raises(ValueError, match=r"has params of 1 dimensions, which torch.optim.Muon cannot .* only supports"):
+        rule.make([nn.Parameter(torch.zeros(3, 5)), nn.Parameter(torch.zeros(5))])
+    param = nn.Parameter(torch.ones(3, 5))
+    optimizer = rule.make([param])
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(5, 3))]})
+    stock = torch.optim.Muon([nn.Parameter(param.detach().clone())])
+    for one in (optimizer, stock):
+        own = one.param_groups[0]["params"][0]
+        own.grad = torch.arange(15.0).view(3, 5)
+        one.step()
+    assert torch.equal(param.detach(), stock.param_groups[0]["params"][0].detach())
 
 
 def test_arguments_that_are_no_optimizer_are_refused() -> None:

@@ -391,7 +391,7 @@ class HybridOptimizer(torch.optim.Optimizer):
         weights = data.contiguous()
         residual = state.get("residual")
         scalars = self.rule.scalars(group, int(state["step"]), 1.0)
-        where = Where(f"plain param {index}", 0) if self.rule.spec.needs == "place" else None
+        where = Where(f"plain param {index}", 0, param.shape) if self.rule.spec.needs != "elements" else None
         self.rule.run(
             weights.view(-1),
             None if residual is None else residual.view(-1),
@@ -464,8 +464,8 @@ def _refuse_stock_optimizers(optimizer: torch.optim.Optimizer, args: Any, kwargs
             if handle is not None:
                 raise GeminiError(
                     f"{type(optimizer).__name__} cannot update {handle.name!r}: the gradients and masters of a managed "
-                    "model live in chunks. Use gemini.HybridAdam(model.parameters(), ...), another one of gemini.optim, "
-                    f"or this one as a rule: gemini.optim.adopt({type(optimizer).__name__})"
+                    "model live in chunks. Use gemini.HybridAdam(model.parameters(), ...), another optimizer of "
+                    f"gemini.optim, or this one as a rule: gemini.optim.adopt({type(optimizer).__name__})"
                 )
 
 

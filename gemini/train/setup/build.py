@@ -28,7 +28,7 @@ from gemini.planning.plan import Moves
 from gemini.planning.planes import WEIGHTS
 from gemini.planning.planner import moves_for
 from gemini.planning.trace import Access, Source, accesses
-from gemini.planning.working import device_tile_numel, tile_numel
+from gemini.planning.working import device_tile_numel, tile_numel, whole_numel
 from gemini.ranks.group import Ranks
 from gemini.rules import rule_of
 from gemini.tiers import Ledger, Tier
@@ -66,7 +66,8 @@ def build(
     problem, placement, layout = decision.problem, decision.placement, decision.problem.layout
     place_of = {slot.name: (chunk, slot) for chunk in layout.chunks for slot in chunk.slots}
     largest = max(chunk.numel for chunk in layout.chunks)
-    tile, device_tile = tile_numel(largest), device_tile_numel(largest, problem.rule)
+    whole = whole_numel(layout, problem.rule)
+    tile, device_tile = tile_numel(largest, whole), device_tile_numel(largest, problem.rule, whole)
     ledger = Ledger(dict(problem.budgets))
     _reserve(ledger, problem, placement)
     needed = bytes_per_tier(problem, placement)

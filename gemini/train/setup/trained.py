@@ -57,6 +57,11 @@ class TrainedParams:
                 f"{chunk.name} was frozen when the model was wrapped: in fp16 it has no fp32 master to train. "
                 "Set requires_grad before wrapping, or use precision='bf16'"
             )
+        if self._rule.whole and chunk.spec.numel > store.mover.tile:
+            raise GeminiError(
+                f"{chunk.name} was frozen when the model was wrapped, and the rule {self._rule.name!r} passes whole "
+                "params through staging, which has no room for it: set requires_grad before wrapping"
+            )
         num_bytes = sum(spec.page_bytes(numel) for spec in missing.values())
         below = [tier for tier in store.ledger.tiers if tier is not Tier.GPU]
         if store.device.tier in below:

@@ -159,7 +159,7 @@ class Tile:
         if self._rule.spec.needs == "elements":
             return None
         handle = param.handle
-        return rules.Where(handle.name, handle.part.offset + start - handle.part.start)
+        return rules.Where(handle.name, handle.part.offset + start - handle.part.start, handle.view.shape)
 
     def finish(self) -> None:
         """Wait until everything is home."""
@@ -233,12 +233,18 @@ def tiles_of(mover: Mover, update: ChunkUpdate, tile: int, stop: torch.Tensor | 
 
 
 def cut(update: ChunkUpdate, tile: int) -> Iterator[tuple[int, int, list[ParamUpdate]]]:
-    """Ranges of at most ``tile`` elements over all params, in order, each with those that it touches."""
-    params = [s for s in update.params if s.handle.part.numel]
+    """Ranges of at most ``tile`` elements over all params, in order, each with those that it touches; one for each
+    param where the rule needs it whole.
+    """
+    params, align = [s for s in update.params if s.handle.part.numel], update.chunk.spec.align
     if not params:
         return
+    if update.rule.spec.whole:
+        for param in sorted(params, key=lambda s: s.handle.part.start):
+            yield param.handle.part.start, page_up(param.handle.part.stop, align), [param]
+        return
     start = min(s.handle.part.start for s in params)
-    stop = page_up(max(s.handle.part.stop for s in params), update.chunk.spec.align)
+    stop = page_up(max(s.handle.part.stop for s in params), align)
     for first, last in tiles(start, stop, tile):
         active = [s for s in params if s.handle.part.start < last and s.handle.part.stop > first]
         if active:
