@@ -91,8 +91,8 @@ class UpdateRule(ABC):
     ) -> None:
         """One update in place, in torch lines: of ``master``, flat and fp32, and of the states by name.
 
-        ``grad`` has the dtype it was kept in. ``where`` is None for rules that need "elements" only. One that needs
-        "param" is given all elements of one, flat, and its shape in ``where``.
+        Factors are among the states, in their shapes. ``grad`` has the dtype it was kept in. ``where`` is None for
+        rules that need "elements" only; one that needs "param" is given all elements of one, flat, and its shape in it.
         """
 
     def run(
@@ -124,7 +124,7 @@ class UpdateRule(ABC):
         own = {
             spec.kind: states[spec.kind][part.start // spec.block : -(-part.stop // spec.block)]
             for spec in self.spec.planes
-        }
+        } | {factor.name: states[factor.name] for factor in self.spec.factors if factor.name in states}
         if residual is None:
             self.update(weights[part], grad[part], own, scalars, where)
             return

@@ -12,6 +12,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 _WHERE = {
+    "AdaLomo": "gemini.optim.optimizers",
+    "AdaLomoRule": "gemini.optim.matrices",
     "SGD": "gemini.optim.optimizers",
     "Adan": "gemini.optim.optimizers",
     "AdamW": "gemini.optim.optimizers",
@@ -41,9 +43,11 @@ if TYPE_CHECKING:
     from gemini.optim.elementwise import PlainSGDRule as PlainSGDRule
     from gemini.optim.elementwise import SGDRule as SGDRule
     from gemini.optim.elementwise import SophiaGRule as SophiaGRule
+    from gemini.optim.matrices import AdaLomoRule as AdaLomoRule
     from gemini.optim.matrices import MuonRule as MuonRule
     from gemini.optim.optimizers import LOMO as LOMO
     from gemini.optim.optimizers import SGD as SGD
+    from gemini.optim.optimizers import AdaLomo as AdaLomo
     from gemini.optim.optimizers import AdamW as AdamW
     from gemini.optim.optimizers import Adan as Adan
     from gemini.optim.optimizers import Lion as Lion

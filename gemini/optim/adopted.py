@@ -35,10 +35,13 @@ from gemini.optim.anatomy import (
     step,
     takes,
     trained,
+    with_vectors,
 )
+from gemini.planning.factors import shapes_of
 from gemini.planning.planes import ALIGN, RuleSpec
 from gemini.rules import UpdateRule, Where
 from gemini.train.optimizers.optimizer import HybridOptimizer
+from gemini.train.params.factors import make_factors
 
 _NOT_HERE = {
     "capturable": "steps are not captured into CUDA graphs",
@@ -125,12 +128,15 @@ class AdoptedRule(UpdateRule):
                 states[name].copy_(state[name].reshape(-1))
         for name in self.anatomy.numbers:
             states[name].fill_(state[name])
+        for name in shapes_of(self.anatomy.factors, shape):
+            states[name].copy_(state[name])
         if param.data_ptr() != master.data_ptr():
             master.copy_(param.reshape(-1))
 
     def _state_of(self, states: Mapping[str, Tensor], before: int, shape: tuple[int, ...]) -> dict[str, Any]:
         state: dict[str, Any] = {name: states[name].view(shape) for name, _ in self.anatomy.planes}
         state.update({name: states[name][0].cpu() for name in self.anatomy.numbers})  # where torch has such numbers
+        state.update({name: states[name] for name in shapes_of(self.anatomy.factors, shape)})
         state.update({name: _count(kind, before) for name, kind in self.anatomy.counts})
         return {**state, **dict.fromkeys(self.anatomy.nones)}
 
@@ -201,11 +207,14 @@ def _adopted(kind: type[Optimizer], hypers: Hypers) -> AdoptedRule:
             raise Refusal(f"{name}=True: {why}; leave it out")
     given = _not_still(given)
     wanted = trained(kind, given)
-    anatomy = anatomy_of(wanted, given)
-    numel = SHAPE[0] * SHAPE[1]
+    anatomy, numel = anatomy_of(wanted, given), SHAPE[0] * SHAPE[1]
+    if anatomy.factors:
+        anatomy = with_vectors(anatomy, trained(kind, given, SHAPES[1]))
     for needs, pieces in (("place", (slice(0, ALIGN), slice(ALIGN, numel))), ("param", (slice(0, numel),))):
+        if anatomy.factors and needs != "param":
+            continue
         try:
-            spec = RuleSpec(called(kind), anatomy.specs, needs=needs)
+            spec = RuleSpec(called(kind), anatomy.specs, needs, factors=anatomy.factors)
         except ValueError as e:
             raise Refusal(f"its states cannot be named: {e}") from e
         rule = AdoptedRule(kind=kind, hypers=hypers, anatomy=anatomy, spec=spec)
@@ -232,13 +241,15 @@ def _does_alike(rule: AdoptedRule, given: Mapping[str, Any], wanted: list[Snapsh
     states = {
         spec.kind: torch.zeros(spec.num_items(master.numel()), dtype=getattr(torch, spec.dtype), device="cpu")
         for spec in rule.spec.planes
-    }
+    } | make_factors(rule.spec, shape)
     for number, snapshot in enumerate(wanted, 1):
         scalars = AdoptedScalars(number, 1.0, tuple(given.items()))
         rule.update(master, gradient(number, shape).view(-1)[piece], states, scalars, where)
         same = _equal(master, snapshot.value.view(-1)[piece])
         for name, _ in rule.anatomy.planes:
             same &= _equal(states[name], snapshot.state[name].reshape(-1)[piece])
+        for name in shapes_of(rule.anatomy.factors, shape):
+            same &= _equal(states[name], snapshot.state[name])
         for name in rule.anatomy.numbers:
             same &= bool((states[name] == snapshot.state[name]).all())
         if not same:
@@ -260,7 +271,7 @@ def _check_dims(rule: AdoptedRule, hypers: Hypers, dims: int, what: str) -> None
     shape, given = SHAPES.get(dims, (2,) * dims), _not_still(dict(hypers))
     try:
         wanted = trained(rule.kind, given, shape)
-        if anatomy_of(wanted, given) != rule.anatomy:
+        if wanted[-1].state.keys() != rule.anatomy.keeps(shape):
             raise Refusal("it keeps other states of such a param")
         if not _does_alike(rule, given, wanted, slice(0, wanted[0].value.numel())):
             raise Refusal("it needs more than the states that it keeps of it")

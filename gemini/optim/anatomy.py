@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gemini.grad_mode import without_grad
+from gemini.planning.factors import FORMS, FactorSpec, shapes_of
 from gemini.planning.planes import ALIGN, ITEMSIZES, PlaneSpec
 
 Hypers = tuple[tuple[str, Any], ...]
@@ -48,12 +49,19 @@ class Anatomy(NamedTuple):
     """States that are None."""
     group_counts: tuple[tuple[str, type], ...]
     """Entries of the param group that count updates."""
+    factors: tuple[FactorSpec, ...] = ()
+    """States that are a few vectors of the param."""
 
     @property
     def specs(self) -> tuple[PlaneSpec, ...]:
         """The planes of a rule: a number of a whole param has a place in each block of it, so that a tile finds it."""
         numbers = tuple(PlaneSpec(name, "float32", ALIGN) for name in self.numbers)
         return (*(PlaneSpec(name, dtype) for name, dtype in self.planes), *numbers)
+
+    def keeps(self, shape: tuple[int, ...]) -> set[str]:
+        """The names of the states of a param of that shape."""
+        alike = *(name for name, _ in self.planes), *self.numbers, *(name for name, _ in self.counts), *self.nones
+        return {*alike, *shapes_of(self.factors, shape)}
 
 
 def called(kind: type) -> str:
@@ -185,7 +193,7 @@ def anatomy_of(steps: list[Snapshot], given: Mapping[str, Any]) -> Anatomy:
     names = steps[-1].state.keys()
     if any(snapshot.state.keys() != names for snapshot in steps):
         raise Refusal("it keeps other states in later steps than in its first one")
-    planes, numbers, counts, nones = [], [], [], []
+    planes, numbers, counts, nones, factors = [], [], [], [], []
     for name in names:
         values = [snapshot.state[name] for snapshot in steps]
         last, shape = values[-1], steps[-1].value.shape
@@ -199,12 +207,32 @@ def anatomy_of(steps: list[Snapshot], given: Mapping[str, Any]) -> Anatomy:
             planes.append((name, str(last.dtype).removeprefix("torch.")))
         elif last.dim() == 0 and last.dtype is torch.float32:
             numbers.append(name)
+        elif (form := _form_of(last, tuple(shape))) is not None:
+            factors.append(FactorSpec(name, form))
         else:
             raise Refusal(
                 f"its state {name!r} is {str(last.dtype).removeprefix('torch.')} {list(last.shape)} for a param of "
-                f"{list(shape)}: neither one item for an element nor one for all"
+                f"{list(shape)}: neither an item for each element, nor for each row or column, nor one for all"
             )
-    return Anatomy(tuple(planes), tuple(numbers), tuple(counts), tuple(nones), _group_counts(steps, given))
+    of_group = _group_counts(steps, given)
+    return Anatomy(tuple(planes), tuple(numbers), tuple(counts), tuple(nones), of_group, tuple(factors))
+
+
+def _form_of(state: Tensor, shape: tuple[int, ...]) -> str | None:
+    if state.dtype is not torch.float32 or len(shape) < 2:
+        return None
+    return next((f for f in FORMS if FactorSpec("", f).shape_of(shape) == tuple(state.shape)), None)
+
+
+def with_vectors(anatomy: Anatomy, steps: list[Snapshot]) -> Anatomy:
+    """With what is kept of a param of one dimension, beside what is kept of a matrix."""
+    known, last = anatomy.keeps(SHAPES[1]), steps[-1]
+    more = tuple(
+        FactorSpec(name, "vector")
+        for name, value in last.state.items()
+        if name not in known and isinstance(value, Tensor) and value.shape == last.value.shape
+    )
+    return anatomy._replace(factors=(*anatomy.factors, *more))
 
 
 def _counts(values: Iterable[Any]) -> bool:

@@ -1,4 +1,4 @@
-"""Update rules that see a whole matrix at once: Muon, with AdamW for what is no hidden matrix.
+"""Update rules that see a whole matrix at once: Muon, with AdamW for what is no hidden matrix, and AdaLomo.
 
 Tiles of such a rule are whole params, so what passes through staging is as large as the largest of them.
 """
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from gemini import kernels
+from gemini.planning.factors import FactorSpec
 from gemini.planning.planes import PlaneSpec, RuleSpec
 from gemini.rules import UpdateRule, Where
 
@@ -112,3 +113,73 @@ def orthogonalized(matrix: Tensor, steps: int, eps: float) -> Tensor:
         gram = x @ x.T
         x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x.T if is_tall else x
+
+
+# ---- AdaLomo ---------------------------------------------------------------------------------------------------------
+
+
+class AdaLomoScalars(NamedTuple):
+    lr: float
+    decay: float
+    beta: float
+    eps: float
+    least: float
+    clip: float
+    grad_scale: float
+
+
+@dataclass(frozen=True)
+class AdaLomoRule(UpdateRule):
+    """AdaLomo (Lv et al., 2023, arXiv:2310.10195): the second moment in factors as Adafactor has it (Shazeer and Stern,
+    2018, arXiv:1804.04235), no momentum, each step as long as the param at most times lr. 4 bytes per param, and a
+    value for each row and column of a matrix.
+    """
+
+    spec = RuleSpec(
+        "AdaLomo",
+        needs="param",
+        factors=(FactorSpec("row_var", "rows"), FactorSpec("col_var", "columns"), FactorSpec("variance", "vector")),
+    )
+    defaults: ClassVar[Mapping[str, Any]] = {
+        "lr": 1e-3, "decay_rate": -0.8, "eps": (1e-30, 1e-3), "clip_threshold": 1.0, "weight_decay": 0.0,
+    }  # fmt: skip
+
+    def check_group(self, group: Mapping[str, Any], what: str) -> None:
+        super().check_group(group, what)
+        for name in ("lr", "weight_decay"):
+            if group[name] < 0:
+                raise ValueError(f"{name} of {what} must be 0 or more, got {group[name]!r}")
+        if not group["decay_rate"] <= 0:
+            raise ValueError(f"decay_rate of {what} must be 0 or less, got {group['decay_rate']!r}")
+        if not group["clip_threshold"] > 0:
+            raise ValueError(f"clip_threshold of {what} must be positive, got {group['clip_threshold']!r}")
+        eps = group["eps"]
+        if not isinstance(eps, (tuple, list)) or len(eps) != 2 or not all(float(e) >= 0 for e in eps):
+            raise ValueError(f"eps of {what} must be 2 numbers of 0 or more, got {eps!r}")
+
+    def scalars(self, group: Mapping[str, Any], step: int, grad_scale: float) -> AdaLomoScalars:
+        lr, (eps, least) = float(group["lr"]), map(float, group["eps"])
+        beta, clip = 1.0 - step ** float(group["decay_rate"]), float(group["clip_threshold"])
+        return AdaLomoScalars(lr, 1.0 - lr * float(group["weight_decay"]), beta, eps, least, clip, grad_scale)
+
+    def update(
+        self, master: Tensor, grad: Tensor, states: Mapping[str, Tensor], scalars: Any, where: Where | None
+    ) -> None:
+        assert where is not None
+        s, shape = scalars, where.shape
+        g = (grad.float() * s.grad_scale).view(shape)
+        squares = g.square().add_(s.eps)
+        if len(shape) < 2:
+            second = states["variance"].mul_(s.beta).add_(squares, alpha=1 - s.beta)
+            step = g.div_(second.sqrt())
+        else:
+            rows = states["row_var"].mul_(s.beta).add_(squares.mean(-1, keepdim=True), alpha=1 - s.beta)
+            columns = states["col_var"].mul_(s.beta).add_(squares.mean(-2, keepdim=True), alpha=1 - s.beta)
+            step = g.div_((rows / rows.mean(-2, keepdim=True)).sqrt_()).div_(columns.sqrt())
+        step.div_(max(1.0, _rms(step) / s.clip))
+        length = max(s.least, _rms(master))
+        master.mul_(s.decay).view(shape).sub_(step, alpha=s.lr * length)
+
+
+def _rms(x: Tensor) -> float:
+    return math.sqrt(float(x.square().mean(dtype=torch.float64)))

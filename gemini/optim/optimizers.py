@@ -13,7 +13,7 @@ from torch import nn
 
 from gemini.errors import GeminiError
 from gemini.optim.elementwise import AdanRule, LionRule, PlainSGDRule, SGDRule, SophiaGRule
-from gemini.optim.matrices import MuonRule
+from gemini.optim.matrices import AdaLomoRule, MuonRule
 from gemini.train.optimizers.optimizer import HybridAdam, HybridOptimizer
 from gemini.train.params.handle import handle_of
 
@@ -94,6 +94,43 @@ class LOMO(HybridOptimizer):
 
     def __init__(self, params: Any, lr: float = 1e-3, weight_decay: float = 0.0):
         super().__init__(params, PlainSGDRule(), step_in_backward=True, lr=lr, weight_decay=weight_decay)
+
+
+class AdaLomo(HybridOptimizer):
+    """:class:`AdaLomoRule`: 4 bytes per param, and no gradients kept with ``step_in_backward=True`` and
+    ``GeminiConfig(gradients="transient")``.
+
+    Args:
+        params: as of :class:`gemini.HybridOptimizer`.
+        lr: learning rate, of a param's own length.
+        decay_rate: the average of squares has the factor 1 - t**decay_rate at step t.
+        eps: added to squares, and the least length of a param that counts.
+        clip_threshold: the root mean square of a step before lr, at most.
+        weight_decay: decoupled decay.
+        step_in_backward: as of :class:`gemini.HybridOptimizer`.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        decay_rate: float = -0.8,
+        eps: tuple[float, float] = (1e-30, 1e-3),
+        clip_threshold: float = 1.0,
+        weight_decay: float = 0.0,
+        *,
+        step_in_backward: bool = False,
+    ):
+        super().__init__(
+            params,
+            AdaLomoRule(),
+            step_in_backward=step_in_backward,
+            lr=lr,
+            decay_rate=decay_rate,
+            eps=eps,
+            clip_threshold=clip_threshold,
+            weight_decay=weight_decay,
+        )
 
 
 class Muon(HybridOptimizer):

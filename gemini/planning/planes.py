@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeAlias
 
+from gemini.planning.factors import FactorSpec
+
 PAGE = 4096
 """Bytes of a page: what direct I/O reads and writes whole."""
 
@@ -37,7 +39,19 @@ WHOLE_TEMPORARIES = 4
 """fp32 values for each element of a param that an update of whole params may take beside planes: its master joined, its
 gradient in fp32, and what is computed of them. Staging is counted with them.
 """
-_TAKEN = ("weights", "residual", "grad", "step", "master", "windows", "pool", "staging", "exchange", "activations")
+_TAKEN = (
+    "weights",
+    "residual",
+    "grad",
+    "step",
+    "master",
+    "windows",
+    "pool",
+    "staging",
+    "exchange",
+    "activations",
+    "factors",
+)
 """What is called so is something else, in states or among the holders of a budget."""
 
 
@@ -91,6 +105,7 @@ class RuleSpec:
         planes: its states, of zeros before the first update.
         needs: what one call of the rule has to see: "elements" (any run of them, of whatever params), "place" (elements
             of one param, and where in it they stand) or "param" (a whole param, and its shape).
+        factors: states that are a few vectors of a param, of a rule that needs "param".
 
     Raises:
         ValueError: for names that are taken or given twice, and for unknown needs.
@@ -99,14 +114,17 @@ class RuleSpec:
     name: str
     planes: tuple[PlaneSpec, ...] = ()
     needs: str = "elements"
+    factors: tuple[FactorSpec, ...] = ()
 
     def __post_init__(self) -> None:
-        names = [spec.kind for spec in self.planes]
+        names = [*(spec.kind for spec in self.planes), *(factor.name for factor in self.factors)]
         wrong = [name for name in names if name in _TAKEN or not name.isidentifier() or names.count(name) > 1]
         if wrong:
             raise ValueError(f"rule {self.name!r} calls a plane {wrong[0]!r}: that is taken, given twice or no name")
         if self.needs not in NEEDS:
             raise ValueError(f"needs={self.needs!r} is not known; use one of {', '.join(map(repr, NEEDS))}")
+        if self.factors and not self.whole:
+            raise ValueError(f"rule {self.name!r} has factors, which are of whole params: it needs 'param'")
 
     @property
     def whole(self) -> bool:
@@ -150,13 +168,16 @@ class RuleSpec:
 
     def to_body(self) -> list[Any]:
         """As plans and checkpoints have it; :meth:`from_body` reads it."""
-        return [self.name, [[spec.kind, spec.dtype, spec.block] for spec in self.planes], self.needs]
+        needs = [self.needs, [[factor.name, factor.form] for factor in self.factors]] if self.factors else self.needs
+        return [self.name, [[spec.kind, spec.dtype, spec.block] for spec in self.planes], needs]
 
     @classmethod
     def from_body(cls, body: Any) -> RuleSpec:
         """Raises: ValueError, TypeError, OverflowError: for what is no rule."""
         name, planes, needs = body
-        return cls(str(name), tuple(PlaneSpec(str(kind), dtype, int(block)) for kind, dtype, block in planes), needs)
+        needs, factors = needs if isinstance(needs, list) else (needs, [])
+        specs = tuple(PlaneSpec(str(kind), dtype, int(block)) for kind, dtype, block in planes)
+        return cls(str(name), specs, needs, tuple(FactorSpec(str(name), form) for name, form in factors))
 
 
 def is_wide(spec: PlaneSpec) -> bool:

@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from gemini.errors import BudgetExceeded, PlanMismatch, parse_bytes
+from gemini.planning.factors import factor_bytes
 from gemini.planning.hardware import Hardware
 from gemini.planning.homes import Fetches, cheapest_homes
 from gemini.planning.layout import DEFAULT_MAX_CHUNK, Layout, part_of
@@ -214,6 +215,7 @@ def pose_problem(
         offload_to=offload_to if offloads else None,
         device_staging=device_staging_bytes(largest, rule, whole, overlap=overlap) if compute is Tier.GPU else 0,
         rule=rule,
+        factors=sum(factor_bytes(rule.factors, param.shape) for param in trace.params if param.trainable),
     )
 
 
@@ -228,7 +230,7 @@ def _refuse_divided(layout: Layout, rule: RuleSpec) -> None:
     for chunk in layout.chunks:
         for slot in chunk.slots if chunk.trainable else ():
             first = part_of(slot, chunk.numel, layout.ranks, slot.start * layout.ranks // chunk.numel)
-            if first.numel != slot.numel:
+            if first.numel != slot.numel or rule.factors:
                 raise ValueError(
                     f"the rule {rule.name!r} updates whole params, and {slot.name!r} would be divided among "
                     f"{layout.ranks} ranks: use a rule that takes one element after the other (gemini.optim), or ranks "

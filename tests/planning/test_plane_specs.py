@@ -11,6 +11,7 @@ from stacks import stack_trace
 
 from gemini.errors import PlanMismatch
 from gemini.planning.costs import Costs, Efficiency
+from gemini.planning.factors import FactorSpec, factor_bytes
 from gemini.planning.hardware import Figure, Hardware
 from gemini.planning.layout import ParamSpec, make_layout
 from gemini.planning.placement import (
@@ -173,5 +174,15 @@ def test_a_tile_of_a_rule_of_whole_params_is_the_largest_that_is_trained() -> No
     assert device_tile_numel(largest, rule, whole) == whole
     in_turn = device_staging_bytes(largest, rule, whole, overlap=False)
     assert device_staging_bytes(largest, rule, whole, overlap=True) == in_turn == staging_bytes(whole, rule)
+    factored = replace(rule, factors=(FactorSpec("row", "rows"), FactorSpec("vector", "vector")))
+    assert RuleSpec.from_body(json.loads(json.dumps(factored.to_body()))) == factored
+    assert factor_bytes(factored.factors, (3, 5, 7)) == 4 * 15 and factor_bytes(factored.factors, (5,)) == 4 * 5
+    with pytest.raises(ValueError, match="factors, which are of whole params"):
+        replace(factored, needs="place")
+    with pytest.raises(ValueError, match="factor 'row' is 'lines'; use one of 'rows'"):
+        FactorSpec("row", "lines")
+    made = plan(stack_trace(2), None, {CPU: 2**30}, optimizer=factored)
+    assert made.problem.factors == sum(factor_bytes(factored.factors, p.shape) for p in made.trace.params)
+    assert Plan.from_json(made.to_json()) == made and made.problem.spoken_for()[CPU] >= made.problem.factors > 0
     areas = [4, 2, 4, 4]  # weights, residual, moment, gradient
     assert staging_bytes(whole, rule) == whole * (sum(areas) + 4 * WHOLE_TEMPORARIES)

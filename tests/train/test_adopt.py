@@ -7,6 +7,7 @@ nothing of Gemini is in it but the rounding of weights and the norm.
 from __future__ import annotations
 
 import copy
+import json
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -21,8 +22,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 import gemini
 from gemini import kernels_reference as reference
 from gemini import optim
-from gemini.errors import GeminiError, PlanMismatch
+from gemini.errors import GeminiError, PlanMismatch, StorageError
 from gemini.optim import adopted
+from gemini.train.checkpoint.format import write_manifest
+from gemini.train.checkpoint.torch_file import Promises, write
 from tests import models
 from tests.train.test_update_rules import bits, config_for, loss_of, make_model
 
@@ -73,6 +76,7 @@ STOCK: dict[str, tuple[type[Optimizer], dict[str, Any], dict[str, Any]]] = {
     "sgd": (torch.optim.SGD, {"momentum": 0.9, "nesterov": True}, {"lr": 1e-2}),
     "plain sgd": (torch.optim.SGD, {}, {"lr": 1e-2, "weight_decay": 0.1}),
     "amsgrad": (torch.optim.AdamW, {"amsgrad": True}, {"lr": 1e-2}),
+    "adafactor, whole": (torch.optim.Adafactor, {}, {"lr": 1e-2, "weight_decay": 0.1}),
     "normed, whole": (Normed, {}, {"lr": 1e-2}),
     "shaped, whole": (Shaped, {}, {"lr": 1e-3}),
     "maximize": (torch.optim.Adam, {"maximize": True}, {"lr": 1e-3, "weight_decay": 0.1}),
@@ -225,7 +229,7 @@ def test_a_run_goes_on_from_a_checkpoint(which: str, tmp_path: Path) -> None:
     assert counts == {4.0, 5.0}
 
 
-@pytest.mark.parametrize("which", ["nadam", "asgd", "rmsprop, all", "adagrad", "amsgrad"])
+@pytest.mark.parametrize("which", ["nadam", "asgd", "rmsprop, all", "adagrad", "amsgrad", "adafactor, whole"])
 def test_states_go_to_torch_and_come_back(which: str) -> None:
     """``state_dict`` is torch's own: a run goes on without Gemini, and one from before goes on with it."""
     rule = rule_of(which)
@@ -254,7 +258,7 @@ def test_states_go_to_torch_and_come_back(which: str) -> None:
     assert_same(again, back, plain)
 
 
-@pytest.mark.parametrize("which", ["nadam", "asgd", "rprop", "adagrad", "plain sgd"])
+@pytest.mark.parametrize("which", ["nadam", "asgd", "rprop", "adagrad", "plain sgd", "adafactor, whole"])
 def test_plain_params_are_updated_alike(which: str) -> None:
     rule, plain, model = rule_of(which), Plain(which, "fp32", None), make_model()
     optimizer = rule.make(decayed(model.parameters(), which), **STOCK[which][2])
@@ -437,6 +441,57 @@ def test_hooks_of_the_program_see_its_own_optimizer_alone() -> None:
     finally:
         hook.remove()
     assert seen == [optimizer]
+
+
+def test_factors_are_counted_kept_and_compared(tmp_path: Path) -> None:
+    """A value for each row and column of a matrix, and for each element of a vector: in memory, in the ledger."""
+    rule = rule_of("adafactor, whole")
+    model = gemini.GeminiDDP(make_model(), config_for(rule, tmp_path, "bf16"))
+    sizes = [p.shape for p in model.parameters()]
+    wanted = 4 * sum(shape[0] + shape[1] if len(shape) == 2 else shape[0] for shape in sizes)
+    report, problem = model.memory_report(), model._gemini_engine.decision.problem
+    assert report["cpu"]["holders"]["factors"] == problem.factors == wanted < 0.03 * 4 * sum(map(math.prod, sizes)) * 2
+    assert report["bytes_per_param"] * problem.layout.payload == 4 * problem.layout.numel + wanted
+    optimizer = rule.make(model.parameters(), lr=1e-2)
+    train(model, optimizer, range(2), None)
+    name = "model.layers.0.mlp.up_proj.weight"
+    assert set(optimizer.state[model.get_parameter(name)]) == {"step", "residual", "row_var", "col_var"}
+    kept = optimizer.full_state(name)
+    assert kept["row_var"].shape == (144, 1) and kept["col_var"].shape == (1, 32) and (kept["row_var"] > 0).all()
+    state = copy.deepcopy(optimizer.state_dict())
+    index = [n for n, _ in model.named_parameters()].index(name)
+    state["state"][index]["row_var"] = torch.zeros(1, 144)
+    with pytest.raises(ValueError, match=r"'row_var' of .*up_proj.* is not float32 \(144, 1\)"):
+        optimizer.load_state_dict(state)
+    del state["state"][index]["row_var"]
+    with pytest.raises(ValueError, match="the rule 'torch.optim.Adafactor' has .*'row_var'"):
+        optimizer.load_state_dict(state)
+    gemini.save_checkpoint(tmp_path / "kept", model, optimizer)
+    optimizer.state.clear()
+    assert not any(value.any() for handle in model._gemini_engine.params.handles for value in handle.factors.values())
+    gemini.load_checkpoint(tmp_path / "kept", model, optimizer)
+    assert all(torch.equal(value, kept[kind]) for kind, value in optimizer.full_state(name).items())
+    write(Promises(model._gemini_engine.by_names).optimizer_state(optimizer), tmp_path / "states.pt")
+    assert torch.equal(torch.load(tmp_path / "states.pt")["state"][index]["col_var"], kept["col_var"])
+    manifest = tmp_path / "kept" / "manifest.json"
+    body = json.loads(manifest.read_text())
+    del body["factors"][name]["row_var"], body["checksum"]
+    manifest.unlink()
+    write_manifest(manifest.parent, body)
+    with pytest.raises(StorageError, match="damaged"):
+        gemini.load_checkpoint(tmp_path / "kept", model, optimizer)
+
+
+def test_factors_come_with_a_param_that_is_trained_later() -> None:
+    rule, model = rule_of("adafactor, whole"), make_model()
+    model.model.embed_tokens.requires_grad_(False)  # type: ignore[union-attr, operator]
+    managed = gemini.GeminiDDP(model, gemini.GeminiConfig(precision="fp32", device="cpu", optimizer=rule))
+    before = managed.memory_report()["cpu"]["holders"]["factors"]
+    managed.model.embed_tokens.requires_grad_(True)
+    optimizer = rule.make(managed.parameters(), lr=1e-2)
+    train(managed, optimizer, range(2), None)
+    assert optimizer.full_state("model.embed_tokens.weight")["row_var"].any()
+    assert managed.memory_report()["cpu"]["holders"]["factors"] == before + 4 * (64 + 32)
 
 
 def test_a_number_of_a_param_takes_next_to_nothing(tmp_path: Path) -> None:

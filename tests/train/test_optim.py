@@ -153,6 +153,34 @@ def test_muon_is_torchs(shape: tuple[int, int], nesterov: bool, adjust: str) -> 
     torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("shape", [(40, 100), (5, 10, 40), (2000,)])
+def test_adalomo_is_the_papers(shape: tuple[int, ...]) -> None:
+    """Lv et al., 2023 (arXiv:2310.10195), algorithm 1, in fp64, with sums in the place of means."""
+    size, lr, decay = math.prod(shape), 0.05, 0.1
+    begin = drawn(0)[:size].view(shape)
+    param = nn.Parameter(begin.clone())
+    optimizer = optim.AdaLomo([param], lr=lr, weight_decay=decay)
+    w = begin.double()
+    rows, columns, second = (torch.zeros((), dtype=torch.float64) for _ in range(3))
+    for t, grad in enumerate(gradients(), 1):
+        param.grad = grad[:size].view(shape).clone() * (1 + 99 * (t % 3 == 0))  # steps that are clipped, and not
+        optimizer.step()
+        g = param.grad.double()
+        beta = 1 - t**-0.8
+        rows = beta * rows + (1 - beta) * (g**2).sum(-1, keepdim=True)
+        second = beta * second + (1 - beta) * g**2
+        if len(shape) > 1:
+            columns = beta * columns + (1 - beta) * (g**2).sum(-2, keepdim=True)
+            second = rows * columns / rows.sum(-2, keepdim=True)
+        u = g / second.sqrt()
+        u = u / max(1, (u**2).mean().sqrt().item())
+        w = w * (1 - lr * decay) - lr * max(1e-3, (w**2).mean().sqrt().item()) * u
+        if len(shape) == 1:
+            continue
+        second = torch.zeros((), dtype=torch.float64)
+    torch.testing.assert_close(param.detach().double(), w, rtol=2e-5, atol=2e-6)
+
+
 def test_muon_makes_singular_values_near_1() -> None:
     """Of whatever size they were; the directions stay. What its authors say of the iteration: 0.5 to 1.5."""
     matrix = drawn(3)[:3200].view(40, 80)
@@ -215,6 +243,10 @@ def test_muon_leaves_to_adamw_what_is_no_hidden_matrix() -> None:
         (lambda p: optim.Muon(p, ns_steps=0), ValueError, "ns_steps of Muon must be a whole number from 1"),
         (lambda p: optim.Muon(p, adjust_lr="no"), ValueError, "adjust_lr of Muon must be one of"),
         (lambda p: optim.Muon(p, nesterov=1), TypeError, "nesterov of Muon must be True or False"),
+        (lambda p: optim.AdaLomo(p, lr=-1.0), ValueError, "lr of AdaLomo must be 0 or more"),
+        (lambda p: optim.AdaLomo(p, decay_rate=0.8), ValueError, "decay_rate of AdaLomo must be 0 or less"),
+        (lambda p: optim.AdaLomo(p, clip_threshold=0.0), ValueError, "clip_threshold of AdaLomo must be positive"),
+        (lambda p: optim.AdaLomo(p, eps=(1e-30, -1.0)), ValueError, "eps of AdaLomo must be 2 numbers of 0 or more"),
         (lambda p: optim.LOMO(p, lr=-1.0), ValueError, "lr of LOMO must be 0 or more"),
     ],
 )

@@ -22,7 +22,8 @@ import gemini
 from gemini import kernels_reference as reference
 from gemini import rules
 from gemini.errors import GeminiError, PlanMismatch
-from gemini.optim import AdanRule, LionRule, MuonRule, PlainSGDRule, SGDRule, SophiaGRule, muon_groups
+from gemini.optim import AdaLomoRule, AdanRule, LionRule, MuonRule, PlainSGDRule, SGDRule, SophiaGRule, muon_groups
+from gemini.planning.factors import shapes_of
 from gemini.planning.planes import WHOLE_TEMPORARIES, PlaneSpec, RuleSpec
 from gemini.planning.planner import pose_problem
 from gemini.planning.traffic import by_name, update_traffic
@@ -103,6 +104,7 @@ RULES: dict[str, UpdateRule] = {"momentum": Momentum(), "coded": Coded(), "norme
 NAMED: dict[str, UpdateRule] = {
     "sgd": SGDRule(), "plain sgd": PlainSGDRule(), "lion": LionRule(), "adan": AdanRule(), "sophia": SophiaGRule(),
     "muon": MuonRule(),
+    "adalomo": AdaLomoRule(),
 }  # fmt: skip
 EVERY = {**RULES, **NAMED}
 HYPERS: dict[type[UpdateRule], dict[str, Any]] = {
@@ -155,7 +157,7 @@ def plain_loop(
         masters[name] = param.detach().float().reshape(-1).clone()
         states[name] = {
             s.kind: torch.zeros(s.num_items(param.numel()), dtype=getattr(torch, s.dtype)) for s in rule.spec.planes
-        }
+        } | {kind: torch.zeros(own) for kind, own in shapes_of(rule.spec.factors, param.shape).items()}
         param.data = models.rounded(masters[name], precision).view(param.shape)
     for step, seed in enumerate(seeds, 1):
         loss = loss_of(model, seed)
@@ -196,7 +198,7 @@ def tight_bytes(rule: UpdateRule, precision: str, max_chunk: int) -> tuple[int, 
     scales = sum(
         spec.page_bytes(chunk.numel) for spec in rule.spec.planes if spec.stays_in_memory for chunk in layout.chunks
     )
-    return problem.working_set, problem.staging, scales
+    return problem.working_set, problem.staging, scales + problem.factors
 
 
 def train(model: Any, optimizer: Any, seeds: range, clip: float | None) -> list[float]:
@@ -213,7 +215,8 @@ def assert_same(model: Any, plain: dict[str, Any]) -> None:
     for name, master in plain["masters"].items():
         assert torch.equal(bits(model.full_param(name, torch.float32)), bits(master)), name
         for kind, state in plain["states"][name].items():
-            kept = engine.by_names.read_plane(engine.by_names[name], kind)
+            handle = engine.by_names[name]
+            kept = handle.factors[kind] if kind in handle.factors else engine.by_names.read_plane(handle, kind)
             assert kept.dtype is state.dtype and torch.equal(bits(kept), bits(state)), (name, kind)
 
 

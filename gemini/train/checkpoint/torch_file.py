@@ -58,7 +58,9 @@ class Promises:
             handle = handle_of(param)
             if handle is not None and handle.num_steps:
                 states = {spec.kind: self._state(handle, spec, optimizer.rule) for spec in optimizer.rule.spec.planes}
-                state["state"][index] = {"step": torch.tensor(float(handle.num_steps), device="cpu"), **states}
+                step = torch.tensor(float(handle.num_steps), device="cpu")
+                factors = {name: value.clone() for name, value in handle.factors.items()}
+                state["state"][index] = {"step": step, **states, **factors}
         return state
 
     def _weights(self, handle: ParamHandle) -> torch.Tensor:

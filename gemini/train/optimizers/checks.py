@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from gemini.planning.factors import shapes_of
 from gemini.rules import UpdateRule
 from gemini.train.params.handle import handle_of
 
@@ -209,13 +210,14 @@ def check_states(rule: UpdateRule, own: list[dict[str, Any]], state_dict: Any) -
     Raises:
         ValueError, TypeError: naming the param and the key.
     """
-    wanted = {"step", *(spec.kind for spec in rule.spec.planes)}
     for key, param, name in _params_of(own, state_dict["param_groups"]):
         state = state_dict["state"].get(key)
         if not isinstance(state, Mapping | None):
             raise ValueError(f"the loaded state of {name!r} is a {type(state).__name__}, wanted a dict")
         if not state:
             continue  # it has had no update
+        factors = shapes_of(rule.spec.factors, param.shape)
+        wanted = {"step", *factors, *(spec.kind for spec in rule.spec.planes)}
         if not wanted <= state.keys() <= wanted | {"residual", "master"}:
             raise ValueError(
                 f"the loaded state of {name!r} has {sorted(state)}, and the rule {rule.spec.name!r} has "
@@ -228,6 +230,10 @@ def check_states(rule: UpdateRule, own: list[dict[str, Any]], state_dict: Any) -
             value = state[spec.kind]
             if not isinstance(value, torch.Tensor) or (str(value.dtype), value.shape) != (f"torch.{spec.dtype}", shape):
                 raise ValueError(f"{spec.kind!r} of {name!r} is not {spec.dtype} {tuple(shape)} in the loaded state")
+        for kind, own in factors.items():
+            value = state[kind]
+            if not isinstance(value, torch.Tensor) or (value.dtype, value.shape) != (torch.float32, own):
+                raise ValueError(f"{kind!r} of {name!r} is not float32 {own} in the loaded state")
 
 
 def _params_of(own: list[dict[str, Any]], saved: list[Any]) -> Iterator[tuple[Any, nn.Parameter, str]]:

@@ -395,7 +395,7 @@ class HybridOptimizer(torch.optim.Optimizer):
         self.rule.run(
             weights.view(-1),
             None if residual is None else residual.view(-1),
-            {spec.kind: state[spec.kind].view(-1) for spec in self.rule.spec.planes},
+            {**state, **{spec.kind: state[spec.kind].view(-1) for spec in self.rule.spec.planes}},
             param.grad.contiguous().view(-1),  # type: ignore[union-attr]
             [rules.Segment(0, weights.numel(), scalars, where)],
         )

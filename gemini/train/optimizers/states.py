@@ -17,6 +17,7 @@ from torch import nn
 
 from gemini.errors import GeminiError
 from gemini.interrupts import WHOLE
+from gemini.planning.factors import shapes_of
 from gemini.planning.planes import RESIDUAL, RuleSpec
 from gemini.rules import UpdateRule
 from gemini.train.params.handle import ParamHandle, handle_of
@@ -135,7 +136,7 @@ class _Planes(Mapping[str, torch.Tensor]):
 
     def __iter__(self) -> Iterator[str]:
         chunk = self._handle.chunk
-        return iter(["step", *chunk.states] if chunk.trained else [])
+        return iter(["step", *chunk.states, *self._handle.factors] if chunk.trained else [])
 
     def __len__(self) -> int:
         return len(list(iter(self)))
@@ -201,6 +202,9 @@ def read_state(handle: ParamHandle, name: str | None = None) -> dict[str, torch.
         value = by_names.read_plane(handle, kind) if name in (None, kind) else None
         if value is not None:
             state[kind] = shown(rule, kind, value)
+    if handle.factors:
+        stepping_of(handle).updates.wait(handle.chunk)
+        state.update({kind: value.clone() for kind, value in handle.factors.items() if name in (None, kind)})
     return state
 
 
@@ -236,6 +240,13 @@ def write_state(handle: ParamHandle, state: dict[str, Any]) -> None:
             by_names.write_plane(handle, kind, value.expand(shape) if is_number else value)
         elif not state and kind != RESIDUAL:
             by_names.write_plane(handle, kind, torch.zeros((), device="cpu").expand(shape))
+    if handle.factors:
+        stepping_of(handle).updates.wait(handle.chunk)
+        for kind, factor in handle.factors.items():
+            if kind in state:
+                factor.copy_(state[kind])
+            elif not state:
+                factor.zero_()
     if handle.chunk.trained:  # else it is frozen, and nothing was kept
         handle.num_steps = int(state.get("step", 0))
 
@@ -248,6 +259,8 @@ def empty_states(rule: RuleSpec, param: nn.Parameter) -> dict[str, torch.Tensor]
         found[spec.kind] = torch.zeros_like(
             like, dtype=getattr(torch, spec.dtype), memory_format=torch.contiguous_format
         )
+    for name, shape in shapes_of(rule.factors, param.shape).items():
+        found[name] = torch.zeros(shape, dtype=torch.float32, device=param.device)
     return found
 
 
@@ -255,6 +268,7 @@ def plain_state(rule: RuleSpec, param: nn.Parameter, state: dict[str, Any]) -> d
     """A loaded state of a plain param, as :meth:`HybridOptimizer.step` has it: a copy."""
     blocks = {spec.kind: spec for spec in rule.planes if spec.block != 1}
     dtypes = {spec.kind: getattr(torch, spec.dtype) for spec in rule.planes}
+    dtypes.update(dict.fromkeys(shapes_of(rule.factors, param.shape), torch.float32))
     if param.dtype is torch.bfloat16:
         dtypes["residual"] = torch.int16
     if param.dtype is torch.float16:

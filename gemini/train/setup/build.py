@@ -32,6 +32,7 @@ from gemini.planning.working import device_tile_numel, tile_numel, whole_numel
 from gemini.ranks.group import Ranks
 from gemini.rules import rule_of
 from gemini.tiers import Ledger, Tier
+from gemini.train.params.factors import make_factors
 from gemini.train.params.handle import ParamHandle, ParamSet
 from gemini.train.setup.problem import Decision, check_optimizers, collect_params, decide
 
@@ -89,6 +90,9 @@ def build(
         for n in named
         for spec, slot in [place_of[n.names[0]]]
     ]
+    for handle in handles:
+        if handle.chunk.trained:
+            handle.factors = make_factors(problem.rule, handle.param.shape)
     params = ParamSet(handles, _by_chunk(handles))
     for index, own in params.by_chunk.items():
         _make_views(chunks[index], own)
@@ -143,6 +147,8 @@ def _reserve(ledger: Ledger, problem: Problem, placement: Placement) -> None:
             ledger.reserve(homes[kind], num_bytes, kind)
     if problem.exchange:
         ledger.reserve(Tier.CPU, problem.exchange, "exchange")
+    if problem.factors:
+        ledger.reserve(Tier.CPU, problem.factors, "factors")
     if problem.activations:
         ledger.reserve(problem.compute, problem.activations, "activations")
     demands = problem.demands(placement)

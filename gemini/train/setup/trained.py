@@ -10,9 +10,11 @@ import torch
 from gemini.errors import BudgetExceeded, GeminiError, human_bytes
 from gemini.memory.chunks.chunk import Chunk, make_plane
 from gemini.memory.store import ChunkStore
+from gemini.planning.factors import factor_bytes
 from gemini.planning.planes import RuleSpec, plane_specs
 from gemini.tiers import Tier
 from gemini.train.activations.store import ActivationStore
+from gemini.train.params.factors import make_factors
 from gemini.train.params.handle import ParamHandle, ParamSet
 from gemini.train.params.owner import owner_of
 
@@ -79,6 +81,10 @@ class TrainedParams:
         for kind, spec in missing.items():
             planes[kind] = make_plane(spec, numel, tier, store.device, store.spill)
             store.ledger.reserve(tier, planes[kind].num_bytes, kind)
+        for handle in self._params.by_chunk[chunk.spec.index]:
+            num_bytes = factor_bytes(self._rule.factors, tuple(handle.param.shape))
+            store.ledger.reserve(Tier.CPU, num_bytes, "factors")
+            handle.factors = make_factors(self._rule, handle.param.shape)
         chunk.planes.update(planes)
         chunk.trained = True
 

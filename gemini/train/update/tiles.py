@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from enum import Enum
 from functools import partial
 from typing import Any, NamedTuple
@@ -153,7 +154,8 @@ class Tile:
             grad = self._grad_of(*several[0]) if landed is None else of[GRAD]
             segments = [rules.Segment(a - first, b - first, s.scalars, self._where(a, s)) for a, b, s in several]
             with NOTHING if recorder is None else recorder.span(Track.UPDATE, *self._label):
-                self._rule.run(of[WEIGHTS], of.get(RESIDUAL), of, grad, segments, self.stop)
+                with _beside(several[0][2].handle.factors, of, grad.device):
+                    self._rule.run(of[WEIGHTS], of.get(RESIDUAL), of, grad, segments, self.stop)
 
     def _where(self, start: int, param: ParamUpdate) -> rules.Where | None:
         if self._rule.spec.needs == "elements":
@@ -195,6 +197,16 @@ class Tile:
     def _grad_of(start: int, stop: int, param: ParamUpdate) -> torch.Tensor:
         assert param.grad is not None
         return param.grad[start - param.handle.part.start : stop - param.handle.part.start]
+
+
+@contextmanager
+def _beside(factors: dict[str, torch.Tensor], states: dict[str, torch.Tensor], device: torch.device) -> Iterator[None]:
+    """A param's factors among its states, where the update runs; a tile is a whole param then."""
+    states.update({name: value.to(device) for name, value in factors.items()})
+    yield
+    for name, value in factors.items():
+        if value.device != device:
+            value.copy_(states[name])
 
 
 def _part(view: torch.Tensor, planes: Mapping[PlaneKind, Plane], kind: str, start: int, stop: int) -> torch.Tensor:
