@@ -38,7 +38,8 @@ def check_convertible(kind: type, groups: Iterable[dict[str, Any]], *, who: str 
     what = who or f"the optimizer {kind.__name__}"
     if kind not in (torch.optim.AdamW, torch.optim.Adam):
         raise ValueError(
-            f"{what} cannot update a managed model, whose masters and states live in chunks: use {POSSIBLE}"
+            f"{what} cannot update a managed model, whose masters and states live in chunks: use {POSSIBLE}, or manage "
+            f"the model for it with GeminiConfig(optimizer=gemini.optim.adopt({kind.__name__}))"
         )
     for group in groups:
         for option in ("amsgrad", "maximize", "differentiable"):
