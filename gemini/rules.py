@@ -28,10 +28,11 @@ _SLAB = 2**20
 
 
 class Where(NamedTuple):
-    """Which elements an update is given: those from ``offset`` of the whole param ``name`` on."""
+    """Which elements an update is given: those from ``offset`` of the whole param ``name``, of ``shape``, on."""
 
     name: str
     offset: int
+    shape: tuple[int, ...] = ()
 
 
 class Segment(NamedTuple):
@@ -54,6 +55,8 @@ class UpdateRule(ABC):
     """The hyperparameters of a param group, with their defaults."""
     stops_on_device: ClassVar[bool] = False
     """Whether :meth:`run` takes ``stop``: then gradients on a device need not be looked at before their update."""
+    uniform: ClassVar[frozenset[str]] = frozenset()
+    """Planes each item of which is the same number for a whole param: states show that number alone."""
 
     @property
     def face(self) -> UpdateRule:
@@ -97,7 +100,8 @@ class UpdateRule(ABC):
     ) -> None:
         """One update in place, in torch lines: of ``master``, flat and fp32, and of the states by name.
 
-        ``grad`` has the dtype it was kept in. ``where`` is None for rules that need "elements" only.
+        Factors are among the states, in their shapes. ``grad`` has the dtype it was kept in. ``where`` is None for
+        rules that need "elements" only; one that needs "param" is given all elements of one, flat, and its shape in it.
         """
 
     def run(
@@ -115,8 +119,9 @@ class UpdateRule(ABC):
         """
         assert stop is None, "this rule cannot be stopped on a device"
         for begin, end, scalars, where in segments:
-            for first in range(begin, end, _SLAB):
-                last = min(first + _SLAB, end)
+            slab = end - begin if self.spec.whole else _SLAB
+            for first in range(begin, end, max(slab, 1)):
+                last = min(first + slab, end)
                 here = None if where is None else where._replace(offset=where.offset + first - begin)
                 self._run(weights, residual, states, grad, slice(first, last), scalars, here)
 
@@ -128,7 +133,7 @@ class UpdateRule(ABC):
         own = {
             spec.kind: states[spec.kind][part.start // spec.block : -(-part.stop // spec.block)]
             for spec in self.spec.planes
-        }
+        } | {factor.name: states[factor.name] for factor in self.spec.factors if factor.name in states}
         if residual is None:
             self.update(weights[part], grad[part], own, scalars, where)
             return

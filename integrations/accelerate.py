@@ -23,7 +23,7 @@ from gemini.config import GeminiConfig
 from gemini.train.ddp import GeminiDDP
 from gemini.train.modules.compiled import BLOCKS_INSTEAD
 from gemini.train.optimizers.grad_scaler import GradScaler
-from gemini.train.optimizers.optimizer import HybridAdam
+from gemini.train.optimizers.optimizer import HybridOptimizer
 from gemini.train.params.handle import handle_of
 from gemini.train.params.owner import owner_of
 
@@ -38,14 +38,15 @@ except ImportError as e:
     ) from e
 
 from .accelerate_state import SavingAccelerator, engine_in
-from .adam import follow, owns_managed, to_hybrid_adam
+from .adam import follow, owns_managed
+from .rules import to_hybrid
 from .settings import check_config, check_precision, config_of, resolve_config
 
 
 class GeminiOptimizer(AcceleratedOptimizer):
     """HybridAdam behind accelerate's face: no state is moved to a device. In fp16 a step that is skipped is told."""
 
-    def __init__(self, optimizer: HybridAdam, scaler: GradScaler | None):
+    def __init__(self, optimizer: HybridOptimizer, scaler: GradScaler | None):
         super().__init__(optimizer, device_placement=False, scaler=scaler)
 
 
@@ -95,7 +96,7 @@ class GeminiAccelerator(SavingAccelerator):
         if self.parallelism_config is not None and self.parallelism_config.total_size > 1:
             raise ValueError("parallelism_config: Gemini shards over all processes; leave parallelism_config out")
         self._gemini_config, self._gemini_flag = config, flag
-        self._gemini_replaced: list[tuple[Any, HybridAdam]] = []
+        self._gemini_replaced: list[tuple[Any, HybridOptimizer]] = []
         if flag == "fp16" or (config is not None and config.precision == "fp16"):
             self._scale_losses()
         if reduce_always:
@@ -147,7 +148,7 @@ class GeminiAccelerator(SavingAccelerator):
         """As accelerate's, models first; what belongs to a managed model is converted.
 
         Raises:
-            ValueError: for an optimizer other than AdamW, Adam and HybridAdam.
+            ValueError: for an optimizer of another rule than the model's (:mod:`gemini.integrations.rules`).
         """
         for obj in args:
             if isinstance(obj, nn.Module):
@@ -167,7 +168,7 @@ class GeminiAccelerator(SavingAccelerator):
         return model
 
     def convert(self, optimizer: Any, schedulers: Any = ()) -> Any:
-        """The optimizer itself, or the HybridAdam in its place if it has managed params."""
+        """The optimizer itself, or the one of Gemini in its place if it has managed params."""
         if isinstance(optimizer, AcceleratedOptimizer) or not owns_managed(optimizer):
             return optimizer
         model_config = next(
@@ -176,7 +177,7 @@ class GeminiAccelerator(SavingAccelerator):
             for param in group["params"]
             if (handle := handle_of(param)) is not None
         )
-        hybrid = to_hybrid_adam(optimizer, step_in_backward=model_config.gradients == "transient")
+        hybrid = to_hybrid(optimizer, step_in_backward=model_config.gradients == "transient")
         if hybrid is not optimizer:
             self._gemini_replaced.append((optimizer, hybrid))
         for scheduler in schedulers:
@@ -202,6 +203,10 @@ class GeminiAccelerator(SavingAccelerator):
         return super().prepare_scheduler(scheduler)
 
     # ---- a step -------------------------------------------------------------------------------------------------
+
+    def backward(self, loss: torch.Tensor, learning_rate: float | None = None, **kwargs: Any) -> None:
+        """As accelerate's; ``learning_rate``, which the Trainer adds for LOMO, stands in the optimizer's groups."""
+        super().backward(loss, **kwargs)
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
         """Unscale what fp16 has scaled, of all optimizers or of those given; without a scaler nothing is done."""

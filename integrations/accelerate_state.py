@@ -23,12 +23,12 @@ from gemini.train.checkpoint.format import read_manifest
 from gemini.train.checkpoint.replacing import find, place_of
 from gemini.train.checkpoint.saving import load_checkpoint, save_checkpoint
 from gemini.train.ddp import GeminiDDP
-from gemini.train.optimizers.optimizer import HybridAdam
+from gemini.train.optimizers.optimizer import HybridOptimizer
 
 from .settings import take_over_scale
 
 _STATE_ID = "gemini.json"
-Pairs = list[tuple[str, Any, HybridAdam]]
+Pairs = list[tuple[str, Any, HybridOptimizer]]
 """Folder, model and optimizer of each model that is trained here."""
 
 
@@ -124,7 +124,7 @@ class SavingAccelerator(Accelerator):
 
 def engine_in(optimizer: Any) -> Any:
     inner = optimizer.optimizer
-    return inner.owner() if isinstance(inner, HybridAdam) else None
+    return inner.owner() if isinstance(inner, HybridOptimizer) else None
 
 
 def _check_state(location: Path, pairs: Pairs) -> None:

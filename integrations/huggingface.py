@@ -18,9 +18,11 @@ from torch import nn
 
 from gemini.config import GeminiConfig
 from gemini.ranks.agreement import Point
+from gemini.rules import AdamRule, UpdateRule, rule_of
 from gemini.train.checkpoint.saving import load_checkpoint
 from gemini.train.checkpoint.states import rng_states, set_rng_states
 from gemini.train.ddp import GeminiDDP
+from gemini.train.optimizers.optimizer import HybridOptimizer
 from gemini.train.sharding.consensus import agree
 
 try:
@@ -34,7 +36,7 @@ except ImportError as e:
     ) from e
 
 from .accelerate import GeminiAccelerator
-from .huggingface_args import check_args, check_managed_args, use_one_gpu
+from .huggingface_args import check_args, check_managed_args, use_one_gpu, with_rule
 from .huggingface_save import (
     STATES,
     check_resumable,
@@ -46,6 +48,7 @@ from .huggingface_save import (
     staging_in,
     start_staging,
 )
+from .rules import BY_NAME, rule_of_name
 from .settings import check_config, config_of
 
 
@@ -65,6 +68,7 @@ class GeminiTrainerMixin:
     args: Any
     model: Any
     optimizer: Any
+    optimizer_cls_and_kwargs: Any
     lr_scheduler: Any
     accelerator: Any
     state: Any
@@ -82,6 +86,8 @@ class GeminiTrainerMixin:
     def create_accelerator_and_postprocess(self) -> None:
         """The Trainer's accelerator becomes a ``GeminiAccelerator``; called early in ``Trainer.__init__``."""
         check_args(self.args)
+        if config_of(self.model) is None:
+            self._gemini_config = with_rule(self.args, self._gemini_config)
         check_managed_args(self.args, config_of(self.model) or self._gemini_config)
         use_one_gpu(self.args)
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
@@ -130,12 +136,28 @@ class GeminiTrainerMixin:
     # ---- optimizer and scheduler --------------------------------------------------------------------------------
 
     def create_optimizer(self, model: Any = None) -> Any:
-        """The Trainer's own groups and hyperparameters, in a HybridAdam; one given by ``optimizers=`` is converted."""
+        """The Trainer's own groups and hyperparameters, in a HybridAdam or by the rule that the model is managed for;
+        one given by ``optimizers=`` is converted.
+        """
         self._gemini_manage()
+        rule = rule_of(config_of(self.model).optimizer)  # type: ignore[union-attr]
+        if self.optimizer is None and self.optimizer_cls_and_kwargs is None and not isinstance(rule, AdamRule):
+            self.optimizer_cls_and_kwargs = HybridOptimizer, self._gemini_hypers(rule)
         super().create_optimizer(model)  # type: ignore[misc]
         given = [] if self.lr_scheduler is None else [self.lr_scheduler]
         self.optimizer = self.accelerator.convert(self.optimizer, given)
         return self.optimizer
+
+    def _gemini_hypers(self, rule: UpdateRule) -> dict[str, Any]:
+        """Of an optimizer by the rule that the model is managed for; what the arguments do not say is the rule's."""
+        if getattr(self.args.optim, "value", self.args.optim) in BY_NAME:
+            rule, hypers = rule_of_name(self.args)
+        else:
+            hypers = {"lr": self.args.learning_rate}
+        if self.args.weight_decay and "weight_decay" not in rule.defaults:
+            raise ValueError(f"weight_decay={self.args.weight_decay}: {rule!r} has none; leave it out")
+        transient = config_of(self.model).gradients == "transient"  # type: ignore[union-attr]
+        return {"rule": rule, "step_in_backward": transient, **hypers}
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         """As the Trainer's; one given by ``optimizers=`` belongs to the HybridAdam from now on."""

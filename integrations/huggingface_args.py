@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
+from dataclasses import replace
 from typing import Any
 
 from gemini.config import GeminiConfig
 from gemini.train.modules.compiled import BLOCKS_INSTEAD
 
+from .rules import BY_NAME, rule_of_name
 from .settings import check_precision, precision_of
 
 logger = logging.getLogger(__name__)
@@ -34,17 +36,34 @@ def check_args(args: Any) -> None:
             f"torch_compile=True: a managed model cannot be compiled as a whole; leave it out. {BLOCKS_INSTEAD}"
         )
     optim = getattr(args.optim, "value", args.optim)
-    if optim not in OPTIMIZERS:
+    if optim not in (*OPTIMIZERS, *BY_NAME):
         raise ValueError(
             f"optim={optim!r} cannot update a managed model: use one of {', '.join(map(repr, OPTIMIZERS))} (both "
-            "become gemini.HybridAdam: exact fp32 masters and states on whatever tier the budgets say), or "
-            "optimizers=(torch.optim.Adam(...), None)"
+            "become gemini.HybridAdam: exact fp32 masters and states on whatever tier the budgets say), of "
+            f"{', '.join(map(repr, BY_NAME))}, or GeminiConfig(optimizer=rule) with any rule of gemini.optim"
         )
     if args.save_on_each_node and int(os.environ.get("WORLD_SIZE", 1)) > int(os.environ.get("LOCAL_WORLD_SIZE", 1)):
         raise ValueError(
             "save_on_each_node=True: a checkpoint is written by all nodes into one folder; give an output_dir they "
             "share"
         )
+
+
+def with_rule(args: Any, config: GeminiConfig | None) -> GeminiConfig | None:
+    """The config of a model that is to be managed, with the rule that ``optim=`` says.
+
+    Raises:
+        ValueError: if the config says another one.
+    """
+    optim = getattr(args.optim, "value", args.optim)
+    if optim not in BY_NAME:
+        return config
+    config, (rule, _) = config or GeminiConfig(), rule_of_name(args)
+    if config.optimizer not in (None, rule):
+        raise ValueError(
+            f"optim={optim!r} is {rule!r}, and the model is to be managed for {config.optimizer!r}: say one of them"
+        )
+    return replace(config, optimizer=rule)
 
 
 def check_managed_args(args: Any, config: GeminiConfig | None) -> None:

@@ -28,7 +28,7 @@ from gemini.train.checkpoint.torch_file import Promises
 from gemini.train.ddp import GeminiDDP
 from gemini.train.engine import Engine
 from gemini.train.modules.compiled import BLOCKS_INSTEAD
-from gemini.train.optimizers.optimizer import HybridAdam
+from gemini.train.optimizers.optimizer import HybridOptimizer
 from gemini.train.params.grad_reads import refuse_in
 from gemini.train.passes.hooks import call_as_forward
 from gemini.train.sharding.consensus import agree
@@ -243,7 +243,7 @@ class GeminiStrategy(DDPStrategy):
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """As ``torch.optim.AdamW`` has it, the states named but not read."""
         optimizer = getattr(optimizer, "_optimizer", optimizer)
-        if not isinstance(optimizer, HybridAdam):
+        if not isinstance(optimizer, HybridOptimizer):
             return super().optimizer_state(optimizer)
         self.engine.state.check_whole()
         return Promises(self.engine.by_names).optimizer_state(optimizer)

@@ -8,15 +8,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from gemini.train.optimizers.optimizer import HybridAdam
+from gemini.train.optimizers.optimizer import HybridOptimizer
 from gemini.train.params.handle import handle_of
 
-from .adam import follow, to_hybrid_adam
+from .adam import follow
+from .rules import to_hybrid
 
 
 def hybrids_of(
     model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], schedulers: Sequence[Any]
-) -> list[HybridAdam]:
+) -> list[HybridOptimizer]:
     """A HybridAdam for each of the optimizers of one run of a managed model; ``schedulers`` are made to follow.
 
     An optimizer that was not there in the last run of the model starts without states and step counts, as a new one of
@@ -44,11 +45,11 @@ def hybrids_of(
     return hybrids
 
 
-def _hybrid_of(optimizer: torch.optim.Optimizer, *, step_in_backward: bool) -> HybridAdam:
+def _hybrid_of(optimizer: torch.optim.Optimizer, *, step_in_backward: bool) -> HybridOptimizer:
     known = optimizer.__dict__.get("_gemini_hybrid")
-    if isinstance(known, HybridAdam):
+    if isinstance(known, HybridOptimizer):
         return known
-    hybrid = to_hybrid_adam(optimizer, step_in_backward=step_in_backward)
+    hybrid = to_hybrid(optimizer, step_in_backward=step_in_backward)
     if hybrid is not optimizer:
         optimizer.__dict__["_gemini_hybrid"] = hybrid
     return hybrid

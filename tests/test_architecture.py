@@ -31,6 +31,7 @@ FLOORS = [
         "gemini.kernels_sums",
         "gemini.optim.compact",
         "gemini.optim.elementwise",
+        "gemini.optim.matrices",
         "gemini.rules",
         "gemini._C",
     ),  # fmt: skip

@@ -255,6 +255,7 @@ def _held(plan: Plan) -> dict[str, dict[str, int]]:
         (problem.compute, compute, "staging", problem.device_staging if plan.placement.streamed else 0),
         (Tier.CPU, host, "staging", problem.staging),
         (Tier.CPU, host, "exchange", problem.exchange),
+        (Tier.CPU, host, "factors", problem.factors),
     )
     if problem.offload_to is not None:
         named += ((problem.offload_to, held[problem.offload_to.value], "saved activations", problem.offloaded),)

@@ -12,32 +12,48 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 _WHERE = {
+    "AdaLomo": "gemini.optim.optimizers",
+    "AdaLomoRule": "gemini.optim.matrices",
     "SGD": "gemini.optim.optimizers",
     "Adan": "gemini.optim.optimizers",
     "AdamW": "gemini.optim.optimizers",
+    "LOMO": "gemini.optim.optimizers",
     "Lion": "gemini.optim.optimizers",
+    "Muon": "gemini.optim.optimizers",
     "SophiaG": "gemini.optim.optimizers",
     "AdamRule": "gemini.rules",
+    "AdoptedRule": "gemini.optim.adopted",
     "AdanRule": "gemini.optim.elementwise",
     "LionRule": "gemini.optim.elementwise",
+    "MuonRule": "gemini.optim.matrices",
     "PlainSGDRule": "gemini.optim.elementwise",
     "SGDRule": "gemini.optim.elementwise",
     "SophiaGRule": "gemini.optim.elementwise",
+    "adopt": "gemini.optim.adopted",
+    "muon_groups": "gemini.optim.optimizers",
 }
 
 __all__ = sorted(_WHERE)
 
 if TYPE_CHECKING:
+    from gemini.optim.adopted import AdoptedRule as AdoptedRule
+    from gemini.optim.adopted import adopt as adopt
     from gemini.optim.elementwise import AdanRule as AdanRule
     from gemini.optim.elementwise import LionRule as LionRule
     from gemini.optim.elementwise import PlainSGDRule as PlainSGDRule
     from gemini.optim.elementwise import SGDRule as SGDRule
     from gemini.optim.elementwise import SophiaGRule as SophiaGRule
+    from gemini.optim.matrices import AdaLomoRule as AdaLomoRule
+    from gemini.optim.matrices import MuonRule as MuonRule
+    from gemini.optim.optimizers import LOMO as LOMO
     from gemini.optim.optimizers import SGD as SGD
+    from gemini.optim.optimizers import AdaLomo as AdaLomo
     from gemini.optim.optimizers import AdamW as AdamW
     from gemini.optim.optimizers import Adan as Adan
     from gemini.optim.optimizers import Lion as Lion
+    from gemini.optim.optimizers import Muon as Muon
     from gemini.optim.optimizers import SophiaG as SophiaG
+    from gemini.optim.optimizers import muon_groups as muon_groups
     from gemini.rules import AdamRule as AdamRule
 
 

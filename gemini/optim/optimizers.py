@@ -9,8 +9,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from torch import nn
+
 from gemini.errors import GeminiError
 from gemini.optim.elementwise import AdanRule, LionRule, PlainSGDRule, SGDRule, SophiaGRule
+from gemini.optim.matrices import AdaLomoRule, MuonRule
 from gemini.train.optimizers.optimizer import HybridAdam, HybridOptimizer
 from gemini.train.params.handle import handle_of
 
@@ -77,6 +80,123 @@ class Lion(HybridOptimizer):
         super().__init__(
             params, LionRule(), step_in_backward=step_in_backward, lr=lr, betas=betas, weight_decay=weight_decay
         )
+
+
+class LOMO(HybridOptimizer):
+    """Plain SGD inside backward (Lv et al., 2023, arXiv:2306.09782): :class:`PlainSGDRule`, 4 bytes per param and no
+    gradients kept, with ``GeminiConfig(optimizer=gemini.optim.PlainSGDRule(), gradients="transient")``.
+
+    Args:
+        params: as of :class:`gemini.HybridOptimizer`.
+        lr: learning rate.
+        weight_decay: the L2 coefficient.
+    """
+
+    def __init__(self, params: Any, lr: float = 1e-3, weight_decay: float = 0.0):
+        super().__init__(params, PlainSGDRule(), step_in_backward=True, lr=lr, weight_decay=weight_decay)
+
+
+class AdaLomo(HybridOptimizer):
+    """:class:`AdaLomoRule`: 4 bytes per param, and no gradients kept with ``step_in_backward=True`` and
+    ``GeminiConfig(gradients="transient")``.
+
+    Args:
+        params: as of :class:`gemini.HybridOptimizer`.
+        lr: learning rate, of a param's own length.
+        decay_rate: the average of squares has the factor 1 - t**decay_rate at step t.
+        eps: added to squares, and the least length of a param that counts.
+        clip_threshold: the root mean square of a step before lr, at most.
+        weight_decay: decoupled decay.
+        step_in_backward: as of :class:`gemini.HybridOptimizer`.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        decay_rate: float = -0.8,
+        eps: tuple[float, float] = (1e-30, 1e-3),
+        clip_threshold: float = 1.0,
+        weight_decay: float = 0.0,
+        *,
+        step_in_backward: bool = False,
+    ):
+        super().__init__(
+            params,
+            AdaLomoRule(),
+            step_in_backward=step_in_backward,
+            lr=lr,
+            decay_rate=decay_rate,
+            eps=eps,
+            clip_threshold=clip_threshold,
+            weight_decay=weight_decay,
+        )
+
+
+class Muon(HybridOptimizer):
+    """:class:`MuonRule`: 12 bytes per param.
+
+    Args:
+        params: as of :class:`gemini.HybridOptimizer`: matrices, and in groups with ``adamw=True`` the rest
+            (:func:`muon_groups`).
+        lr: learning rate, of AdamW's groups too where they say no other.
+        weight_decay: decoupled decay, of both.
+        momentum: factor of the momentum.
+        nesterov: step along the gradient and the momentum together.
+        ns_steps: Newton-Schulz iterations.
+        adjust_lr: how the step of a matrix is scaled: "original" by the root of its height over its width if it is
+            tall, "match_rms_adamw" so that it is as long as AdamW's, whose learning rates then serve.
+        betas: AdamW's averages.
+        eps: added to AdamW's denominator.
+        step_in_backward: as of :class:`gemini.HybridOptimizer`.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_steps: int = 5,
+        adjust_lr: str = "original",
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        *,
+        step_in_backward: bool = False,
+    ):
+        super().__init__(
+            params,
+            MuonRule(),
+            step_in_backward=step_in_backward,
+            lr=lr,
+            weight_decay=weight_decay,
+            momentum=momentum,
+            nesterov=nesterov,
+            ns_steps=ns_steps,
+            adjust_lr=adjust_lr,
+            betas=betas,
+            eps=eps,
+        )
+
+
+def muon_groups(model: nn.Module, **adamw: Any) -> list[dict[str, Any]]:
+    """The trained params of a model in two groups, as Muon's authors advise: hidden matrices, and what AdamW updates:
+    embeddings, the head, and all that is no matrix.
+
+    Args:
+        model: the head is what its ``get_output_embeddings()`` gives, if it has one.
+        adamw: hyperparameters of the second group (``lr=3e-4``).
+    """
+    ends = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    ask: Any = getattr(model, "get_output_embeddings", None)
+    head = None if ask is None else ask()
+    ends.add(id(getattr(head, "weight", None)))
+    trained = [param for param in model.parameters() if param.requires_grad]
+    hidden = [param for param in trained if param.dim() == 2 and id(param) not in ends]
+    others = [param for param in trained if all(param is not one for one in hidden)]
+    groups = [{"params": hidden}, {"params": others, "adamw": True, **adamw}]
+    return [group for group in groups if group["params"]]
 
 
 class Adan(HybridOptimizer):

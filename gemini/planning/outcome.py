@@ -153,6 +153,7 @@ def _standing(graph: Graph) -> dict[Tier, dict[str, int]]:
     if problem.demands(plan.placement).get(Tier.CPU, 0) >= problem.staging > 0:
         host["staging"] = problem.staging
     host["exchange"] = problem.exchange
+    host["factors"] = problem.factors
     if plan.placement.streamed:
         held[Tier.GPU]["staging"] = problem.device_staging
     return held

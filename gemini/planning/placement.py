@@ -91,6 +91,7 @@ class Problem:
         device_staging: bytes of the GPU that are reserved if any update is streamed through it.
         in_flight: bytes of the computing tier for whole gradients that wait to be divided among ranks.
         exchange: bytes of host memory for pieces on their way between ranks.
+        factors: bytes of host memory for states that are no planes.
         activations: bytes of the computing tier that are left to activations and workspaces.
         max_chunk: what the layout was cut with.
         offloaded: bytes of checkpointed activations that wait in the tier ``offload_to``.
@@ -112,6 +113,7 @@ class Problem:
     offload_to: Tier | None = None
     device_staging: int = 0
     rule: RuleSpec = ADAM
+    factors: int = 0
 
     def plane_specs(self, index: int) -> dict[PlaneKind, PlaneSpec]:
         """The form of each plane of a chunk."""
@@ -146,6 +148,8 @@ class Problem:
             taken[Tier.CPU] = taken.get(Tier.CPU, 0) + self.staging
         if self.exchange:
             taken[Tier.CPU] = taken.get(Tier.CPU, 0) + self.exchange
+        if self.factors:
+            taken[Tier.CPU] = taken.get(Tier.CPU, 0) + self.factors
         if self.offload_to is not None:
             taken[self.offload_to] = taken.get(self.offload_to, 0) + self.offloaded
         if streams:

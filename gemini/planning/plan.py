@@ -78,7 +78,7 @@ class Plan:
         trained = [i for i, chunk in enumerate(self.layout.chunks) if chunk.trainable]
         states = (n for i in trained for k, n in self.problem.plane_bytes(i).items() if k != GRAD)
         payload = sum(self.layout.chunks[i].payload for i in trained)
-        return sum(states) * self.layout.ranks / payload if payload else 0.0
+        return (sum(states) * self.layout.ranks + self.problem.factors) / payload if payload else 0.0
 
     def update_tier(self, index: int) -> Tier:
         """Where the update of a chunk runs."""
@@ -121,7 +121,7 @@ class Plan:
     @classmethod
     def _from_body(cls, body: dict[str, Any]) -> Plan:
         trace = MemoryTrace.from_json(body["trace"])
-        spoken_for = {_NEW: 0, **body["spoken_for"]}
+        spoken_for = {**dict.fromkeys(_NEW, 0), **body["spoken_for"]}
         rule = RuleSpec.from_body(body["rule"]) if "rule" in body else ADAM  # older plans are Adam's
         problem = Problem(
             layout=trace.layout(ranks=body["ranks"], max_chunk=body["max_chunk"], rule=rule),
@@ -193,12 +193,12 @@ class Plan:
         return "\n".join(lines)
 
 
-_NEW = "device_staging"
-"""A field that older plans lack."""
+_NEW = ("device_staging", "factors")
+"""Fields that older plans lack."""
 
 _MOVES = ("moves", "again")
 
-_SPOKEN_FOR = ("working_set", "staging", "activations", "in_flight", "exchange", "offloaded", _NEW)
+_SPOKEN_FOR = ("working_set", "staging", "activations", "in_flight", "exchange", "offloaded", *_NEW)
 """Fields of a problem that are bytes."""
 
 

@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeAlias
 
+from gemini.planning.factors import FactorSpec
+
 PAGE = 4096
 """Bytes of a page: what direct I/O reads and writes whole."""
 
@@ -37,8 +39,24 @@ WEIGHTS, RESIDUAL, GRAD = "weights", "residual", "grad"
 
 PRECISIONS = ("bf16", "fp16", "fp32")
 GRADIENTS = ("transient", "retain", "accumulate")
-NEEDS = ("elements", "place", "param", "statistics")
-_TAKEN = ("weights", "residual", "grad", "step", "master", "windows", "pool", "staging", "exchange", "activations")
+NEEDS = ("elements", "place", "param")
+WHOLE_TEMPORARIES = 4
+"""fp32 values for each element of a param that an update of whole params may take beside planes: its master joined, its
+gradient in fp32, and what is computed of them. Staging is counted with them.
+"""
+_TAKEN = (
+    "weights",
+    "residual",
+    "grad",
+    "step",
+    "master",
+    "windows",
+    "pool",
+    "staging",
+    "exchange",
+    "activations",
+    "factors",
+)
 """What is called so is something else, in states or among the holders of a budget."""
 
 
@@ -91,11 +109,12 @@ class RuleSpec:
         name: of the rule, in reports and errors.
         planes: its states, of zeros before the first update.
         needs: what one call of the rule has to see: "elements" (any run of them, of whatever params), "place" (elements
-            of one param, and where in it they stand), "param" (whole params) or "statistics" (of whole params, before).
+            of one param, and where in it they stand) or "param" (a whole param, and its shape).
         residual: the form of the other half of a bf16 master: "int16", with which it is fp32, or "int8": 24 bits of it.
         exact: where this is a rule with compact states, the rule of the params that keep exact ones; they are in chunks
             of their own.
         smallest: then the elements of a param from which on its states are compact, if it has two dimensions or more.
+        factors: states that are a few vectors of a param, of a rule that needs "param".
 
     Raises:
         ValueError: for names that are taken or given twice, and for unknown needs.
@@ -107,9 +126,10 @@ class RuleSpec:
     residual: str = "int16"
     exact: RuleSpec | None = None
     smallest: int = 0
+    factors: tuple[FactorSpec, ...] = ()
 
     def __post_init__(self) -> None:
-        names = [spec.kind for spec in self.planes]
+        names = [*(spec.kind for spec in self.planes), *(factor.name for factor in self.factors)]
         wrong = [name for name in names if name in _TAKEN or not name.isidentifier() or names.count(name) > 1]
         if wrong:
             raise ValueError(f"rule {self.name!r} calls a plane {wrong[0]!r}: that is taken, given twice or no name")
@@ -117,6 +137,8 @@ class RuleSpec:
             raise ValueError(f"needs={self.needs!r} is not known; use one of {', '.join(map(repr, NEEDS))}")
         if self.residual not in ("int16", "int8"):
             raise ValueError(f"rule {self.name!r} has a residual of {self.residual!r}: it is int16 or int8")
+        if self.factors and not self.whole:
+            raise ValueError(f"rule {self.name!r} has factors, which are of whole params: it needs 'param'")
 
     def keeps_exact(self, shape: tuple[int, ...], *, trainable: bool) -> bool:
         """Whether a param has a place among those with exact states: the small ones, and frozen ones, in case they are
@@ -128,6 +150,11 @@ class RuleSpec:
     def of(self, exact: bool) -> RuleSpec:
         """The rule of a chunk, which keeps its states exact or not."""
         return self.exact if exact and self.exact is not None else self
+
+    @property
+    def whole(self) -> bool:
+        """Whether a tile has to be a whole param."""
+        return self.needs == "param"
 
     @cached_property
     def states(self) -> tuple[PlaneKind, ...]:
@@ -156,7 +183,9 @@ class RuleSpec:
         widest = {spec.kind: spec for spec in (*self.planes, *(self.exact.planes if self.exact else ()))}
         own = (PlaneSpec(WEIGHTS, "float32"), PlaneSpec(RESIDUAL, "int16"), *widest.values())
         spare = () if any(is_wide(spec) for spec in widest.values()) else (PlaneSpec("spare", "float32"),)
-        return (*own, PlaneSpec(GRAD, "float32"), *spare)
+        beside = WHOLE_TEMPORARIES if self.whole else 0
+        temporaries = tuple(PlaneSpec(f"temporary {number}", "float32") for number in range(beside))
+        return (*own, PlaneSpec(GRAD, "float32"), *spare, *temporaries)
 
     @cached_property
     def touched(self) -> int:
@@ -171,18 +200,21 @@ class RuleSpec:
 
     def to_body(self) -> list[Any]:
         """As plans and checkpoints have it; :meth:`from_body` reads it."""
-        body = [self.name, [[spec.kind, spec.dtype, spec.block] for spec in self.planes], self.needs]
+        needs = [self.needs, [[factor.name, factor.form] for factor in self.factors]] if self.factors else self.needs
+        body = [self.name, [[spec.kind, spec.dtype, spec.block] for spec in self.planes], needs]
         return body if self.exact is None else [*body, self.residual, self.exact.to_body(), self.smallest]
 
     @classmethod
     def from_body(cls, body: Any) -> RuleSpec:
         """Raises: ValueError, TypeError, OverflowError: for what is no rule."""
         name, planes, needs, *compact = body
+        needs, factors = needs if isinstance(needs, list) else (needs, [])
         specs = tuple(PlaneSpec(str(kind), dtype, int(block)) for kind, dtype, block in planes)
+        vectors = tuple(FactorSpec(str(name), form) for name, form in factors)
         if not compact:
-            return cls(str(name), specs, needs)
+            return cls(str(name), specs, needs, factors=vectors)
         residual, exact, smallest = compact
-        return cls(str(name), specs, needs, residual, cls.from_body(exact), int(smallest))
+        return cls(str(name), specs, needs, residual, cls.from_body(exact), int(smallest), vectors)
 
 
 def is_wide(spec: PlaneSpec) -> bool:
@@ -199,16 +231,10 @@ def spec_of(optimizer: Any) -> RuleSpec:
 
     Raises:
         TypeError: for what is no rule.
-        ValueError: for a rule that cannot be run in tiles.
     """
     spec = ADAM if optimizer is None else getattr(optimizer, "spec", optimizer)
     if not isinstance(spec, RuleSpec) or isinstance(optimizer, type):
         raise TypeError(f"optimizer= is an update rule (a gemini.rules.UpdateRule, made), got {optimizer!r}")
-    if spec.needs not in ("elements", "place"):
-        raise ValueError(
-            f"the rule {spec.name!r} needs {spec.needs!r}, and updates go tile by tile, which may be parts of params: "
-            "only rules that need elements, or their place, can be used"
-        )
     return spec
 
 

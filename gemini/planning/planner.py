@@ -14,9 +14,10 @@ from typing import Any, TypeVar
 
 from gemini.errors import BudgetExceeded, PlanMismatch, parse_bytes
 from gemini.planning.compact import spec_for
+from gemini.planning.factors import factor_bytes
 from gemini.planning.hardware import Hardware
 from gemini.planning.homes import Fetches, cheapest_homes
-from gemini.planning.layout import DEFAULT_MAX_CHUNK, Layout
+from gemini.planning.layout import DEFAULT_MAX_CHUNK, Layout, part_of
 from gemini.planning.moves import cheapest_moves, first_of, moves_by_policy
 from gemini.planning.placement import Placement, Problem, StaticPlacement, by_fractions, check_fits, fill_fastest
 from gemini.planning.plan import Moves, Plan, window_room
@@ -37,6 +38,7 @@ from gemini.planning.working import (
     staging_bytes,
     staging_sets,
     tile_numel,
+    whole_numel,
 )
 from gemini.tiers import MemoryBudget, Tier
 
@@ -190,7 +192,9 @@ def pose_problem(
         budgets = {tier: n for tier, n in budgets.items() if tier is not Tier.GPU}
     layout = trace.layout(ranks=ranks, max_chunk=max_chunk, rule=rule)
     largest = max(chunk.numel for chunk in layout.chunks)
-    tile = tile_numel(largest)
+    whole = whole_numel(layout, rule)
+    tile = tile_numel(largest, whole)
+    _refuse_divided(layout, rule)
     many = ranks > 1 or replicas > 1
     offload_to = None if offload_activations is None else Tier(offload_activations)
     offloads = offload_to is not None and offload_to is not compute and trace.checkpoint_bytes > 0
@@ -213,9 +217,29 @@ def pose_problem(
         max_chunk=max_chunk,
         offloaded=trace.checkpoint_bytes if offloads else 0,
         offload_to=offload_to if offloads else None,
-        device_staging=device_staging_bytes(largest, rule, overlap=overlap) if compute is Tier.GPU else 0,
+        device_staging=device_staging_bytes(largest, rule, whole, overlap=overlap) if compute is Tier.GPU else 0,
         rule=rule,
+        factors=sum(factor_bytes(rule.factors, param.shape) for param in trace.params if param.trainable),
     )
+
+
+def _refuse_divided(layout: Layout, rule: RuleSpec) -> None:
+    """Refuse a rule of whole params where a trained one would be divided among ranks.
+
+    Raises:
+        ValueError: naming the param.
+    """
+    if not rule.whole or layout.ranks == 1:
+        return
+    for chunk in layout.chunks:
+        for slot in chunk.slots if chunk.trainable else ():
+            first = part_of(slot, chunk.numel, layout.ranks, slot.start * layout.ranks // chunk.numel)
+            if first.numel != slot.numel or rule.factors:
+                raise ValueError(
+                    f"the rule {rule.name!r} updates whole params, and {slot.name!r} would be divided among "
+                    f"{layout.ranks} ranks: use a rule that takes one element after the other (gemini.optim), or ranks "
+                    "that are replicas of the model (a 2-D mesh)"
+                )
 
 
 def _in_flight(layout: Layout, itemsize: int, *, many: bool, waiting: bool) -> int:

@@ -32,9 +32,19 @@ WAITING_GRADIENTS = 3
 """Chunks whose transient gradients may wait for their updates at least; more where a budget has room."""
 
 
-def tile_numel(largest_chunk: int) -> int:
-    """Elements per tile for a model whose largest chunk has that many."""
-    return min(TILE, largest_chunk)
+def tile_numel(largest_chunk: int, whole: int = 0) -> int:
+    """Elements per tile for a model whose largest chunk has that many; ``whole``: of the largest param that has to be
+    one tile.
+    """
+    return max(min(TILE, largest_chunk), whole)
+
+
+def whole_numel(layout: Layout, rule: RuleSpec) -> int:
+    """Elements of the largest trained param, in whole pages, where a tile has to be a whole param; else 0."""
+    if not rule.whole:
+        return 0
+    trained = (slot.numel for chunk in layout.chunks if chunk.trainable for slot in chunk.slots)
+    return page_up(max(trained, default=0), rule.align)
 
 
 def staged_bytes(tile: int, rule: RuleSpec) -> dict[str, int]:
@@ -47,14 +57,15 @@ def staging_bytes(tile: int, rule: RuleSpec = ADAM) -> int:
     return sum(staged_bytes(tile, rule).values())
 
 
-def device_tile_numel(largest_chunk: int, rule: RuleSpec = ADAM) -> int:
+def device_tile_numel(largest_chunk: int, rule: RuleSpec = ADAM, whole: int = 0) -> int:
     """Elements per tile of a streamed update: of a small chunk a part, so that it goes through in a pipeline too."""
-    return min(DEVICE_TILE, page_up(-(-largest_chunk // DEVICE_SLOTS), rule.align))
+    return max(min(DEVICE_TILE, page_up(-(-largest_chunk // DEVICE_SLOTS), rule.align)), whole)
 
 
-def device_staging_bytes(largest_chunk: int, rule: RuleSpec = ADAM, *, overlap: bool) -> int:
-    """Device bytes of staging for streamed updates; updates in turn need one tile of it."""
-    return (DEVICE_SLOTS if overlap else 1) * staging_bytes(device_tile_numel(largest_chunk, rule), rule)
+def device_staging_bytes(largest_chunk: int, rule: RuleSpec = ADAM, whole: int = 0, *, overlap: bool) -> int:
+    """Device bytes of staging for streamed updates; updates in turn, and of whole params, need one tile of it."""
+    tile = staging_bytes(device_tile_numel(largest_chunk, rule, whole), rule)
+    return (DEVICE_SLOTS if overlap and not rule.whole else 1) * tile
 
 
 def staging_sets(compute: Tier, precision: str, *, overlap: bool) -> int:

@@ -10,7 +10,7 @@ from gemini.memory.store import ChunkStore
 from gemini.planning.layout import Layout
 from gemini.planning.planes import GRAD
 from gemini.planning.timeline import human_seconds
-from gemini.tiers import Ledger
+from gemini.tiers import Ledger, Tier
 from gemini.train.sharding.shards import Shards
 
 
@@ -109,6 +109,7 @@ def make_report(store: ChunkStore, layout: Layout, shards: Shards | None) -> Mem
     num_trained = sum(chunk.spec.payload for chunk in trained)
     ranks = layout.ranks  # each holds an equal shard
     state = ranks * sum(p.num_bytes for c in trained for kind, p in c.planes.items() if kind != GRAD)
+    state += ledger.holders(Tier.CPU).get("factors", 0)
     grads = ranks * sum(c.planes[GRAD].num_bytes for c in trained if GRAD in c.planes)
     report["params"] = layout.payload
     report["trained_params"] = num_trained

@@ -11,6 +11,7 @@ from stacks import stack_trace
 
 from gemini.errors import PlanMismatch
 from gemini.planning.costs import Costs, Efficiency
+from gemini.planning.factors import FactorSpec, factor_bytes
 from gemini.planning.hardware import Figure, Hardware
 from gemini.planning.layout import ParamSpec, make_layout
 from gemini.planning.placement import (
@@ -23,10 +24,30 @@ from gemini.planning.placement import (
     fill_fastest,
 )
 from gemini.planning.plan import Plan
-from gemini.planning.planes import ADAM, ALIGN, GRAD, PAGE, RESIDUAL, WEIGHTS, PlaneSpec, RuleSpec, plane_specs, spec_of
+from gemini.planning.planes import (
+    ADAM,
+    ALIGN,
+    GRAD,
+    PAGE,
+    RESIDUAL,
+    WEIGHTS,
+    WHOLE_TEMPORARIES,
+    PlaneSpec,
+    RuleSpec,
+    plane_specs,
+    spec_of,
+)
 from gemini.planning.planner import plan
 from gemini.planning.speeds import Speeds
-from gemini.planning.working import TILE, staged_bytes, staging_bytes
+from gemini.planning.working import (
+    TILE,
+    device_staging_bytes,
+    device_tile_numel,
+    staged_bytes,
+    staging_bytes,
+    tile_numel,
+    whole_numel,
+)
 from gemini.tiers import Tier
 
 CPU, NVME, GPU = Tier.CPU, Tier.NVME, Tier.GPU
@@ -139,5 +160,29 @@ def test_declarations_that_cannot_be_are_refused() -> None:
             RuleSpec("wrong", planes)
     with pytest.raises(ValueError, match="needs='rows' is not known"):
         RuleSpec("wrong", (), "rows")
-    with pytest.raises(ValueError, match="needs 'statistics', and updates go tile by tile"):
-        spec_of(RuleSpec("Adafactor", (), "statistics"))
+
+
+def test_a_tile_of_a_rule_of_whole_params_is_the_largest_that_is_trained() -> None:
+    rule = RuleSpec("whole", (PlaneSpec("moment", "float32"),), "param")
+    assert spec_of(rule) is rule and rule.whole and not ADAM.whole
+    params = [ParamSpec("frozen", 2**23, False), ParamSpec("layers.0.a", 3 * 2**20 + 5), ParamSpec("layers.0.b", 7)]
+    layout = make_layout(params)
+    largest = max(chunk.numel for chunk in layout.chunks)
+    whole = whole_numel(layout, rule)
+    assert (whole, whole_numel(layout, ADAM)) == (3 * 2**20 + 2048, 0)
+    assert tile_numel(largest, whole) == whole and tile_numel(largest, 0) == 2**20 and tile_numel(64, 2048) == 2048
+    assert device_tile_numel(largest, rule, whole) == whole
+    in_turn = device_staging_bytes(largest, rule, whole, overlap=False)
+    assert device_staging_bytes(largest, rule, whole, overlap=True) == in_turn == staging_bytes(whole, rule)
+    factored = replace(rule, factors=(FactorSpec("row", "rows"), FactorSpec("vector", "vector")))
+    assert RuleSpec.from_body(json.loads(json.dumps(factored.to_body()))) == factored
+    assert factor_bytes(factored.factors, (3, 5, 7)) == 4 * 15 and factor_bytes(factored.factors, (5,)) == 4 * 5
+    with pytest.raises(ValueError, match="factors, which are of whole params"):
+        replace(factored, needs="place")
+    with pytest.raises(ValueError, match="factor 'row' is 'lines'; use one of 'rows'"):
+        FactorSpec("row", "lines")
+    made = plan(stack_trace(2), None, {CPU: 2**30}, optimizer=factored)
+    assert made.problem.factors == sum(factor_bytes(factored.factors, p.shape) for p in made.trace.params)
+    assert Plan.from_json(made.to_json()) == made and made.problem.spoken_for()[CPU] >= made.problem.factors > 0
+    areas = [4, 2, 4, 4]  # weights, residual, moment, gradient
+    assert staging_bytes(whole, rule) == whole * (sum(areas) + 4 * WHOLE_TEMPORARIES)

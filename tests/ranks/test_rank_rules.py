@@ -42,7 +42,7 @@ def run(which: str, folder: Path, name: str, load: str | None) -> dict[str, Any]
     return {"losses": losses, "weights": model.state_dict(), "states": states, "bytes": model.memory_report()}
 
 
-@pytest.mark.parametrize("which", rules.EVERY)
+@pytest.mark.parametrize("which", [which for which, rule in rules.EVERY.items() if not rule.spec.whole])
 def test_two_ranks_do_what_one_process_does(which: str, pool_of: Callable[[int], Pool], tmp_path: Path) -> None:
     alone = run(which, tmp_path, "alone", None)
     for found in pool_of(2).run(run, which, tmp_path, "together", None):
@@ -108,3 +108,16 @@ def test_ranks_divide_compact_states_between_blocks(which: str, pool_of: Callabl
     converted = run_compact(which, tmp_path, "", "exact")
     for found in pool_of(2).run(run_compact, which, tmp_path, "", "exact"):
         assert_alike(found, converted)
+
+
+def refused(which: str, folder: Path) -> str:
+    with pytest.raises(ValueError, match="updates whole params") as raised:
+        run(which, folder, "never", None)
+    return str(raised.value)
+
+
+def test_a_rule_of_whole_params_is_refused_where_ranks_divide_one(
+    pool_of: Callable[[int], Pool], tmp_path: Path
+) -> None:
+    for words in pool_of(2).run(refused, "normed", tmp_path):
+        assert "would be divided among 2 ranks" in words and "gemini.optim" in words

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 import gemini
 from gemini import optim
 from gemini.errors import GeminiError, PlanMismatch
+from gemini.optim.matrices import orthogonalized
 from tests import models
 
 STEPS = 20
@@ -136,6 +137,84 @@ def test_sophia_is_the_papers() -> None:
     assert 0.01 < clipped.float().mean() < 0.99, "some elements of the step were clipped, and some were not"
 
 
+@pytest.mark.parametrize("adjust", ["original", "match_rms_adamw"])
+@pytest.mark.parametrize("nesterov", [True, False])
+@pytest.mark.parametrize("shape", [(50, 100), (100, 50), (67, 67)])
+def test_muon_is_torchs(shape: tuple[int, int], nesterov: bool, adjust: str) -> None:
+    rows, columns = shape
+    ours, theirs = (nn.Parameter(drawn(0)[: rows * columns].view(shape).clone()) for _ in range(2))
+    how = {"lr": 0.1, "weight_decay": 0.1, "momentum": 0.9, "nesterov": nesterov}
+    mine = optim.Muon([ours], adjust_lr=adjust, **how)  # type: ignore[arg-type]
+    stock = torch.optim.Muon([theirs], adjust_lr_fn=adjust, **how)  # type: ignore[arg-type]
+    for grad in gradients():
+        for param, optimizer in ((ours, mine), (theirs, stock)):
+            param.grad = grad[: rows * columns].view(shape).clone()
+            optimizer.step()
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("shape", [(40, 100), (5, 10, 40), (2000,)])
+def test_adalomo_is_the_papers(shape: tuple[int, ...]) -> None:
+    """Lv et al., 2023 (arXiv:2310.10195), algorithm 1, in fp64, with sums in the place of means."""
+    size, lr, decay = math.prod(shape), 0.05, 0.1
+    begin = drawn(0)[:size].view(shape)
+    param = nn.Parameter(begin.clone())
+    optimizer = optim.AdaLomo([param], lr=lr, weight_decay=decay)
+    w = begin.double()
+    rows, columns, second = (torch.zeros((), dtype=torch.float64) for _ in range(3))
+    for t, grad in enumerate(gradients(), 1):
+        param.grad = grad[:size].view(shape).clone() * (1 + 99 * (t % 3 == 0))  # steps that are clipped, and not
+        optimizer.step()
+        g = param.grad.double()
+        beta = 1 - t**-0.8
+        rows = beta * rows + (1 - beta) * (g**2).sum(-1, keepdim=True)
+        second = beta * second + (1 - beta) * g**2
+        if len(shape) > 1:
+            columns = beta * columns + (1 - beta) * (g**2).sum(-2, keepdim=True)
+            second = rows * columns / rows.sum(-2, keepdim=True)
+        u = g / second.sqrt()
+        u = u / max(1, (u**2).mean().sqrt().item())
+        w = w * (1 - lr * decay) - lr * max(1e-3, (w**2).mean().sqrt().item()) * u
+        if len(shape) == 1:
+            continue
+        second = torch.zeros((), dtype=torch.float64)
+    torch.testing.assert_close(param.detach().double(), w, rtol=2e-5, atol=2e-6)
+
+
+def test_muon_makes_singular_values_near_1() -> None:
+    """Of whatever size they were; the directions stay. What its authors say of the iteration: 0.5 to 1.5."""
+    matrix = drawn(3)[:3200].view(40, 80)
+    left, sizes, right = torch.linalg.svd(matrix, full_matrices=False)
+    matrix = left @ torch.diag(sizes * torch.logspace(0, -1, 40)) @ right
+    found = torch.linalg.svdvals(orthogonalized(matrix, 5, 1e-7).float())
+    assert found.min() > 0.5 and found.max() < 1.5
+    along = (left.T @ orthogonalized(matrix, 5, 1e-7).float() @ right.T).diagonal()
+    torch.testing.assert_close(along, found.sort(descending=True).values.clamp(0.5, 1.5), rtol=1, atol=0.5)
+
+
+def test_muon_leaves_to_adamw_what_is_no_hidden_matrix() -> None:
+    model, other = models.make_model("llama"), models.make_model("llama")
+    groups = optim.muon_groups(model, lr=1e-3, betas=(0.9, 0.99))
+    of_adamw = {name for name, p in model.named_parameters() if any(p is one for one in groups[1]["params"])}
+    assert of_adamw == {n for n, p in model.named_parameters() if p.dim() == 1 or "embed" in n or "lm_head" in n}
+    muon = optim.Muon(groups, lr=0.1)
+    adam = gemini.HybridAdam(
+        [p for n, p in other.named_parameters() if n in of_adamw], lr=1e-3, betas=(0.9, 0.99), weight_decay=0.1
+    )
+    for seed in range(3):
+        for one in (model, other):
+            for number, (_, param) in enumerate(one.named_parameters()):
+                param.grad = drawn(seed * 100 + number)[: param.numel() % 5000 or 1].new_ones(param.shape) * 0.1
+        muon.step()
+        adam.step()
+    for name, param in other.named_parameters():
+        assert torch.equal(param, dict(model.named_parameters())[name]) == (name in of_adamw), name
+    tied = models.make_model("tied")
+    assert len(optim.muon_groups(tied)) == 2 and sum(len(g["params"]) for g in optim.muon_groups(tied)) == len(
+        list(tied.parameters())
+    )
+
+
 # ---- what is taken ---------------------------------------------------------------------------------------------------
 
 
@@ -157,6 +236,18 @@ def test_sophia_is_the_papers() -> None:
         (lambda p: optim.Adan(p, eps=-1e-8), ValueError, "eps of Adan must be 0 or more"),
         (lambda p: optim.SophiaG(p, rho=0.0), ValueError, "rho of SophiaG must be positive"),
         (lambda p: optim.SophiaG([{"params": p, "bs": 0}]), ValueError, "bs of param group 0 must be positive"),
+        (lambda p: optim.Muon(p), ValueError, r"param group 0 has a param of shape \(3,\), and Muon is for matrices"),
+        (lambda p: optim.Muon(p, momentum=1.0), ValueError, r"momentum of Muon must be in \[0, 1\)"),
+        (lambda p: optim.Muon(p, betas=(0.9, 1.0)), ValueError, "betas of Muon must be 2 numbers"),
+        (lambda p: optim.Muon(p, lr=-1.0), ValueError, "lr of Muon must be 0 or more"),
+        (lambda p: optim.Muon(p, ns_steps=0), ValueError, "ns_steps of Muon must be a whole number from 1"),
+        (lambda p: optim.Muon(p, adjust_lr="no"), ValueError, "adjust_lr of Muon must be one of"),
+        (lambda p: optim.Muon(p, nesterov=1), TypeError, "nesterov of Muon must be True or False"),
+        (lambda p: optim.AdaLomo(p, lr=-1.0), ValueError, "lr of AdaLomo must be 0 or more"),
+        (lambda p: optim.AdaLomo(p, decay_rate=0.8), ValueError, "decay_rate of AdaLomo must be 0 or less"),
+        (lambda p: optim.AdaLomo(p, clip_threshold=0.0), ValueError, "clip_threshold of AdaLomo must be positive"),
+        (lambda p: optim.AdaLomo(p, eps=(1e-30, -1.0)), ValueError, "eps of AdaLomo must be 2 numbers of 0 or more"),
+        (lambda p: optim.LOMO(p, lr=-1.0), ValueError, "lr of LOMO must be 0 or more"),
     ],
 )
 def test_hyperparameters_without_meaning_are_refused(

@@ -2,6 +2,7 @@
 
 ``Momentum`` is a rule as a user would write it. ``Coded`` keeps its momentum in bytes with a scale for each block of 64
 elements, and dithers by the place of an element: planes of a byte and of less, and a rule that asks where it is.
+``Normed`` divides by the norm of a whole param, and looks at its rows.
 """
 
 from __future__ import annotations
@@ -21,11 +22,12 @@ import gemini
 from gemini import kernels_reference as reference
 from gemini import rules
 from gemini.errors import GeminiError, PlanMismatch
-from gemini.optim import AdanRule, LionRule, PlainSGDRule, SGDRule, SophiaGRule
-from gemini.planning.planes import PlaneSpec, RuleSpec
+from gemini.optim import AdaLomoRule, AdanRule, LionRule, MuonRule, PlainSGDRule, SGDRule, SophiaGRule, muon_groups
+from gemini.planning.factors import shapes_of
+from gemini.planning.planes import WHOLE_TEMPORARIES, PlaneSpec, RuleSpec
 from gemini.planning.planner import pose_problem
 from gemini.planning.traffic import by_name, update_traffic
-from gemini.planning.working import staging_bytes, tile_numel
+from gemini.planning.working import staging_bytes, tile_numel, whole_numel
 from gemini.rules import UpdateRule, Where
 from gemini.tiers import Tier
 from gemini.train.checkpoint.torch_file import Promises, write
@@ -78,9 +80,31 @@ class Coded(UpdateRule):
         master.sub_(velocity * lr)
 
 
-RULES: dict[str, UpdateRule] = {"momentum": Momentum(), "coded": Coded()}
+@dataclass(frozen=True)
+class Normed(UpdateRule):
+    """Momentum whose step is as long as the param, in each row apart: an element's update depends on all others."""
+
+    spec = RuleSpec("normed", (PlaneSpec("velocity", "float32"),), needs="param")
+    defaults = {"lr": 0.05}  # noqa: RUF012
+
+    def scalars(self, group: Mapping[str, Any], step: int, grad_scale: float) -> Any:
+        return float(group["lr"]), grad_scale, step
+
+    def update(
+        self, master: Tensor, grad: Tensor, states: Mapping[str, Tensor], scalars: Any, where: Where | None
+    ) -> None:
+        assert where is not None and where.offset == 0 and math.prod(where.shape) == master.numel()
+        lr, grad_scale, _ = scalars
+        velocity = states["velocity"].mul_(0.9).add_(grad.float() * grad_scale)
+        rows = velocity.view(where.shape if len(where.shape) > 1 else (1, -1))
+        master.view(rows.shape).sub_(rows / (rows.norm(dim=-1, keepdim=True) + 1e-6) * master.norm() * lr)
+
+
+RULES: dict[str, UpdateRule] = {"momentum": Momentum(), "coded": Coded(), "normed": Normed()}
 NAMED: dict[str, UpdateRule] = {
     "sgd": SGDRule(), "plain sgd": PlainSGDRule(), "lion": LionRule(), "adan": AdanRule(), "sophia": SophiaGRule(),
+    "muon": MuonRule(),
+    "adalomo": AdaLomoRule(),
 }  # fmt: skip
 EVERY = {**RULES, **NAMED}
 HYPERS: dict[type[UpdateRule], dict[str, Any]] = {
@@ -89,6 +113,7 @@ HYPERS: dict[type[UpdateRule], dict[str, Any]] = {
     LionRule: {"lr": 1e-3, "weight_decay": 0.1},
     AdanRule: {"weight_decay": 0.1},
     SophiaGRule: {"lr": 1e-3, "bs": 7.0},
+    MuonRule: {"lr": 1e-2, "adjust_lr": "match_rms_adamw"},
 }
 PRECISIONS = ("bf16", "fp32")
 
@@ -98,7 +123,11 @@ def make_model() -> nn.Module:
 
 
 def make_optimizer(model: nn.Module, rule: UpdateRule, **how: Any) -> gemini.HybridOptimizer:
-    return gemini.HybridOptimizer(model.parameters(), rule, **HYPERS.get(type(rule), {}), **how)
+    return gemini.HybridOptimizer(groups_of(model, rule), rule, **HYPERS.get(type(rule), {}), **how)
+
+
+def groups_of(model: nn.Module, rule: UpdateRule) -> Any:
+    return muon_groups(model, lr=1e-3) if isinstance(rule, MuonRule) else model.parameters()
 
 
 def loss_of(model: Any, seed: int) -> Tensor:
@@ -118,14 +147,17 @@ def plain_loop(
     Args:
         place_of: what the rule is told that a param is called, if not its name.
     """
-    model, losses, group = make_model(), [], {**rule.defaults, **HYPERS.get(type(rule), {})}
+    model, losses, hypers = make_model(), [], {**rule.defaults, **HYPERS.get(type(rule), {})}
+    own = [group for group in groups_of(model, rule) if isinstance(group, dict)]  # params, where there is one group
+    groups = {id(param): {**hypers, **group} for group in own for param in group["params"]}
+    order = {id(p): n for n, p in enumerate(p for g in own for p in g["params"])}
     masters: dict[str, Tensor] = {}
     states: dict[str, dict[str, Tensor]] = {}
     for name, param in model.named_parameters():
         masters[name] = param.detach().float().reshape(-1).clone()
         states[name] = {
             s.kind: torch.zeros(s.num_items(param.numel()), dtype=getattr(torch, s.dtype)) for s in rule.spec.planes
-        }
+        } | {kind: torch.zeros(own) for kind, own in shapes_of(rule.spec.factors, param.shape).items()}
         param.data = models.rounded(masters[name], precision).view(param.shape)
     for step, seed in enumerate(seeds, 1):
         loss = loss_of(model, seed)
@@ -137,10 +169,10 @@ def plain_loop(
             sums = [reference.total(reference.sum_squares(grad)) for grad in grads.values()]
             scale = min(1.0, clip / (math.sqrt(reference.total(sums)) + 1e-6))
         for number, (name, param) in enumerate(model.named_parameters()):
-            where = (
-                Where(name if place_of is None else place_of(number, name), 0) if rule.spec.needs == "place" else None
-            )
-            rule.update(masters[name], grads[name], states[name], rule.scalars(group, step, scale), where)
+            place = name if place_of is None else place_of(order.get(id(param), number), name)
+            where = Where(place, 0, param.shape) if rule.spec.needs != "elements" else None
+            scalars = rule.scalars(groups.get(id(param), hypers), step, scale)
+            rule.update(masters[name], grads[name], states[name], scalars, where)
             param.data = models.rounded(masters[name], precision).view(param.shape)
             param.grad = None
     return {"losses": losses, "masters": masters, "states": states}
@@ -161,11 +193,12 @@ def tight_bytes(rule: UpdateRule, precision: str, max_chunk: int) -> tuple[int, 
         trace, {Tier.CPU: 2**40}, precision=precision, max_chunk=max_chunk, rule=rule.spec, overlap=True
     )
     layout = problem.layout
-    assert problem.staging == 2 * staging_bytes(tile_numel(max(c.numel for c in layout.chunks)), rule.spec)
+    tile = tile_numel(max(c.numel for c in layout.chunks), whole_numel(layout, rule.spec))
+    assert problem.staging == 2 * staging_bytes(tile, rule.spec)
     scales = sum(
         spec.page_bytes(chunk.numel) for spec in rule.spec.planes if spec.stays_in_memory for chunk in layout.chunks
     )
-    return problem.working_set, problem.staging, scales
+    return problem.working_set, problem.staging, scales + problem.factors
 
 
 def train(model: Any, optimizer: Any, seeds: range, clip: float | None) -> list[float]:
@@ -182,7 +215,8 @@ def assert_same(model: Any, plain: dict[str, Any]) -> None:
     for name, master in plain["masters"].items():
         assert torch.equal(bits(model.full_param(name, torch.float32)), bits(master)), name
         for kind, state in plain["states"][name].items():
-            kept = engine.by_names.read_plane(engine.by_names[name], kind)
+            handle = engine.by_names[name]
+            kept = handle.factors[kind] if kind in handle.factors else engine.by_names.read_plane(handle, kind)
             assert kept.dtype is state.dtype and torch.equal(bits(kept), bits(state)), (name, kind)
 
 
@@ -271,7 +305,7 @@ def test_a_run_goes_on_from_a_checkpoint_with_the_same_bits(which: str, precisio
     in_memory = gemini.GeminiConfig(precision=precision, device="cpu", optimizer=rule, max_chunk=64)
     for again in (config, in_memory):  # other chunks, other homes
         other = gemini.GeminiDDP(make_model(), again)
-        resumed = gemini.HybridOptimizer(other.parameters(), rule, lr=1.0)
+        resumed = gemini.HybridOptimizer(groups_of(other, rule), rule, lr=1.0)
         gemini.load_checkpoint(tmp_path / "checkpoint", other, resumed)
         assert losses + train(other, resumed, range(2, 4), None) == plain["losses"]
         assert_same(other, plain)
@@ -336,12 +370,30 @@ def test_an_optimizer_of_another_rule_is_refused(tmp_path: Path) -> None:
         gemini.load_checkpoint(tmp_path / "sgd", other, gemini.HybridAdam(other.parameters()))
 
 
-def test_rules_that_need_whole_params_are_refused_with_the_reason() -> None:
-    class Whole(Momentum):
-        spec = RuleSpec("whole", needs="param")
+def test_staging_has_room_for_the_largest_param_that_is_trained(tmp_path: Path) -> None:
+    """Of a rule of whole params, in one slot beside training, with what such an update takes beside planes."""
+    rule, frozen = Normed(), make_model()
+    frozen.model.embed_tokens.requires_grad_(False)  # type: ignore[union-attr, operator]
+    engine = gemini.GeminiDDP(frozen, config_for(rule, tmp_path, "bf16", max_chunk=64))._gemini_engine
+    sizes = [param.numel() for param in frozen.parameters() if param.requires_grad]
+    assert engine.store.mover.tile == max(sizes) + -max(sizes) % 2048 > 64
+    areas = [4, 2, 4, 4] + [4] * WHOLE_TEMPORARIES  # weights, residual, velocity, gradient
+    assert engine.decision.problem.staging == 2 * sum(areas) * engine.store.mover.tile
+    with pytest.raises(GeminiError, match="the rule 'normed' passes whole params through staging, which has no room"):
+        train_later(rule)
 
-    with pytest.raises(ValueError, match="'whole' needs 'param', and updates go tile by tile"):
-        gemini.GeminiConfig(optimizer=Whole())
+
+def train_later(rule: UpdateRule) -> None:
+    """A param that becomes trained later, and is larger than a tile and all that were."""
+    model = models.llama(vocab_size=2**15 + 64)
+    model.model.embed_tokens.requires_grad_(False)
+    model.lm_head.requires_grad_(False)
+    managed = gemini.GeminiDDP(model, gemini.GeminiConfig(precision="bf16", device="cpu", optimizer=rule))
+    managed.model.embed_tokens.requires_grad_(True)
+    managed(input_ids=torch.zeros(1, 3, dtype=torch.long))
+
+
+def test_what_is_no_rule_is_refused() -> None:
     with pytest.raises(TypeError, match="optimizer= is an update rule"):
         gemini.GeminiConfig(optimizer=torch.optim.SGD)
     with pytest.raises(TypeError, match="optimizer= is an update rule .*Momentum"):
@@ -360,7 +412,7 @@ def test_rules_that_need_whole_params_are_refused_with_the_reason() -> None:
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize(("which", "bytes_each"), [("momentum", 8.0), ("coded", 4 + 1 + 4 / 64)])
+@pytest.mark.parametrize(("which", "bytes_each"), [("momentum", 8.0), ("coded", 4 + 1 + 4 / 64), ("normed", 8.0)])
 def test_plans_budgets_and_reports_count_the_planes_of_the_rule(
     which: str, bytes_each: float, precision: str, tmp_path: Path
 ) -> None:
@@ -386,7 +438,7 @@ def test_a_plan_is_of_its_rule(which: str, precision: str, tmp_path: Path) -> No
     trace = structural_trace(make_model(), precision)
     roomy = gemini.plan(trace, None, {Tier.CPU: 2**30}, precision=precision, optimizer=rule, max_chunk=6000)
     needed = roomy.bytes_per_tier[Tier.CPU]
-    budgets = {Tier.CPU: needed // 2 + roomy.problem.staging, Tier.NVME: 2**26}
+    budgets = {Tier.CPU: needed // (4 if rule.spec.whole else 2) + roomy.problem.staging, Tier.NVME: 2**26}
     made = gemini.plan(trace, None, budgets, precision=precision, optimizer=rule, max_chunk=6000)
     homes = [tier for planes in made.placement.homes for tier in planes.values()]
     assert {Tier.CPU, Tier.NVME} == set(homes)

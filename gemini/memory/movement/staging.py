@@ -145,8 +145,8 @@ class Staging:
         return slots[0] if slots else None
 
     def take_slots(self) -> list[StagingSet]:
-        """The same cut into slots of smaller tiles; none if no set is left."""
-        return self._take(SLOTS)
+        """The same cut into slots of smaller tiles (one, where a tile is a whole param); none if no set is left."""
+        return self._take(1 if self._rule.whole else SLOTS)
 
     def _take(self, num_slots: int) -> list[StagingSet]:
         if self._num_left == 0:

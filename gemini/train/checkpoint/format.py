@@ -88,6 +88,8 @@ class Manifest(NamedTuple):
     buffers: Any
     extra: Any
     rng: Any
+    factors: Any
+    """None in checkpoints of rules without any."""
 
 
 # ---- the folder ------------------------------------------------------------------------------------------------------
@@ -210,8 +212,14 @@ def _manifest_of(data: Any) -> Manifest:
     Raises:
         Malformed: naming the place of a value that no checkpoint has.
     """
-    data = {"scheduler_kind": None, "rule": ADAM.to_body(), "exact": [], **_fields(data, "the manifest")}
-    any_of = dict.fromkeys(("scheduler", "groups", "plain", "buffers", "extra", "rng"), _anything)
+    data = {
+        "scheduler_kind": None,
+        "rule": ADAM.to_body(),
+        "exact": [],
+        "factors": None,
+        **_fields(data, "the manifest"),
+    }
+    any_of = dict.fromkeys(("scheduler", "groups", "plain", "buffers", "extra", "rng", "factors"), _anything)
     manifest: Manifest = _record(
         Manifest,
         precision=_one_of(PRECISIONS),

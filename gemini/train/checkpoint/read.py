@@ -22,12 +22,14 @@ from gemini.train.checkpoint.convert import Loss, check_rule, converted, specs_o
 from gemini.train.checkpoint.format import VALUES, Manifest, compare_sums
 from gemini.train.checkpoint.plain_data import Decoder
 from gemini.train.checkpoint.states import (
+    check_factors,
     check_groups,
     check_plain_states,
     check_rng,
     check_scheduler,
     check_writable,
     groups_of,
+    load_factors,
     load_plain_states,
     persistent_buffers,
     set_rng_states,
@@ -184,9 +186,11 @@ class Rest:
         saved_buffers = decoder.decode(manifest.buffers, "buffers")
         self._state = decoder.decode(manifest.scheduler, "scheduler")
         self._rng, self.extra = decoder.decode(manifest.rng, "rng"), decoder.decode(manifest.extra, "extra")
+        factors = {} if manifest.factors is None else decoder.decode(manifest.factors, "factors")
         decoder.end()
         self._groups = check_groups(path, groups, groups_of(optimizer), optimizer)
         self._plain = check_plain_states(path, optimizer, plain)
+        self._factors = check_factors(factors, handles)
         self._buffers = _paired_buffers(path, dict(persistent_buffers(model)), saved_buffers)
         _compare_loss_scale(loss_scale, manifest)
         if not isinstance(self._rng, list) or not self._rng:
@@ -210,6 +214,7 @@ class Rest:
         for group, saved in zip(optimizer.param_groups, self._groups, strict=True):
             group.update(saved)
         load_plain_states(optimizer, self._plain)
+        load_factors(self._handles, self._factors)
         if self._scheduler is not None:
             self._scheduler.load_state_dict(self._state)
         if self._loss_scale is not None and self._manifest.loss_scale is not None:

@@ -26,7 +26,14 @@ from gemini.train.checkpoint.plain_data import encode
 from gemini.train.checkpoint.read import Reader, Rest
 from gemini.train.checkpoint.replacing import find, place_of
 from gemini.train.checkpoint.saver import PendingCheckpoint, Saver, pending_in
-from gemini.train.checkpoint.states import groups_of, persistent_buffers, plain_states, rng_states, scheduler_kind
+from gemini.train.checkpoint.states import (
+    factors_of,
+    groups_of,
+    persistent_buffers,
+    plain_states,
+    rng_states,
+    scheduler_kind,
+)
 from gemini.train.checkpoint.write import Draft, Writer, sources_of
 from gemini.train.engine import Engine
 from gemini.train.gradients.loss_scale import LossScale
@@ -205,6 +212,8 @@ def _draft(
         "loss_scale": None if loss_scale is None else vars(loss_scale).copy(),
         "extra": encode(extra, tensors, "extra"),
     }
+    if rule.factors:
+        manifest["factors"] = encode(factors_of(handles), tensors, "factors")
     if rule != ADAM:
         manifest["rule"] = rule.to_body()
     if rule.exact is not None:

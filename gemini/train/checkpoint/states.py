@@ -12,7 +12,7 @@ import importlib.util
 import math
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +20,13 @@ import torch
 from torch import nn
 
 from gemini.errors import PlanMismatch
+from gemini.planning.factors import shapes_of
 from gemini.planning.planes import RuleSpec
 from gemini.train.checkpoint.plain_data import plain_form
 from gemini.train.checkpoint.tensor_file import Malformed
 from gemini.train.optimizers.checks import check_decay, loaded_group
 from gemini.train.optimizers.optimizer import HybridOptimizer
-from gemini.train.params.handle import handle_of
+from gemini.train.params.handle import ParamHandle, handle_of
 
 
 def groups_of(optimizer: HybridOptimizer) -> list[dict[str, Any]]:
@@ -49,6 +50,40 @@ def plain_states(optimizer: HybridOptimizer) -> dict[str, Any]:
         for i, p in enumerate(params)
         if handle_of(p) is None
     }
+
+
+def factors_of(handles: Iterable[ParamHandle]) -> dict[str, dict[str, torch.Tensor]]:
+    """The factors of managed params, by name: copies."""
+    return {h.name: {name: value.clone() for name, value in h.factors.items()} for h in handles if h.factors}
+
+
+def check_factors(saved: Any, handles: Iterable[ParamHandle]) -> dict[str, dict[str, torch.Tensor]]:
+    """What :func:`factors_of` gave, if it is of these params; those that were frozen then have none in it.
+
+    Raises:
+        Malformed: if it holds what no rule can have left.
+    """
+    here = {h.name: {name: value.shape for name, value in h.factors.items()} for h in handles if h.factors}
+    if not isinstance(saved, dict) or not saved.keys() <= here.keys():
+        raise Malformed("factors are not of the params that are trained")
+    for name, own in saved.items():
+        if not isinstance(own, dict) or own.keys() != here[name].keys():
+            raise Malformed(f"factors.{name} are not those of the rule")
+        for kind, value in own.items():
+            alike = isinstance(value, torch.Tensor) and (value.dtype, value.shape) == (torch.float32, here[name][kind])
+            if not alike:
+                raise Malformed(f"factors.{name}.{kind} is not float32 {list(here[name][kind])}")
+    return saved
+
+
+def load_factors(handles: Iterable[ParamHandle], saved: dict[str, dict[str, torch.Tensor]]) -> None:
+    """Put back what :func:`check_factors` found good."""
+    for handle in handles:
+        for name, value in handle.factors.items():
+            if handle.name in saved:
+                value.copy_(saved[handle.name][name])
+            else:
+                value.zero_()
 
 
 def check_groups(
@@ -82,7 +117,7 @@ def check_groups(
             check_decay(group, ours, f"its group {i}")
         except ValueError as e:
             raise PlanMismatch(f"{path} was saved with the other kind of weight decay: {e}") from e
-    return [loaded_group(group) for group in saved]
+    return [loaded_group(group, ours) for group, ours in zip(saved, here, strict=True)]
 
 
 def check_alike(here: Any, saved: Any, where: str, *, finite: bool, fixed: bool) -> None:
@@ -176,12 +211,14 @@ def _check_state(state: dict[str, Any], param: torch.Tensor, rule: RuleSpec, whe
     if not (0 <= step.item() < 2**53 and step.item() == int(step.item())):
         raise Malformed(f"{where}.step is {step.item()}, and no number of updates")
     specs = {spec.kind: spec for spec in rule.planes}
-    if not specs.keys() <= state.keys() or state.keys() & (set(_STATES_OF.values()) - {own}):
+    factors = shapes_of(rule.factors, param.shape)
+    if not specs.keys() | factors.keys() <= state.keys() or state.keys() & (set(_STATES_OF.values()) - {own}):
         raise Malformed(f"{where} has {sorted(state, key=str)}, which is no state of a {param.dtype} param")
     for name, value in state.items():
         dtype = getattr(torch, specs[name].dtype) if name in specs else _MASTERS.get(name, torch.float32)
         whole = name not in specs or specs[name].block == 1
         shape = param.shape if whole else torch.Size([specs[name].num_items(param.numel())])
+        shape = torch.Size(factors.get(name, shape))
         alike = isinstance(value, torch.Tensor) and (value.dtype, value.shape) == (dtype, shape)
         if name != "step" and not alike:
             raise Malformed(f"{where}.{name} is not {dtype} in the shape of its param")

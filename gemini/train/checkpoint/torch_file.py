@@ -25,6 +25,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from gemini.errors import GeminiError, StorageError
 from gemini.planning.planes import PlaneSpec
+from gemini.rules import UpdateRule
 from gemini.train.checkpoint.replacing import atomic_write
 from gemini.train.optimizers.optimizer import HybridOptimizer
 from gemini.train.optimizers.states import read_state
@@ -56,8 +57,10 @@ class Promises:
         for index, param in enumerate(params):
             handle = handle_of(param)
             if handle is not None and handle.num_steps:
-                states = {spec.kind: _state(handle, spec) for spec in optimizer.rule.spec.planes}
-                state["state"][index] = {"step": torch.tensor(float(handle.num_steps), device="cpu"), **states}
+                states = {spec.kind: _state(handle, spec, optimizer.rule) for spec in optimizer.rule.spec.planes}
+                step = torch.tensor(float(handle.num_steps), device="cpu")
+                factors = {name: value.clone() for name, value in handle.factors.items()}
+                state["state"][index] = {"step": step, **states, **factors}
         return state
 
     def _weights(self, handle: ParamHandle) -> torch.Tensor:
@@ -65,9 +68,10 @@ class Promises:
         return _promise(handle.param.shape, dtype, partial(self._by_names.read, handle, dtype))
 
 
-def _state(handle: ParamHandle, spec: PlaneSpec) -> torch.Tensor:
+def _state(handle: ParamHandle, spec: PlaneSpec, rule: UpdateRule) -> torch.Tensor:
     """A promise of a state as the optimizer's rule has it."""
     shape = handle.param.shape if spec.block == 1 else torch.Size([spec.num_items(handle.slot.numel)])
+    shape = torch.Size() if spec.kind in rule.uniform else shape
     return _promise(shape, getattr(torch, spec.dtype), lambda: read_state(handle, spec.kind)[spec.kind])
 
 

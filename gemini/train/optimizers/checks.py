@@ -25,7 +25,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from gemini.planning.planes import RuleSpec
+from gemini.planning.factors import shapes_of
+from gemini.rules import UpdateRule
 from gemini.train.params.handle import handle_of
 
 Group = Mapping[str, Any]
@@ -205,29 +206,36 @@ def check_layout(own: list[dict[str, Any]], state_dict: Any) -> None:
         raise ValueError(f"the loaded state has states of {strange[:3]}, which are in none of its groups")
 
 
-def check_states(rule: RuleSpec, own: list[dict[str, Any]], state_dict: Any) -> None:
+def check_states(rule: UpdateRule, own: list[dict[str, Any]], state_dict: Any) -> None:
     """Refuse loaded states that are not of this rule: names, shapes, dtypes, step counts.
 
     Raises:
         ValueError, TypeError: naming the param and the key.
     """
-    wanted = {"step", *(spec.kind for spec in rule.planes)}
     for key, param, name in _params_of(own, state_dict["param_groups"]):
         state = state_dict["state"].get(key)
         if not isinstance(state, Mapping | None):
             raise ValueError(f"the loaded state of {name!r} is a {type(state).__name__}, wanted a dict")
         if not state:
             continue  # it has had no update
+        factors = shapes_of(rule.spec.factors, param.shape)
+        wanted = {"step", *factors, *(spec.kind for spec in rule.spec.planes)}
         if not wanted <= state.keys() <= wanted | {"residual", "master"}:
             raise ValueError(
-                f"the loaded state of {name!r} has {sorted(state)}, and the rule {rule.name!r} has {sorted(wanted)}"
+                f"the loaded state of {name!r} has {sorted(state)}, and the rule {rule.spec.name!r} has "
+                f"{sorted(wanted)}"
             )
         _check_step(state, name)
-        for spec in rule.planes:
+        for spec in rule.spec.planes:
             shape = param.shape if spec.block == 1 else torch.Size([spec.num_items(param.numel())])
+            shape = torch.Size() if spec.kind in rule.uniform else shape
             value = state[spec.kind]
             if not isinstance(value, torch.Tensor) or (str(value.dtype), value.shape) != (f"torch.{spec.dtype}", shape):
                 raise ValueError(f"{spec.kind!r} of {name!r} is not {spec.dtype} {tuple(shape)} in the loaded state")
+        for kind, size in factors.items():
+            value = state[kind]
+            if not isinstance(value, torch.Tensor) or (value.dtype, tuple(value.shape)) != (torch.float32, size):
+                raise ValueError(f"{kind!r} of {name!r} is not float32 {size} in the loaded state")
 
 
 def _params_of(own: list[dict[str, Any]], saved: list[Any]) -> Iterator[tuple[Any, nn.Parameter, str]]:
@@ -253,13 +261,15 @@ def _check_loaded_group(group: Group, mine: Group, what: str) -> None:
 
 
 def check_decay(group: Group, mine: Group, what: str) -> None:
-    """Refuse a loaded group that decays weights in the other one of both ways.
+    """Refuse a group loaded into an Adam's that decays weights in the other one of both ways.
 
     Raises:
         ValueError: saying how this optimizer is to be made.
     """
+    if "decoupled" not in mine:
+        return  # no Adam of ours: what it has by that name it interprets itself
     there = group.get("decoupled", group.get("decoupled_weight_decay"))
-    here = mine.get("decoupled", True)
+    here = mine["decoupled"]
     if there is not None and bool(there) is not here and float(group.get("weight_decay", 0)) != 0:
         kinds = {True: "decoupled weight decay (AdamW)", False: "L2 weight decay (Adam)"}
         raise ValueError(
@@ -343,9 +353,10 @@ def _check_tensor(value: Any, param: nn.Parameter, name: str, key: str) -> None:
         )
 
 
-def loaded_group(saved: Group) -> dict[str, Any]:
-    """What of a saved group goes into the optimizer's: not its params, nor what it is, which was compared."""
-    kept = {k: v for k, v in saved.items() if k not in ("params", "decoupled", "decoupled_weight_decay")}
+def loaded_group(saved: Group, mine: Group) -> dict[str, Any]:
+    """What of a saved group goes into the optimizer's: not its params, nor what an Adam is, which was compared."""
+    left = {"params", "decoupled", "decoupled_weight_decay"} if "decoupled" in mine else {"params"}
+    kept = {k: v for k, v in saved.items() if k not in left}
     return copy.deepcopy(kept)  # a learning rate may be a tensor, which a scheduler fills, or a label a list
 
 

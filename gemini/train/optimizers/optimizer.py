@@ -105,7 +105,7 @@ class HybridOptimizer(torch.optim.Optimizer):
         checks.check_layout(self.param_groups, state_dict)
         for number, (group, mine) in enumerate(zip(state_dict["param_groups"], self.param_groups, strict=True)):
             self.check_group({**mine, **group}, f"group {number} of the loaded state")
-        checks.check_states(self.rule.spec, self.param_groups, state_dict)
+        checks.check_states(self.rule, self.param_groups, state_dict)
 
     def add_param_group(self, param_group: Group) -> None:
         """Add a group of params with hyperparameters of its own, as in torch.
@@ -240,6 +240,9 @@ class HybridOptimizer(torch.optim.Optimizer):
         """
         states_of.check_owned(self, self._handles())
         result = super().state_dict()
+        for number, state in result["state"].items():  # a copy: these are the states themselves
+            shown = {name: states_of.shown(self.rule, name, value) for name, value in state.items()}
+            result["state"][number] = shown
         index = 0
         for group in self.param_groups:
             for param in group["params"]:
@@ -276,7 +279,7 @@ class HybridOptimizer(torch.optim.Optimizer):
         handles = [handle_of(param) for param in params]
         states_of.check_trained((h, state) for h, state in zip(handles, states, strict=True) if h is not None)
         agree_on_state(self, state_dict)
-        groups = [loaded_group(group) for group in saved]
+        groups = [loaded_group(group, mine) for group, mine in zip(saved, self.param_groups, strict=True)]
         with WHOLE:
             for param, handle, state in zip(params, handles, states, strict=True):
                 if handle is not None:
@@ -391,11 +394,11 @@ class HybridOptimizer(torch.optim.Optimizer):
         weights = data.contiguous()
         residual = state.get("residual")
         scalars = self.rule.scalars(group, int(state["step"]), 1.0)
-        where = Where(f"plain param {index}", 0) if self.rule.spec.needs == "place" else None
+        where = Where(f"plain param {index}", 0, param.shape) if self.rule.spec.needs != "elements" else None
         self.rule.run(
             weights.view(-1),
             None if residual is None else residual.view(-1),
-            {spec.kind: state[spec.kind].view(-1) for spec in self.rule.spec.planes},
+            {**state, **{spec.kind: state[spec.kind].view(-1) for spec in self.rule.spec.planes}},
             param.grad.contiguous().view(-1),  # type: ignore[union-attr]
             [rules.Segment(0, weights.numel(), scalars, where)],
         )
@@ -464,7 +467,8 @@ def _refuse_stock_optimizers(optimizer: torch.optim.Optimizer, args: Any, kwargs
             if handle is not None:
                 raise GeminiError(
                     f"{type(optimizer).__name__} cannot update {handle.name!r}: the gradients and masters of a managed "
-                    "model live in chunks. Use gemini.HybridAdam(model.parameters(), ...)"
+                    "model live in chunks. Use gemini.HybridAdam(model.parameters(), ...), another optimizer of "
+                    f"gemini.optim, or this one as a rule: gemini.optim.adopt({type(optimizer).__name__})"
                 )
 
 

@@ -19,7 +19,9 @@ from gemini.errors import GeminiError
 from gemini.interrupts import WHOLE
 from gemini.optim.compact import CompactRule, upper_byte
 from gemini.planning.compact import scale_of
+from gemini.planning.factors import shapes_of
 from gemini.planning.planes import RESIDUAL, PlaneKind, RuleSpec
+from gemini.rules import UpdateRule
 from gemini.train.params.handle import ParamHandle, handle_of
 from gemini.train.params.owner import owner_of
 from gemini.train.params.stepper import give_to, optimizer_of
@@ -135,7 +137,7 @@ class _Planes(Mapping[str, torch.Tensor]):
         self._handle = handle
 
     def __iter__(self) -> Iterator[str]:
-        return iter(["step", *_shown(self._handle)] if self._handle.chunk.trained else [])
+        return iter(["step", *_shown(self._handle), *self._handle.factors] if self._handle.chunk.trained else [])
 
     def __len__(self) -> int:
         return len(list(iter(self)))
@@ -210,20 +212,32 @@ def read_state(handle: ParamHandle, name: str | None = None) -> dict[str, torch.
 
     Compact ones are decoded: fp32, and a residual of int16.
     """
-    by_names, rule = owner_of(handle).by_names, _compact_rule(handle)
+    by_names, rule, compact = owner_of(handle).by_names, stepping_of(handle).rule, _compact_rule(handle)
     state = {"step": torch.tensor(float(handle.num_steps), device="cpu")}
     for kind in _shown(handle):
         value = by_names.read_plane(handle, kind) if name in (None, kind) else None
         if value is None:
             continue
-        if rule is not None and kind == RESIDUAL:
+        if compact is None:
+            value = shown(rule, kind, value)
+        elif kind == RESIDUAL:
             value = value.short() << 8
-        elif rule is not None:
+        else:
             scales = by_names.read_plane(handle, scale_of(kind))
             assert scales is not None
-            value = rule.decoded(value, scales)
+            value = compact.decoded(value, scales)
         state[kind] = value
+    if handle.factors:
+        stepping_of(handle).updates.wait(handle.chunk)
+        state.update({kind: value.clone() for kind, value in handle.factors.items() if name in (None, kind)})
     return state
+
+
+def shown(rule: UpdateRule, kind: str, value: torch.Tensor) -> torch.Tensor:
+    """A state as it is shown: of a plane that holds one number for the whole param, that."""
+    if kind not in rule.uniform:
+        return value
+    return value[0].clone() if value.numel() else value.new_zeros(())
 
 
 def check_trained(handles: Iterable[tuple[ParamHandle, Any]]) -> None:
@@ -255,11 +269,19 @@ def write_state(handle: ParamHandle, state: dict[str, Any]) -> None:
         state = coded
     for kind in handle.chunk.states:
         value, plane = state.get(kind), handle.chunk.planes[kind]
+        shape = handle.param.shape if plane.block == 1 else (plane.items(handle.param.numel()),)
         if value is not None:
-            by_names.write_plane(handle, kind, value)
+            is_number = plane.block != 1 and value.dim() == 0
+            by_names.write_plane(handle, kind, value.expand(shape) if is_number else value)
         elif not state and kind != RESIDUAL:
-            shape = handle.param.shape if plane.block == 1 else (plane.items(handle.param.numel()),)
             by_names.write_plane(handle, kind, torch.zeros((), device="cpu").expand(shape))
+    if handle.factors:
+        stepping_of(handle).updates.wait(handle.chunk)
+        for kind, factor in handle.factors.items():
+            if kind in state:
+                factor.copy_(state[kind])
+            elif not state:
+                factor.zero_()
     if handle.chunk.trained:  # else it is frozen, and nothing was kept
         handle.num_steps = int(state.get("step", 0))
 
@@ -272,12 +294,16 @@ def empty_states(rule: RuleSpec, param: nn.Parameter) -> dict[str, torch.Tensor]
         found[spec.kind] = torch.zeros_like(
             like, dtype=getattr(torch, spec.dtype), memory_format=torch.contiguous_format
         )
+    for name, shape in shapes_of(rule.factors, param.shape).items():
+        found[name] = torch.zeros(shape, dtype=torch.float32, device=param.device)
     return found
 
 
 def plain_state(rule: RuleSpec, param: nn.Parameter, state: dict[str, Any]) -> dict[str, torch.Tensor]:
     """A loaded state of a plain param, as :meth:`HybridOptimizer.step` has it: a copy."""
+    blocks = {spec.kind: spec for spec in rule.planes if spec.block != 1}
     dtypes = {spec.kind: getattr(torch, spec.dtype) for spec in rule.planes}
+    dtypes.update(dict.fromkeys(shapes_of(rule.factors, param.shape), torch.float32))
     if param.dtype is torch.bfloat16:
         dtypes["residual"] = torch.int16
     if param.dtype is torch.float16:
@@ -285,5 +311,8 @@ def plain_state(rule: RuleSpec, param: nn.Parameter, state: dict[str, Any]) -> d
     found = {"step": torch.tensor(float(state["step"]), device="cpu")}
     for name, dtype in dtypes.items():
         if name in state:
-            found[name] = state[name].detach().to(param.device, dtype, copy=True).contiguous()
+            value = state[name].detach()
+            if name in blocks and value.dim() == 0:
+                value = value.expand(blocks[name].num_items(param.numel()))
+            found[name] = value.to(param.device, dtype, copy=True).contiguous()
     return found

@@ -68,6 +68,8 @@ class ParamHandle:
     """The one that the param was given to, beside ``_owners``: every step asks for it."""
     clip: float = 1.0
     """What clipping of some params (one optimizer's of several) makes of the gradient; 1 while there is none."""
+    factors: dict[str, torch.Tensor] = field(default_factory=dict)
+    """States of it that are no planes, in host memory."""
     clip_folded: float = 1.0
     """The part of ``clip`` that is of an earlier step, and so of the gradient itself to whoever reads it."""
 

@@ -29,9 +29,10 @@ from gemini.planning.plan import Moves
 from gemini.planning.planes import WEIGHTS
 from gemini.planning.planner import moves_for
 from gemini.planning.trace import Access, Source, accesses
-from gemini.planning.working import device_tile_numel, tile_numel
+from gemini.planning.working import device_tile_numel, tile_numel, whole_numel
 from gemini.ranks.group import Ranks
 from gemini.tiers import Ledger, Tier
+from gemini.train.params.factors import make_factors
 from gemini.train.params.handle import ParamHandle, ParamSet
 from gemini.train.setup.problem import Decision, check_optimizers, collect_params, decide
 
@@ -66,7 +67,8 @@ def build(
     problem, placement, layout = decision.problem, decision.placement, decision.problem.layout
     place_of = {slot.name: (chunk, slot) for chunk in layout.chunks for slot in chunk.slots}
     largest = max(chunk.numel for chunk in layout.chunks)
-    tile, device_tile = tile_numel(largest), device_tile_numel(largest, problem.rule)
+    whole = whole_numel(layout, problem.rule)
+    tile, device_tile = tile_numel(largest, whole), device_tile_numel(largest, problem.rule, whole)
     ledger = Ledger(dict(problem.budgets))
     _reserve(ledger, problem, placement)
     needed = bytes_per_tier(problem, placement)
@@ -88,6 +90,9 @@ def build(
         for n in named
         for spec, slot in [place_of[n.names[0]]]
     ]
+    for handle in handles:
+        if handle.chunk.trained:
+            handle.factors = make_factors(problem.rule, handle.param.shape)
     params = ParamSet(handles, _by_chunk(handles))
     for index, own in params.by_chunk.items():
         _make_views(chunks[index], own)
@@ -142,6 +147,8 @@ def _reserve(ledger: Ledger, problem: Problem, placement: Placement) -> None:
             ledger.reserve(homes[kind], num_bytes, kind)
     if problem.exchange:
         ledger.reserve(Tier.CPU, problem.exchange, "exchange")
+    if problem.factors:
+        ledger.reserve(Tier.CPU, problem.factors, "factors")
     if problem.activations:
         ledger.reserve(problem.compute, problem.activations, "activations")
     demands = problem.demands(placement)

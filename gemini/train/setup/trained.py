@@ -10,9 +10,11 @@ import torch
 from gemini.errors import BudgetExceeded, GeminiError, human_bytes
 from gemini.memory.chunks.chunk import Chunk, make_plane
 from gemini.memory.store import ChunkStore
+from gemini.planning.factors import factor_bytes
 from gemini.planning.planes import RuleSpec, plane_specs
 from gemini.tiers import Tier
 from gemini.train.activations.store import ActivationStore
+from gemini.train.params.factors import make_factors
 from gemini.train.params.handle import ParamHandle, ParamSet
 from gemini.train.params.owner import owner_of
 
@@ -58,6 +60,11 @@ class TrainedParams:
                 f"{chunk.name} was frozen when the model was wrapped: in fp16 it has no fp32 master to train. "
                 "Set requires_grad before wrapping, or use precision='bf16'"
             )
+        if self._rule.whole and chunk.spec.numel > store.mover.tile:
+            raise GeminiError(
+                f"{chunk.name} was frozen when the model was wrapped, and the rule {self._rule.name!r} passes whole "
+                "params through staging, which has no room for it: set requires_grad before wrapping"
+            )
         num_bytes = sum(spec.page_bytes(numel) for spec in missing.values())
         below = [tier for tier in store.ledger.tiers if tier is not Tier.GPU]
         if store.device.tier in below:
@@ -75,6 +82,10 @@ class TrainedParams:
         for kind, spec in missing.items():
             with store.ledger.reserving(tier, spec.page_bytes(numel), kind):
                 planes[kind] = make_plane(spec, numel, tier, store.device, store.spill)
+        for handle in self._params.by_chunk[chunk.spec.index]:
+            num_bytes = factor_bytes(self._rule.factors, tuple(handle.param.shape))
+            store.ledger.reserve(Tier.CPU, num_bytes, "factors")
+            handle.factors = make_factors(self._rule, handle.param.shape)
         chunk.planes.update(planes)
         chunk.trained = True
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from enum import Enum
 from functools import partial
 from typing import Any, NamedTuple
@@ -153,13 +154,14 @@ class Tile:
             grad = self._grad_of(*several[0]) if landed is None else of[GRAD]
             segments = [rules.Segment(a - first, b - first, s.scalars, self._where(a, s)) for a, b, s in several]
             with NOTHING if recorder is None else recorder.span(Track.UPDATE, *self._label):
-                self._rule.run(of[WEIGHTS], of.get(RESIDUAL), of, grad, segments, self.stop)
+                with _beside(several[0][2].handle.factors, of, grad.device):
+                    self._rule.run(of[WEIGHTS], of.get(RESIDUAL), of, grad, segments, self.stop)
 
     def _where(self, start: int, param: ParamUpdate) -> rules.Where | None:
         if self._rule.spec.needs == "elements":
             return None
         handle = param.handle
-        return rules.Where(handle.name, handle.part.offset + start - handle.part.start)
+        return rules.Where(handle.name, handle.part.offset + start - handle.part.start, handle.view.shape)
 
     def finish(self) -> None:
         """Wait until everything is home."""
@@ -195,6 +197,16 @@ class Tile:
     def _grad_of(start: int, stop: int, param: ParamUpdate) -> torch.Tensor:
         assert param.grad is not None
         return param.grad[start - param.handle.part.start : stop - param.handle.part.start]
+
+
+@contextmanager
+def _beside(factors: dict[str, torch.Tensor], states: dict[str, torch.Tensor], device: torch.device) -> Iterator[None]:
+    """A param's factors among its states, where the update runs; a tile is a whole param then."""
+    states.update({name: value.to(device) for name, value in factors.items()})
+    yield
+    for name, value in factors.items():
+        if value.device != device:
+            value.copy_(states[name])
 
 
 def _part(view: torch.Tensor, planes: Mapping[PlaneKind, Plane], kind: str, start: int, stop: int) -> torch.Tensor:
@@ -233,12 +245,18 @@ def tiles_of(mover: Mover, update: ChunkUpdate, tile: int, stop: torch.Tensor | 
 
 
 def cut(update: ChunkUpdate, tile: int) -> Iterator[tuple[int, int, list[ParamUpdate]]]:
-    """Ranges of at most ``tile`` elements over all params, in order, each with those that it touches."""
-    params = [s for s in update.params if s.handle.part.numel]
+    """Ranges of at most ``tile`` elements over all params, in order, each with those that it touches; one for each
+    param where the rule needs it whole.
+    """
+    params, align = [s for s in update.params if s.handle.part.numel], update.chunk.spec.align
     if not params:
         return
+    if update.rule.spec.whole:
+        for param in sorted(params, key=lambda s: s.handle.part.start):
+            yield param.handle.part.start, page_up(param.handle.part.stop, align), [param]
+        return
     start = min(s.handle.part.start for s in params)
-    stop = page_up(max(s.handle.part.stop for s in params), update.chunk.spec.align)
+    stop = page_up(max(s.handle.part.stop for s in params), align)
     for first, last in tiles(start, stop, tile):
         active = [s for s in params if s.handle.part.start < last and s.handle.part.stop > first]
         if active:

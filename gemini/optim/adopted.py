@@ -1,0 +1,318 @@
+"""``adopt``: a torch optimizer as an update rule, run tile by tile on fp32 masters with its states in planes.
+
+For each tile an optimizer of the class is made for a short while, over a param that is the master and with states that
+are the planes; its ``step()`` is the update. So it is the class's own arithmetic, of whatever package, and the bits of
+its ordinary run over fp32 masters. That this is so is tried before a rule is made: with tiles that are parts of params,
+and where an update of an element depends on others, with tiles that are whole params. What cannot be run like that
+either is refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from gemini.grad_mode import without_grad
+from gemini.optim.anatomy import (
+    SHAPE,
+    SHAPES,
+    Anatomy,
+    Hypers,
+    Refusal,
+    Snapshot,
+    anatomy_of,
+    begin_of,
+    called,
+    frozen,
+    gradient,
+    make,
+    step,
+    takes,
+    trained,
+    with_vectors,
+)
+from gemini.planning.factors import shapes_of
+from gemini.planning.planes import ALIGN, RuleSpec
+from gemini.rules import UpdateRule, Where
+from gemini.train.optimizers.optimizer import HybridOptimizer
+from gemini.train.params.factors import make_factors
+
+_NOT_HERE = {
+    "capturable": "steps are not captured into CUDA graphs",
+    "differentiable": "nothing can be differentiated through an update",
+}
+
+
+class AdoptedScalars(NamedTuple):
+    """What an update needs beside tensors."""
+
+    step: int
+    grad_scale: float
+    hypers: Hypers
+
+
+@dataclass(frozen=True, repr=False)
+class AdoptedRule(UpdateRule):
+    """The rule of a torch optimizer; made by :func:`adopt`. Two are the same if they are of one class and keep the same
+    states, whatever their hyperparameters.
+
+    Args:
+        kind: the class.
+        hypers: those of every group that does not say others.
+        anatomy: what the class keeps of a param.
+        spec: the planes for it.
+    """
+
+    kind: type[Optimizer]
+    hypers: Hypers = field(compare=False)
+    anatomy: Anatomy
+    spec: RuleSpec  # type: ignore[misc]
+
+    def __repr__(self) -> str:
+        defaults = {**_defaults(self.kind, {}), "foreach": False}
+        given = [f", {name}={value!r}" for name, value in self.hypers if defaults.get(name, ...) != value]
+        return f"gemini.optim.adopt({called(self.kind)}{''.join(given)})"
+
+    @property
+    def defaults(self) -> Mapping[str, Any]:  # type: ignore[override]
+        """The hyperparameters of a param group: those of the class, with what was given to :func:`adopt`."""
+        return dict(self.hypers)
+
+    @property
+    def uniform(self) -> frozenset[str]:  # type: ignore[override]
+        return frozenset(self.anatomy.numbers)
+
+    def make(self, params: Any, *, step_in_backward: bool = False, **hypers: Any) -> HybridOptimizer:
+        """The optimizer of this rule, over params or param groups: :class:`gemini.HybridOptimizer`."""
+        return HybridOptimizer(params, self, step_in_backward=step_in_backward, **hypers)
+
+    def check_group(self, group: Mapping[str, Any], what: str) -> None:
+        super().check_group(group, what)
+        found = []
+        for name, _ in self.hypers:
+            try:
+                found.append((name, frozen(group[name])))
+            except TypeError as e:
+                raise TypeError(f"{name} of {what} cannot be used: {e}") from e
+        _check(self, tuple(found), what)
+        if self.spec.whole:
+            params = group.get("params", ())
+            for dims in {p.dim() for p in params if isinstance(p, Tensor)} if isinstance(params, list) else ():
+                _check_dims(self, tuple(found), dims, what)
+
+    def scalars(self, group: Mapping[str, Any], step: int, grad_scale: float) -> AdoptedScalars:
+        return AdoptedScalars(step, grad_scale, tuple((name, frozen(group[name])) for name, _ in self.hypers))
+
+    @without_grad
+    def update(
+        self, master: Tensor, grad: Tensor, states: Mapping[str, Tensor], scalars: Any, where: Where | None
+    ) -> None:
+        shape = where.shape if self.spec.whole and where is not None else master.shape
+        param, before = nn.Parameter(master.view(shape)), scalars.step - 1
+        param.grad = grad.to(torch.float32, copy=True).mul_(scalars.grad_scale).view(shape)  # it may write to it
+        optimizer = make(self.kind, [param], dict(scalars.hypers))
+        if before:  # else it begins its states itself
+            optimizer.state[param] = self._state_of(states, before, shape)
+        for name, kind in self.anatomy.group_counts:
+            optimizer.param_groups[0][name] = _count(kind, before)
+        step(optimizer)
+        state = optimizer.state[param]
+        for name, _ in self.anatomy.planes:
+            if state[name].data_ptr() != states[name].data_ptr():
+                states[name].copy_(state[name].reshape(-1))
+        for name in self.anatomy.numbers:
+            states[name].fill_(state[name])
+        for name in shapes_of(self.anatomy.factors, shape):
+            states[name].copy_(state[name])
+        if param.data_ptr() != master.data_ptr():
+            master.copy_(param.reshape(-1))
+
+    def _state_of(self, states: Mapping[str, Tensor], before: int, shape: tuple[int, ...]) -> dict[str, Any]:
+        state: dict[str, Any] = {name: states[name].view(shape) for name, _ in self.anatomy.planes}
+        state.update({name: states[name][0].cpu() for name in self.anatomy.numbers})  # where torch has such numbers
+        state.update({name: states[name] for name in shapes_of(self.anatomy.factors, shape)})
+        state.update({name: _count(kind, before) for name, kind in self.anatomy.counts})
+        return {**state, **dict.fromkeys(self.anatomy.nones)}
+
+
+def _count(kind: type, count: int) -> Any:
+    return torch.tensor(float(count), dtype=torch.float32, device="cpu") if kind is Tensor else kind(count)
+
+
+def adopt(kind: type[Optimizer], **hypers: Any) -> AdoptedRule:
+    """The rule of a torch optimizer, of ``torch.optim`` or of another package::
+
+        rule = gemini.optim.adopt(torch.optim.NAdam, momentum_decay=0.01)
+        model = gemini.GeminiDDP(model, gemini.GeminiConfig(optimizer=rule))
+        optimizer = rule.make(model.parameters(), lr=1e-3)
+
+    The class is tried on a small matrix, step by step: what it keeps of a param becomes planes, and its step must give
+    the same bits in one piece, in two, and with states that were put aside in between. Where only the pieces differ it
+    is given whole params (``rule.spec.needs == "param"``), which staging must then have room for. Slower than a native
+    kernel.
+
+    Args:
+        kind: the class.
+        hypers: what its constructor takes beside params. Which states it keeps may depend on them (``momentum=0.9``,
+            ``amsgrad=True``), so they belong to the rule; those of ``rule.make`` and of param groups may differ from
+            them as long as the states are the same.
+
+    Raises:
+        TypeError: for what is no optimizer class, and for hyperparameters that it does not have.
+        ValueError: naming the class and the reason why it cannot be run on parts of params, nor on whole ones.
+    """
+    if not (isinstance(kind, type) and issubclass(kind, Optimizer)):
+        raise TypeError(f"adopt takes a class of torch optimizers (torch.optim.NAdam), got {kind!r}")
+    if issubclass(kind, HybridOptimizer):
+        raise TypeError(f"{called(kind)} is an optimizer of Gemini already: give its rule to GeminiConfig(optimizer=)")
+    for name in hypers:
+        if not takes(kind, name):
+            raise TypeError(f"{called(kind)} has no {name}=")
+    if takes(kind, "foreach"):
+        hypers.setdefault("foreach", False)
+    try:
+        return _adopted(kind, tuple((name, frozen(value)) for name, value in _defaults(kind, hypers).items()))
+    except Refusal as e:
+        raise ValueError(f"gemini.optim.adopt({called(kind)}): {e}") from e
+
+
+def _defaults(kind: type[Optimizer], hypers: Mapping[str, Any]) -> dict[str, Any]:
+    """The hyperparameters of a group, as the class makes one.
+
+    Raises:
+        Refusal: if it cannot be made of params and these.
+    """
+    try:
+        group = kind([nn.Parameter(torch.zeros(SHAPE, device="cpu"))], **hypers).param_groups[0]
+    except Exception as e:
+        raise Refusal(f"it cannot be made as {kind.__name__}(params, ...): {type(e).__name__}: {e}") from e
+    return {name: value for name, value in group.items() if name != "params"}
+
+
+def _adopted(kind: type[Optimizer], hypers: Hypers) -> AdoptedRule:
+    """The rule, tried.
+
+    Raises:
+        Refusal: if what it makes of tiles is not what the class makes of a param.
+    """
+    given = dict(hypers)
+    for name, why in _NOT_HERE.items():
+        if given.get(name):
+            raise Refusal(f"{name}=True: {why}; leave it out")
+    given = _not_still(given)
+    wanted = trained(kind, given)
+    anatomy, numel = anatomy_of(wanted, given), SHAPE[0] * SHAPE[1]
+    if anatomy.factors:
+        anatomy = with_vectors(anatomy, trained(kind, given, SHAPES[1]))
+    for needs, pieces in (("place", (slice(0, ALIGN), slice(ALIGN, numel))), ("param", (slice(0, numel),))):
+        if anatomy.factors and needs != "param":
+            continue
+        try:
+            spec = RuleSpec(called(kind), anatomy.specs, needs, factors=anatomy.factors)
+        except ValueError as e:
+            raise Refusal(f"its states cannot be named: {e}") from e
+        rule = AdoptedRule(kind=kind, hypers=hypers, anatomy=anatomy, spec=spec)
+        try:
+            if all(_does_alike(rule, given, wanted, piece) for piece in pieces):
+                return rule
+        except Exception as e:
+            if needs == "param":
+                raise Refusal(f"it cannot go on with its states: {type(e).__name__}: {e}") from e
+    raise Refusal("its steps need more than its states of a param: something stays in the optimizer itself")
+
+
+def _not_still(hypers: Mapping[str, Any]) -> dict[str, Any]:
+    """For a trial: a schedule may begin with 0, and what a step does then says nothing."""
+    return {**hypers, "lr": 1e-3} if not hypers.get("lr", 1) else dict(hypers)
+
+
+@without_grad
+def _does_alike(rule: AdoptedRule, given: Mapping[str, Any], wanted: list[Snapshot], piece: slice) -> bool:
+    """Whether the rule makes the same bits of a piece of the trial's param, as a tile, in each step."""
+    shape = wanted[0].value.shape
+    master = begin_of(shape).view(-1)[piece].clone()
+    where = Where("trial", piece.start, shape)
+    states = {
+        spec.kind: torch.zeros(spec.num_items(master.numel()), dtype=getattr(torch, spec.dtype), device="cpu")
+        for spec in rule.spec.planes
+    } | make_factors(rule.spec, shape)
+    for number, snapshot in enumerate(wanted, 1):
+        scalars = AdoptedScalars(number, 1.0, tuple(given.items()))
+        rule.update(master, gradient(number, shape).view(-1)[piece], states, scalars, where)
+        same = _equal(master, snapshot.value.view(-1)[piece])
+        for name, _ in rule.anatomy.planes:
+            same &= _equal(states[name], snapshot.state[name].reshape(-1)[piece])
+        for name in shapes_of(rule.anatomy.factors, shape):
+            same &= _equal(states[name], snapshot.state[name])
+        for name in rule.anatomy.numbers:
+            same &= bool((states[name] == snapshot.state[name]).all())
+        if not same:
+            return False
+    return True
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(a.view(torch.uint8), b.contiguous().view(torch.uint8))
+
+
+@lru_cache(maxsize=512)
+def _check_dims(rule: AdoptedRule, hypers: Hypers, dims: int, what: str) -> None:
+    """Refuse params of so many dimensions that a rule of whole params cannot update.
+
+    Raises:
+        ValueError: saying why.
+    """
+    shape, given = SHAPES.get(dims, (2,) * dims), _not_still(dict(hypers))
+    try:
+        wanted = trained(rule.kind, given, shape)
+        if wanted[-1].state.keys() != rule.anatomy.keeps(shape):
+            raise Refusal("it keeps other states of such a param")
+        if not _does_alike(rule, given, wanted, slice(0, wanted[0].value.numel())):
+            raise Refusal("it needs more than the states that it keeps of it")
+    except Refusal as e:
+        raise ValueError(
+            f"{what} has params of {dims} dimensions, which {called(rule.kind)} cannot update here: {e}"
+        ) from e
+
+
+_anatomies: dict[tuple[type, tuple[tuple[str, bool], ...]], Anatomy] = {}
+"""What classes keep, by which of their hyperparameters are off: a schedule changes numbers at every step."""
+
+
+def _anatomy_with(kind: type[Optimizer], hypers: Hypers) -> Anatomy:
+    pattern = kind, tuple((name, bool(value)) for name, value in hypers)
+    if pattern not in _anatomies:
+        _anatomies[pattern] = _adopted(kind, hypers).anatomy
+    return _anatomies[pattern]
+
+
+@lru_cache(maxsize=512)
+def _check(rule: AdoptedRule, hypers: Hypers, what: str) -> None:
+    """Refuse hyperparameters that the class does not take, or with which it keeps other states than the rule has.
+
+    Raises:
+        ValueError: naming them.
+    """
+    try:
+        make(rule.kind, [nn.Parameter(torch.zeros(SHAPE, device="cpu"))], dict(hypers))
+    except Exception as e:
+        raise ValueError(f"{called(rule.kind)} refuses {what}: {e}") from e
+    try:
+        anatomy = _anatomy_with(rule.kind, hypers)
+    except Refusal as e:
+        raise ValueError(f"{what} cannot be used with {called(rule.kind)}: {e}") from e
+    if anatomy != rule.anatomy:
+        mine, theirs = ({spec.kind for spec in a.specs} for a in (rule.anatomy, anatomy))
+        different = sorted(mine ^ theirs) or sorted(mine)
+        ours = dict(rule.hypers)
+        changed = {name: value for name, value in hypers if bool(value) != bool(ours.get(name))}
+        raise ValueError(
+            f"{what} has {changed}, with which {called(rule.kind)} keeps other states ({different}) than the rule has: "
+            f"say it where the rule is made, gemini.optim.adopt({called(rule.kind)}, ...)"
+        )

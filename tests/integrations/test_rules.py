@@ -1,0 +1,131 @@
+"""Other rules than Adam's in the bridges: by name in TrainingArguments, by the config, given as torch's optimizer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gemini.integrations.accelerate import GeminiAccelerator
+from gemini.integrations.lightning import GeminiStrategy
+from gemini.integrations.rules import to_hybrid
+from lightning_cases import alone  # noqa: F401
+from transformers import Trainer
+
+import gemini
+from gemini import optim
+from tests.integrations.test_lightning_fit import fit
+from tests.integrations.test_lightning_optimizers import optimizing
+from tests.integrations.trainer_cases import llama, make, masters
+from tests.train.helpers import on_batch
+
+Config = gemini.GeminiConfig
+STOCK: dict[str, dict[str, Any]] = {
+    "sgd": {"optim": "sgd"},
+    "sgd with momentum": {"optim": "sgd", "optim_args": "momentum=0.9,nesterov=true"},
+    "adagrad": {"optim": "adagrad", "optim_args": "lr_decay=0.1"},
+    "rmsprop": {"optim": "rmsprop", "optim_args": "momentum=0.5,centered=true"},
+}
+
+
+@pytest.mark.parametrize("which", STOCK)
+def test_a_stock_name_trains_as_the_stock_trainer_does(which: str, tmp_path: Path) -> None:
+    """The same losses; for adopted classes the same bits, gradients being summed in fp32 by both."""
+    how = {**STOCK[which], "max_grad_norm": 0.0, "learning_rate": 1e-3, "train_sampling_strategy": "sequential"}
+    stock, wanted = make(tmp_path / "stock", kind=Trainer, save_strategy="no", **how)
+    stock.train()
+    ours, record = make(tmp_path / "ours", **how)
+    ours.train()
+    exact = not which.startswith("sgd")
+    rule = ours.optimizer.optimizer.rule
+    assert isinstance(rule, optim.AdoptedRule if exact else (optim.SGDRule, optim.PlainSGDRule))
+    assert record.of("loss") == pytest.approx(wanted.of("loss"), rel=0 if exact else 1e-5)
+    found = masters(ours.model)
+    for name, param in stock.model.named_parameters():
+        if exact:
+            assert torch.equal(found[name], param.detach()), name
+        else:
+            torch.testing.assert_close(found[name], param.detach(), rtol=1e-4, atol=1e-6)
+    again, _ = make(tmp_path / "ours", **how)
+    again.train(resume_from_checkpoint=str(tmp_path / "ours" / "checkpoint-3"))
+    for name, value in masters(again.model).items():
+        assert torch.equal(value, found[name]), name
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "hypers"),
+    [
+        ("lion_32bit", optim.LionRule, {"betas": (0.8, 0.9), "weight_decay": 0.1}),
+        ("lomo", optim.PlainSGDRule, {"lr": 1e-3}),
+        ("adalomo", optim.AdaLomoRule, {"weight_decay": 0.1}),
+    ],
+)
+def test_names_whose_rule_gemini_has(name: str, kind: type, hypers: dict[str, Any], tmp_path: Path) -> None:
+    trainer, record = make(
+        tmp_path, optim=name, learning_rate=1e-3, adam_beta1=0.8, adam_beta2=0.9, warmup_steps=0, save_strategy="no"
+    )
+    trainer.train()
+    optimizer = trainer.optimizer.optimizer
+    assert type(optimizer.rule) is kind and trainer.model._gemini_engine.config.optimizer == optimizer.rule
+    assert all(optimizer.defaults[key] == value or key == "weight_decay" for key, value in hypers.items())
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
+    assert len(record.of("loss")) == 6
+
+
+def test_the_config_says_the_rule(tmp_path: Path) -> None:
+    rule = optim.adopt(torch.optim.NAdam, momentum_decay=0.1)
+    trainer, _ = make(tmp_path, gemini_config=Config(optimizer=rule), save_strategy="no", learning_rate=1e-4)
+    trainer.train()
+    (first, _) = trainer.optimizer.optimizer.param_groups
+    assert trainer.optimizer.optimizer.rule == rule and first["momentum_decay"] == 0.1 and first["initial_lr"] == 1e-4
+    with pytest.raises(ValueError, match=r"optim='sgd' is PlainSGDRule\(\), .* managed for gemini.optim.adopt"):
+        make(tmp_path, gemini_config=Config(optimizer=rule), optim="sgd")
+
+
+def test_a_given_optimizer_of_the_rule_is_converted_with_its_states(tmp_path: Path) -> None:
+    """A run that began with torch goes on as it would have there."""
+    for kind, rule, how in (
+        (torch.optim.NAdam, optim.adopt(torch.optim.NAdam), {"lr": 1e-3}),
+        (torch.optim.SGD, optim.SGDRule(), {"lr": 1e-2, "momentum": 0.9, "dampening": 0.5}),
+    ):
+        runs = []
+        for managed in (True, False):
+            model: Any = llama()
+            optimizer = kind(model.parameters(), foreach=False, **how)  # type: ignore[arg-type]
+            for seed in range(2):
+                on_batch(model, seed).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            if managed:
+                accelerator = GeminiAccelerator(cpu=True, gemini_config=Config(precision="fp32", optimizer=rule))
+                model, optimizer = accelerator.prepare(model, optimizer)
+                assert optimizer.optimizer.rule == rule
+            for seed in range(2, 4):
+                on_batch(model, seed).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            runs.append(masters(model) if managed else dict(model.named_parameters()))
+        for name, value in runs[0].items():
+            torch.testing.assert_close(value, runs[1][name].detach(), rtol=1e-5, atol=1e-7)
+
+
+def test_lightning_converts_by_the_rule_of_the_config() -> None:
+    rule = optim.adopt(torch.optim.Adagrad)
+    strategy = GeminiStrategy(Config(precision="fp32", optimizer=rule))
+    module = optimizing(lambda m: torch.optim.Adagrad(m.parameters(), lr=1e-2))
+    run = fit(module, strategy, 8)
+    assert run.optimizers[0].rule == rule
+    other = optimizing(lambda m: torch.optim.RMSprop(m.parameters(), lr=1e-2))
+    with pytest.raises(ValueError, match=r"RMSprop is not of the rule .*Adagrad.*adopt\(torch.optim.RMSprop\)"):
+        fit(other, GeminiStrategy(Config(precision="fp32", optimizer=rule)), 4)
+
+
+def test_an_optimizer_of_another_rule_is_refused_by_name() -> None:
+    model = gemini.GeminiDDP(llama(), Config(precision="fp32", optimizer=optim.SGDRule()))
+    with pytest.raises(ValueError, match=r"AdamW is not of the rule .* SGDRule\(\).*adopt\(torch.optim.AdamW\)"):
+        to_hybrid(torch.optim.AdamW(model.parameters()))
+    with pytest.raises(ValueError, match="SGD has maximize=True"):
+        to_hybrid(torch.optim.SGD(model.parameters(), maximize=True))
+    lion = gemini.HybridOptimizer(list(llama().parameters()), optim.LionRule())
+    assert to_hybrid(lion) is lion
