@@ -364,24 +364,24 @@ def copy_grad(dst: Tensor, src: Tensor) -> Sums:
     """
     accepted = (src.dtype, torch.float32) if src.dtype != torch.float32 else FLOAT32
     d, s = check_two("copy_grad", ("dst", dst, accepted), src)
-    if _isa is not None and dst.is_cpu:
-        return _native.copy_grad(_isa, d, _dtypes[dst.dtype], s, _dtypes[src.dtype], dst.numel())
     if cuda := _cuda_for(dst):
         places = cuda.places(dst)
         cuda.copy_grad(dst, src, places)
         return cuda.left_in(places)
+    if _isa is not None and dst.is_cpu:
+        return _native.copy_grad(_isa, d, _dtypes[dst.dtype], s, _dtypes[src.dtype], dst.numel())
     return list(reference.copy_grad(dst, src))
 
 
 def accumulate_grad(acc: Tensor, src: Tensor) -> Sums:
     """acc (fp32) += src, in one pass with the norm: returns the sums of squares of the new acc, as copy_grad does."""
     a, s = check_two("accumulate_grad", ("acc", acc, FLOAT32), src)
-    if _isa is not None and acc.is_cpu:
-        return _native.accumulate_grad(_isa, a, s, _dtypes[src.dtype], acc.numel())
     if cuda := _cuda_for(acc):
         places = cuda.places(acc)
         cuda.accumulate_grad(acc, src, places)
         return cuda.left_in(places)
+    if _isa is not None and acc.is_cpu:
+        return _native.accumulate_grad(_isa, a, s, _dtypes[src.dtype], acc.numel())
     return list(reference.accumulate_grad(acc, src))
 
 

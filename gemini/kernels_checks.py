@@ -45,11 +45,14 @@ def check(op: str, args: Args) -> list[int]:
             raise ValueError(_refusal(op, args))
         addresses.append(tensor.data_ptr())
     if n and len(args) > 1 and device.type != "meta":
-        end, before = 0, 0
-        for at in sorted(range(len(args)), key=addresses.__getitem__):
-            if addresses[at] < end:
-                raise ValueError(f"{op}: {args[before][0]} and {args[at][0]} overlap in memory; each needs its own")
-            end, before = addresses[at] + n * args[at][1].itemsize, at
+        spans = sorted(
+            [(begin, begin + n * arg[1].itemsize, arg[0]) for begin, arg in zip(addresses, args, strict=True)]
+        )
+        end, before = 0, ""
+        for begin, stop, name in spans:
+            if begin < end:
+                raise ValueError(f"{op}: {before} and {name} overlap in memory; each needs its own")
+            end, before = stop, name
     return addresses
 
 

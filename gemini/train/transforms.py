@@ -20,6 +20,9 @@ innermost_transform: Callable[[], Any] = _functorch.peek_interpreter_stack
 """The transform that runs in this thread, or None. torch's own function: it is asked in every hook."""
 
 
+_NOTHING = nullcontext()
+
+
 def is_differentiating() -> bool:
     """Whether one of them takes derivatives."""
     if innermost_transform() is None:
@@ -37,7 +40,7 @@ def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
 
 def without_transforms() -> AbstractContextManager[None]:
     """What is done inside is of no transform: moving weights."""
-    return nullcontext() if innermost_transform() is None else _without_stack()
+    return _NOTHING if innermost_transform() is None else _without_stack()
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from gemini.memory.chunks.states import Use, UseChange, step
+from gemini.memory.chunks.states import USE_TABLE, Use, UseChange, step
 from gemini.memory.devices.device import DONE, Device, Event, Window
 from gemini.memory.nvme import SpillFile
 from gemini.planning.layout import ChunkSpec, page_up
@@ -205,4 +205,5 @@ class Chunk:
         self.fetched.wait_until_over()
 
     def step(self, event: UseChange) -> None:
-        self.use = step(self.use, event, self.name)
+        after = USE_TABLE.get((self.use, event))
+        self.use = step(self.use, event, self.name) if after is None else after  # the name is for the error

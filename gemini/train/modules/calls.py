@@ -127,7 +127,7 @@ class Calls:
         None if it never began (its own gathering failed).
         """
         stack = self.running.get(threading.get_ident(), [])
-        if all(record.module is not module for record in stack):
+        if not stack or (stack[-1].module is not module and all(record.module is not module for record in stack)):
             return None
         while True:
             record = self._pop(stack)

@@ -170,10 +170,13 @@ class SavedWeights:
     def _pack(self, tensor: torch.Tensor) -> Any:
         return self._place_of(tensor) or _Kept(self._without_graph(tensor), tensor._version)
 
-    @own_work
     def _without_graph(self, tensor: torch.Tensor) -> torch.Tensor:
         """An output that held its own graph would be freed by the garbage collector only."""
-        return tensor.detach()
+        around = self.observers.around_own_work  # as ``own_work``, without its call: this is for all that is saved
+        if around is None:
+            return tensor.detach()
+        with around():
+            return tensor.detach()
 
     def _place_of(self, tensor: torch.Tensor) -> _Place | None:
         if type(tensor) not in _PLAIN:
