@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from gemini.train.optimizers.optimizer import HybridAdam
+from gemini.train.optimizers.optimizer import HybridAdam, HybridOptimizer
 from gemini.train.params.handle import handle_of
 
 POSSIBLE = "torch.optim.AdamW, torch.optim.Adam or gemini.HybridAdam"
@@ -70,7 +70,7 @@ def to_hybrid_adam(optimizer: torch.optim.Optimizer, *, step_in_backward: bool =
     return hybrid
 
 
-def follow(scheduler: Any, old: torch.optim.Optimizer, new: HybridAdam) -> None:
+def follow(scheduler: Any, old: torch.optim.Optimizer, new: HybridOptimizer) -> None:
     """Let an LR scheduler, and those inside it, that was made for ``old`` belong to ``new``."""
     for inner in [getattr(scheduler, "scheduler", None), *getattr(scheduler, "_schedulers", ())]:
         if inner is not None:
@@ -82,7 +82,7 @@ def follow(scheduler: Any, old: torch.optim.Optimizer, new: HybridAdam) -> None:
         new.step = _noticed(new)  # type: ignore[method-assign]
 
 
-def _noticed(optimizer: HybridAdam) -> Any:
+def _noticed(optimizer: HybridOptimizer) -> Any:
     """``optimizer.step`` as schedulers leave it: they warn unless they see that it was called before theirs."""
     reference, function = weakref.ref(optimizer), type(optimizer).step
 

@@ -230,10 +230,10 @@ def check_states(rule: UpdateRule, own: list[dict[str, Any]], state_dict: Any) -
             value = state[spec.kind]
             if not isinstance(value, torch.Tensor) or (str(value.dtype), value.shape) != (f"torch.{spec.dtype}", shape):
                 raise ValueError(f"{spec.kind!r} of {name!r} is not {spec.dtype} {tuple(shape)} in the loaded state")
-        for kind, own in factors.items():
+        for kind, wanted_shape in factors.items():
             value = state[kind]
-            if not isinstance(value, torch.Tensor) or (value.dtype, value.shape) != (torch.float32, own):
-                raise ValueError(f"{kind!r} of {name!r} is not float32 {own} in the loaded state")
+            if not isinstance(value, torch.Tensor) or value.dtype is not torch.float32 or value.shape != wanted_shape:
+                raise ValueError(f"{kind!r} of {name!r} is not float32 {wanted_shape} in the loaded state")
 
 
 def _params_of(own: list[dict[str, Any]], saved: list[Any]) -> Iterator[tuple[Any, nn.Parameter, str]]:
