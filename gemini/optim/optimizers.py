@@ -189,8 +189,8 @@ def muon_groups(model: nn.Module, **adamw: Any) -> list[dict[str, Any]]:
         adamw: hyperparameters of the second group (``lr=3e-4``).
     """
     ends = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
-    ask: Any = getattr(model, "get_output_embeddings", None)
-    head = None if ask is None else ask()
+    find_head: Any = getattr(model, "get_output_embeddings", lambda: None)
+    head = find_head()
     ends.add(id(getattr(head, "weight", None)))
     trained = [param for param in model.parameters() if param.requires_grad]
     hidden = [param for param in trained if param.dim() == 2 and id(param) not in ends]

@@ -54,6 +54,17 @@ class Normed(_Of):
         param.sub_(grad / grad.norm() * group["lr"])
 
 
+class Counting(_Of):
+    """Counts in its group and, as an int, in its states; keeps something that is None."""
+
+    def update(self, group: Any, param: Tensor, grad: Tensor) -> None:
+        group["step"] = group.get("step", 0) + (param is group["params"][0])
+        state = self.state[param]
+        state["seen"], state["nothing"] = state.get("seen", 0) + 1, None
+        average = state.setdefault("average", torch.zeros_like(param)).mul_(0.9).add_(grad, alpha=0.1)
+        param.sub_(average / (1 - 0.9 ** state["seen"]) * (group["lr"] / group["step"]))
+
+
 class Shaped(_Of):
     def update(self, group: Any, param: Tensor, grad: Tensor) -> None:
         momentum = self.state[param].setdefault("momentum", torch.zeros_like(param))
@@ -77,6 +88,7 @@ STOCK: dict[str, tuple[type[Optimizer], dict[str, Any], dict[str, Any]]] = {
     "plain sgd": (torch.optim.SGD, {}, {"lr": 1e-2, "weight_decay": 0.1}),
     "amsgrad": (torch.optim.AdamW, {"amsgrad": True}, {"lr": 1e-2}),
     "adafactor, whole": (torch.optim.Adafactor, {}, {"lr": 1e-2, "weight_decay": 0.1}),
+    "counting": (Counting, {}, {"lr": 1e-2}),
     "normed, whole": (Normed, {}, {"lr": 1e-2}),
     "shaped, whole": (Shaped, {}, {"lr": 1e-3}),
     "maximize": (torch.optim.Adam, {"maximize": True}, {"lr": 1e-3, "weight_decay": 0.1}),
@@ -154,9 +166,10 @@ def assert_same(model: Any, optimizer: Any, plain: Plain) -> None:
     for name, master in plain.masters.items():
         assert torch.equal(bits(model.full_param(name, torch.float32)), bits(master.detach())), name
         kept, wanted = optimizer.full_state(name), plain.optimizer.state[master]
-        assert {*kept} - {"step", "residual"} == {k for k, v in wanted.items() if v is not None} - {"step"}
-        for kind, value in wanted.items():
-            if value is not None:
+        tensors = {kind: value for kind, value in wanted.items() if isinstance(value, Tensor)}
+        assert {*kept} - {"step", "residual"} == tensors.keys() - {"step"}
+        for kind, value in tensors.items():
+            if kind in kept:
                 assert kept[kind].shape == value.shape and torch.equal(bits(kept[kind]), bits(value)), (name, kind)
 
 
@@ -200,7 +213,7 @@ def test_a_stock_optimizer_has_the_bits_of_its_own_run(
         assert_same(model, optimizer, plain)
 
 
-@pytest.mark.parametrize("which", STOCK)
+@pytest.mark.parametrize("which", [which for which in STOCK if which != "counting"])  # a group counts for all params
 def test_a_run_goes_on_from_a_checkpoint(which: str, tmp_path: Path) -> None:
     """With numbers of a param that depend on all hyperparameters so far, and params that have had fewer updates."""
     rule, plain = rule_of(which), Plain(which, "bf16", None, missing="layers.1.mlp")

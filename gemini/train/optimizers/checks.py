@@ -1,8 +1,6 @@
-"""What ``HybridAdam`` accepts as a param group, and every optimizer as a state: looked at as a whole, before anything
-changes. Groups of other rules are checked by the rule itself (``UpdateRule.check_group``).
+"""What ``HybridAdam`` accepts as a param group and as a state: looked at as a whole, before anything changes.
 
-The rule for the keys of a group of ``HybridAdam``, at construction, in ``add_param_group``, in ``load_state_dict`` and
-before each step:
+The rule for the keys of a group, at construction, in ``add_param_group``, in ``load_state_dict`` and before each step:
 
 1. ``lr``, ``betas``, ``eps``, ``weight_decay``, ``decoupled`` are interpreted here, and their values must make sense.
 2. What an optimizer of ``torch.optim`` interprets and this one does not (``amsgrad``, ``maximize``, ``momentum``, ...),
@@ -232,10 +230,10 @@ def check_states(rule: UpdateRule, own: list[dict[str, Any]], state_dict: Any) -
             value = state[spec.kind]
             if not isinstance(value, torch.Tensor) or (str(value.dtype), value.shape) != (f"torch.{spec.dtype}", shape):
                 raise ValueError(f"{spec.kind!r} of {name!r} is not {spec.dtype} {tuple(shape)} in the loaded state")
-        for kind, size in factors.items():
+        for kind, wanted_shape in factors.items():
             value = state[kind]
-            if not isinstance(value, torch.Tensor) or (value.dtype, tuple(value.shape)) != (torch.float32, size):
-                raise ValueError(f"{kind!r} of {name!r} is not float32 {size} in the loaded state")
+            if not isinstance(value, torch.Tensor) or value.dtype is not torch.float32 or value.shape != wanted_shape:
+                raise ValueError(f"{kind!r} of {name!r} is not float32 {wanted_shape} in the loaded state")
 
 
 def _params_of(own: list[dict[str, Any]], saved: list[Any]) -> Iterator[tuple[Any, nn.Parameter, str]]:
