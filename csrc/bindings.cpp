@@ -104,6 +104,14 @@ PYBIND11_MODULE(_C, m) {
     m.def("join_master",
           [](Isa isa, Address hi, Address lo, Address out, int64_t n) { join_master(isa, at(hi), at(lo), at(out), n); },
           nogil());
+    m.def("split_master24",
+          [](Isa isa, Address master, Address hi, Address lo, int64_t n) {
+              split_master24(isa, at(master), at(hi), at(lo), n);
+          },
+          nogil());
+    m.def("join_master24",
+          [](Isa isa, Address hi, Address lo, Address out, int64_t n) { join_master24(isa, at(hi), at(lo), at(out), n); },
+          nogil());
     m.def("copy_grad",
           [](Isa isa, Address dst, Dtype dst_dtype, Address src, Dtype src_dtype, int64_t n) {
               return copy_grad(isa, at(dst), dst_dtype, at(src), src_dtype, n);

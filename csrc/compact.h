@@ -54,11 +54,11 @@ GEMINI_RULE F decode_square(int32_t code, float scale) {
     return square * square * F(0x1.040a14p-32f) * F(scale);
 }
 
-// Of a value in units of its scale, without its sign: at most 1, and NaN is 1.
+// Of a value in units of its scale, without its sign: at most 1, and NaN is 1 (magnitudes are in the order of their bits).
 template <class F>
 GEMINI_RULE F magnitude_in(F value, float inverse) {
-    const F x = F(number_of(raw_of(plain(value)) & 0x7fffffffu)) * F(inverse);
-    return select(x < 1.f, x, F(1.f));
+    const uint32_t x = raw_of(plain(F(number_of(raw_of(plain(value)) & 0x7fffffffu)) * F(inverse)));
+    return number_of(x < 0x3f800000u ? x : 0x3f800000u);
 }
 
 // 127 times the square root, to a hundredth of a code: of a guess r at the inverse root, e = 1 - x r^2 says how far it
@@ -87,7 +87,8 @@ GEMINI_RULE int32_t encode_square(F value, float inverse, uint32_t sequence) {
     const F a2 = a * a, b2 = b * b, low = a2 * a2, high = b2 * b2;
     const F threshold = F(number_of(sequence >> 9 | 0x3f800000u)) - F(1.f);
     const int32_t code = below + static_cast<int32_t>(x * F(4228250625.f) - low > threshold * (high - low));
-    const int32_t least = static_cast<int32_t>((raw_of(plain(value)) & 0x7fffffffu) != 0);
+    const uint32_t magnitude = raw_of(plain(value)) & 0x7fffffffu;
+    const int32_t least = static_cast<int32_t>(magnitude < 1u ? magnitude : 1u);
     return code > least ? code : least;
 }
 

@@ -253,6 +253,44 @@ void update_compact(Isa isa, const Arrays& arrays, Dtype grad_dtype, int64_t n, 
     });
 }
 
+namespace {
+
+struct Master24 {
+    f32_t* full;
+    u16_t* hi;
+    i8_t* lo;
+};
+
+struct Split24Kernel {
+    using Args = Master24;
+
+    template <int VectorBytes>
+    GEMINI_INLINE void range(const Master24& a, int64_t begin, int64_t end) {
+        split24_tile(a.hi + begin, a.lo + begin, a.full + begin, end - begin);
+    }
+};
+
+struct Join24Kernel {
+    using Args = Master24;
+
+    template <int VectorBytes>
+    GEMINI_INLINE void range(const Master24& a, int64_t begin, int64_t end) {
+        join24_tile(a.full + begin, a.hi + begin, a.lo + begin, end - begin);
+    }
+};
+
+}  // namespace
+
+void split_master24(Isa isa, const void* master, void* hi, void* lo, int64_t n) {
+    f32_t* full = static_cast<f32_t*>(const_cast<void*>(master));  // read only in this direction
+    run<Split24Kernel>(isa, {full, static_cast<u16_t*>(hi), static_cast<i8_t*>(lo)}, n);
+}
+
+void join_master24(Isa isa, const void* hi, const void* lo, void* out, int64_t n) {
+    u16_t* upper = static_cast<u16_t*>(const_cast<void*>(hi));
+    run<Join24Kernel>(isa, {static_cast<f32_t*>(out), upper, static_cast<i8_t*>(const_cast<void*>(lo))}, n);
+}
+
 void split_master(Isa isa, const void* master, void* hi, void* lo, int64_t n) {
     f32_t* full = static_cast<f32_t*>(const_cast<void*>(master));  // read only in this direction
     run<SplitKernel>(isa, {full, static_cast<u16_t*>(hi), static_cast<i16_t*>(lo)}, n);

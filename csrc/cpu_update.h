@@ -21,4 +21,8 @@ void update_compact(Isa isa, const Arrays& arrays, Dtype grad_dtype, int64_t n, 
 void split_master(Isa isa, const void* master, void* hi, void* lo, int64_t n);
 void join_master(Isa isa, const void* hi, const void* lo, void* out, int64_t n);
 
+// The same with an int8 lo: a master of 24 bits, to nearest even.
+void split_master24(Isa isa, const void* master, void* hi, void* lo, int64_t n);
+void join_master24(Isa isa, const void* hi, const void* lo, void* out, int64_t n);
+
 }  // namespace gemini

@@ -418,8 +418,8 @@ def split_master(master: Tensor, hi: Tensor, lo: Tensor) -> None:
     is_exact = lo.dtype is torch.int16
     if (cuda := _cuda_for(master)) and is_exact:
         cuda.split_master(master, hi, lo)
-    elif _isa is not None and master.is_cpu and is_exact:
-        _native.split_master(_isa, m, h, w, master.numel())
+    elif _isa is not None and master.is_cpu:
+        (_native.split_master if is_exact else _native.split_master24)(_isa, m, h, w, master.numel())
     else:
         reference.split_master(master, hi, lo)
 
@@ -430,8 +430,8 @@ def join_master(hi: Tensor, lo: Tensor, out: Tensor) -> None:
     is_exact = lo.dtype is torch.int16
     if (cuda := _cuda_for(out)) and is_exact:
         cuda.join_master(hi, lo, out)
-    elif _isa is not None and out.is_cpu and is_exact:
-        _native.join_master(_isa, h, w, o, out.numel())
+    elif _isa is not None and out.is_cpu:
+        (_native.join_master if is_exact else _native.join_master24)(_isa, h, w, o, out.numel())
     else:
         reference.join_master(hi, lo, out)
 

@@ -161,8 +161,9 @@ class Plan:
         ours = {"ranks": self.layout.ranks, **vars(self.problem)}
         for name, value in settings.items():
             if ours[name] != value:
+                was, here = (of.name if isinstance(of, RuleSpec) else of for of in (ours[name], value))
                 raise PlanMismatch(
-                    f"the plan was made for {name}={ours[name]!r}, and here it is {value!r}: make a plan for these "
+                    f"the plan was made for {name}={was!r}, and here it is {here!r}: make a plan for these "
                     "settings, or take its own"
                 )
 

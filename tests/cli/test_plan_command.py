@@ -115,6 +115,22 @@ def test_a_change_that_is_named_makes_it_fit(gemini_command: Gemini, traced: Pat
     assert gemini_command(*options, "--gradients", "transient").exit_code == 0
 
 
+def test_compact_states_need_less_and_are_named_where_they_help(gemini_command: Gemini, tmp_path: Path) -> None:
+    config = {"vocab_size": 512, "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 3,
+              "num_attention_heads": 4, "model_type": "llama", "architectures": ["LlamaForCausalLM"]}  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    gemini_command("trace", tmp_path / "config.json", "--seq-len", 16, "--target", "cpu", "--out", tmp_path / "trace")
+    options = ["plan", "--trace", tmp_path / "trace", "--cpu"]
+    large = json.loads(gemini_command(*options, "1GiB", "--json").stdout)["needs"]
+    small = json.loads(gemini_command(*options, "1GiB", "--json", "--states", "compact").stdout)["needs"]
+    assert small["residual"] < 0.51 * large["residual"] and small["exp_avg_sq"] < 0.26 * large["exp_avg_sq"]
+    assert small["exp_avg_scale"] < 0.02 * small["exp_avg"] and "exp_avg_scale" not in large
+    assert sum(small.values()) < 0.55 * sum(large.values())  # 7 of 14, gradients among them
+    result = gemini_command(*options, "100MiB")
+    assert result.exit_code == 2 and "--states compact" in result.stdout, result.stdout
+    assert gemini_command(*options, "100MiB", "--states", "compact").exit_code == 0
+
+
 # ---- what it writes --------------------------------------------------------------------------------------------------
 
 
@@ -197,6 +213,11 @@ def test_offload_is_free_at_the_tokens_it_names(
         (["c.json", "--cpu", "1GiB", "--gpus", "0"], "--gpus must be at least 1"),
         (["c.json", "--cpu", "1GiB", "--precision", "int8"], "--precision must be one of bf16, fp16, fp32"),
         (["c.json", "--cpu", "1GiB", "--gradients", "none"], "--gradients must be one of transient, retain,"),
+        (["c.json", "--cpu", "1GiB", "--states", "8bit"], "--states must be one of exact, compact, got '8bit'."),
+        (
+            ["c.json", "--cpu", "1GiB", "--states", "compact", "--precision", "fp16"],
+            "--states compact keeps bf16 weights, which does not go with --precision fp16.",
+        ),
         (["c.json", "--cpu", "1GiB", "--compute", "tpu"], "--compute must be one of gpu, cpu"),
         (["c.json", "--cpu", "1GiB", "--schedule", "soon"], "--schedule must be one of overlapped, serial"),
         (["c.json", "--cpu", "1GiB", "--attn-implementation", "fast"], "--attn-implementation must be one of auto"),

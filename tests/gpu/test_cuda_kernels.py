@@ -20,9 +20,11 @@ import gemini
 from gemini import kernels, rules
 from gemini.kernels import AdamHyper, DeviceSums, Segment
 from gemini.kernels_cuda import CudaKernels
+from gemini.optim.compact import CompactRule
 from tests import models
 from tests.gpu.gpu_cases import ON_FAKE, takes_time
 from tests.native import rule_cases
+from tests.native import test_compact_kernels as compact_cases
 from tests.native.native_cases import GRAD_DTYPES, LENGTHS, any_bits, assert_same_bits, same_sums, to_dtype
 
 ADAMW = AdamHyper(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1, step=3, grad_scale=0.37)
@@ -251,3 +253,23 @@ def test_backward_of_a_model_on_the_card_waits_for_nothing(gradients: str, monke
         optimizer.step()
         optimizer.zero_grad()
         assert len(waits) == number + 1
+
+
+@pytest.mark.parametrize("shift", [0, 1], ids=["aligned", "not aligned"])
+@pytest.mark.parametrize("which", compact_cases.CASES)
+def test_compact_states_are_the_cpu_kernel_s(which: str, shift: int) -> None:
+    """Eight threads agree on a scale, whatever the length of the param."""
+    rule, n = CompactRule(compact_cases.CASES[which][0]), BIG
+    scalars = compact_cases.scalars_of(which)
+    segments = [
+        rules.Segment(begin, end, scalars, rules.Where(f"p{begin}", 128)) for begin, end in ((0, 4097), (8192, n - 65))
+    ]
+    hi, lo, states, grad = compact_cases.arrays(which, n, torch.bfloat16)
+    given = on_card([hi, lo, *states.values(), grad], shift)
+    there = dict(zip(states, given[2:-1], strict=True))
+    rule.run(hi, lo, states, grad, segments)
+    with nobody_waits():
+        rule.run(given[0], given[1], there, given[-1], segments)
+    for name, wanted in {"weights": hi.view(torch.int16), "residual": lo, **states}.items():
+        found = {"weights": given[0].view(torch.int16), "residual": given[1], **there}[name]
+        assert torch.equal(found.cpu(), wanted), name

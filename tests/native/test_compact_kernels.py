@@ -148,6 +148,25 @@ def test_what_is_no_compact_update_is_refused() -> None:
             kernels.update_compact(hi, lo, codes, scales, grad, other)
 
 
+@needs_native
+@pytest.mark.parametrize("n", [0, 1, 65, 100_003])
+def test_a_master_of_24_bits_is_the_nearest(n: int) -> None:
+    master = any_bits(n, 3).clone()
+    found = []
+    for isa in ("reference", *NATIVE_ISAS):
+        hi, lo, out = torch.empty(n, dtype=torch.bfloat16), torch.empty(n, dtype=torch.int8), torch.empty(n)
+        with kernels.use_isa(isa):
+            kernels.split_master(master, hi, lo)
+            kernels.join_master(hi, lo, out)
+        found.append((as_bits(hi), lo, as_bits(out)))
+    for others in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(others, found[0], strict=True))
+    back = found[0][2].view(torch.float32)
+    normal = master.isfinite() & (master.abs() >= 2.0**-126) & (master.abs() < 3e38)
+    assert ((back - master).abs()[normal] <= master.abs()[normal] * 2.0**-16).all()
+    assert (found[0][2] & 0xFF == 0).all() and torch.equal(back.isnan(), master.isnan())
+
+
 # ---- the format ------------------------------------------------------------------------------------------------------
 
 

@@ -11,6 +11,7 @@ import torch
 
 import gemini
 from gemini.errors import PlanMismatch
+from gemini.planning import compact
 from gemini.planning.plan import Plan
 from gemini.planning.planner import plan as make_plan
 from gemini.planning.planner import pose_problem
@@ -133,14 +134,20 @@ def _moves(plan: Plan) -> bool:
     return any(moves.fetch for moves in plan.moves)
 
 
+@pytest.mark.parametrize("states", ["exact", "compact"])
 @pytest.mark.parametrize("device", ["cpu", "standin"])
-def test_a_plan_from_a_file_runs(device: str, tmp_path: Path) -> None:
+def test_a_plan_from_a_file_runs(device: str, states: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compact, "SMALLEST", 600)
     model = models.make_model("llama")
     there = budgets(model, 0.2, device)
-    said = Plan.from_json(make_plan(known_trace(model), None, there, max_chunk=MAX_CHUNK).to_json())
-    model, optimizer = wrap(there, device, tmp_path, placement=said)
+    made = make_plan(known_trace(model), None, there, max_chunk=MAX_CHUNK, states=states)
+    said = Plan.from_json(made.to_json())
+    model, optimizer = wrap(there, device, tmp_path, placement=said, states=states)
     assert model._gemini_engine.decision.placement == said.placement
     assert steps(model, optimizer, 2)[-1] == by_name(said.traffic)
+    other = "compact" if states == "exact" else "exact"
+    with pytest.raises(PlanMismatch, match="the plan was made for rule='Adam"):
+        wrap(there, device, tmp_path, placement=said, states=other)
 
 
 def test_the_first_step_is_the_trace_where_none_is_given(tmp_path: Path) -> None:
