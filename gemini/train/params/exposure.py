@@ -23,8 +23,9 @@ from gemini.train.step import StepState
 class PendingUpdates(Protocol):
     """Updates that may still be under way."""
 
-    pending: Mapping[int, object]
-    """By chunk."""
+    @property
+    def pending(self) -> Mapping[int, object]:
+        """By chunk."""
 
     def wait(self, chunk: Chunk) -> None:
         """Until the chunk's is over."""
