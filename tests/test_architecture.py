@@ -183,6 +183,23 @@ def test_of_the_checkpoint_files_one_sees_the_engine() -> None:
     assert not re.search(r"\bengine(\.\w+)+ = ", texts["saving"]), "what an engine has it changes itself"
 
 
+def takers_of_the_engine(path: Path) -> list[str]:
+    """Functions of a file, no methods, that take an Engine."""
+    found = (node for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef))
+    return [f.name for f in found for arg in (*f.args.args, *f.args.kwonlyargs)
+            if arg.annotation is not None and re.search(r"\bEngine\b", ast.unparse(arg.annotation))]  # fmt: skip
+
+
+def test_the_engine_makes_the_parts_and_is_no_part_itself(tmp_path: Path) -> None:
+    text = (PACKAGE / "train" / "engine.py").read_text()
+    members = {*re.findall(r"^    def (\w+)", text, re.M), *re.findall(r"\bself\.(\w+)(?=,[^=\n]*=| = )", text)}
+    assert len(members) <= 25, sorted(members)
+    assert not [(path, names) for path in FILES if (names := takers_of_the_engine(path))], "give them what they need"
+    path = tmp_path / "late.py"
+    path.write_text("def late(engine: Engine | None) -> None: ...\n")
+    assert takers_of_the_engine(path) == ["late"]
+
+
 def test_bindings_alone_know_pybind11() -> None:
     sources = sorted((ROOT / "csrc").rglob("*.*"))
     assert sources, "no native sources"
