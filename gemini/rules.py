@@ -9,6 +9,7 @@ which lays out the planes, and its optimizer is ``HybridOptimizer(params, rule)`
 from __future__ import annotations
 
 import math
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,6 +26,10 @@ from gemini.planning.planes import RuleSpec
 
 _SLAB = 2**20
 """Elements that are joined, updated and split at once: bounds what the torch lines take beside planes and budgets."""
+
+
+_ONE_AT_A_TIME = threading.Lock()
+"""For updates of whole params, so that budgets have room for the temporaries of one."""
 
 
 class Where(NamedTuple):
@@ -119,9 +124,12 @@ class UpdateRule(ABC):
         """
         assert stop is None, "this rule cannot be stopped on a device"
         for begin, end, scalars, where in segments:
-            slab = end - begin if self.spec.whole else _SLAB
-            for first in range(begin, end, max(slab, 1)):
-                last = min(first + slab, end)
+            if self.spec.whole:
+                with _ONE_AT_A_TIME:
+                    self._run(weights, residual, states, grad, slice(begin, end), scalars, where)
+                continue
+            for first in range(begin, end, _SLAB):
+                last = min(first + _SLAB, end)
                 here = None if where is None else where._replace(offset=where.offset + first - begin)
                 self._run(weights, residual, states, grad, slice(first, last), scalars, here)
 

@@ -256,6 +256,7 @@ def _held(plan: Plan) -> dict[str, dict[str, int]]:
         (Tier.CPU, host, "staging", problem.staging),
         (Tier.CPU, host, "exchange", problem.exchange),
         (Tier.CPU, host, "factors", problem.factors),
+        (Tier.CPU, host, "temporaries", problem.temporaries),
     )
     if problem.offload_to is not None:
         named += ((problem.offload_to, held[problem.offload_to.value], "saved activations", problem.offloaded),)

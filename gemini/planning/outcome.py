@@ -154,6 +154,8 @@ def _standing(graph: Graph) -> dict[Tier, dict[str, int]]:
         host["staging"] = problem.staging
     host["exchange"] = problem.exchange
     host["factors"] = problem.factors
+    for at in (held[problem.compute], host):
+        at["temporaries"] = problem.temporaries
     if plan.placement.streamed:
         held[Tier.GPU]["staging"] = problem.device_staging
     return held

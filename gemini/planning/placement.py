@@ -9,10 +9,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from gemini.errors import BudgetExceeded, human_bytes
 from gemini.planning.layout import DEFAULT_MAX_CHUNK, Layout
-from gemini.planning.planes import ADAM, GRAD, WEIGHTS, PlaneKind, PlaneSpec, RuleSpec, compute_itemsize, plane_specs
+from gemini.planning.planes import (
+    ADAM,
+    GRAD,
+    WEIGHTS,
+    WHOLE_TEMPORARIES,
+    PlaneKind,
+    PlaneSpec,
+    RuleSpec,
+    compute_itemsize,
+    plane_specs,
+)
+from gemini.planning.working import whole_numel
 from gemini.tiers import Tier
 
 Homes = Mapping[PlaneKind, Tier]
@@ -115,6 +127,11 @@ class Problem:
     rule: RuleSpec = ADAM
     factors: int = 0
 
+    @cached_property
+    def temporaries(self) -> int:
+        """Bytes that an update of a whole param takes beside planes: in host memory, and on the tier that computes."""
+        return 4 * WHOLE_TEMPORARIES * whole_numel(self.layout, self.rule)
+
     def plane_specs(self, index: int) -> dict[PlaneKind, PlaneSpec]:
         """The form of each plane of a chunk."""
         chunk = self.layout.chunks[index]
@@ -150,6 +167,8 @@ class Problem:
             taken[Tier.CPU] = taken.get(Tier.CPU, 0) + self.exchange
         if self.factors:
             taken[Tier.CPU] = taken.get(Tier.CPU, 0) + self.factors
+        for tier in {Tier.CPU, self.compute} if self.temporaries else ():
+            taken[tier] = taken.get(tier, 0) + self.temporaries
         if self.offload_to is not None:
             taken[self.offload_to] = taken.get(self.offload_to, 0) + self.offloaded
         if streams:

@@ -42,7 +42,7 @@ GRADIENTS = ("transient", "retain", "accumulate")
 NEEDS = ("elements", "place", "param")
 WHOLE_TEMPORARIES = 4
 """fp32 values for each element of a param that an update of whole params may take beside planes: its master joined, its
-gradient in fp32, and what is computed of them. Staging is counted with them.
+gradient in fp32, and what is computed of them. Only one such update is computed at a time.
 """
 _TAKEN = (
     "weights",
@@ -56,6 +56,7 @@ _TAKEN = (
     "exchange",
     "activations",
     "factors",
+    "temporaries",
 )
 """What is called so is something else, in states or among the holders of a budget."""
 
@@ -183,9 +184,7 @@ class RuleSpec:
         widest = {spec.kind: spec for spec in (*self.planes, *(self.exact.planes if self.exact else ()))}
         own = (PlaneSpec(WEIGHTS, "float32"), PlaneSpec(RESIDUAL, "int16"), *widest.values())
         spare = () if any(is_wide(spec) for spec in widest.values()) else (PlaneSpec("spare", "float32"),)
-        beside = WHOLE_TEMPORARIES if self.whole else 0
-        temporaries = tuple(PlaneSpec(f"temporary {number}", "float32") for number in range(beside))
-        return (*own, PlaneSpec(GRAD, "float32"), *spare, *temporaries)
+        return (*own, PlaneSpec(GRAD, "float32"), *spare)
 
     @cached_property
     def touched(self) -> int:

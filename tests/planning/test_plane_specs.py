@@ -187,4 +187,8 @@ def test_a_tile_of_a_rule_of_whole_params_is_the_largest_that_is_trained() -> No
     without = replace(made.problem, factors=0)
     assert made.problem.spoken_for()[CPU] - without.spoken_for()[CPU] == made.problem.factors > 0
     areas = [4, 2, 4, 4]  # weights, residual, moment, gradient
-    assert staging_bytes(whole, rule) == whole * (sum(areas) + 4 * WHOLE_TEMPORARIES)
+    assert staging_bytes(whole, rule) == whole * sum(areas)
+    assert made.problem.temporaries == 4 * WHOLE_TEMPORARIES * whole_numel(made.layout, factored)
+    of_elements = replace(made.problem, rule=ADAM)
+    assert made.problem.spoken_for()[CPU] - of_elements.spoken_for()[CPU] == made.problem.temporaries > 0
+    assert of_elements.temporaries == 0

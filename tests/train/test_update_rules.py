@@ -211,7 +211,7 @@ def tight_bytes(rule: UpdateRule, precision: str, max_chunk: int) -> tuple[int, 
     scales = sum(
         spec.page_bytes(chunk.numel) for spec in rule.spec.planes if spec.stays_in_memory for chunk in layout.chunks
     )
-    return problem.working_set, problem.staging, scales + problem.factors
+    return problem.working_set, problem.staging, scales + problem.factors + problem.temporaries
 
 
 def train(model: Any, optimizer: Any, seeds: range, clip: float | None) -> list[float]:
@@ -390,8 +390,10 @@ def test_staging_has_room_for_the_largest_param_that_is_trained(tmp_path: Path) 
     engine = gemini.GeminiDDP(frozen, config_for(rule, tmp_path, "bf16", max_chunk=64))._gemini_engine
     sizes = [param.numel() for param in frozen.parameters() if param.requires_grad]
     assert engine.store.mover.tile == max(sizes) + -max(sizes) % 2048 > 64
-    areas = [4, 2, 4, 4] + [4] * WHOLE_TEMPORARIES  # weights, residual, velocity, gradient
-    assert engine.decision.problem.staging == 2 * sum(areas) * engine.store.mover.tile
+    problem, held = engine.decision.problem, engine.store.ledger.holders(Tier.CPU)
+    areas = [4, 2, 4, 4]  # weights, residual, velocity, gradient
+    assert held["staging"] == problem.staging == 2 * sum(areas) * engine.store.mover.tile
+    assert held["temporaries"] == problem.temporaries == 4 * WHOLE_TEMPORARIES * engine.store.mover.tile
     with pytest.raises(GeminiError, match="the rule 'normed' passes whole params through staging, which has no room"):
         train_later(rule)
 

@@ -151,6 +151,8 @@ def _reserve(ledger: Ledger, problem: Problem, placement: Placement) -> None:
         ledger.reserve(Tier.CPU, problem.factors, "factors")
     if problem.activations:
         ledger.reserve(problem.compute, problem.activations, "activations")
+    for tier in {Tier.CPU, problem.compute} if problem.temporaries else ():
+        ledger.reserve(tier, problem.temporaries, "temporaries")
     demands = problem.demands(placement)
     if problem.compute is Tier.GPU or demands != problem.spoken_for(gathers=False, stages=False):
         ledger.reserve(Tier.CPU, problem.staging, "staging")
