@@ -79,6 +79,8 @@ def expected_wide(name: str) -> tuple[int, int]:
         master = 2 * narrow if match[3] == "split" else wide
         stored = master + STATES[match[1]] * wide
         return stored + (wide if match[2] == "fp32" else narrow), stored
+    if match := re.fullmatch(r"compact \w+<(\w+), aligned>", name):  # bytes go eight at a time
+        return narrow + (wide if match[1] == "fp32" else narrow), narrow
     if match := re.fullmatch(r"grad<(\w+), (\w+), aligned>", name):
         source = wide if match[2] == "fp32" else narrow
         stored = {"read": 0, "copy": source}.get(match[1], wide)
@@ -88,7 +90,7 @@ def expected_wide(name: str) -> tuple[int, int]:
 
 def short_name(symbol: str) -> str:
     """A kernel's name and template arguments, from its mangled symbol."""
-    match = re.search(r"\d(update|split|join|grad|clip)_kernel(?:I(.*?)EEv)?", symbol)
+    match = re.search(r"\d(update|compact|split|join|grad|clip)_kernel(?:I(.*?)EEv)?", symbol)
     if match is None:
         return symbol
     arguments = re.findall(r"L(?:NS_\d*\w*?E|N\w*?E|b)(\d)E", f"{match[2] or ''}E")
@@ -99,6 +101,12 @@ def short_name(symbol: str) -> str:
         master = "split" if is_split == "1" else "fp32 master"
         name = "AdamW" if rule[2] == "1" else rule[1]
         return f"{name}<{FORMATS[grad]}, {master}, {'aligned' if is_aligned == '1' else 'not aligned'}>"
+    if match[1] == "compact":
+        rule = re.match(r"NS_\d+([A-Za-z]+?)(?:ILb(\d)EE)?EL", match[2])
+        assert rule is not None, symbol
+        grad, is_aligned = arguments[-2:]
+        name = "AdamW" if rule[2] == "1" else rule[1]
+        return f"compact {name}<{FORMATS[grad]}, {'aligned' if is_aligned == '1' else 'not aligned'}>"
     if match[1] == "grad":
         doing, source, is_aligned = arguments
         return f"grad<{DOINGS[doing]}, {FORMATS[source]}, {'aligned' if is_aligned == '1' else 'not aligned'}>"

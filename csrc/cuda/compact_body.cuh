@@ -59,10 +59,13 @@ struct CompactThread {
 #pragma unroll
             for (int k = 0; k < kStates; ++k) codes[k].load(a.states[k], at);
         } else {
-            for (int i = 0; i < count_; ++i) {
+#pragma unroll
+            for (int i = 0; i < kPerThread; ++i) {  // of a length that is known: what is indexed stays in registers
+                if (i >= count_) continue;
                 weight.set(i, static_cast<const uint16_t*>(a.weights)[at + i]);
                 residual.set(i, static_cast<const uint8_t*>(a.residual)[at + i]);
                 grad.set(i, static_cast<const Gradient*>(a.grad)[at + i]);
+#pragma unroll
                 for (int k = 0; k < kStates; ++k) codes[k].set(i, static_cast<const uint8_t*>(a.states[k])[at + i]);
             }
         }
@@ -72,7 +75,7 @@ struct CompactThread {
             scales[k] = scale_of(static_cast<const uint8_t*>(a.scales[k])[at / kCompactBlock]);
 #pragma unroll
         for (int i = 0; i < kPerThread; ++i) {
-            if (i >= count_) break;
+            if (i >= count_) continue;
             const uint32_t bits = (static_cast<uint32_t>(weight.get(i)) << 16) +
                                   (static_cast<uint32_t>(static_cast<int32_t>(static_cast<int8_t>(residual.get(i)))) << 8);
             Rounded p = float_of(bits), own[kStates + 1];
@@ -108,7 +111,7 @@ struct CompactThread {
         }
 #pragma unroll
         for (int i = 0; i < kPerThread; ++i) {
-            if (i >= count_) break;
+            if (i >= count_) continue;
             const uint32_t bits = bits24_of(bits_of(master_[i]));
             weight.set(i, static_cast<uint16_t>((bits + 0x8000u) >> 16));
             residual.set(i, static_cast<uint8_t>(bits >> 8));
@@ -127,9 +130,12 @@ struct CompactThread {
             for (int k = 0; k < kStates; ++k) codes[k].store(a.states[k], at_);
             return;
         }
-        for (int i = 0; i < count_; ++i) {
+#pragma unroll
+        for (int i = 0; i < kPerThread; ++i) {
+            if (i >= count_) continue;
             static_cast<uint16_t*>(a.weights)[at_ + i] = weight.get(i);
             static_cast<uint8_t*>(a.residual)[at_ + i] = residual.get(i);
+#pragma unroll
             for (int k = 0; k < kStates; ++k) static_cast<uint8_t*>(a.states[k])[at_ + i] = codes[k].get(i);
         }
     }

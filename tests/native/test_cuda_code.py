@@ -9,6 +9,7 @@ UPDATE = "_ZN6gemini4cuda41_GLOBAL__N__abc_9_update_cu_1213update_kernel"
 ADAM = f"{UPDATE}INS_4AdamILb1EEELNS_5DtypeE1ELb1ELb1EEEvNS0_6LaunchIT_EE"
 L2 = f"{UPDATE}INS_4AdamILb0EEELNS_5DtypeE0ELb0ELb1EEEvNS0_6LaunchIT_EE"
 LION = f"{UPDATE}INS_4LionELNS_5DtypeE2ELb0ELb0EEEvNS0_6LaunchIT_EE"
+COMPACT = f"{UPDATE[:-15]}14compact_kernelINS_4AdamILb1EEELNS_5DtypeE1ELb1EEEvNS0_6LaunchIT_EE"
 GRAD = "_ZN6gemini4cuda37_GLOBAL__N__abc_7_grad_cu_1211grad_kernelILNS0_5DoingE3ELNS_5DtypeE0ELb0EEEvPvPKvlNS0_6PlacesE"
 CLIP = "_ZN6gemini4cuda37_GLOBAL__N__abc_7_grad_cu_1211clip_kernelEPKdlddPdPfPi"
 
@@ -61,9 +62,10 @@ MACHINE = f"""
 
 
 def test_names_say_which_kernel_it_is() -> None:
-    assert [cuda_code.short_name(symbol) for symbol in (ADAM, L2, LION, GRAD, CLIP, "_Z5otherv")] == [
+    assert [cuda_code.short_name(symbol) for symbol in (ADAM, L2, LION, COMPACT, GRAD, CLIP, "_Z5otherv")] == [
         "AdamW<bf16, split, aligned>", "Adam<fp32, fp32 master, aligned>",
-        "Lion<fp16, fp32 master, not aligned>", "grad<accumulate, fp32, not aligned>", "clip", "_Z5otherv",
+        "Lion<fp16, fp32 master, not aligned>", "compact AdamW<bf16, aligned>", "grad<accumulate, fp32, not aligned>",
+        "clip", "_Z5otherv",
     ]  # fmt: skip
 
 

@@ -329,6 +329,33 @@ def test_weights_that_are_written_become_masters_of_24_bits() -> None:
     assert engine.by_names[name].chunk.planes[RESIDUAL].dtype is torch.int8
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_states_of_steps_before_wrapping_are_taken_over(dtype: torch.dtype) -> None:
+    plain = make_model().to(dtype)
+    optimizer = make_optimizer(plain, "adam")
+    train(plain, optimizer, range(2), None)
+    before = {
+        name: {kind: value.clone() for kind, value in optimizer.state[param].items()}
+        for name, param in plain.named_parameters()
+    }
+    masters = {}
+    for name, param in plain.named_parameters():
+        masters[name] = param.detach().float().reshape(-1).clone()
+        if dtype is torch.bfloat16:
+            kernels.join_master(param.detach().reshape(-1), before[name]["residual"].reshape(-1), masters[name])
+    model = gemini.GeminiDDP(plain, config_for("adam"))
+    for name, state in before.items():
+        kept, master = optimizer.full_state(name), model.full_param(name, torch.float32).reshape(-1)
+        assert kept["step"] == 2
+        if not is_compact(model.full_param(name)):
+            assert torch.equal(kept["exp_avg_sq"], state["exp_avg_sq"]) and torch.equal(master, masters[name])
+            continue
+        assert ((master - masters[name]).abs() <= masters[name].abs() * 2.0**-15).all(), name
+        for kind in ("exp_avg", "exp_avg_sq"):
+            assert 0 < (kept[kind] - state[kind]).norm() / state[kind].norm() < 0.02, (name, kind)
+    assert math.isfinite(train(model, optimizer, range(2, 4), None)[-1])
+
+
 def test_a_frozen_param_that_is_trained_later_has_exact_states() -> None:
     plain = make_model()
     plain.requires_grad_(False)
