@@ -138,6 +138,7 @@ class CudaDevice(Device):
         after: Event | None = None,
         *,
         behind_computing: bool = True,
+        kept: bool = False,
     ) -> Event:
         if after is not None and not isinstance(after, CudaEvent):
             after.wait()  # of the host: nothing on the GPU could wait for it
@@ -170,7 +171,7 @@ class CudaDevice(Device):
                 # which frees a block behind everything that the stream was given until then, the copies far ahead too.
                 if window is not None:
                     window.touched[stream] = event
-                elif tensor.is_cuda:
+                elif tensor.is_cuda and not kept:
                     tensor.record_stream(on)
             # The engines read and write host memory after this returns; nothing but these references keeps it there.
             streams.in_flight.append((event, _host_side(into), _host_side(source)))

@@ -149,6 +149,7 @@ class Device(ABC):
         after: Event | None = None,
         *,
         behind_computing: bool = True,
+        kept: bool = False,
     ) -> Event:
         """Start copying between host and device, from any thread.
 
@@ -156,7 +157,9 @@ class Device(ABC):
         was given before this call is done, and ``after`` is complete; an ``after`` that failed fails the copy. Until
         the event is complete ``into`` must be neither read nor written, and ``source`` not written; both may be let go.
 
-        ``behind_computing``: False waits for ``after`` only, not for what the computing stream was given.
+        ``behind_computing``: False waits for ``after`` only, not for what the computing stream was given. ``kept``: the
+        caller does not let go of either before the event is complete. Then memory of a GPU is free as soon as he does;
+        else when everything is over that the stream was given until then, later copies too.
         """
 
     def beside(self, name: str) -> AbstractContextManager[None]:
@@ -227,6 +230,7 @@ class CpuDevice(HostMemoryDevice):
         after: Event | None = None,
         *,
         behind_computing: bool = True,
+        kept: bool = False,
     ) -> Event:
         if after is not None:
             after.wait()
