@@ -92,6 +92,7 @@ class Problem:
         in_flight: bytes of the computing tier for whole gradients that wait to be divided among ranks.
         exchange: bytes of host memory for pieces on their way between ranks.
         activations: bytes of the computing tier that are left to activations and workspaces.
+        beside: bytes of the computing tier that the process takes whatever it does: on a GPU a context and kernels.
         max_chunk: what the layout was cut with.
         offloaded: bytes of checkpointed activations that wait in the tier ``offload_to``.
         rule: of the updates; it says which planes there are.
@@ -112,6 +113,7 @@ class Problem:
     offload_to: Tier | None = None
     device_staging: int = 0
     rule: RuleSpec = ADAM
+    beside: int = 0
 
     def plane_specs(self, index: int) -> dict[PlaneKind, PlaneSpec]:
         """The form of each plane of a chunk."""
@@ -141,7 +143,8 @@ class Problem:
             stages: some plane cannot be worked on in place; on an accelerator that is always possible (reads by name).
             streams: some update is streamed through the GPU.
         """
-        taken = {self.compute: self.activations + self.in_flight + (self.working_set if gathers else 0)}
+        always = self.beside + self.activations + self.in_flight
+        taken = {self.compute: always + (self.working_set if gathers else 0)}
         if stages or gathers or self.compute is Tier.GPU:
             taken[Tier.CPU] = taken.get(Tier.CPU, 0) + self.staging
         if self.exchange:
@@ -169,7 +172,7 @@ def fill_fastest(problem: Problem) -> Placement:
         BudgetExceeded: if it does not fit.
     """
     everything = sum(sum(problem.plane_bytes(i).values()) for i in range(len(problem.layout.chunks)))
-    stages = everything + problem.activations > problem.budgets[problem.compute]
+    stages = everything + problem.activations + problem.beside > problem.budgets[problem.compute]
     placement = _fill(problem, problem.spoken_for(gathers=False, stages=stages))
     if problem.demands(placement) != problem.spoken_for(gathers=False, stages=stages):
         placement = _fill(problem, problem.spoken_for())  # some weights move: leave room to gather them

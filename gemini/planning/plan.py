@@ -121,7 +121,7 @@ class Plan:
     @classmethod
     def _from_body(cls, body: dict[str, Any]) -> Plan:
         trace = MemoryTrace.from_json(body["trace"])
-        spoken_for = {_NEW: 0, **body["spoken_for"]}
+        spoken_for = {**dict.fromkeys(_NEW, 0), **body["spoken_for"]}
         rule = RuleSpec.from_body(body["rule"]) if "rule" in body else ADAM  # older plans are Adam's
         problem = Problem(
             layout=trace.layout(ranks=body["ranks"], max_chunk=body["max_chunk"], align=rule.align),
@@ -193,12 +193,12 @@ class Plan:
         return "\n".join(lines)
 
 
-_NEW = "device_staging"
+_NEW = ("device_staging", "beside")
 """A field that older plans lack."""
 
 _MOVES = ("moves", "again")
 
-_SPOKEN_FOR = ("working_set", "staging", "activations", "in_flight", "exchange", "offloaded", _NEW)
+_SPOKEN_FOR = ("working_set", "staging", "activations", "in_flight", "exchange", "offloaded", *_NEW)
 """Fields of a problem that are bytes."""
 
 

@@ -35,6 +35,12 @@ class OnCard(CudaDevice):
     def free_bytes(self) -> int:
         return gemini.testing.StandinDevice().free_bytes()
 
+    def beside_bytes(self) -> int:
+        return 0  # budgets are of a few KiB
+
+    def begin_budget(self, budget: int | None, reserved: int, freed: int) -> None:
+        pass
+
 
 def _moved(tree: Any, device: torch.device) -> Any:
     if is_dataclass(tree) and not isinstance(tree, (type, dict)):

@@ -133,6 +133,11 @@ class Computing(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if torch.is_inference_mode_enabled():  # there autograd does not take composite operations apart
+            with self:
+                result = func.decompose(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
         tensors = [value for value in tree_flatten((args, kwargs))[0] if isinstance(value, Tensor)]
         wanted = kwargs.get("device")
         makes = wanted is not None and torch.device(wanted).type == "cuda"

@@ -178,6 +178,23 @@ class Device(ABC):
         """Complete when everything that the computing stream was given so far is done."""
         return DONE
 
+    def beside_bytes(self) -> int:
+        """Bytes of a declared budget that this process takes whatever it does: a driver's context, kernels and their
+        workspaces, what an allocator rounds up.
+        """
+        return 0
+
+    def begin_budget(self, budget: int | None, reserved: int, freed: int) -> None:  # noqa: B027 - host memory is paged
+        """A model is given ``budget`` bytes of this device (None: what it takes), of which ``reserved`` are needed at
+        once; ``freed`` ones of tensors there are about to go.
+
+        Raises:
+            BudgetExceeded: if others leave less than that.
+        """
+
+    def reserve_buffers(self, sizes: Iterable[int]) -> None:  # noqa: B027 - pages of the host come one by one
+        """Buffers of these bytes are going to be made: get the memory for them in one piece, as far as that goes."""
+
     @abstractmethod
     def free_bytes(self) -> int:
         """Bytes of the device's memory that nobody holds now."""
