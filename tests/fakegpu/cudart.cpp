@@ -499,7 +499,7 @@ FACE cudaError_t cudaFree(void* at) {
 FACE cudaError_t cudaMemGetInfo(size_t* free, size_t* total) {
     Guard guard(lock);
     Device& device = with_context();
-    return *free = device.memory - device.used, *total = device.memory, cudaSuccess;
+    return *free = device.memory - std::min(device.used, device.memory), *total = device.memory, cudaSuccess;
 }
 FACE cudaError_t cudaHostAlloc(void** at, size_t size, unsigned) {
     Guard guard(lock);

@@ -5,14 +5,16 @@ Those of the host are watched too: a native kernel that works on page-locked mem
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import wraps
 from typing import Any
 
 from gemini import kernels
 from gemini.kernels_cuda import CudaKernels
 from gemini.kernels_reference import NORM_BLOCK, NORM_TILE
-from tests.fakegpu.computing import alias, host_uses, launch
+from gemini.train import engine
+from tests.fakegpu.computing import Computing, alias, host_uses, launch
 from tests.native.emulated_cuda import DTYPES, EmulatedModule
 
 _BYTES = {0: 4, 1: 2, 2: 2}
@@ -96,7 +98,15 @@ def _watched(name: str, kernel: Callable[..., Any], written: Sequence[str]) -> C
 
 
 def install() -> None:
-    """From now on Gemini's kernels run on CUDA tensors."""
+    """From now on Gemini's kernels run on CUDA tensors, and the end of a model, which is without modes, keeps ours."""
     kernels._cuda = CudaKernels(FakeModule(), DTYPES)
     for name, written in _HOST.items():
         setattr(kernels, name, _watched(name, getattr(kernels, name), written))
+    without_modes = engine._disable_current_modes
+
+    @contextmanager
+    def only_computing() -> Iterator[None]:
+        with without_modes(), Computing():
+            yield
+
+    engine._disable_current_modes = only_computing  # type: ignore[assignment]
