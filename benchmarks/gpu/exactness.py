@@ -83,7 +83,7 @@ def measure(args: argparse.Namespace, card: Card, results: _part.Results) -> Non
         before = results.left()
         fractions = PLACEMENTS[next(iter(PLACEMENTS)) if name == "again" else name]
         placement = gemini.StaticPlacement(**fractions)
-        memory = gemini.MemoryBudget(gpu=tight_gpu(shape, trace, fractions), **sizes, nvme_path=args.spill)
+        memory = gemini.MemoryBudget(gpu=tight_gpu(shape, trace, fractions, args.device), **sizes, nvme_path=args.spill)
         training = Training(card, shape, tokens, seq_len, {"memory": memory, "placement": placement, "trace": trace})
         training.use(CLIPPED)
         runs[name] = train(training, steps) | {"seconds": before - results.left()}

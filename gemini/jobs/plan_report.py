@@ -249,6 +249,7 @@ def _held(plan: Plan) -> dict[str, dict[str, int]]:
     compute, host = held[problem.compute.value], held[Tier.CPU.value]
     rest = dict(spoken_for)
     named: tuple[tuple[Tier, dict[str, int], str, int], ...] = (
+        (problem.compute, compute, "context", problem.beside),
         (problem.compute, compute, "activations", problem.activations),
         (problem.compute, compute, "gathered weights", problem.working_set),
         (problem.compute, compute, "whole gradients", problem.in_flight),

@@ -149,6 +149,7 @@ def _standing(graph: Graph) -> dict[Tier, dict[str, int]]:
     if problem.compute is Tier.GPU:
         held[Tier.GPU]["buffers"] = plan.trace.buffer_bytes
     held[problem.compute]["gradients in flight"] = problem.in_flight
+    held[problem.compute]["context"] = problem.beside
     host = held.setdefault(Tier.CPU, {})
     if problem.demands(plan.placement).get(Tier.CPU, 0) >= problem.staging > 0:
         host["staging"] = problem.staging

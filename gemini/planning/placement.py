@@ -105,6 +105,7 @@ class Problem:
         exchange: bytes of host memory for pieces on their way between ranks.
         factors: bytes of host memory for states that are no planes.
         activations: bytes of the computing tier that are left to activations and workspaces.
+        beside: bytes of the computing tier that the process takes whatever it does: on a GPU a context and kernels.
         max_chunk: what the layout was cut with.
         offloaded: bytes of checkpointed activations that wait in the tier ``offload_to``.
         rule: of the updates; it says which planes there are.
@@ -126,6 +127,7 @@ class Problem:
     device_staging: int = 0
     rule: RuleSpec = ADAM
     factors: int = 0
+    beside: int = 0
 
     @cached_property
     def temporaries(self) -> int:
@@ -160,7 +162,8 @@ class Problem:
             stages: some plane cannot be worked on in place; on an accelerator that is always possible (reads by name).
             streams: some update is streamed through the GPU.
         """
-        taken = {self.compute: self.activations + self.in_flight + (self.working_set if gathers else 0)}
+        always = self.beside + self.activations + self.in_flight
+        taken = {self.compute: always + (self.working_set if gathers else 0)}
         if stages or gathers or self.compute is Tier.GPU:
             taken[Tier.CPU] = taken.get(Tier.CPU, 0) + self.staging
         if self.exchange:
@@ -192,7 +195,7 @@ def fill_fastest(problem: Problem) -> Placement:
         BudgetExceeded: if it does not fit.
     """
     everything = sum(sum(problem.plane_bytes(i).values()) for i in range(len(problem.layout.chunks)))
-    stages = everything + problem.activations > problem.budgets[problem.compute]
+    stages = everything + problem.activations + problem.beside > problem.budgets[problem.compute]
     placement = _fill(problem, problem.spoken_for(gathers=False, stages=stages))
     if problem.demands(placement) != problem.spoken_for(gathers=False, stages=stages):
         placement = _fill(problem, problem.spoken_for())  # some weights move: leave room to gather them

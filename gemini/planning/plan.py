@@ -194,7 +194,7 @@ class Plan:
         return "\n".join(lines)
 
 
-_NEW = ("device_staging", "factors")
+_NEW = ("device_staging", "factors", "beside")
 """Fields that older plans lack."""
 
 _MOVES = ("moves", "again")

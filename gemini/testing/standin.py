@@ -56,6 +56,7 @@ class StandinDevice(HostMemoryDevice):
         after: Event | None = None,
         *,
         behind_computing: bool = True,
+        kept: bool = False,
     ) -> Event:
         event, gate, poison = Event(), self._gate, self._poison
         if poison and after is None:

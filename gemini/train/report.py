@@ -79,7 +79,8 @@ def _reconcile(device: Device, ledger: Ledger) -> dict[str, int]:
     if not figures:
         return {}
     holders = ledger.holders(device.tier)
-    managed = sum(num_bytes for holder, num_bytes in holders.items() if holder != "activations")  # that one is room
+    rooms = ("activations", "context")  # which nothing managed is in
+    managed = sum(num_bytes for holder, num_bytes in holders.items() if holder not in rooms)
     return {
         **figures,
         "unmanaged": max(figures["allocated"] - managed, 0),

@@ -27,6 +27,7 @@ _runtime.fake_host_use.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_in
 _runtime.fake_memory.argtypes = [ctypes.c_int, ctypes.c_uint64, ctypes.c_int]
 _runtime.fake_memory.restype = ctypes.c_uint64
 _runtime.fake_refuse_after.argtypes = [ctypes.c_uint64]
+_runtime.fake_seed.argtypes = [ctypes.c_uint64]
 
 aten = torch.ops.aten
 _AS_TORCH_DOES = {
@@ -73,6 +74,11 @@ def set_memory(num_bytes: int, device: int = 0) -> None:
 def refuse_after(calls: int | None) -> None:
     """The driver gives memory so many times more, then none; None: as long as there is some."""
     _runtime.fake_refuse_after(2**64 - 1 if calls is None else calls)
+
+
+def draw_from(seed: int) -> None:
+    """How early work of streams is done from now on; 0: as late as it may be."""
+    _runtime.fake_seed(seed)
 
 
 def launch(stream: int, name: str, reads: Sequence[tuple[int, int]], writes: Sequence[tuple[int, int]]) -> None:
@@ -127,6 +133,11 @@ class Computing(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if torch.is_inference_mode_enabled():  # there autograd does not take composite operations apart
+            with self:
+                result = func.decompose(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
         tensors = [value for value in tree_flatten((args, kwargs))[0] if isinstance(value, Tensor)]
         wanted = kwargs.get("device")
         makes = wanted is not None and torch.device(wanted).type == "cuda"

@@ -132,10 +132,11 @@ Stream& stream_of(cudaStream_t handle) {
     return *of_device[current];
 }
 
+uint64_t seed = setting("FAKEGPU_SEED", 0);
+std::mt19937 draw(seed);
+
 // Now and then some work is done early, as the seed has it: without a seed everything is as late as it may be.
 void play() {
-    static const uint64_t seed = setting("FAKEGPU_SEED", 0);
-    static std::mt19937 draw(seed);
     if (!seed || streams.empty() || draw() % 2) return;
     Stream& stream = *streams[draw() % streams.size()];
     stream.run_until(std::min(stream.given, stream.over + 1 + draw() % 3));
@@ -391,6 +392,11 @@ FACE uint64_t fake_memory(int device, uint64_t memory, int new_peak) {
     return peak;
 }
 
+FACE void fake_seed(uint64_t next) {
+    Guard guard(lock);
+    draw.seed(seed = next);
+}
+
 FACE void fake_refuse_after(uint64_t calls) {
     Guard guard(lock);
     refuse_after = calls;
@@ -493,7 +499,7 @@ FACE cudaError_t cudaFree(void* at) {
 FACE cudaError_t cudaMemGetInfo(size_t* free, size_t* total) {
     Guard guard(lock);
     Device& device = with_context();
-    return *free = device.memory - device.used, *total = device.memory, cudaSuccess;
+    return *free = device.memory - std::min(device.used, device.memory), *total = device.memory, cudaSuccess;
 }
 FACE cudaError_t cudaHostAlloc(void** at, size_t size, unsigned) {
     Guard guard(lock);

@@ -5,14 +5,16 @@ Those of the host are watched too: a native kernel that works on page-locked mem
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import wraps
 from typing import Any
 
 from gemini import kernels
 from gemini.kernels_cuda import CudaKernels
 from gemini.kernels_reference import NORM_BLOCK, NORM_TILE
-from tests.fakegpu.computing import alias, host_uses, launch
+from gemini.train import engine
+from tests.fakegpu.computing import Computing, alias, host_uses, launch
 from tests.native.emulated_cuda import DTYPES, EmulatedModule
 
 _BYTES = {0: 4, 1: 2, 2: 2}
@@ -21,6 +23,7 @@ _BYTES = {0: 4, 1: 2, 2: 2}
 _HOST = {
     "adam_update": ("weights", "residual", "exp_avg", "exp_avg_sq"),
     "adam_update_segments": ("weights", "residual", "exp_avg", "exp_avg_sq"),
+    "update_segments": ("weights", "residual", "states"),
     "copy_grad": ("dst",), "accumulate_grad": ("acc",), "sum_squares": (), "split_master": ("hi", "lo"),
     "join_master": ("out",),
 }  # fmt: skip
@@ -30,19 +33,19 @@ _HOST = {
 class FakeModule(EmulatedModule):
     """The CUDA part of gemini._C, which is given addresses of a device and a stream."""
 
-    def cuda_adam_update(
-        self, device: int, stream: int, weights: int, residual: int, exp_avg: int, exp_avg_sq: int, grad: int,
-        dtype: int, segments: Sequence[tuple[Any, ...]], grad_scale: int, stop: int,
+    def cuda_update(
+        self, device: int, stream: int, weights: int, residual: int, states: Sequence[int], grad: int, dtype: int,
+        segments: Sequence[tuple[Any, ...]], grad_scale: int, stop: int,
     ) -> None:  # fmt: skip
         begin, end = segments[0][0], segments[-1][1]
 
         def used(address: int, size: int) -> tuple[int, int]:
             return (address + begin * size, (end - begin) * size) if address else (0, 0)
 
-        states = [used(weights, 2 if residual else 4), used(residual, 2), used(exp_avg, 4), used(exp_avg_sq, 4)]
-        launch(stream, "adam", [used(grad, _BYTES[dtype]), (grad_scale, 4), (stop, 4)], states)
-        arrays = map(_alias, (weights, residual, exp_avg, exp_avg_sq, grad))
-        super().cuda_adam_update(device, stream, *arrays, dtype, segments, _alias(grad_scale), _alias(stop))
+        written = [used(weights, 2 if residual else 4), used(residual, 2), *(used(state, 4) for state in states)]
+        launch(stream, "update", [used(grad, _BYTES[dtype]), (grad_scale, 4), (stop, 4)], written)
+        arrays = _alias(weights), _alias(residual), [*map(_alias, states)], _alias(grad)
+        super().cuda_update(device, stream, *arrays, dtype, segments, _alias(grad_scale), _alias(stop))
 
     def cuda_copy_grad(
         self, device: int, stream: int, dst: int, dst_dtype: int, src: int, src_dtype: int, n: int, places: Any
@@ -86,15 +89,24 @@ def _watched(name: str, kernel: Callable[..., Any], written: Sequence[str]) -> C
     @wraps(kernel)
     def run(*args: Any, **kwargs: Any) -> Any:
         for argument, value in {**dict(zip(names, args, strict=False)), **kwargs}.items():
-            if hasattr(value, "is_cuda"):
-                host_uses(value, name, writes=argument in written)
+            for tensor in value.values() if isinstance(value, Mapping) else (value,):
+                if hasattr(tensor, "is_cuda"):
+                    host_uses(tensor, name, writes=argument in written)
         return kernel(*args, **kwargs)
 
     return run
 
 
 def install() -> None:
-    """From now on Gemini's kernels run on CUDA tensors."""
+    """From now on Gemini's kernels run on CUDA tensors, and the end of a model, which is without modes, keeps ours."""
     kernels._cuda = CudaKernels(FakeModule(), DTYPES)
     for name, written in _HOST.items():
         setattr(kernels, name, _watched(name, getattr(kernels, name), written))
+    without_modes = engine._disable_current_modes
+
+    @contextmanager
+    def only_computing() -> Iterator[None]:
+        with without_modes(), Computing():
+            yield
+
+    engine._disable_current_modes = only_computing  # type: ignore[assignment]

@@ -1,7 +1,6 @@
 """pytest on the CUDA runtime of ``cudart.cpp`` (``make test-fakegpu``): a test in which two uses of memory race fails.
 
-``LOCAL_RANK`` says which device is the process's own. A managed model that goes on a thread of C++ (with a graph that
-autograd lets go) is computed with past the dispatch mode: such a warning is of this runtime and not of a card.
+``LOCAL_RANK`` says which device is the process's own.
 """
 
 from __future__ import annotations

@@ -17,6 +17,8 @@ import torch
 from torch import nn
 
 import gemini
+from gemini.errors import parse_bytes
+from gemini.memory.devices.device import make_device
 from gemini.planning.layout import DEFAULT_MAX_CHUNK, ParamSpec, make_layout
 from gemini.train.setup.problem import collect_params
 from tests.train import helpers
@@ -56,6 +58,11 @@ if "updates_on_gpu" in gemini.StaticPlacement.__dataclass_fields__:  # states of
     PLACEMENTS["updated through the gpu"] = Where({"weights_on_gpu": 0.4, "updates_on_gpu": 1})
 
 
+def budget(size: str | int) -> int:
+    """Of a GPU, with so many bytes for what is managed."""
+    return parse_bytes(size) + make_device(DEVICE).beside_bytes()
+
+
 def config(model: nn.Module, where: str, path: Path, *, precision: str = "bf16", **more: Any) -> gemini.GeminiConfig:
     """Budgets with room on the GPU for what lives there and, unless roomy, the weights of one module at a time."""
     placement = PLACEMENTS[where]
@@ -66,7 +73,7 @@ def config(model: nn.Module, where: str, path: Path, *, precision: str = "bf16",
     extra = 20 * max(sizes) if on_gpu else 0
     extra += 4 * 20 * max(sizes) if "updates_on_gpu" in on_gpu else 0
     gathered, _ = helpers.tight_bytes(model, precision)
-    gpu: Any = PLENTY if placement.roomy else int(planes + gathered + extra)
+    gpu = budget(PLENTY if placement.roomy else int(planes + gathered + extra))
     memory = gemini.MemoryBudget(gpu=gpu, cpu=PLENTY, nvme=PLENTY, nvme_path=path)
     return gemini.GeminiConfig(precision=precision, memory=memory, placement=placement.static, device=DEVICE, **more)
 

@@ -236,7 +236,7 @@ def test_backward_of_a_model_on_the_card_waits_for_nothing(gradients: str, monke
     monkeypatch.setattr(CudaKernels, "fetch", counted)
     config = gemini.GeminiConfig(
         gradients=gradients,
-        memory=gemini.MemoryBudget(gpu="1GiB", cpu="1GiB"),
+        memory=gemini.MemoryBudget(gpu="3GiB", cpu="1GiB"),
         placement=gemini.StaticPlacement(weights_on_gpu=1, optimizer_on_gpu=1),
     )
     model = gemini.GeminiDDP(models.make_model("llama"), config)

@@ -9,6 +9,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import gemini
+from tests.gpu.gpu_cases import budget
 
 STEPS = 4
 
@@ -41,14 +42,14 @@ def train(config: gemini.GeminiConfig) -> tuple[list[float], dict[str, torch.Ten
 
 
 def placements(tmp_path: Path) -> dict[str, gemini.GeminiConfig]:
-    nvme = gemini.MemoryBudget(gpu="8MiB", cpu="64MiB", nvme="1GiB", nvme_path=tmp_path)
+    nvme = gemini.MemoryBudget(gpu=budget("8MiB"), cpu="64MiB", nvme="1GiB", nvme_path=tmp_path)
     static = gemini.StaticPlacement
     return {
-        "all on the gpu": gemini.GeminiConfig(memory=gemini.MemoryBudget(gpu="2GiB", cpu="1GiB")),
-        "windows on the gpu": gemini.GeminiConfig(memory=gemini.MemoryBudget(gpu="8MiB", cpu="1GiB")),
+        "all on the gpu": gemini.GeminiConfig(memory=gemini.MemoryBudget(gpu=budget("2GiB"), cpu="1GiB")),
+        "windows on the gpu": gemini.GeminiConfig(memory=gemini.MemoryBudget(gpu=budget("8MiB"), cpu="1GiB")),
         "all on nvme": gemini.GeminiConfig(memory=nvme, placement=static(weights_on_nvme=1, optimizer_on_nvme=1)),
         "half and half": gemini.GeminiConfig(
-            memory=gemini.MemoryBudget(gpu="64MiB", cpu="1GiB", nvme="1GiB", nvme_path=tmp_path),
+            memory=gemini.MemoryBudget(gpu=budget("64MiB"), cpu="1GiB", nvme="1GiB", nvme_path=tmp_path),
             placement=static(weights_on_gpu=0.5, optimizer_on_gpu=0.4, weights_on_nvme=0.3, optimizer_on_nvme=0.3),
         ),
     }
@@ -73,7 +74,7 @@ def test_planes_and_windows_stay_within_the_gpu_budget() -> None:
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    config = gemini.GeminiConfig(memory=gemini.MemoryBudget(gpu="8MiB", cpu="1GiB"))
+    config = gemini.GeminiConfig(memory=gemini.MemoryBudget(gpu=budget("8MiB"), cpu="1GiB"))
     model = gemini.GeminiDDP(build(), config)
     with model.gathered([model.lm_head.weight]), torch.no_grad():
         peak = torch.cuda.max_memory_allocated()

@@ -18,7 +18,7 @@ SHAPE = {"rows": 4, "length": 64}
 
 
 def wrap(folder: Path, offload: str | None, make: Any, **more: Any) -> Any:
-    sizes: dict[str, Any] = {"gpu": "64MiB", "cpu": "64MiB", "nvme": "64MiB", **more}
+    sizes: dict[str, Any] = {"gpu": gpu_cases.budget("64MiB"), "cpu": "64MiB", "nvme": "64MiB", **more}
     memory = gemini.MemoryBudget(**sizes, nvme_path=folder)
     config = gemini.GeminiConfig(device=DEVICE, memory=memory, offload_activations=offload)
     model = gemini.GeminiDDP(make(), config).train()

@@ -21,9 +21,6 @@ from tests.train import helpers
 from tests.train.test_memory import Stack
 
 MIB = 2**20
-ROUNDING = 64 * MIB
-"""What torch's allocator may keep beyond what it handed out: segments are whole (2 and 20 MiB, larger ones in steps of
-2 MiB), and one of each kind may be partly empty per stream."""
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
@@ -59,6 +56,7 @@ def tokens(card: torch.device, step: int) -> torch.Tensor:
 
 def activations_of(card: torch.device) -> int:
     """Bytes that forward and backward take beside the weights, each gradient let go as it comes."""
+    gc.collect()  # a managed model that is not gone yet has its budget for a limit
     model = stack().to(card, torch.bfloat16)
     for param in model.parameters():
         param.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
@@ -77,7 +75,7 @@ def config_for(model: Any, on_gpu: float, gradients: str, activations: int) -> g
     planes = int(14 * sum(sizes) * on_gpu) + (16 * max(sizes) if on_gpu else 0)
     placement = gemini.StaticPlacement(weights_on_gpu=on_gpu, optimizer_on_gpu=on_gpu)
     return gemini.GeminiConfig(
-        memory=gemini.MemoryBudget(gpu=planes + 2 * gathered + activations + 8 * MIB, cpu="3GiB"),
+        memory=gemini.MemoryBudget(gpu=gpu_cases.budget(planes + 2 * gathered + activations + 8 * MIB), cpu="3GiB"),
         placement=placement, activations=activations, gradients=gradients, device=DEVICE,
     )  # fmt: skip
 
@@ -117,14 +115,15 @@ def test_what_torch_handed_out_is_within_the_budget(
         f"{peak / MIB:.0f}, reserved {reserved / MIB:.0f}"
     )
     assert report["gpu"]["peak"] <= budget
-    assert peak <= report["gpu"]["peak"] + MIB <= budget + MIB, "torch handed out more than the ledger knows of"
-    assert reserved <= budget + ROUNDING, "fragments: torch keeps more of the GPU than the budget"
+    managed = report["gpu"]["peak"] - report["gpu"]["holders"]["context"]
+    assert peak <= managed + MIB, "torch handed out more than the ledger knows of"
+    assert report["allocator"]["elsewhere"] + reserved <= budget, "fragments: more of the GPU is taken than the budget"
 
 
 def test_deleting_the_model_gives_the_card_back(card: torch.device) -> None:
     def once() -> None:
         placement = gemini.StaticPlacement(weights_on_gpu=0.5, optimizer_on_gpu=0.5)
-        memory = gemini.MemoryBudget(gpu="2GiB", cpu="3GiB")
+        memory = gemini.MemoryBudget(gpu=gpu_cases.budget("2GiB"), cpu="3GiB")
         model: Any = gemini.GeminiDDP(stack(), gemini.GeminiConfig(memory=memory, placement=placement, device=DEVICE))
         train(model, card, in_backward=False)
 

@@ -2,6 +2,7 @@
 
     python tests/hunts/race_hunt.py --seeds 0:1000
     python tests/hunts/race_hunt.py --seeds 417:418          # replays one
+    python tests/hunts/race_hunt.py --device cuda            # on a GPU; that of tests/fakegpu tells of races
 
 Each seed draws *what* is trained (model, precision, gradients, clipping: a recipe) and *how* (device, budgets, homes,
 overlap, threads, the clock of the stand-in device, pauses around reads, writes and updates, Python's switch interval,
@@ -29,7 +30,7 @@ import traceback
 import warnings
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,7 @@ import torch  # noqa: E402
 import gemini  # noqa: E402
 from gemini import kernels  # noqa: E402
 from gemini.errors import parse_bytes  # noqa: E402
+from gemini.memory.devices.cuda import CudaDevice  # noqa: E402
 from gemini.memory.devices.windows import PageWindow, StorageWindow  # noqa: E402
 from gemini.memory.movement.worker import JobThread  # noqa: E402
 from gemini.memory.nvme import SpillFile  # noqa: E402
@@ -81,12 +83,13 @@ class Schedule:
 
     def config(self, budget: int, directory: Path) -> gemini.GeminiConfig:
         memory: dict[str, Any] = {"cpu": "1GiB", "nvme": "64MiB", "nvme_path": directory}
-        memory["gpu" if self.device == "standin" else "cpu"] = budget
+        on_gpu = self.device != "cpu"
+        memory["gpu" if on_gpu else "cpu"] = budget
         placement: Any = "auto"
         if self.homes:
-            on_gpu = dict(zip(("weights_on_gpu", "optimizer_on_gpu"), self.homes[:2], strict=True))
+            there = dict(zip(("weights_on_gpu", "optimizer_on_gpu"), self.homes[:2], strict=True))
             placement = gemini.StaticPlacement(
-                **(on_gpu | {"updates_on_gpu": self.updates_on_gpu} if self.device == "standin" else {}),
+                **(there | {"updates_on_gpu": self.updates_on_gpu} if on_gpu else {}),
                 weights_on_nvme=self.homes[2], optimizer_on_nvme=self.homes[3],
             )  # fmt: skip
         device: Any = self.device
@@ -199,7 +202,8 @@ def disturbed(schedule: Schedule) -> Iterator[Counter[str]]:
             pausing(kernels.IoQueue, name)
         for owner, name in ((SpillFile, "read"), (SpillFile, "write"), (kernels, "adam_update")):
             pausing(owner, name)
-        for kind in (PageWindow, StorageWindow):
+        # Not on a GPU: whoever fills a window there is one more who uses it, on a stream that nobody waits for.
+        for kind in (PageWindow, StorageWindow) if schedule.device != "cuda" else (PageWindow,):
             spoil(kind)
         put = JobThread.put
 
@@ -375,25 +379,45 @@ def watchdog(schedule: object) -> Iterator[None]:
         timer.join()
 
 
+def fake_runtime() -> Any:
+    """The runtime of tests/fakegpu, if this process has it for CUDA: it tells of races. None: a GPU, which does not."""
+    if "fakegpu" not in os.environ.get("LD_PRELOAD", ""):
+        return None
+    from tests.fakegpu import computing, launches
+
+    computing.install()
+    launches.install()
+    # Budgets are some KiB here, to evict all the time: neither a context nor whole segments are in them.
+    CudaDevice.beside_bytes = lambda device: 0  # type: ignore[method-assign]
+    CudaDevice.begin_budget = lambda device, *budget: None  # type: ignore[method-assign]
+    return computing
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", default="0:1000", help="first:last+1")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after so many")
+    parser.add_argument("--device", choices=("cpu", "standin", "cuda"), help="for every schedule (default: drawn)")
     parser.add_argument("--verbose", action="store_true", help="a line for each schedule, before it runs")
     args = parser.parse_args()
     first, last = map(int, args.seeds.split(":"))
     torch.set_num_threads(1)
+    runtime = fake_runtime() if args.device == "cuda" else None
     gc.freeze()
     began, failed, done, seen = time.monotonic(), [], 0, Counter[str]()
     for seed in range(first, last):
         if time.monotonic() - began > args.seconds:
             break
-        schedule = draw(seed)
+        schedule = draw(seed) if args.device is None else replace(draw(seed), device=args.device)
+        if runtime is not None:
+            runtime.draw_from(seed % 3 and seed)  # each third: as late as it may be
         if args.verbose:
             print(schedule, flush=True)
         with tempfile.TemporaryDirectory(prefix="gemini-races-") as directory, watchdog(schedule):
             try:
                 seen += run(schedule, Path(directory))
+                raced = [] if runtime is None else runtime.races()
+                assert not raced, raced[:5]
             except Exception:
                 failed.append(seed)
                 print(f"FAILED: {schedule}\n{traceback.format_exc()}", file=sys.stderr, flush=True)

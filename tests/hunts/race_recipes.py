@@ -109,7 +109,7 @@ def train(recipe: Recipe, model: Any, optimizer: gemini.HybridAdam, watch: Calla
         batches = recipe.batches(done)
         for number, batch in enumerate(batches):
             with contextlib.nullcontext() if number == len(batches) - 1 else model.no_sync():
-                loss = model(**batch).loss
+                loss = model(**models.on(model.device, batch)).loss
                 watch("forward", done)
                 (loss / recipe.num_micro).backward()
                 steps.losses[done, number] = loss.item()
@@ -130,7 +130,7 @@ def train(recipe: Recipe, model: Any, optimizer: gemini.HybridAdam, watch: Calla
 def eval_loss(recipe: Recipe, model: Any, mode: Any = torch.no_grad) -> float:
     model.eval()
     with mode():
-        loss = model(**recipe.batches(0)[0]).loss.item()
+        loss = model(**models.on(model.device, recipe.batches(0)[0])).loss.item()
     model.train()
     return loss
 

@@ -153,6 +153,7 @@ def draw(rng: random.Random, model: nn.Module, precision: str, devices: tuple[st
     able = [chunk.index for chunk in layout.chunks if chunk.trainable and can_stream(homes[chunk.index])]
     streamed = frozenset(i for i in able if rng.random() < 0.7 and problem.compute is Tier.GPU)
     budgets[problem.compute] += problem.device_staging if streamed else 0
+    budgets[problem.compute] += make_device(device).beside_bytes()
     return Draw(device, max_chunk, tile, isa, gradients, homes, budgets, streamed)
 
 

@@ -28,6 +28,7 @@ from contextlib import contextmanager
 import torch
 
 from gemini.grad_mode import call_without_grad
+from gemini.memory.devices.cuda_budget import beside_bytes, check_room, lift, limit
 from gemini.memory.devices.cuda_streams import CopyStreams, CudaEvent
 from gemini.memory.devices.cuda_windows import CudaWindow, WindowMemory
 from gemini.memory.devices.device import Device, Event
@@ -38,6 +39,9 @@ from gemini.tiers import Tier
 
 _STREAMS_OF_TORCH = 32
 """How many streams torch has for a device before it gives the first one again."""
+
+_SMALL = 2**20
+"""Bytes up to which torch's allocator takes memory from other segments than larger ones."""
 
 
 class _OfThread(threading.local):
@@ -77,6 +81,20 @@ class CudaDevice(Device):
 
     def make_buffer(self, num_bytes: int) -> torch.Tensor:
         return torch.zeros(num_bytes, dtype=torch.uint8, device=self.torch_device)
+
+    def reserve_buffers(self, sizes: Iterable[int]) -> None:
+        large = sum(num_bytes for num_bytes in sizes if num_bytes > _SMALL)
+        if large and torch.cuda.memory_stats(self.torch_device).get("max_split_size", -1) <= 0:
+            with contextlib.suppress(torch.cuda.OutOfMemoryError):  # then each comes on its own, rounded to 2 MiB
+                torch.empty(large, dtype=torch.uint8, device=self.torch_device)
+
+    def beside_bytes(self) -> int:
+        return beside_bytes(self.torch_device)
+
+    def begin_budget(self, budget: int | None, reserved: int, freed: int) -> None:
+        if budget is not None:
+            check_room(self.torch_device, budget, reserved, freed)
+        limit(self, self.torch_device, budget)
 
     def reserve_host(self, num_bytes: int) -> None:
         if self._can_pin and num_bytes > 0:
@@ -138,6 +156,7 @@ class CudaDevice(Device):
         after: Event | None = None,
         *,
         behind_computing: bool = True,
+        kept: bool = False,
     ) -> Event:
         if after is not None and not isinstance(after, CudaEvent):
             after.wait()  # of the host: nothing on the GPU could wait for it
@@ -170,7 +189,7 @@ class CudaDevice(Device):
                 # which frees a block behind everything that the stream was given until then, the copies far ahead too.
                 if window is not None:
                     window.touched[stream] = event
-                elif tensor.is_cuda:
+                elif tensor.is_cuda and not kept:
                     tensor.record_stream(on)
             # The engines read and write host memory after this returns; nothing but these references keeps it there.
             streams.in_flight.append((event, _host_side(into), _host_side(source)))
@@ -201,6 +220,7 @@ class CudaDevice(Device):
         torch.cuda.synchronize(self.torch_device)
 
     def close(self) -> None:
+        lift(self, self.torch_device)
         with self._lock:
             copying, self._copying = self._copying, {}
         try:

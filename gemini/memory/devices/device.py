@@ -149,6 +149,7 @@ class Device(ABC):
         after: Event | None = None,
         *,
         behind_computing: bool = True,
+        kept: bool = False,
     ) -> Event:
         """Start copying between host and device, from any thread.
 
@@ -156,7 +157,9 @@ class Device(ABC):
         was given before this call is done, and ``after`` is complete; an ``after`` that failed fails the copy. Until
         the event is complete ``into`` must be neither read nor written, and ``source`` not written; both may be let go.
 
-        ``behind_computing``: False waits for ``after`` only, not for what the computing stream was given.
+        ``behind_computing``: False waits for ``after`` only, not for what the computing stream was given. ``kept``: the
+        caller does not let go of either before the event is complete. Then memory of a GPU is free as soon as he does;
+        else when everything is over that the stream was given until then, later copies too.
         """
 
     def beside(self, name: str) -> AbstractContextManager[None]:
@@ -174,6 +177,23 @@ class Device(ABC):
     def mark(self) -> Event:
         """Complete when everything that the computing stream was given so far is done."""
         return DONE
+
+    def beside_bytes(self) -> int:
+        """Bytes of a declared budget that this process takes whatever it does: a driver's context, kernels and their
+        workspaces, what an allocator rounds up.
+        """
+        return 0
+
+    def begin_budget(self, budget: int | None, reserved: int, freed: int) -> None:  # noqa: B027 - host memory is paged
+        """A model is given ``budget`` bytes of this device (None: what it takes), of which ``reserved`` are needed at
+        once; ``freed`` ones of tensors there are about to go.
+
+        Raises:
+            BudgetExceeded: if others leave less than that.
+        """
+
+    def reserve_buffers(self, sizes: Iterable[int]) -> None:  # noqa: B027 - pages of the host come one by one
+        """Buffers of these bytes are going to be made: get the memory for them in one piece, as far as that goes."""
 
     @abstractmethod
     def free_bytes(self) -> int:
@@ -227,6 +247,7 @@ class CpuDevice(HostMemoryDevice):
         after: Event | None = None,
         *,
         behind_computing: bool = True,
+        kept: bool = False,
     ) -> Event:
         if after is not None:
             after.wait()

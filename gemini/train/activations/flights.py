@@ -62,7 +62,7 @@ class Gone(NamedTuple):
 class Flight:
     """One tensor on its way, in either direction, and the memory that it travels in."""
 
-    __slots__ = ("buffer", "called_back", "event", "num_bytes", "of", "on_device")
+    __slots__ = ("buffer", "called_back", "copied", "event", "num_bytes", "of", "on_device")
 
     def __init__(self, offloaded: Offloaded):
         self.of = weakref.ref(offloaded)
@@ -72,10 +72,12 @@ class Flight:
         self.on_device: torch.Tensor | None = None
         """Where the host does not compute: the values there, of the tensor's shape and contiguous."""
         self.event: Event | None = None
+        self.copied: Event | None = None
+        """The copy out of ``on_device``, whose memory nobody else may have before it is over."""
         self.called_back = False
 
     def is_over(self) -> bool:
-        return self.event is None or self.event.is_complete()
+        return all(event is None or event.is_complete() for event in (self.event, self.copied))
 
     def begin(self, worker: Worker, job: Job) -> None:
         """The job is known before it runs: an interrupt between two lines here loses nothing."""
@@ -88,6 +90,8 @@ class Flight:
             self.called_back = True
             self.event.finish(GeminiError("an activation was not moved: interrupted"))
         try:
+            if self.copied is not None:
+                self.copied.wait_until_over()
             if self.event is not None:
                 self.event.wait()
         except Exception as e:

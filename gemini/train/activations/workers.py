@@ -15,6 +15,8 @@ from collections import deque
 
 import torch
 
+from gemini.interrupts import WHOLE
+from gemini.memory.devices.device import Event
 from gemini.memory.movement.mover import Working
 from gemini.memory.movement.worker import Job, Worker
 from gemini.memory.store import ChunkStore
@@ -94,13 +96,14 @@ class ActivationWorkers:
             values = buffer[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
             values.copy_(tensor)
         else:
-            flight.on_device = tensor.clone(memory_format=torch.contiguous_format)
-            source, into = _bytes(flight.on_device), (place if buffer is None else buffer)[: tensor.nbytes]
-            copied = mover.under_way(
-                computing, Tier.CPU, num_bytes, lambda: device.copy(into, source, "offload"), _SAVE, -1
-            )
+            on_device = tensor.clone(memory_format=torch.contiguous_format)
+            source, into = _bytes(on_device), (place if buffer is None else buffer)[: tensor.nbytes]
+            with WHOLE:  # memory of a flight whose event nobody has would be given to others while it is copied
+                copied = mover.under_way(
+                    computing, Tier.CPU, num_bytes, lambda: device.copy(into, source, "offload", kept=True), _SAVE, -1
+                )
+                flight.on_device, flight.copied, flight.event = on_device, copied, copied
         if self._tier is Tier.CPU:
-            flight.event = copied
             return
         spill, working = self._spill, Working(mover.moved)
         assert spill is not None and buffer is not None
@@ -197,9 +200,12 @@ class ActivationWorkers:
         if self._tier is Tier.CPU:
             assert into is not None
             copying, source = into, place[:size]
-            flight.event = mover.under_way(
-                Tier.CPU, computing, num_bytes, lambda: device.copy(copying, source, "restore"), _RESTORE, -1
-            )
+
+            def restore() -> Event:
+                return device.copy(copying, source, "restore", kept=True)
+
+            with WHOLE:
+                flight.event = mover.under_way(Tier.CPU, computing, num_bytes, restore, _RESTORE, -1)
             return True
         spill, working = self._spill, Working(mover.moved)
         assert spill is not None and buffer is not None
@@ -212,7 +218,10 @@ class ActivationWorkers:
                     spill.read(buffer, place)
                 if into is not None:
                     with mover.crossing(Tier.CPU, computing, num_bytes):
-                        device.copy(into, buffer[:size], "restore", after=free, behind_computing=False).wait()
+                        arrived = device.copy(
+                            into, buffer[:size], "restore", after=free, behind_computing=False, kept=True
+                        )
+                        arrived.wait()
 
         flight.begin(self._restorers, Job(read, 0.0))
         return True

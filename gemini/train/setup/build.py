@@ -72,8 +72,12 @@ def build(
     ledger = Ledger(dict(problem.budgets))
     _reserve(ledger, problem, placement)
     needed = bytes_per_tier(problem, placement)
+    is_declared = config.memory.bytes_of(device.tier) is not None
+    there = sum(n.param.nbytes for n in named if n.param.device == device.torch_device)
+    device.begin_budget(ledger.budget(device.tier) if is_declared else None, needed[device.tier], there)
     device.reserve_host(needed.get(Tier.CPU, 0))
     device.reserve_windows(_window_bytes(ledger, problem, placement))
+    device.reserve_buffers(_buffers(problem, placement))
     on_disk = needed.get(Tier.NVME, 0)
     spill = SpillFile(config.memory.nvme_path, on_disk) if config.memory.nvme_path is not None else None
     chunks = [_make_chunk(spec, problem, placement, device, spill) for spec in layout.chunks]
@@ -149,6 +153,8 @@ def _reserve(ledger: Ledger, problem: Problem, placement: Placement) -> None:
         ledger.reserve(Tier.CPU, problem.exchange, "exchange")
     if problem.factors:
         ledger.reserve(Tier.CPU, problem.factors, "factors")
+    if problem.beside:
+        ledger.reserve(problem.compute, problem.beside, "context")
     if problem.activations:
         ledger.reserve(problem.compute, problem.activations, "activations")
     for tier in {Tier.CPU, problem.compute} if problem.temporaries else ():
@@ -164,6 +170,14 @@ def _window_bytes(ledger: Ledger, problem: Problem, placement: Placement) -> int
     """The most that windows can have at once: all of them, or what the budget leaves them."""
     moving = [i for i, homes in enumerate(placement.homes) if problem.needs_window(i, homes[WEIGHTS])]
     return min(sum(problem.window_bytes(i) for i in moving), ledger.free(problem.compute) - problem.in_flight)
+
+
+def _buffers(problem: Problem, placement: Placement) -> list[int]:
+    """Bytes of each plane that lives in the memory that computes."""
+    planes = (
+        (homes[kind], size) for i, homes in enumerate(placement.homes) for kind, size in problem.plane_bytes(i).items()
+    )
+    return [size for tier, size in planes if tier is problem.compute]
 
 
 def _make_chunk(

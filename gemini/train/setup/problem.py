@@ -196,6 +196,16 @@ class Decision(NamedTuple):
     offload_activations: str | None = None
 
 
+def bytes_beside(config: GeminiConfig, device: Device, ranks: Ranks | None) -> int:
+    """What of a declared ``gpu=`` is the driver's and the allocator's, on all ranks alike. One that is measured is what
+    these leave.
+    """
+    if device.tier is not Tier.GPU or config.memory.bytes_of(Tier.GPU) is None:
+        return 0
+    beside = device.beside_bytes()
+    return beside if ranks is None else -ranks.smallest([-beside])[0]
+
+
 def decide(model: nn.Module, config: GeminiConfig, device: Device, ranks: Ranks | None) -> Decision:
     """The homes the config asks for, in the budgets there are.
 
@@ -218,6 +228,7 @@ def decide(model: nn.Module, config: GeminiConfig, device: Device, ranks: Ranks 
         read = {*trace.read_together, *(moment.params for moment in structure.moments)}
         trace = replace(trace, read_together=tuple(sorted(read)))
     budgets = measure_budgets(config, device, ranks)
+    beside = bytes_beside(config, device, ranks)
     sharing = 1 if ranks is None else ranks.local_size
     speeds = Speeds.typical() if config.hardware is None else Speeds.of(config.hardware, budgets, sharing=sharing)
     schedule = "overlapped" if config.overlap else "serial"
@@ -226,7 +237,7 @@ def decide(model: nn.Module, config: GeminiConfig, device: Device, ranks: Ranks 
 
     def choose(overlap: bool) -> Decision:
         problem = pose(trace, config, device, budgets, ranks, None if offload == "auto" else offload, overlap=overlap)
-        return _choose(config, trace, problem, planner, offload)
+        return _choose(config, trace, replace(problem, beside=beside), planner, offload)
 
     return with_staging(choose, overlap=config.overlap)
 
