@@ -4,6 +4,7 @@ update of a chunk and one for each gradient, and the host waits for the gradient
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -57,6 +58,7 @@ def counted(
     """The model, and what its third step asked for."""
     from tests.fakegpu import computing
 
+    gc.collect()  # a model that ends waits for the GPU
     model = gpu_cases.wrap(made, where, path)
     optimizer = gemini.HybridAdam(model.parameters(), lr=1e-2)
     ids = torch.arange(32, device=model.device).view(2, 16)
