@@ -35,7 +35,8 @@ _AS_TORCH_DOES = {
     aten.new_empty_strided.default, aten._unsafe_view.default, aten.detach.default, aten.lift_fresh.default,
     aten.resize_.default, aten.resize_as_.default, aten.record_stream.default, aten._local_scalar_dense.default,
     aten.is_pinned.default, aten.set_.source_Storage_storage_offset, aten.set_.source_Tensor, aten.set_.source_Storage,
-    aten.set_.default, aten.is_same_size.default, torch.ops.prim.device.default,
+    aten.set_.default, aten.is_same_size.default, aten._has_compatible_shallow_copy_type.default,
+    torch.ops.prim.device.default,
 }  # fmt: skip
 """What launches no kernel: memory, sizes, and the one number that ``item()`` copies."""
 _TAKE_INDICES_OF_THE_HOST = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default}

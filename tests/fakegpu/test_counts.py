@@ -4,7 +4,9 @@ update of a chunk and one for each gradient, and the host waits for the gradient
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ import torch
 from torch import nn
 
 import gemini
+from tests import models
 from tests.gpu import gpu_cases
 
 pytestmark = [
@@ -41,18 +44,29 @@ class Blocks(nn.Module):
         return nn.functional.cross_entropy(self.head(x).flatten(0, 1).float(), ids.flatten())
 
 
-def counted(where: str, num_layers: int, path: Path) -> tuple[Any, Counter[str]]:
+def loss_of_blocks(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    return model(ids)
+
+
+def loss_of_llama(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    return model(input_ids=ids, labels=ids).loss
+
+
+def counted(
+    made: nn.Module, where: str, path: Path, loss_of: Callable[..., torch.Tensor] = loss_of_blocks
+) -> tuple[Any, Counter[str]]:
     """The model, and what its third step asked for."""
     from tests.fakegpu import computing
 
-    model = gpu_cases.wrap(Blocks(num_layers), where, path)
+    gc.collect()  # a model that ends waits for the GPU
+    model = gpu_cases.wrap(made, where, path)
     optimizer = gemini.HybridAdam(model.parameters(), lr=1e-2)
     ids = torch.arange(32, device=model.device).view(2, 16)
     before: dict[str, int] = {}
     for _ in range(3):
         model.memory_report()  # of a finished world
         before = computing.counts()
-        model(ids).backward()
+        loss_of(model, ids).backward()
         model.clip_grad_norm_(1.0)
         optimizer.step()
         optimizer.zero_grad()
@@ -62,7 +76,7 @@ def counted(where: str, num_layers: int, path: Path) -> tuple[Any, Counter[str]]
 
 @pytest.mark.parametrize("num_layers", [2, 32])
 def test_a_step_of_weights_and_states_on_the_host(num_layers: int, tmp_path: Path, summary: Any) -> None:
-    model, counts = counted("all on the host", num_layers, tmp_path)
+    model, counts = counted(Blocks(num_layers), "all on the host", tmp_path)
     moved = model.memory_report()["moved"]
     assert counts["host to device bytes"] == moved["cpu->gpu"] and counts["device to host bytes"] == moved["gpu->cpu"]
     assert counts["device to host copies"] == len(list(model.parameters())), "a gradient is one copy"
@@ -75,12 +89,33 @@ def test_a_step_of_weights_and_states_on_the_host(num_layers: int, tmp_path: Pat
 
 @pytest.mark.parametrize("num_layers", [2, 32])
 def test_a_step_of_a_model_on_the_card(num_layers: int, tmp_path: Path, summary: Any) -> None:
-    model, counts = counted("all on the gpu", num_layers, tmp_path)
+    model, counts = counted(Blocks(num_layers), "all on the gpu", tmp_path)
     assert counts["launch update"] == len(model._gemini_engine.store.chunks)
     assert counts["launch copy_grad"] == len(list(model.parameters()))
     assert not model.memory_report()["moved"] and not counts["host to device copies"]
     assert counts["waits of the host"] == counts["device to host pageable copies"] == 1, "the norm, for who clips"
     summary(f"{num_layers} layers, all on the GPU: {_told(counts)}")
+
+
+OF_MASKS = 1
+"""Bytes, copies and waits of a step in transformers itself, which asks its causal mask a question."""
+
+
+@pytest.mark.parametrize("num_layers", [2, 32])
+@pytest.mark.parametrize("where", ["all on the host", "all on the gpu"])
+def test_a_step_of_a_llama(where: str, num_layers: int, tmp_path: Path, summary: Any) -> None:
+    model, counts = counted(models.llama(num_hidden_layers=num_layers), where, tmp_path, loss_of_llama)
+    moved, num_params = model.memory_report()["moved"], len(list(model.parameters()))
+    assert counts["host to device bytes"] == moved.get("cpu->gpu", 0) and not counts["host to device pageable copies"]
+    assert counts["device to host bytes"] == moved.get("gpu->cpu", 0) + OF_MASKS
+    if where == "all on the gpu":
+        chunks = len(model._gemini_engine.store.chunks)
+        assert counts["launch update"] == chunks and counts["launch copy_grad"] == num_params
+        assert counts["waits of the host"] == 1 + OF_MASKS and counts["device to host pageable copies"] == 1
+    else:
+        assert counts["device to host copies"] == num_params + OF_MASKS, "a gradient is one copy"
+        assert counts["waits of the host"] == OF_MASKS and not counts["device to host pageable copies"]
+    summary(f"Llama of {num_layers} layers, {where}: {_told(counts)}")
 
 
 def _told(counts: Counter[str]) -> str:
