@@ -38,7 +38,7 @@ class OnCard(CudaDevice):
     def beside_bytes(self) -> int:
         return 0  # budgets are of a few KiB
 
-    def begin_budget(self, budget: int | None, reserved: int, freed: int) -> None:
+    def begin_budget(self, budget: int | None, reserved: int, freed: int, *, limited: bool) -> None:
         pass
 
 

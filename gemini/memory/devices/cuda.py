@@ -91,10 +91,10 @@ class CudaDevice(Device):
     def beside_bytes(self) -> int:
         return beside_bytes(self.torch_device)
 
-    def begin_budget(self, budget: int | None, reserved: int, freed: int) -> None:
+    def begin_budget(self, budget: int | None, reserved: int, freed: int, *, limited: bool) -> None:
         if budget is not None:
             check_room(self.torch_device, budget, reserved, freed)
-        limit(self, self.torch_device, budget)
+        limit(self, self.torch_device, budget if limited else None)
 
     def reserve_host(self, num_bytes: int) -> None:
         if self._can_pin and num_bytes > 0:

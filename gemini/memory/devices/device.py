@@ -184,9 +184,14 @@ class Device(ABC):
         """
         return 0
 
-    def begin_budget(self, budget: int | None, reserved: int, freed: int) -> None:  # noqa: B027 - host memory is paged
+    def begin_budget(  # noqa: B027 - host memory is paged
+        self, budget: int | None, reserved: int, freed: int, *, limited: bool
+    ) -> None:
         """A model is given ``budget`` bytes of this device (None: what it takes), of which ``reserved`` are needed at
         once; ``freed`` ones of tensors there are about to go.
+
+        Args:
+            limited: it has room for activations too, so that nothing of this process needs more.
 
         Raises:
             BudgetExceeded: if others leave less than that.

@@ -74,7 +74,10 @@ def build(
     needed = bytes_per_tier(problem, placement)
     is_declared = config.memory.bytes_of(device.tier) is not None
     there = sum(n.param.nbytes for n in named if n.param.device == device.torch_device)
-    device.begin_budget(ledger.budget(device.tier) if is_declared else None, needed[device.tier], there)
+    # Of a budget that leaves activations no room nobody has said that it is all there may be.
+    has_all = problem.activations > 0 or config.activations is not None
+    budget = ledger.budget(device.tier) if is_declared else None
+    device.begin_budget(budget, needed[device.tier], there, limited=has_all)
     device.reserve_host(needed.get(Tier.CPU, 0))
     device.reserve_windows(_window_bytes(ledger, problem, placement))
     device.reserve_buffers(_buffers(problem, placement))
