@@ -7,7 +7,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from native_cases import (
+from torch import Tensor
+
+from gemini import kernels
+from gemini.kernels import AdamHyper
+from tests.native.native_cases import (
     GRAD_DTYPES,
     LENGTHS,
     NATIVE_ISAS,
@@ -18,10 +22,6 @@ from native_cases import (
     special_values,
     to_dtype,
 )
-from torch import Tensor
-
-from gemini import kernels
-from gemini.kernels import AdamHyper
 
 HYPER = AdamHyper(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1, step=3, grad_scale=0.37)
 L2 = AdamHyper(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1, step=3, decoupled=False)

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from native_cases import GRAD_DTYPES, NATIVE_ISAS, any_bits, as_bits, to_dtype
 from torch import Tensor
 
 from gemini import kernels
@@ -17,6 +16,7 @@ from gemini.optim import AdamRule, LionRule, PlainSGDRule, SGDRule
 from gemini.optim.compact import CompactRule
 from gemini.rules import Segment, UpdateRule, Where
 from tests.native.emulated_cuda import emulate
+from tests.native.native_cases import GRAD_DTYPES, NATIVE_ISAS, any_bits, as_bits, to_dtype
 
 needs_native = pytest.mark.skipif(not NATIVE_ISAS, reason="the native library is not built")
 CASES: dict[str, tuple[UpdateRule, dict[str, Any], int]] = {

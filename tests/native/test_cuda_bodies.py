@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from native_cases import GRAD_DTYPES, LENGTHS, any_bits, assert_same_bits, same_sums, to_dtype
 from torch import Tensor
 
 from gemini import kernels
 from gemini.kernels import AdamHyper
 from gemini.kernels_reference import NORM_BLOCK, NORM_TILE, kernel_and_scalars
 from tests.native.emulated_cuda import EmulatedModule, library
+from tests.native.native_cases import GRAD_DTYPES, LENGTHS, any_bits, assert_same_bits, same_sums, to_dtype
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="there is no C++ compiler")
 

@@ -8,12 +8,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from native_cases import GRAD_DTYPES, any_bits, assert_same_bits, same_sums, to_dtype
 from torch import Tensor
 
 from gemini import kernels
 from gemini.kernels import AdamHyper, DeviceSums, Segment
 from tests.native.emulated_cuda import EmulatedKernels, emulate
+from tests.native.native_cases import GRAD_DTYPES, any_bits, assert_same_bits, same_sums, to_dtype
 
 ADAMW = AdamHyper(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1, step=3, grad_scale=0.37)
 L2 = AdamHyper(lr=2e-3, beta1=0.8, beta2=0.99, eps=1e-6, weight_decay=0.1, step=7, decoupled=False)

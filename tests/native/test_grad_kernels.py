@@ -7,11 +7,20 @@ import math
 import numpy as np
 import pytest
 import torch
-from native_cases import GRAD_DTYPES, LENGTHS, NATIVE_ISAS, any_bits, as_bits, assert_same_bits, same_sums, to_dtype
 from torch import Tensor
 
 from gemini import kernels
 from gemini.kernels import NORM_BLOCK, NORM_LANES, NORM_TILE
+from tests.native.native_cases import (
+    GRAD_DTYPES,
+    LENGTHS,
+    NATIVE_ISAS,
+    any_bits,
+    as_bits,
+    assert_same_bits,
+    same_sums,
+    to_dtype,
+)
 
 needs_native = pytest.mark.skipif(not NATIVE_ISAS, reason="the native library is not built")
 ISAS = kernels.capabilities().isas

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from native_cases import NATIVE_ISAS
 from torch import Tensor
 
 from benchmarks._progress import PATIENCE, join
 from gemini import kernels, kernels_reference
 from gemini.kernels import IoQueue
+from tests.native.native_cases import NATIVE_ISAS
 
 BLOCK = 4 << 20
 KINDS = ["python", *(["native"] if NATIVE_ISAS else [])]

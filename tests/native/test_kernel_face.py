@@ -9,11 +9,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from native_cases import NATIVE_ISAS, in_subprocess
 
 from benchmarks._progress import join
 from gemini import kernels
 from gemini.kernels import AdamHyper
+from tests.native.native_cases import NATIVE_ISAS, in_subprocess
 
 HYPER = AdamHyper(1e-3, 0.9, 0.999, 1e-8, 0.0, 1)
 needs_native = pytest.mark.skipif(not NATIVE_ISAS, reason="the native library is not built")

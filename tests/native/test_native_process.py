@@ -10,9 +10,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from native_cases import NATIVE_ISAS, in_subprocess
 
 from gemini import kernels
+from tests.native.native_cases import NATIVE_ISAS, in_subprocess
 
 needs_native = pytest.mark.skipif(not NATIVE_ISAS, reason="the native library is not built")
 

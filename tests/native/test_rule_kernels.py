@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from native_cases import GRAD_DTYPES, NATIVE_ISAS, any_bits, as_bits, assert_same_bits
 from rule_cases import CASES, arrays, copied, flat, scalars_of
 
 from gemini import kernels
 from gemini.rules import Segment, UpdateRule
 from tests.native.emulated_cuda import emulate
+from tests.native.native_cases import GRAD_DTYPES, NATIVE_ISAS, any_bits, as_bits, assert_same_bits
 
 needs_native = pytest.mark.skipif(not NATIVE_ISAS, reason="the native library is not built")
 SEGMENTS = ((0, 1), (1, 7), (9, 500), (500, 3001))
