@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from tests.ranks.pool import Pool
+from tests.ranks.pool import Pool, started
 
 
 @pytest.fixture(scope="session")
@@ -30,7 +30,7 @@ def pool_of(_pools: dict[int, Pool]) -> Iterator[Callable[[int], Pool]]:
         if size not in _pools or not _pools[size].alive:
             if size in _pools:
                 _pools[size].close()
-            _pools[size] = Pool(size)
+            _pools[size] = started(size)
         return _pools[size]
 
     yield get

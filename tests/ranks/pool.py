@@ -94,7 +94,7 @@ class Pool:
                 rank = pending.pop(pipe)
                 try:
                     results[rank] = pipe.recv()
-                except EOFError:
+                except (EOFError, ConnectionResetError):
                     results[rank] = Failure("Died", f"exit code {self.processes[rank].exitcode}", "")
                     broken = True
         if broken:
@@ -149,6 +149,16 @@ class Pool:
             pipe.close()
         self.processes = []
         self._folder.cleanup()
+
+
+def started(size: int) -> Pool:
+    """A pool whose ranks have met. Gloo may drop a connection between processes that begin at once: they go again."""
+    for _ in range(2):
+        pool = Pool(size)
+        with contextlib.suppress(AssertionError):  # it has closed itself
+            pool.run(os.getpid)
+            return pool
+    return Pool(size)
 
 
 def _meet(store: str, timeout: float) -> None:

@@ -8,6 +8,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -55,8 +57,9 @@ def test_a_module_that_moves_nothing_costs_two_calls(tmp_path: Path) -> None:
     assert counts[1] - counts[0] <= 2 * 8
 
 
-def test_a_step_that_moves_nothing_stays_in_few_files(tmp_path: Path) -> None:
-    model, x = stack(4, tmp_path), torch.ones(2, 16, dtype=torch.bfloat16)
+def files_of_a_step(path: Path) -> tuple[dict[str, int], int]:
+    """How many files forward, backward and step enter where nothing moves, and calls of the backward of eight params."""
+    model, x = stack(4, path), torch.ones(2, 16, dtype=torch.bfloat16)
     optimizer = gemini.HybridAdam(model.parameters())
     held: dict[str, torch.Tensor] = {}
 
@@ -67,9 +70,15 @@ def test_a_step_that_moves_nothing_stays_in_few_files(tmp_path: Path) -> None:
     for _ in range(2):
         for name, do in (("forward", forward), ("backward", lambda: held["loss"].backward()), ("step", optimizer.step)):
             entered[name] = calls_in(do)
-    files = {name: len(set(found)) for name, found in entered.items()}
+    return {name: len(set(found)) for name, found in entered.items()}, len(entered["backward"])
+
+
+def test_a_step_that_moves_nothing_stays_in_few_files(tmp_path: Path) -> None:
+    # In a process of its own: where something scales losses or steps in backward, every backward looks into more files.
+    with ProcessPoolExecutor(1, mp_context=get_context("forkserver")) as pool:
+        files, calls = pool.submit(files_of_a_step, tmp_path).result(timeout=300)
     assert files["forward"] <= 12 and files["backward"] <= 18 and files["step"] <= 31, files
-    assert len(entered["backward"]) <= 140, "of eight params"
+    assert calls <= 140
 
 
 def test_nothing_is_looked_for_after_a_step_that_ended_in_order(
