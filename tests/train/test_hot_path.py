@@ -58,7 +58,7 @@ def test_a_module_that_moves_nothing_costs_two_calls(tmp_path: Path) -> None:
 
 
 def files_of_a_step(path: Path) -> tuple[dict[str, int], int]:
-    """How many files forward, backward and step enter where nothing moves, and calls of the backward of eight params."""
+    """How many files forward, backward and step enter where nothing moves; calls of the backward of eight params."""
     model, x = stack(4, path), torch.ones(2, 16, dtype=torch.bfloat16)
     optimizer = gemini.HybridAdam(model.parameters())
     held: dict[str, torch.Tensor] = {}
