@@ -34,8 +34,9 @@ class MemoryBudget:
 
     Args:
         gpu: the whole of what the process may take on the accelerator ("20GiB" or bytes): its context and kernels are
-            in the ledger, and torch's allocator is limited to the rest, also for tensors that are not managed, while
-            the model lives. Tensors that were there before are beside it.
+            in the ledger. Where it has room for activations too (by a trace or ``GeminiConfig(activations=)``), torch's
+            allocator is limited to the rest while the model lives, also for tensors that are not managed; those that
+            were there before are beside it.
         cpu: chunks, staging and pools in host memory (the interpreter and activations computed on the CPU come on top).
         nvme: bytes of the spill file. Without ``nvme_path`` the NVMe tier does not exist.
         nvme_path: an existing, writable directory ("~": home). The spill file in it has no name and vanishes with
