@@ -48,7 +48,15 @@ from gemini.kernels_reference import (
     Segment,
     total,
 )  # fmt: skip
-from gemini.kernels_sums import DeviceSums, Sums, nonfinite_flag, resolve, totals
+from gemini.kernels_sums import (
+    ClipFactor,
+    DeviceSums,
+    Sums,
+    clip_coefficient,
+    nonfinite_flag,
+    resolve,
+    totals,
+)
 
 __all__ = [
     "COMPACT_BLOCK",
@@ -57,6 +65,7 @@ __all__ = [
     "NORM_LANES",
     "NORM_TILE",
     "AdamHyper",
+    "ClipFactor",
     "CompactSegment",
     "DeviceSums",
     "IoQueue",
@@ -67,6 +76,8 @@ __all__ = [
     "adam_update",
     "adam_update_segments",
     "capabilities",
+    "clip_coefficient",
+    "clip_factor",
     "copy_grad",
     "flush_mode",
     "get_num_threads",
@@ -87,7 +98,7 @@ __all__ = [
     "use_isa",
 ]
 
-_INTERFACE = 5  # of the signatures in csrc/bindings.cpp
+_INTERFACE = 6  # of the signatures in csrc/bindings.cpp
 
 
 def _load() -> tuple[Any, str | None]:
@@ -284,7 +295,7 @@ def adam_update_segments(
 
 def update_segments(
     weights: Tensor, residual: Tensor | None, states: Mapping[str, Tensor], grad: Tensor,
-    segments: Sequence[Segment], stop: Tensor | None = None,
+    segments: Sequence[Segment], grad_scale: Tensor | None = None, stop: Tensor | None = None,
 ) -> bool:  # fmt: skip
     """The same by the native kernel of another rule, which the scalars of the segments name; `states` are fp32, in the
     order of the rule. False where there is no native code for these tensors: then nothing was done.
@@ -292,11 +303,12 @@ def update_segments(
     op = "update_segments"
     w, *others = check(op, update_args(weights, residual, states, grad))
     check_segments(op, segments, weights.numel())
+    check_one(op, "grad_scale", grad_scale, torch.float32, weights)
     check_one(op, "stop", stop, torch.int32, weights)
     if cuda := _cuda_for(weights):
-        cuda.update(weights, residual, [*states.values()], grad, segments, None, stop)
+        cuda.update(weights, residual, [*states.values()], grad, segments, grad_scale, stop)
         return True
-    if _isa is None or not weights.is_cpu:
+    if _isa is None or not weights.is_cpu or grad_scale is not None:
         return False
     if stop is not None and int(stop) != 0:
         return True
@@ -314,7 +326,7 @@ def update_segments(
 
 def update_compact(
     weights: Tensor, residual: Tensor, codes: Mapping[str, Tensor], scales: Mapping[str, Tensor], grad: Tensor,
-    segments: Sequence[CompactSegment], stop: Tensor | None = None,
+    segments: Sequence[CompactSegment], grad_scale: Tensor | None = None, stop: Tensor | None = None,
 ) -> bool:  # fmt: skip
     """The same of compact states: `residual` is int8, each state codes (int8, or uint8 of averages of squares) and its
     scales, in the order of the rule. Segments begin at multiples of COMPACT_BLOCK. False where there is no native code.
@@ -324,13 +336,14 @@ def update_compact(
     w, *of_states, g, r = check(op, (*args, ("grad", grad, GRAD), ("residual", residual, INT8)))
     of_scales = check_scales(op, scales, weights, COMPACT_BLOCK)
     check_segments(op, segments, weights.numel())
+    check_one(op, "grad_scale", grad_scale, torch.float32, weights)
     check_one(op, "stop", stop, torch.int32, weights)
     if any(begin % COMPACT_BLOCK for begin, *_ in segments):
         raise ValueError(f"{op}: segments begin at multiples of {COMPACT_BLOCK} elements")
     if cuda := _cuda_for(weights):
-        cuda.update_compact(weights, residual, [*codes.values()], [*scales.values()], grad, segments, stop)
+        cuda.update_compact(weights, residual, [*codes.values()], [*scales.values()], grad, segments, grad_scale, stop)
         return True
-    if _isa is None or not weights.is_cpu:
+    if _isa is None or not weights.is_cpu or grad_scale is not None:
         return False
     if stop is not None and int(stop) != 0:
         return True
@@ -348,6 +361,20 @@ def new_flag(beside: Tensor) -> Tensor:
     """An int32 that is 0, on the device of `beside`: for `sum_squares` to set, and to stop `adam_update_segments`."""
     cuda = _cuda_for(beside)
     return torch.zeros(1, dtype=torch.int32, device=beside.device) if cuda is None else cuda.new_flag(beside.device)
+
+
+def clip_factor(many: Sequence[Sums], max_norm: float) -> ClipFactor | None:
+    """What clipping gradients with these sums to `max_norm` takes, found where the sums are: nothing waits.
+
+    `many` holds the sums of each gradient, in the order in which the host would add them. None if some are on the host
+    already, or not all on one device: then it is for the host to look.
+    """
+    parts = [[part for part in sums if isinstance(part, DeviceSums) and not part.is_here] for sums in many]
+    if sum(map(len, parts)) != sum(map(len, many)) or len({part.device for own in parts for part in own}) != 1:
+        return None
+    tiles = [[part.on_device() for part in own] for own in parts]
+    cuda = _cuda_for(next(tile for own in tiles for tile in own))
+    return None if cuda is None else ClipFactor(many, max_norm, *cuda.clip_factor(tiles, max_norm))
 
 
 def leaves_sums_there(tensor: Tensor) -> bool:

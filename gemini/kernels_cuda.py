@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -39,7 +40,7 @@ class NormWorkspace:
 
     def native(self, module: Any) -> Any:
         arrays = (self._blocks, self.tiles, self._arrived, self.nonfinite)
-        return module.CudaNormNormWorkspace(*(array.data_ptr() for array in arrays))
+        return module.CudaNormPlaces(*(array.data_ptr() for array in arrays))
 
 
 class CudaKernels:
@@ -103,7 +104,7 @@ class CudaKernels:
 
     def update_compact(
         self, weights: Tensor, residual: Tensor, codes: Sequence[Tensor], scales: Sequence[Tensor], grad: Tensor,
-        segments: Sequence[CompactSegment], stop: Tensor | None = None,
+        segments: Sequence[CompactSegment], grad_scale: Tensor | None = None, stop: Tensor | None = None,
     ) -> None:  # fmt: skip
         """The same of compact states."""
         native = [
@@ -113,7 +114,7 @@ class CudaKernels:
         arrays = _address(weights), _address(residual), [*map(_address, codes)], [*map(_address, scales)]
         dtype = self._dtypes[grad.dtype]
         self._module.cuda_update_compact(
-            *self._where(weights), *arrays, _address(grad), dtype, native, _address(stop)
+            *self._where(weights), *arrays, _address(grad), dtype, native, _address(grad_scale), _address(stop)
         )  # fmt: skip
 
     def split_master(self, master: Tensor, hi: Tensor, lo: Tensor) -> None:
@@ -140,14 +141,26 @@ class CudaKernels:
         stream = self.stream(tensor.device)
         return tensor.get_device(), 0 if stream is None else stream.cuda_stream
 
-    def clip_factor(
-        self, sums: Tensor, scale: float, max_norm: float, norm: Tensor, factor: Tensor, nonfinite: Tensor
-    ) -> None:
-        """From fp64 ``sums``: ``norm`` = sqrt(their sum in order) * scale (fp64), ``factor`` = scale * min(1,
-        max_norm / (norm + 1e-6)) (fp32), and 1 in ``nonfinite`` (int32) if the norm is not finite. One element each.
+    def clip_factor(self, many: Sequence[Sequence[Tensor]], max_norm: float) -> tuple[Tensor, Tensor, Tensor]:
+        """From the tiles of each gradient (fp64, one device), each one's added in order and then all: the norm (fp64),
+        min(1, max_norm / (norm + 1e-6)) (fp32), and whether the norm is not finite (int32). One element each.
         """
-        places = map(_address, (norm, factor, nonfinite))
-        self._module.cuda_clip_factor(*self._where(sums), _address(sums), sums.numel(), scale, max_norm, *places)
+        tiles = torch.cat([part for parts in many for part in parts])
+        ends = _ends_there(tuple(accumulate(sum(part.numel() for part in parts) for parts in many)), tiles.device)
+        totals = torch.empty(len(many) + 1, dtype=torch.float64, device=tiles.device)
+        norm, factor = totals[-1:], torch.empty(1, dtype=torch.float32, device=tiles.device)
+        nonfinite = torch.empty(1, dtype=torch.int32, device=tiles.device)
+        places = map(_address, (totals, norm, factor, nonfinite))
+        self._module.cuda_clip_factor(
+            *self._where(tiles), _address(tiles), _address(ends), len(many), max_norm, *places
+        )
+        return norm, factor, nonfinite
+
+
+@lru_cache(maxsize=8)
+def _ends_there(ends: tuple[int, ...], device: torch.device) -> Tensor:
+    """Copied once for a model, whose gradients have the same tiles in every step."""
+    return torch.tensor(ends, dtype=torch.int64, device=device)
 
 
 def _address(tensor: Tensor | None) -> int:

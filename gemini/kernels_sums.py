@@ -105,6 +105,36 @@ def totals(many: Sequence[Sums]) -> list[float]:
     return [total(numbers) for numbers in resolve(many)]
 
 
+def clip_coefficient(norm: float, max_norm: float) -> float:
+    """What gradients of this norm are multiplied by; 1 for one that is not finite."""
+    return min(1.0, max_norm / (norm + 1e-6)) if math.isfinite(norm) else 1.0
+
+
+class ClipFactor:
+    """Clipping whose numbers are where the sums of squares are: nobody has waited for them.
+
+    Args:
+        sums: by gradient; kept, so that the host can find the same.
+
+    Attributes:
+        norm: fp64, of all gradients.
+        factor: fp32, ``clip_coefficient`` of it.
+        nonfinite: int32: not 0 if the norm is not finite. One element each.
+    """
+
+    def __init__(self, sums: Sequence[Sums], max_norm: float, norm: Tensor, factor: Tensor, nonfinite: Tensor):
+        self.norm, self.factor, self.nonfinite = norm, factor, nonfinite
+        self._sums, self._max_norm = sums, max_norm
+
+    def coefficient(self) -> float:
+        """The factor before it was rounded, found by the host, which waits for sums that it has not seen yet."""
+        return clip_coefficient(math.sqrt(total(totals(self._sums))), self._max_norm)
+
+    def is_of(self, many: Sequence[Sums]) -> bool:
+        """Whether these are its gradients' sums, all of them."""
+        return [id(sums) for sums in self._sums] == [id(sums) for sums in many]
+
+
 def nonfinite_flag(many: Sequence[Sums]) -> Tensor | None:
     """A flag (int32, one element: not 0 if some sum is not finite) where the sums are, computed there without a wait.
 

@@ -59,7 +59,7 @@ class UpdateRule(ABC):
     defaults: ClassVar[Mapping[str, Any]] = {}
     """The hyperparameters of a param group, with their defaults."""
     stops_on_device: ClassVar[bool] = False
-    """Whether :meth:`run` takes ``stop``: then gradients on a device need not be looked at before their update."""
+    """Whether :meth:`run` takes ``stop`` and ``grad_scale``: then gradients on a device need not be looked at before."""
     uniform: ClassVar[frozenset[str]] = frozenset()
     """Planes each item of which is the same number for a whole param: states show that number alone."""
 
@@ -117,12 +117,14 @@ class UpdateRule(ABC):
         grad: Tensor,
         segments: Sequence[Segment],
         stop: Tensor | None = None,
+        grad_scale: Tensor | None = None,
     ) -> None:
         """Update parts of flat arrays, each in its own way; ``weights`` and ``residual`` are a master, whole or split.
 
         ``stop``: a flag on their device; if it is not 0 when the update would begin there, nothing is done.
+        ``grad_scale``: a number there, in place of the one that the scalars were made with.
         """
-        assert stop is None, "this rule cannot be stopped on a device"
+        assert stop is None and grad_scale is None, "this rule takes nothing from a device"
         for begin, end, scalars, where in segments:
             if self.spec.whole:
                 with _ONE_AT_A_TIME:
@@ -187,13 +189,14 @@ class AdamRule(UpdateRule):
         grad: Tensor,
         segments: Sequence[Segment],
         stop: Tensor | None = None,
+        grad_scale: Tensor | None = None,
     ) -> None:
         arrays = weights, residual, states["exp_avg"], states["exp_avg_sq"], grad
-        if stop is None and len(segments) == 1 and segments[0][:2] == (0, weights.numel()):
+        if stop is None and grad_scale is None and len(segments) == 1 and segments[0][:2] == (0, weights.numel()):
             kernels.adam_update(*arrays, segments[0].scalars)
             return
         own = [kernels.Segment(begin, end, scalars) for begin, end, scalars, _ in segments]
-        kernels.adam_update_segments(*arrays, own, stop=stop)
+        kernels.adam_update_segments(*arrays, own, grad_scale, stop)
 
 
 ADAM = AdamRule()

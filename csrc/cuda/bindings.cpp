@@ -46,9 +46,9 @@ void bind(py::module_& m) {
     m.def("cuda_update_compact",
           [](int device, Address stream, Address weights, Address residual, const std::vector<Address>& states,
              const std::vector<Address>& scales, Address grad, Dtype grad_dtype, const std::vector<Segment>& segments,
-             Address stop) {
+             Address grad_scale, Address stop) {
               update_compact(stream_of(device, stream), compact_arrays_at(weights, residual, grad, states, scales),
-                             grad_dtype, segments, at<int>(stop));
+                             grad_dtype, segments, at<float>(grad_scale), at<int>(stop));
           },
           nogil());
     m.def("cuda_split_master",
@@ -78,10 +78,10 @@ void bind(py::module_& m) {
           },
           nogil());
     m.def("cuda_clip_factor",
-          [](int device, Address stream, Address sums, int64_t count, double scale, double max_norm, Address norm,
-             Address factor, Address nonfinite) {
-              clip_factor(stream_of(device, stream), at<double>(sums), count, scale, max_norm, at<double>(norm),
-                          at<float>(factor), at<int>(nonfinite));
+          [](int device, Address stream, Address tiles, Address ends, int64_t count, double max_norm, Address totals,
+             Address norm, Address factor, Address nonfinite) {
+              clip_factor(stream_of(device, stream), at<double>(tiles), at<int64_t>(ends), count, max_norm,
+                          at<double>(totals), {at<double>(norm), at<float>(factor), at<int>(nonfinite)});
           },
           nogil());
 }

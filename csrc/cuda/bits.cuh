@@ -27,6 +27,9 @@ GEMINI_DEVICE float div(float a, float b) { return __fdiv_rn(a, b); }
 GEMINI_DEVICE float root(float a) { return __fsqrt_rn(a); }
 GEMINI_DEVICE double add(double a, double b) { return __dadd_rn(a, b); }
 GEMINI_DEVICE double mul(double a, double b) { return __dmul_rn(a, b); }
+GEMINI_DEVICE double div(double a, double b) { return __ddiv_rn(a, b); }
+GEMINI_DEVICE double root(double a) { return __dsqrt_rn(a); }
+GEMINI_DEVICE float narrow(double a) { return __double2float_rn(a); }
 GEMINI_DEVICE uint32_t bits_of(float value) { return __float_as_uint(value); }
 GEMINI_DEVICE float float_of(uint32_t bits) { return __uint_as_float(bits); }
 #else
@@ -37,6 +40,9 @@ GEMINI_DEVICE float div(float a, float b) { return a / b; }
 GEMINI_DEVICE float root(float a) { return std::sqrt(a); }
 GEMINI_DEVICE double add(double a, double b) { return a + b; }
 GEMINI_DEVICE double mul(double a, double b) { return a * b; }
+GEMINI_DEVICE double div(double a, double b) { return a / b; }
+GEMINI_DEVICE double root(double a) { return std::sqrt(a); }
+GEMINI_DEVICE float narrow(double a) { return static_cast<float>(a); }
 GEMINI_DEVICE uint32_t bits_of(float value) {
     uint32_t bits;
     std::memcpy(&bits, &value, sizeof bits);

@@ -87,19 +87,11 @@ void start_from(const Stream& stream, void* dst, const void* src, Dtype src_dtyp
     }
 }
 
-__global__ void clip_kernel(const double* sums, int64_t count, double scale, double max_norm, double* norm, float* factor,
-                            int* nonfinite) {
-    double sum = 0.0;
-    for (int64_t i = 0; i < count; ++i) sum = add(sum, sums[i]);
-    const double found = mul(__dsqrt_rn(sum), scale);
-    *norm = found;
-    if (!is_finite(found)) {
-        *nonfinite = 1;
-        *factor = __double2float_rn(scale);
-        return;
-    }
-    const double coefficient = __ddiv_rn(max_norm, add(found, 1e-6));
-    *factor = __double2float_rn(mul(scale, coefficient < 1.0 ? coefficient : 1.0));
+__global__ void __launch_bounds__(kThreads) clip_kernel(const double* tiles, const int64_t* ends, int64_t count,
+                                                        double max_norm, double* totals, ClipPlaces places) {
+    for (int64_t i = threadIdx.x; i < count; i += kThreads) totals[i] = total(tiles, i == 0 ? 0 : ends[i - 1], ends[i]);
+    __syncthreads();
+    if (threadIdx.x == 0) clip(totals, count, max_norm, places);
 }
 
 }  // namespace
@@ -117,10 +109,10 @@ void sum_squares(const Stream& stream, const void* src, Dtype src_dtype, int64_t
     start_from<Doing::read>(stream, nullptr, src, src_dtype, n, places);
 }
 
-void clip_factor(const Stream& stream, const double* sums, int64_t count, double scale, double max_norm, double* norm, float* factor,
-                 int* nonfinite) {
+void clip_factor(const Stream& stream, const double* tiles, const int64_t* ends, int64_t count, double max_norm,
+                 double* totals, const ClipPlaces& places) {
     const OnDevice device(stream.device);
-    clip_kernel<<<1, 1, 0, static_cast<cudaStream_t>(stream.handle)>>>(sums, count, scale, max_norm, norm, factor, nonfinite);
+    clip_kernel<<<1, kThreads, 0, static_cast<cudaStream_t>(stream.handle)>>>(tiles, ends, count, max_norm, totals, places);
     check(cudaGetLastError(), "starting the clip kernel");
 }
 

@@ -28,10 +28,17 @@ void accumulate_grad(const Stream& stream, void* acc, const void* src, Dtype src
 // Those of src alone.
 void sum_squares(const Stream& stream, const void* src, Dtype src_dtype, int64_t n, const NormPlaces& places);
 
-// What clipping to `max_norm` multiplies gradients by, from `count` sums added in their order: with
-// norm = sqrt(sum) * scale, writes norm to `norm` and scale * min(1, max_norm / (norm + 1e-6)), rounded to fp32 once, to
-// `factor`; a norm that is not finite leaves scale alone in `factor`, and 1 in `nonfinite`.
-void clip_factor(const Stream& stream, const double* sums, int64_t count, double scale, double max_norm, double* norm, float* factor,
-                 int* nonfinite);
+// One number each, in device memory; nonfinite is 0 or 1.
+struct ClipPlaces {
+    double* norm;
+    float* factor;
+    int* nonfinite;
+};
+
+// What clipping to `max_norm` multiplies gradients by, from the sums of their tiles, those of gradient i before `ends[i]`:
+// each gradient's are added in order, then those of all `count`, for which `totals` has room. norm is the root of that,
+// factor is min(1, max_norm / (norm + 1e-6)), rounded to fp32 once; where the norm is not finite it is 1.
+void clip_factor(const Stream& stream, const double* tiles, const int64_t* ends, int64_t count, double max_norm,
+                 double* totals, const ClipPlaces& places);
 
 }  // namespace gemini::cuda

@@ -6,8 +6,9 @@
 
 #include <type_traits>
 
-#include "update_body.cuh"
 #include "bits.cuh"
+#include "grad.h"
+#include "update_body.cuh"
 
 namespace gemini::cuda {
 
@@ -81,5 +82,22 @@ GEMINI_DEVICE void add_lanes(WarpShared& shared, int lane, int half) {
 }
 
 GEMINI_DEVICE bool is_finite(double value) { return value - value == 0.0; }
+
+// Sums in their order, as the host adds them.
+GEMINI_DEVICE double total(const double* sums, int64_t first, int64_t last) {
+    double sum = 0.0;
+    for (int64_t i = first; i < last; ++i) sum = add(sum, sums[i]);
+    return sum;
+}
+
+// From the sum of each gradient: see clip_factor in grad.h.
+GEMINI_DEVICE void clip(const double* totals, int64_t count, double max_norm, const ClipPlaces& places) {
+    const double norm = root(total(totals, 0, count));
+    const double coefficient = div(max_norm, add(norm, 1e-6));
+    const bool clips = is_finite(norm) && coefficient < 1.0;
+    *places.norm = norm;
+    *places.factor = clips ? narrow(coefficient) : 1.0f;
+    *places.nonfinite = is_finite(norm) ? 0 : 1;
+}
 
 }  // namespace gemini::cuda

@@ -37,7 +37,7 @@ __global__ void __launch_bounds__(kThreads) compact_kernel(const __grid_constant
     const int64_t at = place_in(launch, blockIdx.x, static_cast<int>(threadIdx.x), number);
     const auto& segment = launch.segments[number];
     CompactThread<Grad, Aligned, Rule> thread;
-    thread.begin(launch.arrays, segment, at, segment.rule.grad_scale);
+    thread.begin(launch.arrays, segment, at, launch.grad_scale != nullptr ? *launch.grad_scale : segment.rule.grad_scale);
 #pragma unroll
     for (int k = 0; k < Rule::kStates; ++k) {
 #pragma unroll
@@ -92,10 +92,10 @@ void update(const Stream& stream, const Arrays& arrays, Dtype grad_dtype, const 
 }
 
 void update_compact(const Stream& stream, const Arrays& arrays, Dtype grad_dtype, const std::vector<Segment>& segments,
-                    const int* stop) {
+                    const float* grad_scale, const int* stop) {
     const OnDevice device(stream.device);
     const auto on = static_cast<cudaStream_t>(stream.handle);
-    for_each_launch(arrays, segments, nullptr, stop, [&](const auto& launch, bool aligned) {
+    for_each_launch(arrays, segments, grad_scale, stop, [&](const auto& launch, bool aligned) {
         switch (grad_dtype) {
             case Dtype::f32: return start_compact<Dtype::f32>(on, launch, aligned);
             case Dtype::bf16: return start_compact<Dtype::bf16>(on, launch, aligned);

@@ -32,7 +32,7 @@ void update(const Stream& stream, const Arrays& arrays, Dtype grad_dtype, const 
 
 // The same of compact states, whose segments begin with a block of 64 elements.
 void update_compact(const Stream& stream, const Arrays& arrays, Dtype grad_dtype, const std::vector<Segment>& segments,
-                    const int* stop);
+                    const float* grad_scale, const int* stop);
 
 // fp32 -> bf16 hi + int16 lo, and the exact inverse, enqueued likewise.
 void split_master(const Stream& stream, const void* master, void* hi, void* lo, int64_t n);

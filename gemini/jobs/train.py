@@ -272,7 +272,8 @@ class TrainRun:
             loss = self.model(input_ids=ids, labels=ids).loss / settings.accumulate
             loss.backward()
             total += loss.detach().float()
-        norm = float(self.model.clip_grad_norm_(settings.clip)) if settings.clip else None
+        # Shown in every step, as the loss is: so a bad gradient may be told here, before anything of the step is done.
+        norm = float(self.model.clip_grad_norm_(settings.clip or math.inf, error_if_nonfinite=True))
         self.optimizer.step()
         self.scheduler.step()
         self.optimizer.zero_grad()
@@ -282,7 +283,7 @@ class TrainRun:
         report = StepReport(
             step=self.step,
             loss=sum(loss for loss, _ in everyone) / team.size,
-            grad_norm=norm,
+            grad_norm=norm if settings.clip else None,
             lr=lr,
             num_tokens=self._windows_per_step * settings.seq_len,
             used_bytes={tier.value: ledger.used(tier) for tier in ledger.tiers},

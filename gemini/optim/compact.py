@@ -77,6 +77,7 @@ class CompactRule(UpdateRule):
         grad: Tensor,
         segments: Sequence[Segment],
         stop: Tensor | None = None,
+        grad_scale: Tensor | None = None,
     ) -> None:
         assert residual is not None, "compact states are for split masters"
         names = [spec.kind for spec in self.exact.spec.planes]
@@ -87,9 +88,9 @@ class CompactRule(UpdateRule):
             assert where is not None
             dither = dither_of(where.name, where.offset, getattr(scalars, "step", 0))
             own.append(kernels.CompactSegment(begin, end, scalars, dither))
-        done = kernels.update_compact(weights, residual, codes, scales, grad, own, stop)
+        done = kernels.update_compact(weights, residual, codes, scales, grad, own, grad_scale, stop)
         if not done and (stop is None or int(stop) == 0):
-            super().run(weights, residual, states, grad, segments)
+            super().run(weights, residual, states, grad, segments, grad_scale=grad_scale)
 
     # ---- states from outside, and for it -------------------------------------------------------------------------
 

@@ -60,12 +60,13 @@ class ElementwiseRule(UpdateRule):
         grad: Tensor,
         segments: Sequence[Segment],
         stop: Tensor | None = None,
+        grad_scale: Tensor | None = None,
     ) -> None:
         planes = {spec.kind: states[spec.kind] for spec in self.spec.planes}
         own = [kernels.Segment(begin, end, scalars) for begin, end, scalars, _ in segments]
-        done = kernels.update_segments(weights, residual, planes, grad, own, stop)
+        done = kernels.update_segments(weights, residual, planes, grad, own, grad_scale, stop)
         if not done and (stop is None or int(stop) == 0):
-            super().run(weights, residual, states, grad, segments)
+            super().run(weights, residual, states, grad, segments, grad_scale=grad_scale)
 
 
 # ---- SGD -------------------------------------------------------------------------------------------------------------

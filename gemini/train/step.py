@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from enum import Enum
 
 from gemini.errors import GeminiError, IllegalTransition
+from gemini.kernels_sums import ClipFactor
 
 
 class StepPhase(Enum):
@@ -66,8 +67,9 @@ class StepState:
         """Gradient accumulation: inside ``no_sync()`` gradients are added up, and none is used yet."""
         self.updated_in_backward = False
         """Whether an update was made inside backward since the last ``optimizer.step()``."""
-        self.clip_coefficient = 1.0
-        """What ``clip_grad_norm_`` of the whole model multiplies gradients by."""
+        self._clip_coefficient = 1.0
+        self.clip_there: ClipFactor | None = None
+        """The clipping of the whole model, if the device alone knows its numbers yet."""
         self.has_clipped = False
         """Whether ``clip_grad_norm_`` was called for the gradients that wait, of the whole model or of some params."""
         self.requires_grad_changed = False
@@ -204,10 +206,24 @@ class StepState:
         """The step is over, or what was updated is going to be overwritten."""
         self.updated_in_backward = False
 
+    @property
+    def clip_coefficient(self) -> float:
+        """What ``clip_grad_norm_`` of the whole model multiplies gradients by. Where the device alone knows, the host
+        waits for it, once.
+        """
+        if self.clip_there is not None:
+            self._clip_coefficient, self.clip_there = self.clip_there.coefficient(), None
+        return self._clip_coefficient
+
     def clip(self, coefficient: float) -> None:
         """Gradients are to be multiplied by ``coefficient``, beside what was asked for before."""
-        self.clip_coefficient *= coefficient
+        self._clip_coefficient = self.clip_coefficient * coefficient
         self.has_clipped = True
+
+    def clip_on_device(self, clip: ClipFactor) -> None:
+        """They are multiplied by what a device has found and nobody has asked it for; nothing was clipped before."""
+        assert not self.has_clipped
+        self.clip_there, self.has_clipped = clip, True
 
     def note_clipping(self) -> None:
         """The gradients of some params were clipped, each has its factor."""
@@ -215,9 +231,13 @@ class StepState:
 
     def take_clipping(self) -> float | None:
         """The coefficient of clipping, which from now on is 1; None if nothing was clipped."""
-        coefficient, self.clip_coefficient = self.clip_coefficient, 1.0
+        coefficient, self._clip_coefficient = self.clip_coefficient, 1.0
         was_clipped, self.has_clipped = self.has_clipped, False
         return coefficient if was_clipped else None
+
+    def forget_clipping(self) -> None:
+        """Every gradient that was clipped is used, or gone."""
+        self._clip_coefficient, self.clip_there, self.has_clipped = 1.0, None, False
 
     def note_unreduced(self, change: int) -> None:
         """Whole gradients came, or went."""

@@ -5,12 +5,14 @@ Those of the host are watched too: a native kernel that works on page-locked mem
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from typing import Any
 
 from gemini import kernels
+from gemini.kernels_compact import BLOCK as COMPACT_BLOCK
 from gemini.kernels_cuda import CudaKernels
 from gemini.kernels_reference import NORM_BLOCK, NORM_TILE
 from gemini.train import engine
@@ -46,6 +48,29 @@ class FakeModule(EmulatedModule):
         launch(stream, "update", [used(grad, _BYTES[dtype]), (grad_scale, 4), (stop, 4)], written)
         arrays = _alias(weights), _alias(residual), [*map(_alias, states)], _alias(grad)
         super().cuda_update(device, stream, *arrays, dtype, segments, _alias(grad_scale), _alias(stop))
+
+    def cuda_update_compact(
+        self, device: int, stream: int, weights: int, residual: int, states: Sequence[int], scales: Sequence[int],
+        grad: int, dtype: int, segments: Sequence[tuple[Any, ...]], grad_scale: int, stop: int,
+    ) -> None:  # fmt: skip
+        begin, end = segments[0][0], segments[-1][1]
+
+        def used(address: int, size: int) -> tuple[int, int]:
+            return address + begin * size, (end - begin) * size
+
+        of_scales = [(scale + begin // COMPACT_BLOCK, -(-(end - begin) // COMPACT_BLOCK)) for scale in scales]
+        written = [used(weights, 2), used(residual, 1), *(used(state, 1) for state in states), *of_scales]
+        launch(stream, "update_compact", [used(grad, _BYTES[dtype]), (grad_scale, 4), (stop, 4)], written)
+        arrays = _alias(weights), _alias(residual), [*map(_alias, states)], [*map(_alias, scales)], _alias(grad)
+        super().cuda_update_compact(device, stream, *arrays, dtype, segments, _alias(grad_scale), _alias(stop))
+
+    def cuda_clip_factor(
+        self, device: int, stream: int, tiles: int, ends: int, count: int, max_norm: float, *places: int
+    ) -> None:
+        num_tiles = ctypes.c_int64.from_address(_alias(ends) + 8 * (count - 1)).value
+        written = zip(places, (8 * count, 8, 4, 4), strict=True)  # totals, norm, factor, nonfinite
+        launch(stream, "clip_factor", [(tiles, 8 * num_tiles), (ends, 8 * count)], [*written])
+        super().cuda_clip_factor(device, stream, _alias(tiles), _alias(ends), count, max_norm, *map(_alias, places))
 
     def cuda_copy_grad(
         self, device: int, stream: int, dst: int, dst_dtype: int, src: int, src_dtype: int, n: int, places: Any

@@ -59,7 +59,7 @@ class EmulatedModule:
     ) -> tuple[Any, ...]:
         return (begin, end, scalars) if dither is None else (begin, end, scalars, dither)
 
-    def CudaNormNormWorkspace(self, *addresses: int) -> tuple[int, ...]:  # noqa: N802
+    def CudaNormPlaces(self, *addresses: int) -> tuple[int, ...]:  # noqa: N802
         assert len(addresses) == 4 and all(addresses[2:]), "only sums of nothing have no place"
         return addresses
 
@@ -82,7 +82,7 @@ class EmulatedModule:
 
     def cuda_update_compact(
         self, device: int, stream: int, weights: int, residual: int, states: Sequence[int], scales: Sequence[int],
-        grad: int, dtype: int, segments: Sequence[tuple[Any, ...]], stop: int,
+        grad: int, dtype: int, segments: Sequence[tuple[Any, ...]], grad_scale: int, stop: int,
     ) -> None:  # fmt: skip
         self.launches["update_compact"] += 1
         count = len(segments)
@@ -94,7 +94,8 @@ class EmulatedModule:
         self._library.update_compact(
             _pointer(weights), _pointer(residual), (ctypes.c_size_t * len(states))(*states),
             (ctypes.c_size_t * len(scales))(*scales), len(states), _pointer(grad), dtype, bounds, rules,
-            (ctypes.c_float * len(every))(*every), lengths, dithers, count, _pointer(stop),
+            (ctypes.c_float * len(every))(*every), lengths, dithers, count, _pointer(grad_scale),
+            _pointer(stop),
         )  # fmt: skip
 
     def cuda_copy_grad(
@@ -116,6 +117,13 @@ class EmulatedModule:
         assert ctypes.cast(arrived, ctypes.POINTER(ctypes.c_int))[0] == 0
         self._library.grad(doing, _pointer(dst), _pointer(src), dtype, ctypes.c_int64(n), blocks)
         self._library.add_tiles(blocks, ctypes.c_int64(-(-n // NORM_BLOCK)), tiles, nonfinite)
+
+    def cuda_clip_factor(
+        self, device: int, stream: int, tiles: int, ends: int, count: int, max_norm: float, *places: int
+    ) -> None:
+        self.launches["clip_factor"] += 1
+        number = ctypes.c_int64(count), ctypes.c_double(max_norm)
+        self._library.clip_factor(_pointer(tiles), _pointer(ends), *number, *map(_pointer, places))
 
     def cuda_split_master(self, device: int, stream: int, master: int, hi: int, lo: int, n: int) -> None:
         self._library.split_master(*map(_pointer, (master, hi, lo)), ctypes.c_int64(n))
@@ -167,6 +175,11 @@ class EmulatedKernels(CudaKernels):
 
     def new_flag(self, device: torch.device) -> Tensor:
         return super().new_flag(device).as_subclass(OnDevice)
+
+    def clip_factor(self, many: Sequence[Sequence[Tensor]], max_norm: float) -> tuple[Tensor, Tensor, Tensor]:
+        with torch._C.DisableTorchFunctionSubclass():  # the norm is the program's, who may wait for it
+            norm, factor, nonfinite = super().clip_factor(many, max_norm)
+        return norm.as_subclass(Tensor), factor.as_subclass(OnDevice), nonfinite.as_subclass(OnDevice)
 
     def fetch(self, tensors: Sequence[Tensor]) -> list[float]:
         self.num_fetched.append(len(tensors))

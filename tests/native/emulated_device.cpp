@@ -37,7 +37,8 @@ void run_compact(const Launch<Rule>& launch) {
             int number = 0;
             for (int i = 0; i < kThreadsPerScale; ++i) {
                 const int64_t at = place_in(launch, block, first + i, number);
-                threads[i].begin(launch.arrays, launch.segments[number], at, launch.segments[number].rule.grad_scale);
+                threads[i].begin(launch.arrays, launch.segments[number], at,
+                                 launch.grad_scale != nullptr ? *launch.grad_scale : launch.segments[number].rule.grad_scale);
                 for (int k = 0; k < Rule::kStates; ++k) largest[k] = std::max(largest[k], threads[i].largest[k]);
             }
             for (auto& thread : threads) {
@@ -115,7 +116,7 @@ extern "C" void update(void* weights, void* residual, const uintptr_t* states, i
 extern "C" void update_compact(void* weights, void* residual, const uintptr_t* states, const uintptr_t* scales,
                                int num_states, const void* grad, int grad_dtype, const int64_t* bounds,
                                const char* const* rules, const float* scalars, const int* num_scalars,
-                               const uint32_t* dithers, int count, const int* stop) {
+                               const uint32_t* dithers, int count, const float* grad_scale, const int* stop) {
     std::vector<Segment> segments;
     for (int i = 0; i < count; scalars += num_scalars[i++])
         segments.push_back({bounds[2 * i], bounds[2 * i + 1], make_scalars(rules[i], {scalars, scalars + num_scalars[i]}),
@@ -123,7 +124,7 @@ extern "C" void update_compact(void* weights, void* residual, const uintptr_t* s
     const auto address = [](const void* array) { return reinterpret_cast<uintptr_t>(array); };
     const Arrays arrays = compact_arrays_at(address(weights), address(residual), address(grad),
                                             {states, states + num_states}, {scales, scales + num_states});
-    for_each_launch(arrays, segments, nullptr, stop, [&](const auto& launch, bool aligned) {
+    for_each_launch(arrays, segments, grad_scale, stop, [&](const auto& launch, bool aligned) {
         switch (static_cast<Dtype>(grad_dtype)) {
             case Dtype::f32: return run_compact<Dtype::f32>(launch, aligned);
             case Dtype::bf16: return run_compact<Dtype::bf16>(launch, aligned);
@@ -149,6 +150,12 @@ extern "C" void add_tiles(const double* blocks, int64_t count, double* tiles, in
         tiles[first / kTileBlocks] = sum;
         if (!is_finite(sum)) *nonfinite = 1;
     }
+}
+
+extern "C" void clip_factor(const double* tiles, const int64_t* ends, int64_t count, double max_norm, double* totals,
+                            double* norm, float* factor, int* nonfinite) {
+    for (int64_t i = 0; i < count; ++i) totals[i] = total(tiles, i == 0 ? 0 : ends[i - 1], ends[i]);
+    clip(totals, count, max_norm, {norm, factor, nonfinite});
 }
 
 extern "C" void split_master(const float* master, uint16_t* hi, uint16_t* lo, int64_t n) {

@@ -98,12 +98,12 @@ def num_waits(emulated: EmulatedKernels | None) -> int:
     return 0 if emulated is None else len(emulated.num_fetched)
 
 
-IN_CLIP, IN_STEP = (0, 1, 0), (0, 0, 1)
+NEVER, IN_CLIP, IN_STEP = (0, 0, 0), (0, 1, 0), (0, 0, 1)
 PROMISED = [
-    (How(), IN_CLIP),
-    (How(clips=False), IN_STEP),
-    (How(num_micro=2), IN_CLIP),  # the second backward adds in fp32
-    (How(gradients="accumulate", num_micro=2, precision="fp32"), IN_CLIP),
+    (How(), NEVER),  # the device clips, and stops what is not finite
+    (How(clips=False), NEVER),
+    (How(num_micro=2), NEVER),  # the second backward adds in fp32
+    (How(gradients="accumulate", num_micro=2, precision="fp32"), NEVER),
     (How(precision="fp16"), IN_CLIP),
     (How(precision="fp16", clips=False), IN_STEP),
     (How(gradients="transient", clips=False, in_backward=True), IN_STEP),
@@ -111,7 +111,7 @@ PROMISED = [
     (How(clips=False, in_backward=True), IN_STEP),
     (How(on_gpu=0.5), IN_CLIP),
     (How(gradients="transient", clips=False, in_backward=True, on_gpu=0.5), None),  # updates on the host look first
-    (How(on_gpu=0.0, streamed=1.0), (0, 0, 0)),  # gradients landed on the host, which summed them
+    (How(on_gpu=0.0, streamed=1.0), NEVER),  # gradients landed on the host, which summed them
     (How(on_gpu=0.5, streamed=0.5, precision="fp32"), IN_CLIP),
     (How(gradients="transient", clips=False, in_backward=True, on_gpu=0.0, streamed=1.0), None),
 ]
@@ -186,17 +186,27 @@ def spoil(model: Any, batch: dict[str, torch.Tensor], by: float) -> None:
     hook.remove()
 
 
-def test_a_bad_gradient_is_refused_before_anything_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu = EmulatedGpu()
+@pytest.mark.parametrize("told", ["at once", "in the next backward", "when all is waited for"])
+def test_a_bad_gradient_changes_nothing(told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu, batch = EmulatedGpu(), models.make_batches(1, 1)[0][0]
     emulated = emulate(monkeypatch, gpu)
     model, optimizer = wrap(How(), gpu, tmp_path)
     before = snapshot(model)
-    spoil(model, models.make_batches(1, 1)[0][0], float("inf"))
-    assert not emulated.num_fetched and not model.clip_grad_norm_(1.0).isfinite()
-    with pytest.raises(NonFiniteGradient, match=r"No weight was changed: call optimizer\.zero_grad"):
+    spoil(model, batch, float("inf"))
+    refusal = pytest.raises(NonFiniteGradient, match=r"No weight was changed: call optimizer\.zero_grad")
+    if told == "at once":
+        with refusal:
+            model.clip_grad_norm_(1.0, error_if_nonfinite=True)
+    else:
+        assert not model.clip_grad_norm_(1.0).isfinite()
         optimizer.step()
-    assert_same_snapshot(snapshot(model), before)
+        optimizer.zero_grad()
+        assert not emulated.num_fetched, "the device has stopped the update, and nobody has looked"
+        with refusal:
+            model(**batch).loss.backward() if told == "in the next backward" else model.memory_report()
+    assert len(emulated.num_fetched) == 1
     optimizer.zero_grad()
+    assert_same_snapshot(snapshot(model), before)
     plain, other = wrap(How(), StandinDevice(), tmp_path)
     monkeypatch.undo()
     expected = train(plain, other, How())

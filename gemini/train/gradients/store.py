@@ -361,6 +361,16 @@ class GradientStore:
         """
         return kernels.total([total * handle.clip**2 for handle, total in _totals(handles)])
 
+    def clip_factor(self, max_norm: float) -> kernels.ClipFactor | None:
+        """What clipping all gradients takes, left on the device that summed them; None where the host has a part in it.
+
+        The same order as in :meth:`total_sum`, so the same bits.
+        """
+        there = [handle for handle in self._handles if handle.norm_sums is not None]
+        if not there or any(handle.clip != 1.0 for handle in there):
+            return None
+        return kernels.clip_factor([handle.norm_sums or [] for handle in there], max_norm)
+
     def clip(self, handles: list[ParamHandle], coefficient: float) -> None:
         """Let the update scale the gradients of these params, beside the coefficient of the whole model."""
         for handle in handles:

@@ -253,6 +253,8 @@ class BackwardPass:
 
     def fold_clipping(self) -> None:
         """Clipping of the whole model goes to the gradients that are there, each, and to none that is still to come."""
+        if self._state.has_clipped and not any(handle.has_grad for handle in self._params.handles):
+            self._state.forget_clipping()  # unread, if it is on the device still
         coefficient = self._state.take_clipping()
         if coefficient is not None:
             self.gradients.fold_clipping(coefficient)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
+from gemini import kernels
 from gemini.errors import GeminiError
 from gemini.memory.store import ChunkStore
 from gemini.rules import UpdateRule
@@ -80,7 +81,8 @@ class Stepping:
         """Total 2-norm of the gradients of ``handles`` (None: of all), unscaled, as it was before.
 
         Nothing is scaled here. A coefficient is noted, for the whole model or beside each of the params, and the update
-        applies it as it reads the gradients. On CUDA this is where the host waits for the sums of squares, once;
+        applies it as it reads the gradients. Where all of them were summed on a GPU, clipping the whole model leaves
+        both numbers there, and the host waits for neither; else it waits here for the sums of squares, once, and
         ``optimizer.step()`` then knows them already.
 
         Raises:
@@ -99,6 +101,9 @@ class Stepping:
                 "them: leave step_in_backward out"
             )
         self._backward.settle()
+        norm = self._clip_on_device(float(max_norm)) if handles is None and not error_if_nonfinite else None
+        if norm is not None:
+            return norm
         if self._reduction is not None and max_norm != math.inf:  # without a limit, one rank may look at it alone
             self._reduction.clippings.append(_called(float(max_norm), handles))
         chosen = self._params.handles if handles is None else handles
@@ -111,13 +116,23 @@ class Stepping:
         if error_if_nonfinite:
             self._gradients.check_finite(chosen)
         if math.isfinite(total):
-            coefficient = min(1.0, float(max_norm) / (total + 1e-6))
+            coefficient = kernels.clip_coefficient(total, float(max_norm))
             if handles is None:
                 self.state.clip(coefficient)
             else:
                 self._gradients.clip(handles, coefficient)
                 self.state.note_clipping()
-        return torch.tensor(total, dtype=torch.float32, device="cpu")
+        return torch.full((), total, dtype=torch.float32, device=self._store.device.torch_device)
+
+    def _clip_on_device(self, max_norm: float) -> torch.Tensor | None:
+        """Where all sums are on the device that keeps them: the norm, which nobody has waited for."""
+        if self.state.has_clipped or self._reduction is not None or self.scaling.is_scaled:
+            return None
+        clip = self._gradients.clip_factor(max_norm)
+        if clip is None:
+            return None
+        self.state.clip_on_device(clip)
+        return clip.norm.float().view(())
 
     def find_nonfinite(self, handles: list[ParamHandle]) -> bool:
         """``GradScaler.unscale_``: whether these gradients, scaled by a scaler, hold inf or NaN.
@@ -155,18 +170,22 @@ class Stepping:
         """
         self.state.check_whole()
         self._recovery.forget_interrupted()
-        self.updates.unseen.look()
+        if self.state.updated_in_backward:
+            self.updates.unseen.look()
         if self._reduction is not None:
             self._reduction.agree_on_step(optimizer)
 
     def step(self, handles: list[ParamHandle], scalars_of: Callable[[ParamHandle, float], object]) -> None:
         """Update these params (``takes_step``) and end the step; in fp16 skip it if one holds inf or NaN.
 
+        Where gradients were summed and all of the update is on a GPU, the GPU looks: it then leaves everything as it
+        is, and the host is told before the next backward takes its first gradient, or by whoever waits before.
+
         Args:
             scalars_of: what to update a param with whose gradient is to be multiplied by a factor.
 
         Raises:
-            NonFiniteGradient: in bf16 and fp32, naming the param; nothing was changed.
+            NonFiniteGradient: in bf16 and fp32, naming the param; nothing was changed. Where the host looks.
             GeminiError: for gradients that a scaler has scaled and not unscaled.
             ParamAccessError: for weights that the program has written to.
         """
@@ -176,17 +195,22 @@ class Stepping:
             loss_scale.skipped()
             self.skip(handles)
             return
-        self._gradients.check_finite(handles)
+        clip = self.state.clip_there
+        stop = None if self._reduction is not None or self.scaling.is_scaled else self._stop_on_device(handles, clip)
+        if stop is None:
+            self._gradients.check_finite(handles)
+            clip = None
         self._exposure.check({handle.chunk.spec.index: handle.chunk for handle in handles}.values())
         self._gradients.land_zeros([handle for handle in handles if not handle.has_grad])
-        by_chunk = self._segments(handles, scalars_of)
+        known = handles and clip is None
+        by_chunk = self._segments(handles, scalars_of, self.state.clip_coefficient if known else 1.0)
         try:
             note_writes(handles)
             for handle in handles:
                 handle.num_steps += 1
                 handle.leftover = Leftover.USED
                 handle.norm_sums, handle.clip, handle.clip_folded = None, 1.0, 1.0
-            self.updates.submit(by_chunk)
+            self.updates.submit(by_chunk, stop, None if clip is None else clip.factor)
         except BaseException as e:  # an interrupt between two chunks breaks the step as well
             self.state.mark_corrupted(e)
             raise
@@ -194,10 +218,14 @@ class Stepping:
             loss_scale.stepped()
         self.end_step()
 
+    def _stop_on_device(self, handles: list[ParamHandle], clip: kernels.ClipFactor | None) -> torch.Tensor | None:
+        return self.updates.unseen.stop_for_step(self._store.mover, handles, self.rule, clip)
+
     def _segments(
-        self, handles: list[ParamHandle], scalars_of: Callable[[ParamHandle, float], object]
+        self, handles: list[ParamHandle], scalars_of: Callable[[ParamHandle, float], object], coefficient: float
     ) -> Mapping[int, list[ParamUpdate]]:
-        scale = self.state.clip_coefficient * self.scaling.unscale
+        """``coefficient``: of clipping the whole model, if the device does not have it."""
+        scale = coefficient * self.scaling.unscale
         by_chunk: dict[int, list[ParamUpdate]] = {}
         for handle in handles:
             segment = ParamUpdate(handle, scalars_of(handle, scale * handle.clip))

@@ -1,8 +1,11 @@
-"""Gradients that a device uses inside backward before the host knows whether they are finite.
+"""Gradients that a device uses before the host knows whether they are finite.
 
-Where the whole update of a chunk runs on a device with kernels of its own, backward does not wait to look at the
-chunk's gradients. The device looks: a flag that the sums of squares set stops the update of that chunk, and the host is
-told later, of all chunks at once, when the step ends. Updates on the host look first, and have nothing of this.
+Where the whole update of a chunk runs on a device with kernels of its own, nobody waits to look at the chunk's
+gradients. The device looks: a flag that the sums of squares set stops the update of that chunk, and the host is told
+later. Of updates inside backward, of all chunks at once, when the step ends; each chunk has its flag. Of those of a
+step, which have one flag together, before the next backward takes its first gradient: the flag is on its way to the
+host from the step on, so that the host waits for nothing that it has given the device since. Updates on the host look
+first, and have nothing of this.
 """
 
 from __future__ import annotations
@@ -15,18 +18,35 @@ import torch
 from gemini import kernels
 from gemini.errors import NonFiniteGradient
 from gemini.memory.chunks.chunk import Chunk
+from gemini.memory.devices.device import Event
+from gemini.memory.devices.pages import PAGE
 from gemini.memory.movement.mover import Mover
 from gemini.rules import UpdateRule
+from gemini.tiers import Tier
 from gemini.train.params.handle import ParamHandle
 from gemini.train.step import StepState
 from gemini.train.update.tiles import ChunkUpdate, Path, check_finite, path_of
 
 
+_FLAGS = PAGE // 4
+"""Of steps that nobody has looked at yet: one for each optimizer of a model, and none outlives a backward."""
+
+
 class _Update(NamedTuple):
-    """Of a chunk on the device: its params, and the sums that tell whether it took place."""
+    """Of a chunk on the device, or of all of a step: its params, and the sums that tell whether it took place."""
 
     handles: list[ParamHandle]
     sums: list[kernels.Sums]
+    flag: tuple[torch.Tensor, Event] | None = None
+    """What stopped it, on its way to the host; None if the sums alone tell."""
+
+    def is_good(self) -> bool:
+        """Whether the flag says so, which the host has begun to fetch long ago."""
+        if self.flag is None:
+            return False
+        there, copied = self.flag
+        copied.wait()
+        return not int(there)
 
 
 class DeferredFiniteChecks:
@@ -40,7 +60,9 @@ class DeferredFiniteChecks:
         self._state, self._alone = state, alone
         self._updates: list[_Update] = []
         self.num_chunks = 0
-        """Handed over for their update since :meth:`look` was called, on the device and on the host."""
+        """Handed over for their update since :meth:`look` was called, on the device and on the host; a step is one."""
+        self._here: torch.Tensor | None = None
+        self._num_flags = 0
 
     def stop_for(self, update: ChunkUpdate) -> torch.Tensor | None:
         """The flag that stops an update if a gradient that autograd left is not finite; None if none has to.
@@ -70,6 +92,33 @@ class DeferredFiniteChecks:
             self._updates.append(_Update(handles, sums))
         return flag
 
+    def stop_for_step(
+        self, mover: Mover, handles: list[ParamHandle], rule: UpdateRule, clip: kernels.ClipFactor | None
+    ) -> torch.Tensor | None:
+        """The flag that stops every update of a step if one of its gradients is not finite; None if the host has to
+        look, because it has a part in them.
+
+        Args:
+            clip: of the gradients that were clipped, whose norm tells the same.
+        """
+        if mover.device.tier is not Tier.GPU or not rule.stops_on_device:
+            return None
+        sums = [handle.norm_sums for handle in handles if handle.norm_sums is not None]
+        if any(not isinstance(part, kernels.DeviceSums) or part.is_here for own in sums for part in own):
+            return None
+        chunks = {handle.chunk.spec.index: handle.chunk for handle in handles}.values()
+        if any(path_of(mover, chunk) is not Path.ON_DEVICE for chunk in chunks):
+            return None
+        flag = clip.nonfinite if clip is not None and clip.is_of(sums) else kernels.nonfinite_flag(sums)
+        if flag is not None:
+            if self._here is None:
+                self._here = mover.device.make_host_buffer(PAGE).view(flag.dtype)
+            self._num_flags += 1
+            here = self._here[self._num_flags % _FLAGS :][:1]
+            self._updates.append(_Update(handles, sums, (here, mover.device.copy(here, flag, "flag", kept=True))))
+            self.num_chunks += 1
+        return flag
+
     def look(self) -> None:
         """See what became of the updates on the device: a wait, once for all of them.
 
@@ -78,6 +127,7 @@ class DeferredFiniteChecks:
         """
         updates, self._updates = self._updates, []
         num_chunks, self.num_chunks = self.num_chunks, 0
+        updates = [update for update in updates if not update.is_good()]
         if not updates:
             return
         found = iter(kernels.totals([sums for update in updates for sums in update.sums]))

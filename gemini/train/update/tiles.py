@@ -104,6 +104,8 @@ class Tile:
         self.staging: StagingSet | None = None
         self.stop: torch.Tensor | None = None
         """On the device: nothing is updated there if it is not 0 by then."""
+        self.factor: torch.Tensor | None = None
+        """On the device: what gradients are multiplied by there, in place of the scalars' own."""
         self._mover, self._rule, self._landed = mover, update.rule, update.landed
         self._spans = list(_spans(update.rule, params, first, last))
         self._first, self._last = first, last
@@ -155,7 +157,7 @@ class Tile:
             segments = [rules.Segment(a - first, b - first, s.scalars, self._where(a, s)) for a, b, s in several]
             with NOTHING if recorder is None else recorder.span(Track.UPDATE, *self._label):
                 with _beside(several[0][2].handle.factors, of, grad.device):
-                    self._rule.run(of[WEIGHTS], of.get(RESIDUAL), of, grad, segments, self.stop)
+                    self._rule.run(of[WEIGHTS], of.get(RESIDUAL), of, grad, segments, self.stop, self.factor)
 
     def _where(self, start: int, param: ParamUpdate) -> rules.Where | None:
         if self._rule.spec.needs == "elements":
@@ -231,16 +233,18 @@ def check_finite(update: ChunkUpdate) -> None:
             )
 
 
-def tiles_of(mover: Mover, update: ChunkUpdate, tile: int, stop: torch.Tensor | None = None) -> Iterator[Tile]:
+def tiles_of(
+    mover: Mover, update: ChunkUpdate, tile: int, stop: torch.Tensor | None = None, factor: torch.Tensor | None = None
+) -> Iterator[Tile]:
     """The tiles of an update of at most ``tile`` elements, in order; larger ones where nothing is staged.
 
-    A device gets all in one: it is one launch there, and nothing more urgent could overtake it. ``stop`` is a flag on
-    the device that stops the update there (:mod:`gemini.train.update.finite`).
+    A device gets all in one: it is one launch there, and nothing more urgent could overtake it. ``stop`` and ``factor``
+    are what the device alone knows of them: see :class:`Tile`.
     """
     size = {Path.STAGED: tile, Path.ON_DEVICE: update.chunk.spec.numel}.get(update.path, _IN_PLACE_TILE)
     for first, last, active in cut(update, size):
         made = Tile(mover, update, active, first, last)
-        made.stop = stop
+        made.stop, made.factor = stop, factor
         yield made
 
 

@@ -80,9 +80,11 @@ class Updates:
 
     # ---- handing over -------------------------------------------------------------------------------------------
 
-    def submit(self, params: Mapping[int, list[ParamUpdate]]) -> None:
+    def submit(
+        self, params: Mapping[int, list[ParamUpdate]], stop: torch.Tensor | None, factor: torch.Tensor | None
+    ) -> None:
         """Update these params, by chunk, in the order of their next use: behind what follows, or now where that cannot
-        be.
+        be. ``stop`` and ``factor``: see :meth:`_update_now`.
         """
         updates = [self._chunk_update(self._chunks[index], own) for index, own in params.items()]
         ordered = sorted(updates, key=lambda update: self._urgency(update.chunk))
@@ -101,7 +103,7 @@ class Updates:
             self._put(self._worker, jobs)
         for update in now:
             self.wait(update.chunk)
-            self._update_now(update)
+            self._update_now(update, stop, factor)
         self._manager.refresh_lent()
 
     def _put(self, worker: UpdateWorker, jobs: list[UpdateJob]) -> None:
@@ -117,12 +119,16 @@ class Updates:
                     job.finish(e)
             raise
 
-    def _update_now(self, update: ChunkUpdate, stop: torch.Tensor | None = None) -> None:
-        """``stop``: a flag on the device that stops the update there (:mod:`gemini.train.update.finite`)."""
+    def _update_now(
+        self, update: ChunkUpdate, stop: torch.Tensor | None, factor: torch.Tensor | None = None
+    ) -> None:
+        """``stop``: a flag on the device that stops the update there (:mod:`gemini.train.update.finite`). ``factor``: a
+        number there that gradients are multiplied by (clipping).
+        """
         if update.path is Path.STREAMED:
             self._run_now(update.chunk, streamed_in_turn(self._mover, update))
         else:
-            self._run_now(update.chunk, tiles_of(self._mover, update, self._mover.tile, stop))
+            self._run_now(update.chunk, tiles_of(self._mover, update, self._mover.tile, stop, factor))
 
     def _run_now(self, chunk: Chunk, parts: Iterable[Tile]) -> None:
         """Update a chunk now, tile by tile, and drop the gathered copy that this has overtaken."""
