@@ -298,7 +298,8 @@ def update_segments(
     segments: Sequence[Segment], grad_scale: Tensor | None = None, stop: Tensor | None = None,
 ) -> bool:  # fmt: skip
     """The same by the native kernel of another rule, which the scalars of the segments name; `states` are fp32, in the
-    order of the rule. False where there is no native code for these tensors: then nothing was done.
+    order of the rule. False where there is no native code for these tensors (on the CPU: none takes `grad_scale`): then
+    nothing was done.
     """
     op = "update_segments"
     w, *others = check(op, update_args(weights, residual, states, grad))

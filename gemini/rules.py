@@ -59,7 +59,7 @@ class UpdateRule(ABC):
     defaults: ClassVar[Mapping[str, Any]] = {}
     """The hyperparameters of a param group, with their defaults."""
     stops_on_device: ClassVar[bool] = False
-    """Whether :meth:`run` takes ``stop`` and ``grad_scale``: then gradients on a device need not be looked at before."""
+    """Whether :meth:`run` takes ``stop`` and ``grad_scale``: then nobody need look at gradients on a device before."""
     uniform: ClassVar[frozenset[str]] = frozenset()
     """Planes each item of which is the same number for a whole param: states show that number alone."""
 

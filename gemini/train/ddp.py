@@ -109,7 +109,8 @@ class GeminiDDP(nn.Module):
         *,
         params: Iterable[nn.Parameter] | None = None,
     ) -> torch.Tensor:
-        """Clip the gradients of all params to a total 2-norm of ``max_norm``; returns the norm before clipping.
+        """Clip the gradients of all params to a total 2-norm of ``max_norm``; returns the norm before clipping, fp32 and
+        without dimensions on ``model.device``: who reads it there waits for the GPU, who does not read it does not.
 
         The gradients are scaled when the update reads them, in fp32, by ``max_norm / (norm + 1e-6)`` if that is below
         1, as ``torch.nn.utils.clip_grad_norm_`` does. ``params``: only those of one of several optimizers.

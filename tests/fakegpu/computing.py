@@ -9,13 +9,17 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+from gemini.memory.devices.cuda_streams import CudaEvent
 
 _runtime = ctypes.PyDLL(None)
 _runtime.fake_alias.restype = ctypes.c_void_p
@@ -28,6 +32,8 @@ _runtime.fake_memory.argtypes = [ctypes.c_int, ctypes.c_uint64, ctypes.c_int]
 _runtime.fake_memory.restype = ctypes.c_uint64
 _runtime.fake_refuse_after.argtypes = [ctypes.c_uint64]
 _runtime.fake_seed.argtypes = [ctypes.c_uint64]
+_runtime.fake_waited.argtypes = [ctypes.c_void_p]
+_runtime.fake_history.argtypes = [ctypes.c_char_p, ctypes.c_int]
 
 aten = torch.ops.aten
 _AS_TORCH_DOES = {
@@ -60,6 +66,44 @@ def counts() -> dict[str, int]:
     return {
         name: int(number) for name, _, number in (line.rpartition("=") for line in text.value.decode().splitlines())
     }
+
+
+class Work(NamedTuple):
+    """A copy or a launch: what it is, its bytes (of a copy), and by stream how much it comes after, itself included."""
+
+    what: str
+    num_bytes: int
+    stream: int
+    clock: tuple[int, ...]
+
+    def comes_after(self, other: Work) -> bool:
+        """Whether something makes it wait for that: a stream, an event, or the thread that gave it."""
+        return len(self.clock) > other.stream and self.clock[other.stream] >= other.clock[other.stream]
+
+
+@contextmanager
+def history(path: Path) -> Iterator[list[Work]]:
+    """What streams are given inside, in the order in which the host gives it. Of waits between threads of Python, which
+    no runtime sees, nothing is told.
+    """
+    told: list[Work] = []
+    wait = CudaEvent.wait
+
+    def waits(event: CudaEvent, *timeout: float) -> None:
+        wait(event, *timeout)
+        _runtime.fake_waited(event._event.cuda_event)
+
+    CudaEvent.wait = waits  # type: ignore[method-assign]
+    assert _runtime.fake_history(str(path).encode(), 1) == 0
+    try:
+        yield told
+    finally:
+        CudaEvent.wait = wait  # type: ignore[method-assign]
+        assert _runtime.fake_history(str(path).encode(), 0) == 0
+        for line in path.read_text().splitlines():
+            what, *numbers = line.split("\t")
+            num_bytes, stream, *clock = map(int, numbers)
+            told.append(Work(what, num_bytes, stream, tuple(clock)))
 
 
 def peak(device: int = 0, *, restart: bool = False) -> int:

@@ -73,13 +73,14 @@ struct Clock {
     }
 };
 
-Clock host;  // what the host has seen to be over
+Clock host;                // what the host has seen to be over, by any of its threads
+thread_local Clock seen;  // what this one has waited for: a question whether an event is over is no wait
 
 struct Stream {
     struct Point {
         Stream* stream;
         uint64_t number;
-        Clock clock;
+        Clock clock, order;
     };
     struct Work {
         std::shared_ptr<Point> after;  // of another stream
@@ -89,12 +90,18 @@ struct Stream {
     int id, device;
     std::deque<Work> work;
     uint64_t given = 0, over = 0;
-    Clock clock;
+    Clock clock;  // comes after everything that the host has seen: threads may tell each other
+    Clock order;  // only after what the thread that gives it has waited for
 
-    // Comes after everything that the host has seen.
     void tick() {
         clock.join(host);
         ++clock.of(id);
+        order.join(seen);
+        ++order.of(id);
+    }
+    void wait_for(const Point& point) {
+        clock.join(point.clock);
+        order.join(point.order);
     }
     void give(Work next) {
         work.push_back(std::move(next));
@@ -102,7 +109,7 @@ struct Stream {
     }
     std::shared_ptr<Point> point() {
         tick();
-        return std::make_shared<Point>(Point{this, given, clock});
+        return std::make_shared<Point>(Point{this, given, clock, order});
     }
     void run_until(uint64_t number) {
         while (over < number) {
@@ -117,6 +124,17 @@ struct Stream {
 };
 
 std::vector<std::unique_ptr<Stream>> streams;
+
+// Who wants to know what comes before what asks for the history: every copy and launch, a line each.
+bool keeps_history = false;
+std::string history;
+
+void note(Stream& stream, const std::string& what, size_t size) {
+    if (!keeps_history) return;
+    history += what + "\t" + std::to_string(size) + "\t" + std::to_string(stream.id);
+    for (uint64_t tick : stream.order.ticks) history += "\t" + std::to_string(tick);
+    history += "\n";
+}
 
 Stream* new_stream(int device) {
     streams.push_back(std::make_unique<Stream>());
@@ -289,6 +307,7 @@ cudaError_t host_waits(Stream& stream, const char* how) {
         ++counts[how];
     }
     host.join(stream.clock);
+    seen.join(stream.order);
     return cudaSuccess;
 }
 
@@ -307,6 +326,7 @@ cudaError_t copy(void* into, const void* from, size_t size, cudaStream_t handle,
     ++counts[kind + (pageable ? " pageable" : "") + " copies"];
     counts[kind + (pageable ? " pageable" : "") + " bytes"] += size;
     stream.tick();
+    note(stream, kind, size);
     const char* name = lasting("a copy, " + kind);
     if (of_device >= 0 || !pageable) use(stream, Address(from), size, false, name);
     if (to_device >= 0 || !pageable) use(stream, Address(into), size, true, name);
@@ -345,6 +365,7 @@ FACE int fake_launch(void* stream, const char* what) {
     on.tick();
     ++counts["launches"];
     ++counts[std::string("launch ") + what];
+    note(on, what, 0);
     return std::exchange(last, cudaSuccess);
 }
 
@@ -382,6 +403,23 @@ FACE size_t fake_counts(char* out, size_t size) {
     std::string text;
     for (const auto& [name, number] : counts) text += name + "=" + std::to_string(number) + "\n";
     return snprintf(out, size, "%s", text.c_str());
+}
+
+// The calling thread has waited for an event, by asking again and again.
+FACE void fake_waited(void* event) {
+    Guard guard(lock);
+    if (const auto point = event_of(static_cast<cudaEvent_t>(event)).point) seen.join(point->order);
+}
+
+// What was noted since the last call is written to a file, and noting goes on or ends.
+FACE int fake_history(const char* path, int goes_on) {
+    Guard guard(lock);
+    keeps_history = goes_on;
+    FILE* file = fopen(path, "w");
+    if (!file) return 1;
+    fwrite(history.data(), 1, history.size(), file);
+    history.clear();
+    return fclose(file);
 }
 
 FACE uint64_t fake_memory(int device, uint64_t memory, int new_peak) {
@@ -599,7 +637,7 @@ FACE cudaError_t cudaStreamWaitEvent(cudaStream_t handle, cudaEvent_t event, uns
     if (!point) return cudaSuccess;
     Stream& stream = stream_of(handle);
     stream.tick();
-    stream.clock.join(point->clock);
+    stream.wait_for(*point);
     if (point->stream != &stream) stream.give({point, nullptr});
     play();
     return cudaSuccess;
@@ -647,6 +685,7 @@ FACE cudaError_t cudaEventSynchronize(cudaEvent_t event) {
     ++counts["waits of the host"];
     if (!point) return cudaSuccess;
     point->stream->run_until(point->number);
+    seen.join(point->order);
     return host.join(point->clock), cudaSuccess;
 }
 FACE cudaError_t cudaEventElapsedTime(float* ms, cudaEvent_t, cudaEvent_t) { return *ms = 1, cudaSuccess; }

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +22,7 @@ from gemini.kernels import AdamHyper, DeviceSums, Segment
 from gemini.kernels_cuda import CudaKernels
 from gemini.optim.compact import CompactRule
 from tests import models
-from tests.gpu.gpu_cases import ON_FAKE, takes_time
+from tests.gpu.gpu_cases import takes_time
 from tests.native import rule_cases
 from tests.native import test_compact_kernels as compact_cases
 from tests.native.native_cases import GRAD_DTYPES, LENGTHS, any_bits, assert_same_bits, same_sums, to_dtype
@@ -207,25 +207,25 @@ def test_a_flag_stops_the_update_without_the_host(bad: float) -> None:
     assert math.isfinite(kernels.totals(sums)[0]) == math.isfinite(bad)
 
 
-@pytest.mark.skipif(ON_FAKE, reason="a kernel without a body that runs on the host")
-def test_the_clip_factor_is_the_host_s() -> None:
+@pytest.mark.parametrize("max_norm", [0.0, 1.0, math.inf])
+def test_the_clip_factor_is_the_host_s(max_norm: float) -> None:
+    """Of gradients of several tiles: each one's are added first, and in order, as the host does."""
     cuda = kernels._cuda
     assert cuda is not None
-    for sums in ([3.0, 1e16, 1.0, 1.0], [0.25], [float("inf"), 1.0], [float("nan")]):
-        there = torch.tensor(sums, dtype=torch.float64, device="cuda")
-        norm, factor = torch.zeros(1, dtype=torch.float64, device="cuda"), torch.zeros(1, device="cuda")
+    for several in ([[3.0, 1e16, 1.0], [1.0, 1.0]], [[0.25], []], [[math.inf, 1.0]], [[1.0], [math.nan]]):
+        there = [[torch.tensor([tile], dtype=torch.float64, device="cuda") for tile in tiles] for tiles in several]
+        cuda.clip_factor(there, max_norm)  # the first time, it learns how many tiles there are
         with nobody_waits():
-            flag = kernels.new_flag(there)
-            cuda.clip_factor(there, 0.5, 1.0, norm, factor, flag)
-        wanted = math.sqrt(kernels.total(sums)) * 0.5
-        coefficient = min(1.0, 1.0 / (wanted + 1e-6)) if math.isfinite(wanted) else 1.0
+            norm, factor, nonfinite = cuda.clip_factor(there, max_norm)
+        wanted = math.sqrt(kernels.total([kernels.total(tiles) for tiles in several]))
         assert norm.item() == wanted or math.isnan(wanted)
-        assert factor.cpu().equal(torch.tensor([0.5 * coefficient])) and int(flag) == (not math.isfinite(wanted))
+        assert factor.cpu().equal(torch.tensor([kernels.clip_coefficient(wanted, max_norm)]))
+        assert int(nonfinite) == (not math.isfinite(wanted))
 
 
 @pytest.mark.parametrize("gradients", ["retain", "transient"])
 def test_backward_of_a_model_on_the_card_waits_for_nothing(gradients: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every plane on the GPU: the host waits for the gradients once in a step, at its end."""
+    """Every plane on the GPU: the host waits for no gradient, or once in a step, for all that backward has used."""
     waits: list[int] = []
     fetch = CudaKernels.fetch
 
@@ -243,16 +243,16 @@ def test_backward_of_a_model_on_the_card_waits_for_nothing(gradients: str, monke
     optimizer = gemini.HybridAdam(model.parameters(), step_in_backward=gradients == "transient")
     for number, (batch,) in enumerate(models.make_batches(4, 1)):
         loss = model(**{name: value.cuda() for name, value in batch.items()}).loss
-        if number == 0:  # cuBLAS sets itself up
+        # At first cuBLAS sets itself up, and the kernel that clips learns how many tiles there are.
+        with nobody_waits() if number else nullcontext():
             loss.backward()
-        else:
-            with nobody_waits():
-                loss.backward()
-        if gradients == "retain":
-            model.clip_grad_norm_(1.0)
-        optimizer.step()
+            if gradients == "retain":
+                model.clip_grad_norm_(1.0)
+                optimizer.step()
+        if gradients == "transient":
+            optimizer.step()
         optimizer.zero_grad()
-        assert len(waits) == number + 1
+        assert len(waits) == (number + 1 if gradients == "transient" else 0)
 
 
 @pytest.mark.parametrize("shift", [0, 1], ids=["aligned", "not aligned"])

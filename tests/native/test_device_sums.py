@@ -3,8 +3,11 @@ go in one launch, flags stop updates. And the same calls on the CPU, whose bits 
 
 from __future__ import annotations
 
+import math
+import re
 import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +15,7 @@ from torch import Tensor
 
 from gemini import kernels
 from gemini.kernels import AdamHyper, DeviceSums, Segment
-from tests.native.emulated_cuda import EmulatedKernels, emulate
+from tests.native.emulated_cuda import EmulatedKernels, EmulatedModule, emulate
 from tests.native.native_cases import GRAD_DTYPES, any_bits, assert_same_bits, same_sums, to_dtype
 
 ADAMW = AdamHyper(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1, step=3, grad_scale=0.37)
@@ -197,3 +200,32 @@ def test_scales_and_flags_are_refused() -> None:
 
 def call(segments: list[Segment], **how: Tensor) -> None:
     kernels.adam_update_segments(*(None if i == 1 else torch.ones(8) for i in range(5)), segments, **how)  # type: ignore
+
+
+@pytest.mark.parametrize("max_norm", [0.0, 1.0, math.inf])
+@pytest.mark.parametrize(
+    "several", [[[3.0, 1e16, 1.0], [1.0, 1.0]], [[0.25], []], [[math.inf, 1.0], [1.0]], [[1.0], [math.nan]]]
+)
+def test_the_clip_factor_is_the_host_s(several: list[list[float]], max_norm: float, emulated: EmulatedKernels) -> None:
+    """Each gradient's tiles are added first, in order, and then those of all: another order gives other bits."""
+    tiles = [torch.tensor(own, dtype=torch.float64) for own in several]
+    sums: list[kernels.Sums] = [[DeviceSums(own, None, emulated.fetch)] if own.numel() else [] for own in tiles]
+    clip = kernels.clip_factor(sums, max_norm)
+    assert clip is not None and emulated.num_fetched == [] and clip.is_of(sums) and not clip.is_of(sums[1:])
+    norm = math.sqrt(kernels.total([kernels.total(own) for own in several]))
+    wanted = kernels.clip_coefficient(norm, max_norm)
+    with torch._C.DisableTorchFunctionSubclass():
+        assert clip.norm.item() == norm or math.isnan(norm)
+        assert clip.factor.equal(torch.tensor([wanted], dtype=torch.float32))
+        assert clip.nonfinite.item() == (not math.isfinite(norm))
+    assert clip.coefficient() == wanted and len(emulated.num_fetched) == 1
+    assert kernels.clip_factor(sums, max_norm) is None, "the host knows them now"
+
+
+def test_python_calls_the_names_that_the_library_has() -> None:
+    """No GPU, no library with CUDA in it: a name that is not there would be found on the first of them."""
+    root = Path(__file__).resolve().parents[2]
+    called = set(re.findall(r"module\.(\w+)", (root / "gemini/kernels_cuda.py").read_text())) - {"Scalars"}
+    bound = set(re.findall(r'(?:m\.def\(|\(m, )"(\w+)"', (root / "csrc/cuda/bindings.cpp").read_text()))
+    emulated = {name for name in vars(EmulatedModule) if not name.startswith("_")} - {"Scalars"}
+    assert called == bound == emulated

@@ -6,8 +6,9 @@ else behind backward on a worker of its own, with its bytes on the device in the
 its norm tiles ride on that copy; they tell the total norm and whether anything is not finite without another pass. In
 declaration order and over fixed tiles, so the same bits come out wherever the plane lives.
 
-Backward never waits for a sum: where the plane is on a CUDA device its sums stay there, and come to the host all at
-once, the first time in a step that somebody asks (``clip_grad_norm_``, else ``optimizer.step()``).
+Backward never waits for a sum: where the plane is on a CUDA device its sums stay there. If all do, clipping and the
+check for inf and NaN are done there as well; else they come to the host all at once, the first time in a step that
+somebody asks (``clip_grad_norm_``, else ``optimizer.step()``).
 """
 
 from __future__ import annotations

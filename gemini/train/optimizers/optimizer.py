@@ -141,13 +141,16 @@ class HybridOptimizer(torch.optim.Optimizer):
         Gradients of managed params are consumed. In fp16 a step with inf or NaN after plain backwards is skipped as a
         whole and lowers the model's own loss scale; with a ``gemini.GradScaler`` call its ``step(optimizer)``.
 
-        On CUDA the host waits once in a step for what the kernels found in the gradients (the norm, the loss scale's
-        verdict and the check for inf and NaN come out of the same sums): in ``clip_grad_norm_`` if it is called, else
-        here; with ``step_in_backward`` here, for updates on the device, and never inside backward.
+        On CUDA the host waits for nothing here where all is on the GPU: that clips by itself, and changes no weight if
+        a gradient holds inf or NaN, which is told before the next backward takes its first gradient, or by what waits
+        for updates before (a checkpoint, ``memory_report()``). Where the host has a part in the updates, in fp16 and
+        with several ranks, it waits once in a step for what the kernels found in the gradients: in ``clip_grad_norm_``
+        if it is called, else here; with ``step_in_backward`` here, for updates on the device, and never in backward.
 
         Raises:
             NonFiniteGradient: in bf16 and fp32, naming the param; nothing was changed, unless ``step_in_backward`` had
-                updated other params: then it says so.
+                updated other params: then it says so. ``clip_grad_norm_(..., error_if_nonfinite=True)`` raises it
+                before the step.
             GeminiError: for gradients that a scaler has scaled and not unscaled.
         """
         loss = None if closure is None else call_with_grad(closure)

@@ -27,7 +27,6 @@ from gemini.train.params.handle import ParamHandle
 from gemini.train.step import StepState
 from gemini.train.update.tiles import ChunkUpdate, Path, check_finite, path_of
 
-
 _FLAGS = PAGE // 4
 """Of steps that nobody has looked at yet: one for each optimizer of a model, and none outlives a backward."""
 
@@ -115,7 +114,7 @@ class DeferredFiniteChecks:
                 self._here = mover.device.make_host_buffer(PAGE).view(flag.dtype)
             self._num_flags += 1
             here = self._here[self._num_flags % _FLAGS :][:1]
-            self._updates.append(_Update(handles, sums, (here, mover.device.copy(here, flag, "flag", kept=True))))
+            self._updates.append(_Update(handles, sums, (here, mover.device.copy(here, flag, "flag"))))
             self.num_chunks += 1
         return flag
 

@@ -119,9 +119,7 @@ class Updates:
                     job.finish(e)
             raise
 
-    def _update_now(
-        self, update: ChunkUpdate, stop: torch.Tensor | None, factor: torch.Tensor | None = None
-    ) -> None:
+    def _update_now(self, update: ChunkUpdate, stop: torch.Tensor | None, factor: torch.Tensor | None = None) -> None:
         """``stop``: a flag on the device that stops the update there (:mod:`gemini.train.update.finite`). ``factor``: a
         number there that gradients are multiplied by (clipping).
         """
