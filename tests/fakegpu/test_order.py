@@ -85,11 +85,12 @@ def test_weights_of_the_next_layers_come_while_this_one_computes(tmp_path: Path,
 
 @pytest.mark.parametrize("room", [6, 12])
 def test_gradients_leave_while_the_next_ones_are_computed(room: int, tmp_path: Path, summary: Any) -> None:
-    """Where windows leave them room: with six layers' of eight, each has to land before backward goes on."""
+    """Where windows leave them room. With that of six layers of eight, backward begins with all of them needed still: at
+    first each gradient has to land before it goes on.
+    """
     told = step(room, tmp_path)
     leaving, computed = copies(told, "device to host"), products(told)
     assert len(leaving) == 2 * NUM_LAYERS
     beside = [len(overlapping(gradient, computed)) for gradient in leaving]
     summary(f"room for {room} layers: copies of gradients, each beside so many of {len(computed)} products: {beside}")
-    if room > NUM_LAYERS:
-        assert all(number >= 1 for number in beside[:-1]), "backward waits for none of them"
+    assert sum(number > 0 for number in beside) >= (2 * NUM_LAYERS - 1 if room > NUM_LAYERS else NUM_LAYERS)

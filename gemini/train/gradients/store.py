@@ -129,13 +129,17 @@ class GradientStore:
         return leaves and not self.synchronous and self._hold(flat.nbytes)
 
     def _hold(self, num_bytes: int) -> bool:
-        """Reserve a gradient that waits for its landing; those before it make room. False if nothing can."""
+        """Reserve a gradient that waits for its landing. Windows that the plan fetches again anyway make room, then the
+        gradients before it. False if nothing can.
+        """
+        may_spare = True
         while True:
             try:
                 self._ledger.reserve(self._device.tier, num_bytes, HOLDER)
                 return True
             except BudgetExceeded:
-                if not self.relieve():
+                spared, may_spare = may_spare and self._manager.spare_room(num_bytes), False
+                if not (spared or self.relieve()):
                     return False
 
     def relieve(self) -> bool:
