@@ -30,6 +30,7 @@ class Tag(IntEnum):
     REPLICAS = 4
     BY_NAME = 5
     VALUES = 6
+    CONTEXT = 7
 
 
 class Pending:

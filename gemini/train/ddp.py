@@ -9,6 +9,7 @@ here with the remedy.
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from functools import cache
@@ -48,7 +49,10 @@ class GeminiDDP(nn.Module):
         config: how to manage it; the defaults measure budgets and use bf16.
         process_group: the ranks that share the model (ZeRO-3); by default those of the default process group, which is
             made if torchrun has started this process. Every rank starts from the weights of rank 0.
-        mesh: a DeviceMesh instead: one dimension shards; of two the first replicates and the second shards.
+        mesh: a DeviceMesh instead, its dimensions named any of ``pp dp_replicate dp cp tp ep``: chunks are divided over
+            ``dp`` and ``cp``, gradients summed up over ``dp_replicate`` as well, sequences divided over ``cp``
+            (:func:`gemini.sequence_batch`). Over ``pp`` and ``tp`` each process has a slice of the model, which the
+            caller has cut. Without names one dimension shards; of two the first replicates and the second shards.
 
     Raises:
         RankMismatch: if the ranks differ in model, config or versions.
@@ -122,6 +126,12 @@ class GeminiDDP(nn.Module):
             raise ValueError(f"norm_type={norm_type}: gradients are clipped by their 2-norm only")
         if not max_norm >= 0:
             raise ValueError(f"max_norm must not be negative, got {max_norm}")
+        ranks = _engine(self).ranks
+        if ranks is not None and ranks.slice_:
+            raise GeminiError(
+                f"clip_grad_norm_ of a model in slices (this rank has {ranks.slice_}): which params are parts and which "
+                "are whole on every slice is not known, so their norm over all slices is not either. Leave it out"
+            )
         refuse_injected(_engine(self).state, self, is_root=True)
         handles = None if params is None else [self._own(param, "clip_grad_norm_") for param in params]
         return _engine(self).stepping.clip_grad_norm(max_norm, handles, error_if_nonfinite=error_if_nonfinite)
@@ -244,6 +254,8 @@ class GeminiDDP(nn.Module):
         engine = _engine(self)
         engine.drain()
         engine.state.check_whole()
+        if engine.ranks is not None:
+            engine.ranks.refuse_one_folder("save_pretrained", os.path.abspath(save_directory))
         return Export(
             self, super(), save_directory, args, kwargs, by_names=engine.by_names, shards=engine.shards,
             dtype=COMPUTE_DTYPES[engine.config.precision],

@@ -46,6 +46,7 @@ _TRAFFIC = {
     Tag.BY_NAME: "by_name",
     Tag.AGREEMENT: "agreement",
     Tag.VALUES: "agreement",
+    Tag.CONTEXT: "context",
 }
 
 
@@ -102,11 +103,10 @@ class Shards:
         self.sent_last_step: Counter[str] = Counter()
 
     def close(self) -> None:
-        """The model ends, and so do the groups that were made for it."""
+        """The model ends: nobody watches any more, and nobody waits for disks."""
         if self._watch is not None:
             self._watch.stop()
         end_group_of(self)
-        self.ranks.close()
 
     def connect(self, reducing: Reducing) -> None:
         """Who adds up gradients when all ranks stand there."""
@@ -124,7 +124,7 @@ class Shards:
     def _sent(self) -> Counter[str]:
         """Bytes this rank has sent since the start, by collective."""
         total = self.native.copy()
-        wires = [self.ranks.wire, self.ranks.replicas]
+        wires = [self.ranks.wire, self.ranks.replicas, self.ranks.context]
         if self.ranks.everyone is not self.ranks.wire:
             wires.append(self.ranks.everyone)
         for wire in wires:
