@@ -49,7 +49,7 @@ FLOORS = [
 ]
 # Rooms of gemini.train, from the ground up: data flows one way, and nothing calls up.
 ROOMS = (
-    "transforms", "step", "write_observers", "observers", "params", "modules", "gradients", "activations", "setup",
+    "transforms", "step", "write_observers", "observers", "params", "modules", "context", "gradients", "activations", "setup",
     "update", "sharding", "passes", "engine", "optimizers", "recording", "report", "checkpoint", "unmanage", "adapters",
     "ddp", "loading",
 )  # fmt: skip

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from functools import cache
@@ -22,9 +23,12 @@ from gemini.config import GeminiConfig
 from gemini.errors import GeminiError
 from gemini.memory.chunks.chunk import COMPUTE_DTYPES
 from gemini.planning.trace import MemoryTrace
+from gemini.ranks.agreement import Point
 from gemini.ranks.group import Ranks
 from gemini.train.adapters import faces_of, refuse_unsupported
 from gemini.train.checkpoint.export import Export
+from gemini.train.context.parallel import divide_sequences
+from gemini.train.context.same_batch import compare_first_batch
 from gemini.train.engine import Engine
 from gemini.train.modules.compiled import compile_blocks, refuse_compiled_whole
 from gemini.train.modules.injected import refuse_injected
@@ -371,6 +375,23 @@ def _wrap(model: Any, config: GeminiConfig | None = None, *, process_group: Any 
     return manage(model, config, process_group=process_group, mesh=mesh)
 
 
+def _join_others(model: nn.Module, engine: Engine, ranks: Ranks) -> None:
+    """What a forward has to do with ranks that have parts of the same sequences, or slices of the same model."""
+
+    shards = engine.shards and weakref.ref(engine.shards)  # what transformers knows of attention outlives the model
+
+    def meet() -> None:
+        found = shards and shards()
+        assert found is not None, "ranks with parts of a sequence share params"
+        found.meet(Point.CONTEXT)
+
+    divided = divide_sequences(model, ranks, engine.config.context_attention, meet)
+    if divided is not None:
+        model.__dict__["_gemini_context"] = divided
+    if ranks.same_batch is not None:
+        model.__dict__["_gemini_hooks"].append(compare_first_batch(model, ranks.same_batch))
+
+
 def manage(
     model: nn.Module, config: GeminiConfig, *, process_group: Any = None, mesh: Any = None,
     fill: Callable[[ByName, Ranks | None], nn.Module] | None = None,
@@ -400,12 +421,15 @@ def manage(
         model.__dict__["_gemini_hooks"] = hooks.attach(model, engine)
         if engine.config.tile_tokens is not None:
             model.__dict__["_gemini_token_tiles"] = tile_tokens(model, engine.config.tile_tokens)
+        if engine.ranks is not None:
+            _join_others(model, engine, engine.ranks)
         model.__class__ = _managed_class(type(model))  # type: ignore[arg-type]
     except BaseException:
         for hook in model.__dict__.pop("_gemini_hooks", ()):
             hook.remove()
-        if (tiles := model.__dict__.pop("_gemini_token_tiles", None)) is not None:
-            tiles.take_away()
+        for put in ("_gemini_context", "_gemini_token_tiles"):
+            if (around := model.__dict__.pop(put, None)) is not None:
+                around.take_away()
         for module, named in buffers:
             module._buffers.update(named)
         engine.adoption.give_back()
