@@ -43,11 +43,16 @@ def sequence_batch(batch: Mapping[str, Any], mesh: DeviceMesh | None) -> dict[st
     size = 1 if mesh is None else size_of(mesh, "cp")
     if size == 1 or mesh is None:
         return dict(batch)
+    return part_of(batch, place_in(mesh, "cp"), size)
+
+
+def part_of(batch: Mapping[str, Any], rank: int, size: int) -> dict[str, Any]:
+    """Part ``rank`` of ``size`` parts of a batch (:func:`sequence_batch`)."""
     found = next((name for name in _INPUTS if isinstance(batch.get(name), torch.Tensor)), None)
     if found is None:
         raise ValueError(f"sequence_batch: the batch has neither of {' and '.join(_INPUTS)}, only {', '.join(batch)}")
     inputs = batch[found]
-    tokens, rank = inputs.shape[1], place_in(mesh, "cp")
+    tokens = inputs.shape[1]
     if tokens % size:
         raise ValueError(
             f"sequence_batch: {tokens} tokens cannot be cut into cp={size} parts: pad the sequences to "

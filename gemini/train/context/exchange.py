@@ -62,6 +62,25 @@ class Exchange:
         return self._wire.swap(Tag.CONTEXT, numbers.cpu(), _WHAT).tolist()
 
 
+class ImaginedExchange(Exchange):
+    """The last rank of ``size``, as it looks to who traces it: what others would send has shapes and no values."""
+
+    def __init__(self, size: int):
+        self.rank, self.size = size - 1, size
+
+    def all_to_all(self, parts: torch.Tensor) -> torch.Tensor:
+        """Of the shape of ``parts``."""
+        return torch.empty_like(parts.contiguous())
+
+    def all_gather(self, own: torch.Tensor) -> torch.Tensor:
+        """As many of the shape of ``own`` as there are ranks."""
+        return own.new_empty((self.size, *own.shape))
+
+    def tell(self, numbers: torch.Tensor) -> list[list[int]]:
+        """The others say the same, each of its own part."""
+        return [[number, *numbers.tolist()[1:]] for number in range(self.size)]
+
+
 def exchange_dims(exchange: Exchange, x: torch.Tensor, split: int, join: int) -> torch.Tensor:
     """``x``, a part along dim ``join``, as the whole of it, of which dim ``split`` has this rank's part."""
     return _ExchangeDims.apply(x, exchange, split, join)  # type: ignore[no-any-return]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,10 +18,9 @@ from torch import nn
 
 from gemini.errors import GeminiError, RankMismatch
 from gemini.ranks.group import Ranks
-from gemini.ranks.wire import Wire
 from gemini.train.context.attention import Attend, register
 from gemini.train.context.batch import MARK
-from gemini.train.context.exchange import Exchange
+from gemini.train.context.exchange import Exchange, ImaginedExchange
 from gemini.train.context.suited import transformer_in
 
 _LOSS = "ForCausalLMLoss"
@@ -36,9 +35,18 @@ def divide_sequences(model: nn.Module, ranks: Ranks, kind: str, meet: Callable[[
     if ranks.context is None:
         return None
     exchange = Exchange(ranks.context, ranks.context_collective, meet)
-    divided = ContextParallel(model, exchange, kind, ranks.context)
+    divided = ContextParallel(model, exchange, kind, ranks.context.global_ranks)
     divided.put()
     return divided
+
+
+def imagine_parts(model: nn.Module, size: int, kind: str) -> None:
+    """Let a model without values compute the last of ``size`` parts of a sequence, to be traced.
+
+    Raises:
+        GeminiError: naming why it cannot.
+    """
+    ContextParallel(model, ImaginedExchange(size), kind, range(size)).put()
 
 
 class ContextParallel:
@@ -47,14 +55,14 @@ class ContextParallel:
     Args:
         exchange: among the ranks that have parts of the same sequences.
         kind: of attention (:mod:`gemini.train.context.attention`).
-        wire: the same ranks, for error messages.
+        global_ranks: their numbers, for error messages.
 
     Raises:
         GeminiError: naming why the model cannot compute parts; nothing was changed.
     """
 
-    def __init__(self, model: nn.Module, exchange: Exchange, kind: str, wire: Wire):
-        self._model, self._exchange, self._wire = transformer_in(model), exchange, wire
+    def __init__(self, model: nn.Module, exchange: Exchange, kind: str, global_ranks: Sequence[int]):
+        self._model, self._exchange, self._global_ranks = transformer_in(model), exchange, global_ranks
         self._kernel = self._model.config._attn_implementation
         self._attend = Attend(exchange, self._kernel, kind)
         heads = getattr(self._model.config, "num_attention_heads", None)
@@ -127,7 +135,7 @@ class ContextParallel:
             RankMismatch: on every rank, naming what differs.
         """
         rows = self._exchange.tell(mark)
-        ranks, first = self._wire.global_ranks, rows[0]
+        ranks, first = self._global_ranks, rows[0]
         for number, row in enumerate(rows):
             if row[:2] != [number, self._exchange.size]:
                 raise RankMismatch(

@@ -231,6 +231,12 @@ def decide(model: nn.Module, config: GeminiConfig, device: Device, ranks: Ranks 
             f"the trace has tile_tokens={trace.tile_tokens} and the config tile_tokens={config.tile_tokens}: its room "
             "for activations would not do. Trace with the same (gemini.trace(..., tile_tokens=)), or say the same here"
         )
+    parts = 1 if ranks is None or ranks.context is None else ranks.context.size
+    if trace.source is Source.AHEAD and trace.context_parallel != parts:
+        raise PlanMismatch(
+            f"the trace is of one of {trace.context_parallel} parts of each sequence and the mesh has cp={parts}: its "
+            "room for activations would not do. Trace with the same (gemini.trace(..., context_parallel=))"
+        )
     if any(compiled_part(module) is not None for module in model.modules()):  # which read more at once than any trace
         read = {*trace.read_together, *(moment.params for moment in structure.moments)}
         trace = replace(trace, read_together=tuple(sorted(read)))
