@@ -81,7 +81,8 @@ class Ranks:
         """The model ends: so do the groups that were made for it, each with threads and connections of its own."""
         wires = (self.wire, self.replicas, self.everyone, self.job, self.same_batch, self.context)
         for group in {wire.group for wire in wires if wire is not None}:
-            end_subgroup(group)
+            if group is not None:
+                end_subgroup(group)
 
     def check_same(self, of_job: Mapping[str, Any], of_params: Mapping[str, Any]) -> None:
         """Compare facts (name to plain value) with the other ranks: those of the job, and those with the same params.
@@ -244,7 +245,7 @@ def _collective(ranks: list[int], parent: dist.ProcessGroup | None) -> dist.Proc
 
 
 def _wire(ranks: list[int], parent: dist.ProcessGroup) -> Wire:
-    return Wire(make_subgroup(ranks, "gloo", _timeout(parent)))
+    return Wire(make_subgroup(ranks, "gloo", _timeout(parent)) if len(ranks) > 1 else None)
 
 
 def _timeout(group: dist.ProcessGroup) -> Any:
