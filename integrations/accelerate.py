@@ -59,8 +59,8 @@ class GeminiAccelerator(SavingAccelerator):
         gemini_config: how to manage models; None for measured budgets. Without a precision in it, ``mixed_precision``
             says that.
         parallelism_config: accelerate's: chunks are divided over ``dp_shard_size`` (and over ``cp_size``), replicated
-            over ``dp_replicate_size``, and sequences divided over ``cp_size``, or over ``sp_size`` by Ulysses. A batch is
-            cut by ``accelerator.sequence_batch(batch)``.
+            over ``dp_replicate_size``, and sequences divided over ``cp_size``, or over ``sp_size`` by Ulysses. A batch
+            is cut by ``accelerator.sequence_batch(batch)``.
         mixed_precision: "bf16", "fp16" or "no" (fp32, unless the config says another); must not contradict the config.
         **kwargs: accelerate's.
 

@@ -21,8 +21,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from gemini.errors import RankMismatch
 from gemini.ranks import launch
-from gemini.ranks.mesh import SHARDING, SLICING, names_of, place_in, ranks_along, size_of
 from gemini.ranks.meeting import start_group
+from gemini.ranks.mesh import SHARDING, SLICING, names_of, place_in, ranks_along, size_of
 from gemini.ranks.subgroup import end_subgroup, make_subgroup
 from gemini.ranks.wire import Tag, Wire
 
@@ -207,8 +207,8 @@ def _of_mesh(mesh: DeviceMesh, *, cuda: bool) -> Ranks | None:
     names = names_of(mesh)
     if size_of(mesh, "ep") > 1:
         raise ValueError(
-            f"mesh has a dimension ep of {size_of(mesh, 'ep')}: experts over ranks would be chunks of other groups than "
-            "the rest of the model, and chunks of one model are divided over one group. Use dp in its place"
+            f"mesh has a dimension ep of {size_of(mesh, 'ep')}: experts over ranks would be chunks of other groups "
+            "than the rest of the model, and chunks of one model are divided over one group. Use dp in its place"
         )
     in_job = ranks_along(mesh, *names)
     if len(in_job) == 1:
@@ -234,9 +234,7 @@ def _of_mesh(mesh: DeviceMesh, *, cuda: bool) -> Ranks | None:
     # One who gave a part of a mesh has neighbours in the rest of it, who take memory of this machine as well.
     local_size = _count_local(job, mesh._get_root_mesh().mesh.numel())
     slice_ = ", ".join(f"{name} {place_in(mesh, name)}" for name in SLICING if size_of(mesh, name) > 1)
-    return Ranks(
-        wire, replicas, everyone, job, same_batch, context, collective, context_collective, local_size, slice_
-    )
+    return Ranks(wire, replicas, everyone, job, same_batch, context, collective, context_collective, local_size, slice_)
 
 
 def _collective(ranks: list[int], parent: dist.ProcessGroup | None) -> dist.ProcessGroup:

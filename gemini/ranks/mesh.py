@@ -4,8 +4,9 @@
     dp_replicate  nothing: each replica has all of it   cp            every sequence, and chunks
     tp            matrices of every layer               ep            experts
 
-Chunks are divided over ``dp`` and ``cp`` together. Ranks that differ in ``pp``, ``tp`` or ``ep`` have other params: other
-*slices* of the model. Ranks that differ in ``dp_replicate``, ``dp`` or ``ep`` have other samples, all others the same.
+Chunks are divided over ``dp`` and ``cp`` together. Ranks that differ in ``pp``, ``tp`` or ``ep`` have other params:
+other *slices* of the model. Ranks that differ in ``dp_replicate``, ``dp`` or ``ep`` have other samples, all others the
+same.
 """
 
 from __future__ import annotations

@@ -105,7 +105,7 @@ class GeminiDDP(nn.Module):
         shard of the sum only: the same result within rounding, more traffic, far less memory.
         """
         engine = _engine(self)
-        not_reducing = contextlib.nullcontext() if engine.reduction is None else engine.reduction.without_reducing()
+        not_reducing = contextlib.nullcontext() if engine.shards is None else engine.shards.without_reducing()
         with not_reducing, engine.state.accumulate():
             yield
 
@@ -133,8 +133,8 @@ class GeminiDDP(nn.Module):
         ranks = _engine(self).ranks
         if ranks is not None and ranks.slice_:
             raise GeminiError(
-                f"clip_grad_norm_ of a model in slices (this rank has {ranks.slice_}): which params are parts and which "
-                "are whole on every slice is not known, so their norm over all slices is not either. Leave it out"
+                f"clip_grad_norm_ of a model in slices (this rank has {ranks.slice_}): which params are parts and "
+                "which are whole on every slice is not known, so their norm over all slices is not either. Leave it out"
             )
         refuse_injected(_engine(self).state, self, is_root=True)
         handles = None if params is None else [self._own(param, "clip_grad_norm_") for param in params]
@@ -378,10 +378,11 @@ def _wrap(model: Any, config: GeminiConfig | None = None, *, process_group: Any 
 def _join_others(model: nn.Module, engine: Engine, ranks: Ranks) -> None:
     """What a forward has to do with ranks that have parts of the same sequences, or slices of the same model."""
 
-    shards = engine.shards and weakref.ref(engine.shards)  # what transformers knows of attention outlives the model
+    # What transformers knows of attention outlives the model.
+    shards = None if engine.shards is None else weakref.ref(engine.shards)
 
     def meet() -> None:
-        found = shards and shards()
+        found = None if shards is None else shards()
         assert found is not None, "ranks with parts of a sequence share params"
         found.meet(Point.CONTEXT)
 

@@ -131,7 +131,7 @@ class Engine:
                 updates=updates, in_backward=in_backward,
             )  # fmt: skip
             shards.connect(reduction)
-        self.shards, self.reduction = shards, reduction
+        self.shards = shards
         by_names = self.by_names = ByName(
             params.handles, COMPUTE_DTYPES[config.precision], store, await_update=updates.wait,
             observers=self.write_observers, shards=shards, agree=partial(agree_on_values, shards),

@@ -48,7 +48,9 @@ FAMILIES: dict[str, Callable[[str], nn.Module]] = {
         num_attention_heads=8, max_position_embeddings=128, dropout=0.0, attention_dropout=0.0, pad_token_id=0,
     ),
     "olmo2": _of("olmo2", "Olmo2", **_LLAMA),
-    "odd_heads": _of("llama", "Llama", **{**_LLAMA, "hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 3}),
+    "odd_heads": _of(
+        "llama", "Llama", **{**_LLAMA, "hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 3}
+    ),
 }  # fmt: skip
 
 

@@ -87,7 +87,7 @@ class OneOfTwo(nn.Module):
 
 
 def different_paths() -> list[float]:
-    """Each rank needs weights that the other does not, while that one stands in an exchange; then one evaluates alone."""
+    """Each rank needs weights that the other does not, who stands in an exchange then; later one evaluates alone."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
     case = Case()
     model: Any = make(case)

@@ -1,7 +1,7 @@
 """What ranks with parts of the same sequences send each other inside forward and backward, as functions of autograd.
 
     exchange_dims   a tensor divided along one dim becomes one divided along another: all-to-all; so does its gradient
-    gather          the parts of all, one after the other: all-gather; of its gradient each rank gets the sum of its part
+    gather          the parts of all, one after the other: all-gather; of its gradient a rank gets the sum for its part
 
 Sums are made here, in the order of ranks, so that they are the same bits in every run.
 """

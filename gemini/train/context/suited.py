@@ -55,7 +55,8 @@ def _obstacles(model: Any) -> Iterator[str]:
     yield from _layers(config, name, knows_windows="flash" in str(kernel))
     for path, module in model.named_modules():
         if isinstance(module, (nn.Conv1d, nn.RNNBase)) or _ALONG_THE_SEQUENCE.search(type(module).__name__):
-            yield f"{path} ({type(module).__name__}) has a state along the sequence, which would begin anew in each part"
+            kind = type(module).__name__
+            yield f"{path} ({kind}) has a state along the sequence, which would begin anew in each part"
     for rope in _rope_types(getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)):
         if rope in ("dynamic", "longrope"):
             yield f"rotary positions of type {rope!r} depend on the length of the sequence, of which a rank sees a part"

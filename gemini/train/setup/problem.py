@@ -112,8 +112,8 @@ def prepare(model: nn.Module, config: GeminiConfig, ranks: Ranks, *, filled: boo
         )
     if ranks.slice_ and config.precision == "fp16":
         raise ValueError(
-            f'precision="fp16" with a model in slices (this rank has {ranks.slice_}): whether a step overflowed would be '
-            'found out by each slice for itself. Use precision="bf16"'
+            f'precision="fp16" with a model in slices (this rank has {ranks.slice_}): whether a step overflowed would '
+            'be found out by each slice for itself. Use precision="bf16"'
         )
     if ranks.shares_params:
         refuse_on_ranks(model)

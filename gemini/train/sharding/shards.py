@@ -59,6 +59,9 @@ class Reducing(Protocol):
     def end_step(self, *, has_gradients: bool) -> None:
         """After an optimizer step."""
 
+    def without_reducing(self) -> AbstractContextManager[None]:
+        """``no_sync``: gradients of backwards inside stay whole on each rank, and are added up."""
+
 
 def _is_inside(reference: weakref.ref[StepState]) -> Callable[[], bool | None]:
     """Whether a call of the model is under way, for another thread; None when there is no model any more."""
@@ -111,6 +114,11 @@ class Shards:
     def connect(self, reducing: Reducing) -> None:
         """Who adds up gradients when all ranks stand there."""
         self._reducing = reducing
+
+    def without_reducing(self) -> AbstractContextManager[None]:
+        """``no_sync``: gradients of backwards inside stay whole on each rank, and are added up."""
+        assert self._reducing is not None
+        return self._reducing.without_reducing()
 
     def end_step(self, *, has_gradients: bool) -> None:
         """After an optimizer step: what was sent since the last one is what the report shows."""
