@@ -19,6 +19,11 @@ def num_processes() -> int:
     return int(told["WORLD_SIZE"]) if all(name in told for name in _NEEDED) else 1
 
 
+def rank() -> int:
+    """The number of this process among them."""
+    return int(_told()["RANK"]) if num_processes() > 1 else 0
+
+
 def local_rank() -> int:
     """The number of this process on its machine."""
     told = _told()

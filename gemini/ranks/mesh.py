@@ -17,6 +17,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from gemini.ranks import launch
+
 NAMES = ("pp", "dp_replicate", "dp", "cp", "tp", "ep")
 _SAME = {"replicate": "dp_replicate", "dp_shard": "dp", "shard": "dp", "fsdp": "dp", "sp": "cp"}
 """What torch's FSDP2 examples and accelerate call them."""
@@ -92,13 +94,14 @@ def data_rank(mesh: DeviceMesh | None = None) -> DataRank:
         rank, world = gemini.data_rank(mesh)
         sampler = DistributedSampler(data, num_replicas=world, rank=rank, drop_last=True)
 
-    Ranks that differ in ``tp``, ``pp`` or ``cp`` alone read the same samples. Without a mesh every rank of the default
-    process group reads its own; a process alone reads all.
+    Ranks that differ in ``tp``, ``pp`` or ``cp`` alone read the same samples. Without a mesh every process that
+    torchrun or srun has started reads its own; a process alone reads all.
 
     Raises:
         ValueError: for a mesh that :class:`gemini.GeminiDDP` would refuse.
     """
     if mesh is None:
-        is_alone = not (dist.is_available() and dist.is_initialized())
-        return DataRank(0, 1) if is_alone else DataRank(dist.get_rank(), dist.get_world_size())
+        if not (dist.is_available() and dist.is_initialized()):
+            return DataRank(launch.rank(), launch.num_processes())
+        return DataRank(dist.get_rank(), dist.get_world_size())
     return DataRank(place_in(mesh, *SAMPLING), size_of(mesh, *SAMPLING))

@@ -155,6 +155,11 @@ class GeminiDDP(nn.Module):
         Raises:
             GeminiError: if the model has no repeated blocks. With the next forward, if there is no room for a block.
         """
+        if "_gemini_context" in self.__dict__:
+            raise GeminiError(
+                "compile() of a model under context parallel: ranks meet inside its attention, where nothing can be "
+                "compiled. Leave it out"
+            )
         compile_blocks(self, **options)
 
     # ---- looking and writing ------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""What launchers tell a process, and the pages about them, run as written: Slurm's commands by stand-ins, Ray if there."""
+"""What launchers tell a process, and the page about them, run as written: Slurm by stand-ins, Ray if it is there."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+import gemini
 from gemini.ranks import launch
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -80,6 +81,7 @@ def test_who_is_not_one_of_several(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in told().items():
         monkeypatch.setenv(name, value)
     assert (launch.num_processes(), launch.local_rank(), launch.local_size()) == (8, 2, 3)
+    assert gemini.data_rank() == (5, 8)
     assert launch.again("train") == "srun, as before, gemini train"
 
 
@@ -106,7 +108,8 @@ def cluster(tmp_path: Path) -> dict[str, str]:
     commands.mkdir()
     (commands / "srun").write_text(SRUN.format(python=sys.executable))
     (commands / "scontrol").write_text(
-        f'#!/bin/bash\n[ "$1 $2" = "show hostnames" ] && echo localhost\n[ "$1" = requeue ] && echo $2 >> {tmp_path}/again\n'
+        '#!/bin/bash\n[ "$1 $2" = "show hostnames" ] && echo localhost\n'
+        f'[ "$1" = requeue ] && echo $2 >> {tmp_path}/again\n'
     )
     (commands / "torchrun").write_text(f'#!/bin/bash\nexec {sys.executable} -m torch.distributed.run "$@"\n')
     (commands / "python").write_text(f'#!/bin/bash\nexec {sys.executable} "$@"\n')
@@ -158,7 +161,12 @@ def test_the_slurm_page_runs_as_written(script: str, cluster: dict[str, str], tm
 @pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed")
 def test_the_ray_page_runs_as_written(tmp_path: Path) -> None:
     (tmp_path / "ray_train.py").write_text(file_of_page("ray_train.py"))
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "RAY_STORAGE": str(tmp_path / "results")}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "RAY_STORAGE": str(tmp_path / "results"),
+    }
     done = subprocess.run(
         [sys.executable, "ray_train.py"], cwd=tmp_path, env=environment, text=True, capture_output=True, timeout=300
     )

@@ -33,6 +33,12 @@ def with_conv() -> nn.Module:
     return model
 
 
+def with_compiled_block() -> nn.Module:
+    model = llama()
+    model.model.layers[0].compile(backend="eager")
+    return model
+
+
 CASES: dict[str, tuple[Any, str]] = {
     "mamba": (lambda: of("mamba", "MambaConfig", "MambaForCausalLM", state_size=4), "Mamba"),
     "linear attention": (
@@ -65,6 +71,7 @@ CASES: dict[str, tuple[Any, str]] = {
     ),
     "a conv inside": (with_conv, r"layers.1.short \(Conv1d\) has a state along the sequence"),
     "flex": (lambda: llama(attn_implementation="flex_attention"), "attn_implementation='flex_attention'"),
+    "compiled": (with_compiled_block, "parts of LlamaForCausalLM are compiled"),
     "not of transformers": (lambda: nn.Linear(4, 4), "Linear is no model of transformers"),
 }  # fmt: skip
 

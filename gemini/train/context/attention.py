@@ -115,10 +115,10 @@ class Attend:
         times = next(t for t in range(1, groups + 1) if groups % t == 0 and heads * t % size == 0)
         if times > 1:  # each rank needs a whole number of heads of keys
             key, value = (x.repeat_interleave(times, 1) for x in (key, value))
-        query, key, value = (exchange_dims(self._exchange, x, 1, 2) for x in (query, key, value))
+        query, key, value = exchange_dims(self._exchange, 1, 2, query, key, value)
         with _groups_of(module, query.shape[1] // key.shape[1]):
             out, _ = self._compute(module, query, key, value, causal, how)
-        return exchange_dims(self._exchange, out, 1, 2), None
+        return exchange_dims(self._exchange, 1, 2, out)[0], None
 
     def _gathered(
         self, module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool,

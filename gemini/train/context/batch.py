@@ -78,7 +78,7 @@ def part_of(batch: Mapping[str, Any], rank: int, size: int) -> dict[str, Any]:
     if shifted is not None:
         cut["labels"] = cut["shift_labels"]
         rated = int((shifted != IGNORED).sum()) if items is None else float(items)
-        cut["num_items_in_batch"] = torch.tensor(rated / size, dtype=torch.float64, device=inputs.device)
+        cut["num_items_in_batch"] = torch.tensor(rated / size, dtype=torch.float32, device=inputs.device)
     sums = [checksum_of(inputs), 0 if shifted is None else checksum_of(shifted)]
     cut[MARK] = torch.tensor([rank, size, tokens, *sums], dtype=torch.int64)
     return cut

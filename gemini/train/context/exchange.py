@@ -81,9 +81,11 @@ class ImaginedExchange(Exchange):
         return [[number, *numbers.tolist()[1:]] for number in range(self.size)]
 
 
-def exchange_dims(exchange: Exchange, x: torch.Tensor, split: int, join: int) -> torch.Tensor:
-    """``x``, a part along dim ``join``, as the whole of it, of which dim ``split`` has this rank's part."""
-    return _ExchangeDims.apply(x, exchange, split, join)  # type: ignore[no-any-return]
+def exchange_dims(exchange: Exchange, split: int, join: int, *parts: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Of each tensor, a part along dim ``join``: the whole, of which dim ``split`` has this rank's part. All are of one
+    dtype, and travel together.
+    """
+    return _ExchangeDims.apply(exchange, split, join, *parts)  # type: ignore[no-any-return]
 
 
 def gather(exchange: Exchange, x: torch.Tensor, dim: int) -> torch.Tensor:
@@ -93,15 +95,19 @@ def gather(exchange: Exchange, x: torch.Tensor, dim: int) -> torch.Tensor:
 
 class _ExchangeDims(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, exchange: Exchange, split: int, join: int) -> torch.Tensor:
-        ctx.how = exchange, split, join
-        received = exchange.all_to_all(torch.stack(x.chunk(exchange.size, split)))
-        return torch.cat(received.unbind(), join)
+    def forward(ctx: Any, exchange: Exchange, split: int, join: int, *parts: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.how, size = (exchange, split, join), exchange.size
+        stacked = [torch.stack(part.chunk(size, split)) for part in parts]
+        received = exchange.all_to_all(torch.cat([part.view(size, -1) for part in stacked], 1))
+        pieces = received.split([part[0].numel() for part in stacked], 1)
+        return tuple(
+            torch.cat(piece.reshape(part.shape).unbind(), join) for piece, part in zip(pieces, stacked, strict=True)
+        )
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         exchange, split, join = ctx.how
-        return _ExchangeDims.apply(grads[0], exchange, join, split), None, None, None
+        return None, None, None, *_ExchangeDims.apply(exchange, join, split, *grads)
 
 
 class _Gather(torch.autograd.Function):

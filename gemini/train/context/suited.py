@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 
 from gemini.errors import GeminiError
+from gemini.train.modules.compiled import compiled_part
 
 _ALONG_THE_SEQUENCE = re.compile(
     r"Mamba|SSM|RWKV|Rwkv|LinearAttention|DeltaNet|ShortConv|Recurrent|RetNet|XLSTM|Hyena|Lightning\w*Attention"
@@ -57,6 +58,8 @@ def _obstacles(model: Any) -> Iterator[str]:
         if isinstance(module, (nn.Conv1d, nn.RNNBase)) or _ALONG_THE_SEQUENCE.search(type(module).__name__):
             kind = type(module).__name__
             yield f"{path} ({kind}) has a state along the sequence, which would begin anew in each part"
+    if any(compiled_part(module) is not None for module in model.modules()):
+        yield f"parts of {name} are compiled, and ranks meet inside its attention, where nothing can be compiled"
     for rope in _rope_types(getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)):
         if rope in ("dynamic", "longrope"):
             yield f"rotary positions of type {rope!r} depend on the length of the sequence, of which a rank sees a part"
