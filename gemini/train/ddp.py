@@ -43,6 +43,7 @@ from gemini.train.recording import Recording
 from gemini.train.report import MemoryReport, make_report
 from gemini.train.setup.arguments import refuse_unknown, refuse_wrong_device
 from gemini.train.setup.wrappable import refuse_unwrappable
+from gemini.train.sharding.shards import Shards
 
 
 class GeminiDDP(nn.Module):
@@ -380,18 +381,18 @@ def _wrap(model: Any, config: GeminiConfig | None = None, *, process_group: Any 
     return manage(model, config, process_group=process_group, mesh=mesh)
 
 
-def _join_others(model: nn.Module, engine: Engine, ranks: Ranks) -> None:
+def _join_others(model: nn.Module, ranks: Ranks, shards: Shards | None, kind: str) -> None:
     """What a forward has to do with ranks that have parts of the same sequences, or slices of the same model."""
 
     # What transformers knows of attention outlives the model.
-    shards = None if engine.shards is None else weakref.ref(engine.shards)
+    reference = None if shards is None else weakref.ref(shards)
 
     def meet() -> None:
-        found = None if shards is None else shards()
+        found = None if reference is None else reference()
         assert found is not None, "ranks with parts of a sequence share params"
         found.meet(Point.CONTEXT)
 
-    divided = divide_sequences(model, ranks, engine.config.context_attention, meet)
+    divided = divide_sequences(model, ranks, kind, meet)
     if divided is not None:
         model.__dict__["_gemini_context"] = divided
     if ranks.same_batch is not None:
@@ -428,7 +429,7 @@ def manage(
         if engine.config.tile_tokens is not None:
             model.__dict__["_gemini_token_tiles"] = tile_tokens(model, engine.config.tile_tokens)
         if engine.ranks is not None:
-            _join_others(model, engine, engine.ranks)
+            _join_others(model, engine.ranks, engine.shards, engine.config.context_attention)
         model.__class__ = _managed_class(type(model))  # type: ignore[arg-type]
     except BaseException:
         for hook in model.__dict__.pop("_gemini_hooks", ()):
