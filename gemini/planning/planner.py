@@ -8,11 +8,13 @@ by the same arithmetic that the runtime reserves by.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any
 
 from gemini.errors import BudgetExceeded, PlanMismatch, parse_bytes
+from gemini.planning.attempts import with_staging, with_tiles
 from gemini.planning.compact import spec_for
 from gemini.planning.factors import factor_bytes
 from gemini.planning.hardware import Hardware
@@ -44,8 +46,6 @@ from gemini.tiers import MemoryBudget, Tier
 
 SCHEDULES = ("serial", "overlapped")
 
-Chosen = TypeVar("Chosen")
-
 
 def plan(
     trace: MemoryTrace,
@@ -69,7 +69,8 @@ def plan(
     """Where every plane of every chunk lives and what moves when, so that a step costs least and no tier overflows.
 
     Args:
-        trace: one micro-batch of the step to plan for.
+        trace: one micro-batch of the step to plan for. Of one that has its step in tiles of tokens too, those are
+            planned for where the step as it is does not fit; the plan's own trace says which it is.
         hardware: the machine; None for typical speeds, of which only the order matters.
         budget: bytes per tier of one machine. What a :class:`~gemini.tiers.MemoryBudget` leaves out is the machine's
             capacity times ``MARGIN``; a mapping has exactly its tiers.
@@ -107,9 +108,9 @@ def plan(
     sharing = local_ranks or ranks
     budgets = budgets_of(budget, hardware, sharing)
     speeds = Speeds.typical() if hardware is None else Speeds.of(hardware, budgets, sharing=sharing)
-    planner = Planner(trace, speeds, accumulate=accumulate, schedule=schedule, hardware=hardware)
 
-    def choose(overlap: bool) -> Plan:
+    def choose(trace: MemoryTrace, overlap: bool) -> Plan:
+        planner = Planner(trace, speeds, accumulate=accumulate, schedule=schedule, hardware=hardware)
         problem = pose_problem(
             trace,
             budgets,
@@ -125,21 +126,10 @@ def plan(
         )
         return planner.best_of(problem, placement, offload_activations, explicit=activations is not None)
 
-    return with_staging(choose, overlap=schedule == "overlapped")
+    def choose_of(trace: MemoryTrace) -> Plan:
+        return with_staging(partial(choose, trace), overlap=schedule == "overlapped")
 
-
-def with_staging(choose: Callable[[bool], Chosen], *, overlap: bool) -> Chosen:
-    """What ``choose`` makes with staging for every worker, or, where only that does not fit, with one tile of it.
-
-    Raises:
-        BudgetExceeded: if it does not fit without the workers' either.
-    """
-    if overlap:
-        try:
-            return choose(True)
-        except BudgetExceeded:
-            pass  # then what has to be staged is updated in turn
-    return choose(False)
+    return with_tiles(choose_of, trace)
 
 
 def budgets_of(

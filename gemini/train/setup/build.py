@@ -116,7 +116,7 @@ def _foresight(decision: Decision, owner: weakref.ref[Any]) -> Foresight:
     """The plan's own moves, if it was made for a real step; else those for the first step that is seen, which leave
     some room to activations on their way if they can.
     """
-    trace, problem, placement, plan, _ = decision
+    trace, problem, placement, plan = decision.trace, decision.problem, decision.placement, decision.plan
     homes = placement.homes
     chunks = range(len(problem.layout.chunks))
     moving = frozenset(i for i in chunks if problem.needs_window(i, homes[i][WEIGHTS]))
