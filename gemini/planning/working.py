@@ -129,8 +129,19 @@ def activation_bytes(trace: MemoryTrace, *, offloaded: bool) -> int:
 
     ``offloaded``: the inputs of checkpointed blocks are elsewhere while they wait for backward.
     """
-    waiting = most = 0
+    return max(activations_at(trace, offloaded=offloaded), default=int(trace.buffer_bytes * ACTIVATION_MARGIN))
+
+
+def activations_at(trace: MemoryTrace, *, offloaded: bool) -> tuple[int, ...]:
+    """The same moment by moment."""
+    found, waiting = [], 0
     for moment in trace.moments:
-        most = max(most, moment.peak_bytes - (waiting if offloaded else 0))
+        peak = moment.peak_bytes - (waiting if offloaded else 0)
+        found.append(int((max(peak, 0) + trace.buffer_bytes) * ACTIVATION_MARGIN))
         waiting += moment.saved_bytes - moment.restored_bytes
-    return int((most + trace.buffer_bytes) * ACTIVATION_MARGIN)
+    return tuple(found)
+
+
+def quiet_at(trace: MemoryTrace, activations: int, *, offloaded: bool) -> tuple[int, ...]:
+    """By how much activations are below the most of them, ``activations``, moment by moment."""
+    return tuple(activations - now for now in activations_at(trace, offloaded=offloaded))

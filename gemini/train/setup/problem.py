@@ -237,6 +237,8 @@ def decide(model: nn.Module, config: GeminiConfig, device: Device, ranks: Ranks 
     def choose(trace: MemoryTrace, overlap: bool) -> Decision:
         planner = Planner(trace, speeds, schedule=schedule, hardware=config.hardware)
         problem = pose(trace, config, device, budgets, ranks, None if offload == "auto" else offload, overlap=overlap)
+        if isinstance(given, Plan) and device.windows_give_back:
+            problem = replace(problem, quiet=given.problem.quiet)
         return _choose(config, trace, replace(problem, beside=beside), planner, offload)
 
     def choose_of(trace: MemoryTrace) -> Decision:
@@ -349,6 +351,7 @@ def pose(
         max_chunk=config.max_chunk,
         overlap=overlap,
         rule=config.rule_spec,
+        lends=device.windows_give_back,
     )
 
 
