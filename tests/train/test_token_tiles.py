@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import nn
 
 import gemini
+from gemini.train.modules.reading import readers
 from gemini.train.modules.token_tiles import tile_tokens
 from gemini.train.unmanage import unmanage
 from tests import models
@@ -34,12 +36,25 @@ from tests.train.helpers import (
 )
 
 TOKENS = 8
+
+
+def gemma2() -> nn.Module:
+    """With a soft cap over its logits."""
+    torch.manual_seed(0)
+    config = transformers.Gemma2Config(
+        vocab_size=96, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, final_logit_softcapping=5.0, attn_implementation="eager",
+    )  # fmt: skip
+    return transformers.Gemma2ForCausalLM(config)
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "llama": llama,
     "tied": lambda: llama(tied=True),
     "gpt2": gpt2,
     "mixtral": mixtral,
     "t5": t5,  # with a CrossEntropyLoss of its own
+    "gemma2": gemma2,
 }
 
 
@@ -212,3 +227,9 @@ def test_auto_is_the_planners(tmp_path: Path) -> None:
         model = make()
         model.loss_function = lambda logits, labels, **_: logits.float().mean()
         assert gemini.trace(model, batch(0, rows=2, length=600), tile_tokens="auto").tiled is None
+
+
+def test_a_tiled_mlp_reads_its_weights_together() -> None:
+    """All of them for all tiles; nothing in it gathers on its own, once for each tile."""
+    reads = {path: len(params) for path, _, params in readers(tiled(llama()))}
+    assert reads["model.layers.0.mlp"] == 3 and not any(path.startswith("model.layers.0.mlp.") for path in reads)
