@@ -108,8 +108,8 @@ def main() -> None:
         for name, tokens, of in (("as it is", whole, said), (f"in tiles of {args.tiles}", tiled, said_tiled))
     ]
     params = (said or said_tiled or {"params": 0})["params"]
-    print(f"{params:,} params in a memory cgroup of {args.limit:,} MiB; chunks in memory {args.budget}, the rest and the "
-          "inputs of checkpointed blocks on the drive\n")  # fmt: skip
+    print(f"{params:,} params in a memory cgroup of {args.limit:,} MiB; chunks in memory {args.budget}, the rest and "
+          "the inputs of checkpointed blocks on the drive\n")  # fmt: skip
     print(*table(["model", "longest sequence that trained, tokens", "peak of the cgroup, MiB", "a step, s"], rows),
           sep="\n")  # fmt: skip
     print(f"\n{tiled / max(whole, 1):.1f} times as long")

@@ -53,11 +53,14 @@ def main() -> None:
             *name, "" if made.trace.tile_tokens is None else f"{made.trace.tile_tokens:,}", f"{rate:,.0f}",
             f"{rate / PUBLISHED:.0%}", f"{work:.0f}", timeline.bound_by.value,
         ])  # fmt: skip
-    print(*table(["tokens in a step", "blocks", "tiles of", "tokens/s", "of published", "TFLOP/s done", "bound by"], rows),
-          sep="\n")  # fmt: skip
-    print(f"\npublished: {PUBLISHED:,} tokens/s = {PUBLISHED * PER_TOKEN / 1e12:.0f} TFLOP/s of model work without "
-          f"attention, {PUBLISHED * PER_TOKEN / peak:.0%} of the data sheet's {peak / 1e12:.1f}; with every block "
-          f"computed again {PUBLISHED * PER_TOKEN * 4 / 3 / 1e12:.0f}. Taken here: {share:.0%} of the peak.")  # fmt: skip
+    names = ["tokens in a step", "blocks", "tiles of", "tokens/s", "of published", "TFLOP/s done", "bound by"]
+    print(*table(names, rows), sep="\n")
+    done = PUBLISHED * PER_TOKEN
+    print(
+        f"\npublished: {PUBLISHED:,} tokens/s = {done / 1e12:.0f} TFLOP/s of model work without attention, "
+        f"{done / peak:.0%} of the data sheet's {peak / 1e12:.1f}; with every block computed again "
+        f"{done * 4 / 3 / 1e12:.0f}. Taken here: {share:.0%} of the peak."
+    )
 
 
 if __name__ == "__main__":

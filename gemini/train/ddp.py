@@ -285,8 +285,11 @@ class GeminiDDP(nn.Module):
 
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> Any:
-        # DistributedDataParallel asks for this before it touches any param.
-        raise GeminiError("do not wrap a managed model in DistributedDataParallel: GeminiDDP takes its place")
+        # DistributedDataParallel asks for this before it touches any param; torch.jit for every name that there is.
+        raise GeminiError(
+            "do not wrap a managed model in DistributedDataParallel: GeminiDDP takes its place. For torch.jit, load "
+            "model.state_dict() into a plain model"
+        )
 
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> Any:
         """Refused: chunks are laid out for the sizes at hand."""

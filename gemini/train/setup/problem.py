@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import sys
-import warnings
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -13,7 +12,7 @@ import torch
 from torch import nn
 
 from gemini.config import GeminiConfig
-from gemini.errors import PlanMismatch, parse_bytes
+from gemini.errors import PlanMismatch, parse_bytes, warn
 from gemini.memory.chunks.chunk import COMPUTE_DTYPES
 from gemini.memory.devices.device import Device
 from gemini.memory.nvme import probe
@@ -63,7 +62,7 @@ def collect_params(model: nn.Module) -> list[NamedParam]:
                 "a param can belong to one wrapped model only. Wrap the outermost model once"
             )
         if param.dtype is torch.float64:
-            warnings.warn(f"param {names[0]!r} is float64: its master will be float32", stacklevel=6)
+            warn(f"param {names[0]!r} is float64: its master will be float32")
         elif param.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             raise TypeError(
                 f"param {names[0]!r} is {param.dtype}: GeminiDDP manages float32, bfloat16 and float16 "
@@ -76,6 +75,14 @@ def collect_params(model: nn.Module) -> list[NamedParam]:
             )
         if param.layout is not torch.strided:
             raise TypeError(f"param {names[0]!r} is {param.layout}: GeminiDDP manages dense params only")
+    # One value for all elements is a stand-in for what is loaded later.
+    strided = [n for n in named if not n.param.is_contiguous() and any(n.param.stride())]
+    if strided:
+        warn(
+            f"params are kept contiguous, and {len(strided)} of them were not (the first is {strided[0].names[0]!r}, "
+            f"strides {strided[0].param.stride()}). Their values stay the same, but torch may choose other kernels, "
+            "which round in another way: compare with a model whose params are contiguous"
+        )
     return named
 
 
@@ -173,7 +180,7 @@ def measure_budgets(config: GeminiConfig, device: Device, ranks: Ranks | None = 
     if device.tier is Tier.GPU:
         budgets[Tier.GPU] = int(device.free_bytes() * MARGIN) if gpu is None else gpu
     elif gpu:
-        warnings.warn(f"memory gpu={memory.gpu!r} has no effect: the device is {device.name}", stacklevel=6)
+        warn(f"memory gpu={memory.gpu!r} has no effect: the device is {device.name}")
     cpu = memory.bytes_of(Tier.CPU)
     budgets[Tier.CPU] = int(available_bytes() * MARGIN) if cpu is None else cpu
     if memory.nvme_path is not None:
@@ -316,7 +323,7 @@ def _check_plan(plan: Plan, structure: MemoryTrace, config: GeminiConfig, device
 
 def _without_gpu(wanted: StaticPlacement, problem: Problem) -> StaticPlacement:
     if problem.compute is Tier.CPU and (wanted.weights_on_gpu or wanted.optimizer_on_gpu or wanted.updates_on_gpu):
-        warnings.warn("StaticPlacement: fractions on gpu have no effect without a GPU", stacklevel=7)
+        warn("StaticPlacement: fractions on gpu have no effect without a GPU")
         return StaticPlacement(weights_on_nvme=wanted.weights_on_nvme, optimizer_on_nvme=wanted.optimizer_on_nvme)
     return wanted
 
