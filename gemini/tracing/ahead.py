@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -19,7 +18,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
-from gemini.errors import GeminiError
+from gemini.errors import GeminiError, warn
 from gemini.memory.chunks.chunk import COMPUTE_DTYPES
 from gemini.planning.trace import MemoryTrace, Source
 from gemini.tracing.batches import count_tokens, model_class_for
@@ -105,7 +104,7 @@ def trace(
     try:
         tiled = traced("auto")
     except GeminiError as e:
-        warnings.warn(f'tile_tokens="auto" has no effect: {e}', stacklevel=2)
+        warn(f'tile_tokens="auto" has no effect: {e}')
         return whole
     return whole if tiled.tile_tokens is None else replace(whole, tiled=tiled)
 

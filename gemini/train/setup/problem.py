@@ -265,10 +265,9 @@ def _of_tiles(trace: MemoryTrace, config: GeminiConfig) -> MemoryTrace:
     wanted = config.tile_tokens
     if trace.source is not Source.AHEAD:
         if wanted == "auto" and trace.source is Source.STRUCTURE:
-            warnings.warn(
+            warn(
                 'tile_tokens="auto" has no effect: what activations take is not known. Give a trace of both: '
-                'trace=gemini.trace(model, batch, tile_tokens="auto")',
-                stacklevel=6,
+                'trace=gemini.trace(model, batch, tile_tokens="auto")'
             )
         return trace
     if wanted == "auto":
