@@ -9,7 +9,6 @@ model is managed when training, evaluation or prediction begins, so that whateve
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ import torch
 from torch import nn
 
 from gemini.config import GeminiConfig
+from gemini.errors import warn
 from gemini.ranks.agreement import Point
 from gemini.rules import AdamRule, UpdateRule, rule_of
 from gemini.train.checkpoint.saving import load_checkpoint
@@ -146,10 +146,9 @@ class GeminiTrainerMixin:
         dtypes = {p.dtype for p in self.model.parameters()}
         said = self.args.mixed_precision != "no" or (self._gemini_config or GeminiConfig()).precision is not None
         if not said and dtypes <= {torch.bfloat16}:
-            warnings.warn(
+            warn(
                 "the model's weights are bf16, and neither bf16=True nor fp16=True was given: it is trained in fp32. "
-                "Give bf16=True to compute in bf16 (with exact fp32 masters), or GeminiConfig(precision=...) to choose",
-                stacklevel=4,
+                "Give bf16=True to compute in bf16 (with exact fp32 masters), or GeminiConfig(precision=...) to choose"
             )
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> Any:

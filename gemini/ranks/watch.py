@@ -16,7 +16,6 @@ import json
 import sys
 import threading
 import time
-import warnings
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +23,7 @@ from typing import NamedTuple, Protocol
 
 from torch.distributed import distributed_c10d as c10d
 
+from gemini.errors import warn
 from gemini.ranks.wire import Wire
 
 TICK_S = 1.0
@@ -131,13 +131,12 @@ class Watch:
                 return
             self._next = 2 * seconds  # once more if the wait goes on
             with contextlib.suppress(Warning):  # where warnings are errors, nobody would catch this one
-                warnings.warn(
+                warn(
                     f"rank {own} has waited {seconds:.0f} s for rank {other} in {self._waiting.waiting_in}. "
                     f"Rank {other} is in no call of this model, but at {note.place}. It can serve rank {own} only "
                     "from a call of this model: other ranks must come to the next model call, optimizer step, "
                     "save_checkpoint or the like, not to a collective of the program such as dist.barrier(). Else "
-                    "both wait for each other until the timeout of the process group",
-                    stacklevel=1,
+                    "both wait for each other until the timeout of the process group"
                 )
             return
 
