@@ -9,6 +9,7 @@ Of a page (README.md and everything under docs/):
 - ```bash blocks and `gemini ...`, `make ...` in the text: every command, option, target, extra and file must exist, and
   values must parse.
 - `<!-- not run: reason -->` before a block: it has to compile, no more.
+- `<!-- run by: tests/... -->` before a block: that test reads the page and runs it.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ def is_run(block: Block) -> bool:
         assert not re.match(r"\{(code-block|code|sourcecode)\}", block.language), f"{block.where}: write ```python"
         return False
     assert block.language in ("python", "bash", "setup"), f"{block.where}: unknown language {block.language!r}"
-    return not block.mark.startswith("not run:")
+    return not block.mark.startswith(("not run:", "run by:"))
 
 
 # ---- Python ----------------------------------------------------------------------------------------------------------
