@@ -26,10 +26,15 @@ _WRITTEN = ("loss", "grad_norm", "learning_rate", "eval_loss", "eval_perplexity"
 
 
 class Stop(TrainerCallback):
-    """One wish to stop for all ranks: each tells the others after a step, and all save and end at the same one."""
+    """One wish to stop for all ranks: each tells the others after a step, and all save and end at the same one.
+
+    Attributes:
+        heeded: whether the run was ended by one.
+    """
 
     def __init__(self, wish: StopWish, team: Team, console: Console) -> None:
         self._wish, self._team, self._console = wish, team, console
+        self.heeded = False
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         everyone = self._team.swap([float(self._wish.wanted)], "the wish to stop")
@@ -37,14 +42,14 @@ class Stop(TrainerCallback):
             return
         if not self._wish.wanted:
             self._console.print("Another rank was asked to stop: stopping after this step, then saving.")
-        control.should_training_stop = control.should_save = True
+        self.heeded = control.should_training_stop = control.should_save = True
 
 
 class Shown(TrainerCallback):
     """A live bar on a terminal, a plain line now and then in a log; the same as rows of ``metrics.jsonl``.
 
     Args:
-        num_tokens: of a step, on all ranks.
+        num_tokens: of a step of whole sequences, on all ranks.
     """
 
     def __init__(self, console: Console, engine: Any, *, num_tokens: int, metrics: Path | None) -> None:
@@ -52,10 +57,11 @@ class Shown(TrainerCallback):
         self._bar: Progress | None = None
         self._task = TaskID(0)
         self._words = ""
-        self._since, self._at, self._good = time.perf_counter(), 0, 0
+        self._since, self._at, self._seen, self._good = 0.0, 0, 0, 0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._since, self._at, self._good = time.perf_counter(), state.global_step, state.global_step
+        self._seen = state.num_input_tokens_seen
         if self._console.is_terminal:
             columns: list[ProgressColumn] = [TextColumn("{task.completed}/{task.total}  {task.description}")]
             if self._console.width >= _WIDTH_WITH_BAR:
@@ -72,6 +78,9 @@ class Shown(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self._bar is not None:
             self._bar.update(self._task, completed=state.global_step)
+        if state.global_step >= state.max_steps:  # whatever the number of steps is a multiple of
+            control.should_log = True
+            control.should_evaluate = args.eval_strategy != "no"
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **_: Any) -> None:
         if "eval_loss" in logs:
@@ -86,8 +95,10 @@ class Shown(TrainerCallback):
         self._refuse_hopeless(state.global_step, logs["loss"])
         now = time.perf_counter()
         seconds = (now - self._since) / max(1, state.global_step - self._at)
-        self._since, self._at = now, state.global_step
-        words = self._line(logs, seconds, state.max_steps - state.global_step)
+        # Rows are counted as they come, without what fills them up; windows are full.
+        tokens = (state.num_input_tokens_seen - self._seen) / max(1, state.global_step - self._at) or self._num_tokens
+        self._since, self._at, self._seen = now, state.global_step, state.num_input_tokens_seen
+        words = self._line(logs, tokens / max(seconds, 1e-9), seconds, state.max_steps - state.global_step)
         if self._bar is not None:
             self._bar.update(self._task, completed=state.global_step, description=words)
         else:
@@ -97,14 +108,13 @@ class Shown(TrainerCallback):
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._say(f"saved {Path(args.output_dir, f'checkpoint-{state.global_step}')}")
 
-    def _line(self, logs: dict[str, Any], seconds: float, left: int) -> str:
+    def _line(self, logs: dict[str, Any], rate: float, seconds: float, left: int) -> str:
         norm = f"  grad norm {logs['grad_norm']:.3g}" if logs.get("grad_norm") is not None else ""
         ledger = self._engine.store.ledger  # memory_report() would wait for the updates that are in flight
         tiers = "".join(f"  {tier.value} {human_bytes(ledger.used(tier))}" for tier in ledger.tiers)
         stalls = self._engine.store.mover.stalls.last_step
         cause, waited = max(stalls.items(), key=lambda item: item[1], default=("", 0.0))
         bound = f"  waits {waited / seconds:.0%} for {cause}" if waited > 0.05 * seconds else ""
-        rate = self._num_tokens / max(seconds, 1e-9)
         return f"loss {logs['loss']:.4f}{norm}  {rate:,.0f} tok/s{tiers}{bound}  {human_time(seconds * left)} left"
 
     def _refuse_hopeless(self, step: int, loss: float) -> None:

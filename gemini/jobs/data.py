@@ -123,6 +123,7 @@ def _load(option: str, files: Sequence[Path]) -> Any:
     import datasets
 
     datasets.disable_progress_bars()
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what it says of a broken file is in the error, too
     kinds = {_KINDS.get(path.suffix.lower(), "folder") for path in files}
     if len(kinds) > 1:
         raise JobError(f"{option}: files of {' and '.join(sorted(kinds))} together: give files of one kind.")

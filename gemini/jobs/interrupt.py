@@ -17,7 +17,7 @@ class StopWish:
     """
 
     def __init__(self, answer: str) -> None:
-        self.wanted = self.heeded = False
+        self.wanted = False
         self._answer = answer
         self._before: dict[int, Any] = {}
 

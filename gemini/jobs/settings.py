@@ -45,7 +45,7 @@ class TrainSettings:
         False, "Every byte is a token, whatever tokenizer the model folder has, and any file is text.", _WHAT
     )
     chat_template: Path | None = opt(
-        None, "A Jinja file that makes text of messages. (Default: the tokenizer's own; ChatML for bytes.)", _WHAT
+        None, "A Jinja file that makes text of messages. (Default: the tokenizer's own; a plain one for bytes.)", _WHAT
     )
     loss_on: str = opt(
         "completions",

@@ -70,13 +70,12 @@ def load_tokenizer(folder: Path) -> Any:
     return tokenizer
 
 
-CHATML = (
-    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{% if message['role'] == 'assistant' %}"
-    "{% generation %}{{ message['content'] }}<|im_end|>{% endgeneration %}\n"
-    "{% else %}{{ message['content'] }}<|im_end|>\n{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+_CHAT = (
+    "{% for message in messages %}<|{{ message['role'] }}|>\n{% if message['role'] == 'assistant' %}"
+    "{% generation %}{{ message['content'] }}{{ eos_token }}{% endgeneration %}"
+    "{% else %}{{ message['content'] }}\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
 )
-"""A chat as text for models whose tokenizer has no template of its own: bytes, in ids 0..255."""
 
 
 def byte_tokenizer() -> Any:
@@ -90,5 +89,5 @@ def byte_tokenizer() -> Any:
     kit.decoder = tokenizers.decoders.ByteLevel()
     kit.add_special_tokens([end])
     return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=kit, eos_token=end, pad_token=end, bos_token=end, chat_template=CHATML
+        tokenizer_object=kit, eos_token=end, pad_token=end, bos_token=end, chat_template=_CHAT
     )

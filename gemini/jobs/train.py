@@ -68,7 +68,6 @@ class TrainRun:
             if self.team.is_first:
                 found = checkpoints.choose(settings.resume, settings.out, overwrite=settings.overwrite)
             self.data = self._open_data(source)
-            self.steps = self._num_steps()
             self.device = _device(settings.device)
             adapt = None if settings.lora is None else lora_of(settings.lora, source)
             skeleton = outline_model(source, _attention(settings, source, self.device), adapt)
@@ -99,7 +98,8 @@ class TrainRun:
                 f"{settings.batch_size} of the {self.team.size * settings.batch_size} sequences of a batch"
             )
         self._say(use_line(self.model.memory_report(), self.team.size))
-        self._stop = StopWish(_STOPPING if self.team.is_first else "")
+        self._wish = StopWish(_STOPPING if self.team.is_first else "")
+        self._stop = Stop(self._wish, self.team, console)
         self._shown = Shown(
             console,
             model._gemini_engine,
@@ -149,11 +149,11 @@ class TrainRun:
             self._say(more)
         return data
 
-    def _num_steps(self) -> int:
+    def _num_steps(self, sequences: int) -> int:
         settings = self.settings
         if settings.epochs is None:
             return settings.steps
-        batches = math.ceil(len(self.data.train) / (settings.batch_size * self.team.size))
+        batches = math.ceil(sequences / (settings.batch_size * self.team.size))
         return math.ceil(settings.epochs * math.ceil(batches / settings.accumulate))
 
     @property
@@ -179,7 +179,7 @@ class TrainRun:
 
     def _make_trainer(self) -> Any:
         settings, chat = self.settings, self.data.rows == ("messages",)
-        callbacks: list[Any] = [self._shown, Stop(self._stop, self.team, self._console)]
+        callbacks: list[Any] = [self._shown, self._stop]
         if settings.sample_every:
             callbacks.append(
                 Samples(self._console, self._tokenizer, settings.prompt, settings.sample_every, chat=chat)
@@ -188,9 +188,9 @@ class TrainRun:
             callbacks.append(transformers.EarlyStoppingCallback(settings.patience))
         with as_job_error(asked="The settings cannot be used together"):
             trainer = make_trainer(
-                settings, self.model, self.data, self._tokenizer, steps=self.steps,
-                use_cpu=self.device.type == "cpu", callbacks=callbacks,
-            )  # fmt: skip
+                settings, self.model, self.data, self._tokenizer, use_cpu=self.device.type == "cpu", callbacks=callbacks
+            )
+        self.steps = trainer.args.max_steps = self._num_steps(len(trainer.train_dataset))
         trainer.position = self._position
         return trainer
 
@@ -242,7 +242,7 @@ class TrainRun:
         before = self.step
         resume = None if self._resumed is None else str(self._resumed)
         try:
-            with self._stop:
+            with self._wish:
                 self.trainer.train(resume)
         except gemini.NonFiniteGradient as e:
             self.trainer.optimizer.zero_grad()
@@ -261,7 +261,7 @@ class TrainRun:
     @property
     def finished(self) -> bool:
         """Whether there is nothing left to do: all steps were made, or the loss no longer fell."""
-        return self.step >= self.steps or not self._stop.asked and self.settings.patience is not None
+        return self.step >= self.steps or not self._stop.heeded
 
     def save(self) -> None:
         """Write the model to ``--out`` as Hugging Face safetensors, its tokenizer beside it."""

@@ -7,6 +7,7 @@ follows the command line.
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,7 @@ class JobTrainer(GeminiTrainerMixin):
             group["lr"] = self.job.lr * factor(scheduler.last_epoch)
             if decays:
                 group["weight_decay"] = decays[index]
+        scheduler._last_lr = [group["lr"] for group in groups]  # what the next line of the log says
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """None: TRL would write a README.md beside the model that says what it was not told."""
@@ -68,7 +70,6 @@ def make_trainer(
     data: JobData,
     tokenizer: Any,
     *,
-    steps: int,
     use_cpu: bool,
     callbacks: Sequence[Any],
 ) -> Any:
@@ -77,7 +78,8 @@ def make_trainer(
     Raises:
         JobError: for rows that TRL cannot make tokens of.
     """
-    arguments = _arguments(settings, steps=steps, use_cpu=use_cpu)
+    arguments = _arguments(settings, use_cpu=use_cpu)
+    use_cache = getattr(model.config, "use_cache", None)
     if not data.rows:
         trainer: Any = WindowTrainer(
             model=model,
@@ -92,16 +94,18 @@ def make_trainer(
         trainer = _row_trainer(settings, model, data, tokenizer, arguments, callbacks)
     trainer.remove_callback(transformers.PrinterCallback)
     trainer.job = settings
+    if use_cache is not None:
+        model.config.use_cache = use_cache  # the Trainer switched it off; the saved model is to generate with it
     return trainer
 
 
-def _arguments(settings: TrainSettings, *, steps: int, use_cpu: bool) -> dict[str, Any]:
+def _arguments(settings: TrainSettings, *, use_cpu: bool) -> dict[str, Any]:
     """What both kinds of TrainingArguments are given."""
     evaluates, saves = settings.evaluates, settings.save_every > 0
     every = settings.steps_between_evaluations
     return {
         "output_dir": str(settings.out),
-        "max_steps": steps,
+        "max_steps": settings.steps,
         "per_device_train_batch_size": settings.batch_size,
         "per_device_eval_batch_size": settings.batch_size,
         "gradient_accumulation_steps": settings.accumulate,
@@ -122,7 +126,7 @@ def _arguments(settings: TrainSettings, *, steps: int, use_cpu: bool) -> dict[st
         "report_to": settings.report_to,
         "save_strategy": "steps" if saves else "no",
         # The best weights are found among checkpoints, so every evaluation of a job that looks for them has one.
-        "save_steps": every if settings.patience else settings.save_every or steps,
+        "save_steps": every if settings.patience else settings.save_every or settings.steps,
         "save_total_limit": settings.keep,
         "eval_strategy": "steps" if evaluates else "no",
         "eval_steps": every if evaluates else None,
@@ -156,17 +160,21 @@ def _row_trainer(
     chats = data.rows == ("messages",)
     completions = settings.loss_on == "completions"
     try:
-        return RowTrainer(
-            model=model,
-            args=trl.SFTConfig(
+        with warnings.catch_warnings():  # of newer names of arguments that older versions do not have
+            warnings.simplefilter("ignore", FutureWarning)
+            args = trl.SFTConfig(
                 **arguments,
                 gradient_checkpointing=False,  # done before, where it was asked for, so that it is planned for
+                include_num_input_tokens_seen="non_padding",
                 max_length=settings.seq_len,
                 packing=settings.packing != "none",
                 packing_strategy="bfd" if settings.packing == "none" else settings.packing,
                 completion_only_loss=completions if "prompt" in data.rows else None,
                 assistant_only_loss=chats and completions,
-            ),
+            )
+        trainer = RowTrainer(
+            model=model,
+            args=args,
             train_dataset=data.train,
             eval_dataset=data.evaluation,
             processing_class=tokenizer,
@@ -175,3 +183,9 @@ def _row_trainer(
     except (ValueError, TypeError, RuntimeError, KeyError) as e:
         more = " --loss-on all learns the whole chat." if chats and completions else ""
         raise JobError(f"--data: TRL refuses these rows: {' '.join(str(e).split())[:400]}{more}") from e
+    if not len(trainer.train_dataset):
+        raise JobError(
+            f"--data: of no row is anything to be learned left within --seq-len {settings.seq_len}: prompts alone fill "
+            "it. Give a longer one."
+        )
+    return trainer
