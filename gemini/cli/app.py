@@ -42,7 +42,7 @@ def refusals(command: Callable[P, int]) -> Callable[P, None]:
         except ModuleNotFoundError as e:
             if e.name != "transformers":
                 raise
-            needed = "this command needs transformers, an optional part of Gemini: pip install 'gemini-torch[hf]'"
+            needed = "this command needs transformers, an optional part of Gemini: pip install '.[hf]'"
             _say(needed, e, REFUSED)
         except KeyboardInterrupt as e:
             _say("stopped; what was not saved is gone", e, 130)

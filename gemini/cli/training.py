@@ -56,7 +56,9 @@ def with_options(record: type) -> Callable[[Callable[..., int]], Callable[..., i
             )
             default = None if several else declared.default
             hints[name] = Annotated[inner | None if default is None else inner, about]
-            params.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hints[name]))
+            params.append(
+                inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hints[name])
+            )
         command.__signature__ = inspect.Signature(params)  # type: ignore[attr-defined]
         command.__annotations__ = {**hints, "return": int}
         return command
@@ -91,7 +93,9 @@ def train(
 
     Several processes share the model and the work: torchrun --nproc-per-node 2 -m gemini train ...
     """
-    said = {name: value for name, value in given.items() if ctx.get_parameter_source(name).name != "DEFAULT"}
+    # By its name: newer versions of typer have a click of their own.
+    source = {name: getattr(ctx.get_parameter_source(name), "name", "") for name in given}
+    said = {name: value for name, value in given.items() if source[name] != "DEFAULT"}
     settings = settings_of({"config": config, **said})
     settings.check()
     from gemini.jobs.train import train as job

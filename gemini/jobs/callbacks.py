@@ -122,8 +122,8 @@ class Shown(TrainerCallback):
             self._good = step
         elif step - self._good >= _HOPELESS_STEPS:
             raise JobError(
-                f"The loss has been inf or NaN for {step - self._good} steps, the last is step {step}. A lower --lr may "
-                "help, or --precision bf16. Checkpoints that were saved before are in --out."
+                f"The loss has been inf or NaN for {step - self._good} steps, the last is step {step}. A lower --lr "
+                "may help, or --precision bf16. Checkpoints that were saved before are in --out."
             )
 
     def _write(self, step: int, logs: dict[str, Any]) -> None:

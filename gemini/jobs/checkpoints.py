@@ -72,6 +72,6 @@ def check_room(out: Path, checkpoint: int, keep: int) -> None:
     if needed > free:
         raise JobError(
             f"--out {out} has {human_bytes(free)} free, and {keep + 1} checkpoints of {human_bytes(checkpoint)} take "
-            f"{human_bytes(needed)} (--keep {keep}, and the one that is written). Choose another drive, a smaller --keep, "
-            "or --save-every 0 for none."
+            f"{human_bytes(needed)} (--keep {keep}, and the one that is written). Choose another drive, a smaller "
+            "--keep, or --save-every 0 for none."
         )

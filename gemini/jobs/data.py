@@ -79,11 +79,11 @@ def _open(
             )
         if not len(dataset):
             raise JobError(f"{option} {roots[0]}: there are no rows in it.")
-        words = f"data: {len(dataset):,} rows of {' and '.join(columns)} in {len(rows)} files"
+        line = f"data: {len(dataset):,} rows of {' and '.join(columns)} in {len(rows)} files"
         sized = [TextFile(path, path.name, _size(path)) for path in rows]
-        return dataset.select_columns(list(columns)), columns, fingerprint(sized), [words]
+        return dataset.select_columns(list(columns)), columns, fingerprint(sized), [line]
     files = find_text_files(roots, settings.glob, without_folders=settings.without_folders)
-    words = []
+    words: list[str] = []
     if not settings.bytes:
         files, left_out = only_text(files, roots)
         if left_out:
@@ -162,9 +162,10 @@ def _split(train: Any, settings: TrainSettings) -> tuple[Any, Any]:
     total = len(train)
     count = int(settings.validation) if settings.validation >= 1 else max(1, round(settings.validation * total))
     if count >= total:
-        raise JobError(f"--validation {settings.validation:g} keeps all of the {total} sequences. Keep less, give more.")
+        raise JobError(
+            f"--validation {settings.validation:g} keeps all of the {total} sequences. Keep less, give more."
+        )
     kept = [index * total // count for index in range(count)]
     left = sorted({*range(total)} - {*kept})
     take: Callable[[Any, list[int]], Any] = Subset if isinstance(train, Windows) else lambda data, at: data.select(at)
     return take(train, left), take(train, kept)
-

@@ -61,7 +61,7 @@ def _section(console: Console, title: str, lines: Iterable[str]) -> None:
 
 
 def _versions() -> Iterator[str]:
-    yield f"gemini {_version('gemini-torch') or 'from a source folder, not installed'}"
+    yield f"gemini {_version('gemini-offload') or 'from a source folder, not installed'}"
     yield f"python {platform.python_version()}, {platform.system()} {platform.release()}, {platform.machine()}"
     present = [f"{name} {version}" for name in _PACKAGES if (version := _version(name))]
     yield ", ".join(present)

@@ -15,7 +15,13 @@ from gemini.jobs.errors import JobError, as_job_error
 
 
 def opt(
-    default: Any, words: str, group: str, *, least: float | None = None, choices: tuple[str, ...] = (), size: bool = False
+    default: Any,
+    words: str,
+    group: str,
+    *,
+    least: float | None = None,
+    choices: tuple[str, ...] = (),
+    size: bool = False,
 ) -> Any:
     """A field of a record of options.
 
@@ -90,7 +96,9 @@ def from_yaml(path: Path, record: type) -> dict[str, Any]:
     except (yaml.YAMLError, UnicodeDecodeError) as e:
         raise JobError(f"--config {path}: this is not YAML: {' '.join(str(e).split())}") from e
     if not isinstance(given, dict):
-        raise JobError(f"--config {path}: options are lines such as `seq-len: 512`, and this is a {type(given).__name__}.")
+        raise JobError(
+            f"--config {path}: options are lines such as `seq-len: 512`, and this is a {type(given).__name__}."
+        )
     known, found = options(record), {}
     for key, value in given.items():
         name = str(key).replace("-", "_")

@@ -26,20 +26,22 @@ class TrainSettings:
 
     model: Path | None = opt(
         None,
-        "A Hugging Face config.json (weights are drawn from --seed, tokens are bytes), or a model folder (its weights are "
-        "loaded, its tokenizer and chat template are used).",
+        "A Hugging Face config.json (weights are drawn from --seed, tokens are bytes), or a model folder (its weights "
+        "are loaded, its tokenizer and chat template are used).",
         _WHAT,
     )
     preset: str | None = opt(None, "A built-in shape instead of --model: gpt2-small.", _WHAT)
     layers: int | None = opt(None, "This many layers instead of the config's own.", _WHAT, least=1)
     data: tuple[Path, ...] = opt(
         (),
-        "JSON lines or Parquet with the columns text, prompt and completion, or messages; a file of plain text; a folder "
-        "of such files, or one that datasets has saved. Repeat for more.",
+        "JSON lines or Parquet with the columns text, prompt and completion, or messages; a file of plain text; a "
+        "folder of such files, or one that datasets has saved. Repeat for more.",
         _WHAT,
     )
     glob: tuple[str, ...] = opt(
-        DEFAULT_GLOBS, f"Which files of a folder are text. Repeat for more. (Default: {' '.join(DEFAULT_GLOBS)}.)", _WHAT
+        DEFAULT_GLOBS,
+        f"Which files of a folder are text. Repeat for more. (Default: {' '.join(DEFAULT_GLOBS)}.)",
+        _WHAT,
     )
     bytes: bool = opt(
         False, "Every byte is a token, whatever tokenizer the model folder has, and any file is text.", _WHAT
@@ -73,9 +75,7 @@ class TrainSettings:
     optimizer: str = opt("adamw", f"The update rule: {', '.join(OPTIMIZERS)}.", _HOW, choices=OPTIMIZERS)
     weight_decay: float = opt(0.1, "Weight decay; biases and norms have none.", _HOW)
     warmup: int = opt(0, "Steps over which the learning rate rises.", _HOW, least=0)
-    schedule: str = opt(
-        "cosine", f"The learning rate after that: {', '.join(SCHEDULES)}.", _HOW, choices=SCHEDULES
-    )
+    schedule: str = opt("cosine", f"The learning rate after that: {', '.join(SCHEDULES)}.", _HOW, choices=SCHEDULES)
     clip: float = opt(1.0, "Largest gradient norm; 0 turns clipping off.", _HOW)
     precision: str = opt("bf16", f"What is computed in: {', '.join(PRECISIONS)}.", _HOW, choices=PRECISIONS)
     states: str = opt(
@@ -119,14 +119,14 @@ class TrainSettings:
     nvme_memory: str | None = opt(
         None, "Budget on the drive of --nvme-path, for all processes of a machine together.", _MEMORY, size=True
     )
-    nvme_path: Path | None = opt(
-        None, "A folder for what does not fit elsewhere. The file in it has no name.", _MEMORY
-    )
+    nvme_path: Path | None = opt(None, "A folder for what does not fit elsewhere. The file in it has no name.", _MEMORY)
     activations: str | None = opt(
         None, "The part of --gpu-memory to leave to activations, such as 4GiB.", _MEMORY, size=True
     )
     offload_activations: str | None = opt(
-        None, "Where the inputs of checkpointed blocks wait for backward: cpu or nvme. (Default: where they are.)", _MEMORY
+        None,
+        "Where the inputs of checkpointed blocks wait for backward: cpu or nvme. (Default: where they are.)",
+        _MEMORY,
     )
     plan: Path | None = opt(
         None, "A plan that `gemini plan --out` wrote for this model: its budgets, homes and moves.", _MEMORY
@@ -186,7 +186,9 @@ class TrainSettings:
         if self.epochs is not None and self.epochs == 0:
             raise JobError("--epochs must be more than 0.")
         if self.eval_data and self.validation:
-            raise JobError("--validation keeps a part of --data, and --eval-data brings other data: drop one of the two.")
+            raise JobError(
+                "--validation keeps a part of --data, and --eval-data brings other data: drop one of the two."
+            )
         if self.validation > 1 and self.validation != int(self.validation):
             raise JobError(f"--validation {self.validation}: give a part below 1, or a whole number of sequences.")
         asked = next((name for name in ("eval_every", "patience") if getattr(self, name) is not None), None)

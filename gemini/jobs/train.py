@@ -181,9 +181,7 @@ class TrainRun:
         settings, chat = self.settings, self.data.rows == ("messages",)
         callbacks: list[Any] = [self._shown, self._stop]
         if settings.sample_every:
-            callbacks.append(
-                Samples(self._console, self._tokenizer, settings.prompt, settings.sample_every, chat=chat)
-            )
+            callbacks.append(Samples(self._console, self._tokenizer, settings.prompt, settings.sample_every, chat=chat))
         if settings.patience is not None:
             callbacks.append(transformers.EarlyStoppingCallback(settings.patience))
         with as_job_error(asked="The settings cannot be used together"):
@@ -223,8 +221,8 @@ class TrainRun:
             return checkpoint
         if self.settings.resume != "auto":
             raise JobError(
-                f"--resume {checkpoint}: its {self.step} steps are all of --steps {self.steps}. Ask for more steps to go "
-                "on."
+                f"--resume {checkpoint}: its {self.step} steps are all of --steps {self.steps}. Ask for more steps to "
+                "go on."
             )
         # A run that died while it wrote the model, and is started again with the same command, has only that to do.
         self._say(f"these are all of --steps {self.steps}: only the model is written (more --steps go on)")
@@ -307,7 +305,9 @@ def train(settings: TrainSettings, console: Console, *, command: str) -> int:
         elif run.finished:
             said = f"The model is in {settings.out}; it opens with transformers' AutoModelForCausalLM.from_pretrained."
             if settings.lora is not None:
-                said = f"The adapter is in {settings.out}; it opens with peft's AutoPeftModelForCausalLM.from_pretrained."
+                said = (
+                    f"The adapter is in {settings.out}; it opens with peft's AutoPeftModelForCausalLM.from_pretrained."
+                )
         else:
             said = f"Stopped after step {run.step} of {run.steps}. To go on: {command}"
         console.print(said, highlight=False, markup=False, soft_wrap=True)

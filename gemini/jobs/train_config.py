@@ -11,8 +11,8 @@ import gemini
 from gemini.jobs.errors import JobError, as_job_error
 from gemini.jobs.models import ModelSource
 from gemini.jobs.settings import TrainSettings
-from gemini.optim.elementwise import AdanRule, LionRule, SGDRule
 from gemini.memory.devices.device import registered_device
+from gemini.optim.elementwise import AdanRule, LionRule, SGDRule
 from gemini.planning import document
 from gemini.tiers import Tier
 from gemini.train.loading.attention import AUTO
@@ -70,7 +70,9 @@ def mesh_of(settings: TrainSettings, num_processes: int) -> Any:
     if settings.replicas == 1:
         return None
     if num_processes % settings.replicas:
-        raise JobError(f"--replicas {settings.replicas}: {num_processes} processes cannot be dealt out into so many groups.")
+        raise JobError(
+            f"--replicas {settings.replicas}: {num_processes} processes cannot be dealt out into so many groups."
+        )
     from torch.distributed.device_mesh import init_device_mesh
 
     kind = "cuda" if torch.cuda.is_available() and (settings.device or "cuda").startswith("cuda") else "cpu"

@@ -121,8 +121,11 @@ def _arguments(settings: TrainSettings, *, use_cpu: bool) -> dict[str, Any]:
         "data_seed": settings.seed,
         "use_cpu": use_cpu,
         "logging_steps": settings.log_every,
+        "logging_first_step": True,  # that it has begun to learn, and how long it will take
         "logging_nan_inf_filter": False,
         "disable_tqdm": True,
+        "log_level": "error",
+        "log_level_replica": "error",
         "report_to": settings.report_to,
         "save_strategy": "steps" if saves else "no",
         # The best weights are found among checkpoints, so every evaluation of a job that looks for them has one.

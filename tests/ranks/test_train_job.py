@@ -45,7 +45,7 @@ def folder(tmp_path: Path) -> Path:
 
 def options_of(folder: Path, **more: Any) -> dict[str, Any]:
     values = {"model": folder / "plain.json", "data": (folder / "text.txt",), "seq_len": 16, "device": "cpu"}
-    values |= {"lr": 1e-2, "precision": "fp32", "steps": 10, "save_every": 0, "log_every": 1, "schedule": "constant"}
+    values |= {"lr": 4e-3, "precision": "fp32", "steps": 10, "save_every": 0, "log_every": 1, "schedule": "constant"}
     return values | more
 
 
@@ -234,7 +234,7 @@ class Torchrun:
     def __init__(self, folder: Path, *more: object, config: str = "plain.json", program: str = "-m gemini") -> None:
         self._logs = folder / f"logs-{len(list(folder.glob('logs-*')))}"
         torchrun = f"--standalone --nproc-per-node 2 --redirects 3 --log-dir {self._logs} {program} train"
-        words = f"--model {folder / config} --data {folder / 'text.txt'} --seq-len 16 --device cpu --lr 1e-2"
+        words = f"--model {folder / config} --data {folder / 'text.txt'} --seq-len 16 --device cpu --lr 4e-3"
         words += " --precision fp32 --log-every 1 --schedule constant --rank-timeout 60"
         self.process = subprocess.Popen(
             [sys.executable, "-m", "torch.distributed.run", *torchrun.split(), *words.split(), *map(str, more)],
