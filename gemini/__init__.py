@@ -41,6 +41,7 @@ _WHERE = {
     "PendingCheckpoint": "gemini.train.checkpoint.saving",
     "save_checkpoint": "gemini.train.checkpoint.saving",
     "load_checkpoint": "gemini.train.checkpoint.saving",
+    "release": "gemini.train.unmanage",
     "from_config": "gemini.train.loading.from_config",
     "from_pretrained": "gemini.train.loading.from_pretrained",
     "MemoryTracer": "gemini.tracing.tracer",
@@ -75,6 +76,7 @@ if TYPE_CHECKING:
     from gemini.tracing.ahead import trace as trace
     from gemini.tracing.batches import batch_for as batch_for
     from gemini.tracing.tracer import MemoryTracer as MemoryTracer
+    from gemini.train.unmanage import release as release
     from gemini.train.checkpoint.saving import PendingCheckpoint as PendingCheckpoint
     from gemini.train.checkpoint.saving import load_checkpoint as load_checkpoint
     from gemini.train.checkpoint.saving import save_checkpoint as save_checkpoint
