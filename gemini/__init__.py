@@ -76,7 +76,6 @@ if TYPE_CHECKING:
     from gemini.tracing.ahead import trace as trace
     from gemini.tracing.batches import batch_for as batch_for
     from gemini.tracing.tracer import MemoryTracer as MemoryTracer
-    from gemini.train.unmanage import release as release
     from gemini.train.checkpoint.saving import PendingCheckpoint as PendingCheckpoint
     from gemini.train.checkpoint.saving import load_checkpoint as load_checkpoint
     from gemini.train.checkpoint.saving import save_checkpoint as save_checkpoint
@@ -86,6 +85,7 @@ if TYPE_CHECKING:
     from gemini.train.optimizers.grad_scaler import GradScaler as GradScaler
     from gemini.train.optimizers.optimizer import HybridAdam as HybridAdam
     from gemini.train.optimizers.optimizer import HybridOptimizer as HybridOptimizer
+    from gemini.train.unmanage import release as release
 
 
 def __getattr__(name: str) -> Any:

@@ -22,6 +22,8 @@ from gemini.jobs.team import Team
 _HOPELESS_STEPS = 10
 # On narrower terminals the numbers are worth more than the bar.
 _WIDTH_WITH_BAR = 130
+_SAMPLE = 48
+"""Tokens that a sample is made of."""
 _WRITTEN = ("loss", "grad_norm", "learning_rate", "eval_loss", "eval_perplexity", "mean_token_accuracy", "epoch")
 
 
@@ -150,12 +152,18 @@ class Samples(TrainerCallback):
         if self._chat:
             chat = [{"role": "user", "content": self._prompt}]
             text = self._tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
-        ids = torch.tensor([self._tokenizer.encode(text, add_special_tokens=False)], device=args.device)
+        begin = self._tokenizer.encode(text, add_special_tokens=False)
+        positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or len(begin) + _SAMPLE
+        ids = torch.tensor([begin[: positions - 1]], device=args.device)
         end = self._tokenizer.eos_token_id
         model.eval()
         with torch.no_grad():
             found = model.generate(
-                input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=48, do_sample=False, pad_token_id=end
+                input_ids=ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=min(_SAMPLE, positions - ids.shape[1]),
+                do_sample=False,
+                pad_token_id=end,
             )
         model.train()
         words = self._tokenizer.decode(found[0, ids.shape[1] :], skip_special_tokens=True)

@@ -78,7 +78,7 @@ def make_trainer(
     Raises:
         JobError: for rows that TRL cannot make tokens of.
     """
-    arguments = _arguments(settings, use_cpu=use_cpu)
+    arguments = arguments_of(settings, use_cpu=use_cpu)
     use_cache = getattr(model.config, "use_cache", None)
     if not data.rows:
         trainer: Any = WindowTrainer(
@@ -99,7 +99,7 @@ def make_trainer(
     return trainer
 
 
-def _arguments(settings: TrainSettings, *, use_cpu: bool) -> dict[str, Any]:
+def arguments_of(settings: TrainSettings, *, use_cpu: bool) -> dict[str, Any]:
     """What both kinds of TrainingArguments are given."""
     evaluates, saves = settings.evaluates, settings.save_every > 0
     every = settings.steps_between_evaluations
