@@ -57,6 +57,9 @@ class GeminiConfig:
             computed again in backward. Losses keep their bits, gradients are the same sums in another order, and an
             output of a training step has no logits. None for a model as it is. ``trace`` is then to be of the tiled
             model as well (``gemini.trace(..., tile_tokens=)``).
+        context_attention: how attention is divided over the dimension ``cp`` of a mesh: "ulysses" (each rank computes a
+            part of the heads), "gathered" (each rank gathers all keys and values), or "auto": Ulysses where ``cp``
+            divides the heads.
 
     Raises:
         ValueError, TypeError: for values that make no sense, naming what is accepted.
@@ -79,6 +82,7 @@ class GeminiConfig:
     optimizer: Any = None
     states: str = "exact"
     tile_tokens: int | None = None
+    context_attention: str = "auto"
 
     def __post_init__(self) -> None:
         if self.precision is not None:
@@ -86,6 +90,7 @@ class GeminiConfig:
         _one_of("gradients", self.gradients, GRADIENTS)
         if self.reduce_dtype is not None:
             _one_of("reduce_dtype", self.reduce_dtype, PRECISIONS)
+        _one_of("context_attention", self.context_attention, ("auto", "ulysses", "gathered"))
         if self.offload_activations is not None:
             _one_of("offload_activations", self.offload_activations, ("cpu", "nvme", "auto"))
         if not isinstance(self.memory, MemoryBudget):

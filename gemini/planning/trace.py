@@ -108,6 +108,7 @@ class MemoryTrace:
         buffer_bytes: bytes of the model's buffers, live all the time and not in the moments.
         checkpointing: whether gradient checkpointing was on.
         tile_tokens: what ``GeminiConfig(tile_tokens=)`` was; None for a model as it is.
+        context_parallel: parts of a sequence, of which this is the last one; 1 for whole sequences.
         moments: in the order of the step.
         read_together: sets of params that some module may read at once whatever forward does; evaluation may, where the
             step did not.
@@ -125,6 +126,7 @@ class MemoryTrace:
     checkpointing: bool = False
     read_together: tuple[tuple[int, ...], ...] = ()
     tile_tokens: int | None = None
+    context_parallel: int = 1
 
     @property
     def num_params(self) -> int:
@@ -193,7 +195,7 @@ class MemoryTrace:
             "model": self.model, "precision": self.precision, "batch": {k: list(v) for k, v in self.batch.items()},
             "tokens": self.tokens, "target": self.target, "source": self.source.value,
             "buffer_bytes": self.buffer_bytes, "checkpointing": self.checkpointing,
-            "tile_tokens": self.tile_tokens,
+            "tile_tokens": self.tile_tokens, "context_parallel": self.context_parallel,
             "together": [list(indices) for indices in self.read_together],
             "params": [[list(p.names), list(p.shape), p.trainable] for p in self.params],
             "moment_fields": list(_FIELDS),
@@ -220,6 +222,7 @@ class MemoryTrace:
             buffer_bytes=body["buffer_bytes"],
             checkpointing=body["checkpointing"],
             tile_tokens=body.get("tile_tokens"),
+            context_parallel=body.get("context_parallel", 1),
             read_together=tuple(tuple(indices) for indices in body["together"]),
             moments=tuple(_moment(dict(zip(names, values, strict=True))) for values in body["moments"]),
         )
@@ -235,6 +238,8 @@ class MemoryTrace:
         checkpointing = ", gradient checkpointing" if self.checkpointing else ""
         if self.tile_tokens is not None:
             checkpointing += f", tiles of {self.tile_tokens:,} tokens"
+        if self.context_parallel > 1:
+            checkpointing += f", one of {self.context_parallel} parts of each sequence"
         lines = [
             f"{self.model}, {self.num_params:,} params, {self.precision}{checkpointing}; {shapes or 'no inputs known'}",
             f"{how[self.source]} for {self.target}: {len(self.moments):,} moments, {self.flops / 1e12:,.4g} TFLOP, "

@@ -41,6 +41,7 @@ class Point(IntEnum):
     LOAD_MODEL = 10
     LOAD_OPTIMIZER = 11
     COPY = 12
+    CONTEXT = 13
 
 
 _WORDS = {
@@ -57,6 +58,7 @@ _WORDS = {
     Point.LOAD_MODEL: "load_state_dict",
     Point.LOAD_OPTIMIZER: "optimizer.load_state_dict",
     Point.COPY: "a write to a param (param.copy_)",
+    Point.CONTEXT: "attention over the parts of a sequence",
 }
 
 
@@ -66,7 +68,8 @@ def word_for(point: Point) -> str:
 
 
 _SERVED = (Point.GATHER, Point.READ)
-_BACKWARD = (Point.REDUCE, Point.END_BACKWARD)
+_REDUCING = (Point.REDUCE, Point.END_BACKWARD, Point.CONTEXT)
+"""Where a rank takes part in a reduction, whatever it has of the gradients."""
 
 
 class Request(NamedTuple):
@@ -151,10 +154,10 @@ def choose(requests: Sequence[Request]) -> tuple[Point, int] | None:
     served = [request.subject for request in requests if request.point in _SERVED]
     if served:
         return min(served)
-    if all(request.point in _BACKWARD for request in requests):
-        reduced = [request.about for request in requests if request.point is Point.REDUCE]
+    reduced = [request.about for request in requests if request.point is Point.REDUCE]
+    if reduced and all(request.point in _REDUCING for request in requests):
         # Backward goes through the layout from its end: what comes first there is complete first.
-        return (Point.REDUCE, max(reduced)) if reduced else (Point.END_BACKWARD, 0)
+        return Point.REDUCE, max(reduced)
     if all(request.subject == requests[0].subject for request in requests):
         return requests[0].subject
     return None

@@ -24,6 +24,8 @@ from gemini.tracing.batches import model_class_for
 from gemini.tracing.fake_ops import MOST_REAL, FakeRunner
 from gemini.tracing.observer import ObservedStep, Observer
 from gemini.tracing.targets import Target, make_target
+from gemini.train.context.batch import part_of
+from gemini.train.context.parallel import imagine_parts
 from gemini.train.loading.attention import without_package
 from gemini.train.loading.from_config import without_drawing
 from gemini.train.loading.skeleton import generators_kept
@@ -44,6 +46,8 @@ def trace(
     model_class: Any = None,
     loss: Callable[[Any], torch.Tensor] | None = None,
     tile_tokens: int | None = None,
+    context_parallel: int = 1,
+    context_attention: str = "auto",
 ) -> MemoryTrace:
     """One forward and backward of ``model`` on ``batch``, without weights, without memory for them and without a GPU.
 
@@ -60,6 +64,9 @@ def trace(
         model_class: for a config: the class of transformers, if not the one that follows from the config.
         loss: what makes the loss of what forward returns; by default its ``loss``, or itself if it is one number.
         tile_tokens: as in :class:`gemini.GeminiConfig`.
+        context_parallel: ranks that share each sequence, the size of ``cp`` in their mesh. The batch is the whole one,
+            the trace is of the last rank, which under ``context_attention="gathered"`` holds most.
+        context_attention: as in :class:`gemini.GeminiConfig`.
 
     Returns:
         A trace with ``source`` "ahead". MoE models are traced with the experts implementation they have; those whose
@@ -82,6 +89,10 @@ def trace(
         _set_checkpointing(fake, checkpointing)
         if tile_tokens is not None:
             token_tiles.tile_tokens(fake, tile_tokens)
+        if context_parallel > 1:
+            imagine_parts(fake, context_parallel, context_attention)
+            with unset_fake_temporarily():
+                batch = part_of(_with_values(batch), context_parallel - 1, context_parallel)
         known: dict[int, torch.Tensor] = {}
         inputs = {name: _input(value, mode, known) for name, value in batch.items()}
         step = _run(fake, inputs, chosen, loss, mode)
@@ -97,6 +108,7 @@ def trace(
         buffer_bytes=buffer_bytes(fake),
         checkpointing=step.checkpointing,
         tile_tokens=tile_tokens,
+        context_parallel=context_parallel,
         read_together=read_together(fake),
     )
 
@@ -199,6 +211,14 @@ def _set_checkpointing(model: Any, wanted: bool | str | None) -> None:
         model.activation_checkpointing_enable(activation_checkpointing_kwargs=how)
     else:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=how)
+
+
+def _with_values(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """Ones for tensors on the meta device: a batch is looked at before it is cut."""
+    return {
+        name: torch.ones(value.shape, dtype=value.dtype) if isinstance(value, torch.Tensor) and value.is_meta else value
+        for name, value in batch.items()
+    }
 
 
 def _input(value: Any, mode: FakeTensorMode, known: dict[int, torch.Tensor]) -> Any:

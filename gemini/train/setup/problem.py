@@ -117,7 +117,12 @@ def prepare(model: nn.Module, config: GeminiConfig, ranks: Ranks, *, filled: boo
             'gradients="transient" updates inside backward, when only the ranks of one replica have added up their '
             'gradients: with a 2-D mesh use gradients="retain" or "accumulate", or a mesh of one dimension'
         )
-    if ranks.size > 1 or ranks.num_replicas > 1:
+    if ranks.slice_ and config.precision == "fp16":
+        raise ValueError(
+            f'precision="fp16" with a model in slices (this rank has {ranks.slice_}): whether a step overflowed would '
+            'be found out by each slice for itself. Use precision="bf16"'
+        )
+    if ranks.shares_params:
         refuse_on_ranks(model)
     named = collect_params(model)  # before weights are compared: what cannot be managed has none that could be
     params = {
@@ -131,15 +136,17 @@ def prepare(model: nn.Module, config: GeminiConfig, ranks: Ranks, *, filled: boo
             "version of gemini": __version__,
             "version of torch": str(torch.__version__),
             "version of Python": ".".join(map(str, sys.version_info[:2])),
-            "model": type(model).__name__,
-            "set of params": params,
-            "state of the optimizer": _optimizer_states(named),
-            "set of tied params": [list(n.names) for n in named if len(n.names) > 1],
             "config": settings,
             "memory budget": {name: repr(size) for name, size in memory.items()},
             "nvme_path": config.memory.nvme_path is not None,
             "device": str(config.device).partition(":")[0],
-        }
+        },
+        {
+            "model": type(model).__name__,
+            "set of params": params,
+            "state of the optimizer": _optimizer_states(named),
+            "set of tied params": [list(n.names) for n in named if len(n.names) > 1],
+        },
     )
     if not filled:
         return
@@ -230,6 +237,12 @@ def decide(model: nn.Module, config: GeminiConfig, device: Device, ranks: Ranks 
         raise PlanMismatch(
             f"the trace has tile_tokens={trace.tile_tokens} and the config tile_tokens={config.tile_tokens}: its room "
             "for activations would not do. Trace with the same (gemini.trace(..., tile_tokens=)), or say the same here"
+        )
+    parts = 1 if ranks is None or ranks.context is None else ranks.context.size
+    if trace.source is Source.AHEAD and trace.context_parallel != parts:
+        raise PlanMismatch(
+            f"the trace is of one of {trace.context_parallel} parts of each sequence and the mesh has cp={parts}: its "
+            "room for activations would not do. Trace with the same (gemini.trace(..., context_parallel=))"
         )
     if any(compiled_part(module) is not None for module in model.modules()):  # which read more at once than any trace
         read = {*trace.read_together, *(moment.params for moment in structure.moments)}
