@@ -116,7 +116,7 @@ class Shown(TrainerCallback):
         tiers = "".join(f"  {tier.value} {human_bytes(ledger.used(tier))}" for tier in ledger.tiers)
         stalls = self._engine.store.mover.stalls.last_step
         cause, waited = max(stalls.items(), key=lambda item: item[1], default=("", 0.0))
-        bound = f"  waits {waited / seconds:.0%} for {cause}" if waited > 0.05 * seconds else ""
+        bound = f"  waits {min(1, waited / seconds):.0%} for {cause}" if waited > 0.05 * seconds else ""
         return f"loss {logs['loss']:.4f}{norm}  {rate:,.0f} tok/s{tiers}{bound}  {human_time(seconds * left)} left"
 
     def _refuse_hopeless(self, step: int, loss: float) -> None:

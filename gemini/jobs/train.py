@@ -9,6 +9,7 @@ where to go on.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 from pathlib import Path
@@ -20,7 +21,7 @@ from rich.console import Console
 
 import gemini
 from gemini.jobs import checkpoints
-from gemini.jobs.budgets import budget_lines, shares, use_line
+from gemini.jobs.budgets import budget_lines, plan_lines, shares, use_line
 from gemini.jobs.callbacks import Samples, Shown, Stop
 from gemini.jobs.data import JobData, open_data
 from gemini.jobs.errors import JobError, as_job_error
@@ -63,6 +64,7 @@ class TrainRun:
         self._console = console
         with self.team.all_or_none("the preparation of the job"):
             source = find_model(settings.model, settings.preset, settings.layers, as_bytes=settings.bytes)
+            _check_tracker(settings.report_to)
             checkpoints.prepare_out(settings.out)
             found = None
             if self.team.is_first:
@@ -98,6 +100,8 @@ class TrainRun:
                 f"{settings.batch_size} of the {self.team.size * settings.batch_size} sequences of a batch"
             )
         self._say(use_line(self.model.memory_report(), self.team.size))
+        for line in plan_lines(model._gemini_engine.decision.plan):
+            self._say(line)
         self._wish = StopWish(_STOPPING if self.team.is_first else "")
         self._stop = Stop(self._wish, self.team, console)
         self._shown = Shown(
@@ -274,6 +278,14 @@ class TrainRun:
 _STOPPING = "Stopping after this step, then saving. Once more stops at once, and saves nothing."
 _IDENTITY = {"files": "list of files", "rows": "kind of rows", "seq_len": "sequence length", "seed": "seed",
              "count": "number of sequences"}  # fmt: skip
+
+
+def _check_tracker(name: str) -> None:
+    packages = {"tensorboard": ("tensorboard", "tensorboardX"), "wandb": ("wandb",)}.get(name)
+    if packages is not None and not any(map(importlib.util.find_spec, packages)):
+        raise JobError(
+            f"--report-to {name}: {name} is not installed: pip install {name}. Losses are in metrics.jsonl too."
+        )
 
 
 def _position_in(checkpoint: Path) -> dict[str, Any]:
