@@ -190,7 +190,7 @@ def _check_gemini(words: list[str], whole: bool) -> None:
         if whole or type(e).__name__ != "MissingParameter":
             raise
         return
-    if words[0] == "train" and whole:
+    if words[0] == "train" and whole and context.params["config"] is None:
         from gemini.cli.training import settings_of
 
         settings_of({**context.params, "config": None}).check()
