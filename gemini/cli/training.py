@@ -14,6 +14,7 @@ from rich.console import Console
 
 from gemini.cli.app import OnceForAll, app, refusals
 from gemini.jobs.options import from_yaml, options
+from gemini.jobs.plan_settings import as_tiles
 from gemini.jobs.settings import TrainSettings
 from gemini.ranks import launch
 
@@ -54,6 +55,8 @@ def with_options(record: type) -> Callable[[Callable[..., int]], Callable[..., i
                 help=declared.metadata["words"],
                 rich_help_panel=declared.metadata["group"],
             )
+            if kind == int | str | None:  # a number or a word
+                inner = str | None
             default = None if several else declared.default
             hints[name] = Annotated[inner | None if default is None else inner, about]
             params.append(
@@ -75,6 +78,8 @@ def settings_of(given: dict[str, Any]) -> TrainSettings:
     given = dict(given)
     config = given.pop("config", None)
     said = {name: tuple(v) if isinstance(v, list) else v for name, v in given.items() if v is not None and v != []}
+    if said.get("tile_tokens") is not None:
+        said["tile_tokens"] = as_tiles(str(said["tile_tokens"]))
     return TrainSettings(**({} if config is None else from_yaml(config, TrainSettings)) | said)
 
 

@@ -112,8 +112,8 @@ def from_yaml(path: Path, record: type) -> dict[str, Any]:
 def _as(kind: Any, value: Any) -> Any:
     """A value of YAML as a field has it."""
     text = str(kind)
-    if value is None:
-        return None
+    if value is None or kind == int | str | None:
+        return value
     if kind is bool:
         if not isinstance(value, bool):
             raise ValueError("this is true or false")

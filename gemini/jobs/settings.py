@@ -85,9 +85,10 @@ class TrainSettings:
         choices=STATES,
     )
     gradient_checkpointing: bool = opt(False, "Compute activations again in backward instead of keeping them.", _HOW)
-    tile_tokens: int | None = opt(
+    tile_tokens: int | str | None = opt(
         None,
-        "Compute MLPs and the output head with its loss so many tokens at a time. (Default: a whole batch.)",
+        "Compute MLPs, norms and the output head with its loss so many tokens at a time; auto: where the step does not "
+        "fit otherwise. (Default: a whole batch.)",
         _HOW,
         least=2,
     )

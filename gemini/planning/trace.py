@@ -112,6 +112,8 @@ class MemoryTrace:
         moments: in the order of the step.
         read_together: sets of params that some module may read at once whatever forward does; evaluation may, where the
             step did not.
+        tiled: the same step in tiles of tokens, for the planner to take where this one's activations do not fit
+            (``gemini.trace(..., tile_tokens="auto")``); None if there is no choice.
     """
 
     model: str
@@ -127,6 +129,7 @@ class MemoryTrace:
     read_together: tuple[tuple[int, ...], ...] = ()
     tile_tokens: int | None = None
     context_parallel: int = 1
+    tiled: MemoryTrace | None = None
 
     @property
     def num_params(self) -> int:
@@ -196,6 +199,7 @@ class MemoryTrace:
             "tokens": self.tokens, "target": self.target, "source": self.source.value,
             "buffer_bytes": self.buffer_bytes, "checkpointing": self.checkpointing,
             "tile_tokens": self.tile_tokens, "context_parallel": self.context_parallel,
+            "tiled": None if self.tiled is None else self.tiled.to_json(),
             "together": [list(indices) for indices in self.read_together],
             "params": [[list(p.names), list(p.shape), p.trainable] for p in self.params],
             "moment_fields": list(_FIELDS),
@@ -223,6 +227,7 @@ class MemoryTrace:
             checkpointing=body["checkpointing"],
             tile_tokens=body.get("tile_tokens"),
             context_parallel=body.get("context_parallel", 1),
+            tiled=cls.from_json(body["tiled"]) if body.get("tiled") else None,
             read_together=tuple(tuple(indices) for indices in body["together"]),
             moments=tuple(_moment(dict(zip(names, values, strict=True))) for values in body["moments"]),
         )
@@ -251,6 +256,11 @@ class MemoryTrace:
             lines.append(f"the peak is in {top.phase.value} of {top.module or 'the model itself'}")
         if self.checkpoint_bytes:
             lines.append(f"inputs of checkpointed blocks: {human_bytes(self.checkpoint_bytes)}")
+        if self.tiled is not None:
+            lines.append(
+                f"in tiles of {self.tiled.tile_tokens:,} tokens: {human_bytes(self.tiled.peak_bytes)} at the peak, "
+                f"{self.tiled.flops / max(1, self.flops) - 1:.0%} more work"
+            )
         if self.seconds is not None:
             lines.append(f"computing took {self.seconds:.3g} s")
         return "\n".join(lines)

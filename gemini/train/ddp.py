@@ -213,7 +213,7 @@ class GeminiDDP(nn.Module):
         """Per tier "budget", "used" and "peak" in bytes, and under "moved" what crossed each boundary last step."""
         engine = _engine(self)
         engine.drain()
-        return make_report(engine.store, engine.decision.problem.layout, engine.shards)
+        return make_report(engine.store, engine.decision.problem.layout, engine.shards, engine.decision.tile_tokens)
 
     def recording(self, *, trace: MemoryTrace | None = None) -> AbstractContextManager[Recording]:
         """Record whole training steps: where their time went, and what every tier held::
@@ -428,7 +428,14 @@ def manage(
         assert fill is not None
         model = fill(homes, ranks)
 
-    engine = Engine(model, config, process_group=process_group, mesh=mesh, fill=None if fill is None else note)
+    # Before anything is planned: what is computed in tiles is gathered together.
+    tiles, planned = tile_tokens(model, config.tile_tokens) if isinstance(config.tile_tokens, int) else None, model
+    try:
+        engine = Engine(model, config, process_group=process_group, mesh=mesh, fill=None if fill is None else note)
+    except BaseException:
+        if tiles is not None:
+            tiles.take_away()
+        raise
     buffers = [(module, dict(module._buffers)) for module in model.modules()]
     model.__dict__["_gemini_engine"] = engine
     try:
@@ -439,18 +446,22 @@ def manage(
                     in_compute = is_a(type(module), "BufferDict")
                     dtype = COMPUTE_DTYPES[engine.config.precision] if in_compute else buffer.dtype
                     module._buffers[name] = buffer.to(engine.store.device.torch_device, dtype)
+        if engine.decision.tile_tokens is not None and (tiles is None or model is not planned):
+            tiles = tile_tokens(model, engine.decision.tile_tokens)
+        if tiles is not None:
+            model.__dict__["_gemini_token_tiles"] = tiles
         model.__dict__["_gemini_hooks"] = hooks.attach(model, engine)
-        if engine.config.tile_tokens is not None:
-            model.__dict__["_gemini_token_tiles"] = tile_tokens(model, engine.config.tile_tokens)
         if engine.ranks is not None:
             _join_others(model, engine.ranks, engine.shards, engine.config.context_attention)
         model.__class__ = _managed_class(type(model))  # type: ignore[arg-type]
     except BaseException:
         for hook in model.__dict__.pop("_gemini_hooks", ()):
             hook.remove()
-        for put in ("_gemini_context", "_gemini_token_tiles"):
-            if (around := model.__dict__.pop(put, None)) is not None:
-                around.take_away()
+        model.__dict__.pop("_gemini_token_tiles", None)
+        if (divided := model.__dict__.pop("_gemini_context", None)) is not None:
+            divided.take_away()
+        if tiles is not None:
+            tiles.take_away()
         for module, named in buffers:
             module._buffers.update(named)
         engine.adoption.give_back()

@@ -86,8 +86,8 @@ class ForwardPass:
             self._saved_weights.begin_forward()
             self._manager.refresh_lent()
         self.exposure.begin()
-        if self._moves and torch.is_grad_enabled():
-            self._manager.foresight.begin()
+        if self._moves:
+            self._manager.begin_forward(in_step=torch.is_grad_enabled())
 
     def settle(self) -> None:
         """Where nothing moves: if no update is awaited any more, and nobody records, modules inside of the call that is
