@@ -191,10 +191,10 @@ def _check_gemini(words: list[str], whole: bool) -> None:
         if whole or type(e).__name__ != "MissingParameter":
             raise
         return
-    if words[0] == "train" and whole:
-        from gemini.jobs.settings import TrainSettings
+    if words[0] == "train" and whole and context.params["config"] is None:
+        from gemini.cli.training import settings_of
 
-        TrainSettings(**{**context.params, "data": context.params["data"] or (), "glob": ()}).check()
+        settings_of({**context.params, "config": None}).check()
     if words[0] in ("trace", "plan") and whole:
         from gemini.jobs.plan_settings import PlanSettings, TraceSettings
 
