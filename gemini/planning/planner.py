@@ -210,7 +210,7 @@ def pose_problem(
         budgets=dict(budgets),
         compute=compute,
         working_set=gathered_at_once(trace, layout, precision),
-        staging=staging_bytes(tile, rule) * staging_sets(compute, precision, overlap=overlap),
+        staging=staging_bytes(tile, rule) * staging_sets(compute, precision, overlap=overlap, many=ranks > 1),
         activations=activations,
         in_flight=_in_flight(layout, itemsize, many=many, waiting=overlap and gradients == "transient"),
         exchange=scratch_bytes(max(ranks, replicas), min(tile, PIECE)) if many else 0,

@@ -40,16 +40,20 @@ class Fetches:
         self.ahead: dict[int, Chunk] = {}
         """The chunks that are fetched ahead and were not asked for yet, by index, in the order of their beginning."""
         self._mover, self._staging = mover, staging
+        self.in_order = False
+        """Whether fetches begin in the order in which they were asked for, whoever waits."""
 
     def connect(
         self,
         gather: Callable[[Chunk], Event] | None,
         update_of: Callable[[Chunk], Event | None],
         await_update: Callable[[Chunk], None],
+        *,
+        in_order: bool,
     ) -> None:
         """See :meth:`gemini.memory.movement.manager.Manager.connect`."""
         self.gather = gather or self._mover.gather
-        self._update_of, self._await_update = update_of, await_update
+        self._update_of, self._await_update, self.in_order = update_of, await_update, in_order
 
     def can_begin(self, chunk: Chunk) -> bool:
         """Whether the worker can fetch it."""
@@ -91,7 +95,8 @@ class Fetches:
         assert self.worker is not None
         if not job.is_complete():
             self._await_update(chunk)
-            self.worker.hurry(job)
+            if not self.in_order:
+                self.worker.hurry(job)
             with self._waiting_for(chunk):
                 job.wait_until_over()
         arrived = job.error is None
@@ -122,6 +127,11 @@ class Fetches:
                 job.wait()
             self._give_up(chunk)
         self._end(chunk)
+
+    def await_begun(self) -> None:
+        """Wait until all fetches ahead are under way, or have failed."""
+        for chunk in self.ahead.values():
+            self._job_of(chunk).wait_until_over()
 
     def drain(self) -> None:
         """Wait until nothing is on its way; what failed is told when it is needed."""
