@@ -21,6 +21,7 @@ from gemini.memory.devices.device import DONE, Event
 from gemini.memory.movement.mover import Mover, Working
 from gemini.memory.movement.staging import StagingSet
 from gemini.memory.movement.worker import Job, Worker
+from gemini.planning.timeline import Track
 
 
 class Fetches:
@@ -41,7 +42,7 @@ class Fetches:
         """The chunks that are fetched ahead and were not asked for yet, by index, in the order of their beginning."""
         self._mover, self._staging = mover, staging
         self.in_order = False
-        """Whether fetches begin in the order in which they were asked for, whoever waits."""
+        """Whether ranks fetch together: in the order in which it was asked for, whoever waits."""
 
     def connect(
         self,
@@ -161,7 +162,8 @@ class Fetches:
 
     def _waiting_for(self, chunk: Chunk) -> contextlib.AbstractContextManager[None]:
         index = chunk.spec.index
-        return self._mover.about(f"fetch from {chunk.weights.tier.value}", f"wait for chunk {index}", index)
+        cause = Track.GATHER.value if self.in_order else f"fetch from {chunk.weights.tier.value}"
+        return self._mover.about(cause, f"wait for chunk {index}", index)
 
     def _give_up(self, chunk: Chunk) -> None:
         """A GPU's window goes behind the copies into it by itself; elsewhere they must be over first."""
