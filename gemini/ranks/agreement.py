@@ -1,11 +1,12 @@
 """How ranks agree on what comes next, so that no collective ever depends on who arrives first.
 
-A rank that needs the others says what it wants and waits until all ranks have said what they want. From these requests,
-the same on every rank, follows what is done: weights or values that any rank needs are served first, by all, whatever
-they want themselves; gradients are reduced when no rank needs anything served, the last chunk of the layout first;
-everything else is done when all ranks stand at the same point. So ranks may take different paths through a model (an
-expert that only one of them uses, one more evaluation, a longer ``generate``) and neither hang nor mix up messages, and
-the order of sums follows from the programs alone, not from their timing or from budgets.
+A rank that needs the others says what it wants and waits until all ranks have said what they want; where they follow a
+script together it need not. From these requests, the same on every rank, follows what is done: weights or values that
+any rank needs are served first, by all, whatever they want themselves; gradients are reduced when no rank needs
+anything served, the last chunk of the layout first; who begins a step goes on by itself; everything else is done when
+all ranks stand at the same point. So ranks may take different paths through a model (an expert that only one of them
+uses, one more evaluation, a longer ``generate``) and neither hang nor mix up messages, and the order of sums follows
+from the programs alone, not from their timing or from budgets.
 
 Where requests can never meet (one rank has begun its next step, the other wants to save) all ranks raise the same
 error.

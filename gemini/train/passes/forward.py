@@ -86,11 +86,11 @@ class ForwardPass:
         if self._moves:
             self._saved_weights.begin_forward()
             self._manager.refresh_lent()
-        self.exposure.begin()
         if self._moves and torch.is_grad_enabled():
             self._manager.foresight.begin()
             self._begin_step()
             self._manager.look_ahead()
+        self.exposure.begin()
 
     def settle(self) -> None:
         """Where nothing moves: if no update is awaited any more, and nobody records, modules inside of the call that is

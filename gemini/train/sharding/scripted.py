@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 
 import torch
 
@@ -35,13 +36,16 @@ class Arrival(Event):
 
     Args:
         before: called before a wait.
+        waiting: around it.
     """
 
     what = "an all-gather"
 
-    def __init__(self, pending: Pending, before: Callable[[], None]):
+    def __init__(
+        self, pending: Pending, before: Callable[[], None], waiting: Callable[[], AbstractContextManager[None]]
+    ):
         super().__init__()
-        self._pending, self._before, self._turn = pending, before, threading.Lock()
+        self._pending, self._before, self._waiting, self._turn = pending, before, waiting, threading.Lock()
 
     def wait(self, timeout: float = WAIT_SECONDS) -> None:
         """Block until the weights are there; how long that may take is the process group's.
@@ -54,7 +58,8 @@ class Arrival(Event):
         with self._turn:
             if not self.is_complete():
                 try:
-                    self._pending.wait()
+                    with self._waiting():
+                        self._pending.wait()
                 except GeminiError as e:
                     self.finish(e)
                     raise
@@ -71,17 +76,20 @@ class ScriptedStep:
         throw_away: sends this rank's shard of a chunk and receives what nobody wants.
         settle: waits until the gathers that were given to a worker are on the wire, or have failed.
         lane: the worker whose jobs are the reductions.
+        is_worker: whether the calling thread is not the one that computes.
+        waiting: around a wait for weights.
     """
 
     def __init__(
         self, script: Script, wire: Wire, *, post: Callable[[Chunk], Pending], throw_away: Callable[[int], None],
         settle: Callable[[], None], lane: Worker, is_worker: Callable[[], bool],
+        waiting: Callable[[], AbstractContextManager[None]],
     ):  # fmt: skip
         self.script = script
         self.is_parted = False
         """Whether a rank has parted: what was not reduced will not be."""
         self._wire, self._post, self._throw_away, self._settle = wire, post, throw_away, settle
-        self._lane, self._is_worker = lane, is_worker
+        self._lane, self._is_worker, self._waiting = lane, is_worker, waiting
         self._turn = threading.Lock()
         self._gathered = 0  # of the script's gathers, how many are on the wire or were
         self._given = 0  # the same with those that a worker is about to put there
@@ -109,7 +117,7 @@ class ScriptedStep:
                 return None
             pending = self._post(chunk)
             self._gathered += 1
-        return Arrival(pending, lambda: self._before_arrival(following))
+        return Arrival(pending, lambda: self._before_arrival(following), self._waiting)
 
     def _before_arrival(self, gather: Gather) -> None:
         if not self._is_worker() and len(self._jobs) < self.script.reductions_before(gather.moment):

@@ -178,6 +178,7 @@ class Shards:
         self.step = ScriptedStep(
             script, self.ranks.wire, post=self._post, throw_away=self._throw_away,
             settle=self._manager.fetches.await_begun, lane=self.lane, is_worker=lambda: self._mover.in_worker,
+            waiting=lambda: self._agreement.waiting(word_for(Point.GATHER)),
         )  # fmt: skip
 
     def upcoming(self) -> Iterator[tuple[int, int]]:
@@ -202,9 +203,8 @@ class Shards:
         if step is None:
             return False
         with self._mover.about("other ranks", "wait for other ranks"), self._agreement.waiting("the end of a script"):
-            self._manager.fetches.await_begun()  # before anybody takes the step for one without a script
-            self.step = None
             is_through = step.finish()
+        self.step = None  # and not before: what broke off is finished before anything else is asked
         assert self._reducing is not None
         self._reducing.leave_script()
         self._num_strange = 0 if is_through else self._num_strange + 1
