@@ -60,7 +60,7 @@ _WORDS = {
     Point.LOAD_MODEL: "load_state_dict",
     Point.LOAD_OPTIMIZER: "optimizer.load_state_dict",
     Point.COPY: "a write to a param (param.copy_)",
-    Point.BEGIN_STEP: "the beginning of a forward",
+    Point.BEGIN_STEP: "a forward or backward (it begins)",
 }
 
 

@@ -92,10 +92,12 @@ class Reduction:
         self._behind: dict[int, Job] = {}
         """The reductions behind backward, by chunk; the first one is over first."""
         self._completed: dict[int, int] = {}
-        """In which moment of a step all gradients of a chunk had arrived on this rank, in their order."""
+        """In which moment of backward ``_completed_in`` all gradients of a chunk had arrived, in their order."""
+        self._completed_in = 0
         self._partial: set[int] = set()
         """The chunks that were reduced while a rank lacked some of their gradients: the same on all ranks."""
         self._recorded: dict[int, int] = {}
+        """The same of the last backward that ended."""
         self._spare: dict[int, list[Window]] = {}
         self._synced = False
         self._plan = (0, 0)
@@ -132,6 +134,8 @@ class Reduction:
     def complete(self, chunk: Chunk) -> None:
         """Every gradient of a chunk has arrived on this rank."""
         index, place = chunk.spec.index, self._manager.foresight.place
+        if self._completed_in != self._state.backward_number:  # what broke off before it ended is none of this one
+            self._completed, self._completed_in = {}, self._state.backward_number
         if place is not None:
             self._completed[index] = place
         if not self.reduces:
@@ -140,13 +144,15 @@ class Reduction:
         if step is None or step.is_parted or self._synced:
             self._reduce(index)
             return
-        while (following := step.next_reduction) in self._whole and self._is_full(following):
+        while (following := step.next_reduction) in self._completed and following in self._whole:
+            if not self._is_full(following):
+                return
             self._begin(step, following)
 
     def end_backward(self) -> None:
         """The backward is over: reduce what was left incomplete, then wait until it is over on every rank."""
         is_through = self._shards.finish()
-        self._recorded, self._completed = self._completed, {}
+        self._recorded = self._completed
         if not self.reduces:
             return
         for index in sorted(self._whole, reverse=True):

@@ -47,7 +47,7 @@ _TRAFFIC = {
     Tag.REPLICAS: "all_reduce",
     Tag.BY_NAME: "by_name",
     Tag.AGREEMENT: "agreement",
-    Tag.HEADER: "reduce_scatter",
+    Tag.HEADER: "agreement",
     Tag.VALUES: "agreement",
 }
 
