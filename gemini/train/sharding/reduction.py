@@ -10,7 +10,6 @@ are reduced before they are complete; a param's gradient still arrives once, so 
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
@@ -28,15 +27,17 @@ from gemini.memory.store import ChunkStore
 from gemini.planning.planes import GRAD
 from gemini.planning.timeline import Track
 from gemini.ranks.agreement import Point, Request, word_for
-from gemini.ranks.facts import Facts, plain
+from gemini.ranks.facts import Facts
 from gemini.ranks.wire import Tag, guarded
 from gemini.train.gradients.scaled_backward import Scaling
 from gemini.train.gradients.store import GradientStore
-from gemini.train.params.handle import Leftover, ParamHandle, handle_of
-from gemini.train.params.stepper import Stepper, optimizer_of
+from gemini.train.params.handle import Leftover, ParamHandle
+from gemini.train.params.stepper import Stepper
 from gemini.train.sharding.alike import meet_with, refuse_differing
+from gemini.train.sharding.completions import Completions
 from gemini.train.sharding.scripted import ScriptedStep
 from gemini.train.sharding.shards import Shards
+from gemini.train.sharding.step_facts import facts_of_gradients, facts_of_step, owners
 from gemini.train.step import StepState
 from gemini.train.update.in_backward import InBackward
 from gemini.train.update.updates import Updates
@@ -91,13 +92,7 @@ class Reduction:
         self._stages = any(plane.device_view(0, 0) is None for plane in grads)
         self._behind: dict[int, Job] = {}
         """The reductions behind backward, by chunk; the first one is over first."""
-        self._completed: dict[int, int] = {}
-        """In which moment of backward ``_completed_in`` all gradients of a chunk had arrived, in their order."""
-        self._completed_in = 0
-        self._partial: set[int] = set()
-        """The chunks that were reduced while a rank lacked some of their gradients: the same on all ranks."""
-        self._recorded: dict[int, int] = {}
-        """The same of the last backward that ended."""
+        self._completions = Completions()
         self._spare: dict[int, list[Window]] = {}
         self._synced = False
         self._plan = (0, 0)
@@ -133,18 +128,15 @@ class Reduction:
 
     def complete(self, chunk: Chunk) -> None:
         """Every gradient of a chunk has arrived on this rank."""
-        index, place = chunk.spec.index, self._manager.foresight.place
-        if self._completed_in != self._state.backward_number:  # what broke off before it ended is none of this one
-            self._completed, self._completed_in = {}, self._state.backward_number
-        if place is not None:
-            self._completed[index] = place
+        index = chunk.spec.index
+        self._completions.note(index, self._manager.foresight.place, self._state.backward_number)
         if not self.reduces:
             return
         step = self._shards.step
         if step is None or step.is_parted or self._synced:
             self._reduce(index)
             return
-        while (following := step.next_reduction) in self._completed and following in self._whole:
+        while (following := step.next_reduction) in self._completions and following in self._whole:
             if not self._is_full(following):
                 return
             self._begin(step, following)
@@ -152,7 +144,7 @@ class Reduction:
     def end_backward(self) -> None:
         """The backward is over: reduce what was left incomplete, then wait until it is over on every rank."""
         is_through = self._shards.finish()
-        self._recorded = self._completed
+        self._completions.end_backward()
         if not self.reduces:
             return
         for index in sorted(self._whole, reverse=True):
@@ -183,11 +175,9 @@ class Reduction:
             return {}
         if self._in_backward.transient or (self._staging is None and self._stages):
             return None
-        return {
-            index: moment
-            for index, moment in self._recorded.items()
-            if index not in self._partial and all(handle.trained for handle in self._params.by_chunk[index])
-        }
+        return self._completions.usual(
+            index for index, own in self._params.by_chunk.items() if all(handle.trained for handle in own)
+        )
 
     def _begin(self, step: ScriptedStep, index: int) -> None:
         """Reduce a chunk behind backward: it is its turn, and this rank has all of its gradients."""
@@ -254,13 +244,13 @@ class Reduction:
         if not self._in_backward.transient:
             return 0
         if self._plan[0] != self._state.backward_number:  # counters change with the first update
-            self._plan = self._state.backward_number, self._facts_of_step(self._owners()).checksum
+            self._plan = self._state.backward_number, self._facts_of_step(owners(self._params.handles)).checksum
         return self._plan[1]
 
     def _check_plans(self, details: list[int]) -> None:
         """Ranks that disagree about updates inside backward find out before the first of them."""
         if len({detail >> _PLAN for detail in details}) > 1:
-            facts = self._facts_of_step(self._owners())
+            facts = self._facts_of_step(owners(self._params.handles))
             refuse_differing(self._shards, "the updates inside backward", facts)
 
     def reduce(self, index: int, requests: list[Request]) -> None:
@@ -271,9 +261,7 @@ class Reduction:
             self._unsync()
         handles, whole = self._params.by_chunk[index], self._whole.get(index)
         arrived, dtypes = self._who_has_what(index, requests, whole, handles)
-        self._partial.discard(index)
-        if not arrived.all():
-            self._partial.add(index)
+        self._completions.note_reduced(index, is_full=bool(arrived.all()))
         present = [handle for number, handle in enumerate(handles) if arrived[:, number].any()]
         senders = {rank: dtypes[rank] for rank in range(self._ranks.size) if arrived[rank].any()}
         if any(handle.has_grad for handle in present):
@@ -453,7 +441,7 @@ class Reduction:
                 "optimizer.step() or clip_grad_norm_ after a backward inside no_sync(), or one that failed: the last "
                 "backward of a step must be outside of no_sync(), so that gradients are reduced. zero_grad() drops them"
             )
-        handles, gradients = self._params.handles, self._facts_of_gradients()
+        handles, gradients = self._params.handles, facts_of_gradients(self._params.handles)
         said = meet_with(self._shards, Point.SYNC_GRADS, gradients, step)
         if any(len({there for there, _ in row}) > 1 for row in said):  # replicas may have other gradients until here
             refuse_differing(self._shards, "clip_grad_norm_ or optimizer.step()", gradients)
@@ -488,7 +476,7 @@ class Reduction:
         Raises:
             RankMismatch: on every rank, if not.
         """
-        gradients = self._facts_of_gradients()
+        gradients = facts_of_gradients(self._params.handles)
         said = meet_with(self._shards, Point.STEP, gradients, step)
         for number, facts in enumerate((gradients, step)):
             if len({rank[number] for row in said for rank in row}) > 1:
@@ -530,49 +518,8 @@ class Reduction:
                         assert handle.norm_sums is not None
                         handle.norm_sums += kernels.sum_squares(tile[first - start : last - start])
 
-    # ---- what ranks compare -------------------------------------------------------------------------------------
-
-    def _facts_of_gradients(self) -> Facts:
-        """Which params have a gradient."""
-        return Facts({}, {"the gradient": array("b", [handle.has_grad for handle in self._params.handles])})
-
     def _facts_of_step(self, optimizers: Sequence[Stepper]) -> Facts:
-        """Everything that an update by these optimizers depends on, but the gradients themselves."""
-        values = {
-            "clip_grad_norm_": ", ".join(self.clippings) or "not called",
-            "the number of backwards since the last step": str(self.num_backwards),
-            "how often zero_grad() dropped gradients since the last step": str(self.num_dropped),
-        }
-        groups: dict[str, int] = {}
-        number = 0
-        for which, optimizer in enumerate(optimizers):
-            for index, group in enumerate(optimizer.param_groups):
-                label = f"param group {index}" + (f" of optimizer {which}" if len(optimizers) > 1 else "")
-                managed = [handle for param in group["params"] if (handle := handle_of(param)) is not None]
-                for name in optimizer.defaults if managed else ():
-                    values[f"{name} of {label}"] = repr(plain(group.get(name, "not given")))
-                for handle in managed:
-                    groups[handle.name] = number
-                number += 1
-        scaling, handles = self._scaling, self._params.handles
-        if scaling.loss_scale is not None:
-            values["the loss scale"] = repr(float(scaling.loss_scale.scale))
-        values["the factor that takes the loss scale out of gradients"] = repr(float(scaling.unscale))
-        values["the coefficient of clip_grad_norm_"] = repr(float(self._state.clip_coefficient))
-        return Facts(
-            values,
-            {
-                "the param group": array("q", [groups.get(handle.name, -1) for handle in handles]),
-                "requires_grad": array("b", [handle.trained for handle in handles]),
-                "what zero_grad(set_to_none=False) left": array(
-                    "b", [h.takes_step and not h.has_grad for h in handles]
-                ),
-                "the number of updates": array("q", [handle.num_steps for handle in handles]),
-                "the clipping": array("d", [handle.clip for handle in handles]),
-            },
-        )
-
-    def _owners(self) -> list[Stepper]:
-        """The optimizers of the params, in the order of the model."""
-        found = {id(o): o for handle in self._params.handles if (o := optimizer_of(handle.param)) is not None}
-        return list(found.values())
+        return facts_of_step(
+            self._params.handles, optimizers, self._scaling, self._state, clippings=self.clippings,
+            num_backwards=self.num_backwards, num_dropped=self.num_dropped,
+        )  # fmt: skip
