@@ -18,6 +18,7 @@ from gemini.jobs.plan_settings import (
     TARGETS,
     PlanSettings,
     TraceSettings,
+    as_tiles,
 )
 from gemini.planning.compact import STATES
 from gemini.planning.planes import GRADIENTS, PRECISIONS
@@ -44,9 +45,10 @@ _Checkpointing = Annotated[
     ),
 ]
 _TileTokens = Annotated[
-    int | None,
+    str | None,
     typer.Option(
-        help="Compute MLPs and the output head with its loss so many tokens at a time. (Default: a whole micro-batch.)",
+        help="Compute MLPs, norms and the output head with its loss so many tokens at a time; auto: where the step "
+        "does not fit otherwise. (Default: a whole micro-batch.)",
         rich_help_panel=_STEP,
     ),
 ]
@@ -114,7 +116,7 @@ def trace(
         seq_len=seq_len,
         precision=precision,
         gradient_checkpointing=gradient_checkpointing,
-        tile_tokens=tile_tokens,
+        tile_tokens=as_tiles(tile_tokens),
         attn_implementation=attn_implementation,
         target=target,
     )
@@ -231,7 +233,7 @@ def plan(
         seq_len=seq_len,
         precision=precision,
         gradient_checkpointing=gradient_checkpointing,
-        tile_tokens=tile_tokens,
+        tile_tokens=as_tiles(tile_tokens),
         attn_implementation=attn_implementation,
         accumulate=accumulate,
         micro_batch=micro_batch,

@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 
 from gemini.cli.app import OnceForAll, app, refusals
+from gemini.jobs.plan_settings import as_tiles
 from gemini.jobs.settings import PRECISIONS, SCHEDULES, TrainSettings
 from gemini.jobs.text_files import DEFAULT_GLOBS
 from gemini.planning.compact import STATES
@@ -123,9 +124,10 @@ def train(
         ),
     ] = False,
     tile_tokens: Annotated[
-        int | None,
+        str | None,
         typer.Option(
-            help="Compute MLPs and the output head with its loss so many tokens at a time. (Default: a whole batch.)",
+            help="Compute MLPs, norms and the output head with its loss so many tokens at a time; auto: where the step "
+            "does not fit otherwise. (Default: a whole batch.)",
             rich_help_panel=_HOW,
         ),
     ] = None,
@@ -218,6 +220,7 @@ def train(
     options = dict(locals())
     options["data"] = tuple(data or ())
     options["glob"] = tuple(glob or DEFAULT_GLOBS)
+    options["tile_tokens"] = as_tiles(tile_tokens)
     settings = TrainSettings(**options)
     settings.check()
     from gemini.jobs.train import train as job

@@ -64,6 +64,8 @@ class Activations:
         checkpoint_bytes: inputs of checkpointed blocks that wait for backward, the most at once.
         buffer_bytes: the model's buffers.
         checkpointed_peak_bytes: what ``peak_bytes`` would be with gradient checkpointing; None if that was not asked.
+        whole_peak_bytes: what ``peak_bytes`` would be without tiles of tokens, which the planner chose to have; None if
+            it did not choose them.
         offloaded_to: where the inputs of checkpointed blocks wait for backward; None for where they are.
     """
 
@@ -74,6 +76,7 @@ class Activations:
     buffer_bytes: int
     checkpointed_peak_bytes: int | None = None
     offloaded_to: str | None = None
+    whole_peak_bytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -157,6 +160,7 @@ def report_of(
     tokens_when_free: int | None = None,
     refusal: BudgetExceeded | None = None,
     checkpointed: MemoryTrace | None = None,
+    whole_peak_bytes: int | None = None,
     changes: tuple[str, ...] = (),
 ) -> PlanReport:
     """The answer to ``question``: a plan, with its time if the speeds of the machine are known, or a refusal.
@@ -195,6 +199,7 @@ def report_of(
             trace.buffer_bytes,
             None if checkpointed is None else checkpointed.peak_bytes,
             None if plan is None else plan.offload_activations,
+            whole_peak_bytes,
         ),
         refusal=None if refusal is None else str(refusal),
         held=held,

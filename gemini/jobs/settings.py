@@ -42,7 +42,7 @@ class TrainSettings:
     precision: str = "bf16"
     states: str = "exact"
     gradient_checkpointing: bool = False
-    tile_tokens: int | None = None
+    tile_tokens: int | str | None = None
     attn_implementation: str = "auto"
     compile: bool = False
     seed: int = 0
@@ -112,7 +112,6 @@ _AT_LEAST = {
     "layers": 1,
     "num_held_out": 0,
     "seq_len": 2,
-    "tile_tokens": 2,
     "batch_size": 1,
     "accumulate": 1,
     "steps": 1,

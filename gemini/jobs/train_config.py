@@ -79,7 +79,7 @@ def _check_plan(plan: gemini.Plan, settings: TrainSettings) -> None:
             f"--plan {settings.plan} was made {'with' if trace.checkpointing else 'without'} --gradient-checkpointing: "
             f"{'give it here too' if trace.checkpointing else 'leave it out here'}, or make another plan."
         )
-    if trace.tile_tokens != settings.tile_tokens:
+    if settings.tile_tokens not in ("auto", trace.tile_tokens):
         raise JobError(
             f"--plan {settings.plan} was made {_tiles(trace.tile_tokens)}, and this job is "
             f"{_tiles(settings.tile_tokens)}: say the same in both."
@@ -95,5 +95,5 @@ def _check_plan(plan: gemini.Plan, settings: TrainSettings) -> None:
         raise JobError(f"--plan {settings.plan} keeps some of the model on NVMe: give --nvme-path, a folder there.")
 
 
-def _tiles(tokens: int | None) -> str:
+def _tiles(tokens: int | str | None) -> str:
     return "without --tile-tokens" if tokens is None else f"with --tile-tokens {tokens}"

@@ -43,7 +43,8 @@ class Point(IntEnum):
     LOAD_MODEL = 10
     LOAD_OPTIMIZER = 11
     COPY = 12
-    BEGIN_STEP = 13
+    CONTEXT = 13
+    BEGIN_STEP = 14
 
 
 _WORDS = {
@@ -60,6 +61,7 @@ _WORDS = {
     Point.LOAD_MODEL: "load_state_dict",
     Point.LOAD_OPTIMIZER: "optimizer.load_state_dict",
     Point.COPY: "a write to a param (param.copy_)",
+    Point.CONTEXT: "attention over the parts of a sequence",
     Point.BEGIN_STEP: "a forward or backward (it begins)",
 }
 
@@ -70,7 +72,8 @@ def word_for(point: Point) -> str:
 
 
 _SERVED = (Point.GATHER, Point.READ)
-_BACKWARD = (Point.REDUCE, Point.END_BACKWARD)
+_REDUCING = (Point.REDUCE, Point.END_BACKWARD, Point.CONTEXT)
+"""Where a rank takes part in a reduction, whatever it has of the gradients."""
 _THE_END = (Point.END_BACKWARD, 0)
 _ENDING = 64
 """Added to a point on its way, for a rank whose backward is still to end."""
@@ -178,10 +181,10 @@ def choose(requests: Sequence[Request]) -> tuple[Point, int] | None:
         requests = [Request(Point.END_BACKWARD) if request.ending else request for request in requests]
     if any(request.point is Point.BEGIN_STEP for request in requests):
         return Point.BEGIN_STEP, 0  # who begins a step needs nobody to begin it as well
-    if all(request.point in _BACKWARD for request in requests):
-        reduced = [request.about for request in requests if request.point is Point.REDUCE]
+    reduced = [request.about for request in requests if request.point is Point.REDUCE]
+    if reduced and all(request.point in _REDUCING for request in requests):
         # Backward goes through the layout from its end: what comes first there is complete first.
-        return (Point.REDUCE, max(reduced)) if reduced else _THE_END
+        return Point.REDUCE, max(reduced)
     if all(request.subject == requests[0].subject for request in requests):
         return requests[0].subject
     return None

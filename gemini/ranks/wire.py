@@ -30,7 +30,8 @@ class Tag(IntEnum):
     REPLICAS = 4
     BY_NAME = 5
     VALUES = 6
-    HEADER = 7
+    CONTEXT = 7
+    HEADER = 8
 
 
 class Pending:
@@ -68,13 +69,16 @@ def lost(rank: int, what: str, cause: BaseException) -> GeminiError:
 
 
 class Wire:
-    """Messages among the ranks of one group of CPU tensors (gloo). ``sent`` counts the bytes this rank sent, by tag."""
+    """Messages among the ranks of one group of CPU tensors (gloo). ``sent`` counts the bytes this rank sent, by tag.
 
-    def __init__(self, group: dist.ProcessGroup):
+    ``group``: None for a rank alone, who has nobody to send to.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None):
         self.group = group
-        self.rank = dist.get_rank(group)
-        self.size = dist.get_world_size(group)
-        self.global_ranks = dist.get_process_group_ranks(group)
+        self.rank = 0 if group is None else dist.get_rank(group)
+        self.size = 1 if group is None else dist.get_world_size(group)
+        self.global_ranks = [dist.get_rank()] if group is None else dist.get_process_group_ranks(group)
         self.sent: Counter[Tag] = Counter()
 
     @property

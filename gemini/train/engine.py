@@ -78,10 +78,11 @@ class Engine:
         lock, observers = threading.RLock(), Observers()
         self.write_observers = WriteObservers()
         device = make_device(config.device)
-        ranks = join(process_group, mesh, cuda=device.torch_device.type == "cuda")
-        if ranks is not None:
-            prepare(model, config, ranks, filled=fill is None)
-        built = build(model, config, device, own, ranks)
+        in_job = self.ranks = join(process_group, mesh, cuda=device.torch_device.type == "cuda")
+        if in_job is not None:
+            prepare(model, config, in_job, filled=fill is None)
+        ranks = in_job if in_job is not None and in_job.shares_params else None
+        built = build(model, config, device, own, in_job)
         self.decision, params = built.decision, built.params
         self.params = params
         alone, overlap = ranks is None or ranks.size == 1, config.overlap
@@ -124,7 +125,7 @@ class Engine:
             exchange = built.decision.problem.exchange
             shards = Shards(
                 ranks, params, store, state, exchange=exchange, kinds=rule.spec.kinds, await_update=updates.wait,
-                follows=overlap,
+                follows=overlap and ranks.context is None,  # whose attention asks in between
             )  # fmt: skip
             reduction = Reduction(
                 shards, store, state, dtype=reduce_dtype(config), room=built.decision.problem.in_flight,
@@ -132,7 +133,7 @@ class Engine:
                 staging=behind,
             )  # fmt: skip
             shards.connect(reduction)
-        self.shards, self.reduction = shards, reduction
+        self.shards = shards
         by_names = self.by_names = ByName(
             params.handles, COMPUTE_DTYPES[config.precision], store, await_update=updates.wait,
             observers=self.write_observers, shards=shards, agree=partial(agree_on_values, shards),
@@ -184,7 +185,7 @@ class Engine:
         self.adoption = Adoption(params, store, by_names, exposure, saved_weights, is_divided=shards is not None)
         state.mark_made()
         if fill is not None:
-            fill(by_names, ranks)
+            fill(by_names, in_job)
         self.adoption.take_all(filled=fill is not None)
         mover.start_over()  # coming home is no part of the first step
         gc.collect(0)
@@ -224,6 +225,8 @@ class Engine:
         take_apart(self.store.chunks, self.params.handles)
         if self.shards is not None:
             self.shards.close()
+        if self.ranks is not None:
+            self.ranks.close()
         if self.store.spill is not None:
             self.store.spill.close()
         self.store.device.close()

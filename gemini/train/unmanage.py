@@ -40,8 +40,9 @@ def unmanage(model: nn.Module, what: str) -> None:
         pending.join()
     for hook in model.__dict__.pop("_gemini_hooks"):
         hook.remove()
-    if (tiles := model.__dict__.pop("_gemini_token_tiles", None)) is not None:
-        tiles.take_away()
+    for put in ("_gemini_context", "_gemini_token_tiles"):
+        if (around := model.__dict__.pop(put, None)) is not None:
+            around.take_away()
     call_without_grad(_give_back, engine.params, engine.by_names, engine.store.chunks)
     for module in model.modules():
         for name, buffer in module._buffers.items():

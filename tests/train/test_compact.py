@@ -167,6 +167,7 @@ def test_bits_do_not_depend_on_chunks_tiles_and_tiers(
         assert_same(model, plain)
 
 
+@pytest.mark.sweep(every=2)
 @pytest.mark.parametrize("which", EXACT)
 def test_a_run_goes_on_from_a_checkpoint_with_the_same_bits(which: str, tmp_path: Path) -> None:
     plain = plain_loop(which, range(4))

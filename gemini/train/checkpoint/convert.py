@@ -6,7 +6,6 @@ what exact states lose is counted, for whoever loads to be told.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +13,7 @@ from pathlib import Path
 import torch
 
 from gemini import kernels
-from gemini.errors import PlanMismatch
+from gemini.errors import PlanMismatch, warn
 from gemini.kernels_compact import decode, encode
 from gemini.planning.compact import BLOCK, compact, scale_of
 from gemini.planning.planes import RESIDUAL, WEIGHTS, PlaneKind, PlaneSpec, RuleSpec
@@ -71,11 +70,10 @@ class Loss:
     def tell(self, path: Path) -> None:
         """Warn, if there is anything to be told."""
         if self.params:
-            warnings.warn(
+            warn(
                 f"{path} was saved with exact states, and the model keeps compact ones: of {self.elements:,} elements "
                 f"in {self.params} params {self.rounded:,} masters were rounded to 24 bits and {self.to_zero:,} states "
-                "became 0; all other states have 8 bits now. The run goes on close to what it was, not with its bits",
-                stacklevel=4,
+                "became 0; all other states have 8 bits now. The run goes on close to what it was, not with its bits"
             )
 
 

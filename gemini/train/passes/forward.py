@@ -86,8 +86,9 @@ class ForwardPass:
         if self._moves:
             self._saved_weights.begin_forward()
             self._manager.refresh_lent()
+        if self._moves:
+            self._manager.begin_forward(in_step=torch.is_grad_enabled())
         if self._moves and torch.is_grad_enabled():
-            self._manager.foresight.begin()
             self._begin_step()
             self._manager.look_ahead()
         self.exposure.begin()

@@ -49,6 +49,7 @@ _TRAFFIC = {
     Tag.AGREEMENT: "agreement",
     Tag.HEADER: "agreement",
     Tag.VALUES: "agreement",
+    Tag.CONTEXT: "context",
 }
 
 
@@ -68,6 +69,9 @@ class Reducing(Protocol):
         """The chunks that a backward reduces behind it, with the moments in which their gradients are complete. None if
         this model's backward cannot.
         """
+
+    def without_reducing(self) -> AbstractContextManager[None]:
+        """``no_sync``: gradients of backwards inside stay whole on each rank, and are added up."""
 
 
 def _is_inside(reference: weakref.ref[StepState]) -> Callable[[], bool | None]:
@@ -121,17 +125,21 @@ class Shards:
         self.sent_last_step: Counter[str] = Counter()
 
     def close(self) -> None:
-        """The model ends, and so do the groups that were made for it."""
+        """The model ends: nobody watches any more, and nobody waits for disks."""
         if self._watch is not None:
             self._watch.stop()
         if self.lane is not None:
             self.lane.close()
         end_group_of(self)
-        self.ranks.close()
 
     def connect(self, reducing: Reducing) -> None:
         """Who adds up gradients when all ranks stand there."""
         self._reducing = reducing
+
+    def without_reducing(self) -> AbstractContextManager[None]:
+        """``no_sync``: gradients of backwards inside stay whole on each rank, and are added up."""
+        assert self._reducing is not None
+        return self._reducing.without_reducing()
 
     def end_step(self, *, has_gradients: bool) -> None:
         """After an optimizer step: what was sent since the last one is what the report shows."""
@@ -145,7 +153,7 @@ class Shards:
     def _sent(self) -> Counter[str]:
         """Bytes this rank has sent since the start, by collective."""
         total = self.native.copy()
-        wires = [self.ranks.wire, self.ranks.replicas]
+        wires = [self.ranks.wire, self.ranks.replicas, self.ranks.context]
         if self.ranks.everyone is not self.ranks.wire:
             wires.append(self.ranks.everyone)
         for wire in wires:
