@@ -207,7 +207,7 @@ def pose_problem(
         budgets=dict(budgets),
         compute=compute,
         working_set=gathered_at_once(trace, layout, precision),
-        staging=staging_bytes(tile, rule) * staging_sets(compute, precision, overlap=overlap),
+        staging=staging_bytes(tile, rule) * staging_sets(compute, precision, overlap=overlap, many=ranks > 1),
         activations=activations,
         quiet=quiet,
         in_flight=_in_flight(layout, itemsize, many=many, waiting=overlap and gradients == "transient"),

@@ -86,15 +86,16 @@ def device_staging_bytes(largest_chunk: int, rule: RuleSpec = ADAM, whole: int =
     return (DEVICE_SLOTS if overlap and not rule.whole else 1) * tile
 
 
-def staging_sets(compute: Tier, precision: str, *, overlap: bool) -> int:
+def staging_sets(compute: Tier, precision: str, *, overlap: bool, many: bool = False) -> int:
     """How many threads stage: the one that trains; beside it the update worker; the fetch worker, where weights are
-    cast or cross to a device on their way; and the landing worker, where gradients leave a device.
+    cast or cross to a device on their way; and the landing worker, where gradients leave a device, or with ``many``
+    ranks the one that adds up gradients.
     """
     if not overlap:
         return 1
     if compute is Tier.GPU:
         return 4
-    return 3 if precision == "fp16" else 2
+    return 2 + (precision == "fp16") + many
 
 
 def scratch_bytes(ranks: int, piece: int) -> int:

@@ -9,9 +9,11 @@ from gemini.memory.devices.device import Device
 from gemini.memory.store import ChunkStore
 from gemini.planning.layout import Layout
 from gemini.planning.planes import GRAD
-from gemini.planning.timeline import human_seconds
+from gemini.planning.timeline import Track, human_seconds
 from gemini.tiers import Ledger, Tier
 from gemini.train.sharding.shards import Shards
+
+_FOR_RANKS = ("other ranks", Track.GATHER.value, Track.REDUCE.value)
 
 
 class MemoryReport(dict[str, Any]):
@@ -56,6 +58,8 @@ class MemoryReport(dict[str, Any]):
         waited = ", ".join(f"{cause} {human_seconds(s)}" for cause, s in self["stalls"].items()) or "nothing"
         lines.append(f"waited in the last step: {waited}")
         if "sent" in self:
+            seconds = sum(self["stalls"].get(cause, 0.0) for cause in _FOR_RANKS)
+            lines.append(f"of that for other ranks: {human_seconds(seconds)}")
             sent = ", ".join(f"{how} {human_bytes(n)}" for how, n in self["sent"].items()) or "nothing"
             lines.append(f"sent to other ranks in the last step: {sent}")
         lines.append(

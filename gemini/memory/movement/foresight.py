@@ -8,10 +8,11 @@ schedule has lost its place the answer is "not known", and two such steps in a r
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 from gemini.planning.moves import NEVER
 from gemini.planning.plan import Moves
+from gemini.planning.script import Script, make_script
 from gemini.planning.trace import Access
 
 LOOK_AHEAD = 64
@@ -30,6 +31,7 @@ class Schedule:
         """
         self._borrowable = borrowable
         self._needs = [frozenset(access.chunks) & moving for access in accesses]
+        self._let_go = [frozenset(each.evict) for each in (again or moves)]
         self._starts: dict[int, list[int]] = {}
         self._fetches: set[tuple[int, int]] = set()
         self._at: int | None = None
@@ -103,6 +105,15 @@ class Schedule:
         for position in range(bisect_right(self._planned, (after, 2**62)), len(self._planned)):
             yield self._planned[position]
 
+    @property
+    def place(self) -> int | None:
+        """The moment that the step is in; None where that is not known."""
+        return self._at
+
+    def script(self, there: Collection[int], completed: Mapping[int, int]) -> Script:
+        """What ranks that make this step together gather and reduce (:func:`gemini.planning.script.make_script`)."""
+        return make_script(self._needs, self._let_go, there, completed)
+
     def _next_start(self, index: int, at: int) -> int | None:
         starts = self._starts.get(index, [])
         after = bisect_right(starts, at)
@@ -153,6 +164,17 @@ class Foresight:
         self._seen = None
         if self.schedule is not None:
             self.schedule.lose()
+
+    @property
+    def place(self) -> int | None:
+        """The moment that the step is in, of its schedule or of what is being recorded; None where it is not known."""
+        if self._seen is not None:
+            return len(self._seen) - 1
+        return None if self.schedule is None else self.schedule.place
+
+    def script(self, there: Collection[int], completed: Mapping[int, int]) -> Script | None:
+        """The script of the step that begins; None while its schedule is still to be recorded."""
+        return None if self.schedule is None or self._seen is not None else self.schedule.script(there, completed)
 
     def others_compute(self) -> None:
         """A forward begins that is none of a step: what activations take is not known."""

@@ -79,6 +79,8 @@ class Manager:
         unpin: Callable[[], bool] = lambda: False,
         leave: Callable[[], int] = lambda: 0,
         explain: Callable[[BudgetExceeded], BudgetExceeded] = lambda error: error,
+        upcoming: Callable[[], Iterator[tuple[int, int]]] | None = None,
+        follow: Callable[[], None] = lambda: None,
     ) -> None:
         """Who is told and asked from now on, before the first chunk is acquired.
 
@@ -92,10 +94,15 @@ class Manager:
             unpin: releases what is pinned for the sake of speed only; False if there is nothing.
             leave: bytes of the computing tier that fetches ahead leave to others.
             explain: what an error for lack of room says besides.
+            upcoming: (moment, chunk) that are fetched ahead in just this order, and fetched anew where they are there
+                already; by default what the foresight says, as far as it is not there.
+            follow: called when a chunk was acquired.
         """
         self.relieve, self._on_evict, self._explain_more = relieve, on_evict, explain
         self._await_update, self._leave, self._is_lent, self._unpin = await_update, leave, is_lent, unpin
-        self.fetches.connect(gather, update_of, await_update)
+        self._upcoming, self._follow = upcoming or self.foresight.upcoming, follow
+        self._in_order = upcoming is not None
+        self.fetches.connect(gather, update_of, await_update, in_order=self._in_order)
 
     def acquire(self, chunk: Chunk) -> None:
         """Make the gathered weights of ``chunk`` readable and keep them until the matching :meth:`release`.
@@ -125,6 +132,7 @@ class Manager:
         if chunk.pins == 1 and not chunk.resident:
             self.foresight.acquired(chunk.spec.index)
             self.give_back()
+            self._follow()
         self._clock += 1
         chunk.last_use = self._clock
 
@@ -280,9 +288,11 @@ class Manager:
         """Begin the fetches that come next, in their planned order, as far as there is room for them."""
         if self.fetches.worker is None:
             return
-        for moment, index in self.foresight.upcoming():
+        for moment, index in self._upcoming():
             chunk = self.chunks[index]
             if chunk.use is not Use.FREE or chunk.window is None:
+                if self._in_order:
+                    return
                 continue
             # One that can only be gathered when it is read needs its room then: nothing that is read later may take it.
             if not self.fetches.can_begin(chunk) or not self._make_room_before(moment, chunk.window.num_bytes):
@@ -457,6 +467,8 @@ class Manager:
         finally:
             self._reader = None
         try:
+            if self._in_order:
+                self.fetches.await_begun()
             self.fetches.begin_now(chunk)
         except BaseException:
             self.depopulate(chunk.window, "windows")
