@@ -20,7 +20,7 @@ from torch import Tensor
 
 from gemini import kernels
 from gemini.errors import GeminiError
-from gemini.grad_mode import without_grad
+from gemini.interrupts import without_grad
 from gemini.planning import planes
 from gemini.planning.planes import RuleSpec
 

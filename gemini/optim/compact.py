@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from gemini import kernels
-from gemini.grad_mode import without_grad
+from gemini.interrupts import without_grad
 from gemini.kernels_compact import decode, dither_of, encode
 from gemini.planning.compact import compact, scale_of, spec_for
 from gemini.planning.planes import PlaneKind, RuleSpec

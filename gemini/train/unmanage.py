@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from gemini.errors import BudgetExceeded, human_bytes
-from gemini.grad_mode import call_without_grad
+from gemini.interrupts import call_without_grad
 from gemini.memory.chunks.chunk import COMPUTE_DTYPES, Chunk
 from gemini.train.checkpoint.saver import pending_in
 from gemini.train.engine import Engine

@@ -19,8 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from gemini import rules
 from gemini.errors import GeminiError
-from gemini.grad_mode import call_with_grad, without_grad
-from gemini.interrupts import WHOLE
+from gemini.interrupts import WHOLE, call_with_grad, without_grad
 from gemini.rules import UpdateRule, Where, refuse_other
 from gemini.train.gradients.scaled_backward import scaler_steps
 from gemini.train.optimizers import checks

@@ -17,7 +17,8 @@ from gemini.train.activations.store import ActivationStore
 from gemini.train.gradients.scaled_backward import Scaling
 from gemini.train.gradients.store import GradientStore, refuse_grad
 from gemini.train.modules.calls import CallRecord, Calls
-from gemini.train.observers import Observers, own_work
+from gemini.train.observers import Observers
+from gemini.train.own_work import own_work
 from gemini.train.params.by_name import ByName
 from gemini.train.params.exposure import Exposure
 from gemini.train.params.handle import Leftover, ParamHandle, ParamSet

@@ -30,12 +30,12 @@ from gemini.train.modules.compiled import CompiledParts, hook_around, make_room_
 from gemini.train.modules.containers import iter_tensors, map_tensors
 from gemini.train.modules.reading import is_a, params_read_by, readers
 from gemini.train.modules.renormalized import Rewriting, renormalized_by, resident_chunks, taking_over
+from gemini.train.own_work import innermost_transform
 from gemini.train.params.handle import handle_of
 from gemini.train.passes.backward import BackwardPass
 from gemini.train.passes.forward import ForwardPass
 from gemini.train.passes.recovery import Recovery
 from gemini.train.step import StepState
-from gemini.train.transforms import innermost_transform
 
 ENTRANCE = re.compile(r"(?:[^.\d][^.]*\.)*(?:[^.\d][^.]*|\d+)|")
 """Paths without a numbered part, or with just one at their end: "", "model", "model.norm", "model.layers.7"."""

@@ -14,10 +14,9 @@ from gemini.memory.store import ChunkStore
 from gemini.rules import UpdateRule
 from gemini.train.gradients.scaled_backward import Scaling
 from gemini.train.params.exposure import Exposure
-from gemini.train.params.handle import Leftover, ParamHandle, ParamSet
+from gemini.train.params.handle import Leftover, ParamHandle, ParamSet, note_writes
 from gemini.train.params.owner import owner_of
 from gemini.train.params.stepper import Stepper
-from gemini.train.params.versions import note_writes
 from gemini.train.passes.backward import BackwardPass
 from gemini.train.passes.recovery import Recovery
 from gemini.train.sharding.reduction import Reduction

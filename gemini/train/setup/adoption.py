@@ -12,11 +12,9 @@ from gemini.memory.chunks.chunk import Chunk
 from gemini.memory.store import ChunkStore
 from gemini.train.modules.saved_weights import SavedWeights
 from gemini.train.params.by_name import ByName
-from gemini.train.params.exposure import Exposure
-from gemini.train.params.guarding import poison
-from gemini.train.params.handle import ParamHandle, ParamSet
+from gemini.train.params.exposure import Exposure, poison
+from gemini.train.params.handle import ParamHandle, ParamSet, find_siblings
 from gemini.train.params.stepper import reference_to_optimizer_of
-from gemini.train.params.versions import find_siblings
 from gemini.train.setup.trained import grad_hook
 
 

@@ -22,7 +22,7 @@ from gemini.memory.store import ChunkStore
 from gemini.rules import UpdateRule
 from gemini.train.gradients.store import HOLDER
 from gemini.train.params.exposure import Exposure
-from gemini.train.params.versions import note_writes
+from gemini.train.params.handle import note_writes
 from gemini.train.step import StepState
 from gemini.train.update.finite import DeferredFiniteChecks
 from gemini.train.update.streamed import streamed_in_turn
