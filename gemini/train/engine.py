@@ -181,7 +181,7 @@ class Engine:
         if fill is not None:
             fill(by_names, ranks)
         self.adoption.take_all(filled=fill is not None)
-        mover.start_over()  # coming home is no part of the first step
+        mover.watch.start_over()  # coming home is no part of the first step
         gc.collect(0)
 
     def drain(self) -> None:

@@ -138,6 +138,8 @@ class Scaling:
         self.loss_scale = loss_scale
         self.held = _ONE
         """Of the gradients that wait for the update."""
+        self.is_scaled = loss_scale is not None
+        """Whether gradients that are held may be multiplied by anything: else nobody need ask for their scale."""
         self._unscaled: set[str] = set()
         self._factors: dict[int, float] = {}
         self._outputs: list[weakref.ref[torch.Tensor]] = []
@@ -217,6 +219,7 @@ class Scaling:
             if is_other:
                 self._gradients.discard([handle for handle in self._params.handles if handle.has_grad])  # nobody's
             self.held, self._unscaled = scale, set()
+            self.is_scaled = self.loss_scale is not None or scale.by_scaler
             return
         if any(handle.name in self._unscaled for handle in _to_be_used(self._params.handles)):
             raise GeminiError(
@@ -346,11 +349,6 @@ class Scaling:
     def is_by_scaler(self) -> bool:
         """Whether the gradients that are held were scaled by a scaler."""
         return self.held.by_scaler
-
-    @property
-    def is_scaled(self) -> bool:
-        """Whether gradients that are held may be multiplied by anything."""
-        return self.loss_scale is not None or self.held.by_scaler
 
     @property
     def unscale(self) -> float:

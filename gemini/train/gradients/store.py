@@ -106,7 +106,7 @@ class GradientStore:
             return
         handle.norm_sums = []  # it is there; its sums come with it
         ledger, tier, num_bytes = self._ledger, self._device.tier, flat.nbytes
-        working = Working(self._mover.moved, staging=self._worker_staging)
+        working = Working(self._mover.watch.moved, staging=self._worker_staging)
         written = self._device.mark()
 
         def land() -> None:

@@ -51,7 +51,8 @@ class Exposure:
         """Params that were cast while they were ordinary ones."""
         self._covered: set[int] = set()
         """Chunks that move and were guarded again since the model was at rest: somebody may have views of them."""
-        self._written: list[ParamHandle] = []
+        self.written: list[ParamHandle] = []
+        """Params that others have written to, which has yet to be refused."""
 
     def begin(self) -> None:
         """The model computes from now on: what never moves is there to be read, unless it is being updated.
@@ -67,7 +68,7 @@ class Exposure:
             late = fresh & self._updates.pending.keys()
             self.late |= late
             fresh -= late
-        self._written += expose(self._params_of(fresh))
+        self.written += expose(self._params_of(fresh))
         self._exposed |= fresh
         self.late -= fresh
 
@@ -124,7 +125,7 @@ class Exposure:
         handles = self._params_of(indices)
         self._exposed -= indices
         written, cast = hide(handles)
-        self._written += written
+        self.written += written
         self._cast += cast
         return bool(written)
 
@@ -132,20 +133,18 @@ class Exposure:
         """Notice writes to guarded params, through views that somebody has: refused when that can be done."""
         written = written_to(self._by_chunk[chunk.spec.index])
         if written:
-            self._written += written
+            self.written += written
             self._manager.drop([chunk])  # a copy that differs from its home
 
-    def check(self, chunks: Iterable[Chunk]) -> None:
-        """The weights of these are about to be updated.
+    def refuse(self, written: list[ParamHandle]) -> None:
+        """The weights of these are about to be updated, and others have written to them.
 
         Raises:
-            ParamAccessError: if they were written to by others; nothing is updated yet.
+            ParamAccessError: nothing is updated yet.
         """
-        written = written_to(handle for chunk in chunks for handle in self._by_chunk[chunk.spec.index])
         self._manager.drop({handle.chunk.spec.index: handle.chunk for handle in written}.values())
-        self._written += written
-        if self._written:
-            self.refuse_writes()
+        self.written += written
+        self.refuse_writes()
 
     def poison(self, chunk: Chunk) -> None:
         """The gathered weights of a chunk went away."""
@@ -167,7 +166,7 @@ class Exposure:
             if self._cast:
                 cast, self._cast = self._cast, []
                 bring_back(cast)
-        if self._written:
+        if self.written:
             self.refuse_writes()
 
     def refuse_writes(self) -> None:
@@ -176,7 +175,7 @@ class Exposure:
         Raises:
             ParamAccessError: naming the param.
         """
-        written, self._written = self._written, []
+        written, self.written = self.written, []
         refuse_written(written)
 
 
