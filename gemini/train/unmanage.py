@@ -64,4 +64,4 @@ def _give_back(params: ParamSet, by_names: ByName, chunks: list[Chunk]) -> None:
             param.__class__ = nn.Parameter
             param.data = value
             handle.view = torch.empty(0, device="cpu")
-        chunks[index].planes.clear()  # its home is free for the next one
+        chunks[index].clear_planes()  # its home is free for the next one

@@ -70,7 +70,8 @@ class Scale:
 _ONE = Scale(1.0)
 _of_task: dict[int, Scale] = {}
 """By backward (autograd numbers them): what a scaler told of it."""
-_scalers_used = False
+scalers_used = False
+"""Whether any loss of this process was ever scaled: else no backward need be asked for its scale."""
 
 scaler_steps: ContextVar[bool] = ContextVar("scaler_steps", default=False)
 """Whether a scaler that knows managed params is what asks an optimizer to step."""
@@ -81,8 +82,8 @@ class ScaleLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, loss: torch.Tensor, scale: Scale) -> torch.Tensor:  # type: ignore[override]
-        global _scalers_used
-        _scalers_used = True
+        global scalers_used
+        scalers_used = True
         ctx.scale = scale
         # A loss may be changed in place afterwards, which autograd forbids for views.
         return loss.clone() if loss.dim() == 0 else loss.view_as(loss)
@@ -164,9 +165,6 @@ class Scaling:
             return
         while len(self._factors) >= _MAX_TASKS:
             del self._factors[min(self._factors)]
-        if self.loss_scale is None and not _scalers_used:
-            self._factors[task] = 1.0
-            return
         holding = self._state.num_unreduced > 0 or bool(_to_be_used(self._params.handles))
         self._factors[task] = self._decide(task, holding)
 

@@ -255,13 +255,13 @@ class TileInPlace(Tile):
 
 
 class TilesInPlace:
-    """The tiles of a chunk's update in place, for as long as its planes, its params and which of them are updated alike
-    stay the same.
+    """The tiles of a chunk's update in place, for as long as its planes are there (``Chunk.prepared``), and its params
+    and which of them are updated alike stay the same.
     """
 
     def __init__(self, mover: Mover, update: ChunkUpdate):
         self.rule = update.rule
-        self._planes, self._handles = list(update.chunk.planes.values()), [param.handle for param in update.params]
+        self._handles = [param.handle for param in update.params]
         self._alike = _alike(update.params)
         self._tiles = [TileInPlace(mover, update, *own) for own in cut(update, _IN_PLACE_TILE)]
 
@@ -273,13 +273,9 @@ class TilesInPlace:
         lasts = update.path is Path.IN_PLACE and update.landed and not torch.is_inference_mode_enabled()
         return TilesInPlace(mover, update) if lasts else None
 
-    def fits(self, chunk: Chunk, params: list[ParamUpdate]) -> bool:
+    def fits(self, params: list[ParamUpdate]) -> bool:
         """Whether they are those of this update too."""
-        return (
-            list(chunk.planes.values()) == self._planes
-            and [param.handle for param in params] == self._handles
-            and _alike(params) == self._alike
-        )
+        return [param.handle for param in params] == self._handles and _alike(params) == self._alike
 
     def of_step(self, params: list[ParamUpdate]) -> list[TileInPlace]:
         """They, with what these params are updated with."""

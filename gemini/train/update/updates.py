@@ -57,8 +57,6 @@ class Updates:
         self.pending: dict[int, UpdateJob] = {}
         """Updates that may still be under way, by chunk."""
         self._number = 0
-        self._in_place: dict[tuple[int, int], TilesInPlace] = {}
-        """What of an update is the same in every step, by chunk and first param: each optimizer has its own."""
         self._collected: dict[int, list[ParamUpdate]] = {}
         self.unseen = DeferredFiniteChecks(state, alone=alone)
         self._threads = threads
@@ -166,16 +164,14 @@ class Updates:
         return update.path is Path.STREAMED or (update.path is Path.STAGED and worker.slot_tile > 0)
 
     def _chunk_update(self, chunk: Chunk, params: list[ParamUpdate]) -> ChunkUpdate:
-        key = chunk.spec.index, id(params[0].handle)
-        known = self._in_place.get(key)
-        if known is not None and known.fits(chunk, params):
+        key = "update", params[0].handle  # each optimizer has its own params of a chunk
+        known: TilesInPlace | None = chunk.prepared.get(key)
+        if known is not None and known.fits(params):
             return ChunkUpdate(chunk, params, known.rule, Path.IN_PLACE, known)
         update = ChunkUpdate(chunk, params, self._rule.of(chunk.spec.exact), path_of(self._mover, chunk))
         in_place = TilesInPlace.of(self._mover, update)
-        if in_place is None:
-            self._in_place.pop(key, None)
-            return update
-        self._in_place[key] = in_place
+        if in_place is not None:
+            chunk.prepared[key] = in_place
         return update._replace(in_place=in_place)
 
     def _num_threads(self) -> int:

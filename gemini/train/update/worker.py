@@ -64,7 +64,7 @@ class UpdateJob(Job):
         return self._release is not None
 
     def finish(self, error: BaseException | None = None) -> None:
-        self.update = self.update._replace(params=[])
+        self.update = self.update._replace(params=[], in_place=None)
         if self._release is not None:
             self._release()
             self._release = None
