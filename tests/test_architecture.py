@@ -27,6 +27,8 @@ FLOORS = [
         "gemini.kernels_checks",
         "gemini.kernels_compact",
         "gemini.kernels_cuda",
+        "gemini.kernels_io",
+        "gemini.kernels_native",
         "gemini.kernels_reference",
         "gemini.kernels_sums",
         "gemini.optim.compact",
