@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from gemini.grad_mode import without_grad
+from gemini.interrupts import without_grad
 from gemini.kernels_reference import to_fp32
 
 BLOCK = 64

@@ -114,7 +114,7 @@ class Shown(TrainerCallback):
         norm = f"  grad norm {logs['grad_norm']:.3g}" if logs.get("grad_norm") is not None else ""
         ledger = self._engine.store.ledger  # memory_report() would wait for the updates that are in flight
         tiers = "".join(f"  {tier.value} {human_bytes(ledger.used(tier))}" for tier in ledger.tiers)
-        stalls = self._engine.store.mover.stalls.last_step
+        stalls = self._engine.store.mover.watch.stalls
         cause, waited = max(stalls.items(), key=lambda item: item[1], default=("", 0.0))
         bound = f"  waits {min(1, waited / seconds):.0%} for {cause}" if waited > 0.05 * seconds else ""
         return f"loss {logs['loss']:.4f}{norm}  {rate:,.0f} tok/s{tiers}{bound}  {human_time(seconds * left)} left"

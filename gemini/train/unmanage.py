@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from gemini.errors import BudgetExceeded, human_bytes
-from gemini.grad_mode import call_without_grad
+from gemini.interrupts import call_without_grad
 from gemini.memory.chunks.chunk import COMPUTE_DTYPES, Chunk
 from gemini.train.checkpoint.saver import pending_in
 from gemini.train.engine import Engine
@@ -85,4 +85,4 @@ def _give_back(params: ParamSet, by_names: ByName, chunks: list[Chunk]) -> None:
             param.__class__ = nn.Parameter
             param.data = value
             handle.view = torch.empty(0, device="cpu")
-        chunks[index].planes.clear()  # its home is free for the next one
+        chunks[index].clear_planes()  # its home is free for the next one

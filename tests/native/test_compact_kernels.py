@@ -14,7 +14,7 @@ from gemini import kernels
 from gemini.kernels_compact import decode, encode
 from gemini.optim import AdamRule, LionRule, PlainSGDRule, SGDRule
 from gemini.optim.compact import CompactRule
-from gemini.rules import Segment, UpdateRule, Where
+from gemini.rules import Arrays, Segment, UpdateRule, Where
 from tests.native.emulated_cuda import emulate
 from tests.native.native_cases import GRAD_DTYPES, NATIVE_ISAS, any_bits, as_bits, to_dtype
 
@@ -53,7 +53,7 @@ def updated(isa: str, which: str, given: list[Any], segments: Sequence[Segment],
     hi, lo, states, grad = given
     hi, lo, states = hi.clone(), lo.clone(), {kind: state.clone() for kind, state in states.items()}
     with kernels.use_isa(isa):
-        CompactRule(CASES[which][0]).run(hi, lo, states, grad, segments, stop)
+        CompactRule(CASES[which][0]).run(Arrays(hi, lo, states, grad), segments, stop)
     return {"weights": as_bits(hi), "residual": lo, **states}
 
 
@@ -134,9 +134,9 @@ def test_what_is_no_compact_update_is_refused() -> None:
     hi, lo, states, grad = arrays("adamw", 256, torch.float32)
     rule, scalars = CompactRule(AdamRule()), scalars_of("adamw")
     with pytest.raises(ValueError, match="segments begin at multiples of 64"):
-        rule.run(hi, lo, states, grad, [Segment(32, 256, scalars, Where("w", 0))])
+        rule.run(Arrays(hi, lo, states, grad), [Segment(32, 256, scalars, Where("w", 0))])
     with pytest.raises(ValueError, match=r"residual: int16 of shape .*accepted: int8"):
-        rule.run(hi, lo.short(), states, grad, [Segment(0, 256, scalars, Where("w", 0))])
+        rule.run(Arrays(hi, lo.short(), states, grad), [Segment(0, 256, scalars, Where("w", 0))])
     short = {**states, "exp_avg_scale": states["exp_avg_scale"][:3]}
     with pytest.raises(ValueError, match="exp_avg_scale is 4 contiguous uint8"):
         rule.run(hi, lo, short, grad, [Segment(0, 256, scalars, Where("w", 0))])
@@ -235,7 +235,7 @@ def lengths_of_updates(steps: int, shrinks_at: int) -> tuple[Tensor, Tensor, Ten
             spread = torch.where(shrinking, spread / 10, spread)
         grad = torch.randn(n, generator=generator) * spread
         scalars = exact.scalars({**exact.defaults, "weight_decay": 0.0}, step, 1.0)
-        rule.run(hi, lo, states, grad, [Segment(0, n, scalars, Where("w", 0))])
+        rule.run(Arrays(hi, lo, states, grad), [Segment(0, n, scalars, Where("w", 0))])
         kernels.adam_update(master, None, m, v, grad, scalars)
     ours = decode(states["exp_avg"], states["exp_avg_scale"]), decode(states["exp_avg_sq"], states["exp_avg_sq_scale"])
     coarse, fine = (a / (b.sqrt() + 1e-12) for a, b in (ours, (m, v)))
