@@ -434,12 +434,12 @@ class HybridAdam(HybridOptimizer):
     def __init__(
         self,
         params: Any,
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.01,
+        lr: float = rules.ADAM.defaults["lr"],
+        betas: tuple[float, float] = rules.ADAM.defaults["betas"],
+        eps: float = rules.ADAM.defaults["eps"],
+        weight_decay: float = rules.ADAM.defaults["weight_decay"],
         *,
-        decoupled: bool = True,
+        decoupled: bool = rules.ADAM.defaults["decoupled"],
         step_in_backward: bool = False,
         **unknown: Any,
     ):
