@@ -215,7 +215,8 @@ def main() -> None:
         with kernels.use_isa(args.isa):
             report += [*head("Compact states", [what]), *speed(int(args.params), args.rounds, args.threads)]
     if args.steps:
-        what = f"{args.steps} steps of {args.batch} x {args.length} tokens, hidden size {args.hidden}, {args.layers} layers, lr {args.lr:g}."
+        tokens = f"{args.batch} x {args.length} tokens"
+        what = f"{args.steps} steps of {tokens}, hidden size {args.hidden}, {args.layers} layers, lr {args.lr:g}."
         report += [*head("Training with compact states", [what]), *training(args)]
     publish(report, args.out)
 

@@ -87,7 +87,7 @@ __all__ = [
     "use_isa",
 ]
 
-_INTERFACE = 5  # of the signatures in csrc/bindings.cpp
+_INTERFACE = 6  # of the signatures in csrc/bindings.cpp, and of the bits
 
 
 def _load() -> tuple[Any, str | None]:

@@ -6,10 +6,10 @@ as its biased exponent in a byte (E8M0). In units of it:
     signed states (momentum)    int8 c     128 root(x), and the sign      rounded to the nearest c
     averages of squares         uint8 c    256 root(root(x))              dithered; c is 1 at least where they are not 0
 
-``root`` has straight pieces: it halves the bits of a float, which are its logarithm within an eighth. So a code is a shift
-of bits and decoding is the shift back, with an offset, and the same on every processor. Between two codes next to each
-other the value goes along a straight line (squares: from c = 4 on, 2^-24 of the scale), so that a code which is right in
-the mean is a value which is right in the mean.
+``root`` has straight pieces: it halves the bits of a float, which are its logarithm within an eighth. So a code is a
+shift of bits and decoding is the shift back, with an offset, and the same on every processor. Between two codes next to
+each other the value goes along a straight line (squares: from c = 4 on, 2^-24 of the scale), so that a code which is
+right in the mean is a value which is right in the mean.
 
 An average of squares with beta2 = 0.999 moves its code by less than 0.13 in a step, so rounding to the nearest would
 freeze it. It is rounded up instead where its fraction between two codes exceeds a threshold that changes with the
