@@ -63,6 +63,7 @@ class Watch:
     def __init__(self, waiting: Waiting, wire: Wire, is_inside: Callable[[], bool | None]):
         self._waiting, self._is_inside = waiting, is_inside
         self._rank, self._peers, self._global_ranks = wire.rank, wire.peers, wire.global_ranks
+        assert wire.group is not None, "there are others"
         self._store = c10d._world.pg_map[wire.group][1]
         self._outside: tuple[int, float] | None = None
         self._noted = _NOWHERE

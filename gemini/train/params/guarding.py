@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import cache
 from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from gemini.errors import ParamAccessError
-from gemini.train.params.guard import ManagedParameter
+from gemini.train.params.guard import ManagedParameter, nan_of
 from gemini.train.params.handle import ParamHandle
 from gemini.train.params.versions import SET_DATA, notes_a_write
 
@@ -66,12 +65,6 @@ def poison(handles: list[ParamHandle]) -> None:
         param.data = nan_of(param.dtype, param.device).expand(param.shape)
         param.__class__ = ManagedParameter
         handle.poisoned = True
-
-
-@cache
-def nan_of(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    with torch.inference_mode(False):
-        return torch.full((), float("nan"), dtype=dtype, device=device)
 
 
 def undo_writes(handle: ParamHandle) -> None:
