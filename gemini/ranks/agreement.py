@@ -128,9 +128,9 @@ class Agreement:
             RankLost: if a rank died or does not answer.
         """
         while True:
-            requests = self._exchange(request._replace(ending=self._ending))
+            requests = understood(self._exchange(request._replace(ending=self._ending)))
             chosen = choose(requests)
-            if self._ending and (chosen == _THE_END or all(other.ending for other in requests)):
+            if self._ending and (chosen == _THE_END or not any(other.ending for other in requests)):
                 self._ending = False
                 if chosen == _THE_END:
                     continue
@@ -172,13 +172,23 @@ class Agreement:
         return [Request(Point(row[0] % _ENDING), row[1], row[2], row[0] >= _ENDING) for row in rows]
 
 
+def understood(requests: Sequence[Request]) -> list[Request]:
+    """What ranks want before all else: those with a backward still to end want that, unless all of them have one, which
+    has ended then, or they must be served.
+    """
+    if all(request.ending for request in requests):
+        return [request._replace(ending=False) for request in requests]
+    return [
+        Request(*_THE_END, ending=True) if request.ending and request.point not in _SERVED else request
+        for request in requests
+    ]
+
+
 def choose(requests: Sequence[Request]) -> tuple[Point, int] | None:
     """What is to be done now, from what all ranks want; None if nothing can be. A pure function of the requests."""
     served = [request.subject for request in requests if request.point in _SERVED]
     if served:
         return min(served)
-    if not all(request.ending for request in requests):  # for whoever is, it is the end of a backward that comes first
-        requests = [Request(Point.END_BACKWARD) if request.ending else request for request in requests]
     if any(request.point is Point.BEGIN_STEP for request in requests):
         return Point.BEGIN_STEP, 0  # who begins a step needs nobody to begin it as well
     reduced = [request.about for request in requests if request.point is Point.REDUCE]
