@@ -20,7 +20,7 @@ from gemini.memory.watching.recorder import RecordedStep, Recorder
 from gemini.planning.timeline import Timeline
 from gemini.planning.trace import MemoryTrace, Source, TracedParam
 from gemini.train.engine import Engine
-from gemini.train.modules.containers import iter_tensors
+from gemini.train.modules.calls import iter_tensors
 
 LOSS = "loss"
 """What is computed between the end of the model's forward and the beginning of its backward."""

@@ -26,9 +26,8 @@ from gemini.memory.chunks.chunk import Chunk
 from gemini.memory.store import ChunkStore
 from gemini.train.gradients.scaled_backward import ScaleGradient
 from gemini.train.modules import injected
-from gemini.train.modules.calls import CallRecord
+from gemini.train.modules.calls import map_tensors
 from gemini.train.modules.compiled import CompiledParts, hook_around, make_room_for_compiled, refuse_inside_compiled
-from gemini.train.modules.containers import iter_tensors, map_tensors
 from gemini.train.modules.reading import is_a, params_read_by, readers
 from gemini.train.modules.renormalized import Rewriting, renormalized_by, resident_chunks, taking_over
 from gemini.train.own_work import innermost_transform
@@ -278,10 +277,10 @@ def _post(ref: weakref.ref[Passes], *, is_root: bool) -> Callable[[nn.Module, An
         outermost = record.parent is None and not passes.state.in_backward
         if passes.backward.scaling.loss_scale is not None and outermost:
             output = _enter_scale(output, passes, is_root=is_root)
-            _hook_outputs(output, ref, record)
+            record.on_gradient(output, partial(begin_backward_of, ref, record))
             return output
         if record.chunks or outermost:
-            _hook_outputs(output, ref, record)
+            record.on_gradient(output, partial(begin_backward_of, ref, record))
         return None
 
     return post
@@ -299,9 +298,3 @@ def _enter_scale(output: Any, passes: Passes, *, is_root: bool) -> Any:
         passes_of(ref).backward.begin()
 
     return map_tensors(output, lambda t: ScaleGradient.apply(t, own, begin) if t.dim() == 0 and t.requires_grad else t)
-
-
-def _hook_outputs(output: Any, ref: weakref.ref[Passes], record: CallRecord) -> None:
-    begin = partial(begin_backward_of, ref, record)
-    for tensor in iter_tensors(output):
-        record.on_gradient(tensor, begin)

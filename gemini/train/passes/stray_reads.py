@@ -12,8 +12,7 @@ import torch
 
 from gemini.errors import ParamAccessError
 from gemini.memory.chunks.chunk import Chunk
-from gemini.train.modules.calls import CallRecord
-from gemini.train.modules.containers import iter_tensors
+from gemini.train.modules.calls import CallRecord, iter_tensors
 from gemini.train.params.handle import ParamHandle
 from gemini.train.params.owner import owner_of
 from gemini.train.passes.forward import ForwardPass
@@ -47,8 +46,7 @@ class StrayReads:
         with forward.opened(moving):
             result = func(*args, **kwargs)
         forward.lend_what_is_left(moving)
-        for tensor in iter_tensors(result):
-            record.on_gradient(tensor, partial(begin, record))
+        record.on_gradient(result, partial(begin, record))
         forward.exposure.refuse_writes()
         return result
 
