@@ -22,7 +22,7 @@ SMALLEST = 65536
 """Elements of a param from which on its states are compact."""
 
 CODES = 2
-"""The number of how values become codes (:mod:`gemini.kernels_compact`), in checkpoints and plans; 1 had smooth roots."""
+"""The number of how values become codes (:mod:`gemini.kernels_compact`), in checkpoints and plans; 1: smooth roots."""
 
 STATES = ("exact", "compact")
 """What ``GeminiConfig(states=)`` may be."""
