@@ -41,6 +41,7 @@ _WHERE = {
     "PendingCheckpoint": "gemini.train.checkpoint.saving",
     "save_checkpoint": "gemini.train.checkpoint.saving",
     "load_checkpoint": "gemini.train.checkpoint.saving",
+    "release": "gemini.train.unmanage",
     "from_config": "gemini.train.loading.from_config",
     "from_pretrained": "gemini.train.loading.from_pretrained",
     "MemoryTracer": "gemini.tracing.tracer",
@@ -88,6 +89,7 @@ if TYPE_CHECKING:
     from gemini.train.optimizers.grad_scaler import GradScaler as GradScaler
     from gemini.train.optimizers.optimizer import HybridAdam as HybridAdam
     from gemini.train.optimizers.optimizer import HybridOptimizer as HybridOptimizer
+    from gemini.train.unmanage import release as release
 
 
 def __getattr__(name: str) -> Any:

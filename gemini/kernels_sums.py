@@ -100,11 +100,6 @@ def resolve(many: Sequence[Sums]) -> list[list[float]]:
     ]
 
 
-def totals(many: Sequence[Sums]) -> list[float]:
-    """``total`` of each, after one ``resolve`` of all."""
-    return [total(numbers) for numbers in resolve(many)]
-
-
 def nonfinite_flag(many: Sequence[Sums]) -> Tensor | None:
     """A flag (int32, one element: not 0 if some sum is not finite) where the sums are, computed there without a wait.
 
@@ -116,7 +111,7 @@ def nonfinite_flag(many: Sequence[Sums]) -> Tensor | None:
     known = [[part for part in sums if not isinstance(part, DeviceSums) or part.is_here] for sums in many]
     tiles = torch.cat([sums.on_device() for sums in unresolved])
     flag = tiles.isfinite().all().logical_not().to(torch.int32).view(1)
-    return flag if all(math.isfinite(number) for number in totals(known)) else flag.fill_(1)
+    return flag if all(math.isfinite(total(numbers)) for numbers in resolve(known)) else flag.fill_(1)
 
 
 def _unresolved(many: Iterable[Sums]) -> list[DeviceSums]:

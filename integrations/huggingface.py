@@ -186,6 +186,9 @@ class GeminiTrainerMixin:
         self.accelerator.follow(self.lr_scheduler)
         return self.lr_scheduler
 
+    def _has_mixed_mesh_grads(self, model: Any) -> bool:
+        return False  # gradients are not at the params, where the Trainer would look for meshes
+
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
         if config_of(self.model).gradients == "transient":  # type: ignore[union-attr]
             return None  # there is none after backward: updates were made inside it

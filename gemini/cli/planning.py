@@ -254,6 +254,21 @@ def plan(
     return job(settings, Console(), as_json=json, out=out, pictures=tuple(picture or ()))
 
 
+@app.command()
+@refusals
+def machines() -> int:
+    """List the machines that --machine knows by name; their figures are data sheets' peaks, each with its source."""
+    from gemini.errors import human_bytes
+    from gemini.planning.machines import machine, machine_names
+    from gemini.tiers import Tier
+
+    for name in machine_names():
+        known = machine(name)
+        sizes = (f"{tier.value} {human_bytes(known.capacity(tier) or 0)}" for tier in Tier)
+        typer.echo(f"{name:<10}{known.figures['num_gpus'].value:>3.0f} x {',  '.join(sizes)}")
+    return 0
+
+
 @app.command(cls=OnceForAll)
 @refusals
 def simulate(

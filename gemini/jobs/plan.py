@@ -58,6 +58,10 @@ def plan(
 ) -> int:
     """Plan, write and say it; returns the exit code, 2 if it does not fit."""
     check_files(out, pictures)
+    if settings.config is not None:
+        from gemini.jobs.models import find_config
+
+        find_config(settings.config, settings.layers)  # a name that is none is said before anything else
     machine = machine_of(settings)
     if pictures and machine.hardware is None:
         raise JobError(f"--picture {pictures[0]} shows a step in time, which needs the speeds of a machine: --machine.")
@@ -125,7 +129,8 @@ def machine_of(settings: PlanSettings) -> Machine:
             given, origins[tier] = int(capacity * MARGIN), f"({MARGIN:.0%} of {human_bytes(capacity)})"
         if given and hardware is not None and capacity is not None and given > capacity:
             # Who gives a size knows the machine: its speeds are taken, and the note says what a named one has.
-            origins[tier] = f"({hardware.name}: {human_bytes(capacity)})"
+            has = f"{hardware.name}: {human_bytes(capacity)}"
+            origins[tier] = f"({has})" if given <= 1.01 * capacity else f"(MORE than it has, {has})"
             hardware = hardware.with_figures("as given", **{f"{tier.value}_bytes": given})
         if given:
             budgets[tier] = given

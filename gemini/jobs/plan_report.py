@@ -171,7 +171,7 @@ def report_of(
     needs = _needs(question)
     trained = sum(p.numel for p in trace.params if p.trainable)
     states = sum(n for kind, n in needs.items() if kind != GRAD) * question.ranks
-    held, update = ({}, {}) if plan is None else (_held(plan), _updates(plan))
+    held, update = ({}, {}) if plan is None else (held_by(plan), _updates(plan))
     top = max(trace.moments, key=lambda moment: moment.peak_bytes, default=None)
     return PlanReport(
         model=trace.model,
@@ -242,7 +242,7 @@ def _needs(question: Question) -> dict[str, int]:
     return found
 
 
-def _held(plan: Plan) -> dict[str, dict[str, int]]:
+def held_by(plan: Plan) -> dict[str, dict[str, int]]:
     """What each tier holds at most: planes, then what is spoken for besides."""
     problem = plan.problem
     held: dict[str, dict[str, int]] = {tier.value: {} for tier in Tier if tier in problem.budgets}

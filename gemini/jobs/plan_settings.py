@@ -6,7 +6,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from gemini.errors import parse_bytes
-from gemini.jobs.errors import JobError, as_job_error
+from gemini.jobs.errors import JobError
+from gemini.jobs.options import check_size
 from gemini.planning.compact import STATES
 from gemini.planning.planes import GRADIENTS, PRECISIONS
 from gemini.tiers import Tier
@@ -136,8 +137,8 @@ class PlanSettings:
         size = getattr(self, tier.value)
         if size is None:
             return None
-        with as_job_error(asked=f"--{tier.value} {size}"):
-            return parse_bytes(size)
+        check_size(f"--{tier.value}", size)
+        return parse_bytes(size)
 
     def traced(self, *, batch_size: int | None = None, target: str = "cuda") -> TraceSettings:
         """The step to trace, perhaps with another number of windows in it."""

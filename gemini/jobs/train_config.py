@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import torch
 
@@ -11,6 +12,7 @@ from gemini.jobs.errors import JobError, as_job_error
 from gemini.jobs.models import ModelSource
 from gemini.jobs.settings import TrainSettings
 from gemini.memory.devices.device import registered_device
+from gemini.optim.elementwise import AdanRule, LionRule, SGDRule
 from gemini.planning import document
 from gemini.tiers import Tier
 from gemini.train.loading.attention import AUTO
@@ -50,7 +52,33 @@ def make_config(settings: TrainSettings, source: ModelSource, device: torch.devi
             offload_activations=settings.offload_activations,
             trace=trace,
             tile_tokens=settings.tile_tokens,
+            optimizer=rule_called(settings.optimizer),
         )
+
+
+def rule_called(name: str) -> Any:
+    """The update rule behind ``--optimizer``; None is Adam's."""
+    return {"adamw": None, "lion": LionRule(), "sgd": SGDRule(), "adan": AdanRule()}[name]
+
+
+def mesh_of(settings: TrainSettings, num_processes: int) -> Any:
+    """The mesh of ``--replicas``; None where all processes share one model.
+
+    Raises:
+        JobError: if the processes cannot be dealt out evenly.
+    """
+    if settings.replicas == 1:
+        return None
+    if num_processes % settings.replicas:
+        raise JobError(
+            f"--replicas {settings.replicas}: {num_processes} processes cannot be dealt out into so many groups."
+        )
+    from torch.distributed.device_mesh import init_device_mesh
+
+    kind = "cuda" if torch.cuda.is_available() and (settings.device or "cuda").startswith("cuda") else "cpu"
+    return init_device_mesh(
+        kind, (settings.replicas, num_processes // settings.replicas), mesh_dim_names=("dp_replicate", "dp")
+    )
 
 
 def trace_of(settings: TrainSettings, source: ModelSource) -> gemini.MemoryTrace:

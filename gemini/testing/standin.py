@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 import torch
 
-from gemini.grad_mode import call_without_grad
+from gemini.interrupts import call_without_grad
 from gemini.memory.devices.device import Event, HostMemoryDevice, register_device
 from gemini.testing.clock import RandomClock
 from gemini.tiers import Tier

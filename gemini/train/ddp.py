@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from gemini.config import GeminiConfig
-from gemini.errors import GeminiError
+from gemini.errors import GeminiError, human_bytes
 from gemini.memory.chunks.chunk import COMPUTE_DTYPES
 from gemini.planning.trace import MemoryTrace
 from gemini.ranks.agreement import Point
@@ -79,6 +79,17 @@ class GeminiDDP(nn.Module):
     def __init__(self, model: nn.Module | None = None, config: GeminiConfig | None = None, **ranks: Any) -> None:
         # Python calls this on the module that __new__ returned; it was initialized long ago.
         pass
+
+    def __repr__(self) -> str:
+        engine = self.__dict__.get("_gemini_engine")
+        if engine is None:  # what is printed while it is made or taken apart
+            return super().__repr__()
+        ledger = engine.store.ledger
+        tiers = ", ".join(
+            f"{tier.value} {human_bytes(ledger.used(tier))} of {human_bytes(ledger.budget(tier))}"
+            for tier in ledger.tiers
+        )
+        return f"managed by Gemini in {engine.config.precision} ({tiers}): {super().__repr__()}"
 
     # ---- training -----------------------------------------------------------------------------------------------
 

@@ -34,7 +34,7 @@ from gemini.train.activations.store import make_activation_store
 from gemini.train.gradients.loss_scale import LossScale
 from gemini.train.gradients.scaled_backward import Scaling
 from gemini.train.gradients.store import GradientStore
-from gemini.train.modules.calls import CallRecord, Calls
+from gemini.train.modules.calls import Calls
 from gemini.train.modules.renormalized import Rewriting
 from gemini.train.modules.saved_weights import SavedWeights
 from gemini.train.observers import Observers
@@ -42,9 +42,9 @@ from gemini.train.params.by_name import ByName
 from gemini.train.params.exposure import Exposure
 from gemini.train.params.gathered import Gathering
 from gemini.train.params.guard import ManagedParameter
-from gemini.train.passes.backward import BackwardPass
+from gemini.train.passes.backward import BackwardPass, begin_backward_of, grad_hook
 from gemini.train.passes.forward import ForwardPass
-from gemini.train.passes.hooks import Passes, passes_of
+from gemini.train.passes.hooks import Passes
 from gemini.train.passes.recovery import Recovery
 from gemini.train.passes.stepping import Stepping
 from gemini.train.passes.stray_reads import StrayReads
@@ -139,7 +139,13 @@ class Engine:
             observers=self.write_observers, shards=shards, agree=partial(agree_on_values, shards),
         )  # fmt: skip
         trained = TrainedParams(
-            params, store, activations, precision=config.precision, gradients=config.gradients, rule=rule.spec
+            params,
+            store,
+            activations,
+            precision=config.precision,
+            gradients=config.gradients,
+            rule=rule.spec,
+            grad_hook=grad_hook,
         )
 
         forward = self.forward = ForwardPass(
@@ -161,10 +167,7 @@ class Engine:
             reduction=reduction,
         )  # fmt: skip
 
-        def begin_backward_of(record: CallRecord) -> None:
-            passes_of(own).backward.begin_of(record)
-
-        self.reads = StrayReads(forward, begin_backward_of)
+        self.reads = StrayReads(forward, partial(begin_backward_of, own))
         self.rewriting = Rewriting(by_names, self.write_observers, lock)
         self.gathering = Gathering(
             by_names, store, self.write_observers, opened=forward.opened, await_update=updates.wait
@@ -182,12 +185,14 @@ class Engine:
             upcoming=None if alone or shards is None else shards.upcoming,
             follow=(lambda: None) if alone or shards is None else shards.follow,
         )
-        self.adoption = Adoption(params, store, by_names, exposure, saved_weights, is_divided=shards is not None)
+        self.adoption = Adoption(
+            params, store, by_names, exposure, saved_weights, grad_hook=grad_hook, is_divided=shards is not None
+        )
         state.mark_made()
         if fill is not None:
             fill(by_names, in_job)
         self.adoption.take_all(filled=fill is not None)
-        mover.start_over()  # coming home is no part of the first step
+        mover.watch.start_over()  # coming home is no part of the first step
         gc.collect(0)
 
     def drain(self) -> None:

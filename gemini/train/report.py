@@ -112,8 +112,8 @@ def make_report(
     allocator = _reconcile(store.device, ledger)
     if allocator:
         report["allocator"] = allocator
-    report["moved"] = dict(sorted(store.mover.moved_last_step.counts().items()))
-    report["stalls"] = dict(store.mover.stalls.last_step)
+    report["moved"] = dict(sorted(store.mover.watch.moved_last_step.counts().items()))
+    report["stalls"] = dict(store.mover.watch.stalls)
     if shards is not None:
         report["sent"] = dict(sorted(shards.sent_last_step.items()))
     trained = [chunk for chunk in store.chunks if chunk.trained]

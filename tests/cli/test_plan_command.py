@@ -227,11 +227,12 @@ def test_offload_is_free_at_the_tokens_it_names(
             ["c.json", "--gradients", "transient", "--accumulate", "2"],
             "has one backward per update, and --accumulate 2",
         ),
+        (["c.json", "--gpu", "24"], "--gpu 24: 24 bytes? Say the unit: --gpu 24GiB, or 24B if it is meant"),
         (["c.json", "--gpu", "24GiB"], "A plan needs host memory"),
         (["c.json", "--cpu", "1GiB", "--compute", "gpu"], "--compute gpu needs the size of a GPU"),
         (["c.json", "--machine", "rtx9999"], "'rtx9999' is neither a machine that Gemini knows nor a file"),
         (["c.json", "--machine", "dgx-h100", "--gpus", "12"], "--gpus 12: a dgx-h100 has 8"),
-        (["c.json", "--cpu", "1GiB"], "c.json: there is no such file or folder"),
+        (["absent.json"], "absent.json: there is no such file or folder"),
         (["c.json", "--cpu", "1GiB", "--picture", "x.png"], "needs the speeds of a machine: --machine"),
         (["--trace", "t.json", "--cpu", "1GiB"], "--trace t.json cannot be read: No such file"),
         (["--trace", "t.json", "--cpu", "1GiB", "--seq-len", "8"], "--seq-len describes a step that is to be traced"),
@@ -241,6 +242,7 @@ def test_options_that_cannot_be(
     gemini_command: Gemini, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: list[str], says: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "c.json").write_text('{"model_type": "gpt2"}')
     refused(gemini_command("plan", *options), says)
 
 

@@ -2,9 +2,9 @@
 
     python -m tests.hunts.context_parallel [--ranks 8] [--nvme FOLDER] [--family llama ...]
 
-Every family of ``tests/ranks/context_cases.py``, both kinds of attention, with chunks in RAM; with ``--nvme`` all of them
-on NVMe and blocks checkpointed. Prints a table in Markdown; ends with 1 if a loss is off by more than 1e-6, or a gradient
-by more than 1e-5 of the largest one of its param.
+Every family of ``tests/ranks/context_cases.py``, both kinds of attention, with chunks in RAM; with ``--nvme`` all of
+them on NVMe and blocks checkpointed. Prints a table in Markdown; ends with 1 if a loss is off by more than 1e-6, or a
+gradient by more than 1e-5 of the largest one of its param.
 """
 
 from __future__ import annotations

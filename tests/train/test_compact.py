@@ -267,6 +267,10 @@ def test_compact_states_of_another_form_are_refused_and_nothing_changes(
             convert.check_rule(tmp_path, rule, here._gemini_engine.stepping.rule.spec)
     manifest = json.loads((tmp_path / "ours" / "manifest.json").read_text())
     assert manifest["exact"] and manifest["rule"][0] == "Adam, compact"
+    manifest["rule"].pop()  # as codes of the first form were saved
+    rewrite(tmp_path / "ours", manifest)
+    with pytest.raises(PlanMismatch, match="codes of form 1.*codes of form 2"):
+        gemini.load_checkpoint(tmp_path / "ours", model, optimizer)
     manifest["rule"][3] = "int4"
     rewrite(tmp_path / "ours", manifest)
     with pytest.raises(gemini.StorageError, match="no update rule"):

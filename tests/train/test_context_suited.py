@@ -70,6 +70,9 @@ CASES: dict[str, tuple[Any, str]] = {
         lambda: llama(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}), "type 'dynamic'"
     ),
     "a conv inside": (with_conv, r"layers.1.short \(Conv1d\) has a state along the sequence"),
+    "positions": (
+        lambda: of("roberta", "RobertaConfig", "RobertaForCausalLM", is_decoder=True), "begin after its padding token"
+    ),
     "flex": (lambda: llama(attn_implementation="flex_attention"), "attn_implementation='flex_attention'"),
     "compiled": (with_compiled_block, "parts of LlamaForCausalLM are compiled"),
     "not of transformers": (lambda: nn.Linear(4, 4), "Linear is no model of transformers"),

@@ -482,9 +482,9 @@ def test_a_step_moves_what_the_plan_counts(which: str, tmp_path: Path) -> None:
     optimizer, engine = gemini.HybridOptimizer(model.parameters(), rule), model._gemini_engine
     train(model, optimizer, range(1), None)
     loss_of(model, 1).backward()
-    before = engine.store.mover.moved.counts()
+    before = engine.store.mover.watch.moved.counts()
     optimizer.step()
-    moved = engine.store.mover.moved_last_step.counts() - before
+    moved = engine.store.mover.watch.moved_last_step.counts() - before
     counted = sum(
         (update_traffic(engine.decision.problem, h, i) for i, h in enumerate(engine.decision.placement.homes)),
         type(moved)(),

@@ -27,7 +27,7 @@ from contextlib import contextmanager
 import torch
 
 from gemini.errors import warn
-from gemini.grad_mode import call_without_grad
+from gemini.interrupts import call_without_grad
 from gemini.memory.devices.cuda_budget import beside_bytes, check_room, lift, limit
 from gemini.memory.devices.cuda_streams import CopyStreams, CudaEvent
 from gemini.memory.devices.cuda_windows import CudaWindow, WindowMemory

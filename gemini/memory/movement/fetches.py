@@ -66,7 +66,7 @@ class Fetches:
         """Fill the window of a chunk on the worker, behind the update of its weights. It was populated."""
         assert self.worker is not None
         update, gather, mover = self._update_of(chunk), self.gather, self._mover
-        working = Working(mover.moved, not in_step, self._staging)
+        working = Working(mover.watch.moved, not in_step, self._staging)
 
         def fetch() -> None:
             if update is not None:

@@ -39,7 +39,7 @@ def check_rule(path: Path, saved: RuleSpec, here: RuleSpec) -> None:
         )
     if saved.exact is not None:
         ours = compact(face_of(here))
-        if (saved.planes, saved.residual) != (ours.planes, ours.residual):
+        if (saved.planes, saved.residual, saved.codes) != (ours.planes, ours.residual, ours.codes):
             raise PlanMismatch(
                 f"{path} has compact states of another form ({_form(saved)}), this Gemini knows {_form(ours)}: load it "
                 'with the Gemini that wrote it, and save it with states="exact"'
@@ -48,7 +48,7 @@ def check_rule(path: Path, saved: RuleSpec, here: RuleSpec) -> None:
 
 def _form(rule: RuleSpec) -> str:
     planes = ", ".join(f"{s.kind} {s.dtype}{f' for {s.block} elements' if s.block > 1 else ''}" for s in rule.planes)
-    return f"{planes or 'no states'}, residual {rule.residual}"
+    return f"{planes or 'no states'}, residual {rule.residual}, codes of form {rule.codes}"
 
 
 def specs_of(rule: RuleSpec) -> list[PlaneSpec]:

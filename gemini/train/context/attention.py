@@ -74,8 +74,8 @@ class Attend:
             _attending.pop(module, None)
 
     def __call__(
-        self, module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any = None,
-        **how: Any,
+        self, module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+        attention_mask: Any = None, **how: Any,
     ) -> tuple[torch.Tensor, Any]:  # fmt: skip
         """As an attention of transformers: ``query`` is batch x heads x tokens of this rank x width, and so are ``key``
         and ``value``, of as many heads or fewer; the result is batch x tokens x heads x width.
@@ -85,7 +85,7 @@ class Attend:
                 "a part of a model under context parallel was called by itself: call the model, with a batch of "
                 "gemini.sequence_batch, or without gradients with whole sequences"
             )
-        self._refuse_what_is_not_divided(module, mask, how)
+        self._refuse_what_is_not_divided(module, attention_mask, how)
         self.num_calls += 1
         for name in ("position_ids", "cache_position"):
             how.pop(name, None)

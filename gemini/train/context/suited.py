@@ -55,6 +55,8 @@ def _obstacles(model: Any) -> Iterator[str]:
         yield f"attn_implementation={kernel!r} is not one it goes around (eager, sdpa, flash_attention_2)"
     yield from _layers(config, name, knows_windows="flash" in str(kernel))
     for path, module in model.named_modules():
+        if hasattr(module, "create_position_ids_from_input_ids"):
+            yield f"positions of {name} begin after its padding token, and those of a part at 0, 1, 2, ..."
         if isinstance(module, (nn.Conv1d, nn.RNNBase)) or _ALONG_THE_SEQUENCE.search(type(module).__name__):
             kind = type(module).__name__
             yield f"{path} ({kind}) has a state along the sequence, which would begin anew in each part"
@@ -72,7 +74,7 @@ def _layers(config: Any, name: str, *, knows_windows: bool) -> Iterator[str]:
         kinds = ["sliding_attention"] if windowed else []
     for kind in sorted(set(kinds) - set(_FULL)):
         if kind not in ("sliding_attention", "chunked_attention"):
-            yield f"{name} has layers of type {kind!r}, whose state along the sequence would begin anew in each part"
+            yield f"{name} has layers of type {kind!r}, which look along the sequence otherwise than by full attention"
         elif kind == "chunked_attention" or not knows_windows:
             yield (
                 f"{name} has layers of type {kind!r}, a window that its kernel "

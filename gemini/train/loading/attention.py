@@ -30,7 +30,7 @@ FLASH = "flash_attention_2"
 MOST_WIDTH = 256
 """The widest head that FlashAttention 2 has kernels for (its README)."""
 
-_INSTALL = "pip install 'gemini-torch[flash]' (flash-attn, which needs a CUDA toolkit to build)"
+_INSTALL = "pip install '.[flash]' (flash-attn, which needs a CUDA toolkit to build)"
 _NEWER = re.compile(r"flash_attention_\d+")
 
 

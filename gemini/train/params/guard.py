@@ -22,11 +22,11 @@ import torch
 from torch import nn
 
 from gemini.errors import ParamAccessError
-from gemini.grad_mode import call_without_grad
+from gemini.interrupts import call_without_grad
+from gemini.train.own_work import unwrapped, without_transforms
 from gemini.train.params.grad_reads import note_grad_read
 from gemini.train.params.handle import ParamHandle
 from gemini.train.params.owner import owner_of
-from gemini.train.transforms import unwrapped, without_transforms
 
 
 class ManagedParameter(nn.Parameter):

@@ -15,11 +15,11 @@ from gemini.memory.store import ChunkStore
 from gemini.train.activations.store import ActivationStore
 from gemini.train.modules.calls import CallRecord, Calls
 from gemini.train.modules.saved_weights import SavedWeights
-from gemini.train.observers import Observers, own_work
+from gemini.train.observers import Observers
+from gemini.train.own_work import innermost_transform, is_differentiating, own_work, without_transforms
 from gemini.train.params.exposure import Exposure
 from gemini.train.setup.trained import TrainedParams
 from gemini.train.step import StepState
-from gemini.train.transforms import innermost_transform, is_differentiating, without_transforms
 from gemini.train.update.updates import Updates
 
 

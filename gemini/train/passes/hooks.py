@@ -14,6 +14,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -30,12 +31,12 @@ from gemini.train.modules.compiled import CompiledParts, hook_around, make_room_
 from gemini.train.modules.containers import iter_tensors, map_tensors
 from gemini.train.modules.reading import is_a, params_read_by, readers
 from gemini.train.modules.renormalized import Rewriting, renormalized_by, resident_chunks, taking_over
+from gemini.train.own_work import innermost_transform
 from gemini.train.params.handle import handle_of
-from gemini.train.passes.backward import BackwardPass
+from gemini.train.passes.backward import DELETED, BackwardPass, begin_backward_of
 from gemini.train.passes.forward import ForwardPass
 from gemini.train.passes.recovery import Recovery
 from gemini.train.step import StepState
-from gemini.train.transforms import innermost_transform
 
 ENTRANCE = re.compile(r"(?:[^.\d][^.]*\.)*(?:[^.\d][^.]*|\d+)|")
 """Paths without a numbered part, or with just one at their end: "", "model", "model.norm", "model.layers.7"."""
@@ -139,7 +140,7 @@ def passes_of(ref: weakref.ref[Passes]) -> Passes:
     """
     passes = ref()
     if passes is None:
-        raise GeminiError("the GeminiDDP model this module belonged to was deleted: its weights are gone")
+        raise GeminiError(DELETED)
     return passes
 
 
@@ -301,8 +302,6 @@ def _enter_scale(output: Any, passes: Passes, *, is_root: bool) -> Any:
 
 
 def _hook_outputs(output: Any, ref: weakref.ref[Passes], record: CallRecord) -> None:
-    def begin(grad: torch.Tensor) -> None:
-        passes_of(ref).backward.begin_of(record)
-
+    begin = partial(begin_backward_of, ref, record)
     for tensor in iter_tensors(output):
         record.on_gradient(tensor, begin)

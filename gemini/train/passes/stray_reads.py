@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ class StrayReads:
         begin_backward_of: what to call when the gradient of an operation's result arrives; it does not keep the model.
     """
 
-    def __init__(self, forward: ForwardPass, begin_backward_of: Callable[[CallRecord], None]):
+    def __init__(self, forward: ForwardPass, begin_backward_of: Callable[[CallRecord, torch.Tensor], None]):
         self._forward, self._begin_backward_of = forward, begin_backward_of
 
     def in_call(self, func: Callable[..., Any], args: Any, kwargs: Any, handles: list[ParamHandle]) -> Any:
@@ -47,7 +48,7 @@ class StrayReads:
             result = func(*args, **kwargs)
         forward.lend_what_is_left(moving)
         for tensor in iter_tensors(result):
-            record.on_gradient(tensor, lambda grad: begin(record))
+            record.on_gradient(tensor, partial(begin, record))
         forward.exposure.refuse_writes()
         return result
 

@@ -192,7 +192,7 @@ class Reduction:
         if any(adding.values()) and chunk.planes[GRAD].dtype is not torch.float32:
             step.part()  # sums need another plane first, for which room is made here only
             return
-        working = Working(self._mover.moved, staging=self._staging)
+        working = Working(self._mover.watch.moved, staging=self._staging)
 
         def add_up(brought: list[int]) -> None:
             for handle in handles:
