@@ -87,6 +87,7 @@ __all__ = [
     "use_isa",
 ]
 
+
 def _num_cpus() -> int:
     """CPUs this process may run on, which on a shared machine are fewer than there are."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

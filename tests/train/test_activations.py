@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import gemini
 from gemini.memory.nvme import SpillFile
+from gemini.planning.working import staging_bytes
 from gemini.train.activations import store as activations
 from tests.train.helpers import llama, t5
 
@@ -240,3 +241,37 @@ def test_settings_that_make_no_sense(tmp_path: Path) -> None:
         gemini.GeminiConfig(offload_activations="nvme")
     with pytest.warns(UserWarning, match="no effect: forward and backward run on the cpu"):
         wrap(llama(), tmp_path, "cpu")
+
+
+class Recomputed(nn.Module):
+    """A block under activation checkpointing, of two layers that a budget has no room for together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down = nn.Linear(64, 128, bias=False), nn.Linear(128, 64, bias=False)
+
+    def block(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.tanh(self.up(x)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.block, x, use_reentrant=False).float().pow(2).mean()
+
+
+@pytest.mark.parametrize("retain_graph", [False, True])
+def test_a_weight_is_gathered_after_its_block_was_recomputed(retain_graph: bool, tmp_path: Path) -> None:
+    """Backward asks for the weight of the last layer before its input, which only the whole block gives."""
+    one_layer = 2 * 64 * 128
+    memory = gemini.MemoryBudget(cpu=2 * staging_bytes(64 * 128) + one_layer, nvme="1MiB", nvme_path=tmp_path)
+    placement = gemini.StaticPlacement(weights_on_nvme=1, optimizer_on_nvme=1)
+    config = gemini.GeminiConfig(device="cpu", memory=memory, placement=placement, max_chunk=64)
+    model, x = gemini.GeminiDDP(Recomputed(), config), torch.ones(4, 64, dtype=torch.bfloat16)
+    loss = model(x)
+    loss.backward(retain_graph=retain_graph)
+    if retain_graph:  # recomputed once more, in another backward
+        model.zero_grad()
+        loss.backward()
+    plain = Recomputed().bfloat16()
+    plain(x).backward()
+    for name, param in plain.named_parameters():
+        assert torch.equal(model.full_grad(name), param.grad)

@@ -98,7 +98,13 @@ class GradientStore:
         self.synchronous = in_turn
 
     def land(self, handle: ParamHandle, grad: torch.Tensor) -> None:
-        """Keep ``grad`` (of the param's shape, any strides), added to what is there from earlier backwards."""
+        """Keep ``grad`` (of the param's shape, any strides), added to what is there from earlier backwards.
+
+        Raises:
+            GeminiError: if torch would add it to one that a step has used; nothing was changed.
+        """
+        if handle.leftover is Leftover.USED:
+            handle.refuse_used_gradient()
         adding, flat = handle.norm_sums is not None, (grad if grad.is_contiguous() else grad.contiguous()).view(-1)
         if adding and handle.clip != 1.0:
             self.apply_clip(handle)

@@ -65,6 +65,29 @@ class _Elsewhere:
         self.packed, self.unpack = packed, unpack
 
 
+class _Recomputed:
+    """A view of a window, saved in a region that is recomputed (activation checkpointing), which is asked for first:
+    gathered before, the weight would take the room of those of its whole region.
+    """
+
+    __slots__ = ("packed", "place", "task", "unpack")
+
+    def __init__(self, place: _Place, packed: Any, unpack: Any):
+        self.place, self.packed, self.unpack = place, packed, unpack
+        self.task = -1
+
+    def recompute(self) -> None:
+        """Once in a backward: checkpointing gives nothing away twice."""
+        task = torch._C._current_graph_task_id()
+        if task not in (-1, self.task):
+            self.unpack(self.packed)
+            self.task = task
+
+
+_NOTHING = torch.empty(0, device="cpu")
+"""What checkpointing keeps of a weight. It counts what is saved, and compares shapes when it recomputes."""
+
+
 class SavedWeights:
     """The saved-tensor hooks of one model, and its count of who looks into windows.
 
@@ -149,8 +172,8 @@ class SavedWeights:
     def _around(self, pack_elsewhere: Any, unpack_elsewhere: Any) -> tuple[Any, Any]:
         """Hooks that keep views of windows as places, and leave the rest to the hooks that are open around them.
 
-        Checkpointing counts what is saved, now and in its recomputation, and saves nothing of it: it is told of weights
-        as well. Hooks of the program get them too, as what they are: they may keep them in another precision.
+        Checkpointing counts what is saved, now and in its recomputation: it is told of weights as well. Hooks of the
+        program get them too, as what they are: they may keep them in another precision.
         """
         origin = getattr(pack_elsewhere, "__module__", None) or ""
 
@@ -160,8 +183,10 @@ class SavedWeights:
                 return _Elsewhere(pack_elsewhere(tensor), unpack_elsewhere)
             if origin.startswith("gemini."):
                 return place
+            if origin == _CHECKPOINTING:
+                return _Recomputed(place, pack_elsewhere(_NOTHING), unpack_elsewhere)
             packed = pack_elsewhere(tensor.detach())  # not the param itself, which shows NaN while it is away
-            return place if origin == _CHECKPOINTING else _Elsewhere(packed, unpack_elsewhere)
+            return _Elsewhere(packed, unpack_elsewhere)
 
         pack._gemini_of = self  # type: ignore[attr-defined]
         return pack, self._unpack
@@ -205,6 +230,9 @@ class SavedWeights:
             return packed.tensor
         if kind is _Elsewhere:
             return packed.unpack(packed.packed)
+        if kind is _Recomputed:
+            packed.recompute()
+            return self._gather(packed.place)
         return self._gather(packed)
 
     @own_work

@@ -8,7 +8,6 @@ chunks as it begins, and any other read waits when it meets the guard. At rest a
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from functools import cache
 from typing import NamedTuple, Protocol
 
 import torch
@@ -17,7 +16,7 @@ from torch import nn
 from gemini.errors import ParamAccessError
 from gemini.memory.chunks.chunk import Chunk
 from gemini.memory.store import ChunkStore
-from gemini.train.params.guard import ManagedParameter
+from gemini.train.params.guard import ManagedParameter, nan_of
 from gemini.train.params.handle import SET_DATA, ParamHandle, ParamSet, notes_a_write, written_to
 from gemini.train.step import StepState
 
@@ -233,12 +232,6 @@ def poison(handles: list[ParamHandle]) -> None:
         param.data = nan_of(param.dtype, param.device).expand(param.shape)
         param.__class__ = ManagedParameter
         handle.poisoned = True
-
-
-@cache
-def nan_of(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    with torch.inference_mode(False):
-        return torch.full((), float("nan"), dtype=dtype, device=device)
 
 
 def undo_writes(handle: ParamHandle) -> None:

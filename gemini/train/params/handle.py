@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from gemini.errors import GeminiError
 from gemini.kernels import Sums
 from gemini.memory.chunks.chunk import Chunk
 from gemini.planning.layout import Part, Slot
@@ -89,6 +90,20 @@ class ParamHandle:
     def takes_step(self) -> bool:
         """Whether the next ``optimizer.step()`` updates it."""
         return self.norm_sums is not None or self.leftover is Leftover.ZEROS
+
+    def refuse_used_gradient(self) -> None:
+        """A gradient arrives where a step has used the last one, and nobody called ``zero_grad()`` since.
+
+        Raises:
+            GeminiError: unless its optimizer steps inside backward, where every gradient is used and gone.
+        """
+        stepper = None if self.optimizer is None else self.optimizer()
+        if stepper is None or not stepper.step_in_backward:
+            raise GeminiError(
+                f"a gradient of {self.name!r} arrives, and optimizer.step() has used the one before it without "
+                "zero_grad() since: torch would add the two up, and Gemini keeps no gradient that a step has used. "
+                "Call optimizer.zero_grad() after every optimizer.step()"
+            )
 
 
 def handle_of(param: Any) -> ParamHandle | None:
