@@ -27,7 +27,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from tests.ranks.pool import Failure, Pool  # noqa: E402
-from tests.ranks.schedules import KINDS, NUM_BLOCKS, Event, Play, run  # noqa: E402
+from tests.ranks.schedules import KINDS, NUM_BLOCKS, Event, Outcome, Play, run  # noqa: E402
 
 PATIENCE_S = 60.0
 """How long ranks may do nothing at all before they count as hung."""
@@ -81,7 +81,7 @@ class Hunt:
         plain = self.outcomes(ranks, replace(play, overlap=False, seed=-1))
         other = self.outcomes(ranks, play)
         failed = [o for o in (*plain, *other) if isinstance(o, Failure)]
-        if failed or any(a[:4] != b[:4] for a, b in zip(plain, other, strict=True)):
+        if failed or any(_until_error(a) != _until_error(b) for a, b in zip(plain, other, strict=True)):
             what = f"{ranks} ranks, {play}: {failed[0].kind + ': ' + failed[0].text if failed else 'other results'}"
             self.wrong.append(what)
             print(what, *(o.traceback for o in failed), sep="\n", flush=True)
@@ -107,6 +107,14 @@ class Hunt:
         print(f"killed before message {play.kill[1]}: {kinds}", flush=True)
         self.seen["kills"] += 1
         return True
+
+
+def _until_error(outcome: Outcome) -> tuple[Any, ...]:
+    """What must be the same. A norm that is looked at on the way to an error is of gradients of different backwards."""
+    if not outcome.error:
+        return outcome[:4]
+    num_steps = len(outcome.scripted)
+    return outcome.error, num_steps, outcome.norms[:num_steps]
 
 
 def main() -> int:
