@@ -267,7 +267,7 @@ def test_compact_states_are_the_cpu_kernel_s(which: str, shift: int) -> None:
     hi, lo, states, grad = compact_cases.arrays(which, n, torch.bfloat16)
     given = on_card([hi, lo, *states.values(), grad], shift)
     there = dict(zip(states, given[2:-1], strict=True))
-    rule.run(hi, lo, states, grad, segments)
+    rule.run(rules.Arrays(hi, lo, states, grad), segments)
     with nobody_waits():
         rule.run(rules.Arrays(given[0], given[1], there, given[-1]), segments)
     for name, wanted in {"weights": hi.view(torch.int16), "residual": lo, **states}.items():
