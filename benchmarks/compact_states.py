@@ -32,8 +32,9 @@ from benchmarks._rounds import Spread, measure_in_turn, median_ratio, seconds_of
 from gemini import kernels
 from gemini.optim import LionRule, SGDRule
 from gemini.optim.compact import CompactRule
-from gemini.rules import AdamRule, Segment, UpdateRule, Where
+from gemini.rules import AdamRule, Arrays, Segment, UpdateRule, Where
 
+RUNS = ["exact", "compact", "exact again"]
 EXACT, COMPACT, FUSED = "gemini AdamW, exact", "gemini AdamW, compact", "torch AdamW fused fp32"
 
 
@@ -76,7 +77,8 @@ def _updater(rule: UpdateRule, weights: Tensor, grad: Tensor) -> Callable[[], No
     def update() -> None:
         nonlocal step
         step += 1
-        rule.run(hi, lo, states, grad, [Segment(0, n, rule.scalars(group, step, 1.0), Where("weight", 0))])
+        arrays = Arrays(hi, lo, states, grad)
+        rule.run(arrays, [Segment(0, n, rule.scalars(group, step, 1.0), Where("weight", 0))])
 
     return update
 
@@ -155,7 +157,7 @@ def train_one(args: argparse.Namespace, text: Text, seed: int, states: str, *, a
         return min((step + 1) / warm, 0.1 + 0.45 * (1 + math.cos(math.pi * step / args.steps)))
 
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
-    for ids in batches(text.train, args.steps, 4, 128, seed):
+    for ids in batches(text.train, args.steps, args.batch, args.length, seed):
         model(input_ids=ids, labels=ids).loss.backward()
         model.clip_grad_norm_(1.0)
         optimizer.step()
@@ -179,7 +181,8 @@ def training(args: argparse.Namespace) -> list[str]:
     rows = []
     for seed in args.seeds:
         exact = 0.0
-        for told, states in (("exact", "exact"), ("compact", "compact"), ("exact again", "exact")):
+        for told in args.runs:
+            states = "compact" if told == "compact" else "exact"
             found = train_one(args, text, seed, states, again=told == "exact again")
             exact = exact or found.held_out
             gap = found.held_out / exact - 1
@@ -197,6 +200,9 @@ def main() -> None:
     parser.add_argument("--isa", default=None, help="instruction set of gemini's kernels (default: the best)")
     parser.add_argument("--steps", type=int, default=0, help="optimizer steps of the training; 0 trains nothing")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="of init and data")
+    parser.add_argument("--runs", nargs="+", default=RUNS, choices=RUNS, help="what is trained (default: all)")
+    parser.add_argument("--batch", type=int, default=4, help="sequences of a step (default: %(default)s)")
+    parser.add_argument("--length", type=int, default=128, help="bytes of a sequence (default: %(default)s)")
     parser.add_argument("--held-out", type=int, default=64, help="batches of 1024 bytes that are held out")
     parser.add_argument("--hidden", type=int, default=256, help="width of the model (default: %(default)s)")
     parser.add_argument("--layers", type=int, default=3, help="its layers (default: %(default)s)")
@@ -210,7 +216,8 @@ def main() -> None:
         with kernels.use_isa(args.isa):
             report += [*head("Compact states", [what]), *speed(int(args.params), args.rounds, args.threads)]
     if args.steps:
-        what = f"{args.steps} steps of 512 tokens, hidden size {args.hidden}, {args.layers} layers, lr {args.lr:g}."
+        tokens = f"{args.batch} x {args.length} tokens"
+        what = f"{args.steps} steps of {tokens}, hidden size {args.hidden}, {args.layers} layers, lr {args.lr:g}."
         report += [*head("Training with compact states", [what]), *training(args)]
     publish(report, args.out)
 

@@ -1,12 +1,13 @@
 """How far a param travels through the code: files, hops between them and calls, for each phase of one step.
 
     python benchmarks/hops.py
-    python benchmarks/hops.py --out hops.json
+    python benchmarks/hops.py --files --out hops.json
 
 Five Linear layers (10 params) are wrapped, trained for two steps and saved under a call trace of the training thread.
 For each phase it says how many files of ``gemini/`` were entered, how often execution went from one of them to another,
 and how many functions were called; last, how many Python calls a module costs that moves nothing, inside another one.
-Kernels are the reference in torch, so that native code hides nothing.
+Kernels are the reference in torch, so that native code hides nothing. ``--files`` also names the files of forward,
+backward and step where everything is in memory, with the calls in each.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import argparse
 import json
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
@@ -43,15 +45,19 @@ class Walk:
         hops = sum(a != b for a, b in zip(self.files, self.files[1:], strict=False))
         return {"files": len(set(self.files)), "hops": hops, "calls": len(self.files)}
 
+    def by_file(self) -> dict[str, int]:
+        """Calls in each file, most of them first."""
+        return dict(Counter(name.removeprefix(ROOT + "/") for name in self.files).most_common())
 
-def walk(do: Callable[[], Any]) -> tuple[Any, dict[str, int]]:
+
+def walk(do: Callable[[], Any]) -> tuple[Any, Walk]:
     seen = Walk()
     sys.setprofile(seen)
     try:
         result = do()
     finally:
         sys.setprofile(None)
-    return result, seen.figures()
+    return result, seen
 
 
 class Block(nn.Module):
@@ -78,9 +84,9 @@ def configs(folder: Path) -> dict[str, gemini.GeminiConfig]:
     }
 
 
-def phases(config: gemini.GeminiConfig, folder: Path) -> dict[str, dict[str, int]]:
+def phases(config: gemini.GeminiConfig, folder: Path) -> dict[str, Walk]:
     torch.manual_seed(0)
-    found: dict[str, dict[str, int]] = {}
+    found: dict[str, Walk] = {}
     x = torch.randn(4, 16, dtype=torch.bfloat16)
     bare = nn.Sequential(*(Block() for _ in range(5)))
     model, found["wrap"] = walk(lambda: gemini.GeminiDDP(bare, config))
@@ -101,7 +107,7 @@ def calls_of_unmoved_module(config: gemini.GeminiConfig) -> float:
         model = gemini.GeminiDDP(nn.Sequential(*(Block() for _ in range(num_blocks))), config)
         with torch.no_grad():
             model(torch.zeros(1, 16, dtype=torch.bfloat16))
-            return walk(lambda: model(torch.zeros(1, 16, dtype=torch.bfloat16)))[1]["calls"]
+            return len(walk(lambda: model(torch.zeros(1, 16, dtype=torch.bfloat16)))[1].files)
 
     # What is per chunk and not per module (params become ordinary, and guarded again) is counted too.
     return (calls(40) - calls(20)) / 20
@@ -109,6 +115,7 @@ def calls_of_unmoved_module(config: gemini.GeminiConfig) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--files", action="store_true", help="name the files")
     parser.add_argument("--out", type=Path, help="write the figures as JSON")
     args = parser.parse_args()
     report: dict[str, Any] = {}
@@ -116,14 +123,19 @@ def main() -> None:
         for label, config in configs(Path(name)).items():
             folder = Path(name) / label.replace(" ", "_")
             folder.mkdir()
-            report[label] = phases(config, folder)
+            walks = phases(config, folder)
+            report[label] = {phase: seen.figures() for phase, seen in walks.items()}
+            if label == "in memory":
+                report["files"] = {phase: walks[phase].by_file() for phase in ("forward", "backward", "step")}
         report["calls of an unmoved module"] = calls_of_unmoved_module(configs(Path(name))["in memory"])
-    names = [label for label in report if isinstance(report[label], dict)]
+    names = [label for label in report if isinstance(report[label], dict) and label != "files"]
     print("files / hops / calls" + "".join(f"{label:>22}" for label in names))
     for phase in report[names[0]]:
         rows = (" / ".join(str(n) for n in report[label][phase].values()) for label in names)
         print(f"{phase:<20}" + "".join(f"{row:>22}" for row in rows))
     print(f"Python calls of a module that moves nothing, inside another: {report['calls of an unmoved module']:.1f}")
+    for phase, files in report["files"].items() if args.files else ():
+        print(f"\n{phase}: " + ", ".join(f"{name} {calls}" for name, calls in files.items()))
     if args.out:
         args.out.write_text(json.dumps(report, indent=1) + "\n")
 

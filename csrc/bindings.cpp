@@ -1,5 +1,5 @@
 // The Python face of the native code, and the only file that knows pybind11. Pointers are integers, checked by
-// gemini/kernels.py, which is the only module that loads this one; the GIL is released around all work.
+// gemini/kernels.py; gemini/kernels_native.py alone loads this one. The GIL is released around all work.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -53,7 +53,7 @@ size_t probe_width(int64_t n) {
 PYBIND11_MODULE(_C, m) {
     using nogil = py::call_guard<py::gil_scoped_release>;
     // Raised when a signature below changes: a library left over from another version is then refused, not misused.
-    m.attr("INTERFACE") = 6;
+    m.attr("INTERFACE") = 7;
 
     py::register_exception_translator([](std::exception_ptr thrown) {
         try {

@@ -55,8 +55,13 @@ class GeminiConfig:
         tile_tokens: let the MLPs of the model, and its output head with its loss, be computed so many tokens at a
             time, so that neither their inner activations nor logits of a whole sequence ever exist; the rest is
             computed again in backward. Losses keep their bits, gradients are the same sums in another order, and an
-            output of a training step has no logits. None for a model as it is. ``trace`` is then to be of the tiled
-            model as well (``gemini.trace(..., tile_tokens=)``).
+            output of a training step has no logits. ``trace`` is then to be of the tiled model as well
+            (``gemini.trace(..., tile_tokens=)``). "auto" leaves it to the planner: on, with the size that ``trace``
+            has, where activations do not fit the budget without. None for a model as it is: whether gradients are
+            added up in another order is not for a budget to decide, unless it is asked to.
+        context_attention: how attention is divided over the dimension ``cp`` of a mesh: "ulysses" (each rank computes a
+            part of the heads), "gathered" (each rank gathers all keys and values), or "auto": Ulysses where ``cp``
+            divides the heads.
 
     Raises:
         ValueError, TypeError: for values that make no sense, naming what is accepted.
@@ -78,7 +83,8 @@ class GeminiConfig:
     update_threads: int | None = None
     optimizer: Any = None
     states: str = "exact"
-    tile_tokens: int | None = None
+    tile_tokens: int | str | None = None
+    context_attention: str = "auto"
 
     def __post_init__(self) -> None:
         if self.precision is not None:
@@ -86,6 +92,7 @@ class GeminiConfig:
         _one_of("gradients", self.gradients, GRADIENTS)
         if self.reduce_dtype is not None:
             _one_of("reduce_dtype", self.reduce_dtype, PRECISIONS)
+        _one_of("context_attention", self.context_attention, ("auto", "ulysses", "gathered"))
         if self.offload_activations is not None:
             _one_of("offload_activations", self.offload_activations, ("cpu", "nvme", "auto"))
         if not isinstance(self.memory, MemoryBudget):
@@ -114,8 +121,9 @@ class GeminiConfig:
         if spec_of(self.optimizer) is self.optimizer:
             raise TypeError(f"optimizer= is an update rule, got the spec of one alone: {self.optimizer!r}")
         _ = self.rule_spec
-        if self.tile_tokens is not None and (type(self.tile_tokens) is not int or self.tile_tokens < 2):
-            raise ValueError(f"tile_tokens= is a number of tokens, 2 or more, got {self.tile_tokens!r}")
+        tiles = self.tile_tokens
+        if tiles not in (None, "auto") and (type(tiles) is not int or tiles < 2):
+            raise ValueError(f'tile_tokens= is "auto" or a number of tokens, 2 or more, got {tiles!r}')
         if self.activations is not None:
             parse_bytes(self.activations, what="activations=")
 

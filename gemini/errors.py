@@ -1,4 +1,4 @@
-"""Every error Gemini raises on purpose, and the two functions that turn bytes into words and back.
+"""Every error Gemini raises on purpose, how it warns, and the two functions that turn bytes into words and back.
 
 This is the ground floor: no torch, no other room. An error says what was asked, what is there and what to do; sizes in
 it are human ("1.2 GiB"). Users who pass bad values get ``ValueError``/``TypeError``; the classes here are for states
@@ -8,6 +8,21 @@ of the world that a correct program can meet.
 from __future__ import annotations
 
 import re
+import sys
+import warnings
+from pathlib import Path
+
+# Code between the program and a warning: a warning names the program's line, however deep the one is that gives it.
+_BETWEEN = tuple(f"{Path(__file__).resolve().parents[1] / name}/" for name in ("gemini", "integrations"))
+_TORCH = "/site-packages/torch/"
+
+
+def warn(message: str) -> None:
+    """Warn of ``message`` at the line of the program that called Gemini, or here where a thread of ours warns."""
+    level, frame = 2, sys._getframe().f_back
+    while frame is not None and (frame.f_code.co_filename.startswith(_BETWEEN) or _TORCH in frame.f_code.co_filename):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, stacklevel=level if frame is not None else 1)
 
 
 class GeminiError(RuntimeError):

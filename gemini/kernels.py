@@ -1,6 +1,6 @@
 """The numeric kernels and raw I/O under the memory manager and the optimizer: native where it can be, torch elsewhere.
 
-The only module that loads gemini._C. Every function checks its tensors, then runs C++ (CPU tensors, native library
+Every function checks its tensors, then runs C++ (CPU tensors, native library
 present) or the same function of gemini.kernels_reference, with the same bits either way: neither instruction set, nor
 threads, nor device change a result. Tensors are flat (1-D, contiguous); native writes do not pass through autograd and
 leave version counters alone. Set GEMINI_NATIVE=0 to run without the native library.
@@ -8,14 +8,12 @@ leave version counters alone. Set GEMINI_NATIVE=0 to run without the native libr
 
 from __future__ import annotations
 
-import importlib
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -33,11 +31,13 @@ from gemini.kernels_checks import (
     check_one,
     check_scales,
     check_segments,
-    check_two,
     update_args,
 )  # fmt: skip
 from gemini.kernels_compact import BLOCK as COMPACT_BLOCK
 from gemini.kernels_cuda import CudaKernels
+from gemini.kernels_io import IoQueue
+from gemini.kernels_native import native as _native
+from gemini.kernels_native import why_not as _why_not
 from gemini.kernels_reference import (
     IO_THREADS,
     NORM_BLOCK,
@@ -48,15 +48,7 @@ from gemini.kernels_reference import (
     Segment,
     total,
 )  # fmt: skip
-from gemini.kernels_sums import (
-    ClipFactor,
-    DeviceSums,
-    Sums,
-    clip_coefficient,
-    nonfinite_flag,
-    resolve,
-    totals,
-)
+from gemini.kernels_sums import ClipFactor, DeviceSums, Sums, clip_coefficient, nonfinite_flag, resolve
 
 __all__ = [
     "COMPACT_BLOCK",
@@ -98,28 +90,12 @@ __all__ = [
     "use_isa",
 ]
 
-_INTERFACE = 6  # of the signatures in csrc/bindings.cpp
-
-
-def _load() -> tuple[Any, str | None]:
-    """The native module, or None and why not."""
-    if os.environ.get("GEMINI_NATIVE") == "0":
-        return None, "GEMINI_NATIVE=0 is set"
-    try:
-        native = importlib.import_module("gemini._C")
-    except ImportError as error:
-        return None, f"gemini._C cannot be loaded ({error}); install with a C++ compiler and pybind11 to build it"
-    if getattr(native, "INTERFACE", None) != _INTERFACE:
-        return None, "gemini._C was built from another version of the sources; build it again"
-    return native, None
-
 
 def _num_cpus() -> int:
     """CPUs this process may run on, which on a shared machine are fewer than there are."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-_native, _why_not = _load()
 _isas: dict[str, Any] = {"reference": None}  # name -> what the native functions take; slowest first
 if _native is not None:
     _isas |= {name: isa for name, isa in _native.Isa.__members__.items() if _native.runs_here(isa)}
@@ -383,6 +359,33 @@ def leaves_sums_there(tensor: Tensor) -> bool:
     return _cuda_for(tensor) is not None
 
 
+def totals(many: Sequence[Sums]) -> list[float]:
+    """`total` of each, after one `resolve` of all."""
+    if DeviceSums not in {type(part) for sums in many for part in sums}:  # as those of every kernel on the CPU
+        return [total(sums) for sums in many]  # type: ignore[arg-type]
+    return [total(numbers) for numbers in resolve(many)]
+
+
+def _check_two(op: str, into: tuple[str, Tensor, tuple[torch.dtype, ...]], source: Tensor) -> tuple[int, int]:
+    """`check` of two, as quickly as can be: every gradient of every step comes through here."""
+    _, first, accepted = into
+    n = first.numel()
+    if (
+        first.dtype in accepted
+        and source.dtype in GRAD
+        and first.dim() == source.dim() == 1
+        and source.numel() == n
+        and first.is_contiguous()
+        and source.is_contiguous()
+        and first.device == source.device
+    ):
+        a, b = first.data_ptr(), source.data_ptr()
+        if a + n * first.itemsize <= b or b + n * source.itemsize <= a:
+            return a, b
+    a, b = check(op, (into, ("src", source, GRAD)))  # which says what is wrong, or that they are empty
+    return a, b
+
+
 def copy_grad(dst: Tensor, src: Tensor) -> Sums:
     """dst = src, in one pass with the norm: returns the sums of squares of dst, one per NORM_TILE elements.
 
@@ -391,7 +394,7 @@ def copy_grad(dst: Tensor, src: Tensor) -> Sums:
     Sums of a CUDA kernel stay on the device until `resolve` or `totals` asks for them; others are numbers.
     """
     accepted = (src.dtype, torch.float32) if src.dtype != torch.float32 else FLOAT32
-    d, s = check_two("copy_grad", ("dst", dst, accepted), src)
+    d, s = _check_two("copy_grad", ("dst", dst, accepted), src)
     if cuda := _cuda_for(dst):
         places = cuda.places(dst)
         cuda.copy_grad(dst, src, places)
@@ -403,7 +406,7 @@ def copy_grad(dst: Tensor, src: Tensor) -> Sums:
 
 def accumulate_grad(acc: Tensor, src: Tensor) -> Sums:
     """acc (fp32) += src, in one pass with the norm: returns the sums of squares of the new acc, as copy_grad does."""
-    a, s = check_two("accumulate_grad", ("acc", acc, FLOAT32), src)
+    a, s = _check_two("accumulate_grad", ("acc", acc, FLOAT32), src)
     if cuda := _cuda_for(acc):
         places = cuda.places(acc)
         cuda.accumulate_grad(acc, src, places)
@@ -462,66 +465,3 @@ def join_master(hi: Tensor, lo: Tensor, out: Tensor) -> None:
         (_native.join_master if is_exact else _native.join_master24)(_isa, h, w, o, out.numel())
     else:
         reference.join_master(hi, lo, out)
-
-
-# ---- I/O -------------------------------------------------------------------------------------------------------------
-
-
-class IoQueue:
-    """Reads and writes between memory and file descriptors, on `num_threads` blocking threads.
-
-    Addresses, sizes and offsets are in bytes; what O_DIRECT asks of their alignment is the caller's business, and
-    blocks are cut at multiples of 4 MiB from the start of a request. File and memory must live until `wait` has
-    returned or raised for the ticket; only then is the memory free of the threads. Requests start in the order of
-    submission, and end in any order. Urgent ones come first: their blocks go before every block of the others that is
-    not yet being transferred, in the order of submission among themselves. A queue belongs to the process that made
-    it: in a forked child every call raises RuntimeError. Calls may come from several threads.
-    """
-
-    def __init__(self, num_threads: int = IO_THREADS) -> None:
-        self._queue = reference.ThreadedIoQueue(num_threads) if _native is None else _native.IoQueue(num_threads)
-
-    def submit_read(self, fd: int, address: int, nbytes: int, offset: int, urgent: bool = False) -> int:
-        """Starts reading `nbytes` at `offset` of the file into memory at `address`; returns the ticket to wait for."""
-        _check_range(nbytes, offset)
-        return self._queue.submit_read(fd, address, nbytes, offset, urgent)
-
-    def submit_write(self, fd: int, address: int, nbytes: int, offset: int, urgent: bool = False) -> int:
-        """Starts writing `nbytes` from memory at `address` to `offset` of the file; returns the ticket to wait for."""
-        _check_range(nbytes, offset)
-        return self._queue.submit_write(fd, address, nbytes, offset, urgent)
-
-    def done(self, ticket: int) -> bool:
-        """Whether `wait` would return or raise at once. The ticket stays good for its one wait (else ValueError)."""
-        return self._queue.done(ticket)
-
-    def wait(self, ticket: int) -> None:
-        """Waits for a request to end, with the GIL released. A ticket is good for one wait (else ValueError).
-
-        Raises OSError with the errno of the first block that failed; a read beyond the end of the file is EIO with a
-        text that says so.
-        """
-        self._queue.wait(ticket)
-
-    def read(self, fd: int, address: int, nbytes: int, offset: int, urgent: bool = False) -> None:
-        """submit_read and wait."""
-        self.wait(self.submit_read(fd, address, nbytes, offset, urgent))
-
-    def write(self, fd: int, address: int, nbytes: int, offset: int, urgent: bool = False) -> None:
-        """submit_write and wait."""
-        self.wait(self.submit_write(fd, address, nbytes, offset, urgent))
-
-    def close(self) -> None:
-        """Completes what was submitted and ends the threads. Idempotent; tickets may still be waited for."""
-        self._queue.close()
-
-    def __enter__(self) -> IoQueue:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self.close()
-
-
-def _check_range(nbytes: int, offset: int) -> None:
-    if nbytes < 0 or offset < 0:
-        raise ValueError(f"nbytes and offset must be 0 or more, not {nbytes} and {offset}")

@@ -56,26 +56,6 @@ def check(op: str, args: Args) -> list[int]:
     return addresses
 
 
-def check_two(op: str, into: tuple[str, Tensor, tuple[torch.dtype, ...]], source: Tensor) -> tuple[int, int]:
-    """The same of two, as quickly as can be: every gradient of every step comes through here."""
-    _, first, accepted = into
-    n = first.numel()
-    if (
-        first.dtype in accepted
-        and source.dtype in GRAD
-        and first.dim() == source.dim() == 1
-        and source.numel() == n
-        and first.is_contiguous()
-        and source.is_contiguous()
-        and first.device == source.device
-    ):
-        a, b = first.data_ptr(), source.data_ptr()
-        if a + n * first.itemsize <= b or b + n * source.itemsize <= a:
-            return a, b
-    a, b = check(op, (into, ("src", source, GRAD)))  # which says what is wrong, or that they are empty
-    return a, b
-
-
 def update_args(weights: Tensor, residual: Tensor | None, states: Mapping[str, Tensor], grad: Tensor) -> Args:
     """The arrays of an update; with a residual the weights are the upper halves of split masters, and it comes last."""
     args: Args = (

@@ -1,20 +1,22 @@
 """Compact states in torch lines: the definition that the native kernels (csrc/compact.h) equal bit for bit.
 
-Every 64 elements of a param share a scale, the power of two at or above the largest magnitude, kept as its biased
-exponent in a byte (E8M0; 0 for a block of zeros). Between -1 and 1, in units of it:
+Every 64 elements of a param share a scale: the least power of two of which the largest magnitude is 63/64 at most, kept
+as its biased exponent in a byte (E8M0). In units of it:
 
-    signed states (momentum)    int8 c     sign(c) (c / 127)^2    rounded to the nearest c
-    averages of squares         uint8 c    (c / 255)^4            dithered; c is 1 at least where they are not 0
+    signed states (momentum)    int8 c     128 root(x), and the sign      rounded to the nearest c
+    averages of squares         uint8 c    256 root(root(x))              dithered; c is 1 at least where they are not 0
+
+``root`` has straight pieces: it halves the bits of a float, which are its logarithm within an eighth. So a code is a
+shift of bits and decoding is the shift back, with an offset, and the same on every processor. Between two codes next to
+each other the value goes along a straight line (squares: from c = 4 on, 2^-24 of the scale), so that a code which is
+right in the mean is a value which is right in the mean.
 
 An average of squares with beta2 = 0.999 moves its code by less than 0.13 in a step, so rounding to the nearest would
 freeze it. It is rounded up instead where its fraction between two codes exceeds a threshold that changes with the
 element and the step: the upper bits of ``index * A + step * B + salt(name)`` (a Weyl sequence). So the mean is right,
 nothing random is kept, and the bits depend on nothing but the param, the element and the step.
 
-The fractional powers are a guess at an inverse root, out of the bits, and some terms of the series of its error:
-products and sums alone, the same on every processor. Scales are powers of two, so nothing is divided.
-
-Companding by powers follows FlashOptim (arXiv:2602.23349), scales per block bitsandbytes (Dettmers et al., 2021,
+Codes by roots follow FlashOptim (arXiv:2602.23349), scales per block bitsandbytes (Dettmers et al., 2021,
 arXiv:2110.02861); that rounding freezes averages of squares is in SOLO (arXiv:2505.00347).
 """
 
@@ -26,16 +28,16 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from gemini.grad_mode import without_grad
-from gemini.kernels_reference import to_fp32
+from gemini.interrupts import without_grad
 
 BLOCK = 64
 _PER_INDEX, _PER_STEP = 0x85EBCA6B, 0x9E3779B9
-_INV_127_2, _INV_255_4 = to_fp32(1 / 127**2), to_fp32(1 / 255**4)
-_255_4 = to_fp32(255.0**4)
-_GUESS_ROOT, _GUESS_FOURTH = 0x5F375000, 0x4F582000
+_LIMIT = 0x3F7C0000
+"""The bits of 63/64, the largest value in units of a scale."""
+_TO_SIGNED, _TO_SQUARE = 0x23400000, 0x33A00000
+"""What bits of values in units of the scale, shifted, lack to be those of codes: 1 would have 128, and 256."""
 NEAREST = None
-"""As a dither: none, squares are rounded to the nearest of their two codes in value. For what is encoded once."""
+"""As a dither: none, squares are rounded to the nearest code. For what is encoded once."""
 
 
 def dither_of(name: str, offset: int, step: int) -> int:
@@ -49,13 +51,12 @@ def dither_of(name: str, offset: int, step: int) -> int:
 @without_grad
 def decode(codes: Tensor, scales: Tensor) -> Tensor:
     """The fp32 values of a state, flat; of int8 codes a signed one, of uint8 codes squares."""
-    c = codes.float()
+    c = codes.float().view(torch.int32)
     if codes.dtype is torch.int8:
-        values = c * c.abs() * _INV_127_2
+        bits = (c & 0x7FFFFFFF).clamp_(min=_TO_SIGNED) - _TO_SIGNED << 1 | c & -0x80000000
     else:
-        square = c * c
-        values = square * square * _INV_255_4
-    return values * _each(scales.int() << 23, len(codes))
+        bits = c.clamp_(min=_TO_SQUARE) - _TO_SQUARE << 2
+    return bits.view(torch.float32) * _each(scales.int() << 23, len(codes))
 
 
 @without_grad
@@ -64,19 +65,15 @@ def encode(values: Tensor, codes: Tensor, scales: Tensor, dither: int | None = N
     n = len(values)
     magnitudes = pad(values.view(torch.int32) & 0x7FFFFFFF, (0, -n % BLOCK)).view(-1, BLOCK)
     largest = magnitudes.amax(1) if n else magnitudes.new_zeros(0)
-    exponents = ((largest.clamp(max=0x7F000000) + 0x7FFFFF) >> 23).clamp_(max=253)
+    exponents = ((largest.clamp(max=0x7F000000) + 0x83FFFF) >> 23).clamp_(max=253)
     scales.copy_(exponents)
-    x = values.abs() * _each((254 - exponents) << 23, n)
-    x = torch.where(x < 1, x, 1.0)
+    x = (values.abs() * _each((254 - exponents) << 23, n)).view(torch.int32).clamp_(max=_LIMIT)
     if codes.dtype is torch.int8:
-        rounded = _root_127(x).round()  # half to even
+        rounded = ((x >> 1) + _TO_SIGNED).view(torch.float32).round_()  # half to even
         codes.copy_(torch.where(values < 0, -rounded, rounded))
         return
-    below = _fourth_root_255(x).int().clamp_(max=254).float()
-    low, high = below * below, (below + 1) * (below + 1)
-    low, high = low * low, high * high
-    up = x * _255_4 - low > _threshold(dither, n, values.device) * (high - low)
-    codes.copy_(torch.maximum(below + up, (values.view(torch.int32) & 0x7FFFFFFF != 0).float()))
+    found = (((x >> 2) + _TO_SQUARE).view(torch.float32) + _threshold(dither, n, values.device)).int() - 1
+    codes.copy_(torch.maximum(found, (values.view(torch.int32) & 0x7FFFFFFF != 0).int()))
 
 
 def _each(bits: Tensor, n: int) -> Tensor:
@@ -85,27 +82,8 @@ def _each(bits: Tensor, n: int) -> Tensor:
 
 
 def _threshold(dither: int | None, n: int, device: torch.device) -> Tensor | float:
+    """Between 1 and 2, of 15 bits: added to a code it is exact where the code is the largest."""
     if dither is None:
-        return 0.5
+        return 1.5
     sequence = torch.arange(n, device=device) * _PER_INDEX + dither & 0xFFFFFFFF
-    return (sequence >> 9 | 0x3F800000).int().view(torch.float32) - 1
-
-
-# Of a guess r at an inverse root, e = 1 - x r^p says how far it is off, and x r^(p - 1) (1 - e)^(1/p - 1) is the root:
-# some terms of that.
-
-
-def _root_127(x: Tensor) -> Tensor:
-    """127 times the square root of numbers in [0, 1], to 0.013."""
-    r = (_GUESS_ROOT - (x.view(torch.int32) >> 1)).view(torch.float32)
-    t = x * r
-    e = 1 - t * r
-    return t * (127 + e * (63.5 + e * 47.625))
-
-
-def _fourth_root_255(x: Tensor) -> Tensor:
-    """255 times the fourth root of numbers in [0, 1], to 0.034."""
-    r = (_GUESS_FOURTH - (x.view(torch.int32) >> 2)).view(torch.float32)
-    t = x * r * (r * r)
-    e = 1 - t * r
-    return t * (255 + e * (191.25 + e * (167.34375 + e * 153.3984375)))
+    return (sequence >> 9 & 0x7FFF00 | 0x3F800000).int().view(torch.float32)

@@ -2,7 +2,8 @@
 
 Work is enqueued on torch's current stream of the tensors' device, and nothing waits: sums of squares are left there, in
 `NormWorkspace`, for whoever can wait later or never (`clip_factor` turns them into the factor that clips without the
-host; it learns once, by a copy, how many tiles the gradients of a model have). The host waits in `fetch` alone. Arguments were checked by gemini.kernels.
+host; it learns once, by a copy, how many tiles the gradients of a model have). The host waits in `fetch` alone.
+Arguments were checked by gemini.kernels.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from gemini.grad_mode import without_grad
+from gemini.interrupts import without_grad
 
 NORM_BLOCK, NORM_LANES, NORM_TILE = 4096, 32, 1 << 20
 

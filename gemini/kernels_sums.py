@@ -100,11 +100,6 @@ def resolve(many: Sequence[Sums]) -> list[list[float]]:
     ]
 
 
-def totals(many: Sequence[Sums]) -> list[float]:
-    """``total`` of each, after one ``resolve`` of all."""
-    return [total(numbers) for numbers in resolve(many)]
-
-
 def clip_coefficient(norm: float, max_norm: float) -> float:
     """What gradients of this norm are multiplied by; 1 for one that is not finite."""
     return min(1.0, max_norm / (norm + 1e-6)) if math.isfinite(norm) else 1.0
@@ -128,7 +123,7 @@ class ClipFactor:
 
     def coefficient(self) -> float:
         """The factor before it was rounded, found by the host, which waits for sums that it has not seen yet."""
-        return clip_coefficient(math.sqrt(total(totals(self._sums))), self._max_norm)
+        return clip_coefficient(math.sqrt(total([total(sums) for sums in resolve(self._sums)])), self._max_norm)
 
     def is_of(self, many: Sequence[Sums]) -> bool:
         """Whether these are its gradients' sums, all of them."""
@@ -146,7 +141,7 @@ def nonfinite_flag(many: Sequence[Sums]) -> Tensor | None:
     known = [[part for part in sums if not isinstance(part, DeviceSums) or part.is_here] for sums in many]
     tiles = torch.cat([sums.on_device() for sums in unresolved])
     flag = tiles.isfinite().all().logical_not().to(torch.int32).view(1)
-    return flag if all(math.isfinite(number) for number in totals(known)) else flag.fill_(1)
+    return flag if all(math.isfinite(total(numbers)) for numbers in resolve(known)) else flag.fill_(1)
 
 
 def _unresolved(many: Iterable[Sums]) -> list[DeviceSums]:

@@ -9,7 +9,6 @@ which lays out the planes, and its optimizer is ``HybridOptimizer(params, rule)`
 from __future__ import annotations
 
 import math
-import threading
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,16 +19,12 @@ from torch import Tensor
 
 from gemini import kernels
 from gemini.errors import GeminiError
-from gemini.grad_mode import without_grad
+from gemini.interrupts import without_grad
 from gemini.planning import planes
 from gemini.planning.planes import RuleSpec
 
 _SLAB = 2**20
 """Elements that are joined, updated and split at once: bounds what the torch lines take beside planes and budgets."""
-
-
-_ONE_AT_A_TIME = threading.Lock()
-"""For updates of whole params, so that budgets have room for the temporaries of one."""
 
 
 class Where(NamedTuple):
@@ -38,6 +33,19 @@ class Where(NamedTuple):
     name: str
     offset: int
     shape: tuple[int, ...] = ()
+
+
+class Arrays(NamedTuple):
+    """Where the elements of an update are: flat, equally long (a plane by blocks has an item for each), on one device.
+
+    ``weights`` and ``residual`` are a master, whole (then ``residual`` is None) or split; ``states`` has the planes of
+    the rule by name, and its factors.
+    """
+
+    weights: Tensor
+    residual: Tensor | None
+    states: Mapping[str, Tensor]
+    grad: Tensor
 
 
 class Segment(NamedTuple):
@@ -110,36 +118,24 @@ class UpdateRule(ABC):
         """
 
     def run(
-        self,
-        weights: Tensor,
-        residual: Tensor | None,
-        states: Mapping[str, Tensor],
-        grad: Tensor,
-        segments: Sequence[Segment],
-        stop: Tensor | None = None,
-        grad_scale: Tensor | None = None,
+        self, arrays: Arrays, segments: Sequence[Segment], stop: Tensor | None = None, grad_scale: Tensor | None = None
     ) -> None:
-        """Update parts of flat arrays, each in its own way; ``weights`` and ``residual`` are a master, whole or split.
+        """Update parts of the arrays, each in its own way; those of a rule that is ``whole`` one after the other.
 
         ``stop``: a flag on their device; if it is not 0 when the update would begin there, nothing is done.
         ``grad_scale``: a number there, in place of the one that the scalars were made with.
         """
         assert stop is None and grad_scale is None, "this rule takes nothing from a device"
         for begin, end, scalars, where in segments:
-            if self.spec.whole:
-                with _ONE_AT_A_TIME:
-                    self._run(weights, residual, states, grad, slice(begin, end), scalars, where)
-                continue
-            for first in range(begin, end, _SLAB):
-                last = min(first + _SLAB, end)
+            size = end - begin if self.spec.whole else _SLAB
+            for first in range(begin, end, max(size, 1)):
+                last = min(first + size, end)
                 here = None if where is None else where._replace(offset=where.offset + first - begin)
-                self._run(weights, residual, states, grad, slice(first, last), scalars, here)
+                self._run(arrays, slice(first, last), scalars, here)
 
     @without_grad
-    def _run(
-        self, weights: Tensor, residual: Tensor | None, states: Mapping[str, Tensor], grad: Tensor, part: slice,
-        scalars: Any, where: Where | None,
-    ) -> None:  # fmt: skip
+    def _run(self, arrays: Arrays, part: slice, scalars: Any, where: Where | None) -> None:
+        weights, residual, states, grad = arrays
         own = {
             spec.kind: states[spec.kind][part.start // spec.block : -(-part.stop // spec.block)]
             for spec in self.spec.planes
@@ -182,21 +178,15 @@ class AdamRule(UpdateRule):
         kernels.adam_update(master, None, states["exp_avg"], states["exp_avg_sq"], grad, scalars)
 
     def run(
-        self,
-        weights: Tensor,
-        residual: Tensor | None,
-        states: Mapping[str, Tensor],
-        grad: Tensor,
-        segments: Sequence[Segment],
-        stop: Tensor | None = None,
-        grad_scale: Tensor | None = None,
+        self, arrays: Arrays, segments: Sequence[Segment], stop: Tensor | None = None, grad_scale: Tensor | None = None
     ) -> None:
-        arrays = weights, residual, states["exp_avg"], states["exp_avg_sq"], grad
+        weights, residual, states, grad = arrays
+        own = weights, residual, states["exp_avg"], states["exp_avg_sq"], grad
         if stop is None and grad_scale is None and len(segments) == 1 and segments[0][:2] == (0, weights.numel()):
-            kernels.adam_update(*arrays, segments[0].scalars)
+            kernels.adam_update(*own, segments[0].scalars)
             return
-        own = [kernels.Segment(begin, end, scalars) for begin, end, scalars, _ in segments]
-        kernels.adam_update_segments(*arrays, own, grad_scale, stop)
+        parts = [kernels.Segment(begin, end, scalars) for begin, end, scalars, _ in segments]
+        kernels.adam_update_segments(*own, parts, grad_scale, stop)
 
 
 ADAM = AdamRule()

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from gemini.config import GeminiConfig
+from gemini.train.context.batch import sequence_batch
 from gemini.train.ddp import GeminiDDP
 from gemini.train.modules.compiled import BLOCKS_INSTEAD
 from gemini.train.optimizers.grad_scaler import GradScaler
@@ -39,6 +40,7 @@ except ImportError as e:
 
 from .accelerate_state import SavingAccelerator, engine_in
 from .adam import follow, owns_managed
+from .parallelism import Parallel, parallel_of
 from .rules import to_hybrid
 from .settings import check_config, check_precision, config_of, resolve_config
 
@@ -56,6 +58,9 @@ class GeminiAccelerator(SavingAccelerator):
     Args:
         gemini_config: how to manage models; None for measured budgets. Without a precision in it, ``mixed_precision``
             says that.
+        parallelism_config: accelerate's: chunks are divided over ``dp_shard_size`` (and over ``cp_size``), replicated
+            over ``dp_replicate_size``, and sequences divided over ``cp_size``, or over ``sp_size`` by Ulysses. A batch
+            is cut by ``accelerator.sequence_batch(batch)``.
         mixed_precision: "bf16", "fp16" or "no" (fp32, unless the config says another); must not contradict the config.
         **kwargs: accelerate's.
 
@@ -70,16 +75,22 @@ class GeminiAccelerator(SavingAccelerator):
 
     _gemini_config: GeminiConfig | None
     _gemini_flag: str | None
+    _gemini_parallel: Parallel | None
 
     def __init__(self, *args: Any, gemini_config: GeminiConfig | None = None, **kwargs: Any):
         flag = kwargs.pop("mixed_precision", None)
+        parallelism = kwargs.pop("parallelism_config", None)  # accelerate would bring FSDP or DeepSpeed for it
         plugin = kwargs.get("gradient_accumulation_plugin")
         super().__init__(*args, mixed_precision="no", **kwargs)
         if flag is None:
             flag = os.environ.get("ACCELERATE_MIXED_PRECISION")
-        self.adopt(gemini_config, None if flag is None else str(flag), reduce_always=plugin is None)
+        self.adopt(
+            gemini_config, None if flag is None else str(flag), reduce_always=plugin is None, parallelism=parallelism
+        )
 
-    def adopt(self, config: GeminiConfig | None, flag: str | None, *, reduce_always: bool) -> None:
+    def adopt(
+        self, config: GeminiConfig | None, flag: str | None, *, reduce_always: bool, parallelism: Any = None
+    ) -> None:
         """What ``__init__`` adds to accelerate's; a Trainer's accelerator is given this class, then this."""
         check_config(config)
         check_precision(flag, config, f"mixed_precision={flag!r}")
@@ -94,7 +105,15 @@ class GeminiAccelerator(SavingAccelerator):
                 f"ACCELERATE_DYNAMO_BACKEND) out. {BLOCKS_INSTEAD}"
             )
         if self.parallelism_config is not None and self.parallelism_config.total_size > 1:
-            raise ValueError("parallelism_config: Gemini shards over all processes; leave parallelism_config out")
+            raise ValueError(
+                "accelerate was started with a parallelism config (ACCELERATE_USE_PARALLELISM_CONFIG), for which it "
+                "brings FSDP or DeepSpeed: leave that out and pass parallelism_config= to GeminiAccelerator"
+            )
+        self._gemini_parallel = parallel_of(parallelism, self.num_processes, self.device.type)
+        if self._gemini_parallel is not None:
+            self.state.device_mesh = self._gemini_parallel.mesh  # by which accelerate's data loaders divide samples
+            if self._gemini_parallel.attention is not None:
+                config = replace(config or GeminiConfig(), context_attention=self._gemini_parallel.attention)
         self._gemini_config, self._gemini_flag = config, flag
         self._gemini_replaced: list[tuple[Any, HybridOptimizer]] = []
         if flag == "fp16" or (config is not None and config.precision == "fp16"):
@@ -131,7 +150,29 @@ class GeminiAccelerator(SavingAccelerator):
         config = resolve_config(
             self._gemini_config, self._gemini_flag, self.device, accumulates=self.gradient_accumulation_steps > 1
         )
-        return GeminiDDP(model, config)
+        return GeminiDDP(model, config, mesh=None if self._gemini_parallel is None else self._gemini_parallel.mesh)
+
+    @property
+    def context_size(self) -> int:
+        """Ranks that have parts of the same sequences: ``cp_size`` or ``sp_size`` of the ``parallelism_config``."""
+        return 1 if self._gemini_parallel is None else self._gemini_parallel.context_size
+
+    def sequence_batch(self, batch: Any) -> Any:
+        """This rank's part of a batch (:func:`gemini.sequence_batch`); without ``cp_size`` the batch as it is."""
+        return batch if self.context_size == 1 else sequence_batch(batch, self._gemini_parallel.mesh)  # type: ignore[union-attr]
+
+    def maybe_context_parallel(self, *args: Any, **kwargs: Any) -> Any:
+        """Refused where it would have to do something.
+
+        Raises:
+            ValueError: with ``cp_size`` or ``sp_size``.
+        """
+        if self.context_size > 1:
+            raise ValueError(
+                "maybe_context_parallel cuts buffers for torch's own context parallel: write "
+                "model(**accelerator.sequence_batch(batch)) in its place"
+            )
+        return nullcontext()
 
     def check_managed(self, model: nn.Module) -> None:
         """Compare a model that may be managed already with what was asked for."""

@@ -9,7 +9,6 @@ model is managed when training, evaluation or prediction begins, so that whateve
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ import torch
 from torch import nn
 
 from gemini.config import GeminiConfig
+from gemini.errors import warn
 from gemini.ranks.agreement import Point
 from gemini.rules import AdamRule, UpdateRule, rule_of
 from gemini.train.checkpoint.saving import load_checkpoint
@@ -79,6 +79,7 @@ class GeminiTrainerMixin:
         self._gemini_config = gemini_config
         self._gemini_run_dir: str | None = None
         self._gemini_random: dict[str, Any] | None = None
+        self._gemini_evaluates = False
         super().__init__(*args, **kwargs)
 
     # ---- the accelerator ----------------------------------------------------------------------------------------
@@ -94,14 +95,35 @@ class GeminiTrainerMixin:
         self.accelerator.__class__ = GeminiAccelerator
         chosen = self.args.accelerator_config.gradient_accumulation_kwargs or {}
         self.accelerator.adopt(
-            self._gemini_config, self.args.mixed_precision, reduce_always="sync_each_batch" not in chosen
-        )
+            self._gemini_config, self.args.mixed_precision, reduce_always="sync_each_batch" not in chosen,
+            parallelism=self.args.parallelism_config,
+        )  # fmt: skip
         if self.model is not None:
             self.accelerator.check_managed(self.model)
 
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
         # Autocast and torch's scaler would come with the flag; the model computes in its own precision.
-        return {**super()._build_accelerator_args(**kwargs), "mixed_precision": "no"}  # type: ignore[misc]
+        # FSDP or DeepSpeed would come with a parallelism config.
+        theirs = super()._build_accelerator_args(**kwargs)  # type: ignore[misc]
+        return {**theirs, "mixed_precision": "no", "parallelism_config": None}
+
+    def get_cp_size(self) -> int:
+        """Ranks with parts of the same sequences, for the Trainer's count of tokens and samples. Evaluation has whole
+        ones.
+        """
+        return 1 if self._gemini_evaluates else self.accelerator.context_size
+
+    def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """As the Trainer's, on this rank's part of the sequences if ``args.parallelism_config`` divides them."""
+        return super().training_step(model, self.accelerator.sequence_batch(inputs), *args, **kwargs)  # type: ignore[misc]
+
+    def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
+        """As the Trainer's."""
+        self._gemini_evaluates = True
+        try:
+            return super().prediction_step(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            self._gemini_evaluates = False
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """Not moved: its weights go from where they are to their tiers."""
@@ -124,10 +146,9 @@ class GeminiTrainerMixin:
         dtypes = {p.dtype for p in self.model.parameters()}
         said = self.args.mixed_precision != "no" or (self._gemini_config or GeminiConfig()).precision is not None
         if not said and dtypes <= {torch.bfloat16}:
-            warnings.warn(
+            warn(
                 "the model's weights are bf16, and neither bf16=True nor fp16=True was given: it is trained in fp32. "
-                "Give bf16=True to compute in bf16 (with exact fp32 masters), or GeminiConfig(precision=...) to choose",
-                stacklevel=4,
+                "Give bf16=True to compute in bf16 (with exact fp32 masters), or GeminiConfig(precision=...) to choose"
             )
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> Any:
@@ -164,6 +185,9 @@ class GeminiTrainerMixin:
         super().create_scheduler(num_training_steps, optimizer)  # type: ignore[misc]
         self.accelerator.follow(self.lr_scheduler)
         return self.lr_scheduler
+
+    def _has_mixed_mesh_grads(self, model: Any) -> bool:
+        return False  # gradients are not at the params, where the Trainer would look for meshes
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
         if config_of(self.model).gradients == "transient":  # type: ignore[union-attr]

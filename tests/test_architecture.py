@@ -18,15 +18,17 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 # From the ground up. A file may import from its own floor and from those below it.
 FLOORS = [
-    ("gemini.errors", "gemini.interrupts", "gemini.tiers", "gemini.memory.chunks.states", "gemini.version"),
+    ("gemini.errors", "gemini.tiers", "gemini.memory.chunks.states", "gemini.version"),
     ("gemini.planning",),
     (
         "gemini.config",
-        "gemini.grad_mode",
+        "gemini.interrupts",
         "gemini.kernels",
         "gemini.kernels_checks",
         "gemini.kernels_compact",
         "gemini.kernels_cuda",
+        "gemini.kernels_io",
+        "gemini.kernels_native",
         "gemini.kernels_reference",
         "gemini.kernels_sums",
         "gemini.optim.compact",
@@ -49,9 +51,9 @@ FLOORS = [
 ]
 # Rooms of gemini.train, from the ground up: data flows one way, and nothing calls up.
 ROOMS = (
-    "transforms", "step", "write_observers", "observers", "params", "modules", "gradients", "activations", "setup",
-    "update", "sharding", "passes", "engine", "optimizers", "recording", "report", "checkpoint", "unmanage", "adapters",
-    "ddp", "loading",
+    "own_work", "step", "write_observers", "observers", "params", "modules", "context", "gradients", "activations",
+    "setup", "update", "sharding", "passes", "engine", "optimizers", "recording", "report", "checkpoint", "unmanage",
+    "adapters", "ddp", "loading",
 )  # fmt: skip
 NO_TORCH = 2  # the first so many floors, and the settings
 # Of DESIGN's names; plan and simulate come with the planner.

@@ -74,7 +74,7 @@ def _kind(call: ast.Call) -> tuple[str, ast.expr]:
         return func.id, call.args[0]
     if isinstance(func, ast.Name) and func.id == "refuse_in":  # a function in which `p.grad` raises this
         return "ParamAccessError", call.args[1]
-    if isinstance(func, ast.Attribute) and func.attr == "warn":
+    if isinstance(func, ast.Name) and func.id == "warn":
         return WARNING, call.args[0]
     if isinstance(func, ast.Call) and isinstance(func.func, ast.Name) and func.func.id == "error_called":
         return "StorageError", call.args[0]  # what another rank raised: most often that it could not write

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NoReturn, ParamSpec
+from typing import Annotated, Any, NoReturn, ParamSpec
 
 import typer
 from typer.core import TyperCommand
@@ -17,6 +17,7 @@ from typer.core import TyperCommand
 from gemini.errors import GeminiError
 from gemini.jobs.errors import REFUSED, JobError, SaidByRanks, exit_code_of
 from gemini.ranks import launch
+from gemini.version import __version__
 
 app = typer.Typer(
     name="gemini",
@@ -30,6 +31,21 @@ app = typer.Typer(
 P = ParamSpec("P")
 
 
+def _version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"gemini {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def main_options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Say the version and leave.")
+    ] = False,
+) -> None:
+    """Train models that do not fit: params and optimizer states in chunks on GPU, CPU and NVMe."""
+
+
 def refusals(command: Callable[P, int]) -> Callable[P, None]:
     """Run a job, print what it refuses in plain words, and leave with its exit code."""
 
@@ -39,10 +55,10 @@ def refusals(command: Callable[P, int]) -> Callable[P, None]:
             code = command(*args, **kwargs)
         except (JobError, GeminiError) as e:
             _say(str(e), e, exit_code_of(e))
-        except ModuleNotFoundError as e:
-            if e.name != "transformers":
+        except ImportError as e:
+            if e.name not in ("transformers", "accelerate", "datasets", "trl", "yaml"):
                 raise
-            needed = "this command needs transformers, an optional part of Gemini: pip install 'gemini-torch[hf]'"
+            needed = f"this command needs {e.name}, an optional package: pip install '.[train]' in Gemini's folder"
             _say(needed, e, REFUSED)
         except KeyboardInterrupt as e:
             _say("stopped; what was not saved is gone", e, 130)

@@ -18,6 +18,7 @@ from gemini.jobs.plan_settings import (
     TARGETS,
     PlanSettings,
     TraceSettings,
+    as_tiles,
 )
 from gemini.planning.compact import STATES
 from gemini.planning.planes import GRADIENTS, PRECISIONS
@@ -44,9 +45,10 @@ _Checkpointing = Annotated[
     ),
 ]
 _TileTokens = Annotated[
-    int | None,
+    str | None,
     typer.Option(
-        help="Compute MLPs and the output head with its loss so many tokens at a time. (Default: a whole micro-batch.)",
+        help="Compute MLPs, norms and the output head with its loss so many tokens at a time; auto: where the step "
+        "does not fit otherwise. (Default: a whole micro-batch.)",
         rich_help_panel=_STEP,
     ),
 ]
@@ -114,7 +116,7 @@ def trace(
         seq_len=seq_len,
         precision=precision,
         gradient_checkpointing=gradient_checkpointing,
-        tile_tokens=tile_tokens,
+        tile_tokens=as_tiles(tile_tokens),
         attn_implementation=attn_implementation,
         target=target,
     )
@@ -231,7 +233,7 @@ def plan(
         seq_len=seq_len,
         precision=precision,
         gradient_checkpointing=gradient_checkpointing,
-        tile_tokens=tile_tokens,
+        tile_tokens=as_tiles(tile_tokens),
         attn_implementation=attn_implementation,
         accumulate=accumulate,
         micro_batch=micro_batch,
@@ -250,6 +252,21 @@ def plan(
     from gemini.jobs.plan import plan as job
 
     return job(settings, Console(), as_json=json, out=out, pictures=tuple(picture or ()))
+
+
+@app.command()
+@refusals
+def machines() -> int:
+    """List the machines that --machine knows by name; their figures are data sheets' peaks, each with its source."""
+    from gemini.errors import human_bytes
+    from gemini.planning.machines import machine, machine_names
+    from gemini.tiers import Tier
+
+    for name in machine_names():
+        known = machine(name)
+        sizes = (f"{tier.value} {human_bytes(known.capacity(tier) or 0)}" for tier in Tier)
+        typer.echo(f"{name:<10}{known.figures['num_gpus'].value:>3.0f} x {',  '.join(sizes)}")
+    return 0
 
 
 @app.command(cls=OnceForAll)

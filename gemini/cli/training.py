@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import inspect
 import shlex
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
 from gemini.cli.app import OnceForAll, app, refusals
-from gemini.jobs.settings import PRECISIONS, SCHEDULES, TrainSettings
-from gemini.jobs.text_files import DEFAULT_GLOBS
-from gemini.planning.compact import STATES
+from gemini.jobs.options import from_yaml, options
+from gemini.jobs.plan_settings import as_tiles
+from gemini.jobs.settings import TrainSettings
 from gemini.ranks import launch
 
 
@@ -38,187 +40,68 @@ def doctor(
     return job(Console(), nvme_path=nvme_path, measure=measure, json=json)
 
 
-_DEFAULTS = TrainSettings(data=())
-# Help is grouped by the questions of the settings record.
-_WHAT, _HOW, _MEMORY, _FILES = "What is trained, on what", "How", "In how much memory", "What is written"
+def with_options(record: type) -> Callable[[Callable[..., int]], Callable[..., int]]:
+    """Give a command that takes ``**given`` the options of a record."""
+
+    def decorate(command: Callable[..., int]) -> Callable[..., int]:
+        params = [p for p in inspect.signature(command).parameters.values() if p.kind is not p.VAR_KEYWORD]
+        hints: dict[str, Any] = {p.name: inspect.get_annotations(command, eval_str=True)[p.name] for p in params}
+        for name, (declared, kind) in options(record).items():
+            flag = kind is bool
+            several = "tuple" in str(kind)
+            inner = list[Path] if several and "Path" in str(kind) else list[str] if several else kind
+            about = typer.Option(
+                *([f"--{name.replace('_', '-')}"] if flag else []),
+                help=declared.metadata["words"],
+                rich_help_panel=declared.metadata["group"],
+            )
+            if kind == int | str | None:  # a number or a word
+                inner = str | None
+            default = None if several else declared.default
+            hints[name] = Annotated[inner | None if default is None else inner, about]
+            params.append(
+                inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hints[name])
+            )
+        command.__signature__ = inspect.Signature(params)  # type: ignore[attr-defined]
+        command.__annotations__ = {**hints, "return": int}
+        return command
+
+    return decorate
+
+
+def settings_of(given: dict[str, Any]) -> TrainSettings:
+    """The record of what was given: a YAML file first, then what else was said.
+
+    Raises:
+        JobError: for a file that is no such thing.
+    """
+    given = dict(given)
+    config = given.pop("config", None)
+    said = {name: tuple(v) if isinstance(v, list) else v for name, v in given.items() if v is not None and v != []}
+    if said.get("tile_tokens") is not None:
+        said["tile_tokens"] = as_tiles(str(said["tile_tokens"]))
+    return TrainSettings(**({} if config is None else from_yaml(config, TrainSettings)) | said)
 
 
 @app.command(cls=OnceForAll)
 @refusals
+@with_options(TrainSettings)
 def train(
-    model: Annotated[
+    ctx: typer.Context,
+    config: Annotated[
         Path | None,
-        typer.Option(
-            help="A Hugging Face config.json (weights are drawn from --seed, tokens are bytes), or a model folder (its "
-            "weights are loaded, and its tokenizer is used).",
-            rich_help_panel=_WHAT,
-        ),
+        typer.Option(help="A YAML file of these options, as every run writes one into --out; others win over it."),
     ] = None,
-    preset: Annotated[
-        str | None, typer.Option(help="A built-in shape instead of --model: gpt2-small.", rich_help_panel=_WHAT)
-    ] = None,
-    layers: Annotated[
-        int | None, typer.Option(help="This many layers instead of the config's own.", rich_help_panel=_WHAT)
-    ] = None,
-    data: Annotated[
-        list[Path] | None,
-        typer.Option(
-            help="A file of plain text, or a folder to search for --glob. Repeat for more.", rich_help_panel=_WHAT
-        ),
-    ] = None,
-    glob: Annotated[
-        list[str] | None,
-        typer.Option(
-            help=f"Which files of a folder are text. Repeat for more. (Default: {' '.join(DEFAULT_GLOBS)}.)",
-            rich_help_panel=_WHAT,
-        ),
-    ] = None,
-    bytes: Annotated[
-        bool,
-        typer.Option(
-            "--bytes",
-            help="Every byte is a token, whatever tokenizer the model folder has, and any file is text.",
-            rich_help_panel=_WHAT,
-        ),
-    ] = False,
-    seq_len: Annotated[int, typer.Option(help="Tokens in a window.", rich_help_panel=_HOW)] = _DEFAULTS.seq_len,
-    batch_size: Annotated[
-        int, typer.Option(help="Windows in a forward pass of each process.", rich_help_panel=_HOW)
-    ] = _DEFAULTS.batch_size,
-    accumulate: Annotated[
-        int, typer.Option(help="Batches in an optimizer step.", rich_help_panel=_HOW)
-    ] = _DEFAULTS.accumulate,
-    steps: Annotated[
-        int, typer.Option(help="Optimizer steps, those before a resume included.", rich_help_panel=_HOW)
-    ] = _DEFAULTS.steps,
-    lr: Annotated[float, typer.Option(help="Learning rate after the warm-up.", rich_help_panel=_HOW)] = _DEFAULTS.lr,
-    weight_decay: Annotated[
-        float, typer.Option(help="AdamW's weight decay; biases and norms have none.", rich_help_panel=_HOW)
-    ] = _DEFAULTS.weight_decay,
-    warmup: Annotated[
-        int, typer.Option(help="Steps over which the learning rate rises.", rich_help_panel=_HOW)
-    ] = _DEFAULTS.warmup,
-    schedule: Annotated[
-        str, typer.Option(help=f"The learning rate after that: {', '.join(SCHEDULES)}.", rich_help_panel=_HOW)
-    ] = _DEFAULTS.schedule,
-    clip: Annotated[
-        float, typer.Option(help="Largest gradient norm; 0 turns clipping off.", rich_help_panel=_HOW)
-    ] = _DEFAULTS.clip,
-    precision: Annotated[
-        str, typer.Option(help=f"What is computed in: {', '.join(PRECISIONS)}.", rich_help_panel=_HOW)
-    ] = _DEFAULTS.precision,
-    states: Annotated[
-        str,
-        typer.Option(
-            help=f"How optimizer states and masters are kept: {', '.join(STATES)} (8 bits, 5 bytes per param in all).",
-            rich_help_panel=_HOW,
-        ),
-    ] = _DEFAULTS.states,
-    gradient_checkpointing: Annotated[
-        bool,
-        typer.Option(
-            "--gradient-checkpointing",
-            help="Compute activations again in backward instead of keeping them.",
-            rich_help_panel=_HOW,
-        ),
-    ] = False,
-    tile_tokens: Annotated[
-        int | None,
-        typer.Option(
-            help="Compute MLPs and the output head with its loss so many tokens at a time. (Default: a whole batch.)",
-            rich_help_panel=_HOW,
-        ),
-    ] = None,
-    attn_implementation: Annotated[
-        str,
-        typer.Option(
-            help="How attention is computed: eager, sdpa, flash_attention_2, or another name of transformers. auto: "
-            "what the config says; else FlashAttention on a GPU where it is installed, and torch's sdpa.",
-            rich_help_panel=_HOW,
-        ),
-    ] = _DEFAULTS.attn_implementation,
-    compile: Annotated[
-        bool, typer.Option("--compile", help="Compile the repeated blocks with torch.compile.", rich_help_panel=_HOW)
-    ] = False,
-    seed: Annotated[
-        int, typer.Option(help="Draws the weights, the order of the text and dropout.", rich_help_panel=_HOW)
-    ] = _DEFAULTS.seed,
-    device: Annotated[
-        str | None, typer.Option(help="cpu or cuda. (Default: cuda if there is one.)", rich_help_panel=_HOW)
-    ] = None,
-    rank_timeout: Annotated[
-        int,
-        typer.Option(
-            help="Of several processes (torchrun): seconds to wait for another one before it counts as lost.",
-            rich_help_panel=_HOW,
-        ),
-    ] = _DEFAULTS.rank_timeout,
-    gpu_memory: Annotated[
-        str | None,
-        typer.Option(
-            help="Budget on the GPU of each process, such as 20GiB. (Default: what is free.)", rich_help_panel=_MEMORY
-        ),
-    ] = None,
-    cpu_memory: Annotated[
-        str | None,
-        typer.Option(
-            help="Budget in host memory, for all processes of a machine together. (Default: what is free.)",
-            rich_help_panel=_MEMORY,
-        ),
-    ] = None,
-    nvme_memory: Annotated[
-        str | None,
-        typer.Option(
-            help="Budget on the drive of --nvme-path, for all processes of a machine together.", rich_help_panel=_MEMORY
-        ),
-    ] = None,
-    nvme_path: Annotated[
-        Path | None,
-        typer.Option(
-            help="A folder for what does not fit elsewhere. The file in it has no name.", rich_help_panel=_MEMORY
-        ),
-    ] = None,
-    activations: Annotated[
-        str | None,
-        typer.Option(help="The part of --gpu-memory to leave to activations, such as 4GiB.", rich_help_panel=_MEMORY),
-    ] = None,
-    offload_activations: Annotated[
-        str | None,
-        typer.Option(
-            help="Where the inputs of checkpointed blocks wait for backward: cpu or nvme. (Default: where they are.)",
-            rich_help_panel=_MEMORY,
-        ),
-    ] = None,
-    plan: Annotated[
-        Path | None,
-        typer.Option(
-            help="A plan that `gemini plan --out` wrote for this model: its budgets, homes and moves.",
-            rich_help_panel=_MEMORY,
-        ),
-    ] = None,
-    out: Annotated[
-        Path, typer.Option(help="A folder for the model and the checkpoints.", rich_help_panel=_FILES)
-    ] = _DEFAULTS.out,
-    save_every: Annotated[
-        int, typer.Option(help="Steps between checkpoints; 0 writes none but on Ctrl-C.", rich_help_panel=_FILES)
-    ] = _DEFAULTS.save_every,
-    keep: Annotated[int, typer.Option(help="Checkpoints to keep.", rich_help_panel=_FILES)] = _DEFAULTS.keep,
-    resume: Annotated[
-        str | None,
-        typer.Option(help="A checkpoint folder, or 'auto' for the newest in --out.", rich_help_panel=_FILES),
-    ] = None,
-    log_every: Annotated[
-        int, typer.Option(help="Steps between lines where there is no terminal.", rich_help_panel=_FILES)
-    ] = _DEFAULTS.log_every,
+    **given: Any,
 ) -> int:
-    """Train a causal language model on local text files, in the memory given. Ctrl-C saves a checkpoint.
+    """Train a causal language model on text, prompts or chats, in the memory given. Ctrl-C saves a checkpoint.
 
     Several processes share the model and the work: torchrun --nproc-per-node 2 -m gemini train ...
     """
-    options = dict(locals())
-    options["data"] = tuple(data or ())
-    options["glob"] = tuple(glob or DEFAULT_GLOBS)
-    settings = TrainSettings(**options)
+    # By its name: newer versions of typer have a click of their own.
+    source = {name: getattr(ctx.get_parameter_source(name), "name", "") for name in given}
+    said = {name: value for name, value in given.items() if source[name] != "DEFAULT"}
+    settings = settings_of({"config": config, **said})
     settings.check()
     from gemini.jobs.train import train as job
 

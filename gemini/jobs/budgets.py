@@ -5,6 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from gemini.errors import human_bytes
+from gemini.jobs.plan_report import held_by
+from gemini.planning.plan import Plan
+from gemini.planning.traffic import by_name
 
 
 def tiers_of(memory: Any) -> list[str]:
@@ -19,6 +22,19 @@ def use_line(memory: Any, num_ranks: int = 1) -> str:
         for tier in tiers_of(memory)
     )
     return f"memory: {tiers}" if num_ranks == 1 else f"memory of rank 0, about that of each: {tiers}"
+
+
+def plan_lines(plan: Plan | None) -> list[str]:
+    """What each tier will hold at most, and what moves in a step, before the first one."""
+    if plan is None:
+        return []
+    tiers = [
+        f"  {tier}: {', '.join(f'{what} {human_bytes(n)}' for what, n in held.items())}"
+        for tier, held in held_by(plan).items()
+        if held
+    ]
+    moved = ", ".join(f"{name} {human_bytes(n)}" for name, n in by_name(plan.traffic).items() if n)
+    return [*tiers, f"  moved in a step: {moved or 'nothing'}"]
 
 
 def budget_lines(*reports: Any) -> tuple[list[str], bool]:

@@ -12,7 +12,7 @@ import sysconfig
 import tempfile
 import time
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import transformers
@@ -22,10 +22,10 @@ from gemini.errors import human_bytes, parse_bytes
 from gemini.jobs.budgets import budget_lines
 from gemini.jobs.checkpoints import prepare_out
 from gemini.jobs.errors import JobError, as_job_error
-from gemini.jobs.models import find_model, name_the_loss
+from gemini.jobs.models import find_model, hush, name_the_loss
 from gemini.jobs.resident import ResidentPeak, resident_bytes
 from gemini.jobs.settings import TrainSettings
-from gemini.jobs.train import TrainRun, mean_loss
+from gemini.jobs.train import TrainRun
 from gemini.ranks import launch
 
 _PRESET = "gpt2-small"
@@ -34,6 +34,7 @@ _STATE_BYTES_PER_PARAM = 12
 # The host gets this part of the state, the drive has room for all of it and the gradients of one step.
 _CPU_PART = 0.15
 _NVME_BYTES_PER_PARAM = 16
+_HELD_OUT = 8
 # Tests of the library and what was installed into it are left out: the rest is the same on most machines.
 _WITHOUT_FOLDERS = ("site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__")
 
@@ -67,7 +68,7 @@ def demo(
             "`gemini train` runs in several."
         )
     size = _FULL if full else _SHORT
-    transformers.utils.logging.disable_progress_bar()
+    hush()
     num_params = _count_params()
     state_bytes = _STATE_BYTES_PER_PARAM * num_params
     with as_job_error(asked=f"--cpu-memory {cpu_memory}"):
@@ -88,7 +89,7 @@ def demo(
             data=(Path(sysconfig.get_path("stdlib")),),
             glob=("*.py",),
             without_folders=_WITHOUT_FOLDERS,
-            num_held_out=8,
+            validation=_HELD_OUT,
             seq_len=size.seq_len,
             batch_size=size.batch_size,
             steps=size.steps if steps is None else steps,
@@ -100,43 +101,39 @@ def demo(
             out=out,
             overwrite=True,
             save_every=0,
-            log_every=5,
+            log_every=10,
             seed=seed,
         )
         before_model = resident_bytes()
         run = TrainRun(settings, console)
-        first_loss = run.held_out_loss()
+        held_out = torch.stack([run.data.evaluation[index]["input_ids"] for index in range(_HELD_OUT)])
+        first_loss = _mean_loss(run.model, held_out.to(run.device), size.batch_size)
         resident.restart()
         began = time.perf_counter()
         losses = run.run()
         seconds = time.perf_counter() - began
         peak = resident.peak
-        if run.step < settings.steps:
+        if not run.finished:
             say("Stopped before the end: nothing is checked.")
             return 130
-        last_loss = run.held_out_loss()
+        last_loss = _mean_loss(run.model, held_out.to(run.device), size.batch_size)
         memory = run.model.memory_report()
         run.save()
-        held_out = torch.tensor(run.stream.held_out())
         del run
         gc.collect()
         reloaded_loss = _plain_loss(out, held_out, size.batch_size)
 
-    say(f"\n{len(losses)} steps took {seconds:.0f} s ({seconds / len(losses):.2f} s each).")
-    say(str(memory))
+    say(f"\n{settings.steps} steps took {seconds:.0f} s ({seconds / settings.steps:.2f} s each).")
     if peak is not None and before_model is not None:
         say(
             f"The whole process held at most {human_bytes(peak)} of memory while it trained; that is "
             f"{human_bytes(before_model)} from before the model, the cpu tier, activations and temporaries."
         )
-    tenth = max(1, len(losses) // 10)
-    first_losses, last_losses = _mean(losses[:tenth]), _mean(losses[-tenth:])
-    fell = last_loss < first_loss and last_losses < first_losses
+    fell = last_loss < first_loss and losses[-1] < losses[0]
     same = reloaded_loss == last_loss
     lines, within = budget_lines(memory)
-    say("")
     say(
-        f"loss: {first_losses:.4f} at first, {last_losses:.4f} at last (means of {tenth}); on held-out text "
+        f"loss: {losses[0]:.4f} in the first step, {losses[-1]:.4f} at the end; on held-out text "
         f"{first_loss:.4f} before, {last_loss:.4f} after: {'it fell' if fell else 'IT DID NOT FALL'}"
     )
     for line in lines:
@@ -148,17 +145,22 @@ def demo(
     return 0 if fell and within and same else 1
 
 
+@torch.no_grad()
+def _mean_loss(model: Any, windows: torch.Tensor, batch_size: int) -> float:
+    """The mean over batches of windows, in as little memory as training takes."""
+    model.eval()
+    losses = [float(model(input_ids=ids, labels=ids, use_cache=False).loss) for ids in windows.split(batch_size)]
+    model.train()
+    return sum(losses) / len(losses)
+
+
 def _plain_loss(folder: Path, windows: torch.Tensor, batch_size: int) -> float:
     """The loss of the saved model as anyone would load it, no Gemini involved."""
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, local_files_only=True)
-    return mean_loss(name_the_loss(model).eval(), windows, batch_size)
+    return _mean_loss(name_the_loss(model), windows, batch_size)
 
 
 def _count_params() -> int:
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(find_model(None, _PRESET).config)
     return sum(p.numel() for p in model.parameters())
-
-
-def _mean(values: list[float]) -> float:
-    return sum(values) / len(values)

@@ -61,8 +61,12 @@ def _section(console: Console, title: str, lines: Iterable[str]) -> None:
 
 
 def _versions() -> Iterator[str]:
-    yield f"gemini {_version('gemini-torch') or 'from a source folder, not installed'}"
+    yield f"gemini {_version('gemini-offload') or 'from a source folder, not installed'}"
     yield f"python {platform.python_version()}, {platform.system()} {platform.release()}, {platform.machine()}"
+    others = {*importlib.metadata.packages_distributions().get("gemini", [])} - {"gemini-offload"}
+    if others:
+        yield f"ANOTHER PACKAGE IS CALLED gemini TOO, of {', '.join(sorted(others))}: each overwrites the other's files"
+        yield f"  pip uninstall {' '.join(sorted(others))}, then install Gemini again"
     present = [f"{name} {version}" for name in _PACKAGES if (version := _version(name))]
     yield ", ".join(present)
     if absent := [name for name in _PACKAGES if not _version(name)]:

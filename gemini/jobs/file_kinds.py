@@ -63,8 +63,8 @@ def only_text(files: Sequence[TextFile], roots: Sequence[Path]) -> tuple[list[Te
 
 
 _REMEDY = (
-    "Write the text that is meant into text files first (unpack, extract the field, decode), or say --bytes to train "
-    "on the bytes as they are."
+    "Rows are read from files named .jsonl or .parquet; of anything else, write the text that is meant into text files "
+    "first (unpack, decode), or say --bytes to train on the bytes as they are."
 )
 
 

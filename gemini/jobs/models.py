@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import random
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from gemini.config import GeminiConfig
 from gemini.errors import StorageError
 from gemini.jobs.errors import JobError
 from gemini.jobs.tokenizers import check_tokenizer
+from gemini.ranks import launch
 from gemini.train.loading.attention import Attention
 from gemini.train.loading.from_config import skeleton_from_config
 from gemini.train.loading.from_pretrained import skeleton_from_pretrained
@@ -85,8 +87,28 @@ def find_config(name: str, layers: int | None = None) -> ModelSource:
     return source
 
 
-def outline_model(source: ModelSource, attention: Attention | None = None) -> Skeleton:
+def lora_of(rank: int, source: ModelSource) -> Callable[[Any], Any]:
+    """What puts a LoRA of ``rank`` on all linear layers of a model.
+
+    Raises:
+        JobError: for a model without weights, and without peft.
+    """
+    if source.weights is None:
+        raise JobError(f"--lora {rank} adapts trained weights, and {source.label} has none: give a model folder.")
+    try:
+        import peft
+    except ImportError as e:
+        raise JobError(f"--lora {rank} needs peft, an optional package ({e}): pip install 'peft>=0.17'") from e
+    lora = peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
+    return lambda model: peft.get_peft_model(model, lora)
+
+
+def outline_model(
+    source: ModelSource, attention: Attention | None = None, adapt: Callable[[Any], Any] | None = None
+) -> Skeleton:
     """The transformers model without values, from its config or what its files say they hold.
+
+    ``adapt``: changes a model with weights before they are read, as in ``gemini.from_pretrained``.
 
     Raises:
         JobError: if transformers cannot make it of these files.
@@ -103,6 +125,7 @@ def outline_model(source: ModelSource, attention: Attention | None = None) -> Sk
             source.weights,
             model_class=transformers.AutoModelForCausalLM,
             attention=attention,
+            adapt=adapt,
             config=source.config,
             dtype="auto",
             local_files_only=True,
@@ -117,11 +140,11 @@ def outline_model(source: ModelSource, attention: Attention | None = None) -> Sk
         raise JobError(f"{source.label} cannot be built: {first_line(e)}") from e
 
 
-def fill_model(skeleton: Skeleton, config: GeminiConfig, *, seed: int) -> Any:
+def fill_model(skeleton: Skeleton, config: GeminiConfig, *, seed: int, mesh: Any = None) -> Any:
     """The managed model: weights read as they are stored, or drawn in fp32 from ``seed``, straight into the tiers."""
     # Drawn weights must not depend on what ran before, and what runs after must not depend on loading or drawing.
     draw_from(seed)
-    model = skeleton.manage(config)
+    model = skeleton.manage(config, mesh=mesh)
     draw_from(seed)
     return name_the_loss(model)
 
@@ -141,10 +164,11 @@ def name_the_loss(model: Any) -> Any:
 
 
 def hush() -> None:
-    """What transformers and Python warn of, another process says: this one is silent."""
+    """What libraries say beside a job would stand in the middle of its lines; all but the first process are silent."""
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    warnings.simplefilter("ignore")
+    if not launch.speaks():
+        warnings.simplefilter("ignore")
 
 
 def checkpoint_activations(model: Any) -> None:

@@ -8,13 +8,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from rich.console import Console
 
 import gemini
-from gemini.errors import BudgetExceeded, PlanMismatch, human_bytes
+from gemini.errors import BudgetExceeded, GeminiError, PlanMismatch, human_bytes
 from gemini.jobs.errors import REFUSED, JobError
 from gemini.jobs.plan_report import Question, report_of
 from gemini.jobs.plan_screen import screen
@@ -57,6 +58,10 @@ def plan(
 ) -> int:
     """Plan, write and say it; returns the exit code, 2 if it does not fit."""
     check_files(out, pictures)
+    if settings.config is not None:
+        from gemini.jobs.models import find_config
+
+        find_config(settings.config, settings.layers)  # a name that is none is said before anything else
     machine = machine_of(settings)
     if pictures and machine.hardware is None:
         raise JobError(f"--picture {pictures[0]} shows a step in time, which needs the speeds of a machine: --machine.")
@@ -66,6 +71,8 @@ def plan(
     if settings.micro_batch is not None:
         settings, trace = _with_micro_batch(settings, machine, trace)
     made, refusal = _plan_of(settings, machine, trace)
+    planned = trace.tiled or trace if made is None else made.trace
+    whole_peak_bytes = trace.peak_bytes if planned is trace.tiled else None
     timeline, tokens_when_free = None, None
     if made is not None and machine.hardware is not None:
         play = partial(gemini.simulate, hardware=machine.hardware, schedule=settings.schedule)
@@ -73,7 +80,7 @@ def plan(
         tokens_when_free = played_break_even(made, play, timeline, serial=settings.schedule == "serial")
     checkpointed = _checkpointed(settings, machine)
     question = Question(
-        trace=trace,
+        trace=planned,
         accumulate=settings.accumulate,
         gradients=settings.kept_gradients,
         states=settings.states,
@@ -91,7 +98,8 @@ def plan(
         tokens_when_free=tokens_when_free,
         refusal=refusal,
         checkpointed=checkpointed,
-        changes=_changes(settings, machine, trace, checkpointed, fits=made is not None),
+        whole_peak_bytes=whole_peak_bytes,
+        changes=_changes(settings, machine, planned, checkpointed, fits=made is not None),
     )
     if as_json:
         print(report.to_json())
@@ -121,7 +129,8 @@ def machine_of(settings: PlanSettings) -> Machine:
             given, origins[tier] = int(capacity * MARGIN), f"({MARGIN:.0%} of {human_bytes(capacity)})"
         if given and hardware is not None and capacity is not None and given > capacity:
             # Who gives a size knows the machine: its speeds are taken, and the note says what a named one has.
-            origins[tier] = f"({hardware.name}: {human_bytes(capacity)})"
+            has = f"{hardware.name}: {human_bytes(capacity)}"
+            origins[tier] = f"({has})" if given <= 1.01 * capacity else f"(MORE than it has, {has})"
             hardware = hardware.with_figures("as given", **{f"{tier.value}_bytes": given})
         if given:
             budgets[tier] = given
@@ -233,11 +242,12 @@ def _fits(settings: PlanSettings, machine: Machine, trace: MemoryTrace, **change
 def _refusal(settings: PlanSettings, machine: Machine, trace: MemoryTrace, **changes: Any) -> BudgetExceeded | None:
     """Why there is no placement at all, if so: quicker than looking for the best one."""
     offload, found = settings.offload_activations, None
-    for where in {"auto": (None, "cpu"), "no": (None,)}.get(offload, (offload,)):
+    places = {"auto": (None, "cpu"), "no": (None,)}.get(offload, (offload,))
+    for step, where in product(filter(None, (trace, trace.tiled)), places):
         try:
             fill_fastest(
                 pose_problem(
-                    trace,
+                    step,
                     machine.budgets_of_rank,
                     precision=trace.precision,
                     gradients=changes.get("gradients", settings.kept_gradients),
@@ -307,6 +317,21 @@ def _changes(
     can_be_transient = settings.accumulate == 1 and trace.precision != "fp16" and settings.gradients is None
     if can_be_transient and _fits(settings, machine, trace, gradients="transient"):
         found.append("--gradients transient (updates inside backward, no clipping): then it fits")
+    if settings.config is not None and settings.tile_tokens is None and machine.compute is Tier.GPU:
+        found += _with_tiles(settings, machine, trace)
     if settings.states == "exact" and trace.precision == "bf16" and _fits(settings, machine, trace, states="compact"):
         found.append("--states compact (8-bit states, 5 bytes per param instead of 12): then it fits")
     return tuple(found)
+
+
+def _with_tiles(settings: PlanSettings, machine: Machine, trace: MemoryTrace) -> list[str]:
+    """What tiles of tokens would make of a step that does not fit."""
+    try:
+        both = take_trace(replace(settings.traced(target=_target(machine)), tile_tokens="auto"))
+    except (JobError, GeminiError):
+        return []
+    tiled = both.tiled
+    if tiled is None or _refusal(settings, machine, tiled) is not None:
+        return []
+    saved = f"{human_bytes(tiled.peak_bytes)} beside params instead of {human_bytes(trace.peak_bytes)}"
+    return [f"--tile-tokens auto: {saved}, {tiled.flops / max(1, trace.flops) - 1:.0%} more work; then it fits"]

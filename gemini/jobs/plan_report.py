@@ -64,6 +64,8 @@ class Activations:
         checkpoint_bytes: inputs of checkpointed blocks that wait for backward, the most at once.
         buffer_bytes: the model's buffers.
         checkpointed_peak_bytes: what ``peak_bytes`` would be with gradient checkpointing; None if that was not asked.
+        whole_peak_bytes: what ``peak_bytes`` would be without tiles of tokens, which the planner chose to have; None if
+            it did not choose them.
         offloaded_to: where the inputs of checkpointed blocks wait for backward; None for where they are.
     """
 
@@ -74,6 +76,7 @@ class Activations:
     buffer_bytes: int
     checkpointed_peak_bytes: int | None = None
     offloaded_to: str | None = None
+    whole_peak_bytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -157,6 +160,7 @@ def report_of(
     tokens_when_free: int | None = None,
     refusal: BudgetExceeded | None = None,
     checkpointed: MemoryTrace | None = None,
+    whole_peak_bytes: int | None = None,
     changes: tuple[str, ...] = (),
 ) -> PlanReport:
     """The answer to ``question``: a plan, with its time if the speeds of the machine are known, or a refusal.
@@ -167,7 +171,7 @@ def report_of(
     needs = _needs(question)
     trained = sum(p.numel for p in trace.params if p.trainable)
     states = sum(n for kind, n in needs.items() if kind != GRAD) * question.ranks
-    held, update = ({}, {}) if plan is None else (_held(plan), _updates(plan))
+    held, update = ({}, {}) if plan is None else (held_by(plan), _updates(plan))
     top = max(trace.moments, key=lambda moment: moment.peak_bytes, default=None)
     return PlanReport(
         model=trace.model,
@@ -195,6 +199,7 @@ def report_of(
             trace.buffer_bytes,
             None if checkpointed is None else checkpointed.peak_bytes,
             None if plan is None else plan.offload_activations,
+            whole_peak_bytes,
         ),
         refusal=None if refusal is None else str(refusal),
         held=held,
@@ -237,7 +242,7 @@ def _needs(question: Question) -> dict[str, int]:
     return found
 
 
-def _held(plan: Plan) -> dict[str, dict[str, int]]:
+def held_by(plan: Plan) -> dict[str, dict[str, int]]:
     """What each tier holds at most: planes, then what is spoken for besides."""
     problem = plan.problem
     held: dict[str, dict[str, int]] = {tier.value: {} for tier in Tier if tier in problem.budgets}

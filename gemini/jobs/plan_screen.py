@@ -64,7 +64,7 @@ def _head(report: PlanReport) -> Iterator[str]:
         f"{', '.join(shapes) or 'a batch'} tokens",
         f"{report.accumulate} micro-batches" if report.accumulate > 1 else "",
         "gradient checkpointing" if report.checkpointing else "",
-        f"tiles of {report.tile_tokens:,} tokens" if report.tile_tokens else "",
+        _tiles(report),
         f"{report.ranks} {'GPUs' if report.compute == 'gpu' else 'processes'}" if report.ranks > 1 else "",
         f"gradients {report.gradients}" if report.gradients != "retain" else "",
         f"{report.tokens:,} tokens a step" if report.accumulate * report.ranks > 1 else "",
@@ -73,6 +73,14 @@ def _head(report: PlanReport) -> Iterator[str]:
     budgets = [f"{tier} {human_bytes(n)} {report.origins.get(tier, '')}".rstrip() for tier, n in report.budgets.items()]
     each = ", each" if report.ranks > 1 else ""
     yield _line("given" + each, "; ".join(budgets) + (f"; machine {report.machine}" if report.machine else ""))
+
+
+def _tiles(report: PlanReport) -> str:
+    if report.tile_tokens is None:
+        return ""
+    without = report.activations.whole_peak_bytes
+    chosen = "" if without is None else f" (auto: without them {human_bytes(without)} beside params, which do not fit)"
+    return f"tiles of {report.tile_tokens:,} tokens{chosen}"
 
 
 def _verdict(report: PlanReport) -> Iterator[str]:

@@ -6,7 +6,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from gemini.errors import parse_bytes
-from gemini.jobs.errors import JobError, as_job_error
+from gemini.jobs.errors import JobError
+from gemini.jobs.options import check_size
 from gemini.planning.compact import STATES
 from gemini.planning.planes import GRADIENTS, PRECISIONS
 from gemini.tiers import Tier
@@ -30,7 +31,7 @@ class TraceSettings:
     seq_len: int | None = None
     precision: str = "bf16"
     gradient_checkpointing: bool = False
-    tile_tokens: int | None = None
+    tile_tokens: int | str | None = None
     attn_implementation: str | None = None
     target: str = "cuda"
 
@@ -43,7 +44,6 @@ class TraceSettings:
         at_least(1, "--layers", self.layers)
         at_least(1, "--batch-size", self.batch_size)
         at_least(2, "--seq-len", self.seq_len)
-        at_least(2, "--tile-tokens", self.tile_tokens)
         one_of(PRECISIONS, "--precision", self.precision)
         one_of(ATTENTIONS, "--attn-implementation", self.attn_implementation)
         one_of(TARGETS, "--target", self.target)
@@ -68,7 +68,7 @@ class PlanSettings:
     seq_len: int | None = None
     precision: str | None = None
     gradient_checkpointing: bool = False
-    tile_tokens: int | None = None
+    tile_tokens: int | str | None = None
     attn_implementation: str | None = None
     accumulate: int = 1
     micro_batch: str | None = None
@@ -137,8 +137,8 @@ class PlanSettings:
         size = getattr(self, tier.value)
         if size is None:
             return None
-        with as_job_error(asked=f"--{tier.value} {size}"):
-            return parse_bytes(size)
+        check_size(f"--{tier.value}", size)
+        return parse_bytes(size)
 
     def traced(self, *, batch_size: int | None = None, target: str = "cuda") -> TraceSettings:
         """The step to trace, perhaps with another number of windows in it."""
@@ -169,6 +169,19 @@ def option(name: str) -> str:
 def at_least(least: int, asked: str, value: int | None) -> None:
     if value is not None and value < least:
         raise JobError(f"{asked} must be at least {least}, got {value}.")
+
+
+def as_tiles(given: str | None) -> int | str | None:
+    """What ``--tile-tokens`` says: a number of tokens, "auto", or None.
+
+    Raises:
+        JobError: for anything else.
+    """
+    if given is None or given == "auto":
+        return given
+    if not given.isdecimal() or int(given) < 2:
+        raise JobError(f"--tile-tokens must be auto or a number of tokens, 2 or more, got {given!r}.")
+    return int(given)
 
 
 def one_of(choices: tuple[str, ...], asked: str, value: str | None) -> None:

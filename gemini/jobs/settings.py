@@ -2,69 +2,158 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 
-from gemini.errors import parse_bytes
-from gemini.jobs.errors import JobError, as_job_error
+from gemini.jobs.errors import JobError
+from gemini.jobs.options import check, opt
 from gemini.jobs.text_files import DEFAULT_GLOBS
 from gemini.planning.compact import STATES
 
 PRECISIONS = ("bf16", "fp16", "fp32")
 SCHEDULES = ("cosine", "linear", "constant")
+OPTIMIZERS = ("adamw", "lion", "sgd", "adan")
+PACKING = ("none", "wrapped", "bfd")
+TRACKERS = ("none", "tensorboard", "wandb")
+
+_WHAT, _HOW, _MEMORY = "What is trained, on what", "How", "In how much memory"
+_LOOK, _FILES = "What is looked at on the way", "What is written"
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainSettings:
-    """The options of ``gemini train`` under their own names; the command line documents them."""
+    """The options of ``gemini train`` under their own names."""
 
-    # what is trained, on what
-    model: Path | None = None
-    preset: str | None = None
-    layers: int | None = None
-    data: tuple[Path, ...]
-    glob: tuple[str, ...] = DEFAULT_GLOBS
-    bytes: bool = False
-    without_folders: tuple[str, ...] = ()
-    num_held_out: int = 0
+    model: Path | None = opt(
+        None,
+        "A Hugging Face config.json (weights are drawn from --seed, tokens are bytes), or a model folder (its weights "
+        "are loaded, its tokenizer and chat template are used).",
+        _WHAT,
+    )
+    preset: str | None = opt(None, "A built-in shape instead of --model: gpt2-small.", _WHAT)
+    layers: int | None = opt(None, "This many layers instead of the config's own.", _WHAT, least=1)
+    data: tuple[Path, ...] = opt(
+        (),
+        "JSON lines or Parquet with the columns text, prompt and completion, or messages; a file of plain text; a "
+        "folder of such files, or one that datasets has saved. Repeat for more.",
+        _WHAT,
+    )
+    glob: tuple[str, ...] = opt(
+        DEFAULT_GLOBS,
+        f"Which files of a folder are text. Repeat for more. (Default: {' '.join(DEFAULT_GLOBS)}.)",
+        _WHAT,
+    )
+    bytes: bool = opt(
+        False, "Every byte is a token, whatever tokenizer the model folder has, and any file is text.", _WHAT
+    )
+    chat_template: Path | None = opt(
+        None, "A Jinja file that makes text of messages. (Default: the tokenizer's own; a plain one for bytes.)", _WHAT
+    )
+    loss_on: str = opt(
+        "completions",
+        "What of a row is learned: completions (and the assistant's messages), or all of it.",
+        _WHAT,
+        choices=("completions", "all"),
+    )
+    packing: str = opt(
+        "none",
+        "Rows in a sequence: none (one each, padded), bfd (several, which do not see each other) or wrapped (cut "
+        "anywhere). Plain text is always wrapped.",
+        _WHAT,
+        choices=PACKING,
+    )
+    lora: int | None = opt(
+        None, "Train a LoRA of this rank on all linear layers instead of the weights of --model.", _WHAT, least=1
+    )
 
-    # how
-    seq_len: int = 512
-    batch_size: int = 1
-    accumulate: int = 1
-    steps: int = 1000
-    lr: float = 3e-4
-    weight_decay: float = 0.1
-    warmup: int = 0
-    schedule: str = "cosine"
-    clip: float = 1.0
-    precision: str = "bf16"
-    states: str = "exact"
-    gradient_checkpointing: bool = False
-    tile_tokens: int | None = None
-    attn_implementation: str = "auto"
-    compile: bool = False
-    seed: int = 0
-    device: str | None = None
-    rank_timeout: int = 600
+    seq_len: int = opt(512, "Tokens in a sequence, the most there are.", _HOW, least=2)
+    batch_size: int = opt(1, "Sequences in a forward pass of each process.", _HOW, least=1)
+    accumulate: int = opt(1, "Batches in an optimizer step.", _HOW, least=1)
+    steps: int = opt(1000, "Optimizer steps, those before a resume included.", _HOW, least=1)
+    epochs: float | None = opt(None, "Times over all data, instead of --steps.", _HOW)
+    lr: float = opt(3e-4, "Learning rate after the warm-up.", _HOW)
+    optimizer: str = opt("adamw", f"The update rule: {', '.join(OPTIMIZERS)}.", _HOW, choices=OPTIMIZERS)
+    weight_decay: float = opt(0.1, "Weight decay; biases and norms have none.", _HOW)
+    warmup: int = opt(0, "Steps over which the learning rate rises.", _HOW, least=0)
+    schedule: str = opt("cosine", f"The learning rate after that: {', '.join(SCHEDULES)}.", _HOW, choices=SCHEDULES)
+    clip: float = opt(1.0, "Largest gradient norm; 0 turns clipping off.", _HOW)
+    precision: str = opt("bf16", f"What is computed in: {', '.join(PRECISIONS)}.", _HOW, choices=PRECISIONS)
+    states: str = opt(
+        "exact",
+        f"How optimizer states and masters are kept: {', '.join(STATES)} (8 bits, 5 bytes per param in all).",
+        _HOW,
+        choices=STATES,
+    )
+    gradient_checkpointing: bool = opt(False, "Compute activations again in backward instead of keeping them.", _HOW)
+    tile_tokens: int | str | None = opt(
+        None,
+        "Compute MLPs, norms and the output head with its loss so many tokens at a time; auto: where the step does not "
+        "fit otherwise. (Default: a whole batch.)",
+        _HOW,
+        least=2,
+    )
+    attn_implementation: str = opt(
+        "auto",
+        "How attention is computed: eager, sdpa, flash_attention_2, or another name of transformers. auto: what the "
+        "config says; else FlashAttention on a GPU where it is installed, and torch's sdpa.",
+        _HOW,
+    )
+    compile: bool = opt(False, "Compile the repeated blocks with torch.compile.", _HOW)
+    seed: int = opt(0, "Draws the weights, the order of the data and dropout.", _HOW, least=0)
+    device: str | None = opt(None, "cpu or cuda. (Default: cuda if there is one.)", _HOW)
+    replicas: int = opt(
+        1, "Of several processes: groups that keep a whole model each; a group shares its model.", _HOW, least=1
+    )
+    rank_timeout: int = opt(
+        600, "Of several processes (torchrun): seconds to wait for another one before it counts as lost.", _HOW, least=1
+    )
 
-    # in how much memory
-    gpu_memory: str | None = None
-    cpu_memory: str | None = None
-    nvme_memory: str | None = None
-    nvme_path: Path | None = None
-    activations: str | None = None
-    offload_activations: str | None = None
-    plan: Path | None = None
+    gpu_memory: str | None = opt(
+        None, "Budget on the GPU of each process, such as 20GiB. (Default: what is free.)", _MEMORY, size=True
+    )
+    cpu_memory: str | None = opt(
+        None,
+        "Budget in host memory, for all processes of a machine together. (Default: what is free.)",
+        _MEMORY,
+        size=True,
+    )
+    nvme_memory: str | None = opt(
+        None, "Budget on the drive of --nvme-path, for all processes of a machine together.", _MEMORY, size=True
+    )
+    nvme_path: Path | None = opt(None, "A folder for what does not fit elsewhere. The file in it has no name.", _MEMORY)
+    activations: str | None = opt(
+        None, "The part of --gpu-memory to leave to activations, such as 4GiB.", _MEMORY, size=True
+    )
+    offload_activations: str | None = opt(
+        None,
+        "Where the inputs of checkpointed blocks wait for backward: cpu or nvme. (Default: where they are.)",
+        _MEMORY,
+    )
+    plan: Path | None = opt(
+        None, "A plan that `gemini plan --out` wrote for this model: its budgets, homes and moves.", _MEMORY
+    )
 
-    # what is written
-    out: Path = Path("runs/train")
+    eval_data: tuple[Path, ...] = opt((), "Data to evaluate on, as for --data. Repeat for more.", _LOOK)
+    validation: float = opt(
+        0.0, "Keep this part of --data (below 1) or so many sequences of it (1 and more) for evaluation.", _LOOK
+    )
+    eval_every: int | None = opt(None, "Steps between evaluations. (Default: as --save-every.)", _LOOK, least=1)
+    patience: int | None = opt(
+        None, "Stop after so many evaluations without a lower loss, and keep the best weights.", _LOOK, least=1
+    )
+    sample_every: int = opt(0, "Steps between samples of what the model writes; 0 for none.", _LOOK, least=0)
+    prompt: str = opt("The", "What samples begin with.", _LOOK)
+    log_every: int = opt(10, "Steps between lines, and between rows of metrics.jsonl.", _LOOK, least=1)
+    report_to: str = opt("none", f"Who else is told: {', '.join(TRACKERS)}.", _LOOK, choices=TRACKERS)
+
+    out: Path = opt(Path("runs/train"), "A folder for the model and the checkpoints.", _FILES)
+    save_every: int = opt(500, "Steps between checkpoints; 0 writes none but on Ctrl-C.", _FILES, least=0)
+    keep: int = opt(2, "Checkpoints to keep.", _FILES, least=1)
+    resume: str | None = opt(None, "A checkpoint folder, or 'auto' for the newest in --out.", _FILES)
+
+    # not options: how a job of ours calls it
     overwrite: bool = False
-    save_every: int = 500
-    keep: int = 2
-    resume: str | None = None
-    log_every: int = 10
+    without_folders: tuple[str, ...] = ()
 
     def check(self) -> None:
         """Refuse what no files or hardware could make right.
@@ -74,22 +163,9 @@ class TrainSettings:
         """
         if (self.model is None) == (self.preset is None):
             raise JobError("Say what to train with one of --model (a config.json or a model folder) and --preset.")
-        for name, least in _AT_LEAST.items():
-            value = getattr(self, name)
-            if value is not None and value < least:
-                raise JobError(f"{option(name)} must be at least {least}, got {value}.")
-        for name in ("lr", "weight_decay", "clip"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise JobError(f"{option(name)} must be a finite number and not negative, got {getattr(self, name)}.")
-        for name, choices in (("precision", PRECISIONS), ("states", STATES), ("schedule", SCHEDULES)):
-            if getattr(self, name) not in choices:
-                raise JobError(f"{option(name)} must be one of {', '.join(choices)}, got {getattr(self, name)!r}.")
+        check(self)
         if self.states == "compact" and self.precision != "bf16":
             raise JobError(f"--states compact keeps bf16 weights, which does not go with --precision {self.precision}.")
-        for name in ("gpu_memory", "cpu_memory", "nvme_memory", "activations"):
-            if (size := getattr(self, name)) is not None:
-                with as_job_error(asked=f"{option(name)} {size}"):
-                    parse_bytes(size)
         if self.offload_activations not in (None, "cpu", "nvme"):
             raise JobError(f"--offload-activations must be cpu or nvme, got {self.offload_activations!r}.")
         if self.offload_activations is not None and not self.gradient_checkpointing:
@@ -106,26 +182,28 @@ class TrainSettings:
             raise JobError(
                 f"--nvme-memory {self.nvme_memory} needs --nvme-path: a folder on the drive that is to hold them."
             )
+        if self.lora is not None and self.preset is not None:
+            raise JobError(f"--lora {self.lora} adapts trained weights, and a preset has none: give a model folder.")
+        if self.epochs is not None and self.epochs == 0:
+            raise JobError("--epochs must be more than 0.")
+        if self.eval_data and self.validation:
+            raise JobError(
+                "--validation keeps a part of --data, and --eval-data brings other data: drop one of the two."
+            )
+        if self.validation > 1 and self.validation != int(self.validation):
+            raise JobError(f"--validation {self.validation}: give a part below 1, or a whole number of sequences.")
+        asked = next((name for name in ("eval_every", "patience") if getattr(self, name) is not None), None)
+        if asked is not None and not self.evaluates:
+            raise JobError(f"--{asked.replace('_', '-')} needs something to evaluate on: --validation or --eval-data.")
+        if self.patience is not None and not (self.save_every or self.eval_every):
+            raise JobError("--patience keeps the best weights in checkpoints: give --save-every or --eval-every.")
 
+    @property
+    def evaluates(self) -> bool:
+        """Whether there is something to evaluate on."""
+        return bool(self.eval_data) or self.validation > 0
 
-_AT_LEAST = {
-    "layers": 1,
-    "num_held_out": 0,
-    "seq_len": 2,
-    "tile_tokens": 2,
-    "batch_size": 1,
-    "accumulate": 1,
-    "steps": 1,
-    "warmup": 0,
-    "seed": 0,
-    "rank_timeout": 1,
-    "save_every": 0,
-    "keep": 1,
-    "log_every": 1,
-}
-
-
-def option(name: str) -> str:
-    """The command line's spelling of a field."""
-    assert name in {field.name for field in fields(TrainSettings)}
-    return "--" + name.replace("_", "-")
+    @property
+    def steps_between_evaluations(self) -> int:
+        """Of a job that evaluates."""
+        return self.eval_every or self.save_every or self.steps

@@ -12,7 +12,7 @@ from typing import Any
 import transformers
 
 from gemini.jobs.errors import JobError
-from gemini.jobs.tokens import BYTE_VOCABULARY
+from gemini.jobs.windows import BYTE_VOCABULARY
 
 _FILES = (
     "tokenizer.json", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "sentencepiece.model",
@@ -68,3 +68,26 @@ def load_tokenizer(folder: Path) -> Any:
             f"read {_SAMPLE!r}: files of it are missing. Copy all of them into the folder. {_BYTES}"
         )
     return tokenizer
+
+
+_CHAT = (
+    "{% for message in messages %}<|{{ message['role'] }}|>\n{% if message['role'] == 'assistant' %}"
+    "{% generation %}{{ message['content'] }}{{ eos_token }}{% endgeneration %}"
+    "{% else %}{{ message['content'] }}\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+)
+
+
+def byte_tokenizer() -> Any:
+    """Every byte of UTF-8 is its own id, 256 ends a document: what a model of bytes is saved with."""
+    import tokenizers
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    end = "<|endoftext|>"
+    kit = tokenizers.Tokenizer(tokenizers.models.BPE({char: byte for byte, char in bytes_to_unicode().items()}, []))
+    kit.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    kit.decoder = tokenizers.decoders.ByteLevel()
+    kit.add_special_tokens([end])
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=kit, eos_token=end, pad_token=end, bos_token=end, chat_template=_CHAT
+    )

@@ -1,15 +1,16 @@
-"""The main job: a causal language model, text files, and the ordinary PyTorch loop, in the memory it was given.
+"""The main job: a causal language model and data, through transformers' Trainer or TRL's, in the memory it was given.
 
 ``TrainRun`` is one run from settings to a saved model. Everything that can be refused is refused while it is made, the
-cheap checks first; then ``run`` goes through the steps, ``save`` writes the model. The loop in ``_step`` is the loop of
-the README.
+cheap checks first; then ``run`` goes through the steps, ``save`` writes the model.
 
-Under torchrun every process makes the same run. Each takes its part of every batch, such that all of them see the
-windows that one process with the whole batch would see; rank 0 prints, writes, and chooses where to go on.
+Under torchrun every process makes the same run; each takes its part of every batch. Rank 0 prints, writes, and chooses
+where to go on.
 """
 
 from __future__ import annotations
 
+import importlib.util
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -19,11 +20,11 @@ import transformers
 from rich.console import Console
 
 import gemini
-from gemini.errors import human_bytes
 from gemini.jobs import checkpoints
-from gemini.jobs.budgets import budget_lines, shares, use_line
+from gemini.jobs.budgets import budget_lines, plan_lines, shares, use_line
+from gemini.jobs.callbacks import Samples, Shown, Stop
+from gemini.jobs.data import JobData, open_data
 from gemini.jobs.errors import JobError, as_job_error
-from gemini.jobs.file_kinds import LeftOut, describe, only_text
 from gemini.jobs.interrupt import StopWish
 from gemini.jobs.models import (
     ModelSource,
@@ -32,30 +33,27 @@ from gemini.jobs.models import (
     fill_model,
     find_model,
     hush,
+    lora_of,
     outline_model,
 )
-from gemini.jobs.progress import StepReport, TrainProgress
+from gemini.jobs.options import to_yaml
 from gemini.jobs.settings import TrainSettings
 from gemini.jobs.team import Team, join
-from gemini.jobs.text_files import find_text_files, fingerprint
-from gemini.jobs.tokenizers import load_tokenizer
-from gemini.jobs.tokens import ByteTokens, TokenizerTokens, Tokens
-from gemini.jobs.train_config import make_config
-from gemini.jobs.windows import WindowStream
+from gemini.jobs.tokenizers import byte_tokenizer, load_tokenizer
+from gemini.jobs.train_config import make_config, mesh_of
+from gemini.jobs.trainer import POSITION, make_trainer
+from gemini.jobs.windows import BYTE_VOCABULARY
 from gemini.memory.devices.device import torch_device_of
 from gemini.ranks import launch
 from gemini.train.loading.attention import Attention
 from gemini.train.modules.compiled import compile_blocks
 
-# fp16 skips steps while it looks for a loss scale, but then the loss itself is finite.
-_HOPELESS_STEPS = 10
-
 
 class TrainRun:
-    """A model under Gemini with its optimizer, schedule and text, ready for the next step.
+    """A model under Gemini in a Trainer, with its data, ready for the next step.
 
     Raises:
-        JobError: if the settings, the model or the text cannot be trained on.
+        JobError: if the settings, the model or the data cannot be trained on.
         gemini.GeminiError: if the model cannot fit the budgets, or the NVMe folder or a checkpoint is unusable.
     """
 
@@ -64,102 +62,118 @@ class TrainRun:
         self.settings = settings
         self.team = Team() if team is None else team
         self._console = console
-        self._tokenizer: Any = None
         with self.team.all_or_none("the preparation of the job"):
             source = find_model(settings.model, settings.preset, settings.layers, as_bytes=settings.bytes)
+            _check_tracker(settings.report_to)
             checkpoints.prepare_out(settings.out)
             found = None
             if self.team.is_first:
-                if settings.resume == "auto":
-                    checkpoints.clean_up(settings.out)
                 found = checkpoints.choose(settings.resume, settings.out, overwrite=settings.overwrite)
-            self.stream = self._open_text(source)
-
+            self.data = self._open_data(source)
             self.device = _device(settings.device)
-            skeleton = outline_model(source, _attention(settings, source, self.device))
+            adapt = None if settings.lora is None else lora_of(settings.lora, source)
+            skeleton = outline_model(source, _attention(settings, source, self.device), adapt)
             if settings.compile:
                 _compile_blocks(skeleton.model)
         checkpoint = self._compare(found)
         config = make_config(settings, source, self.device)
-        model = self.model = fill_model(skeleton, config, seed=settings.seed)
+        model = self.model = fill_model(skeleton, config, seed=settings.seed, mesh=mesh_of(settings, self.team.size))
         if settings.compile:
             _compile_blocks(model)  # drawing builds the model anew
         model.train()
-        self._use_cache = getattr(model.config, "use_cache", None)
-        model.config.use_cache = False  # generate()'s cache would keep keys and values of all layers for nothing
         if settings.gradient_checkpointing:
             with as_job_error(asked="--gradient-checkpointing"):
                 checkpoint_activations(model)
-        groups = _param_groups(model, settings.weight_decay)
-        self._weight_decays = [group["weight_decay"] for group in groups]
-        self.num_params = sum(p.numel() for p in model.parameters())
-        self.optimizer = gemini.HybridAdam(
-            groups, lr=settings.lr, betas=(0.9, 0.95), weight_decay=settings.weight_decay
-        )
-        self.scheduler = transformers.get_scheduler(
-            settings.schedule, self.optimizer, num_warmup_steps=settings.warmup, num_training_steps=settings.steps
-        )
-        self.step = 0
+        params = list(model.parameters())
+        self.num_params = sum(p.numel() for p in params)
+        trained = sum(p.numel() for p in params if p.requires_grad)
+        if settings.save_every and self.team.is_first:
+            checkpoints.check_room(settings.out, checkpoints.num_bytes(self.num_params, trained), settings.keep)
         self._say(
-            f"model: {source.label}, {self.num_params:,} params, {settings.precision}, "
+            f"model: {source.label}, {self.num_params:,} params"
+            f"{'' if trained == self.num_params else f', {trained:,} of them trained'}, {settings.precision}, "
             f"{model.config._attn_implementation} attention{', compiled blocks' if settings.compile else ''}"
         )
         if self.team.size > 1:
             self._say(
                 f"{self.team.size} processes: each keeps a share of the model and of the memory, and takes "
-                f"{settings.batch_size} of the {self.team.size * settings.batch_size} windows of a batch"
+                f"{settings.batch_size} of the {self.team.size * settings.batch_size} sequences of a batch"
             )
-            draw_from(settings.seed + self.team.rank)  # or dropout would drop the same on every rank
         self._say(use_line(self.model.memory_report(), self.team.size))
-        self._resume(checkpoint)
+        for line in plan_lines(model._gemini_engine.decision.plan):
+            self._say(line)
+        self._wish = StopWish(_STOPPING if self.team.is_first else "")
+        self._stop = Stop(self._wish, self.team, console)
+        self._shown = Shown(
+            console,
+            model._gemini_engine,
+            num_tokens=self._sequences * settings.seq_len,
+            metrics=settings.out / "metrics.jsonl" if self.team.is_first else None,
+        )
+        self.trainer = self._make_trainer()
+        if self.team.size > 1:
+            draw_from(settings.seed + self.team.rank)  # or dropout would drop the same on every rank
+        self._resumed = self._look_into(checkpoint)
+        if self.team.is_first:
+            (settings.out / "gemini.yaml").write_text(to_yaml(settings), encoding="utf-8")
 
     # ---- before the first step ---------------------------------------------------------------------------------------
 
-    def _open_text(self, source: ModelSource) -> WindowStream:
+    def _open_data(self, source: ModelSource) -> JobData:
         settings = self.settings
         longest = getattr(source.config, "max_position_embeddings", None)
         if longest is not None and settings.seq_len > longest:
             raise JobError(
                 f"--seq-len {settings.seq_len} is more than the model's {longest} positions. Use at most {longest}."
             )
-        files = find_text_files(settings.data, settings.glob, without_folders=settings.without_folders)
-        left_out: list[LeftOut] = []
-        if not settings.bytes:
-            files, left_out = only_text(files, settings.data)
-        tokens: Tokens
+        self._tokenizer = byte_tokenizer() if source.tokenizer is None else load_tokenizer(source.tokenizer)
+        if settings.chat_template is not None:
+            with as_job_error(asked=f"--chat-template {settings.chat_template}"):
+                self._tokenizer.chat_template = settings.chat_template.read_text(encoding="utf-8")
         if source.tokenizer is None:
-            tokens = ByteTokens(files)
+            words = "byte-level tokens (ids 0..255, 256 ends a document; text need not be UTF-8)"
         else:
-            self._tokenizer = load_tokenizer(source.tokenizer)
-            tokens = TokenizerTokens(
-                files, self._tokenizer, scratch=settings.out, origin=f"tokenizer of {source.tokenizer}"
-            )
-        if tokens.vocabulary > source.config.vocab_size:
+            end = self._tokenizer.eos_token_id
+            boundary = "no id between documents" if end is None else f"{end} ends a document"
+            words = f"tokenizer of {source.tokenizer} with {len(self._tokenizer)} ids, {boundary}"
+        data = open_data(settings, None if source.tokenizer is None else self._tokenizer)
+        if data.rows == ("messages",) and self._tokenizer.chat_template is None:
             raise JobError(
-                f"{source.label} has a vocabulary of {source.config.vocab_size}; the text as {tokens.describe()} needs "
-                f"{tokens.vocabulary}. Give a config with a vocab_size of at least {tokens.vocabulary}."
+                f"--data has messages, and the tokenizer of {source.tokenizer} has no chat template: give a Jinja file "
+                "with --chat-template, or rows of prompt and completion."
             )
-        stream = WindowStream(
-            tokens,
-            settings.seq_len,
-            seed=settings.seed,
-            num_held_out=settings.num_held_out,
-            identity=fingerprint(files),
-        )
-        self._say(
-            f"text: {len(files)} files, {human_bytes(sum(file.num_bytes for file in files))}, {tokens.num_tokens:,} "
-            f"tokens in {stream.num_windows:,} windows of {settings.seq_len}; {tokens.describe()}"
-        )
-        if left_out:
-            self._say(f"left out as no text: {describe(left_out)} (--bytes takes everything)")
-        return stream
+        vocabulary = BYTE_VOCABULARY if source.tokenizer is None else len(self._tokenizer)
+        if vocabulary > source.config.vocab_size:
+            raise JobError(
+                f"{source.label} has a vocabulary of {source.config.vocab_size}; the text as {words} needs "
+                f"{vocabulary}. Give a config with a vocab_size of at least {vocabulary}."
+            )
+        self._say(f"{data.words[0]}; {words}")
+        for more in data.words[1:]:
+            self._say(more)
+        return data
+
+    def _num_steps(self, sequences: int) -> int:
+        settings = self.settings
+        if settings.epochs is None:
+            return settings.steps
+        batches = math.ceil(sequences / (settings.batch_size * self.team.size))
+        return math.ceil(settings.epochs * math.ceil(batches / settings.accumulate))
+
+    @property
+    def _sequences(self) -> int:
+        return self.settings.accumulate * self.settings.batch_size * self.team.size
+
+    @property
+    def _position(self) -> dict[str, Any]:
+        return {"data": self.data.identity, "sequences_per_step": self._sequences}
 
     def _compare(self, found: Path | None) -> Path | None:
-        """The checkpoint that rank 0 chose, once it is known that all ranks have the same text."""
-        own = {"checkpoint": None if found is None else str(found), "text": self.stream.state_dict()}
-        everyone = self.team.tell(own, "the comparison of the text")
+        """The checkpoint that rank 0 chose, once it is known that all ranks have the same data."""
+        own = {"checkpoint": None if found is None else str(found), "data": self.data.identity}
+        everyone = self.team.tell(own, "the comparison of the data")
         for rank, other in enumerate(everyone):
-            if other["text"] != everyone[0]["text"]:
+            if other["data"] != everyone[0]["data"]:
                 raise JobError(
                     f"rank {rank} found other text than rank 0. Every process reads all of it: give --data files that "
                     "are the same on all machines."
@@ -167,194 +181,149 @@ class TrainRun:
         chosen = everyone[0]["checkpoint"]
         return None if chosen is None else Path(chosen)
 
-    def _resume(self, checkpoint: Path | None) -> None:
+    def _make_trainer(self) -> Any:
+        settings, chat = self.settings, self.data.rows == ("messages",)
+        callbacks: list[Any] = [self._shown, self._stop]
+        if settings.sample_every:
+            callbacks.append(Samples(self._console, self._tokenizer, settings.prompt, settings.sample_every, chat=chat))
+        if settings.patience is not None:
+            callbacks.append(transformers.EarlyStoppingCallback(settings.patience))
+        with as_job_error(asked="The settings cannot be used together"):
+            trainer = make_trainer(
+                settings, self.model, self.data, self._tokenizer, use_cpu=self.device.type == "cpu", callbacks=callbacks
+            )
+        self.steps = trainer.args.max_steps = self._num_steps(len(trainer.train_dataset))
+        trainer.position = self._position
+        return trainer
+
+    def _look_into(self, checkpoint: Path | None) -> Path | None:
+        """The checkpoint to go on from, once it is known to fit this job."""
+        self.step = 0
         if checkpoint is None:
             if self.settings.resume == "auto":
                 self._say(f"no checkpoint in {self.settings.out}: starting anew")
-            return
-        extra = gemini.load_checkpoint(checkpoint, self.model, self.optimizer, self.scheduler)
-        if not isinstance(extra, dict) or "gemini_train" not in extra:
-            raise JobError(
-                f"--resume {checkpoint}: this checkpoint was not written by `gemini train`, it has no position."
-            )
-        saved = extra["gemini_train"]
-        self._follow_settings()
-        self.stream.load_state_dict(saved["data"])
-        self.step = int(saved["step"])
-        self._say(f"resumed from {checkpoint} after step {self.step}")
-        if saved.get("windows_per_step", self._windows_per_step) != self._windows_per_step:
+            return None
+        saved = _position_in(checkpoint)
+        for name, what in _IDENTITY.items():
+            before, now = saved["data"].get(name), self.data.identity[name]
+            if before != now:
+                raise JobError(
+                    f"{checkpoint} stands in the middle of other data: its {what} is {before}, here it is {now}. Give "
+                    "what that run was given, or start anew in another --out."
+                )
+        self.step = int(json.loads((checkpoint / "trainer_state.json").read_text())["global_step"])
+        self._say(f"resuming from {checkpoint} after step {self.step}")
+        if saved["sequences_per_step"] != self._sequences:
             self._say(
-                f"a step was {saved['windows_per_step']} windows before, it is {self._windows_per_step} from now on"
+                f"a step was {saved['sequences_per_step']} sequences before, it is {self._sequences} from now on: the "
+                "data goes on where so many steps of the new size would stand"
             )
-        if self.step < self.settings.steps:
-            return
-        if self.settings.resume == "auto" and self.step > self.settings.steps:
-            self._say(f"that is past --steps {self.settings.steps}: nothing is left to do (more --steps go on)")
-            return
+        if self.step < self.steps:
+            return checkpoint
+        if self.settings.resume == "auto" and self.step > self.steps:
+            self._say(f"that is past --steps {self.steps}: nothing is left to do (more --steps go on)")
+            return checkpoint
         if self.settings.resume != "auto":
             raise JobError(
-                f"--resume {checkpoint}: its {self.step} steps are all of --steps {self.settings.steps}. Ask for more "
-                "steps to go on."
+                f"--resume {checkpoint}: its {self.step} steps are all of --steps {self.steps}. Ask for more steps to "
+                "go on."
             )
         # A run that died while it wrote the model, and is started again with the same command, has only that to do.
-        self._say(f"these are all of --steps {self.settings.steps}: only the model is written (more --steps go on)")
-
-    def _follow_settings(self) -> None:
-        """Learning rate and weight decay as the command line has them: the checkpoint brought back those of its run."""
-        self.scheduler.base_lrs = [self.settings.lr for _ in self.optimizer.param_groups]
-        for group, decay, factor in zip(
-            self.optimizer.param_groups, self._weight_decays, self.scheduler.lr_lambdas, strict=True
-        ):
-            group["initial_lr"], group["weight_decay"] = self.settings.lr, decay
-            group["lr"] = self.settings.lr * factor(self.scheduler.last_epoch)
-
-    @property
-    def _windows_per_step(self) -> int:
-        return self.settings.accumulate * self.settings.batch_size * self.team.size
+        self._say(f"these are all of --steps {self.steps}: only the model is written (more --steps go on)")
+        return checkpoint
 
     # ---- the steps ---------------------------------------------------------------------------------------------------
 
     def run(self) -> list[float]:
-        """Train to the last step, or to the whole step after Ctrl-C. Returns the loss of each step that was run.
+        """Train to the last step, or to the whole step after Ctrl-C. Returns the losses that were logged.
 
-        Afterwards ``self.step < self.settings.steps`` says that it was stopped, and a checkpoint is there.
+        Afterwards ``self.finished`` says whether that was the end; if not, a checkpoint is there.
         """
-        settings = self.settings
-        losses: list[float] = []
-        self.model.train()
-        progress = TrainProgress(
-            self._console, num_steps=settings.steps, first_step=self.step, log_every=settings.log_every
-        )
-        answer = "Stopping after this step, then saving. Once more stops at once, and saves nothing."
-        stop = StopWish(answer if self.team.is_first else "")
-        with stop, progress:
-            stopping = False
-            while self.step < settings.steps and not stopping:
-                report, stopping = self._step_or_stop(progress, stop)
-                losses.append(report.loss)
-                if len(losses) >= _HOPELESS_STEPS and not any(map(math.isfinite, losses[-_HOPELESS_STEPS:])):
-                    raise JobError(
-                        f"The loss has been inf or NaN for {_HOPELESS_STEPS} steps, the last is step {self.step}. "
-                        f"A lower --lr may help, or --precision bf16. {self._newest_checkpoint()}"
-                    )
-                progress.show(report)
-                if stopping and not stop.wanted:
-                    progress.say("Another rank was asked to stop: stopping after this step, then saving.")
-                due = self.step == settings.steps or self.step % max(settings.save_every, 1) == 0
-                if stopping or (settings.save_every and due):
-                    self._save_checkpoint(progress)
-        return losses
-
-    def _step_or_stop(self, progress: TrainProgress, stop: StopWish) -> tuple[StepReport, bool]:
-        """A step; where gradients are not finite, a checkpoint from before it, so that hours are not lost."""
+        if self.step > self.steps:
+            return []
+        before = self.step
+        resume = None if self._resumed is None else str(self._resumed)
         try:
-            return self._step(stop)
+            with self._wish:
+                self.trainer.train(resume)
         except gemini.NonFiniteGradient as e:
-            self.optimizer.zero_grad()
-            self._save_checkpoint(progress)
+            self.trainer.optimizer.zero_grad()
+            self.trainer._save_checkpoint(self.model, None)
+            at = self.trainer.state.global_step
             raise JobError(
-                f"The gradients of step {self.step + 1} hold inf or NaN, so no weight was changed. The state before it "
-                "is saved; --resume auto goes on from there with the text that follows. A lower --lr may help."
+                f"The gradients of step {at + 1} hold inf or NaN, so no weight was changed. The state before it is "
+                f"saved as checkpoint-{at}; --resume auto goes on from there. A lower --lr may help."
             ) from e
+        finally:
+            self._shown.end()
+        self.step = self.trainer.state.global_step
+        history = self.trainer.state.log_history
+        return [row["loss"] for row in history if "loss" in row and row["step"] > before]
 
-    def _step(self, stop: StopWish) -> tuple[StepReport, bool]:
-        """One optimizer step over ``accumulate`` batches, and whether any rank was asked to stop until it was done.
-
-        A signal after the ranks have told each other counts for the next step.
-        """
-        settings, team = self.settings, self.team
-        lr = self.optimizer.param_groups[0]["lr"]
-        total = torch.zeros((), dtype=torch.float32, device=self.device)
-        for _ in range(settings.accumulate):
-            windows = self.stream.next_batch(settings.batch_size, part=team.rank, parts=team.size)
-            ids = torch.tensor(windows, device=self.device)
-            # Not in no_sync(), where every rank would keep whole gradients, which is what may not fit.
-            loss = self.model(input_ids=ids, labels=ids).loss / settings.accumulate
-            loss.backward()
-            total += loss.detach().float()
-        # Shown in every step, as the loss is: so a bad gradient may be told here, before anything of the step is done.
-        norm = float(self.model.clip_grad_norm_(settings.clip or math.inf, error_if_nonfinite=True))
-        self.optimizer.step()
-        self.scheduler.step()
-        self.optimizer.zero_grad()
-        self.step += 1
-        everyone = team.swap([float(total), float(stop.wanted)], "the loss of a step")
-        ledger = self.model._gemini_engine.store.ledger  # memory_report() would wait for the updates that are in flight
-        report = StepReport(
-            step=self.step,
-            loss=sum(loss for loss, _ in everyone) / team.size,
-            grad_norm=norm if settings.clip else None,
-            lr=lr,
-            num_tokens=self._windows_per_step * settings.seq_len,
-            used_bytes={tier.value: ledger.used(tier) for tier in ledger.tiers},
-        )
-        return report, any(wanted for _, wanted in everyone)
-
-    def _newest_checkpoint(self) -> str:
-        there = checkpoints.checkpoints_in(self.settings.out)
-        return f"The newest checkpoint is {there[-1]}." if there else "There is no checkpoint."
-
-    def _save_checkpoint(self, progress: TrainProgress) -> None:
-        path = checkpoints.checkpoint_path(self.settings.out, self.step)
-        position = {"step": self.step, "data": self.stream.state_dict(), "windows_per_step": self._windows_per_step}
-        path.parent.mkdir(exist_ok=True)
-        gemini.save_checkpoint(path, self.model, self.optimizer, self.scheduler, extra={"gemini_train": position})
-        if self.team.is_first:
-            checkpoints.prune(self.settings.out, self.settings.keep)
-        progress.say(f"saved {path}")
-
-    # ---- after the last step -----------------------------------------------------------------------------------------
-
-    def held_out_loss(self) -> float:
-        """The mean loss on the windows that training never sees; every rank computes all of it."""
-        self.model.eval()
-        loss = mean_loss(self.model, torch.tensor(self.stream.held_out(), device=self.device), self.settings.batch_size)
-        self.model.train()
-        return loss
+    @property
+    def finished(self) -> bool:
+        """Whether there is nothing left to do: all steps were made, or the loss no longer fell."""
+        return self.step >= self.steps or not self._stop.heeded
 
     def save(self) -> None:
         """Write the model to ``--out`` as Hugging Face safetensors, its tokenizer beside it."""
-        if self._use_cache is not None:
-            self.model.config.use_cache = self._use_cache
-        self.model.save_pretrained(self.settings.out)
-        self.model.config.use_cache = False
-        if self._tokenizer is not None and self.team.is_first:
-            self._tokenizer.save_pretrained(self.settings.out)
+        self.trainer.save_model(str(self.settings.out))
+        if self.team.is_first:
+            (self.settings.out / "training_args.bin").unlink(missing_ok=True)  # a pickle that nobody needs
 
     def _say(self, text: str) -> None:
         self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
-@torch.no_grad()
-def mean_loss(model: Any, windows: torch.Tensor, batch_size: int) -> float:
-    """The mean over batches of windows, in as little memory as training takes."""
-    losses = [float(model(input_ids=ids, labels=ids, use_cache=False).loss) for ids in windows.split(batch_size)]
-    return sum(losses) / len(losses)
+_STOPPING = "Stopping after this step, then saving. Once more stops at once, and saves nothing."
+_IDENTITY = {"files": "list of files", "rows": "kind of rows", "seq_len": "sequence length", "seed": "seed",
+             "count": "number of sequences"}  # fmt: skip
+
+
+def _check_tracker(name: str) -> None:
+    packages = {"tensorboard": ("tensorboard", "tensorboardX"), "wandb": ("wandb",)}.get(name)
+    if packages is not None and not any(map(importlib.util.find_spec, packages)):
+        raise JobError(
+            f"--report-to {name}: {name} is not installed: pip install {name}. Losses are in metrics.jsonl too."
+        )
+
+
+def _position_in(checkpoint: Path) -> dict[str, Any]:
+    try:
+        return dict(json.loads((checkpoint / POSITION).read_text()))
+    except (OSError, ValueError) as e:
+        raise JobError(
+            f"--resume {checkpoint}: this checkpoint was not written by `gemini train`, it has no position."
+        ) from e
 
 
 def train(settings: TrainSettings, console: Console, *, command: str) -> int:
     """Run the job as the command line does; returns the exit code. ``command`` is how to call it again."""
+    hush()
     cuda = torch.cuda.is_available() and (settings.device or "cuda").startswith("cuda")
     with join(settings.rank_timeout, cuda=cuda) as team, team.speaking():
         if not team.is_first:
             console = Console(quiet=True, force_terminal=False)
-            hush()
         run = TrainRun(settings, console, team)
         run.run()
-        finished, past = run.step >= settings.steps, run.step > settings.steps
-        if finished and not past:
+        past = run.step > run.steps
+        if run.finished and not past:
             run.save()
         memory = run.model.memory_report()
         lines, all_within = budget_lines(*team.tell(shares(memory), "the end of the job"))
         console.print(str(memory), *lines, sep="\n", highlight=False, markup=False, soft_wrap=True)
         if past:
-            said = f"Nothing was trained and nothing written: step {run.step} is past --steps {settings.steps}."
-        elif finished:
+            said = f"Nothing was trained and nothing written: step {run.step} is past --steps {run.steps}."
+        elif run.finished:
             said = f"The model is in {settings.out}; it opens with transformers' AutoModelForCausalLM.from_pretrained."
+            if settings.lora is not None:
+                said = (
+                    f"The adapter is in {settings.out}; it opens with peft's AutoPeftModelForCausalLM.from_pretrained."
+                )
         else:
-            said = f"Stopped after step {run.step} of {settings.steps}. To go on: {command}"
+            said = f"Stopped after step {run.step} of {run.steps}. To go on: {command}"
         console.print(said, highlight=False, markup=False, soft_wrap=True)
-        return 130 if not finished else 0 if all_within else 1
+        return 130 if not run.finished else 0 if all_within else 1
 
 
 def _device(asked: str | None) -> torch.device:
@@ -398,13 +367,3 @@ def _compile_blocks(model: torch.nn.Module) -> None:
         compile_blocks(model)
     except gemini.GeminiError as e:
         raise JobError(f"--compile: {e}") from e
-
-
-def _param_groups(model: torch.nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Matrices and embeddings decay; biases and norms, which have one dimension, do not."""
-    params = [p for p in model.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in params if p.ndim >= 2], "weight_decay": weight_decay},
-        {"params": [p for p in params if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    return [group for group in groups if group["params"]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import torch
 
@@ -11,6 +12,7 @@ from gemini.jobs.errors import JobError, as_job_error
 from gemini.jobs.models import ModelSource
 from gemini.jobs.settings import TrainSettings
 from gemini.memory.devices.device import registered_device
+from gemini.optim.elementwise import AdanRule, LionRule, SGDRule
 from gemini.planning import document
 from gemini.tiers import Tier
 from gemini.train.loading.attention import AUTO
@@ -50,7 +52,33 @@ def make_config(settings: TrainSettings, source: ModelSource, device: torch.devi
             offload_activations=settings.offload_activations,
             trace=trace,
             tile_tokens=settings.tile_tokens,
+            optimizer=rule_called(settings.optimizer),
         )
+
+
+def rule_called(name: str) -> Any:
+    """The update rule behind ``--optimizer``; None is Adam's."""
+    return {"adamw": None, "lion": LionRule(), "sgd": SGDRule(), "adan": AdanRule()}[name]
+
+
+def mesh_of(settings: TrainSettings, num_processes: int) -> Any:
+    """The mesh of ``--replicas``; None where all processes share one model.
+
+    Raises:
+        JobError: if the processes cannot be dealt out evenly.
+    """
+    if settings.replicas == 1:
+        return None
+    if num_processes % settings.replicas:
+        raise JobError(
+            f"--replicas {settings.replicas}: {num_processes} processes cannot be dealt out into so many groups."
+        )
+    from torch.distributed.device_mesh import init_device_mesh
+
+    kind = "cuda" if torch.cuda.is_available() and (settings.device or "cuda").startswith("cuda") else "cpu"
+    return init_device_mesh(
+        kind, (settings.replicas, num_processes // settings.replicas), mesh_dim_names=("dp_replicate", "dp")
+    )
 
 
 def trace_of(settings: TrainSettings, source: ModelSource) -> gemini.MemoryTrace:
@@ -79,7 +107,7 @@ def _check_plan(plan: gemini.Plan, settings: TrainSettings) -> None:
             f"--plan {settings.plan} was made {'with' if trace.checkpointing else 'without'} --gradient-checkpointing: "
             f"{'give it here too' if trace.checkpointing else 'leave it out here'}, or make another plan."
         )
-    if trace.tile_tokens != settings.tile_tokens:
+    if settings.tile_tokens not in ("auto", trace.tile_tokens):
         raise JobError(
             f"--plan {settings.plan} was made {_tiles(trace.tile_tokens)}, and this job is "
             f"{_tiles(settings.tile_tokens)}: say the same in both."
@@ -95,5 +123,5 @@ def _check_plan(plan: gemini.Plan, settings: TrainSettings) -> None:
         raise JobError(f"--plan {settings.plan} keeps some of the model on NVMe: give --nvme-path, a folder there.")
 
 
-def _tiles(tokens: int | None) -> str:
+def _tiles(tokens: int | str | None) -> str:
     return "without --tile-tokens" if tokens is None else f"with --tile-tokens {tokens}"

@@ -15,14 +15,13 @@ import os
 import sys
 import tempfile
 import threading
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from gemini.errors import StorageError, human_bytes
+from gemini.errors import StorageError, human_bytes, warn
 from gemini.kernels import IoQueue
 from gemini.memory.devices.device import Event
 from gemini.memory.devices.pages import PAGE, host_bytes
@@ -126,7 +125,7 @@ class SpillFile:
         self._queue: IoQueue | None = None
         self._lock = threading.Lock()
         if not self.direct:
-            warnings.warn(f"{self.directory}: no O_DIRECT here, spilling goes through the page cache", stacklevel=6)
+            warn(f"{self.directory}: no O_DIRECT here, spilling goes through the page cache")
         try:
             self._extend(0, num_bytes)
         except StorageError:

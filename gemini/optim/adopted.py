@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gemini.grad_mode import without_grad
+from gemini.interrupts import without_grad
 from gemini.optim.anatomy import (
     SHAPE,
     SHAPES,

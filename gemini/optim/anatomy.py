@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gemini.grad_mode import without_grad
+from gemini.interrupts import without_grad
 from gemini.planning.factors import FORMS, FactorSpec, shapes_of
 from gemini.planning.planes import ALIGN, ITEMSIZES, PlaneSpec
 

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from gemini import kernels
-from gemini.grad_mode import without_grad
+from gemini.interrupts import without_grad
 from gemini.kernels_compact import decode, dither_of, encode
 from gemini.planning.compact import compact, scale_of, spec_for
 from gemini.planning.planes import PlaneKind, RuleSpec
-from gemini.rules import Segment, UpdateRule, Where, rule_of
+from gemini.rules import Arrays, Segment, UpdateRule, Where, rule_of
 
 
 @dataclass(frozen=True)
@@ -70,15 +70,9 @@ class CompactRule(UpdateRule):
             encode(values[kind], states[kind], states[scale_of(kind)], dither)
 
     def run(
-        self,
-        weights: Tensor,
-        residual: Tensor | None,
-        states: Mapping[str, Tensor],
-        grad: Tensor,
-        segments: Sequence[Segment],
-        stop: Tensor | None = None,
-        grad_scale: Tensor | None = None,
+        self, arrays: Arrays, segments: Sequence[Segment], stop: Tensor | None = None, grad_scale: Tensor | None = None
     ) -> None:
+        weights, residual, states, grad = arrays
         assert residual is not None, "compact states are for split masters"
         names = [spec.kind for spec in self.exact.spec.planes]
         codes = {kind: states[kind] for kind in names}
@@ -90,7 +84,7 @@ class CompactRule(UpdateRule):
             own.append(kernels.CompactSegment(begin, end, scalars, dither))
         done = kernels.update_compact(weights, residual, codes, scales, grad, own, grad_scale, stop)
         if not done and (stop is None or int(stop) == 0):
-            super().run(weights, residual, states, grad, segments, grad_scale=grad_scale)
+            super().run(arrays, segments, grad_scale=grad_scale)
 
     # ---- states from outside, and for it -------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from gemini import kernels
 from gemini.kernels_reference import exact_sqrt, to_fp32
 from gemini.planning.planes import PlaneSpec, RuleSpec
-from gemini.rules import Segment, UpdateRule, Where
+from gemini.rules import Arrays, Segment, UpdateRule, Where
 
 _LARGEST = torch.finfo(torch.float32).max
 
@@ -53,20 +53,14 @@ class ElementwiseRule(UpdateRule):
                 raise ValueError(f"{name} of {what} must be {wanted}, got {value!r}")
 
     def run(
-        self,
-        weights: Tensor,
-        residual: Tensor | None,
-        states: Mapping[str, Tensor],
-        grad: Tensor,
-        segments: Sequence[Segment],
-        stop: Tensor | None = None,
-        grad_scale: Tensor | None = None,
+        self, arrays: Arrays, segments: Sequence[Segment], stop: Tensor | None = None, grad_scale: Tensor | None = None
     ) -> None:
+        weights, residual, states, grad = arrays
         planes = {spec.kind: states[spec.kind] for spec in self.spec.planes}
         own = [kernels.Segment(begin, end, scalars) for begin, end, scalars, _ in segments]
         done = kernels.update_segments(weights, residual, planes, grad, own, grad_scale, stop)
         if not done and (stop is None or int(stop) == 0):
-            super().run(weights, residual, states, grad, segments, grad_scale=grad_scale)
+            super().run(arrays, segments, grad_scale=grad_scale)
 
 
 # ---- SGD -------------------------------------------------------------------------------------------------------------

@@ -37,11 +37,11 @@ class SGD(HybridOptimizer):
     def __init__(
         self,
         params: Any,
-        lr: float = 1e-3,
-        momentum: float = 0.0,
-        dampening: float = 0.0,
-        weight_decay: float = 0.0,
-        nesterov: bool = False,
+        lr: float = SGDRule.defaults["lr"],
+        momentum: float = SGDRule.defaults["momentum"],
+        dampening: float = SGDRule.defaults["dampening"],
+        weight_decay: float = SGDRule.defaults["weight_decay"],
+        nesterov: bool = SGDRule.defaults["nesterov"],
         *,
         step_in_backward: bool = False,
     ):
@@ -71,9 +71,9 @@ class Lion(HybridOptimizer):
     def __init__(
         self,
         params: Any,
-        lr: float = 1e-4,
-        betas: tuple[float, float] = (0.9, 0.99),
-        weight_decay: float = 0.0,
+        lr: float = LionRule.defaults["lr"],
+        betas: tuple[float, float] = LionRule.defaults["betas"],
+        weight_decay: float = LionRule.defaults["weight_decay"],
         *,
         step_in_backward: bool = False,
     ):
@@ -92,7 +92,12 @@ class LOMO(HybridOptimizer):
         weight_decay: the L2 coefficient.
     """
 
-    def __init__(self, params: Any, lr: float = 1e-3, weight_decay: float = 0.0):
+    def __init__(
+        self,
+        params: Any,
+        lr: float = PlainSGDRule.defaults["lr"],
+        weight_decay: float = PlainSGDRule.defaults["weight_decay"],
+    ):
         super().__init__(params, PlainSGDRule(), step_in_backward=True, lr=lr, weight_decay=weight_decay)
 
 
@@ -113,11 +118,11 @@ class AdaLomo(HybridOptimizer):
     def __init__(
         self,
         params: Any,
-        lr: float = 1e-3,
-        decay_rate: float = -0.8,
-        eps: tuple[float, float] = (1e-30, 1e-3),
-        clip_threshold: float = 1.0,
-        weight_decay: float = 0.0,
+        lr: float = AdaLomoRule.defaults["lr"],
+        decay_rate: float = AdaLomoRule.defaults["decay_rate"],
+        eps: tuple[float, float] = AdaLomoRule.defaults["eps"],
+        clip_threshold: float = AdaLomoRule.defaults["clip_threshold"],
+        weight_decay: float = AdaLomoRule.defaults["weight_decay"],
         *,
         step_in_backward: bool = False,
     ):
@@ -154,14 +159,14 @@ class Muon(HybridOptimizer):
     def __init__(
         self,
         params: Any,
-        lr: float = 1e-3,
-        weight_decay: float = 0.1,
-        momentum: float = 0.95,
-        nesterov: bool = True,
-        ns_steps: int = 5,
-        adjust_lr: str = "original",
-        betas: tuple[float, float] = (0.9, 0.95),
-        eps: float = 1e-8,
+        lr: float = MuonRule.defaults["lr"],
+        weight_decay: float = MuonRule.defaults["weight_decay"],
+        momentum: float = MuonRule.defaults["momentum"],
+        nesterov: bool = MuonRule.defaults["nesterov"],
+        ns_steps: int = MuonRule.defaults["ns_steps"],
+        adjust_lr: str = MuonRule.defaults["adjust_lr"],
+        betas: tuple[float, float] = MuonRule.defaults["betas"],
+        eps: float = MuonRule.defaults["eps"],
         *,
         step_in_backward: bool = False,
     ):
@@ -215,11 +220,11 @@ class Adan(HybridOptimizer):
     def __init__(
         self,
         params: Any,
-        lr: float = 1e-3,
-        betas: tuple[float, float, float] = (0.98, 0.92, 0.99),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-        no_prox: bool = False,
+        lr: float = AdanRule.defaults["lr"],
+        betas: tuple[float, float, float] = AdanRule.defaults["betas"],
+        eps: float = AdanRule.defaults["eps"],
+        weight_decay: float = AdanRule.defaults["weight_decay"],
+        no_prox: bool = AdanRule.defaults["no_prox"],
         *,
         step_in_backward: bool = False,
     ):
@@ -251,11 +256,11 @@ class SophiaG(HybridOptimizer):
     def __init__(
         self,
         params: Any,
-        lr: float = 1e-4,
-        betas: tuple[float, float] = (0.965, 0.99),
-        rho: float = 0.04,
-        weight_decay: float = 0.1,
-        bs: float = 5120,
+        lr: float = SophiaGRule.defaults["lr"],
+        betas: tuple[float, float] = SophiaGRule.defaults["betas"],
+        rho: float = SophiaGRule.defaults["rho"],
+        weight_decay: float = SophiaGRule.defaults["weight_decay"],
+        bs: float = SophiaGRule.defaults["bs"],
         *,
         step_in_backward: bool = False,
     ):

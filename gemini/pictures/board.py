@@ -149,7 +149,7 @@ def _matplotlib() -> Any:
         import matplotlib
     except ImportError as e:
         raise ImportError(
-            "pictures need matplotlib, an optional part of Gemini: pip install 'gemini-torch[pictures]'. A trace for "
+            "pictures need matplotlib, an optional part of Gemini: pip install '.[pictures]'. A trace for "
             "ui.perfetto.dev (.json) needs nothing"
         ) from e
     return matplotlib

@@ -21,6 +21,9 @@ BLOCK = 64
 SMALLEST = 65536
 """Elements of a param from which on its states are compact."""
 
+CODES = 2
+"""How values become codes (:mod:`gemini.kernels_compact`), as a number in checkpoints and plans; 1 had smooth roots."""
+
 STATES = ("exact", "compact")
 """What ``GeminiConfig(states=)`` may be."""
 
@@ -56,7 +59,7 @@ def _compact(rule: RuleSpec, smallest: int) -> RuleSpec:
     codes = [PlaneSpec(spec.kind, "uint8" if spec.kind in squares else "int8") for spec in rule.planes]
     scales = [PlaneSpec(scale_of(spec.kind), "uint8", BLOCK) for spec in rule.planes]
     name = f"{rule.name}, compact"
-    return RuleSpec(name, (*codes, *scales), "place", residual="int8", exact=rule, smallest=smallest)
+    return RuleSpec(name, (*codes, *scales), "place", residual="int8", exact=rule, smallest=smallest, codes=CODES)
 
 
 def spec_for(rule: RuleSpec, states: str, precision: str | None) -> RuleSpec:

@@ -50,7 +50,7 @@ def moves_by_policy(
     accesses: Sequence[Access],
     *,
     sizes: Mapping[int, int],
-    room: int,
+    room: int | Sequence[int],
     policy: EvictionPolicy,
     lasting: frozenset[int] = frozenset(),
 ) -> tuple[Moves, ...]:
@@ -59,13 +59,14 @@ def moves_by_policy(
     Args:
         accesses: the chunks of each moment.
         sizes: bytes of the chunks that have to be gathered; others are there anyway.
-        room: bytes that gathered chunks may take at once.
+        room: bytes that gathered chunks may take at once, always or in each moment.
         lasting: chunks (frozen ones) whose gathered weights outlive the step. The step is then played until it begins
             with what it leaves.
 
     Raises:
         BudgetExceeded: if one moment needs more than ``room``.
     """
+    room = rooms_of(room, accesses)
     starts: dict[int, list[int]] = {}
     for run in runs(accesses, sizes):
         starts.setdefault(run.chunk, []).append(run.first)
@@ -81,7 +82,7 @@ def moves_by_policy(
 def _play(
     accesses: Sequence[Access],
     sizes: Mapping[int, int],
-    room: int,
+    room: Sequence[int],
     policy: EvictionPolicy,
     starts: Mapping[int, list[int]],
     lasting: frozenset[int],
@@ -101,9 +102,9 @@ def _play(
     for moment, access in enumerate(accesses):
         needed = [index for index in access.chunks if index in sizes]
         fetch = [index for index in needed if index not in gathered]
-        missing = sum(sizes[i] for i in gathered) + sum(sizes[i] for i in fetch) - room
+        missing = sum(sizes[i] for i in gathered) + sum(sizes[i] for i in fetch) - room[moment]
         evict: tuple[int, ...] = ()
-        if fetch and missing > 0:
+        if missing > 0:
             candidates = [
                 Candidate(i, sizes[i], last_use[i], False, gathered[i], next_use(i, moment))
                 for i in gathered
@@ -111,7 +112,7 @@ def _play(
             ]
             victims = policy.choose(candidates, missing)
             if victims is None:
-                raise _too_much(access, sum(sizes[i] for i in needed), room)
+                raise _too_much(access, sum(sizes[i] for i in needed), room[moment])
             evict = victims
             for index in evict:
                 del gathered[index]
@@ -120,6 +121,11 @@ def _play(
         last_use.update(dict.fromkeys(needed, moment))
         moves.append(Moves(evict, tuple(fetch)))
     return tuple(moves), frozenset(gathered)
+
+
+def rooms_of(room: int | Sequence[int], accesses: Sequence[Access]) -> Sequence[int]:
+    """Moment by moment."""
+    return [room] * len(accesses) if isinstance(room, int) else room
 
 
 def _too_much(access: Access, needed: int, room: int) -> BudgetExceeded:
@@ -133,7 +139,7 @@ def cheapest_moves(
     accesses: Sequence[Access],
     *,
     sizes: Mapping[int, int],
-    room: int,
+    room: int | Sequence[int],
     costs: Mapping[int, float] | None = None,
     lasting: frozenset[int] = frozenset(),
     renewed: frozenset[int] = frozenset(),
@@ -151,6 +157,7 @@ def cheapest_moves(
     Raises:
         BudgetExceeded: if one moment needs more than ``room``.
     """
+    room = rooms_of(room, accesses)
     price = {index: float(size) for index, size in sizes.items()} if costs is None else dict(costs)
     greedy = moves_by_policy(accesses, sizes=sizes, room=room, policy=NextUse(), lasting=lasting)
     if not any(moves.evict for moves in greedy):
@@ -213,14 +220,16 @@ def _choose(
     gaps: Sequence[Gap],
     accesses: Sequence[Access],
     sizes: Mapping[int, int],
-    room: int,
+    room: Sequence[int],
     saved: Mapping[Gap, float],
 ) -> set[Gap]:
     """The gaps to keep chunks gathered in: maximise what they save, within the room that each moment leaves."""
     from scipy.optimize import Bounds, LinearConstraint, milp
     from scipy.sparse import csr_matrix
 
-    free = [room - sum(sizes[i] for i in access.chunks if i in sizes) for access in accesses]
+    free = [
+        now - sum(sizes[i] for i in access.chunks if i in sizes) for now, access in zip(room, accesses, strict=True)
+    ]
     rows = _binding_rows(gaps, free)
     if not rows:
         return set(gaps)

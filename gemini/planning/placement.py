@@ -105,6 +105,8 @@ class Problem:
         exchange: bytes of host memory for pieces on their way between ranks.
         factors: bytes of host memory for states that are no planes.
         activations: bytes of the computing tier that are left to activations and workspaces.
+        quiet: of ``activations``, the bytes that each moment of the trace leaves free, which windows may borrow then;
+            empty where that is not known.
         beside: bytes of the computing tier that the process takes whatever it does: on a GPU a context and kernels.
         max_chunk: what the layout was cut with.
         offloaded: bytes of checkpointed activations that wait in the tier ``offload_to``.
@@ -128,6 +130,7 @@ class Problem:
     rule: RuleSpec = ADAM
     factors: int = 0
     beside: int = 0
+    quiet: tuple[int, ...] = ()
 
     @cached_property
     def temporaries(self) -> int:

@@ -110,6 +110,7 @@ class Plan:
             "offload_to": None if problem.offload_to is None else problem.offload_to.value,
             "accumulate": self.accumulate,
             "rule": problem.rule.to_body(),
+            "quiet": list(problem.quiet),
         }
         return document.to_json("plan", VERSION, body)
 
@@ -131,6 +132,7 @@ class Plan:
             compute=Tier(body["compute"]),
             max_chunk=body["max_chunk"],
             rule=rule,
+            quiet=tuple(map(int, body.get("quiet", ()))),  # older plans have none
             offload_to=None if body["offload_to"] is None else Tier(body["offload_to"]),
             **{name: int(spoken_for[name]) for name in _SPOKEN_FOR},
         )
@@ -139,6 +141,7 @@ class Plan:
             tuple(Moves(tuple(evict), tuple(fetch)) for evict, fetch in body.get(name, ())) for name in _MOVES
         )
         lengths = {len(moves), len(again) or len(moves)}
+        lengths |= {len(problem.quiet) or len(moves)}
         if len(homes) != len(problem.layout.chunks) or lengths != {len(trace.moments)}:
             raise ValueError("its homes or moves are not as many as its chunks or moments")
         placement = Placement(homes, frozenset(map(int, body.get("streamed", ()))))  # older plans stream nothing
@@ -208,6 +211,31 @@ def window_room(problem: Problem, placement: Placement) -> int:
     used = bytes_per_tier(problem, placement).get(problem.compute, 0)
     gathers = any(problem.needs_window(i, homes[WEIGHTS]) for i, homes in enumerate(placement.homes))
     return problem.budgets[problem.compute] - used + (problem.working_set if gathers else 0)
+
+
+def window_rooms(problem: Problem, placement: Placement, accesses: Sequence[Access]) -> list[int]:
+    """The same moment by moment, with what activations leave free."""
+    room, borrowed = window_room(problem, placement), borrowable(problem, placement, accesses)
+    return [room + now for now in borrowed] if borrowed else [room] * len(accesses)
+
+
+def borrowable(problem: Problem, placement: Placement, accesses: Sequence[Access]) -> tuple[int, ...]:
+    """Of the room for activations, the bytes that windows may borrow in each moment.
+
+    Who runs a plan knows where it is only when a chunk that moves begins to be read. From one such moment to the next
+    the least counts that activations leave free in it, in the stretch before and in the one after, so that it may be
+    one of them early or late.
+    """
+    quiet, homes = problem.quiet, placement.homes
+    if len(quiet) != len(accesses) or problem.layout.ranks > 1:
+        return ()
+    moving = {i for i, planes in enumerate(homes) if problem.needs_window(i, planes[WEIGHTS])}
+    begins = [m for m, access in enumerate(accesses) if m == 0 or not moving.isdisjoint(access.begins)]
+    least = [min(quiet[a:b]) for a, b in zip(begins, [*begins[1:], len(quiet)], strict=True)]
+    found: list[int] = []
+    for number, (a, b) in enumerate(zip(begins, [*begins[1:], len(quiet)], strict=True)):
+        found += [min(least[max(number - 1, 0) : number + 2])] * (b - a)
+    return tuple(found)
 
 
 def standing(plan: Plan) -> tuple[int, ...]:

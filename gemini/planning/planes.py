@@ -116,6 +116,7 @@ class RuleSpec:
             of their own.
         smallest: then the elements of a param from which on its states are compact, if it has two dimensions or more.
         factors: states that are a few vectors of a param, of a rule that needs "param".
+        codes: of compact states, the number of how values become codes; 0 of exact ones.
 
     Raises:
         ValueError: for names that are taken or given twice, and for unknown needs.
@@ -128,6 +129,7 @@ class RuleSpec:
     exact: RuleSpec | None = None
     smallest: int = 0
     factors: tuple[FactorSpec, ...] = ()
+    codes: int = 0
 
     def __post_init__(self) -> None:
         names = [*(spec.kind for spec in self.planes), *(factor.name for factor in self.factors)]
@@ -201,7 +203,7 @@ class RuleSpec:
         """As plans and checkpoints have it; :meth:`from_body` reads it."""
         needs = [self.needs, [[factor.name, factor.form] for factor in self.factors]] if self.factors else self.needs
         body = [self.name, [[spec.kind, spec.dtype, spec.block] for spec in self.planes], needs]
-        return body if self.exact is None else [*body, self.residual, self.exact.to_body(), self.smallest]
+        return body if self.exact is None else [*body, self.residual, self.exact.to_body(), self.smallest, self.codes]
 
     @classmethod
     def from_body(cls, body: Any) -> RuleSpec:
@@ -212,8 +214,9 @@ class RuleSpec:
         vectors = tuple(FactorSpec(str(name), form) for name, form in factors)
         if not compact:
             return cls(str(name), specs, needs, factors=vectors)
-        residual, exact, smallest = compact
-        return cls(str(name), specs, needs, residual, cls.from_body(exact), int(smallest), vectors)
+        residual, exact, smallest, *codes = compact
+        number = int(codes[0]) if codes else 1  # the first form did not say it
+        return cls(str(name), specs, needs, residual, cls.from_body(exact), int(smallest), vectors, number)
 
 
 def is_wide(spec: PlaneSpec) -> bool:

@@ -8,11 +8,13 @@ by the same arithmetic that the runtime reserves by.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any
 
 from gemini.errors import BudgetExceeded, PlanMismatch, parse_bytes
+from gemini.planning.attempts import with_staging, with_tiles
 from gemini.planning.compact import spec_for
 from gemini.planning.factors import factor_bytes
 from gemini.planning.hardware import Hardware
@@ -20,7 +22,7 @@ from gemini.planning.homes import Fetches, cheapest_homes
 from gemini.planning.layout import DEFAULT_MAX_CHUNK, Layout, part_of
 from gemini.planning.moves import cheapest_moves, first_of, moves_by_policy
 from gemini.planning.placement import Placement, Problem, StaticPlacement, by_fractions, check_fits, fill_fastest
-from gemini.planning.plan import Moves, Plan, window_room
+from gemini.planning.plan import Moves, Plan, window_room, window_rooms
 from gemini.planning.planes import ADAM, GRADIENTS, PRECISIONS, WEIGHTS, RuleSpec, spec_of
 from gemini.planning.policy import EvictionPolicy, NextUse
 from gemini.planning.speeds import Speeds
@@ -34,6 +36,7 @@ from gemini.planning.working import (
     device_staging_bytes,
     gathered_at_once,
     gradients_in_flight,
+    quiet_at,
     scratch_bytes,
     staging_bytes,
     staging_sets,
@@ -43,8 +46,6 @@ from gemini.planning.working import (
 from gemini.tiers import MemoryBudget, Tier
 
 SCHEDULES = ("serial", "overlapped")
-
-Chosen = TypeVar("Chosen")
 
 
 def plan(
@@ -69,7 +70,8 @@ def plan(
     """Where every plane of every chunk lives and what moves when, so that a step costs least and no tier overflows.
 
     Args:
-        trace: one micro-batch of the step to plan for.
+        trace: one micro-batch of the step to plan for. Of one that has its step in tiles of tokens too, those are
+            planned for where the step as it is does not fit; the plan's own trace says which it is.
         hardware: the machine; None for typical speeds, of which only the order matters.
         budget: bytes per tier of one machine. What a :class:`~gemini.tiers.MemoryBudget` leaves out is the machine's
             capacity times ``MARGIN``; a mapping has exactly its tiers.
@@ -107,9 +109,9 @@ def plan(
     sharing = local_ranks or ranks
     budgets = budgets_of(budget, hardware, sharing)
     speeds = Speeds.typical() if hardware is None else Speeds.of(hardware, budgets, sharing=sharing)
-    planner = Planner(trace, speeds, accumulate=accumulate, schedule=schedule, hardware=hardware)
 
-    def choose(overlap: bool) -> Plan:
+    def choose(trace: MemoryTrace, overlap: bool) -> Plan:
+        planner = Planner(trace, speeds, accumulate=accumulate, schedule=schedule, hardware=hardware)
         problem = pose_problem(
             trace,
             budgets,
@@ -125,21 +127,10 @@ def plan(
         )
         return planner.best_of(problem, placement, offload_activations, explicit=activations is not None)
 
-    return with_staging(choose, overlap=schedule == "overlapped")
+    def choose_of(trace: MemoryTrace) -> Plan:
+        return with_staging(partial(choose, trace), overlap=schedule == "overlapped")
 
-
-def with_staging(choose: Callable[[bool], Chosen], *, overlap: bool) -> Chosen:
-    """What ``choose`` makes with staging for every worker, or, where only that does not fit, with one tile of it.
-
-    Raises:
-        BudgetExceeded: if it does not fit without the workers' either.
-    """
-    if overlap:
-        try:
-            return choose(True)
-        except BudgetExceeded:
-            pass  # then what has to be staged is updated in turn
-    return choose(False)
+    return with_tiles(choose_of, trace)
 
 
 def budgets_of(
@@ -183,8 +174,12 @@ def pose_problem(
     max_chunk: int = DEFAULT_MAX_CHUNK,
     overlap: bool = True,
     rule: RuleSpec = ADAM,
+    lends: bool = False,
 ) -> Problem:
-    """What is placed, and the bytes that no plane may take."""
+    """What is placed, and the bytes that no plane may take.
+
+    ``lends``: windows may borrow what activations leave free (:func:`gemini.planning.plan.borrowable`).
+    """
     compute = compute or (Tier.GPU if Tier.GPU in budgets else Tier.CPU)
     if compute not in budgets:
         raise ValueError(f"compute={compute.value!r} has no budget; there are {', '.join(t.value for t in budgets)}")
@@ -198,10 +193,12 @@ def pose_problem(
     many = ranks > 1 or replicas > 1
     offload_to = None if offload_activations is None else Tier(offload_activations)
     offloads = offload_to is not None and offload_to is not compute and trace.checkpoint_bytes > 0
+    quiet: tuple[int, ...] = ()
     if compute is Tier.CPU:
         activations = 0  # they are computed in host memory, beside its budget
     elif activations is None:
         activations = activation_bytes(trace, offloaded=offloads)
+        quiet = quiet_at(trace, activations, offloaded=offloads) if lends else ()
     itemsize = reduce_itemsize or (4 if precision == "fp32" else 2)
     return Problem(
         layout=layout,
@@ -210,8 +207,9 @@ def pose_problem(
         budgets=dict(budgets),
         compute=compute,
         working_set=gathered_at_once(trace, layout, precision),
-        staging=staging_bytes(tile, rule) * staging_sets(compute, precision, overlap=overlap),
+        staging=staging_bytes(tile, rule) * staging_sets(compute, precision, overlap=overlap, many=ranks > 1),
         activations=activations,
+        quiet=quiet,
         in_flight=_in_flight(layout, itemsize, many=many, waiting=overlap and gradients == "transient"),
         exchange=scratch_bytes(max(ranks, replicas), min(tile, PIECE)) if many else 0,
         max_chunk=max_chunk,
@@ -288,9 +286,12 @@ class Planner:
             if where is not None and (problem.compute is Tier.CPU or not self.trace.checkpoint_bytes):
                 continue
             left = problem.activations if explicit else activation_bytes(self.trace, offloaded=where is not None)
+            left = 0 if problem.compute is Tier.CPU else left
+            quiet = quiet_at(self.trace, left, offloaded=where is not None) if problem.quiet else ()
             posed = replace(
                 problem,
-                activations=0 if problem.compute is Tier.CPU else left,
+                activations=left,
+                quiet=quiet,
                 offloaded=0 if where is None else self.trace.checkpoint_bytes,
                 offload_to=None if where is None else Tier(where),
             )
@@ -429,12 +430,14 @@ def moves_for(
         BudgetExceeded: if one moment needs more gathered weights than there is room for.
     """
     speeds = speeds or Speeds.typical()
+    room: Any = window_room(problem, placement) if steps else None
     steps = steps or accesses(trace, problem.layout)
     chunks = range(len(problem.layout.chunks))
     moving = [i for i in chunks if problem.needs_window(i, placement.homes[i][WEIGHTS])]
     sizes = {i: problem.window_bytes(i) for i in moving}
     lasting = frozenset(i for i in moving if not problem.layout.chunks[i].trainable)
-    room = window_room(problem, placement)
+    if room is None:
+        room = window_rooms(problem, placement, steps)
     renewed = frozenset(moving) - lasting if accumulate > 1 else frozenset()
     lasting |= renewed  # until the update, which comes after the last micro-batch
     if policy is not None:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from gemini.planning.costs import RESOURCES, Cost
 from gemini.planning.fluid import Fluid
-from gemini.planning.plan import standing, window_room
+from gemini.planning.plan import standing, window_rooms
 from gemini.planning.planes import WEIGHTS
 from gemini.planning.timeline import Track
 from gemini.planning.work import COMPUTING, Hop, Update, Work
@@ -212,7 +212,7 @@ def _fetches(work: Work, num_steps: int) -> tuple[list[list[_Fetch]], list[tuple
     plan, problem = work.plan, work.problem
     needs = needs_windows(work)
     per_batch, per_step = len(plan.moves), len(plan.moves) * plan.accumulate
-    room = window_room(problem, plan.placement)
+    rooms = window_rooms(problem, plan.placement, plan.accesses)
     opened: list[tuple[int, int]] = []  # (moment of the fetch, chunk)
     uses: list[list[int]] = []  # of each, the first and the last use
     current: dict[int, int] = {}
@@ -238,11 +238,16 @@ def _fetches(work: Work, num_steps: int) -> tuple[list[list[_Fetch]], list[tuple
     held, after, ends = 0, -1, list[tuple[int, int]]()
     for (at, index), (first, last) in zip(opened, uses, strict=True):
         size = problem.window_bytes(index)
+        room = rooms[max(at, 0) % per_batch]
         while ends and held + size > room and ends[0][0] < max(at, 0):
             free_at, gone = heapq.heappop(ends)
             held -= problem.window_bytes(gone)
             after = max(after, free_at)
         held += size
+        earlier = max(at, 0)
+        while earlier - 1 > after and rooms[(earlier - 1) % per_batch] >= held:
+            earlier -= 1
+        after = max(after, earlier - 1 if earlier - 1 > after else after)  # before, activations take that room
         heapq.heappush(ends, (last, index))
         if at >= 0:
             found[at].append(_Fetch(index, first, after))

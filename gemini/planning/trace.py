@@ -108,9 +108,12 @@ class MemoryTrace:
         buffer_bytes: bytes of the model's buffers, live all the time and not in the moments.
         checkpointing: whether gradient checkpointing was on.
         tile_tokens: what ``GeminiConfig(tile_tokens=)`` was; None for a model as it is.
+        context_parallel: parts of a sequence, of which this is the last one; 1 for whole sequences.
         moments: in the order of the step.
         read_together: sets of params that some module may read at once whatever forward does; evaluation may, where the
             step did not.
+        tiled: the same step in tiles of tokens, for the planner to take where this one's activations do not fit
+            (``gemini.trace(..., tile_tokens="auto")``); None if there is no choice.
     """
 
     model: str
@@ -125,6 +128,8 @@ class MemoryTrace:
     checkpointing: bool = False
     read_together: tuple[tuple[int, ...], ...] = ()
     tile_tokens: int | None = None
+    context_parallel: int = 1
+    tiled: MemoryTrace | None = None
 
     @property
     def num_params(self) -> int:
@@ -193,7 +198,8 @@ class MemoryTrace:
             "model": self.model, "precision": self.precision, "batch": {k: list(v) for k, v in self.batch.items()},
             "tokens": self.tokens, "target": self.target, "source": self.source.value,
             "buffer_bytes": self.buffer_bytes, "checkpointing": self.checkpointing,
-            "tile_tokens": self.tile_tokens,
+            "tile_tokens": self.tile_tokens, "context_parallel": self.context_parallel,
+            "tiled": None if self.tiled is None else self.tiled.to_json(),
             "together": [list(indices) for indices in self.read_together],
             "params": [[list(p.names), list(p.shape), p.trainable] for p in self.params],
             "moment_fields": list(_FIELDS),
@@ -220,6 +226,8 @@ class MemoryTrace:
             buffer_bytes=body["buffer_bytes"],
             checkpointing=body["checkpointing"],
             tile_tokens=body.get("tile_tokens"),
+            context_parallel=body.get("context_parallel", 1),
+            tiled=cls.from_json(body["tiled"]) if body.get("tiled") else None,
             read_together=tuple(tuple(indices) for indices in body["together"]),
             moments=tuple(_moment(dict(zip(names, values, strict=True))) for values in body["moments"]),
         )
@@ -235,6 +243,8 @@ class MemoryTrace:
         checkpointing = ", gradient checkpointing" if self.checkpointing else ""
         if self.tile_tokens is not None:
             checkpointing += f", tiles of {self.tile_tokens:,} tokens"
+        if self.context_parallel > 1:
+            checkpointing += f", one of {self.context_parallel} parts of each sequence"
         lines = [
             f"{self.model}, {self.num_params:,} params, {self.precision}{checkpointing}; {shapes or 'no inputs known'}",
             f"{how[self.source]} for {self.target}: {len(self.moments):,} moments, {self.flops / 1e12:,.4g} TFLOP, "
@@ -246,6 +256,11 @@ class MemoryTrace:
             lines.append(f"the peak is in {top.phase.value} of {top.module or 'the model itself'}")
         if self.checkpoint_bytes:
             lines.append(f"inputs of checkpointed blocks: {human_bytes(self.checkpoint_bytes)}")
+        if self.tiled is not None:
+            lines.append(
+                f"in tiles of {self.tiled.tile_tokens:,} tokens: {human_bytes(self.tiled.peak_bytes)} at the peak, "
+                f"{self.tiled.flops / max(1, self.flops) - 1:.0%} more work"
+            )
         if self.seconds is not None:
             lines.append(f"computing took {self.seconds:.3g} s")
         return "\n".join(lines)

@@ -32,6 +32,24 @@ WAITING_GRADIENTS = 3
 """Chunks whose transient gradients may wait for their updates at least; more where a budget has room."""
 
 
+LEAST_TILE = 256
+"""Tokens that ``tile_tokens="auto"`` takes at least: products of fewer rows read weights more than they compute."""
+
+TILES = (16, 128)
+"""Tiles of a batch that it takes at least and at most."""
+
+
+def tile_tokens_for(tokens: int, vocabulary: int, hidden: int) -> int:
+    """Tokens of a tile for a batch of ``tokens``: so that the logits of one tile with what their loss makes of them
+    (12 bytes each) take less than half of what a block keeps of the whole batch (some 32 bytes per token and hidden
+    unit). Their number does not depend on the batch, so what is left beside tiles grows with it alone.
+    """
+    least, most = TILES
+    wanted = min(max(least, -(-12 * vocabulary // (16 * hidden))), most)
+    tiles = 1 << (wanted - 1).bit_length()
+    return max(LEAST_TILE, -(-tokens // tiles))
+
+
 def tile_numel(largest_chunk: int, whole: int = 0) -> int:
     """Elements per tile for a model whose largest chunk has that many; ``whole``: of the largest param that has to be
     one tile.
@@ -68,15 +86,16 @@ def device_staging_bytes(largest_chunk: int, rule: RuleSpec = ADAM, whole: int =
     return (DEVICE_SLOTS if overlap and not rule.whole else 1) * tile
 
 
-def staging_sets(compute: Tier, precision: str, *, overlap: bool) -> int:
+def staging_sets(compute: Tier, precision: str, *, overlap: bool, many: bool = False) -> int:
     """How many threads stage: the one that trains; beside it the update worker; the fetch worker, where weights are
-    cast or cross to a device on their way; and the landing worker, where gradients leave a device.
+    cast or cross to a device on their way; and the landing worker, where gradients leave a device, or with ``many``
+    ranks the one that adds up gradients.
     """
     if not overlap:
         return 1
     if compute is Tier.GPU:
         return 4
-    return 3 if precision == "fp16" else 2
+    return 2 + (precision == "fp16") + many
 
 
 def scratch_bytes(ranks: int, piece: int) -> int:
@@ -111,8 +130,19 @@ def activation_bytes(trace: MemoryTrace, *, offloaded: bool) -> int:
 
     ``offloaded``: the inputs of checkpointed blocks are elsewhere while they wait for backward.
     """
-    waiting = most = 0
+    return max(activations_at(trace, offloaded=offloaded), default=int(trace.buffer_bytes * ACTIVATION_MARGIN))
+
+
+def activations_at(trace: MemoryTrace, *, offloaded: bool) -> tuple[int, ...]:
+    """The same moment by moment."""
+    found, waiting = [], 0
     for moment in trace.moments:
-        most = max(most, moment.peak_bytes - (waiting if offloaded else 0))
+        peak = moment.peak_bytes - (waiting if offloaded else 0)
+        found.append(int((max(peak, 0) + trace.buffer_bytes) * ACTIVATION_MARGIN))
         waiting += moment.saved_bytes - moment.restored_bytes
-    return int((most + trace.buffer_bytes) * ACTIVATION_MARGIN)
+    return tuple(found)
+
+
+def quiet_at(trace: MemoryTrace, activations: int, *, offloaded: bool) -> tuple[int, ...]:
+    """By how much activations are below the most of them, ``activations``, moment by moment."""
+    return tuple(activations - now for now in activations_at(trace, offloaded=offloaded))

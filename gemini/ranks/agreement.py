@@ -1,11 +1,12 @@
 """How ranks agree on what comes next, so that no collective ever depends on who arrives first.
 
-A rank that needs the others says what it wants and waits until all ranks have said what they want. From these requests,
-the same on every rank, follows what is done: weights or values that any rank needs are served first, by all, whatever
-they want themselves; gradients are reduced when no rank needs anything served, the last chunk of the layout first;
-everything else is done when all ranks stand at the same point. So ranks may take different paths through a model (an
-expert that only one of them uses, one more evaluation, a longer ``generate``) and neither hang nor mix up messages, and
-the order of sums follows from the programs alone, not from their timing or from budgets.
+A rank that needs the others says what it wants and waits until all ranks have said what they want; where they follow a
+script together it need not. From these requests, the same on every rank, follows what is done: weights or values that
+any rank needs are served first, by all, whatever they want themselves; gradients are reduced when no rank needs
+anything served, the last chunk of the layout first; who begins a step goes on by itself; everything else is done when
+all ranks stand at the same point. So ranks may take different paths through a model (an expert that only one of them
+uses, one more evaluation, a longer ``generate``) and neither hang nor mix up messages, and the order of sums follows
+from the programs alone, not from their timing or from budgets.
 
 Where requests can never meet (one rank has begun its next step, the other wants to save) all ranks raise the same
 error.
@@ -15,7 +16,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from enum import IntEnum
 from typing import NamedTuple, Protocol
 
@@ -41,6 +43,8 @@ class Point(IntEnum):
     LOAD_MODEL = 10
     LOAD_OPTIMIZER = 11
     COPY = 12
+    CONTEXT = 13
+    BEGIN_STEP = 14
 
 
 _WORDS = {
@@ -57,6 +61,8 @@ _WORDS = {
     Point.LOAD_MODEL: "load_state_dict",
     Point.LOAD_OPTIMIZER: "optimizer.load_state_dict",
     Point.COPY: "a write to a param (param.copy_)",
+    Point.CONTEXT: "attention over the parts of a sequence",
+    Point.BEGIN_STEP: "a forward or backward (it begins)",
 }
 
 
@@ -66,7 +72,11 @@ def word_for(point: Point) -> str:
 
 
 _SERVED = (Point.GATHER, Point.READ)
-_BACKWARD = (Point.REDUCE, Point.END_BACKWARD)
+_REDUCING = (Point.REDUCE, Point.END_BACKWARD, Point.CONTEXT)
+"""Where a rank takes part in a reduction, whatever it has of the gradients."""
+_THE_END = (Point.END_BACKWARD, 0)
+_ENDING = 64
+"""Added to a point on its way, for a rank whose backward is still to end."""
 
 
 class Request(NamedTuple):
@@ -75,6 +85,8 @@ class Request(NamedTuple):
     point: Point
     about: int = 0
     detail: int = 0
+    ending: bool = False
+    """Whether the end of this rank's last backward is still to be agreed on, beside the point."""
 
     @property
     def subject(self) -> tuple[Point, int]:
@@ -98,6 +110,7 @@ class Agreement:
         self._wire = wire
         self._steps: list[int] = []
         self.num_steps = 0
+        self._ending = False
         # For who watches over the wait (gemini.ranks.watch), from another thread.
         self.num_exchanges = 0
         self.waiting_since: float | None = None
@@ -115,8 +128,12 @@ class Agreement:
             RankLost: if a rank died or does not answer.
         """
         while True:
-            requests = self._exchange(request)
+            requests = understood(self._exchange(request._replace(ending=self._ending)))
             chosen = choose(requests)
+            if self._ending and (chosen == _THE_END or not any(other.ending for other in requests)):
+                self._ending = False
+                if chosen == _THE_END:
+                    continue
             if chosen is None:
                 raise RankMismatch(_explain(requests, self._steps, self._wire.global_ranks))
             point, index = chosen
@@ -127,23 +144,44 @@ class Agreement:
             if request.subject == chosen:
                 return requests
 
-    def _exchange(self, request: Request) -> list[Request]:
-        said = torch.tensor(
-            [request.point, request.about, request.detail, self.num_steps], dtype=torch.int64, device="cpu"
-        )
-        self.waiting_in, self.thread, self.whereabouts = _WORDS[request.point], threading.get_ident(), ""
+    def end_backward(self) -> None:
+        """This rank has nothing more to reduce: said with the next request, whatever that is."""
+        self._ending = True
+
+    @contextmanager
+    def waiting(self, what: str) -> Iterator[None]:
+        """Around a wait for other ranks: who watches over waits may look."""
+        self.waiting_in, self.thread, self.whereabouts = what, threading.get_ident(), ""
         self.waiting_since = time.monotonic()
         try:
-            rows = self._wire.swap(Tag.AGREEMENT, said, self.waiting_in).tolist()
+            yield
         except RankLost as e:
             if self.whereabouts:
                 raise RankLost(f"{e}. While it was waited for, {self.whereabouts}") from e
             raise
         finally:
             self.waiting_since = None
+
+    def _exchange(self, request: Request) -> list[Request]:
+        point = request.point + _ENDING * request.ending
+        said = torch.tensor([point, request.about, request.detail, self.num_steps], dtype=torch.int64, device="cpu")
+        with self.waiting(_WORDS[request.point]):
+            rows = self._wire.swap(Tag.AGREEMENT, said, self.waiting_in).tolist()
         self.num_exchanges += 1
         self._steps = [row[3] for row in rows]
-        return [Request(Point(row[0]), row[1], row[2]) for row in rows]
+        return [Request(Point(row[0] % _ENDING), row[1], row[2], row[0] >= _ENDING) for row in rows]
+
+
+def understood(requests: Sequence[Request]) -> list[Request]:
+    """What ranks want before all else: those with a backward still to end want that, unless all of them have one, which
+    has ended then, or they must be served.
+    """
+    if all(request.ending for request in requests):
+        return [request._replace(ending=False) for request in requests]
+    return [
+        Request(*_THE_END, ending=True) if request.ending and request.point not in _SERVED else request
+        for request in requests
+    ]
 
 
 def choose(requests: Sequence[Request]) -> tuple[Point, int] | None:
@@ -151,10 +189,12 @@ def choose(requests: Sequence[Request]) -> tuple[Point, int] | None:
     served = [request.subject for request in requests if request.point in _SERVED]
     if served:
         return min(served)
-    if all(request.point in _BACKWARD for request in requests):
-        reduced = [request.about for request in requests if request.point is Point.REDUCE]
+    if any(request.point is Point.BEGIN_STEP for request in requests):
+        return Point.BEGIN_STEP, 0  # who begins a step needs nobody to begin it as well
+    reduced = [request.about for request in requests if request.point is Point.REDUCE]
+    if reduced and all(request.point in _REDUCING for request in requests):
         # Backward goes through the layout from its end: what comes first there is complete first.
-        return (Point.REDUCE, max(reduced)) if reduced else (Point.END_BACKWARD, 0)
+        return Point.REDUCE, max(reduced)
     if all(request.subject == requests[0].subject for request in requests):
         return requests[0].subject
     return None

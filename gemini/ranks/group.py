@@ -1,8 +1,9 @@
 """Who shares one model: the process groups, from what the user gave, from an existing group, or from torchrun.
 
-Each chunk is divided among the ranks of a *shard group*. With a 2-D mesh there are several such groups, *replicas*: a
-model is sharded within each (a node, say) and gradients are summed up across them. Our own groups are made beside the
-user's, so that messages of the user and of Gemini never meet.
+Four questions have answers of their own here. Who divides chunks and who holds the same shard (*wire*, *replicas*)?
+Who has the same params (*everyone*)? Who works on the same job, with other slices of the model perhaps (*job*)? Who is
+on this machine (*local_size*)? And of those with the same params the first one writes what only one may write. Our own
+groups are made beside the user's, so that messages of the user and of Gemini never meet.
 """
 
 from __future__ import annotations
@@ -21,27 +22,38 @@ from torch.distributed.device_mesh import DeviceMesh
 from gemini.errors import RankMismatch
 from gemini.ranks import launch
 from gemini.ranks.meeting import start_group
+from gemini.ranks.mesh import SHARDING, SLICING, names_of, place_in, ranks_along, size_of
 from gemini.ranks.subgroup import end_subgroup, make_subgroup
 from gemini.ranks.wire import Tag, Wire
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """The ranks of one model as one of them sees them.
+    """The ranks of one job as one of them sees them.
 
     Attributes:
         wire: among the ranks that divide chunks (the shard group).
         replicas: among the ranks that hold the same shard, or None without replicas.
-        everyone: among all ranks of the model.
+        everyone: among all ranks with the same params: those of the model, or of this slice of it.
+        job: among all ranks of the mesh; the same as ``everyone`` where no dim slices the model.
+        same_batch: among the slices that compute with this rank's batch (``tp``), or None without any.
+        context: among the ranks that have parts of the same sequences (``cp``), or None.
         collective: the library's group for CUDA tensors of the shard group (NCCL); None on the CPU.
-        local_size: ranks of the model on this machine, who divide its memory and disk.
+        context_collective: the same of ``context``.
+        local_size: ranks of the job on this machine, who divide its memory and disk.
+        slice_: which slice of the model this rank has, by the dims that slice it; "" for all of it.
     """
 
     wire: Wire
     replicas: Wire | None
     everyone: Wire
+    job: Wire
+    same_batch: Wire | None
+    context: Wire | None
     collective: dist.ProcessGroup | None
+    context_collective: dist.ProcessGroup | None
     local_size: int
+    slice_: str = ""
 
     @property
     def rank(self) -> int:
@@ -57,34 +69,55 @@ class Ranks:
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank writes what only one may write."""
+        """Whether this rank writes what only one of those with the same params may write."""
         return self.everyone.rank == 0
+
+    @property
+    def shares_params(self) -> bool:
+        """Whether another rank has the same params."""
+        return self.everyone.size > 1
 
     def close(self) -> None:
         """The model ends: so do the groups that were made for it, each with threads and connections of its own."""
-        for group in {wire.group for wire in (self.wire, self.replicas, self.everyone) if wire is not None}:
-            end_subgroup(group)
+        wires = (self.wire, self.replicas, self.everyone, self.job, self.same_batch, self.context)
+        for group in {wire.group for wire in wires if wire is not None}:
+            if group is not None:
+                end_subgroup(group)
 
-    def check_same(self, facts: Mapping[str, Any]) -> None:
-        """Compare ``facts`` (name to plain value) with the other ranks.
+    def check_same(self, of_job: Mapping[str, Any], of_params: Mapping[str, Any]) -> None:
+        """Compare facts (name to plain value) with the other ranks: those of the job, and those with the same params.
 
         Raises:
             RankMismatch: on every rank, naming the first fact that differs and both values.
         """
-        texts = self.everyone.exchange_texts(json.dumps(facts, default=str), "the comparison of ranks at the start")
-        first = json.loads(texts[0])
-        for rank, text in enumerate(texts):
-            other = json.loads(text)
-            for name in {**first, **other}:
-                if first.get(name) != other.get(name):
-                    raise RankMismatch(
-                        f"rank {rank} was started with another {name} than rank 0: {_differing(first, other, name)}. "
-                        "All ranks must run the same program with the same settings on the same versions"
-                    )
+        if self.job is self.everyone:
+            _compare(self.job, {**of_job, **of_params})
+        else:
+            _compare(self.job, of_job)
+            _compare(self.everyone, of_params)
+
+    def refuse_one_folder(self, doing: str, folder: str) -> None:
+        """Slices of a model are written into folders of their own; all ranks of the job come here.
+
+        Raises:
+            ValueError: on every rank, if two slices are to be written into the same one.
+        """
+        if self.job is self.everyone:
+            return
+        texts = self.job.exchange_texts(json.dumps([folder, self.slice_]), f"comparing the folders of {doing}")
+        slices: dict[str, set[str]] = {}
+        for other, slice_ in map(json.loads, texts):
+            slices.setdefault(other, set()).add(slice_)
+        for other, found in slices.items():
+            if len(found) > 1:
+                raise ValueError(
+                    f"{doing}({other!r}) was asked for by slices {' and '.join(sorted(found))} of the model, which "
+                    "would overwrite each other: give each slice a folder of its own"
+                )
 
     def smallest(self, values: list[int]) -> list[int]:
-        """The minimum over all ranks of each value."""
-        everyone = self.everyone.swap(Tag.VALUES, torch.tensor(values, dtype=torch.int64, device="cpu"), "the start")
+        """The minimum over all ranks of the job of each value."""
+        everyone = self.job.swap(Tag.VALUES, torch.tensor(values, dtype=torch.int64, device="cpu"), "the start")
         return [int(value) for value in everyone.amin(0)]
 
     def take_from_first(self, tensors: Mapping[str, torch.Tensor]) -> list[str]:
@@ -105,6 +138,20 @@ class Ranks:
         return names
 
 
+def _compare(wire: Wire, facts: Mapping[str, Any]) -> None:
+    texts = wire.exchange_texts(json.dumps(facts, default=str), "the comparison of ranks at the start")
+    first = json.loads(texts[0])
+    for rank, text in zip(wire.global_ranks, texts, strict=True):
+        other = json.loads(text)
+        for name in {**first, **other}:
+            if first.get(name) != other.get(name):
+                raise RankMismatch(
+                    f"rank {rank} was started with another {name} than rank {wire.global_ranks[0]}: "
+                    f"{_differing(first, other, name)}. "
+                    "All ranks must run the same program with the same settings on the same versions"
+                )
+
+
 def _differing(first: Mapping[str, Any], other: Mapping[str, Any], name: str) -> str:
     a, b = first.get(name), other.get(name)
     if isinstance(a, dict) and isinstance(b, dict):
@@ -122,27 +169,30 @@ def checksum_of(tensor: torch.Tensor) -> int:
 def join(
     process_group: dist.ProcessGroup | None = None, mesh: DeviceMesh | None = None, *, cuda: bool = False
 ) -> Ranks | None:
-    """The ranks this process shares a model with; None if it is alone.
+    """The ranks this process shares a job with; None if it is alone.
 
-    ``mesh``: one dimension shards, of two the first replicates and the second shards (as in torch's FSDP2). Without
-    both arguments: the default process group, and if there is none but torchrun has started this process, it is made.
+    ``mesh``: by the names of its dims (:mod:`gemini.ranks.mesh`); without names one dimension shards, of two the first
+    replicates and the second shards (as in torch's FSDP2). Without both arguments: the default process group, and if
+    there is none but torchrun or srun has started this process, it is made.
 
     Raises:
-        ValueError: for a mesh of three dimensions, or both arguments.
+        ValueError: for names that mean nothing, for a mesh without this process, or both arguments.
     """
     if mesh is not None:
         if process_group is not None:
             raise ValueError("give GeminiDDP a process_group or a mesh, not both")
-        if mesh.ndim not in (1, 2):
-            raise ValueError(f"mesh has {mesh.ndim} dimensions: one shards; of two the first replicates")
-        rows = mesh.mesh.view(1, -1) if mesh.ndim == 1 else mesh.mesh
-        return _make(rows.tolist(), mesh.get_group(mesh.ndim - 1), cuda=cuda)
+        return _of_mesh(mesh, cuda=cuda)
     if process_group is None:
         if not dist.is_initialized() and not _start_default(cuda=cuda):
             return None
         process_group = dist.group.WORLD
         assert process_group is not None
-    return _make([dist.get_process_group_ranks(process_group)], process_group, cuda=cuda)
+    ranks = dist.get_process_group_ranks(process_group)
+    if len(ranks) == 1:
+        return None
+    everyone = _wire(ranks, process_group)
+    collective = _collective(ranks, process_group) if cuda else None
+    return Ranks(everyone, None, everyone, everyone, None, None, collective, None, _count_local(everyone, len(ranks)))
 
 
 def _start_default(*, cuda: bool) -> bool:
@@ -153,24 +203,47 @@ def _start_default(*, cuda: bool) -> bool:
     return True
 
 
-def _make(rows: list[list[int]], parent: dist.ProcessGroup, *, cuda: bool) -> Ranks | None:
-    """``rows``: the global ranks of each replica."""
-    if len(rows) * len(rows[0]) == 1:
+def _of_mesh(mesh: DeviceMesh, *, cuda: bool) -> Ranks | None:
+    names = names_of(mesh)
+    if size_of(mesh, "ep") > 1:
+        raise ValueError(
+            f"mesh has a dimension ep of {size_of(mesh, 'ep')}: experts over ranks would be chunks of other groups "
+            "than the rest of the model, and chunks of one model are divided over one group. Use dp in its place"
+        )
+    in_job = ranks_along(mesh, *names)
+    if len(in_job) == 1:
         return None
-    me = dist.get_rank()
-    row = next(row for row in rows if me in row)
-    column = [other[row.index(me)] for other in rows]
-    everyone = _wire(sorted(rank for other in rows for rank in other), parent)
-    wire = everyone if len(rows) == 1 else _wire(row, parent)
-    replicas = None if len(rows) == 1 else _wire(column, parent)
-    collective = None
+    parent = mesh.get_group(0)
+
+    def along(*dims: str, within: Wire | None = None) -> Wire:
+        ranks = ranks_along(mesh, *dims)
+        return within if within is not None and within.global_ranks == ranks else _wire(ranks, parent)
+
+    # Every rank makes its groups in this order, the widest first: none of them waits for one that waits for it.
+    job = along(*names)
+    everyone = along("dp_replicate", *SHARDING, within=job)
+    wire = along(*SHARDING, within=everyone)
+    replicas, same_batch, context = (
+        along(name) if size_of(mesh, name) > 1 else None for name in ("dp_replicate", "tp", "cp")
+    )
+    collective = context_collective = None
     if cuda:
-        collective = parent if _has_nccl(parent) else make_subgroup(row, "nccl")
-    return Ranks(wire, replicas, everyone, collective, _count_local(everyone))
+        whole = names.index("dp") if wire.size == size_of(mesh, "dp") and "dp" in names else None
+        collective = _collective(wire.global_ranks, None if whole is None else mesh.get_group(whole))
+        context_collective = None if context is None else _collective(context.global_ranks, None)
+    # One who gave a part of a mesh has neighbours in the rest of it, who take memory of this machine as well.
+    local_size = _count_local(job, mesh._get_root_mesh().mesh.numel())
+    slice_ = ", ".join(f"{name} {place_in(mesh, name)}" for name in SLICING if size_of(mesh, name) > 1)
+    return Ranks(wire, replicas, everyone, job, same_batch, context, collective, context_collective, local_size, slice_)
+
+
+def _collective(ranks: list[int], parent: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """NCCL's group of ``ranks``: the user's own, if it is one."""
+    return parent if parent is not None and _has_nccl(parent) else make_subgroup(ranks, "nccl")
 
 
 def _wire(ranks: list[int], parent: dist.ProcessGroup) -> Wire:
-    return Wire(make_subgroup(ranks, "gloo", _timeout(parent)))
+    return Wire(make_subgroup(ranks, "gloo", _timeout(parent)) if len(ranks) > 1 else None)
 
 
 def _timeout(group: dist.ProcessGroup) -> Any:
@@ -187,14 +260,14 @@ def _has_nccl(group: dist.ProcessGroup) -> bool:
     return "nccl" in dist.get_backend_config(group)
 
 
-def _count_local(everyone: Wire) -> int:
-    """Ranks of the model on this machine: as torchrun says, else those with the same host and boot."""
+def _count_local(job: Wire, most: int) -> int:
+    """Ranks of the job on this machine, of ``most``: as the launcher says, else those with the same host and boot."""
     if "LOCAL_WORLD_SIZE" in os.environ:
-        return min(int(os.environ["LOCAL_WORLD_SIZE"]), everyone.size)
+        return min(int(os.environ["LOCAL_WORLD_SIZE"]), most)
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             here = file.read().strip()
     except OSError:
         here = ""
-    names = everyone.exchange_texts(f"{os.uname().nodename} {here}", "the count of ranks on this machine")
-    return names.count(names[everyone.rank])
+    names = job.exchange_texts(f"{os.uname().nodename} {here}", "the count of ranks on this machine")
+    return names.count(names[job.rank])

@@ -14,18 +14,21 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from gemini.ranks import launch
 from gemini.ranks.wire import guarded
 
 _POLL_S = 0.02
 
 
 def start_group(timeout: timedelta, *, cuda: bool) -> dist.Store:
-    """Make the default process group of a process that torchrun has started; its part of the store.
+    """Make the default process group of a process that torchrun or srun has started; its part of the store.
 
     Raises:
         RankLost: if the others do not come within ``timeout``.
     """
     stores: list[dist.Store] = []
+
+    launch.tell_torch()
 
     def meet() -> None:
         store, rank, size = next(iter(dist.rendezvous("env://", timeout=timeout)))

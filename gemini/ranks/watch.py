@@ -16,7 +16,6 @@ import json
 import sys
 import threading
 import time
-import warnings
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +23,7 @@ from typing import NamedTuple, Protocol
 
 from torch.distributed import distributed_c10d as c10d
 
+from gemini.errors import warn
 from gemini.ranks.wire import Wire
 
 TICK_S = 1.0
@@ -63,6 +63,7 @@ class Watch:
     def __init__(self, waiting: Waiting, wire: Wire, is_inside: Callable[[], bool | None]):
         self._waiting, self._is_inside = waiting, is_inside
         self._rank, self._peers, self._global_ranks = wire.rank, wire.peers, wire.global_ranks
+        assert wire.group is not None, "there are others"
         self._store = c10d._world.pg_map[wire.group][1]
         self._outside: tuple[int, float] | None = None
         self._noted = _NOWHERE
@@ -130,13 +131,12 @@ class Watch:
                 return
             self._next = 2 * seconds  # once more if the wait goes on
             with contextlib.suppress(Warning):  # where warnings are errors, nobody would catch this one
-                warnings.warn(
+                warn(
                     f"rank {own} has waited {seconds:.0f} s for rank {other} in {self._waiting.waiting_in}. "
                     f"Rank {other} is in no call of this model, but at {note.place}. It can serve rank {own} only "
                     "from a call of this model: other ranks must come to the next model call, optimizer step, "
                     "save_checkpoint or the like, not to a collective of the program such as dist.barrier(). Else "
-                    "both wait for each other until the timeout of the process group",
-                    stacklevel=1,
+                    "both wait for each other until the timeout of the process group"
                 )
             return
 

@@ -30,6 +30,8 @@ class Tag(IntEnum):
     REPLICAS = 4
     BY_NAME = 5
     VALUES = 6
+    CONTEXT = 7
+    HEADER = 8
 
 
 class Pending:
@@ -38,18 +40,22 @@ class Pending:
     def __init__(self, works: list[tuple[int, dist.Work]], who: Sequence[int], what: str):
         self._works, self._who, self._what = works, who, what
 
+    def __add__(self, other: Pending) -> Pending:
+        return Pending(self._works + other._works, self._who, self._what)
+
     def wait(self) -> None:
         """Block until everything was sent and received.
 
         Raises:
             RankLost: naming the rank that did not answer.
         """
-        for peer, work in self._works:
+        while self._works:
+            peer, work = self._works[0]
             try:
                 work.wait()
             except RuntimeError as e:
                 raise lost(self._who[peer], self._what, e) from e
-        self._works = []
+            self._works.pop(0)
 
 
 def lost(rank: int, what: str, cause: BaseException) -> GeminiError:
@@ -63,13 +69,16 @@ def lost(rank: int, what: str, cause: BaseException) -> GeminiError:
 
 
 class Wire:
-    """Messages among the ranks of one group of CPU tensors (gloo). ``sent`` counts the bytes this rank sent, by tag."""
+    """Messages among the ranks of one group of CPU tensors (gloo). ``sent`` counts the bytes this rank sent, by tag.
 
-    def __init__(self, group: dist.ProcessGroup):
+    ``group``: None for a rank alone, who has nobody to send to.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None):
         self.group = group
-        self.rank = dist.get_rank(group)
-        self.size = dist.get_world_size(group)
-        self.global_ranks = dist.get_process_group_ranks(group)
+        self.rank = 0 if group is None else dist.get_rank(group)
+        self.size = 1 if group is None else dist.get_world_size(group)
+        self.global_ranks = [dist.get_rank()] if group is None else dist.get_process_group_ranks(group)
         self.sent: Counter[Tag] = Counter()
 
     @property
@@ -106,9 +115,19 @@ class Wire:
 
     def all_gather(self, tag: Tag, flat: torch.Tensor, what: str) -> None:
         """Fill ``flat`` (n equal sections) from the section that each rank has filled."""
+        self.begin_all_gather(tag, flat, flat.numel(), what).wait()
+
+    def begin_all_gather(self, tag: Tag, flat: torch.Tensor, piece: int, what: str) -> Pending:
+        """:meth:`all_gather` in messages of at most ``piece`` elements, which a rank that does not want the sections
+        of the others can receive one by one.
+        """
         sections = flat.chunk(self.size)
-        outgoing = dict.fromkeys(self.peers, sections[self.rank])
-        self.start(tag, outgoing, {peer: sections[peer] for peer in self.peers}, what).wait()
+        pending = Pending([], self.global_ranks, what)
+        for start in range(0, sections[self.rank].numel(), piece):
+            own = sections[self.rank][start : start + piece]
+            incoming = {peer: sections[peer][start : start + piece] for peer in self.peers}
+            pending += self.start(tag, dict.fromkeys(self.peers, own), incoming, what)
+        return pending
 
     def all_reduce(self, tag: Tag, flat: torch.Tensor, scratch: torch.Tensor, what: str) -> None:
         """Replace ``flat`` by the sum over ranks, in fp32 and in their order, rounded once to its dtype.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from gemini.errors import PlanMismatch, human_bytes
-from gemini.planning.plan import Plan, standing, window_room
+from gemini.planning.plan import Plan, standing, window_rooms
 from gemini.planning.planes import WEIGHTS
 
 
@@ -13,7 +13,7 @@ def check_plan(plan: Plan) -> None:
     Raises:
         PlanMismatch: if the plan would not run.
     """
-    room = window_room(plan.problem, plan.placement)
+    rooms = window_rooms(plan.problem, plan.placement, plan.accesses)
     needs = [plan.problem.needs_window(i, homes[WEIGHTS]) for i, homes in enumerate(plan.placement.homes)]
     sizes = [plan.problem.window_bytes(i) for i in range(len(plan.layout.chunks))]
     gathered: set[int] = set(standing(plan))
@@ -25,6 +25,7 @@ def check_plan(plan: Plan) -> None:
         if missing:
             raise PlanMismatch(f"the plan does not gather chunks {missing} for moment {access.moment}")
         held = sum(sizes[i] for i in gathered)
+        room = rooms[access.moment]
         if held > room:
             raise PlanMismatch(
                 f"the plan gathers {human_bytes(held)} of weights in moment {access.moment}, where there is room for "

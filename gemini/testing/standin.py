@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 import torch
 
-from gemini.grad_mode import call_without_grad
+from gemini.interrupts import call_without_grad
 from gemini.memory.devices.device import Event, HostMemoryDevice, register_device
 from gemini.testing.clock import RandomClock
 from gemini.tiers import Tier
@@ -38,6 +38,7 @@ class StandinDevice(HostMemoryDevice):
 
     name = "standin"
     tier = Tier.GPU
+    windows_give_back = True
 
     def __init__(self, memory: int = 2**30, gate: Callable[[str], None] | None = None, *, poison: bool = False):
         super().__init__()

@@ -11,25 +11,28 @@ import copy
 import gc
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
-from gemini.errors import GeminiError
+from gemini.errors import GeminiError, warn
 from gemini.memory.chunks.chunk import COMPUTE_DTYPES
 from gemini.planning.trace import MemoryTrace, Source
-from gemini.tracing.batches import model_class_for
+from gemini.tracing.batches import count_tokens, model_class_for
 from gemini.tracing.fake_ops import MOST_REAL, FakeRunner
 from gemini.tracing.observer import ObservedStep, Observer
 from gemini.tracing.targets import Target, make_target
+from gemini.train.context.batch import part_of
+from gemini.train.context.parallel import imagine_parts
 from gemini.train.loading.attention import without_package
 from gemini.train.loading.from_config import without_drawing
 from gemini.train.loading.skeleton import generators_kept
 from gemini.train.modules import token_tiles
+from gemini.train.modules.calls import iter_tensors
 from gemini.train.modules.compiled import compiled_part, mark_compiled
-from gemini.train.modules.containers import iter_tensors
 from gemini.train.params.handle import handle_of
 from gemini.train.setup.structure import buffer_bytes, distinct_params, read_together, traced_params
 
@@ -43,7 +46,9 @@ def trace(
     checkpointing: bool | str | None = None,
     model_class: Any = None,
     loss: Callable[[Any], torch.Tensor] | None = None,
-    tile_tokens: int | None = None,
+    tile_tokens: int | str | None = None,
+    context_parallel: int = 1,
+    context_attention: str = "auto",
 ) -> MemoryTrace:
     """One forward and backward of ``model`` on ``batch``, without weights, without memory for them and without a GPU.
 
@@ -59,7 +64,12 @@ def trace(
             "reentrant", "non-reentrant", False, or None, which leaves it as it is.
         model_class: for a config: the class of transformers, if not the one that follows from the config.
         loss: what makes the loss of what forward returns; by default its ``loss``, or itself if it is one number.
-        tile_tokens: as in :class:`gemini.GeminiConfig`.
+        tile_tokens: as in :class:`gemini.GeminiConfig`. "auto" traces the step twice, as it is and in tiles of a size
+            that follows from the batch and the widths of the output head (``tiled`` of the trace; with a warning none
+            where that cannot be), and the planner chooses.
+        context_parallel: ranks that share each sequence, the size of ``cp`` in their mesh. The batch is the whole one,
+            the trace is of the last rank, which under ``context_attention="gathered"`` holds most.
+        context_attention: as in :class:`gemini.GeminiConfig`.
 
     Returns:
         A trace with ``source`` "ahead". MoE models are traced with the experts implementation they have; those whose
@@ -72,31 +82,60 @@ def trace(
     if precision not in COMPUTE_DTYPES:
         raise ValueError(f"precision must be one of {', '.join(COMPUTE_DTYPES)}, got {precision!r}")
     chosen = make_target(target)
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    with generators_kept(), _nothing_collected(), mode:
-        fake = _copy(model, mode) if isinstance(model, nn.Module) else _build(model, model_class)
-        _cast_params(fake, COMPUTE_DTYPES[precision])
-        for module in fake.modules():
-            without_package(getattr(module, "config", None))
-        fake.train()
-        _set_checkpointing(fake, checkpointing)
-        if tile_tokens is not None:
-            token_tiles.tile_tokens(fake, tile_tokens)
-        known: dict[int, torch.Tensor] = {}
-        inputs = {name: _input(value, mode, known) for name, value in batch.items()}
-        step = _run(fake, inputs, chosen, loss, mode)
+
+    def traced(tiles: int | str | None) -> MemoryTrace:
+        """``tiles``: as ``tile_tokens``; with "auto" those of the size for the batch."""
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        with generators_kept(), _nothing_collected(), mode:
+            fake = _copy(model, mode) if isinstance(model, nn.Module) else _build(model, model_class)
+            _cast_params(fake, COMPUTE_DTYPES[precision])
+            for module in fake.modules():
+                without_package(getattr(module, "config", None))
+            fake.train()
+            _set_checkpointing(fake, checkpointing)
+            own = batch
+            if context_parallel > 1:
+                with unset_fake_temporarily():
+                    own = part_of(_with_values(batch), context_parallel - 1, context_parallel)
+            known: dict[int, torch.Tensor] = {}
+            inputs = {name: _input(value, mode, known) for name, value in own.items()}
+            if tiles == "auto":
+                config = getattr(fake, "config", None)
+                shapes = {name: tuple(v.shape) for name, v in inputs.items() if isinstance(v, torch.Tensor)}
+                tokens = count_tokens(shapes, has_decoder=bool(getattr(config, "is_encoder_decoder", False)))
+                tiles = token_tiles.auto_tokens(fake, tokens)
+            if tiles is not None:
+                token_tiles.tile_tokens(fake, int(tiles))
+            if context_parallel > 1:
+                imagine_parts(fake, context_parallel, context_attention)
+            step = _run(fake, inputs, chosen, loss, mode)
+            found = _as_trace(fake, step, precision, chosen, None if tiles is None else int(tiles))
+            return replace(found, context_parallel=context_parallel)
+
+    if tile_tokens != "auto":
+        return traced(tile_tokens)
+    whole = traced(None)
+    try:
+        tiled = traced("auto")
+    except GeminiError as e:
+        warn(f'tile_tokens="auto" has no effect: {e}')
+        return whole
+    return whole if tiled.tile_tokens is None else replace(whole, tiled=tiled)
+
+
+def _as_trace(fake: nn.Module, step: ObservedStep, precision: str, target: Target, tiles: int | None) -> MemoryTrace:
     return MemoryTrace(
         model=type(fake).__name__,
         precision=precision,
         batch=step.inputs,
         tokens=step.tokens,
-        target=chosen.name,
+        target=target.name,
         source=Source.AHEAD,
         params=traced_params(fake),
         moments=tuple(step.moments),
         buffer_bytes=buffer_bytes(fake),
         checkpointing=step.checkpointing,
-        tile_tokens=tile_tokens,
+        tile_tokens=tiles,
         read_together=read_together(fake),
     )
 
@@ -199,6 +238,14 @@ def _set_checkpointing(model: Any, wanted: bool | str | None) -> None:
         model.activation_checkpointing_enable(activation_checkpointing_kwargs=how)
     else:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=how)
+
+
+def _with_values(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """Ones for tensors on the meta device: a batch is looked at before it is cut."""
+    return {
+        name: torch.ones(value.shape, dtype=value.dtype) if isinstance(value, torch.Tensor) and value.is_meta else value
+        for name, value in batch.items()
+    }
 
 
 def _input(value: Any, mode: FakeTensorMode, known: dict[int, torch.Tensor]) -> Any:

@@ -24,9 +24,8 @@ from gemini.tracing.batches import count_tokens
 from gemini.tracing.meter import Meter
 from gemini.tracing.saved import SavedInputs
 from gemini.tracing.targets import Target
-from gemini.train.modules.calls import CallRecord, Calls
+from gemini.train.modules.calls import CallRecord, Calls, iter_tensors
 from gemini.train.modules.compiled import hook_around
-from gemini.train.modules.containers import iter_tensors
 from gemini.train.modules.reading import readers
 from gemini.train.params.handle import handle_of
 from gemini.train.passes.hooks import ENTRANCE
@@ -249,8 +248,7 @@ class Observer:
             def begin(grad: torch.Tensor) -> None:
                 self._begin_backward_of(record)
 
-            for tensor in iter_tensors(output):
-                record.on_gradient(tensor, begin)
+            record.on_gradient(output, begin)
 
     def _hold_returned(self, record: CallRecord, output: Any) -> None:
         keys = {self._params[i].untyped_storage()._cdata: i for i in record.chunks}  # type: ignore[call-overload]

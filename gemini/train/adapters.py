@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from gemini.errors import GeminiError, RankLost, RankMismatch
-from gemini.grad_mode import call_without_grad
+from gemini.interrupts import call_without_grad
 from gemini.train.engine import Engine
 from gemini.train.modules.reading import adapter_params, is_a, is_tuner_layer
 from gemini.train.params.handle import handle_of

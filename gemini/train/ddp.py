@@ -9,6 +9,8 @@ here with the remedy.
 from __future__ import annotations
 
 import contextlib
+import os
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from functools import cache
@@ -18,12 +20,15 @@ import torch
 from torch import nn
 
 from gemini.config import GeminiConfig
-from gemini.errors import GeminiError
+from gemini.errors import GeminiError, human_bytes
 from gemini.memory.chunks.chunk import COMPUTE_DTYPES
 from gemini.planning.trace import MemoryTrace
+from gemini.ranks.agreement import Point
 from gemini.ranks.group import Ranks
 from gemini.train.adapters import faces_of, refuse_unsupported
 from gemini.train.checkpoint.export import Export
+from gemini.train.context.parallel import divide_sequences
+from gemini.train.context.same_batch import compare_first_batch
 from gemini.train.engine import Engine
 from gemini.train.modules.compiled import compile_blocks, refuse_compiled_whole
 from gemini.train.modules.injected import refuse_injected
@@ -38,6 +43,7 @@ from gemini.train.recording import Recording
 from gemini.train.report import MemoryReport, make_report
 from gemini.train.setup.arguments import refuse_unknown, refuse_wrong_device
 from gemini.train.setup.wrappable import refuse_unwrappable
+from gemini.train.sharding.shards import Shards
 
 
 class GeminiDDP(nn.Module):
@@ -48,7 +54,10 @@ class GeminiDDP(nn.Module):
         config: how to manage it; the defaults measure budgets and use bf16.
         process_group: the ranks that share the model (ZeRO-3); by default those of the default process group, which is
             made if torchrun has started this process. Every rank starts from the weights of rank 0.
-        mesh: a DeviceMesh instead: one dimension shards; of two the first replicates and the second shards.
+        mesh: a DeviceMesh instead, its dimensions named any of ``pp dp_replicate dp cp tp ep``: chunks are divided over
+            ``dp`` and ``cp``, gradients summed up over ``dp_replicate`` as well, sequences divided over ``cp``
+            (:func:`gemini.sequence_batch`). Over ``pp`` and ``tp`` each process has a slice of the model, which the
+            caller has cut. Without names one dimension shards; of two the first replicates and the second shards.
 
     Raises:
         RankMismatch: if the ranks differ in model, config or versions.
@@ -70,6 +79,17 @@ class GeminiDDP(nn.Module):
     def __init__(self, model: nn.Module | None = None, config: GeminiConfig | None = None, **ranks: Any) -> None:
         # Python calls this on the module that __new__ returned; it was initialized long ago.
         pass
+
+    def __repr__(self) -> str:
+        engine = self.__dict__.get("_gemini_engine")
+        if engine is None:  # what is printed while it is made or taken apart
+            return super().__repr__()
+        ledger = engine.store.ledger
+        tiers = ", ".join(
+            f"{tier.value} {human_bytes(ledger.used(tier))} of {human_bytes(ledger.budget(tier))}"
+            for tier in ledger.tiers
+        )
+        return f"managed by Gemini in {engine.config.precision} ({tiers}): {super().__repr__()}"
 
     # ---- training -----------------------------------------------------------------------------------------------
 
@@ -97,7 +117,7 @@ class GeminiDDP(nn.Module):
         shard of the sum only: the same result within rounding, more traffic, far less memory.
         """
         engine = _engine(self)
-        not_reducing = contextlib.nullcontext() if engine.reduction is None else engine.reduction.without_reducing()
+        not_reducing = contextlib.nullcontext() if engine.shards is None else engine.shards.without_reducing()
         with not_reducing, engine.state.accumulate():
             yield
 
@@ -109,8 +129,8 @@ class GeminiDDP(nn.Module):
         *,
         params: Iterable[nn.Parameter] | None = None,
     ) -> torch.Tensor:
-        """Clip the gradients of all params to a total 2-norm of ``max_norm``; returns the norm before clipping, fp32 and
-        without dimensions on ``model.device``: who reads it there waits for the GPU, who does not read it does not.
+        """Clip the gradients of all params to a total 2-norm of ``max_norm``; returns the norm before clipping, in
+        fp32 on ``model.device``: who reads it there waits for the GPU, who does not does not.
 
         The gradients are scaled when the update reads them, in fp32, by ``max_norm / (norm + 1e-6)`` if that is below
         1, as ``torch.nn.utils.clip_grad_norm_`` does. ``params``: only those of one of several optimizers.
@@ -123,6 +143,12 @@ class GeminiDDP(nn.Module):
             raise ValueError(f"norm_type={norm_type}: gradients are clipped by their 2-norm only")
         if not max_norm >= 0:
             raise ValueError(f"max_norm must not be negative, got {max_norm}")
+        ranks = _engine(self).ranks
+        if ranks is not None and ranks.slice_:
+            raise GeminiError(
+                f"clip_grad_norm_ of a model in slices (this rank has {ranks.slice_}): which params are parts and "
+                "which are whole on every slice is not known, so their norm over all slices is not either. Leave it out"
+            )
         refuse_injected(_engine(self).state, self, is_root=True)
         handles = None if params is None else [self._own(param, "clip_grad_norm_") for param in params]
         return _engine(self).stepping.clip_grad_norm(max_norm, handles, error_if_nonfinite=error_if_nonfinite)
@@ -142,6 +168,11 @@ class GeminiDDP(nn.Module):
         Raises:
             GeminiError: if the model has no repeated blocks. With the next forward, if there is no room for a block.
         """
+        if "_gemini_context" in self.__dict__:
+            raise GeminiError(
+                "compile() of a model under context parallel: ranks meet inside its attention, where nothing can be "
+                "compiled. Leave it out"
+            )
         compile_blocks(self, **options)
 
     # ---- looking and writing ------------------------------------------------------------------------------------
@@ -183,7 +214,7 @@ class GeminiDDP(nn.Module):
         """Per tier "budget", "used" and "peak" in bytes, and under "moved" what crossed each boundary last step."""
         engine = _engine(self)
         engine.drain()
-        return make_report(engine.store, engine.decision.problem.layout, engine.shards)
+        return make_report(engine.store, engine.decision.problem.layout, engine.shards, engine.decision.tile_tokens)
 
     def recording(self, *, trace: MemoryTrace | None = None) -> AbstractContextManager[Recording]:
         """Record whole training steps: where their time went, and what every tier held::
@@ -245,6 +276,8 @@ class GeminiDDP(nn.Module):
         engine = _engine(self)
         engine.drain()
         engine.state.check_whole()
+        if engine.ranks is not None:
+            engine.ranks.refuse_one_folder("save_pretrained", os.path.abspath(save_directory))
         return Export(
             self, super(), save_directory, args, kwargs, by_names=engine.by_names, shards=engine.shards,
             dtype=COMPUTE_DTYPES[engine.config.precision],
@@ -286,8 +319,11 @@ class GeminiDDP(nn.Module):
 
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> Any:
-        # DistributedDataParallel asks for this before it touches any param.
-        raise GeminiError("do not wrap a managed model in DistributedDataParallel: GeminiDDP takes its place")
+        # DistributedDataParallel asks for this before it touches any param; torch.jit for every name that there is.
+        raise GeminiError(
+            "do not wrap a managed model in DistributedDataParallel: GeminiDDP takes its place. For torch.jit, load "
+            "model.state_dict() into a plain model"
+        )
 
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> Any:
         """Refused: chunks are laid out for the sizes at hand."""
@@ -360,6 +396,24 @@ def _wrap(model: Any, config: GeminiConfig | None = None, *, process_group: Any 
     return manage(model, config, process_group=process_group, mesh=mesh)
 
 
+def _join_others(model: nn.Module, ranks: Ranks, shards: Shards | None, kind: str) -> None:
+    """What a forward has to do with ranks that have parts of the same sequences, or slices of the same model."""
+
+    # What transformers knows of attention outlives the model.
+    reference = None if shards is None else weakref.ref(shards)
+
+    def meet() -> None:
+        found = None if reference is None else reference()
+        assert found is not None, "ranks with parts of a sequence share params"
+        found.meet(Point.CONTEXT)
+
+    divided = divide_sequences(model, ranks, kind, meet)
+    if divided is not None:
+        model.__dict__["_gemini_context"] = divided
+    if ranks.same_batch is not None:
+        model.__dict__["_gemini_hooks"].append(compare_first_batch(model, ranks.same_batch))
+
+
 def manage(
     model: nn.Module, config: GeminiConfig, *, process_group: Any = None, mesh: Any = None,
     fill: Callable[[ByName, Ranks | None], nn.Module] | None = None,
@@ -375,7 +429,14 @@ def manage(
         assert fill is not None
         model = fill(homes, ranks)
 
-    engine = Engine(model, config, process_group=process_group, mesh=mesh, fill=None if fill is None else note)
+    # Before anything is planned: what is computed in tiles is gathered together.
+    tiles, planned = tile_tokens(model, config.tile_tokens) if isinstance(config.tile_tokens, int) else None, model
+    try:
+        engine = Engine(model, config, process_group=process_group, mesh=mesh, fill=None if fill is None else note)
+    except BaseException:
+        if tiles is not None:
+            tiles.take_away()
+        raise
     buffers = [(module, dict(module._buffers)) for module in model.modules()]
     model.__dict__["_gemini_engine"] = engine
     try:
@@ -386,14 +447,21 @@ def manage(
                     in_compute = is_a(type(module), "BufferDict")
                     dtype = COMPUTE_DTYPES[engine.config.precision] if in_compute else buffer.dtype
                     module._buffers[name] = buffer.to(engine.store.device.torch_device, dtype)
+        if engine.decision.tile_tokens is not None and (tiles is None or model is not planned):
+            tiles = tile_tokens(model, engine.decision.tile_tokens)
+        if tiles is not None:
+            model.__dict__["_gemini_token_tiles"] = tiles
         model.__dict__["_gemini_hooks"] = hooks.attach(model, engine)
-        if engine.config.tile_tokens is not None:
-            model.__dict__["_gemini_token_tiles"] = tile_tokens(model, engine.config.tile_tokens)
+        if engine.ranks is not None:
+            _join_others(model, engine.ranks, engine.shards, engine.config.context_attention)
         model.__class__ = _managed_class(type(model))  # type: ignore[arg-type]
     except BaseException:
         for hook in model.__dict__.pop("_gemini_hooks", ()):
             hook.remove()
-        if (tiles := model.__dict__.pop("_gemini_token_tiles", None)) is not None:
+        model.__dict__.pop("_gemini_token_tiles", None)
+        if (divided := model.__dict__.pop("_gemini_context", None)) is not None:
+            divided.take_away()
+        if tiles is not None:
             tiles.take_away()
         for module, named in buffers:
             module._buffers.update(named)

@@ -34,7 +34,7 @@ from gemini.train.activations.store import make_activation_store
 from gemini.train.gradients.loss_scale import LossScale
 from gemini.train.gradients.scaled_backward import Scaling
 from gemini.train.gradients.store import GradientStore
-from gemini.train.modules.calls import CallRecord, Calls
+from gemini.train.modules.calls import Calls
 from gemini.train.modules.renormalized import Rewriting
 from gemini.train.modules.saved_weights import SavedWeights
 from gemini.train.observers import Observers
@@ -42,9 +42,9 @@ from gemini.train.params.by_name import ByName
 from gemini.train.params.exposure import Exposure
 from gemini.train.params.gathered import Gathering
 from gemini.train.params.guard import ManagedParameter
-from gemini.train.passes.backward import BackwardPass
+from gemini.train.passes.backward import BackwardPass, begin_backward_of, grad_hook
 from gemini.train.passes.forward import ForwardPass
-from gemini.train.passes.hooks import Passes, passes_of
+from gemini.train.passes.hooks import Passes
 from gemini.train.passes.recovery import Recovery
 from gemini.train.passes.stepping import Stepping
 from gemini.train.passes.stray_reads import StrayReads
@@ -78,18 +78,19 @@ class Engine:
         lock, observers = threading.RLock(), Observers()
         self.write_observers = WriteObservers()
         device = make_device(config.device)
-        ranks = join(process_group, mesh, cuda=device.torch_device.type == "cuda")
-        if ranks is not None:
-            prepare(model, config, ranks, filled=fill is None)
-        built = build(model, config, device, own, ranks)
+        in_job = self.ranks = join(process_group, mesh, cuda=device.torch_device.type == "cuda")
+        if in_job is not None:
+            prepare(model, config, in_job, filled=fill is None)
+        ranks = in_job if in_job is not None and in_job.shares_params else None
+        built = build(model, config, device, own, in_job)
         self.decision, params = built.decision, built.params
         self.params = params
-        alone = ranks is None or ranks.size == 1
-        overlap = config.overlap and alone  # what ranks gather they gather together, when all of them ask for it
+        alone, overlap = ranks is None or ranks.size == 1, config.overlap
 
         mover = Mover(device, built.tile, built.ledger, device_tile=built.device_tile, rule=rule.spec)
         # Staging is short where budgets are tight: updates first, which have nothing without it.
         slots = mover.staging.take_slots() if config.overlap else None
+        behind = mover.staging.take() if overlap and not alone else None
         manager = Manager(
             built.chunks, ledger=built.ledger, device=device, mover=mover, foresight=built.foresight,
             worker=Worker("fetch") if overlap else None, worker_staging=mover.staging.take() if overlap else None,
@@ -108,7 +109,7 @@ class Engine:
         gradients = GradientStore(
             params.handles, ledger=store.ledger, device=device, mover=mover, manager=manager, spill=store.spill,
             working_set=store.working_set if ranks is not None or store.moves else 0,
-            worker=Worker("landing") if overlap and device.tier is Tier.GPU else None,
+            worker=Worker("landing") if overlap and ranks is None and device.tier is Tier.GPU else None,
         )  # fmt: skip
         updates.connect(exposure, gradients.relieve)
         activations = self.activations = make_activation_store(
@@ -123,25 +124,34 @@ class Engine:
         if ranks is not None:
             exchange = built.decision.problem.exchange
             shards = Shards(
-                ranks, params, store, state, exchange=exchange, kinds=rule.spec.kinds, await_update=updates.wait
-            )
+                ranks, params, store, state, exchange=exchange, kinds=rule.spec.kinds, await_update=updates.wait,
+                follows=overlap and ranks.context is None,  # whose attention asks in between
+            )  # fmt: skip
             reduction = Reduction(
-                shards, store, state, dtype=reduce_dtype(config), gradients=gradients, scaling=scaling,
-                updates=updates, in_backward=in_backward,
+                shards, store, state, dtype=reduce_dtype(config), room=built.decision.problem.in_flight,
+                gradients=gradients, scaling=scaling, updates=updates, in_backward=in_backward,
+                staging=behind,
             )  # fmt: skip
             shards.connect(reduction)
-        self.shards, self.reduction = shards, reduction
+        self.shards = shards
         by_names = self.by_names = ByName(
             params.handles, COMPUTE_DTYPES[config.precision], store, await_update=updates.wait,
             observers=self.write_observers, shards=shards, agree=partial(agree_on_values, shards),
         )  # fmt: skip
         trained = TrainedParams(
-            params, store, activations, precision=config.precision, gradients=config.gradients, rule=rule.spec
+            params,
+            store,
+            activations,
+            precision=config.precision,
+            gradients=config.gradients,
+            rule=rule.spec,
+            grad_hook=grad_hook,
         )
 
         forward = self.forward = ForwardPass(
             store, state, calls, lock=lock, observers=observers, exposure=exposure, saved_weights=saved_weights,
             activations=activations, updates=updates, trained=trained,
+            begin_step=(lambda: None) if alone or shards is None else shards.begin_step,
         )  # fmt: skip
         backward = self.backward = BackwardPass(
             params, store, state, calls, lock=lock, observers=observers, exposure=exposure, activations=activations,
@@ -157,10 +167,7 @@ class Engine:
             reduction=reduction,
         )  # fmt: skip
 
-        def begin_backward_of(record: CallRecord) -> None:
-            passes_of(own).backward.begin_of(record)
-
-        self.reads = StrayReads(forward, begin_backward_of)
+        self.reads = StrayReads(forward, partial(begin_backward_of, own))
         self.rewriting = Rewriting(by_names, self.write_observers, lock)
         self.gathering = Gathering(
             by_names, store, self.write_observers, opened=forward.opened, await_update=updates.wait
@@ -173,15 +180,19 @@ class Engine:
             await_update=updates.wait,
             relieve=lambda: activations.relieve() or updates.relieve() or gradients.relieve(),
             unpin=calls.relieve,
-            leave=activations.missing,
+            leave=lambda: activations.missing() + (0 if reduction is None else reduction.missing()),
             explain=(lambda error: error) if reduction is None else reduction.explain,
+            upcoming=None if alone or shards is None else shards.upcoming,
+            follow=(lambda: None) if alone or shards is None else shards.follow,
         )
-        self.adoption = Adoption(params, store, by_names, exposure, saved_weights, is_divided=shards is not None)
+        self.adoption = Adoption(
+            params, store, by_names, exposure, saved_weights, grad_hook=grad_hook, is_divided=shards is not None
+        )
         state.mark_made()
         if fill is not None:
-            fill(by_names, ranks)
+            fill(by_names, in_job)
         self.adoption.take_all(filled=fill is not None)
-        mover.start_over()  # coming home is no part of the first step
+        mover.watch.start_over()  # coming home is no part of the first step
         gc.collect(0)
 
     def drain(self) -> None:
@@ -219,6 +230,8 @@ class Engine:
         take_apart(self.store.chunks, self.params.handles)
         if self.shards is not None:
             self.shards.close()
+        if self.ranks is not None:
+            self.ranks.close()
         if self.store.spill is not None:
             self.store.spill.close()
         self.store.device.close()

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from functools import wraps
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, Protocol
 
 from torch import nn
 
@@ -50,20 +49,3 @@ class Observers:
     def set_apart(self, around: Callable[[], AbstractContextManager[None]] | None) -> None:
         """From now on ``around`` is entered around own work, or nothing is."""
         self.around_own_work = around
-
-
-_Method = TypeVar("_Method", bound=Callable[..., Any])
-
-
-def own_work(method: _Method) -> _Method:
-    """A method, of an object with ``observers``, that does something for chunks beside the model's own work."""
-
-    @wraps(method)
-    def apart(self: Any, *args: Any) -> Any:
-        around = self.observers.around_own_work
-        if around is None:
-            return method(self, *args)
-        with around():
-            return method(self, *args)
-
-    return cast(_Method, apart)

@@ -20,7 +20,7 @@ from gemini.memory.watching.recorder import RecordedStep, Recorder
 from gemini.planning.timeline import Timeline
 from gemini.planning.trace import MemoryTrace, Source, TracedParam
 from gemini.train.engine import Engine
-from gemini.train.modules.containers import iter_tensors
+from gemini.train.modules.calls import iter_tensors
 
 LOSS = "loss"
 """What is computed between the end of the model's forward and the beginning of its backward."""
@@ -181,7 +181,7 @@ class Recording:
         engine = self._engine()
         engine.forward.observers.record(self)
         engine.state.unsettle()
-        engine.store.mover.recorder = self._recorder
+        engine.store.mover.watch.record(self._recorder)
         engine.store.ledger.on_change = self._recorder.held
         self._is_open = True
 
@@ -196,7 +196,8 @@ class Recording:
         engine = self._reference()
         if engine is not None:
             engine.forward.observers.record(None)
-            engine.store.mover.recorder = engine.store.ledger.on_change = None
+            engine.store.mover.watch.record(None)
+            engine.store.ledger.on_change = None
         self._recorder.close()
 
     def _begin_step(self, engine: Engine) -> None:

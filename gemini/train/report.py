@@ -9,9 +9,11 @@ from gemini.memory.devices.device import Device
 from gemini.memory.store import ChunkStore
 from gemini.planning.layout import Layout
 from gemini.planning.planes import GRAD
-from gemini.planning.timeline import human_seconds
+from gemini.planning.timeline import Track, human_seconds
 from gemini.tiers import Ledger, Tier
 from gemini.train.sharding.shards import Shards
+
+_FOR_RANKS = ("other ranks", Track.GATHER.value, Track.REDUCE.value)
 
 
 class MemoryReport(dict[str, Any]):
@@ -27,7 +29,8 @@ class MemoryReport(dict[str, Any]):
 
     Each tier has "budget", "used", "peak" and "holders" (bytes by what holds them). "params" counts the managed params,
     "bytes_per_param" their persistent planes (weights, residual, states) and "grad_bytes_per_param" what is reserved
-    for gradients between backward and update, both over the params that are trained.
+    for gradients between backward and update, both over the params that are trained. "tile_tokens" is what the config
+    said, or with "auto" what the planner chose: None for a model that is computed as it is.
 
     On CUDA "allocator" has what others say of the same memory: torch's "allocated" and "reserved" bytes with their
     peaks ("allocated_peak", "reserved_peak"), and "driver", what is used of the GPU by whatever program. Reconciled
@@ -55,12 +58,16 @@ class MemoryReport(dict[str, Any]):
         waited = ", ".join(f"{cause} {human_seconds(s)}" for cause, s in self["stalls"].items()) or "nothing"
         lines.append(f"waited in the last step: {waited}")
         if "sent" in self:
+            seconds = sum(self["stalls"].get(cause, 0.0) for cause in _FOR_RANKS)
+            lines.append(f"of that for other ranks: {human_seconds(seconds)}")
             sent = ", ".join(f"{how} {human_bytes(n)}" for how, n in self["sent"].items()) or "nothing"
             lines.append(f"sent to other ranks in the last step: {sent}")
         lines.append(
             f"{self['params']:,} params ({self['trained_params']:,} trained): {self['bytes_per_param']:.2f} bytes "
             f"each when trained, and {self['grad_bytes_per_param']:.2f} for gradients between backward and update"
         )
+        if self["tile_tokens"] is not None:
+            lines.append(f"MLPs, norms, and the head with its loss: {self['tile_tokens']:,} tokens at a time")
         return "\n".join(lines)
 
 
@@ -89,9 +96,12 @@ def _reconcile(device: Device, ledger: Ledger) -> dict[str, int]:
     }
 
 
-def make_report(store: ChunkStore, layout: Layout, shards: Shards | None) -> MemoryReport:
+def make_report(
+    store: ChunkStore, layout: Layout, shards: Shards | None, tile_tokens: int | None = None
+) -> MemoryReport:
     """The report of a model as it stands, nothing being in flight."""
     ledger, report = store.ledger, MemoryReport()
+    report["tile_tokens"] = tile_tokens
     for tier in ledger.tiers:
         report[tier.value] = {
             "budget": ledger.budget(tier),
@@ -102,8 +112,8 @@ def make_report(store: ChunkStore, layout: Layout, shards: Shards | None) -> Mem
     allocator = _reconcile(store.device, ledger)
     if allocator:
         report["allocator"] = allocator
-    report["moved"] = dict(sorted(store.mover.moved_last_step.counts().items()))
-    report["stalls"] = dict(store.mover.stalls.last_step)
+    report["moved"] = dict(sorted(store.mover.watch.moved_last_step.counts().items()))
+    report["stalls"] = dict(store.mover.watch.stalls)
     if shards is not None:
         report["sent"] = dict(sorted(shards.sent_last_step.items()))
     trained = [chunk for chunk in store.chunks if chunk.trained]

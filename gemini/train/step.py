@@ -88,7 +88,8 @@ class StepState:
         """Chunks whose gradients are whole on this rank and not reduced yet."""
         self.is_made = False
         """Whether the model is wrapped; other ranks that ask for something before wait until it is."""
-        self._corrupted_by: str | None = None
+        self.corrupted_by: str | None = None
+        """What broke an update off in the middle: some weights and states are of this step and some are not."""
         self._unreported: BaseException | None = None
 
     # ---- the phase ----------------------------------------------------------------------------------------------
@@ -258,20 +259,15 @@ class StepState:
 
     # ---- an update that broke off -------------------------------------------------------------------------------
 
-    @property
-    def corrupted_by(self) -> str | None:
-        """What broke an update off in the middle: some weights and states are of this step and some are not."""
-        return self._corrupted_by
-
     def mark_corrupted(self, cause: BaseException, *, reported: bool = True) -> None:
         """An update broke off. ``reported``: whether ``cause`` is raised to the program as well."""
-        self._corrupted_by = f"{type(cause).__name__}: {cause}"
+        self.corrupted_by = f"{type(cause).__name__}: {cause}"
         if not reported:
             self._unreported = cause
 
     def mark_restored(self) -> None:
         """Every master and state was written anew."""
-        self._corrupted_by = self._unreported = None
+        self.corrupted_by = self._unreported = None
         self.updated_in_backward = False
 
     def check_whole(self) -> None:
@@ -280,8 +276,8 @@ class StepState:
         Raises:
             GeminiError: until a checkpoint is loaded.
         """
-        if self._corrupted_by is not None:
+        if self.corrupted_by is not None:
             raise GeminiError(
-                f"an update of this model broke off ({self._corrupted_by}): its weights and states are half of one "
+                f"an update of this model broke off ({self.corrupted_by}): its weights and states are half of one "
                 "step and half of the next. Load the last checkpoint (gemini.load_checkpoint) or make the model anew"
             ) from self._unreported

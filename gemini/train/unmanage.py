@@ -7,12 +7,32 @@ import torch
 from torch import nn
 
 from gemini.errors import BudgetExceeded, human_bytes
-from gemini.grad_mode import call_without_grad
+from gemini.interrupts import call_without_grad
 from gemini.memory.chunks.chunk import COMPUTE_DTYPES, Chunk
 from gemini.train.checkpoint.saver import pending_in
 from gemini.train.engine import Engine
 from gemini.train.params.by_name import ByName
 from gemini.train.params.handle import ParamSet
+
+
+def release(model: nn.Module) -> nn.Module:
+    """Give an ordinary model back: the same object, of its original class, its full weights on the CPU in the compute
+    dtype. It can be wrapped again, with other budgets or in another precision.
+
+    Optimizers of it are of no use any more, and exact masters are gone: save a checkpoint first to go on from it. With
+    several ranks all of them call it, and each gets the whole model.
+
+    Raises:
+        ValueError: for a model that is not managed.
+        BudgetExceeded: if the weights need more than the free memory of the host; nothing was changed.
+    """
+    if "_gemini_engine" not in model.__dict__:
+        raise ValueError(
+            f"gemini.release takes a model that GeminiDDP manages, and this {type(model).__name__} is none (give the "
+            "outermost one, which was wrapped)"
+        )
+    unmanage(model, "gemini.release(model)")
+    return model
 
 
 def unmanage(model: nn.Module, what: str) -> None:
@@ -33,15 +53,16 @@ def unmanage(model: nn.Module, what: str) -> None:
     if needed > free:
         raise BudgetExceeded(
             f"{what} gives an ordinary model and needs {human_bytes(needed)} of host memory for its weights, of which "
-            f"{human_bytes(free)} are free; nothing was changed. Save the adapter (model.save_pretrained) and merge on "
-            "a larger machine, or merge in place with model.merge_adapter()"
+            f"{human_bytes(free)} are free; nothing was changed. Save it (model.save_pretrained) and go on where "
+            "there is more; an adapter can be merged in place with model.merge_adapter()"
         )
     for pending in pending_in(engine.write_observers):
         pending.join()
     for hook in model.__dict__.pop("_gemini_hooks"):
         hook.remove()
-    if (tiles := model.__dict__.pop("_gemini_token_tiles", None)) is not None:
-        tiles.take_away()
+    for put in ("_gemini_context", "_gemini_token_tiles"):
+        if (around := model.__dict__.pop(put, None)) is not None:
+            around.take_away()
     call_without_grad(_give_back, engine.params, engine.by_names, engine.store.chunks)
     for module in model.modules():
         for name, buffer in module._buffers.items():
@@ -64,4 +85,4 @@ def _give_back(params: ParamSet, by_names: ByName, chunks: list[Chunk]) -> None:
             param.__class__ = nn.Parameter
             param.data = value
             handle.view = torch.empty(0, device="cpu")
-        chunks[index].planes.clear()  # its home is free for the next one
+        chunks[index].clear_planes()  # its home is free for the next one

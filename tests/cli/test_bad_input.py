@@ -152,10 +152,13 @@ def test_an_out_folder_that_cannot_be_or_is_taken(
 
     refused(train(text / "below"), "cannot be written to: Not a directory")
     taken = tmp_path / "taken"
-    (taken / "checkpoints" / "step-00000020").mkdir(parents=True)
-    refused(train(taken), "holds checkpoints of an earlier run, the newest is step-00000020", "--resume auto")
+    checkpoint = taken / "checkpoint-20"
+    (checkpoint / "gemini").mkdir(parents=True)
+    for name in ("gemini/manifest.json", "scheduler.pt", "trainer_state.json"):
+        (checkpoint / name).touch()
+    refused(train(taken), "holds checkpoints of an earlier run, the newest is checkpoint-20", "--resume auto")
     refused(train(taken, "--resume", tmp_path / "absent"), "there is no such checkpoint folder")
-    refused(train(taken, "--resume", taken), "this is the folder of a run", "step-00000020")
+    refused(train(taken, "--resume", taken), "this is the folder of a run", "checkpoint-20")
     model = tmp_path / "model"
     model.mkdir()
     (model / "model.safetensors").touch()

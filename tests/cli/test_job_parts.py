@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import signal
-import subprocess
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
 
 from gemini.jobs.budgets import budget_lines
-from gemini.jobs.checkpoints import checkpoint_path, checkpoints_in, choose, clean_up, prune
+from gemini.jobs.callbacks import Shown, human_time
+from gemini.jobs.checkpoints import check_room, choose, num_bytes
+from gemini.jobs.errors import JobError
 from gemini.jobs.interrupt import StopWish
-from gemini.jobs.progress import StepReport, TrainProgress
+from gemini.jobs.options import from_yaml, to_yaml
 from gemini.jobs.resident import ResidentPeak, resident_bytes
+from gemini.jobs.settings import TrainSettings
 from gemini.ranks import launch
-from gemini.train.checkpoint import replacing
+from gemini.tiers import Tier
 
 MIB, GIB = 1 << 20, 1 << 30
 
@@ -48,43 +52,26 @@ def test_handlers_come_back_without_a_signal() -> None:
     assert signal.getsignal(signal.SIGINT) == before
 
 
-def test_checkpoints_are_found_pruned_and_chosen_by_step(tmp_path: Path) -> None:
-    assert checkpoints_in(tmp_path) == [] and choose("auto", tmp_path, overwrite=False) is None
-    for step in (20, 100, 9):
-        checkpoint_path(tmp_path, step).mkdir(parents=True)
-    (
-        tmp_path / "checkpoints" / "step-00000100.tmp"
-    ).mkdir()  # another's unfinished work is not ours to choose or remove
-    assert [path.name for path in checkpoints_in(tmp_path)] == ["step-00000009", "step-00000020", "step-00000100"]
-    assert choose("auto", tmp_path, overwrite=False) == checkpoint_path(tmp_path, 100)
-    assert choose(str(checkpoint_path(tmp_path, 20)), tmp_path, overwrite=False) == checkpoint_path(tmp_path, 20)
-    prune(tmp_path, 2)
-    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == [
-        "step-00000020",
-        "step-00000100",
-        "step-00000100.tmp",
-    ]
+def checkpoint(out: Path, step: int) -> Path:
+    path = out / f"checkpoint-{step}"
+    (path / "gemini").mkdir(parents=True)
+    for name in ("gemini/manifest.json", "scheduler.pt", "trainer_state.json"):
+        (path / name).touch()
+    return path
 
 
-def test_what_a_death_left_is_cleaned_up(tmp_path: Path) -> None:
-    folder = tmp_path / "checkpoints"
-    dead = subprocess.Popen(["true"])
-    dead.wait()
-    living = replacing.begin(folder / "step-00000003").name  # of this process, until it ends it
-    young = subprocess.Popen(["sleep", "60"])
-    another = living.replace(str(os.getpid()), str(young.pid))  # its number lives, but it began at another time
-    going = [f".step-00000003.new-{dead.pid}", f".step-00000003.new-{os.getpid()}", another, f"{another}.old",
-             ".step-00000001.removed", ".step-00000004.old"]  # fmt: skip
-    staying = [living, "step-00000004", "notes", ".step-00000003.new-x", ".other.new-7", ".step-00000002.old"]
-    for name in [*going, *staying]:
-        (folder / name).mkdir(parents=True)
-        (folder / name / "manifest.json").write_text("{}")
-    try:
-        clean_up(tmp_path)
-    finally:
-        young.kill()
-        young.wait()
-    assert sorted(path.name for path in folder.iterdir()) == sorted([*staying[:-1], "step-00000002"])
+def test_checkpoints_are_chosen_by_step(tmp_path: Path) -> None:
+    assert choose("auto", tmp_path, overwrite=False) is None
+    paths = {step: checkpoint(tmp_path, step) for step in (20, 100, 9)}
+    (paths[100] / "scheduler.pt").unlink()  # torn
+    assert choose("auto", tmp_path, overwrite=False) == paths[20]
+    assert choose(str(paths[9]), tmp_path, overwrite=False) == paths[9]
+
+
+def test_a_drive_without_room_for_the_checkpoints_is_refused(tmp_path: Path) -> None:
+    check_room(tmp_path, num_bytes(1000, 1000), keep=2)
+    with pytest.raises(JobError, match=r"and 3 checkpoints of 13\.67 TiB take .*--save-every 0"):
+        check_room(tmp_path, 15_032_385_535_000, keep=2)
 
 
 def test_the_budgets_of_all_ranks_are_judged() -> None:
@@ -128,35 +115,88 @@ def test_the_watch_sees_memory_that_is_gone_again() -> None:
     assert after is not None and resident.peak >= before + 60 * MIB > after
 
 
-def report(step: int) -> StepReport:
-    return StepReport(
-        step=step,
-        loss=2.5,
-        grad_norm=1.25,
-        lr=1e-3,
-        num_tokens=1,
-        used_bytes={"cpu": 3 * MIB, "nvme": int(1.234 * GIB)},
-    )
+class Logged:
+    """A Trainer's state as far as the lines look at it."""
+
+    max_steps, num_input_tokens_seen, epoch = 2000, 0, 0.5
+
+    def __init__(self, step: int) -> None:
+        self.global_step = step
 
 
-def test_without_a_terminal_there_is_a_line_now_and_then() -> None:
+def shown(console: Console, metrics: Path | None = None) -> Shown:
+    tiers = {Tier.CPU: 3 * MIB, Tier.NVME: int(1.234 * GIB)}
+    ledger = SimpleNamespace(tiers=tiers, used=tiers.get)
+    stalls = SimpleNamespace(last_step={"nvme read": 1e9})
+    store = SimpleNamespace(ledger=ledger, mover=SimpleNamespace(stalls=stalls))
+    lines = Shown(console, SimpleNamespace(store=store), num_tokens=16, metrics=metrics)
+    args = SimpleNamespace(eval_strategy="no")
+    lines.on_train_begin(args, Logged(1998), SimpleNamespace())
+    for step in (1999, 2000):
+        lines.on_step_end(args, Logged(step), SimpleNamespace())
+        lines.on_log(args, Logged(step), None, logs={"loss": 2.5, "grad_norm": 1.25, "learning_rate": 1e-3})
+    lines.end()
+    return lines
+
+
+def test_without_a_terminal_there_are_lines_and_a_file(tmp_path: Path) -> None:
     out = io.StringIO()
-    with TrainProgress(Console(file=out), num_steps=7, first_step=0, log_every=3) as progress:
-        for step in range(1, 8):
-            progress.show(report(step))
-    lines = out.getvalue().splitlines()
-    assert [line.split("  ")[0] for line in lines] == ["step 3/7", "step 6/7", "step 7/7"]
-    for words in ("loss 2.5000", "grad norm 1.25", "tok/s", "cpu 3 MiB", "lr 0.001"):
-        assert words in lines[0]
+    lines = shown(Console(file=out), tmp_path / "metrics.jsonl")
+    assert [line.split("  ")[0] for line in out.getvalue().splitlines()] == ["step 1999/2000", "step 2000/2000"]
+    for words in ("loss 2.5000", "grad norm 1.25", "tok/s", "cpu 3 MiB", "% for nvme read", "0:00 left", "lr 0.001"):
+        assert words in out.getvalue().splitlines()[-1]
+    lines.on_log(None, Logged(2000), None, logs={"eval_loss": 1.0})
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1999, 2000, 2000] and rows[0]["loss"] == 2.5
+    assert rows[-1]["eval_perplexity"] == pytest.approx(2.71828, abs=1e-4)
 
 
-@pytest.mark.parametrize("width", [80, 150])
+@pytest.mark.parametrize("width", [100, 150])
 def test_on_a_terminal_there_is_a_live_line(width: int) -> None:
     out = io.StringIO()
-    console = Console(file=out, force_terminal=True, width=width, color_system=None)
-    with TrainProgress(console, num_steps=2000, first_step=0, log_every=1) as progress:
-        progress.say("a line above it")
-        progress.show(report(1999))
-        progress.show(report(2000))
-    for words in ("a line above it", "2000/2000", "loss 2.5000", "grad norm 1.25", "cpu 3 MiB", "nvme 1.234 GiB"):
+    shown(Console(file=out, force_terminal=True, width=width, color_system=None))
+    for words in ("2000/2000", "loss 2.5000", "grad norm 1.25", "cpu 3 MiB", "nvme 1.234 GiB"):
         assert words in out.getvalue()
+
+
+def test_a_loss_that_stays_nan_ends_the_run() -> None:
+    lines = shown(Console(file=io.StringIO()))
+    lines.on_log(None, Logged(2009), None, logs={"loss": float("nan")})
+    with pytest.raises(JobError, match="inf or NaN for 10 steps, the last is step 2010"):
+        lines.on_log(None, Logged(2010), None, logs={"loss": float("nan")})
+
+
+@pytest.mark.parametrize(("seconds", "words"), [(0.4, "0:00"), (61, "1:01"), (3723, "1:02:03")])
+def test_times(seconds: float, words: str) -> None:
+    assert human_time(seconds) == words
+
+
+# ---- options ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_can_be_repeated_from_its_yaml(tmp_path: Path) -> None:
+    path = tmp_path / "gemini.yaml"
+    settings = TrainSettings(model=Path("m"), data=(Path("a"), Path("b")), lr=1e-5, bytes=True, tile_tokens=64)
+    path.write_text(to_yaml(settings))
+    assert "lr: 1.0e-05" in path.read_text() and "steps" not in path.read_text()
+    assert TrainSettings(**from_yaml(path, TrainSettings)) == settings
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("stepz: 3", "there is no option 'stepz'"),
+        ("overwrite: true", "there is no option 'overwrite'"),
+        ("steps: few", "steps: 'few': invalid literal"),
+        ("steps: 1.5", "this is a whole number"),
+        ("bytes: 1", "this is true or false"),
+        ("- a", "options are lines such as `seq-len: 512`"),
+        ("a: [", "this is not YAML"),
+    ],
+)
+def test_a_yaml_that_is_wrong_is_refused(tmp_path: Path, text: str, says: str) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(text)
+    with pytest.raises(JobError) as caught:
+        from_yaml(path, TrainSettings)
+    assert says in str(caught.value)

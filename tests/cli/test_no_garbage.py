@@ -88,10 +88,10 @@ def test_one_that_cannot_be_loaded_is_refused_with_its_files(folder: Any, train:
 
 PROGRAM = b"\x7fELF" + bytes(range(256)) * 20
 NO_TEXT = {
-    "chat.jsonl": (b'{"a": 1}\n', "JSON lines"),
+    "chat.jsonl": (b'{"a": 1}\n', "its columns are a. Rows have a text"),
     "chat.txt": (b'{"text": "one"}\n{"text": "two"}\n' * 400, "JSON lines"),
-    "data.JSON": (b'{"a": 1}', "JSON"),
-    "data.parquet": (b"PAR1" + b"x" * 900, "Parquet"),
+    "data.JSON": (b'{"a": 1}', "its columns are a. Rows have a text"),
+    "data.parquet": (b"PAR1" + b"x" * 900, "cannot be read as Parquet"),
     "table.txt": (b"PAR1" + b"x" * 900, "Parquet"),
     "t.txt.gz": (gzip.compress(b"text " * 100), "compressed (gzip)"),
     "t.txt": (gzip.compress(b"text " * 100), "compressed (gzip)"),
@@ -108,7 +108,8 @@ def test_a_file_that_is_no_text(name: str, tmp_path: Path, tiny_config: Path, tr
     path = tmp_path / "data" / name
     path.parent.mkdir()
     path.write_bytes(data)
-    refused(train(tiny_config, data=path), f"this is {kind}", name, "--bytes")
+    rows = path.suffix in (".jsonl", ".JSON", ".parquet")
+    refused(train(tiny_config, data=path), name, *([kind] if rows else [f"this is {kind}", "--bytes"]))
     path.write_bytes(data * (1 + 100 // len(data)))
     assert train(tiny_config, "--bytes", data=path).exit_code == 0
     refused(

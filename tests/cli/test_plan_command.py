@@ -227,11 +227,12 @@ def test_offload_is_free_at_the_tokens_it_names(
             ["c.json", "--gradients", "transient", "--accumulate", "2"],
             "has one backward per update, and --accumulate 2",
         ),
+        (["c.json", "--gpu", "24"], "--gpu 24: 24 bytes? Say the unit: --gpu 24GiB, or 24B if it is meant"),
         (["c.json", "--gpu", "24GiB"], "A plan needs host memory"),
         (["c.json", "--cpu", "1GiB", "--compute", "gpu"], "--compute gpu needs the size of a GPU"),
         (["c.json", "--machine", "rtx9999"], "'rtx9999' is neither a machine that Gemini knows nor a file"),
         (["c.json", "--machine", "dgx-h100", "--gpus", "12"], "--gpus 12: a dgx-h100 has 8"),
-        (["c.json", "--cpu", "1GiB"], "c.json: there is no such file or folder"),
+        (["absent.json"], "absent.json: there is no such file or folder"),
         (["c.json", "--cpu", "1GiB", "--picture", "x.png"], "needs the speeds of a machine: --machine"),
         (["--trace", "t.json", "--cpu", "1GiB"], "--trace t.json cannot be read: No such file"),
         (["--trace", "t.json", "--cpu", "1GiB", "--seq-len", "8"], "--seq-len describes a step that is to be traced"),
@@ -241,6 +242,7 @@ def test_options_that_cannot_be(
     gemini_command: Gemini, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: list[str], says: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "c.json").write_text('{"model_type": "gpt2"}')
     refused(gemini_command("plan", *options), says)
 
 
@@ -317,3 +319,24 @@ def test_a_step_is_drawn(gemini_command: Gemini, traced: Path, tmp_path: Path) -
     (tmp_path / "folder.png").mkdir()
     away = gemini_command(*options, "--picture", tmp_path / "folder.png")
     assert away.exit_code == 2 and "Is a directory" in away.stderr and "Traceback" not in away.output
+
+
+def test_tiles_of_tokens_are_advised_and_with_auto_chosen(gemini_command: Gemini, tmp_path: Path) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(
+        '{"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 4000, "hidden_size": 32, '
+        '"intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4}'
+    )
+    asked = ("plan", config, "--seq-len", "2048", "--gradient-checkpointing", "--gpu", "100MiB", "--cpu", "64MiB")
+    without = gemini_command(*asked)
+    assert without.exit_code == 2 and "--tile-tokens auto:" in without.stdout, without.output
+    chosen = gemini_command(*asked, "--tile-tokens", "auto")
+    assert chosen.exit_code == 0, chosen.output
+    said = " ".join(chosen.stdout.split())
+    assert re.search(r"tiles of 256 tokens \(auto: without them [\d.]+ MiB beside params, which do not fit\)", said)
+    sizes = ("--cpu", "1GiB", "--gpu", "1GiB")
+    roomy = json.loads(gemini_command(*asked[:-4], *sizes, "--tile-tokens", "auto", "--json").stdout)
+    assert roomy["tile_tokens"] is None and roomy["activations"]["whole_peak_bytes"] is None
+    for wrong in ("1", "some", "-3"):
+        said = f"--tile-tokens must be auto or a number of tokens, 2 or more, got '{wrong}'"
+        refused(gemini_command(*asked, "--tile-tokens", wrong), said)

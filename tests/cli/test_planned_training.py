@@ -38,7 +38,7 @@ def test_a_plan_that_was_printed_is_run(planned: Path, tiny_config: Path, text: 
     assert engine.decision.plan == plan and plan.traffic, "and something moves"
     assert {tier: engine.store.ledger.budget(tier) for tier in engine.store.ledger.tiers} == plan.problem.budgets
     run.run()
-    assert engine.store.mover.moved_last_step.counts() == by_name(plan.traffic)
+    assert engine.store.mover.watch.moved_last_step.counts() == by_name(plan.traffic)
 
 
 def test_a_plan_for_another_step_is_refused(

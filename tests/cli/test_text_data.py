@@ -1,19 +1,23 @@
-"""Text files to tokens to shuffled windows: nothing lost or doubled, the same order everywhere, resumable anywhere."""
+"""From what --data names to rows or windows: nothing lost or doubled, what is no use refused by name."""
 
 from __future__ import annotations
 
+import json
 import os
-from array import array
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gemini.jobs.data import JobData, open_data
 from gemini.jobs.errors import JobError
+from gemini.jobs.settings import TrainSettings
 from gemini.jobs.text_files import find_text_files, fingerprint
-from gemini.jobs.tokens import BYTE_BOUNDARY, ByteTokens, TokenizerTokens
-from gemini.jobs.windows import WindowStream, permute
+from gemini.jobs.tokenizers import byte_tokenizer
+from gemini.jobs.windows import BYTE_BOUNDARY, Windows
 
 
 def write(root: Path, files: dict[str, bytes]) -> Path:
@@ -78,31 +82,7 @@ def test_fingerprint_sees_names_and_sizes(tmp_path: Path) -> None:
     assert one == same and len({one, longer, renamed}) == 3
 
 
-# ---- tokens ---------------------------------------------------------------------------------------------------------
-
-
-@given(documents=st.lists(st.binary(min_size=1, max_size=9), min_size=1, max_size=5), data=st.data())
-@settings(max_examples=60, deadline=None)
-def test_byte_tokens_read_the_row_anywhere(tmp_path_factory: pytest.TempPathFactory, documents, data) -> None:
-    root = write(tmp_path_factory.mktemp("text"), {f"{i}.txt": document for i, document in enumerate(documents)})
-    row = [token for document in documents for token in (*document, BYTE_BOUNDARY)]
-    tokens = ByteTokens(find_text_files([root]))
-    assert tokens.num_tokens == len(row)
-    start = data.draw(st.integers(0, len(row) - 1))
-    count = data.draw(st.integers(0, len(row) - start))
-    assert tokens.read(start, count).tolist() == row[start : start + count]
-
-
-def test_bytes_that_are_not_utf8_are_bytes(tmp_path: Path) -> None:
-    tokens = ByteTokens(find_text_files([write(tmp_path, {"a.txt": b"\xff\xfe\x00"})]))
-    assert tokens.read(0, 4).tolist() == [255, 254, 0, 256]
-
-
-def test_a_file_that_shrank_is_named(tmp_path: Path) -> None:
-    files = find_text_files([write(tmp_path, {"a.txt": b"abcdef"})])
-    (tmp_path / "a.txt").write_bytes(b"ab")
-    with pytest.raises(JobError, match=r"a\.txt had 6 bytes .* shorter now"):
-        ByteTokens(files).read(0, 6)
+# ---- windows ---------------------------------------------------------------------------------------------------------
 
 
 class LengthTokenizer:
@@ -110,128 +90,98 @@ class LengthTokenizer:
 
     eos_token_id = 99
 
-    def __len__(self) -> int:
-        return 100
-
     def encode(self, text: str, *, add_special_tokens: bool, verbose: bool) -> list[int]:
         assert not add_special_tokens
         return [len(word) for word in text.split()]
 
 
-def test_tokenizer_tokens_encode_once_with_boundaries(tmp_path: Path) -> None:
+def row_of(windows: Windows) -> list[int]:
+    assert all(torch.equal(window["input_ids"], window["labels"]) for window in windows)
+    return [token for window in windows for token in window["input_ids"].tolist()]
+
+
+@given(documents=st.lists(st.binary(min_size=1, max_size=9), min_size=1, max_size=5), window=st.integers(1, 7))
+@settings(max_examples=60, deadline=None)
+def test_windows_of_bytes_are_the_row(tmp_path_factory: pytest.TempPathFactory, documents, window) -> None:
+    root = write(tmp_path_factory.mktemp("text"), {f"{i}.txt": document for i, document in enumerate(documents)})
+    row = [token for document in documents for token in (*document, BYTE_BOUNDARY)]
+    files = find_text_files([root])
+    if len(row) < window:
+        with pytest.raises(JobError, match=f"has {len(row)} tokens; windows of --seq-len {window} need at least"):
+            Windows(files, None, window, scratch=root)
+        return
+    windows = Windows(files, None, window, scratch=root)
+    assert row_of(windows) == row[: len(row) // window * window] and windows.num_tokens == len(row)
+
+
+def test_a_tokenizer_encodes_once_with_boundaries(tmp_path: Path) -> None:
     files = find_text_files([write(tmp_path / "text", {"a.txt": b"one three\nsevenxx", "b.txt": b"go"})])
-    tokens = TokenizerTokens(files, LengthTokenizer(), scratch=tmp_path)
-    assert tokens.num_tokens == 6
-    assert tokens.read(0, 6) == array("I", [3, 5, 7, 99, 2, 99])
-    assert tokens.read(2, 2).tolist() == [7, 99]
+    assert row_of(Windows(files, LengthTokenizer(), 2, scratch=tmp_path)) == [3, 5, 7, 99, 2, 99]
     assert [path.name for path in tmp_path.iterdir()] == ["text"], "the encoded text must have no name"
 
 
 def test_tokenizer_needs_utf8_and_says_so(tmp_path: Path) -> None:
     files = find_text_files([write(tmp_path, {"latin.txt": "caf\xe9".encode("latin-1")})])
     with pytest.raises(JobError, match=r"latin\.txt is not UTF-8 text.*iconv.*byte-level"):
-        TokenizerTokens(files, LengthTokenizer(), scratch=tmp_path)
+        Windows(files, LengthTokenizer(), 2, scratch=tmp_path)
 
 
-# ---- windows --------------------------------------------------------------------------------------------------------
+def test_the_tokenizer_of_bytes_has_their_ids() -> None:
+    tokenizer = byte_tokenizer()
+    text = "".join(map(chr, range(256))) + "日本 \t x"
+    assert tokenizer.encode(text, add_special_tokens=False) == [*text.encode()]
+    assert tokenizer.decode([*text.encode(), BYTE_BOUNDARY], skip_special_tokens=True) == text
+    assert len(tokenizer) == 257 and tokenizer.eos_token_id == BYTE_BOUNDARY
 
 
-class Count:
-    """A row whose ids are their positions."""
-
-    vocabulary = 1 << 30
-
-    def __init__(self, num_tokens: int) -> None:
-        self.num_tokens = num_tokens
-
-    def read(self, start: int, count: int) -> array[int]:
-        assert 0 <= start and start + count <= self.num_tokens
-        return array("I", range(start, start + count))
-
-    def describe(self) -> str:
-        return "positions"
+# ---- what a job takes ------------------------------------------------------------------------------------------------
 
 
-@given(size=st.integers(1, 300), key=st.binary(min_size=1, max_size=8))
-@settings(max_examples=100, deadline=None)
-def test_permute_is_a_permutation(size: int, key: bytes) -> None:
-    assert sorted(permute(index, size, key) for index in range(size)) == list(range(size))
+def rows(folder: Path, *values: dict[str, Any], name: str = "a.jsonl") -> Path:
+    return write(folder, {name: "\n".join(map(json.dumps, values)).encode()}) / name
 
 
-def test_the_order_is_the_same_for_ever() -> None:
-    """A checkpoint outlives versions: if this changes, old data positions point at other text."""
-    assert [permute(index, 10, b"7:0") for index in range(10)] == [7, 6, 5, 4, 0, 9, 2, 3, 1, 8]
+def opened(folder: Path, *data: Path, **more: Any) -> JobData:
+    return open_data(TrainSettings(data=data, seq_len=4, out=folder, **more), None)
 
 
-def test_an_order_looks_shuffled() -> None:
-    size = 1000
-    order = [permute(index, size, b"seed") for index in range(size)]
-    fixed = sum(index == image for index, image in enumerate(order))
-    neighbours = sum(abs(a - b) == 1 for a, b in zip(order, order[1:], strict=False))
-    assert fixed < 10 and neighbours < 15  # about 1 and 2 are expected of a random order
+def test_rows_and_text_are_told_apart(tmp_path: Path) -> None:
+    import datasets
+
+    chat = {"messages": [{"role": "user", "content": "a"}], "id": 3}
+    both = {"prompt": "a", "completion": "b", "text": "c"}
+    assert opened(tmp_path, rows(tmp_path / "1", chat)).rows == ("messages",)
+    assert opened(tmp_path, rows(tmp_path / "2", both).parent).rows == ("prompt", "completion")
+    assert opened(tmp_path, rows(tmp_path / "3", chat), bytes=True).rows == ()
+    table = datasets.Dataset.from_list([{"text": "c"}] * 5)
+    table.to_parquet(tmp_path / "t.parquet")
+    table.save_to_disk(tmp_path / "saved")
+    for path in (tmp_path / "t.parquet", tmp_path / "saved"):
+        data = opened(tmp_path, path, validation=0.4)
+        assert data.rows == ("text",) and (len(data.train), len(data.evaluation)) == (3, 2)
 
 
-@given(num_windows=st.integers(2, 60), held_out=st.integers(0, 5), rest=st.integers(0, 3), seed=st.integers(0, 1 << 40))
-@settings(max_examples=100, deadline=None)
-def test_an_epoch_visits_every_window_once_but_the_held_out(num_windows, held_out, rest, seed) -> None:
-    held_out = min(held_out, num_windows - 1)
-    stream = WindowStream(Count(4 * num_windows + rest), 4, seed=seed, num_held_out=held_out)
-    for epoch in range(2):
-        seen = [window[0] // 4 for window in stream.next_batch(stream.num_windows)]
-        kept = [window[0] // 4 for window in stream.held_out()]
-        assert stream.epoch == epoch
-        assert len(kept) == held_out
-        assert sorted(seen + kept) == list(range(num_windows))
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        ([{"question": "a"}], "its columns are question. Rows have a text, a prompt and a completion, or messages"),
+        ([], "cannot be read as JSON lines"),
+    ],
+)
+def test_rows_of_no_use_are_refused(tmp_path: Path, values: list[dict[str, Any]], says: str) -> None:
+    path = rows(tmp_path, *values) if values else write(tmp_path, {"a.jsonl": b"{no json"}) / "a.jsonl"
+    with pytest.raises(JobError) as caught:
+        opened(tmp_path, path)
+    assert says in str(caught.value)
+    text = write(tmp_path, {"b.txt": b"some text"}) / "b.txt"
+    with pytest.raises(JobError, match="holds rows, and .*b.txt does not"):
+        opened(tmp_path, tmp_path / "a.jsonl", text)
 
 
-def test_seeds_and_epochs_differ() -> None:
-    def order(seed: int, epochs: int) -> list[list[int]]:
-        stream = WindowStream(Count(400), 4, seed=seed)
-        return [stream.next_batch(100) for _ in range(epochs)][-1]
-
-    assert order(1, 1) == order(1, 1)
-    assert order(1, 1) != order(2, 1)
-    assert order(1, 1) != order(1, 2)
-
-
-@given(steps=st.integers(0, 30), batch=st.integers(1, 5))
-@settings(max_examples=40, deadline=None)
-def test_a_restored_position_goes_on_exactly(steps: int, batch: int) -> None:
-    stream = WindowStream(Count(40), 4, seed=3, num_held_out=2, identity="x")
-    for _ in range(steps):
-        stream.next_batch(batch)
-    state = stream.state_dict()
-    other = WindowStream(Count(40), 4, seed=3, num_held_out=2, identity="x")
-    other.load_state_dict(state)
-    assert [other.next_batch(3) for _ in range(9)] == [stream.next_batch(3) for _ in range(9)]
-
-
-@given(parts=st.integers(1, 4), batch=st.integers(1, 6), steps=st.integers(1, 12), num_windows=st.integers(1, 20))
-@settings(max_examples=60, deadline=None)
-def test_processes_deal_out_what_one_would_take(parts: int, batch: int, steps: int, num_windows: int) -> None:
-    """The same windows in every step, across epochs, and the same position after it on every rank."""
-    streams = [WindowStream(Count(4 * num_windows), 4, seed=3) for _ in range(parts)]
-    whole = WindowStream(Count(4 * num_windows), 4, seed=3)
-    for _ in range(steps):
-        dealt = [stream.next_batch(batch, part=part, parts=parts) for part, stream in enumerate(streams)]
-        assert [window for windows in dealt for window in windows] == whole.next_batch(parts * batch)
-        assert all(stream.state_dict() == whole.state_dict() for stream in streams)
-
-
-def test_a_position_in_other_data_is_refused() -> None:
-    stream = WindowStream(Count(40), 4, seed=3, identity="x")
-    for other, says in [
-        (WindowStream(Count(40), 4, seed=4, identity="x"), "seed is 3, here it is 4"),
-        (WindowStream(Count(40), 5, seed=3, identity="x"), "sequence length is 4, here it is 5"),
-        (WindowStream(Count(40), 4, seed=3, identity="y"), "list of files"),
-    ]:
-        with pytest.raises(JobError) as caught:
-            other.load_state_dict(stream.state_dict())
-        assert says in str(caught.value)
-
-
-def test_text_shorter_than_one_window_is_refused() -> None:
-    with pytest.raises(JobError, match="has 7 tokens; windows of --seq-len 8 need at least 8"):
-        WindowStream(Count(7), 8, seed=0)
-    with pytest.raises(JobError, match="need at least 16"):
-        WindowStream(Count(15), 8, seed=0, num_held_out=1)
+def test_what_is_kept_to_evaluate_on_is_not_trained_on(tmp_path: Path) -> None:
+    text = write(tmp_path, {"a.txt": bytes(range(33, 113))}) / "a.txt"
+    data = opened(tmp_path, text, validation=3)
+    kept, left = ([window["input_ids"][0].item() for window in part] for part in (data.evaluation, data.train))
+    assert kept == [33, 57, 85] and sorted(kept + left) == [*range(33, 113, 4)]
+    with pytest.raises(JobError, match="keeps all of the 20 sequences"):
+        opened(tmp_path, text, validation=20)

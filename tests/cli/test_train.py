@@ -55,7 +55,7 @@ def test_it_learns_reports_and_saves(train: Gemini, tmp_path: Path) -> None:
     assert re.search(r"^cpu: stayed within its budget, peak \S+ \wiB of 64 MiB$", result.stdout, re.MULTILINE)
     model = transformers.AutoModelForCausalLM.from_pretrained(out)
     assert model.config.use_cache, "only training goes without the cache"
-    assert {path.name for path in (out / "checkpoints").iterdir()} == {"step-00000035", "step-00000040"}
+    assert {path.name for path in out.glob("checkpoint-*")} == {"checkpoint-35", "checkpoint-40"}
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
@@ -64,7 +64,7 @@ def test_a_resumed_run_is_the_uninterrupted_run(train: Gemini, tmp_path: Path, p
     common = ["--precision", precision, "--accumulate", 2, "--warmup", 3]
     whole = train("--out", tmp_path / "whole", *common)
     assert whole.exit_code == 0, (whole.output, whole.exception)
-    resume = tmp_path / "whole" / "checkpoints" / "step-00000005"
+    resume = tmp_path / "whole" / "checkpoint-5"
     rest = train("--out", tmp_path / "rest", *common, "--cpu-memory", "16MiB", "--resume", resume)
     assert rest.exit_code == 0, (rest.output, rest.exception)
     assert losses_of(rest.stdout) == losses_of(whole.stdout)[5:]
@@ -81,7 +81,7 @@ def test_resume_auto_goes_on_or_says_that_there_is_nothing(train: Gemini, tmp_pa
     again = train("--out", out, "--steps", 5, "--schedule", "constant", "--resume", "auto")
     assert again.exit_code == 0 and losses_of(again.stdout) == []
     assert "these are all of --steps 5: only the model is written" in again.stdout
-    named = train("--out", out, "--steps", 5, "--resume", out / "checkpoints" / "step-00000005")
+    named = train("--out", out, "--steps", 5, "--resume", out / "checkpoint-5")
     assert named.exit_code == 2 and "its 5 steps are all of --steps 5" in " ".join(named.stderr.split())
     written = (out / "model.safetensors").stat().st_mtime_ns
     past = train("--out", out, "--steps", 3, "--schedule", "constant", "--resume", "auto")
@@ -107,7 +107,7 @@ def test_a_step_of_another_size_is_said(train: Gemini, tmp_path: Path) -> None:
     assert train("--out", tmp_path / "out").exit_code == 0
     result = train("--out", tmp_path / "out", "--resume", "auto", "--steps", 12, "--accumulate", 3)
     assert result.exit_code == 0, (result.output, result.exception)
-    assert "a step was 2 windows before, it is 6 from now on" in result.stdout
+    assert "a step was 2 sequences before, it is 6 from now on" in result.stdout
 
 
 def test_resuming_with_other_text_is_refused(train: Gemini, tmp_path: Path, text: Path) -> None:
@@ -137,7 +137,7 @@ def test_a_run_that_explodes_is_stopped(train: Gemini, tmp_path: Path, precision
     assert result.exit_code == 2, (result.output, result.exception)
     assert says in " ".join(result.stderr.split()) and "Traceback" not in result.output
     assert not (out / "model.safetensors").exists()
-    assert (out / "checkpoints" / "step-00000001").is_dir() == (precision == "bf16")
+    assert (out / "checkpoint-1").is_dir() == (precision == "bf16")
 
 
 def test_ctrl_c_saves_the_last_whole_step_and_says_how_to_go_on(
@@ -170,7 +170,7 @@ def test_ctrl_c_saves_the_last_whole_step_and_says_how_to_go_on(
     assert "Traceback" not in error
     hint = re.search(r"^Stopped after step (\d+) of 150\. To go on: (gemini train .*)$", output, re.MULTILINE)
     assert hint is not None, output
-    assert (tmp_path / "out" / "checkpoints" / f"step-{int(hint[1]):08d}").is_dir()
+    assert (tmp_path / "out" / f"checkpoint-{hint[1]}").is_dir()
     assert not (tmp_path / "out" / "model.safetensors").exists()
 
     resumed = gemini_command(*shlex.split(hint[2])[1:])
@@ -195,7 +195,7 @@ def test_an_nvme_folder_that_is_not_there_is_a_plain_refusal(train: Gemini, tmp_
 
 def test_a_damaged_checkpoint_is_a_plain_refusal(train: Gemini, tmp_path: Path) -> None:
     assert train("--out", tmp_path / "out").exit_code == 0
-    newest = tmp_path / "out" / "checkpoints" / "step-00000010"
+    newest = tmp_path / "out" / "checkpoint-10"
     for path in newest.rglob("*"):
         if path.is_file():
             path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])

@@ -9,6 +9,7 @@ Of a page (README.md and everything under docs/):
 - ```bash blocks and `gemini ...`, `make ...` in the text: every command, option, target, extra and file must exist, and
   values must parse.
 - `<!-- not run: reason -->` before a block: it has to compile, no more.
+- `<!-- run by: tests/... -->` before a block: that test reads the page and runs it.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ def is_run(block: Block) -> bool:
         assert not re.match(r"\{(code-block|code|sourcecode)\}", block.language), f"{block.where}: write ```python"
         return False
     assert block.language in ("python", "bash", "setup"), f"{block.where}: unknown language {block.language!r}"
-    return not block.mark.startswith("not run:")
+    return not block.mark.startswith(("not run:", "run by:"))
 
 
 # ---- Python ----------------------------------------------------------------------------------------------------------
@@ -190,10 +191,10 @@ def _check_gemini(words: list[str], whole: bool) -> None:
         if whole or type(e).__name__ != "MissingParameter":
             raise
         return
-    if words[0] == "train" and whole:
-        from gemini.jobs.settings import TrainSettings
+    if words[0] == "train" and whole and context.params["config"] is None:
+        from gemini.cli.training import settings_of
 
-        TrainSettings(**{**context.params, "data": context.params["data"] or (), "glob": ()}).check()
+        settings_of({**context.params, "config": None}).check()
     if words[0] in ("trace", "plan") and whole:
         from gemini.jobs.plan_settings import PlanSettings, TraceSettings
 

@@ -18,7 +18,7 @@ from gemini.memory.devices.cuda_streams import CudaEvent
 from gemini.memory.devices.cuda_windows import LastUses
 from gemini.memory.devices.device import DONE
 from gemini.memory.devices.pinned import PinnedArena
-from gemini.train.params.guarding import nan_of
+from gemini.train.params.exposure import nan_of
 from tests.fakegpu.test_counts import Blocks
 from tests.gpu import gpu_cases
 

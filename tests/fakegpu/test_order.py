@@ -85,8 +85,8 @@ def test_weights_of_the_next_layers_come_while_this_one_computes(tmp_path: Path,
 
 @pytest.mark.parametrize("room", [6, 12])
 def test_gradients_leave_while_the_next_ones_are_computed(room: int, tmp_path: Path, summary: Any) -> None:
-    """Where windows leave them room. With that of six layers of eight, backward begins with all of them needed still: at
-    first each gradient has to land before it goes on.
+    """Where windows leave them room. With that of six layers of eight, backward needs all of them still when it begins:
+    at first each gradient has to land before it goes on.
     """
     told = step(room, tmp_path)
     leaving, computed = copies(told, "device to host"), products(told)

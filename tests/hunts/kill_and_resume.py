@@ -88,7 +88,7 @@ class Job:
 
     def saving(self, step: int) -> bool:
         """Whether the checkpoint of ``step`` is being written now."""
-        return any((self.out / "checkpoints").glob(f".step-{step:08d}.new-*"))
+        return (self.out / ".saving" / f"checkpoint-{step}").is_dir()
 
     def wait_for(self, what: str, there: Callable[[], bool], *, pause_s: float = 0.0005) -> None:
         wait_for(what, there, self.process, self.last_words, pause_s)
@@ -114,10 +114,10 @@ class Job:
 
 def results_in(out: Path) -> Files:
     """The model and the last checkpoint, file by file; what is left of unfinished ones counts as well."""
-    last = max(path for path in (out / "checkpoints").iterdir() if path.name.startswith("step-"))
+    last = max(out.glob("checkpoint-*"), key=lambda path: int(path.name.removeprefix("checkpoint-")))
     found = {path.name: path.read_bytes() for path in out.glob("*.safetensors")}
-    found |= {f"{last.name}/{path.name}": path.read_bytes() for path in last.iterdir()}
-    return found | {f"left over: {path.name}": b"" for path in (out / "checkpoints").glob(".*")}
+    found |= {f"{last.name}/{path.name}": path.read_bytes() for path in last.rglob("*.safetensors")}
+    return found | {f"left over: {path.name}": b"" for path in out.glob(".*")}
 
 
 def undisturbed(args: argparse.Namespace, folder: Path) -> tuple[Files, list[str]]:

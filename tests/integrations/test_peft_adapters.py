@@ -83,8 +83,6 @@ def test_a_part_of_a_model_gives_its_state_dict(tmp_path: Path) -> None:
     model = wrap(llama(), "disk", tmp_path)
     whole, part = model.state_dict(), model.model.layers[1].state_dict()
     assert_same_weights(part, {n[15:]: v for n, v in whole.items() if n.startswith("model.layers.1.")})
-    with pytest.raises(gemini.ParamAccessError, match="a view"):
-        model.lm_head.weight.detach()
 
 
 # ---- merging ---------------------------------------------------------------------------------------------------------

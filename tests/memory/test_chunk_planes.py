@@ -14,8 +14,9 @@ from gemini import kernels
 from gemini.memory.chunks.chunk import COMPUTE_DTYPES, FilePlane, MemoryPlane, make_plane
 from gemini.memory.devices.device import CpuDevice, Device
 from gemini.memory.devices.pages import host_bytes
-from gemini.memory.movement.mover import Moved, Mover, tiles
+from gemini.memory.movement.mover import Mover, tiles
 from gemini.memory.nvme import SpillFile
+from gemini.memory.watching.watch import Moved
 from gemini.planning.layout import ALIGN, page_up
 from gemini.planning.planes import ADAM, GRAD, WEIGHTS, PlaneSpec, plane_specs
 from gemini.planning.working import TILE, staged_bytes, staging_bytes, tile_numel
@@ -170,14 +171,14 @@ def test_gathering_brings_every_element_and_counts_bytes(tmp_path: Path, home: T
         content = host_bytes(numel * 4).view(torch.float32).copy_(torch.arange(numel).float().remainder(251))
         plane = chunk.weights
         plane.store(0, numel, host_bytes(numel * plane.dtype.itemsize).view(plane.dtype).copy_(content))
-        world.mover.moved = Moved()
+        world.mover.watch.moved = Moved()
         world.manager.acquire(chunk)
         assert torch.equal(chunk.flat.float(), content)
         source = chunk.weights.tier
         # A wider master is cast on the host; what comes from the drive crosses host memory.
         crossed = {"cpu->gpu": chunk.spec.numel * chunk.flat.element_size(), "nvme->cpu": chunk.weights.num_bytes}
         through = {Tier.GPU: (), Tier.CPU: ("cpu->gpu",), Tier.NVME: ("nvme->cpu", "cpu->gpu")}[source]
-        assert world.mover.moved.counts() == {way: crossed[way] for way in through}
+        assert world.mover.watch.moved.counts() == {way: crossed[way] for way in through}
         world.manager.release(chunk)
         world.ledger.check_invariants()
     device.close()

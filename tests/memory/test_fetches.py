@@ -271,7 +271,7 @@ def test_a_worker_reads_several_tiles_while_others_are_on_their_way(
     monkeypatch.setattr(chunk.weights, "begin_load", begin_load)
     world.manager.populate(chunk.window, "windows", what="a test")
     own = StagingSet(_Memory(world.device.make_host_buffer, staging_bytes(world.mover.tile)), world.mover.tile)
-    with world.mover.working(Working(world.mover.moved, staging=own)):
+    with world.mover.working(Working(world.mover.watch.moved, staging=own)):
         fetched = world.mover.gather(chunk)
     assert most == 3 and len(reads) == 7
     assert [copy.is_complete() for copy in copies(world)] == [True] * 3 + [False] * 4
@@ -280,7 +280,10 @@ def test_a_worker_reads_several_tiles_while_others_are_on_their_way(
     assert tiles.min(1).values.tolist() == tiles.max(1).values.tolist() == [1, 2, 3, 4, 5, 6, 7]
 
     limit = 9  # the third one is refused while two are under way
-    with world.mover.working(Working(world.mover.moved, staging=own)), pytest.raises(GeminiError, match="disk is gone"):
+    with (
+        world.mover.working(Working(world.mover.watch.moved, staging=own)),
+        pytest.raises(GeminiError, match="disk is gone"),
+    ):
         world.mover.gather(chunk)
     assert len(reads) == 9 and all(read.is_complete() for read in reads), "nobody reads into staging any more"
 

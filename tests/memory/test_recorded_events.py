@@ -41,7 +41,7 @@ def test_what_is_under_way_is_counted_and_recorded_where_somebody_does() -> None
     mover = Mover(CpuDevice(), 1024, Ledger({Tier.CPU: 2**20}))
     first, second = Event(), Event()
     assert mover.under_way(Tier.NVME, Tier.CPU, 8, lambda: first, "update chunk 1", 1) is first, "nobody records"
-    recorder = mover.recorder = Recorder(clock=lambda: now[0])
+    recorder = mover.watch.recorder = Recorder(clock=lambda: now[0])
     recorder.begin_step({})
     found = mover.under_way(Tier.NVME, Tier.CPU, 16, lambda: second, "update chunk 2", 2)
     assert mover.under_way(Tier.CPU, Tier.CPU, 4, lambda: first, "", 3) is first, "no track is busy"
@@ -50,4 +50,4 @@ def test_what_is_under_way_is_counted_and_recorded_where_somebody_does() -> None
     found.wait()
     step = recorder.end_step()
     assert step.spans == [Span(Track.NVME_READ, 0.0, 3.0, "update chunk 2", -1, 2, 16)] and not step.stalls
-    assert mover.moved.counts() == {"nvme->cpu": 24}
+    assert mover.watch.moved.counts() == {"nvme->cpu": 24}

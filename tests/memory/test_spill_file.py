@@ -18,7 +18,7 @@ import pytest
 import torch
 from memory_cases import PAGE, ROOT, run_python
 
-from gemini import kernels
+from gemini import kernels, kernels_io
 from gemini.errors import StorageError
 from gemini.memory import nvme
 from gemini.memory.devices.pages import host_bytes
@@ -350,7 +350,7 @@ def test_short_reads_and_writes_are_continued(tmp_path: Path, monkeypatch: pytes
         calls.append("write")
         return write(fd, [memoryview(buffers[0]).cast("B")[:piece]], offset)
 
-    monkeypatch.setattr(kernels, "_native", None)
+    monkeypatch.setattr(kernels_io, "native", None)
     monkeypatch.setattr(nvme.os, "O_DIRECT", 0)  # with it the kernel itself refuses odd pieces
     with pytest.warns(UserWarning, match="no O_DIRECT"):
         spill = SpillFile(tmp_path, 8 * PAGE)

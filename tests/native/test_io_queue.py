@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from benchmarks._progress import PATIENCE, join
-from gemini import kernels, kernels_reference
+from gemini import kernels_io, kernels_reference
 from gemini.kernels import IoQueue
 from tests.native.native_cases import NATIVE_ISAS
 
@@ -25,7 +25,7 @@ KINDS = ["python", *(["native"] if NATIVE_ISAS else [])]
 @pytest.fixture(params=KINDS)
 def queue(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[IoQueue]:
     if request.param == "python":
-        monkeypatch.setattr(kernels, "_native", None)
+        monkeypatch.setattr(kernels_io, "native", None)
     with IoQueue(num_threads=3) as made:
         yield made
 
@@ -143,7 +143,7 @@ def test_python_queue_waits_for_every_block_before_it_raises(monkeypatch: pytest
         time.sleep(0.2)
         ended.append(offset)  # until here a thread may touch the memory
 
-    monkeypatch.setattr(kernels, "_native", None)
+    monkeypatch.setattr(kernels_io, "native", None)
     monkeypatch.setattr(kernels_reference, "_transfer", transfer)
     with IoQueue(num_threads=2) as queue:
         with pytest.raises(OSError, match="told to fail"):
@@ -155,7 +155,7 @@ def test_python_queue_waits_for_every_block_before_it_raises(monkeypatch: pytest
 def single(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[IoQueue]:
     """A queue of one thread: what it does, it does in one order."""
     if request.param == "python":
-        monkeypatch.setattr(kernels, "_native", None)
+        monkeypatch.setattr(kernels_io, "native", None)
     with IoQueue(num_threads=1) as made:
         yield made
 

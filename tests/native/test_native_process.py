@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from gemini import kernels
+from gemini import kernels, kernels_native
 from tests.native.native_cases import NATIVE_ISAS, in_subprocess
 
 needs_native = pytest.mark.skipif(not NATIVE_ISAS, reason="the native library is not built")
@@ -46,8 +46,8 @@ def test_a_library_of_another_version_is_refused(monkeypatch: pytest.MonkeyPatch
         INTERFACE = 0
 
     monkeypatch.delenv("GEMINI_NATIVE", raising=False)
-    monkeypatch.setattr(kernels.importlib, "import_module", lambda name: Old)
-    native, reason = kernels._load()
+    monkeypatch.setattr(kernels_native.importlib, "import_module", lambda name: Old)
+    native, reason = kernels_native.load()
     assert native is None and reason is not None and "build it again" in reason
 
 

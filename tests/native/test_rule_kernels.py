@@ -12,7 +12,7 @@ import torch
 from rule_cases import CASES, arrays, copied, flat, scalars_of
 
 from gemini import kernels
-from gemini.rules import Segment, UpdateRule
+from gemini.rules import Arrays, Segment, UpdateRule
 from tests.native.emulated_cuda import emulate
 from tests.native.native_cases import GRAD_DTYPES, NATIVE_ISAS, any_bits, as_bits, assert_same_bits
 
@@ -24,7 +24,7 @@ def updated(isa: str, rule: UpdateRule, given: list[Any], segments: Sequence[Seg
     """Copies after one update."""
     result = copied(given)
     with kernels.use_isa(isa):
-        rule.run(*result, segments, stop)  # type: ignore[arg-type]
+        rule.run(Arrays(*result), segments, stop)
     return result
 
 
@@ -99,11 +99,11 @@ def test_arrays_and_scalars_of_another_rule_are_refused() -> None:
     rule, scalars = CASES["lion"][0], scalars_of(CASES["lion"])
     weights, moment, grad = (any_bits(64, seed).clone() for seed in range(3))
     with pytest.raises(ValueError, match="update_segments: exp_avg and grad overlap"):
-        rule.run(weights, None, {"exp_avg": grad}, grad, [Segment(0, 64, scalars)])
+        rule.run(Arrays(weights, None, {"exp_avg": grad}, grad), [Segment(0, 64, scalars)])
     with pytest.raises(ValueError, match="exp_avg: bfloat16 .*accepted: float32"):
-        rule.run(weights, None, {"exp_avg": moment.bfloat16()}, grad, [Segment(0, 64, scalars)])
+        rule.run(Arrays(weights, None, {"exp_avg": moment.bfloat16()}, grad), [Segment(0, 64, scalars)])
     with pytest.raises(ValueError, match="segments ascend inside the 64 elements"):
-        rule.run(weights, None, {"exp_avg": moment}, grad, [Segment(0, 65, scalars)])
+        rule.run(Arrays(weights, None, {"exp_avg": moment}, grad), [Segment(0, 65, scalars)])
     if NATIVE_ISAS:
         before = weights.clone()
         for states, others, words in (

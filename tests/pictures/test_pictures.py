@@ -254,6 +254,6 @@ def test_without_matplotlib_it_says_what_to_install(tmp_path: Path, monkeypatch:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(builtins, "__import__", without)
     for suffix in ("png", "svg", "html"):
-        with pytest.raises(ImportError, match=r"pip install 'gemini-torch\[pictures\]'"):
+        with pytest.raises(ImportError, match=r"pip install '\.\[pictures\]'"):
             draw(tmp_path / f"step.{suffix}", toy())
     assert draw(tmp_path / "step.perfetto.json", toy()).stat().st_size, "a trace needs nothing"

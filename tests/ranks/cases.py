@@ -69,6 +69,8 @@ class Outcome:
     num_gathers: int
     num_evictions: int
     report: Any
+    gathers: list[int] | None = None
+    """The elements of the chunks that the script of a step gathers."""
 
 
 def config_of(job: Job, model: nn.Module) -> gemini.GeminiConfig:
@@ -182,6 +184,10 @@ def run(job: Job) -> Outcome:
     if job.reads:
         out.masters = managed.state_dict(dtype=torch.float32)
     out.report = dict(managed.memory_report())
+    if world > 1:
+        script = engine.store.manager.foresight.script((), {})
+        chunks = engine.decision.problem.layout.chunks
+        out.gathers = None if script is None else [chunks[gather.chunk].numel for gather in script.gathers]
     return out
 
 

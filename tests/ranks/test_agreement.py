@@ -7,10 +7,11 @@ import random
 
 import pytest
 
-from gemini.ranks.agreement import Point, Request, choose
+from gemini.ranks.agreement import Point, Request, choose, understood
 
-GATHER, READ, REDUCE, END, SYNC_GRADS, SAVE = (
+GATHER, READ, REDUCE, END, SYNC_GRADS, SAVE, BEGIN = (
     Point.GATHER, Point.READ, Point.REDUCE, Point.END_BACKWARD, Point.SYNC_GRADS, Point.SAVE_CHECKPOINT,
+    Point.BEGIN_STEP,
 )  # fmt: skip
 
 
@@ -34,11 +35,37 @@ GATHER, READ, REDUCE, END, SYNC_GRADS, SAVE = (
         ([Request(SYNC_GRADS), Request(REDUCE, 2)], None),
         ([Request(SYNC_GRADS), Request(SAVE)], None),
         ([Request(SAVE), Request(SAVE), Request(SYNC_GRADS)], None),
+        ([Request(BEGIN, 0, 5), Request(BEGIN, 0, 5)], (BEGIN, 0)),
+        ([Request(BEGIN), Request(GATHER, 3)], (GATHER, 3)),
+        ([Request(BEGIN), Request(SAVE)], (BEGIN, 0)),  # it goes on by itself, as far as it comes
+        ([Request(BEGIN), Request(REDUCE, 6)], (BEGIN, 0)),
     ],
 )
 def test_choice(requests: list[Request], chosen: tuple[Point, int] | None) -> None:
     for order in itertools.permutations(requests):
         assert choose(order) == chosen, "who wants it does not matter"
+
+
+@pytest.mark.parametrize(
+    ("requests", "chosen"),
+    [
+        ([Request(SYNC_GRADS, 0, 77, ending=True), Request(REDUCE, 6)], (REDUCE, 6)),
+        ([Request(BEGIN, ending=True), Request(REDUCE, 6)], (REDUCE, 6)),
+        ([Request(SYNC_GRADS, ending=True), Request(END)], (END, 0)),
+        ([Request(SYNC_GRADS, ending=True), Request(GATHER, 6)], (GATHER, 6)),
+        ([Request(SYNC_GRADS, ending=True), Request(SYNC_GRADS, ending=True)], (SYNC_GRADS, 0)),
+        ([Request(SYNC_GRADS, ending=True), Request(SAVE, ending=True)], None),
+        ([Request(BEGIN, ending=True), Request(SYNC_GRADS, ending=True)], (BEGIN, 0)),
+    ],
+)
+def test_whoever_has_not_said_that_its_backward_is_over_stands_at_its_end(
+    requests: list[Request], chosen: tuple[Point, int] | None
+) -> None:
+    """Unless nobody has. What it says beside its own point is none of a backward's."""
+    for order in itertools.permutations(requests):
+        meant = understood(order)
+        assert choose(meant) == chosen
+        assert all(request.detail == 0 for request in meant if request.point is END)
 
 
 @pytest.mark.parametrize("seed", range(200))

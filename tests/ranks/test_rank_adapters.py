@@ -44,6 +44,7 @@ def adapt(method: str, folder: Path, name: str) -> tuple[list[float], dict[str, 
     return losses, trained, {}
 
 
+@pytest.mark.sweep(every=2)
 @pytest.mark.parametrize("method", ["dora", "modules to save", "prompt"])
 def test_two_ranks_do_what_one_process_does(method: str, pool_of: PoolOf, tmp_path: Path) -> None:
     wanted = adapt(method, tmp_path, "alone")

@@ -25,6 +25,7 @@ def record(job: Job) -> tuple[Timeline, dict[str, int], dict[str, float]]:
                 model(**batch).loss.backward()
             model.clip_grad_norm_(1.0)
             optimizer.step()
+            optimizer.zero_grad()
             model._gemini_engine.drain()  # so that no step has bytes of the one before
     report = model.memory_report()
     return recording.timeline, report["moved"], report["stalls"]

@@ -42,6 +42,7 @@ def run(which: str, folder: Path, name: str, load: str | None) -> dict[str, Any]
     return {"losses": losses, "weights": model.state_dict(), "states": states, "bytes": model.memory_report()}
 
 
+@pytest.mark.sweep(every=3)
 @pytest.mark.parametrize("which", [which for which, rule in rules.EVERY.items() if not rule.spec.whole])
 def test_two_ranks_do_what_one_process_does(which: str, pool_of: Callable[[int], Pool], tmp_path: Path) -> None:
     alone = run(which, tmp_path, "alone", None)
@@ -85,6 +86,7 @@ def run_compact(which: str, folder: Path, name: str, load: str | None, states: s
         compact.SMALLEST = 65536
 
 
+@pytest.mark.sweep(every=2)
 @pytest.mark.parametrize("which", ["adam", "lion"])
 def test_ranks_divide_compact_states_between_blocks(which: str, pool_of: Callable[[int], Pool], tmp_path: Path) -> None:
     """No scale is of two ranks' elements, whoever saves, loads or converts."""

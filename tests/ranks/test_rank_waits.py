@@ -47,6 +47,7 @@ def evaluate_on_rank_0_then_barrier(trained: bool) -> tuple[list[str], str]:
         return [str(warning.message) for warning in heard], error
 
 
+@pytest.mark.sweep(every=2)
 @pytest.mark.parametrize("trained", [False, True])
 def test_who_waits_for_a_rank_in_a_barrier_is_told_so(trained: bool, pool_of: Pools) -> None:
     pool = pool_of(2)

@@ -68,10 +68,14 @@ def test_a_rank_holds_its_share_and_sends_the_least(
         fixed = ("weights", "residual", "exp_avg", "exp_avg_sq", "grad", "staging", "exchange")
         room = outcome.report["cpu"]["budget"] - sum(held.get(holder, 0) for holder in fixed)
         twice = 2 * (ranks - 1) * weights // ranks
-        for sent in outcome.sent:  # what forward used last is still there as far as there is room, the rest comes again
-            assert twice - (ranks - 1) * room // ranks <= sent["all_gather"] < twice
-            assert sent["reduce_scatter"] == twice // 2
+        first, *others = outcome.sent
+        # What forward used last is still there as far as there is room, the rest comes again.
+        assert twice - (ranks - 1) * room // ranks <= first["all_gather"] < twice
+        planned = (ranks - 1) * itemsize * sum(outcome.gathers) // ranks
+        assert [sent["all_gather"] for sent in others] == [planned] * 2, "what the script gathers, there or not"
+        assert all(sent["reduce_scatter"] == twice // 2 for sent in outcome.sent)
         assert outcome.report["cpu"]["peak"] <= outcome.report["cpu"]["budget"]
+        sent = others[-1]
     times = sent["all_gather"] / (twice / 2)
     summary(f"{ranks} ranks, {precision}: all-gather {times:.2f} x the weights in little room, once in enough")
 

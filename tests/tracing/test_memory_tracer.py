@@ -123,8 +123,8 @@ def test_saved_inputs_are_those_that_offloading_moves(tmp_path: Path) -> None:
     model(**inputs).loss.backward()
     optimizer = gemini.HybridAdam(model.parameters())
     optimizer.step()
-    moved = dict(model._gemini_engine.store.mover.moved_last_step.counts()) or dict(
-        model._gemini_engine.store.mover.moved.counts()
+    moved = dict(model._gemini_engine.store.mover.watch.moved_last_step.counts()) or dict(
+        model._gemini_engine.store.mover.watch.moved.counts()
     )
     trace = gemini.trace(make_model("llama"), inputs, target="cpu", checkpointing=True)
     plain = managed("llama", "standin", tmp_path)
@@ -132,8 +132,8 @@ def test_saved_inputs_are_those_that_offloading_moves(tmp_path: Path) -> None:
     plain(**inputs).loss.backward()
     other = gemini.HybridAdam(plain.parameters())
     other.step()
-    less = dict(plain._gemini_engine.store.mover.moved_last_step.counts()) or dict(
-        plain._gemini_engine.store.mover.moved.counts()
+    less = dict(plain._gemini_engine.store.mover.watch.moved_last_step.counts()) or dict(
+        plain._gemini_engine.store.mover.watch.moved.counts()
     )
     out, back = "gpu->cpu", "cpu->gpu"
     assert moved[out] - less.get(out, 0) == sum(m.saved_bytes for m in trace.moments) > 0

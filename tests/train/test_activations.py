@@ -107,7 +107,7 @@ def test_without_checkpointing_nothing_moves(tmp_path: Path) -> None:
     model = wrap(llama(), tmp_path, "nvme")
     model(**batch()).loss.backward()
     assert model._gemini_engine.store.ledger.held(gemini.Tier.NVME, "activations") == 0
-    assert "cpu->nvme" not in model._gemini_engine.store.mover.moved.counts()
+    assert "cpu->nvme" not in model._gemini_engine.store.mover.watch.moved.counts()
 
 
 @pytest.mark.parametrize("offload", [None, "nvme"])

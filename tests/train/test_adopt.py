@@ -194,6 +194,7 @@ def placed(where: str, rule: Any, path: Path, precision: str) -> tuple[gemini.Ge
     return config, used
 
 
+@pytest.mark.sweep(every=3)
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 @pytest.mark.parametrize(
     "where", ["in memory", "on nvme", "in backward", "streamed", "on a device", "half", "small tiles"]
@@ -213,6 +214,7 @@ def test_a_stock_optimizer_has_the_bits_of_its_own_run(
         assert_same(model, optimizer, plain)
 
 
+@pytest.mark.sweep(every=5)
 @pytest.mark.parametrize("which", [which for which in STOCK if which != "counting"])  # a group counts for all params
 def test_a_run_goes_on_from_a_checkpoint(which: str, tmp_path: Path) -> None:
     """With numbers of a param that depend on all hyperparameters so far, and params that have had fewer updates."""

@@ -137,7 +137,7 @@ except ImportError as e:
 """
 
 
-@pytest.mark.sweep(every=3)
+@pytest.mark.sweep(every=6)
 @pytest.mark.parametrize(
     "hidden, code, extra",
     [

@@ -167,6 +167,7 @@ def test_bits_do_not_depend_on_chunks_tiles_and_tiers(
         assert_same(model, plain)
 
 
+@pytest.mark.sweep(every=2)
 @pytest.mark.parametrize("which", EXACT)
 def test_a_run_goes_on_from_a_checkpoint_with_the_same_bits(which: str, tmp_path: Path) -> None:
     plain = plain_loop(which, range(4))
@@ -266,6 +267,10 @@ def test_compact_states_of_another_form_are_refused_and_nothing_changes(
             convert.check_rule(tmp_path, rule, here._gemini_engine.stepping.rule.spec)
     manifest = json.loads((tmp_path / "ours" / "manifest.json").read_text())
     assert manifest["exact"] and manifest["rule"][0] == "Adam, compact"
+    manifest["rule"].pop()  # as codes of the first form were saved
+    rewrite(tmp_path / "ours", manifest)
+    with pytest.raises(PlanMismatch, match="codes of form 1.*codes of form 2"):
+        gemini.load_checkpoint(tmp_path / "ours", model, optimizer)
     manifest["rule"][3] = "int4"
     rewrite(tmp_path / "ours", manifest)
     with pytest.raises(gemini.StorageError, match="no update rule"):

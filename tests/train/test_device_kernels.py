@@ -90,7 +90,7 @@ def train(model: Any, optimizer: Any, how: How, emulated: EmulatedKernels | None
         optimizer.zero_grad()
         counts.append(num_waits(emulated))
         seen.waits.append((counts[1] - counts[0], counts[2] - counts[1], counts[3] - counts[2]))
-        seen.moved += sum(engine_of(model).store.mover.moved_last_step.counts().values())
+        seen.moved += sum(engine_of(model).store.mover.watch.moved_last_step.counts().values())
     return seen
 
 

@@ -35,6 +35,7 @@ print(rise_over(save)[0], sum(p.numel() for p in model.parameters()) * 2)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc to see anonymous memory")
 @pytest.mark.sweep(every=2)
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])

@@ -19,7 +19,7 @@ from gemini import kernels
 from gemini.interrupts import WHOLE
 from gemini.memory.movement.mover import Mover
 from gemini.train.checkpoint import read as checkpoint_read
-from gemini.train.params import by_name, guarding
+from gemini.train.params import by_name, exposure
 from tests.train.helpers import (
     PLACEMENTS,
     Blocks,
@@ -158,7 +158,7 @@ def test_params_that_an_interrupt_left_ordinary_are_guarded_again(
     model, plain = wrap(where, tmp_path), Plain(Blocks())
     optimizer = adam(model)
     with monkeypatch.context() as patch:
-        at_call(patch, guarding, "expose", number, after=True)
+        at_call(patch, exposure, "expose", number, after=True)
         with pytest.raises(KeyboardInterrupt):
             squares(model, 0).backward()
     optimizer.zero_grad()

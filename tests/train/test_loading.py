@@ -316,6 +316,7 @@ def test_loaded_from_disk_to_disk(tmp_path: Path) -> None:
         loss = managed(input_ids=ids, labels=ids).loss
         loss.backward()
         optimizer.step()
+        optimizer.zero_grad()
         losses.append(float(loss))
     assert losses[1] < losses[0]
     managed.save_pretrained(tmp_path / "out")

@@ -38,6 +38,7 @@ print(rise, sum(p.numel() for p in model.parameters()) * 2)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc to see anonymous memory")
 @pytest.mark.sweep(every=2)
 @pytest.mark.parametrize("how", ["load", "draw"])

@@ -99,6 +99,7 @@ def test_checkpointed_blocks(reentrant: bool, scaled: bool, where: str, tmp_path
         scaler.scale(on_batch(model, seed)).backward()
         scaler.step(optimizer)
         scaler.update()
+        optimizer.zero_grad()
     assert_same_state(model, plain)
 
 
@@ -118,6 +119,7 @@ def test_params_without_an_optimizer_do_not_hold_the_scale(tmp_path: Path) -> No
     for bad in (float("inf"), 1.0):
         (model(data()) * bad).backward()
         optimizer.step()
+        optimizer.zero_grad()
     plain = stock("loss")
     plain(data()).backward(torch.tensor(scale / 2))
     assert (

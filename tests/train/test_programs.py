@@ -437,7 +437,7 @@ def test_a_hook_inside_a_transform_reads_a_param(where: str, tmp_path: Path) -> 
     model.load_state_dict(plain.state_dict())
     found = [torch.func.grad(lambda x, net=net: net(x).square().sum())(x) for net in (plain, model)]
     assert same_bits(found[1].detach(), found[0].detach())
-    model.read = torch.Tensor.detach
+    model.read = lambda w: w.detach()[0]
     with pytest.raises(gemini.GeminiError, match="full_param"):
         torch.func.grad(lambda x: model(x).square().sum())(x)
 

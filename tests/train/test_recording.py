@@ -77,7 +77,7 @@ def check(timeline: Timeline, model: Any, *, alone: bool = True) -> None:
     assert Timeline.from_json(timeline.to_json()) == timeline
     assert (
         engine.forward.observers.recording is None
-        and engine.store.mover.recorder is None
+        and engine.store.mover.watch.recorder is None
         and engine.store.ledger.on_change is None
     )
 
@@ -236,7 +236,7 @@ def test_updates_that_a_step_left_in_flight_are_waited_for(inside: bool, tmp_pat
     engine, optimizer = model._gemini_engine, adam(model)
 
     def drain() -> None:
-        recorder = engine.store.mover.recorder
+        recorder = engine.store.mover.watch.recorder
         recorder.add(Track.UPDATE, recorder.clock(), recorder.clock() + 3600, "update chunk 99", 99)
 
     with model.recording() as recording:

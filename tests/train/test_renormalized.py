@@ -93,6 +93,7 @@ def test_the_same_bits_as_the_plain_loop(kind: str, precision: str, where: str, 
         plain.backward(wanted)
         note_rewritten(plain)  # of a recomputation
         optimizer.step()
+        optimizer.zero_grad()
         plain.step()
         assert_same_state(model, plain)
     assert num_rewritten >= 1

@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import nn
 
 import gemini
+from gemini.train.modules.reading import readers
 from gemini.train.modules.token_tiles import tile_tokens
 from gemini.train.unmanage import unmanage
 from tests import models
@@ -34,11 +36,25 @@ from tests.train.helpers import (
 )
 
 TOKENS = 8
+
+
+def gemma2() -> nn.Module:
+    """With a soft cap over its logits."""
+    torch.manual_seed(0)
+    config = transformers.Gemma2Config(
+        vocab_size=96, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, final_logit_softcapping=5.0, attn_implementation="eager",
+    )  # fmt: skip
+    return transformers.Gemma2ForCausalLM(config)
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "llama": llama,
     "tied": lambda: llama(tied=True),
     "gpt2": gpt2,
     "mixtral": mixtral,
+    "t5": t5,  # with a CrossEntropyLoss of its own
+    "gemma2": gemma2,
 }
 
 
@@ -67,7 +83,7 @@ def test_the_loss_has_its_bits_and_gradients_are_sums_in_another_order(name: str
         assert (wanted.grad is None) == (got.grad is None), param
         if wanted.grad is not None and got.grad is not None:
             assert (wanted.grad - got.grad).abs().max() <= 1e-6 * wanted.grad.abs().max().clamp(min=1e-3), param
-    logits = [m.eval()(input_ids=given["input_ids"]).logits for m in (whole, model)]
+    logits = [m.eval()(**given).logits for m in (whole, model)]
     assert torch.allclose(*logits, atol=1e-6) and logits[0].shape[-1] == whole.config.vocab_size
 
 
@@ -143,14 +159,19 @@ def test_what_cannot_be_tiled_is_refused_by_name_or_left_whole(tmp_path: Path) -
     assert torch.equal(managed(WithMlp("tuple"))(x), WithMlp("tuple").bfloat16()(x))
     with pytest.raises(gemini.GeminiError, match="neither an MLP .* nor an output head.*Leave tile_tokens out"):
         managed(Blocks())
-    with pytest.raises(gemini.GeminiError, match="T5ForConditionalGeneration does not make its loss by self.loss_func"):
-        long(managed(t5()), 0)
-    model: Any = llama()
-    model.loss_function = lambda logits, labels, **_: logits.float().mean()
-    with pytest.raises(gemini.GeminiError, match="LlamaForCausalLM has the loss <lambda>; head and loss are computed"):
-        long(managed(model), 0)
-    for wrong in (0, 1, True, "auto", 2.0):
-        with pytest.raises(ValueError, match="tile_tokens= is a number of tokens, 2 or more"):
+    for strange, named in {
+        "mean": lambda logits: logits.float().mean(),
+        "softmax": lambda logits: torch.softmax(logits, -1),
+        "a part of the vocabulary": lambda logits: logits[..., :5],
+        "a write into logits": lambda logits: logits.__setitem__(0, 1.0),
+        r"'>' not supported": lambda logits: logits > 0,
+    }.items():
+        model: Any = llama()
+        model.loss_function = lambda logits, labels, of=named, **_: of(logits)
+        with pytest.raises(gemini.GeminiError, match=f"tile_tokens=8: LlamaForCausalLM .*logits.*{strange}"):
+            long(managed(model), 0)
+    for wrong in (0, 1, True, "some", 2.0):
+        with pytest.raises(ValueError, match='tile_tokens= is "auto" or a number of tokens, 2 or more'):
             gemini.GeminiConfig(tile_tokens=wrong)  # type: ignore[arg-type]
 
 
@@ -166,3 +187,49 @@ def test_a_model_is_as_it_was_when_wrapping_fails_or_ends(tmp_path: Path) -> Non
         gemini.GeminiDDP(failing, replace(make_config(failing, "ram", tmp_path), tile_tokens=TOKENS))
     assert not isinstance(failing, gemini.GeminiDDP) and "_gemini_engine" not in failing.__dict__
     gemini.GeminiDDP(failing, make_config(failing, "ram", tmp_path))
+
+
+def test_auto_is_the_planners(tmp_path: Path) -> None:
+    """On where the step does not fit without, with what explicit tiles of that size give; else as the model is."""
+
+    def make() -> Any:
+        torch.manual_seed(0)
+        return models.llama(hidden_size=32, intermediate_size=128, vocab_size=2000, num_hidden_layers=3)
+
+    def step(model: Any, seed: int) -> torch.Tensor:
+        return model(**batch(seed, rows=2, length=600)).loss  # type: ignore[no-any-return]
+
+    trace = gemini.trace(make(), batch(0, rows=2, length=600), tile_tokens="auto")
+    assert trace.tile_tokens is None and trace.tiled is not None and trace.tiled.tile_tokens == 256
+    assert gemini.MemoryTrace.from_json(trace.to_json()) == trace and "in tiles of 256 tokens" in str(trace)
+    room = (trace.peak_bytes + trace.tiled.peak_bytes) // 2 + 2**20
+    base = gemini.GeminiConfig(
+        device="standin", memory=gemini.MemoryBudget(gpu=room, cpu="64MiB"), trace=trace, tile_tokens="auto"
+    )
+    tight = gemini.GeminiDDP(make(), base)
+    assert tight.memory_report()["tile_tokens"] == 256 and "256 tokens at a time" in str(tight.memory_report())
+    explicit = gemini.GeminiDDP(make(), replace(base, tile_tokens=256, trace=None, activations=trace.tiled.peak_bytes))
+    assert train(tight, adam(tight), range(2), step) == train(explicit, adam(explicit), range(2), step)
+    planned = gemini.plan(trace, None, {gemini.Tier.GPU: room, gemini.Tier.CPU: 2**26})
+    assert planned.trace == trace.tiled
+    by_plan = gemini.GeminiDDP(make(), replace(base, trace=None, placement=planned))
+    assert by_plan.memory_report()["tile_tokens"] == 256
+    roomy = gemini.GeminiDDP(make(), replace(base, memory=gemini.MemoryBudget(gpu="64MiB", cpu="64MiB")))
+    assert roomy.memory_report()["tile_tokens"] is None and "at a time" not in str(roomy.memory_report())
+    assert roomy(**batch(0)).logits is not None
+    with pytest.raises(gemini.BudgetExceeded):
+        gemini.GeminiDDP(make(), replace(base, tile_tokens=None))
+    with pytest.raises(gemini.PlanMismatch, match="the trace has tile_tokens=None and the config tile_tokens=512"):
+        gemini.GeminiDDP(make(), replace(base, tile_tokens=512))
+    with pytest.warns(UserWarning, match=r'tile_tokens="auto" has no effect: what activations take is not known'):
+        gemini.GeminiDDP(make(), replace(base, trace=None))
+    with pytest.warns(UserWarning, match='tile_tokens="auto" has no effect: .* does something with its logits'):
+        model = make()
+        model.loss_function = lambda logits, labels, **_: logits.float().mean()
+        assert gemini.trace(model, batch(0, rows=2, length=600), tile_tokens="auto").tiled is None
+
+
+def test_a_tiled_mlp_reads_its_weights_together() -> None:
+    """All of them for all tiles; nothing in it gathers on its own, once for each tile."""
+    reads = {path: len(params) for path, _, params in readers(tiled(llama()))}
+    assert reads["model.layers.0.mlp"] == 3 and not any(path.startswith("model.layers.0.mlp.") for path in reads)

@@ -84,6 +84,7 @@ def compare(device: str, homes: str, folder: Path, *, backwards: int = 1, **sett
         for _ in range(backwards):
             model(**models.make_batches(1, 1)[0][0]).loss.backward()
         optimizer.step()
+        optimizer.zero_grad()
     problem, placement = posed(model)
     for index, chunk in enumerate(model._gemini_engine.store.chunks):
         for kind, home in placement.homes[index].items():

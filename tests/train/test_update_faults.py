@@ -28,6 +28,7 @@ def test_an_error_comes_out_where_somebody_waits(reader: str, tmp_path: Path, mo
     optimizer = adam(model)
     backward(model, 0)
     optimizer.step()
+    optimizer.zero_grad()
     gemini.save_checkpoint(tmp_path / "ckpt", model, optimizer)
     reference = {name: value.clone() for name, value in model.state_dict(dtype=torch.float32).items()}
     backward(model, 1)
@@ -137,6 +138,7 @@ def test_a_model_may_end_on_the_lane_that_updates_it(tmp_path: Path, monkeypatch
     for number in range(2):  # then it is known what to fetch ahead
         backward(model, number)
         optimizer.step()
+        optimizer.zero_grad()
     engine = model._gemini_engine
     engine.drain()
     monkeypatch.setattr(job_worker, "_END_SECONDS", 3.0)

@@ -233,6 +233,7 @@ def assert_same(model: Any, plain: dict[str, Any]) -> None:
             assert kept.dtype is state.dtype and torch.equal(bits(kept), bits(state)), (name, kind)
 
 
+@pytest.mark.sweep(every=2)
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "in turn"])
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("which", EVERY)
@@ -252,6 +253,7 @@ def test_a_rule_trains_on_nvme_with_the_bits_of_its_plain_loop(
     assert all(found == {Tier.NVME} for found in tiers.values()), tiers
 
 
+@pytest.mark.sweep(every=2)
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("which", EVERY)
 def test_bits_do_not_depend_on_chunks_tiles_and_tiers(
@@ -305,6 +307,7 @@ def test_params_that_no_model_manages_are_updated_alike(which: str) -> None:
         assert torch.equal(bits(param.detach()), bits(plain["masters"][name])), name
 
 
+@pytest.mark.sweep(every=3)
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("which", EVERY)
 def test_a_run_goes_on_from_a_checkpoint_with_the_same_bits(which: str, precision: str, tmp_path: Path) -> None:
@@ -479,9 +482,9 @@ def test_a_step_moves_what_the_plan_counts(which: str, tmp_path: Path) -> None:
     optimizer, engine = gemini.HybridOptimizer(model.parameters(), rule), model._gemini_engine
     train(model, optimizer, range(1), None)
     loss_of(model, 1).backward()
-    before = engine.store.mover.moved.counts()
+    before = engine.store.mover.watch.moved.counts()
     optimizer.step()
-    moved = engine.store.mover.moved_last_step.counts() - before
+    moved = engine.store.mover.watch.moved_last_step.counts() - before
     counted = sum(
         (update_traffic(engine.decision.problem, h, i) for i, h in enumerate(engine.decision.placement.homes)),
         type(moved)(),

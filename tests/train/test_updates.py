@@ -220,7 +220,7 @@ def test_a_gradient_that_has_landed_is_let_go_before_backward_ends(tmp_path: Pat
         land(handle, grad)
 
     def settling() -> None:
-        for job in store._landing:
+        for job in store.landing:
             job.wait(PATIENCE)
         found.append(sum(reference() is not None for reference in alive))
         drain()

@@ -14,8 +14,7 @@ import torch
 
 import gemini
 from gemini import interrupts, kernels
-from gemini.grad_mode import call_with_grad, call_without_grad, without_grad
-from gemini.interrupts import WHOLE
+from gemini.interrupts import WHOLE, call_with_grad, call_without_grad, without_grad
 from tests.train.helpers import adam, llama, make_config, on_batch, squares, train
 from tests.train.test_interrupts import ctrl_c, nothing_is_left, wrap  # noqa: F401
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import gemini
-from gemini.train.params import versions
+from gemini.train.params import handle as handles
 from tests.train.helpers import Blocks, adam, compare, llama, noise, on_batch, same_bits, squares, wrap
 
 
@@ -202,15 +202,15 @@ def test_a_write_that_changes_nothing_is_none(where: str, tmp_path: Path) -> Non
 def test_the_fingerprint_of_weights_sees_where_they_stand_and_takes_little_beside_them() -> None:
     """Over several of its tiles: equal sums at other places are other weights."""
     model = torch.nn.Module()
-    model.weight = torch.nn.Parameter(torch.zeros(versions._FINGERPRINT_TILE))
+    model.weight = torch.nn.Parameter(torch.zeros(handles._FINGERPRINT_TILE))
     model = gemini.GeminiDDP(model, gemini.GeminiConfig(precision="fp32", memory=gemini.MemoryBudget(cpu="64MiB")))
     handle, seen = model.weight._gemini, set()
-    for place in (None, 0, 1, versions._FINGERPRINT_TILE // 4, versions._FINGERPRINT_TILE - 1):
+    for place in (None, 0, 1, handles._FINGERPRINT_TILE // 4, handles._FINGERPRINT_TILE - 1):
         with torch.no_grad(), model.gathered([model.weight], write=True):
             model.weight.zero_()
             if place is not None:
                 model.weight[place] = 1.0
-        seen.add(versions._fingerprint_of(handle))
+        seen.add(handles._fingerprint_of(handle))
     assert len(seen) == 5
     sizes: list[int] = []
 
@@ -222,5 +222,5 @@ def test_the_fingerprint_of_weights_sees_where_they_stand_and_takes_little_besid
             return result
 
     with Sizes():
-        versions._fingerprint_of(handle)
-    assert sizes and max(sizes) == 8 * versions._FINGERPRINT_TILE
+        handles._fingerprint_of(handle)
+    assert sizes and max(sizes) == 8 * handles._FINGERPRINT_TILE

@@ -123,3 +123,28 @@ def test_gradients_that_are_kept_nowhere_cannot_be_zeros(tmp_path: Path) -> None
     with pytest.raises(gemini.GeminiError, match=r'set_to_none=False.*gradients="transient".*zero_grad\(\)'):
         optimizer.zero_grad(set_to_none=False)
     optimizer.zero_grad()
+
+
+def test_a_gradient_that_a_step_has_used_is_not_added_to(where: str, tmp_path: Path) -> None:
+    """torch would add; params that get no gradient, or were dropped one by one, are nobody's business."""
+    plain, model = Plain(Blocks()), wrap(Blocks(), where, tmp_path)
+    optimizer = adam(model)
+    plain.backward(loss_of(plain.model, 0, "bf16"))
+    plain.step()
+    loss_of(model, 0, "bf16").backward()
+    optimizer.step()
+    with pytest.raises(gemini.GeminiError, match=r"step\(\) has used the one before it without zero_grad\(\)"):
+        loss_of(model, 1, "bf16").backward()
+    optimizer.zero_grad()
+    plain.backward(loss_of(plain.model, 1, "bf16"))
+    plain.step()
+    loss_of(model, 1, "bf16").backward()
+    optimizer.step()
+    for layer in (model.layers[1], model.layers[2]):
+        for param in layer.parameters():
+            param.grad = None
+    plain.backward(loss_of(plain.model, 2, "bf16"))
+    plain.step()
+    loss_of(model, 2, "bf16").backward()
+    optimizer.step()
+    assert_same_state(model, plain)

@@ -9,7 +9,9 @@ window whose content is a clean copy that may be dropped at any time nobody read
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -174,6 +176,9 @@ class Chunk:
     """Params whose gradient has yet to arrive in this backward."""
     streamed: bool = False
     """Its update runs on the device, through which planes from host memory pass."""
+    prepared: dict[Hashable, Any] = field(default_factory=dict)
+    """What others have made of its planes for every step alike (views, and what is done with them), by what they call
+    it: it lasts as long as the planes do."""
     trained: bool = False
     """It has the planes of an update rule: since the model was wrapped, or since one of its params became trained."""
 
@@ -185,6 +190,16 @@ class Chunk:
     def states(self) -> list[PlaneKind]:
         """What its updates keep: the other half of the master, and the planes of the rule."""
         return [kind for kind in self.planes if kind not in (WEIGHTS, GRAD)]
+
+    def change_planes(self, planes: Mapping[PlaneKind, Plane]) -> None:
+        """These stand in the place of what was there of their kinds; nothing prepared refers to memory of before."""
+        self.prepared.clear()
+        self.planes.update(planes)
+
+    def clear_planes(self) -> None:
+        """Its homes are free for others."""
+        self.prepared.clear()
+        self.planes.clear()
 
     @property
     def resident(self) -> bool:

@@ -20,14 +20,14 @@ import mmap
 import os
 import sys
 import threading
-import warnings
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
 
-from gemini.grad_mode import call_without_grad
+from gemini.errors import warn
+from gemini.interrupts import call_without_grad
 from gemini.memory.devices.cuda_budget import beside_bytes, check_room, lift, limit
 from gemini.memory.devices.cuda_streams import CopyStreams, CudaEvent
 from gemini.memory.devices.cuda_windows import CudaWindow, WindowMemory
@@ -114,10 +114,9 @@ class CudaDevice(Device):
     def _refuse_to_pin(self, error: Exception) -> None:
         self._can_pin = False
         _forget_error(self.torch_device)
-        warnings.warn(
+        warn(
             f"host memory cannot be registered with the CUDA driver ({error}): copies are slower and wait for each "
-            "other. Raise the limit of locked memory (ulimit -l), or give a smaller cpu= budget",
-            stacklevel=3,
+            "other. Raise the limit of locked memory (ulimit -l), or give a smaller cpu= budget"
         )
 
     def free_bytes(self) -> int:

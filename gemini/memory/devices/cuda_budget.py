@@ -12,12 +12,11 @@ None of the constants was measured on a GPU yet.
 
 from __future__ import annotations
 
-import warnings
 import weakref
 
 import torch
 
-from gemini.errors import BudgetExceeded, human_bytes
+from gemini.errors import BudgetExceeded, human_bytes, warn
 
 MIB = 2**20
 
@@ -77,7 +76,7 @@ def check_room(device: torch.device, budget: int, reserved: int, freed: int) -> 
     )
     if has < reserved:
         raise BudgetExceeded(f"{told}. {human_bytes(reserved)} are needed at once: free some, or lower the gpu budget")
-    warnings.warn(f"{told}. Lower the gpu budget to that, or free some", stacklevel=6)
+    warn(f"{told}. Lower the gpu budget to that, or free some")
 
 
 def limit(owner: object, device: torch.device, budget: int | None) -> None:

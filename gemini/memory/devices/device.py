@@ -118,6 +118,9 @@ class Device(ABC):
     torch_device: torch.device
     tier: Tier
     frames: FramePool | None = None
+    windows_give_back: bool = False
+    """Whether what a window lets go of is there for whatever asks next, activations too. Not so where windows have a
+    pool of their own."""
 
     @abstractmethod
     def make_window(self, num_bytes: int) -> Window:

@@ -21,6 +21,7 @@ from gemini.memory.devices.device import DONE, Event
 from gemini.memory.movement.mover import Mover, Working
 from gemini.memory.movement.staging import StagingSet
 from gemini.memory.movement.worker import Job, Worker
+from gemini.planning.timeline import Track
 
 
 class Fetches:
@@ -40,16 +41,20 @@ class Fetches:
         self.ahead: dict[int, Chunk] = {}
         """The chunks that are fetched ahead and were not asked for yet, by index, in the order of their beginning."""
         self._mover, self._staging = mover, staging
+        self.in_order = False
+        """Whether ranks fetch together: in the order in which it was asked for, whoever waits."""
 
     def connect(
         self,
         gather: Callable[[Chunk], Event] | None,
         update_of: Callable[[Chunk], Event | None],
         await_update: Callable[[Chunk], None],
+        *,
+        in_order: bool,
     ) -> None:
         """See :meth:`gemini.memory.movement.manager.Manager.connect`."""
         self.gather = gather or self._mover.gather
-        self._update_of, self._await_update = update_of, await_update
+        self._update_of, self._await_update, self.in_order = update_of, await_update, in_order
 
     def can_begin(self, chunk: Chunk) -> bool:
         """Whether the worker can fetch it."""
@@ -61,7 +66,7 @@ class Fetches:
         """Fill the window of a chunk on the worker, behind the update of its weights. It was populated."""
         assert self.worker is not None
         update, gather, mover = self._update_of(chunk), self.gather, self._mover
-        working = Working(mover.moved, not in_step, self._staging)
+        working = Working(mover.watch.moved, not in_step, self._staging)
 
         def fetch() -> None:
             if update is not None:
@@ -91,7 +96,8 @@ class Fetches:
         assert self.worker is not None
         if not job.is_complete():
             self._await_update(chunk)
-            self.worker.hurry(job)
+            if not self.in_order:
+                self.worker.hurry(job)
             with self._waiting_for(chunk):
                 job.wait_until_over()
         arrived = job.error is None
@@ -123,6 +129,11 @@ class Fetches:
             self._give_up(chunk)
         self._end(chunk)
 
+    def await_begun(self) -> None:
+        """Wait until all fetches ahead are under way, or have failed."""
+        for chunk in self.ahead.values():
+            self._job_of(chunk).wait_until_over()
+
     def drain(self) -> None:
         """Wait until nothing is on its way; what failed is told when it is needed."""
         for chunk in list(self.ahead.values()):
@@ -151,7 +162,8 @@ class Fetches:
 
     def _waiting_for(self, chunk: Chunk) -> contextlib.AbstractContextManager[None]:
         index = chunk.spec.index
-        return self._mover.about(f"fetch from {chunk.weights.tier.value}", f"wait for chunk {index}", index)
+        cause = Track.GATHER.value if self.in_order else f"fetch from {chunk.weights.tier.value}"
+        return self._mover.about(cause, f"wait for chunk {index}", index)
 
     def _give_up(self, chunk: Chunk) -> None:
         """A GPU's window goes behind the copies into it by itself; elsewhere they must be over first."""

@@ -8,10 +8,11 @@ schedule has lost its place the answer is "not known", and two such steps in a r
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 from gemini.planning.moves import NEVER
 from gemini.planning.plan import Moves
+from gemini.planning.script import Script, make_script
 from gemini.planning.trace import Access
 
 LOOK_AHEAD = 64
@@ -22,10 +23,15 @@ class Schedule:
     """One step's accesses with their moves, and a place in it."""
 
     def __init__(
-        self, accesses: Sequence[Access], moves: Sequence[Moves], moving: frozenset[int], again: Sequence[Moves] = ()
-    ):
-        """``again``: the moves of a further micro-batch, where they are others: they say what stays until it begins."""
+        self, accesses: Sequence[Access], moves: Sequence[Moves], moving: frozenset[int], again: Sequence[Moves] = (),
+        borrowable: Sequence[int] = (),
+    ):  # fmt: skip
+        """``again``: the moves of a further micro-batch, where they are others: they say what stays until it begins.
+        ``borrowable``: by moment, the bytes that activations leave to windows; none where it is empty.
+        """
+        self._borrowable = borrowable
         self._needs = [frozenset(access.chunks) & moving for access in accesses]
+        self._let_go = [frozenset(each.evict) for each in (again or moves)]
         self._starts: dict[int, list[int]] = {}
         self._fetches: set[tuple[int, int]] = set()
         self._at: int | None = None
@@ -82,11 +88,31 @@ class Schedule:
         first = self._starts[index][0]
         return len(self._needs) + first, (index, first) not in self._fetches
 
+    def borrowable(self, until: int | None = None) -> int:
+        """Bytes of the room for activations that windows may have now, and to moment ``until``. Between two steps: what
+        the end of one and the beginning of the next leave.
+        """
+        if not self._borrowable or self.num_deviations:
+            return 0
+        if self._at is None:
+            return min(self._borrowable[0], self._borrowable[-1])
+        at = max(self._at, 0)
+        return min(self._borrowable[at : max(at, at if until is None else until) + 1])
+
     def upcoming(self) -> Iterator[tuple[int, int]]:
         """The fetches planned from here on: (moment, chunk). Between two steps: those of the next one."""
         after = -1 if self._at is None else self._at
         for position in range(bisect_right(self._planned, (after, 2**62)), len(self._planned)):
             yield self._planned[position]
+
+    @property
+    def place(self) -> int | None:
+        """The moment that the step is in; None where that is not known."""
+        return self._at
+
+    def script(self, there: Collection[int], completed: Mapping[int, int]) -> Script:
+        """What ranks that make this step together gather and reduce (:func:`gemini.planning.script.make_script`)."""
+        return make_script(self._needs, self._let_go, there, completed)
 
     def _next_start(self, index: int, at: int) -> int | None:
         starts = self._starts.get(index, [])
@@ -104,14 +130,17 @@ class Foresight:
         self._held: dict[int, None] = {}
         self._seen: list[Access] | None = None
         self._strange = 0
+        self._is_followed = False
         self.in_step = False
         """Whether a step is under way: from its first forward to the end of its backward."""
 
     def begin(self) -> None:
         """A forward that a backward may follow begins."""
         self.in_step = True
+        self._is_followed = False
         if self.schedule is not None and self._strange < 2:
             self.schedule.begin()
+            self._is_followed = True
         else:
             self._seen = []
 
@@ -124,15 +153,36 @@ class Foresight:
             self._strange = 0
         elif self.schedule is not None:
             self._strange = self._strange + 1 if self.schedule.num_deviations else 0
+        followed = self._is_followed
         self.interrupt()
+        self._is_followed = followed
 
     def interrupt(self) -> None:
         """What runs now, or failed, is no such step."""
-        self.in_step = False
+        self.in_step = self._is_followed = False
         self._held.clear()
         self._seen = None
         if self.schedule is not None:
             self.schedule.lose()
+
+    @property
+    def place(self) -> int | None:
+        """The moment that the step is in, of its schedule or of what is being recorded; None where it is not known."""
+        if self._seen is not None:
+            return len(self._seen) - 1
+        return None if self.schedule is None else self.schedule.place
+
+    def script(self, there: Collection[int], completed: Mapping[int, int]) -> Script | None:
+        """The script of the step that begins; None while its schedule is still to be recorded."""
+        return None if self.schedule is None or self._seen is not None else self.schedule.script(there, completed)
+
+    def others_compute(self) -> None:
+        """A forward begins that is none of a step: what activations take is not known."""
+        self._is_followed = False
+
+    def borrowable(self, until: int | None = None) -> int:
+        """Bytes of the room for activations that windows may have, as long as the schedule is followed."""
+        return self.schedule.borrowable(until) if self.schedule is not None and self._is_followed else 0
 
     def acquired(self, index: int) -> None:
         """A chunk is read from now on."""

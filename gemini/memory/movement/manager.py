@@ -23,6 +23,7 @@ from gemini.memory.chunks.states import Use, UseChange
 from gemini.memory.devices.device import Device, Event, Window
 from gemini.memory.movement.fetches import Fetches
 from gemini.memory.movement.foresight import Foresight
+from gemini.memory.movement.lending import Lending
 from gemini.memory.movement.mover import Mover
 from gemini.memory.movement.staging import StagingSet
 from gemini.memory.movement.worker import Worker
@@ -61,6 +62,7 @@ class Manager:
         self._policy = policy or NextUse()
         self._clock = 0
         self._reader: int | None = None  # the chunk that somebody waits for, while room is made for it
+        self._lending = Lending(ledger, device.tier, self.foresight)
         self._overtaken: dict[int, Chunk] = {}
         """Lent chunks whose content an update has overtaken."""
         self.connect()
@@ -77,6 +79,8 @@ class Manager:
         unpin: Callable[[], bool] = lambda: False,
         leave: Callable[[], int] = lambda: 0,
         explain: Callable[[BudgetExceeded], BudgetExceeded] = lambda error: error,
+        upcoming: Callable[[], Iterator[tuple[int, int]]] | None = None,
+        follow: Callable[[], None] = lambda: None,
     ) -> None:
         """Who is told and asked from now on, before the first chunk is acquired.
 
@@ -90,10 +94,15 @@ class Manager:
             unpin: releases what is pinned for the sake of speed only; False if there is nothing.
             leave: bytes of the computing tier that fetches ahead leave to others.
             explain: what an error for lack of room says besides.
+            upcoming: (moment, chunk) that are fetched ahead in just this order, and fetched anew where they are there
+                already; by default what the foresight says, as far as it is not there.
+            follow: called when a chunk was acquired.
         """
         self.relieve, self._on_evict, self._explain_more = relieve, on_evict, explain
         self._await_update, self._leave, self._is_lent, self._unpin = await_update, leave, is_lent, unpin
-        self.fetches.connect(gather, update_of, await_update)
+        self._upcoming, self._follow = upcoming or self.foresight.upcoming, follow
+        self._in_order = upcoming is not None
+        self.fetches.connect(gather, update_of, await_update, in_order=self._in_order)
 
     def acquire(self, chunk: Chunk) -> None:
         """Make the gathered weights of ``chunk`` readable and keep them until the matching :meth:`release`.
@@ -122,6 +131,8 @@ class Manager:
         chunk.ahead = False
         if chunk.pins == 1 and not chunk.resident:
             self.foresight.acquired(chunk.spec.index)
+            self.give_back()
+            self._follow()
         self._clock += 1
         chunk.last_use = self._clock
 
@@ -190,6 +201,7 @@ class Manager:
             BudgetExceeded: if all that may go is not enough; then nothing was evicted.
         """
         tier, collected = self._device.tier, False
+        num_bytes -= min(num_bytes, self._lending.room()) if for_window else 0
         if self.ledger.free(tier) >= num_bytes:
             return
         while (missing := num_bytes - self.ledger.free(tier) - self.ledger.held(tier, "pool")) > 0:
@@ -213,6 +225,35 @@ class Manager:
             elif missing <= num_bytes - self.ledger.free(tier) - self.ledger.held(tier, "pool"):
                 raise BudgetExceeded(self._explain(num_bytes, what))  # and nothing came free while it was asked
         self._trim_pool(num_bytes, for_window=for_window)
+
+    def begin_forward(self, *, in_step: bool) -> None:
+        """Nothing computes yet. ``in_step``: a backward may follow."""
+        if in_step:
+            self.foresight.begin()
+        elif not self.foresight.in_step:
+            self.foresight.others_compute()
+        self.give_back()
+
+    def give_back(self) -> None:
+        """Activations take more from here on: what windows have borrowed beyond what is left to them goes back.
+
+        Raises:
+            BudgetExceeded: if what must stay is in the way.
+        """
+        while excess := self._lending.excess:
+            self._trim_pool(excess, for_window=False)
+            if self._lending.return_free():
+                continue
+            evictable = self._evictable()
+            victims = self._policy.choose([c for c in evictable if not c.kept], excess)
+            victims = victims or self._policy.choose(evictable, excess)
+            if victims:
+                for index in victims:
+                    self._evict(self.chunks[index])
+            elif self.fetches.ahead:
+                self._call_back(next(reversed(self.fetches.ahead.values())))
+            elif not self.relieve() and not self._unpin():
+                raise BudgetExceeded(self._explain(excess, "the room for activations, which windows had for a while,"))
 
     def _evictable(self) -> list[Candidate]:
         return [
@@ -247,9 +288,11 @@ class Manager:
         """Begin the fetches that come next, in their planned order, as far as there is room for them."""
         if self.fetches.worker is None:
             return
-        for moment, index in self.foresight.upcoming():
+        for moment, index in self._upcoming():
             chunk = self.chunks[index]
             if chunk.use is not Use.FREE or chunk.window is None:
+                if self._in_order:
+                    return
                 continue
             # One that can only be gathered when it is read needs its room then: nothing that is read later may take it.
             if not self.fetches.can_begin(chunk) or not self._make_room_before(moment, chunk.window.num_bytes):
@@ -261,7 +304,7 @@ class Manager:
 
         The policy chooses among what the plan lets go before that moment, so that no more moves than planned.
         """
-        frames, wanted = self._device.frames, num_bytes + self._leave()
+        frames, wanted = self._device.frames, max(0, num_bytes + self._leave() - self._lending.room(moment))
         if self.ledger.free(self._device.tier) >= wanted or (frames is not None and frames.has(num_bytes)):
             return True
         has_room = self._let_go(wanted, lambda next_use: next_use > moment)
@@ -353,6 +396,7 @@ class Manager:
                 chunk.window.discard()
         if self._device.frames is not None:
             self._device.frames.trim()
+        self._lending.start_over("windows")
         for holder in ("windows", "pool"):
             self.ledger.release(self._device.tier, self.ledger.held(self._device.tier, holder), holder)
         for chunk in kept:
@@ -396,14 +440,14 @@ class Manager:
         if parked:
             self.ledger.pass_on(tier, window.num_bytes, "pool", holder)
         else:
-            self.ledger.reserve(tier, window.num_bytes, holder)
+            self._lending.take(window.num_bytes, holder)
         try:
             window.populate()
         except BaseException:
             if parked:
                 self.ledger.pass_on(tier, window.num_bytes, holder, "pool")
             else:
-                self.ledger.release(tier, window.num_bytes, holder)
+                self._lending.let_have(window.num_bytes, holder)
             raise
 
     def depopulate(self, window: Window, holder: str) -> None:
@@ -411,7 +455,7 @@ class Manager:
         if window.depopulate():
             self.ledger.pass_on(self._device.tier, window.num_bytes, holder, "pool")
         else:
-            self.ledger.release(self._device.tier, window.num_bytes, holder)
+            self._lending.let_have(window.num_bytes, holder)
 
     def _fetch(self, chunk: Chunk) -> None:
         """Gather a chunk here and now: somebody waits for it."""
@@ -423,6 +467,8 @@ class Manager:
         finally:
             self._reader = None
         try:
+            if self._in_order:
+                self.fetches.await_begun()
             self.fetches.begin_now(chunk)
         except BaseException:
             self.depopulate(chunk.window, "windows")

@@ -9,11 +9,10 @@ has a set of staging of its own, and counts for the step that its work belongs t
 from __future__ import annotations
 
 import threading
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -21,11 +20,8 @@ from gemini.memory.chunks.chunk import Chunk, FilePlane, Plane
 from gemini.memory.devices.device import DONE, AllOf, Device, Event
 from gemini.memory.devices.pages import PAGE
 from gemini.memory.movement.staging import Staging, StagingSet
-from gemini.memory.watching.recorder import NOTHING, TRACKS, RecordedEvent, Recorder
-from gemini.memory.watching.stalls import Stalls
+from gemini.memory.watching.watch import Moved, Watch
 from gemini.planning.planes import ADAM, RuleSpec
-from gemini.planning.timeline import Track
-from gemini.planning.traffic import path
 from gemini.tiers import Ledger, Tier
 
 
@@ -33,52 +29,6 @@ def tiles(start: int, stop: int, tile: int) -> Iterator[tuple[int, int]]:
     """Consecutive ranges of at most ``tile`` elements that cover ``[start, stop)``."""
     for at in range(start, stop, tile):
         yield at, min(at + tile, stop)
-
-
-class _Both:
-    """Two context managers as one; the first one is around the second."""
-
-    __slots__ = ("_inner", "_outer")
-
-    def __init__(self, outer: AbstractContextManager[None], inner: AbstractContextManager[None]):
-        self._outer, self._inner = outer, inner
-
-    def __enter__(self) -> None:
-        self._outer.__enter__()
-        self._inner.__enter__()
-
-    def __exit__(self, *exc: Any) -> None:
-        try:
-            self._inner.__exit__(*exc)
-        finally:
-            self._outer.__exit__(*exc)
-
-
-@cache
-def _boundaries(source: Tier, target: Tier) -> tuple[str, ...]:
-    return tuple(str(boundary) for boundary in path(source, target))
-
-
-class Moved:
-    """Bytes over each boundary in one step; any thread may add.
-
-    What is fetched between two steps, ahead of the second, is told apart from what else moves there (an evaluation).
-    """
-
-    def __init__(self) -> None:
-        self._bytes: tuple[Counter[str], Counter[str]] = (Counter(), Counter())
-        self._lock = threading.Lock()
-
-    def add(self, source: Tier, target: Tier, num_bytes: int, *, ahead: bool = False) -> None:
-        """Bytes between the GPU and NVMe cross host memory, and count on both boundaries."""
-        with self._lock:
-            for boundary in _boundaries(source, target):
-                self._bytes[ahead][boundary] += num_bytes
-
-    def counts(self, *, ahead: bool = True) -> Counter[str]:
-        """All of them, or all but those ahead of the step."""
-        with self._lock:
-            return self._bytes[0] + self._bytes[1] if ahead else self._bytes[0].copy()
 
 
 class Working(NamedTuple):
@@ -96,16 +46,18 @@ class _OfThread(threading.local):
 class Mover:
     """One per engine. Staging that was not reserved when the model was placed is reserved at its first use."""
 
-    def __init__(self, device: Device, tile: int, ledger: Ledger, *, device_tile: int = 0, rule: RuleSpec = ADAM):
+    def __init__(
+        self, device: Device, tile: int, ledger: Ledger, *, device_tile: int = 0, rule: RuleSpec = ADAM,
+        watch: Watch | None = None,
+    ):  # fmt: skip
         self.device = device
         self.tile = tile
         on_host, on_device = (ledger.held(tier, "staging") for tier in (Tier.CPU, Tier.GPU))
         self.staging = Staging(device, tile, ledger, on_host, device_tile=device_tile, on_device=on_device, rule=rule)
-        self.moved = Moved()
-        self.moved_last_step = Moved()
-        """Of the step under way; an optimizer step puts a new one in its place."""
-        self.recorder: Recorder | None = None
-        self.stalls = Stalls()
+        self.watch = Watch() if watch is None else watch
+        self.about = self.watch.about
+        self.one_at_a_time = threading.Lock()
+        """For updates of whole params: budgets have room for the temporaries of one."""
         self._of_thread = _OfThread()
 
     @contextmanager
@@ -131,41 +83,18 @@ class Mover:
         working = self._of_thread.working
         return self.staging.own if working is None or working.staging is None else working.staging
 
-    def end_step(self) -> None:
-        """What is moved from now on belongs to the next step."""
-        self.moved_last_step, self.moved = self.moved, Moved()
-        self.stalls.end_step()
-
-    def start_over(self) -> None:
-        """What was moved and waited for until now belongs to no step."""
-        self.moved = Moved()
-        self.stalls.clear()
-
     def crossing(self, source: Tier, target: Tier, num_bytes: int) -> AbstractContextManager[None]:
         """Around one copy: counts its bytes, and records it where somebody does."""
         self.count(source, target, num_bytes)
-        return NOTHING if self.recorder is None else self.recorder.move(source, target, num_bytes)
+        return self.watch.crossing(source, target, num_bytes)
 
     def count(self, source: Tier, target: Tier, num_bytes: int) -> None:
         """Bytes that cross a boundary now."""
         working = self._of_thread.working
         if working is None:
-            self.moved.add(source, target, num_bytes)
+            self.watch.moved.add(source, target, num_bytes)
         else:
             working.moved.add(source, target, num_bytes, ahead=working.ahead)
-
-    def about(
-        self, cause: str, name: str, chunk: int = -1, *, track: Track | None = None
-    ) -> AbstractContextManager[None]:
-        """Time this block: a stall of the training thread by ``cause``, and, where somebody records, a span on
-        ``track`` on any thread.
-        """
-        waiting, recorder = self.stalls.waiting(cause), self.recorder
-        if recorder is None:
-            return waiting
-        if track is None:
-            return _Both(waiting, recorder.about(cause, name, chunk))
-        return _Both(waiting, recorder.span(track, name, chunk, cause=cause))
 
     def begin_load(self, plane: Plane, start: int, stop: int, into: torch.Tensor, name: str, chunk: int) -> Event:
         """Start to fill the host tensor ``into`` from a plane, for ``name``."""
@@ -184,11 +113,7 @@ class Mover:
     ) -> Event:
         """What ``begin`` begins, counted; who records is told of it when its end is noticed."""
         self.count(source, target, num_bytes)
-        recorder, track = self.recorder, TRACKS.get((source, target))
-        if recorder is None or track is None:
-            return begin()
-        start = recorder.clock()
-        return RecordedEvent(begin(), lambda: recorder.add(track, start, recorder.clock(), name, chunk, num_bytes))
+        return self.watch.under_way(source, target, num_bytes, begin, name, chunk)
 
     def load(self, plane: Plane, start: int, stop: int, into: torch.Tensor) -> torch.Tensor:
         """Fill the host tensor ``into`` from a plane."""
@@ -255,7 +180,7 @@ class Mover:
         """Start the copy of weights into a window."""
         with self.crossing(Tier.CPU, self.device.tier, source.nbytes):
             event = self.device.copy(into, source, "fetch", behind_computing=False)
-            if self.recorder is not None:
+            if self.watch.recorder is not None:
                 event.wait()  # who records wants to know its end, and nobody would look for it
         return event
 
@@ -312,7 +237,7 @@ class Mover:
 
     def _begin_read(self, plane: Plane, start: int, stop: int, into: torch.Tensor) -> Event:
         """Start to read a tile that somebody waits for, before other requests."""
-        if self.recorder is not None:  # as with copies: who records wants to know when it was over
+        if self.watch.recorder is not None:  # as with copies: who records wants to know when it was over
             self.load(plane, start, stop, into)
             return DONE
         self.count(plane.tier, Tier.CPU, into.nbytes)

@@ -19,10 +19,23 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import torch
+
 from gemini.memory.devices.device import Event
-from gemini.memory.watching.stalls import trains_here
 from gemini.planning.timeline import Sample, Span, Timeline, Track
 from gemini.tiers import Tier
+
+graph_task = torch._C._current_graph_task_id
+"""Which backward this thread is in; -1: none."""
+
+
+def trains_here(trainer: int) -> bool:
+    """Whether this thread is the training thread, ``trainer``, or runs its backward for it.
+
+    autograd runs the backward of a GPU on a thread of its own, for which ``backward()`` waits.
+    """
+    return threading.get_ident() == trainer or graph_task() != -1
+
 
 NOTHING: AbstractContextManager[None] = nullcontext()
 """What stands in for an activity where nobody records."""
@@ -102,18 +115,25 @@ class RecordedStep:
 class Activity:
     """What is done between entering and leaving; ``track`` None: it waits, or prepares, and keeps no track busy."""
 
-    __slots__ = ("cause", "chunk", "track", "moment", "name", "num_bytes", "recorder", "thread")
+    __slots__ = ("around", "cause", "chunk", "track", "moment", "name", "num_bytes", "recorder", "thread")
 
-    def __init__(self, recorder: Recorder, track: Track | None, name: str, cause: str, chunk: int, num_bytes: int):
+    def __init__(
+        self, recorder: Recorder, track: Track | None, name: str, cause: str, chunk: int, num_bytes: int,
+        around: AbstractContextManager[None] = NOTHING,
+    ):  # fmt: skip
         self.recorder, self.track, self.name, self.cause = recorder, track, name, cause
-        self.chunk, self.num_bytes, self.moment = chunk, num_bytes, -1
+        self.chunk, self.num_bytes, self.moment, self.around = chunk, num_bytes, -1, around
         self.thread: _Thread | None = None
 
     def __enter__(self) -> None:
+        self.around.__enter__()
         self.recorder._begin(self)
 
     def __exit__(self, *exc: Any) -> None:
-        self.recorder._end(self)
+        try:
+            self.recorder._end(self)
+        finally:
+            self.around.__exit__(*exc)
 
 
 class _Thread:
@@ -180,9 +200,17 @@ class Recorder:
             cause = "other" if around is None else around.cause
         return Activity(self, track, name, cause, chunk, num_bytes)
 
-    def about(self, cause: str, name: str, chunk: int = -1) -> AbstractContextManager[None]:
-        """What happens inside is done for ``name``; on the training thread computing waits for it, by ``cause``."""
-        return Activity(self, None, name, cause, chunk, 0)
+    def about(
+        self, cause: str, name: str, chunk: int = -1, *, track: Track | None = None,
+        around: AbstractContextManager[None] = NOTHING,
+    ) -> AbstractContextManager[None]:  # fmt: skip
+        """What happens inside is done for ``name``; on the training thread computing waits for it, by ``cause``.
+
+        Args:
+            track: at work meanwhile, if one is.
+            around: who else is told when it begins and ends.
+        """
+        return Activity(self, track, name, cause, chunk, 0, around)
 
     def move(self, source: Tier, target: Tier, num_bytes: int) -> AbstractContextManager[None]:
         """A copy between two neighbouring tiers, or within one: that keeps no track busy."""

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import os
 import sys
-import warnings
 import weakref
 from collections import deque
 from typing import Any
@@ -21,7 +20,7 @@ import torch
 import torch.utils.checkpoint
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from gemini.errors import BudgetExceeded
+from gemini.errors import BudgetExceeded, warn
 from gemini.memory.devices.pages import PAGE
 from gemini.memory.movement.mover import tiles
 from gemini.memory.store import ChunkStore
@@ -301,20 +300,16 @@ class ActivationStore:
         assert self._tier is not None
         if not self._warned:
             self._warned = True
-            warnings.warn(
+            warn(
                 f"offload_activations={self._tier.value!r}: some checkpointed activations stay on "
-                f"{self._device.name} for lack of room ({error}). Raise the {self._tier.value} budget",
-                stacklevel=2,
+                f"{self._device.name} for lack of room ({error}). Raise the {self._tier.value} budget"
             )
 
 
 def make_activation_store(store: ChunkStore, calls: Calls, wanted: str | None, overlap: bool) -> ActivationStore:
     """What the config or the plan wants of ``offload_activations``."""
     if wanted is not None and Tier(wanted) is store.device.tier:
-        warnings.warn(
-            f"offload_activations={wanted!r} has no effect: forward and backward run on the {wanted} already",
-            stacklevel=6,
-        )
+        warn(f"offload_activations={wanted!r} has no effect: forward and backward run on the {wanted} already")
         wanted = None
     return ActivationStore(store, calls, None if wanted is None else Tier(wanted), overlap=overlap)
 

@@ -105,7 +105,7 @@ class ActivationWorkers:
                 flight.on_device, flight.copied, flight.event = on_device, copied, copied
         if self._tier is Tier.CPU:
             return
-        spill, working = self._spill, Working(mover.moved)
+        spill, working = self._spill, Working(mover.watch.moved)
         assert spill is not None and buffer is not None
 
         def write() -> None:
@@ -207,7 +207,7 @@ class ActivationWorkers:
             with WHOLE:
                 flight.event = mover.under_way(Tier.CPU, computing, num_bytes, restore, _RESTORE, -1)
             return True
-        spill, working = self._spill, Working(mover.moved)
+        spill, working = self._spill, Working(mover.watch.moved)
         assert spill is not None and buffer is not None
         free = device.mark()  # behind it nobody uses what is the memory of ``into`` now; the worker comes much later
 

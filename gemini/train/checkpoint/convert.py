@@ -6,7 +6,6 @@ what exact states lose is counted, for whoever loads to be told.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +13,7 @@ from pathlib import Path
 import torch
 
 from gemini import kernels
-from gemini.errors import PlanMismatch
+from gemini.errors import PlanMismatch, warn
 from gemini.kernels_compact import decode, encode
 from gemini.planning.compact import BLOCK, compact, scale_of
 from gemini.planning.planes import RESIDUAL, WEIGHTS, PlaneKind, PlaneSpec, RuleSpec
@@ -40,7 +39,7 @@ def check_rule(path: Path, saved: RuleSpec, here: RuleSpec) -> None:
         )
     if saved.exact is not None:
         ours = compact(face_of(here))
-        if (saved.planes, saved.residual) != (ours.planes, ours.residual):
+        if (saved.planes, saved.residual, saved.codes) != (ours.planes, ours.residual, ours.codes):
             raise PlanMismatch(
                 f"{path} has compact states of another form ({_form(saved)}), this Gemini knows {_form(ours)}: load it "
                 'with the Gemini that wrote it, and save it with states="exact"'
@@ -49,7 +48,7 @@ def check_rule(path: Path, saved: RuleSpec, here: RuleSpec) -> None:
 
 def _form(rule: RuleSpec) -> str:
     planes = ", ".join(f"{s.kind} {s.dtype}{f' for {s.block} elements' if s.block > 1 else ''}" for s in rule.planes)
-    return f"{planes or 'no states'}, residual {rule.residual}"
+    return f"{planes or 'no states'}, residual {rule.residual}, codes of form {rule.codes}"
 
 
 def specs_of(rule: RuleSpec) -> list[PlaneSpec]:
@@ -71,11 +70,10 @@ class Loss:
     def tell(self, path: Path) -> None:
         """Warn, if there is anything to be told."""
         if self.params:
-            warnings.warn(
+            warn(
                 f"{path} was saved with exact states, and the model keeps compact ones: of {self.elements:,} elements "
                 f"in {self.params} params {self.rounded:,} masters were rounded to 24 bits and {self.to_zero:,} states "
-                "became 0; all other states have 8 bits now. The run goes on close to what it was, not with its bits",
-                stacklevel=4,
+                "became 0; all other states have 8 bits now. The run goes on close to what it was, not with its bits"
             )
 
 

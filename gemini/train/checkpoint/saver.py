@@ -11,14 +11,13 @@ for the disk only where it overtakes the writing.
 from __future__ import annotations
 
 import threading
-import warnings
 from collections import deque
 from collections.abc import Iterator
 
 import torch
 from torch.distributed import ProcessGroup
 
-from gemini.errors import BudgetExceeded, GeminiError, human_bytes
+from gemini.errors import BudgetExceeded, GeminiError, human_bytes, warn
 from gemini.memory.chunks.chunk import Chunk
 from gemini.memory.devices.device import Device
 from gemini.memory.movement.manager import Manager
@@ -71,7 +70,7 @@ class Saver:
                 working_set=working_set,
             )  # fmt: skip
         except BudgetExceeded as e:
-            warnings.warn(f"the checkpoint is written while the training waits: {e}", stacklevel=3)
+            warn(f"the checkpoint is written while the training waits: {e}")
             self.run(mover)
             return
         try:
@@ -135,7 +134,7 @@ class Saver:
         self.join()
         error, self._error = self._error, None
         if error is not None:
-            warnings.warn(f"a checkpoint that nobody waited for failed: {error}", stacklevel=4)
+            warn(f"a checkpoint that nobody waited for failed: {error}")
 
     @property
     def _alive(self) -> bool:
@@ -147,7 +146,7 @@ class Saver:
         except BaseException as e:  # surfaces where somebody waits for it
             self._error = e
             if not threading.main_thread().is_alive():
-                warnings.warn(f"a checkpoint that nobody waited for failed: {e}", stacklevel=1)
+                warn(f"a checkpoint that nobody waited for failed: {e}")
         finally:
             ledger.release(Tier.CPU, num_bytes, _HOLDER)
             with self._changed:

@@ -108,6 +108,8 @@ def save_checkpoint(
         )  # fmt: skip
     except Exception as e:
         refusal = e
+    if engine.ranks is not None:
+        engine.ranks.refuse_one_folder("save_checkpoint", os.path.abspath(directory))
     agree(engine.shards, Point.SAVE_CHECKPOINT, "save_checkpoint", refusal, directory=Path(os.fsdecode(directory)).name)
     replicas = None if engine.shards is None else engine.shards.ranks.replicas
     is_writing = replicas is None or replicas.rank == 0  # of several replicas of the model the first one writes

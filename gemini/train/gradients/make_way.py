@@ -58,5 +58,5 @@ def move_moments_down(
         raise
     with WHOLE:
         for (chunk, kind, plane), copy in zip(chosen, below, strict=True):
-            chunk.planes[kind] = copy
+            chunk.change_planes({kind: copy})
             ledger.release(Tier.CPU, plane.num_bytes, kind)

@@ -32,7 +32,7 @@ from gemini.train.gradients.backward_calls import (
 )
 from gemini.train.gradients.loss_scale import LossScale
 from gemini.train.gradients.store import GradientStore
-from gemini.train.modules.containers import iter_tensors
+from gemini.train.modules.calls import iter_tensors
 from gemini.train.params.handle import ParamHandle, ParamSet, handle_of
 from gemini.train.params.stepper import optimizer_of, stepping_in_backward
 from gemini.train.step import StepState
@@ -70,7 +70,8 @@ class Scale:
 _ONE = Scale(1.0)
 _of_task: dict[int, Scale] = {}
 """By backward (autograd numbers them): what a scaler told of it."""
-_scalers_used = False
+scalers_used = False
+"""Whether any loss of this process was ever scaled: else no backward need be asked for its scale."""
 
 scaler_steps: ContextVar[bool] = ContextVar("scaler_steps", default=False)
 """Whether a scaler that knows managed params is what asks an optimizer to step."""
@@ -81,8 +82,8 @@ class ScaleLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, loss: torch.Tensor, scale: Scale) -> torch.Tensor:  # type: ignore[override]
-        global _scalers_used
-        _scalers_used = True
+        global scalers_used
+        scalers_used = True
         ctx.scale = scale
         # A loss may be changed in place afterwards, which autograd forbids for views.
         return loss.clone() if loss.dim() == 0 else loss.view_as(loss)
@@ -138,6 +139,8 @@ class Scaling:
         self.loss_scale = loss_scale
         self.held = _ONE
         """Of the gradients that wait for the update."""
+        self.is_scaled = loss_scale is not None
+        """Whether gradients that are held may be multiplied by anything: else nobody need ask for their scale."""
         self._unscaled: set[str] = set()
         self._factors: dict[int, float] = {}
         self._outputs: list[weakref.ref[torch.Tensor]] = []
@@ -162,9 +165,6 @@ class Scaling:
             return
         while len(self._factors) >= _MAX_TASKS:
             del self._factors[min(self._factors)]
-        if self.loss_scale is None and not _scalers_used:
-            self._factors[task] = 1.0
-            return
         holding = self._state.num_unreduced > 0 or bool(_to_be_used(self._params.handles))
         self._factors[task] = self._decide(task, holding)
 
@@ -217,6 +217,7 @@ class Scaling:
             if is_other:
                 self._gradients.discard([handle for handle in self._params.handles if handle.has_grad])  # nobody's
             self.held, self._unscaled = scale, set()
+            self.is_scaled = self.loss_scale is not None or scale.by_scaler
             return
         if any(handle.name in self._unscaled for handle in _to_be_used(self._params.handles)):
             raise GeminiError(
@@ -346,11 +347,6 @@ class Scaling:
     def is_by_scaler(self) -> bool:
         """Whether the gradients that are held were scaled by a scaler."""
         return self.held.by_scaler
-
-    @property
-    def is_scaled(self) -> bool:
-        """Whether gradients that are held may be multiplied by anything."""
-        return self.loss_scale is not None or self.held.by_scaler
 
     @property
     def unscale(self) -> float:

@@ -82,7 +82,8 @@ class GradientStore:
         staging = None if worker is None else mover.staging.take()
         self._worker = None if staging is None else worker
         self._worker_staging = staging
-        self._landing: list[Job] = []
+        self.landing: list[Job] = []
+        """Gradients on their way."""
         self.synchronous = False
         """No copies behind backward: a ``MemoryTracer`` sets it, so that live bytes are exact."""
         self._working_set = working_set
@@ -98,16 +99,28 @@ class GradientStore:
         self.synchronous = in_turn
 
     def land(self, handle: ParamHandle, grad: torch.Tensor) -> None:
-        """Keep ``grad`` (of the param's shape, any strides), added to what is there from earlier backwards."""
+        """Keep ``grad`` (of the param's shape, any strides), added to what is there from earlier backwards.
+
+        Raises:
+            GeminiError: if torch would add it to one that a step has used; nothing was changed.
+        """
+        if handle.leftover is Leftover.USED:
+            handle.refuse_used_gradient()
         adding, flat = handle.norm_sums is not None, (grad if grad.is_contiguous() else grad.contiguous()).view(-1)
         if adding and handle.clip != 1.0:
             self.apply_clip(handle)
         if self._worker is None or not self._lands_behind(handle.chunk, flat):
-            handle.norm_sums = self.land_piece(handle.chunk, flat, handle.slot.start, adding)
+            view = handle.chunk.prepared.get(handle)
+            if view is None:
+                view = self._prepare(handle)
+            if view is None:
+                handle.norm_sums = self.land_piece(handle.chunk, flat, handle.slot.start, adding)
+            else:
+                handle.norm_sums = kernels.accumulate_grad(view, flat) if adding else kernels.copy_grad(view, flat)
             return
         handle.norm_sums = []  # it is there; its sums come with it
         ledger, tier, num_bytes = self._ledger, self._device.tier, flat.nbytes
-        working = Working(self._mover.moved, staging=self._worker_staging)
+        working = Working(self._mover.watch.moved, staging=self._worker_staging)
         written = self._device.mark()
 
         def land() -> None:
@@ -121,7 +134,15 @@ class GradientStore:
             finally:
                 ledger.release(tier, num_bytes, HOLDER)
 
-        self._landing.append(self._worker.submit(land, len(self._landing)))
+        self.landing.append(self._worker.submit(land, len(self.landing)))
+
+    def _prepare(self, handle: ParamHandle) -> torch.Tensor | None:
+        """Where gradients of this param land, every time; None if that is not within the device's reach."""
+        start, plane = handle.slot.start, handle.chunk.planes[GRAD]
+        view = plane.device_view(start, start + handle.slot.numel)
+        if view is not None:
+            handle.chunk.prepared[handle] = view
+        return view
 
     def _lands_behind(self, chunk: Chunk, flat: torch.Tensor) -> bool:
         """Whether a gradient leaves the device, behind backward: then its bytes are reserved."""
@@ -144,7 +165,7 @@ class GradientStore:
 
     def relieve(self) -> bool:
         """Wait for a landing, whose end gives back memory of the device; False if there is none."""
-        waiting = next((job for job in self._landing if not job.is_complete()), None)
+        waiting = next((job for job in self.landing if not job.is_complete()), None)
         if waiting is not None:
             with self._mover.about("gradient landing", "wait for gradients to land"):
                 waiting.wait()
@@ -156,7 +177,7 @@ class GradientStore:
         Raises:
             StorageError and whatever else kept one from it; what has landed stays.
         """
-        jobs, self._landing = self._landing, []
+        jobs, self.landing = self.landing, []
         try:
             for job in jobs:
                 if not job.is_complete():
@@ -164,7 +185,7 @@ class GradientStore:
                         job.wait()
                 job.wait()
         except BaseException:
-            self._landing = [job for job in jobs if not job.is_complete()]
+            self.landing = [job for job in jobs if not job.is_complete()]
             raise
 
     def close(self) -> None:
@@ -249,7 +270,7 @@ class GradientStore:
                 old = chunk.planes[GRAD]
                 self._widen(chunk, old, plane)
                 with WHOLE:
-                    chunk.planes[GRAD] = plane
+                    chunk.change_planes({GRAD: plane})
                     self._end(old)
         except BaseException:
             self._end(*(plane for c, plane in zip(narrow, wide, strict=True) if c.planes[GRAD] is not plane))
@@ -424,7 +445,7 @@ class GradientStore:
         Args:
             leftover: what stands in their place; nothing stays nothing where there was none.
         """
-        while self._landing:
+        while self.landing:
             with contextlib.suppress(Exception):
                 self.drain()
         for handle in handles:

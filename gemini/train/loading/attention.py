@@ -15,13 +15,13 @@ import importlib
 import importlib.util
 import os
 import re
-import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
+from gemini.errors import warn
 from gemini.memory.devices.device import torch_device_of
 
 AUTO = "auto"
@@ -30,7 +30,7 @@ FLASH = "flash_attention_2"
 MOST_WIDTH = 256
 """The widest head that FlashAttention 2 has kernels for (its README)."""
 
-_INSTALL = "pip install 'gemini-torch[flash]' (flash-attn, which needs a CUDA toolkit to build)"
+_INSTALL = "pip install '.[flash]' (flash-attn, which needs a CUDA toolkit to build)"
 _NEWER = re.compile(r"flash_attention_\d+")
 
 
@@ -171,7 +171,7 @@ def has_package() -> bool:
             return False
         importlib.import_module("flash_attn")
     except Exception as e:
-        warnings.warn(f"flash_attn is installed and cannot be imported ({e}): attention is torch's own", stacklevel=2)
+        warn(f"flash_attn is installed and cannot be imported ({e}): attention is torch's own")
         return False
     return True
 

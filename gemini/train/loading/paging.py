@@ -15,8 +15,7 @@ import torch
 from torch import nn
 
 from gemini.train.params.by_name import ByName
-from gemini.train.params.guard import METADATA, OF_MEMORY, tensors_in
-from gemini.train.params.guarding import nan_of
+from gemini.train.params.guard import METADATA, OF_MEMORY, nan_of, tensors_in
 
 ROOM = 128 * 2**20
 """Bytes of params in ordinary memory at once, if there is more than one."""

@@ -1,4 +1,4 @@
-"""Which module calls are running, and which chunks they keep gathered, in forward and in backward.
+"""Which module calls are running, which chunks they keep gathered in forward and in backward, and what they give.
 
 Forward is a stack. Backward needs a rule: autograd runs nodes strictly in the reverse order of their creation, so when
 the backward of one call begins, every call that is neither around it nor inside it is over, and its chunks may go. The
@@ -18,6 +18,8 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterable
+from dataclasses import fields, is_dataclass, replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -50,8 +52,8 @@ class CallRecord:
             record = record.parent
         return False
 
-    def on_gradient(self, result: torch.Tensor, begin: Callable[[torch.Tensor], None]) -> None:
-        """Call ``begin`` when the gradient of a result of this call arrives.
+    def on_gradient(self, output: Any, begin: Callable[[torch.Tensor], None]) -> None:
+        """Call ``begin`` when the gradient of a result of this call arrives, for each tensor in what it gave.
 
         What it was given and passes on (T5's position bias) is no result: its gradient arrives when this call's
         backward is over, in the middle of that of the call which made it.
@@ -59,12 +61,13 @@ class CallRecord:
         A write into a view (``h[mask] = 0``, and ``h`` of a linear layer is a view) leads its gradient around the view
         to what it is a view of; so that is hooked as well, if it was made by this call and not given to it.
         """
-        if result.grad_fn is None or result.grad_fn._sequence_nr() < self.first_node:
-            return
-        result.register_hook(begin)
-        base = result._base
-        if base is not None and base.grad_fn is not None and base.grad_fn._sequence_nr() >= self.first_node:
-            base.register_hook(begin)
+        for result in iter_tensors(output):
+            if result.grad_fn is None or result.grad_fn._sequence_nr() < self.first_node:
+                continue
+            result.register_hook(begin)
+            base = result._base
+            if base is not None and base.grad_fn is not None and base.grad_fn._sequence_nr() >= self.first_node:
+                base.register_hook(begin)
 
 
 class Calls:
@@ -232,3 +235,47 @@ class Calls:
     def _release_all(self, chunks: Iterable[Chunk]) -> None:
         for chunk in chunks:
             self._release(chunk)
+
+
+# ---- tensors in what modules take and return: tuples, lists, dicts, ModelOutputs, dataclasses ------------------------
+
+
+def iter_tensors(tree: Any) -> list[torch.Tensor]:
+    """The tensors in a module's output: tensors, containers of them, ModelOutputs, dataclasses."""
+    found: list[torch.Tensor] = []
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        found.append(tensor)
+        return tensor
+
+    if isinstance(tree, torch.Tensor):
+        return [tree]
+    map_tensors(tree, note)
+    return found
+
+
+def map_tensors(tree: Any, fn: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """``tree`` with ``fn`` applied to its tensors. Containers of unknown types (caches) are returned as they are."""
+    if isinstance(tree, torch.Tensor):
+        return fn(tree)
+    if isinstance(tree, dict):  # ModelOutput is one, and keeps attributes in step when items are set
+        for key, value in list(tree.items()):
+            mapped = map_tensors(value, fn)
+            if mapped is not value:
+                tree[key] = mapped
+        return tree
+    if isinstance(tree, tuple):
+        values = [map_tensors(value, fn) for value in tree]
+        if all(new is old for new, old in zip(values, tree, strict=True)):
+            return tree
+        return type(tree)(*values) if hasattr(tree, "_fields") else tuple(values)
+    if isinstance(tree, list):
+        return [map_tensors(value, fn) for value in tree]
+    if is_dataclass(tree) and not isinstance(tree, type):
+        changed = {
+            f.name: mapped
+            for f in fields(tree)
+            if (mapped := map_tensors(getattr(tree, f.name), fn)) is not getattr(tree, f.name)
+        }
+        return replace(tree, **changed) if changed else tree
+    return tree

@@ -1,9 +1,10 @@
 """Which params a module reads in its own forward: what is gathered when it starts, and counted before it fits.
 
 Most modules read the params they own. ``nn.ParameterDict`` and ``nn.ParameterList`` are never called, so whoever holds
-them reads what is in them. A compiled module reads all that is under it, where nothing is called on its own any more. A
-tuner layer of PEFT (LoRA and its kin around one layer of the base) reads all that is under it: DoRA takes the norm of
-the base weight, IA3 scales it, LoHa and OFT build new weights out of factors. So do torch's own layers with a fused
+them reads what is in them. A compiled module reads all that is under it, where nothing is called on its own any more,
+and so does one that is computed in tiles, which would else read each of its weights once more for every tile. A tuner
+layer of PEFT (LoRA and its kin around one layer of the base) reads all that is under it: DoRA takes the norm of the
+base weight, IA3 scales it, LoHa and OFT build new weights out of factors. So do torch's own layers with a fused
 path for evaluation: it computes other bits than the plain one, and is taken only where every param is an ordinary one.
 """
 
@@ -15,7 +16,15 @@ from torch import nn
 
 from gemini.train.modules.compiled import compiled_part
 
+READ_AS_A_WHOLE = "_gemini_computed_in_tiles"
+"""The mark of a module that is computed in tiles of tokens."""
+
 _FUSED = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
+
+
+def is_read_as_a_whole(module: nn.Module) -> bool:
+    """Whether a module reads all that is under it when it is called, and nothing under it is called on its own."""
+    return compiled_part(module) is not None or READ_AS_A_WHOLE in module.__dict__
 
 
 def is_a(kind: type, name: str) -> bool:
@@ -30,7 +39,7 @@ def is_tuner_layer(module: nn.Module) -> bool:
 
 def params_read_by(module: nn.Module) -> Iterator[nn.Parameter]:
     """The params that ``module`` reads itself, when it is called."""
-    if is_tuner_layer(module) or compiled_part(module) is not None or isinstance(module, _FUSED):
+    if is_tuner_layer(module) or is_read_as_a_whole(module) or isinstance(module, _FUSED):
         yield from module.parameters()
         return
     if isinstance(module, nn.TransformerEncoder) and len(module.layers):
@@ -50,7 +59,7 @@ def readers(model: nn.Module) -> Iterator[tuple[str, nn.Module, tuple[nn.Paramet
             return
         seen.add(module)
         yield path, module, tuple(params_read_by(module))
-        if compiled_part(module) is None:
+        if not is_read_as_a_whole(module):
             for name, child in module.named_children():
                 yield from visit(f"{path}.{name}" if path else name, child)
 

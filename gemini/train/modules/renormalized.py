@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from gemini.grad_mode import call_without_grad
-from gemini.interrupts import WHOLE
+from gemini.interrupts import WHOLE, call_without_grad
 from gemini.memory.chunks.chunk import Chunk
 from gemini.train.params.by_name import ByName
 from gemini.train.params.handle import ParamHandle, handle_of

@@ -1,10 +1,13 @@
 """Token tiles: parts of a model that work token by token, computed a few tokens at a time, so that what they keep and
 return for a whole sequence never exists at once.
 
-Two parts of a language model take most of what a long sequence costs beside the inputs of its blocks: the MLPs, whose
-inner width is several times the hidden one, and the head with its loss, whose logits are as wide as the vocabulary.
-Both are computed under ``torch.utils.checkpoint``, a tile at a time: forward keeps their inputs, backward computes one
-tile again after the other, and autograd adds up what the tiles give their params, so a param's gradient is there once.
+Two parts of a language model take most of what a long sequence costs beside the inputs of its blocks: the MLPs (or
+experts), whose inner width is several times the hidden one, and the head with its loss, whose logits are as wide as the
+vocabulary (:mod:`gemini.train.modules.tiled_logits`). Next come norms, whose backward has six copies of its input in
+fp32. All are computed under ``torch.utils.checkpoint``, a tile at a
+time: forward keeps their inputs, backward computes one tile again after the other, and autograd adds up what the tiles
+give their params, so a param's gradient is there once. The weights of an MLP are read by every tile, so they are
+gathered together (:mod:`gemini.train.modules.reading`) and stay until its last tile.
 
 Losses keep their bits as long as a matrix product of fewer rows has the same ones, which the products of torch do but
 for one or two rows; gradients of params are the same sums in another order.
@@ -14,19 +17,22 @@ from __future__ import annotations
 
 import functools
 import inspect
+import threading
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from gemini.errors import GeminiError
+from gemini.planning.working import tile_tokens_for
+from gemini.train.modules.reading import READ_AS_A_WHOLE
+from gemini.train.modules.tiled_logits import find_head, split_rows
 
-_LOSSES = ("ForCausalLMLoss", "ForMaskedLMLoss")
-"""The losses of transformers that are a cross entropy of every token: shifted by one, and not."""
 _CHECKED_TOKENS = 8
+_OF_EXPERTS = ("hidden_states", "top_k_index", "top_k_weights")
+"""What the experts of transformers' MoE blocks are given: tokens, and which experts each goes to, how much."""
 
 
 class TokenTiles:
@@ -38,10 +44,17 @@ class TokenTiles:
 
     def __init__(self, model: nn.Module, tokens: int):
         self.tokens = tokens
-        self.mlps = [(path, module) for path, module in model.named_modules() if _is_mlp(path, module)]
-        self.head = _find_head(model)
+        self.mlps = [
+            (path, module) for path, module in model.named_modules() if _is_mlp(path, module) or _is_experts(module)
+        ]
+        inside = {part for _, mlp in self.mlps for part in mlp.modules()}
+        self.norms = [
+            (path, module) for path, module in model.named_modules() if _is_norm(module) and module not in inside
+        ]
+        self.head = find_head(model, tokens)
         self._replaced: list[nn.Module] = []
         self._can_be_cut: dict[type[nn.Module], bool] = {}
+        self._inside = threading.local()
 
     def put(self) -> None:
         """Make the parts compute in tiles, until :meth:`take_away`.
@@ -52,54 +65,67 @@ class TokenTiles:
         if not self.mlps and self.head is None:
             raise GeminiError(
                 f"tile_tokens={self.tokens}: this model has neither an MLP (a module called mlp, feed_forward, ffn or "
-                "fc of Linear layers, activations, norms and dropout alone) nor an output head with a loss of "
-                "transformers, which are what is computed in tiles of tokens. Leave tile_tokens out"
+                "fc of Linear layers, activations, norms and dropout alone), nor experts of transformers, nor an "
+                "output head with a loss, which are what is computed in tiles of tokens. Leave tile_tokens out"
             )
         for path, mlp in self.mlps:
-            self._replace(mlp, self._tiled_mlp(path, mlp))
+            self._replace(mlp, self._tiled(path, mlp))
+            mlp.__dict__[READ_AS_A_WHOLE] = True
+        for path, norm in self.norms:
+            self._replace(norm, self._tiled(path, norm))
         if self.head is not None:
-            self._replace(self.head.layer, self.head.pass_on)
-            self._replace(self.head.model, self.head.tiled_forward(self.tokens))
+            self._replace(self.head.layer, self.head.layer_forward)
+            self._replace(self.head.model, self.head.model_forward())
 
     def take_away(self) -> None:
         """Every module has the forward of its class again."""
         for module in self._replaced:
             module.__dict__.pop("forward", None)
+            module.__dict__.pop(READ_AS_A_WHOLE, None)
         self._replaced.clear()
 
     def _replace(self, module: nn.Module, forward: Callable[..., Any]) -> None:
         module.__dict__["forward"] = forward
         self._replaced.append(module)
 
-    def _tiled_mlp(self, path: str, mlp: nn.Module) -> Callable[..., Any]:
+    def _tiled(self, path: str, mlp: nn.Module) -> Callable[..., Any]:
         whole = type(mlp).forward.__get__(mlp)
+
+        def of_tile(*tile: torch.Tensor) -> Any:
+            # Again in backward, where nobody has called the module: who hangs on it has to be told.
+            return whole(*tile) if getattr(self._inside, "module", None) is mlp else mlp(*tile)
 
         @functools.wraps(whole)
         def forward(*args: Any, **kwargs: Any) -> Any:
-            x = args[0] if args else None
-            if len(args) != 1 or kwargs or not isinstance(x, torch.Tensor) or x.dim() not in (2, 3):
+            rows = _rows(args) if not kwargs else None
+            if rows is None:
                 return whole(*args, **kwargs)
-            parts = _parts(x.reshape(-1, x.shape[-1]), self.tokens)
-            if len(parts) == 1 or not self._can_cut(path, mlp, whole, x):
-                return whole(x)
-            if torch.is_grad_enabled():
-                done = [checkpoint(whole, part[None], use_reentrant=False) for part in parts]
-            else:
-                done = [whole(part[None]) for part in parts]
-            joined = torch.cat(done, 1)
-            return joined.view(*x.shape[:-1], joined.shape[-1])
+            parts = [split_rows(each, self.tokens) for each in rows]
+            if len(parts[0]) == 1 or not self._can_cut(path, mlp, whole, rows):
+                return whole(*args)
+            tiles = [_tile(tile) for tile in zip(*parts, strict=True)]
+            around, self._inside.module = getattr(self._inside, "module", None), mlp
+            try:
+                if torch.is_grad_enabled():
+                    done = [checkpoint(of_tile, *tile, use_reentrant=False) for tile in tiles]
+                else:
+                    done = [whole(*tile) for tile in tiles]
+            finally:
+                self._inside.module = around
+            joined = torch.cat(done, -2)
+            return joined.view(*args[0].shape[:-1], joined.shape[-1])
 
         return forward
 
-    def _can_cut(self, path: str, mlp: nn.Module, whole: Callable[..., Any], x: torch.Tensor) -> bool:
+    def _can_cut(self, path: str, mlp: nn.Module, whole: Callable[..., Any], given: tuple[torch.Tensor, ...]) -> bool:
         """Whether what comes out is one tensor, a row for each token, which is that token's own: asked once of each
         class, of a few tokens with and without others around them.
 
         Raises:
             GeminiError: naming the module, where a token's result depends on others.
         """
-        kind, rows = type(mlp), x.detach().reshape(-1, x.shape[-1])
-        if kind in self._can_be_cut or rows.shape[0] < 3 * _CHECKED_TOKENS:
+        kind, rows = type(mlp), [each.detach() for each in given]
+        if kind in self._can_be_cut or rows[0].shape[0] < 3 * _CHECKED_TOKENS:
             return self._can_be_cut.get(kind, False)
         first, last = _CHECKED_TOKENS, 2 * _CHECKED_TOKENS
         training = [module for module in mlp.modules() if module.training]
@@ -107,13 +133,14 @@ class TokenTiles:
             for module in training:  # without dropout
                 module.training = False
             with torch.no_grad():
-                alone, among = whole(rows[None, first:last]), whole(rows[None, : 3 * first])
+                alone = whole(*_tile(tuple(each[first:last] for each in rows)))
+                among = whole(*_tile(tuple(each[: 3 * first] for each in rows)))
         finally:
             for module in training:
                 module.training = True
-        self._can_be_cut[kind] = isinstance(alone, torch.Tensor) and alone.shape[:-1] == (1, last - first)
-        if self._can_be_cut[kind] and type(x) is torch.Tensor:  # others have no values, where a step is traced
-            among = among[:, first:last]
+        self._can_be_cut[kind] = isinstance(alone, torch.Tensor) and alone.shape[-2] == last - first
+        if self._can_be_cut[kind] and type(given[0]) is torch.Tensor:  # others have no values: a step is traced
+            among = among[..., first:last, :]
             if not torch.allclose(alone.float(), among.float(), rtol=1e-2, atol=1e-3):
                 raise GeminiError(
                     f"tile_tokens={self.tokens}: {path!r} ({kind.__name__}) gives a token another result when it is "
@@ -122,8 +149,23 @@ class TokenTiles:
         return self._can_be_cut[kind]
 
 
+def _rows(args: tuple[Any, ...]) -> tuple[torch.Tensor, ...] | None:
+    """What a part was given, tokens first; None for what cannot be cut by tokens."""
+    if not args or not all(isinstance(each, torch.Tensor) for each in args):
+        return None
+    if len(args) == 1 and args[0].dim() in (2, 3):
+        return (args[0].reshape(-1, args[0].shape[-1]),)
+    tokens = args[0].shape[:1]
+    return args if len(args) == 3 and all(each.dim() == 2 and each.shape[:1] == tokens for each in args) else None
+
+
+def _tile(rows: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    """As the part takes it: an MLP one sequence, experts tokens."""
+    return (rows[0][None],) if len(rows) == 1 else rows
+
+
 def _is_mlp(path: str, module: nn.Module) -> bool:
-    """An MLP that works token by token, as far as its parts tell: :meth:`TokenTiles._check` looks at its results."""
+    """An MLP that works token by token, as far as its parts tell: its results are looked at with the first batch."""
     if path.rpartition(".")[2] not in ("mlp", "feed_forward", "ffn", "fc"):
         return False
     leaves = [leaf for leaf in module.modules() if leaf is not module and not list(leaf.children())]
@@ -135,160 +177,24 @@ def _is_mlp(path: str, module: nn.Module) -> bool:
     )  # fmt: skip
 
 
-def _parts(rows: torch.Tensor, tokens: int) -> tuple[torch.Tensor, ...]:
-    """``rows`` (tokens x width) in parts of at most ``tokens``, of nearly equal size: none has one row alone."""
-    return torch.tensor_split(rows, max(-(-rows.shape[0] // tokens), 1))
+def _is_norm(module: nn.Module) -> bool:
+    """A norm of each token's last dimension: one of torch's, or an RMSNorm of the model's own of one input."""
+    if "forward" in module.__dict__:
+        return False
+    forward = type(module).forward
+    if isinstance(module, (nn.LayerNorm, nn.RMSNorm)):
+        return forward in (nn.LayerNorm.forward, nn.RMSNorm.forward) and len(module.normalized_shape) == 1
+    return type(module).__name__.endswith("RMSNorm") and len(inspect.signature(forward).parameters) == 2
 
 
-# ---- the head and its loss -------------------------------------------------------------------------------------------
-
-
-class _Head:
-    """The output head of a model of transformers, and the loss of what it gives.
-
-    While the model computes a loss its head passes hidden states on, and the loss function, which is handed them in
-    place of logits, computes both in tiles. A model that does something else with its logits is found out: what it
-    hands to the loss is another tensor then.
-    """
-
-    def __init__(self, model: Any, layer: nn.Module):
-        self.model, self.layer = model, layer
-        self._passes_on = False
-        self._hidden: torch.Tensor | None = None
-        self._tokens = 0
-        self._was_computed = False
-
-    def pass_on(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The forward of the output layer."""
-        if not self._passes_on:
-            return type(self.layer).forward(self.layer, hidden)  # type: ignore[no-any-return]
-        if self._hidden is not None:
-            raise GeminiError(
-                f"{self._why()} calls its output head more than once for a loss, which cannot be computed in tiles. "
-                "Leave tile_tokens out"
-            )
-        self._hidden = hidden
-        return hidden
-
-    def tiled_forward(self, tokens: int) -> Callable[..., Any]:
-        self._tokens = tokens
-        whole = type(self.model).forward.__get__(self.model)
-        signature = inspect.signature(whole)
-
-        @functools.wraps(whole)
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            given = signature.bind_partial(*args, **kwargs).arguments
-            if not self.model.training or not torch.is_grad_enabled() or given.get("labels") is None:
-                return whole(*args, **kwargs)
-            own = self.model.__dict__.get("_loss_function")
-            self._passes_on, self._hidden, self._was_computed = True, None, False
-            self.model._loss_function = functools.partial(self._loss, self.model.loss_function)
-            try:
-                output = whole(*args, **kwargs)
-            except GeminiError:
-                raise
-            except Exception as e:
-                if self._hidden is None or self._was_computed:
-                    raise
-                raise self._refusal() from e
-            finally:
-                hidden, self._hidden, self._passes_on = self._hidden, None, False
-                del self.model._loss_function
-                if own is not None:
-                    self.model._loss_function = own
-            if hidden is not None and not self._was_computed:
-                raise self._refusal()
-            return self._without_logits(output, hidden)
-
-        return forward
-
-    def _without_logits(self, output: Any, hidden: torch.Tensor | None) -> Any:
-        """There are none: what stands in their place is taken out."""
-        if hidden is None:
-            return output
-        if isinstance(output, dict):
-            for name in [name for name, value in output.items() if value is hidden]:
-                output[name] = None
-            return output
-        if isinstance(output, tuple):
-            return tuple(None if value is hidden else value for value in output)
-        return output
-
-    def _loss(
-        self, original: Callable[..., Any], logits: Any = None, labels: Any = None, vocab_size: Any = None,
-        num_items_in_batch: Any = None, ignore_index: int = -100, shift_labels: Any = None, **other: Any,
-    ) -> torch.Tensor:  # fmt: skip
-        """The sum or mean of the cross entropies of all tokens, as transformers' own function makes it of logits."""
-        name = getattr(original, "__name__", type(original).__name__)
-        if name not in _LOSSES or not getattr(original, "__module__", "").startswith("transformers."):
-            raise GeminiError(
-                f"{self._why()} has the loss {name}; head and loss are computed in tiles with "
-                f"{' and '.join(_LOSSES)} of transformers. Leave tile_tokens out"
-            )
-        if logits is not self._hidden or self._hidden is None:
-            raise GeminiError(
-                f"{self._why()} changes its logits before it hands them to the loss, so head and loss cannot be "
-                "computed in tiles. Leave tile_tokens out"
-            )
-        self._was_computed = True
-        if name == "ForCausalLMLoss":
-            if shift_labels is None:
-                shift_labels = functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
-            labels = shift_labels
-        hidden = self._hidden.reshape(-1, self._hidden.shape[-1])
-        targets = labels.reshape(-1).to(hidden.device)
-        parts = _parts(hidden, self._tokens)
-        rows = [part.shape[0] for part in parts]
-        losses = [
-            checkpoint(self._losses_of, part, target, ignore_index, use_reentrant=False)
-            for part, target in zip(parts, targets.split(rows), strict=True)
-        ]
-        # As a cross entropy over one class: the sum over tokens is torch's own, in its order.
-        rated = torch.where(targets == ignore_index, ignore_index, 0)
-        reduction = "mean" if num_items_in_batch is None else "sum"
-        total = functional.nll_loss(-torch.cat(losses)[:, None], rated, ignore_index=ignore_index, reduction=reduction)
-        if num_items_in_batch is None:
-            return total
-        return total / (
-            num_items_in_batch.to(total.device) if torch.is_tensor(num_items_in_batch) else num_items_in_batch
-        )
-
-    def _losses_of(self, hidden: torch.Tensor, targets: torch.Tensor, ignore_index: int) -> torch.Tensor:
-        """Of some tokens, each alone, in fp32; 0 for those that are ignored."""
-        passed_on, self._passes_on = self._passes_on, False
-        try:
-            logits = self.layer(hidden)
-        finally:
-            self._passes_on = passed_on
-        return functional.cross_entropy(logits.float(), targets, ignore_index=ignore_index, reduction="none")
-
-    def _refusal(self) -> GeminiError:
-        return GeminiError(
-            f"{self._why()} does not make its loss by self.loss_function(logits=..., labels=...) of what its output "
-            "head gives, so head and loss cannot be computed in tiles. Leave tile_tokens out"
-        )
-
-    def _why(self) -> str:
-        return f"tile_tokens={self._tokens}: {type(self.model).__name__}"
-
-
-def _find_head(model: nn.Module) -> _Head | None:
-    """The head of the outermost module that has one, if its losses are transformers' (also inside of an adapter)."""
-    for module in model.modules():
-        ask: Any = getattr(module, "get_output_embeddings", None)
-        if ask is None or not hasattr(type(module), "loss_function"):
-            continue
-        try:
-            layer = ask()
-        except (AttributeError, NotImplementedError):
-            continue
-        if type(layer) is nn.Linear and "forward" not in layer.__dict__ and "forward" not in module.__dict__:
-            return _Head(module, layer)
-    return None
+def _is_experts(module: nn.Module) -> bool:
+    if "forward" in module.__dict__ or not type(module).__name__.endswith("Experts"):
+        return False
+    return tuple(inspect.signature(type(module).forward).parameters)[1:] == _OF_EXPERTS
 
 
 def tile_tokens(model: nn.Module, tokens: int) -> TokenTiles:
-    """Let the MLPs of ``model`` and its head with its loss be computed ``tokens`` tokens at a time.
+    """Let the MLPs, experts and norms of ``model`` and its head with its loss be computed ``tokens`` tokens at a time.
 
     In training with ``labels`` the model's output has no logits then (they are None); in evaluation it has.
 
@@ -298,3 +204,12 @@ def tile_tokens(model: nn.Module, tokens: int) -> TokenTiles:
     tiles = TokenTiles(model, tokens)
     tiles.put()
     return tiles
+
+
+def auto_tokens(model: nn.Module, tokens: int) -> int | None:
+    """The size of tile that ``tile_tokens="auto"`` takes for a batch of ``tokens``; None if nothing can be tiled."""
+    tiles = TokenTiles(model, tokens)
+    if not tiles.mlps and tiles.head is None:
+        return None
+    head = tiles.head
+    return tile_tokens_for(tokens, *((0, 1) if head is None else (head.layer.out_features, head.layer.in_features)))

@@ -19,8 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from gemini import rules
 from gemini.errors import GeminiError
-from gemini.grad_mode import call_with_grad, without_grad
-from gemini.interrupts import WHOLE
+from gemini.interrupts import WHOLE, call_with_grad, without_grad
 from gemini.rules import UpdateRule, Where, refuse_other
 from gemini.train.gradients.scaled_backward import scaler_steps
 from gemini.train.optimizers import checks
@@ -59,6 +58,8 @@ class HybridOptimizer(torch.optim.Optimizer):
 
     rule: UpdateRule = rules.ADAM
     _backward_checked = -1
+    _checked_groups: list[Group] | None = None
+    """The groups as they were when they were looked at last, without their params."""
 
     def __init__(self, params: Any, rule: UpdateRule, *, step_in_backward: bool = False, **hypers: Any):
         if not isinstance(rule, UpdateRule):
@@ -162,16 +163,12 @@ class HybridOptimizer(torch.optim.Optimizer):
     def _step(self) -> None:
         plain: list[tuple[nn.Parameter, Group, int]] = []
         managed: list[tuple[ParamHandle, Group]] = []
-        refusal: Exception | None = None
+        refusal = self._refusal()
         counted = 0
-        for number, group in enumerate(self.param_groups):
-            try:
-                self.check_group(group, f"param group {number}")
-            except (TypeError, ValueError) as e:
-                refusal = refusal or e
-            for param in group["params"]:
+        for group in self.param_groups:
+            params = group["params"]
+            for param, handle in zip(params, list(map(handle_of, params)), strict=True):
                 counted += 1
-                handle = handle_of(param)
                 if handle is not None:
                     managed.append((handle, group))
                 elif param.grad is not None:
@@ -183,10 +180,27 @@ class HybridOptimizer(torch.optim.Optimizer):
         if refusal is not None and not managed:
             raise refusal
         if managed:
-            states_of.check_owned(self, [handle for handle, _ in managed])
+            lost = [handle for handle, _ in managed if handle.optimizer is None or handle.optimizer() is not self]
+            if lost:
+                states_of.check_owned(self, lost)
             self._step_managed(managed, refusal)
         for param, group, index in plain:
             self._step_plain(param, group, index)
+
+    def _refusal(self) -> Exception | None:
+        """What is wrong with the hyperparameters of the groups, which are looked at if anything of them is new."""
+        groups = [{key: value for key, value in group.items() if key != "params"} for group in self.param_groups]
+        before = self._checked_groups
+        if before is not None and len(before) == len(groups) and all(map(_is_same, groups, before)):
+            return None
+        self._checked_groups = None
+        for number, group in enumerate(self.param_groups):
+            try:
+                self.check_group(group, f"param group {number}")
+            except (TypeError, ValueError) as e:
+                return e
+        self._checked_groups = groups
+        return None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients of this optimizer's params. With ``set_to_none=False`` zeros stand in their place, with
@@ -343,17 +357,8 @@ class HybridOptimizer(torch.optim.Optimizer):
         stepping.begin_step(self)
         if refusal is not None:
             raise refusal
-        groups = {id(handle): group for handle, group in managed if handle.takes_step}
-        known: dict[tuple[int, int, float], Any] = {}
-
-        def scalars_of(handle: ParamHandle, scale: float) -> Any:
-            group = groups[id(handle)]
-            key = (id(group), handle.num_steps, scale)
-            if key not in known:
-                known[key] = self.rule.scalars(group, handle.num_steps + 1, scale)
-            return known[key]
-
-        stepping.step([handle for handle, _ in managed if handle.takes_step], scalars_of)
+        taking = [(handle, group) for handle, group in managed if handle.takes_step]
+        stepping.step([handle for handle, _ in taking], [group for _, group in taking], self.rule.scalars)
 
     def _check_mode(self, stepping: Stepping) -> None:
         refuse_other(self.rule, stepping.rule)
@@ -398,13 +403,13 @@ class HybridOptimizer(torch.optim.Optimizer):
         residual = state.get("residual")
         scalars = self.rule.scalars(group, int(state["step"]), 1.0)
         where = Where(f"plain param {index}", 0, param.shape) if self.rule.spec.needs != "elements" else None
-        self.rule.run(
+        arrays = rules.Arrays(
             weights.view(-1),
             None if residual is None else residual.view(-1),
             {**state, **{spec.kind: state[spec.kind].view(-1) for spec in self.rule.spec.planes}},
             param.grad.contiguous().view(-1),  # type: ignore[union-attr]
-            [rules.Segment(0, weights.numel(), scalars, where)],
         )
+        self.rule.run(arrays, [rules.Segment(0, weights.numel(), scalars, where)])
         if weights.data_ptr() != param.data_ptr():
             param.data.copy_(weights)
         torch.autograd.graph.increment_version(param)  # for autograd a write in place, as torch's own steps are
@@ -432,12 +437,12 @@ class HybridAdam(HybridOptimizer):
     def __init__(
         self,
         params: Any,
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.01,
+        lr: float = rules.ADAM.defaults["lr"],
+        betas: tuple[float, float] = rules.ADAM.defaults["betas"],
+        eps: float = rules.ADAM.defaults["eps"],
+        weight_decay: float = rules.ADAM.defaults["weight_decay"],
         *,
-        decoupled: bool = True,
+        decoupled: bool = rules.ADAM.defaults["decoupled"],
         step_in_backward: bool = False,
         **unknown: Any,
     ):
@@ -458,6 +463,14 @@ class HybridAdam(HybridOptimizer):
 
     def _check_loaded(self, state_dict: Any) -> None:
         checks.check_loaded(self.param_groups, state_dict)
+
+
+def _is_same(group: Group, checked: Group) -> bool:
+    """Whether no value of a group is another one. What may change in place (a tensor, a list) may have."""
+    fixed = (float, int, str, tuple, type(None))
+    return group.keys() == checked.keys() and all(
+        value is checked[key] and isinstance(value, fixed) for key, value in group.items()
+    )
 
 
 def _refuse_stock_optimizers(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

@@ -23,9 +23,8 @@ from gemini.memory.store import ChunkStore
 from gemini.planning.planes import RESIDUAL, WEIGHTS, PlaneKind
 from gemini.ranks.agreement import Point
 from gemini.ranks.facts import Agree, value_facts
-from gemini.train.params.handle import ParamHandle
-from gemini.train.params.versions import note_writes
-from gemini.train.transforms import without_transforms
+from gemini.train.own_work import without_transforms
+from gemini.train.params.handle import ParamHandle, note_writes
 from gemini.train.write_observers import WriteObservers
 
 

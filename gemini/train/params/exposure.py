@@ -1,4 +1,4 @@
-"""Which params are ordinary parameters now, and which are guarded.
+"""Which params are ordinary parameters now, for who computes with them, and which are guarded.
 
 While the model computes, the params of gathered chunks are ordinary; those of chunks that never move become so together
 when it starts to compute, but not before their update is over: until then the guard stands, a block waits for its own
@@ -8,15 +8,16 @@ chunks as it begins, and any other read waits when it meets the guard. At rest a
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
+from torch import nn
 
+from gemini.errors import ParamAccessError
 from gemini.memory.chunks.chunk import Chunk
 from gemini.memory.store import ChunkStore
-from gemini.train.params import guarding
-from gemini.train.params.handle import ParamHandle, ParamSet
-from gemini.train.params.versions import written_to
+from gemini.train.params.guard import ManagedParameter, nan_of
+from gemini.train.params.handle import SET_DATA, ParamHandle, ParamSet, notes_a_write, written_to
 from gemini.train.step import StepState
 
 
@@ -49,7 +50,8 @@ class Exposure:
         """Params that were cast while they were ordinary ones."""
         self._covered: set[int] = set()
         """Chunks that move and were guarded again since the model was at rest: somebody may have views of them."""
-        self._written: list[ParamHandle] = []
+        self.written: list[ParamHandle] = []
+        """Params that others have written to, which has yet to be refused."""
 
     def begin(self) -> None:
         """The model computes from now on: what never moves is there to be read, unless it is being updated.
@@ -65,7 +67,7 @@ class Exposure:
             late = fresh & self._updates.pending.keys()
             self.late |= late
             fresh -= late
-        self._written += guarding.expose(self._params_of(fresh))
+        self.written += expose(self._params_of(fresh))
         self._exposed |= fresh
         self.late -= fresh
 
@@ -92,7 +94,7 @@ class Exposure:
                 self.late.discard(index)
             self.look_for_writes(chunk)
             assert chunk.gathered, chunk.name
-            guarding.expose(self._by_chunk[index])
+            expose(self._by_chunk[index])
             self._exposed.add(index)
 
     def cover(self, chunk: Chunk) -> None:
@@ -121,8 +123,8 @@ class Exposure:
     def _hide(self, indices: set[int]) -> bool:
         handles = self._params_of(indices)
         self._exposed -= indices
-        written, cast = guarding.hide(handles)
-        self._written += written
+        written, cast = hide(handles)
+        self.written += written
         self._cast += cast
         return bool(written)
 
@@ -130,27 +132,25 @@ class Exposure:
         """Notice writes to guarded params, through views that somebody has: refused when that can be done."""
         written = written_to(self._by_chunk[chunk.spec.index])
         if written:
-            self._written += written
+            self.written += written
             self._manager.drop([chunk])  # a copy that differs from its home
 
-    def check(self, chunks: Iterable[Chunk]) -> None:
-        """The weights of these are about to be updated.
+    def refuse(self, written: list[ParamHandle]) -> None:
+        """The weights of these are about to be updated, and others have written to them.
 
         Raises:
-            ParamAccessError: if they were written to by others; nothing is updated yet.
+            ParamAccessError: nothing is updated yet.
         """
-        written = written_to(handle for chunk in chunks for handle in self._by_chunk[chunk.spec.index])
         self._manager.drop({handle.chunk.spec.index: handle.chunk for handle in written}.values())
-        self._written += written
-        if self._written:
-            self.refuse_writes()
+        self.written += written
+        self.refuse_writes()
 
     def poison(self, chunk: Chunk) -> None:
         """The gathered weights of a chunk went away."""
         self.look_for_writes(chunk)
         self._exposed.discard(chunk.spec.index)
         self._num_readers.pop(chunk.spec.index, None)
-        guarding.poison(self._by_chunk[chunk.spec.index])
+        poison(self._by_chunk[chunk.spec.index])
 
     def rest_if_idle(self) -> None:
         """Guard everything if nobody computes any more, and refuse what was written meanwhile."""
@@ -164,8 +164,8 @@ class Exposure:
                 self.look_for_writes(self._chunks[index])
             if self._cast:
                 cast, self._cast = self._cast, []
-                guarding.bring_back(cast)
-        if self._written:
+                bring_back(cast)
+        if self.written:
             self.refuse_writes()
 
     def refuse_writes(self) -> None:
@@ -174,5 +174,92 @@ class Exposure:
         Raises:
             ParamAccessError: naming the param.
         """
-        written, self._written = self._written, []
-        guarding.refuse_written(written)
+        written, self.written = self.written, []
+        refuse_written(written)
+
+
+# ---- one param after the other ---------------------------------------------------------------------------------------
+
+
+def expose(handles: list[ParamHandle]) -> list[ParamHandle]:
+    """Make params of gathered chunks ordinary parameters; returns those that were written to since the last look."""
+    written = []
+    for handle in handles:
+        param = handle.param
+        param.__class__ = nn.Parameter
+        if param._version != handle.version and notes_a_write(handle):
+            written.append(handle)
+        if handle.poisoned:
+            param.data = handle.view
+            handle.poisoned = False
+            handle.version = param._version
+    return written
+
+
+class Hidden(NamedTuple):
+    """What :func:`hide` found."""
+
+    written: list[ParamHandle]
+    """Params that were written to while they were ordinary ones."""
+    cast: list[ParamHandle]
+    """Params that were given the same values in other memory, which they keep until the model is at rest."""
+
+
+def hide(handles: list[ParamHandle]) -> Hidden:
+    """Guard params: nobody computes with them now."""
+    written, cast = list[ParamHandle](), list[ParamHandle]()
+    for handle in handles:
+        param = handle.param
+        if param._version != handle.version and notes_a_write(handle):
+            written.append(handle)
+        handle.fingerprint = None
+        if not handle.poisoned and param.data_ptr() != handle.view.data_ptr():
+            if _is_cast(handle):
+                cast.append(handle)
+            else:
+                param.data = handle.view
+                handle.version = param._version
+                written.append(handle)
+        param.__class__ = ManagedParameter
+    return Hidden(written, cast)
+
+
+def poison(handles: list[ParamHandle]) -> None:
+    """Guard params whose weights are not gathered. What reads past the guard (``torch.tensor(p)``) finds NaN."""
+    for handle in handles:
+        param = handle.param
+        param.__class__ = nn.Parameter  # the guard would refuse the next line
+        param.data = nan_of(param.dtype, param.device).expand(param.shape)
+        param.__class__ = ManagedParameter
+        handle.poisoned = True
+
+
+def undo_writes(handle: ParamHandle) -> None:
+    """An ordinary param is a view of its window again, and what was written until now is no write."""
+    handle.param.data = handle.view
+    handle.version = handle.param._version
+
+
+def bring_back(handles: Iterable[ParamHandle]) -> None:
+    """What was cast inside a forward is a view of its window again."""
+    with torch._C.DisableTorchFunctionSubclass():  # type: ignore[attr-defined]
+        for handle in handles:
+            if not handle.poisoned and handle.param.data_ptr() != handle.view.data_ptr():
+                SET_DATA(handle.param, handle.view)
+
+
+def _is_cast(handle: ParamHandle) -> bool:
+    """Whether a param that was given other memory has the same values there: from ``module.to(dtype)``, or cuDNN, which
+    makes weights contiguous.
+    """
+    given, view = handle.param.detach(), handle.view
+    return given.shape == view.shape and given.device == view.device and torch.equal(given, view.to(given.dtype))
+
+
+def refuse_written(written: list[ParamHandle]) -> None:
+    """A param was written to while it was an ordinary parameter: its master does not know, so say so."""
+    if written:
+        raise ParamAccessError(
+            f"the weights of {written[0].name!r} were written to inside a forward, a backward or gathered(): its fp32 "
+            "master does not know of it. Write with model.gathered([param], write=True), outside of forward"
+        )

@@ -13,7 +13,7 @@ from gemini.memory.store import ChunkStore
 from gemini.ranks.agreement import Point
 from gemini.ranks.facts import value_facts
 from gemini.train.params.by_name import ByName
-from gemini.train.params.guarding import undo_writes
+from gemini.train.params.exposure import undo_writes
 from gemini.train.params.handle import ParamHandle
 from gemini.train.write_observers import WriteObservers
 

@@ -8,7 +8,6 @@ libraries look at ``p.grad`` of every param, step after step.
 from __future__ import annotations
 
 import sys
-import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from gemini.errors import ParamAccessError
+from gemini.errors import ParamAccessError, warn
 
 
 def _code(function: Any) -> Any:
@@ -66,10 +65,9 @@ def note_grad_read(param: Any) -> None:
     if not (handle.has_grad or owner.state.num_unreduced or owner.state.updated_in_backward):
         return
     _warned.add(owner)
-    warnings.warn(
+    warn(
         f"p.grad of managed param {param._gemini.name!r} was read after a backward: it is always None, since "
         "gradients of a managed model live in chunks, and what is done with it (clamping, noise, logging a norm) does "
         "nothing. Read them with model.full_grad(name), clip them with model.clip_grad_norm_(max_norm). This is said "
-        "once per model",
-        stacklevel=3,
+        "once per model"
     )

@@ -5,8 +5,9 @@ While a module computes, a managed param is an ordinary ``nn.Parameter`` and cos
 ``__torch_function__`` sees every use: its shape, dtype and the like are answered; inside a forward its chunk is
 gathered and the call goes on (a fused op that reads another module's weight), and so it does for one elsewhere that
 autograd records; other reads that yield new values are served from a copy, and what would alias the weights, write to
-them, or lose a gradient is refused with the remedy. So a write can never leave a stale residual, and the same program
-behaves the same wherever its weights happen to live.
+them, or lose a gradient is refused with the remedy. ``param.detach()`` and ``param.data`` are such reads put off
+(:class:`DetachedWeights`). So a write can never leave a stale residual, and the same program behaves the same wherever
+its weights happen to live.
 """
 
 from __future__ import annotations
@@ -14,17 +15,18 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable, Iterator
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from gemini.errors import ParamAccessError
-from gemini.grad_mode import call_without_grad
+from gemini.interrupts import call_without_grad
+from gemini.train.own_work import unwrapped, without_transforms
 from gemini.train.params.grad_reads import note_grad_read
 from gemini.train.params.handle import ParamHandle
 from gemini.train.params.owner import owner_of
-from gemini.train.transforms import unwrapped, without_transforms
 
 
 class ManagedParameter(nn.Parameter):
@@ -72,7 +74,11 @@ class ManagedParameter(nn.Parameter):
             value = args[1].expand(args[0].shape)
             owner_of(handles[0]).by_names.overwrite(handles[0], value)  # how nn.Module.load_state_dict writes
             return args[0]
-        return _read_copies(func, args, kwargs, handles)
+        if _is_differentiated(func, args, kwargs):  # a loss that reads ``lm_head.weight`` itself
+            return owner_of(handles[0]).reads.outside(func, args, kwargs, handles)
+        if func in _DETACHES and sys._getframe(1).f_code is not nn.Module._save_to_state_dict.__code__:
+            return DetachedWeights.of(handles[0])
+        return _read_copies(func, args, kwargs, {id(h.param): h for h in handles}, partial(call_without_grad, func))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise ParamAccessError(
@@ -85,6 +91,80 @@ class ManagedParameter(nn.Parameter):
             f"managed param {self._gemini.name!r} cannot be deep-copied: "  # type: ignore[attr-defined]
             "copy the model before it is wrapped, or read it with model.full_param(name)"
         )
+
+
+class DetachedWeights(torch.Tensor):
+    """``param.detach()`` and ``param.data`` of a managed param outside of forward: its values, read at each use.
+
+    In torch they share memory with the param, so that what is read of them later is what the param is then, and so it
+    is here. Nothing can be written through them, and no view be taken: both are refused as those of the param are.
+    """
+
+    _gemini: ParamHandle
+
+    @staticmethod
+    def of(handle: ParamHandle) -> DetachedWeights:
+        param = handle.param
+        with torch.inference_mode(False):
+            detached = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+                DetachedWeights, param.shape, dtype=param.dtype, device=param.device
+            )
+        detached._gemini = handle
+        return detached
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """What torch computes without asking in Python: inside of the transforms of ``torch.func``."""
+        if func is torch.ops.aten.detach.default:
+            return cls.of(args[0]._gemini)
+        return _read_copies(func, args, kwargs or {}, _detached_in((args, kwargs)), func)
+
+    @classmethod
+    def __torch_function__(  # type: ignore[override]
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _DETACHES:
+            return args[0]
+        if func in OF_MEMORY:
+            return func(args[0]._gemini.param, *args[1:], **kwargs)
+        if func in METADATA - _FLIPS:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        handles = _detached_in((args, kwargs))
+        first = next(iter(handles.values()))
+        if func in _FLIPS:
+            raise ParamAccessError(_refusal("a gradient (requires_grad_ of what was detached)", first, write=False))
+        for owner in map(owner_of, handles.values()):
+            if owner.state.computing:
+                own = {key: handle for key, handle in handles.items() if handle.owner() is owner}
+                return owner.reads.in_call(partial(_on_detached, func, args, kwargs, own), (), {}, list(own.values()))
+        return _read_copies(func, args, kwargs, handles, func)
+
+    def __deepcopy__(self, memo: Any) -> torch.Tensor:
+        return self.clone()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.clone().__reduce_ex__(protocol)
+
+
+def _detached_in(tree: Any) -> dict[int, ParamHandle]:
+    return {id(tensor): tensor._gemini for tensor in tensors_in(tree) if isinstance(tensor, DetachedWeights)}
+
+
+def _on_detached(func: Callable[..., Any], args: Any, kwargs: Any, handles: dict[int, ParamHandle]) -> Any:
+    """``func`` while the params of ``handles`` are ordinary ones."""
+    args, kwargs = _replace((args, kwargs), {key: handle.param.detach() for key, handle in handles.items()})
+    return func(*args, **kwargs)
+
+
+@cache
+def nan_of(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """The one value that stands for weights that are not there."""
+    with torch.inference_mode(False):
+        return torch.full((), float("nan"), dtype=dtype, device=device)
 
 
 def _come_last(param: Any) -> None:
@@ -104,25 +184,28 @@ def _edges_of(tree: Any) -> Any:
     return [_edges_of(value) for value in tree] if isinstance(tree, (list, tuple)) else tree
 
 
-def _read_copies(func: Callable[..., Any], args: Any, kwargs: Any, handles: list[ParamHandle]) -> Any:
+def _read_copies(
+    func: Callable[..., Any], args: Any, kwargs: Any, of: dict[int, ParamHandle], call: Callable[..., Any]
+) -> Any:
     """Run a read outside of forward on copies of the params; refuse what a copy would silently falsify.
 
-    What autograd follows (a loss that reads ``lm_head.weight`` itself) is run on the params themselves.
+    ``of``: whose values stand in the place of which argument (by ``id``).
     """
-    if _is_differentiated(func, args, kwargs):
-        return owner_of(handles[0]).reads.outside(func, args, kwargs, handles)
+    handles = list(of.values())
     what = f"{getattr(func, '__name__', func)} of managed param {handles[0].name!r}"
     if getattr(func, "__name__", "") == "__set__":
         raise ParamAccessError(_refusal("replacing the content", handles[0], write=True))
+    if func is torch.Tensor.__dlpack__:
+        raise ParamAccessError(_refusal(f"a view ({what})", handles[0], write=False))
     with torch.inference_mode(False):  # writes to tensors of inference mode could not be told
-        copies = {id(h.param): owner_of(h).by_names.read(h) for h in handles}
-    if func is torch.Tensor.detach and sys._getframe(2).f_code is nn.Module._save_to_state_dict.__code__:
-        return copies[id(handles[0].param)]  # the state dict of a part of the model: values, whoever has them
+        copies = {key: owner_of(handle).by_names.read(handle) for key, handle in of.items()}
+    if func is torch.Tensor.detach:
+        return next(iter(copies.values()))  # the state dict of a part of the model: values, whoever has them
     if func is not torch.Tensor.cpu:  # which would only bring them back
         copies = {key: _where_computed(copy, handles[0]) for key, copy in copies.items()}
     versions = {key: copy._version for key, copy in copies.items()}
     args, kwargs = _replace((args, kwargs), copies)
-    result = call_without_grad(func, *args, **kwargs)
+    result = call(*args, **kwargs)
     if any(copy._version != versions[key] for key, copy in copies.items()):
         raise ParamAccessError(_refusal(f"writing ({what})", handles[0], write=True))
     converted = getattr(func, "__name__", "") in _CONVERSIONS  # p.float() of an fp32 param is p itself: here a copy
@@ -130,6 +213,8 @@ def _read_copies(func: Callable[..., Any], args: Any, kwargs: Any, handles: list
     for tensor in tensors_in(result):
         if unwrapped(tensor).untyped_storage()._cdata in storages and not converted:
             raise ParamAccessError(_refusal(f"a view ({what})", handles[0], write=False))
+    if getattr(func, "__name__", "") in ("numpy", "__array__"):
+        result.setflags(write=False)  # values of now: what is written to them would be lost
     return result
 
 
@@ -205,6 +290,7 @@ def _getters() -> set[Any]:
 _SET_GRAD = torch.Tensor.grad.__set__  # type: ignore[union-attr]
 _GET_GRAD = torch.Tensor.grad.__get__  # type: ignore[union-attr]
 
+_DETACHES: set[Any] = {torch.Tensor.detach, torch.Tensor.data.__get__}  # type: ignore[attr-defined]
 _FLIPS: set[Any] = {torch.Tensor.requires_grad_, torch.Tensor.requires_grad.__set__}  # type: ignore[attr-defined]
 
 # Answered by the place in the chunk, not by the NaN that stands in for weights that are not gathered.

@@ -35,6 +35,10 @@ class TakesGradients(Protocol):
         """Autograd has accumulated a gradient in the param: it goes into its chunk."""
 
 
+GradHook = Callable[[ParamHandle], Callable[[Any], None]]
+"""Makes, for a param, what autograd calls when its gradient is complete."""
+
+
 class Owner(Protocol):
     """Params refer to it weakly."""
 

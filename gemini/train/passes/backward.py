@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import weakref
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,13 +16,16 @@ from gemini.memory.chunks.chunk import Chunk
 from gemini.memory.store import ChunkStore
 from gemini.planning.planes import GRAD
 from gemini.train.activations.store import ActivationStore
+from gemini.train.gradients import scaled_backward
 from gemini.train.gradients.scaled_backward import Scaling
 from gemini.train.gradients.store import GradientStore, refuse_grad
 from gemini.train.modules.calls import CallRecord, Calls
-from gemini.train.observers import Observers, own_work
+from gemini.train.observers import Observers
+from gemini.train.own_work import own_work
 from gemini.train.params.by_name import ByName
 from gemini.train.params.exposure import Exposure
 from gemini.train.params.handle import Leftover, ParamHandle, ParamSet
+from gemini.train.params.owner import owner_of
 from gemini.train.params.stepper import stepping_in_backward
 from gemini.train.sharding.reduction import Reduction
 from gemini.train.step import StepState
@@ -31,6 +36,9 @@ _OrdinaryParams = torch._C.DisableTorchFunctionSubclass  # type: ignore[attr-def
 _graph_task = torch._C._current_graph_task_id
 _NONE = -2
 """No backward: autograd's own number for that is -1."""
+
+
+DELETED = "the GeminiDDP model this module belonged to was deleted: its weights are gone"
 
 
 class BackwardPass:
@@ -63,7 +71,8 @@ class BackwardPass:
         Raises:
             GeminiError: if the gradients would have another scale than the program means (fp16).
         """
-        self.scaling.enter()
+        if self.scaling.loss_scale is not None or scaled_backward.scalers_used:
+            self.scaling.enter()
         if self._state.in_backward:
             return
         self._state.begin_backward()
@@ -81,10 +90,11 @@ class BackwardPass:
         """The backward of one call begins."""
         with self._lock:
             self.begin()
-            self._calls.begin_backward(record)
             if self._moves:
+                self._calls.begin_backward(record)
                 self._manager.look_ahead()
-            self._exposure.refuse_writes()
+            if self._exposure.written:
+                self._exposure.refuse_writes()
 
     @own_work
     def _is_over(self) -> None:
@@ -95,7 +105,8 @@ class BackwardPass:
         if self._reduction is not None:
             self._calls.end_backward()  # nothing is read any more: room for what is still to be reduced
             self._reduction.end_backward()
-        self.gradients.drain()
+        if self.gradients.landing:
+            self.gradients.drain()
         if stepping_in_backward:
             self._updates.complete_all()
         if self._state.takes_gradients and stepping_in_backward:
@@ -104,14 +115,16 @@ class BackwardPass:
         self.end()
         if self._moves and not self._calls.running:
             self._manager.foresight.end()
-        WHOLE.let_go()
+        if self._state.updated_in_backward:
+            WHOLE.let_go()
         if not torch._C._autograd._get_current_graph_task_keep_graph():  # type: ignore[attr-defined]
             self._state.close()  # last: what breaks off before leaves it open, to be looked at
 
     def end(self) -> None:
         """The whole graph is done (or was abandoned)."""
         self._plain_task = _NONE
-        self._calls.end_backward()
+        if self._moves:
+            self._calls.end_backward()
         if self._activations.offloads:
             self._activations.end_backward()
         self._state.end_backward()
@@ -157,7 +170,8 @@ class BackwardPass:
             elif self._in_backward.transient:
                 self._in_backward.use(handle, grad)
             else:
-                self._in_backward.refuse_used(handle)
+                if stepping_in_backward:
+                    self._in_backward.refuse_used(handle)
                 if handle.norm_sums is not None:
                     self.gradients.promote([chunk])
                 self.gradients.land(handle, grad)
@@ -185,14 +199,16 @@ class BackwardPass:
         Raises:
             BudgetExceeded: if gradients of an earlier backward are kept and there is no room to accumulate.
         """
-        self.fold_clipping()  # it was of what is there
+        if self._state.has_clipped:
+            self.fold_clipping()  # it was of what is there
         if self._state.updated_in_backward and not self._state.accumulating:
             raise GeminiError(
                 "a second backward before optimizer.step(): with step_in_backward=True the backward before it has "
                 "updated the weights. Call optimizer.step() after every backward that updates, and put all but the "
                 "last micro-batch of a step inside `with model.no_sync()`"
             )
-        self._updates.drain()  # of params that this forward has not read
+        if self._updates.pending or self._updates.unseen.num_chunks:
+            self._updates.drain()  # of params that this forward has not read
         if self.has_gradients:
             if self._in_backward.transient:
                 raise GeminiError(
@@ -267,3 +283,25 @@ class BackwardPass:
         if self._state.updated_in_backward and has_begun:
             self._state.forget_update_in_backward()
             self._state.mark_corrupted(GeminiError("its backward ended early, after some params were updated in it"))
+
+
+def grad_hook(handle: ParamHandle) -> Callable[[torch.Tensor], None]:
+    """What moves a param's gradient into its chunk as soon as it is complete."""
+    return partial(_take_grad, handle)
+
+
+def _take_grad(handle: ParamHandle, param: torch.Tensor) -> None:
+    owner = handle.owner()
+    (owner_of(handle) if owner is None else owner).backward.take_grad(handle)
+
+
+def begin_backward_of(ref: weakref.ref[Any], record: CallRecord, grad: torch.Tensor) -> None:
+    """The gradient of a result of a call has arrived. ``ref``: the passes of its model.
+
+    Raises:
+        GeminiError: if the model was deleted.
+    """
+    passes = ref()
+    if passes is None:
+        raise GeminiError(DELETED)
+    passes.backward.begin_of(record)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -15,11 +15,11 @@ from gemini.memory.store import ChunkStore
 from gemini.train.activations.store import ActivationStore
 from gemini.train.modules.calls import CallRecord, Calls
 from gemini.train.modules.saved_weights import SavedWeights
-from gemini.train.observers import Observers, own_work
+from gemini.train.observers import Observers
+from gemini.train.own_work import innermost_transform, is_differentiating, own_work, without_transforms
 from gemini.train.params.exposure import Exposure
 from gemini.train.setup.trained import TrainedParams
 from gemini.train.step import StepState
-from gemini.train.transforms import innermost_transform, is_differentiating, without_transforms
 from gemini.train.update.updates import Updates
 
 
@@ -28,18 +28,19 @@ class ForwardPass:
 
     Args:
         lock: of the books, so that a model may be called from several threads.
+        begin_step: called when a forward that a backward may follow begins.
     """
 
     def __init__(
         self, store: ChunkStore, state: StepState, calls: Calls, *, lock: AbstractContextManager[Any],
         observers: Observers, exposure: Exposure, saved_weights: SavedWeights, activations: ActivationStore,
-        updates: Updates, trained: TrainedParams,
+        updates: Updates, trained: TrainedParams, begin_step: Callable[[], None],
     ):  # fmt: skip
         self.calls, self.observers, self.exposure = calls, observers, exposure
         self._manager, self._state, self._lock = store.manager, state, lock
         self._saved_weights, self._activations = saved_weights, activations
         self._updates, self._trained = updates, trained
-        self._moves = store.moves
+        self._moves, self._begin_step = store.moves, begin_step
         self._transformed: list[Chunk] = []
         """What ``torch.func`` may still read."""
 
@@ -85,9 +86,12 @@ class ForwardPass:
         if self._moves:
             self._saved_weights.begin_forward()
             self._manager.refresh_lent()
-        self.exposure.begin()
+        if self._moves:
+            self._manager.begin_forward(in_step=torch.is_grad_enabled())
         if self._moves and torch.is_grad_enabled():
-            self._manager.foresight.begin()
+            self._begin_step()
+            self._manager.look_ahead()
+        self.exposure.begin()
 
     def settle(self) -> None:
         """Where nothing moves: if no update is awaited any more, and nobody records, modules inside of the call that is

@@ -14,6 +14,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -25,17 +26,16 @@ from gemini.memory.chunks.chunk import Chunk
 from gemini.memory.store import ChunkStore
 from gemini.train.gradients.scaled_backward import ScaleGradient
 from gemini.train.modules import injected
-from gemini.train.modules.calls import CallRecord
+from gemini.train.modules.calls import map_tensors
 from gemini.train.modules.compiled import CompiledParts, hook_around, make_room_for_compiled, refuse_inside_compiled
-from gemini.train.modules.containers import iter_tensors, map_tensors
 from gemini.train.modules.reading import is_a, params_read_by, readers
 from gemini.train.modules.renormalized import Rewriting, renormalized_by, resident_chunks, taking_over
+from gemini.train.own_work import innermost_transform
 from gemini.train.params.handle import handle_of
-from gemini.train.passes.backward import BackwardPass
+from gemini.train.passes.backward import DELETED, BackwardPass, begin_backward_of
 from gemini.train.passes.forward import ForwardPass
 from gemini.train.passes.recovery import Recovery
 from gemini.train.step import StepState
-from gemini.train.transforms import innermost_transform
 
 ENTRANCE = re.compile(r"(?:[^.\d][^.]*\.)*(?:[^.\d][^.]*|\d+)|")
 """Paths without a numbered part, or with just one at their end: "", "model", "model.norm", "model.layers.7"."""
@@ -139,7 +139,7 @@ def passes_of(ref: weakref.ref[Passes]) -> Passes:
     """
     passes = ref()
     if passes is None:
-        raise GeminiError("the GeminiDDP model this module belonged to was deleted: its weights are gone")
+        raise GeminiError(DELETED)
     return passes
 
 
@@ -277,10 +277,10 @@ def _post(ref: weakref.ref[Passes], *, is_root: bool) -> Callable[[nn.Module, An
         outermost = record.parent is None and not passes.state.in_backward
         if passes.backward.scaling.loss_scale is not None and outermost:
             output = _enter_scale(output, passes, is_root=is_root)
-            _hook_outputs(output, ref, record)
+            record.on_gradient(output, partial(begin_backward_of, ref, record))
             return output
         if record.chunks or outermost:
-            _hook_outputs(output, ref, record)
+            record.on_gradient(output, partial(begin_backward_of, ref, record))
         return None
 
     return post
@@ -298,11 +298,3 @@ def _enter_scale(output: Any, passes: Passes, *, is_root: bool) -> Any:
         passes_of(ref).backward.begin()
 
     return map_tensors(output, lambda t: ScaleGradient.apply(t, own, begin) if t.dim() == 0 and t.requires_grad else t)
-
-
-def _hook_outputs(output: Any, ref: weakref.ref[Passes], record: CallRecord) -> None:
-    def begin(grad: torch.Tensor) -> None:
-        passes_of(ref).backward.begin_of(record)
-
-    for tensor in iter_tensors(output):
-        record.on_gradient(tensor, begin)

@@ -14,9 +14,8 @@ from gemini.interrupts import WHOLE
 from gemini.memory.store import ChunkStore
 from gemini.train.activations.store import ActivationStore
 from gemini.train.gradients.store import GradientStore
-from gemini.train.params.exposure import Exposure
+from gemini.train.params.exposure import Exposure, hide
 from gemini.train.params.guard import ManagedParameter
-from gemini.train.params.guarding import hide
 from gemini.train.params.handle import ParamSet
 from gemini.train.passes.backward import BackwardPass
 from gemini.train.passes.forward import ForwardPass

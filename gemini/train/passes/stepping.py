@@ -5,7 +5,8 @@ updates themselves.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any
 
 import torch
 
@@ -15,10 +16,9 @@ from gemini.memory.store import ChunkStore
 from gemini.rules import UpdateRule
 from gemini.train.gradients.scaled_backward import Scaling
 from gemini.train.params.exposure import Exposure
-from gemini.train.params.handle import Leftover, ParamHandle, ParamSet
+from gemini.train.params.handle import Leftover, ParamHandle, ParamSet, note_writes, written_to
 from gemini.train.params.owner import owner_of
 from gemini.train.params.stepper import Stepper
-from gemini.train.params.versions import note_writes
 from gemini.train.passes.backward import BackwardPass
 from gemini.train.passes.recovery import Recovery
 from gemini.train.sharding.reduction import Reduction
@@ -52,6 +52,7 @@ class Stepping:
             recovery,
         )
         self._observers, self._reduction = observers, reduction
+        self._moves = store.moves
 
     # ---- before the step ----------------------------------------------------------------------------------------
 
@@ -168,42 +169,56 @@ class Stepping:
             GeminiError: if an update broke off before.
             RankMismatch: on every rank; no weight was changed.
         """
-        self.state.check_whole()
-        self._recovery.forget_interrupted()
+        if self.state.corrupted_by is not None:
+            self.state.check_whole()
+        if self.state.num_open:
+            self._recovery.forget_interrupted()
         if self.state.updated_in_backward:
             self.updates.unseen.look()
         if self._reduction is not None:
             self._reduction.agree_on_step(optimizer)
 
-    def step(self, handles: list[ParamHandle], scalars_of: Callable[[ParamHandle, float], object]) -> None:
+    def step(
+        self, handles: list[ParamHandle], groups: list[dict[str, Any]],
+        scalars: Callable[[Mapping[str, Any], int, float], Hashable],
+    ) -> None:  # fmt: skip
         """Update these params (``takes_step``) and end the step; in fp16 skip it if one holds inf or NaN.
 
         Where gradients were summed and all of the update is on a GPU, the GPU looks: it then leaves everything as it
         is, and the host is told before the next backward takes its first gradient, or by whoever waits before.
 
         Args:
-            scalars_of: what to update a param with whose gradient is to be multiplied by a factor.
+            groups: the param group of each.
+            scalars: ``UpdateRule.scalars``: what to update a param with.
 
         Raises:
             NonFiniteGradient: in bf16 and fp32, naming the param; nothing was changed. Where the host looks.
             GeminiError: for gradients that a scaler has scaled and not unscaled.
             ParamAccessError: for weights that the program has written to.
         """
-        self.scaling.check_unscaled(handle for handle in handles if handle.has_grad)
-        loss_scale = None if self.scaling.is_by_scaler or not handles else self.scaling.loss_scale
+        scaling, loss_scale = self.scaling, None
+        if scaling.is_scaled:
+            scaling.check_unscaled(handle for handle in handles if handle.has_grad)
+            loss_scale = None if scaling.is_by_scaler or not handles else scaling.loss_scale
         if loss_scale is not None and not math.isfinite(self._gradients.total_sum(handles)):
             loss_scale.skipped()
             self.skip(handles)
             return
+        indices = {handle.chunk.spec.index for handle in handles}
+        written = written_to([handle for index in indices for handle in self._params.by_chunk[index]])
+        if written or self._exposure.written:
+            self._exposure.refuse(written)
         clip = self.state.clip_there
         stop = None if self._reduction is not None or self.scaling.is_scaled else self._stop_on_device(handles, clip)
         if stop is None:
             self._gradients.check_finite(handles)
             clip = None
-        self._exposure.check({handle.chunk.spec.index: handle.chunk for handle in handles}.values())
-        self._gradients.land_zeros([handle for handle in handles if not handle.has_grad])
+        missing = [handle for handle in handles if handle.norm_sums is None]
+        if missing:
+            self._gradients.land_zeros(missing)
         known = handles and clip is None
-        by_chunk = self._segments(handles, scalars_of, self.state.clip_coefficient if known else 1.0)
+        coefficient = self.state.clip_coefficient if known else 1.0
+        by_chunk = self._by_chunk(handles, groups, scalars, coefficient)
         try:
             note_writes(handles)
             for handle in handles:
@@ -221,15 +236,19 @@ class Stepping:
     def _stop_on_device(self, handles: list[ParamHandle], clip: kernels.ClipFactor | None) -> torch.Tensor | None:
         return self.updates.unseen.stop_for_step(self._store.mover, handles, self.rule, clip)
 
-    def _segments(
-        self, handles: list[ParamHandle], scalars_of: Callable[[ParamHandle, float], object], coefficient: float
-    ) -> Mapping[int, list[ParamUpdate]]:
+    def _by_chunk(
+        self, handles: list[ParamHandle], groups: list[dict[str, Any]],
+        scalars: Callable[[Mapping[str, Any], int, float], Hashable], coefficient: float,
+    ) -> Mapping[int, list[ParamUpdate]]:  # fmt: skip
         """``coefficient``: of clipping the whole model, if the device does not have it."""
-        scale = coefficient * self.scaling.unscale
+        scale = coefficient * (self.scaling.unscale if self.scaling.is_scaled else 1.0)
         by_chunk: dict[int, list[ParamUpdate]] = {}
-        for handle in handles:
-            segment = ParamUpdate(handle, scalars_of(handle, scale * handle.clip))
-            by_chunk.setdefault(handle.chunk.spec.index, []).append(segment)
+        known: dict[tuple[int, int, float], Hashable] = {}
+        for handle, group in zip(handles, groups, strict=True):
+            key = id(group), handle.num_steps, scale * handle.clip
+            if key not in known:
+                known[key] = scalars(group, handle.num_steps + 1, scale * handle.clip)
+            by_chunk.setdefault(handle.chunk.spec.index, []).append(ParamUpdate(handle, known[key]))
         return by_chunk
 
     def restored(self) -> None:
@@ -240,15 +259,19 @@ class Stepping:
 
     def end_step(self) -> None:
         """After an optimizer step: what moved since the last one is what the report shows."""
-        self._backward.fold_clipping()
-        self.state.forget_update_in_backward()
-        self._store.mover.end_step()
+        if self.state.has_clipped:
+            self._backward.fold_clipping()
+        if self.state.updated_in_backward:
+            self.state.forget_update_in_backward()
+        self._store.mover.watch.end_step()
         if self.shards is not None:
             self.shards.end_step(has_gradients=self._backward.has_gradients)
         if self._backward.observers.recording is not None:
             self._backward.observers.recording.end_step()
-        self._observers.step_ended()
-        self._store.manager.look_ahead()
+        if self._observers:
+            self._observers.step_ended()
+        if self._moves:
+            self._store.manager.look_ahead()
 
 
 def stepping_of(handle: ParamHandle) -> Stepping:
@@ -257,7 +280,8 @@ def stepping_of(handle: ParamHandle) -> Stepping:
     Raises:
         ParamAccessError: if that was deleted.
     """
-    stepping = owner_of(handle).stepping
+    owner = handle.owner()
+    stepping = (owner_of(handle) if owner is None else owner).stepping
     assert isinstance(stepping, Stepping)
     return stepping
 

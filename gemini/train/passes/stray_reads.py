@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 
 from gemini.errors import ParamAccessError
 from gemini.memory.chunks.chunk import Chunk
-from gemini.train.modules.calls import CallRecord
-from gemini.train.modules.containers import iter_tensors
+from gemini.train.modules.calls import CallRecord, iter_tensors
 from gemini.train.params.handle import ParamHandle
 from gemini.train.params.owner import owner_of
 from gemini.train.passes.forward import ForwardPass
@@ -25,7 +25,7 @@ class StrayReads:
         begin_backward_of: what to call when the gradient of an operation's result arrives; it does not keep the model.
     """
 
-    def __init__(self, forward: ForwardPass, begin_backward_of: Callable[[CallRecord], None]):
+    def __init__(self, forward: ForwardPass, begin_backward_of: Callable[[CallRecord, torch.Tensor], None]):
         self._forward, self._begin_backward_of = forward, begin_backward_of
 
     def in_call(self, func: Callable[..., Any], args: Any, kwargs: Any, handles: list[ParamHandle]) -> Any:
@@ -46,8 +46,7 @@ class StrayReads:
         with forward.opened(moving):
             result = func(*args, **kwargs)
         forward.lend_what_is_left(moving)
-        for tensor in iter_tensors(result):
-            record.on_gradient(tensor, lambda grad: begin(record))
+        record.on_gradient(result, partial(begin, record))
         forward.exposure.refuse_writes()
         return result
 

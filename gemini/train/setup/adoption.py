@@ -12,12 +12,10 @@ from gemini.memory.chunks.chunk import Chunk
 from gemini.memory.store import ChunkStore
 from gemini.train.modules.saved_weights import SavedWeights
 from gemini.train.params.by_name import ByName
-from gemini.train.params.exposure import Exposure
-from gemini.train.params.guarding import poison
-from gemini.train.params.handle import ParamHandle, ParamSet
+from gemini.train.params.exposure import Exposure, poison
+from gemini.train.params.handle import ParamHandle, ParamSet, find_siblings
+from gemini.train.params.owner import GradHook
 from gemini.train.params.stepper import reference_to_optimizer_of
-from gemini.train.params.versions import find_siblings
-from gemini.train.setup.trained import grad_hook
 
 
 class _Taken(NamedTuple):
@@ -32,16 +30,17 @@ class Adoption:
     """The params of one model change hands.
 
     Args:
+        grad_hook: makes what takes the gradients of a param.
         is_divided: whether the rest of each param is on other ranks.
     """
 
     def __init__(
         self, params: ParamSet, store: ChunkStore, by_names: ByName, exposure: Exposure, saved_weights: SavedWeights, *,
-        is_divided: bool,
+        grad_hook: GradHook, is_divided: bool,
     ):  # fmt: skip
         self._params, self._chunks, self._by_names = params, store.chunks, by_names
         self._exposure, self._saved_weights, self._is_divided = exposure, saved_weights, is_divided
-        self._taken: list[_Taken] = []
+        self._grad_hook, self._taken = grad_hook, list[_Taken]()
 
     def take_all(self, *, filled: bool = False) -> None:
         """Move the params home one by one. If one cannot be moved, those that were are given back as they were.
@@ -100,7 +99,7 @@ class Adoption:
         param._gemini = handle  # type: ignore[attr-defined]
         handle.trained, handle.optimizer = param.requires_grad, reference_to_optimizer_of(param)
         if handle.trained:
-            handle.hook = param.register_post_accumulate_grad_hook(grad_hook(handle))
+            handle.hook = param.register_post_accumulate_grad_hook(self._grad_hook(handle))
         narrowed = not handle.chunk.spec.trainable and original.dtype.itemsize > param.dtype.itemsize
         return original.dtype, original if narrowed or original.dtype.itemsize > 4 else None
 
@@ -114,6 +113,6 @@ def take_apart(chunks: Iterable[Chunk], handles: Iterable[ParamHandle]) -> None:
         if handle.hook is not None:
             handle.hook.remove()
     for chunk in chunks:
-        chunk.planes.clear()
+        chunk.clear_planes()
         chunk.window = None
         chunk.flat = chunk.face = torch.empty(0, dtype=chunk.flat.dtype, device="cpu")

@@ -25,7 +25,7 @@ from gemini.memory.nvme import SpillFile
 from gemini.optim.compact import rule_for
 from gemini.planning.layout import ChunkSpec, part_of
 from gemini.planning.placement import Placement, Problem, bytes_per_tier
-from gemini.planning.plan import Moves
+from gemini.planning.plan import Moves, borrowable
 from gemini.planning.planes import WEIGHTS
 from gemini.planning.planner import moves_for
 from gemini.planning.trace import Access, Source, accesses
@@ -116,13 +116,14 @@ def _foresight(decision: Decision, owner: weakref.ref[Any]) -> Foresight:
     """The plan's own moves, if it was made for a real step; else those for the first step that is seen, which leave
     some room to activations on their way if they can.
     """
-    trace, problem, placement, plan, _ = decision
+    trace, problem, placement, plan = decision.trace, decision.problem, decision.placement, decision.plan
     homes = placement.homes
     chunks = range(len(problem.layout.chunks))
     moving = frozenset(i for i in chunks if problem.needs_window(i, homes[i][WEIGHTS]))
     schedule = None
     if plan is not None and trace.source is not Source.STRUCTURE:
-        schedule = Schedule(plan.accesses, plan.moves, moving, plan.again)
+        lent = borrowable(problem, placement, plan.accesses)
+        schedule = Schedule(plan.accesses, plan.moves, moving, plan.again, lent)
 
     def make_moves(steps: tuple[Access, ...]) -> tuple[Moves, ...]:
         model = owner()

@@ -4,30 +4,31 @@ from __future__ import annotations
 
 import hashlib
 import sys
-import warnings
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from gemini.config import GeminiConfig
-from gemini.errors import PlanMismatch, parse_bytes
+from gemini.errors import PlanMismatch, parse_bytes, warn
 from gemini.memory.chunks.chunk import COMPUTE_DTYPES
 from gemini.memory.devices.device import Device
 from gemini.memory.nvme import probe
 from gemini.memory.system import available_bytes
+from gemini.planning.attempts import with_staging, with_tiles
 from gemini.planning.hardware import Hardware
 from gemini.planning.placement import Placement, Problem, StaticPlacement, by_fractions, check_fits
 from gemini.planning.plan import Plan
-from gemini.planning.planner import Planner, pose_problem, with_staging
+from gemini.planning.planner import Planner, pose_problem
 from gemini.planning.speeds import Speeds
 from gemini.planning.trace import MemoryTrace, Source
 from gemini.planning.working import MARGIN
 from gemini.ranks.group import Ranks, checksum_of
 from gemini.rules import UpdateRule, refuse_other
 from gemini.tiers import Tier
-from gemini.train.modules.compiled import compiled_part
+from gemini.train.modules.reading import is_read_as_a_whole
 from gemini.train.modules.renormalized import refuse_on_ranks
 from gemini.train.params.handle import handle_of
 from gemini.train.params.stepper import optimizer_of
@@ -61,7 +62,7 @@ def collect_params(model: nn.Module) -> list[NamedParam]:
                 "a param can belong to one wrapped model only. Wrap the outermost model once"
             )
         if param.dtype is torch.float64:
-            warnings.warn(f"param {names[0]!r} is float64: its master will be float32", stacklevel=6)
+            warn(f"param {names[0]!r} is float64: its master will be float32")
         elif param.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             raise TypeError(
                 f"param {names[0]!r} is {param.dtype}: GeminiDDP manages float32, bfloat16 and float16 "
@@ -74,6 +75,14 @@ def collect_params(model: nn.Module) -> list[NamedParam]:
             )
         if param.layout is not torch.strided:
             raise TypeError(f"param {names[0]!r} is {param.layout}: GeminiDDP manages dense params only")
+    # One value for all elements is a stand-in for what is loaded later.
+    strided = [n for n in named if not n.param.is_contiguous() and any(n.param.stride())]
+    if strided:
+        warn(
+            f"params are kept contiguous, and {len(strided)} of them were not (the first is {strided[0].names[0]!r}, "
+            f"strides {strided[0].param.stride()}). Their values stay the same, but torch may choose other kernels, "
+            "which round in another way: compare with a model whose params are contiguous"
+        )
     return named
 
 
@@ -110,7 +119,12 @@ def prepare(model: nn.Module, config: GeminiConfig, ranks: Ranks, *, filled: boo
             'gradients="transient" updates inside backward, when only the ranks of one replica have added up their '
             'gradients: with a 2-D mesh use gradients="retain" or "accumulate", or a mesh of one dimension'
         )
-    if ranks.size > 1 or ranks.num_replicas > 1:
+    if ranks.slice_ and config.precision == "fp16":
+        raise ValueError(
+            f'precision="fp16" with a model in slices (this rank has {ranks.slice_}): whether a step overflowed would '
+            'be found out by each slice for itself. Use precision="bf16"'
+        )
+    if ranks.shares_params:
         refuse_on_ranks(model)
     named = collect_params(model)  # before weights are compared: what cannot be managed has none that could be
     params = {
@@ -124,15 +138,17 @@ def prepare(model: nn.Module, config: GeminiConfig, ranks: Ranks, *, filled: boo
             "version of gemini": __version__,
             "version of torch": str(torch.__version__),
             "version of Python": ".".join(map(str, sys.version_info[:2])),
-            "model": type(model).__name__,
-            "set of params": params,
-            "state of the optimizer": _optimizer_states(named),
-            "set of tied params": [list(n.names) for n in named if len(n.names) > 1],
             "config": settings,
             "memory budget": {name: repr(size) for name, size in memory.items()},
             "nvme_path": config.memory.nvme_path is not None,
             "device": str(config.device).partition(":")[0],
-        }
+        },
+        {
+            "model": type(model).__name__,
+            "set of params": params,
+            "state of the optimizer": _optimizer_states(named),
+            "set of tied params": [list(n.names) for n in named if len(n.names) > 1],
+        },
     )
     if not filled:
         return
@@ -171,7 +187,7 @@ def measure_budgets(config: GeminiConfig, device: Device, ranks: Ranks | None = 
     if device.tier is Tier.GPU:
         budgets[Tier.GPU] = int(device.free_bytes() * MARGIN) if gpu is None else gpu
     elif gpu:
-        warnings.warn(f"memory gpu={memory.gpu!r} has no effect: the device is {device.name}", stacklevel=6)
+        warn(f"memory gpu={memory.gpu!r} has no effect: the device is {device.name}")
     cpu = memory.bytes_of(Tier.CPU)
     budgets[Tier.CPU] = int(available_bytes() * MARGIN) if cpu is None else cpu
     if memory.nvme_path is not None:
@@ -194,6 +210,8 @@ class Decision(NamedTuple):
     placement: Placement
     plan: Plan | None
     offload_activations: str | None = None
+    tile_tokens: int | None = None
+    """Tokens of the tiles in which MLPs and the head with its loss are computed; None for the model as it is."""
 
 
 def bytes_beside(config: GeminiConfig, device: Device, ranks: Ranks | None) -> int:
@@ -219,12 +237,14 @@ def decide(model: nn.Module, config: GeminiConfig, device: Device, ranks: Ranks 
         _check_plan(given, structure, config, device, ranks)
     trace = given.trace if isinstance(given, Plan) else config.trace or structure
     structure.check_same_model(trace, what="the trace")
-    if trace.source is Source.AHEAD and trace.tile_tokens != config.tile_tokens:
+    trace = _of_tiles(trace, config)
+    parts = 1 if ranks is None or ranks.context is None else ranks.context.size
+    if trace.source is Source.AHEAD and trace.context_parallel != parts:
         raise PlanMismatch(
-            f"the trace has tile_tokens={trace.tile_tokens} and the config tile_tokens={config.tile_tokens}: its room "
-            "for activations would not do. Trace with the same (gemini.trace(..., tile_tokens=)), or say the same here"
+            f"the trace is of one of {trace.context_parallel} parts of each sequence and the mesh has cp={parts}: its "
+            "room for activations would not do. Trace with the same (gemini.trace(..., context_parallel=))"
         )
-    if any(compiled_part(module) is not None for module in model.modules()):  # which read more at once than any trace
+    if any(is_read_as_a_whole(module) for module in model.modules()):  # which read more at once than any trace
         read = {*trace.read_together, *(moment.params for moment in structure.moments)}
         trace = replace(trace, read_together=tuple(sorted(read)))
     budgets = measure_budgets(config, device, ranks)
@@ -232,14 +252,47 @@ def decide(model: nn.Module, config: GeminiConfig, device: Device, ranks: Ranks 
     sharing = 1 if ranks is None else ranks.local_size
     speeds = Speeds.typical() if config.hardware is None else Speeds.of(config.hardware, budgets, sharing=sharing)
     schedule = "overlapped" if config.overlap else "serial"
-    planner = Planner(trace, speeds, schedule=schedule, hardware=config.hardware)
     offload = given.offload_activations if isinstance(given, Plan) else config.offload_activations
 
-    def choose(overlap: bool) -> Decision:
+    def choose(trace: MemoryTrace, overlap: bool) -> Decision:
+        planner = Planner(trace, speeds, schedule=schedule, hardware=config.hardware)
         problem = pose(trace, config, device, budgets, ranks, None if offload == "auto" else offload, overlap=overlap)
+        if isinstance(given, Plan) and device.windows_give_back:
+            problem = replace(problem, quiet=given.problem.quiet)
         return _choose(config, trace, replace(problem, beside=beside), planner, offload)
 
-    return with_staging(choose, overlap=config.overlap)
+    def choose_of(trace: MemoryTrace) -> Decision:
+        return with_staging(partial(choose, trace), overlap=config.overlap)
+
+    chosen = with_tiles(choose_of, trace)
+    given_tokens = config.tile_tokens
+    return chosen._replace(tile_tokens=given_tokens if isinstance(given_tokens, int) else chosen.trace.tile_tokens)
+
+
+def _of_tiles(trace: MemoryTrace, config: GeminiConfig) -> MemoryTrace:
+    """The trace of the model as the config has it computed; for "auto" both, where there are both.
+
+    Raises:
+        PlanMismatch: if there is none of it.
+    """
+    wanted = config.tile_tokens
+    if trace.source is not Source.AHEAD:
+        if wanted == "auto" and trace.source is Source.STRUCTURE:
+            warn(
+                'tile_tokens="auto" has no effect: what activations take is not known. Give a trace of both: '
+                'trace=gemini.trace(model, batch, tile_tokens="auto")'
+            )
+        return trace
+    if wanted == "auto":
+        return trace
+    for found in (replace(trace, tiled=None), trace.tiled):
+        if found is not None and found.tile_tokens == wanted:
+            return found
+    raise PlanMismatch(
+        f"the trace has tile_tokens={trace.tile_tokens} and the config tile_tokens={wanted}: its room for activations "
+        'would not do. Trace with the same (gemini.trace(..., tile_tokens=)), or say the same here ("auto" takes what '
+        "the trace or the plan has)"
+    )
 
 
 def _choose(
@@ -282,7 +335,7 @@ def _check_plan(plan: Plan, structure: MemoryTrace, config: GeminiConfig, device
 
 def _without_gpu(wanted: StaticPlacement, problem: Problem) -> StaticPlacement:
     if problem.compute is Tier.CPU and (wanted.weights_on_gpu or wanted.optimizer_on_gpu or wanted.updates_on_gpu):
-        warnings.warn("StaticPlacement: fractions on gpu have no effect without a GPU", stacklevel=7)
+        warn("StaticPlacement: fractions on gpu have no effect without a GPU")
         return StaticPlacement(weights_on_nvme=wanted.weights_on_nvme, optimizer_on_nvme=wanted.optimizer_on_nvme)
     return wanted
 
@@ -317,6 +370,7 @@ def pose(
         max_chunk=config.max_chunk,
         overlap=overlap,
         rule=config.rule_spec,
+        lends=device.windows_give_back,
     )
 
 

@@ -13,8 +13,7 @@ from torch import nn
 from gemini.planning.layout import Layout
 from gemini.planning.trace import MemoryTrace, Moment, Phase, Source, TracedParam
 from gemini.planning.working import gathered_at_once
-from gemini.train.modules.compiled import compiled_part
-from gemini.train.modules.reading import adapter_params, params_read_by
+from gemini.train.modules.reading import adapter_params, is_read_as_a_whole, params_read_by
 
 
 def distinct_params(model: nn.Module) -> list[tuple[nn.Parameter, tuple[str, ...]]]:
@@ -72,7 +71,7 @@ def structural_trace(model: nn.Module, precision: str, *, target: str = "cpu") -
             around |= frozenset(own)
             moments.append(Moment(Phase.FORWARD, path, tuple(sorted(around | frozenset(reachable)))))
             owns.append(own)
-        if compiled_part(module) is not None:
+        if is_read_as_a_whole(module):
             return
         for name, child in module.named_children():
             visit(child, f"{path}.{name}" if path else name, around)

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any
-
-import torch
 
 from gemini.errors import BudgetExceeded, GeminiError, human_bytes
 from gemini.memory.chunks.chunk import Chunk, make_plane
@@ -15,23 +12,25 @@ from gemini.planning.planes import RuleSpec, plane_specs
 from gemini.tiers import Tier
 from gemini.train.activations.store import ActivationStore
 from gemini.train.params.factors import make_factors
-from gemini.train.params.handle import ParamHandle, ParamSet
-from gemini.train.params.owner import owner_of
+from gemini.train.params.handle import ParamSet
+from gemini.train.params.owner import GradHook
 
 
 class TrainedParams:
     """Those of one model.
 
     Args:
+        grad_hook: makes what takes the gradients of a param.
         gradients: how they are kept, as ``GeminiConfig(gradients=)`` says.
     """
 
     def __init__(
         self, params: ParamSet, store: ChunkStore, activations: ActivationStore, *, precision: str, gradients: str,
-        rule: RuleSpec,
+        rule: RuleSpec, grad_hook: GradHook,
     ):  # fmt: skip
         self._params, self._store, self._activations = params, store, activations
         self._precision, self._gradients, self._rule = precision, gradients, rule
+        self._grad_hook = grad_hook
 
     def follow(self) -> None:
         """After a flip of ``requires_grad``: a param that became trained gets its hook, its chunk what it lacks.
@@ -45,7 +44,7 @@ class TrainedParams:
             handle.trained = handle.param.requires_grad
             if handle.trained and handle.hook is None:
                 self._make_trainable(handle.chunk)
-                handle.hook = handle.param.register_post_accumulate_grad_hook(grad_hook(handle))
+                handle.hook = handle.param.register_post_accumulate_grad_hook(self._grad_hook(handle))
 
     def _make_trainable(self, chunk: Chunk) -> None:
         """Give a frozen chunk the planes of a trained one, on the fastest tier below the GPU with room for all."""
@@ -86,15 +85,5 @@ class TrainedParams:
             num_bytes = factor_bytes(self._rule.factors, tuple(handle.param.shape))
             store.ledger.reserve(Tier.CPU, num_bytes, "factors")
             handle.factors = make_factors(self._rule, handle.param.shape)
-        chunk.planes.update(planes)
+        chunk.change_planes(planes)
         chunk.trained = True
-
-
-def grad_hook(handle: ParamHandle) -> Any:
-    """What moves a param's gradient into its chunk as soon as it is complete."""
-
-    def take(param: torch.Tensor) -> None:
-        owner = handle.owner()
-        (owner_of(handle) if owner is None else owner).backward.take_grad(handle)
-
-    return take

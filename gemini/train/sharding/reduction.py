@@ -10,9 +10,8 @@ are reduced before they are complete; a param's gradient still arrives once, so 
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 import torch.distributed as dist
@@ -21,19 +20,24 @@ from gemini import kernels
 from gemini.errors import BudgetExceeded, GeminiError
 from gemini.memory.chunks.chunk import Chunk
 from gemini.memory.devices.device import Window
-from gemini.memory.movement.mover import tiles
+from gemini.memory.movement.mover import Working, tiles
+from gemini.memory.movement.staging import StagingSet
+from gemini.memory.movement.worker import Job
 from gemini.memory.store import ChunkStore
 from gemini.planning.planes import GRAD
 from gemini.planning.timeline import Track
-from gemini.ranks.agreement import Point, Request
-from gemini.ranks.facts import Facts, plain
+from gemini.ranks.agreement import Point, Request, word_for
+from gemini.ranks.facts import Facts
 from gemini.ranks.wire import Tag, guarded
 from gemini.train.gradients.scaled_backward import Scaling
 from gemini.train.gradients.store import GradientStore
-from gemini.train.params.handle import Leftover, ParamHandle, handle_of
-from gemini.train.params.stepper import Stepper, optimizer_of
+from gemini.train.params.handle import Leftover, ParamHandle
+from gemini.train.params.stepper import Stepper
 from gemini.train.sharding.alike import meet_with, refuse_differing
+from gemini.train.sharding.completions import Completions
+from gemini.train.sharding.scripted import ScriptedStep
 from gemini.train.sharding.shards import Shards
+from gemini.train.sharding.step_facts import facts_of_gradients, facts_of_step, owners
 from gemini.train.step import StepState
 from gemini.train.update.in_backward import InBackward
 from gemini.train.update.updates import Updates
@@ -55,6 +59,7 @@ class _WholeGradient:
         self.window = window
         self.flat = window.bytes[: window.num_bytes].view(dtype)
         self.arrived: set[str] = set()
+        self.is_reduced = False
 
 
 class Reduction:
@@ -62,11 +67,14 @@ class Reduction:
 
     Args:
         dtype: in which they are added up.
+        room: bytes of the computing tier for whole gradients.
+        staging: through which sums go that are added up behind backward, where that is needed.
     """
 
     def __init__(
-        self, shards: Shards, store: ChunkStore, state: StepState, *, dtype: torch.dtype, gradients: GradientStore,
-        scaling: Scaling, updates: Updates, in_backward: InBackward,
+        self, shards: Shards, store: ChunkStore, state: StepState, *, dtype: torch.dtype, room: int,
+        gradients: GradientStore, scaling: Scaling, updates: Updates, in_backward: InBackward,
+        staging: StagingSet | None,
     ):  # fmt: skip
         self.reduces = True
         """Whether gradients that are complete are reduced now; False inside ``no_sync``."""
@@ -79,6 +87,12 @@ class Reduction:
         self._dtype = dtype
         self._scale = 1.0 / (self._ranks.size * self._ranks.num_replicas)
         self._whole: dict[int, _WholeGradient] = {}
+        self._room, self._staging = room, staging
+        grads = [chunk.planes[GRAD] for chunk in store.chunks if GRAD in chunk.planes]
+        self._stages = any(plane.device_view(0, 0) is None for plane in grads)
+        self._behind: dict[int, Job] = {}
+        """The reductions behind backward, by chunk; the first one is over first."""
+        self._completions = Completions()
         self._spare: dict[int, list[Window]] = {}
         self._synced = False
         self._plan = (0, 0)
@@ -95,10 +109,18 @@ class Reduction:
         return self._ranks.replicas is not None
 
     def take(self, handle: ParamHandle, grad: torch.Tensor) -> None:
-        """Keep a param's gradient, divided by the number of ranks, until that of its chunk is complete."""
+        """Keep a param's gradient, divided by the number of ranks, until that of its chunk is complete.
+
+        Raises:
+            GeminiError: if torch would add it to one that a step has used; nothing was changed.
+        """
+        if handle.leftover is Leftover.USED:
+            handle.refuse_used_gradient()
         chunk = handle.chunk
         if self._synced and self._ranks.replicas is not None and any(h.has_grad for h in self._params.handles):
             raise GeminiError("a backward after clip_grad_norm_: clip after the last backward of a step")
+        while chunk.spec.index in self._behind:  # a param that arrives once more
+            self._wait_for_first()
         whole = self._whole.get(chunk.spec.index)
         if whole is None:
             whole = self._open(chunk)
@@ -112,37 +134,129 @@ class Reduction:
 
     def complete(self, chunk: Chunk) -> None:
         """Every gradient of a chunk has arrived on this rank."""
-        if self.reduces:
-            self._reduce(chunk.spec.index)
+        index = chunk.spec.index
+        self._completions.note(index, self._manager.foresight.place, self._state.backward_number)
+        if not self.reduces:
+            return
+        step = self._shards.step
+        if step is None or step.is_parted or self._synced:
+            self._reduce(index)
+            return
+        while (following := step.next_reduction) in self._completions and following in self._whole:
+            if not self._is_full(following):
+                return
+            self._begin(step, following)
 
     def end_backward(self) -> None:
         """The backward is over: reduce what was left incomplete, then wait until it is over on every rank."""
-        if self.reduces:
-            for index in sorted(self._whole, reverse=True):
-                self._reduce(index)
+        is_through = self._shards.finish()
+        self._completions.end_backward()
+        if not self.reduces:
+            return
+        for index in sorted(self._whole, reverse=True):
+            is_through = False
+            self._reduce(index)
+        if is_through:
+            self._shards.end_backward()
+        else:
             self._check_plans(self._shards.meet(Point.END_BACKWARD, self._planned() << _PLAN))
-            self.num_backwards += 1
-            if self._synced:
-                self._unsync()  # nobody had a gradient
+        self.num_backwards += 1
+        if self._synced:
+            self._unsync()  # nobody had a gradient
 
     def _reduce(self, index: int) -> None:
-        whole = self._whole[index]
-        trained = sum(handle.trained for handle in self._params.by_chunk[index])
-        is_full = len(whole.arrived) == trained == len(self._params.by_chunk[index])
-        self._shards.reach(Request(Point.REDUCE, index, _detail(is_full, whole.flat.dtype, self._planned())))
+        dtype = self._whole[index].flat.dtype
+        self._shards.reach(Request(Point.REDUCE, index, _detail(self._is_full(index), dtype, self._planned())))
+
+    def _is_full(self, index: int) -> bool:
+        """Whether this rank has the gradients of all params of a chunk."""
+        handles = self._params.by_chunk[index]
+        return len(self._whole[index].arrived) == sum(handle.trained for handle in handles) == len(handles)
+
+    # ---- behind backward ----------------------------------------------------------------------------------------
+
+    def completed(self) -> Mapping[int, int] | None:
+        """The chunks that the next backward reduces behind it, as the last one has them; None if it cannot."""
+        if not self.reduces:
+            return {}
+        if self._in_backward.transient or (self._staging is None and self._stages):
+            return None
+        return self._completions.usual(
+            index for index, own in self._params.by_chunk.items() if all(handle.trained for handle in own)
+        )
+
+    def _begin(self, step: ScriptedStep, index: int) -> None:
+        """Reduce a chunk behind backward: it is its turn, and this rank has all of its gradients."""
+        chunk, whole, handles = self._chunks[index], self._whole[index], self._params.by_chunk[index]
+        adding = {handle.name: handle.has_grad for handle in handles}
+        if any(adding.values()) and chunk.planes[GRAD].dtype is not torch.float32:
+            step.part()  # sums need another plane first, for which room is made here only
+            return
+        working = Working(self._mover.watch.moved, staging=self._staging)
+
+        def add_up(brought: list[int]) -> None:
+            for handle in handles:
+                self._gradients.apply_clip(handle)
+                handle.norm_sums = []
+            senders = {rank: _DTYPES[number - 1] for rank, number in enumerate(brought)}
+            failure: BaseException | None = None
+            with self._mover.working(working), self._reducing(index):
+                for start, stop, total in self._sums(chunk, whole, senders, self._shards.scratch_behind):
+                    try:
+                        if failure is None:
+                            self._land(chunk, handles, adding, start, stop, total)
+                    except Exception as e:  # the others must get what they wait for
+                        failure = e
+            if failure is not None:
+                raise failure
+            whole.is_reduced = True
+
+        self._behind[index] = step.reduce(1 + _DTYPES.index(whole.flat.dtype), add_up)
+
+    def _wait_for_first(self) -> None:
+        """Until the first reduction behind backward is over, or will not be."""
+        index, job = next(iter(self._behind.items()))
+        if self._shards.step is not None:
+            self._shards.step.before_waiting_for(job)
+        what = Track.REDUCE.value
+        with self._mover.about(what, f"wait for chunk {index}", index), self._shards.waiting(word_for(Point.REDUCE)):
+            job.wait_until_over()
+        self.leave_script()
+
+    def leave_script(self) -> None:
+        """Give the memory of gradients back that were reduced. Those that were not, because a rank has parted, stay."""
+        for index, job in list(self._behind.items()):
+            if not job.is_complete():
+                return
+            del self._behind[index]
+            if self._whole[index].is_reduced:
+                self._close(index)
+            job.wait()
+
+    def missing(self) -> int:
+        """Bytes of the computing tier that fetches ahead leave to whole gradients."""
+        step = self._shards.step
+        if step is None or step.next_reduction is None:
+            return 0
+        return max(self._room - self._manager.ledger.held(self._device.tier, _HOLDER), 0)
+
+    def _reducing(self, index: int) -> AbstractContextManager[None]:
+        """Around gradients on the wire."""
+        what = Track.REDUCE.value
+        return self._mover.about(what, f"{what} chunk {index}", index, track=Track.REDUCE)
 
     def _planned(self) -> int:
         """What updates inside this backward depend on, as a checksum; 0 if there are none."""
         if not self._in_backward.transient:
             return 0
         if self._plan[0] != self._state.backward_number:  # counters change with the first update
-            self._plan = self._state.backward_number, self._facts_of_step(self._owners()).checksum
+            self._plan = self._state.backward_number, self._facts_of_step(owners(self._params.handles)).checksum
         return self._plan[1]
 
     def _check_plans(self, details: list[int]) -> None:
         """Ranks that disagree about updates inside backward find out before the first of them."""
         if len({detail >> _PLAN for detail in details}) > 1:
-            facts = self._facts_of_step(self._owners())
+            facts = self._facts_of_step(owners(self._params.handles))
             refuse_differing(self._shards, "the updates inside backward", facts)
 
     def reduce(self, index: int, requests: list[Request]) -> None:
@@ -153,6 +267,7 @@ class Reduction:
             self._unsync()
         handles, whole = self._params.by_chunk[index], self._whole.get(index)
         arrived, dtypes = self._who_has_what(index, requests, whole, handles)
+        self._completions.note_reduced(index, is_full=bool(arrived.all()))
         present = [handle for number, handle in enumerate(handles) if arrived[:, number].any()]
         senders = {rank: dtypes[rank] for rank in range(self._ranks.size) if arrived[rank].any()}
         if any(handle.has_grad for handle in present):
@@ -170,10 +285,8 @@ class Reduction:
         for handle in present:
             handle.norm_sums = None if transient else []
         shard = chunk.weights.numel
-        what = Track.REDUCE.value
-        about = self._mover.about(what, f"{what} chunk {index}", index, track=Track.REDUCE)
-        with torch.profiler.record_function("gemini::reduce_scatter"), about:
-            for start, stop, total in self._sums(chunk, whole, senders):
+        with self._reducing(index):
+            for start, stop, total in self._sums(chunk, whole, senders, self._shards.scratch):
                 if transient:
                     assert whole is not None
                     at = self._ranks.rank * shard
@@ -200,13 +313,13 @@ class Reduction:
         return rows[:, 1:].bool(), [_DTYPES[int(row[0])] for row in rows]
 
     def _sums(
-        self, chunk: Chunk, whole: _WholeGradient | None, senders: dict[int, torch.dtype]
+        self, chunk: Chunk, whole: _WholeGradient | None, senders: dict[int, torch.dtype], scratch: torch.Tensor
     ) -> Iterator[tuple[int, int, torch.Tensor]]:
         shard, what = chunk.weights.numel, f"the reduce-scatter of {chunk.name}"
         group = self._ranks.collective
         if group is None:
             own = whole.flat if whole is not None and self._ranks.rank in senders else None
-            yield from self._ranks.wire.reduce_scatter(Tag.GRADIENTS, own, senders, shard, self._shards.scratch, what)
+            yield from self._ranks.wire.reduce_scatter(Tag.GRADIENTS, own, senders, shard, scratch, what)
             return
         assert whole is not None
         section = whole.flat[self._ranks.rank * shard : (self._ranks.rank + 1) * shard]
@@ -248,6 +361,8 @@ class Reduction:
         num_bytes = chunk.spec.numel * dtype.itemsize
         spare = self._spare.setdefault(num_bytes, [])
         window = spare.pop() if spare else self._device.make_window(num_bytes)
+        while self._behind and self._manager.ledger.held(self._device.tier, _HOLDER) + num_bytes > self._room:
+            self._wait_for_first()
         while True:
             try:
                 self._manager.populate(window, _HOLDER, what=f"the gradient of {chunk.name}")
@@ -256,10 +371,13 @@ class Reduction:
                 if not self.reduces:
                     spare.append(window)
                     raise self.without_room(e) from e
-                if not self._whole:
+                if self._behind:
+                    self._wait_for_first()
+                elif self._whole:
+                    self._reduce(max(self._whole))
+                else:
                     spare.append(window)
                     raise
-                self._reduce(max(self._whole))
         whole = _WholeGradient(window, dtype)
         self._whole[chunk.spec.index] = whole
         self._state.note_unreduced(+1)
@@ -284,6 +402,8 @@ class Reduction:
 
     def discard(self, handles: list[ParamHandle]) -> None:
         """Forget gradients that were not reduced (``zero_grad``); those that were are forgotten next."""
+        if self._behind:
+            self._shards.finish()
         self.num_dropped += any(handle.has_grad for handle in handles)
         for handle in handles:
             whole = self._whole.get(handle.chunk.spec.index)
@@ -327,7 +447,7 @@ class Reduction:
                 "optimizer.step() or clip_grad_norm_ after a backward inside no_sync(), or one that failed: the last "
                 "backward of a step must be outside of no_sync(), so that gradients are reduced. zero_grad() drops them"
             )
-        handles, gradients = self._params.handles, self._facts_of_gradients()
+        handles, gradients = self._params.handles, facts_of_gradients(self._params.handles)
         said = meet_with(self._shards, Point.SYNC_GRADS, gradients, step)
         if any(len({there for there, _ in row}) > 1 for row in said):  # replicas may have other gradients until here
             refuse_differing(self._shards, "clip_grad_norm_ or optimizer.step()", gradients)
@@ -362,7 +482,7 @@ class Reduction:
         Raises:
             RankMismatch: on every rank, if not.
         """
-        gradients = self._facts_of_gradients()
+        gradients = facts_of_gradients(self._params.handles)
         said = meet_with(self._shards, Point.STEP, gradients, step)
         for number, facts in enumerate((gradients, step)):
             if len({rank[number] for row in said for rank in row}) > 1:
@@ -404,49 +524,8 @@ class Reduction:
                         assert handle.norm_sums is not None
                         handle.norm_sums += kernels.sum_squares(tile[first - start : last - start])
 
-    # ---- what ranks compare -------------------------------------------------------------------------------------
-
-    def _facts_of_gradients(self) -> Facts:
-        """Which params have a gradient."""
-        return Facts({}, {"the gradient": array("b", [handle.has_grad for handle in self._params.handles])})
-
     def _facts_of_step(self, optimizers: Sequence[Stepper]) -> Facts:
-        """Everything that an update by these optimizers depends on, but the gradients themselves."""
-        values = {
-            "clip_grad_norm_": ", ".join(self.clippings) or "not called",
-            "the number of backwards since the last step": str(self.num_backwards),
-            "how often zero_grad() dropped gradients since the last step": str(self.num_dropped),
-        }
-        groups: dict[str, int] = {}
-        number = 0
-        for which, optimizer in enumerate(optimizers):
-            for index, group in enumerate(optimizer.param_groups):
-                label = f"param group {index}" + (f" of optimizer {which}" if len(optimizers) > 1 else "")
-                managed = [handle for param in group["params"] if (handle := handle_of(param)) is not None]
-                for name in optimizer.defaults if managed else ():
-                    values[f"{name} of {label}"] = repr(plain(group.get(name, "not given")))
-                for handle in managed:
-                    groups[handle.name] = number
-                number += 1
-        scaling, handles = self._scaling, self._params.handles
-        if scaling.loss_scale is not None:
-            values["the loss scale"] = repr(float(scaling.loss_scale.scale))
-        values["the factor that takes the loss scale out of gradients"] = repr(float(scaling.unscale))
-        values["the coefficient of clip_grad_norm_"] = repr(float(self._state.clip_coefficient))
-        return Facts(
-            values,
-            {
-                "the param group": array("q", [groups.get(handle.name, -1) for handle in handles]),
-                "requires_grad": array("b", [handle.trained for handle in handles]),
-                "what zero_grad(set_to_none=False) left": array(
-                    "b", [h.takes_step and not h.has_grad for h in handles]
-                ),
-                "the number of updates": array("q", [handle.num_steps for handle in handles]),
-                "the clipping": array("d", [handle.clip for handle in handles]),
-            },
-        )
-
-    def _owners(self) -> list[Stepper]:
-        """The optimizers of the params, in the order of the model."""
-        found = {id(o): o for handle in self._params.handles if (o := optimizer_of(handle.param)) is not None}
-        return list(found.values())
+        return facts_of_step(
+            self._params.handles, optimizers, self._scaling, self._state, clippings=self.clippings,
+            num_backwards=self.num_backwards, num_dropped=self.num_dropped,
+        )  # fmt: skip

@@ -13,17 +13,18 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
-from gemini.errors import RankLost, RankMismatch
+from gemini.errors import GeminiError, RankLost, RankMismatch
 from gemini.memory.chunks.chunk import Chunk
 from gemini.memory.devices.device import DONE, Event
 from gemini.memory.movement.mover import tiles
+from gemini.memory.movement.worker import Worker
 from gemini.memory.store import ChunkStore
 from gemini.planning.layout import part_of
 from gemini.planning.planes import PlaneKind
@@ -31,11 +32,12 @@ from gemini.planning.timeline import Track
 from gemini.ranks.agreement import Agreement, Point, Request, word_for
 from gemini.ranks.group import Ranks
 from gemini.ranks.watch import Watch
-from gemini.ranks.wire import Tag, Wire, guarded
+from gemini.ranks.wire import Pending, Tag, Wire, guarded
 from gemini.tiers import Tier
 from gemini.train.params.by_name import host_part
 from gemini.train.params.handle import ParamHandle, ParamSet
 from gemini.train.sharding.consensus import end_group_of
+from gemini.train.sharding.scripted import ScriptedStep
 from gemini.train.step import StepState
 
 _PARTED = -1  # where the ranks of a replica stand that cannot agree among themselves
@@ -45,7 +47,9 @@ _TRAFFIC = {
     Tag.REPLICAS: "all_reduce",
     Tag.BY_NAME: "by_name",
     Tag.AGREEMENT: "agreement",
+    Tag.HEADER: "agreement",
     Tag.VALUES: "agreement",
+    Tag.CONTEXT: "context",
 }
 
 
@@ -57,6 +61,17 @@ class Reducing(Protocol):
 
     def end_step(self, *, has_gradients: bool) -> None:
         """After an optimizer step."""
+
+    def leave_script(self) -> None:
+        """No reduction is behind backward any more."""
+
+    def completed(self) -> Mapping[int, int] | None:
+        """The chunks that a backward reduces behind it, with the moments in which their gradients are complete. None if
+        this model's backward cannot.
+        """
+
+    def without_reducing(self) -> AbstractContextManager[None]:
+        """``no_sync``: gradients of backwards inside stay whole on each rank, and are added up."""
 
 
 def _is_inside(reference: weakref.ref[StepState]) -> Callable[[], bool | None]:
@@ -78,11 +93,12 @@ class Shards:
         exchange: bytes of host memory for pieces on the wire.
         kinds: of planes, numbered alike on all ranks.
         await_update: waits for the update of a chunk.
+        follows: whether steps may follow a script.
     """
 
     def __init__(
         self, ranks: Ranks, params: ParamSet, store: ChunkStore, state: StepState, *, exchange: int,
-        kinds: tuple[PlaneKind, ...], await_update: Callable[[Chunk], None],
+        kinds: tuple[PlaneKind, ...], await_update: Callable[[Chunk], None], follows: bool = False,
     ):  # fmt: skip
         self.ranks, self.params = ranks, params
         self.scratch = store.device.make_host_buffer(exchange)
@@ -90,7 +106,14 @@ class Shards:
         self._watch = Watch(self._agreement, ranks.wire, _is_inside(weakref.ref(state))) if ranks.size > 1 else None
         self._chunks, self._device, self._mover = store.chunks, store.device, store.mover
         self._kinds, self._await_update = kinds, await_update
+        self._manager = store.manager
         self._reducing: Reducing | None = None
+        self.lane = Worker("reduce") if follows and ranks.size > 1 and ranks.collective is None else None
+        """Where reductions run behind backward."""
+        self.step: ScriptedStep | None = None
+        """The script under way."""
+        self.num_scripted = 0
+        self._num_strange = self._num_left_out = 0
         self._numbers = {handle.name: number for number, handle in enumerate(params.handles)}
         self.num_meetings = 0
         self._read: torch.Tensor | None = None
@@ -102,15 +125,21 @@ class Shards:
         self.sent_last_step: Counter[str] = Counter()
 
     def close(self) -> None:
-        """The model ends, and so do the groups that were made for it."""
+        """The model ends: nobody watches any more, and nobody waits for disks."""
         if self._watch is not None:
             self._watch.stop()
+        if self.lane is not None:
+            self.lane.close()
         end_group_of(self)
-        self.ranks.close()
 
     def connect(self, reducing: Reducing) -> None:
         """Who adds up gradients when all ranks stand there."""
         self._reducing = reducing
+
+    def without_reducing(self) -> AbstractContextManager[None]:
+        """``no_sync``: gradients of backwards inside stay whole on each rank, and are added up."""
+        assert self._reducing is not None
+        return self._reducing.without_reducing()
 
     def end_step(self, *, has_gradients: bool) -> None:
         """After an optimizer step: what was sent since the last one is what the report shows."""
@@ -124,7 +153,7 @@ class Shards:
     def _sent(self) -> Counter[str]:
         """Bytes this rank has sent since the start, by collective."""
         total = self.native.copy()
-        wires = [self.ranks.wire, self.ranks.replicas]
+        wires = [self.ranks.wire, self.ranks.replicas, self.ranks.context]
         if self.ranks.everyone is not self.ranks.wire:
             wires.append(self.ranks.everyone)
         for wire in wires:
@@ -132,8 +161,120 @@ class Shards:
                 total[_TRAFFIC[tag]] += num_bytes
         return total
 
+    # ---- a step that follows a script -------------------------------------------------------------------------------
+
+    def begin_step(self) -> None:
+        """A forward that a backward may follow begins: if all ranks are about to do the same, they follow a script."""
+        if self.lane is None:
+            return
+        assert self._reducing is not None
+        self.finish()
+        if self._num_left_out:
+            self._num_left_out -= 1
+            return
+        completed = self._reducing.completed()
+        if completed is None:
+            return
+        there = [chunk.spec.index for chunk in self._chunks if chunk.window is not None and chunk.gathered]
+        script = self._manager.foresight.script(there, completed)
+        if script is None or not (script.gathers or script.reductions):
+            return
+        heard = self.reach(Request(Point.BEGIN_STEP, 0, script.checksum))
+        if any(other.point is not Point.BEGIN_STEP or other.detail != script.checksum for other in heard):
+            return
+        self.num_scripted += 1
+        self.step = ScriptedStep(
+            script, self.ranks.wire, post=self._post, throw_away=self._throw_away,
+            settle=self._manager.fetches.await_begun, lane=self.lane, is_worker=lambda: self._mover.in_worker,
+            waiting=lambda: self._agreement.waiting(word_for(Point.GATHER)),
+        )  # fmt: skip
+
+    def upcoming(self) -> Iterator[tuple[int, int]]:
+        """What the script gathers next, (moment, chunk); nothing where ranks ask each other."""
+        return iter(()) if self.step is None else self.step.upcoming()
+
+    def follow(self) -> None:
+        """A chunk was acquired: what the script gathers for this moment is gathered, also if it is here still."""
+        step, place = self.step, self._manager.foresight.place
+        while step is not None and place is not None and (following := step.next_gather()) is not None:
+            chunk = self._chunks[following.chunk]
+            if following.moment > place or not chunk.gathered:
+                return
+            arrival = step.gather(chunk)
+            assert arrival is not None
+            with self._gathering(chunk):
+                arrival.wait()
+
+    def finish(self) -> bool:
+        """Leave the script, if one is followed; True if it was followed to its end."""
+        step = self.step
+        if step is None:
+            return False
+        with self._mover.about("other ranks", "wait for other ranks"), self._agreement.waiting("the end of a script"):
+            is_through = step.finish()
+        self.step = None  # and not before: what broke off is finished before anything else is asked
+        assert self._reducing is not None
+        self._reducing.leave_script()
+        self._num_strange = 0 if is_through else self._num_strange + 1
+        if self._num_strange > 1:
+            self._num_left_out = 2 ** min(self._num_strange - 1, 6)
+        return is_through
+
+    def end_backward(self) -> None:
+        """The script was followed to its end, and nothing else is to be reduced: to be said with the next request."""
+        self._agreement.end_backward()
+
+    def waiting(self, what: str) -> AbstractContextManager[None]:
+        """Around a wait for other ranks."""
+        return self._agreement.waiting(what)
+
+    @property
+    def num_rounds(self) -> int:
+        """How often the ranks have asked each other since the start."""
+        return self._agreement.num_exchanges
+
+    def _post(self, chunk: Chunk) -> Pending:
+        """Put the weights of a chunk on the wire, from its home into its window."""
+        shard = chunk.weights.numel
+        own = chunk.flat[self.ranks.rank * shard : (self.ranks.rank + 1) * shard]
+        self._mover.fetch(chunk.weights, own, chunk.spec.index).wait()
+        with torch.profiler.record_function("gemini::all_gather"), self._gathering(chunk):
+            what = f"the all-gather of {chunk.name}"
+            return self.ranks.wire.begin_all_gather(Tag.WEIGHTS, chunk.flat, self.message, what)
+
+    def _throw_away(self, index: int) -> None:
+        """Send this rank's shard of a chunk, and receive those of the others for nothing."""
+        chunk, wire = self._chunks[index], self.ranks.wire
+        self._await_update(chunk)
+        for start, stop in tiles(0, chunk.weights.numel, self.message):
+            own = self._own_tile(chunk, start, stop)
+            thrown = self.scratch[-4 * self.piece :].view(own.dtype)[: stop - start]
+            what = f"serving the all-gather of {chunk.name}"
+            with self._gathering(chunk):
+                wire.start(Tag.WEIGHTS, dict.fromkeys(wire.peers, own), dict.fromkeys(wire.peers, thrown), what).wait()
+
+    def _own_tile(self, chunk: Chunk, start: int, stop: int) -> torch.Tensor:
+        """A tile of this rank's shard as modules read it, on the host."""
+        own, _ = self._mover.host_tile(0, chunk.weights, start, stop)
+        if own.dtype != chunk.flat.dtype:
+            own = self._mover.scratch(2, chunk.flat.dtype, stop - start).copy_(own)
+        return own
+
+    @property
+    def message(self) -> int:
+        """Elements of a message with weights."""
+        return min(self._mover.tile, self.piece)
+
+    @property
+    def scratch_behind(self) -> torch.Tensor:
+        """Of the scratch area what reductions behind backward may use."""
+        return self.scratch[: -4 * self.piece]
+
+    # ---- asking -----------------------------------------------------------------------------------------------------
+
     def reach(self, request: Request) -> list[Request]:
-        """Wait, serving other ranks, until ``request`` is done or all ranks stand at its point."""
+        """Wait, serving other ranks, until ``request`` is done or all ranks stand at its point. A script is left."""
+        self.finish()
         with self._mover.about("other ranks", "wait for other ranks"):
             try:
                 return self._agreement.reach(request, self)
@@ -186,6 +327,11 @@ class Shards:
 
     def gather(self, chunk: Chunk) -> Event:
         """Fill a populated window with the weights of all ranks; the end of the copy out of this rank's home."""
+        arrival = None if self.step is None else self.step.gather(chunk)
+        if arrival is not None:
+            return arrival
+        if self._mover.in_worker:  # it is gathered when it is needed
+            raise GeminiError(f"it is not the turn of {chunk.name} in the script of this step")
         chunk.fetched = DONE
         self.reach(Request(Point.GATHER, chunk.spec.index))
         return chunk.fetched
@@ -231,10 +377,8 @@ class Shards:
         mover, wire, plane = self._mover, self.ranks.wire, chunk.weights
         shard, what = plane.numel, f"sending the weights of {chunk.name}"
         taking = wire.rank in receivers
-        for start, stop in tiles(0, shard, min(mover.tile, self.piece)):
-            own, _ = mover.host_tile(0, plane, start, stop)
-            if own.dtype != chunk.flat.dtype:
-                own = mover.scratch(2, chunk.flat.dtype, stop - start).copy_(own)
+        for start, stop in tiles(0, shard, self.message):
+            own = self._own_tile(chunk, start, stop)
             received = {}
             if taking:
                 room = self.scratch.view(chunk.flat.dtype)

@@ -16,7 +16,7 @@ from gemini.memory.movement.mover import Mover
 from gemini.memory.movement.staging import StagingSet
 from gemini.planning.planes import GRAD
 from gemini.tiers import Tier
-from gemini.train.update.tiles import ChunkUpdate, ParamUpdate, Tile, cut
+from gemini.train.update.tiles import ChunkUpdate, Span, Tile, cut
 
 STREAM = "update"
 """The stream of the device on which streamed updates are computed."""
@@ -30,10 +30,8 @@ class StreamedTile(Tile):
             device are there then, and nothing reads the weights any more.
     """
 
-    def __init__(
-        self, mover: Mover, update: ChunkUpdate, params: list[ParamUpdate], first: int, last: int, *, ready: Event
-    ):
-        super().__init__(mover, update, params, first, last)
+    def __init__(self, mover: Mover, update: ChunkUpdate, spans: list[Span], first: int, last: int, *, ready: Event):
+        super().__init__(mover, update, spans, first, last)
         self._ready = ready
 
     def begin(self) -> None:
@@ -67,8 +65,8 @@ class StreamedTile(Tile):
 
 def streamed_tiles(mover: Mover, update: ChunkUpdate, tile: int, ready: Event) -> Iterator[StreamedTile]:
     """The tiles of a streamed update, in order."""
-    for first, last, active in cut(update, tile):
-        yield StreamedTile(mover, update, active, first, last, ready=ready)
+    for spans, first, last in cut(update, tile):
+        yield StreamedTile(mover, update, spans, first, last, ready=ready)
 
 
 def streamed_in_turn(mover: Mover, work: ChunkUpdate) -> Iterator[StreamedTile]:

@@ -6,13 +6,15 @@ have different hyperparameters, step counts, or no gradient: each has a ``ParamU
 alike go through the kernel together (if the rule does not ask where they stand). A tile begins (what is not here is on
 its way), runs, and finishes (what was brought is back); who does that, and how many at once, is the caller's: the
 training thread, or the update worker.
+
+Where nothing is brought, tiles are the same in every step but for their scalars: they are cut once
+(:class:`TilesInPlace`) and asked nothing but to run.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping
 from enum import Enum
 from functools import partial
 from typing import Any, NamedTuple
@@ -67,6 +69,8 @@ class ChunkUpdate(NamedTuple):
     params: list[ParamUpdate]
     rule: UpdateRule
     path: Path
+    in_place: TilesInPlace | None = None
+    """Its tiles, if they were cut before."""
 
     @property
     def landed(self) -> bool:
@@ -92,22 +96,29 @@ def path_of(mover: Mover, chunk: Chunk) -> Path:
     return Path.IN_PLACE if in_place and not from_device else Path.STAGED
 
 
-class Tile:
-    """A part of a chunk's update. ``staging`` is its own until :meth:`finish`; None for the calling thread's.
-
-    Args:
-        params: those of the update that it touches.
+class Span(NamedTuple):
+    """Elements ``[start, stop)`` of a chunk that are updated in one go, as the param is: the first one of them, where
+    neighbours are updated alike; ``number`` is its place among those of the update.
     """
 
-    def __init__(self, mover: Mover, update: ChunkUpdate, params: list[ParamUpdate], first: int, last: int):
-        self.chunk, self.path = update.chunk, update.path
+    start: int
+    stop: int
+    number: int
+
+
+class Tile:
+    """A part of a chunk's update. ``staging`` is its own until :meth:`finish`; None for the calling thread's."""
+
+    def __init__(self, mover: Mover, update: ChunkUpdate, spans: list[Span], first: int, last: int):
+        self.chunk, self.path, self.params = update.chunk, update.path, update.params
         self.staging: StagingSet | None = None
         self.stop: torch.Tensor | None = None
         """On the device: nothing is updated there if it is not 0 by then."""
         self.factor: torch.Tensor | None = None
         """On the device: what gradients are multiplied by there, in place of the scalars' own."""
         self._mover, self._rule, self._landed = mover, update.rule, update.landed
-        self._spans = list(_spans(update.rule, params, first, last))
+        self._is_whole = update.rule.spec.whole
+        self._spans = spans
         self._first, self._last = first, last
         self._views: dict[str, torch.Tensor] = {}
         self._staged: list[PlaneKind] = []
@@ -124,13 +135,13 @@ class Tile:
                 self._events.append(self._mover.begin_load(plane, self._first, self._last, view, *self._label))
             self._views[kind] = view
         if not self._landed and self.path is Path.STAGED and self._mover.device.tier is Tier.GPU:
-            dtype = self._grad_of(*self._spans[0]).dtype
+            dtype = self._grad_of(self._spans[0]).dtype
             inbound = self._set().staged(GRAD, dtype, self._last - self._first)
             self._views[GRAD] = inbound
-            for a, b, param in self._spans:
-                into = inbound[a - self._first : b - self._first]
+            for span in self._spans:
+                into = inbound[span.start - self._first : span.stop - self._first]
                 behind = not self._mover.in_worker  # the worker has waited for it, and what is computed since is more
-                part = self._grad_of(a, b, param)
+                part = self._grad_of(span)
                 copy = partial(self._mover.device.copy, into, part, "evict", behind_computing=behind)
                 self._events.append(self._mover.under_way(Tier.GPU, Tier.CPU, into.nbytes, copy, *self._label))
 
@@ -146,23 +157,48 @@ class Tile:
 
     def _update(self) -> None:
         """On a device in one call where all gradients are in the grad plane; else in one for each span."""
-        views, recorder, spans = self._views, self._mover.recorder, self._spans
-        landed = views.get(GRAD)
-        at_once = landed is not None and self.path in (Path.ON_DEVICE, Path.STREAMED)
-        for several in [spans] if at_once else [[span] for span in spans]:
-            first, last = several[0][0], several[-1][1]
-            of = {kind: _part(view, self.chunk.planes, kind, first - self._first, last - self._first)
-                  for kind, view in views.items()}  # fmt: skip
-            grad = self._grad_of(*several[0]) if landed is None else of[GRAD]
-            segments = [rules.Segment(a - first, b - first, s.scalars, self._where(a, s)) for a, b, s in several]
-            with NOTHING if recorder is None else recorder.span(Track.UPDATE, *self._label):
-                with _beside(several[0][2].handle.factors, of, grad.device):
-                    self._rule.run(of[WEIGHTS], of.get(RESIDUAL), of, grad, segments, self.stop, self.factor)
+        for several in self._together():
+            self._update_spans(several, self._arrays(several))
 
-    def _where(self, start: int, param: ParamUpdate) -> rules.Where | None:
+    def _together(self) -> list[list[Span]]:
+        """Spans of one call."""
+        at_once = GRAD in self._views and self.path in (Path.ON_DEVICE, Path.STREAMED)
+        return [self._spans] if at_once else [[span] for span in self._spans]
+
+    def _arrays(self, several: list[Span]) -> rules.Arrays:
+        first, last = several[0].start, several[-1].stop
+        of = {kind: _part(view, self.chunk.planes, kind, first - self._first, last - self._first)
+              for kind, view in self._views.items()}  # fmt: skip
+        grad = of[GRAD] if GRAD in of else self._grad_of(several[0])
+        return rules.Arrays(of[WEIGHTS], of.get(RESIDUAL), of, grad)
+
+    def _update_spans(self, several: list[Span], arrays: rules.Arrays) -> None:
+        first, params, recorder = several[0].start, self.params, self._mover.watch.recorder
+        segments = [
+            rules.Segment(start - first, stop - first, params[n].scalars, self._where(start, params[n].handle))
+            for start, stop, n in several
+        ]
+        with NOTHING if recorder is None else recorder.span(Track.UPDATE, *self._label):
+            if self._is_whole:
+                self._update_whole(arrays, segments, params[several[0].number].handle.factors)
+            else:
+                self._rule.run(arrays, segments, self.stop, self.factor)
+
+    def _update_whole(
+        self, arrays: rules.Arrays, segments: list[rules.Segment], factors: dict[str, torch.Tensor]
+    ) -> None:
+        """A tile is a whole param then, with its factors among its states, where the update runs."""
+        device, states = arrays.grad.device, dict(arrays.states)
+        states.update({name: value.to(device) for name, value in factors.items()})
+        with self._mover.one_at_a_time:
+            self._rule.run(arrays._replace(states=states), segments, self.stop)
+        for name, value in factors.items():
+            if value.device != device:
+                value.copy_(states[name])
+
+    def _where(self, start: int, handle: ParamHandle) -> rules.Where | None:
         if self._rule.spec.needs == "elements":
             return None
-        handle = param.handle
         return rules.Where(handle.name, handle.part.offset + start - handle.part.start, handle.view.shape)
 
     def finish(self) -> None:
@@ -195,20 +231,65 @@ class Tile:
         self._staged.append(kind)
         return self._set().staged(kind, plane.dtype, plane.items(self._last - self._first))
 
+    def _grad_of(self, span: Span) -> torch.Tensor:
+        handle, grad = self.params[span.number].handle, self.params[span.number].grad
+        assert grad is not None
+        return grad[span.start - handle.part.start : span.stop - handle.part.start]
+
+
+class TileInPlace(Tile):
+    """A part of an update of which nothing is brought: its arrays are the same in every step."""
+
+    def __init__(self, mover: Mover, update: ChunkUpdate, spans: list[Span], first: int, last: int):
+        super().__init__(mover, update, spans, first, last)
+        super().begin()
+        self._calls = [(several, self._arrays(several)) for several in self._together()]
+
+    def begin(self) -> None:
+        """It is all there."""
+
+    def run(self) -> None:
+        for several, arrays in self._calls:
+            self._update_spans(several, arrays)
+
+    def finish(self) -> None:
+        """It is all there still."""
+
+
+class TilesInPlace:
+    """The tiles of a chunk's update in place, for as long as its planes are there (``Chunk.prepared``), and its params
+    and which of them are updated alike stay the same.
+    """
+
+    def __init__(self, mover: Mover, update: ChunkUpdate):
+        self.rule = update.rule
+        self._handles = [param.handle for param in update.params]
+        self._alike = _alike(update.params)
+        self._tiles = [TileInPlace(mover, update, *own) for own in cut(update, _IN_PLACE_TILE)]
+
     @staticmethod
-    def _grad_of(start: int, stop: int, param: ParamUpdate) -> torch.Tensor:
-        assert param.grad is not None
-        return param.grad[start - param.handle.part.start : stop - param.handle.part.start]
+    def of(mover: Mover, update: ChunkUpdate) -> TilesInPlace | None:
+        """None for updates elsewhere, and where arrays would not last: gradients that autograd left, views that are
+        made in inference mode.
+        """
+        lasts = update.path is Path.IN_PLACE and update.landed and not torch.is_inference_mode_enabled()
+        return TilesInPlace(mover, update) if lasts else None
+
+    def fits(self, params: list[ParamUpdate]) -> bool:
+        """Whether they are those of this update too."""
+        return [param.handle for param in params] == self._handles and _alike(params) == self._alike
+
+    def of_step(self, params: list[ParamUpdate]) -> list[TileInPlace]:
+        """They, with what these params are updated with."""
+        for tile in self._tiles:
+            tile.params = params
+        return self._tiles
 
 
-@contextmanager
-def _beside(factors: dict[str, torch.Tensor], states: dict[str, torch.Tensor], device: torch.device) -> Iterator[None]:
-    """A param's factors among its states, where the update runs; a tile is a whole param then."""
-    states.update({name: value.to(device) for name, value in factors.items()})
-    yield
-    for name, value in factors.items():
-        if value.device != device:
-            value.copy_(states[name])
+def _alike(params: list[ParamUpdate]) -> list[int]:
+    """For each the first one that is updated with the same scalars."""
+    first: dict[int, int] = {}
+    return [first.setdefault(id(param.scalars), number) for number, param in enumerate(params)]
 
 
 def _part(view: torch.Tensor, planes: Mapping[PlaneKind, Plane], kind: str, start: int, stop: int) -> torch.Tensor:
@@ -235,58 +316,65 @@ def check_finite(update: ChunkUpdate) -> None:
 
 def tiles_of(
     mover: Mover, update: ChunkUpdate, tile: int, stop: torch.Tensor | None = None, factor: torch.Tensor | None = None
-) -> Iterator[Tile]:
+) -> Iterable[Tile]:
     """The tiles of an update of at most ``tile`` elements, in order; larger ones where nothing is staged.
 
     A device gets all in one: it is one launch there, and nothing more urgent could overtake it. ``stop`` and ``factor``
     are what the device alone knows of them: see :class:`Tile`.
     """
+    if update.in_place is not None and stop is None:
+        return update.in_place.of_step(update.params)
     size = {Path.STAGED: tile, Path.ON_DEVICE: update.chunk.spec.numel}.get(update.path, _IN_PLACE_TILE)
-    for first, last, active in cut(update, size):
-        made = Tile(mover, update, active, first, last)
+    return _cut_tiles(mover, update, size, stop, factor)
+
+
+def _cut_tiles(
+    mover: Mover, update: ChunkUpdate, size: int, stop: torch.Tensor | None, factor: torch.Tensor | None
+) -> Iterator[Tile]:
+    for spans, first, last in cut(update, size):
+        made = Tile(mover, update, spans, first, last)
         made.stop, made.factor = stop, factor
         yield made
 
 
-def cut(update: ChunkUpdate, tile: int) -> Iterator[tuple[int, int, list[ParamUpdate]]]:
-    """Ranges of at most ``tile`` elements over all params, in order, each with those that it touches; one for each
-    param where the rule needs it whole.
+def cut(update: ChunkUpdate, tile: int) -> Iterator[tuple[list[Span], int, int]]:
+    """Ranges of at most ``tile`` elements over all params, in order, each with the spans in it; one for each param
+    where the rule needs it whole.
     """
-    params, align = [s for s in update.params if s.handle.part.numel], update.chunk.spec.align
-    if not params:
+    numbers, align = [n for n, s in enumerate(update.params) if s.handle.part.numel], update.chunk.spec.align
+    if not numbers:
         return
+    numbers.sort(key=lambda n: update.params[n].handle.part.start)
+    parts = [(n, update.params[n].handle.part) for n in numbers]
     if update.rule.spec.whole:
-        for param in sorted(params, key=lambda s: s.handle.part.start):
-            yield param.handle.part.start, page_up(param.handle.part.stop, align), [param]
+        for number, part in parts:
+            yield [Span(part.start, part.stop, number)], part.start, page_up(part.stop, align)
         return
-    start = min(s.handle.part.start for s in params)
-    stop = page_up(max(s.handle.part.stop for s in params), align)
-    for first, last in tiles(start, stop, tile):
-        active = [s for s in params if s.handle.part.start < last and s.handle.part.stop > first]
+    for first, last in tiles(parts[0][1].start, page_up(max(part.stop for _, part in parts), align), tile):
+        active = [n for n, part in parts if part.start < last and part.stop > first]
         if active:
-            yield first, last, active
+            yield list(_spans(update, active, first, last)), first, last
 
 
-def _spans(
-    rule: UpdateRule, params: list[ParamUpdate], first: int, last: int
-) -> Iterator[tuple[int, int, ParamUpdate]]:
-    """Element ranges of ``[first, last)`` to update in one go: neighbours that are updated alike, the padding between
-    them included, if the rule does not ask where they stand.
+def _spans(update: ChunkUpdate, numbers: list[int], first: int, last: int) -> Iterator[Span]:
+    """Of ``[first, last)``: neighbours that are updated alike go together, the padding between them included, if the
+    rule does not ask where they stand. ``numbers``: of the params that are touched, as they stand.
 
     Padding goes through the update like everything else and nobody ever reads what becomes of it; a few long calls keep
     the kernel's threads busy where many short ones would wake them in vain.
     """
-    merges = rule.spec.needs == "elements"
-    runs: list[list[ParamUpdate]] = []
-    for param in sorted(params, key=lambda s: s.handle.part.start):
-        before = runs[-1][-1] if runs else None
+    merges, params, align = update.rule.spec.needs == "elements", update.params, update.chunk.spec.align
+    runs: list[list[int]] = []
+    for number in numbers:
+        param, before = params[number], params[runs[-1][-1]] if runs else None
         if (
             merges and before is not None and param.grad is None and before.grad is None
-            and param.handle.part.start == page_up(before.handle.part.stop, param.handle.chunk.spec.align)
+            and param.handle.part.start == page_up(before.handle.part.stop, align)
             and param.scalars == before.scalars
         ):  # fmt: skip
-            runs[-1].append(param)
+            runs[-1].append(number)
         else:
-            runs.append([param])
+            runs.append([number])
     for run in runs:
-        yield max(run[0].handle.part.start, first), min(run[-1].handle.part.stop, last), run[0]
+        start, stop = params[run[0]].handle.part.start, params[run[-1]].handle.part.stop
+        yield Span(max(start, first), min(stop, last), run[0])

@@ -22,12 +22,12 @@ from gemini.memory.store import ChunkStore
 from gemini.rules import UpdateRule
 from gemini.train.gradients.store import HOLDER
 from gemini.train.params.exposure import Exposure
-from gemini.train.params.versions import note_writes
+from gemini.train.params.handle import note_writes
 from gemini.train.step import StepState
 from gemini.train.update.finite import DeferredFiniteChecks
 from gemini.train.update.streamed import streamed_in_turn
 from gemini.train.update.threads import update_threads
-from gemini.train.update.tiles import ChunkUpdate, ParamUpdate, Path, Tile, path_of, tiles_of
+from gemini.train.update.tiles import ChunkUpdate, ParamUpdate, Path, Tile, TilesInPlace, path_of, tiles_of
 from gemini.train.update.worker import UpdateJob, UpdateWorker
 from gemini.train.write_observers import WriteObservers
 
@@ -49,6 +49,7 @@ class Updates:
         """Or "fifo", the order in which gradients became complete: for comparison."""
         self._chunks, self._device, self._ledger = store.chunks, store.device, store.ledger
         self._mover, self._manager, self._state = store.mover, store.manager, state
+        self._moves = store.moves
         self._observers, self._rule = observers, rule
         self._exposure: Exposure | None = None
         self._relieve_gradients: Callable[[], bool] = lambda: False
@@ -102,9 +103,11 @@ class Updates:
                 self._guards.withdraw(job.chunk)  # a step inside gathered()
             self._put(self._worker, jobs)
         for update in now:
-            self.wait(update.chunk)
+            if self.pending:
+                self.wait(update.chunk)
             self._update_now(update, stop, factor)
-        self._manager.refresh_lent()
+        if self._moves:
+            self._manager.refresh_lent()
 
     def _put(self, worker: UpdateWorker, jobs: list[UpdateJob]) -> None:
         """Noted first: an interrupt must leave none under way of which nobody knows."""
@@ -129,8 +132,10 @@ class Updates:
             self._run_now(update.chunk, tiles_of(self._mover, update, self._mover.tile, stop, factor))
 
     def _run_now(self, chunk: Chunk, parts: Iterable[Tile]) -> None:
-        """Update a chunk now, tile by tile, and drop the gathered copy that this has overtaken."""
-        self._observers.before_write(chunk)
+        """Update a chunk now, tile by tile, and drop the gathered copy that this has overtaken, if there can be one."""
+        has_copy = chunk.window is not None
+        if has_copy or self._observers:
+            self._observers.before_write(chunk)
         try:
             about = self._mover.about("update", f"update chunk {chunk.spec.index}", chunk.spec.index)
             with torch.profiler.record_function("gemini::update"), about:
@@ -142,8 +147,10 @@ class Updates:
                     except BaseException:
                         tile.abandon()
                         raise
-            self._manager.drop([chunk])
-            self._observers.after_write(chunk)
+            if has_copy:
+                self._manager.drop([chunk])
+            if self._observers:
+                self._observers.after_write(chunk)
         except BaseException as e:
             # A repeated step would update finished tiles twice, and planes may be torn: there is no way on from here.
             self._state.mark_corrupted(e)
@@ -161,7 +168,15 @@ class Updates:
         return update.path is Path.STREAMED or (update.path is Path.STAGED and worker.slot_tile > 0)
 
     def _chunk_update(self, chunk: Chunk, params: list[ParamUpdate]) -> ChunkUpdate:
-        return ChunkUpdate(chunk, params, self._rule.of(chunk.spec.exact), path_of(self._mover, chunk))
+        key = "update", params[0].handle  # each optimizer has its own params of a chunk
+        known: TilesInPlace | None = chunk.prepared.get(key)
+        if known is not None and known.fits(params):
+            return ChunkUpdate(chunk, params, known.rule, Path.IN_PLACE, known)
+        update = ChunkUpdate(chunk, params, self._rule.of(chunk.spec.exact), path_of(self._mover, chunk))
+        in_place = TilesInPlace.of(self._mover, update)
+        if in_place is not None:
+            chunk.prepared[key] = in_place
+        return update._replace(in_place=in_place)
 
     def _num_threads(self) -> int:
         return update_threads(self._threads, self._device.tier)
@@ -170,7 +185,7 @@ class Updates:
         return UpdateJob(
             update,
             self._urgency(update.chunk),
-            moved=self._mover.moved,
+            moved=self._mover.watch.moved,
             threads=max(self._num_threads(), 1),
             ready=self._device.mark(),
             before=self._observers.before_write,
@@ -264,7 +279,8 @@ class Updates:
         """Until no update is in flight, and every gradient that was used in backward has been looked at."""
         while self.pending:
             self._await(next(iter(self.pending.values())))
-        self.unseen.look()
+        if self.unseen.num_chunks:
+            self.unseen.look()
 
     def relieve(self) -> bool:
         """Wait for an update whose end gives back memory; False if there is none."""

@@ -9,7 +9,7 @@ for any of them is told why.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -18,9 +18,10 @@ from gemini import kernels
 from gemini.errors import GeminiError
 from gemini.memory.chunks.chunk import Chunk
 from gemini.memory.devices.device import Event
-from gemini.memory.movement.mover import Moved, Mover, Working
+from gemini.memory.movement.mover import Mover, Working
 from gemini.memory.movement.staging import StagingSet
 from gemini.memory.movement.worker import Job, JobThread
+from gemini.memory.watching.watch import Moved
 from gemini.train.update.streamed import STREAM, streamed_tiles
 from gemini.train.update.tiles import ChunkUpdate, Path, Tile, check_finite, tiles_of
 
@@ -63,7 +64,7 @@ class UpdateJob(Job):
         return self._release is not None
 
     def finish(self, error: BaseException | None = None) -> None:
-        self.update = self.update._replace(params=[])
+        self.update = self.update._replace(params=[], in_place=None)
         if self._release is not None:
             self._release()
             self._release = None
@@ -202,7 +203,7 @@ class UpdateWorker(JobThread):
             check_finite(job.update)
 
     def _tiles_of(self, job: UpdateJob) -> Iterator[tuple[UpdateJob, Tile]]:
-        parts: Iterator[Tile]
+        parts: Iterable[Tile]
         if job.update.path is Path.STREAMED:
             parts = streamed_tiles(self._mover, job.update, self._device_tile, job.ready)
         else:

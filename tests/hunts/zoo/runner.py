@@ -20,7 +20,7 @@ from torch import nn
 import gemini
 from gemini.planning.layout import ParamSpec, make_layout
 from gemini.planning.working import staging_bytes, tile_numel
-from gemini.train.modules.containers import iter_tensors
+from gemini.train.modules.calls import iter_tensors
 from gemini.train.setup.problem import collect_params
 from gemini.train.setup.structure import working_set
 from tests.hunts.zoo.configs import tiny_config

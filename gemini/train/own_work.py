@@ -1,15 +1,18 @@
-"""The transforms of ``torch.func`` around a managed model, or inside of it.
+"""What is done for chunks beside the model's own work, and what sets it apart.
 
-While one runs, torch hands every operation through a stack of interpreters, allows no saved-tensor hooks, and keeps the
-params themselves for its own backward, where nobody can count them. So the engine moves weights outside of that stack,
-and what a differentiating transform has read stays gathered until it is over.
+:func:`own_work` is for who looks at what is alive at every moment, and must not count what is ours (a tracer). The rest
+is for the transforms of ``torch.func`` around a managed model, or inside of it. While one runs, torch hands every
+operation through a stack of interpreters, allows no saved-tensor hooks, and keeps the params themselves for its own
+backward, where nobody can count them. So the engine moves weights outside of that stack, and what a differentiating
+transform has read stays gathered until it is over.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from functools import wraps
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -53,3 +56,20 @@ def _without_stack() -> Iterator[None]:
     finally:
         while stack:
             _functorch.push_dynamic_layer_stack(stack.pop())
+
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def own_work(method: _Method) -> _Method:
+    """A method, of an object with ``observers``, that does something for chunks beside the model's own work."""
+
+    @wraps(method)
+    def apart(self: Any, *args: Any) -> Any:
+        around = self.observers.around_own_work
+        if around is None:
+            return method(self, *args)
+        with around():
+            return method(self, *args)
+
+    return cast(_Method, apart)

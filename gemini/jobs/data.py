@@ -1,0 +1,171 @@
+"""What a job trains on: rows of JSON lines, Parquet or datasets, or plain text, and what of it is kept to evaluate on.
+
+Plain text becomes windows here (:mod:`gemini.jobs.windows`). Rows stay rows: TRL makes tokens of them, with the chat
+template, the loss on completions, packing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch.utils.data import Subset
+
+from gemini.errors import human_bytes
+from gemini.jobs.errors import JobError
+from gemini.jobs.file_kinds import describe, only_text
+from gemini.jobs.settings import TrainSettings
+from gemini.jobs.text_files import TextFile, find_text_files, fingerprint
+from gemini.jobs.windows import Windows
+
+_KINDS = {".jsonl": "json", ".ndjson": "json", ".json": "json", ".parquet": "parquet", ".arrow": "arrow"}
+_NAMES = {"json": "JSON lines", "parquet": "Parquet", "arrow": "Arrow"}
+_ROWS = (("messages",), ("prompt", "completion"), ("text",))
+"""The columns that rows may have; the first that are there count. (ShareGPT's ``conversations`` is ``messages``.)"""
+
+
+class JobData(NamedTuple):
+    """What is trained on, and perhaps evaluated on.
+
+    Attributes:
+        rows: the columns of rows, () where it is windows of text.
+        identity: what a resumed run has to have the same of.
+        words: a line for the beginning of the job.
+    """
+
+    train: Any
+    evaluation: Any
+    rows: tuple[str, ...]
+    identity: dict[str, Any]
+    words: list[str]
+
+
+def open_data(settings: TrainSettings, tokenizer: Any) -> JobData:
+    """Find and read the data of a job. ``tokenizer`` is None for text as bytes.
+
+    Raises:
+        JobError: if there is none, it is of no kind that can be trained on, or too little.
+    """
+    train, rows, files, words = _open("--data", settings.data, settings, tokenizer)
+    evaluation = None
+    if settings.eval_data:
+        try:
+            evaluation, other, _, more = _open("--eval-data", settings.eval_data, settings, tokenizer)
+        except JobError as e:
+            raise JobError(f"{str(e).replace('--data', '--eval-data')}") from e
+        words.append(f"to evaluate on: {more[0]}")
+        if bool(other) != bool(rows):
+            raise JobError("--eval-data and --data are text and rows: give data of one kind.")
+    elif settings.validation:
+        train, evaluation = _split(train, settings)
+        words.append(f"{len(evaluation):,} of them are kept to evaluate on")
+    identity = {"files": files, "rows": list(rows), "count": len(train), "seed": settings.seed,
+                "seq_len": settings.seq_len}  # fmt: skip
+    return JobData(train, evaluation, rows, identity, words)
+
+
+def _open(
+    option: str, roots: Sequence[Path], settings: TrainSettings, tokenizer: Any
+) -> tuple[Any, tuple[str, ...], str, list[str]]:
+    rows = [] if settings.bytes else _row_files(option, settings, roots)
+    if rows:
+        dataset = _load(option, rows)
+        columns = next((c for c in _ROWS if {*c} <= {*dataset.column_names}), None)
+        if columns is None:
+            raise JobError(
+                f"{option} {roots[0]}: its columns are {', '.join(dataset.column_names) or 'none'}. Rows have a text, "
+                "a prompt and a completion, or messages (a list of role and content); rename them, or write text files."
+            )
+        if not len(dataset):
+            raise JobError(f"{option} {roots[0]}: there are no rows in it.")
+        line = f"data: {len(dataset):,} rows of {' and '.join(columns)} in {len(rows)} files"
+        sized = [TextFile(path, path.name, _size(path)) for path in rows]
+        return dataset.select_columns(list(columns)), columns, fingerprint(sized), [line]
+    files = find_text_files(roots, settings.glob, without_folders=settings.without_folders)
+    words: list[str] = []
+    if not settings.bytes:
+        files, left_out = only_text(files, roots)
+        if left_out:
+            words.append(f"left out as no text: {describe(left_out)} (--bytes takes everything)")
+    windows = Windows(files, tokenizer, settings.seq_len, scratch=settings.out)
+    words.insert(
+        0,
+        f"text: {len(files)} files, {human_bytes(sum(file.num_bytes for file in files))}, {windows.num_tokens:,} "
+        f"tokens in {len(windows):,} windows of {settings.seq_len}",
+    )
+    return windows, (), fingerprint(files), words
+
+
+# ---- rows ------------------------------------------------------------------------------------------------------------
+
+
+def _row_files(option: str, settings: TrainSettings, roots: Sequence[Path]) -> list[Path]:
+    """The files of rows among what was given. A folder counts if datasets saved it, or if it has such files and no
+    text.
+    """
+    found: list[Path] = []
+    rest: list[Path] = []
+    for root in map(Path, roots):
+        inside = [root] if root.suffix.lower() in _KINDS and root.is_file() else []
+        if root.is_dir() and {"dataset_info.json", "dataset_dict.json"} & {path.name for path in root.iterdir()}:
+            inside = [root]
+        elif root.is_dir() and not any(next(root.rglob(glob), None) for glob in settings.glob):
+            inside = sorted(path for path in root.rglob("*") if path.suffix.lower() in _KINDS and path.is_file())
+        found += inside
+        rest += [] if inside else [root]
+    if found and rest:
+        raise JobError(f"{option}: {found[0]} holds rows, and {rest[0]} does not: give data of one kind.")
+    return found
+
+
+def _load(option: str, files: Sequence[Path]) -> Any:
+    import datasets
+
+    datasets.disable_progress_bars()
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what it says of a broken file is in the error, too
+    kinds = {_KINDS.get(path.suffix.lower(), "folder") for path in files}
+    if len(kinds) > 1:
+        raise JobError(f"{option}: files of {' and '.join(sorted(kinds))} together: give files of one kind.")
+    kind = kinds.pop()
+    try:
+        if kind == "folder":
+            return datasets.concatenate_datasets([_one_split(datasets.load_from_disk(str(path))) for path in files])
+        return datasets.load_dataset(kind, data_files=[str(path) for path in files], split="train")
+    except JobError:
+        raise
+    except Exception as e:
+        cause: BaseException = e
+        while cause.__cause__ is not None:
+            cause = cause.__cause__
+        what = _NAMES.get(kind, "a folder of datasets")
+        raise JobError(f"{option} {files[0]} cannot be read as {what}: {' '.join(str(cause).split())[:300]}") from e
+
+
+def _one_split(loaded: Any) -> Any:
+    if hasattr(loaded, "column_names") and not isinstance(loaded, dict):
+        return loaded
+    if "train" not in loaded:
+        raise JobError(f"--data: a folder of datasets with the splits {', '.join(loaded)}: there has to be a 'train'.")
+    return loaded["train"]
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.is_file() else sum(p.stat().st_size for p in path.rglob("*") if p.is_file())
+
+
+# ---- what is kept to evaluate on -------------------------------------------------------------------------------------
+
+
+def _split(train: Any, settings: TrainSettings) -> tuple[Any, Any]:
+    """Take sequences that lie evenly across the data."""
+    total = len(train)
+    count = int(settings.validation) if settings.validation >= 1 else max(1, round(settings.validation * total))
+    if count >= total:
+        raise JobError(
+            f"--validation {settings.validation:g} keeps all of the {total} sequences. Keep less, give more."
+        )
+    kept = [index * total // count for index in range(count)]
+    left = sorted({*range(total)} - {*kept})
+    take: Callable[[Any, list[int]], Any] = Subset if isinstance(train, Windows) else lambda data, at: data.select(at)
+    return take(train, left), take(train, kept)

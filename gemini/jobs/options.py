@@ -1,0 +1,146 @@
+"""Options of a command as fields of a record: each says its help, its group and what it may be.
+
+The command line, a YAML file and ``check`` read the same fields, so that an option is written down once.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import MISSING, Field, field, fields
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from gemini.errors import parse_bytes
+from gemini.jobs.errors import JobError, as_job_error
+
+
+def opt(
+    default: Any,
+    words: str,
+    group: str,
+    *,
+    least: float | None = None,
+    choices: tuple[str, ...] = (),
+    size: bool = False,
+) -> Any:
+    """A field of a record of options.
+
+    Args:
+        default: its value if it is left out.
+        words: the help.
+        group: the heading it stands under.
+        least: the smallest number it may be.
+        choices: all it may be, if these are few.
+        size: whether it is a number of bytes.
+    """
+    return field(
+        default=default, metadata={"words": words, "group": group, "least": least, "choices": choices, "size": size}
+    )
+
+
+def options(record: type) -> dict[str, tuple[Field[Any], Any]]:
+    """The options of a record by name: the field and its type."""
+    kinds = get_type_hints(record)
+    return {f.name: (f, kinds[f.name]) for f in fields(record) if "words" in f.metadata}
+
+
+def spelled(name: str) -> str:
+    """The command line's spelling of a field."""
+    return "--" + name.replace("_", "-")
+
+
+def check(record: Any) -> None:
+    """Refuse values that no files or hardware could make right.
+
+    Raises:
+        JobError: naming the option, what was given and what is possible.
+    """
+    for name, (declared, _) in options(type(record)).items():
+        value, about = getattr(record, name), declared.metadata
+        if value is None:
+            continue
+        if about["least"] is not None and isinstance(value, int) and value < about["least"]:
+            raise JobError(f"{spelled(name)} must be at least {about['least']}, got {value}.")
+        if isinstance(value, float) and not 0 <= value < math.inf:
+            raise JobError(f"{spelled(name)} must be a finite number and not negative, got {value}.")
+        if about["choices"] and value not in about["choices"]:
+            raise JobError(f"{spelled(name)} must be one of {', '.join(about['choices'])}, got {value!r}.")
+        if about["size"]:
+            check_size(spelled(name), value)
+
+
+def check_size(asked: str, value: str) -> None:
+    """Refuse what is no size, and a number alone, which is hardly meant as bytes.
+
+    Raises:
+        JobError: with the question.
+    """
+    with as_job_error(asked=f"{asked} {value}"):
+        size = parse_bytes(value)
+    if str(value).strip().isdigit() and 0 < size < 1 << 20:
+        raise JobError(f"{asked} {value}: {value} bytes? Say the unit: {asked} {value}GiB, or {value}B if it is meant.")
+
+
+def from_yaml(path: Path, record: type) -> dict[str, Any]:
+    """The options that a YAML file gives, by name; ``-`` and ``_`` are the same.
+
+    Raises:
+        JobError: for a file that cannot be read, and what is no option or of another type.
+    """
+    import yaml
+
+    try:
+        given = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as e:
+        raise JobError(f"--config {path} cannot be read: {e.strerror or e}.") from e
+    except (yaml.YAMLError, UnicodeDecodeError) as e:
+        raise JobError(f"--config {path}: this is not YAML: {' '.join(str(e).split())}") from e
+    if not isinstance(given, dict):
+        raise JobError(
+            f"--config {path}: options are lines such as `seq-len: 512`, and this is a {type(given).__name__}."
+        )
+    known, found = options(record), {}
+    for key, value in given.items():
+        name = str(key).replace("-", "_")
+        if name not in known:
+            raise JobError(f"--config {path}: there is no option {key!r}. `gemini train --help` lists them.")
+        with as_job_error(asked=f"--config {path}: {key}: {value!r}"):
+            found[name] = _as(known[name][1], value)
+    return found
+
+
+def _as(kind: Any, value: Any) -> Any:
+    """A value of YAML as a field has it."""
+    text = str(kind)
+    if value is None or kind == int | str | None:
+        return value
+    if kind is bool:
+        if not isinstance(value, bool):
+            raise ValueError("this is true or false")
+        return value
+    if "tuple" in text:
+        inner: Any = Path if "Path" in text else str
+        return tuple(inner(one) for one in (value if isinstance(value, list) else [value]))
+    if "Path" in text:
+        return Path(str(value))
+    if "float" in text:
+        return float(value)
+    if "int" in text:
+        if isinstance(value, bool) or int(value) != float(value):
+            raise ValueError("this is a whole number")
+        return int(value)
+    return str(value)
+
+
+def to_yaml(record: Any) -> str:
+    """The options of a record that are not its defaults, as ``--config`` reads them."""
+    import yaml
+
+    lines = {}
+    for name, (declared, _) in options(type(record)).items():
+        value = getattr(record, name)
+        if value == declared.default or declared.default is MISSING:
+            continue
+        plain = [str(one) for one in value] if isinstance(value, tuple) else value
+        lines[name.replace("_", "-")] = str(plain) if isinstance(plain, Path) else plain
+    return str(yaml.safe_dump(lines, sort_keys=False, allow_unicode=True)) if lines else "{}\n"

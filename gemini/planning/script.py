@@ -1,0 +1,79 @@
+"""The script of a step: in which order its ranks gather chunks and reduce gradients. A pure function of integers.
+
+Ranks that follow one script need not ask each other before every collective: each knows what the others do next. It is
+made from what every rank knows alike: what each moment needs, what the plan lets go before it, which chunks are there
+already, and in which moment the gradients of a chunk were complete when that was seen last. Its checksum says all of
+it, so ranks that say the same number mean the same step.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class Gather(NamedTuple):
+    """Chunk ``chunk`` is gathered for ``moment``."""
+
+    moment: int
+    chunk: int
+
+
+class Reduce(NamedTuple):
+    """The gradients of ``chunk`` are complete in ``moment``, and are reduced then."""
+
+    moment: int
+    chunk: int
+
+
+@dataclass(frozen=True)
+class Script:
+    """The collectives of a step, of each kind in their order. Between the kinds the moments say what comes first: what
+    is gathered for a moment is asked for before gradients are complete in it.
+    """
+
+    gathers: tuple[Gather, ...]
+    reductions: tuple[Reduce, ...]
+
+    @property
+    def checksum(self) -> int:
+        """Of all of it, and never 0."""
+        return zlib.crc32(json.dumps([self.gathers, self.reductions]).encode()) | 1 << 32
+
+    def gathers_until(self, moment: int) -> int:
+        """How many gathers are for moments up to this one."""
+        return sum(gather.moment <= moment for gather in self.gathers)
+
+    def reductions_before(self, moment: int) -> int:
+        """How many reductions have their gradients before this moment begins."""
+        return sum(reduction.moment < moment for reduction in self.reductions)
+
+
+def make_script(
+    needs: Sequence[Collection[int]],
+    let_go: Sequence[Collection[int]],
+    there: Collection[int],
+    completed: Mapping[int, int],
+) -> Script:
+    """The script of one forward and backward.
+
+    Args:
+        needs: the chunks that each moment reads, of those that have to be gathered.
+        let_go: the chunks that the plan lets go when each moment begins.
+        there: chunks that are gathered when the step begins.
+        completed: the moment in which all gradients of a chunk had arrived, in the order in which they had.
+    """
+    gathered, gathers = set(there), []
+    for moment, (needed, gone) in enumerate(zip(needs, let_go, strict=True)):
+        gathered.difference_update(gone)
+        for chunk in sorted(set(needed) - gathered):
+            gathers.append(Gather(moment, chunk))
+            gathered.add(chunk)
+    latest, reductions = 0, []
+    for chunk, moment in completed.items():
+        latest = max(latest, moment)
+        reductions.append(Reduce(latest, chunk))
+    return Script(tuple(gathers), tuple(reductions))

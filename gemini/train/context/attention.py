@@ -1,0 +1,199 @@
+"""Attention over sequences of which every rank has a part, around the kernel that the user has chosen.
+
+Two kinds. *Ulysses*: an all-to-all makes of a part of the tokens of all heads all tokens of a part of the heads, the
+kernel computes as ever, another one takes its result back; a rank has each head whole, and all ranks have the same to
+do. *Gathered*: keys and values of the whole sequence are gathered, and a rank computes the rows of its own queries;
+any number of heads will do, and the last rank of a causal model has most to do.
+
+transformers asks for an attention by its name. One is registered for each kernel ("gemini_context_sdpa"), which finds
+out by the module that calls it whose it is.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from gemini.errors import GeminiError
+from gemini.train.context.exchange import Exchange, exchange_dims, gather
+
+PREFIX = "gemini_context_"
+ULYSSES, GATHERED = "ulysses", "gathered"
+Attention = Callable[..., tuple[torch.Tensor, Any]]
+
+_attending: weakref.WeakKeyDictionary[nn.Module, Attend] = weakref.WeakKeyDictionary()
+
+
+def register(kernel: str) -> str:
+    """Tell transformers of the attention around ``kernel``; its name."""
+    from transformers import AttentionInterface
+
+    def attention(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, Any]:
+        found = _attending.get(module)
+        if found is None:
+            raise GeminiError(
+                f"the attention {PREFIX}{kernel} belongs to a model that is under context parallel, and this "
+                f"{type(module).__name__} is not in one: its config says attn_implementation={PREFIX + kernel!r}, set "
+                f"{kernel!r} in its place"
+            )
+        return found(module, *args, **kwargs)
+
+    AttentionInterface.register(PREFIX + kernel, attention)
+    return PREFIX + kernel
+
+
+class Attend:
+    """The attention of one model.
+
+    Args:
+        kernel: as transformers calls it.
+        kind: "ulysses", "gathered", or "auto" (Ulysses where the heads can be divided).
+    """
+
+    def __init__(self, exchange: Exchange, kernel: str, kind: str):
+        self._exchange, self._kernel, self._kind = exchange, kernel, kind
+        self.in_forward = False
+        """Whether the model computes a part of a sequence now."""
+        self.num_calls = 0
+        self._masks: dict[Any, torch.Tensor] = {}
+
+    def serve(self, model: nn.Module) -> None:
+        """For all modules of a model."""
+        for module in model.modules():
+            _attending[module] = self
+
+    def leave(self, model: nn.Module) -> None:
+        """Not any more."""
+        for module in model.modules():
+            _attending.pop(module, None)
+
+    def __call__(
+        self, module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+        attention_mask: Any = None, **how: Any,
+    ) -> tuple[torch.Tensor, Any]:  # fmt: skip
+        """As an attention of transformers: ``query`` is batch x heads x tokens of this rank x width, and so are ``key``
+        and ``value``, of as many heads or fewer; the result is batch x tokens x heads x width.
+        """
+        if not self.in_forward and not torch.is_grad_enabled():  # what is computed again in backward has gradients
+            raise GeminiError(
+                "a part of a model under context parallel was called by itself: call the model, with a batch of "
+                "gemini.sequence_batch, or without gradients with whole sequences"
+            )
+        self._refuse_what_is_not_divided(module, attention_mask, how)
+        self.num_calls += 1
+        for name in ("position_ids", "cache_position"):
+            how.pop(name, None)
+        causal = how.pop("is_causal", None)
+        causal = bool(getattr(module, "is_causal", True) if causal is None else causal)
+        if self.kind_for(query.shape[1]) == ULYSSES:
+            return self._ulysses(module, query, key, value, causal, how)
+        return self._gathered(module, query, key, value, causal, how)
+
+    def kind_for(self, heads: int) -> str:
+        """Which kind divides so many query heads."""
+        if self._kind == "auto":
+            return ULYSSES if heads % self._exchange.size == 0 else GATHERED
+        if self._kind == ULYSSES and heads % self._exchange.size:
+            can = ", ".join(str(n) for n in range(2, heads + 1) if heads % n == 0)
+            raise GeminiError(
+                f'context_attention="ulysses" divides {heads} heads over cp={self._exchange.size}, which does not go: '
+                f'cp can be {can}; or leave it "auto", or say "gathered", which takes any number of heads'
+            )
+        return self._kind
+
+    def _ulysses(
+        self, module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool,
+        how: dict[str, Any],
+    ) -> tuple[torch.Tensor, Any]:  # fmt: skip
+        size, heads, groups = self._exchange.size, key.shape[1], query.shape[1] // key.shape[1]
+        times = next(t for t in range(1, groups + 1) if groups % t == 0 and heads * t % size == 0)
+        if times > 1:  # each rank needs a whole number of heads of keys
+            key, value = (x.repeat_interleave(times, 1) for x in (key, value))
+        query, key, value = exchange_dims(self._exchange, 1, 2, query, key, value)
+        with _groups_of(module, query.shape[1] // key.shape[1]):
+            out, _ = self._compute(module, query, key, value, causal, how)
+        return exchange_dims(self._exchange, 1, 2, out)[0], None
+
+    def _gathered(
+        self, module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool,
+        how: dict[str, Any],
+    ) -> tuple[torch.Tensor, Any]:  # fmt: skip
+        tokens, width = query.shape[2], key.shape[-1]
+        both = gather(self._exchange, torch.cat((key, value), -1), 2)
+        if causal:
+            both = both[:, :, : (self._exchange.rank + 1) * tokens]
+        return self._compute(module, query, both[..., :width], both[..., width:], causal, how)
+
+    def _compute(
+        self, module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool,
+        how: dict[str, Any],
+    ) -> tuple[torch.Tensor, Any]:  # fmt: skip
+        """The kernel. Of a causal model the last query sees all keys, and each one before it one fewer."""
+        mask = None
+        if causal and self._kernel == "eager":
+            mask = self._mask(query, key, additive=True)
+        elif causal and self._kernel == "sdpa" and query.shape[2] < key.shape[2]:
+            mask = self._mask(query, key, additive=False)
+        return kernel_of(module, self._kernel)(module, query, key, value, mask, is_causal=causal, **how)
+
+    def _mask(self, query: torch.Tensor, key: torch.Tensor, *, additive: bool) -> torch.Tensor:
+        rows, columns = query.shape[2], key.shape[2]
+        if query.is_cuda and not additive:  # kernels of a GPU know this one without its values
+            from torch.nn.attention.bias import causal_lower_right
+
+            return causal_lower_right(rows, columns)
+        sought = (rows, columns, query.device, query.dtype if additive else torch.bool)
+        if sought not in self._masks:
+            self._masks.clear()
+            sees = torch.ones(rows, columns, dtype=torch.bool, device=query.device).tril(columns - rows)[None, None]
+            if additive:
+                sees = torch.zeros_like(sees, dtype=query.dtype).masked_fill_(~sees, torch.finfo(query.dtype).min)
+            self._masks[sought] = sees
+        return self._masks[sought]
+
+    def _refuse_what_is_not_divided(self, module: nn.Module, mask: Any, how: dict[str, Any]) -> None:
+        what = [name for name in ("position_bias", "s_aux", "cu_seq_lens_q", "cache") if how.get(name) is not None]
+        if mask is not None:
+            what.append("an attention mask")
+        if "flash" not in self._kernel and how.get("sliding_window") is not None:
+            what.append("a sliding window")
+        if what:
+            raise GeminiError(
+                f"{type(module).__name__} gives its attention {' and '.join(what)}, which context parallel does not "
+                "divide among ranks: train it without a dimension cp"
+            )
+
+
+def kernel_of(module: nn.Module, name: str) -> Attention:
+    """The attention that transformers knows by ``name``; of a model's own eager one by the file of ``module``."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    if name == "eager":
+        found = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+        if found is None:
+            raise GeminiError(
+                f"{type(module).__name__} has no eager attention that context parallel could call: build the model "
+                'with attn_implementation="sdpa"'
+            )
+        return found  # type: ignore[no-any-return]
+    return ALL_ATTENTION_FUNCTIONS[name]  # type: ignore[no-any-return]
+
+
+@contextmanager
+def _groups_of(module: nn.Module, groups: int) -> Any:
+    """Let an attention know how many query heads share a head of keys, while it has some of its heads."""
+    before = getattr(module, "num_key_value_groups", None)
+    if before is None:
+        yield
+        return
+    module.num_key_value_groups = groups  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        module.num_key_value_groups = before

@@ -1,0 +1,291 @@
+"""The output head and its loss, a few tokens at a time: logits of a whole sequence that never exist.
+
+While a model computes a loss, its output layer returns :class:`Logits` in their place: the hidden states, and what the
+model does with each token's logits on the way to its loss (a cast, a scale, a soft cap, a bias), noted down. A cross
+entropy of them is computed in tiles under ``torch.utils.checkpoint``, each tile from its hidden states to its losses.
+So it does not matter who computes the loss (a loss function of transformers, the model's own ``CrossEntropyLoss``);
+what is not known to work token by token is refused by the name of the operation.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+import numbers
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from gemini.errors import GeminiError
+
+_ELEMENTWISE = frozenset({
+    "tanh", "mul", "multiply", "__mul__", "__rmul__", "div", "divide", "true_divide", "__truediv__", "add", "__add__",
+    "__radd__", "sub", "__sub__", "neg", "__neg__", "float", "double", "half", "bfloat16", "to", "clamp", "type",
+})  # fmt: skip
+"""What changes each logit by itself, by the names of torch's functions and methods."""
+
+_OF_ROWS = frozenset({"view", "reshape", "flatten", "contiguous"})
+"""What arranges tokens anew and leaves each token's logits together."""
+
+
+def split_rows(rows: torch.Tensor, tokens: int) -> tuple[torch.Tensor, ...]:
+    """``rows`` (tokens first) in parts of at most ``tokens``, of nearly equal size: none has one row alone."""
+    return torch.tensor_split(rows, max(-(-rows.shape[0] // tokens), 1))
+
+
+class Logits:
+    """What stands for the logits of ``hidden``. Torch's functions take it as they take a tensor.
+
+    Args:
+        steps: what is done with a tile of logits (tokens x vocabulary), in order.
+    """
+
+    def __init__(
+        self, head: Head, hidden: torch.Tensor, dtype: torch.dtype, steps: tuple[Callable[..., Any], ...] = ()
+    ):
+        self._head, self._hidden, self._steps, self.dtype = head, hidden, steps, dtype
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size((*self._hidden.shape[:-1], self._head.layer.out_features))
+
+    def size(self, dim: int | None = None) -> Any:
+        return self.shape if dim is None else self.shape[dim]
+
+    def dim(self) -> int:
+        return self._hidden.dim()
+
+    @property
+    def ndim(self) -> int:
+        return self._hidden.dim()
+
+    @property
+    def device(self) -> torch.device:
+        return self._hidden.device
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or (name not in _ELEMENTWISE and name not in _OF_ROWS):
+            self._refuse(name)
+        func = getattr(torch.Tensor, name)
+        return lambda *args, **kwargs: self.__torch_function__(func, (), (self, *args), kwargs)
+
+    def __getitem__(self, index: Any) -> Logits:
+        found = index if isinstance(index, tuple) else (index,)
+        after = found[next(i for i, at in enumerate(found) if at is Ellipsis) + 1 :] if _has_ellipsis(found) else None
+        taken = sum(at.dim() if _is_mask(at) else at is not None and at is not Ellipsis for at in found)
+        of_last = found[-1] if (after or (after is None and taken >= self.dim())) else slice(None)
+        if not (isinstance(of_last, slice) and of_last == slice(None)):
+            self._refuse("a part of the vocabulary")
+        return self._with(self._hidden[index])
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        self._refuse("a write into logits")
+
+    def __iter__(self) -> Any:
+        self._refuse("iteration")
+
+    def __mul__(self, other: Any) -> Logits:
+        return self._then(torch.mul, (self, other), {})
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, other: Any) -> Logits:
+        return self._then(torch.div, (self, other), {})
+
+    def __add__(self, other: Any) -> Logits:
+        return self._then(torch.add, (self, other), {})
+
+    __radd__ = __add__
+
+    def __sub__(self, other: Any) -> Logits:
+        return self._then(torch.sub, (self, other), {})
+
+    def __neg__(self) -> Logits:
+        return self._then(torch.neg, (self,), {})
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        own = next(value for value in (*args, *kwargs.values()) if isinstance(value, Logits))
+        name = getattr(func, "__name__", str(func))
+        if func is functional.cross_entropy:
+            return own._cross_entropy(*args, **kwargs)
+        if name in _OF_ROWS:
+            return own._rows(name, args, kwargs)
+        if name in _ELEMENTWISE:
+            return own._then(func, args, kwargs)
+        own._refuse(name)
+
+    # ---- what the model does with them -------------------------------------------------------------------------------
+
+    def _with(self, hidden: torch.Tensor) -> Logits:
+        return Logits(self._head, hidden, self.dtype, self._steps)
+
+    def _rows(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Logits:
+        """The same tokens, arranged anew."""
+        before = list(self.shape)
+        if name == "contiguous":
+            return self
+        if kwargs or any(isinstance(value, torch.dtype) for value in args):
+            self._refuse(name)
+        if name == "flatten":
+            first, last = (int(dim) % len(before) for dim in (*args[1:], *(0, -1)[len(args) - 1 :]))
+            after = [*before[:first], math.prod(before[first : last + 1]), *before[last + 1 :]]
+        else:
+            after = [int(size) for size in (args[1] if isinstance(args[1], (tuple, list)) else args[1:])]
+            rest = math.prod(size for size in after if size != -1)
+            after = [math.prod(before) // max(rest, 1) if size == -1 else size for size in after]
+        if not after or after[-1] != before[-1] or math.prod(after) != math.prod(before):
+            self._refuse(f"{name} of logits {tuple(before)} to {tuple(after)}")
+        return self._with(self._hidden.reshape(*after[:-1], self._hidden.shape[-1]))
+
+    def _then(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Logits:
+        """The same with one more step, a function of each logit by itself."""
+        vocabulary, dtype = self.shape[-1], self.dtype
+        name = getattr(func, "__name__", str(func))
+        kept: list[Any] = []
+        for value in args:
+            if value is self:
+                kept.append(self)
+            elif isinstance(value, torch.Tensor) and value.numel() in (1, vocabulary):
+                is_each = value.numel() == vocabulary and value.shape[-1] == vocabulary
+                kept.append(value.reshape(vocabulary if is_each else (1,) * min(value.dim(), 1)))
+            elif isinstance(value, (numbers.Number, str, bool, torch.dtype, torch.device)):
+                kept.append(value)
+            else:
+                self._refuse(name)
+        for value in kwargs.values():
+            if not isinstance(value, (numbers.Number, str, bool, torch.dtype, torch.device, type(None))):
+                self._refuse(name)
+
+        def step(tile: torch.Tensor) -> Any:
+            return func(*(tile if value is self else value for value in kept), **kwargs)
+
+        sample = step(torch.empty(0, vocabulary, dtype=dtype, device=self.device))
+        if not isinstance(sample, torch.Tensor) or sample.shape != (0, vocabulary):
+            self._refuse(name)
+        return Logits(self._head, self._hidden, sample.dtype, (*self._steps, step))
+
+    def _cross_entropy(
+        self, input: Any, target: Any, weight: Any = None, size_average: Any = None, ignore_index: int = -100,
+        reduce: Any = None, reduction: str = "mean", label_smoothing: float = 0.0,
+    ) -> torch.Tensor:  # fmt: skip
+        """The sum or mean of the losses of all tokens, as torch makes it of whole logits."""
+        if input is not self or weight is not None or label_smoothing or size_average is not None or reduce is not None:
+            self._refuse("a cross entropy with weights or label smoothing")
+        hidden = self._hidden
+        if hidden.dim() != 2 or target.shape != hidden.shape[:1] or target.is_floating_point():
+            self._refuse(f"a cross entropy of logits {tuple(self.shape)} and targets {tuple(target.shape)}")
+        head, steps = self._head, self._steps
+
+        def losses_of(part: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+            logits = head.whole(part)
+            for step in steps:
+                logits = step(logits)
+            return functional.cross_entropy(logits, targets, ignore_index=ignore_index, reduction="none")
+
+        parts = split_rows(hidden, head.tokens)
+        targets = target.split([part.shape[0] for part in parts])
+        losses = torch.cat(
+            [checkpoint(losses_of, part, own, use_reentrant=False) for part, own in zip(parts, targets, strict=True)]
+        )
+        if reduction == "none":
+            return losses
+        # As a cross entropy over one class: the sum over tokens is torch's own, in its order.
+        rated = torch.where(target == ignore_index, ignore_index, 0)
+        return functional.nll_loss(-losses[:, None], rated, ignore_index=ignore_index, reduction=reduction)
+
+    def _refuse(self, what: str) -> NoReturn:
+        raise GeminiError(
+            f"{self._head.label} does something with its logits that is not known to be each token's own ({what}), so "
+            "head and loss cannot be computed in tiles. Leave tile_tokens out"
+        )
+
+
+def _has_ellipsis(index: tuple[Any, ...]) -> bool:
+    return any(at is Ellipsis for at in index)
+
+
+def _is_mask(at: Any) -> bool:
+    return isinstance(at, torch.Tensor) and at.dtype is torch.bool
+
+
+class Head:
+    """The output layer of ``model``, which computes in tiles of ``tokens`` while the model computes a loss."""
+
+    def __init__(self, model: Any, layer: nn.Linear, tokens: int):
+        self.model, self.layer, self.tokens = model, layer, tokens
+        self.label = f"tile_tokens={tokens}: {type(model).__name__}"
+        self._promises = False
+        self._has_promised = False
+
+    def whole(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The logits themselves; the layer is called as a module, so that whoever hangs on it is told."""
+        before, self._promises = self._promises, False
+        try:
+            return self.layer(hidden)  # type: ignore[no-any-return]
+        finally:
+            self._promises = before
+
+    def layer_forward(self, hidden: torch.Tensor) -> Any:
+        """The forward of the layer."""
+        if not self._promises:
+            return type(self.layer).forward(self.layer, hidden)
+        self._has_promised = True
+        return Logits(self, hidden, hidden.dtype)
+
+    def model_forward(self) -> Callable[..., Any]:
+        """The forward of the model."""
+        whole = type(self.model).forward.__get__(self.model)
+        signature = inspect.signature(whole)
+
+        @functools.wraps(whole)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            given = signature.bind_partial(*args, **kwargs).arguments
+            if not self.model.training or not torch.is_grad_enabled() or given.get("labels") is None:
+                return whole(*args, **kwargs)
+            self._promises, self._has_promised = True, False
+            try:
+                return _without_logits(whole(*args, **kwargs))
+            except (TypeError, AttributeError, ValueError) as e:
+                if not self._has_promised:
+                    raise
+                raise GeminiError(
+                    f"{self.label} does not make its loss of its logits by operations that are each token's own "
+                    f"({type(e).__name__}: {e}), so head and loss cannot be computed in tiles. Leave tile_tokens out"
+                ) from e
+            finally:
+                self._promises = False
+
+        return forward
+
+
+def _without_logits(output: Any) -> Any:
+    """There are none: what stands in their place is taken out."""
+    if isinstance(output, dict):
+        for name in [name for name, value in output.items() if isinstance(value, Logits)]:
+            output[name] = None
+        return output
+    if isinstance(output, tuple):
+        return tuple(None if isinstance(value, Logits) else value for value in output)
+    return output
+
+
+def find_head(model: nn.Module, tokens: int) -> Head | None:
+    """Of the outermost module that has an output layer and computes a loss (also inside of an adapter)."""
+    for module in model.modules():
+        ask: Any = getattr(module, "get_output_embeddings", None)
+        if ask is None or "labels" not in inspect.signature(type(module).forward).parameters:
+            continue
+        try:
+            layer = ask()
+        except (AttributeError, NotImplementedError):
+            continue
+        if type(layer) is nn.Linear and "forward" not in layer.__dict__ and "forward" not in module.__dict__:
+            return Head(module, layer, tokens)
+    return None

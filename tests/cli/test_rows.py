@@ -1,0 +1,114 @@
+"""``gemini train`` on chats: what is learned is the stock Trainer's own, and everything around it is there."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from rich.console import Console
+from safetensors.torch import load_file
+
+Gemini = Callable[..., Any]
+
+
+@pytest.fixture
+def chats(tmp_path: Path) -> Path:
+    """40 chats in which one is added."""
+    path = tmp_path / "chats.jsonl"
+    turns = ([{"role": "user", "content": f"{n}+1"}, {"role": "assistant", "content": f"{n + 1}"}] for n in range(40))
+    path.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in turns))
+    return path
+
+
+@pytest.fixture
+def train(gemini_command: Gemini, tmp_path: Path, tiny_values: dict[str, Any], chats: Path) -> Gemini:
+    config = tmp_path / "wide.json"
+    config.write_text(json.dumps(tiny_values | {"n_positions": 64}))
+
+    def call(*more: object) -> Any:
+        words = ["--model", config, "--data", chats, "--seq-len", 48, "--batch-size", 4, "--device", "cpu"]
+        return gemini_command("train", *words, "--lr", 1e-2, "--log-every", 1, "--schedule", "constant", *more)
+
+    return call
+
+
+def losses_of(out: Path, name: str = "loss") -> list[float]:
+    rows = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
+    return [row[name] for row in rows if name in row]
+
+
+def test_a_run_on_chats_and_its_repetition_from_yaml(train: Gemini, gemini_command: Gemini, tmp_path: Path) -> None:
+    """Dropout, held-out chats, samples and an exact resume; the file beside the run repeats it."""
+    out = tmp_path / "out"
+    more = ["--validation", 8, "--eval-every", 3, "--sample-every", 6, "--prompt", "3+1", "--save-every", 3]
+    result = train("--out", out, "--steps", 6, *more)
+    assert result.exit_code == 0, (result.output, result.exception)
+    assert "data: 40 rows of messages" in result.stdout and "8 of them are kept to evaluate on" in result.stdout
+    assert result.stdout.count("perplexity") == 2 and "sample after step 6: 3+1|" in result.stdout
+    assert losses_of(out)[-1] < losses_of(out)[0] and len(losses_of(out, "eval_perplexity")) == 2
+
+    again = tmp_path / "again"
+    shutil.rmtree(out / "checkpoint-6")
+    words = ["--config", out / "gemini.yaml", "--out", again, "--resume", out / "checkpoint-3"]
+    repeated = gemini_command("train", *words)
+    assert repeated.exit_code == 0, (repeated.output, repeated.exception)
+    assert losses_of(again) == losses_of(out)[3:]
+    first, second = (load_file(folder / "model.safetensors") for folder in (out, again))
+    assert all(torch.equal(weight, second[name]) for name, weight in first.items())
+
+    adapter = tmp_path / "adapter"
+    lora = gemini_command("train", "--config", out / "gemini.yaml", "--model", out, "--lora", 2, "--out", adapter)
+    assert lora.exit_code == 0, (lora.output, lora.exception)
+    assert "of them trained" in lora.stdout and (adapter / "adapter_model.safetensors").is_file()
+
+
+def test_only_the_answers_are_learned(train: Gemini, tmp_path: Path) -> None:
+    """Where all of a chat is, the loss is another; so is it where rows share sequences."""
+    first = {}
+    for name, more in {"answers": [], "all": ["--loss-on", "all"], "packed": ["--packing", "bfd"]}.items():
+        result = train("--out", tmp_path / name, "--steps", 1, *more)
+        assert result.exit_code == 0, (result.output, result.exception)
+        first[name] = losses_of(tmp_path / name)[0]
+    assert len({round(loss, 3) for loss in first.values()}) == 3
+
+
+def test_a_run_whose_evaluation_gets_worse_ends_early(train: Gemini, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    more = ["--validation", 8, "--eval-every", 2, "--patience", 1, "--lr", 0.3, "--seed", 1]
+    result = train("--out", out, "--steps", 40, *more)
+    assert result.exit_code == 0, (result.output, result.exception)
+    evaluations = losses_of(out, "eval_loss")
+    assert 2 <= len(evaluations) < 20 and evaluations[-1] > min(evaluations)
+    assert "The model is in" in result.stdout
+
+
+def test_the_run_is_that_of_the_stock_trainer(tiny_config: Path, text: Path, tmp_path: Path) -> None:
+    """transformers' Trainer with torch's AdamW, from the same weights on the same windows."""
+    from gemini.jobs.settings import TrainSettings
+    from gemini.jobs.train import TrainRun
+    from gemini.jobs.trainer import arguments_of
+
+    settings = TrainSettings(
+        model=tiny_config, data=(text,), seq_len=16, batch_size=2, accumulate=2, device="cpu", steps=6, lr=4e-3,
+        precision="fp32", save_every=0, log_every=1, out=tmp_path / "out",
+    )  # fmt: skip
+    run = TrainRun(settings, Console(quiet=True))
+    weights = {name: value.clone() for name, value in run.model.state_dict().items()}
+    ours = run.run()
+
+    plain = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(tiny_config))
+    plain.load_state_dict(weights)
+    plain.loss_type = "ForCausalLM"
+    arguments = transformers.TrainingArguments(**arguments_of(settings, use_cpu=True))
+    stock = transformers.Trainer(
+        model=plain, args=arguments, train_dataset=run.data.train, data_collator=transformers.default_data_collator
+    )
+    stock.train()
+    theirs = [row["loss"] for row in stock.state.log_history if "loss" in row]
+    assert ours == pytest.approx(theirs, rel=2e-5) and ours[-1] < 0.95 * ours[0]

@@ -1,0 +1,231 @@
+"""A mesh by the names of its dims: who shares what, whose budget is whose, and models whose slices were cut by hand."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import gemini
+from gemini.memory.system import available_bytes
+from gemini.planning.working import MARGIN
+from gemini.ranks.mesh import names_of, ranks_along
+from gemini.tiers import Tier
+from tests.ranks.pool import Failure, Pool
+from tests.train import helpers
+
+Pools = Callable[[int], Pool]
+MIB = 2**20
+
+
+@pytest.fixture
+def as_rank() -> Iterator[Callable[[int, int], None]]:
+    """``as_rank(5, 8)``: this process is one of many, which are not there."""
+
+    def join(rank: int, world: int) -> None:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
+
+    yield join
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def mesh_of(**sizes: int) -> DeviceMesh:
+    return init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+
+
+# ---- names -----------------------------------------------------------------------------------------------------------
+
+
+def test_ranks_that_differ_in_some_dims_alone(as_rank: Any) -> None:
+    as_rank(13, 16)  # 13 = 1 (dp_replicate), 1 (dp), 0 (cp), 1 (tp)
+    mesh = mesh_of(dp_replicate=2, dp=2, cp=2, tp=2)
+    assert ranks_along(mesh, "tp") == [12, 13]
+    assert ranks_along(mesh, "dp", "cp") == [9, 11, 13, 15]
+    assert ranks_along(mesh, "dp_replicate", "dp", "cp") == [1, 3, 5, 7, 9, 11, 13, 15]
+    assert gemini.data_rank(mesh) == (3, 4)
+    assert gemini.data_rank(mesh["cp"]) == (0, 1) and gemini.data_rank(mesh["dp", "tp"]) == (1, 2)
+    assert gemini.data_rank(init_device_mesh("cpu", (4, 4))) == gemini.data_rank() == (13, 16)
+    assert gemini.data_rank(mesh_of(dp_shard=4, sp=4)) == (3, 4), "accelerate's names"
+
+
+def test_every_rank_has_a_part_of_the_data_with_its_neighbours(as_rank: Any) -> None:
+    parts = []
+    for rank in range(8):
+        as_rank(rank, 8)
+        parts.append(gemini.data_rank(mesh_of(pp=2, dp=2, tp=2)))
+    assert parts == [(0, 2), (0, 2), (1, 2), (1, 2)] * 2
+    dist.destroy_process_group()
+    assert gemini.data_rank() == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "says"),
+    [
+        ({"dp": 2, "tensor": 4}, "called 'tensor': name its dimensions any of pp, dp_replicate, dp, cp, tp, ep"),
+        ({"dp": 2, "fsdp": 4}, "two of which mean the same"),
+    ],
+)
+def test_names_that_mean_nothing(sizes: dict[str, int], says: str, as_rank: Any) -> None:
+    as_rank(0, 8)
+    with pytest.raises(ValueError, match=says):
+        names_of(mesh_of(**sizes))
+    with pytest.raises(ValueError, match="3 dimensions without names"):
+        gemini.data_rank(init_device_mesh("cpu", (2, 2, 2)))
+    with pytest.raises(ValueError, match="experts over ranks would be chunks of other groups"):
+        gemini.GeminiDDP(helpers.llama(), gemini.GeminiConfig(device="cpu"), mesh=mesh_of(dp=2, ep=4))
+
+
+# ---- budgets ---------------------------------------------------------------------------------------------------------
+
+
+def budgets(sizes: dict[str, int], part: tuple[str, ...] = ()) -> dict[str, Any]:
+    mesh = mesh_of(**sizes)
+    given = mesh[part] if part else mesh
+    config = gemini.GeminiConfig(precision="fp32", device="cpu", memory=gemini.MemoryBudget(cpu="64MiB"))
+    engine = gemini.GeminiDDP(helpers.llama(), config, mesh=given)._gemini_engine
+    declared = engine.store.ledger.budget(Tier.CPU)
+    free = available_bytes()
+    config = gemini.GeminiConfig(precision="fp32", device="cpu")
+    measured = gemini.GeminiDDP(helpers.llama(), config, mesh=given)._gemini_engine.store.ledger.budget(Tier.CPU)
+    return {"declared": declared, "share": measured / (free * MARGIN), "is_divided": engine.shards is not None}
+
+
+@pytest.mark.sweep(every=2)
+@pytest.mark.parametrize(
+    ("sizes", "part"),
+    [
+        ({"tp": 4}, ()), ({"dp": 2, "tp": 2}, ()), ({"pp": 2, "dp_replicate": 2}, ()), ({"dp": 2, "cp": 2}, ()),
+        ({"dp": 2, "tp": 2}, ("dp",)), ({"pp": 2, "dp": 1, "cp": 2}, ()),
+    ],
+)  # fmt: skip
+def test_the_budget_of_a_machine_is_divided_among_all_processes_of_the_job(
+    sizes: dict[str, int], part: tuple[str, ...], pool_of: Pools
+) -> None:
+    found = pool_of(4).run(budgets, sizes, part)
+    assert sum(rank["declared"] for rank in found) <= 64 * MIB
+    assert all(rank["declared"] == 16 * MIB for rank in found)
+    assert sum(rank["share"] for rank in found) < 1.2, "what is free is divided as well"
+    assert all(rank["is_divided"] == (sizes != {"tp": 4}) for rank in found)
+
+
+# ---- a model that was sliced by hand ---------------------------------------------------------------------------------
+
+
+class Copy(torch.autograd.Function):
+    """The input of a slice: its gradient is the sum over slices."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        total = grads[0].clone()
+        dist.all_reduce(total, group=ctx.group)
+        return total, None
+
+
+class Sum(torch.autograd.Function):
+    """The output: the sum over slices."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:
+        total = x.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        return grads[0], None
+
+
+class Net(nn.Module):
+    """Two layers, whole or a slice of each; the first norm is whole on every slice."""
+
+    def __init__(self, rank: int = 0, size: int = 1, group: Any = None):
+        super().__init__()
+        torch.manual_seed(3)
+        self.norm, up, down = nn.LayerNorm(16), nn.Linear(16, 32, bias=False), nn.Linear(32, 16, bias=False)
+        mine = slice(rank * 32 // size, (rank + 1) * 32 // size)
+        self.up = nn.Parameter(up.weight.detach()[mine].clone())
+        self.down = nn.Parameter(down.weight.detach()[:, mine].clone())
+        self.group = group
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.norm(x)
+        x = x if self.group is None else Copy.apply(x, self.group)
+        x = torch.tanh(x @ self.up.T) @ self.down.T
+        return x if self.group is None else Sum.apply(x, self.group)
+
+
+def sample(rank: int) -> torch.Tensor:
+    return torch.randn(4, 16, generator=torch.Generator().manual_seed(rank))
+
+
+def sliced(folder: str = "", wrong: str = "") -> dict[str, torch.Tensor]:
+    mesh = mesh_of(dp=2, tp=2)
+    here, group = mesh.get_local_rank("tp"), mesh.get_group("tp")
+    config = gemini.GeminiConfig(
+        precision="fp16" if wrong == "fp16" else "fp32", device="cpu", memory=gemini.MemoryBudget(cpu="16MiB")
+    )
+    model: Any = gemini.GeminiDDP(Net(here, 2, group), config, mesh=mesh)
+    optimizer = gemini.HybridAdam(model.parameters(), lr=1e-2, eps=1e-4)
+    for _ in range(4):
+        x = sample(dist.get_rank() if wrong == "batch" else gemini.data_rank(mesh).rank)
+        model(x).square().mean().backward()
+        if wrong == "clip":
+            model.clip_grad_norm_(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    if wrong == "folder":
+        gemini.save_checkpoint(folder, model, optimizer)
+    own = model.state_dict()
+    gemini.save_checkpoint(f"{folder}/slice-{here}", model, optimizer)
+    with model.gathered(write=True), torch.no_grad():
+        model.up.zero_()
+    gemini.load_checkpoint(f"{folder}/slice-{here}", model, optimizer)
+    assert all(torch.equal(value, own[name]) for name, value in model.state_dict().items())
+    return {name: value.clone() for name, value in own.items()}
+
+
+def test_a_model_in_slices_trains(pool_of: Pools, tmp_path: Path) -> None:
+    found = pool_of(4).run(sliced, str(tmp_path))
+    plain = Net()
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2, eps=1e-4, weight_decay=0.01)
+    for _ in range(4):
+        for rank in range(2):
+            (plain(sample(rank)).square().mean() / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for rank, own in enumerate(found):
+        mine = slice(rank % 2 * 16, rank % 2 * 16 + 16)
+        wanted = {"norm.weight": plain.norm.weight, "up": plain.up[mine], "down": plain.down[:, mine]}
+        for name, value in wanted.items():
+            torch.testing.assert_close(own[name], value.detach(), rtol=1e-5, atol=1e-6, msg=f"{name} on rank {rank}")
+
+
+@pytest.mark.sweep(every=1)
+@pytest.mark.parametrize(
+    ("wrong", "kind", "says"),
+    [
+        ("batch", "RankMismatch", "the first batch of rank [13] has another argument 0 than that of rank [02]"),
+        ("clip", "GeminiError", "clip_grad_norm_ of a model in slices"),
+        ("folder", "ValueError", "slices tp 0 and tp 1 of the model, which would overwrite each other"),
+        ("fp16", "ValueError", 'precision="fp16" with a model in slices'),
+    ],
+)
+def test_what_slices_cannot_do_is_refused(wrong: str, kind: str, says: str, pool_of: Pools, tmp_path: Path) -> None:
+    for outcome in pool_of(4).outcomes(sliced, str(tmp_path), wrong):
+        assert isinstance(outcome, Failure) and outcome.kind == kind and re.search(says, outcome.text), outcome

@@ -1,0 +1,72 @@
+"""Ranks that follow a script: one question a step, the bits of ranks that ask, and the errors of today."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.ranks.pool import Failure, Pool
+from tests.ranks.schedules import Event, Outcome, Play, run
+
+Pools = Callable[[int], Pool]
+_BEGIN, _GRADIENTS, _STEP = 1, 1, 1
+"""The rounds of a step that follows a script: as it begins, before the norm, and, since that was for
+``clip_grad_norm_``, once more in ``optimizer.step()``."""
+
+
+def both_ways(pool: Pool, play: Play) -> list[Outcome]:
+    """With overlap, after comparing it with the same without."""
+    plain, found = pool.run(run, replace(play, overlap=False, seed=-1)), pool.run(run, play)
+    for one, other in zip(plain, found, strict=True):
+        assert not any(one.scripted), "without overlap ranks ask each other"
+        assert one[:4] == other[:4], "losses, norms, bits and the error"
+    return found
+
+
+@pytest.mark.parametrize("where", ["roomy", "tight", "nvme", "checkpointed"])
+def test_a_step_asks_at_its_beginning_and_its_end(where: str, pool_of: Pools, tmp_path: Path) -> None:
+    """Whatever is gathered again, and however late messages are."""
+    play = Play(
+        num_steps=4, seed=1, tight=where != "roomy", precision="bf16" if where == "nvme" else "fp32",
+        checkpointing=where == "checkpointed", nvme=str(tmp_path) if where == "nvme" else "",
+    )  # fmt: skip
+    for outcome in both_ways(pool_of(2), play):
+        assert outcome.scripted == [False, True, True, True], "the first one says where gradients are complete"
+        assert outcome.rounds[1:] == [_BEGIN + _GRADIENTS + _STEP] * 3
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_ranks_that_diverge_end_with_the_same_bits_and_follow_the_next_script(ranks: int, pool_of: Pools) -> None:
+    kinds = ("skip", "extra", "evaluate", "forward alone", "raise in forward")
+    events = tuple(Event(kind, i % ranks, 2 + 2 * i, i) for i, kind in enumerate(kinds))
+    play = Play(events, num_steps=3 + 2 * len(kinds), seed=ranks, tight=ranks == 2)
+    for outcome in both_ways(pool_of(ranks), play):
+        assert not outcome.error
+        assert all(outcome.scripted[event.step + 1] for event in events)
+
+
+def test_micro_batches_in_other_orders(pool_of: Pools) -> None:
+    """F0 F1 B0 B1 on all ranks, and gradients that are added up, sent or not."""
+    both = tuple(Event("two forwards", rank, 2) for rank in range(2))
+    for outcome in both_ways(pool_of(2), Play(both, num_micro=2, tight=True)):
+        assert outcome.scripted == [True, True, True, False, True], "two forwards left their scripts: a step asks"
+    for outcome in both_ways(pool_of(2), Play(num_micro=2, no_sync=True, num_steps=3)):
+        assert all(outcome.scripted[1:])
+
+
+@pytest.mark.parametrize("kind", ["data ends", "raise in backward"])
+def test_what_is_an_error_is_one_on_all_ranks(kind: str, pool_of: Pools) -> None:
+    for outcome in both_ways(pool_of(2), Play((Event(kind, 1, 2, 3),), tight=True)):
+        assert outcome.error == "RankMismatch"
+
+
+@pytest.mark.sweep(every=3)
+@pytest.mark.parametrize("message", [2, 6, 12])
+def test_a_rank_that_is_killed_is_lost_on_all_others(message: int, pool_of: Pools) -> None:
+    """At every message: ``tests/hunts/script_hunt.py --kills``."""
+    died, other = pool_of(2).outcomes(run, Play(num_steps=3, kill=(0, message)))
+    assert isinstance(died, Failure) and died.kind == "Died"
+    assert isinstance(other, Failure) and other.kind == "RankLost"

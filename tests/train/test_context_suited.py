@@ -1,0 +1,115 @@
+"""Which models context parallel refuses, by the name of what stands in the way."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from gemini.errors import GeminiError
+from gemini.train.context.attention import Attend
+from gemini.train.context.exchange import ImaginedExchange
+from gemini.train.context.parallel import imagine_parts
+from gemini.train.context.suited import transformer_in
+from tests.models import llama
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0,
+}  # fmt: skip
+
+
+def of(name: str, config: str, model: str, **changes: Any) -> nn.Module:
+    module = importlib.import_module(f"transformers.models.{name}")
+    return getattr(module, model)(getattr(module, config)(**{**SMALL, **changes}))  # type: ignore[no-any-return]
+
+
+def with_conv() -> nn.Module:
+    model = llama()
+    model.model.layers[1].short = nn.Conv1d(32, 32, 3)
+    return model
+
+
+def with_compiled_block() -> nn.Module:
+    model = llama()
+    model.model.layers[0].compile(backend="eager")
+    return model
+
+
+CASES: dict[str, tuple[Any, str]] = {
+    "mamba": (lambda: of("mamba", "MambaConfig", "MambaForCausalLM", state_size=4), "Mamba"),
+    "linear attention": (
+        lambda: of(
+            "qwen3_next", "Qwen3NextConfig", "Qwen3NextForCausalLM", num_experts=4, num_experts_per_tok=2,
+            moe_intermediate_size=16, shared_expert_intermediate_size=16, head_dim=8,
+            layer_types=["linear_attention", "full_attention"],
+        ),
+        "layers of type 'linear_attention'",
+    ),
+    "conv": (
+        lambda: of("lfm2", "Lfm2Config", "Lfm2ForCausalLM", layer_types=["conv", "full_attention"]),
+        "layers of type 'conv'",
+    ),
+    "sliding window": (
+        lambda: of("mistral", "MistralConfig", "MistralForCausalLM", sliding_window=8), "'sliding_attention', a window"
+    ),
+    "some sliding": (
+        lambda: of("gemma2", "Gemma2Config", "Gemma2ForCausalLM", head_dim=8), "layers of type 'sliding_attention'"
+    ),
+    "two sequences": (
+        lambda: of(
+            "t5", "T5Config", "T5ForConditionalGeneration", d_model=32, d_kv=8, d_ff=48, num_layers=1, num_heads=4
+        ),
+        "an encoder and a decoder",
+    ),
+    "alibi": (lambda: of("bloom", "BloomConfig", "BloomForCausalLM", n_head=4, n_layer=1), "Bloom"),
+    "dynamic rope": (
+        lambda: llama(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}), "type 'dynamic'"
+    ),
+    "a conv inside": (with_conv, r"layers.1.short \(Conv1d\) has a state along the sequence"),
+    "positions": (
+        lambda: of("roberta", "RobertaConfig", "RobertaForCausalLM", is_decoder=True), "begin after its padding token"
+    ),
+    "flex": (lambda: llama(attn_implementation="flex_attention"), "attn_implementation='flex_attention'"),
+    "compiled": (with_compiled_block, "parts of LlamaForCausalLM are compiled"),
+    "not of transformers": (lambda: nn.Linear(4, 4), "Linear is no model of transformers"),
+}  # fmt: skip
+
+
+@pytest.mark.sweep(every=1)
+@pytest.mark.parametrize("name", CASES)
+def test_what_looks_along_the_sequence_is_refused_by_name(name: str) -> None:
+    make, says = CASES[name]
+    with pytest.raises(GeminiError, match=says):
+        transformer_in(make())
+
+
+def test_heads_that_cannot_be_divided() -> None:
+    with pytest.raises(GeminiError, match=r"divides 4 heads over cp=8, which does not go: cp can be 2, 4"):
+        imagine_parts(llama(), 8, "ulysses")
+    imagine_parts(llama(), 8, "auto")
+
+
+def test_a_part_of_the_model_alone_and_models_that_borrow_its_config() -> None:
+    model: Any = llama()
+    imagine_parts(model, 2, "auto")
+    ids = torch.ones(1, 4, dtype=torch.int64)
+    with torch.no_grad(), pytest.raises(GeminiError, match="a part of a model under context parallel was called by"):
+        model.model(ids)
+    assert model.config._attn_implementation == "gemini_context_sdpa"
+    with torch.no_grad():
+        assert model(ids).logits.shape == (1, 4, 64), "whole sequences are for evaluation"
+    other = type(model)(model.config)
+    with pytest.raises(GeminiError, match="belongs to a model that is under context parallel"):
+        other(ids)
+
+
+@pytest.mark.sweep(every=1)
+@pytest.mark.parametrize("name", ["position_bias", "s_aux", "sliding_window"])
+def test_attention_that_is_told_more_than_parts_know(name: str) -> None:
+    x = torch.ones(1, 4, 2, 8)
+    with pytest.raises(GeminiError, match="which context parallel does not divide"):
+        Attend(ImaginedExchange(2), "sdpa", "auto")(nn.Linear(1, 1), x, x, x, None, **{name: torch.ones(1)})

@@ -1,0 +1,133 @@
+"""``param.detach()`` and ``param.data`` outside of forward: what loggers and averages read, as it is at that moment."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import nn
+
+import gemini
+from tests.train.helpers import Plain, adam, llama, noise, same_bits, train, train_plain, wrap
+
+Q = "model.layers.1.self_attn.q_proj.weight"
+
+
+def saved(weights: torch.Tensor) -> torch.Tensor:
+    file = io.BytesIO()
+    torch.save(weights, file)
+    file.seek(0)
+    return torch.load(file)
+
+
+def scaled(weights: torch.Tensor) -> torch.Tensor:
+    """Beside something that wants a gradient."""
+    x = torch.ones(32, requires_grad=True)
+    (weights * x).sum().backward()
+    assert x.grad is not None
+    return x.grad
+
+
+READS: dict[str, Callable[[Any], Any]] = {
+    "norm": lambda w: w.float().norm(),
+    "largest": lambda w: w.abs().max(),
+    "scaled": scaled,
+    "averaged": lambda w: torch.zeros(32, 32).lerp_(w.float(), 0.1),
+    "copied": lambda w: torch.zeros(32, 32).copy_(w),
+    "all at once": lambda w: torch._foreach_norm([w, w])[1],
+    "numpy": lambda w: torch.tensor(w.float().cpu().numpy()),
+    "array": lambda w: torch.tensor(numpy.asarray(w.float())),
+    "histogram": lambda w: torch.histc(w.float(), 8),
+    "saved": saved,
+    "deep copy": copy.deepcopy,
+    "in inference mode": lambda w: torch.inference_mode()(lambda: w.float().sum())(),
+    "mapped": lambda w: torch.vmap(lambda row: row.float().sum())(w),
+    "differentiated": lambda w: torch.func.grad(lambda v: v.float().square().sum())(w),
+    "read where nobody is asked": torch.tensor,
+    "described": lambda w: torch.tensor([*w.shape, *w.stride(), w.requires_grad, w.dtype == torch.bfloat16, len(w)]),
+}
+
+
+@pytest.mark.parametrize("how", ["detach", "data"])
+def test_reads_are_those_of_torch_now_and_later(how: str, where: str, tmp_path: Path) -> None:
+    model, plain = wrap(llama(), where, tmp_path), Plain(llama())
+    optimizer = adam(model)
+    param = model.get_parameter(Q)
+    kept = param.detach() if how == "detach" else param.data
+    for step in range(2):
+        assert train(model, optimizer, [step]) == train_plain(plain, [step])
+        now = plain.model.get_parameter(Q).detach()  # the plain loop gives its weights new memory in each step
+        for name, read in READS.items():
+            assert same_bits(read(kept).detach(), read(now).detach()), name
+        assert repr(kept) == repr(now)
+
+
+def test_nothing_is_written_through_them(where: str, tmp_path: Path) -> None:
+    model, plain = wrap(llama(), where, tmp_path), Plain(llama())
+    optimizer = adam(model)
+    assert train(model, optimizer, [0]) == train_plain(plain, [0])
+    weights = model.get_parameter(Q).data
+    ones = torch.ones(32, 32, dtype=torch.bfloat16)
+
+    def set_first() -> None:
+        weights[0] = 1
+
+    for name, use in {
+        "in place": lambda: weights.mul_(2), "copied into": lambda: weights.copy_(ones), "an item": set_first,
+        "out": lambda: torch.add(ones, 1, out=weights), "drawn": lambda: nn.init.normal_(weights),
+        "a view": lambda: weights.view(-1), "rows": lambda: list(weights),
+        "a gradient": lambda: weights.requires_grad_(),
+        "a param": lambda: nn.Parameter(weights), "replaced": lambda: setattr(weights, "data", ones),
+        "shared": lambda: torch.from_dlpack(weights.detach()),
+    }.items():  # fmt: skip
+        with pytest.raises(gemini.ParamAccessError, match="gathered"):
+            use()
+            pytest.fail(name)
+    assert train(model, optimizer, [1]) == train_plain(plain, [1])
+
+
+def test_an_array_of_them_is_read_only(where: str, tmp_path: Path) -> None:
+    """It holds the values of now: what is written to it would be lost."""
+    model = wrap(nn.Linear(4, 4), where, tmp_path, precision="fp32")
+    array = model.weight.detach().cpu().numpy() if where == "standin" else model.weight.detach().numpy()
+    assert same_bits(torch.tensor(array), model.full_param("weight"))
+    with pytest.raises(ValueError, match="read-only"):
+        model.weight.data.numpy()[0] = 1
+
+
+class Regularized(nn.Module):
+    """Reads in forward what was detached before it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(32, 32), nn.Linear(32, 32)
+        self.anchor: Any = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.second(torch.tanh(self.first(x)))
+        return x.float().square().mean() + (self.anchor.float() * x.float().mean(0)).sum().abs()
+
+
+def test_they_may_be_read_inside_of_forward(where: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    raw = Regularized()
+    plain, model = copy.deepcopy(raw), wrap(raw, where, tmp_path, precision="fp32", slack=2**17)
+    x = noise(4, 32, dtype=torch.float32)
+    losses = []
+    for net in (plain, model):
+        optimizer = adam(net)
+        net.anchor = net.first.weight.detach()
+        losses.append([])
+        for _ in range(3):
+            loss = net(x)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses[-1].append(loss.item())
+    assert losses[0] == losses[1]
