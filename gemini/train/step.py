@@ -67,7 +67,8 @@ class StepState:
         """Gradient accumulation: inside ``no_sync()`` gradients are added up, and none is used yet."""
         self.updated_in_backward = False
         """Whether an update was made inside backward since the last ``optimizer.step()``."""
-        self._clip_coefficient = 1.0
+        self.clip_coefficient = 1.0
+        """What ``clip_grad_norm_`` of the whole model multiplies gradients by, as far as the host knows."""
         self.clip_there: ClipFactor | None = None
         """The clipping of the whole model, if the device alone knows its numbers yet."""
         self.has_clipped = False
@@ -207,18 +208,15 @@ class StepState:
         """The step is over, or what was updated is going to be overwritten."""
         self.updated_in_backward = False
 
-    @property
-    def clip_coefficient(self) -> float:
-        """What ``clip_grad_norm_`` of the whole model multiplies gradients by. Where the device alone knows, the host
-        waits for it, once.
-        """
+    def fetch_clipping(self) -> None:
+        """The host learns the coefficient that the device has found, and waits for it if need be."""
         if self.clip_there is not None:
-            self._clip_coefficient, self.clip_there = self.clip_there.coefficient(), None
-        return self._clip_coefficient
+            self.clip_coefficient, self.clip_there = self.clip_there.coefficient(), None
 
     def clip(self, coefficient: float) -> None:
         """Gradients are to be multiplied by ``coefficient``, beside what was asked for before."""
-        self._clip_coefficient = self.clip_coefficient * coefficient
+        self.fetch_clipping()
+        self.clip_coefficient *= coefficient
         self.has_clipped = True
 
     def clip_on_device(self, clip: ClipFactor) -> None:
@@ -232,13 +230,14 @@ class StepState:
 
     def take_clipping(self) -> float | None:
         """The coefficient of clipping, which from now on is 1; None if nothing was clipped."""
-        coefficient, self._clip_coefficient = self.clip_coefficient, 1.0
+        self.fetch_clipping()
+        coefficient, self.clip_coefficient = self.clip_coefficient, 1.0
         was_clipped, self.has_clipped = self.has_clipped, False
         return coefficient if was_clipped else None
 
     def forget_clipping(self) -> None:
         """Every gradient that was clipped is used, or gone."""
-        self._clip_coefficient, self.clip_there, self.has_clipped = 1.0, None, False
+        self.clip_coefficient, self.clip_there, self.has_clipped = 1.0, None, False
 
     def note_unreduced(self, change: int) -> None:
         """Whole gradients came, or went."""

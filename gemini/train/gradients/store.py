@@ -388,8 +388,11 @@ class GradientStore:
         """What clipping all gradients takes, left on the device that summed them; None where the host has a part in it.
 
         The same order as in :meth:`total_sum`, so the same bits.
+
+        Raises:
+            GeminiError: if a gradient is not whole.
         """
-        there = [handle for handle in self._handles if handle.norm_sums is not None]
+        there = _whole(self._handles)
         if not there or any(handle.clip != 1.0 for handle in there):
             return None
         return kernels.clip_factor([handle.norm_sums or [] for handle in there], max_norm)
@@ -453,17 +456,21 @@ class GradientStore:
 
 
 def _totals(handles: list[ParamHandle]) -> list[tuple[ParamHandle, float]]:
-    """Those that have a gradient, with its sum of squares.
+    """Those that have a gradient, with its sum of squares; refused as by :func:`_whole`."""
+    there = _whole(handles)
+    return list(zip(there, kernels.totals([handle.norm_sums or [] for handle in there]), strict=True))
+
+
+def _whole(handles: list[ParamHandle]) -> list[ParamHandle]:
+    """Those that have a gradient.
 
     Raises:
-        GeminiError: if one of them is not whole.
+        GeminiError: if one of these is not whole.
     """
     for handle in handles:
         if handle.leftover:
             handle.refuse_incomplete_gradient()
-    there = [(handle, handle.norm_sums) for handle in handles if handle.norm_sums is not None]
-    found = kernels.totals([sums for _, sums in there])
-    return [(handle, total) for (handle, _), total in zip(there, found, strict=True)]
+    return [handle for handle in handles if handle.norm_sums is not None]
 
 
 def _grad_numel(chunk: Chunk) -> int:

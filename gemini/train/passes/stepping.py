@@ -14,6 +14,7 @@ from gemini import kernels
 from gemini.errors import GeminiError
 from gemini.memory.store import ChunkStore
 from gemini.rules import UpdateRule
+from gemini.tiers import Tier
 from gemini.train.gradients.scaled_backward import Scaling
 from gemini.train.params.exposure import Exposure
 from gemini.train.params.handle import Leftover, ParamHandle, ParamSet, note_writes, written_to
@@ -53,6 +54,7 @@ class Stepping:
         )
         self._observers, self._reduction = observers, reduction
         self._moves = store.moves
+        self._may_stop_there = store.device.tier is Tier.GPU and reduction is None
 
     # ---- before the step ----------------------------------------------------------------------------------------
 
@@ -113,6 +115,7 @@ class Stepping:
         total = math.sqrt(self._gradients.total_sum(used)) * self.scaling.unscale_seen(chosen)
         if left:
             total = math.hypot(total, math.sqrt(self._gradients.total_sum(left)))
+        self.state.fetch_clipping()
         total *= self.state.clip_coefficient
         if error_if_nonfinite:
             self._gradients.check_finite(chosen)
@@ -209,15 +212,16 @@ class Stepping:
         if written or self._exposure.written:
             self._exposure.refuse(written)
         clip = self.state.clip_there
-        stop = None if self._reduction is not None or self.scaling.is_scaled else self._stop_on_device(handles, clip)
+        stop = self._stop_on_device(handles, clip) if self._may_stop_there and not scaling.is_scaled else None
         if stop is None:
             self._gradients.check_finite(handles)
-            clip = None
+            if clip is not None and handles:
+                self.state.fetch_clipping()
+                clip = None
         missing = [handle for handle in handles if handle.norm_sums is None]
         if missing:
             self._gradients.land_zeros(missing)
-        known = handles and clip is None
-        coefficient = self.state.clip_coefficient if known else 1.0
+        coefficient = 1.0 if clip is not None else self.state.clip_coefficient
         by_chunk = self._by_chunk(handles, groups, scalars, coefficient)
         try:
             note_writes(handles)
@@ -234,6 +238,8 @@ class Stepping:
         self.end_step()
 
     def _stop_on_device(self, handles: list[ParamHandle], clip: kernels.ClipFactor | None) -> torch.Tensor | None:
+        for handle in handles:
+            handle.refuse_incomplete_gradient()
         return self.updates.unseen.stop_for_step(self._store.mover, handles, self.rule, clip)
 
     def _by_chunk(
