@@ -4,8 +4,8 @@
 
 Arithmetic of layouts: the planes of all chunks that ``GeminiDDP`` would cut of Llama shapes, in whole pages, padding,
 scales, factors and small exact params among them. Nothing is allocated. Gradients are used inside backward
-("transient"); kept ones are 2 bytes more per trained param. LoRA is of rank 16 on every linear layer of the blocks, its base
-frozen in bf16.
+("transient"); kept ones are 2 bytes more per trained param. LoRA is of rank 16 on every linear layer of the
+blocks, its base frozen in bf16.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ RANK = 16
 """Of LoRA's matrices."""
 
 PUBLISHED = {"CoLLiE, Adan and Sophia": 34.5, "CoLLiE, Adam and Lion": 30.5, "CoLLiE, LOMO and LoRA": 2.1}
-"""GB per billion params of GPU memory, read off the plot of memory in CoLLiE's repository (arXiv:2312.00407): gradients,
+"""GB per billion params of GPU memory, read off the plot in CoLLiE's repository (arXiv:2312.00407): gradients,
 activations of 2,048 tokens and workspaces are in them."""
 
 
@@ -103,17 +103,16 @@ def draw(found: dict[str, list[float]], sizes: list[float], path: Path) -> None:
     mpl.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(figsize=(9, 5.5), layout="constrained")
+    figure, axes = plt.subplots(figsize=(8, 7.5), layout="constrained")
     same: dict[tuple[float, ...], list[str]] = {}
     for name, per_param in found.items():
         same.setdefault(tuple(round(b, 1) for b in per_param), []).append(name)
     for names in same.values():
         gb = [size * each for size, each in zip(sizes, found[names[0]], strict=True)]
         style = "-" if "compact" not in names[0] else "--"
-        axes.plot(sizes, gb, style, marker="o", markersize=3, label=f"{', '.join(names)}: {found[names[0]][-1]:.2f}")
+        axes.plot(sizes, gb, style, marker="o", markersize=3, label=f"{'; '.join(names)}: {found[names[0]][-1]:.2f}")
     for name, each in PUBLISHED.items():
-        axes.plot(sizes, [size * each for size in sizes], ":", color="grey", linewidth=1)
-        axes.annotate(f"{name}: {each}", (sizes[0], sizes[0] * each * 1.06), fontsize=7, color="dimgrey")
+        axes.plot(sizes, [size * each for size in sizes], ":", linewidth=2, label=f"{name}: {each}")
     axes.set(xscale="log", yscale="log", xlabel="billion params", ylabel="GB of weights, masters and states")
     axes.set_xticks(sizes, [f"{size:.1f}" for size in sizes], minor=False)
     axes.minorticks_off()
@@ -122,7 +121,7 @@ def draw(found: dict[str, list[float]], sizes: list[float], path: Path) -> None:
         ["2", "5", "10", "20", "50", "100", "200", "500", "1,000", "2,000"],
     )
     axes.grid(alpha=0.3)
-    axes.legend(title="bytes per param of the largest", fontsize=8, loc="center left", bbox_to_anchor=(1.01, 0.5))
+    axes.legend(title="bytes per param of the largest", fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.1))
     figure.savefig(path, dpi=110)
 
 
