@@ -93,20 +93,20 @@ class _Lazy(torch.Tensor):
     gets this tensor itself: each operation on it gathers the weight.
     """
 
-    gather: Callable[[], torch.Tensor]
+    read: Callable[[], torch.Tensor]
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
-    def __new__(cls, view: torch.Tensor, gather: Callable[[], torch.Tensor]) -> _Lazy:
+    def __new__(cls, view: torch.Tensor, read: Callable[[], torch.Tensor]) -> _Lazy:
         made: _Lazy = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls, view.shape, view.stride(), dtype=view.dtype, device=view.device
         )
-        made.gather = gather
+        made.read = read
         return made
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        args, kwargs = tree_map_only(_Lazy, lambda weight: weight.gather(), (args, kwargs or {}))
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        args, kwargs = tree_map_only(_Lazy, lambda weight: weight.read(), (args, kwargs or {}))
         return func(*args, **kwargs)
 
 
