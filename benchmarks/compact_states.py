@@ -142,6 +142,13 @@ class Trained(NamedTuple):
     """The share of first moments that are 0 where their gradients have not been: what a byte cannot hold."""
 
 
+def loss_of(args: argparse.Namespace, model: Any, text: Text) -> float:
+    """Of what is held out."""
+    with torch.no_grad():
+        given = batches(text.held_out, args.held_out, 8, 128, 999)
+        return sum(model(input_ids=ids, labels=ids).loss.item() for ids in given) / len(given)
+
+
 def pretrained(args: argparse.Namespace, text: Text, seed: int) -> dict[str, Tensor]:
     """Weights after ``--pretrain`` steps of plain torch in fp32, from which every run of this seed is tuned."""
     model = make_model(args.hidden, args.layers, seed)
@@ -153,6 +160,7 @@ def pretrained(args: argparse.Namespace, text: Text, seed: int) -> dict[str, Ten
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
+    print(f"| {seed} | before tuning | | {loss_of(args, model, text):.5f} |", flush=True)
     return {name: weight.clone() for name, weight in model.state_dict().items()}
 
 
@@ -182,17 +190,14 @@ def train_one(
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
-    with torch.no_grad():
-        losses = [
-            model(input_ids=ids, labels=ids).loss.item() for ids in batches(text.held_out, args.held_out, 8, 128, 999)
-        ]
+    held_out = loss_of(args, model, text)
     zeros = total = 0
     for name, _ in model.named_parameters():
         state = optimizer.full_state(name)
         moved = state["exp_avg_sq"] > 0
         zeros, total = zeros + int(((state["exp_avg"] == 0) & moved).sum()), total + int(moved.sum())
     bytes_per_param = model.memory_report()["bytes_per_param"]
-    return Trained(sum(losses) / len(losses), bytes_per_param, zeros / max(total, 1))
+    return Trained(held_out, bytes_per_param, zeros / max(total, 1))
 
 
 def training(args: argparse.Namespace) -> list[str]:
