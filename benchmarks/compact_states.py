@@ -2,6 +2,7 @@
 
     python benchmarks/compact_states.py --params 64e6 --rounds 7 --threads 1 --steps 0
     python benchmarks/compact_states.py --params 0 --steps 1000 --seeds 0 1 2
+    python benchmarks/compact_states.py --params 0 --pretrain 1000 --steps 500 --lr 1e-5
 
 Speed: one update of as many params, all contenders in turn in each round, ratios inside a round. A compact update moves
 12 bytes per param (weight, residual, codes and scales both ways, the gradient once) and an exact one 26: from a drive
@@ -141,10 +142,36 @@ class Trained(NamedTuple):
     """The share of first moments that are 0 where their gradients have not been: what a byte cannot hold."""
 
 
-def train_one(args: argparse.Namespace, text: Text, seed: int, states: str, *, again: bool = False) -> Trained:
+def loss_of(args: argparse.Namespace, model: Any, text: Text) -> float:
+    """Of what is held out."""
+    with torch.no_grad():
+        given = batches(text.held_out, args.held_out, 8, 128, 999)
+        return sum(model(input_ids=ids, labels=ids).loss.item() for ids in given) / len(given)
+
+
+def pretrained(args: argparse.Namespace, text: Text, seed: int) -> dict[str, Tensor]:
+    """Weights after ``--pretrain`` steps of plain torch in fp32, from which every run of this seed is tuned."""
+    model = make_model(args.hidden, args.layers, seed)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-3, total_steps=args.pretrain)
+    for ids in batches(text.train, args.pretrain, args.batch, args.length, seed + 1000):
+        model(input_ids=ids, labels=ids).loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+    print(f"| {seed} | before tuning | | {loss_of(args, model, text):.5f} |", flush=True)
+    return {name: weight.clone() for name, weight in model.state_dict().items()}
+
+
+def train_one(
+    args: argparse.Namespace, text: Text, seed: int, states: str, begin: dict[str, Tensor], *, again: bool = False
+) -> Trained:
     import gemini
 
     model = make_model(args.hidden, args.layers, seed)
+    if begin:
+        model.load_state_dict(begin)
     if again:
         with torch.no_grad():
             for param in model.parameters():
@@ -163,17 +190,14 @@ def train_one(args: argparse.Namespace, text: Text, seed: int, states: str, *, a
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
-    with torch.no_grad():
-        losses = [
-            model(input_ids=ids, labels=ids).loss.item() for ids in batches(text.held_out, args.held_out, 8, 128, 999)
-        ]
+    held_out = loss_of(args, model, text)
     zeros = total = 0
     for name, _ in model.named_parameters():
         state = optimizer.full_state(name)
         moved = state["exp_avg_sq"] > 0
         zeros, total = zeros + int(((state["exp_avg"] == 0) & moved).sum()), total + int(moved.sum())
     bytes_per_param = model.memory_report()["bytes_per_param"]
-    return Trained(sum(losses) / len(losses), bytes_per_param, zeros / max(total, 1))
+    return Trained(held_out, bytes_per_param, zeros / max(total, 1))
 
 
 def training(args: argparse.Namespace) -> list[str]:
@@ -181,9 +205,10 @@ def training(args: argparse.Namespace) -> list[str]:
     rows = []
     for seed in args.seeds:
         exact = 0.0
+        begin = pretrained(args, text, seed) if args.pretrain else {}
         for told in args.runs:
             states = "compact" if told == "compact" else "exact"
-            found = train_one(args, text, seed, states, again=told == "exact again")
+            found = train_one(args, text, seed, states, begin, again=told == "exact again")
             exact = exact or found.held_out
             gap = found.held_out / exact - 1
             said = f"{found.bytes_per_param:.2f}", f"{found.held_out:.5f}", f"{gap:+.3%}", f"{found.vanished:.2%}"
@@ -199,6 +224,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1, help="threads of every contender (default: %(default)s)")
     parser.add_argument("--isa", default=None, help="instruction set of gemini's kernels (default: the best)")
     parser.add_argument("--steps", type=int, default=0, help="optimizer steps of the training; 0 trains nothing")
+    parser.add_argument("--pretrain", type=int, default=0, help="steps before, in fp32; then --steps is tuning")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="of init and data")
     parser.add_argument("--runs", nargs="+", default=RUNS, choices=RUNS, help="what is trained (default: all)")
     parser.add_argument("--batch", type=int, default=4, help="sequences of a step (default: %(default)s)")

@@ -27,9 +27,11 @@ from gemini.memory.movement.mover import tiles
 from gemini.memory.movement.staging import SLOTS
 from gemini.memory.nvme import SpillFile, Transfer, free_bytes
 from gemini.memory.system import cache_bytes, memory_bytes, memory_limit
+from gemini.optim.compact import CompactRule
 from gemini.planning.hardware import Figure, human_figure
 from gemini.planning.planes import plane_specs
 from gemini.planning.working import DEVICE_TILE, TILE
+from gemini.rules import AdamRule, Arrays, Segment, Where
 
 MiB = 2**20
 _LARGE_SPREAD = 0.1
@@ -112,6 +114,7 @@ def measure_host(sizes: Sizes) -> Figures:
     update, numel = _update(sizes)
     yield "update_cpu", _adam(update, numel, sizes, cores)
     yield "update_cpu_one", _adam(update, numel, sizes, 1)
+    yield "update_cpu_compact", _compact_adam(sizes, cores)
     if num_threads < cores:  # else computing and updates have no cores of their own
         product = _product(sizes.product, torch.bfloat16, torch.device("cpu"))
         yield "cpu_contention", _contention(product, update, cores - num_threads, sizes)
@@ -164,6 +167,32 @@ def _update_in(make: Callable[[int], torch.Tensor], numel: int, tile: int) -> Ca
             kernels.adam_update(weights[part], residual[part], exp_avg[part], exp_avg_sq[part], grad[part], hyper)
 
     return update
+
+
+def _compact_adam(sizes: Sizes, num_threads: int) -> Figure:
+    """As many params in compact states, in tiles as well."""
+    rule = CompactRule(AdamRule())
+    numel = _whole_pages(_beyond_caches(sizes.adam_numel * _ADAM_BYTES) // _ADAM_BYTES)
+    weights, residual, grad = (
+        host_bytes(numel * dtype.itemsize).view(dtype).fill_(value)
+        for dtype, value in ((torch.bfloat16, 1.0), (torch.int8, 0), (torch.bfloat16, 1e-3))
+    )
+    states = {spec.kind: host_bytes(_whole_pages(spec.num_bytes(numel))).zero_().view(getattr(torch, spec.dtype))
+              for spec in rule.spec.planes}  # fmt: skip
+    scalars = rule.scalars(rule.defaults, 1, 1.0)
+
+    def update() -> None:
+        for start, stop in tiles(0, numel, TILE):
+            part = slice(start, stop)
+            own = {spec.kind: states[spec.kind][start // spec.block : -(-stop // spec.block)]
+                   for spec in rule.spec.planes}  # fmt: skip
+            arrays = Arrays(weights[part], residual[part], own, grad[part])
+            rule.run(arrays, [Segment(0, stop - start, scalars, Where("weight", start))])
+
+    with _limited(num_threads):
+        seconds = _times(update, sizes.repeats)
+    how = f"the same of compact states, {_threads(num_threads)}"
+    return _measured("update_cpu_compact", seconds, how, lambda s: s / numel)
 
 
 def _adam(update: Callable[[], None], numel: int, sizes: Sizes, num_threads: int) -> Figure:

@@ -40,6 +40,7 @@ FIGURES: dict[str, str] = {
     "land_cpu": "seconds per param of one half-precision gradient copied into its plane on the host, with its norm",
     "torch_threads": "threads with which torch computes on the host, and did for the figures of products",
     "update_cpu_one": "seconds per param of the same update by one thread",
+    "update_cpu_compact": "seconds per param of one Adam update of compact states on the host, all cores",
     "cpu_contention": "times as long as alone that computing and an update take on cores of their own, side by side",
     "interconnect": "bytes/s that one GPU sends to its neighbour in a ring",
 }

@@ -23,7 +23,7 @@ TINY = Sizes(
 )  # fmt: skip
 HOST = {
     "cpu_bytes", "cpu_threads", "cpu_flops_bf16", "cpu_flops_fp32", "cpu_op_seconds", "dram_bandwidth", "update_cpu",
-    "land_cpu", "torch_threads", "update_cpu_one",
+    "land_cpu", "torch_threads", "update_cpu_one", "update_cpu_compact",
 }  # fmt: skip
 DRIVE = {"nvme_bytes", "nvme_read", "nvme_write", "nvme_mixed"}
 

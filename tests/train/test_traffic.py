@@ -6,16 +6,22 @@ other byte follows from homes and sizes alone.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import gemini
+from gemini.optim import LionRule
+from gemini.planning import compact
 from gemini.planning.placement import Placement, Problem
-from gemini.planning.traffic import Boundary, by_name, path, step_traffic
+from gemini.planning.planes import ADAM, RuleSpec
+from gemini.planning.trace import TracedParam
+from gemini.planning.traffic import Boundary, by_name, path, step_traffic, update_traffic
 from gemini.tiers import Tier
 from tests import models
+from tests.planning.stacks import stack_trace
 
 ALL, HALF, NONE = 1.0, 0.5, 0.0
 # weights and states on the GPU, weights and states on NVMe: as fractions.
@@ -33,11 +39,13 @@ HOMES = {
 }
 
 
-def wrap(device: str, homes: str, folder: Path, precision: str = "bf16", gradients: str = "retain") -> Any:
+def wrap(device: str, homes: str, folder: Path, precision: str = "bf16", gradients: str = "retain",
+         states: str = "exact") -> Any:  # fmt: skip
     memory = gemini.MemoryBudget(gpu="64MiB" if device == "standin" else None, cpu="64MiB", nvme="64MiB",
                                  nvme_path=folder)  # fmt: skip
     config = gemini.GeminiConfig(precision=precision, gradients=gradients, memory=memory, device=device,
-                                 placement=gemini.StaticPlacement(*HOMES[homes]), max_chunk=16384)  # fmt: skip
+                                 placement=gemini.StaticPlacement(*HOMES[homes]), max_chunk=16384,
+                                 states=states)  # fmt: skip
     return gemini.GeminiDDP(models.make_model("llama"), config)
 
 
@@ -52,6 +60,7 @@ def posed(model: Any) -> tuple[Problem, Placement]:
         engine.store.device.tier,
         0,
         0,
+        rule=engine.decision.problem.rule,
     )
     return problem, engine.decision.placement
 
@@ -126,6 +135,30 @@ def test_gradients_that_are_not_kept(homes: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("device, homes", [("cpu", "all on nvme"), ("standin", "everywhere")])
 def test_gradients_that_are_summed_over_several_backwards(device: str, homes: str, tmp_path: Path) -> None:
     compare(device, homes, tmp_path, backwards=3, gradients="accumulate")
+
+
+@pytest.mark.parametrize("gradients", ["retain", "transient"])
+def test_compact_states_are_what_moved(gradients: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compact, "SMALLEST", 600)
+    ours = compare("cpu", "all on nvme", tmp_path, gradients=gradients, states="compact")
+    exact = compare("cpu", "all on nvme", tmp_path, gradients=gradients)
+    assert ours != exact, "pages of a model so small hide which are fewer: the next test says that"
+
+
+@pytest.mark.parametrize(("rule", "most"), [(ADAM, 0.45), (LionRule().spec, 0.5)], ids=["Adam", "Lion"])
+def test_a_compact_update_from_a_drive_moves_less_than_half(rule: RuleSpec, most: float) -> None:
+    """Weight, residual and states both ways: 24 bytes per param of exact Adam, 10 of compact; scales stay in memory."""
+    numel, params = 5632 * 2048, (TracedParam(("up.weight",), (5632, 2048)),)
+    trace = replace(stack_trace(1), params=params)
+    moved = []
+    for spec in (rule, compact.compact(rule)):
+        problem = Problem(trace.layout(rule=spec), "bf16", "transient", {}, Tier.CPU, 0, 0, rule=spec)
+        (chunk,) = problem.layout.chunks
+        homes = {kind: Tier.CPU if form.stays_in_memory else Tier.NVME for kind, form in problem.plane_specs(0).items()}
+        moved.append(sum(update_traffic(problem, homes, chunk.index).values()))
+    states = len(rule.planes)
+    assert moved == [2 * (2 + 2 + 4 * states) * numel, 2 * (2 + 1 + states) * numel]
+    assert moved[1] <= most * moved[0]
 
 
 def test_what_crosses_host_memory_counts_on_both_boundaries() -> None:
