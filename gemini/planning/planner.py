@@ -175,6 +175,7 @@ def pose_problem(
     overlap: bool = True,
     rule: RuleSpec = ADAM,
     lends: bool = False,
+    durable: bool = False,
 ) -> Problem:
     """What is placed, and the bytes that no plane may take.
 
@@ -205,6 +206,7 @@ def pose_problem(
         precision=precision,
         gradients=gradients,
         budgets=dict(budgets),
+        durable=durable,
         compute=compute,
         working_set=gathered_at_once(trace, layout, precision),
         staging=staging_bytes(tile, rule) * staging_sets(compute, precision, overlap=overlap, many=ranks > 1),

@@ -89,12 +89,16 @@ def save_checkpoint(
         final = place_of(directory)
         refuse_injected(engine.state, model, is_root=True)
         _check_optimizer(optimizer, engine.params)
-        engine.drain()
+        store = engine.store.durable
+        commits = store is not None and final == store.directory
+        if wait or not commits:
+            engine.drain()
         for pending in pending_in(engine.write_observers):
             pending.join()
             engine.write_observers.remove(pending)
             pending.raise_if_unseen()
-        checkpoint_format.check_target(final, directory)
+        if not commits:
+            checkpoint_format.check_target(final, directory)
         engine.recovery.forget_interrupted()
         engine.state.check_whole()
         if engine.backward.has_gradients:
@@ -112,8 +116,14 @@ def save_checkpoint(
         engine.ranks.refuse_one_folder("save_checkpoint", os.path.abspath(directory))
     agree(engine.shards, Point.SAVE_CHECKPOINT, "save_checkpoint", refusal, directory=Path(os.fsdecode(directory)).name)
     replicas = None if engine.shards is None else engine.shards.ranks.replicas
+    writer: Writer | Commit
     is_writing = replicas is None or replicas.rank == 0  # of several replicas of the model the first one writes
-    writer = Writer(final, draft, sources_of(engine.params.handles) if is_writing else [], engine.store.mover.tile)
+    sources, tile = sources_of(engine.params.handles) if is_writing else [], engine.store.mover.tile
+    if store is not None and commits:
+        in_flight = {index: job for index, job in engine.updates.pending.items() if not job.is_complete()}
+        writer = Commit(store, draft, engine.store.chunks, sources, tile, pending=in_flight, changed=engine.changed)
+    else:
+        writer = Writer(final, draft, sources, tile)
     saver = Saver(writer, group_for(engine.shards), engine.store.device)
     if wait:
         saver.run(engine.store.mover)
@@ -150,9 +160,15 @@ def load_checkpoint(
         for pending in pending_in(engine.write_observers):
             pending.join()
         path = find(place_of(directory))
-        manifest = checkpoint_format.read_manifest(path)
-        opened = checkpoint_format.open_files(path, manifest)
-        values = checkpoint_format.read_values(path, manifest, opened)
+        restored = False
+        if is_store(path) and not (path / checkpoint_format.MANIFEST).exists():
+            using.enter_context(reading(path, engine.store.durable))
+            commit, manifest, opened, values = open_store(path)
+            restored = holds(engine.store.durable, commit)
+        else:
+            manifest = checkpoint_format.read_manifest(path)
+            opened = checkpoint_format.open_files(path, manifest)
+            values = checkpoint_format.read_values(path, manifest, opened)
         with checkpoint_format.as_damage(path):
             rest = Rest(
                 path, manifest, values, model, optimizer, scheduler, handles=engine.params.handles,
