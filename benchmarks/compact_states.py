@@ -32,7 +32,7 @@ from benchmarks._rounds import Spread, measure_in_turn, median_ratio, seconds_of
 from gemini import kernels
 from gemini.optim import LionRule, SGDRule
 from gemini.optim.compact import CompactRule
-from gemini.rules import AdamRule, Segment, UpdateRule, Where
+from gemini.rules import AdamRule, Arrays, Segment, UpdateRule, Where
 
 RUNS = ["exact", "compact", "exact again"]
 EXACT, COMPACT, FUSED = "gemini AdamW, exact", "gemini AdamW, compact", "torch AdamW fused fp32"
@@ -77,7 +77,8 @@ def _updater(rule: UpdateRule, weights: Tensor, grad: Tensor) -> Callable[[], No
     def update() -> None:
         nonlocal step
         step += 1
-        rule.run(hi, lo, states, grad, [Segment(0, n, rule.scalars(group, step, 1.0), Where("weight", 0))])
+        arrays = Arrays(hi, lo, states, grad)
+        rule.run(arrays, [Segment(0, n, rule.scalars(group, step, 1.0), Where("weight", 0))])
 
     return update
 

@@ -127,8 +127,8 @@ class Logged:
 def shown(console: Console, metrics: Path | None = None) -> Shown:
     tiers = {Tier.CPU: 3 * MIB, Tier.NVME: int(1.234 * GIB)}
     ledger = SimpleNamespace(tiers=tiers, used=tiers.get)
-    stalls = SimpleNamespace(last_step={"nvme read": 1e9})
-    store = SimpleNamespace(ledger=ledger, mover=SimpleNamespace(stalls=stalls))
+    stalls = {"nvme read": 1e9}
+    store = SimpleNamespace(ledger=ledger, mover=SimpleNamespace(watch=SimpleNamespace(stalls=stalls)))
     lines = Shown(console, SimpleNamespace(store=store), num_tokens=16, metrics=metrics)
     args = SimpleNamespace(eval_strategy="no")
     lines.on_train_begin(args, Logged(1998), SimpleNamespace())

@@ -99,9 +99,9 @@ def test_rules_are_the_cpu_kernel_s(which: str, is_split: bool, shift: int) -> N
     weights, residual, states, grad = expected
     given = on_card([weights, residual, *states.values(), grad], shift)
     there = dict(zip(states, given[2:-1], strict=True))
-    rule.run(weights, residual, states, grad, segments)
+    rule.run(rules.Arrays(*expected), segments)
     with nobody_waits():
-        rule.run(given[0], given[1], there, given[-1], segments)
+        rule.run(rules.Arrays(given[0], given[1], there, given[-1]), segments)
     found = rule_cases.flat([given[0], given[1], there, given[-1]])
     for name, wanted in rule_cases.flat(expected).items():
         assert_same_bits(found[name].cpu(), wanted, name)
@@ -267,9 +267,9 @@ def test_compact_states_are_the_cpu_kernel_s(which: str, shift: int) -> None:
     hi, lo, states, grad = compact_cases.arrays(which, n, torch.bfloat16)
     given = on_card([hi, lo, *states.values(), grad], shift)
     there = dict(zip(states, given[2:-1], strict=True))
-    rule.run(hi, lo, states, grad, segments)
+    rule.run(rules.Arrays(hi, lo, states, grad), segments)
     with nobody_waits():
-        rule.run(given[0], given[1], there, given[-1], segments)
+        rule.run(rules.Arrays(given[0], given[1], there, given[-1]), segments)
     for name, wanted in {"weights": hi.view(torch.int16), "residual": lo, **states}.items():
         found = {"weights": given[0].view(torch.int16), "residual": given[1], **there}[name]
         assert torch.equal(found.cpu(), wanted), name

@@ -139,7 +139,7 @@ def test_what_is_no_compact_update_is_refused() -> None:
         rule.run(Arrays(hi, lo.short(), states, grad), [Segment(0, 256, scalars, Where("w", 0))])
     short = {**states, "exp_avg_scale": states["exp_avg_scale"][:3]}
     with pytest.raises(ValueError, match="exp_avg_scale is 4 contiguous uint8"):
-        rule.run(hi, lo, short, grad, [Segment(0, 256, scalars, Where("w", 0))])
+        rule.run(Arrays(hi, lo, short, grad), [Segment(0, 256, scalars, Where("w", 0))])
     if NATIVE_ISAS:
         other = [kernels.CompactSegment(0, 256, (0.0,) * 7 + ("sophia",), 0)]
         codes = {"exp_avg": states["exp_avg"], "exp_avg_sq": states["exp_avg_sq"]}

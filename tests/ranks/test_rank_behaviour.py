@@ -219,6 +219,7 @@ def unused_counts() -> dict[str, int]:
         ids = torch.arange(6).view(1, 6)
         model(input_ids=ids, labels=ids).loss.backward()
         optimizer.step()
+        optimizer.zero_grad()
     return {handle.name: handle.num_steps for handle in model._gemini_engine.params.handles if "weight" in handle.name}
 
 

@@ -66,6 +66,7 @@ def test_moving_chunks_leaves_no_mark_in_the_trace(family: str, place: str, tmp_
         for _ in range(3):
             model(**batch()).loss.backward()
             optimizer.step()
+            optimizer.zero_grad()
     assert without_seconds(tracer.trace) == without_seconds(ahead)
     assert tracer.trace.fingerprint == ahead.fingerprint and tracer.trace.source is Source.RECORDED
     engine = model._gemini_engine

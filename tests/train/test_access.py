@@ -129,6 +129,7 @@ def test_part_called_directly(part: str, where: str, tmp_path: Path) -> None:
         ours.backward()
         plain.backward(theirs)
         optimizer.step()
+        optimizer.zero_grad()
         plain.step()
     assert_same_state(model, plain)
     assert train(model, optimizer, [0]) == train_plain(plain, [0])
@@ -395,6 +396,7 @@ def test_data_loader_workers_leave_the_spill_file_alone(where: str, tmp_path: Pa
             loss = model(**item).loss
             loss.backward()
             optimizer.step()
+            optimizer.zero_grad()
             theirs = plain.model(**same).loss
             plain.backward(theirs)
             plain.step()

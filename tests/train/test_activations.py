@@ -60,6 +60,7 @@ def train(model: Any, steps: int = 3) -> tuple[list[tuple[float, float]], dict[s
         loss.backward()
         norm = model.clip_grad_norm_(1.0)
         optimizer.step()
+        optimizer.zero_grad()
         out.append((loss.item(), norm.item()))
     model._gemini_engine.check_invariants()
     assert held(model) == {} and not hooks_are_open()

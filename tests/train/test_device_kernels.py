@@ -265,6 +265,7 @@ def test_an_fp16_step_with_inf_is_skipped_after_one_wait(tmp_path: Path, monkeyp
     before, scale = snapshot(model), engine_of(model).backward.scaling.loss_scale.scale
     spoil(model, models.make_batches(1, 1)[0][0], float("inf"))
     optimizer.step()
+    optimizer.zero_grad()
     assert len(emulated.num_fetched) == 1 and engine_of(model).backward.scaling.loss_scale.scale == scale / 2
     assert_same_snapshot(snapshot(model), before)
     scaler, batch = gemini.GradScaler("cpu"), models.make_batches(1, 1)[0][0]
@@ -275,6 +276,7 @@ def test_an_fp16_step_with_inf_is_skipped_after_one_wait(tmp_path: Path, monkeyp
         model.clip_grad_norm_(1.0)
         scaler.step(optimizer)
         scaler.update()
+        optimizer.zero_grad()
         assert len(emulated.num_fetched) == num_waits + 1, "unscale_, clipping, step and update wait once together"
 
 

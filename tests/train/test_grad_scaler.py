@@ -131,6 +131,7 @@ def test_a_step_with_inf_is_skipped_in_every_bit(where: str, tmp_path: Path) -> 
         assert not torch.isfinite(model.clip_grad_norm_(1.0))
         scaler.step(optimizer)
         scaler.update()
+        optimizer.zero_grad()
         assert_same_snapshot(before, snapshot(model))
         assert scaler.get_scale() == scale / 2
     scaler.scale(outside(model, {}, data())).backward()
@@ -186,6 +187,7 @@ def test_what_was_found_is_of_each_optimizer(tmp_path: Path) -> None:
             assert float(first.clip_grad_norm_(1e9, params=halves[1])) > 10  # scaled still, as in torch
         for optimizer in optimizers:
             scaler.step(optimizer)
+            optimizer.zero_grad()
         scaler.update()
         assert [handle.num_steps for handle in handles] == counts
         assert scaler.get_scale() == (SCALE if step == 0 else SCALE / 2)
@@ -204,6 +206,7 @@ def test_other_precisions_take_a_scaler_too(precision: str, tmp_path: Path) -> N
             norm = model.clip_grad_norm_(0.5)
             scaler.step(optimizer)
             scaler.update()
+            optimizer.zero_grad()
         states.append((snapshot(model), grad, norm))
     assert_same_snapshot(states[0][0], states[1][0])  # a power of two: the same bits
     assert same_bits(states[0][1], states[1][1]) and same_bits(states[0][2], states[1][2])
@@ -330,6 +333,7 @@ def test_gradients_that_wait_for_a_later_step_stay_scaled(tmp_path: Path) -> Non
             norms.append(float(model.clip_grad_norm_(1e9)))  # scaled, all of them: in torch it would be so
             for optimizer in optimizers[: step + 1]:
                 scaler.step(optimizer)
+                optimizer.zero_grad()
         scaler.update()
     assert norms[0] == norms[1] > 10 and norms[2] == norms[3] > 10
     for step in range(2):
@@ -352,6 +356,7 @@ def test_states_come_back(tmp_path: Path) -> None:
         scaler.scale(outside(model, {}, data(step))).backward()
         scaler.step(optimizer)
         scaler.update()
+        optimizer.zero_grad()
     state = scaler.state_dict()
     assert state["_growth_tracker"] == 2
     others = [gemini.GradScaler("cpu") for _ in range(2)]

@@ -74,6 +74,7 @@ def entered_in_a_step(path: Path) -> dict[str, list[str]]:
             entered["forward"] = calls_in(forward)
             entered["backward"] = calls_in(lambda: held["loss"].backward())
             entered["step"] = calls_in(optimizer.step)
+            optimizer.zero_grad()
     return entered
 
 
@@ -209,6 +210,7 @@ def test_what_is_prepared_lasts_as_long_as_planes_do(tmp_path: Path) -> None:
     optimizer, chunk = adam(model), model._gemini_engine.store.chunks[1]
     squares(model, 0).backward()
     optimizer.step()
+    optimizer.zero_grad()
     train_plain(plain, [0], squares, clip=None)
     kept, planes = dict(chunk.prepared), [weakref.ref(chunk.planes[GRAD]), weakref.ref(chunk.planes[GRAD].tensor)]
     assert len(kept) == 3  # two params land, and are updated
@@ -231,6 +233,7 @@ def test_a_hyperparameter_that_changes_in_place_is_looked_at_again(tmp_path: Pat
         squares(model, 0).backward()
         if bad is None:
             optimizer.step()
+            optimizer.zero_grad()
         else:
             optimizer.param_groups[0]["lr"].fill_(bad)
             with pytest.raises(ValueError, match="lr of param group 0"):

@@ -354,6 +354,7 @@ def test_an_estimate_takes_no_gradients_of_a_training_step() -> None:
     with pytest.raises(GeminiError, match="gradients of a training step are there"), optimizer.estimating_hessian():
         pass
     optimizer.step()
+    optimizer.zero_grad()
     with pytest.raises(ZeroDivisionError), optimizer.estimating_hessian():
         loss_of(model, 1).backward()
         _ = 1 / 0

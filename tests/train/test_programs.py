@@ -382,6 +382,7 @@ def test_fused_paths_of_torch_in_evaluation(where: str, tmp_path: Path) -> None:
         model.train()(x).square().mean().backward()
         plain.backward(plain.model.train()(x).square().mean())
         optimizer.step()
+        optimizer.zero_grad()
         plain.step()
         with torch.no_grad():
             wanted = plain.model.eval()(x, src_key_padding_mask=mask)
@@ -414,6 +415,7 @@ def test_transforms(transform: str, where: str, tmp_path: Path) -> None:
         loss_of(model, 0).backward()
         plain.backward(loss_of(plain.model, 0))
         optimizer.step()
+        optimizer.zero_grad()
         plain.step()
     engine_of(model).check_invariants()
 

@@ -49,6 +49,7 @@ def test_sums_leave_the_working_set_free(nvme: str | None, tmp_path: Path) -> No
                 break
             model.clip_grad_norm_(1.0)
             optimizer.step()
+            optimizer.zero_grad()
         model._gemini_engine.check_invariants()
     assert ran and (refused == 0 if nvme else refused > 0)
 

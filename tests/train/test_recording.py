@@ -99,6 +99,7 @@ def test_a_step_is_where_its_time_and_its_bytes_went(
             if clip:
                 model.clip_grad_norm_(1.0)
             optimizer.step()
+            optimizer.zero_grad()
     timeline = recording.timeline
     check(timeline, model)
     assert timeline.tokens == 12 * num_micro
@@ -126,6 +127,7 @@ def test_an_overlapped_step_shows_what_ran_beside_computing(device: str, gradien
             if not in_backward:
                 model.clip_grad_norm_(1.0)
             optimizer.step()
+            optimizer.zero_grad()
             if seed == 1:  # of the second step until the third begins
                 engine, tail = model._gemini_engine, recording._last.step
     second = tail.timeline(title="", tokens=0, flops=0, budgets={})
@@ -156,12 +158,14 @@ def test_recording_changes_no_bit_and_no_move(precision: str, tmp_path: Path) ->
                     losses[-1].backward()
                     norm = model.clip_grad_norm_(1.0)
                     optimizer.step()
+                    optimizer.zero_grad()
                 check(recording.timeline, model)
             else:
                 losses.append(loss_of(model))
                 losses[-1].backward()
                 norm = model.clip_grad_norm_(1.0)
                 optimizer.step()
+                optimizer.zero_grad()
         engine = model._gemini_engine
         counts = (engine.store.manager.num_gathers, engine.store.manager.num_evictions, model.memory_report()["moved"])
         floats = [float(x.detach()) for x in (*losses, norm)]
@@ -269,11 +273,13 @@ def test_only_whole_steps_count(tmp_path: Path) -> None:
         optimizer.step()
         with pytest.raises(gemini.GeminiError, match="no whole step"):
             _ = recording.timeline
+    optimizer.zero_grad()
     waiting = loss_of(model)
     with model.recording() as recording:
         waiting.backward()
         loss_of(model).backward()
         optimizer.step()
+        optimizer.zero_grad()
         with pytest.raises(gemini.GeminiError, match="no whole step"):
             _ = recording.timeline
         loss_of(model).backward()

@@ -132,6 +132,7 @@ def test_a_forward_waits_for_the_chunk_that_it_reads_and_no_other(
     optimizer = adam(model)
     backward(model, 0)
     optimizer.step()
+    optimizer.zero_grad()
     model._gemini_engine.drain()
     worker, passed, gate = model._gemini_engine.updates._worker, threading.Event(), threading.Event()
     last = len(model._gemini_engine.store.chunks) - 1
@@ -146,6 +147,7 @@ def test_a_forward_waits_for_the_chunk_that_it_reads_and_no_other(
     model.model.layers[0].register_forward_pre_hook(lambda *_: (passed.set(), gate.set()) and None)
     backward(model, 1)
     optimizer.step()
+    optimizer.zero_grad()
     backward(model, 2)
     assert passed.is_set()
 
@@ -324,6 +326,7 @@ def test_without_room_for_a_lane_everything_is_done_in_turn(tmp_path: Path) -> N
     for number in range(3):
         assert backward(tight, number) == backward(plain, number)
         first.step()
+        first.zero_grad()
         second.step()
         second.zero_grad()
     assert same(tight, plain)

@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from gemini.errors import RankMismatch
 from gemini.ranks.group import checksum_of
 from gemini.ranks.wire import Wire
-from gemini.train.modules.containers import iter_tensors
+from gemini.train.modules.calls import iter_tensors
 
 
 def compare_first_batch(model: nn.Module, wire: Wire) -> RemovableHandle:

@@ -98,13 +98,7 @@ class GradientStore:
         self.synchronous = in_turn
 
     def land(self, handle: ParamHandle, grad: torch.Tensor) -> None:
-        """Keep ``grad`` (of the param's shape, any strides), added to what is there from earlier backwards.
-
-        Raises:
-            GeminiError: if torch would add it to one that a step has used; nothing was changed.
-        """
-        if handle.leftover is Leftover.USED:
-            handle.refuse_used_gradient()
+        """Keep ``grad`` (of the param's shape, any strides), added to what is there from earlier backwards."""
         adding, flat = handle.norm_sums is not None, (grad if grad.is_contiguous() else grad.contiguous()).view(-1)
         if adding and handle.clip != 1.0:
             self.apply_clip(handle)
@@ -379,6 +373,9 @@ class GradientStore:
         """Sum of squares over all gradients: per-param sums in tile order, params in declaration order.
 
         On CUDA the host waits for those it has not seen yet, once for all of them.
+
+        Raises:
+            GeminiError: if one of them is not whole.
         """
         return kernels.total([total * handle.clip**2 for handle, total in _totals(handles)])
 
@@ -415,6 +412,7 @@ class GradientStore:
 
         Raises:
             NonFiniteGradient: naming the first param; nothing was touched.
+            GeminiError: if one of them is not whole.
         """
         bad = [handle for handle, total in _totals(handles) if not math.isfinite(total)]
         if bad:
@@ -440,7 +438,14 @@ class GradientStore:
 
 
 def _totals(handles: list[ParamHandle]) -> list[tuple[ParamHandle, float]]:
-    """Those that have a gradient, with its sum of squares."""
+    """Those that have a gradient, with its sum of squares.
+
+    Raises:
+        GeminiError: if one of them is not whole.
+    """
+    for handle in handles:
+        if handle.leftover:
+            handle.refuse_incomplete_gradient()
     there = [(handle, handle.norm_sums) for handle in handles if handle.norm_sums is not None]
     found = kernels.totals([sums for _, sums in there])
     return [(handle, total) for (handle, _), total in zip(there, found, strict=True)]

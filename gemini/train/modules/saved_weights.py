@@ -15,13 +15,15 @@ from __future__ import annotations
 
 import weakref
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 import torch.utils.checkpoint
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 from gemini.errors import ParamAccessError
 from gemini.memory.chunks.chunk import Chunk
@@ -84,8 +86,28 @@ class _Recomputed:
             self.task = task
 
 
-_NOTHING = torch.empty(0, device="cpu")
-"""What checkpointing keeps of a weight. It counts what is saved, and compares shapes when it recomputes."""
+class _Lazy(torch.Tensor):
+    """What checkpointing keeps of a weight that its recomputation saved: the shape that it compares, and no window.
+
+    Where forward saved that weight without our hooks (it called another function than the recomputation does), the node
+    gets this tensor itself: each operation on it gathers the weight.
+    """
+
+    read: Callable[[], torch.Tensor]
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(cls, view: torch.Tensor, read: Callable[[], torch.Tensor]) -> _Lazy:
+        made: _Lazy = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, view.shape, view.stride(), dtype=view.dtype, device=view.device
+        )
+        made.read = read
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        args, kwargs = tree_map_only(_Lazy, lambda weight: weight.read(), (args, kwargs or {}))
+        return func(*args, **kwargs)
 
 
 class SavedWeights:
@@ -183,9 +205,11 @@ class SavedWeights:
                 return _Elsewhere(pack_elsewhere(tensor), unpack_elsewhere)
             if origin.startswith("gemini."):
                 return place
-            if origin == _CHECKPOINTING:
-                return _Recomputed(place, pack_elsewhere(_NOTHING), unpack_elsewhere)
+            if origin == _CHECKPOINTING and torch._C._current_graph_task_id() != -1:
+                return _Recomputed(place, pack_elsewhere(_Lazy(tensor, partial(self._gather, place))), unpack_elsewhere)
             packed = pack_elsewhere(tensor.detach())  # not the param itself, which shows NaN while it is away
+            if origin == _CHECKPOINTING:
+                return _Recomputed(place, packed, unpack_elsewhere)
             return _Elsewhere(packed, unpack_elsewhere)
 
         pack._gemini_of = self  # type: ignore[attr-defined]

@@ -91,18 +91,21 @@ class ParamHandle:
         """Whether the next ``optimizer.step()`` updates it."""
         return self.norm_sums is not None or self.leftover is Leftover.ZEROS
 
-    def refuse_used_gradient(self) -> None:
-        """A gradient arrives where a step has used the last one, and nobody called ``zero_grad()`` since.
+    def refuse_incomplete_gradient(self) -> None:
+        """Before the gradient is used or read: torch would have added it to one that a step has used.
 
         Raises:
-            GeminiError: unless its optimizer steps inside backward, where every gradient is used and gone.
+            GeminiError: if nobody called ``zero_grad()`` in between; never where the optimizer steps inside backward,
+                where every gradient is used and gone.
         """
+        if self.leftover is not Leftover.USED or self.norm_sums is None:
+            return
         stepper = None if self.optimizer is None else self.optimizer()
         if stepper is None or not stepper.step_in_backward:
             raise GeminiError(
-                f"a gradient of {self.name!r} arrives, and optimizer.step() has used the one before it without "
-                "zero_grad() since: torch would add the two up, and Gemini keeps no gradient that a step has used. "
-                "Call optimizer.zero_grad() after every optimizer.step()"
+                f"the gradient of {self.name!r} is not whole: optimizer.step() has used the one before it without "
+                "zero_grad() since, so torch would have added the two up, and Gemini keeps no gradient that a step has "
+                "used. Call optimizer.zero_grad() after every optimizer.step()"
             )
 
 

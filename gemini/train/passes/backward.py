@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -38,7 +38,9 @@ _NONE = -2
 """No backward: autograd's own number for that is -1."""
 
 
-DELETED = "the GeminiDDP model this module belonged to was deleted: its weights are gone"
+def refuse_deleted() -> NoReturn:
+    """A module is called, or passed through by backward, whose model was deleted."""
+    raise GeminiError("the GeminiDDP model this module belonged to was deleted: its weights are gone")
 
 
 class BackwardPass:
@@ -230,9 +232,14 @@ class BackwardPass:
             self._reduction.sync_grads()
 
     def read_grad(self, handle: ParamHandle) -> torch.Tensor | None:
-        """The gradient as the loss gives it, clipped only if the step of that is over; on the CPU, or None."""
+        """The gradient as the loss gives it, clipped only if the step of that is over; on the CPU, or None.
+
+        Raises:
+            GeminiError: if it is not whole.
+        """
         if self._reduction is not None and self._reduction.has_replicas:
             self.settle()
+        handle.refuse_incomplete_gradient()
         if not handle.has_grad:
             if handle.leftover is not Leftover.ZEROS:
                 return None
@@ -301,5 +308,5 @@ def begin_backward_of(ref: weakref.ref[Any], record: CallRecord, grad: torch.Ten
     """
     passes = ref()
     if passes is None:
-        raise GeminiError(DELETED)
+        refuse_deleted()
     passes.backward.begin_of(record)

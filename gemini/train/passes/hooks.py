@@ -21,7 +21,6 @@ import torch
 from torch import nn
 
 from gemini.config import GeminiConfig
-from gemini.errors import GeminiError
 from gemini.memory.chunks.chunk import Chunk
 from gemini.memory.store import ChunkStore
 from gemini.train.gradients.scaled_backward import ScaleGradient
@@ -32,7 +31,7 @@ from gemini.train.modules.reading import is_a, params_read_by, readers
 from gemini.train.modules.renormalized import Rewriting, renormalized_by, resident_chunks, taking_over
 from gemini.train.own_work import innermost_transform
 from gemini.train.params.handle import handle_of
-from gemini.train.passes.backward import DELETED, BackwardPass, begin_backward_of
+from gemini.train.passes.backward import BackwardPass, begin_backward_of, refuse_deleted
 from gemini.train.passes.forward import ForwardPass
 from gemini.train.passes.recovery import Recovery
 from gemini.train.step import StepState
@@ -139,7 +138,7 @@ def passes_of(ref: weakref.ref[Passes]) -> Passes:
     """
     passes = ref()
     if passes is None:
-        raise GeminiError(DELETED)
+        refuse_deleted()
     return passes
 
 

@@ -109,13 +109,7 @@ class Reduction:
         return self._ranks.replicas is not None
 
     def take(self, handle: ParamHandle, grad: torch.Tensor) -> None:
-        """Keep a param's gradient, divided by the number of ranks, until that of its chunk is complete.
-
-        Raises:
-            GeminiError: if torch would add it to one that a step has used; nothing was changed.
-        """
-        if handle.leftover is Leftover.USED:
-            handle.refuse_used_gradient()
+        """Keep a param's gradient, divided by the number of ranks, until that of its chunk is complete."""
         chunk = handle.chunk
         if self._synced and self._ranks.replicas is not None and any(h.has_grad for h in self._params.handles):
             raise GeminiError("a backward after clip_grad_norm_: clip after the last backward of a step")
