@@ -69,7 +69,7 @@ class WriteObservers(list[WriteObserver]):
             observer.close()
 
 
-class ChangedChunks(WriteObserver):
+class ChangedChunks:
     """Which chunks have changed since a durable store was told."""
 
     def __init__(self) -> None:
@@ -88,5 +88,18 @@ class ChangedChunks(WriteObserver):
         """These were taken, and did not get there."""
         self._indices.update(indices)
 
+    def before_updates(self) -> None:
+        """Nothing to do."""
+
     def before_write(self, chunk: Chunk) -> None:
+        """It is no longer what the store has."""
         self._indices.add(chunk.spec.index)
+
+    def after_write(self, chunk: Chunk) -> None:
+        """Nothing to do."""
+
+    def step_ended(self) -> None:
+        """Nothing to do."""
+
+    def close(self) -> None:
+        """Nothing to do."""

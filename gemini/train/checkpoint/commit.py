@@ -12,11 +12,8 @@ gradients are.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
-
-import torch
 
 from gemini.errors import GeminiError, StorageError
 from gemini.memory.chunks.chunk import Chunk, DurablePlane, Plane
@@ -36,7 +33,7 @@ from gemini.train.write_observers import ChangedChunks
 class PlanePiece(NamedTuple):
     """Elements ``[start, stop)`` of a plane in memory, on their way to its slots."""
 
-    index: int
+    chunk_index: int
     """Of the chunk."""
     plane: Plane
     pair: SlotPair
@@ -171,10 +168,3 @@ def _check_slots(store: StoreFolder, chunks: list[Chunk]) -> None:
                     f"{chunk.name} has come to be trained since the model was wrapped, and the durable store has no "
                     f"room for its {kind}: set requires_grad before wrapping, or save a checkpoint to another folder"
                 )
-
-
-@contextlib.contextmanager
-def restoring(store: StoreFolder, layout: int | None, sequence: int):  # type: ignore[no-untyped-def]
-    """Whether the slots of this rank hold just the commit that is loaded, so that they need not be read."""
-    held = store.committed
-    yield held is not None and held.sequence == sequence and held.text.get("layout") == layout

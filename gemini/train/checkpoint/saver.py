@@ -83,7 +83,7 @@ class Saver(WriteObserver):
             staging = device.make_host_buffer(num_bytes) if num_bytes else torch.empty(0, dtype=torch.uint8)
             if device.torch_device.type == "cuda":
                 torch.cuda.synchronize(device.torch_device)  # the thread has a stream of its own
-            self._unsaved = {piece.index for piece in writer.pieces} | writer.held
+            self._unsaved = {piece.chunk_index for piece in writer.pieces} | writer.held
             self._held, self._pending = writer.held, writer.pending
             # Not a daemon: the interpreter waits for the checkpoint before it ends.
             arguments = (staging, ledger, num_bytes)
@@ -182,7 +182,7 @@ class Saver(WriteObserver):
             return
         waiting: dict[int, deque[P]] = {}
         for piece in pieces:
-            waiting.setdefault(piece.index, deque()).append(piece)
+            waiting.setdefault(piece.chunk_index, deque()).append(piece)
         while waiting:
             if self._abandoned:
                 raise GeminiError(f"the model was deleted while the checkpoint {self._final} was written")

@@ -18,10 +18,12 @@ from torch import nn
 
 from gemini.errors import GeminiError
 from gemini.interrupts import WHOLE
+from gemini.memory.durable.folder import is_store, reading
 from gemini.planning.planes import ADAM, RuleSpec
 from gemini.ranks.agreement import Point
 from gemini.ranks.handshake import Handshake
 from gemini.train.checkpoint import format as checkpoint_format
+from gemini.train.checkpoint.commit import Commit
 from gemini.train.checkpoint.plain_data import encode
 from gemini.train.checkpoint.read import Reader, Rest
 from gemini.train.checkpoint.replacing import find, place_of
@@ -34,6 +36,7 @@ from gemini.train.checkpoint.states import (
     rng_states,
     scheduler_kind,
 )
+from gemini.train.checkpoint.stored import open_store
 from gemini.train.checkpoint.write import Draft, Writer, sources_of
 from gemini.train.engine import Engine
 from gemini.train.gradients.loss_scale import LossScale
@@ -59,9 +62,10 @@ def save_checkpoint(
     kept of every rank, and buffers, scheduler and ``extra`` are those of the first rank.
 
     Args:
-        directory: its parent must exist. Taken as it is at the call: a relative path is made absolute, a symbolic link
-            stays one and the data land where it points. The folder itself is renamed, so it cannot be the working
-            folder or a mount point.
+        directory: its parent must exist; or the ``nvme_path`` of a ``MemoryBudget(durable=True)``, where the call is a
+            commit of what training has written. Taken as it is at the call: a relative path is made absolute, a
+            symbolic link stays one and the data land where it points. The folder itself is renamed, so it cannot be
+            the working folder or a mount point.
         model: a GeminiDDP model.
         optimizer: the HybridAdam or HybridOptimizer of that model.
         scheduler: anything with ``state_dict()`` of plain values.
@@ -152,6 +156,14 @@ def load_checkpoint(
         PlanMismatch: if it was saved for another model, precision or update rule, other groups or buffers, or another
             kind of scheduler; nothing was changed.
     """
+    with ExitStack() as using:
+        return _load(directory, model, optimizer, scheduler, using)
+
+
+def _load(
+    directory: str | os.PathLike[str], model: nn.Module, optimizer: HybridOptimizer, scheduler: Any, using: ExitStack
+) -> Any:
+    """What is entered in ``using`` is held until the caller leaves it."""
     engine = _engine(model)
     refusal: Exception | None = None
     try:
@@ -160,11 +172,9 @@ def load_checkpoint(
         for pending in pending_in(engine.write_observers):
             pending.join()
         path = find(place_of(directory))
-        restored = False
         if is_store(path) and not (path / checkpoint_format.MANIFEST).exists():
             using.enter_context(reading(path, engine.store.durable))
-            commit, manifest, opened, values = open_store(path)
-            restored = holds(engine.store.durable, commit)
+            _, manifest, opened, values = open_store(path)
         else:
             manifest = checkpoint_format.read_manifest(path)
             opened = checkpoint_format.open_files(path, manifest)

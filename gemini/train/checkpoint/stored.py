@@ -7,7 +7,6 @@ can be, and the rest where a checkpoint's is (:mod:`gemini.train.checkpoint.form
 from __future__ import annotations
 
 import os
-import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple

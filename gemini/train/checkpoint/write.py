@@ -97,7 +97,7 @@ class Piece(NamedTuple):
     stop: int
 
     @property
-    def index(self) -> int:
+    def chunk_index(self) -> int:
         """Of the chunk."""
         return self.source.handle.chunk.spec.index
 

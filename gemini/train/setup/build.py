@@ -21,8 +21,8 @@ from gemini.memory.chunks.chunk import COMPUTE_DTYPES, Chunk, MemoryPlane, make_
 from gemini.memory.chunks.states import Use
 from gemini.memory.devices.device import Device, StorageWindow
 from gemini.memory.durable.folder import StoreFolder
-from gemini.memory.movement.foresight import Foresight, Schedule
 from gemini.memory.durable.slots import slot_name
+from gemini.memory.movement.foresight import Foresight, Schedule
 from gemini.memory.nvme import SpillFile
 from gemini.optim.compact import rule_for
 from gemini.planning.layout import ChunkSpec, part_of

@@ -120,10 +120,10 @@ def prepare(model: nn.Module, config: GeminiConfig, ranks: Ranks, *, filled: boo
             'gradients="transient" updates inside backward, when only the ranks of one replica have added up their '
             'gradients: with a 2-D mesh use gradients="retain" or "accumulate", or a mesh of one dimension'
         )
-    if config.memory.durable and (ranks.replicas is not None or ranks.slice_):
+    if config.memory.durable and ranks.size > 1:
         raise ValueError(
-            "MemoryBudget(durable=True) with a mesh that replicates or slices the model: each of its parts would need a "
-            "store of its own. Use a mesh of one dimension that shards, or save_checkpoint without durable"
+            f"MemoryBudget(durable=True) is for one rank, and this run has {ranks.size}: ranks do not commit together "
+            "yet. Leave durable out and use save_checkpoint(folder, ..., wait=False)"
         )
     if ranks.slice_ and config.precision == "fp16":
         raise ValueError(
