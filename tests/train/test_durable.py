@@ -19,7 +19,7 @@ from gemini.memory.durable.folder import StoreFolder
 from gemini.memory.durable.slots import SlotFile
 from gemini.train.checkpoint.commit import Commit
 from tests.crash_images import Judge, Log
-from tests.train.helpers import adam, assert_same_snapshot, engine_of, gpt2, make_config, snapshot, train
+from tests.train.helpers import adam, assert_same_snapshot, batch, engine_of, gpt2, make_config, snapshot, train
 
 
 def durable(where: str, path: Path, states: str = "exact") -> tuple[Any, Any]:
@@ -73,20 +73,24 @@ def test_without_a_budget_for_it_the_store_is_a_checkpoint(tmp_path: Path) -> No
     assert_same_snapshot(snapshot(other), expected)
 
 
-def images(path: Path, num: int) -> list[str]:
+def images(path: Path, num: int, where: str = "half", states: str = "exact", *, behind: bool = True) -> list[str]:
     """What is wrong with images of a run of four commits and one more step."""
     store = path / "store"
     store.mkdir(parents=True)
-    model, optimizer = durable("half", store)
+    model, optimizer = durable(where, store, states)
     train(model, optimizer, [0])
     gemini.save_checkpoint(store, model, optimizer, extra=0)
     log = Log(store)
-    judge, rng, failures = Judge(log), random.Random(0), list[str]()
+    judge, rng, failures = Judge(log), random.Random(num), list[str]()
     with log.recording():
         judge.committed(store)
         for position in range(1, 4):
             train(model, optimizer, [position])
-            gemini.save_checkpoint(store, model, optimizer, extra=position)
+            commit = gemini.save_checkpoint(store, model, optimizer, extra=position, wait=not behind)
+            if behind:  # another step begins
+                model(**batch(position)).loss.backward()
+                optimizer.zero_grad()
+            commit.wait()
             judge.committed(store)
         train(model, optimizer, [4])
     end(model)
