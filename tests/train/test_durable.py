@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 import random
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+from rich.console import Console
 
 import gemini
+from gemini.jobs.doctor import doctor
 from gemini.memory.durable.folder import StoreFolder
 from gemini.memory.durable.slots import SlotFile
 from gemini.train.checkpoint.commit import Commit
+from gemini.train.setup.problem import prepare
 from tests.crash_images import Judge, Log
 from tests.train.helpers import adam, assert_same_snapshot, batch, engine_of, gpt2, make_config, snapshot, train
 
@@ -71,6 +76,10 @@ def test_without_a_budget_for_it_the_store_is_a_checkpoint(tmp_path: Path) -> No
     end(model)
     gemini.load_checkpoint(tmp_path, other, adam(other))
     assert_same_snapshot(snapshot(other), expected)
+    console = Console(record=True, width=300, file=io.StringIO())
+    assert doctor(console, nvme_path=tmp_path) == 0 and "has commit 1: step 2 of" in console.export_text()
+    _cut_slots(tmp_path / "store-0001")
+    assert doctor(console, nvme_path=tmp_path) == 1 and "cut short" in console.export_text()
 
 
 def images(path: Path, num: int, where: str = "half", states: str = "exact", *, behind: bool = True) -> list[str]:
@@ -127,6 +136,13 @@ def test_a_record_before_its_data_is_found(tmp_path: Path) -> None:
     with mock.patch.object(Commit, "_bring", late), mock.patch.object(StoreFolder, "commit", early):
         assert images(tmp_path, 30)
     assert given
+
+
+@pytest.mark.parametrize(("ranks", "more"), [(2, {}), (1, {"nvme_path": None})])
+def test_what_cannot_be_durable_is_refused(ranks: int, more: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"durable=True\) (is for one rank|needs nvme_path)"):
+        memory = gemini.MemoryBudget(**{"nvme_path": tmp_path, "durable": True, **more})
+        prepare(gpt2(), gemini.GeminiConfig(memory=memory), SimpleNamespace(size=ranks, replicas=None))  # type: ignore[arg-type]
 
 
 def test_a_failed_commit_leaves_the_one_before(tmp_path: Path) -> None:
