@@ -24,7 +24,7 @@ from gemini.ranks import launch
 def doctor(
     nvme_path: Annotated[
         Path | None,
-        typer.Option(help="Try this folder as the NVMe tier: direct I/O, the room on it, a durable store in it."),
+        typer.Option(help="Try this folder as the NVMe tier: direct I/O, room, a durable store in it."),
     ] = None,
     measure: Annotated[
         bool, typer.Option("--measure", help="Measure the machine's speeds as well; with --nvme-path the drive's too.")

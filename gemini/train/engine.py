@@ -77,7 +77,6 @@ class Engine:
         state = self.state = StepState()
         lock, observers = threading.RLock(), Observers()
         self.write_observers = WriteObservers()
-        self.changed = ChangedChunks()
         device = make_device(config.device)
         in_job = self.ranks = join(process_group, mesh, cuda=device.torch_device.type == "cuda")
         if in_job is not None:
@@ -190,8 +189,7 @@ class Engine:
             params, store, by_names, exposure, saved_weights, grad_hook=grad_hook, is_divided=shards is not None
         )
         if store.durable is not None:
-            self.changed.add_all(store.chunks)
-            self.write_observers.append(self.changed)
+            self.write_observers.append(ChangedChunks(store.chunks))
         state.mark_made()
         if fill is not None:
             fill(by_names, in_job)

@@ -72,12 +72,8 @@ class WriteObservers(list[WriteObserver]):
 class ChangedChunks:
     """Which chunks have changed since a durable store was told."""
 
-    def __init__(self) -> None:
-        self._indices = set[int]()
-
-    def add_all(self, chunks: Iterable[Chunk]) -> None:
-        """Nothing of these is in the store."""
-        self._indices.update(chunk.spec.index for chunk in chunks)
+    def __init__(self, chunks: Iterable[Chunk]) -> None:
+        self._indices = {chunk.spec.index for chunk in chunks}  # nothing of these is in the store
 
     def take(self) -> set[int]:
         """They, by index, and from now on those that change afterwards."""

@@ -58,6 +58,7 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--where", default="half")
+    parser.add_argument("--seconds", type=float, default=3, help="a run trains at most so long before it is killed")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--work", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -78,7 +79,7 @@ def main() -> int:
                 if began < said:
                     print(f"run {runs}: began at {began}, after a commit of {said} was said")
                     return 1
-                time.sleep(rng.uniform(0, 3))
+                time.sleep(rng.uniform(0, options.seconds))
                 ended = process.poll() is not None
                 process.kill()
                 lines = process.communicate()[0].split("\n")

@@ -30,7 +30,7 @@ from tests.train.helpers import adam, assert_same_snapshot, batch, engine_of, gp
 def durable(where: str, path: Path, states: str = "exact") -> tuple[Any, Any]:
     """A model on a store, and its optimizer."""
     raw = gpt2(dropout=0.1)
-    config = make_config(raw, where, path)
+    config = make_config(raw, where, path, slack=0 if states == "exact" else 1 << 17)
     memory = gemini.MemoryBudget(**{**vars(config.memory), "nvme": "128MiB", "nvme_path": path, "durable": True})
     model = gemini.GeminiDDP(raw, replace(config, memory=memory, states=states))
     return model, adam(model)

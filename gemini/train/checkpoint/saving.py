@@ -44,6 +44,7 @@ from gemini.train.modules.injected import refuse_injected
 from gemini.train.optimizers.optimizer import HybridOptimizer
 from gemini.train.params.handle import ParamHandle, ParamSet
 from gemini.train.sharding.consensus import agree, group_for
+from gemini.train.write_observers import ChangedChunks
 
 
 def save_checkpoint(
@@ -124,8 +125,9 @@ def save_checkpoint(
     is_writing = replicas is None or replicas.rank == 0  # of several replicas of the model the first one writes
     sources, tile = sources_of(engine.params.handles) if is_writing else [], engine.store.mover.tile
     if store is not None and commits:
+        changed = next(one for one in engine.write_observers if isinstance(one, ChangedChunks))
         in_flight = {index: job for index, job in engine.updates.pending.items() if not job.is_complete()}
-        writer = Commit(store, draft, engine.store.chunks, sources, tile, pending=in_flight, changed=engine.changed)
+        writer = Commit(store, draft, engine.store.chunks, sources, tile, pending=in_flight, changed=changed)
     else:
         writer = Writer(final, draft, sources, tile)
     saver = Saver(writer, group_for(engine.shards), engine.store.device)
