@@ -117,7 +117,7 @@ class SlotFile(SpillFile):
         self.path = path
         super().__init__(path.parent, 2 * sum(sizes.values()))
         self.pairs = {name: SlotPair(self, self.allocate(2 * size), size) for name, size in sizes.items()}
-        self._refusal: StorageError | None = None
+        self._refusal: BaseException | None = None
 
     def sync(self) -> None:
         """Every write that is over has reached the drive when this returns.
@@ -130,7 +130,7 @@ class SlotFile(SpillFile):
         except OSError as e:
             raise self.failed("write out", self.num_bytes, 0, e) from e
 
-    def refuse_writes(self, why: StorageError) -> None:
+    def refuse_writes(self, why: BaseException) -> None:
         """A commit record may be on the drive or not: what it and the one before it name must both stay."""
         self._refusal = why
 

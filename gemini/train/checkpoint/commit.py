@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
-from gemini.errors import GeminiError, StorageError
+from gemini.errors import GeminiError
 from gemini.memory.chunks.chunk import Chunk, DurablePlane, Plane
 from gemini.memory.devices.device import Device, Event
 from gemini.memory.durable.folder import StoreFolder
@@ -112,7 +112,7 @@ class Commit:
             runs = {name: pair.runs() for name, pair in store.slots.pairs.items()}
             ranks.step(lambda: store.commit(self._record(sequence, ranks.rank, runs), runs), lambda _: None)
         except BaseException as e:  # here or there a record may be on the drive
-            store.slots.refuse_writes(e if isinstance(e, StorageError) else StorageError(str(e)))
+            store.slots.refuse_writes(e)
             raise
         store.committed_by_all(runs)
 
