@@ -124,6 +124,7 @@ def plan(
             max_chunk=max_chunk,
             overlap=overlap,
             rule=rule,
+            durable=isinstance(budget, MemoryBudget) and budget.durable,
         )
         return planner.best_of(problem, placement, offload_activations, explicit=activations is not None)
 

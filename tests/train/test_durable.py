@@ -138,6 +138,22 @@ def test_a_record_before_its_data_is_found(tmp_path: Path) -> None:
     assert given
 
 
+def test_the_plan_has_room_for_two_slots_and_says_what_a_commit_writes(tmp_path: Path) -> None:
+    trace = gemini.trace(gpt2(), batch())
+    planned = {
+        durable: gemini.plan(
+            trace, None, gemini.MemoryBudget(cpu="64MiB", nvme="64MiB", nvme_path=tmp_path, durable=durable)
+        )
+        for durable in (False, True)
+    }
+    saved = gemini.Plan.from_json(planned[True].to_json())
+    kept = sum(sum(saved.problem.durable_bytes(i).values()) for i in range(len(saved.layout.chunks)))
+    on_nvme = {durable: plan.bytes_per_tier.get(gemini.Tier.NVME, 0) for durable, plan in planned.items()}
+    assert kept > 0 and on_nvme == {False: 0, True: 2 * kept}  # everything lives in memory, which is written behind
+    assert saved.committed_bytes == kept and "a commit to the durable store writes" in str(saved)
+    assert "durable store" not in str(planned[False])
+
+
 @pytest.mark.parametrize(("ranks", "more"), [(2, {}), (1, {"nvme_path": None})])
 def test_what_cannot_be_durable_is_refused(ranks: int, more: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"durable=True\) (is for one rank|needs nvme_path)"):
