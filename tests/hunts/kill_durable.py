@@ -80,11 +80,10 @@ def main() -> int:
                     print(f"run {runs}: began at {began}, after a commit of {said} was said")
                     return 1
                 time.sleep(rng.uniform(0, options.seconds))
-                ended = process.poll() is not None
                 process.kill()
                 lines = process.communicate()[0].split("\n")
                 said = max([began, *(int(line.split()[1]) for line in lines[:-1] if line.startswith("has "))])
-                if ended:
+                if lines[-2:-1] and lines[-2].startswith("bits"):
                     break
                 kills += 1
             runs += 1
