@@ -233,7 +233,7 @@ class StepState:
         self.requires_grad_changed = True
 
     def take_flips(self) -> bool:
-        """Whether there were flips that nobody has followed yet; whoever asks does."""
+        """Whether ``requires_grad`` of a param changed since the last call; the caller deals with it."""
         changed, self.requires_grad_changed = self.requires_grad_changed, False
         return changed
 

@@ -160,7 +160,7 @@ class PinnedArena:
         self._note_returned()
 
     def _note_returned(self) -> None:
-        """Note what came back, unless somebody is at the books: then whoever comes next does."""
+        """Note what came back if the lock is free; else the next one who takes it does."""
         while self._returned and self._lock.acquire(blocking=False):
             gone = []
             try:

@@ -182,6 +182,6 @@ class Fetches:
 
 
 def _forget_if_over(chunk: Chunk) -> None:
-    """An event that failed keeps its error, and that the frames of whoever was told: the model among what they hold."""
+    """Drop an event that is over: one that failed has its error, whose traceback would keep the model alive."""
     if chunk.fetched.is_complete():
         chunk.fetched = DONE

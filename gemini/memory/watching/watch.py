@@ -98,7 +98,7 @@ class Watch:
         self._known: dict[str, _Waiting] = {}
 
     def record(self, recorder: Recorder | None) -> None:
-        """From now on ``recorder`` is told too, or nobody else is."""
+        """Every activity goes to ``recorder`` as well; None takes it away."""
         self.recorder = recorder
 
     def about(

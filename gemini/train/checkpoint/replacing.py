@@ -135,7 +135,7 @@ def swap(work: Path, final: Path) -> None:
 
 
 def restore(final: Path) -> None:
-    """Death struck between the two renames of :func:`swap`: give the old one its name back. Else nothing."""
+    """If the process was killed between the two renames of :func:`swap`, rename the old one back; else do nothing."""
     if not _stands(final) and _stands(_old_name(final)):
         os.rename(_old_name(final), final)
 

@@ -399,7 +399,7 @@ class Scaling:
 
 
 def _to_be_used(handles: Iterable[ParamHandle]) -> list[ParamHandle]:
-    """Those with a gradient that waits for an update; where some params are owned by optimizers, the others do not."""
+    """Params whose gradient waits for an update: of those that belong to an optimizer, or of all if none does."""
     handles = list(handles)
     owned = [handle for handle in handles if optimizer_of(handle.param) is not None]
     return [handle for handle in owned or handles if handle.has_grad]

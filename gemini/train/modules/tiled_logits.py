@@ -225,7 +225,7 @@ class Head:
         self._has_promised = False
 
     def whole(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The logits themselves; the layer is called as a module, so that whoever hangs on it is told."""
+        """The logits themselves; the layer is called as a module, so that its hooks run."""
         before, self._promises = self._promises, False
         try:
             return self.layer(hidden)  # type: ignore[no-any-return]

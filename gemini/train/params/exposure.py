@@ -110,7 +110,9 @@ class Exposure:
                 self._manager.drop([chunk])
 
     def withdraw(self, chunk: Chunk) -> None:
-        """Its update begins while the model computes: whoever reads it from now on (a recomputation) waits."""
+        """Guard a resident chunk whose update begins during forward or backward: a later read of it (a recomputation)
+        waits for the update.
+        """
         if chunk.resident and chunk.spec.index in self._exposed:
             self.hide(chunk)
             self.late.add(chunk.spec.index)

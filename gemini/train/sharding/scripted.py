@@ -1,4 +1,4 @@
-"""One forward and backward whose collectives follow a script: nobody is asked, and nothing waits that need not.
+"""One forward and backward whose collectives follow a script that ranks agreed on, so that none is negotiated.
 
 Gathers go out ahead of their use and reductions behind backward, each kind in the order of the script on every rank,
 so that messages find each other. A reduction begins with one small number from each rank: what it brings, or that it

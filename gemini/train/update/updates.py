@@ -110,7 +110,7 @@ class Updates:
             self._manager.refresh_lent()
 
     def _put(self, worker: UpdateWorker, jobs: list[UpdateJob]) -> None:
-        """Noted first: an interrupt must leave none under way of which nobody knows."""
+        """``pending`` has the jobs before they start: an interrupt must leave no update under way that is not there."""
         try:
             self.pending.update({job.chunk.spec.index: job for job in jobs})
             worker.put(*jobs)
