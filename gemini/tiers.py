@@ -41,6 +41,9 @@ class MemoryBudget:
         nvme: bytes of the spill file. Without ``nvme_path`` the NVMe tier does not exist.
         nvme_path: an existing, writable directory ("~": home). The spill file in it has no name and vanishes with
             the process.
+        durable: keep weights and states in a store in ``nvme_path`` that outlives the process, however it ends: what
+            training writes there anyway becomes a checkpoint with ``save_checkpoint(nvme_path, ...)``, which writes
+            only what lives in memory, and a record of a few KiB. It takes two slots of every weight and state on NVMe.
 
     Raises:
         ValueError, TypeError: for sizes that :func:`gemini.errors.parse_bytes` refuses.
@@ -50,6 +53,7 @@ class MemoryBudget:
     cpu: str | int | None = None
     nvme: str | int | None = None
     nvme_path: str | Path | None = None
+    durable: bool = False
 
     def __post_init__(self) -> None:
         for name in ("gpu", "cpu", "nvme"):
@@ -60,6 +64,10 @@ class MemoryBudget:
             raise ValueError("MemoryBudget(nvme_path='') names no directory; leave it out for no NVMe tier")
         if str(self.nvme_path or "").startswith("~"):
             object.__setattr__(self, "nvme_path", Path(str(self.nvme_path)).expanduser())
+        if not isinstance(self.durable, bool):
+            raise TypeError(f"MemoryBudget(durable=) is True or False, got {self.durable!r}")
+        if self.durable and self.nvme_path is None:
+            raise ValueError("MemoryBudget(durable=True) needs nvme_path=, the directory for the store")
         if self.nvme is not None and self.nvme_path is None and parse_bytes(self.nvme) > 0:
             raise ValueError(f"MemoryBudget(nvme={self.nvme!r}) needs nvme_path=, the directory for the spill file")
 

@@ -23,7 +23,8 @@ from gemini.ranks import launch
 @refusals
 def doctor(
     nvme_path: Annotated[
-        Path | None, typer.Option(help="Try this folder as the NVMe tier: direct I/O or not, and the room on it.")
+        Path | None,
+        typer.Option(help="Try this folder as the NVMe tier: direct I/O, room, a durable store in it."),
     ] = None,
     measure: Annotated[
         bool, typer.Option("--measure", help="Measure the machine's speeds as well; with --nvme-path the drive's too.")

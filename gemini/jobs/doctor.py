@@ -169,6 +169,27 @@ def _nvme(path: Path) -> tuple[bool, list[str]]:
     from gemini.memory import nvme
 
     try:
-        return True, str(nvme.probe(path)).splitlines()
+        return True, [*str(nvme.probe(path)).splitlines(), *_stored(path)]
     except (GeminiError, OSError) as e:
         return False, [str(e)]
+
+
+def _stored(path: Path) -> Iterator[str]:
+    """The last commit of a durable store in a folder, if there is one: its records whole, its slots readable."""
+    from gemini.memory.durable.folder import is_store, reading
+    from gemini.train.checkpoint.stored import open_store
+
+    if not is_store(path):
+        return
+    with reading(path, None):
+        commit, manifest, opened, values = open_store(path)
+        specs = [(file, spec) for file in opened.values() for spec in file.specs.values()]
+        for file, spec in specs:
+            file.whole(spec.name)
+    kept = sum(spec.num_bytes for _, spec in specs) + sum(value.nbytes for value in values)
+    steps = max((param.step for param in manifest.params.values()), default=0)
+    yield (
+        f"{commit.folder.name} has commit {commit.sequence}: step {steps} of {len(manifest.params)} params, "
+        f"{human_bytes(kept)} of weights and states. Its record and layout are whole, its slots can be read (they have "
+        "no checksums)"
+    )

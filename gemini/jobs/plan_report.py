@@ -270,6 +270,8 @@ def held_by(plan: Plan) -> dict[str, dict[str, int]]:
         if num_bytes and rest.get(tier, 0) >= num_bytes:
             at[what] = num_bytes
             rest[tier] -= num_bytes
+    if problem.durable:
+        held[Tier.NVME.value]["spare slots"] = problem.spare_slots(plan.placement)
     for tier, num_bytes in rest.items():
         if num_bytes:
             held[tier.value]["other"] = num_bytes

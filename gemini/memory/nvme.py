@@ -118,7 +118,7 @@ class SpillFile:
     def __init__(self, directory: str | Path, num_bytes: int):
         self.directory = Path(directory)
         self.num_bytes = num_bytes
-        self._fd, self.direct, _ = _open(self.directory)
+        self._fd, self.direct = self._open_file()
         self._pid = os.getpid()
         self._used = 0
         self._given_back: dict[int, list[int]] = {}
@@ -155,6 +155,10 @@ class SpillFile:
     def give_back(self, offset: int, num_bytes: int) -> None:
         """Let a slot of the same size be allocated there again. The file keeps its size."""
         self._given_back.setdefault(-(-num_bytes // PAGE) * PAGE, []).append(offset)
+
+    def _open_file(self) -> tuple[int, bool]:
+        """The descriptor, and whether it has O_DIRECT."""
+        return _open(self.directory)[:2]
 
     def _extend(self, start: int, num_bytes: int) -> None:
         if not num_bytes:

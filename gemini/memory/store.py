@@ -7,6 +7,7 @@ from functools import cached_property
 
 from gemini.memory.chunks.chunk import Chunk, MemoryPlane
 from gemini.memory.devices.device import Device
+from gemini.memory.durable.folder import StoreFolder
 from gemini.memory.movement.manager import Manager
 from gemini.memory.movement.mover import Mover
 from gemini.memory.nvme import SpillFile
@@ -26,6 +27,8 @@ class ChunkStore:
     spill: SpillFile | None
     working_set: int
     """Bytes of the computing tier that a step takes at most beside planes."""
+    durable: StoreFolder | None = None
+    """Where weights and states outlive the process."""
 
     @cached_property
     def moves(self) -> bool:

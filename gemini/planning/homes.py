@@ -123,7 +123,8 @@ def _choices(
         change = {track: after.get(track, 0.0) - before.get(track, 0.0) for track in {*after, *before}}
         num_bytes: dict[Tier, int] = {}
         for kind, tier in homes.items():
-            num_bytes[tier] = num_bytes.get(tier, 0) + sizes[kind]
+            has_slots = tier is Tier.NVME and kind in problem.durable_bytes(index)  # wherever it lives
+            num_bytes[tier] = num_bytes.get(tier, 0) + (0 if has_slots else sizes[kind])
             num_bytes[Tier.CPU] = num_bytes.get(Tier.CPU, 0) - sizes[kind]
         if stays:
             num_bytes[problem.compute] = num_bytes.get(problem.compute, 0) + problem.window_bytes(index)
@@ -168,6 +169,8 @@ def _all_on_cpu(
         for track, value in _seconds(problem, homes, index, fetches[index].at_most, speeds, accumulate).items():
             seconds[track] = seconds.get(track, 0.0) + value
         used[Tier.CPU] += sum(problem.plane_bytes(index).values())
+        if problem.durable:
+            used[Tier.NVME] += 2 * sum(problem.durable_bytes(index).values())
     for tier, num_bytes in problem.spoken_for(streams=streaming).items():
         used[tier] = used.get(tier, 0) + num_bytes
     return seconds, used

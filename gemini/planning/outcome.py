@@ -155,6 +155,8 @@ def _standing(graph: Graph) -> dict[Tier, dict[str, int]]:
         host["staging"] = problem.staging
     host["exchange"] = problem.exchange
     host["factors"] = problem.factors
+    if problem.durable:
+        held[Tier.NVME]["spare slots"] = problem.spare_slots(plan.placement)
     for at in (held[problem.compute], host):
         at["temporaries"] = problem.temporaries
     if plan.placement.streamed:

@@ -111,6 +111,7 @@ class Problem:
         max_chunk: what the layout was cut with.
         offloaded: bytes of checkpointed activations that wait in the tier ``offload_to``.
         rule: of the updates; it says which planes there are.
+        durable: whether weights and states have two slots each on NVMe, wherever they live.
     """
 
     layout: Layout
@@ -131,6 +132,20 @@ class Problem:
     factors: int = 0
     beside: int = 0
     quiet: tuple[int, ...] = ()
+    durable: bool = False
+
+    def durable_bytes(self, index: int) -> dict[PlaneKind, int]:
+        """Bytes of each plane of a chunk that outlives the process: of none without ``durable``."""
+        sizes = self.plane_bytes(index) if self.durable else {}
+        return {kind: num_bytes for kind, num_bytes in sizes.items() if kind != GRAD}
+
+    def spare_slots(self, placement: Placement) -> int:
+        """Bytes of NVMe for slots of durable planes beside those that they live in."""
+        return sum(
+            (1 if homes[kind] is Tier.NVME else 2) * num_bytes
+            for i, homes in enumerate(placement.homes)
+            for kind, num_bytes in self.durable_bytes(i).items()
+        )
 
     @cached_property
     def temporaries(self) -> int:
@@ -301,6 +316,8 @@ def bytes_per_tier(problem: Problem, placement: Placement) -> dict[Tier, int]:
             used[homes[kind]] = used.get(homes[kind], 0) + num_bytes
     for tier, num_bytes in problem.demands(placement).items():
         used[tier] = used.get(tier, 0) + num_bytes
+    if problem.durable:
+        used[Tier.NVME] = used.get(Tier.NVME, 0) + problem.spare_slots(placement)
     return used
 
 

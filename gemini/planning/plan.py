@@ -80,6 +80,16 @@ class Plan:
         payload = sum(self.layout.chunks[i].payload for i in trained)
         return (sum(states) * self.layout.ranks + self.problem.factors) / payload if payload else 0.0
 
+    @property
+    def committed_bytes(self) -> int:
+        """Bytes that a commit to a durable store writes beside its record: trained planes that do not live on NVMe."""
+        return sum(
+            num_bytes
+            for index, homes in enumerate(self.placement.homes)
+            for kind, num_bytes in self.problem.durable_bytes(index).items()
+            if homes[kind] is not Tier.NVME and self.layout.chunks[index].trainable
+        )
+
     def update_tier(self, index: int) -> Tier:
         """Where the update of a chunk runs."""
         return update_tier(self.problem, self.placement.homes[index], streamed=index in self.placement.streamed)
@@ -111,6 +121,7 @@ class Plan:
             "accumulate": self.accumulate,
             "rule": problem.rule.to_body(),
             "quiet": list(problem.quiet),
+            "durable": problem.durable,
         }
         return document.to_json("plan", VERSION, body)
 
@@ -133,6 +144,7 @@ class Plan:
             max_chunk=body["max_chunk"],
             rule=rule,
             quiet=tuple(map(int, body.get("quiet", ()))),  # older plans have none
+            durable=bool(body.get("durable", False)),
             offload_to=None if body["offload_to"] is None else Tier(body["offload_to"]),
             **{name: int(spoken_for[name]) for name in _SPOKEN_FOR},
         )
@@ -180,7 +192,9 @@ class Plan:
         lines = [f"{self.trace.model}, {self.trace.num_params:,} params: {self.bytes_per_param:.2f} bytes each"]
         for tier, used in self.bytes_per_tier.items():
             listed = ", ".join(f"{kind} {human_bytes(n)}" for kind, n in kinds.get(tier, {}).items())
-            rest = used - sum(kinds.get(tier, {}).values())
+            spare = self.problem.spare_slots(self.placement) if tier is Tier.NVME else 0
+            listed += f"{', ' if listed and spare else ''}{'spare slots ' + human_bytes(spare) if spare else ''}"
+            rest = used - sum(kinds.get(tier, {}).values()) - spare
             listed += f"{', ' if listed and rest else ''}{'working memory ' + human_bytes(rest) if rest else ''}"
             lines.append(
                 f"{tier.value:<5}{human_bytes(used):>11} of {human_bytes(self.problem.budgets[tier]):>10}  "
@@ -194,6 +208,10 @@ class Plan:
             lines.append(f"{self.problem.rule.name} runs on the GPU for {on_gpu} of {trained} chunks{note}")
         moved = ", ".join(f"{way} {human_bytes(n)}" for way, n in self.traffic.items())
         lines.append(f"moved in a step: {moved or 'nothing'}")
+        if self.problem.durable:
+            behind = self.committed_bytes
+            what = f"{human_bytes(behind)} that live in memory" if behind else "nothing but its record"
+            lines.append(f"a commit to the durable store writes {what}")
         return "\n".join(lines)
 
 

@@ -124,6 +124,7 @@ def plan(
             max_chunk=max_chunk,
             overlap=overlap,
             rule=rule,
+            durable=isinstance(budget, MemoryBudget) and budget.durable,
         )
         return planner.best_of(problem, placement, offload_activations, explicit=activations is not None)
 
@@ -175,6 +176,7 @@ def pose_problem(
     overlap: bool = True,
     rule: RuleSpec = ADAM,
     lends: bool = False,
+    durable: bool = False,
 ) -> Problem:
     """What is placed, and the bytes that no plane may take.
 
@@ -205,6 +207,7 @@ def pose_problem(
         precision=precision,
         gradients=gradients,
         budgets=dict(budgets),
+        durable=durable,
         compute=compute,
         working_set=gathered_at_once(trace, layout, precision),
         staging=staging_bytes(tile, rule) * staging_sets(compute, precision, overlap=overlap, many=ranks > 1),

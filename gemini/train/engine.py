@@ -58,7 +58,7 @@ from gemini.train.sharding.shards import Shards
 from gemini.train.step import StepState
 from gemini.train.update.in_backward import InBackward
 from gemini.train.update.updates import Updates
-from gemini.train.write_observers import WriteObservers
+from gemini.train.write_observers import ChangedChunks, WriteObservers
 
 
 class Engine:
@@ -96,7 +96,7 @@ class Engine:
             worker=Worker("fetch") if overlap else None, worker_staging=mover.staging.take() if overlap else None,
         )  # fmt: skip
         store = self.store = ChunkStore(
-            built.chunks, device, built.ledger, mover, manager, built.spill, built.working_set
+            built.chunks, device, built.ledger, mover, manager, built.spill, built.working_set, built.durable
         )  # fmt: skip
 
         updates = self.updates = Updates(
@@ -188,6 +188,8 @@ class Engine:
         self.adoption = Adoption(
             params, store, by_names, exposure, saved_weights, grad_hook=grad_hook, is_divided=shards is not None
         )
+        if store.durable is not None:
+            self.write_observers.append(ChangedChunks(store.chunks))
         state.mark_made()
         if fill is not None:
             fill(by_names, in_job)
@@ -234,6 +236,8 @@ class Engine:
             self.ranks.close()
         if self.store.spill is not None:
             self.store.spill.close()
+        if self.store.durable is not None:
+            self.store.durable.close()
         self.store.device.close()
 
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:

@@ -4,7 +4,7 @@ keeps a durable copy of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -13,6 +13,9 @@ from gemini.memory.chunks.chunk import Chunk
 
 class WriteObserver(Protocol):
     """It may be called on any thread that changes chunks, and must not keep the model alive."""
+
+    def before_updates(self) -> None:
+        """On the thread that trains: updates are about to be handed over, behind those of earlier steps."""
 
     def before_write(self, chunk: Chunk) -> None:
         """Masters or states of ``chunk`` are about to change; they change when this returns."""
@@ -31,6 +34,11 @@ class WriteObserver(Protocol):
 
 class WriteObservers(list[WriteObserver]):
     """Those of one model. They may come and go while another thread tells the others something."""
+
+    def before_updates(self) -> None:
+        """Tell all."""
+        for observer in tuple(self):
+            observer.before_updates()
 
     def before_write(self, chunk: Chunk) -> None:
         """Masters or states of ``chunk`` may change when this returns: no fetch reads them, and all were told."""
@@ -59,3 +67,35 @@ class WriteObservers(list[WriteObserver]):
         """Tell all."""
         for observer in tuple(self):
             observer.close()
+
+
+class ChangedChunks:
+    """Which chunks have changed since a durable store was told."""
+
+    def __init__(self, chunks: Iterable[Chunk]) -> None:
+        self._indices = {chunk.spec.index for chunk in chunks}  # nothing of these is in the store
+
+    def take(self) -> set[int]:
+        """They, by index, and from now on those that change afterwards."""
+        taken, self._indices = self._indices, set()
+        return taken
+
+    def give_back(self, indices: Iterable[int]) -> None:
+        """These were taken, and did not get there."""
+        self._indices.update(indices)
+
+    def before_updates(self) -> None:
+        """Nothing to do."""
+
+    def before_write(self, chunk: Chunk) -> None:
+        """It is no longer what the store has."""
+        self._indices.add(chunk.spec.index)
+
+    def after_write(self, chunk: Chunk) -> None:
+        """Nothing to do."""
+
+    def step_ended(self) -> None:
+        """Nothing to do."""
+
+    def close(self) -> None:
+        """Nothing to do."""

@@ -145,6 +145,8 @@ def test_a_model_may_end_on_the_lane_that_updates_it(tmp_path: Path, monkeypatch
     fetches, go, ended, found = engine.store.manager.fetches.worker, threading.Event(), threading.Event(), list[bool]()
 
     class Ends:
+        def before_updates(self) -> None: ...
+
         def before_write(self, chunk: Any) -> None:
             if not found:
                 assert go.wait(PATIENCE)

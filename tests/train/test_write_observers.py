@@ -30,6 +30,9 @@ class Watching:
         self.num_steps = 0
         self.closed = False
 
+    def before_updates(self) -> None:
+        """Said before the first change of a step."""
+
     def before_write(self, chunk: Any) -> None:
         index = chunk.spec.index
         if self._open[index] == 0 and self._bits(chunk) != self._whole[index]:
@@ -137,6 +140,8 @@ def test_two_observers_are_told_and_one_may_go_while_it_is(tmp_path: Path) -> No
     class Leaving:
         def __init__(self, name: str):
             self.name = name
+
+        def before_updates(self) -> None: ...
 
         def before_write(self, chunk: Any) -> None:
             told.append(self.name)

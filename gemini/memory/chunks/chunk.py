@@ -17,6 +17,7 @@ import torch
 
 from gemini.memory.chunks.states import USE_TABLE, Use, UseChange, step
 from gemini.memory.devices.device import DONE, Device, Event, Window
+from gemini.memory.durable.slots import SlotPair
 from gemini.memory.nvme import SpillFile
 from gemini.planning.layout import ChunkSpec, page_up
 from gemini.planning.planes import ALIGN, GRAD, PAGE, WEIGHTS, PlaneKind, PlaneSpec
@@ -136,9 +137,35 @@ class FilePlane(Plane):
         return self._spill.map((stop - start) * size, self._offset + start * size).view(self.dtype)
 
 
-def make_plane(spec: PlaneSpec, numel: int, tier: Tier, device: Device, spill: SpillFile | None) -> Plane:
-    """A zeroed plane in its home; whoever calls has reserved it."""
+class DurablePlane(FilePlane):
+    """A plane in a file with a name, where it has two slots: what was committed last is not overwritten."""
+
+    def __init__(self, pair: SlotPair, numel: int, dtype: torch.dtype):
+        self.pair, self.numel, self.dtype = pair, numel, dtype
+
+    def begin_load(self, start: int, stop: int, into: torch.Tensor, *, urgent: bool = False) -> Event:
+        assert into.numel() == stop - start and into.dtype == self.dtype
+        return self.pair.begin_read(into, start * self.dtype.itemsize, urgent=urgent)
+
+    def begin_store(self, start: int, stop: int, source: torch.Tensor) -> Event:
+        assert source.numel() == stop - start and source.dtype == self.dtype
+        return self.pair.begin_write(source, start * self.dtype.itemsize)
+
+    def give_back(self) -> None:
+        """The slots are the plane's as long as the file lives."""
+
+    def mapped(self, start: int, stop: int) -> torch.Tensor:
+        size = self.dtype.itemsize
+        return self.pair.map(start * size, (stop - start) * size).view(self.dtype)
+
+
+def make_plane(
+    spec: PlaneSpec, numel: int, tier: Tier, device: Device, spill: SpillFile | None, pair: SlotPair | None = None
+) -> Plane:
+    """A zeroed plane in its home; whoever calls has reserved it. ``pair``: its slots, where it is durable."""
     dtype = getattr(torch, spec.dtype)
+    if tier is Tier.NVME and pair is not None:
+        return DurablePlane(pair, numel, dtype)
     if tier is Tier.NVME:
         assert spill is not None and spec.block == 1, spec
         return FilePlane(spill, numel, dtype)

@@ -148,6 +148,17 @@ def read_manifest(path: Path) -> Manifest:
         return _manifest_of(data)
 
 
+def manifest_of(data: Any, parts: dict[str, TensorFile]) -> Manifest:
+    """The manifest that plain data stand for, if ``parts`` (files by name, without ``VALUES``) hold what it needs.
+
+    Raises:
+        Malformed: naming the place of what no checkpoint has.
+    """
+    manifest = _manifest_of(data)
+    _compare_parts(manifest, parts)
+    return manifest
+
+
 def open_files(path: Path, manifest: Manifest) -> dict[str, TensorFile]:
     """The files of a checkpoint, with the headers that the manifest wants.
 

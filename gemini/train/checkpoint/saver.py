@@ -13,37 +13,44 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Iterator
+from typing import TypeVar
 
 import torch
 from torch.distributed import ProcessGroup
 
 from gemini.errors import BudgetExceeded, GeminiError, human_bytes, warn
 from gemini.memory.chunks.chunk import Chunk
-from gemini.memory.devices.device import Device
+from gemini.memory.devices.device import Device, Event
 from gemini.memory.movement.manager import Manager
 from gemini.memory.movement.mover import Mover
 from gemini.ranks.handshake import Handshake
 from gemini.tiers import Ledger, Tier
+from gemini.train.checkpoint.commit import Commit, PlanePiece
 from gemini.train.checkpoint.write import Buffer, Piece, Writer
-from gemini.train.write_observers import WriteObservers
+from gemini.train.write_observers import WriteObserver, WriteObservers
 
+P = TypeVar("P", Piece, PlanePiece)
 _HOLDER = "checkpoint"
 _LOOK_SECONDS = 1.0
 """How often whoever waits looks whether the thread still lives."""
 
 
-class Saver:
+class Saver(WriteObserver):
     """One checkpoint being written. Made on all ranks together, after they agreed to.
 
     A thread must not keep a model alive: what would is given to :meth:`run` and :meth:`start` and not kept.
     """
 
-    def __init__(self, writer: Writer, group: ProcessGroup | None, device: Device):
+    def __init__(self, writer: Writer | Commit, group: ProcessGroup | None, device: Device):
         self._final = writer.final
-        self._parts: tuple[Writer, ProcessGroup | None, Device] | None = (writer, group, device)
+        self._parts: tuple[Writer | Commit, ProcessGroup | None, Device] | None = (writer, group, device)
         """What it works with; let go of when the writing has begun, as a handle of it may be kept for long."""
         self._changed = threading.Condition()
         self._unsaved: set[int] = set()
+        self._held: set[int] = set()
+        """Chunks that may change only when all is written."""
+        self._pending: dict[int, Event] = {}
+        """Updates that were in flight, by chunk: what is written is what they make."""
         self._urgent: int | None = None
         self._abandoned = False
         self._thread: threading.Thread | None = None
@@ -61,9 +68,7 @@ class Saver:
         """Write it behind what the caller does next; or now, with a warning, if there is no memory for that."""
         assert self._parts is not None
         (writer, _, device), ledger = self._parts, manager.ledger
-        sources = {piece.source.key: piece.source for piece in writer.pieces}
-        in_place = all(source.plane.host_view(0, 0) is not None for source in sources.values())
-        num_bytes = 0 if in_place else mover.tile * 4
+        num_bytes = 0 if writer.in_place else mover.tile * 4
         try:
             _reserve(
                 num_bytes, manager, on_host=device.tier is Tier.CPU, staging=mover.staging.num_bytes,
@@ -78,7 +83,8 @@ class Saver:
             staging = device.make_host_buffer(num_bytes) if num_bytes else torch.empty(0, dtype=torch.uint8)
             if device.torch_device.type == "cuda":
                 torch.cuda.synchronize(device.torch_device)  # the thread has a stream of its own
-            self._unsaved = {source.handle.chunk.spec.index for source in sources.values()}
+            self._unsaved = {piece.chunk_index for piece in writer.pieces} | writer.held
+            self._held, self._pending = writer.held, writer.pending
             # Not a daemon: the interpreter waits for the checkpoint before it ends.
             arguments = (staging, ledger, num_bytes)
             self._thread = threading.Thread(target=self._work, args=arguments, name="gemini-checkpoint", daemon=False)
@@ -89,9 +95,18 @@ class Saver:
             ledger.release(Tier.CPU, num_bytes, _HOLDER)
             raise
 
+    def before_updates(self) -> None:
+        """Those of the step before are over before any of the next waits for a chunk to be written."""
+        if self._alive:
+            for update in self._pending.values():
+                update.wait_until_over()
+
     def before_write(self, chunk: Chunk) -> None:
         """A chunk is about to change: come back when it has been written."""
         index = chunk.spec.index
+        own = self._pending.get(index)
+        if own is not None and not own.is_complete():  # nobody else changes a chunk before its update is over
+            return
         with self._changed:
             while index in self._unsaved and self._alive and threading.current_thread() is not self._thread:
                 self._urgent = index
@@ -160,24 +175,26 @@ class Saver:
         del group  # not held beyond the end of the program (sharding/consensus.py)
         writer.write(ranks, device, buffer, self._in_order)
 
-    def _in_order(self, pieces: list[Piece]) -> Iterator[Piece]:
+    def _in_order(self, pieces: list[P]) -> Iterator[P]:
         """The pieces chunk by chunk, one that is asked for first. A chunk is saved when its last piece is written."""
         if self._thread is None:
             yield from pieces
             return
-        waiting: dict[int, deque[Piece]] = {}
+        waiting: dict[int, deque[P]] = {}
         for piece in pieces:
-            waiting.setdefault(piece.source.handle.chunk.spec.index, deque()).append(piece)
+            waiting.setdefault(piece.chunk_index, deque()).append(piece)
         while waiting:
             if self._abandoned:
                 raise GeminiError(f"the model was deleted while the checkpoint {self._final} was written")
             index = self._urgent if self._urgent in waiting else next(iter(waiting))
             assert index is not None
+            if index in self._pending:
+                self._pending[index].wait()
             yield waiting[index].popleft()
             if not waiting[index]:
                 del waiting[index]
                 with self._changed:
-                    self._unsaved.discard(index)
+                    self._unsaved -= {index} - self._held
                     self._changed.notify_all()
 
 

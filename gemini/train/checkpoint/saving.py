@@ -18,10 +18,12 @@ from torch import nn
 
 from gemini.errors import GeminiError
 from gemini.interrupts import WHOLE
+from gemini.memory.durable.folder import is_store, reading
 from gemini.planning.planes import ADAM, RuleSpec
 from gemini.ranks.agreement import Point
 from gemini.ranks.handshake import Handshake
 from gemini.train.checkpoint import format as checkpoint_format
+from gemini.train.checkpoint.commit import Commit
 from gemini.train.checkpoint.plain_data import encode
 from gemini.train.checkpoint.read import Reader, Rest
 from gemini.train.checkpoint.replacing import find, place_of
@@ -34,6 +36,7 @@ from gemini.train.checkpoint.states import (
     rng_states,
     scheduler_kind,
 )
+from gemini.train.checkpoint.stored import open_store
 from gemini.train.checkpoint.write import Draft, Writer, sources_of
 from gemini.train.engine import Engine
 from gemini.train.gradients.loss_scale import LossScale
@@ -41,6 +44,7 @@ from gemini.train.modules.injected import refuse_injected
 from gemini.train.optimizers.optimizer import HybridOptimizer
 from gemini.train.params.handle import ParamHandle, ParamSet
 from gemini.train.sharding.consensus import agree, group_for
+from gemini.train.write_observers import ChangedChunks
 
 
 def save_checkpoint(
@@ -59,9 +63,10 @@ def save_checkpoint(
     kept of every rank, and buffers, scheduler and ``extra`` are those of the first rank.
 
     Args:
-        directory: its parent must exist. Taken as it is at the call: a relative path is made absolute, a symbolic link
-            stays one and the data land where it points. The folder itself is renamed, so it cannot be the working
-            folder or a mount point.
+        directory: its parent must exist; or the ``nvme_path`` of a ``MemoryBudget(durable=True)``, where the call is a
+            commit of what training has written. Taken as it is at the call: a relative path is made absolute, a
+            symbolic link stays one and the data land where it points. The folder itself is renamed, so it cannot be
+            the working folder or a mount point.
         model: a GeminiDDP model.
         optimizer: the HybridAdam or HybridOptimizer of that model.
         scheduler: anything with ``state_dict()`` of plain values.
@@ -89,12 +94,16 @@ def save_checkpoint(
         final = place_of(directory)
         refuse_injected(engine.state, model, is_root=True)
         _check_optimizer(optimizer, engine.params)
-        engine.drain()
+        store = engine.store.durable
+        commits = store is not None and final == store.directory
+        if wait or not commits:
+            engine.drain()
         for pending in pending_in(engine.write_observers):
             pending.join()
             engine.write_observers.remove(pending)
             pending.raise_if_unseen()
-        checkpoint_format.check_target(final, directory)
+        if not commits:
+            checkpoint_format.check_target(final, directory)
         engine.recovery.forget_interrupted()
         engine.state.check_whole()
         if engine.backward.has_gradients:
@@ -112,8 +121,15 @@ def save_checkpoint(
         engine.ranks.refuse_one_folder("save_checkpoint", os.path.abspath(directory))
     agree(engine.shards, Point.SAVE_CHECKPOINT, "save_checkpoint", refusal, directory=Path(os.fsdecode(directory)).name)
     replicas = None if engine.shards is None else engine.shards.ranks.replicas
+    writer: Writer | Commit
     is_writing = replicas is None or replicas.rank == 0  # of several replicas of the model the first one writes
-    writer = Writer(final, draft, sources_of(engine.params.handles) if is_writing else [], engine.store.mover.tile)
+    sources, tile = sources_of(engine.params.handles) if is_writing else [], engine.store.mover.tile
+    if store is not None and commits:
+        changed = next(one for one in engine.write_observers if isinstance(one, ChangedChunks))
+        in_flight = {index: job for index, job in engine.updates.pending.items() if not job.is_complete()}
+        writer = Commit(store, draft, engine.store.chunks, sources, tile, pending=in_flight, changed=changed)
+    else:
+        writer = Writer(final, draft, sources, tile)
     saver = Saver(writer, group_for(engine.shards), engine.store.device)
     if wait:
         saver.run(engine.store.mover)
@@ -142,6 +158,14 @@ def load_checkpoint(
         PlanMismatch: if it was saved for another model, precision or update rule, other groups or buffers, or another
             kind of scheduler; nothing was changed.
     """
+    with ExitStack() as using:
+        return _load(directory, model, optimizer, scheduler, using)
+
+
+def _load(
+    directory: str | os.PathLike[str], model: nn.Module, optimizer: HybridOptimizer, scheduler: Any, using: ExitStack
+) -> Any:
+    """What is entered in ``using`` is held until the caller leaves it."""
     engine = _engine(model)
     refusal: Exception | None = None
     try:
@@ -150,9 +174,13 @@ def load_checkpoint(
         for pending in pending_in(engine.write_observers):
             pending.join()
         path = find(place_of(directory))
-        manifest = checkpoint_format.read_manifest(path)
-        opened = checkpoint_format.open_files(path, manifest)
-        values = checkpoint_format.read_values(path, manifest, opened)
+        if is_store(path) and not (path / checkpoint_format.MANIFEST).exists():
+            using.enter_context(reading(path, engine.store.durable))
+            _, manifest, opened, values = open_store(path)
+        else:
+            manifest = checkpoint_format.read_manifest(path)
+            opened = checkpoint_format.open_files(path, manifest)
+            values = checkpoint_format.read_values(path, manifest, opened)
         with checkpoint_format.as_damage(path):
             rest = Rest(
                 path, manifest, values, model, optimizer, scheduler, handles=engine.params.handles,

@@ -82,7 +82,7 @@ class TensorFileWriter:
 
     def write(self, name: str, start: int, piece: torch.Tensor) -> int:
         """Write elements ``[start, ...)`` of a tensor; returns the CRC-32 of the piece."""
-        view = _bytes_of(piece)
+        view = bytes_of(piece)
         checksum = zlib.crc32(view)
         try:
             if self._file is None:
@@ -175,7 +175,7 @@ class TensorFile:
             for start in range(0, spec.numel, piece):
                 part = buffer[: min(piece, spec.numel - start)]
                 self._read(file, name, start, part)
-                yield zlib.crc32(_bytes_of(part))
+                yield zlib.crc32(bytes_of(part))
 
     def whole(self, name: str) -> torch.Tensor:
         """A small tensor at once."""
@@ -192,7 +192,7 @@ class TensorFile:
 
     def _read(self, file: BinaryIO, name: str, start: int, into: torch.Tensor) -> None:
         assert into.dtype == self.specs[name].dtype
-        view = _bytes_of(into)
+        view = bytes_of(into)
         position = self._start + self._offsets[name] + start * into.element_size()
         while view:
             try:
@@ -245,18 +245,30 @@ def _parsed(name: str, entry: Any) -> tuple[TensorSpec, int]:
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
         raise Malformed(f"its header does not describe {name!r}")
     dtype, shape, span = entry["dtype"], entry["shape"], entry["data_offsets"]
-    sizes = shape + span if isinstance(shape, list) and isinstance(span, list) else [None]
-    if not all(type(size) is int and 0 <= size < 2**62 for size in sizes) or len(span) != 2 or len(shape) > 64:
+    ends = span if isinstance(span, list) else [None]
+    if not all(type(end) is int and 0 <= end < 2**62 for end in ends) or len(ends) != 2:
         raise Malformed(f"its header gives {name!r} no possible place")
-    if not isinstance(dtype, str) or dtype not in _DTYPES:
-        raise Malformed(f"its header gives {name!r} an unknown dtype")
-    spec = TensorSpec(name, _DTYPES[dtype], tuple(shape))
+    spec = parse_spec(name, dtype, shape)
     if span[1] - span[0] != spec.num_bytes:
         raise Malformed(f"its header gives {name!r} another size than its dtype and shape do")
     return spec, span[0]
 
 
-def _bytes_of(tensor: torch.Tensor) -> memoryview:
+def parse_spec(name: str, dtype: Any, shape: Any) -> TensorSpec:
+    """A tensor as JSON describes it.
+
+    Raises:
+        Malformed: if there is no such dtype or shape.
+    """
+    sizes = shape if isinstance(shape, list) else [None]
+    if not all(type(size) is int and 0 <= size < 2**62 for size in sizes) or len(sizes) > 64:
+        raise Malformed(f"its header gives {name!r} no possible place")
+    if not isinstance(dtype, str) or dtype not in _DTYPES:
+        raise Malformed(f"its header gives {name!r} an unknown dtype")
+    return TensorSpec(name, _DTYPES[dtype], tuple(shape))
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
     """A contiguous CPU tensor's memory (torch exports no buffer of bf16, so by address)."""
     assert tensor.is_contiguous() and tensor.device.type == "cpu"
     num_bytes = tensor.numel() * tensor.element_size()

@@ -16,7 +16,7 @@ import torch
 
 from gemini.errors import StorageError
 from gemini.memory.chunks.chunk import Plane
-from gemini.memory.devices.device import Device
+from gemini.memory.devices.device import Device, Event
 from gemini.memory.movement.mover import tiles
 from gemini.planning.planes import WEIGHTS, PlaneKind
 from gemini.ranks.handshake import Handshake
@@ -37,6 +37,7 @@ class PlanePart(NamedTuple):
     """A param's part of a plane on this rank. It holds the plane, so that it outlives the model if it must."""
 
     key: str
+    kind: PlaneKind
     handle: ParamHandle
     plane: Plane
     spec: TensorSpec
@@ -81,7 +82,7 @@ def sources_of(handles: list[ParamHandle]) -> list[PlanePart]:
 def _source(kind: PlaneKind, handle: ParamHandle) -> PlanePart:
     key, plane = f"{kind}/{handle.name}", handle.chunk.planes[kind]
     spec = TensorSpec(key, plane.dtype, whole_shape(handle.param.shape, plane.items(handle.slot.numel)))
-    source = PlanePart(key, handle, plane, spec)
+    source = PlanePart(key, kind, handle, plane, spec)
     if handle.part.numel == handle.slot.numel:
         return source
     start, numel = source.offset, source.numel
@@ -94,6 +95,11 @@ class Piece(NamedTuple):
     source: PlanePart
     start: int
     stop: int
+
+    @property
+    def chunk_index(self) -> int:
+        """Of the chunk."""
+        return self.source.handle.chunk.spec.index
 
 
 class Draft(NamedTuple):
@@ -117,6 +123,9 @@ class Writer:
         self.final, self.draft = final, draft
         self._sources = [source for source in sources if source.numel]
         self.pieces = [Piece(s, *span) for s in self._sources for span in tiles(0, s.numel, piece)]
+        self.in_place = all(source.plane.host_view(0, 0) is not None for source in self._sources)
+        """Whether no staging is needed."""
+        self.held, self.pending = set[int](), dict[int, Event]()  # as of a commit: here a written chunk is free
         self._made: Path | None = None
 
     def write(

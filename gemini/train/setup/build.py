@@ -20,6 +20,8 @@ from gemini.errors import BudgetExceeded
 from gemini.memory.chunks.chunk import COMPUTE_DTYPES, Chunk, MemoryPlane, make_plane
 from gemini.memory.chunks.states import Use
 from gemini.memory.devices.device import Device, StorageWindow
+from gemini.memory.durable.folder import StoreFolder
+from gemini.memory.durable.slots import slot_name
 from gemini.memory.movement.foresight import Foresight, Schedule
 from gemini.memory.nvme import SpillFile
 from gemini.optim.compact import rule_for
@@ -44,6 +46,7 @@ class Built:
     decision: Decision
     ledger: Ledger
     spill: SpillFile | None
+    durable: StoreFolder | None
     chunks: list[Chunk]
     params: ParamSet
     tile: int
@@ -82,8 +85,10 @@ def build(
     device.reserve_windows(_window_bytes(ledger, problem, placement))
     device.reserve_buffers(_buffers(problem, placement))
     on_disk = needed.get(Tier.NVME, 0)
-    spill = SpillFile(config.memory.nvme_path, on_disk) if config.memory.nvme_path is not None else None
-    chunks = [_make_chunk(spec, problem, placement, device, spill) for spec in layout.chunks]
+    durable = _open_store(config, problem, ranks)
+    in_store = 0 if durable is None else durable.slots.num_bytes
+    spill = SpillFile(config.memory.nvme_path, on_disk - in_store) if config.memory.nvme_path is not None else None
+    chunks = [_make_chunk(spec, problem, placement, device, spill, durable) for spec in layout.chunks]
     handles = [
         ParamHandle(
             n.names[0],
@@ -109,7 +114,24 @@ def build(
         for index in access.chunks:
             first_use.setdefault(index, access.moment)
     foresight = _foresight(decision, owner)
-    return Built(decision, ledger, spill, chunks, params, tile, device_tile, in_steps, foresight, first_use)
+    return Built(decision, ledger, spill, durable, chunks, params, tile, device_tile, in_steps, foresight, first_use)
+
+
+def _open_store(config: GeminiConfig, problem: Problem, ranks: Ranks | None) -> StoreFolder | None:
+    """Two slots of every plane that outlives the process."""
+    if not problem.durable:
+        return None
+    assert config.memory.nvme_path is not None
+    sizes = {
+        slot_name(kind, i): num_bytes
+        for i in range(len(problem.layout.chunks))
+        for kind, num_bytes in problem.durable_bytes(i).items()
+    }
+    if ranks is None or ranks.size == 1:
+        return StoreFolder(config.memory.nvme_path, sizes)
+    return StoreFolder(
+        config.memory.nvme_path, sizes, rank=ranks.rank, ranks=ranks.size, smallest=ranks.smallest
+    )  # fmt: skip
 
 
 def _foresight(decision: Decision, owner: weakref.ref[Any]) -> Foresight:
@@ -163,6 +185,8 @@ def _reserve(ledger: Ledger, problem: Problem, placement: Placement) -> None:
         ledger.reserve(problem.compute, problem.activations, "activations")
     for tier in {Tier.CPU, problem.compute} if problem.temporaries else ():
         ledger.reserve(tier, problem.temporaries, "temporaries")
+    if problem.durable:
+        ledger.reserve(Tier.NVME, problem.spare_slots(placement), "spare slots")
     demands = problem.demands(placement)
     if problem.compute is Tier.GPU or demands != problem.spoken_for(gathers=False, stages=False):
         ledger.reserve(Tier.CPU, problem.staging, "staging")
@@ -185,11 +209,13 @@ def _buffers(problem: Problem, placement: Placement) -> list[int]:
 
 
 def _make_chunk(
-    spec: ChunkSpec, problem: Problem, placement: Placement, device: Device, spill: SpillFile | None
-) -> Chunk:
+    spec: ChunkSpec, problem: Problem, placement: Placement, device: Device, spill: SpillFile | None,
+    durable: StoreFolder | None,
+) -> Chunk:  # fmt: skip
     homes, numel = placement.homes[spec.index], spec.numel // problem.layout.ranks
+    pairs = {} if durable is None else durable.slots.pairs
     planes = {
-        kind: make_plane(form, numel, homes[kind], device, spill)
+        kind: make_plane(form, numel, homes[kind], device, spill, pairs.get(slot_name(kind, spec.index)))
         for kind, form in problem.plane_specs(spec.index).items()
     }
     weights = planes[WEIGHTS]

@@ -15,6 +15,7 @@ from gemini.config import GeminiConfig
 from gemini.errors import PlanMismatch, parse_bytes, warn
 from gemini.memory.chunks.chunk import COMPUTE_DTYPES
 from gemini.memory.devices.device import Device
+from gemini.memory.durable.folder import store_bytes
 from gemini.memory.nvme import probe
 from gemini.memory.system import available_bytes
 from gemini.planning.attempts import with_staging, with_tiles
@@ -119,6 +120,11 @@ def prepare(model: nn.Module, config: GeminiConfig, ranks: Ranks, *, filled: boo
             'gradients="transient" updates inside backward, when only the ranks of one replica have added up their '
             'gradients: with a 2-D mesh use gradients="retain" or "accumulate", or a mesh of one dimension'
         )
+    if config.memory.durable and ranks.size > 1:
+        raise ValueError(
+            f"MemoryBudget(durable=True) is for one rank, and this run has {ranks.size}: ranks do not commit together "
+            "yet. Leave durable out and use save_checkpoint(folder, ..., wait=False)"
+        )
     if ranks.slice_ and config.precision == "fp16":
         raise ValueError(
             f'precision="fp16" with a model in slices (this rank has {ranks.slice_}): whether a step overflowed would '
@@ -193,6 +199,8 @@ def measure_budgets(config: GeminiConfig, device: Device, ranks: Ranks | None = 
     if memory.nvme_path is not None:
         found = probe(memory.nvme_path)
         nvme = memory.bytes_of(Tier.NVME)
+        if memory.durable:  # the slots of an earlier run are used again
+            found = replace(found, free_bytes=found.free_bytes + store_bytes(found.directory))
         budgets[Tier.NVME] = int(found.free_bytes * MARGIN) if nvme is None else nvme
     if ranks is not None:
         for tier in (Tier.CPU, Tier.NVME):
@@ -325,6 +333,7 @@ def _check_plan(plan: Plan, structure: MemoryTrace, config: GeminiConfig, device
         max_chunk=config.max_chunk,
         compute=device.tier,
         rule=config.rule_spec,
+        durable=config.memory.durable,
     )
     if config.offload_activations not in (None, "auto", plan.offload_activations):
         raise PlanMismatch(
@@ -371,6 +380,7 @@ def pose(
         overlap=overlap,
         rule=config.rule_spec,
         lends=device.windows_give_back,
+        durable=config.memory.durable,
     )
 
 

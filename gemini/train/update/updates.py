@@ -87,6 +87,8 @@ class Updates:
         """Update these params, by chunk, in the order of their next use: behind what follows, or now where that cannot
         be. ``stop`` and ``factor``: see :meth:`_update_now`.
         """
+        if self._observers:
+            self._observers.before_updates()
         updates = [self._chunk_update(self._chunks[index], own) for index, own in params.items()]
         ordered = sorted(updates, key=lambda update: self._urgency(update.chunk))
         jobs, now = list[UpdateJob](), list[ChunkUpdate]()
@@ -211,6 +213,8 @@ class Updates:
         params = self._collected.pop(chunk.spec.index, None)
         if not params:
             return
+        if self._observers:
+            self._observers.before_updates()
         update = self._chunk_update(chunk, params)
         self._guards.look_for_writes(chunk)
         WHOLE.hold(_in_a_backward)  # until the engine says that the backward is over: all of it is one update

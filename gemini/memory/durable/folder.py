@@ -1,0 +1,358 @@
+"""The folder of a durable store: who may use it, its files, and which commit all of its ranks have.
+
+    LOCK-00000              held by the rank with that number of the run that uses the store
+    store-0001/             one arrangement of planes in slots; another budget or number of ranks begins the next one
+        slots-00000         the slots of a rank
+        record-00000-0      its commit records, written in turn
+        record-00000-1
+        layout-00000-HEX    what lies where in its slots; HEX is the CRC-32 of the file, which a record names
+
+A store that is begun beside an older one takes its place with its first commit; until then the older one is what a
+resumed run loads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import re
+import shutil
+import zlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from gemini.errors import StorageError
+from gemini.memory.durable import records
+from gemini.memory.durable.records import Record
+from gemini.memory.durable.slots import Runs, SlotFile
+
+_STORE = re.compile(r"store-(\d{4,9})")
+Smallest = Callable[[list[int]], list[int]]
+"""The minimum over all ranks of each value; in one process the values."""
+
+
+class Commit(NamedTuple):
+    """The last step that all ranks have: the record of each."""
+
+    folder: Path
+    records: list[Record]
+
+    @property
+    def sequence(self) -> int:
+        """The number of the commit."""
+        return self.records[0].sequence
+
+
+def is_store(directory: Path) -> bool:
+    """Whether a folder holds a store."""
+    return bool(_stores(directory))
+
+
+def store_bytes(directory: Path) -> int:
+    """What the slots of stores in a folder take on the drive."""
+    found = [path.stat() for store in _stores(directory) for path in store.glob("slots-*")]
+    return sum(stat.st_blocks * 512 for stat in found)
+
+
+def last_commit(directory: Path) -> Commit:
+    """The newest step that every rank of the run has committed.
+
+    Raises:
+        StorageError: if there is none, or the files of a rank are missing, or of a newer format.
+    """
+    stores = _stores(directory)
+    if not stores:
+        raise StorageError(f"{directory} holds no durable store: it has no folder store-0001")
+    refusal: StorageError | None = None
+    for store in reversed(stores):
+        try:
+            return Commit(store, common_records(store))
+        except StorageError as e:
+            refusal = refusal or e
+    assert refusal is not None
+    raise refusal
+
+
+def common_records(store: Path) -> list[Record]:
+    """The record of every rank of the newest commit that all have.
+
+    Raises:
+        StorageError: if there is none.
+    """
+    first = _records_of(store, 0)
+    if not first:
+        raise StorageError(
+            f"{store} has no commit: its run ended before the first one, or its records were damaged. Start anew, or "
+            "load a checkpoint"
+        )
+    ranks = [{record.sequence: record for record in first}]
+    size = max(_size_in(record, store) for record in first)
+    for rank in range(1, size):
+        ranks.append({record.sequence: record for record in _records_of(store, rank)})
+    if missing := [rank for rank, found in enumerate(ranks) if not found]:
+        raise StorageError(
+            f"{store} is of {size} ranks, and there is no commit of rank {missing[0]} here: ranks on several machines "
+            "need a folder that all of them share to be resumed from it"
+        )
+    common = set.intersection(*(set(found) for found in ranks))
+    if not common:
+        raise StorageError(f"{store} is damaged: its {size} ranks have no commit in common")
+    return [found[max(common)] for found in ranks]
+
+
+def _size_in(record: Record, store: Path) -> int:
+    size = record.text.get("ranks") if isinstance(record.text, dict) else None
+    if type(size) is not int or not 0 < size < 100_000:
+        raise StorageError(f"{store} is damaged: a commit record does not say of how many ranks it is")
+    return size
+
+
+def read_layout(store: Path, rank: int, checksum: Any) -> dict[str, Any]:
+    """What lies where in the slots of a rank, as the file that a record names has it.
+
+    Raises:
+        StorageError: if it is missing or damaged.
+    """
+    path = layout_path(store, rank, checksum if type(checksum) is int else 0)
+    try:
+        data = path.read_bytes()
+        if zlib.crc32(data) != checksum:
+            raise ValueError("it is not what was written")
+        return json.loads(data)
+    except (OSError, ValueError, RecursionError) as e:
+        raise StorageError(f"{path} is missing or damaged: {e}") from e
+
+
+def layout_path(store: Path, rank: int, checksum: int) -> Path:
+    """The name of a layout file."""
+    return store / f"layout-{rank:05d}-{checksum:08x}"
+
+
+def slots_path(store: Path, rank: int) -> Path:
+    """The name of the slots of a rank."""
+    return store / f"slots-{rank:05d}"
+
+
+def record_path(store: Path, rank: int, place: int) -> Path:
+    """The name of one of the two record files of a rank."""
+    return store / f"record-{rank:05d}-{place}"
+
+
+class StoreFolder:
+    """A store in use by one rank of a run: its lock, its slots, and the records that this rank writes.
+
+    Args:
+        directory: existing and writable.
+        sizes: bytes of each plane that is durable, whole pages, by a name.
+        smallest: over the ranks of this run, which share the store.
+
+    Raises:
+        StorageError: if another run uses it, it cannot be written, or the disk is full.
+    """
+
+    def __init__(
+        self, directory: str | Path, sizes: Mapping[str, int], *, rank: int = 0, ranks: int = 1,
+        smallest: Smallest = lambda values: values,
+    ):  # fmt: skip
+        self.directory, self.rank, self.ranks = Path(os.path.realpath(directory)), rank, ranks
+        self._lock = _locked(self.directory, rank)
+        try:
+            self._open(sizes, smallest)
+        except BaseException:
+            os.close(self._lock)
+            raise
+
+    def _open(self, sizes: Mapping[str, int], smallest: Smallest) -> None:
+        stores = _stores(self.directory)
+        last = _number(stores[-1]) if stores else 0
+        alike = bool(stores) and self._is_alike(stores[-1], sizes)
+        own = _records_of(stores[-1], self.rank) if alike else []
+        # The newest commit that all ranks have: the last one of whoever has least.
+        newest = max((record.sequence for record in own), default=-1)
+        said = smallest([last, -last, int(alike), newest])
+        if said[0] != -said[1]:
+            raise StorageError(f"{self.directory}: ranks see different stores in it; give all of them one folder")
+        taken = next((record for record in own if record.sequence == said[3]), None) if said[2] else None
+        whole = smallest([0 if taken is None else 1])[0]  # on all ranks or on none
+        self.folder = self.directory / f"store-{last if said[2] else last + 1:04d}"
+        if self.rank == 0:
+            for store in stores if not said[2] else ():  # left by runs that ended before their first commit
+                if not any(record_path(store, 0, place).exists() for place in (0, 1)):
+                    shutil.rmtree(store, ignore_errors=True)
+        self.highest = max((record.sequence for record in own), default=0)
+        self._place = 0
+        self.committed: Record | None = None
+        """The commit that the slots of this rank hold."""
+        try:
+            self.folder.mkdir(exist_ok=True)
+            sync_folder(self.directory)
+        except OSError as e:
+            raise StorageError(f"{self.folder} cannot be made: {e.strerror}") from e
+        self.slots = SlotFile(slots_path(self.folder, self.rank), sizes)
+        if taken is not None and whole:
+            self._take(taken)
+
+    def _is_alike(self, store: Path, sizes: Mapping[str, int]) -> bool:
+        """Whether the slots of a store are those that are wanted."""
+        found = _records_of(store, self.rank)
+        if not found:
+            return False
+        said = max(found).text
+        path = slots_path(store, self.rank)
+        if not (path.is_file() and path.stat().st_size == 2 * sum(sizes.values())):
+            return False
+        try:
+            layout = read_layout(store, self.rank, said["layout"])
+            return said["ranks"] == self.ranks and layout["sizes"] == [[*item] for item in sizes.items()]
+        except (StorageError, TypeError, KeyError):
+            return False
+
+    def _take(self, record: Record) -> None:
+        for place in (0, 1):
+            found = records.read(record_path(self.folder, self.rank, place))
+            if found is not None and found.sequence == record.sequence:
+                self._place = 1 - place
+        checked = {name: check_runs(record.text["runs"].get(name), pair.num_bytes, self.folder)
+                   for name, pair in self.slots.pairs.items()}  # fmt: skip
+        for name, pair in self.slots.pairs.items():
+            pair.take_committed(checked[name])
+        self.committed = record
+
+    def write_layout(self, layout: Any) -> int:
+        """What lies where in the slots, on the drive; returns its checksum, which the next records name."""
+        data = json.dumps(layout, separators=(",", ":")).encode()
+        checksum = zlib.crc32(data)
+        path = layout_path(self.folder, self.rank, checksum)
+        if not path.exists() or path.read_bytes() != data:
+            try:
+                with open(path, "wb") as file:
+                    file.write(data)
+                    file.flush()
+                    os.fsync(file.fileno())
+            except OSError as e:
+                raise StorageError(f"could not write {path}: {e.strerror}") from e
+        return checksum
+
+    def commit(self, record: Record, runs: Mapping[str, Runs]) -> int:
+        """Write a record of what :meth:`SlotFile.sync` has brought to the drive; its bytes. All ranks have done so
+        before :meth:`committed_by_all`.
+
+        Raises:
+            StorageError: nothing can be written any more, so that this commit and the one before both stay whole.
+        """
+        try:
+            num_bytes = records.write(record_path(self.folder, self.rank, self._place), record)
+            sync_folder(self.folder)
+        except StorageError as e:
+            self.slots.refuse_writes(e)
+            raise
+        self.highest, self.committed = record.sequence, record
+        return num_bytes
+
+    def committed_by_all(self, runs: Mapping[str, Runs]) -> None:
+        """Every rank has written its record: the slots of the commit before are free, and older stores are gone."""
+        self._place = 1 - self._place
+        for name, pair in self.slots.pairs.items():
+            pair.commit(runs[name])
+        if self.rank == 0:
+            for store in _stores(self.directory):
+                if store != self.folder:
+                    shutil.rmtree(store, ignore_errors=True)
+
+    def close(self) -> None:
+        """Let others use it."""
+        self.slots.close()
+        if self._lock >= 0:
+            os.close(self._lock)
+        self._lock = -1
+
+
+@contextlib.contextmanager
+def reading(directory: Path, own: StoreFolder | None):  # type: ignore[no-untyped-def]
+    """Around reading a store, which nobody else may be writing; ``own``: the one that this process uses already.
+
+    Raises:
+        StorageError: if another run uses it.
+    """
+    if own is not None and own.directory == Path(os.path.realpath(directory)):
+        yield
+        return
+    lock = _locked(directory, 0, shared=True)
+    try:
+        yield
+    finally:
+        os.close(lock)
+
+
+def check_runs(runs: Any, num_bytes: int, store: Path) -> Runs:
+    """Runs that a record has, of a plane of so many bytes.
+
+    Raises:
+        StorageError: if they cannot be.
+    """
+    pages = 0
+    for run in runs if isinstance(runs, list) else [None]:
+        if not (isinstance(run, list) and len(run) == 2 and all(type(n) is int for n in run)) or not (
+            run[0] > 0 and 0 <= run[1] <= 2
+        ):
+            pages = -1
+            break
+        pages += run[0]
+    if pages * 4096 != num_bytes:
+        raise StorageError(f"{store} is damaged: a commit record does not say where all pages of a plane are")
+    return [(count, slot) for count, slot in runs]
+
+
+def sync_folder(folder: Path) -> None:
+    """Names that were made in a folder are on the drive.
+
+    Raises:
+        StorageError: if they are not.
+    """
+    try:
+        fd = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+    except OSError as e:
+        raise StorageError(f"could not write {folder}: {e.strerror}") from e
+
+
+def _locked(directory: Path, rank: int, *, shared: bool = False) -> int:
+    try:
+        fd = os.open(directory / f"LOCK-{rank:05d}", os.O_RDWR | os.O_CREAT, 0o600)
+    except OSError as e:
+        raise StorageError(f"the durable store in {directory} cannot be used: {e.strerror}") from e
+    try:
+        fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+    except OSError as e:
+        os.close(fd)
+        raise StorageError(
+            f"the durable store in {directory} is in use by another run, or by another model of this one: wait for it "
+            "to end, or give another nvme_path="
+        ) from e
+    return fd
+
+
+def _records_of(store: Path, rank: int) -> list[Record]:
+    found = [records.read(record_path(store, rank, place)) for place in (0, 1)]
+    return [record for record in found if record is not None]
+
+
+def _stores(directory: Path) -> list[Path]:
+    """The stores in a folder, the newest last."""
+    try:
+        found = [path for path in directory.iterdir() if _STORE.fullmatch(path.name) and path.is_dir()]
+    except OSError as e:
+        raise StorageError(f"nvme_path {directory} cannot be read: {e.strerror}") from e
+    return sorted(found, key=_number)
+
+
+def _number(store: Path) -> int:
+    matched = _STORE.fullmatch(store.name)
+    assert matched is not None
+    return int(matched[1])

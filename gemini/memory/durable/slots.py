@@ -1,0 +1,200 @@
+"""A file with two slots for every plane: one holds what was committed last, the other one takes what is written.
+
+Page by page a plane has a *committed* slot, which nothing overwrites, and one where its content is *now*. A write goes
+to the slot that is not committed, wherever its content was before; once a commit record that says where everything is
+now has reached the drive (:mod:`gemini.memory.durable.records`), that is what is committed, and the other slot is free.
+So the bytes that training writes anyway are a checkpoint, and no page of it is ever half of one step and half of
+another. A page that nobody has written reads as zeros.
+
+    write -> the slot that is not committed;  commit: committed = now;  a killed run: now = committed
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+import torch
+
+from gemini.errors import StorageError
+from gemini.memory.devices.device import DONE, AllOf, Event
+from gemini.memory.devices.pages import PAGE, host_bytes
+from gemini.memory.nvme import SpillFile, probe
+
+ZEROS = 2
+"""In place of a slot's number: never written, all zeros."""
+
+Runs = list[tuple[int, int]]
+"""Of the pages of a plane in order: how many in a row have their content in which slot."""
+
+
+class SlotPair:
+    """The two slots of one plane.
+
+    Args:
+        offset: of the first slot in the file; the second one follows it.
+        num_bytes: of one slot, whole pages.
+    """
+
+    def __init__(self, file: SlotFile, offset: int, num_bytes: int):
+        self._file, self._offset, self._num_bytes = file, offset, num_bytes
+        self._committed = bytes([ZEROS]) * (num_bytes // PAGE)
+        self._now = bytearray(self._committed)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of one slot."""
+        return self._num_bytes
+
+    def begin_read(self, into: torch.Tensor, start: int, *, urgent: bool = False) -> Event:
+        """Start to fill ``into`` from byte ``start`` of the plane."""
+        parts = list(self._parts(self._now, start, into.nbytes))
+        return _all(
+            self._file.begin_read(_cut(into, first, last), at, urgent=urgent)
+            for first, last, slot, at in parts
+            if slot != ZEROS or _clear(_cut(into, first, last))
+        )
+
+    def begin_write(self, source: torch.Tensor, start: int) -> Event:
+        """Start to write ``source`` at byte ``start`` of the plane, where it overwrites nothing that is committed."""
+        events = []
+        for first, last, committed, _ in list(self._parts(self._committed, start, source.nbytes)):
+            slot = 1 if committed == 0 else 0
+            events.append(self._file.begin_write(_cut(source, first, last), self._place(slot, start + first)))
+            pages = slice((start + first) // PAGE, (start + last) // PAGE)
+            self._now[pages] = bytes([slot]) * (pages.stop - pages.start)
+        return _all(events)
+
+    def map(self, start: int, num_bytes: int) -> torch.Tensor:
+        """Bytes of the plane: a view of the file that takes no memory, or a copy where they lie in both slots."""
+        parts = list(self._parts(self._now, start, num_bytes))
+        if len(parts) == 1 and parts[0][2] != ZEROS:
+            return self._file.map(num_bytes, parts[0][3])
+        copy = host_bytes(num_bytes)
+        self.begin_read(copy, start, urgent=True).wait()
+        return copy
+
+    def runs(self) -> Runs:
+        """Where everything is now."""
+        return runs_of(self._now)
+
+    def commit(self, runs: Runs) -> None:
+        """A record that says ``runs`` is on the drive: these slots are committed."""
+        self._committed = pages_of(runs)
+
+    def take_committed(self, runs: Runs) -> None:
+        """Say what an earlier run has committed. What is there now stays what it is: zeros, if nothing was written."""
+        self._committed = pages_of(runs)
+
+    def restore(self) -> None:
+        """The content is what was committed last."""
+        self._now[:] = self._committed
+
+    def _place(self, slot: int, start: int) -> int:
+        return self._offset + slot * self._num_bytes + start
+
+    def _parts(self, pages: bytes | bytearray, start: int, num_bytes: int) -> Iterator[tuple[int, int, int, int]]:
+        """Ranges within ``[0, num_bytes)`` that lie in one slot: with the slot, and their place in the file."""
+        assert start % PAGE == 0 and num_bytes % PAGE == 0, (start, num_bytes)
+        first = start // PAGE
+        for begin, end, slot in _runs(pages, first, first + num_bytes // PAGE):
+            yield (begin - first) * PAGE, (end - first) * PAGE, slot, self._place(slot % ZEROS, begin * PAGE)
+
+
+class SlotFile(SpillFile):
+    """The slots of one rank, in a file with a name.
+
+    Args:
+        path: made if it is not there. One that is must be of the same sizes; its content is kept.
+        sizes: bytes of each plane, whole pages, by a name.
+
+    Raises:
+        StorageError: if the folder cannot be written, or the disk cannot hold two slots of each.
+    """
+
+    def __init__(self, path: Path, sizes: Mapping[str, int]):
+        self.path = path
+        super().__init__(path.parent, 2 * sum(sizes.values()))
+        self.pairs = {name: SlotPair(self, self.allocate(2 * size), size) for name, size in sizes.items()}
+        self._refusal: BaseException | None = None
+
+    def sync(self) -> None:
+        """Every write that is over has reached the drive when this returns.
+
+        Raises:
+            StorageError: if the drive says that it has not.
+        """
+        try:
+            barrier(self._fd)
+        except OSError as e:
+            raise self.failed("write out", self.num_bytes, 0, e) from e
+
+    def refuse_writes(self, why: BaseException) -> None:
+        """A commit record may be on the drive or not: what it and the one before it name must both stay."""
+        self._refusal = why
+
+    def begin_write(self, source: torch.Tensor, offset: int):  # type: ignore[no-untyped-def]
+        if self._refusal is not None:
+            raise StorageError(
+                f"{self.path.parent}: nothing can be written since a commit failed ({self._refusal}). Start the "
+                "program again and load the store: it goes on from its last commit"
+            ) from self._refusal
+        return super().begin_write(source, offset)
+
+    def _open_file(self) -> tuple[int, bool]:
+        direct = probe(self.path.parent).direct
+        flags = os.O_RDWR | os.O_CREAT | (os.O_DIRECT if direct else 0)
+        try:
+            return os.open(self.path, flags, 0o600), direct
+        except OSError as e:
+            raise StorageError(f"{self.path} cannot be opened: {e.strerror}") from e
+
+
+def slot_name(kind: str, index: int) -> str:
+    """What the slots of a plane of a chunk are called."""
+    return f"{kind}/{index}"
+
+
+def barrier(fd: int) -> None:
+    """What was written to a file before is on the drive when this returns."""
+    os.fdatasync(fd)
+
+
+def runs_of(pages: bytes | bytearray) -> Runs:
+    """Pages as runs."""
+    return [(end - begin, slot) for begin, end, slot in _runs(pages, 0, len(pages))]
+
+
+def pages_of(runs: Runs) -> bytes:
+    """Runs as pages."""
+    return b"".join(bytes([slot]) * count for count, slot in runs)
+
+
+def _runs(pages: bytes | bytearray, first: int, last: int) -> Iterator[tuple[int, int, int]]:
+    """Ranges of pages that say the same. Long ones cost no loop."""
+    while first < last:
+        slot = pages[first]
+        ends = [pages.find(bytes([other]), first, last) for other in (0, 1, ZEROS) if other != slot]
+        end = min((end for end in ends if end >= 0), default=last)
+        yield first, end, slot
+        first = end
+
+
+def _cut(tensor: torch.Tensor, first: int, last: int) -> torch.Tensor:
+    """Bytes of a tensor, itself where that is all of it."""
+    if (first, last) == (0, tensor.nbytes):
+        return tensor
+    size = tensor.dtype.itemsize
+    return tensor.view(-1)[first // size : last // size]
+
+
+def _clear(tensor: torch.Tensor) -> bool:
+    """Fill it with zeros; nothing is to be read."""
+    tensor.zero_()
+    return False
+
+
+def _all(events: Iterable[Event]) -> Event:
+    found = list(events)
+    return DONE if not found else found[0] if len(found) == 1 else AllOf(found)

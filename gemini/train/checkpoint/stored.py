@@ -1,0 +1,146 @@
+"""A durable store, read as the checkpoint that its last commit is: the same manifest, the same reader.
+
+A store may have been damaged, or written by somebody else: what its records and layouts say is compared here with what
+can be, and the rest where a checkpoint's is (:mod:`gemini.train.checkpoint.format`).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from gemini.errors import StorageError
+from gemini.memory.devices.pages import PAGE
+from gemini.memory.durable.folder import Commit, check_runs, last_commit, read_layout, slots_path
+from gemini.memory.durable.slots import ZEROS, Runs
+from gemini.train.checkpoint.format import VALUES, Manifest, as_damage, manifest_of
+from gemini.train.checkpoint.tensor_file import Malformed, TensorFile, TensorSpec, bytes_of, parse_spec
+
+
+class Stored(NamedTuple):
+    """The last commit of a store, opened."""
+
+    commit: Commit
+    manifest: Manifest
+    opened: dict[str, TensorFile]
+    values: list[torch.Tensor]
+
+
+class SlotReader(TensorFile):
+    """The slots of one rank as a file of tensors.
+
+    Raises:
+        StorageError: if the file is missing or cut short, or the layout cannot be.
+    """
+
+    def __init__(self, path: Path, layout: Any, runs: Any):
+        self.path = path
+        self.header_checksum = 0
+        sizes, tensors = _fields(layout, "sizes", "tensors")
+        self.specs: dict[str, TensorSpec] = {}
+        self._places: dict[str, tuple[Runs, int, int, int]] = {}
+        """By tensor the runs of its plane, where the plane's slots begin, the bytes of one, and where it is in it."""
+        offset, slots = 0, {}
+        for entry in sizes if isinstance(sizes, list) else [None]:
+            if not isinstance(entry, list) or len(entry) != 2 or type(entry[1]) is not int or entry[1] % PAGE:
+                raise Malformed("its layout does not list its slots")
+            name, size = entry
+            slots[str(name)] = check_runs(_fields(runs, str(name))[0], size, path), offset, size
+            offset += 2 * size
+        self.entries: dict[str, dict[str, Any]] = {}
+        for name, entry in tensors.items() if isinstance(tensors, dict) else [("tensors", None)]:
+            of, start, dtype, shape, pair, at = _fields(entry, "of", "start", "dtype", "shape", "slots", "at")
+            spec = self.specs[name] = parse_spec(name, dtype, shape)
+            if pair not in slots or type(at) is not int or not 0 <= at <= slots[pair][2] - spec.num_bytes:
+                raise Malformed(f"its layout gives {name!r} no possible place")
+            self._places[name] = (*slots[pair], at)
+            self.entries[name] = {"of": of, "start": start, "sums": []}
+        try:
+            there = os.stat(path).st_size
+        except OSError as e:
+            raise StorageError(f"{path} cannot be read: {e.strerror}") from e
+        if there < offset:
+            raise StorageError(f"{path} is cut short: it has {there} bytes of {offset}. Use a checkpoint")
+
+    def checksums(self, name: str, piece: int) -> Iterator[int]:
+        """None: what a record names had reached the drive before the record was written."""
+        return iter(())
+
+    def read_into(self, name: str, start: int, into: torch.Tensor) -> None:
+        runs, offset, size, at = self._places[name]
+        view = bytes_of(into)
+        first = at + start * into.element_size()
+        last, page = first + len(view), 0
+        with self._opened() as file:
+            for count, slot in runs:
+                begin, end = max(first, page * PAGE), min(last, (page + count) * PAGE)
+                page += count
+                if begin < end:
+                    part = view[begin - first : end - first]
+                    if slot == ZEROS:
+                        part[:] = bytes(len(part))
+                    else:
+                        _read(file.fileno(), self.path, offset + slot * size + begin, part)
+
+
+def _read(fd: int, path: Path, position: int, view: memoryview) -> None:
+    while view:
+        try:
+            done = os.preadv(fd, [view], position)
+        except OSError as e:
+            raise StorageError(f"cannot read {path}: {e.strerror}") from e
+        if not done:
+            raise StorageError(f"{path} is cut short at byte {position}. Use a checkpoint")
+        view, position = view[done:], position + done
+
+
+def open_store(directory: Path) -> Stored:
+    """The last commit that all ranks of the run have.
+
+    Raises:
+        StorageError: if there is none, or it is damaged.
+    """
+    commit = last_commit(directory)
+    with as_damage(commit.folder):
+        opened: dict[str, TensorFile] = {}
+        files: dict[str, Any] = {VALUES: {"header": 0, "tensors": {}}}
+        for rank, record in enumerate(commit.records):
+            checksum, runs = _fields(record.text, "layout", "runs")
+            layout = read_layout(commit.folder, rank, checksum)
+            reader = SlotReader(slots_path(commit.folder, rank), layout, runs)
+            name = f"slots-{rank:05d}.safetensors"
+            opened[name] = reader
+            files[name] = {"header": 0, "tensors": reader.entries}
+        body, listed = _fields(commit.records[0].text, "manifest", "values")
+        values = _values(listed, commit.records[0].tensors)
+        if not isinstance(body, dict):
+            raise Malformed("a commit record has no manifest")
+        manifest = manifest_of({**body, "files": files}, opened)
+    return Stored(commit, manifest, opened, values)
+
+
+def _values(listed: Any, data: bytes) -> list[torch.Tensor]:
+    values, at = [], 0
+    for number, entry in enumerate(listed if isinstance(listed, list) else [None]):
+        if not isinstance(entry, list) or len(entry) != 2:
+            raise Malformed("a commit record does not list its tensors")
+        spec = parse_spec(str(number), *entry)
+        if at + spec.num_bytes > len(data):
+            raise Malformed("a commit record is shorter than its tensors")
+        value = torch.empty(spec.shape, dtype=spec.dtype, device="cpu")
+        bytes_of(value)[:] = data[at : at + spec.num_bytes]
+        values.append(value)
+        at += spec.num_bytes
+    if at != len(data):
+        raise Malformed("a commit record is longer than its tensors")
+    return values
+
+
+def _fields(value: Any, *names: str) -> list[Any]:
+    if not isinstance(value, dict) or not set(names) <= value.keys():
+        raise Malformed(f"{', '.join(names)} do not stand where they should")
+    return [value[name] for name in names]

@@ -1,0 +1,157 @@
+"""What a drive may hold after a power cut: a log of writes and barriers of a durable store, and images made from it.
+
+A write that was over before the last barrier of its file is there. Of every other one there may be all, nothing, or any
+sectors. Writes are logged as they are handed to the I/O queue, and are over when their event says so.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+
+from gemini.memory.durable.slots import SlotFile
+from gemini.memory.nvme import SpillFile
+from gemini.train.checkpoint.stored import open_store
+from gemini.train.checkpoint.tensor_file import bytes_of
+
+SECTOR = 512
+
+
+class Write(NamedTuple):
+    path: str
+    offset: int
+    data: bytes
+    event: Any
+    """None: it is over."""
+
+
+class Barrier(NamedTuple):
+    path: str
+    over: frozenset[int]
+    """Writes, by place in the log, that are on the drive from now on."""
+
+
+class Log:
+    """What has been written to stores below ``root`` since :meth:`recording` began; marks are places in it."""
+
+    def __init__(self, root: Path):
+        self.root, self.entries = root.resolve(), list[Write | Barrier]()
+        self._start = self._files()
+
+    def _files(self) -> dict[str, bytes]:
+        return {str(p.relative_to(self.root)): p.read_bytes() for p in self.root.rglob("*") if p.is_file()}
+
+    def _name(self, fd: int) -> str | None:
+        path = Path(os.readlink(f"/proc/self/fd/{fd}"))
+        return str(path.relative_to(self.root)) if path.is_relative_to(self.root) else None
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        begin_write, pwrite, sync = SpillFile.begin_write, os.pwrite, os.fdatasync
+
+        def slot_write(file: Any, source: torch.Tensor, offset: int) -> Any:
+            data = bytes(bytes_of(source.detach().contiguous().view(-1)))
+            event = begin_write(file, source, offset)
+            if isinstance(file, SlotFile):
+                self.entries.append(Write(str(file.path.resolve().relative_to(self.root)), offset, data, event))
+            return event
+
+        def record_write(fd: int, data: Any, offset: int) -> int:
+            done = pwrite(fd, data, offset)
+            if (name := self._name(fd)) is not None:
+                self.entries.append(Write(name, offset, bytes(data[:done]), None))
+            return done
+
+        def barrier(fd: int) -> None:
+            name = self._name(fd)
+            over = frozenset(
+                at
+                for at, e in enumerate(self.entries)
+                if isinstance(e, Write) and e.path == name and (e.event is None or e.event.is_complete())
+            )
+            sync(fd)
+            if name is not None:
+                self.entries.append(Barrier(name, over))
+
+        with (
+            mock.patch.object(SpillFile, "begin_write", slot_write),
+            mock.patch.object(os, "pwrite", record_write),
+            mock.patch.object(os, "fdatasync", barrier),
+        ):
+            yield
+
+    def image(self, directory: Path, stop: int, rng: random.Random) -> None:
+        """The store as a power cut after ``stop`` entries may leave it. Layouts are synced where they are written."""
+        files = {name: bytearray(data) for name, data in self._start.items()}
+        for name, data in self._files().items():
+            if "layout" in name:
+                files[name] = bytearray(data)
+            elif "slots" in name:
+                files.setdefault(name, bytearray(len(data)))
+        entries = self.entries[:stop]
+        safe = frozenset[int]().union(*(e.over for e in entries if isinstance(e, Barrier)))
+        share = rng.choice([0.0, 0.3, 0.7, 1.0])
+        for at, entry in enumerate(entries):
+            if isinstance(entry, Barrier):
+                continue
+            into = files.setdefault(entry.path, bytearray())
+            torn = at not in safe
+            for first in range(0, len(entry.data), SECTOR):
+                part = entry.data[first : first + SECTOR]
+                if torn and rng.random() >= share:
+                    continue
+                begin = entry.offset + first
+                into.extend(bytes(max(0, begin + len(part) - len(into))))
+                into[begin : begin + len(part)] = part
+        for name, data in files.items():
+            path = directory / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(data)
+
+
+def content(directory: Path) -> tuple[int, str]:
+    """The number of the last commit of a store, and a digest of every bit that it holds."""
+    commit, manifest, opened, values = open_store(directory)
+    digest = hashlib.sha256()
+    for file in opened.values():
+        for name in sorted(file.specs):
+            tensor = file.whole(name)  # held: the view of its bytes does not
+            digest.update(name.encode() + bytes(bytes_of(tensor)))
+    for value in values:
+        digest.update(bytes(bytes_of(value)))
+    digest.update(repr(sorted(commit.records[0].text["manifest"].items())).encode())
+    assert manifest.params
+    return commit.sequence, digest.hexdigest()
+
+
+class Judge:
+    """Images of one log against the digests of its commits."""
+
+    def __init__(self, log: Log):
+        self.log, self._commits = log, list[tuple[int, int, str]]()
+
+    def committed(self, directory: Path) -> None:
+        """A commit is over: what it holds must stay until the next one is."""
+        self._commits.append((len(self.log.entries), *content(directory)))
+
+    def failure(self, directory: Path, rng: random.Random) -> str | None:
+        """Make one image in an empty folder, and say what is wrong with it."""
+        stop = rng.randint(self._commits[0][0], len(self.log.entries))
+        self.log.image(directory, stop, rng)
+        last = max(i for i, (at, _, _) in enumerate(self._commits) if at <= stop)
+        allowed = [(number, bits) for _, number, bits in self._commits[last : last + 2]]
+        try:
+            found = content(directory)
+        except Exception as e:
+            return f"after {stop} entries: {type(e).__name__}: {e}"
+        if found in allowed:
+            return None
+        return f"after {stop} entries: commit {found[0]}, allowed {[number for number, _ in allowed]}, or other bits"
