@@ -264,6 +264,7 @@ def managed_loop(model: nn.Module, recipe: Recipe, *, each_step: Callable[[], No
         num_evictions += engine.store.manager.num_evictions - before
         run.norms.append(float(model.clip_grad_norm_(recipe.max_norm)))
         if math.isfinite(run.norms[-1]):
+            engine.state.fetch_clipping()
             run.coefficients.append(engine.state.clip_coefficient)
         optimizer.step()
         scheduler.step()

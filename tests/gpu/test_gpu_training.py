@@ -51,6 +51,7 @@ def test_a_scaled_loss_outside_the_model(where: str, tmp_path: Path) -> None:
         norm = model.clip_grad_norm_(1.0)
         scaler.step(optimizer)
         scaler.update()
+        optimizer.zero_grad()
         plain.backward(loss_of(plain.model, seed))
         assert norm == torch.tensor(plain.clip(1.0))
         plain.step()
