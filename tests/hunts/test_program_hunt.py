@@ -150,6 +150,7 @@ def test_findings(outcome: str, line: str, told: str, tmp_path: Path) -> None:
     assert result.outcome == outcome and told in result.detail, result
 
 
+@pytest.mark.slow
 def test_a_program_that_hangs_or_dies_is_an_outcome_and_the_others_go_on() -> None:
     lines = ["if side.managed: time.sleep(600)", "if side.managed: os._exit(3)", "pass"]
     wheres = [("memory",), ("memory", "serial"), ("memory", "serial")]

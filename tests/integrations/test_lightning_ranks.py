@@ -14,6 +14,7 @@ from lightning_cases import Tiny, alone, assert_same, clean_environment, config,
 from benchmarks._progress import run
 
 HERE = Path(__file__).resolve()
+pytestmark = pytest.mark.slow  # two processes that import Lightning
 
 
 @pytest.fixture(scope="module")

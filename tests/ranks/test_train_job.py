@@ -282,6 +282,7 @@ def torchrun(folder: Path, *more: object, **how: Any) -> Iterator[Torchrun]:
         job.process.communicate()
 
 
+@pytest.mark.slow
 def test_a_whole_run_from_the_console_script(folder: Path) -> None:
     """A model folder with a tokenizer in, the same out; one process prints."""
     tokenizers = pytest.importorskip("tokenizers")
