@@ -9,8 +9,9 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3 python3.13; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && { command -v $$p; break; }; done)
 
 NATIVE_SOURCES := $(wildcard setup.py) $(shell find csrc -type f 2>/dev/null)
-# Test files at a time: each test computes with one thread. Two more than cores, since tests of files and ranks also wait.
-JOBS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$(( n < 4 ? n + 2 : 6 )))
+# Test files at a time: each test computes with one thread. One more than cores, since tests of files and ranks also wait;
+# each takes some 20 s of a core before its first test (imports, collection).
+JOBS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$(( n < 5 ? n + 1 : 6 )))
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 # Tests and jobs never reach out to a hub, and fork after tokenizers is silent.

@@ -75,7 +75,7 @@ def test_every_isa_gives_the_bits_of_the_torch_lines(which: str, dtype: torch.dt
             assert_alike(updated(isa, which, given, whole), expected, f"{isa}, n = {n}")
 
 
-@pytest.mark.slow  # a compiler runs; test_cuda_bodies.py shows the same of the other kernels
+@pytest.mark.slow  # a compiler runs; test_cuda_bodies.py shows the same of Adam's
 @pytest.mark.skipif(shutil.which("g++") is None, reason="there is no C++ compiler")
 @pytest.mark.parametrize("dtype", GRAD_DTYPES, ids=str)
 @pytest.mark.parametrize("which", CASES)

@@ -50,7 +50,7 @@ def test_every_isa_gives_the_bits_of_the_torch_lines(which: str, dtype: torch.dt
             assert_alike(updated(isa, rule, given, whole), expected, f"{isa}, n = {n}")
 
 
-@pytest.mark.sweep(every=1)
+@pytest.mark.slow  # a compiler runs; test_cuda_bodies.py shows the same of Adam's
 @pytest.mark.skipif(shutil.which("g++") is None, reason="there is no C++ compiler")
 @pytest.mark.parametrize("is_split", [False, True], ids=["fp32", "split"])
 @pytest.mark.parametrize("dtype", GRAD_DTYPES, ids=str)
