@@ -38,7 +38,6 @@ class StandinDevice(HostMemoryDevice):
 
     name = "standin"
     tier = Tier.GPU
-    windows_give_back = True
 
     def __init__(self, memory: int = 2**30, gate: Callable[[str], None] | None = None, *, poison: bool = False):
         super().__init__()
