@@ -17,6 +17,8 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 # Tests and jobs never reach out to a hub, and fork after tokenizers is silent.
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
+# Tests start many Pythons, and each would compile all of Gemini again where the shell says to keep no bytecode.
+export PYTHONDONTWRITEBYTECODE :=
 
 FAKEGPU ?= .venv-fakegpu
 

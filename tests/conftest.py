@@ -30,7 +30,7 @@ import torch  # noqa: E402
 import gemini.testing  # noqa: E402, F401 - "standin" is a device then
 from tests import sweeps  # noqa: E402
 
-torch.set_num_threads(1)
+torch.set_num_threads(1)  # collection computes a little, too
 
 LONGEST = """
 test_train_job test_rank_exactness test_rank_behaviour test_sharding test_checkpoints test_exactness test_compiled
@@ -68,6 +68,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     sweeps.mark_slow(items)
     place = {name: number for number, name in enumerate(LONGEST)}
     items.sort(key=lambda item: place.get(item.path.stem, len(place)))
+
+
+@pytest.fixture(autouse=True)
+def one_torch_thread() -> None:
+    """Lightning sets the number by the cores where OMP_NUM_THREADS does not say it, and leaves it so."""
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -321,6 +321,7 @@ def test_a_step_is_drawn(gemini_command: Gemini, traced: Path, tmp_path: Path) -
     assert away.exit_code == 2 and "Is a directory" in away.stderr and "Traceback" not in away.output
 
 
+@pytest.mark.slow
 def test_tiles_of_tokens_are_advised_and_with_auto_chosen(gemini_command: Gemini, tmp_path: Path) -> None:
     config = tmp_path / "config.json"
     config.write_text(

@@ -140,6 +140,7 @@ def test_a_run_that_explodes_is_stopped(train: Gemini, tmp_path: Path, precision
     assert (out / "checkpoint-1").is_dir() == (precision == "bf16")
 
 
+@pytest.mark.slow
 def test_ctrl_c_saves_the_last_whole_step_and_says_how_to_go_on(
     train: Gemini, gemini_command: Gemini, tmp_path: Path, tiny_config: Path, text: Path
 ) -> None:
@@ -249,6 +250,7 @@ def test_gradient_checkpointing_changes_no_bit(train: Gemini, tmp_path: Path) ->
     assert losses_of(offloaded.stdout) == losses_of(plain.stdout)
 
 
+@pytest.mark.slow
 def test_compiled_blocks_and_another_attention(train: Gemini, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Dropout is compiled too, and the same wherever chunks live."""
     from gemini.jobs import train as job

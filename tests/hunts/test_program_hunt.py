@@ -179,6 +179,7 @@ def test_shrinking_keeps_what_matters() -> None:
 # ---- a few dozens of them -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep(every=2)
 @pytest.mark.parametrize("placement", [name for name in PLACEMENTS if name != "transient"])
 def test_drawn_programs_end_well(placement: str, tmp_path: Path, summary: Callable[[str], None]) -> None:
     counts: Counter[str] = Counter()

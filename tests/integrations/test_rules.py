@@ -29,6 +29,7 @@ STOCK: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.sweep(every=3)
 @pytest.mark.parametrize("which", STOCK)
 def test_a_stock_name_trains_as_the_stock_trainer_does(which: str, tmp_path: Path) -> None:
     """The same losses; for adopted classes the same bits, gradients being summed in fp32 by both."""

@@ -259,6 +259,7 @@ def test_a_device_may_be_let_go_on_its_own_stream() -> None:
     assert streams() == before
 
 
+@pytest.mark.slow
 def test_the_interpreter_ends_while_streams_are_busy() -> None:
     """Big copies and held ones under way on a dozen streams, nothing closed by hand: the program ends in order."""
     program = """

@@ -137,7 +137,7 @@ def says_it_is_lost(error: GeminiError) -> bool:
 KINDS = ["read", "write", "reserve", "move pages", "allocate"]
 
 
-@pytest.mark.sweep(every=3)
+@pytest.mark.sweep(every=6)
 @pytest.mark.parametrize("micro", [1, 2])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_fault_in_forward_or_backward_loses_nothing(
@@ -174,7 +174,7 @@ def test_a_fault_in_forward_or_backward_loses_nothing(
     summary(f"faults: {kind}, {micro} micro-batches: {len(wanted)} calls in forward and backward failed in turn")
 
 
-@pytest.mark.sweep(every=2)
+@pytest.mark.sweep(every=4)
 @pytest.mark.parametrize("kind", ["read", "write", "torn write", "reserve"])
 def test_a_fault_in_an_update_is_whole_or_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, summary: Callable[[str], None]

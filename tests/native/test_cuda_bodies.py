@@ -92,6 +92,7 @@ def assert_all_same(given: Sequence[Tensor | None], expected: Sequence[Tensor | 
             assert_same_bits(a, b, name)
 
 
+@pytest.mark.slow
 @pytest.mark.sweep(every=1)
 @pytest.mark.parametrize("shift", [0, 1, 8], ids=["aligned", "not aligned", "some aligned"])
 @pytest.mark.parametrize("is_split", [True, False], ids=["split", "fp32"])

@@ -149,11 +149,13 @@ print("both fine")
 """
 
 
+@pytest.mark.sweep(every=2)
 @pytest.mark.parametrize("native", ["0", *(["1"] if NATIVE_ISAS else [])])
 def test_a_forked_child_neither_hangs_nor_breaks_the_parent(native: str) -> None:
     assert "both fine" in in_subprocess(FORK, GEMINI_NATIVE=native)
 
 
+@pytest.mark.slow
 @needs_native
 def test_forking_while_another_thread_is_in_the_pool() -> None:
     # The child inherits the pool's mutex as it stands: locked, once in a while.
@@ -185,6 +187,7 @@ print("done")
     assert "done" in in_subprocess(code)
 
 
+@pytest.mark.slow
 @needs_native
 def test_a_child_of_a_parent_that_never_used_the_pool_has_its_own() -> None:
     code = """

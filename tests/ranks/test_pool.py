@@ -48,6 +48,7 @@ def test_a_renewed_pool_has_no_groups_of_before(pool_of: Callable[[int], Pool]) 
     assert pool.run(num_groups, 0) == [1, 1] and pool.run(my_rank, 0) == [0, 1]
 
 
+@pytest.mark.slow
 def test_a_pool_runs_reports_and_survives_failures(pool_of: Callable[[int], Pool]) -> None:
     pool = pool_of(2)
     assert pool.run(my_rank, 10) == [10, 11]

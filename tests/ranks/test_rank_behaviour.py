@@ -388,6 +388,7 @@ def hang_in_step() -> float:
     raise AssertionError("waited for ever")
 
 
+@pytest.mark.slow
 def test_a_hanging_rank_is_given_up_after_the_groups_timeout(pool_of: Pools) -> None:
     pool = pool_of(2)
     pool.renew(timeout=3)

@@ -53,7 +53,7 @@ def assert_close_to_plain(outcome: Outcome, job: Job, ranks: int) -> None:
         assert_close(name, outcome.masters[name], weight, atol=2e-6)
 
 
-@pytest.mark.sweep(every=3)
+@pytest.mark.sweep(every=6)
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_ranks_compute_what_one_process_computes(

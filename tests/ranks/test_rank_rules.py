@@ -42,7 +42,7 @@ def run(which: str, folder: Path, name: str, load: str | None) -> dict[str, Any]
     return {"losses": losses, "weights": model.state_dict(), "states": states, "bytes": model.memory_report()}
 
 
-@pytest.mark.sweep(every=3)
+@pytest.mark.sweep(every=6)
 @pytest.mark.parametrize("which", [which for which, rule in rules.EVERY.items() if not rule.spec.whole])
 def test_two_ranks_do_what_one_process_does(which: str, pool_of: Callable[[int], Pool], tmp_path: Path) -> None:
     alone = run(which, tmp_path, "alone", None)

@@ -38,7 +38,8 @@ def test_a_step_asks_at_its_beginning_and_its_end(where: str, pool_of: Pools, tm
         assert outcome.rounds[1:] == [_BEGIN + _GRADIENTS + _STEP] * 3
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 3])
 def test_ranks_that_diverge_end_with_the_same_bits_and_follow_the_next_script(ranks: int, pool_of: Pools) -> None:
     kinds = ("skip", "extra", "evaluate", "forward alone", "raise in forward")
     events = tuple(Event(kind, i % ranks, 2 + 2 * i, i) for i, kind in enumerate(kinds))
@@ -48,6 +49,7 @@ def test_ranks_that_diverge_end_with_the_same_bits_and_follow_the_next_script(ra
         assert all(outcome.scripted[event.step + 1] for event in events)
 
 
+@pytest.mark.slow
 def test_micro_batches_in_other_orders(pool_of: Pools) -> None:
     """F0 F1 B0 B1 on all ranks, and gradients that are added up, sent or not."""
     both = tuple(Event("two forwards", rank, 2) for rank in range(2))

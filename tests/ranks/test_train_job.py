@@ -83,6 +83,7 @@ def same_weights(a: dict[str, Any], b: dict[str, Any]) -> bool:
 # ---- the run ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_two_ranks_train_as_one_with_twice_the_batch(pool_of: PoolOf, folder: Path) -> None:
     """Losses agree within the rounding of sums in another order; the windows and the position are the same."""
     options = options_of(folder, accumulate=2, out=folder / "out")

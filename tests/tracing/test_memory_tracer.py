@@ -54,6 +54,7 @@ def managed(family: str, place: str, folder: Path, **settings: Any) -> Any:
     return gemini.GeminiDDP(make_model(family), config)
 
 
+@pytest.mark.sweep(every=2)
 @pytest.mark.parametrize("family", ["tied", "t5", "mixtral"])
 @pytest.mark.parametrize("place", ["ram", "disk", "standin"])
 def test_moving_chunks_leaves_no_mark_in_the_trace(family: str, place: str, tmp_path: Path) -> None:
@@ -77,6 +78,7 @@ def test_moving_chunks_leaves_no_mark_in_the_trace(family: str, place: str, tmp_
     assert model._gemini_engine.forward.calls._acquire == model._gemini_engine.store.manager.acquire
 
 
+@pytest.mark.sweep(every=2)
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("family", ["llama", "t5", "tied", "frozen"])
 def test_a_moment_needs_what_the_engine_keeps_gathered(

@@ -41,6 +41,7 @@ def num_hooks(model: nn.Module) -> int:
     return of_modules + sum(len(p._post_accumulate_grad_hooks or ()) for p in model.parameters())
 
 
+@pytest.mark.sweep(every=3)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("checkpointing", KINDS)
 def test_it_equals_the_recorded_one(family: str, checkpointing: Any) -> None:

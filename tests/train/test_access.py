@@ -346,6 +346,7 @@ def test_a_model_with_a_scalar_param_goes_quietly(where: str, tmp_path: Path) ->
         kept * 2
 
 
+@pytest.mark.slow
 def test_the_interpreter_ends_quietly_with_models_alive(tmp_path: Path) -> None:
     script = """
 import sys

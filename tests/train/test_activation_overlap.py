@@ -154,6 +154,7 @@ def unruly(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]]:
 # ---- the same bits ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep(every=2)
 @pytest.mark.parametrize(("device", "offload"), WAYS)
 def test_beside_as_in_turn(
     device: str, offload: str, tmp_path: Path, unruly: Callable[[int], None], summary: Callable[[str], None]
@@ -249,6 +250,7 @@ def least(make: Callable[[int], Any], low: int) -> int:
     raise AssertionError("no budget is enough")
 
 
+@pytest.mark.sweep(every=2)
 @pytest.mark.parametrize(("device", "offload"), [("cpu", "nvme"), ("standin", "nvme"), ("standin", "cpu")])
 def test_tight_budgets_are_kept_and_refuse_nothing_more(device: str, offload: str, tmp_path: Path) -> None:
     """What in turn fits fits, with the same tensors offloaded, and no tier ever holds more than its budget."""

@@ -194,7 +194,7 @@ def placed(where: str, rule: Any, path: Path, precision: str) -> tuple[gemini.Ge
     return config, used
 
 
-@pytest.mark.sweep(every=3)
+@pytest.mark.sweep(every=6)
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 @pytest.mark.parametrize(
     "where", ["in memory", "on nvme", "in backward", "streamed", "on a device", "half", "small tiles"]
@@ -244,6 +244,7 @@ def test_a_run_goes_on_from_a_checkpoint(which: str, tmp_path: Path) -> None:
     assert counts == {4.0, 5.0}
 
 
+@pytest.mark.sweep(every=3)
 @pytest.mark.parametrize("which", ["nadam", "asgd", "rmsprop, all", "adagrad", "amsgrad", "adafactor, whole"])
 def test_states_go_to_torch_and_come_back(which: str) -> None:
     """``state_dict`` is torch's own: a run goes on without Gemini, and one from before goes on with it."""

@@ -183,6 +183,7 @@ def assert_refused(run: Run, directory: Path, kind: Any = REFUSED, match: str | 
     engine_of(run.model).check_invariants()
 
 
+@pytest.mark.slow
 def test_a_flipped_byte_anywhere_is_found(tmp_path: Path) -> None:
     run = Run("disk", tmp_path)
     run.train(1)

@@ -141,6 +141,7 @@ raise SystemExit("on purpose")
 """
 
 
+@pytest.mark.slow
 def test_the_program_ends_after_its_checkpoint(tmp_path: Path) -> None:
     root = Path(__file__).parents[2]
     run([sys.executable, "-c", LEAVING, str(tmp_path / "ckpt")], cwd=root)

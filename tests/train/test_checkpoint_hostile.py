@@ -190,6 +190,7 @@ def changed(tree: Any, rng: random.Random) -> tuple[Any, tuple[Any, ...]]:
     return tree, path
 
 
+@pytest.mark.slow
 def test_manifests_and_headers_changed_at_random(saved: tuple[Tiny, Path], tmp_path: Path) -> None:
     run, good = saved
     manifest = json.loads((good / "manifest.json").read_text())

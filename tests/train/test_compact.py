@@ -125,6 +125,7 @@ def assert_same(model: Any, plain: dict[str, Any]) -> None:
     assert 0 < num_compact < len(plain["masters"]), "some params are compact, and some are small"
 
 
+@pytest.mark.sweep(every=2)
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "in turn"])
 @pytest.mark.parametrize("which", EXACT)
 def test_compact_states_on_nvme_have_the_bits_of_the_plain_loop(which: str, overlap: bool, tmp_path: Path) -> None:
@@ -150,6 +151,7 @@ PLACED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.sweep(every=2)
 @pytest.mark.parametrize("told", PLACED)
 @pytest.mark.parametrize("which", EXACT)
 def test_bits_do_not_depend_on_chunks_tiles_and_tiers(

@@ -144,6 +144,7 @@ def test_the_bits_of_the_plain_loop(way: str, where: str, tmp_path: Path) -> Non
     assert where == "ram" or engine_of(model).store.manager.num_evictions > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["disk", "standin"])
 @pytest.mark.parametrize("way", ["call", "forward"])
 def test_recomputation_is_compiled_too(way: str, where: str, tmp_path: Path) -> None:

@@ -126,6 +126,7 @@ def test_a_model_without_blocks_has_nothing_to_compile(tmp_path: Path) -> None:
 # ---- who looks on ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("managed", [False, True])
 @pytest.mark.parametrize("way", ["call", "forward"])
 def test_the_tracer_counts_a_step_as_python_and_times_the_others(way: str, managed: bool, tmp_path: Path) -> None:

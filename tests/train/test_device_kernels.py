@@ -117,6 +117,7 @@ PROMISED = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.sweep(every=3)
 @pytest.mark.parametrize(("how", "promised"), PROMISED, ids=[str(how) for how, _ in PROMISED])
 def test_the_bits_of_the_cpu_kernels_and_the_promised_waits(

@@ -41,6 +41,7 @@ def end(model: Any) -> None:
     engine_of(model).close()
 
 
+@pytest.mark.sweep(every=2)
 @pytest.mark.parametrize("states", ["exact", "compact"])
 @pytest.mark.parametrize(("where", "then"), [("disk", "disk"), ("half", "standin")])
 def test_a_resumed_run_goes_on_from_the_last_commit(where: str, then: str, states: str, tmp_path: Path) -> None:

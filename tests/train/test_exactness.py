@@ -157,7 +157,7 @@ def draw(rng: random.Random, model: nn.Module, precision: str, devices: tuple[st
     return Draw(device, max_chunk, tile, isa, gradients, homes, budgets, streamed)
 
 
-@pytest.mark.sweep(every=2)
+@pytest.mark.sweep(every=6)
 @pytest.mark.parametrize(("family", "recipe", "draws", "cut_short"), list(parts()))
 def test_20_steps_are_the_plain_loop_s_bits_for_every_placement(
     family: str,

@@ -18,6 +18,7 @@ from tests.hunts.faults import KINDS, Faults
 PER_KIND = 4
 
 
+@pytest.mark.sweep(every=3)
 @pytest.mark.parametrize(
     ("name", "kind"),
     [

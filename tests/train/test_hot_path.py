@@ -78,6 +78,7 @@ def entered_in_a_step(path: Path) -> dict[str, list[str]]:
     return entered
 
 
+@pytest.mark.slow
 def test_a_step_that_moves_nothing_stays_in_few_files(tmp_path: Path) -> None:
     # In a process of its own: where something scales losses or steps in backward, every backward looks into more files.
     with ProcessPoolExecutor(1, mp_context=get_context("forkserver")) as pool:

@@ -58,6 +58,7 @@ def optimizer(model: Any) -> Any:
     return gemini.HybridAdam([p for p in model.parameters() if p.requires_grad], lr=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("frozen", [True, False])
 def test_fewer_bytes_move_and_the_bits_are_the_same(

@@ -53,7 +53,7 @@ QUICK = {
 }
 
 
-@pytest.mark.sweep(every=4)
+@pytest.mark.sweep(every=8)
 @pytest.mark.parametrize("name", QUICK)
 def test_trains_as_in_the_plain_loop(name: str, tmp_path: Path) -> None:
     transformers.logging.set_verbosity_error()

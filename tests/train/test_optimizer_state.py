@@ -31,6 +31,7 @@ from tests.train.helpers import (
 from tests.train.test_optimizer import Q, give_gradients, params
 
 
+@pytest.mark.sweep(every=2)
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
 def test_state_dict_has_torchs_form_and_keeps_fp32(precision: str, where: str, tmp_path: Path) -> None:
     model = wrap(llama(tied=True), where, tmp_path, precision=precision)

@@ -26,6 +26,7 @@ from tests.train.helpers import (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.sweep(every=2)
 @pytest.mark.parametrize("nvme", ["64MiB", None])
 def test_sums_leave_the_working_set_free(nvme: str | None, tmp_path: Path) -> None:

@@ -75,6 +75,7 @@ def masked_batch(masked: bool) -> dict[str, Any]:
     return given
 
 
+@pytest.mark.sweep(every=3)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("masked", [False, True])
 def test_the_loss_has_its_bits_and_logits_are_there_without_labels(name: str, masked: bool) -> None:
@@ -86,12 +87,11 @@ def test_the_loss_has_its_bits_and_logits_are_there_without_labels(name: str, ma
     assert torch.allclose(*logits, atol=1e-6) and logits[0].shape[-1] == whole.config.vocab_size
 
 
+@pytest.mark.sweep(every=3)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("masked", [False, True])
-def test_gradients_are_the_same_sums_in_another_order(
-    name: str, masked: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In float64, so that the bound says "the same sums" on every processor: another order is 1e-15, a lost term is not."""
+def test_gradients_are_the_same_sums_in_another_order(name: str, masked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In float64, so that the bound says "the same sums" on every processor: another order is 1e-15, a lost one not."""
     given = masked_batch(masked)
     monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)  # norms and losses that compute in fp32 at least
     whole, model = MODELS[name]().double(), MODELS[name]().double()
@@ -105,6 +105,7 @@ def test_gradients_are_the_same_sums_in_another_order(
             assert (wanted.grad - got.grad).abs().max() <= 1e-13 * wanted.grad.abs().max().clamp(min=1e-3), param
 
 
+@pytest.mark.sweep(every=3)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 @pytest.mark.parametrize("where", ALL_PLACEMENTS)
@@ -118,6 +119,7 @@ def test_the_bits_are_those_of_the_plain_loop_of_the_tiled_model(
     assert_same_state(model, plain)
 
 
+@pytest.mark.slow
 def test_with_activation_checkpointing(tmp_path: Path) -> None:
     def make() -> Any:
         model: Any = llama()
@@ -130,6 +132,7 @@ def test_with_activation_checkpointing(tmp_path: Path) -> None:
     assert_same_state(model, plain)
 
 
+@pytest.mark.slow
 def test_no_logits_and_no_inner_width_of_the_whole_sequence() -> None:
     def peak(tokens: int | None) -> int:
         config = models.llama(hidden_size=64, intermediate_size=512, vocab_size=4096, num_hidden_layers=2).config

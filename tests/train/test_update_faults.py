@@ -22,6 +22,7 @@ from gemini.train.update import worker as update_worker
 from tests.train.test_updates import PLACES, Held, adam, backward, wrap
 
 
+@pytest.mark.sweep(every=2)
 @pytest.mark.parametrize("reader", ["forward", "state_dict", "full_param", "step", "save"])
 def test_an_error_comes_out_where_somebody_waits(reader: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = wrap("nvme", tmp_path)

@@ -233,7 +233,7 @@ def assert_same(model: Any, plain: dict[str, Any]) -> None:
             assert kept.dtype is state.dtype and torch.equal(bits(kept), bits(state)), (name, kind)
 
 
-@pytest.mark.sweep(every=2)
+@pytest.mark.sweep(every=5)
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "in turn"])
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("which", EVERY)
@@ -253,7 +253,7 @@ def test_a_rule_trains_on_nvme_with_the_bits_of_its_plain_loop(
     assert all(found == {Tier.NVME} for found in tiers.values()), tiers
 
 
-@pytest.mark.sweep(every=2)
+@pytest.mark.sweep(every=4)
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("which", EVERY)
 def test_bits_do_not_depend_on_chunks_tiles_and_tiers(

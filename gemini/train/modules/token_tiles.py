@@ -10,7 +10,7 @@ give their params, so a param's gradient is there once. The weights of an MLP ar
 gathered together (:mod:`gemini.train.modules.reading`) and stay until its last tile.
 
 Losses keep their bits as long as a matrix product of fewer rows has the same ones, which the products of torch do but
-for one or two rows; gradients of params are the same sums in another order.
+for one or two rows and, of some shapes, several threads; gradients of params are the same sums in another order.
 """
 
 from __future__ import annotations
