@@ -20,6 +20,7 @@ from gemini.jobs.plan_settings import (
     TraceSettings,
     as_tiles,
 )
+from gemini.optim.names import RULES
 from gemini.planning.compact import STATES
 from gemini.planning.planes import GRADIENTS, PRECISIONS
 
@@ -164,6 +165,9 @@ def plan(
             rich_help_panel=_STEP,
         ),
     ] = None,
+    optimizer: Annotated[
+        str, typer.Option(help=f"The update rule: {', '.join(RULES)}.", rich_help_panel=_STEP)
+    ] = _P.optimizer,
     states: Annotated[
         str,
         typer.Option(
@@ -238,6 +242,7 @@ def plan(
         accumulate=accumulate,
         micro_batch=micro_batch,
         gradients=gradients,
+        optimizer=optimizer,
         states=states,
         offload_activations=offload_activations,
         gpu=gpu,

@@ -24,11 +24,9 @@ from gemini.jobs.step_files import WIDEST, check_files, say, write_all
 from gemini.jobs.trace import params_of, take_trace
 from gemini.planning import document
 from gemini.planning.break_even import played_break_even
-from gemini.planning.compact import spec_for
 from gemini.planning.hardware import Hardware
 from gemini.planning.machines import load_hardware
 from gemini.planning.placement import fill_fastest
-from gemini.planning.planes import ADAM
 from gemini.planning.planner import pose_problem
 from gemini.planning.trace import MemoryTrace
 from gemini.planning.working import MARGIN
@@ -83,7 +81,7 @@ def plan(
         trace=planned,
         accumulate=settings.accumulate,
         gradients=settings.kept_gradients,
-        states=settings.states,
+        rule=settings.rule_in(trace.precision),
         ranks=machine.ranks,
         compute=machine.compute,
         machine=None if machine.hardware is None else machine.hardware.name,
@@ -225,7 +223,7 @@ def _make(settings: PlanSettings, machine: Machine, trace: MemoryTrace) -> gemin
         machine.hardware,
         machine.budgets,
         gradients=settings.kept_gradients,
-        states=settings.states,
+        optimizer=settings.rule_in(trace.precision),
         compute=machine.compute,
         offload_activations=None if settings.offload_activations == "no" else settings.offload_activations,
         accumulate=settings.accumulate,
@@ -254,7 +252,7 @@ def _refusal(settings: PlanSettings, machine: Machine, trace: MemoryTrace, **cha
                     compute=machine.compute,
                     offload_activations=where,
                     ranks=machine.ranks,
-                    rule=spec_for(ADAM, changes.get("states", settings.states), trace.precision),
+                    rule=settings.rule_in(trace.precision, changes.get("states")),
                 )
             )
             return None
@@ -319,8 +317,9 @@ def _changes(
         found.append("--gradients transient (updates inside backward, no clipping): then it fits")
     if settings.config is not None and settings.tile_tokens is None and machine.compute is Tier.GPU:
         found += _with_tiles(settings, machine, trace)
-    if settings.states == "exact" and trace.precision == "bf16" and _fits(settings, machine, trace, states="compact"):
-        found.append("--states compact (8-bit states, 5 bytes per param instead of 12): then it fits")
+    can_be_compact = settings.states == "exact" and trace.precision == "bf16" and settings.has_compact_form
+    if can_be_compact and _fits(settings, machine, trace, states="compact"):
+        found.append("--states compact (8-bit states, some 5 bytes per param with Adam instead of 12): then it fits")
     return tuple(found)
 
 

@@ -8,9 +8,8 @@ from dataclasses import asdict, dataclass, field
 
 from gemini.errors import BudgetExceeded
 from gemini.planning.break_even import Grow, break_even
-from gemini.planning.compact import spec_for
 from gemini.planning.plan import Plan
-from gemini.planning.planes import ADAM, GRAD, plane_specs
+from gemini.planning.planes import ADAM, GRAD, RuleSpec, plane_specs
 from gemini.planning.timeline import Timeline, Track
 from gemini.planning.trace import MemoryTrace
 from gemini.planning.traffic import by_name
@@ -33,7 +32,7 @@ class Question:
         budgets: bytes per tier of one rank.
         origins: where each budget comes from, in words.
         schedule: "overlapped" or "serial".
-        states: "exact" or "compact".
+        rule: the planes of the update rule, as its states are kept.
     """
 
     trace: MemoryTrace
@@ -45,7 +44,7 @@ class Question:
     budgets: Mapping[Tier, int]
     origins: Mapping[Tier, str]
     schedule: str = "overlapped"
-    states: str = "exact"
+    rule: RuleSpec = ADAM
 
     @property
     def tokens(self) -> int:
@@ -108,6 +107,7 @@ class PlanReport:
     """The answer.
 
     Attributes:
+        optimizer: the name of the update rule, and of how its states are kept.
         needs: bytes per kind of content, of one rank, wherever they live.
         refusal: why it does not fit; None if it does.
         held: bytes that each tier holds at most, by kind of plane and of working memory; empty where it does not fit.
@@ -130,6 +130,7 @@ class PlanReport:
     ranks: int
     compute: str
     machine: str | None
+    optimizer: str
     bytes_per_param: float
     needs: dict[str, int]
     budgets: dict[str, int]
@@ -187,6 +188,7 @@ def report_of(
         ranks=question.ranks,
         compute=question.compute.value,
         machine=question.machine,
+        optimizer=question.rule.name,
         bytes_per_param=plan.bytes_per_param if plan is not None else states / max(1, trace.num_params),
         needs=needs,
         budgets={tier.value: n for tier, n in question.budgets.items()},
@@ -232,7 +234,7 @@ COMPUTE = Track.COMPUTE.value
 
 def _needs(question: Question) -> dict[str, int]:
     """Bytes of each kind of plane on one rank, all chunks together."""
-    trace, rule = question.trace, spec_for(ADAM, question.states, question.trace.precision)
+    trace, rule = question.trace, question.rule
     layout = trace.layout(ranks=question.ranks, rule=rule)
     found: dict[str, int] = {}
     for chunk in layout.chunks:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from gemini.errors import human_bytes
 from gemini.jobs.plan_report import COMPUTE, PlanReport, StepReport
 from gemini.planning.break_even import TOLERANCE
+from gemini.planning.planes import ADAM
 
 _LABEL = 17
 """Columns of what a line is about."""
@@ -88,7 +89,8 @@ def _verdict(report: PlanReport) -> Iterator[str]:
     if report.fits:
         gradients = report.needs.get("grad", 0) * report.ranks / max(1, report.num_trained)
         more = f", and {gradients:.2f} for gradients until the update" if gradients else ""
-        yield f"FITS: {report.bytes_per_param:.2f} bytes per trained param{more}"
+        rule = "" if report.optimizer == ADAM.name else f" with {report.optimizer}"
+        yield f"FITS: {report.bytes_per_param:.2f} bytes per trained param{rule}{more}"
         return
     refusal, _, change = (report.refusal or "").partition(" Cheapest change: ")
     yield "DOES NOT FIT: " + refusal.partition(" does not fit: ")[2] or refusal

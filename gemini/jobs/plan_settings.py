@@ -8,8 +8,9 @@ from pathlib import Path
 from gemini.errors import parse_bytes
 from gemini.jobs.errors import JobError
 from gemini.jobs.options import check_size
-from gemini.planning.compact import STATES
-from gemini.planning.planes import GRADIENTS, PRECISIONS
+from gemini.optim.names import RULES, rule_named
+from gemini.planning.compact import STATES, spec_for
+from gemini.planning.planes import GRADIENTS, PRECISIONS, RuleSpec
 from gemini.tiers import Tier
 
 TARGETS = ("cpu", "cuda")
@@ -73,6 +74,7 @@ class PlanSettings:
     accumulate: int = 1
     micro_batch: str | None = None
     gradients: str | None = None
+    optimizer: str = "adamw"
     states: str = "exact"
     offload_activations: str = "auto"
 
@@ -107,6 +109,7 @@ class PlanSettings:
         at_least(1, "--accumulate", self.accumulate)
         at_least(1, "--gpus", self.gpus)
         one_of(GRADIENTS, "--gradients", self.gradients)
+        one_of(tuple(RULES), "--optimizer", self.optimizer)
         one_of(STATES, "--states", self.states)
         one_of(OFFLOADS, "--offload-activations", self.offload_activations)
         one_of(COMPUTES, "--compute", self.compute)
@@ -120,8 +123,29 @@ class PlanSettings:
             )
         if self.states == "compact" and self.precision not in (None, "bf16"):
             raise JobError(f"--states compact keeps bf16 weights, which does not go with --precision {self.precision}.")
+        self.rule_in("bf16" if self.states == "compact" else "fp32")
         if self.gradients == "transient" and self.precision == "fp16":
             raise JobError("--gradients transient updates inside backward, which does not go with --precision fp16.")
+
+    def rule_in(self, precision: str, states: str | None = None) -> RuleSpec:
+        """The planes of the update rule, with its states kept as was asked or as said.
+
+        Raises:
+            JobError: if it has no compact form.
+        """
+        try:
+            return spec_for(rule_named(self.optimizer).spec, states or self.states, precision)
+        except ValueError as e:
+            raise JobError(f"--optimizer {self.optimizer}: {e}.") from None
+
+    @property
+    def has_compact_form(self) -> bool:
+        """Whether the update rule can have compact states."""
+        try:
+            self.rule_in("bf16", "compact")
+        except JobError:
+            return False
+        return True
 
     @property
     def kept_gradients(self) -> str:

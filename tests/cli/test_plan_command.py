@@ -115,6 +115,22 @@ def test_a_change_that_is_named_makes_it_fit(gemini_command: Gemini, traced: Pat
     assert gemini_command(*options, "--gradients", "transient").exit_code == 0
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--optimizer", "lion"], "8.0 bytes per trained param with Lion"),
+        (["--optimizer", "lion", "--states", "compact"], "with Lion, compact"),
+        (["--optimizer", "plain-sgd"], "4.0 bytes per trained param with SGD without momentum"),
+        (["--optimizer", "muon"], "with Muon"),
+    ],
+)
+def test_any_rule_is_planned_for(gemini_command: Gemini, traced: Path, options: list[str], words: str) -> None:
+    result = gemini_command("plan", "--trace", traced, *SIZES, *options)
+    assert result.exit_code == 0, (result.output, result.exception)
+    said = re.sub(r"(\d\.\d)\d", r"\1", " ".join(result.stdout.split()))
+    assert words in said, said
+
+
 def test_compact_states_need_less_and_are_named_where_they_help(gemini_command: Gemini, tmp_path: Path) -> None:
     config = {"vocab_size": 512, "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 3,
               "num_attention_heads": 4, "model_type": "llama", "architectures": ["LlamaForCausalLM"]}  # fmt: skip
@@ -213,6 +229,11 @@ def test_offload_is_free_at_the_tokens_it_names(
         (["c.json", "--cpu", "1GiB", "--gpus", "0"], "--gpus must be at least 1"),
         (["c.json", "--cpu", "1GiB", "--precision", "int8"], "--precision must be one of bf16, fp16, fp32"),
         (["c.json", "--cpu", "1GiB", "--gradients", "none"], "--gradients must be one of transient, retain,"),
+        (
+            ["c.json", "--cpu", "1GiB", "--optimizer", "lamb"],
+            "--optimizer must be one of adamw, lion, sgd, plain-sgd, ",
+        ),
+        (["c.json", "--cpu", "1GiB", "--optimizer", "muon", "--states", "compact"], "--optimizer muon: states="),
         (["c.json", "--cpu", "1GiB", "--states", "8bit"], "--states must be one of exact, compact, got '8bit'."),
         (
             ["c.json", "--cpu", "1GiB", "--states", "compact", "--precision", "fp16"],
