@@ -39,6 +39,7 @@ from gemini.train.params.handle import ParamHandle, handle_of
 from gemini.train.params.state_dict import load_model_state, model_state
 from gemini.train.params.stepper import optimizer_of
 from gemini.train.passes import hooks
+from gemini.train.passes.stepping import MeasuredNorm
 from gemini.train.recording import Recording
 from gemini.train.report import MemoryReport, make_report
 from gemini.train.setup.arguments import refuse_unknown, refuse_wrong_device
@@ -152,6 +153,31 @@ class GeminiDDP(nn.Module):
         refuse_injected(_engine(self).state, self, is_root=True)
         handles = None if params is None else [self._own(param, "clip_grad_norm_") for param in params]
         return _engine(self).stepping.clip_grad_norm(max_norm, handles, error_if_nonfinite=error_if_nonfinite)
+
+    def measuring_grad_norm(self, max_norm: float) -> contextlib.AbstractContextManager[MeasuredNorm]:
+        """Clipping where gradients are kept nowhere (``gradients="transient"``): backward is run twice, as in LOMO.
+
+        The one inside the block leaves the norm and nothing else; the one after it updates with the bits that
+        ``clip_grad_norm_(max_norm)`` gives where gradients are kept::
+
+            loss = model(**batch).loss
+            with model.measuring_grad_norm(1.0) as measured:
+                loss.backward(retain_graph=True)
+            loss.backward()
+            optimizer.step()
+            print(measured.norm)
+
+        ``retain_graph`` keeps activations for the second one; computing the forward again instead, with the same
+        random numbers, keeps none.
+
+        Raises:
+            ValueError: for a negative ``max_norm``.
+            GeminiError: with other ``gradients``, with several ranks, and if no backward ran inside.
+            NonFiniteGradient: at the end of the block; no weight was changed.
+        """
+        if not max_norm >= 0:
+            raise ValueError(f"max_norm must not be negative, got {max_norm}")
+        return _engine(self).stepping.measuring(float(max_norm))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients, or with ``set_to_none=False`` let zeros take their place

@@ -73,6 +73,10 @@ class StepState:
         """The clipping of the whole model, if the device alone knows its numbers yet."""
         self.has_clipped = False
         """Whether ``clip_grad_norm_`` was called for the gradients that wait, of the whole model or of some params."""
+        self.clip_in_backward = 1.0
+        """What the backward that updates multiplies gradients by, which are kept nowhere: of a backward before it."""
+        self.measuring = False
+        """Whether gradients that arrive are measured and thrown away."""
         self.requires_grad_changed = False
         """Whether ``requires_grad`` of a param was flipped at rest and nobody has followed it yet."""
         self.in_method = False
@@ -234,6 +238,19 @@ class StepState:
         coefficient, self.clip_coefficient = self.clip_coefficient, 1.0
         was_clipped, self.has_clipped = self.has_clipped, False
         return coefficient if was_clipped else None
+
+    @contextmanager
+    def measure(self) -> Iterator[None]:
+        """Inside, gradients are measured and thrown away."""
+        self.measuring, self.clip_in_backward = True, 1.0
+        try:
+            yield
+        finally:
+            self.measuring = False
+
+    def clip_updates(self, coefficient: float) -> None:
+        """The backward that comes multiplies its gradients by ``coefficient``."""
+        self.clip_in_backward = coefficient
 
     def forget_clipping(self) -> None:
         """Every gradient that was clipped is used, or gone."""

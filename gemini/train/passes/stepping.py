@@ -5,7 +5,9 @@ updates themselves.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,6 +30,17 @@ from gemini.train.step import StepState
 from gemini.train.update.tiles import ParamUpdate
 from gemini.train.update.updates import Updates
 from gemini.train.write_observers import WriteObservers
+
+
+@dataclass
+class MeasuredNorm:
+    """What a backward that only measures has found.
+
+    Attributes:
+        norm: the 2-norm of all gradients, before clipping; NaN until the block is over.
+    """
+
+    norm: float = math.nan
 
 
 class Stepping:
@@ -89,14 +102,15 @@ class Stepping:
         ``optimizer.step()`` then knows them already.
 
         Raises:
-            GeminiError: for transient gradients, which are gone when the norm is known.
+            GeminiError: for transient gradients, which are gone when the norm is known (:meth:`measuring`).
             NonFiniteGradient: with ``error_if_nonfinite``.
         """
         self._recovery.forget_interrupted()
         if self._mode == "transient":
             raise GeminiError(
-                'clipping needs every gradient before the first update: gradients="transient" cannot be clipped. '
-                'Use GeminiConfig(gradients="retain")'
+                'clipping needs every gradient before the first update: gradients="transient" cannot be clipped '
+                "after it. Run backward twice, first inside `with model.measuring_grad_norm(max_norm)`, or use "
+                'GeminiConfig(gradients="retain")'
             )
         if self.state.updated_in_backward:
             raise GeminiError(
@@ -151,6 +165,37 @@ class Stepping:
         """Gradients are about to be looked at: no interrupted pass is left, and ranks have what all of them have."""
         self._recovery.forget_interrupted()
         self._backward.settle()
+
+    @contextmanager
+    def measuring(self, max_norm: float) -> Iterator[MeasuredNorm]:
+        """A backward inside leaves the norm of its gradients and nothing else; the next one updates, clipped by it.
+
+        Raises:
+            GeminiError: where gradients are kept, with several ranks, and if no gradient came.
+            NonFiniteGradient: at the end; no weight was changed.
+        """
+        self._recovery.forget_interrupted()
+        if self._mode != "transient" or self._reduction is not None:
+            why = "with several ranks" if self._mode == "transient" else f"with gradients={self._mode!r}"
+            raise GeminiError(
+                f"measuring_grad_norm() {why}: one backward does, and model.clip_grad_norm_(max_norm) after it"
+                + (', with GeminiConfig(gradients="retain")' if self._mode == "transient" else "")
+            )
+        if self.state.updated_in_backward:
+            raise GeminiError(
+                "measuring_grad_norm() after a backward that has updated: call optimizer.step() before it"
+            )
+        handles, measured = self._params.handles, MeasuredNorm()
+        try:
+            with self.state.measure():
+                yield measured
+            if not self._backward.has_gradients:
+                raise GeminiError("measuring_grad_norm(): no backward gave a gradient inside of it")
+            self._gradients.check_finite(handles)
+            measured.norm = math.sqrt(self._gradients.total_sum(handles))
+            self.state.clip_updates(kernels.clip_coefficient(measured.norm, max_norm))
+        finally:
+            self._backward.discard()
 
     def discard(self, handles: list[ParamHandle] | None = None, *, to_zero: bool = False) -> None:
         """Forget these gradients, or all; zeros may take their place."""
@@ -267,6 +312,7 @@ class Stepping:
         """After an optimizer step: what moved since the last one is what the report shows."""
         if self.state.has_clipped:
             self._backward.fold_clipping()
+        self.state.clip_updates(1.0)
         if self.state.updated_in_backward:
             self.state.forget_update_in_backward()
         self._store.mover.watch.end_step()

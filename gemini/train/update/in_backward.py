@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 
+from gemini import kernels
 from gemini.errors import GeminiError
 from gemini.memory.chunks.chunk import Chunk
 from gemini.memory.movement.mover import Mover
@@ -37,7 +38,7 @@ class InBackward:
         self._updates, self._gradients, self._scaling = updates, gradients, scaling
 
     def use(self, handle: ParamHandle, grad: torch.Tensor) -> None:
-        """Collect a transient gradient (as far as this rank keeps it) for the update of its chunk.
+        """Collect a transient gradient (as far as this rank keeps it) for the update of its chunk, or measure it.
 
         Raises:
             GeminiError: if no optimizer owns the param, or it got a gradient in this backward already.
@@ -48,13 +49,17 @@ class InBackward:
                 'which may be used already: gradients="transient" cannot be used with this model; use '
                 'gradients="retain"'
             )
+        if self._state.measuring:
+            handle.norm_sums = kernels.sum_squares(grad.detach().contiguous().view(-1))
+            handle.in_backward = self._state.backward_number
+            return
         optimizer = optimizer_of(handle.param)
         if optimizer is None:
             raise GeminiError(
                 f'gradients="transient": no HybridAdam(step_in_backward=True) owns {handle.name!r}, so its gradient '
                 "would be lost. Give all trained params to the optimizer before the first backward, or freeze this one"
             )
-        scalars = optimizer.scalars_in_backward(handle, self._state.backward_number, 1.0)
+        scalars = optimizer.scalars_in_backward(handle, self._state.backward_number, self._state.clip_in_backward)
         self._updates.collect(ParamUpdate(handle, scalars, grad.detach().contiguous().view(-1)))
         handle.in_backward = self._state.backward_number
 
