@@ -36,6 +36,16 @@ def card() -> Iterator[torch.device]:
     yield torch.device("cuda", torch.cuda.current_device())
 
 
+@pytest.fixture
+def segments(request: pytest.FixtureRequest) -> Iterator[str]:
+    """How torch's allocator takes memory of the driver: in blocks of fixed sizes, or mapped page by page."""
+    torch._C._accelerator_setAllocatorSettings(f"expandable_segments:{request.param == 'expandable'}")
+    yield request.param
+    gc.collect()
+    gpu_cases.forget_cached()
+    torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
+
+
 class Wide(nn.Module):
     """Layers of a few MiB, whose activations have sizes as batches have."""
 
@@ -94,7 +104,10 @@ def test_the_allocator_is_limited_while_the_model_lives(card: torch.device, tmp_
     assert torch.empty(400 * MIB, dtype=torch.uint8, device=card).is_cuda
 
 
-def test_random_steps_never_take_more_than_the_budget(card: torch.device, tmp_path: Path, summary: Any) -> None:
+@pytest.mark.parametrize("segments", ["fixed", "expandable"], indirect=True)
+def test_random_steps_never_take_more_than_the_budget(
+    card: torch.device, segments: str, tmp_path: Path, summary: Any
+) -> None:
     """Batches of drawn sizes, among them the largest that was declared; tensors of the program that come and go."""
     from tests.fakegpu import computing
 
@@ -113,13 +126,17 @@ def test_random_steps_never_take_more_than_the_budget(card: torch.device, tmp_pa
             optimizer.step()
             optimizer.zero_grad()
     model.memory_report()
+    assert any(one["is_expandable"] for one in torch.cuda.memory_snapshot()) == (segments == "expandable")
     taken = computing.peak(card.index)
-    summary(f"{NUM_STEPS} steps: {taken / MIB:.0f} MiB of the GPU taken at most, the budget is {budget / MIB:.0f}")
+    summary(f"{NUM_STEPS} steps, {segments} segments: {taken / MIB:.0f} MiB of the GPU taken at most, the budget is {budget / MIB:.0f}")
     assert 0.5 * budget < taken <= budget
 
 
+@pytest.mark.parametrize("segments", ["fixed", "expandable"], indirect=True)
 @pytest.mark.parametrize("weights_on_gpu", [0.0, 0.5])
-def test_a_driver_that_gives_no_more_memory(weights_on_gpu: float, card: torch.device, tmp_path: Path) -> None:
+def test_a_driver_that_gives_no_more_memory(
+    weights_on_gpu: float, card: torch.device, segments: str, tmp_path: Path
+) -> None:
     """From any call on: torch's error, and when there is memory again training goes on."""
     from tests.fakegpu import computing
 
