@@ -8,7 +8,7 @@ On a machine with a GPU, from the repository's root (no network, nothing is inst
     python benchmarks/gpu_suite.py --out runs/gpu --parts build,throughput --args throughput="--budgets 80GiB"
     python benchmarks/gpu_suite.py --out runs/gpu --parts build,size --spill DRIVE --args size="--params 18.2e9"
     python benchmarks/gpu_suite.py --out runs/gpu --parts build,peers --args peers="--deepspeed FOLDER"
-    python benchmarks/gpu_suite.py --out runs/gpu2 --resume runs/gpu    # what that call did not finish; one report of both
+    python benchmarks/gpu_suite.py --out runs/gpu2 --resume runs/gpu    # what that call left; one report
 
 Without one, to see that every script runs (its numbers mean nothing; the build is left out):
 
@@ -302,7 +302,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--out", type=Path, default=Path(os.environ.get("OUT") or ROOT / "runs" / "gpu_suite"),
         help="folder of report, raw numbers and log (default: %(default)s)")  # fmt: skip
     add("--resume", type=Path, metavar="FOLDER",
-        help="of an earlier call: parts that it has finished are not run again, and its figures are in this report")  # fmt: skip
+        help="of an earlier call: what it has finished is not run again, and stands in this report")  # fmt: skip
     add("--seconds", type=float, default=570, help="of the whole call (default: %(default)s)")
     add("--args", type=pair, action="append", default=[], metavar="PART=ARGUMENTS", help="further arguments of a part")
     add("--limit", type=pair, action="append", default=[], metavar="PART=SECONDS", help="its time limit")

@@ -132,7 +132,8 @@ def test_a_call_goes_on_where_another_was_cut(tmp_path: Path, monkeypatch: pytes
         ran.append(part)
         says = f"{SAYS} {'raise SystemExit(fails)' if part == 'copies' else ''}"
         says = says.replace("WHAT", f"'lines': ['- speed of {part}: 2.000; goal at least 1: met'], 'raw': [7]")
-        return [sys.executable, "-c", f"fails = {fails}; " + says.replace("OUT", repr(f"{args.parts_folder}/{part}.json"))]
+        says = says.replace("OUT", repr(f"{args.parts_folder}/{part}.json"))
+        return [sys.executable, "-c", f"fails = {fails}; {says}"]
 
     monkeypatch.setattr(gpu_suite, "command_of", command_of)
     ran: list[str] = []

@@ -108,7 +108,8 @@ def measure(args: argparse.Namespace, card: Card, results: _part.Results) -> Non
     )
     differing = [row[0] for row in rows if "DIFFERENT" in row]
     num = len(runs) - 1
-    results.say(f"- {num} placements; goal the same bits: {'MISSED by ' + '; '.join(differing) if differing else 'met'}", "")
+    said = f"MISSED by {'; '.join(differing)}" if differing else "met"
+    results.say(f"- {num} placements; goal the same bits: {said}", "")
     if differing:
         raise SystemExit(1)
 

@@ -128,7 +128,8 @@ def test_random_steps_never_take_more_than_the_budget(
     model.memory_report()
     assert any(one["is_expandable"] for one in torch.cuda.memory_snapshot()) == (segments == "expandable")
     taken = computing.peak(card.index)
-    summary(f"{NUM_STEPS} steps, {segments} segments: {taken / MIB:.0f} MiB of the GPU taken at most, the budget is {budget / MIB:.0f}")
+    told = f"{taken / MIB:.0f} MiB of the GPU taken at most, the budget is {budget / MIB:.0f}"
+    summary(f"{NUM_STEPS} steps, {segments} segments: {told}")
     assert 0.5 * budget < taken <= budget
 
 

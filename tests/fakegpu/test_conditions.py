@@ -34,7 +34,9 @@ class Rows(Dataset[torch.Tensor]):
         return (torch.arange(16) * (index + 2)).remainder(96)
 
 
-def train(where: str, path: Path, rows: Iterable[torch.Tensor] | None = None, prepare: Callable[[Any], None] = id) -> Told:
+def train(
+    where: str, path: Path, rows: Iterable[torch.Tensor] | None = None, prepare: Callable[[Any], object] = id
+) -> Told:
     """Losses and weights of an epoch over :class:`Rows`, batches moved as people move them."""
     model = gpu_cases.wrap(Blocks(4), where, path)
     prepare(model)
@@ -91,7 +93,9 @@ def _little_at_a_time(monkeypatch: pytest.MonkeyPatch, allowed: int = 10**9) -> 
 
 @pytest.mark.parametrize("where", ["all on the host", "mixed"])
 @pytest.mark.parametrize("allowed", [0, 1, 3])
-def test_page_locking_that_is_refused(allowed: int, where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_page_locking_that_is_refused(
+    allowed: int, where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """From some call on: told once, and what cannot be locked is pageable."""
     wanted = train(where, tmp_path)
     sizes = _little_at_a_time(monkeypatch, allowed)

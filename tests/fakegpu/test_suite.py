@@ -25,9 +25,8 @@ def test_every_part_runs(tmp_path: Path) -> None:
     command = [sys.executable, "benchmarks/gpu_suite.py", "--tiny", "--seconds", "1100", "--out", str(tmp_path)]
     command += ["--args", "peers=--peers gemini,fsdp2", "--args", "tests=-k test_cuda_device", "--spill", str(tmp_path)]
     path = [str(Path(__file__).parent / "site"), str(gpu_suite.ROOT)]
-    ran = subprocess.run(
-        command, env=os.environ | {"PYTHONPATH": os.pathsep.join(path)}, cwd=gpu_suite.ROOT, capture_output=True, text=True
-    )
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path)}
+    ran = subprocess.run(command, env=environment, cwd=gpu_suite.ROOT, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stdout[-5000:] + ran.stderr[-5000:]
     (raw,) = tmp_path.glob("*.json")
     parts = json.loads(raw.read_text())["parts"]

@@ -1,4 +1,4 @@
-"""With this folder on PYTHONPATH every Python that starts, and what it starts, computes on the runtime of ``cudart.cpp``."""
+"""With this folder on PYTHONPATH every Python that starts computes on the runtime of ``cudart.cpp``."""
 
 from tests.fakegpu import computing, launches
 
