@@ -46,10 +46,11 @@ test-fakegpu: $(FAKEGPU)/.built  ## set up the CUDA build of torch (8 GB), then 
 	preload=$$($(FAKEGPU)/bin/python tests/fakegpu/build_runtime.py $(FAKEGPU)/runtime) && \
 	for rank in 0 1; do \
 	  LD_PRELOAD=$$preload LOCAL_RANK=$$rank $(FAKEGPU)/bin/python -m pytest -p tests.fakegpu.plugin -p no:cacheprovider \
-	    -m gpu tests/gpu tests/fakegpu $(ARGS) || exit 1; \
+	    -m gpu -n $(JOBS) --dist loadfile tests/gpu tests/fakegpu $(ARGS) || exit 1; \
 	done && \
 	LD_PRELOAD=$$preload $(FAKEGPU)/bin/python -m pytest -p tests.fakegpu.plugin -p tests.fakegpu.as_standin \
-	  -p no:cacheprovider $(addprefix tests/train/test_,placements.py faults_in_flight.py exactness.py) $(ARGS)
+	  -p no:cacheprovider -n $(JOBS) --dist loadfile \
+	  $(addprefix tests/train/test_,placements.py faults_in_flight.py exactness.py) $(ARGS)
 
 lint: $(VENV)/.built  ## ruff and mypy
 	$(BIN)/ruff check .

@@ -8,6 +8,7 @@ On a machine with a GPU, from the repository's root (no network, nothing is inst
     python benchmarks/gpu_suite.py --out runs/gpu --parts build,throughput --args throughput="--budgets 80GiB"
     python benchmarks/gpu_suite.py --out runs/gpu --parts build,size --spill DRIVE --args size="--params 18.2e9"
     python benchmarks/gpu_suite.py --out runs/gpu --parts build,peers --args peers="--deepspeed FOLDER"
+    python benchmarks/gpu_suite.py --out runs/gpu2 --resume runs/gpu    # what that call left; one report
 
 Without one, to see that every script runs (its numbers mean nothing; the build is left out):
 
@@ -39,7 +40,7 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks._report import told_command  # noqa: E402
+from benchmarks._report import table, told_command  # noqa: E402
 
 MARGIN = 8.0
 """Seconds of a call that are left for writing the report."""
@@ -178,6 +179,27 @@ def lines_of(part: str, found: dict[str, Any]) -> list[str]:
     return lines
 
 
+def goals_of(results: dict[str, dict[str, Any]]) -> list[str]:
+    """A table of every goal that a part has told, on top of the report."""
+    told = [
+        [what, part, found, goal, said]
+        for part, one in results.items()
+        for line in one.get("lines", [])
+        for what, found, goal, said in re.findall(r"^- (.+?)(?:: ([\d.]+))?; goal (.+?): (met|MISSED)", line)
+    ]
+    return table(["what", "part", "found", "goal", ""], told) if told else []
+
+
+def earlier(folder: Path) -> dict[str, dict[str, Any]]:
+    """What the last call into this folder has finished. A build is not among it: it has to be there now."""
+    reports = sorted(folder.glob("gpu_suite_*.json"), key=lambda file: file.stat().st_mtime)
+    if not reports:
+        raise SystemExit(f"--resume {folder}: there is no gpu_suite_*.json of an earlier call")
+    body = json.loads(reports[-1].read_text())
+    done = {part: one for part, one in body["parts"].items() if one["state"] == "done" and part != "build"}
+    return {part: one | {"kept": one.get("kept") or f"{body['commit']}, {body['date']}"} for part, one in done.items()}
+
+
 def write(args: argparse.Namespace, results: dict[str, dict[str, Any]]) -> Path:
     """The report and all raw numbers; again after every part."""
     machine = next((one["machine"] for one in results.values() if "machine" in one), {})
@@ -189,7 +211,10 @@ def write(args: argparse.Namespace, results: dict[str, dict[str, Any]]) -> Path:
         "",
         "; ".join(told) + "." if told else "No part has said what machine this is.",
         f"Commit {commit()}. Command: `{told_command(args.argv)}`. "
-        + ", ".join(f"{part}: {one['state']}, {one['seconds']:.0f} s" for part, one in results.items())
+        + ", ".join(
+            f"{part}: {one['state']}, {one['seconds']:.0f} s" + (f" (kept: {one['kept']})" if "kept" in one else "")
+            for part, one in results.items()
+        )
         + ".",
         "",
     ]
@@ -198,12 +223,15 @@ def write(args: argparse.Namespace, results: dict[str, dict[str, Any]]) -> Path:
             "**A trial of the scripts, not a measurement: " + ("tiny sizes" if args.tiny else "no GPU") + ".**",
             "",
         ]
+    lines += goals_of(results)
     for part, found in results.items():
         lines += lines_of(part, found)
     missing = [part for part in PARTS if part not in results]
     if missing:
         lines += [f"Not asked for in this call, so not measured: {', '.join(missing)}.", ""]
-    body = json.dumps({"date": date, "command": told_command(args.argv), "parts": results}, indent=1, default=str)
+    body = json.dumps(
+        {"date": date, "commit": commit(), "command": told_command(args.argv), "parts": results}, indent=1, default=str
+    )
     for old in [*args.out.glob("gpu_suite_*.md"), *args.out.glob("gpu_suite_*.json")]:
         if old.stem != name and old.name in args.written:
             old.unlink()
@@ -232,9 +260,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     args.out.mkdir(parents=True, exist_ok=True)
     args.parts_folder.mkdir(parents=True, exist_ok=True)
     (args.out / "log.txt").write_text("")
-    results: dict[str, dict[str, Any]] = {}
+    results = earlier(args.resume) if args.resume else {}
+    report = write(args, results)
     try:
         for part in args.parts:
+            if part in results:
+                continue
             (args.parts_folder / f"{part}.json").unlink(missing_ok=True)
             left = args.seconds - MARGIN - (time.monotonic() - begin)
             if left < (1 if args.tiny else PARTS[part].least):
@@ -242,7 +273,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             else:
                 ran = run(part, args, min(args.limits.get(part, PARTS[part].seconds), left))
             results[part] = result_of(part, ran, args)
-            report = write(args, results)
+            report = write(args, {name: results[name] for name in PARTS if name in results})
     finally:
         shutil.rmtree(args.parts_folder, ignore_errors=True)
     print(report.read_text())
@@ -270,6 +301,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--parts", type=chosen, default=None, metavar="NAME,...", help=f"(default: {','.join(PARTS)})")
     add("--out", type=Path, default=Path(os.environ.get("OUT") or ROOT / "runs" / "gpu_suite"),
         help="folder of report, raw numbers and log (default: %(default)s)")  # fmt: skip
+    add("--resume", type=Path, metavar="FOLDER",
+        help="of an earlier call: what it has finished is not run again, and stands in this report")  # fmt: skip
     add("--seconds", type=float, default=570, help="of the whole call (default: %(default)s)")
     add("--args", type=pair, action="append", default=[], metavar="PART=ARGUMENTS", help="further arguments of a part")
     add("--limit", type=pair, action="append", default=[], metavar="PART=SECONDS", help="its time limit")

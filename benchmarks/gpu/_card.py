@@ -20,6 +20,7 @@ import psutil
 import torch
 
 import gemini.testing  # noqa: E402, F401 - "standin" is a device then
+from gemini.memory.devices.device import make_device  # noqa: E402
 
 HOST_SHARE = 0.86
 """Of host memory, what budgets may take if nobody says otherwise: the rest is for the interpreter, CUDA and caches."""
@@ -52,6 +53,16 @@ class Card:
     @property
     def free_bytes(self) -> int:
         return torch.cuda.mem_get_info()[0] if self.real else 2**30
+
+    @property
+    def beside_bytes(self) -> int:
+        """Bytes of a GPU budget that nothing managed can have: the context, kernels and workspaces."""
+        return make_device(self.device).beside_bytes()
+
+    @property
+    def tiny_budget(self) -> int:
+        """Of a trial on this device: windows of a few pages, and on a GPU the two workspaces of cuBLAS."""
+        return self.beside_bytes + (2**27 if self.real else 2**20)
 
     def synchronize(self) -> None:
         if self.real:

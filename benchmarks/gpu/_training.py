@@ -12,7 +12,6 @@ import gemini
 from benchmarks.gpu import _llama
 from benchmarks.gpu._card import Card
 from benchmarks.gpu._llama import PiecewiseLlama, Shape
-from gemini.memory.devices.device import make_device
 from gemini.planning.working import activation_bytes
 
 HYPER: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
@@ -40,7 +39,7 @@ def trace_of(shape: Shape, tokens: int, seq_len: int, card: Card) -> Any:
     )  # fmt: skip
 
 
-def tight_gpu(shape: Shape, trace: Any, fractions: Mapping[str, float], device: str) -> int:
+def tight_gpu(shape: Shape, trace: Any, fractions: Mapping[str, float], card: Card) -> int:
     """A GPU budget for activations, what a static placement puts there, and windows for a few blocks of weights only,
     so that those which live elsewhere are fetched in forward and in backward.
     """
@@ -49,7 +48,7 @@ def tight_gpu(shape: Shape, trace: Any, fractions: Mapping[str, float], device: 
     slack = 16 * largest if planes else 0  # a fraction is honoured to one chunk
     staging = 2**30 if fractions.get("updates_on_gpu") else 0
     managed = activation_bytes(trace, offloaded=False) + int(planes * shape.params) + slack + staging + 3 * 2 * largest
-    return managed + make_device(device).beside_bytes()
+    return managed + card.beside_bytes
 
 
 class Training:

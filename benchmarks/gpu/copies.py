@@ -109,7 +109,7 @@ def measure(args: argparse.Namespace, card: Card, results: _part.Results) -> Non
     shape = _llama.SHAPES["tiny" if args.tiny else args.shape]
     tokens, seq_len = (64, 32) if args.tiny else (args.tokens, args.seq_len)
     trace = trace_of(shape, tokens, seq_len, card)
-    memory = gemini.MemoryBudget(gpu=args.gpu or tight_gpu(shape, trace, {}, args.device), cpu=host_budget(args.host))
+    memory = gemini.MemoryBudget(gpu=args.gpu or tight_gpu(shape, trace, {}, card), cpu=host_budget(args.host))
     settings = {"memory": memory, "placement": gemini.StaticPlacement(), "trace": trace}
     training = Training(card, shape, tokens, seq_len, settings)
     training.use(CLIPPED)

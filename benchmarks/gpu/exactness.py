@@ -83,7 +83,7 @@ def measure(args: argparse.Namespace, card: Card, results: _part.Results) -> Non
         before = results.left()
         fractions = PLACEMENTS[next(iter(PLACEMENTS)) if name == "again" else name]
         placement = gemini.StaticPlacement(**fractions)
-        memory = gemini.MemoryBudget(gpu=tight_gpu(shape, trace, fractions, args.device), **sizes, nvme_path=args.spill)
+        memory = gemini.MemoryBudget(gpu=tight_gpu(shape, trace, fractions, card), **sizes, nvme_path=args.spill)
         training = Training(card, shape, tokens, seq_len, {"memory": memory, "placement": placement, "trace": trace})
         training.use(CLIPPED)
         runs[name] = train(training, steps) | {"seconds": before - results.left()}
@@ -108,7 +108,8 @@ def measure(args: argparse.Namespace, card: Card, results: _part.Results) -> Non
     )
     differing = [row[0] for row in rows if "DIFFERENT" in row]
     num = len(runs) - 1
-    results.say(f"- {num} placements, bit-identical: {'MISSED by ' + '; '.join(differing) if differing else 'met'}", "")
+    said = f"MISSED by {'; '.join(differing)}" if differing else "met"
+    results.say(f"- {num} placements; goal the same bits: {said}", "")
     if differing:
         raise SystemExit(1)
 

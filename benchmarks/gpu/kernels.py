@@ -27,7 +27,7 @@ from benchmarks.gpu import _part
 from benchmarks.gpu._card import Card
 from gemini import kernels
 
-GOAL_COPY, GOAL_FUSED = 0.85, 1.0
+GOAL_COPY, GOAL_FUSED = 0.9, 1.0
 HYPER = {"lr": 1e-4, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.01}
 SLAB = 2**24
 

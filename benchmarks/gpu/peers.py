@@ -53,13 +53,14 @@ def settings_of(args: argparse.Namespace, name: str, share: float) -> dict[str, 
     return {
         "peer": name, "shape": "tiny-tied" if tiny else args.shape, "tokens": [64] if tiny else args.tokens,
         "seq_len": 32 if tiny else args.seq_len, "clip": args.clip, "device": args.device, "threads": args.threads,
-        "gpu": 2**26 if tiny else args.gpu, "host": int(host_budget(args.host) * share),
+        "gpu": 2**31 if tiny else args.gpu, "host": int(host_budget(args.host) * share),
     }  # fmt: skip
 
 
 def start(args: argparse.Namespace, name: str, extensions: str, share: float) -> Group:
     root = str(HERE.parents[1])
-    path = [str(args.deepspeed), root] if name == "deepspeed" and args.deepspeed else [root]
+    path = [str(args.deepspeed)] if name == "deepspeed" and args.deepspeed else []
+    path += [root, *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {"PYTHONPATH": os.pathsep.join(path), "TRANSFORMERS_VERBOSITY": "error",
                    "TORCH_EXTENSIONS_DIR": extensions}  # fmt: skip
     if args.device == "standin":

@@ -47,17 +47,18 @@ class Room(NamedTuple):
 def budgets(args: argparse.Namespace, card: Card) -> gemini.MemoryBudget:
     """Nearly all of the GPU that is free, the share of host memory that was said, and the drive but for a reserve."""
     nvme = 2**26 if args.tiny else max(0, free_disk(args.spill) - args.keep_free)
-    gpu = 2**20 if args.tiny else int(card.free_bytes * args.gpu_share)
+    gpu = card.tiny_budget if args.tiny else int(card.free_bytes * args.gpu_share)
     cpu = 3 * 2**20 if args.tiny else host_budget(args.host)
     drive: dict[str, Any] = {"nvme": nvme, "nvme_path": args.spill} if nvme > 2**20 else {}
     return gemini.MemoryBudget(gpu=gpu, cpu=cpu, **drive)
 
 
-def room_of(memory: gemini.MemoryBudget, shape: _llama.Shape, activations: int) -> Room:
+def room_of(memory: gemini.MemoryBudget, shape: _llama.Shape, spoken_for: int) -> Room:
+    """``spoken_for``: bytes of the GPU that activations and what is not managed take."""
     gpu, cpu, nvme = (memory.bytes_of(tier) or 0 for tier in gemini.Tier)
     # Windows for the weights of two blocks or the head, and as much again for gradients of chunks that wait.
     windows = 2 * 2 * max(2 * shape.of_layer, shape.hidden * shape.vocab)
-    return Room(max(gpu - activations - windows, 0), max(cpu - 2**30, 0), nvme)
+    return Room(max(gpu - spoken_for - windows, 0), max(cpu - 2**30, 0), nvme)
 
 
 def measure(args: argparse.Namespace, card: Card, results: _part.Results) -> None:
@@ -65,7 +66,7 @@ def measure(args: argparse.Namespace, card: Card, results: _part.Results) -> Non
     tokens = 32 if args.tiny else args.tokens
     trace = trace_of(shape, tokens, tokens, card)
     memory = budgets(args, card)
-    room = room_of(memory, shape, activation_bytes(trace, offloaded=False))
+    room = room_of(memory, shape, activation_bytes(trace, offloaded=False) + card.beside_bytes)
     results.add("arithmetic", {"params": shape.params, "room": room._asdict(), "most params": room.params})
     results.say(
         f"Llama of {shape.layers} layers of {shape.hidden} (MLP {shape.intermediate}, vocabulary {shape.vocab}): "

@@ -149,7 +149,7 @@ def measure(args: argparse.Namespace, card: Card, results: _part.Results) -> Non
     shape = _llama.SHAPES["tiny" if args.tiny else args.shape]
     seq_len = 32 if args.tiny else args.seq_len
     groups = [[32, 64]] if args.tiny else args.groups
-    budgets = [2**20] if args.tiny else args.budgets
+    budgets = [card.tiny_budget] if args.tiny else args.budgets
     hardware = None
     if not args.typical:
         hardware = figures_of(args, card)

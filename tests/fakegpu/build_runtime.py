@@ -20,15 +20,17 @@ def build(folder: Path) -> list[Path]:
     if not headers[0].exists():
         sys.exit(f"{packages} holds no CUDA build of torch (13): pip took another one")
     folder.mkdir(parents=True, exist_ok=True)
-    runtime, driver = folder / "libcudart.so.13", folder / "libcuda.so.1"
-    for compiler, source, made, more in (
-        ("g++", "cudart.cpp", runtime, ["-std=c++17", f"-Wl,--version-script={HERE / 'cudart.map'}"]),
-        ("gcc", "libcuda.c", driver, []),
-    ):
+    libraries = [
+        ("g++", "cudart.cpp", "libcudart.so.13", ["-std=c++17", f"-Wl,--version-script={HERE / 'cudart.map'}"]),
+        ("gcc", "libcuda.c", "libcuda.so.1", []),
+        ("gcc", "libnvidia-ml.c", "libnvidia-ml.so.1", []),
+    ]
+    for compiler, source, name, more in libraries:
+        made = folder / name
         if not made.exists() or made.stat().st_mtime < (HERE / source).stat().st_mtime:
             command = [compiler, *FLAGS, *(f"-I{path}" for path in headers), str(HERE / source), *more]
             subprocess.run([*command, f"-Wl,-soname,{made.name}", "-o", str(made)], check=True)
-    return [runtime, driver]
+    return [folder / name for _, _, name, _ in libraries]
 
 
 if __name__ == "__main__":

@@ -187,7 +187,7 @@ class Computing(TorchDispatchMode):
         wanted = kwargs.get("device")
         makes = wanted is not None and torch.device(wanted).type == "cuda"
         if not makes and not any(tensor.is_cuda for tensor in tensors):
-            if not func.is_view:
+            if not func.is_view and torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is None:
                 self._told_of_host(func, args, kwargs)
             return func(*args, **kwargs)
         if func in _AS_TORCH_DOES or func.is_view:

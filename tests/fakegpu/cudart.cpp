@@ -5,6 +5,7 @@
 // is what a program that forgot to wait finds out. Every use of memory is held against all uses before it by vector
 // clocks, so that two that nothing orders are told as a race whichever came first. One lock, no threads: the same seed
 // and the same calls are the same run. Kernels are not run: what computes is taken over above (computing.py).
+#include <cuda.h>
 #include <cuda_runtime_api.h>
 #include <sys/mman.h>
 #include <unistd.h>
@@ -33,7 +34,7 @@ using Address = uintptr_t;
 using Guard = std::lock_guard<std::recursive_mutex>;
 
 constexpr uint64_t kMiB = 1 << 20;
-constexpr uint64_t kSpace = uint64_t{64} << 30;     // addresses of a device
+constexpr uint64_t kSpace = uint64_t{512} << 30;    // addresses of a device: expandable segments reserve many
 constexpr Address kFirst = 0x7a0000000000;          // of device 0
 constexpr Address kBetween = 0x10000000000;         // and the next one
 constexpr uint64_t kSegment = 2 * kMiB;             // what cudaMalloc rounds to
@@ -243,6 +244,17 @@ struct Device {
     char *base = nullptr, *alias = nullptr;
     uint64_t memory = 0, used = 0, peak = 0, context = 0;
     std::map<Address, uint64_t> blocks;
+    std::map<Address, uint64_t> reserved;  // addresses that the driver has given, with blocks in them or without
+
+    // The first addresses that nobody has; 0 if there are none.
+    Address room(uint64_t size) const {
+        Address place = Address(base) + kSegment;
+        for (bool moved = true; std::exchange(moved, false);)
+            for (const auto* taken : {&blocks, &reserved})
+                for (const auto& [start, length] : *taken)
+                    if (start < place + size && place < start + length) place = start + length, moved = true;
+        return place + size > Address(base) + kSpace ? 0 : place;
+    }
 };
 
 Device devices[kMaxDevices];
@@ -281,11 +293,17 @@ char* touchable(const void* at) {
     return device < 0 ? place : devices[device].alias + (place - devices[device].base);
 }
 
+// Whether all of it is in ranges, one behind the other.
 bool inside(const std::map<Address, uint64_t>& ranges, const void* at, size_t size) {
-    auto next = ranges.upper_bound(Address(at));
-    if (next == ranges.begin()) return false;
-    const auto [start, length] = *std::prev(next);
-    return Address(at) + size <= start + length;
+    auto range = ranges.upper_bound(Address(at));
+    if (range == ranges.begin()) return false;
+    Address stop = (--range)->first;
+    for (; range != ranges.end() && range->first == stop; ++range) {
+        stop = range->first + range->second;
+        if (Address(at) + size <= stop) return true;
+        if (Address(at) >= stop) return false;
+    }
+    return false;
 }
 
 // The first call for a device makes a context there, which takes memory of it.
@@ -481,9 +499,14 @@ FACE cudaError_t cudaGetDeviceProperties(cudaDeviceProp* of, int device) {
     of->l2CacheSize = 50 << 20, of->pciBusID = device;
     return cudaSuccess;
 }
+static void* driver_function(const std::string& name);
 FACE cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** entry, unsigned, unsigned long long,
                                                   cudaDriverEntryPointQueryResult* result) {
-    *entry = nullptr;
+    *entry = driver_function(name);
+    if (*entry) {
+        if (result) *result = cudaDriverEntryPointSuccess;
+        return cudaSuccess;
+    }
     if (result) *result = cudaDriverEntryPointSymbolNotFound;
     return fail(cudaErrorSymbolNotFound, std::string("there is no driver, and so no ") + name);
 }
@@ -506,12 +529,8 @@ FACE cudaError_t cudaMalloc(void** at, size_t size) {
     ++counts["cudaMalloc"];
     if (refuse_after == 0 || device.used + size > device.memory) return fail(cudaErrorMemoryAllocation, "out of memory");
     refuse_after -= refuse_after != ~uint64_t{0};
-    Address place = Address(device.base) + kSegment;
-    for (const auto& [start, length] : device.blocks) {
-        if (place + size <= start) break;
-        place = start + length;
-    }
-    if (place + size > Address(device.base) + kSpace) return fail(cudaErrorMemoryAllocation, "out of addresses");
+    const Address place = device.room(size);
+    if (!place) return fail(cudaErrorMemoryAllocation, "out of addresses");
     device.blocks[place] = size;
     device.peak = std::max(device.peak, device.used += size);
     *at = reinterpret_cast<void*>(place);
@@ -606,6 +625,89 @@ FACE cudaError_t cudaMemset(void* at, int value, size_t size) {
     cudaMemsetAsync(at, value, size, nullptr);
     Guard guard(lock);
     return host_waits(stream_of(nullptr), "memsets waited for");
+}
+
+// ---- the driver's memory, of which torch makes expandable segments ------------------------------------------------------
+
+static CUresult driver_reserves(CUdeviceptr* at, size_t size, size_t, CUdeviceptr, unsigned long long) {
+    Guard guard(lock);
+    Device& device = with_context();
+    const Address place = device.room(size);
+    if (!place) return CUDA_ERROR_OUT_OF_MEMORY;
+    device.reserved[place] = size;
+    return *at = place, CUDA_SUCCESS;
+}
+static CUresult driver_gives_back(CUdeviceptr at, size_t) {
+    Guard guard(lock);
+    for (Device& device : devices)
+        if (device.reserved.erase(at)) return CUDA_SUCCESS;
+    return CUDA_ERROR_INVALID_VALUE;
+}
+struct Physical {
+    int device;
+    uint64_t size;
+};
+static CUresult driver_creates(CUmemGenericAllocationHandle* made, size_t size, const CUmemAllocationProp* of, unsigned long long) {
+    Guard guard(lock);
+    Device& device = devices[of->location.id];
+    ++counts["cuMemCreate"];
+    if (refuse_after == 0 || device.used + size > device.memory) return CUDA_ERROR_OUT_OF_MEMORY;
+    refuse_after -= refuse_after != ~uint64_t{0};
+    device.peak = std::max(device.peak, device.used += size);
+    return *made = reinterpret_cast<CUmemGenericAllocationHandle>(new Physical{of->location.id, size}), CUDA_SUCCESS;
+}
+static CUresult driver_releases(CUmemGenericAllocationHandle made) {
+    Guard guard(lock);
+    Physical* memory = reinterpret_cast<Physical*>(made);
+    devices[memory->device].used -= memory->size;
+    return delete memory, CUDA_SUCCESS;
+}
+static CUresult driver_maps(CUdeviceptr at, size_t size, size_t, CUmemGenericAllocationHandle, unsigned long long) {
+    Guard guard(lock);
+    Device& device = devices[device_of(reinterpret_cast<void*>(at))];
+    if (!inside(device.reserved, reinterpret_cast<void*>(at), size)) return CUDA_ERROR_INVALID_VALUE;
+    device.blocks[at] = size;
+    memset(touchable(reinterpret_cast<void*>(at)), 0xff, size);
+    return CUDA_SUCCESS;
+}
+// What still uses the memory is lost, as on a GPU: the caller has to have waited.
+static CUresult driver_unmaps(CUdeviceptr at, size_t size) {
+    Guard guard(lock);
+    Device& device = devices[device_of(reinterpret_cast<void*>(at))];
+    auto& blocks = device.blocks;
+    const auto pending = [](const Use& u) { return u.stream && host.of(u.stream) < u.tick; };
+    for (auto range = uses.lower_bound(at); range != uses.end() && range->first < at + size; ++range)
+        if (pending(range->second.written)) tell_race("an unmapping", true, range->second.written, true, at, at + size, "by the driver");
+    blocks.erase(blocks.lower_bound(at), blocks.lower_bound(at + size));
+    forget(at, size);
+    madvise(touchable(reinterpret_cast<void*>(at)), size, MADV_REMOVE);
+    return CUDA_SUCCESS;
+}
+static CUresult driver_lets_all_access(CUdeviceptr, size_t, const CUmemAccessDesc*, size_t) { return CUDA_SUCCESS; }
+static CUresult driver_tells_granularity(size_t* size, const CUmemAllocationProp*, CUmemAllocationGranularity_flags) {
+    return *size = kSegment, CUDA_SUCCESS;
+}
+static CUresult driver_tells_an_attribute(int* value, CUdevice_attribute, CUdevice) { return *value = 0, CUDA_SUCCESS; }
+static CUresult driver_tells_an_error(CUresult error, const char** text) {
+    return *text = error == CUDA_ERROR_OUT_OF_MEMORY ? "out of memory" : "an error", CUDA_SUCCESS;
+}
+static CUresult driver_cannot() { return CUDA_ERROR_NOT_SUPPORTED; }
+
+// torch wants all of what it may need to be there before it asks for any.
+static void* driver_function(const std::string& name) {
+    static const std::map<std::string, void*> known = {
+        {"cuMemAddressReserve", (void*)driver_reserves}, {"cuMemAddressFree", (void*)driver_gives_back},
+        {"cuMemCreate", (void*)driver_creates}, {"cuMemRelease", (void*)driver_releases},
+        {"cuMemMap", (void*)driver_maps}, {"cuMemUnmap", (void*)driver_unmaps},
+        {"cuMemSetAccess", (void*)driver_lets_all_access},
+        {"cuMemGetAllocationGranularity", (void*)driver_tells_granularity},
+        {"cuDeviceGetAttribute", (void*)driver_tells_an_attribute}, {"cuGetErrorString", (void*)driver_tells_an_error},
+    };
+    const auto found = known.find(name);
+    if (found != known.end()) return found->second;
+    return name.rfind("cuMem", 0) == 0 || name.rfind("cuMulticast", 0) == 0 || name.rfind("cuStreamWrite", 0) == 0 ||
+                   name.rfind("cuCtx", 0) == 0 || name.rfind("cuDev", 0) == 0 || name.rfind("cuGreen", 0) == 0
+               ? (void*)driver_cannot : nullptr;
 }
 
 // ---- streams and events ----------------------------------------------------------------------------------------------

@@ -1,13 +1,15 @@
 """A GPU budget against the fake device's own account: the context, kernels, fragments and what the driver refuses.
 
-``FAKEGPU_STEPS=2000`` makes the hunt for fragments as long as that.
+``FAKEGPU_STEPS=2000`` makes the hunts for fragments as long as that, ``FAKEGPU_SEEDS=100`` as many.
 """
 
 from __future__ import annotations
 
 import gc
+import math
 import os
 import random
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,7 +27,7 @@ pytestmark = [
     pytest.mark.skipif(not gpu_cases.ON_FAKE, reason="told by the runtime in host memory"),
 ]
 MIB = 2**20
-NUM_STEPS = int(os.environ.get("FAKEGPU_STEPS", 40))
+NUM_STEPS, NUM_SEEDS = (int(os.environ.get(f"FAKEGPU_{name}", few)) for name, few in (("STEPS", 40), ("SEEDS", 4)))
 
 
 @pytest.fixture
@@ -36,13 +38,23 @@ def card() -> Iterator[torch.device]:
     yield torch.device("cuda", torch.cuda.current_device())
 
 
+@pytest.fixture
+def segments(request: pytest.FixtureRequest) -> Iterator[str]:
+    """How torch's allocator takes memory of the driver: in blocks of fixed sizes, or mapped page by page."""
+    torch._C._accelerator_setAllocatorSettings(f"expandable_segments:{request.param == 'expandable'}")
+    yield request.param
+    gc.collect()
+    gpu_cases.forget_cached()
+    torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
+
+
 class Wide(nn.Module):
     """Layers of a few MiB, whose activations have sizes as batches have."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = 512, layers: int = 4) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.layers = nn.ModuleList(nn.Linear(512, 512) for _ in range(4))
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
@@ -50,9 +62,9 @@ class Wide(nn.Module):
         return x.float().square().mean()
 
 
-def wrap(gpu: int, path: Path, activations: int = 0, **more: Any) -> Any:
+def wrap(gpu: int, path: Path, activations: int = 0, model: nn.Module | None = None, **more: Any) -> Any:
     memory = gemini.MemoryBudget(gpu=gpu, cpu="256MiB", nvme="256MiB", nvme_path=path)
-    return gemini.GeminiDDP(Wide(), gemini.GeminiConfig(memory=memory, activations=activations, **more))
+    return gemini.GeminiDDP(model or Wide(), gemini.GeminiConfig(memory=memory, activations=activations, **more))
 
 
 def test_the_context_is_in_the_ledger(card: torch.device, tmp_path: Path) -> None:
@@ -94,32 +106,80 @@ def test_the_allocator_is_limited_while_the_model_lives(card: torch.device, tmp_
     assert torch.empty(400 * MIB, dtype=torch.uint8, device=card).is_cuda
 
 
-def test_random_steps_never_take_more_than_the_budget(card: torch.device, tmp_path: Path, summary: Any) -> None:
-    """Batches of drawn sizes, among them the largest that was declared; tensors of the program that come and go."""
-    from tests.fakegpu import computing
+OF_THE_PROGRAM = 16 * MIB
+"""Its own tensors in :func:`random_steps`, at most."""
 
-    rng, most = random.Random(7), 4096
-    activations = most * 512 * 2 * 14 + 32 * MIB
-    budget = gpu_cases.budget(16 * MIB + activations)
-    model = wrap(budget, tmp_path, activations, placement=gemini.StaticPlacement(weights_on_gpu=0.5))
+
+def random_steps(model: Any, rng: random.Random, steps: int, width: int, most: int) -> None:
+    """Batches of drawn sizes, now and then the largest, and tensors of the program that come and go."""
     optimizer = gemini.HybridAdam(model.parameters(), lr=1e-3)
-    computing.peak(card.index, restart=True)
     kept: list[torch.Tensor] = []
-    for step in range(NUM_STEPS):
-        rows = most if step % 20 == 10 else int(2 ** rng.uniform(3, 12))
-        kept = kept[-3:] + [torch.empty(rng.randint(1, 8) * MIB // 2, dtype=torch.uint8, device=card)]
-        model(torch.ones(rows, 512, dtype=torch.bfloat16, device=card)).backward()
+    for step in range(steps):
+        rows = most if step % 20 == 10 else int(2 ** rng.uniform(3, math.log2(most)))
+        kept = kept[-3:] + [torch.empty(rng.randint(1, 8) * MIB // 2, dtype=torch.uint8, device=model.device)]
+        model(torch.ones(rows, width, dtype=torch.bfloat16, device=model.device)).backward()
         if rng.random() < 0.7:
             optimizer.step()
             optimizer.zero_grad()
     model.memory_report()
+
+
+@pytest.mark.parametrize("seed", range(NUM_SEEDS))
+def test_what_was_said_to_fit_never_runs_out(seed: int, card: torch.device, tmp_path: Path, summary: Any) -> None:
+    """Drawn widths, depths, chunks, placements and batches, in a budget of the MiB that a refusal says it needs."""
+    from tests.fakegpu import computing
+
+    rng = random.Random(seed)
+    width, layers = rng.choice([250, 384, 512, 1000]), rng.randint(2, 8)
+    most = int(2 ** rng.uniform(7, 12))
+    activations = int(most * width * (7 * layers + 16)) + OF_THE_PROGRAM
+    how: dict[str, Any] = {
+        "placement": gemini.StaticPlacement(weights_on_gpu=rng.choice([0.0, 0.3, 1.0])),
+        "max_chunk": rng.choice([10**5, 10**6, 10**7]), "offload_activations": rng.choice([None, "cpu"]),
+    }  # fmt: skip
+    budget = gpu_cases.budget(activations)
+    for _ in range(2):
+        try:
+            model = wrap(budget, tmp_path, activations, Wide(width, layers), **how)
+            break
+        except gemini.BudgetExceeded as e:
+            told = re.search(r"missing on gpu \(needs ([\d.]+) MiB", str(e))
+            assert told is not None, str(e)
+            budget = math.ceil(float(told[1])) * MIB
+    computing.peak(card.index, restart=True)
+    random_steps(model, rng, NUM_STEPS, width, most)
     taken = computing.peak(card.index)
-    summary(f"{NUM_STEPS} steps: {taken / MIB:.0f} MiB of the GPU taken at most, the budget is {budget / MIB:.0f}")
+    summary(
+        f"seed {seed}: {layers} layers of {width}, at most {most} rows: {taken / MIB:.0f} of {budget / MIB:.0f} MiB"
+    )
+    assert taken <= budget
+
+
+@pytest.mark.parametrize("segments", ["fixed", "expandable"], indirect=True)
+def test_random_steps_never_take_more_than_the_budget(
+    card: torch.device, segments: str, tmp_path: Path, summary: Any
+) -> None:
+    """Batches of drawn sizes, among them the largest that was declared; tensors of the program that come and go."""
+    from tests.fakegpu import computing
+
+    most = 4096
+    activations = most * 512 * 2 * 14 + 32 * MIB
+    budget = gpu_cases.budget(OF_THE_PROGRAM + activations)
+    model = wrap(budget, tmp_path, activations, placement=gemini.StaticPlacement(weights_on_gpu=0.5))
+    computing.peak(card.index, restart=True)
+    random_steps(model, random.Random(7), NUM_STEPS, 512, most)
+    assert any(one["is_expandable"] for one in torch.cuda.memory_snapshot()) == (segments == "expandable")
+    taken = computing.peak(card.index)
+    told = f"{taken / MIB:.0f} MiB of the GPU taken at most, the budget is {budget / MIB:.0f}"
+    summary(f"{NUM_STEPS} steps, {segments} segments: {told}")
     assert 0.5 * budget < taken <= budget
 
 
+@pytest.mark.parametrize("segments", ["fixed", "expandable"], indirect=True)
 @pytest.mark.parametrize("weights_on_gpu", [0.0, 0.5])
-def test_a_driver_that_gives_no_more_memory(weights_on_gpu: float, card: torch.device, tmp_path: Path) -> None:
+def test_a_driver_that_gives_no_more_memory(
+    weights_on_gpu: float, card: torch.device, segments: str, tmp_path: Path
+) -> None:
     """From any call on: torch's error, and when there is memory again training goes on."""
     from tests.fakegpu import computing
 

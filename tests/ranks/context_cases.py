@@ -66,6 +66,7 @@ class Case:
     nvme: str = ""
     tile_tokens: int | None = None
     tokens: int = 48
+    device: str = "cpu"
 
 
 @dataclass
@@ -116,7 +117,7 @@ def step(case: Case, wrong: str = "") -> Result:
     mesh = init_device_mesh("cpu", (world // case.cp, case.cp), mesh_dim_names=("dp", "cp"))
     how = {"nvme_path": case.nvme} if case.nvme else {}
     config = gemini.GeminiConfig(
-        precision="fp32", device="cpu", memory=gemini.MemoryBudget(cpu="128MiB", **how), max_chunk=8000,
+        precision="fp32", device=case.device, memory=gemini.MemoryBudget(cpu="128MiB", **how), max_chunk=8000,
         context_attention=case.kind, tile_tokens=case.tile_tokens,
         placement=gemini.StaticPlacement(weights_on_nvme=1.0, optimizer_on_nvme=1.0) if case.nvme else "auto",
     )  # fmt: skip
@@ -126,6 +127,7 @@ def step(case: Case, wrong: str = "") -> Result:
     whole = batch(case, dist.get_rank() if wrong == "batch" else rank)
     if wrong == "whole":
         model(**whole)
+    whole = {name: value.to(model.device) for name, value in whole.items()}
     loss = model(**gemini.sequence_batch(whole, mesh)).loss
     with torch.no_grad():  # between forward and backward: what is computed again is of the training forward
         evaluated = float(model(**whole).loss)

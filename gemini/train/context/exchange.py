@@ -14,7 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gemini.ranks.wire import Tag, Wire, add_up, guarded
+from gemini.ranks import collectives
+from gemini.ranks.wire import Tag, Wire, add_up
 
 _WHAT = "an exchange of attention (context parallel)"
 
@@ -38,8 +39,7 @@ class Exchange:
         parts = parts.contiguous()
         received = torch.empty_like(parts)
         if self._collective is not None and parts.is_cuda:
-            group = self._collective
-            guarded(_WHAT, lambda: dist.all_to_all_single(received, parts, group=group))
+            collectives.all_to_all(received, parts, self._collective, _WHAT)
             return received
         peers = self._wire.peers
         pending = self._wire.start(Tag.CONTEXT, {p: parts[p] for p in peers}, {p: received[p] for p in peers}, _WHAT)
@@ -51,8 +51,8 @@ class Exchange:
         """``own`` of every rank, stacked."""
         self._meet()
         if self._collective is not None and own.is_cuda:
-            stacked, group = own.new_empty((self.size, *own.shape)), self._collective
-            guarded(_WHAT, lambda: dist.all_gather_into_tensor(stacked, own.contiguous(), group=group))
+            stacked = own.new_empty((self.size, *own.shape))
+            collectives.all_gather(stacked.flatten(0, 1), own.contiguous(), self._collective, _WHAT)
             return stacked
         return self._wire.swap(Tag.CONTEXT, own, _WHAT)
 

@@ -14,7 +14,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
 import torch
-import torch.distributed as dist
 
 from gemini import kernels
 from gemini.errors import BudgetExceeded, GeminiError
@@ -26,9 +25,10 @@ from gemini.memory.movement.worker import Job
 from gemini.memory.store import ChunkStore
 from gemini.planning.planes import GRAD
 from gemini.planning.timeline import Track
+from gemini.ranks import collectives
 from gemini.ranks.agreement import Point, Request, word_for
 from gemini.ranks.facts import Facts
-from gemini.ranks.wire import Tag, guarded
+from gemini.ranks.wire import Tag
 from gemini.train.gradients.scaled_backward import Scaling
 from gemini.train.gradients.store import GradientStore
 from gemini.train.params.handle import Leftover, ParamHandle
@@ -317,7 +317,7 @@ class Reduction:
             return
         assert whole is not None
         section = whole.flat[self._ranks.rank * shard : (self._ranks.rank + 1) * shard]
-        guarded(what, lambda: dist.reduce_scatter_tensor(section, whole.flat, group=group))
+        collectives.reduce_scatter(section, whole.flat, group, what)
         self._shards.native["reduce_scatter"] += section.numel() * section.element_size() * (self._ranks.size - 1)
         yield 0, shard, section
 

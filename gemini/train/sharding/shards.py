@@ -29,10 +29,11 @@ from gemini.memory.store import ChunkStore
 from gemini.planning.layout import part_of
 from gemini.planning.planes import PlaneKind
 from gemini.planning.timeline import Track
+from gemini.ranks import collectives
 from gemini.ranks.agreement import Agreement, Point, Request, word_for
 from gemini.ranks.group import Ranks
 from gemini.ranks.watch import Watch
-from gemini.ranks.wire import Pending, Tag, Wire, guarded
+from gemini.ranks.wire import Pending, Tag, Wire
 from gemini.tiers import Tier
 from gemini.train.params.by_name import host_part
 from gemini.train.params.handle import ParamHandle, ParamSet
@@ -363,8 +364,7 @@ class Shards:
             if group is None:
                 self.ranks.wire.all_gather(Tag.WEIGHTS, chunk.flat, f"the all-gather of {chunk.name}")
             else:
-                what = f"the all-gather of {chunk.name}"
-                guarded(what, lambda: dist.all_gather_into_tensor(chunk.flat, own, group=group))
+                collectives.all_gather(chunk.flat, own, group, f"the all-gather of {chunk.name}")
                 self.native["all_gather"] += own.numel() * own.element_size() * (self.ranks.size - 1)
 
     def _gathering(self, chunk: Chunk) -> AbstractContextManager[None]:
