@@ -122,7 +122,7 @@ class Stepping:
         if norm is not None:
             return norm
         if self._reduction is not None and max_norm != math.inf:  # without a limit, one rank may look at it alone
-            self._reduction.clippings.append(_called(float(max_norm), handles))
+            self._reduction.note_clipping(_called(float(max_norm), handles))
         chosen = self._params.handles if handles is None else handles
         left = self.scaling.left_scaled(chosen)
         used = [handle for handle in chosen if handle not in left] if left else chosen

@@ -2,7 +2,8 @@
 
     take        a param's gradient into the whole gradient of its chunk, divided by the number of ranks
     reduce      once complete on every rank: each rank receives and adds up its shard, and lands it: reduce-scatter
-    sync_grads  once per step: sums across replicas, and every param's part of the norm from every rank
+
+What ranks agree on once per step, with these gradients, is in :mod:`gemini.train.sharding.step_sync`.
 
 Whole gradients are in the ledger as "gradients in flight". Where there is no room for another one, those that are open
 are reduced before they are complete; a param's gradient still arrives once, so this changes no sum.
@@ -10,16 +11,15 @@ are reduced before they are complete; a param's gradient still arrives once, so 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 
 import torch
 
-from gemini import kernels
-from gemini.errors import BudgetExceeded, GeminiError
+from gemini.errors import BudgetExceeded
 from gemini.memory.chunks.chunk import Chunk
 from gemini.memory.devices.device import Window
-from gemini.memory.movement.mover import Working, tiles
+from gemini.memory.movement.mover import Working
 from gemini.memory.movement.staging import StagingSet
 from gemini.memory.movement.worker import Job
 from gemini.memory.store import ChunkStore
@@ -27,17 +27,16 @@ from gemini.planning.planes import GRAD
 from gemini.planning.timeline import Track
 from gemini.ranks import collectives
 from gemini.ranks.agreement import Point, Request, word_for
-from gemini.ranks.facts import Facts
 from gemini.ranks.wire import Tag
 from gemini.train.gradients.scaled_backward import Scaling
 from gemini.train.gradients.store import GradientStore
 from gemini.train.params.handle import Leftover, ParamHandle
 from gemini.train.params.stepper import Stepper
-from gemini.train.sharding.alike import meet_with, refuse_differing
+from gemini.train.sharding.alike import refuse_differing
 from gemini.train.sharding.completions import Completions
 from gemini.train.sharding.scripted import ScriptedStep
 from gemini.train.sharding.shards import Shards
-from gemini.train.sharding.step_facts import facts_of_gradients, facts_of_step, owners
+from gemini.train.sharding.step_sync import StepSync
 from gemini.train.step import StepState
 from gemini.train.update.in_backward import InBackward
 from gemini.train.update.updates import Updates
@@ -94,14 +93,8 @@ class Reduction:
         """The reductions behind backward, by chunk; the first one is over first."""
         self._completions = Completions()
         self._spare: dict[int, list[Window]] = {}
-        self._synced = False
         self._plan = (0, 0)
-        self.clippings: list[str] = []
-        """The calls of ``clip_grad_norm_`` of this step; one without a limit only looks at the norm."""
-        self.num_dropped = 0
-        """How often gradients were dropped since the last step (``zero_grad``)."""
-        self.num_backwards = 0
-        """Since the last step, outside of ``no_sync``: replicas meet in none of them."""
+        self._sync = StepSync(shards, store, state, scaling)
 
     @property
     def has_replicas(self) -> bool:
@@ -111,8 +104,7 @@ class Reduction:
     def take(self, handle: ParamHandle, grad: torch.Tensor) -> None:
         """Keep a param's gradient, divided by the number of ranks, until that of its chunk is complete."""
         chunk = handle.chunk
-        if self._synced and self._ranks.replicas is not None and any(h.has_grad for h in self._params.handles):
-            raise GeminiError("a backward after clip_grad_norm_: clip after the last backward of a step")
+        self._sync.refuse_gradient()
         while chunk.spec.index in self._behind:  # a param that arrives once more
             self._wait_for_first()
         whole = self._whole.get(chunk.spec.index)
@@ -133,7 +125,7 @@ class Reduction:
         if not self.reduces:
             return
         step = self._shards.step
-        if step is None or step.is_parted or self._synced:
+        if step is None or step.is_parted or self._sync.is_done:
             self._reduce(index)
             return
         while (following := step.next_reduction) in self._completions and following in self._whole:
@@ -154,9 +146,7 @@ class Reduction:
             self._shards.end_backward()
         else:
             self._check_plans(self._shards.meet(Point.END_BACKWARD, self._planned() << _PLAN))
-        self.num_backwards += 1
-        if self._synced:
-            self._unsync()  # nobody had a gradient
+        self._sync.backward_ended()
 
     def _reduce(self, index: int) -> None:
         dtype = self._whole[index].flat.dtype
@@ -244,21 +234,20 @@ class Reduction:
         if not self._in_backward.transient:
             return 0
         if self._plan[0] != self._state.backward_number:  # counters change with the first update
-            self._plan = self._state.backward_number, self._facts_of_step(owners(self._params.handles)).checksum
+            self._plan = self._state.backward_number, self._sync.facts_of_updates().checksum
         return self._plan[1]
 
     def _check_plans(self, details: list[int]) -> None:
         """Ranks that disagree about updates inside backward find out before the first of them."""
         if len({detail >> _PLAN for detail in details}) > 1:
-            facts = self._facts_of_step(owners(self._params.handles))
+            facts = self._sync.facts_of_updates()
             refuse_differing(self._shards, "the updates inside backward", facts)
 
     def reduce(self, index: int, requests: list[Request]) -> None:
         """All ranks add up chunk ``index``: each receives its shard of the sum and lands it."""
         chunk = self._chunks[index]
         self._check_plans([request.detail for request in requests])
-        if self._synced:
-            self._unsync()
+        self._sync.undo()
         handles, whole = self._params.by_chunk[index], self._whole.get(index)
         arrived, dtypes = self._who_has_what(index, requests, whole, handles)
         self._completions.note_reduced(index, is_full=bool(arrived.all()))
@@ -398,7 +387,7 @@ class Reduction:
         """Forget gradients that were not reduced (``zero_grad``); those that were are forgotten next."""
         if self._behind:
             self._shards.finish()
-        self.num_dropped += any(handle.has_grad for handle in handles)
+        self._sync.gradients_dropped(handles)
         for handle in handles:
             whole = self._whole.get(handle.chunk.spec.index)
             if whole is not None and handle.name in whole.arrived:
@@ -406,14 +395,22 @@ class Reduction:
                 handle.leftover = Leftover.USED  # until what takes its place is known
                 if not whole.arrived:
                     self._close(handle.chunk.spec.index)
-        self.clippings.clear()
 
     def end_step(self, *, has_gradients: bool) -> None:
         """After an optimizer step, skipped or made."""
-        self.clippings.clear()
-        self.num_dropped = self.num_backwards = 0
-        if self._synced and not has_gradients:
-            self._synced = False
+        self._sync.end_step(has_gradients=has_gradients)
+
+    def note_clipping(self, call: str) -> None:
+        """``clip_grad_norm_`` was called, with a limit: ranks compare what they did."""
+        self._sync.note_clipping(call)
+
+    def sync_grads(self) -> None:
+        """Before the norm, once per step: see :meth:`StepSync.sync_grads`."""
+        self._sync.sync_grads(self._whole)
+
+    def agree_on_step(self, optimizer: Stepper) -> None:
+        """Before the update: see :meth:`StepSync.agree_on_step`."""
+        self._sync.agree_on_step(optimizer, self._whole)
 
     @contextmanager
     def without_reducing(self) -> Iterator[None]:
@@ -423,103 +420,3 @@ class Reduction:
             yield
         finally:
             self.reduces = before
-
-    # ---- the step -----------------------------------------------------------------------------------------------
-
-    def sync_grads(self, step: Facts | None = None) -> bool:
-        """Make the gradients of a step the same thing on every rank: once per step, before the norm or the update.
-
-        ``step``: what this rank is about to update with them, if it is. True if every rank is about to do the same.
-
-        Raises:
-            RankMismatch: on every rank, if they are not, or one of them has dropped gradients.
-        """
-        if self._synced:
-            return False
-        if self._whole:
-            raise GeminiError(
-                "optimizer.step() or clip_grad_norm_ after a backward inside no_sync(), or one that failed: the last "
-                "backward of a step must be outside of no_sync(), so that gradients are reduced. zero_grad() drops them"
-            )
-        handles, gradients = self._params.handles, facts_of_gradients(self._params.handles)
-        said = meet_with(self._shards, Point.SYNC_GRADS, gradients, step)
-        if any(len({there for there, _ in row}) > 1 for row in said):  # replicas may have other gradients until here
-            refuse_differing(self._shards, "clip_grad_norm_ or optimizer.step()", gradients)
-        steps = {planned for row in said for _, planned in row}
-        if step is not None and 0 not in steps and len(steps) > 1:
-            refuse_differing(self._shards, "optimizer.step()", step)
-        if self._ranks.replicas is not None:
-            self._sum_across_replicas()
-        own = kernels.totals([handle.norm_sums or [] for handle in handles])
-        rows = self._ranks.wire.swap(Tag.AGREEMENT, torch.tensor(own, dtype=torch.float64), "the gradient norm")
-        for handle, parts in zip(handles, rows.T.tolist(), strict=True):
-            if handle.norm_sums is not None:
-                handle.norm_sums = parts
-        self._synced = True
-        return 0 not in steps
-
-    def agree_on_step(self, optimizer: Stepper) -> None:
-        """``optimizer.step()`` is about to update params: all ranks come here, and must be about to do the same.
-
-        The checksum travels in the message with which ranks meet before the norm is added up. If that was sent by
-        ``clip_grad_norm_`` already, they meet here once more.
-
-        Raises:
-            RankMismatch: on every rank; no weight was changed.
-        """
-        if not self.sync_grads(self._facts_of_step([optimizer])):
-            self._confirm(self._facts_of_step([optimizer]))
-
-    def _confirm(self, step: Facts) -> None:
-        """Gradients are settled: every rank is about to update the same params with the same of them.
-
-        Raises:
-            RankMismatch: on every rank, if not.
-        """
-        gradients = facts_of_gradients(self._params.handles)
-        said = meet_with(self._shards, Point.STEP, gradients, step)
-        for number, facts in enumerate((gradients, step)):
-            if len({rank[number] for row in said for rank in row}) > 1:
-                refuse_differing(self._shards, "optimizer.step()", facts)
-
-    def _unsync(self) -> None:
-        """A backward after ``clip_grad_norm_``: of a norm that all ranks know, this rank's part is its own again."""
-        for handle in self._params.handles:
-            if handle.norm_sums is not None:
-                handle.norm_sums = handle.norm_sums[self._ranks.rank : self._ranks.rank + 1]
-        self._synced = False
-
-    def _sum_across_replicas(self) -> None:
-        """Add up this rank's shard of the gradients over all replicas, chunk by chunk in the order of the layout."""
-        wire = self._ranks.replicas
-        assert wire is not None
-        own = torch.tensor([handle.has_grad for handle in self._params.handles], dtype=torch.uint8)
-        rows = wire.swap(Tag.AGREEMENT, own, "comparing gradients across replicas").bool()
-        anywhere = {h.name: bool(flag) for h, flag in zip(self._params.handles, rows.any(0).tolist(), strict=True)}
-        for index, handles in self._params.by_chunk.items():
-            present = [handle for handle in handles if anywhere[handle.name]]
-            if not present:
-                continue
-            chunk = self._chunks[index]
-            plane = chunk.planes[GRAD]
-            absent = [handle.part for handle in present if not handle.has_grad]
-            for handle in present:
-                handle.norm_sums = []
-            for start, stop in tiles(0, plane.numel, min(self._mover.tile, self._shards.piece)):
-                tile, is_staged = self._mover.host_tile(1, plane, start, stop)
-                for part in absent:
-                    tile[max(part.start - start, 0) : max(part.stop - start, 0)].zero_()
-                wire.all_reduce(Tag.REPLICAS, tile, self._shards.scratch, f"the all-reduce of {chunk.name}")
-                if is_staged:
-                    self._mover.store(plane, start, stop, tile)
-                for handle in present:
-                    first, last = max(handle.part.start, start), min(handle.part.stop, stop)
-                    if first < last:
-                        assert handle.norm_sums is not None
-                        handle.norm_sums += kernels.sum_squares(tile[first - start : last - start])
-
-    def _facts_of_step(self, optimizers: Sequence[Stepper]) -> Facts:
-        return facts_of_step(
-            self._params.handles, optimizers, self._scaling, self._state, clippings=self.clippings,
-            num_backwards=self.num_backwards, num_dropped=self.num_dropped,
-        )  # fmt: skip

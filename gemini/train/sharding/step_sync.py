@@ -1,0 +1,184 @@
+"""Once per step: gradients and what is about to be done with them become the same thing on every rank.
+
+sync_grads     sums across replicas, and every param's part of the norm from every rank
+agree_on_step  all ranks are about to update the same params with the same hyperparameters
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence, Sized
+
+import torch
+
+from gemini import kernels
+from gemini.errors import GeminiError
+from gemini.memory.movement.mover import tiles
+from gemini.memory.store import ChunkStore
+from gemini.planning.planes import GRAD
+from gemini.ranks.agreement import Point
+from gemini.ranks.facts import Facts
+from gemini.ranks.wire import Tag
+from gemini.train.gradients.scaled_backward import Scaling
+from gemini.train.params.handle import ParamHandle
+from gemini.train.params.stepper import Stepper
+from gemini.train.sharding.alike import meet_with, refuse_differing
+from gemini.train.sharding.shards import Shards
+from gemini.train.sharding.step_facts import facts_of_gradients, facts_of_step, owners
+from gemini.train.step import StepState
+
+
+class StepSync:
+    """What the ranks of one model have said to each other about the step under way."""
+
+    def __init__(self, shards: Shards, store: ChunkStore, state: StepState, scaling: Scaling):
+        self.is_done = False
+        """Whether gradients are the same thing on every rank: every rank knows their norms."""
+        self._shards, self._ranks, self._params = shards, shards.ranks, shards.params
+        self._chunks, self._mover, self._state, self._scaling = store.chunks, store.mover, state, scaling
+        self._clippings: list[str] = []
+        """The calls of ``clip_grad_norm_`` of this step; one without a limit only looks at the norm."""
+        self._num_dropped = 0
+        """How often gradients were dropped since the last step (``zero_grad``)."""
+        self._num_backwards = 0
+        """Since the last step, outside of ``no_sync``: replicas meet in none of them."""
+
+    # ---- what happens in between ----------------------------------------------------------------------------------
+
+    def refuse_gradient(self) -> None:
+        """A gradient arrives: with replicas it may not come after the sums across them.
+
+        Raises:
+            GeminiError: if it does.
+        """
+        if self.is_done and self._ranks.replicas is not None and any(h.has_grad for h in self._params.handles):
+            raise GeminiError("a backward after clip_grad_norm_: clip after the last backward of a step")
+
+    def backward_ended(self) -> None:
+        """One outside of ``no_sync``."""
+        self._num_backwards += 1
+        self.undo()  # nobody had a gradient
+
+    def gradients_dropped(self, handles: Sequence[ParamHandle]) -> None:
+        """``zero_grad``: what was clipped is gone too."""
+        self._num_dropped += any(handle.has_grad for handle in handles)
+        self._clippings.clear()
+
+    def note_clipping(self, call: str) -> None:
+        self._clippings.append(call)
+
+    def end_step(self, *, has_gradients: bool) -> None:
+        """After an optimizer step, skipped or made."""
+        self._clippings.clear()
+        self._num_dropped = self._num_backwards = 0
+        if self.is_done and not has_gradients:
+            self.is_done = False
+
+    # ---- once per step ------------------------------------------------------------------------------------------
+
+    def sync_grads(self, whole: Sized, step: Facts | None = None) -> bool:
+        """Make the gradients of a step the same thing on every rank: once per step, before the norm or the update. True
+        if every rank is about to make the same step.
+
+        Args:
+            whole: the gradients of this rank that were not reduced.
+            step: what this rank is about to update with them, if it is.
+
+        Raises:
+            GeminiError: if there are such gradients.
+            RankMismatch: on every rank, if they are not, or one of them has dropped gradients.
+        """
+        if self.is_done:
+            return False
+        if whole:
+            raise GeminiError(
+                "optimizer.step() or clip_grad_norm_ after a backward inside no_sync(), or one that failed: the last "
+                "backward of a step must be outside of no_sync(), so that gradients are reduced. zero_grad() drops them"
+            )
+        handles, gradients = self._params.handles, facts_of_gradients(self._params.handles)
+        said = meet_with(self._shards, Point.SYNC_GRADS, gradients, step)
+        if any(len({there for there, _ in row}) > 1 for row in said):  # replicas may have other gradients until here
+            refuse_differing(self._shards, "clip_grad_norm_ or optimizer.step()", gradients)
+        steps = {planned for row in said for _, planned in row}
+        if step is not None and 0 not in steps and len(steps) > 1:
+            refuse_differing(self._shards, "optimizer.step()", step)
+        if self._ranks.replicas is not None:
+            self._sum_across_replicas()
+        own = kernels.totals([handle.norm_sums or [] for handle in handles])
+        rows = self._ranks.wire.swap(Tag.AGREEMENT, torch.tensor(own, dtype=torch.float64), "the gradient norm")
+        for handle, parts in zip(handles, rows.T.tolist(), strict=True):
+            if handle.norm_sums is not None:
+                handle.norm_sums = parts
+        self.is_done = True
+        return 0 not in steps
+
+    def agree_on_step(self, optimizer: Stepper, whole: Sized) -> None:
+        """``optimizer.step()`` is about to update params: all ranks come here, and must be about to do the same.
+
+        The checksum travels in the message with which ranks meet before the norm is added up. If that was sent by
+        ``clip_grad_norm_`` already, they meet here once more.
+
+        Raises:
+            RankMismatch: on every rank; no weight was changed.
+        """
+        if not self.sync_grads(whole, self._facts_of_step([optimizer])):
+            self._confirm(self._facts_of_step([optimizer]))
+
+    def _confirm(self, step: Facts) -> None:
+        """Gradients are settled: every rank is about to update the same params with the same of them.
+
+        Raises:
+            RankMismatch: on every rank, if not.
+        """
+        gradients = facts_of_gradients(self._params.handles)
+        said = meet_with(self._shards, Point.STEP, gradients, step)
+        for number, facts in enumerate((gradients, step)):
+            if len({rank[number] for row in said for rank in row}) > 1:
+                refuse_differing(self._shards, "optimizer.step()", facts)
+
+    def undo(self) -> None:
+        """A backward after ``clip_grad_norm_``: of a norm that all ranks know, this rank's part is its own again."""
+        if not self.is_done:
+            return
+        for handle in self._params.handles:
+            if handle.norm_sums is not None:
+                handle.norm_sums = handle.norm_sums[self._ranks.rank : self._ranks.rank + 1]
+        self.is_done = False
+
+    def _sum_across_replicas(self) -> None:
+        """Add up this rank's shard of the gradients over all replicas, chunk by chunk in the order of the layout."""
+        wire = self._ranks.replicas
+        assert wire is not None
+        own = torch.tensor([handle.has_grad for handle in self._params.handles], dtype=torch.uint8)
+        rows = wire.swap(Tag.AGREEMENT, own, "comparing gradients across replicas").bool()
+        anywhere = {h.name: bool(flag) for h, flag in zip(self._params.handles, rows.any(0).tolist(), strict=True)}
+        for index, handles in self._params.by_chunk.items():
+            present = [handle for handle in handles if anywhere[handle.name]]
+            if not present:
+                continue
+            chunk = self._chunks[index]
+            plane = chunk.planes[GRAD]
+            absent = [handle.part for handle in present if not handle.has_grad]
+            for handle in present:
+                handle.norm_sums = []
+            for start, stop in tiles(0, plane.numel, min(self._mover.tile, self._shards.piece)):
+                tile, is_staged = self._mover.host_tile(1, plane, start, stop)
+                for part in absent:
+                    tile[max(part.start - start, 0) : max(part.stop - start, 0)].zero_()
+                wire.all_reduce(Tag.REPLICAS, tile, self._shards.scratch, f"the all-reduce of {chunk.name}")
+                if is_staged:
+                    self._mover.store(plane, start, stop, tile)
+                for handle in present:
+                    first, last = max(handle.part.start, start), min(handle.part.stop, stop)
+                    if first < last:
+                        assert handle.norm_sums is not None
+                        handle.norm_sums += kernels.sum_squares(tile[first - start : last - start])
+
+    def facts_of_updates(self) -> Facts:
+        """What updates inside backward depend on."""
+        return self._facts_of_step(owners(self._params.handles))
+
+    def _facts_of_step(self, optimizers: Sequence[Stepper]) -> Facts:
+        return facts_of_step(
+            self._params.handles, optimizers, self._scaling, self._state, clippings=self._clippings,
+            num_backwards=self._num_backwards, num_dropped=self._num_dropped,
+        )  # fmt: skip
