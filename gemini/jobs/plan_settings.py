@@ -123,7 +123,8 @@ class PlanSettings:
             )
         if self.states == "compact" and self.precision not in (None, "bf16"):
             raise JobError(f"--states compact keeps bf16 weights, which does not go with --precision {self.precision}.")
-        self.rule_in("bf16" if self.states == "compact" else "fp32")
+        if self.states == "compact":
+            self.rule_in("bf16")
         if self.gradients == "transient" and self.precision == "fp16":
             raise JobError("--gradients transient updates inside backward, which does not go with --precision fp16.")
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from importlib import import_module
+from typing import TYPE_CHECKING
 
-from gemini.rules import UpdateRule
+if TYPE_CHECKING:  # the names alone are there without torch
+    from gemini.rules import UpdateRule
 
 RULES = {
     "adamw": "AdamRule", "lion": "LionRule", "sgd": "SGDRule", "plain-sgd": "PlainSGDRule", "adan": "AdanRule",
