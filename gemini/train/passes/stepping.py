@@ -312,7 +312,8 @@ class Stepping:
         """After an optimizer step: what moved since the last one is what the report shows."""
         if self.state.has_clipped:
             self._backward.fold_clipping()
-        self.state.clip_updates(1.0)
+        if self.state.clip_in_backward != 1.0:
+            self.state.clip_updates(1.0)
         if self.state.updated_in_backward:
             self.state.forget_update_in_backward()
         self._store.mover.watch.end_step()
