@@ -11,13 +11,14 @@ import queue
 import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
 from gemini.interrupts import call_without_grad
-from gemini.memory.devices.device import Event, HostMemoryDevice, register_device
+from gemini.memory.devices.device import Event, HostMemoryDevice, Window, register_device
 from gemini.testing.clock import RandomClock
+from gemini.testing.pieces import Pieces, PieceWindow
 from gemini.tiers import Tier
 
 END_SECONDS = 10.0
@@ -34,13 +35,24 @@ class StandinDevice(HostMemoryDevice):
             or a :class:`~gemini.testing.clock.RandomClock`, which is closed with the device).
         poison: fill what a copy will overwrite with 0xFF (NaN, in every float) as soon as the copy may begin, so that
             one who reads it before the copy is complete is found out whatever was there before.
+        in_pieces: windows are cut out of one stretch of addresses, as on a GPU, so that what is free may be in pieces.
     """
 
     name = "standin"
     tier = Tier.GPU
 
-    def __init__(self, memory: int = 2**30, gate: Callable[[str], None] | None = None, *, poison: bool = False):
+    def __init__(
+        self,
+        memory: int = 2**30,
+        gate: Callable[[str], None] | None = None,
+        *,
+        poison: bool = False,
+        in_pieces: bool = False,
+    ):
         super().__init__()
+        self.pieces = Pieces() if in_pieces else None
+        if in_pieces:
+            self.frames = None
         self._memory = memory
         self._gate = gate or (lambda stream: None)
         self._poison = poison
@@ -81,6 +93,20 @@ class StandinDevice(HostMemoryDevice):
                 self._streams[stream] = _CopyStream(stream)
             self._streams[stream].put(run)
         return event
+
+    def make_window(self, num_bytes: int) -> Window:
+        return super().make_window(num_bytes) if self.pieces is None else PieceWindow(num_bytes, self.pieces)
+
+    def reserve_windows(self, num_bytes: int) -> None:
+        if self.pieces is not None:
+            self.pieces.reserve(num_bytes)
+
+    def has_place(self, num_bytes: int) -> bool:
+        return self.pieces is None or self.pieces.has_place(num_bytes)
+
+    def move_windows_together(self, windows: Sequence[Window]) -> None:
+        if self.pieces is not None:
+            self.pieces.move_together(windows)
 
     def free_bytes(self) -> int:
         return self._memory

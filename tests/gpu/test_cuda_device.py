@@ -177,6 +177,29 @@ def test_a_host_that_runs_far_ahead_mixes_no_windows_up(device: Device) -> None:
     assert [s["total_size"] for s in own] == [3 * size], "all of them came out of what was got beforehand"
 
 
+def test_what_is_free_in_pieces_is_made_one(device: Device) -> None:
+    """Of eight windows every second one goes: then no place is as long as two, until the others are moved."""
+    size = 5 * MIB  # eight are whole segments of either kind
+    device.reserve_windows(8 * size)
+    reserved = torch.cuda.memory_stats(device.torch_device)["reserved_bytes.large_pool.current"]
+    windows = [device.make_window(size) for _ in range(8)]
+    for number, window in enumerate(windows):
+        window.populate()
+        window.bytes.fill_(number + 1)
+    assert device.has_place(size), "as many as were reserved are in use: one more comes from elsewhere"
+    for window in windows[::2]:
+        window.depopulate()
+    assert device.has_place(size) and not device.has_place(size + 4096) and not device.has_place(2 * size)
+    views = [window.bytes[size // 2 :] for window in windows[1::2]]
+    device.move_windows_together(windows[1::2])
+    assert device.has_place(4 * size)
+    for number, view in zip((2, 4, 6, 8), views, strict=True):
+        assert view.min() == view.max() == number, "who looks at a window sees it at its new place"
+    long = device.make_window(4 * size)
+    long.populate()
+    assert torch.cuda.memory_stats(device.torch_device)["reserved_bytes.large_pool.current"] == reserved
+
+
 def test_windows_share_their_pool_with_nobody(device: Device) -> None:
     window = device.make_window(32 * MIB)
     window.populate()

@@ -80,6 +80,8 @@ class Schedule:
     """How often something is read at a point of the loop."""
     updates_on_gpu: float = 0.0
     """Of the states in host memory, for which there is a GPU: streamed through it."""
+    in_pieces: bool = False
+    """Windows need memory in one piece."""
 
     def config(self, budget: int, directory: Path) -> gemini.GeminiConfig:
         memory: dict[str, Any] = {"cpu": "1GiB", "nvme": "64MiB", "nvme_path": directory}
@@ -94,7 +96,7 @@ class Schedule:
             )  # fmt: skip
         device: Any = self.device
         if self.device == "standin":
-            device = StandinDevice(gate=RandomClock(self.seed), poison=self.poison)
+            device = StandinDevice(gate=RandomClock(self.seed), poison=self.poison, in_pieces=self.in_pieces)
         return gemini.GeminiConfig(
             precision=self.recipe.precision, gradients=self.recipe.gradients, device=device, max_chunk=self.max_chunk,
             memory=gemini.MemoryBudget(**memory), placement=placement, overlap=self.overlap,
@@ -130,6 +132,7 @@ def draw(seed: int) -> Schedule:
         switch_interval=10 ** rng.uniform(-6, -2.3),
         reads=rng.choice((0.0, 0.1, 0.4)),
         updates_on_gpu=rng.choice((0.0, 0.5, 1.0)),
+        in_pieces=rng.random() < 0.5,
     )
 
 

@@ -26,6 +26,7 @@ UNIT = 2 * ALIGN  # bytes of a window of size 1
 
 WORLDS = [
     "cpu over nvme", "cpu over nvme, resizing", "standin over cpu", "standin over nvme", "standin over cpu, resizing",
+    "standin over cpu, in pieces",
 ]  # fmt: skip
 
 
@@ -34,14 +35,15 @@ def make_world(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Callable[[list[int], int], World]]:
     """Worlds of chunks of the given sizes and a budget for windows, both in units."""
-    where, _, resizing = request.param.partition(", ")
-    if resizing:
+    where, _, how = request.param.partition(", ")
+    if how == "resizing":
         monkeypatch.setattr(devices, "can_move_pages", lambda: False)
     name, home = where.split(" over ")
     made: list[Device] = []
 
     def make(sizes: list[int], budget: int) -> World:
-        made.append(CpuDevice() if name == "cpu" else StandinDevice())
+        made.append(CpuDevice() if name == "cpu" else StandinDevice(in_pieces=how == "in pieces"))
+        made[-1].reserve_windows(budget * UNIT)
         return World(sizes, made[-1], budget * UNIT, Tier(home), tmp_path)
 
     yield make
@@ -160,6 +162,41 @@ def test_frames_of_other_sizes_are_given_back_for_room(make_world: Callable[[lis
         world.manager.acquire(world.chunks[index])
         check(world)
         assert shown(world, index) == index + 1
+
+
+def test_what_is_free_in_pieces_is_made_one() -> None:
+    """Of eight units every second one is in use, and two are wanted in one piece."""
+    device = StandinDevice(in_pieces=True)
+    assert device.pieces is not None
+    device.reserve_windows(8 * UNIT)
+    world = World([1] * 8 + [2], device, 8 * UNIT, Tier.CPU, Path())
+    for chunk in world.chunks[:8]:
+        world.manager.acquire(chunk)
+    for chunk in world.chunks[:8:2]:
+        world.manager.release(chunk)
+    world.manager.acquire(world.chunks[8])
+    check(world)
+    assert [shown(world, index) for index in (1, 3, 5, 7, 8)] == [2, 4, 6, 8, 9]
+    assert device.pieces.num_moves == 1
+    device.close()
+
+
+def test_what_nobody_reads_goes_before_what_is_read_is_moved() -> None:
+    """Two free units on either side of one that stays for its next use: that one goes, and nothing is moved."""
+    device = StandinDevice(in_pieces=True)
+    assert device.pieces is not None
+    device.reserve_windows(4 * UNIT)
+    world = World([1, 1, 1, 1, 2], device, 4 * UNIT, Tier.CPU, Path())
+    for chunk in world.chunks[:4]:
+        world.manager.acquire(chunk)
+    for chunk in world.chunks[:3]:
+        world.manager.release(chunk)
+    world.manager.drop([world.chunks[0], world.chunks[2]])
+    assert world.ledger.free(Tier.GPU) == 2 * UNIT and not device.has_place(2 * UNIT)
+    world.manager.acquire(world.chunks[4])
+    check(world)
+    assert world.gathered() == [3, 4] and device.pieces.num_moves == 0
+    device.close()
 
 
 def test_overtaken_copies_are_dropped_now_or_at_release(make_world: Callable[[list[int], int], World]) -> None:

@@ -21,7 +21,7 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -30,7 +30,7 @@ from gemini.errors import warn
 from gemini.interrupts import call_without_grad
 from gemini.memory.devices.cuda_budget import beside_bytes, check_room, lift, limit
 from gemini.memory.devices.cuda_streams import CopyStreams, CudaEvent
-from gemini.memory.devices.cuda_windows import CudaWindow, WindowMemory
+from gemini.memory.devices.cuda_windows import SMALL, CudaWindow, WindowMemory, move_together
 from gemini.memory.devices.device import Device, Event
 from gemini.memory.devices.pages import PAGE
 from gemini.memory.devices.pinned import PinnedArena
@@ -39,9 +39,6 @@ from gemini.tiers import Tier
 
 _STREAMS_OF_TORCH = 32
 """How many streams torch has for a device before it gives the first one again."""
-
-_SMALL = 2**20
-"""Bytes up to which torch's allocator takes memory from other segments than larger ones."""
 
 
 class _OfThread(threading.local):
@@ -79,11 +76,18 @@ class CudaDevice(Device):
         if num_bytes > 0:
             self._memory.reserve(num_bytes)
 
+    def has_place(self, num_bytes: int) -> bool:
+        return self._memory.has_place(num_bytes)
+
+    def move_windows_together(self, windows: Sequence[Window]) -> None:
+        self.synchronize()
+        move_together(windows)
+
     def make_buffer(self, num_bytes: int) -> torch.Tensor:
         return torch.zeros(num_bytes, dtype=torch.uint8, device=self.torch_device)
 
     def reserve_buffers(self, sizes: Iterable[int]) -> None:
-        large = sum(num_bytes for num_bytes in sizes if num_bytes > _SMALL)
+        large = sum(num_bytes for num_bytes in sizes if num_bytes > SMALL)
         if large and torch.cuda.memory_stats(self.torch_device).get("max_split_size", -1) <= 0:
             with contextlib.suppress(torch.cuda.OutOfMemoryError):  # then each comes on its own, rounded to 2 MiB
                 torch.empty(large, dtype=torch.uint8, device=self.torch_device)

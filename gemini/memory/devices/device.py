@@ -133,6 +133,18 @@ class Device(ABC):
     def reserve_windows(self, num_bytes: int) -> None:  # noqa: B027 - pages of the host come one by one
         """So many bytes of windows will have memory at once: get it in one piece, as far as that goes."""
 
+    def has_place(self, num_bytes: int) -> bool:
+        """Whether what is free of the memory that was reserved for windows has so many bytes in one piece.
+
+        Also true where one piece is not needed, or that memory has no so many bytes left at all.
+        """
+        return True
+
+    def move_windows_together(self, windows: Sequence[Window]) -> None:  # noqa: B027 - pages need not be in one piece
+        """Give these windows other places, one behind the other, so that what is free is in one piece. They have
+        memory, no copy of it is under way, and nobody but the calling thread reads it. Waits for all that was computed.
+        """
+
     def reserve_host(self, num_bytes: int) -> None:  # noqa: B027 - most devices copy from any memory alike
         """Host buffers of so many bytes in all are going to be made: get ready what they are cut out of, once."""
 

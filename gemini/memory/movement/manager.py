@@ -194,17 +194,17 @@ class Manager:
             self._overtaken.pop(index, None)
 
     def make_room(self, num_bytes: int, *, what: str, for_window: bool = False) -> None:
-        """Free at least ``num_bytes`` of the computing tier by evicting and giving back frames; ``for_window``: a
-        parked frame of just that size will do as well.
+        """Free at least ``num_bytes`` of the computing tier by evicting and giving back frames; ``for_window``: in one
+        piece where windows need one, and a parked frame of just that size will do as well.
 
         Raises:
             BudgetExceeded: if all that may go is not enough; then nothing was evicted.
         """
-        tier, collected = self._device.tier, False
+        collected, window = False, num_bytes if for_window else 0
         num_bytes -= min(num_bytes, self._lending.room()) if for_window else 0
-        if self.ledger.free(tier) >= num_bytes:
+        if self.ledger.free(self._device.tier) >= num_bytes and self._has_place(window):
             return
-        while (missing := num_bytes - self.ledger.free(tier) - self.ledger.held(tier, "pool")) > 0:
+        while missing := self._missing(num_bytes, window):
             evictable = self._evictable()
             victims = self._policy.choose([c for c in evictable if not c.kept], missing)
             if victims is None and self.relieve():
@@ -222,9 +222,22 @@ class Manager:
                 collected = True
                 gc.collect()  # what was lent may only wait for it, or for a thread to end
                 time.sleep(0.01)
-            elif missing <= num_bytes - self.ledger.free(tier) - self.ledger.held(tier, "pool"):
+            elif self._missing(num_bytes) == 0:  # only what is read now is left, and it is in the way
+                there = [c.window for c in self.chunks if c.window is not None and c.gathered]
+                self._device.move_windows_together(there)
+                break
+            elif missing <= self._missing(num_bytes, window):
                 raise BudgetExceeded(self._explain(num_bytes, what))  # and nothing came free while it was asked
         self._trim_pool(num_bytes, for_window=for_window)
+
+    def _missing(self, num_bytes: int, window: int = 0) -> int:
+        """Bytes that have to go before so many are free or parked; 1 if a window of ``window`` bytes has no place."""
+        tier = self._device.tier
+        missing = max(0, num_bytes - self.ledger.free(tier) - self.ledger.held(tier, "pool"))
+        return missing or int(not self._has_place(window))
+
+    def _has_place(self, window: int) -> bool:
+        return window == 0 or self._device.has_place(window)
 
     def begin_forward(self, *, in_step: bool) -> None:
         """Nothing computes yet. ``in_step``: a backward may follow."""
@@ -305,9 +318,11 @@ class Manager:
         The policy chooses among what the plan lets go before that moment, so that no more moves than planned.
         """
         frames, wanted = self._device.frames, max(0, num_bytes + self._leave() - self._lending.room(moment))
-        if self.ledger.free(self._device.tier) >= wanted or (frames is not None and frames.has(num_bytes)):
+        if frames is not None and frames.has(num_bytes):
             return True
-        has_room = self._let_go(wanted, lambda next_use: next_use > moment)
+        if self.ledger.free(self._device.tier) >= wanted and self._has_place(num_bytes):
+            return True
+        has_room = self._let_go(wanted, lambda next_use: next_use > moment, window=num_bytes)
         if has_room:
             self._trim_pool(num_bytes, for_window=True)
         return has_room
@@ -319,15 +334,19 @@ class Manager:
             self._trim_pool(num_bytes, for_window=False)
         return has_room
 
-    def _let_go(self, num_bytes: int, may_go: Callable[[int], bool]) -> bool:
-        """Evict what the plan lets go before its next use, until so much is free or parked; nothing if not enough."""
-        tier = self._device.tier
-        missing = num_bytes - self.ledger.free(tier) - self.ledger.held(tier, "pool")
-        candidates = [c for c in self._evictable() if c.next_use is not None and may_go(c.next_use) and not c.kept]
-        victims = self._policy.choose(candidates, missing) if missing > 0 else ()
-        for index in victims or ():
-            self._evict(self.chunks[index])
-        return victims is not None
+    def _let_go(self, num_bytes: int, may_go: Callable[[int], bool], window: int = 0) -> bool:
+        """Evict what the plan lets go before its next use, until so much is free or parked, or a window of ``window``
+        bytes has a place; nothing if there are too few bytes.
+        """
+        while missing := self._missing(num_bytes, window):
+            evictable = self._evictable()
+            candidates = [c for c in evictable if c.next_use is not None and may_go(c.next_use) and not c.kept]
+            victims = self._policy.choose(candidates, missing)
+            if victims is None:
+                return False
+            for index in victims:
+                self._evict(self.chunks[index])
+        return True
 
     def _begin_fetch(self, chunk: Chunk, moment: int) -> None:
         """Fill the window of a chunk ahead of its use."""

@@ -195,9 +195,11 @@ def _reserve(ledger: Ledger, problem: Problem, placement: Placement) -> None:
 
 
 def _window_bytes(ledger: Ledger, problem: Problem, placement: Placement) -> int:
-    """The most that windows can have at once: all of them, or what the budget leaves them."""
+    """The most that windows, and whole gradients on their way, can have at once: all of them, or what the budget
+    leaves them.
+    """
     moving = [i for i, homes in enumerate(placement.homes) if problem.needs_window(i, homes[WEIGHTS])]
-    return min(sum(problem.window_bytes(i) for i in moving), ledger.free(problem.compute) - problem.in_flight)
+    return min(sum(problem.window_bytes(i) for i in moving) + problem.in_flight, ledger.free(problem.compute))
 
 
 def _buffers(problem: Problem, placement: Placement) -> list[int]:
