@@ -74,9 +74,6 @@ def word_for(point: Point) -> str:
 _SERVED = (Point.GATHER, Point.READ)
 _REDUCING = (Point.REDUCE, Point.END_BACKWARD, Point.CONTEXT)
 """Where a rank takes part in a reduction, whatever it has of the gradients."""
-_THE_END = (Point.END_BACKWARD, 0)
-_ENDING = 64
-"""Added to a point on its way, for a rank whose backward is still to end."""
 
 
 class Request(NamedTuple):
@@ -85,8 +82,6 @@ class Request(NamedTuple):
     point: Point
     about: int = 0
     detail: int = 0
-    ending: bool = False
-    """Whether the end of this rank's last backward is still to be agreed on, beside the point."""
 
     @property
     def subject(self) -> tuple[Point, int]:
@@ -110,7 +105,6 @@ class Agreement:
         self._wire = wire
         self._steps: list[int] = []
         self.num_steps = 0
-        self._ending = False
         # For who watches over the wait (gemini.ranks.watch), from another thread.
         self.num_exchanges = 0
         self.waiting_since: float | None = None
@@ -128,12 +122,8 @@ class Agreement:
             RankLost: if a rank died or does not answer.
         """
         while True:
-            requests = understood(self._exchange(request._replace(ending=self._ending)))
+            requests = self._exchange(request)
             chosen = choose(requests)
-            if self._ending and (chosen == _THE_END or not any(other.ending for other in requests)):
-                self._ending = False
-                if chosen == _THE_END:
-                    continue
             if chosen is None:
                 raise RankMismatch(_explain(requests, self._steps, self._wire.global_ranks))
             point, index = chosen
@@ -143,10 +133,6 @@ class Agreement:
                 handler.reduce(index, requests)
             if request.subject == chosen:
                 return requests
-
-    def end_backward(self) -> None:
-        """This rank has nothing more to reduce: said with the next request, whatever that is."""
-        self._ending = True
 
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:
@@ -163,25 +149,14 @@ class Agreement:
             self.waiting_since = None
 
     def _exchange(self, request: Request) -> list[Request]:
-        point = request.point + _ENDING * request.ending
-        said = torch.tensor([point, request.about, request.detail, self.num_steps], dtype=torch.int64, device="cpu")
+        said = torch.tensor(
+            [request.point, request.about, request.detail, self.num_steps], dtype=torch.int64, device="cpu"
+        )
         with self.waiting(_WORDS[request.point]):
             rows = self._wire.swap(Tag.AGREEMENT, said, self.waiting_in).tolist()
         self.num_exchanges += 1
         self._steps = [row[3] for row in rows]
-        return [Request(Point(row[0] % _ENDING), row[1], row[2], row[0] >= _ENDING) for row in rows]
-
-
-def understood(requests: Sequence[Request]) -> list[Request]:
-    """What ranks want before all else: those with a backward still to end want that, unless all of them have one, which
-    has ended then, or they must be served.
-    """
-    if all(request.ending for request in requests):
-        return [request._replace(ending=False) for request in requests]
-    return [
-        Request(*_THE_END, ending=True) if request.ending and request.point not in _SERVED else request
-        for request in requests
-    ]
+        return [Request(Point(row[0]), row[1], row[2]) for row in rows]
 
 
 def choose(requests: Sequence[Request]) -> tuple[Point, int] | None:

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from gemini.ranks.agreement import Point, Request, choose, understood
+from gemini.ranks.agreement import Point, Request, choose
 
 GATHER, READ, REDUCE, END, SYNC_GRADS, SAVE, BEGIN = (
     Point.GATHER, Point.READ, Point.REDUCE, Point.END_BACKWARD, Point.SYNC_GRADS, Point.SAVE_CHECKPOINT,
@@ -44,28 +44,6 @@ GATHER, READ, REDUCE, END, SYNC_GRADS, SAVE, BEGIN = (
 def test_choice(requests: list[Request], chosen: tuple[Point, int] | None) -> None:
     for order in itertools.permutations(requests):
         assert choose(order) == chosen, "who wants it does not matter"
-
-
-@pytest.mark.parametrize(
-    ("requests", "chosen"),
-    [
-        ([Request(SYNC_GRADS, 0, 77, ending=True), Request(REDUCE, 6)], (REDUCE, 6)),
-        ([Request(BEGIN, ending=True), Request(REDUCE, 6)], (REDUCE, 6)),
-        ([Request(SYNC_GRADS, ending=True), Request(END)], (END, 0)),
-        ([Request(SYNC_GRADS, ending=True), Request(GATHER, 6)], (GATHER, 6)),
-        ([Request(SYNC_GRADS, ending=True), Request(SYNC_GRADS, ending=True)], (SYNC_GRADS, 0)),
-        ([Request(SYNC_GRADS, ending=True), Request(SAVE, ending=True)], None),
-        ([Request(BEGIN, ending=True), Request(SYNC_GRADS, ending=True)], (BEGIN, 0)),
-    ],
-)
-def test_whoever_has_not_said_that_its_backward_is_over_stands_at_its_end(
-    requests: list[Request], chosen: tuple[Point, int] | None
-) -> None:
-    """Unless nobody has. What it says beside its own point is none of a backward's."""
-    for order in itertools.permutations(requests):
-        meant = understood(order)
-        assert choose(meant) == chosen
-        assert all(request.detail == 0 for request in meant if request.point is END)
 
 
 @pytest.mark.parametrize("seed", range(200))

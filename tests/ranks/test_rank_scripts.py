@@ -12,9 +12,9 @@ from tests.ranks.pool import Failure, Pool
 from tests.ranks.schedules import Event, Outcome, Play, run
 
 Pools = Callable[[int], Pool]
-_BEGIN, _GRADIENTS, _STEP = 1, 1, 1
-"""The rounds of a step that follows a script: as it begins, before the norm, and, since that was for
-``clip_grad_norm_``, once more in ``optimizer.step()``."""
+_BEGIN, _STEP = 1, 1
+"""The rounds of a step that follows a script: as it begins, and in ``optimizer.step()``. What is needed for the norm
+travels at the end of backward."""
 
 
 def both_ways(pool: Pool, play: Play) -> list[Outcome]:
@@ -35,7 +35,7 @@ def test_a_step_asks_at_its_beginning_and_its_end(where: str, pool_of: Pools, tm
     )  # fmt: skip
     for outcome in both_ways(pool_of(2), play):
         assert outcome.scripted == [False, True, True, True], "the first one says where gradients are complete"
-        assert outcome.rounds[1:] == [_BEGIN + _GRADIENTS + _STEP] * 3
+        assert outcome.rounds[1:] == [_BEGIN + _STEP] * 3
 
 
 @pytest.mark.slow

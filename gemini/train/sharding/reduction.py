@@ -104,7 +104,7 @@ class Reduction:
     def take(self, handle: ParamHandle, grad: torch.Tensor) -> None:
         """Keep a param's gradient, divided by the number of ranks, until that of its chunk is complete."""
         chunk = handle.chunk
-        self._sync.refuse_gradient()
+        self._sync.gradient_arrives()
         while chunk.spec.index in self._behind:  # a param that arrives once more
             self._wait_for_first()
         whole = self._whole.get(chunk.spec.index)
@@ -125,7 +125,7 @@ class Reduction:
         if not self.reduces:
             return
         step = self._shards.step
-        if step is None or step.is_parted or self._sync.is_done:
+        if step is None or step.is_parted:
             self._reduce(index)
             return
         while (following := step.next_reduction) in self._completions and following in self._whole:
@@ -135,18 +135,19 @@ class Reduction:
 
     def end_backward(self) -> None:
         """The backward is over: reduce what was left incomplete, then wait until it is over on every rank."""
-        is_through = self._shards.finish()
+        is_alike = self._shards.finish(at_end=True)
         self._completions.end_backward()
         if not self.reduces:
             return
         for index in sorted(self._whole, reverse=True):
-            is_through = False
             self._reduce(index)
-        if is_through:
-            self._shards.end_backward()
-        else:
+        if not is_alike:
             self._check_plans(self._shards.meet(Point.END_BACKWARD, self._planned() << _PLAN))
-        self._sync.backward_ended()
+        self._sync.backward_ended(is_alike=is_alike)
+
+    def end_script(self, *, has_all: bool) -> bool:
+        """See :class:`gemini.train.sharding.shards.Reducing`."""
+        return self._sync.end_script(has_all=has_all and not self._whole)
 
     def _reduce(self, index: int) -> None:
         dtype = self._whole[index].flat.dtype

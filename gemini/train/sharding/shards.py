@@ -66,6 +66,11 @@ class Reducing(Protocol):
     def leave_script(self) -> None:
         """No reduction is behind backward any more."""
 
+    def end_script(self, *, has_all: bool) -> bool:
+        """All ranks have done what the script says; ``has_all``: this one has nothing else of this backward to reduce.
+        True if that holds for all.
+        """
+
     def completed(self) -> Mapping[int, int] | None:
         """The chunks that a backward reduces behind it, with the moments in which their gradients are complete. None if
         this model's backward cannot.
@@ -206,24 +211,32 @@ class Shards:
             with self._gathering(chunk):
                 arrival.wait()
 
-    def finish(self) -> bool:
-        """Leave the script, if one is followed; True if it was followed to its end."""
+    def finish(self, *, at_end: bool = False) -> bool:
+        """Leave the script, if one is followed.
+
+        Args:
+            at_end: where a backward ends, and not because something else is wanted.
+
+        Returns:
+            whether that ends the script on every rank: its gradients, and their norms, are the same thing on all.
+        """
         step = self.step
         if step is None:
             return False
+        assert self._reducing is not None
         with self._mover.about("other ranks", "wait for other ranks"), self._agreement.waiting("the end of a script"):
             is_through = step.finish()
-        self.step = None  # and not before: what broke off is finished before anything else is asked
-        assert self._reducing is not None
-        self._reducing.leave_script()
-        self._num_strange = 0 if is_through else self._num_strange + 1
-        if self._num_strange > 1:
-            self._num_left_out = 2 ** min(self._num_strange - 1, 6)
-        return is_through
-
-    def end_backward(self) -> None:
-        """The script was followed to its end, and nothing else is to be reduced: to be said with the next request."""
-        self._agreement.end_backward()
+            self.step = None  # and not before: what broke off is finished before anything else is asked
+            self._num_strange = 0 if is_through else self._num_strange + 1
+            if self._num_strange > 1:
+                self._num_left_out = 2 ** min(self._num_strange - 1, 6)
+            has_all = False
+            try:
+                self._reducing.leave_script()
+                has_all = is_through and at_end
+            finally:  # also when a reduction has failed here: the others wait for what this rank says
+                is_alike = bool(step.script.reductions) and self._reducing.end_script(has_all=has_all)
+        return is_alike
 
     def waiting(self, what: str) -> AbstractContextManager[None]:
         """Around a wait for other ranks."""

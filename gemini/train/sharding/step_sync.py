@@ -44,19 +44,35 @@ class StepSync:
 
     # ---- what happens in between ----------------------------------------------------------------------------------
 
-    def refuse_gradient(self) -> None:
-        """A gradient arrives: with replicas it may not come after the sums across them.
+    def gradient_arrives(self) -> None:
+        """One of a further backward; with replicas it may not come after the sums across them.
 
         Raises:
             GeminiError: if it does.
         """
         if self.is_done and self._ranks.replicas is not None and any(h.has_grad for h in self._params.handles):
             raise GeminiError("a backward after clip_grad_norm_: clip after the last backward of a step")
+        self.undo()
 
-    def backward_ended(self) -> None:
-        """One outside of ``no_sync``."""
+    def end_script(self, *, has_all: bool) -> bool:
+        """A backward followed its script. Ranks tell each other whether it is over, what they have, and its norms:
+        True if it is over on all of them.
+        """
+        handles = self._params.handles
+        checksum = facts_of_gradients(handles).checksum
+        own = torch.tensor([has_all, checksum, *self._own_norms()], dtype=torch.float64, device="cpu")
+        rows = self._ranks.wire.swap(Tag.AGREEMENT, own, "the end of a backward and the gradient norm")
+        if not rows[:, 0].all():
+            return False
+        if self._ranks.replicas is None and bool((rows[:, 1] == checksum).all()):
+            self._take_norms(rows[:, 2:])
+        return True
+
+    def backward_ended(self, *, is_alike: bool) -> None:
+        """One outside of ``no_sync``; ``is_alike``: it followed its script to the end."""
         self._num_backwards += 1
-        self.undo()  # nobody had a gradient
+        if not is_alike:
+            self.undo()  # nobody had a gradient
 
     def gradients_dropped(self, handles: Sequence[ParamHandle]) -> None:
         """``zero_grad``: what was clipped is gone too."""
@@ -94,7 +110,7 @@ class StepSync:
                 "optimizer.step() or clip_grad_norm_ after a backward inside no_sync(), or one that failed: the last "
                 "backward of a step must be outside of no_sync(), so that gradients are reduced. zero_grad() drops them"
             )
-        handles, gradients = self._params.handles, facts_of_gradients(self._params.handles)
+        gradients = facts_of_gradients(self._params.handles)
         said = meet_with(self._shards, Point.SYNC_GRADS, gradients, step)
         if any(len({there for there, _ in row}) > 1 for row in said):  # replicas may have other gradients until here
             refuse_differing(self._shards, "clip_grad_norm_ or optimizer.step()", gradients)
@@ -103,19 +119,26 @@ class StepSync:
             refuse_differing(self._shards, "optimizer.step()", step)
         if self._ranks.replicas is not None:
             self._sum_across_replicas()
-        own = kernels.totals([handle.norm_sums or [] for handle in handles])
-        rows = self._ranks.wire.swap(Tag.AGREEMENT, torch.tensor(own, dtype=torch.float64), "the gradient norm")
-        for handle, parts in zip(handles, rows.T.tolist(), strict=True):
+        own = torch.tensor(self._own_norms(), dtype=torch.float64, device="cpu")
+        self._take_norms(self._ranks.wire.swap(Tag.AGREEMENT, own, "the gradient norm"))
+        return 0 not in steps
+
+    def _own_norms(self) -> list[float]:
+        """Of every param, the sum of squares of this rank's part of its gradient; 0 where there is none."""
+        return kernels.totals([handle.norm_sums or [] for handle in self._params.handles])
+
+    def _take_norms(self, rows: torch.Tensor) -> None:
+        """What all ranks say of it: ranks x params."""
+        for handle, parts in zip(self._params.handles, rows.T.tolist(), strict=True):
             if handle.norm_sums is not None:
                 handle.norm_sums = parts
         self.is_done = True
-        return 0 not in steps
 
     def agree_on_step(self, optimizer: Stepper, whole: Sized) -> None:
         """``optimizer.step()`` is about to update params: all ranks come here, and must be about to do the same.
 
-        The checksum travels in the message with which ranks meet before the norm is added up. If that was sent by
-        ``clip_grad_norm_`` already, they meet here once more.
+        The checksum travels in the message with which ranks meet before the norm is added up. If they know that
+        already, from the end of a script or for ``clip_grad_norm_``, they meet here once more.
 
         Raises:
             RankMismatch: on every rank; no weight was changed.
