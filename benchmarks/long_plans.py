@@ -87,13 +87,16 @@ class Case(NamedTuple):
     offload: str | None = "cpu"
     tiles: str | None = "auto"
     checkpointing: bool = True
+    sequence: int | None = None
+    """Tokens of one sequence; None: all of them are one."""
 
 
 def trace_of(case: Case, known: dict[Any, gemini.MemoryTrace]) -> gemini.MemoryTrace:
-    key = (tuple(case.shape.items()), case.tokens, case.tiles, case.checkpointing)
+    key = (tuple(case.shape.items()), case.tokens, case.tiles, case.checkpointing, case.sequence)
     if key not in known:
         config = LlamaConfig(**case.shape, max_position_embeddings=2**22, use_cache=False, tie_word_embeddings=False)
-        ids = torch.empty(1, case.tokens, dtype=torch.int64, device="meta")
+        length = case.sequence or case.tokens
+        ids = torch.empty(case.tokens // length, length, dtype=torch.int64, device="meta")
         known[key] = gemini.trace(
             config, {"input_ids": ids, "labels": ids}, target="cuda", tile_tokens=case.tiles,
             checkpointing="non-reentrant" if case.checkpointing else None,

@@ -4,7 +4,8 @@
 
 Nothing is run and nothing is fitted: the machine is ``gemini/machines/rtx4090.json`` with more host memory, the shares
 of the peaks are those of ``gemini.planning.costs.Efficiency``, as for every other machine. What was published gives no
-length of sequence and no batch with its 3,142 tokens/s, so several are planned, with blocks checkpointed and without.
+length of sequence and no batch with its 3,142 tokens/s, so batches of several sizes are planned, of sequences of 2,048
+tokens, with blocks checkpointed and without.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from gemini.errors import BudgetExceeded
 from gemini.planning.costs import Efficiency
 
 PUBLISHED = 3142
+SEQUENCE = 2048
 GPU = Place("24 GiB GPU", "rtx4090", 24 * GIB, 192 * GIB)
 PER_TOKEN = 6 * (8_030_261_248 - 128256 * 4096)
 """Model FLOP of a token without attention: the embedding multiplies nothing."""
@@ -37,9 +39,10 @@ def main() -> None:
     share = Efficiency().matrix
     rows = []
     for tokens, checkpointing, tiles in (
-        (4096, True, None), (16384, True, None), (32768, True, "auto"), (4096, False, None), (16384, False, "auto"),
+        (4096, True, None), (16384, True, "auto"), (65536, True, "auto"), (4096, False, None), (16384, False, "auto"),
+        (32768, False, "auto"),
     ):  # fmt: skip
-        case = Case(LLAMA3_8B, GPU, tokens, tiles=tiles, checkpointing=checkpointing)
+        case = Case(LLAMA3_8B, GPU, tokens, tiles=tiles, checkpointing=checkpointing, sequence=SEQUENCE)
         name = [f"{tokens:,}", "checkpointed" if checkpointing else "kept"]
         try:
             made = plan_of(case, known)

@@ -54,7 +54,9 @@ def draw(number: int, ranks: int, folder: str) -> Play:
         # Gradients are of as many backwards on all ranks.
         every = range(ranks) if kind == "two forwards" else (rng.randrange(ranks),)
         events += [Event(kind, rank, step, place) for rank in every]
-    return replace(play, events=tuple(events))
+    # Who repeats a backward adds to gradients that the others have: fp32 sums, which no least budget holds.
+    is_tight = play.tight and not any(event.kind == "raise in backward" for event in events)
+    return replace(play, events=tuple(events), tight=is_tight)
 
 
 class Hunt:

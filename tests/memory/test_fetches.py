@@ -269,7 +269,7 @@ def test_a_worker_reads_several_tiles_while_others_are_on_their_way(
         return reads[-1]
 
     monkeypatch.setattr(chunk.weights, "begin_load", begin_load)
-    world.manager.populate(chunk.window, "windows", what="a test")
+    world.manager.room.populate(chunk.window, "windows", what="a test")
     own = StagingSet(_Memory(world.device.make_host_buffer, staging_bytes(world.mover.tile)), world.mover.tile)
     with world.mover.working(Working(world.mover.watch.moved, staging=own)):
         fetched = world.mover.gather(chunk)

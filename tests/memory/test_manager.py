@@ -128,9 +128,9 @@ def test_pinned_is_never_evicted_and_a_refusal_changes_nothing(make_world: Calla
     assert world.snapshot() == before, "the one that could have gone alone did not go in vain"
     check(world)
     with pytest.raises(BudgetExceeded):
-        world.manager.make_room(2 * UNIT, what="a test")
+        world.manager.room.make(2 * UNIT, what="a test")
     assert world.snapshot() == before
-    world.manager.make_room(UNIT, what="a test")
+    world.manager.room.make(UNIT, what="a test")
     assert world.evicted == [2] and world.ledger.free(world.device.tier) >= UNIT
     check(world)
     assert shown(world, 0) == 1 and shown(world, 1) == 2
@@ -284,7 +284,7 @@ def test_two_thousand_random_operations(make_world: Callable[[list[int], int], W
                 manager.drop([chunk])
             elif what == "room":
                 num_bytes = rng.randrange(1, 7) * UNIT
-                manager.make_room(num_bytes, what="a test")
+                manager.room.make(num_bytes, what="a test")
                 assert world.ledger.free(world.device.tier) >= num_bytes
             else:
                 manager.drop(rng.sample(world.chunks, 3))
@@ -304,7 +304,7 @@ def test_two_thousand_random_operations(make_world: Callable[[list[int], int], W
         while chunk.pins:
             manager.release(chunk)
     manager.drop(world.chunks)
-    manager.make_room(9 * UNIT, what="everything")
+    manager.room.make(9 * UNIT, what="everything")
     assert world.ledger.free(world.device.tier) >= 9 * UNIT
     check(world)
 

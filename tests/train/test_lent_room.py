@@ -74,7 +74,7 @@ def test_fewer_bytes_move_and_the_bits_are_the_same(
     def checked(index: int) -> None:
         acquired(index)
         at = foresight.schedule._at
-        engine.store.manager.give_back()  # as the manager does next
+        engine.store.manager.room.give_back()  # as the manager does next
         held = ledger.held(Tier.GPU, ACTIVATIONS)
         assert held >= (most if at is None else needed[at]), "what activations take now is theirs"
         assert ledger.used(Tier.GPU) <= ledger.budget(Tier.GPU)

@@ -192,6 +192,31 @@ class Custom(Net):
         return self.head(x)
 
 
+class FusedLoss(torch.autograd.Function):
+    """Head and loss at once, as in Liger: gradients are made in forward, kept, and scaled in place."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        out = x @ w.t()
+        ctx.save_for_backward(2 * out @ w, 2 * out.t() @ x)
+        return out.float().square().sum()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return tuple(kept.mul_(grad) for kept in ctx.saved_tensors)
+
+
+class Fused(Net):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.layers:
+            x = block(x)
+        return FusedLoss.apply(x, self.head.weight) / x.numel() + self.head.bias.float().sum()
+
+
+def the_loss(model: Any, seed: int) -> torch.Tensor:
+    return model(noise(4, WIDTH, seed=seed, dtype=next(model.parameters()).dtype))
+
+
 def penalized(model: Any, seed: int) -> torch.Tensor:
     """A gradient penalty, which takes the gradient of a gradient."""
     x = noise(4, WIDTH, seed=seed, dtype=next(model.parameters()).dtype).requires_grad_()
@@ -218,11 +243,11 @@ def with_weight(model: Any, seed: int) -> torch.Tensor:
     [
         (Skips, loss_of), (Forces, loss_of), (lambda: Views("view"), loss_of), (OwnParam, loss_of), (Custom, loss_of),
         (Checkpointed, loss_of), (lambda: Checkpointed("", True), loss_of), (lambda: Net("view"), loss_of),
-        (Net, penalized), (Net, second_derivative), (Net, with_weight),
+        (Net, penalized), (Net, second_derivative), (Net, with_weight), (Fused, the_loss),
     ],
     ids=[
         "skips", "forces", "views", "own-param", "custom", "checkpointed", "reentrant", "kept-views", "penalty",
-        "second-derivative", "weight-in-loss",
+        "second-derivative", "weight-in-loss", "fused-loss",
     ],
 )  # fmt: skip
 @pytest.mark.parametrize(

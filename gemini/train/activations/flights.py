@@ -154,7 +154,7 @@ class Room:
             return True
         if tier is Tier.CPU and self.trim() and self._has_reserved(tier, num_bytes):
             return True
-        if tier is not self._computing or not self._manager.spare_room(num_bytes):
+        if tier is not self._computing or not self._manager.room.spare(num_bytes):
             return False
         return self._has_reserved(tier, num_bytes)
 

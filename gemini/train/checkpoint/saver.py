@@ -67,7 +67,7 @@ class Saver(WriteObserver):
     def start(self, mover: Mover, manager: Manager, observers: WriteObservers, *, working_set: int) -> None:
         """Write it behind what the caller does next; or now, with a warning, if there is no memory for that."""
         assert self._parts is not None
-        (writer, _, device), ledger = self._parts, manager.ledger
+        (writer, _, device), ledger = self._parts, manager.room.ledger
         num_bytes = 0 if writer.in_place else mover.tile * 4
         try:
             _reserve(
@@ -235,7 +235,7 @@ def _reserve(num_bytes: int, manager: Manager, *, on_host: bool, staging: int, w
     Raises:
         BudgetExceeded: if there is not so much.
     """
-    ledger = manager.ledger
+    ledger = manager.room.ledger
     if num_bytes == 0:
         return
     room = ledger.free(Tier.CPU) - max(staging - ledger.held(Tier.CPU, "staging"), 0)
@@ -248,5 +248,5 @@ def _reserve(num_bytes: int, manager: Manager, *, on_host: bool, staging: int, w
             f"{human_bytes(room)} of the budget of {human_bytes(ledger.budget(Tier.CPU))}"
         )
     if on_host:
-        manager.make_room(num_bytes, what="a checkpoint")
+        manager.room.make(num_bytes, what="a checkpoint")
     ledger.reserve(Tier.CPU, num_bytes, _HOLDER)

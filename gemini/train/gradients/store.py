@@ -153,7 +153,7 @@ class GradientStore:
                 self._ledger.reserve(self._device.tier, num_bytes, HOLDER)
                 return True
             except BudgetExceeded:
-                spared, may_spare = may_spare and self._manager.spare_room(num_bytes), False
+                spared, may_spare = may_spare and self._manager.room.spare(num_bytes), False
                 if not (spared or self.relieve()):
                     return False
 
@@ -248,7 +248,7 @@ class GradientStore:
         if not narrow:
             return
         self.drain()
-        while self._manager.relieve():  # what moves beside computing gives way
+        while self._manager.room.relieve():  # what moves beside computing gives way
             pass
         num_bytes = sum(4 * _grad_numel(chunk) for chunk in narrow)
         try:
@@ -339,7 +339,7 @@ class GradientStore:
             try:
                 if tier is self._device.tier:  # gathered weights that nobody reads now can give way
                     self._leave_working_set(tier, num_bytes)
-                    self._manager.make_room(num_bytes, what="a sum of gradients")
+                    self._manager.room.make(num_bytes, what="a sum of gradients")
                 self._ledger.reserve(tier, num_bytes, GRAD)
                 return tier
             except BudgetExceeded as e:

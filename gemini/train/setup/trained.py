@@ -68,7 +68,7 @@ class TrainedParams:
         below = [tier for tier in store.ledger.tiers if tier is not Tier.GPU]
         if store.device.tier in below:
             with contextlib.suppress(BudgetExceeded):  # then the next tier
-                store.manager.make_room(num_bytes, what=chunk.name)
+                store.manager.room.make(num_bytes, what=chunk.name)
         if rule.in_memory:
             below = [tier for tier in below if tier is not Tier.NVME]
         tier = next((t for t in below if store.ledger.free(t) >= num_bytes), None)

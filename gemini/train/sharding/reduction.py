@@ -223,7 +223,7 @@ class Reduction:
         step = self._shards.step
         if step is None or step.next_reduction is None:
             return 0
-        return max(self._room - self._manager.ledger.held(self._device.tier, _HOLDER), 0)
+        return max(self._room - self._manager.room.ledger.held(self._device.tier, _HOLDER), 0)
 
     def _reducing(self, index: int) -> AbstractContextManager[None]:
         """Around gradients on the wire."""
@@ -345,11 +345,11 @@ class Reduction:
         num_bytes = chunk.spec.numel * dtype.itemsize
         spare = self._spare.setdefault(num_bytes, [])
         window = spare.pop() if spare else self._device.make_window(num_bytes)
-        while self._behind and self._manager.ledger.held(self._device.tier, _HOLDER) + num_bytes > self._room:
+        while self._behind and self._manager.room.ledger.held(self._device.tier, _HOLDER) + num_bytes > self._room:
             self._wait_for_first()
         while True:
             try:
-                self._manager.populate(window, _HOLDER, what=f"the gradient of {chunk.name}")
+                self._manager.room.populate(window, _HOLDER, what=f"the gradient of {chunk.name}")
                 break
             except BudgetExceeded as e:
                 if not self.reduces:
@@ -381,7 +381,7 @@ class Reduction:
     def _close(self, index: int) -> None:
         window = self._whole.pop(index).window
         self._state.note_unreduced(-1)
-        self._manager.depopulate(window, _HOLDER)
+        self._manager.room.depopulate(window, _HOLDER)
         self._spare.setdefault(window.num_bytes, []).append(window)
 
     def discard(self, handles: list[ParamHandle]) -> None:
