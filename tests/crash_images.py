@@ -1,5 +1,6 @@
 """What a drive may hold after a power cut: a log of writes and barriers of a durable store, and images made from it.
 
+Of several ranks the logs are merged by the clock, which they share: a power cut is one moment for all of them.
 A write that was over before the last barrier of its file is there. Of every other one there may be all, nothing, or any
 sectors. Writes are logged as they are handed to the I/O queue, and are over when their event says so.
 """
@@ -9,7 +10,8 @@ from __future__ import annotations
 import hashlib
 import os
 import random
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,12 +33,14 @@ class Write(NamedTuple):
     data: bytes
     event: Any
     """None: it is over."""
+    time: int
 
 
 class Barrier(NamedTuple):
     path: str
     over: frozenset[int]
     """Writes, by place in the log, that are on the drive from now on."""
+    time: int
 
 
 class Log:
@@ -61,13 +65,15 @@ class Log:
             data = bytes(bytes_of(source.detach().contiguous().view(-1)))
             event = begin_write(file, source, offset)
             if isinstance(file, SlotFile):
-                self.entries.append(Write(str(file.path.resolve().relative_to(self.root)), offset, data, event))
+                self.entries.append(
+                    Write(str(file.path.resolve().relative_to(self.root)), offset, data, event, time.monotonic_ns())
+                )
             return event
 
         def record_write(fd: int, data: Any, offset: int) -> int:
             done = pwrite(fd, data, offset)
             if (name := self._name(fd)) is not None:
-                self.entries.append(Write(name, offset, bytes(data[:done]), None))
+                self.entries.append(Write(name, offset, bytes(data[:done]), None, time.monotonic_ns()))
             return done
 
         def barrier(fd: int) -> None:
@@ -79,7 +85,7 @@ class Log:
             )
             sync(fd)
             if name is not None:
-                self.entries.append(Barrier(name, over))
+                self.entries.append(Barrier(name, over, time.monotonic_ns()))
 
         with (
             mock.patch.object(SpillFile, "begin_write", slot_write),
@@ -87,6 +93,23 @@ class Log:
             mock.patch.object(os, "fdatasync", barrier),
         ):
             yield
+
+    def over(self) -> Log:
+        """The same log, of writes that are all over: it may be given to another process."""
+        self.entries = [entry._replace(event=None) if isinstance(entry, Write) else entry for entry in self.entries]
+        return self
+
+    @staticmethod
+    def merged(logs: Sequence[Log]) -> Log:
+        """One log of several ranks that write below one root; they began before any of them wrote."""
+        order = sorted((entry.time, rank, at) for rank, log in enumerate(logs) for at, entry in enumerate(log.entries))
+        place = {(rank, at): number for number, (_, rank, at) in enumerate(order)}
+        for _, rank, at in order:
+            entry = logs[rank].entries[at]
+            if isinstance(entry, Barrier):
+                logs[rank].entries[at] = entry._replace(over=frozenset(place[rank, number] for number in entry.over))
+        logs[0].entries = [logs[rank].entries[at] for _, rank, at in order]
+        return logs[0]
 
     def image(self, directory: Path, stop: int, rng: random.Random) -> None:
         """The store as a power cut after ``stop`` entries may leave it. Layouts are synced where they are written."""
@@ -140,7 +163,11 @@ class Judge:
 
     def committed(self, directory: Path) -> None:
         """A commit is over: what it holds must stay until the next one is."""
-        self._commits.append((len(self.log.entries), *content(directory)))
+        self.has_committed(len(self.log.entries), *content(directory))
+
+    def has_committed(self, entries: int, number: int, bits: str) -> None:
+        """The same of a commit that was over behind so many entries."""
+        self._commits.append((entries, number, bits))
 
     def failure(self, directory: Path, rng: random.Random) -> str | None:
         """Make one image in an empty folder, and say what is wrong with it."""

@@ -1,4 +1,4 @@
-"""Thousands of images of a power cut, of durable stores under several budgets: each must open at a commit, bit for bit.
+"""Thousands of images of a power cut, of stores of one rank and of two: each must open at a commit, bit for bit.
 
     python -m tests.hunts.crash_image_hunt [--images 2000]
 
@@ -13,6 +13,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from tests.ranks.pool import Pool
+from tests.ranks.test_rank_durable import images as images_of_ranks
 from tests.train.test_durable import images
 
 PLACEMENTS = ("disk", "half", "standin", "small")
@@ -23,6 +25,13 @@ def main() -> int:
     parser.add_argument("--images", type=int, default=2000)
     cases = list(itertools.product(PLACEMENTS, ("exact", "compact"), (False, True)))
     each, is_good = -(-parser.parse_args().images // len(cases)), True
+    pool = Pool(2)
+    for where in ("disk", "mixed", "standin"):
+        with tempfile.TemporaryDirectory() as folder:
+            failures = images_of_ranks(pool, Path(folder), 2 * each, where)
+        is_good &= not failures
+        print(f"two ranks, {where}: {2 * each} images, {len(failures)} wrong", *failures[:3], sep="\n    ", flush=True)
+    pool.close()
     for where, states, behind in cases:
         with tempfile.TemporaryDirectory() as folder:
             failures = images(Path(folder), each, where, states, behind=behind)

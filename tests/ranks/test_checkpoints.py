@@ -38,7 +38,7 @@ class Run:
 
     def __init__(
         self, where: str, folder: Path, *, model: str = "gpt2", precision: str = "bf16",
-        mesh: tuple[int, int] | None = None, gradients: str = "retain",
+        mesh: tuple[int, int] | None = None, gradients: str = "retain", durable: bool = False,
     ):  # fmt: skip
         self.rank, size = world()
         placement: Any = "auto"
@@ -48,7 +48,7 @@ class Run:
             placement = gemini.StaticPlacement(weights_on_nvme=0.3, optimizer_on_nvme=0.5)
         memory: dict[str, Any] = {"cpu": size * 64 * 2**20}
         if where != "ram":
-            memory.update(nvme=size * 32 * 2**20, nvme_path=folder)
+            memory.update(nvme=size * 32 * 2**20, nvme_path=folder, durable=durable)
         if where == "standin":
             memory["gpu"] = 4 * 2**20
         config = gemini.GeminiConfig(

@@ -9,7 +9,6 @@ import random
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -22,7 +21,6 @@ from gemini.jobs.doctor import doctor
 from gemini.memory.durable.folder import StoreFolder
 from gemini.memory.durable.slots import SlotFile
 from gemini.train.checkpoint.commit import Commit
-from gemini.train.setup.problem import prepare
 from tests.crash_images import Judge, Log
 from tests.train.helpers import adam, assert_same_snapshot, batch, engine_of, gpt2, make_config, snapshot, train
 
@@ -155,11 +153,9 @@ def test_the_plan_has_room_for_two_slots_and_says_what_a_commit_writes(tmp_path:
     assert "durable store" not in str(planned[False])
 
 
-@pytest.mark.parametrize(("ranks", "more"), [(2, {}), (1, {"nvme_path": None})])
-def test_what_cannot_be_durable_is_refused(ranks: int, more: dict[str, Any], tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"durable=True\) (is for one rank|needs nvme_path)"):
-        memory = gemini.MemoryBudget(**{"nvme_path": tmp_path, "durable": True, **more})
-        prepare(gpt2(), gemini.GeminiConfig(memory=memory), SimpleNamespace(size=ranks, replicas=None))  # type: ignore[arg-type]
+def test_a_store_needs_a_folder() -> None:
+    with pytest.raises(ValueError, match=r"durable=True\) needs nvme_path"):
+        gemini.MemoryBudget(durable=True)
 
 
 def test_a_failed_commit_leaves_the_one_before(tmp_path: Path) -> None:

@@ -120,10 +120,11 @@ def prepare(model: nn.Module, config: GeminiConfig, ranks: Ranks, *, filled: boo
             'gradients="transient" updates inside backward, when only the ranks of one replica have added up their '
             'gradients: with a 2-D mesh use gradients="retain" or "accumulate", or a mesh of one dimension'
         )
-    if config.memory.durable and ranks.size > 1:
+    if config.memory.durable and (ranks.replicas is not None or ranks.slice_):
         raise ValueError(
-            f"MemoryBudget(durable=True) is for one rank, and this run has {ranks.size}: ranks do not commit together "
-            "yet. Leave durable out and use save_checkpoint(folder, ..., wait=False)"
+            f"MemoryBudget(durable=True) is for ranks that divide one model, and this mesh has "
+            f"{'replicas' if ranks.replicas is not None else 'slices'} of it: whose store would be resumed is not "
+            "settled. Leave durable out and use save_checkpoint(folder, ..., wait=False)"
         )
     if ranks.slice_ and config.precision == "fp16":
         raise ValueError(
