@@ -101,7 +101,10 @@ class Problem:
         working_set: bytes of gathered weights that one module needs at once, at worst.
         staging: bytes of host staging that are reserved if any plane has to be staged.
         device_staging: bytes of the GPU that are reserved if any update is streamed through it.
-        in_flight: bytes of the computing tier for whole gradients that wait to be divided among ranks.
+        in_flight: bytes of the computing tier for whole gradients that wait to be divided among ranks, or for their
+            update.
+        waiting: bytes of the computing tier that gathered weights leave to what is on its way to the host, as far as
+            they have more than ``working_set``.
         exchange: bytes of host memory for pieces on their way between ranks.
         factors: bytes of host memory for states that are no planes.
         activations: bytes of the computing tier that are left to activations and workspaces.
@@ -123,6 +126,7 @@ class Problem:
     staging: int
     activations: int = 0
     in_flight: int = 0
+    waiting: int = 0
     exchange: int = 0
     max_chunk: int = DEFAULT_MAX_CHUNK
     offloaded: int = 0
@@ -195,6 +199,11 @@ class Problem:
         if streams:
             taken[Tier.GPU] = taken.get(Tier.GPU, 0) + self.device_staging
         return taken
+
+    def waiting_in(self, placement: Placement) -> int:
+        """Bytes that wait for their way to the host under ``placement``."""
+        leaves = any(homes.get(GRAD, self.compute) is not self.compute for homes in placement.homes)
+        return self.waiting if leaves or self.offload_to is not None else 0
 
     def demands(self, placement: Placement) -> dict[Tier, int]:
         """What is spoken for under ``placement``."""

@@ -215,7 +215,7 @@ class Plan:
         return "\n".join(lines)
 
 
-_NEW = ("device_staging", "factors", "beside")
+_NEW = ("device_staging", "factors", "beside", "waiting")
 """Fields that older plans lack."""
 
 _MOVES = ("moves", "again")
@@ -226,9 +226,9 @@ _SPOKEN_FOR = ("working_set", "staging", "activations", "in_flight", "exchange",
 
 def window_room(problem: Problem, placement: Placement) -> int:
     """Bytes of the computing tier that gathered weights may take at once."""
-    used = bytes_per_tier(problem, placement).get(problem.compute, 0)
+    free = problem.budgets[problem.compute] - bytes_per_tier(problem, placement).get(problem.compute, 0)
     gathers = any(problem.needs_window(i, homes[WEIGHTS]) for i, homes in enumerate(placement.homes))
-    return problem.budgets[problem.compute] - used + (problem.working_set if gathers else 0)
+    return max(free - problem.waiting_in(placement), 0) + (problem.working_set if gathers else 0)
 
 
 def window_rooms(problem: Problem, placement: Placement, accesses: Sequence[Access]) -> list[int]:

@@ -23,7 +23,7 @@ from gemini.planning.layout import DEFAULT_MAX_CHUNK, Layout, part_of
 from gemini.planning.moves import cheapest_moves, first_of, moves_by_policy
 from gemini.planning.placement import Placement, Problem, StaticPlacement, by_fractions, check_fits, fill_fastest
 from gemini.planning.plan import Moves, Plan, window_room, window_rooms
-from gemini.planning.planes import ADAM, GRADIENTS, PRECISIONS, WEIGHTS, RuleSpec, spec_of
+from gemini.planning.planes import ADAM, GRADIENTS, PRECISIONS, WEIGHTS, RuleSpec, compute_itemsize, spec_of
 from gemini.planning.policy import EvictionPolicy, NextUse
 from gemini.planning.speeds import Speeds
 from gemini.planning.trace import Access, MemoryTrace, accesses
@@ -41,6 +41,8 @@ from gemini.planning.working import (
     staging_bytes,
     staging_sets,
     tile_numel,
+    waiting_activations,
+    waiting_gradients,
     whole_numel,
 )
 from gemini.tiers import MemoryBudget, Tier
@@ -202,6 +204,10 @@ def pose_problem(
         activations = activation_bytes(trace, offloaded=offloads)
         quiet = quiet_at(trace, activations, offloaded=offloads) if lends else ()
     itemsize = reduce_itemsize or (4 if precision == "fp32" else 2)
+    beside = overlap and compute is Tier.GPU
+    waiting = waiting_activations(trace) if beside and offloads else 0
+    if beside and not many and gradients != "transient":
+        waiting += waiting_gradients(layout, compute_itemsize(precision))
     return Problem(
         layout=layout,
         precision=precision,
@@ -214,6 +220,7 @@ def pose_problem(
         activations=activations,
         quiet=quiet,
         in_flight=_in_flight(layout, itemsize, many=many, waiting=overlap and gradients == "transient"),
+        waiting=waiting,
         exchange=scratch_bytes(max(ranks, replicas), min(tile, PIECE)) if many else 0,
         max_chunk=max_chunk,
         offloaded=trace.checkpoint_bytes if offloads else 0,
@@ -295,6 +302,7 @@ class Planner:
                 problem,
                 activations=left,
                 quiet=quiet,
+                waiting=problem.waiting + (0 if where is None else self._waiting_activations()),
                 offloaded=0 if where is None else self.trace.checkpoint_bytes,
                 offload_to=None if where is None else Tier(where),
             )
@@ -306,6 +314,9 @@ class Planner:
             assert refusal is not None
             raise refusal
         return self.refined(min(plans, key=self.cost))  # of equals the first: nothing is moved without a gain
+
+    def _waiting_activations(self) -> int:
+        return waiting_activations(self.trace) if self.overlapped else 0
 
     def best(
         self, problem: Problem, placement: Placement | StaticPlacement | None, offload_activations: str | None

@@ -108,13 +108,27 @@ def gradients_in_flight(layout: Layout, itemsize: int) -> int:
 
     The chunks of one block are open together, and one of the block before it may be.
     """
-    by_block: dict[str, int] = {}
+    largest = max((chunk.numel * itemsize for chunk in layout.chunks if chunk.trainable), default=0)
+    return max(_gradients_by_block(layout, itemsize).values(), default=0) + largest
+
+
+def _gradients_by_block(layout: Layout, itemsize: int) -> dict[str, int]:
+    found: dict[str, int] = {}
     for chunk in layout.chunks:
         if chunk.trainable:
             block = block_of(chunk.slots[0].name) or f"chunk {chunk.index}"
-            by_block[block] = by_block.get(block, 0) + chunk.numel * itemsize
-    largest = max((chunk.numel * itemsize for chunk in layout.chunks if chunk.trainable), default=0)
-    return max(by_block.values(), default=0) + largest
+            found[block] = found.get(block, 0) + chunk.numel * itemsize
+    return found
+
+
+def waiting_gradients(layout: Layout, itemsize: int) -> int:
+    """Bytes on a GPU of gradients on their way to the host: a block's. With less, computing waits for the bus."""
+    return max(_gradients_by_block(layout, itemsize).values(), default=0)
+
+
+def waiting_activations(trace: MemoryTrace) -> int:
+    """The same of checkpointed activations: those of two modules."""
+    return 2 * max((moment.saved_bytes for moment in trace.moments), default=0)
 
 
 def gathered_at_once(trace: MemoryTrace, layout: Layout, precision: str) -> int:

@@ -5,40 +5,39 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from gemini.memory.devices.arena import Arena
-from gemini.memory.devices.pages import PAGE
 from gemini.memory.devices.windows import FramePool, PageWindow, Window
 
 
 class Pieces:
-    """The stretch. A window that takes memory where it has no place is an error: room was made for too few bytes."""
+    """The stretch, and further ones where a window has no place: then there are more bytes than were reserved."""
 
     def __init__(self) -> None:
         self.num_moves = 0
         """How often windows were moved together."""
-        self._arena: Arena | None = None
+        self._arenas: list[Arena] = []
+
+    @property
+    def num_bytes(self) -> int:
+        """What windows have or had: nothing else gets it."""
+        return sum(arena.size for arena in self._arenas)
 
     def reserve(self, num_bytes: int) -> None:
-        """Make it as many pages long as so many bytes are."""
-        pages = num_bytes // PAGE
-        self._arena = Arena(pages * PAGE) if pages > 0 else None
+        """Make a stretch of so many bytes."""
+        if num_bytes > 0:
+            self._arenas.append(Arena(num_bytes))
 
     def has_place(self, num_bytes: int) -> bool:
         """As :meth:`gemini.memory.devices.device.Device.has_place`."""
-        if self._arena is None:
-            return True
-        longest = max((size for _, size in self._arena.free), default=0)
-        return longest >= num_bytes or self._arena.used + num_bytes > self._arena.size
+        return any(size >= num_bytes for arena in self._arenas for _, size in arena.free)
 
-    def take(self, num_bytes: int) -> int | None:
-        """The address of a block; None for one from elsewhere."""
-        assert self.has_place(num_bytes), f"no piece of {num_bytes} bytes is free"
-        return None if self._arena is None else self._arena.take(num_bytes)
-
-    def give_back(self, address: int | None) -> None:
-        """A block is free again."""
-        if address is not None:
-            assert self._arena is not None
-            self._arena.give_back(address)
+    def take(self, num_bytes: int) -> tuple[Arena, int]:
+        """A block: where it is."""
+        for arena in self._arenas:
+            address = arena.take(num_bytes)
+            if address is not None:
+                return arena, address
+        self.reserve(num_bytes)
+        return self.take(num_bytes)
 
     def move_together(self, windows: Sequence[Window]) -> None:
         """As :meth:`gemini.memory.devices.device.Device.move_windows_together`."""
@@ -57,17 +56,19 @@ class PieceWindow(PageWindow):
     def __init__(self, num_bytes: int, pieces: Pieces):
         super().__init__(num_bytes, FramePool())
         self._pieces = pieces
-        self._address: int | None = None
+        self._block: tuple[Arena, int] | None = None
 
     def populate(self) -> None:
-        self._address = self._pieces.take(self.num_bytes)
+        self._block = self._pieces.take(self.num_bytes)
         super().populate()
 
     def depopulate(self) -> bool:
         self.discard()
-        return False
+        return True
 
     def discard(self) -> None:
-        self._pieces.give_back(self._address)
-        self._address = None
+        if self._block is not None:
+            arena, address = self._block
+            arena.give_back(address)
+        self._block = None
         super().discard()

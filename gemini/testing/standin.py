@@ -35,7 +35,8 @@ class StandinDevice(HostMemoryDevice):
             or a :class:`~gemini.testing.clock.RandomClock`, which is closed with the device).
         poison: fill what a copy will overwrite with 0xFF (NaN, in every float) as soon as the copy may begin, so that
             one who reads it before the copy is complete is found out whatever was there before.
-        in_pieces: windows are cut out of one stretch of addresses, as on a GPU, so that what is free may be in pieces.
+        in_pieces: windows are cut out of one stretch of addresses, as on a GPU: nobody else gets it, and what is free
+            of it may be in pieces.
     """
 
     name = "standin"
@@ -52,7 +53,7 @@ class StandinDevice(HostMemoryDevice):
         super().__init__()
         self.pieces = Pieces() if in_pieces else None
         if in_pieces:
-            self.frames = None
+            self.frames, self.keeps_windows = None, True
         self._memory = memory
         self._gate = gate or (lambda stream: None)
         self._poison = poison

@@ -8,6 +8,8 @@ is arithmetic, and nothing may exceed it.
 from __future__ import annotations
 
 import gc
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ import pytest
 import torch
 
 import gemini
+from gemini.train.gradients.store import GradientStore
 from tests.gpu import gpu_cases
 from tests.gpu.gpu_cases import DEVICE, PLACEMENTS
 from tests.train import helpers
@@ -42,6 +45,8 @@ def test_no_tier_goes_over_its_budget(where: str, precision: str, tmp_path: Path
 # ---- by torch's allocator --------------------------------------------------------------------------------------------
 
 WIDTH, LAYERS, VOCAB = 1024, 8, 8192
+MANY, FEW = (8, 256), (1, 16)
+"""Shapes of a batch."""
 
 
 def stack() -> Stack:
@@ -50,20 +55,20 @@ def stack() -> Stack:
     return Stack(WIDTH, LAYERS, VOCAB)
 
 
-def tokens(card: torch.device, step: int) -> torch.Tensor:
-    return torch.randint(0, VOCAB, (8, 256), generator=torch.Generator().manual_seed(step)).to(card)
+def tokens(card: torch.device, step: int, shape: tuple[int, int] = MANY) -> torch.Tensor:
+    return torch.randint(0, VOCAB, shape, generator=torch.Generator().manual_seed(step)).to(card)
 
 
-def activations_of(card: torch.device) -> int:
+def activations_of(card: torch.device, shape: tuple[int, int] = MANY) -> int:
     """Bytes that forward and backward take beside the weights, each gradient let go as it comes."""
     gc.collect()  # a managed model that is not gone yet has its budget for a limit
     model = stack().to(card, torch.bfloat16)
     for param in model.parameters():
         param.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
-    model(tokens(card, 0)).backward()  # workspaces of libraries stay from here on, and are in every later count
+    model(tokens(card, 0, shape)).backward()  # workspaces of libraries stay from here on, and are in every later count
     gpu_cases.forget_cached()
     before = torch.cuda.memory_allocated(card)
-    model(tokens(card, 0)).backward()
+    model(tokens(card, 0, shape)).backward()
     torch.cuda.synchronize()
     return torch.cuda.max_memory_allocated(card) - before
 
@@ -80,10 +85,10 @@ def config_for(model: Any, on_gpu: float, gradients: str, activations: int) -> g
     )  # fmt: skip
 
 
-def train(model: Any, card: torch.device, *, in_backward: bool) -> None:
+def train(model: Any, card: torch.device, *, in_backward: bool, shape: tuple[int, int] = MANY) -> None:
     optimizer = gemini.HybridAdam(model.parameters(), lr=1e-3, step_in_backward=in_backward)
     for step in range(4):
-        model(tokens(card, step)).backward()
+        model(tokens(card, step, shape)).backward()
         if not in_backward:
             model.clip_grad_norm_(1.0)
         optimizer.step()
@@ -118,6 +123,53 @@ def test_what_torch_handed_out_is_within_the_budget(
     managed = report["gpu"]["peak"] - report["gpu"]["holders"]["context"]
     assert peak <= managed + MIB, "torch handed out more than the ledger knows of"
     assert report["allocator"]["elsewhere"] + reserved <= budget, "fragments: more of the GPU is taken than the budget"
+
+
+@pytest.mark.parametrize("gradients", ["retain", "accumulate"])
+def test_gradients_that_land_as_late_as_they_can_are_within_the_budget(
+    gradients: str, card: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each waits on the card until somebody waits for it: what they take there is in the budget, beside the memory that
+    windows have for themselves. A short batch, so that activations leave no room that would hide it.
+    """
+    activations = activations_of(card, FEW)
+    gc.collect()
+    model: Any = stack()
+    config = config_for(model, 0.0, gradients, activations)
+    gpu_cases.forget_cached()
+    before = torch.cuda.memory_allocated(card)
+    model = gemini.GeminiDDP(model, config)
+    engine = helpers.engine_of(model)
+    ledger, of_windows = engine.store.ledger, engine.store.device._memory._stream.cuda_stream
+    may_land, land_piece = threading.Event(), GradientStore.land_piece
+    taken, waiting = [0], [0]
+
+    def land_late(store: GradientStore, *args: Any) -> Any:
+        if store._mover.in_worker:
+            assert may_land.wait(60)
+        return land_piece(store, *args)
+
+    def let_land(wait: Callable[[GradientStore], Any]) -> Callable[[GradientStore], Any]:
+        def letting(store: GradientStore) -> Any:
+            waiting.append(sum(not job.is_complete() for job in store.landing))
+            segments = [s["total_size"] for s in torch.cuda.memory_snapshot() if s["stream"] == of_windows]
+            others = torch.cuda.memory_allocated(card) - before - ledger.held(gemini.Tier.GPU, "windows")
+            taken.append(sum(segments) + others)
+            may_land.set()
+            try:
+                return wait(store)
+            finally:
+                may_land.clear()
+
+        return letting
+
+    monkeypatch.setattr(GradientStore, "land_piece", land_late)
+    monkeypatch.setattr(GradientStore, "relieve", let_land(GradientStore.relieve))
+    monkeypatch.setattr(GradientStore, "drain", let_land(GradientStore.drain))
+    train(model, card, in_backward=False, shape=FEW)
+    left = config.memory.bytes_of(gemini.Tier.GPU) - ledger.held(gemini.Tier.GPU, "context")
+    assert max(taken) <= left, f"{max(taken) / MIB:.1f} MiB were taken, {left / MIB:.1f} are left to the model"
+    assert max(waiting) > 1, "some waited together"
 
 
 def test_deleting_the_model_gives_the_card_back(card: torch.device) -> None:

@@ -102,6 +102,8 @@ class World:
     home: Tier
     directory: Path
     precision: str = "bf16"
+    beside: int = 0
+    """Bytes of the computing tier that windows do not have at first."""
     evicted: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -111,8 +113,13 @@ class World:
         tier = self.device.tier
         total = 8 * sum(self.sizes) * ALIGN
         budgets = {Tier.CPU: total + staging_bytes(tile), Tier.NVME: total}
-        self.ledger = Ledger(budgets | {tier: self.budget + (staging_bytes(tile) if tier is Tier.CPU else 0)})
+        self.ledger = Ledger(
+            budgets | {tier: self.budget + self.beside + (staging_bytes(tile) if tier is Tier.CPU else 0)}
+        )
         self.ledger.reserve(Tier.CPU, staging_bytes(tile), "staging")
+        if self.device.keeps_windows:
+            self.device.reserve_windows(self.budget)
+            self.ledger.reserve(tier, self.budget, "pool")
         self.spill = SpillFile(self.directory, total) if self.home is Tier.NVME else None
         self.mover = Mover(self.device, tile, self.ledger)
         self.chunks = [self._chunk(spec) for spec in self.layout.chunks]
@@ -129,6 +136,16 @@ class World:
             self.ledger.reserve(self.home, plane.num_bytes, "weights")
         window = self.device.make_window(spec.numel * dtype.itemsize)
         return Chunk(spec, {WEIGHTS: plane}, window.bytes.view(dtype), window, window.face().view(dtype))
+
+    def make_room(self, num_bytes: int) -> None:
+        """For a window where they have memory of their own, which nothing else gets."""
+        self.manager.room.make(num_bytes, what="a test", for_window=self.device.keeps_windows)
+        assert self.room() >= num_bytes
+
+    def room(self) -> int:
+        """Bytes that a window could have."""
+        tier = self.device.tier
+        return self.ledger.held(tier, "pool") if self.device.keeps_windows else self.ledger.free(tier)
 
     def write(self, chunk: Chunk, value: float) -> None:
         """What an update does: new content at home; the gathered copy is overtaken."""

@@ -64,6 +64,7 @@ class CudaDevice(Device):
         self._computing: dict[int, torch.cuda.Stream] = {}
         self._memory = WindowMemory(self.torch_device, self._computing_streams, self._new_stream, self._lock)
         self._can_pin = sys.platform == "linux" and mmap.PAGESIZE == PAGE
+        self.keeps_windows = self._memory.is_private
 
     # ---- memory -------------------------------------------------------------------------------------------------
 

@@ -106,7 +106,9 @@ class WindowMemory:
         self._stream: torch.cuda.Stream | None = None
         self._pool: torch.cuda.MemPool | None = None
         self._last_uses = LastUses()
-        self._reserved = 0
+        self._planned = 0
+        self.is_private = torch.cuda.get_allocator_backend() == "native"
+        """Whether there is a pool, whose memory nothing else gets."""
 
     @contextmanager
     def own(self) -> Iterator[None]:
@@ -114,7 +116,7 @@ class WindowMemory:
         with self._lock, torch.cuda.device(self._device):
             if self._stream is None:
                 self._stream = self._new_stream()
-                if torch.cuda.get_allocator_backend() == "native":
+                if self.is_private:
                     self._pool = torch.cuda.MemPool()
             pool: AbstractContextManager[None] = contextlib.nullcontext()
             if self._pool is not None:
@@ -123,28 +125,27 @@ class WindowMemory:
                 yield
 
     def reserve(self, num_bytes: int) -> None:
-        """Get one segment for so many bytes of windows; where the driver has none that long they come one by one.
+        """Get one segment for so many bytes of windows; where the driver has none that long they come one by one, up to
+        so many.
 
         They do, too, if the program has set ``max_split_size_mb``: the allocator would cut nothing out of it.
         """
+        self._planned = num_bytes
         if torch.cuda.memory_stats(self._device).get("max_split_size", -1) > 0:
             return
         with contextlib.suppress(torch.cuda.OutOfMemoryError), self.own():
             torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
-            self._reserved = num_bytes if self._pool is not None else 0
 
     def has_place(self, num_bytes: int) -> bool:
-        """Whether a block of so many bytes can be cut out of the reserved segment; or cannot even where all that is
-        free is in one piece, because windows have more than was reserved. Small ones come out of other segments.
+        """Whether a block of so many bytes can be cut out of a segment, or there may be a further segment for it. Small
+        ones come out of segments of their own.
         """
-        if self._reserved == 0 or num_bytes <= SMALL:
+        if self._pool is None or num_bytes <= SMALL:
             return True
-        assert self._pool is not None
-        segments = self._pool.snapshot(**_how_to_list())
-        blocks = [block for segment in segments if segment["segment_type"] == "large" for block in segment["blocks"]]
-        in_use = sum(block["requested_size"] for block in blocks if block["state"] != "inactive")
-        longest = max((block["size"] for block in blocks if block["state"] == "inactive"), default=0)
-        return longest >= num_bytes or in_use + num_bytes > self._reserved
+        segments = [s for s in self._pool.snapshot(**_how_to_list()) if s["segment_type"] == "large"]
+        free = [block["size"] for s in segments for block in s["blocks"] if block["state"] == "inactive"]
+        got = sum(segment["total_size"] for segment in segments)
+        return max(free, default=0) >= num_bytes or got + num_bytes <= self._planned
 
     def begin(self, address: int, num_bytes: int) -> list[CudaEvent]:
         """A window has this block: what has to be over before it is written."""
@@ -203,7 +204,8 @@ class CudaWindow(StorageWindow):
             self._memory.end(self._address, self.num_bytes, list(self.touched.values()))
             self._address = 0
         self._ready, self.touched = [], {}
-        return super().depopulate()
+        super().depopulate()
+        return self._memory.is_private
 
 
 def move_together(windows: Iterable[Window]) -> None:

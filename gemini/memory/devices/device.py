@@ -121,6 +121,8 @@ class Device(ABC):
     windows_give_back: bool = False
     """Whether what a window lets go of is there for whatever asks next, activations too. Not so where windows have a
     pool of their own."""
+    keeps_windows: bool = False
+    """Whether memory that windows were given is theirs for good: nothing else can have it where they leave it free."""
 
     @abstractmethod
     def make_window(self, num_bytes: int) -> Window:
@@ -131,13 +133,10 @@ class Device(ABC):
         """Zeroed memory on the device, as a uint8 tensor, for as long as the tensor lives."""
 
     def reserve_windows(self, num_bytes: int) -> None:  # noqa: B027 - pages of the host come one by one
-        """So many bytes of windows will have memory at once: get it in one piece, as far as that goes."""
+        """So many bytes of windows may have memory at once: get it in one piece, as far as that goes."""
 
     def has_place(self, num_bytes: int) -> bool:
-        """Whether what is free of the memory that was reserved for windows has so many bytes in one piece.
-
-        Also true where one piece is not needed, or that memory has no so many bytes left at all.
-        """
+        """Whether what is free of the windows' own memory has so many bytes in one piece, or need not have them."""
         return True
 
     def move_windows_together(self, windows: Sequence[Window]) -> None:  # noqa: B027 - pages need not be in one piece

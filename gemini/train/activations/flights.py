@@ -110,6 +110,8 @@ class Room:
         self._manager, self._ledger = store.manager, store.ledger
         self._device, self._computing = store.device, store.device.tier
         self._is_staged = staged
+        self.is_apart = store.device.keeps_windows
+        """Whether what windows leave is of no use here."""
         self._parked: dict[int, list[torch.Tensor]] = {}
 
     def held(self) -> int:

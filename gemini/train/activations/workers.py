@@ -294,8 +294,10 @@ class ActivationWorkers:
     # ---- room ---------------------------------------------------------------------------------------------------
 
     def headroom_bytes(self) -> int:
-        """Memory that windows should leave for transfers of activations: two tensors', or none if one found no room."""
-        return 0 if self._is_starved else 2 * self._largest
+        """Memory that windows should leave for transfers of activations: two tensors', or none if one found no room, or
+        has no use for theirs.
+        """
+        return 0 if self._is_starved or self._room.is_apart else 2 * self._largest
 
     def held(self) -> int:
         """Bytes of the computing tier in flight, or ready to be."""

@@ -349,8 +349,7 @@ class GradientStore:
 
     def _leave_working_set(self, tier: Tier, num_bytes: int) -> None:
         """Refuse what would leave no room to gather weights: the step would break off in its middle."""
-        moving = self._ledger.held(tier, "windows") + self._ledger.held(tier, "pool")
-        free = self._ledger.free(tier) + moving - self._working_set
+        free = self._manager.room.left_beside(self._working_set)
         if num_bytes > free:
             raise BudgetExceeded(
                 f"a sum of gradients asked for {human_bytes(num_bytes)} of {tier.value}, where "

@@ -20,6 +20,7 @@ from gemini.errors import BudgetExceeded
 from gemini.memory.chunks.chunk import COMPUTE_DTYPES, Chunk, MemoryPlane, make_plane
 from gemini.memory.chunks.states import Use
 from gemini.memory.devices.device import Device, StorageWindow
+from gemini.memory.devices.pages import PAGE
 from gemini.memory.durable.folder import StoreFolder
 from gemini.memory.durable.slots import slot_name
 from gemini.memory.movement.foresight import Foresight, Schedule
@@ -27,7 +28,7 @@ from gemini.memory.nvme import SpillFile
 from gemini.optim.compact import rule_for
 from gemini.planning.layout import ChunkSpec, part_of
 from gemini.planning.placement import Placement, Problem, bytes_per_tier
-from gemini.planning.plan import Moves, borrowable
+from gemini.planning.plan import Moves, borrowable, window_room
 from gemini.planning.planes import WEIGHTS
 from gemini.planning.planner import moves_for
 from gemini.planning.trace import Access, Source, accesses
@@ -82,7 +83,10 @@ def build(
     budget = ledger.budget(device.tier) if is_declared else None
     device.begin_budget(budget, needed[device.tier], there, limited=has_all)
     device.reserve_host(needed.get(Tier.CPU, 0))
-    device.reserve_windows(_window_bytes(ledger, problem, placement))
+    of_windows = _window_bytes(ledger, problem, placement, many=ranks is not None)
+    device.reserve_windows(of_windows)
+    if device.keeps_windows:
+        ledger.reserve(device.tier, of_windows, "pool")
     device.reserve_buffers(_buffers(problem, placement))
     on_disk = needed.get(Tier.NVME, 0)
     durable = _open_store(config, problem, ranks)
@@ -194,12 +198,14 @@ def _reserve(ledger: Ledger, problem: Problem, placement: Placement) -> None:
         ledger.reserve(Tier.GPU, problem.device_staging, "staging")
 
 
-def _window_bytes(ledger: Ledger, problem: Problem, placement: Placement) -> int:
-    """The most that windows, and whole gradients on their way, can have at once: all of them, or what the budget
-    leaves them.
+def _window_bytes(ledger: Ledger, problem: Problem, placement: Placement, *, many: bool) -> int:
+    """The most that windows can have at once: all of them, or what the plan leaves them. ``many``: for several ranks,
+    whose gradients stand in windows too until they are divided.
     """
     moving = [i for i, homes in enumerate(placement.homes) if problem.needs_window(i, homes[WEIGHTS])]
-    return min(sum(problem.window_bytes(i) for i in moving) + problem.in_flight, ledger.free(problem.compute))
+    gathered = min(sum(problem.window_bytes(i) for i in moving), window_room(problem, placement))
+    wanted = gathered + (problem.in_flight if many else 0)
+    return min(wanted, ledger.free(problem.compute)) // PAGE * PAGE
 
 
 def _buffers(problem: Problem, placement: Placement) -> list[int]:
