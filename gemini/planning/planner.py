@@ -204,7 +204,7 @@ def pose_problem(
         activations = activation_bytes(trace, offloaded=offloads)
         quiet = quiet_at(trace, activations, offloaded=offloads) if lends else ()
     itemsize = reduce_itemsize or (4 if precision == "fp32" else 2)
-    beside = overlap and compute is Tier.GPU
+    beside = overlap and compute is Tier.GPU and not lends  # where windows lend, what waits has their room too
     waiting = waiting_activations(trace) if beside and offloads else 0
     if beside and not many and gradients != "transient":
         waiting += waiting_gradients(layout, compute_itemsize(precision))
@@ -302,7 +302,7 @@ class Planner:
                 problem,
                 activations=left,
                 quiet=quiet,
-                waiting=problem.waiting + (0 if where is None else self._waiting_activations()),
+                waiting=problem.waiting + (0 if where is None or problem.quiet else self._waiting_activations()),
                 offloaded=0 if where is None else self.trace.checkpoint_bytes,
                 offload_to=None if where is None else Tier(where),
             )

@@ -64,7 +64,7 @@ class PieceWindow(PageWindow):
 
     def depopulate(self) -> bool:
         self.discard()
-        return True
+        return False
 
     def discard(self) -> None:
         if self._block is not None:

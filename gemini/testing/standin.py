@@ -41,6 +41,7 @@ class StandinDevice(HostMemoryDevice):
 
     name = "standin"
     tier = Tier.GPU
+    keeps_windows = True
 
     def __init__(
         self,
@@ -53,7 +54,7 @@ class StandinDevice(HostMemoryDevice):
         super().__init__()
         self.pieces = Pieces() if in_pieces else None
         if in_pieces:
-            self.frames, self.keeps_windows = None, True
+            self.frames = None
         self._memory = memory
         self._gate = gate or (lambda stream: None)
         self._poison = poison

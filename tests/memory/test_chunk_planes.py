@@ -163,7 +163,7 @@ def test_gathering_brings_every_element_and_counts_bytes(tmp_path: Path, home: T
     """Tiles that divide the chunk and tiles that do not; bytes are counted at the boundaries they cross."""
     device = StandinDevice()
     for size in (1, 2, 5, 8):
-        world = World([size], device, 2**22, home, tmp_path, precision)
+        world = World([size], device, 2**22, home, tmp_path, precision, beside=2**22)
         chunk = world.chunks[0]
         if precision == "fp16":  # the home is the wider fp32 master
             chunk.planes[WEIGHTS] = make_plane(MASTER, chunk.spec.numel, Tier.CPU, device, None)

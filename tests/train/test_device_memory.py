@@ -80,7 +80,9 @@ def test_all_memory_of_a_run_is_asked_for_once(tmp_path: Path, precision: str, g
     planes = engine.store.ledger.used(Tier.GPU) - sum(
         engine.store.ledger.held(Tier.GPU, holder) for holder in ("windows", "pool")
     )
-    left = engine.store.ledger.budget(Tier.GPU) - planes
+    problem, placement = engine.decision.problem, engine.decision.placement
+    left = engine.store.ledger.budget(Tier.GPU) - planes - problem.waiting_in(placement)
+    left = max(left, problem.working_set)
     assert device.for_windows == [min(windows, left)] and (windows < left) == (gpu == "8MiB")
 
 

@@ -39,6 +39,7 @@ def step(model: Any, seed: int) -> torch.Tensor:
 
 def managed(lends: bool, *, frozen: bool, monkeypatch: pytest.MonkeyPatch, overlap: bool = True) -> Any:
     monkeypatch.setattr(StandinDevice, "windows_give_back", lends)
+    monkeypatch.setattr(StandinDevice, "keeps_windows", False)
     trace = gemini.trace(make(frozen=frozen), batch(0, rows=1, length=LENGTH))
     made = planned(trace, lends)
     memory = gemini.MemoryBudget(gpu=made.problem.budgets[Tier.GPU], cpu=made.problem.budgets[Tier.CPU])

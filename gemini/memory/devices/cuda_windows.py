@@ -204,8 +204,7 @@ class CudaWindow(StorageWindow):
             self._memory.end(self._address, self.num_bytes, list(self.touched.values()))
             self._address = 0
         self._ready, self.touched = [], {}
-        super().depopulate()
-        return self._memory.is_private
+        return super().depopulate()
 
 
 def move_together(windows: Iterable[Window]) -> None:

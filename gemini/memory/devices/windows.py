@@ -38,7 +38,7 @@ class Window(ABC):
     def depopulate(self) -> bool:
         """Take the memory away; reading ``bytes`` afterwards is an error of the engine.
 
-        True if it waits for the next window, False if it went back to the system.
+        True if it waits in the device's frame pool, False if it went back to the system.
         """
 
     @abstractmethod

@@ -91,7 +91,7 @@ class Room:
 
     def depopulate(self, window: Window, holder: str) -> None:
         """Take the memory of a window away again."""
-        if window.depopulate():
+        if window.depopulate() or self._device.keeps_windows:
             self.ledger.pass_on(self._device.tier, window.num_bytes, holder, "pool")
         else:
             self._lending.let_have(window.num_bytes, holder)
