@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from gemini.config import GeminiConfig
-from gemini.errors import warn
+from gemini.errors import StorageError, warn
 from gemini.ranks.agreement import Point
 from gemini.rules import AdamRule, UpdateRule, rule_of
 from gemini.train.checkpoint.saving import load_checkpoint
@@ -26,6 +26,7 @@ from gemini.train.optimizers.optimizer import HybridOptimizer
 from gemini.train.sharding.consensus import agree
 
 try:
+    from accelerate.utils import broadcast_object_list
     from transformers import Seq2SeqTrainer, Trainer
     from transformers.trainer_utils import get_last_checkpoint
 except ImportError as e:
@@ -37,12 +38,13 @@ except ImportError as e:
 
 from .accelerate import GeminiAccelerator
 from .huggingface_args import check_args, check_managed_args, use_one_gpu, with_rule
+from .huggingface_durable import TRAINER_STATE, as_checkpoint, commit, committed, state_text, store_behind, store_of
 from .huggingface_save import (
     STATES,
     check_resumable,
     clean_up,
-    last_whole,
     load_states,
+    newest,
     publish,
     save_states,
     staging_in,
@@ -58,6 +60,7 @@ class GeminiTrainerMixin:
     Args:
         gemini_config: how to manage the model; None measures the budgets. Without a precision in it the flags say it:
             bf16 for ``bf16=True``, fp16 for ``fp16=True``, else fp32.
+        durable_every: with ``MemoryBudget(durable=True)``, steps between commits to the store.
         *args, **kwargs: the Trainer's own.
 
     Raises:
@@ -74,8 +77,13 @@ class GeminiTrainerMixin:
     state: Any
     control: Any
 
-    def __init__(self, *args: Any, gemini_config: GeminiConfig | None = None, **kwargs: Any):
+    def __init__(
+        self, *args: Any, gemini_config: GeminiConfig | None = None, durable_every: int = 1, **kwargs: Any
+    ):  # fmt: skip
         check_config(gemini_config)
+        if type(durable_every) is not int or durable_every < 1:
+            raise ValueError(f"durable_every is a number of steps, 1 or more, got {durable_every!r}")
+        self.durable_every = durable_every
         self._gemini_config = gemini_config
         self._gemini_run_dir: str | None = None
         self._gemini_random: dict[str, Any] | None = None
@@ -212,6 +220,7 @@ class GeminiTrainerMixin:
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         super()._maybe_log_save_evaluate(*args, **kwargs)  # type: ignore[misc]
+        commit(self)
         if self.args.enable_jit_checkpoint:
             self._gemini_random = rng_states()  # for a checkpoint of this step that is asked for inside the next
 
@@ -241,17 +250,53 @@ class GeminiTrainerMixin:
     # ---- loading ------------------------------------------------------------------------------------------------
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """As the Trainer's. ``resume_from_checkpoint=True`` takes the newest checkpoint that is whole.
+        """As the Trainer's. ``resume_from_checkpoint=True`` takes the newest checkpoint that is whole, or the last
+        commit of this run's durable store if that is newer; the folder of a store takes its last commit.
 
         Raises:
             ValueError: for a checkpoint without the states that an exact resume needs.
+            StorageError: for a store that another run uses.
         """
         clean_up(self.args.output_dir, self.accelerator)
-        if resume_from_checkpoint is True:
-            resume_from_checkpoint = last_whole(self.args.output_dir) or get_last_checkpoint(self.args.output_dir)
-            if resume_from_checkpoint is None:
-                raise ValueError(f"No valid checkpoint found in output directory ({self.args.output_dir})")
+        if resume_from_checkpoint:
+            resume_from_checkpoint = self._gemini_choose(resume_from_checkpoint)
         return super().train(resume_from_checkpoint, *args, **kwargs)  # type: ignore[misc]
+
+    def _gemini_choose(self, asked: Any) -> str:
+        """The folder to go on from, the same on all ranks."""
+        chosen: list[Any] = [None]
+        if self.accelerator.is_main_process:
+            try:
+                chosen = [self._gemini_find(asked)]
+            except (ValueError, StorageError) as e:
+                chosen = [e]
+        broadcast_object_list(chosen)
+        if isinstance(chosen[0], Exception):
+            raise chosen[0]
+        return str(chosen[0])
+
+    def _gemini_find(self, asked: Any) -> str:
+        run_dir = self.args.output_dir
+        if asked is not True:
+            found = committed(Path(asked))
+            return str(asked) if found is None else str(as_checkpoint(Path(asked), found, run_dir))
+        store = store_of(config_of(self.model) or self._gemini_config)
+        chosen = newest(run_dir, store) or get_last_checkpoint(run_dir)
+        if chosen is None:
+            raise ValueError(f"No valid checkpoint found in output directory ({run_dir})")
+        return chosen
+
+    def durable_files(self) -> dict[str, str]:
+        """Small files by name that a commit keeps, and that are there again when a run goes on from it."""
+        return {TRAINER_STATE: state_text(self)}
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        """As the Trainer's; of a store that of its commit, which data loaders have drawn from since it was loaded."""
+        if checkpoint is None or store_behind(checkpoint) is None:
+            super()._load_rng_state(checkpoint)  # type: ignore[misc]
+        else:
+            assert self._gemini_random is not None
+            set_rng_states(self._gemini_random)
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
         if self.state.global_step >= self.state.max_steps > 0:  # resumed at its end: the Trainer would add a step

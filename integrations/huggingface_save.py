@@ -19,13 +19,14 @@ from transformers.trainer_utils import rotate_checkpoints
 
 from gemini.train.checkpoint import replacing
 from gemini.train.checkpoint.saving import load_checkpoint, save_checkpoint
-from gemini.train.checkpoint.states import set_rng_states
+from gemini.train.checkpoint.states import rng_states, set_rng_states
 
+from .huggingface_durable import TRAINER_STATE, as_checkpoint, of_run, store_behind
 from .settings import take_over_scale
 
 STATES = "gemini"
 _STAGING = ".saving"
-_SCHEDULER, _TRAINER_STATE, _OPTIMIZER = "scheduler.pt", "trainer_state.json", "optimizer.pt"
+_SCHEDULER, _OPTIMIZER = "scheduler.pt", "optimizer.pt"
 
 
 # ---- saving ------------------------------------------------------------------------------------------------------
@@ -79,7 +80,7 @@ def publish(run_dir: str, trainer: Any) -> None:
     if best is not None and Path(best).parent == staging_in(run_dir):
         trainer.state.best_model_checkpoint = str(final)
     if trainer.args.should_save:
-        trainer.state.save_to_json(str(work / _TRAINER_STATE))
+        trainer.state.save_to_json(str(work / TRAINER_STATE))
         for path in work.iterdir():
             if path.is_file():
                 replacing.sync(path)
@@ -99,6 +100,20 @@ def publish(run_dir: str, trainer: Any) -> None:
 # ---- loading -----------------------------------------------------------------------------------------------------
 
 
+def newest(run_dir: str, store: Path | None) -> str | None:
+    """The checkpoint that a run goes on from: the last commit of its durable store, if that is further. One process
+    calls.
+
+    Raises:
+        StorageError: if another run uses the store.
+    """
+    whole, durable = last_whole(run_dir), of_run(store, run_dir)
+    step = -1 if whole is None else int(Path(whole).name.removeprefix("checkpoint-"))
+    if store is None or durable is None or durable.step <= step:
+        return whole
+    return str(as_checkpoint(store, durable, run_dir))
+
+
 def last_whole(run_dir: str) -> str | None:
     """The newest checkpoint in ``run_dir`` that a run can go on from, or None."""
     if not Path(run_dir).is_dir():
@@ -110,9 +125,11 @@ def last_whole(run_dir: str) -> str | None:
 
 def _missing(path: Path) -> str | None:
     """What an exact resume needs and ``path`` has not."""
+    if store_behind(path) is not None:
+        return None if (path / TRAINER_STATE).is_file() else TRAINER_STATE
     if not (path / STATES / "manifest.json").is_file() and not (path / _OPTIMIZER).is_file():
         return f"{STATES}/ (masters and optimizer states)"
-    return next((name for name in (_SCHEDULER, _TRAINER_STATE) if not (path / name).is_file()), None)
+    return next((name for name in (_SCHEDULER, TRAINER_STATE) if not (path / name).is_file()), None)
 
 
 def check_resumable(checkpoint: str) -> None:
@@ -141,7 +158,12 @@ def load_states(trainer: Any, checkpoint: str) -> None:
         ValueError: if the folder's parts are of different steps.
         PlanMismatch, StorageError: as :func:`gemini.load_checkpoint` does.
     """
-    extra = load_checkpoint(Path(checkpoint) / STATES, trainer.model, trainer.optimizer.optimizer)
+    store = store_behind(checkpoint)
+    if store is None:
+        extra = load_checkpoint(Path(checkpoint) / STATES, trainer.model, trainer.optimizer.optimizer)
+    else:
+        extra = load_checkpoint(store, trainer.model, trainer.optimizer.optimizer, trainer.lr_scheduler)
+        trainer._gemini_random = rng_states()
     if not (Path(checkpoint) / SCALER_NAME).exists():  # else the Trainer loads it
         take_over_scale(trainer.accelerator.scaler, trainer.model)
     if extra["global_step"] != trainer.state.global_step:
@@ -149,6 +171,8 @@ def load_states(trainer: Any, checkpoint: str) -> None:
             f"{checkpoint} holds the states of step {extra['global_step']} and a trainer_state.json of step "
             f"{trainer.state.global_step}: its files were mixed up; resume from another checkpoint"
         )
+    if store is not None:
+        return
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         trainer.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / _SCHEDULER, weights_only=True))

@@ -186,7 +186,7 @@ class Problem:
         """
         always = self.beside + self.activations + self.in_flight
         taken = {self.compute: always + (self.working_set if gathers else 0)}
-        if stages or gathers or self.compute is Tier.GPU:
+        if stages or gathers or self.durable or self.compute is Tier.GPU:  # what is committed from memory is staged
             taken[Tier.CPU] = taken.get(Tier.CPU, 0) + self.staging
         if self.exchange:
             taken[Tier.CPU] = taken.get(Tier.CPU, 0) + self.exchange

@@ -7,6 +7,7 @@ import io
 import os
 import random
 import shutil
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,9 @@ import gemini
 from gemini.jobs.doctor import doctor
 from gemini.memory.durable.folder import StoreFolder
 from gemini.memory.durable.slots import SlotFile
+from gemini.train.checkpoint import saver
 from gemini.train.checkpoint.commit import Commit
+from gemini.train.update import worker as update_worker
 from tests.crash_images import Judge, Log
 from tests.train.helpers import adam, assert_same_snapshot, batch, engine_of, gpt2, make_config, snapshot, train
 
@@ -60,6 +63,33 @@ def test_a_resumed_run_goes_on_from_the_last_commit(where: str, then: str, state
         assert_same_snapshot(snapshot(model), trained)
     gemini.save_checkpoint(tmp_path, model, optimizer, extra="on")
     engine_of(model).check_invariants()
+    end(model)
+
+
+def test_a_commit_that_is_written_at_once_has_what_updates_in_flight_make(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There is no memory to write behind training: what lives in memory is written when its update is over."""
+
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise gemini.BudgetExceeded("no room")
+
+    def slowly(*args: Any) -> Any:
+        time.sleep(0.02)
+        return tiles_of(*args)
+
+    tiles_of = update_worker.tiles_of
+    monkeypatch.setattr(saver, "_reserve", refuse)
+    monkeypatch.setattr(update_worker, "tiles_of", slowly)
+    model, optimizer = durable("ram", tmp_path)
+    train(model, optimizer, range(3))
+    with pytest.warns(UserWarning, match="while the training waits"):
+        gemini.save_checkpoint(tmp_path, model, optimizer, wait=False)
+    expected = snapshot(model)
+    end(model)
+    model, optimizer = durable("ram", tmp_path)
+    gemini.load_checkpoint(tmp_path, model, optimizer)
+    assert_same_snapshot(snapshot(model), expected)
     end(model)
 
 

@@ -119,6 +119,8 @@ class Commit:
     def _bring(self, pieces: Iterable[PlanePiece], device: Device, buffer: Buffer) -> tuple[Any, int]:
         """Everything that the record names is on the drive; the random states of this rank and its highest number."""
         for piece in pieces:
+            if piece.chunk_index in self.pending:
+                self.pending[piece.chunk_index].wait()
             piece.write(device, buffer)
         for update in self.pending.values():
             update.wait()

@@ -188,8 +188,6 @@ class Saver(WriteObserver):
                 raise GeminiError(f"the model was deleted while the checkpoint {self._final} was written")
             index = self._urgent if self._urgent in waiting else next(iter(waiting))
             assert index is not None
-            if index in self._pending:
-                self._pending[index].wait()
             yield waiting[index].popleft()
             if not waiting[index]:
                 del waiting[index]

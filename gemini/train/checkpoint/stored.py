@@ -15,9 +15,10 @@ import torch
 
 from gemini.errors import StorageError
 from gemini.memory.devices.pages import PAGE
-from gemini.memory.durable.folder import Commit, check_runs, last_commit, read_layout, slots_path
+from gemini.memory.durable.folder import Commit, check_runs, last_commit, read_layout, reading, slots_path
 from gemini.memory.durable.slots import ZEROS, Runs
 from gemini.train.checkpoint.format import VALUES, Manifest, as_damage, manifest_of
+from gemini.train.checkpoint.plain_data import Decoder
 from gemini.train.checkpoint.tensor_file import Malformed, TensorFile, TensorSpec, bytes_of, parse_spec
 
 
@@ -121,6 +122,17 @@ def open_store(directory: Path) -> Stored:
             raise Malformed("a commit record has no manifest")
         manifest = manifest_of({**body, "files": files}, opened)
     return Stored(commit, manifest, opened, values)
+
+
+def committed_extra(directory: Path) -> Any:
+    """The ``extra`` of the last commit, which nobody is writing at.
+
+    Raises:
+        StorageError: if there is none, it is damaged, or another run uses the store.
+    """
+    with reading(directory, None), as_damage(directory):
+        stored = open_store(directory)
+        return Decoder(stored.values).decode(stored.manifest.extra, "extra")
 
 
 def _values(listed: Any, data: bytes) -> list[torch.Tensor]:

@@ -192,7 +192,8 @@ def _reserve(ledger: Ledger, problem: Problem, placement: Placement) -> None:
     if problem.durable:
         ledger.reserve(Tier.NVME, problem.spare_slots(placement), "spare slots")
     demands = problem.demands(placement)
-    if problem.compute is Tier.GPU or demands != problem.spoken_for(gathers=False, stages=False):
+    still = problem.compute is not Tier.GPU and not problem.durable  # nothing has to be staged
+    if not still or demands != problem.spoken_for(gathers=False, stages=False):
         ledger.reserve(Tier.CPU, problem.staging, "staging")
     if placement.streamed:
         ledger.reserve(Tier.GPU, problem.device_staging, "staging")

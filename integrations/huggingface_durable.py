@@ -1,0 +1,124 @@
+"""A ``GeminiTrainer`` whose states are durable (``MemoryBudget(durable=True)``): its steps are commits of the store.
+
+A commit has all that a checkpoint of the Trainer has beside the model: the Trainer's state, the schedule, RNGs. To go
+on from one, its small files are written to ``OUT/.durable/checkpoint-N``, with the name of the store in the place of
+masters and states, and the Trainer is given that folder.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from transformers.trainer_callback import ExportableState
+
+from gemini.config import GeminiConfig
+from gemini.errors import StorageError
+from gemini.memory.durable.folder import is_store
+from gemini.train.checkpoint.saving import save_checkpoint
+from gemini.train.checkpoint.stored import committed_extra
+
+_FOLDER = ".durable"
+_NAME = "store.json"
+TRAINER_STATE = "trainer_state.json"
+
+
+class Committed(NamedTuple):
+    """What the last commit of a store says of its run."""
+
+    step: int
+    run: str
+    """The folder of the run."""
+    files: dict[str, str]
+    """Small files of a checkpoint, by name."""
+
+
+def store_of(config: GeminiConfig | None) -> Path | None:
+    """Where a run with this config has its store, if it has one."""
+    if config is None or not config.memory.durable or config.memory.nvme_path is None:
+        return None
+    return Path(config.memory.nvme_path)
+
+
+# ---- committing --------------------------------------------------------------------------------------------------
+
+
+def commit(trainer: Any) -> None:
+    """Make the step that has just ended durable, behind the training. All ranks call; nothing without a store."""
+    store = trainer.model._gemini_engine.store.durable
+    if store is None or trainer.state.global_step % trainer.durable_every:
+        return
+    trainer.store_flos()
+    extra = {
+        "global_step": trainer.state.global_step,
+        "run": os.path.realpath(trainer.args.output_dir),
+        "files": trainer.durable_files(),
+    }
+    save_checkpoint(
+        store.directory, trainer.model, trainer.optimizer.optimizer, trainer.lr_scheduler, extra, wait=False
+    )  # fmt: skip
+
+
+def state_text(trainer: Any) -> str:
+    """``trainer_state.json`` as the Trainer would write it now."""
+    states = dict(trainer.state.stateful_callbacks)
+    for callback in (*trainer.callback_handler.callbacks, trainer.control):
+        if isinstance(callback, ExportableState):
+            states[type(callback).__name__] = callback.state()
+    shown = {field.name: getattr(trainer.state, field.name) for field in dataclasses.fields(trainer.state)}
+    return json.dumps({**shown, "stateful_callbacks": states}, sort_keys=True)
+
+
+# ---- going on ----------------------------------------------------------------------------------------------------
+
+
+def committed(store: Path) -> Committed | None:
+    """What a Trainer has committed to a store last; None if there is no store, no commit, or one by something else.
+
+    Raises:
+        StorageError: if another run uses it.
+    """
+    if not is_store(store):
+        return None
+    try:
+        extra = committed_extra(store)
+        return Committed(int(extra["global_step"]), str(extra["run"]), dict(extra["files"]))
+    except StorageError as e:
+        if "in use by another run" in str(e):
+            raise
+        return None
+    except (TypeError, KeyError, ValueError):
+        return None
+
+
+def of_run(store: Path | None, run_dir: str | Path) -> Committed | None:
+    """The last commit in ``store``, if it is of the run whose folder is ``run_dir``.
+
+    Raises:
+        StorageError: if another run uses the store.
+    """
+    found = None if store is None else committed(store)
+    return found if found is not None and found.run == os.path.realpath(run_dir) else None
+
+
+def as_checkpoint(store: Path, found: Committed, run_dir: str | Path) -> Path:
+    """A folder with which a Trainer goes on from a commit. One process calls."""
+    folder = Path(run_dir) / _FOLDER
+    shutil.rmtree(folder, ignore_errors=True)
+    checkpoint = folder / f"checkpoint-{found.step}"
+    states = checkpoint / "gemini"
+    states.mkdir(parents=True)
+    for name, text in found.files.items():
+        (checkpoint / Path(name).name).write_text(text, encoding="utf-8")
+    (states / _NAME).write_text(json.dumps({"store": os.path.realpath(store)}), encoding="utf-8")
+    return checkpoint
+
+
+def store_behind(checkpoint: str | Path) -> Path | None:
+    """The store that a folder stands for; None for an ordinary checkpoint."""
+    name = Path(checkpoint) / "gemini" / _NAME
+    return Path(json.loads(name.read_text(encoding="utf-8"))["store"]) if name.is_file() else None

@@ -1,0 +1,62 @@
+"""A Trainer whose states are durable goes on from its last step, whichever file of its own it had written then."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import TrainerCallback
+
+import gemini
+from tests.integrations.trainer_cases import Sentences, assert_same_run, llama, make
+
+
+class Death(BaseException):
+    """What SIGKILL is to a program, as far as its files are concerned."""
+
+
+class Die(TrainerCallback):
+    """In the middle of a step."""
+
+    def __init__(self, step: int):
+        self.step = step
+
+    def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self.step:
+            raise Death
+
+
+def trainer(folder: Path, store: Path, **changes: Any) -> Any:
+    store.mkdir(exist_ok=True)
+    memory = gemini.MemoryBudget(cpu="640KiB", nvme="64MiB", nvme_path=store, durable=True)
+    how = {"train_dataset": Sentences(8), "gemini_config": gemini.GeminiConfig(memory=memory), "bf16": True}
+    made, _ = make(folder, model=llama(tied=True, dropout=0.2), **(how | changes))
+    return made
+
+
+def die(made: Any, step: int) -> None:
+    made.add_callback(Die(step))
+    with pytest.raises(Death):
+        made.train()
+    made.model._gemini_engine.close()
+
+
+@pytest.mark.parametrize("changes", [{}, {"fp16": True, "bf16": False}, {"optim": "lion_32bit"}], ids=str)
+@pytest.mark.parametrize("step", [1, 4, 5])
+def test_a_run_goes_on_from_its_last_step(step: int, changes: dict[str, Any], tmp_path: Path) -> None:
+    """After step 1 there is no checkpoint, after 3 there is one: the store is newer. Dropout, shuffled rows, epochs."""
+    whole = trainer(tmp_path / "whole", tmp_path / "other", **changes)
+    whole.train()
+    die(trainer(tmp_path / "run", tmp_path / "store", **changes), step)
+    again = trainer(tmp_path / "run", tmp_path / "store", **changes)
+    begun: list[int] = []
+    again.add_callback(
+        type("Begin", (TrainerCallback,), {"on_step_begin": lambda *a, **k: begun.append(a[2].global_step)})()
+    )
+    again.train(resume_from_checkpoint=True)
+    assert begun[0] == step, "not from checkpoint-3, and not from the beginning"
+    assert_same_run(whole, again)
+    assert [row for row in again.state.log_history if "loss" in row][:-1] == [
+        row for row in whole.state.log_history if "loss" in row
+    ][:-1]
