@@ -17,8 +17,7 @@ from typing import Any, NamedTuple
 from transformers.trainer_callback import ExportableState
 
 from gemini.config import GeminiConfig
-from gemini.errors import StorageError
-from gemini.memory.durable.folder import is_store
+from gemini.memory.durable.folder import has_commit, is_store
 from gemini.train.checkpoint.saving import save_checkpoint
 from gemini.train.checkpoint.stored import committed_extra
 
@@ -77,36 +76,40 @@ def state_text(trainer: Any) -> str:
 
 
 def committed(store: Path) -> Committed | None:
-    """What a Trainer has committed to a store last; None if there is no store, no commit, or one by something else.
+    """The last commit to a store; None if there is no store. One by another program has no run and no files.
 
     Raises:
-        StorageError: if another run uses it.
+        StorageError: if another run uses it, or it has no commit.
     """
     if not is_store(store):
         return None
+    extra = committed_extra(store)
     try:
-        extra = committed_extra(store)
         return Committed(int(extra["global_step"]), str(extra["run"]), dict(extra["files"]))
-    except StorageError as e:
-        if "in use by another run" in str(e):
-            raise
-        return None
     except (TypeError, KeyError, ValueError):
-        return None
+        return Committed(-1, "", {})
 
 
 def of_run(store: Path | None, run_dir: str | Path) -> Committed | None:
-    """The last commit in ``store``, if it is of the run whose folder is ``run_dir``.
+    """The last commit in ``store``, if there is one and it is of the run whose folder is ``run_dir``.
 
     Raises:
         StorageError: if another run uses the store.
     """
-    found = None if store is None else committed(store)
+    found = None if store is None or not has_commit(store) else committed(store)
     return found if found is not None and found.run == os.path.realpath(run_dir) else None
 
 
 def as_checkpoint(store: Path, found: Committed, run_dir: str | Path) -> Path:
-    """A folder with which a Trainer goes on from a commit. One process calls."""
+    """A folder with which a Trainer goes on from a commit. One process calls.
+
+    Raises:
+        ValueError: for a commit by something else.
+    """
+    if not found.files:
+        raise ValueError(
+            f"what is in the durable store {store} was not committed by a Trainer: gemini.load_checkpoint() reads it"
+        )
     folder = Path(run_dir) / _FOLDER
     shutil.rmtree(folder, ignore_errors=True)
     checkpoint = folder / f"checkpoint-{found.step}"

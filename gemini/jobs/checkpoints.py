@@ -6,27 +6,43 @@ and renames.
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 from pathlib import Path
 
 from gemini.errors import human_bytes
-from gemini.integrations.huggingface_save import last_whole
-from gemini.jobs.errors import JobError
+from gemini.integrations.huggingface_durable import as_checkpoint, committed
+from gemini.integrations.huggingface_save import last_whole, newest
+from gemini.jobs.errors import JobError, as_job_error
+from gemini.memory.durable.folder import has_commit
 
 _BYTES_PER_PARAM, _BYTES_PER_TRAINED = 2, 12
 """In a checkpoint: weights as a model, and what training goes on from."""
 
 
-def choose(resume: str | None, out: Path, *, overwrite: bool) -> Path | None:
-    """The checkpoint to start from, or None to start anew.
+def choose(resume: str | None, out: Path, *, overwrite: bool, store: Path | None = None) -> Path | None:
+    """The checkpoint to start from, or None to start anew. ``store``: the folder of the run's durable store.
 
     Raises:
-        JobError: if the one named is not there, or starting anew would mix with, or write over, what is in ``out``.
+        JobError: if the one named is not there, or starting anew would mix with, or write over, what is in ``out`` or
+            ``store``.
+        StorageError: for a store that another run uses.
     """
-    newest = last_whole(str(out))
+    kept = None if store is None or not has_commit(store) else committed(store)
+    is_own = kept is not None and kept.run == os.path.realpath(out)
+    if kept is not None and not is_own and (resume is None or resume == "auto"):
+        raise JobError(
+            f"--nvme-path {store} holds the durable store of {f'the run in {kept.run}' if kept.run else 'a program'}, "
+            "which this run would replace. Give another folder, or go on from it with --resume and this folder."
+        )
     if resume == "auto":
-        return None if newest is None else Path(newest)
+        found = newest(str(out), store)
+        return None if found is None else Path(found)
+    if resume is not None and (durable := committed(Path(resume)) if Path(resume).is_dir() else None) is not None:
+        with as_job_error(asked=f"--resume {resume}"):
+            return as_checkpoint(Path(resume), durable, out)
+    last = last_whole(str(out))
     if resume is not None:
         path = Path(resume)
         if not path.is_dir():
@@ -38,10 +54,11 @@ def choose(resume: str | None, out: Path, *, overwrite: bool) -> Path | None:
         if inside is not None:  # the run's folder was given, not one of its checkpoints
             raise JobError(f"--resume {resume}: this is the folder of a run. Its newest checkpoint is {inside}.")
         return path
-    if newest is not None:
+    if last is not None or is_own:
+        where = Path(last).name if last is not None else f"in the durable store {store}"
         raise JobError(
-            f"--out {out} holds checkpoints of an earlier run, the newest is {Path(newest).name}. Continue it with "
-            "--resume auto, or start anew in another --out."
+            f"--out {out} holds checkpoints of an earlier run, the newest is {where}. Continue it with --resume auto, "
+            "or start anew in another --out."
         )
     if not overwrite and any(out.glob("*.safetensors")):
         raise JobError(f"--out {out} holds a model already. Choose another --out, or remove it first.")

@@ -149,7 +149,12 @@ class TrainSettings:
     out: Path = opt(Path("runs/train"), "A folder for the model and the checkpoints.", _FILES)
     save_every: int = opt(500, "Steps between checkpoints; 0 writes none but on Ctrl-C.", _FILES, least=0)
     keep: int = opt(2, "Checkpoints to keep.", _FILES, least=1)
-    resume: str | None = opt(None, "A checkpoint folder, or 'auto' for the newest in --out.", _FILES)
+    durable_every: int = opt(
+        0, "Steps between commits to a store in --nvme-path that outlives a kill; 0 for none.", _FILES, least=0
+    )
+    resume: str | None = opt(
+        None, "A checkpoint folder or that of a durable store, or 'auto' for the newest of this --out.", _FILES
+    )
 
     # not options: how a job of ours calls it
     overwrite: bool = False
@@ -182,6 +187,8 @@ class TrainSettings:
             raise JobError(
                 f"--nvme-memory {self.nvme_memory} needs --nvme-path: a folder on the drive that is to hold them."
             )
+        if self.durable_every and self.nvme_path is None:
+            raise JobError("--durable-every needs --nvme-path: a folder on the drive that is to hold the store.")
         if self.lora is not None and self.preset is not None:
             raise JobError(f"--lora {self.lora} adapts trained weights, and a preset has none: give a model folder.")
         if self.epochs is not None and self.epochs == 0:

@@ -20,6 +20,7 @@ import transformers
 from rich.console import Console
 
 import gemini
+from gemini.integrations.huggingface_durable import store_behind
 from gemini.jobs import checkpoints
 from gemini.jobs.budgets import budget_lines, plan_lines, shares, use_line
 from gemini.jobs.callbacks import Samples, Shown, Stop
@@ -68,7 +69,10 @@ class TrainRun:
             checkpoints.prepare_out(settings.out)
             found = None
             if self.team.is_first:
-                found = checkpoints.choose(settings.resume, settings.out, overwrite=settings.overwrite)
+                store = settings.nvme_path if settings.durable_every else None
+                found = checkpoints.choose(
+                    settings.resume, settings.out, overwrite=settings.overwrite, store=store
+                )  # fmt: skip
             self.data = self._open_data(source)
             self.device = _device(settings.device)
             adapt = None if settings.lora is None else lora_of(settings.lora, source)
@@ -212,7 +216,8 @@ class TrainRun:
                     "what that run was given, or start anew in another --out."
                 )
         self.step = int(json.loads((checkpoint / "trainer_state.json").read_text())["global_step"])
-        self._say(f"resuming from {checkpoint} after step {self.step}")
+        store = store_behind(checkpoint)
+        self._say(f"resuming from {checkpoint if store is None else f'the store in {store}'} after step {self.step}")
         if saved["sequences_per_step"] != self._sequences:
             self._say(
                 f"a step was {saved['sequences_per_step']} sequences before, it is {self._sequences} from now on: the "

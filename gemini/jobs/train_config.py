@@ -44,6 +44,7 @@ def make_config(settings: TrainSettings, source: ModelSource, device: torch.devi
                 cpu=settings.cpu_memory or _planned(plan, Tier.CPU),
                 nvme=settings.nvme_memory or _planned(plan, Tier.NVME),
                 nvme_path=settings.nvme_path,
+                durable=settings.durable_every > 0,
             ),
             placement="auto" if plan is None else plan,
             gradients="accumulate" if settings.accumulate > 1 else "retain",

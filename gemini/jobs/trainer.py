@@ -41,6 +41,10 @@ class JobTrainer(GeminiTrainerMixin):
         if self.args.should_save:
             Path(output_dir, POSITION).write_text(json.dumps(self.position))
 
+    def durable_files(self) -> dict[str, str]:
+        """Those of a checkpoint."""
+        return {**super().durable_files(), POSITION: json.dumps(self.position)}
+
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Learning rate and weight decay stay as the command line has them; the checkpoint has those of its run."""
         decays = [group["weight_decay"] for group in self.optimizer.param_groups if "weight_decay" in group]
@@ -93,7 +97,7 @@ def make_trainer(
     else:
         trainer = _row_trainer(settings, model, data, tokenizer, arguments, callbacks)
     trainer.remove_callback(transformers.PrinterCallback)
-    trainer.job = settings
+    trainer.job, trainer.durable_every = settings, settings.durable_every or 1
     if use_cache is not None:
         model.config.use_cache = use_cache  # the Trainer switched it off; the saved model is to generate with it
     return trainer

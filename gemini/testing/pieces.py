@@ -22,9 +22,9 @@ class Pieces:
         return sum(arena.size for arena in self._arenas)
 
     def reserve(self, num_bytes: int) -> None:
-        """Make a stretch of so many bytes."""
-        if num_bytes > 0:
-            self._arenas.append(Arena(num_bytes))
+        """Make a stretch of so many bytes, instead of those there are."""
+        assert not any(arena.used for arena in self._arenas), "windows have memory"
+        self._arenas = [Arena(num_bytes)] if num_bytes > 0 else []
 
     def has_place(self, num_bytes: int) -> bool:
         """As :meth:`gemini.memory.devices.device.Device.has_place`."""
@@ -36,7 +36,7 @@ class Pieces:
             address = arena.take(num_bytes)
             if address is not None:
                 return arena, address
-        self.reserve(num_bytes)
+        self._arenas.append(Arena(num_bytes))
         return self.take(num_bytes)
 
     def move_together(self, windows: Sequence[Window]) -> None:

@@ -20,6 +20,7 @@ import gemini
 from gemini.errors import parse_bytes
 from gemini.memory.devices.device import make_device
 from gemini.planning.layout import DEFAULT_MAX_CHUNK, ParamSpec, make_layout
+from gemini.planning.planes import compute_itemsize
 from gemini.train.setup.problem import collect_params
 from tests.train import helpers
 
@@ -73,7 +74,8 @@ def config(model: nn.Module, where: str, path: Path, *, precision: str = "bf16",
     extra = 20 * max(sizes) if on_gpu else 0
     extra += 4 * 20 * max(sizes) if "updates_on_gpu" in on_gpu else 0
     gathered, _ = helpers.tight_bytes(model, precision)
-    gpu = budget(PLENTY if placement.roomy else int(planes + gathered + extra))
+    waiting = 2 * max(sizes) * compute_itemsize(precision)  # gradients that leave beside computing
+    gpu = budget(PLENTY if placement.roomy else int(planes + gathered + extra + waiting))
     memory = gemini.MemoryBudget(gpu=gpu, cpu=PLENTY, nvme=PLENTY, nvme_path=path)
     return gemini.GeminiConfig(precision=precision, memory=memory, placement=placement.static, device=DEVICE, **more)
 

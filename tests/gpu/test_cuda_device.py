@@ -197,7 +197,15 @@ def test_what_is_free_in_pieces_is_made_one(device: Device) -> None:
         assert view.min() == view.max() == number, "who looks at a window sees it at its new place"
     long = device.make_window(4 * size)
     long.populate()
+    assert long.bytes.fill_(9).min() == 9 and not device.has_place(size)
     assert torch.cuda.memory_stats(device.torch_device)["reserved_bytes.large_pool.current"] == reserved
+    for window in (*windows[1::2], long):
+        window.depopulate()
+    device.reserve_windows(4 * size)
+    assert torch.cuda.memory_stats(device.torch_device)["reserved_bytes.large_pool.current"] == reserved - 4 * size
+    assert device.has_place(4 * size) and not device.has_place(4 * size + 4096)
+    windows[0].populate()
+    assert windows[0].bytes.fill_(7).min() == 7
 
 
 def test_windows_share_their_pool_with_nobody(device: Device) -> None:

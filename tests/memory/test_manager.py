@@ -199,18 +199,26 @@ def test_what_nobody_reads_goes_before_what_is_read_is_moved() -> None:
 
 
 def test_what_is_the_windows_own_is_nobody_elses() -> None:
-    """Neither who needs room nor who would like some gets it: nothing that is evicted would be of use to him."""
+    """Neither who needs room nor who would like some gets it while any is read: it is all got anew or not at all."""
     device = StandinDevice(in_pieces=True)
+    assert device.pieces is not None
     world = World([1, 1, 1], device, 2 * UNIT, Tier.CPU, Path())
     for chunk in world.chunks[:2]:
         world.manager.acquire(chunk)
-        world.manager.release(chunk)
+    world.manager.release(world.chunks[0])
     before = world.snapshot()
     with pytest.raises(BudgetExceeded, match="a sum needs 4 KiB of gpu.*8 KiB are for gathered weights only"):
         world.manager.room.make(UNIT, what="a sum")
-    assert not world.manager.room.spare(UNIT) and world.manager.room.left_beside(UNIT) == 0
+    assert not world.manager.room.spare(UNIT)
     assert world.snapshot() == before and world.evicted == []
     check(world)
+    world.manager.release(world.chunks[1])
+    assert not world.manager.room.spare(UNIT) and world.evicted == [], "what is welcome gets none in any case"
+    assert world.manager.room.left_beside(UNIT) == UNIT
+    world.manager.room.make(UNIT, what="a sum")
+    assert world.evicted == [0, 1] and world.room() == world.ledger.free(Tier.GPU) == UNIT == device.pieces.num_bytes
+    world.manager.acquire(world.chunks[2])
+    assert shown(world, 2) == 3
     device.close()
 
 

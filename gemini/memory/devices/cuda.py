@@ -74,8 +74,7 @@ class CudaDevice(Device):
         return window
 
     def reserve_windows(self, num_bytes: int) -> None:
-        if num_bytes > 0:
-            self._memory.reserve(num_bytes)
+        self._memory.reserve(num_bytes)
 
     def has_place(self, num_bytes: int) -> bool:
         return self._memory.has_place(num_bytes)

@@ -116,8 +116,8 @@ class WindowMemory:
         with self._lock, torch.cuda.device(self._device):
             if self._stream is None:
                 self._stream = self._new_stream()
-                if self.is_private:
-                    self._pool = torch.cuda.MemPool()
+            if self._pool is None and self.is_private:
+                self._pool = torch.cuda.MemPool()
             pool: AbstractContextManager[None] = contextlib.nullcontext()
             if self._pool is not None:
                 pool = torch.cuda.use_mem_pool(self._pool, self._device)
@@ -126,12 +126,16 @@ class WindowMemory:
 
     def reserve(self, num_bytes: int) -> None:
         """Get one segment for so many bytes of windows; where the driver has none that long they come one by one, up to
-        so many.
+        so many. The segments of an earlier call go back to the driver.
 
         They do, too, if the program has set ``max_split_size_mb``: the allocator would cut nothing out of it.
         """
         self._planned = num_bytes
-        if torch.cuda.memory_stats(self._device).get("max_split_size", -1) > 0:
+        if self._pool is not None:
+            torch.cuda.synchronize(self._device)
+            self._pool, self._last_uses = None, LastUses()
+            torch.cuda.empty_cache()
+        if num_bytes == 0 or torch.cuda.memory_stats(self._device).get("max_split_size", -1) > 0:
             return
         with contextlib.suppress(torch.cuda.OutOfMemoryError), self.own():
             torch.empty(num_bytes, dtype=torch.uint8, device=self._device)

@@ -133,7 +133,9 @@ class Device(ABC):
         """Zeroed memory on the device, as a uint8 tensor, for as long as the tensor lives."""
 
     def reserve_windows(self, num_bytes: int) -> None:  # noqa: B027 - pages of the host come one by one
-        """So many bytes of windows may have memory at once: get it in one piece, as far as that goes."""
+        """So many bytes of windows may have memory at once: get it in one piece, as far as that goes. Asked again,
+        where no window has any, what was got before goes back.
+        """
 
     def has_place(self, num_bytes: int) -> bool:
         """Whether what is free of the windows' own memory has so many bytes in one piece, or need not have them."""

@@ -51,6 +51,11 @@ def is_store(directory: Path) -> bool:
     return bool(_stores(directory))
 
 
+def has_commit(directory: Path) -> bool:
+    """Whether a rank has ever begun a commit in a folder."""
+    return any(record_path(store, 0, place).exists() for store in _stores(directory) for place in (0, 1))
+
+
 def store_bytes(directory: Path) -> int:
     """What the slots of stores in a folder take on the drive."""
     found = [path.stat() for store in _stores(directory) for path in store.glob("slots-*")]

@@ -7,8 +7,9 @@
 
 Populated windows are in the ledger as "windows" (or as what their holder calls itself), memory that waits for the next
 window as "pool". In host memory these are frames, which go back where something else needs them. On a GPU windows have
-memory of their own (``Device.keeps_windows``): all of it is in the ledger from the beginning, nothing else gets it, and
-what is evicted makes room for windows only. It is got in one piece, so there may be too little of it in many pieces.
+memory of their own (``Device.keeps_windows``): all of it is in the ledger from the beginning, and what is evicted makes
+room for windows only. It is got in one piece, so there may be too little of it in many pieces; and something else gets
+of it only where all of it is got anew, which waits for everything.
 """
 
 from __future__ import annotations
@@ -106,7 +107,7 @@ class Room:
         if self._device.keeps_windows and for_window:
             self._make_place(num_bytes, what)
         elif self._device.keeps_windows:
-            self._await_free(num_bytes, what)
+            self._await_free(num_bytes, what, may_shrink=True)
         else:
             self._make_free(num_bytes, what, for_window=for_window)
 
@@ -140,11 +141,29 @@ class Room:
                 self._await_free(num_bytes, what)
                 return
 
-    def _await_free(self, num_bytes: int, what: str) -> None:
-        """Wait until so much is free of what windows do not have."""
+    def _await_free(self, num_bytes: int, what: str, *, may_shrink: bool = False) -> None:
+        """Wait until so much is free of what windows do not have. ``may_shrink``: at last they get less, for good."""
         while (missing := num_bytes - self.ledger.free(self._device.tier)) > 0:
-            if not self.relieve() and num_bytes - self.ledger.free(self._device.tier) >= missing:
+            if self.relieve() or num_bytes - self.ledger.free(self._device.tier) < missing:
+                continue
+            if not (may_shrink and self._shrink(missing)):
                 raise BudgetExceeded(self._explain(num_bytes, what, missing))
+
+    def _shrink(self, num_bytes: int) -> bool:
+        """Take so many bytes from windows for good; False if some are read. All of them go: their memory is one piece,
+        and a shorter one is got in its place.
+        """
+        while self._call_back() or self._unpin():
+            pass
+        evictable = self._evictable()
+        has = self._pool + sum(candidate.num_bytes for candidate in evictable)
+        if len(evictable) < len(self._windows()) or has < num_bytes:
+            return False
+        for candidate in evictable:
+            self._evict(self.chunks[candidate.chunk])
+        self._device.reserve_windows(self._pool - num_bytes)
+        self.ledger.release(self._device.tier, num_bytes, "pool")
+        return True
 
     def _gives_way(self, missing: int, relieve: Callable[[], bool] = lambda: False) -> bool:
         """Evict for so many bytes, or have something else give way; False if nothing can. ``relieve`` is tried before
@@ -273,10 +292,8 @@ class Room:
 
     def left_beside(self, working_set: int) -> int:
         """Bytes that something else can have for good, where windows need ``working_set``."""
-        free = self.ledger.free(self._device.tier)
-        if self._device.keeps_windows:
-            return free
-        return free + self.ledger.held(self._device.tier, "windows") + self._pool - working_set
+        tier = self._device.tier
+        return self.ledger.free(tier) + self.ledger.held(tier, "windows") + self._pool - working_set
 
     # ---- the books ----------------------------------------------------------------------------------------------
 
