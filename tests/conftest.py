@@ -24,6 +24,8 @@ import pytest
 # Before transformers is imported: no test may look for a hub.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# Of the processes that tests start, too: what they compute is compared with what is computed here.
+os.environ["OMP_NUM_THREADS"] = "1"
 
 import torch  # noqa: E402
 

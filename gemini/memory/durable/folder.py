@@ -47,8 +47,8 @@ class Commit(NamedTuple):
 
 
 def is_store(directory: Path) -> bool:
-    """Whether a folder holds a store."""
-    return bool(_stores(directory))
+    """Whether a path is that of a folder that holds a store."""
+    return directory.is_dir() and bool(_stores(directory))
 
 
 def has_commit(directory: Path) -> bool:
