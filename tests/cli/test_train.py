@@ -81,7 +81,8 @@ def test_a_killed_run_goes_on_from_its_store(train: Gemini, tiny_config: Path, t
     rest = train("--out", tmp_path / "out", *durable, "--resume", "auto")
     assert rest.exit_code == 0, (rest.output, rest.exception)
     found = re.search(r"resuming from the store in \S+ after step (\d+)", flat(rest))
-    assert found is not None and 3 <= int(found[1]) < 60 and len(losses_of(rest.stdout)) == 60 - int(found[1])
+    # The line of step 4 comes before its commit begins, which waits for that of step 3.
+    assert found is not None and 2 <= int(found[1]) < 60 and len(losses_of(rest.stdout)) == 60 - int(found[1])
     assert losses_of(rest.stdout) == losses_of(whole.stdout)[-len(losses_of(rest.stdout)) :]
     first, second = weights_of(tmp_path / "whole"), weights_of(tmp_path / "out")
     assert all(torch.equal(weight, second[name]) for name, weight in first.items())
