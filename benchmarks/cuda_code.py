@@ -35,7 +35,18 @@ ROOT = Path(__file__).resolve().parents[1]
 SOURCES = sorted((ROOT / "csrc" / "cuda").glob("*.cu"))
 FORMATS = {"0": "fp32", "1": "bf16", "2": "fp16"}  # of gradients: enum Dtype
 DOINGS = {"0": "read", "1": "copy", "2": "widen", "3": "accumulate"}  # enum Doing
-STATES = {"AdamW": 2, "Adam": 2, "Sgd": 1, "PlainSgd": 0, "Lion": 1, "Adan": 4, "Sophia": 2, "SophiaEstimate": 2}
+STATES = {
+    "AdamW": 2,
+    "Adam": 2,
+    "Sgd": 1,
+    "PlainSgd": 0,
+    "Lion": 1,
+    "Adan": 4,
+    "Sophia": 2,
+    "SophiaEstimate": 2,
+    "SophiaH": 2,
+    "SophiaHEstimate": 2,
+}
 
 
 @dataclass

@@ -143,6 +143,23 @@ struct Sophia {
     }
 };
 
+// The estimate may be negative where the loss is not convex: the step is clipped there.
+struct SophiaH {
+    static constexpr int kStates = 2;
+    static constexpr int kSquares = kNotCompact;
+    float beta1, c1, scale, least, decay, neg_lr, grad_scale;
+
+    template <class F>
+    GEMINI_RULE void update(F& p, F g, F& m, F& h) const {
+        m = m * beta1 + g * c1;
+        const F divisor = h * scale;
+        F r = m / select(divisor > F(least), divisor, F(least));
+        r = select(r > 1.f, F(1.f), r);
+        r = select(r < -1.f, F(-1.f), r);
+        p = p * decay + r * neg_lr;
+    }
+};
+
 // Not a step: the gradient is of labels that the model has drawn, and goes into the estimate of the Hessian.
 struct SophiaEstimate {
     static constexpr int kStates = 2;
@@ -155,9 +172,21 @@ struct SophiaEstimate {
     }
 };
 
+// Not a step: in place of the gradient stands an estimate of the diagonal of the Hessian.
+struct SophiaHEstimate {
+    static constexpr int kStates = 2;
+    static constexpr int kSquares = kNotCompact;
+    float beta2, c2, grad_scale;
+
+    template <class F>
+    GEMINI_RULE void update(F&, F g, F&, F& h) const {
+        h = h * beta2 + c2 * g;
+    }
+};
+
 constexpr int kMaxStates = 4, kMaxScalars = 14;
 
-enum class RuleKind : int { adamw, adam, sgd, plain_sgd, lion, adan, sophia, sophia_estimate };
+enum class RuleKind : int { adamw, adam, sgd, plain_sgd, lion, adan, sophia, sophia_estimate, sophia_h, sophia_h_estimate };
 
 // The scalars of an update of any rule: which one it is, and its numbers in the order of its struct.
 struct Scalars {
@@ -177,11 +206,12 @@ struct Scalars {
 };
 
 inline Scalars make_scalars(const std::string& name, const std::vector<float>& values) {
-    const char* const names[] = {"adamw", "adam", "sgd", "plain_sgd", "lion", "adan", "sophia", "sophia_estimate"};
+    const char* const names[] = {"adamw", "adam", "sgd", "plain_sgd", "lion", "adan", "sophia", "sophia_estimate",
+                                 "sophia_h", "sophia_h_estimate"};
+    const auto found = std::find(std::begin(names), std::end(names), name);
     Scalars made{};
-    while (made.kind <= RuleKind::sophia_estimate && name != names[static_cast<int>(made.kind)])
-        made.kind = static_cast<RuleKind>(static_cast<int>(made.kind) + 1);
-    if (made.kind > RuleKind::sophia_estimate) throw std::invalid_argument("no rule is called " + name);
+    made.kind = static_cast<RuleKind>(found - std::begin(names));
+    if (found == std::end(names)) throw std::invalid_argument("no rule is called " + name);
     if (values.size() > kMaxScalars) throw std::invalid_argument("no rule has so many scalars");
     made.count = static_cast<int>(values.size());
     std::copy(values.begin(), values.end(), made.values);
@@ -229,6 +259,8 @@ void with_rule(const Scalars& scalars, const Arrays& arrays, Use use) {
         case RuleKind::adan: return use(scalars.as<Adan>(n));
         case RuleKind::sophia: return use(scalars.as<Sophia>(n));
         case RuleKind::sophia_estimate: return use(scalars.as<SophiaEstimate>(n));
+        case RuleKind::sophia_h: return use(scalars.as<SophiaH>(n));
+        case RuleKind::sophia_h_estimate: return use(scalars.as<SophiaHEstimate>(n));
     }
 }
 

@@ -20,7 +20,8 @@ _WHERE = {
     "LOMO": "gemini.optim.optimizers",
     "Lion": "gemini.optim.optimizers",
     "Muon": "gemini.optim.optimizers",
-    "SophiaG": "gemini.optim.optimizers",
+    "SophiaG": "gemini.optim.sophia",
+    "SophiaH": "gemini.optim.sophia",
     "AdamRule": "gemini.rules",
     "AdoptedRule": "gemini.optim.adopted",
     "AdanRule": "gemini.optim.elementwise",
@@ -29,6 +30,7 @@ _WHERE = {
     "PlainSGDRule": "gemini.optim.elementwise",
     "SGDRule": "gemini.optim.elementwise",
     "SophiaGRule": "gemini.optim.elementwise",
+    "SophiaHRule": "gemini.optim.elementwise",
     "adopt": "gemini.optim.adopted",
     "muon_groups": "gemini.optim.optimizers",
 }
@@ -43,6 +45,7 @@ if TYPE_CHECKING:
     from gemini.optim.elementwise import PlainSGDRule as PlainSGDRule
     from gemini.optim.elementwise import SGDRule as SGDRule
     from gemini.optim.elementwise import SophiaGRule as SophiaGRule
+    from gemini.optim.elementwise import SophiaHRule as SophiaHRule
     from gemini.optim.matrices import AdaLomoRule as AdaLomoRule
     from gemini.optim.matrices import MuonRule as MuonRule
     from gemini.optim.optimizers import LOMO as LOMO
@@ -52,8 +55,9 @@ if TYPE_CHECKING:
     from gemini.optim.optimizers import Adan as Adan
     from gemini.optim.optimizers import Lion as Lion
     from gemini.optim.optimizers import Muon as Muon
-    from gemini.optim.optimizers import SophiaG as SophiaG
     from gemini.optim.optimizers import muon_groups as muon_groups
+    from gemini.optim.sophia import SophiaG as SophiaG
+    from gemini.optim.sophia import SophiaH as SophiaH
     from gemini.rules import AdamRule as AdamRule
 
 

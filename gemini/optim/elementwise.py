@@ -1,4 +1,4 @@
-"""Update rules that take one element after the other: SGD, Lion, Adan and Sophia-G, beside Adam in gemini.rules.
+"""Update rules that take one element after the other: SGD, Lion, Adan and both Sophias, beside Adam in gemini.rules.
 
 ``update`` of each defines its bits, in torch lines; the native kernels (csrc/rules.h, one text for CPU and CUDA) leave
 the same. Scalars are computed in double and rounded to fp32 once; their names and order are those of csrc/rules.h.
@@ -248,7 +248,7 @@ class AdanRule(ElementwiseRule):
         before.copy_(g)
 
 
-# ---- Sophia-G --------------------------------------------------------------------------------------------------------
+# ---- Sophia ----------------------------------------------------------------------------------------------------------
 
 
 class SophiaScalars(NamedTuple):
@@ -304,6 +304,56 @@ class SophiaGRule(ElementwiseRule):
             return
         m.mul_(s.beta1).add_(g * s.c1)
         r = m / (h * s.scale + s.tiny)
+        r = torch.where(r > 1, 1.0, r)
+        r = torch.where(r < -1, -1.0, r)
+        master.mul_(s.decay).add_(r * s.neg_lr)
+
+
+class SophiaHScalars(NamedTuple):
+    beta1: float
+    c1: float
+    scale: float
+    least: float
+    decay: float
+    neg_lr: float
+    grad_scale: float
+    kernel: str
+
+
+@dataclass(frozen=True)
+class SophiaHRule(ElementwiseRule):
+    """Sophia-H (Liu et al., 2023, arXiv:2305.14342): as Sophia-G, with Hutchinson's estimate of the diagonal, which
+    :meth:`gemini.optim.SophiaH.estimate_hessian` makes.
+    """
+
+    spec = RuleSpec("Sophia-H", SophiaGRule.spec.planes)
+    defaults: ClassVar[Mapping[str, Any]] = {
+        "lr": 1e-4, "betas": (0.965, 0.99), "rho": 0.01, "eps": 1e-12, "weight_decay": 0.1, "estimates_hessian": False,
+    }  # fmt: skip
+    positive = ("rho", "eps")
+
+    def scalars(self, group: Mapping[str, Any], step: int, grad_scale: float) -> SophiaHScalars | SophiaEstimateScalars:
+        (beta1, beta2), lr = map(float, group["betas"]), float(group["lr"])
+        if group["estimates_hessian"]:
+            estimate = beta2, 1.0 - beta2, grad_scale
+            return SophiaEstimateScalars._make((*map(to_fp32, estimate), "sophia_h_estimate"))
+        exact = (
+            beta1, 1.0 - beta1, float(group["rho"]), float(group["eps"]), 1.0 - lr * float(group["weight_decay"]), -lr,
+            grad_scale,
+        )  # fmt: skip
+        return SophiaHScalars._make((*map(to_fp32, exact), "sophia_h"))
+
+    def update(
+        self, master: Tensor, grad: Tensor, states: Mapping[str, Tensor], scalars: Any, where: Where | None
+    ) -> None:
+        s, m, h = scalars, states["exp_avg"], states["hessian"]
+        g = grad.float() * s.grad_scale
+        if isinstance(s, SophiaEstimateScalars):
+            h.mul_(s.beta2).add_(g * s.c2)
+            return
+        m.mul_(s.beta1).add_(g * s.c1)
+        divisor = h * s.scale
+        r = m / torch.where(divisor > s.least, divisor, s.least)
         r = torch.where(r > 1, 1.0, r)
         r = torch.where(r < -1, -1.0, r)
         master.mul_(s.decay).add_(r * s.neg_lr)

@@ -10,7 +10,7 @@ if TYPE_CHECKING:  # the names alone are there without torch
 
 RULES = {
     "adamw": "AdamRule", "lion": "LionRule", "sgd": "SGDRule", "plain-sgd": "PlainSGDRule", "adan": "AdanRule",
-    "sophia": "SophiaGRule", "muon": "MuonRule", "adalomo": "AdaLomoRule",
+    "sophia": "SophiaGRule", "sophia-h": "SophiaHRule", "muon": "MuonRule", "adalomo": "AdaLomoRule",
 }  # fmt: skip
 """Classes of ``gemini.optim``. ``plain-sgd`` is SGD without momentum: LOMO's rule."""
 

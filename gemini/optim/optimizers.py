@@ -5,17 +5,13 @@ A model of managed params is wrapped for the rule: ``GeminiConfig(optimizer=gemi
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
 
-from gemini.errors import GeminiError
-from gemini.optim.elementwise import AdanRule, LionRule, PlainSGDRule, SGDRule, SophiaGRule
+from gemini.optim.elementwise import AdanRule, LionRule, PlainSGDRule, SGDRule
 from gemini.optim.matrices import AdaLomoRule, MuonRule
 from gemini.train.optimizers.optimizer import HybridAdam, HybridOptimizer
-from gemini.train.params.handle import handle_of
 
 AdamW = HybridAdam
 
@@ -238,72 +234,3 @@ class Adan(HybridOptimizer):
             weight_decay=weight_decay,
             no_prox=no_prox,
         )
-
-
-class SophiaG(HybridOptimizer):
-    """:class:`SophiaGRule`: 12 bytes per param.
-
-    Args:
-        params: as of :class:`gemini.HybridOptimizer`.
-        lr: learning rate: no element moves by more.
-        betas: of the average of gradients, and of that of estimates.
-        rho: how much of the Hessian divides the step; smaller clips more elements.
-        weight_decay: decoupled decay.
-        bs: tokens of a batch: of those whose mean is the loss that estimates are made of.
-        step_in_backward: as of :class:`gemini.HybridOptimizer`.
-    """
-
-    def __init__(
-        self,
-        params: Any,
-        lr: float = SophiaGRule.defaults["lr"],
-        betas: tuple[float, float] = SophiaGRule.defaults["betas"],
-        rho: float = SophiaGRule.defaults["rho"],
-        weight_decay: float = SophiaGRule.defaults["weight_decay"],
-        bs: float = SophiaGRule.defaults["bs"],
-        *,
-        step_in_backward: bool = False,
-    ):
-        super().__init__(
-            params,
-            SophiaGRule(),
-            step_in_backward=step_in_backward,
-            lr=lr,
-            betas=betas,
-            rho=rho,
-            weight_decay=weight_decay,
-            bs=bs,
-        )
-
-    @contextmanager
-    def estimating_hessian(self) -> Iterator[None]:
-        """Gradients of this block go into the estimate of the Hessian, at its end; weights and momentum stay.
-
-        To be used about every tenth step, between steps, with the loss on labels that the model draws itself::
-
-            logits = model(input_ids=ids).logits.float()
-            labels = torch.distributions.Categorical(logits=logits).sample()
-            with optimizer.estimating_hessian():
-                torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()).backward()
-
-        An estimate counts as an update of its params: "step" in their states is of both. Gradients are gone afterwards.
-
-        Raises:
-            GeminiError: where gradients of a training step are still there; and what :meth:`step` raises.
-        """
-        for param in self._params():
-            handle = handle_of(param)
-            if param.grad is not None if handle is None else handle.has_grad:
-                raise GeminiError(
-                    "estimating_hessian() begins while gradients of a training step are there, which would go into the "
-                    "estimate: call step() and zero_grad() before it"
-                )
-        for group in self.param_groups:
-            group["estimates_hessian"] = True
-        try:
-            yield
-            self.step()
-        finally:
-            for group in self.param_groups:
-                group["estimates_hessian"] = False
-            self.zero_grad()

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from gemini import kernels
-from gemini.optim import AdanRule, LionRule, PlainSGDRule, SGDRule, SophiaGRule
+from gemini.optim import AdanRule, LionRule, PlainSGDRule, SGDRule, SophiaGRule, SophiaHRule
 from gemini.rules import UpdateRule
 from tests.native.native_cases import any_bits, to_dtype
 
@@ -26,6 +26,8 @@ CASES: dict[str, Case] = {
     "adan, no prox": (AdanRule(), {"weight_decay": 0.1, "no_prox": True}, 3),
     "sophia": (SophiaGRule(), {"lr": 1e-3, "bs": 3.0}, 3),
     "sophia's estimate": (SophiaGRule(), {"estimates_hessian": True}, 3),
+    "sophia-h": (SophiaHRule(), {"lr": 1e-3}, 3),
+    "sophia-h's estimate": (SophiaHRule(), {"estimates_hessian": True}, 3),
 }
 
 
@@ -39,7 +41,7 @@ def arrays(rule: UpdateRule, n: int, is_split: bool, dtype: torch.dtype) -> list
     weights, residual = any_bits(n, 1).clone(), None
     states = {spec.kind: any_bits(n, 5 + number).clone() for number, spec in enumerate(rule.spec.planes)}
     for kind in ("exp_avg_sq", "hessian"):
-        if kind in states:
+        if kind in states and not isinstance(rule, SophiaHRule):  # whose estimates have signs
             states[kind] = states[kind].abs()
     if is_split:
         hi, residual = torch.empty(n, dtype=torch.bfloat16), torch.empty(n, dtype=torch.int16)

@@ -17,7 +17,7 @@ import torch
 import gemini
 from gemini.planning import compact
 from tests.ranks.pool import Pool
-from tests.train import test_compact
+from tests.train import test_compact, test_sophia
 from tests.train import test_update_rules as rules
 
 
@@ -123,3 +123,20 @@ def test_a_rule_of_whole_params_is_refused_where_ranks_divide_one(
 ) -> None:
     for words in pool_of(2).run(refused, "normed", tmp_path):
         assert "would be divided among 2 ranks" in words and "gemini.optim" in words
+
+
+def run_sophia(folder: Path, precision: str) -> tuple[list[float], dict[str, Any]]:
+    model, optimizer = test_sophia.sophia_h("on nvme", precision, folder)
+    losses = test_sophia.train(model, optimizer, range(4))
+    return losses, {name: optimizer.full_state(name) for name, _ in model.named_parameters()}
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_two_ranks_estimate_the_hessian_of_one_process(
+    precision: str, pool_of: Callable[[int], Pool], tmp_path: Path
+) -> None:
+    losses, states = run_sophia(tmp_path, precision)
+    for found, theirs in pool_of(2).run(run_sophia, tmp_path, precision):
+        assert found == losses
+        for name, state in states.items():
+            assert all(torch.equal(theirs[name][kind], value) for kind, value in state.items()), name

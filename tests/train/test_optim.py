@@ -1,12 +1,11 @@
-"""``gemini.optim``: each rule against another implementation of it, what its classes take, and Sophia's estimates.
+"""``gemini.optim``: each rule against another implementation of it, and what its classes take (Sophia: test_sophia.py).
 
-Torch has SGD. Lion, Adan and Sophia-G are written down here again from their papers, in fp64 and in the papers' own
+Torch has SGD. Lion and Adan are written down here again from their papers, in fp64 and in the papers' own
 variables, not in those of the kernels.
 """
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -87,24 +86,6 @@ def adan(w: Tensor, lr: float, betas: tuple[float, float, float], eps: float, de
     return w
 
 
-def sophia(
-    w: Tensor, lr: float, betas: tuple[float, float], gamma: float, decay: float, bs: float, every: int
-) -> Tensor:
-    """Liu et al., 2023, algorithm 3, with the Gauss-Newton-Bartlett estimate of algorithm 2."""
-    (b1, b2), m, h = betas, torch.zeros_like(w), torch.zeros_like(w)
-    for t, grad in enumerate(gradients()):
-        if t % every == 0:
-            h = b2 * h + (1 - b2) * (bs * estimate(t).double() ** 2)
-        m = b1 * m + (1 - b1) * grad.double()
-        w = w - lr * decay * w
-        w = w - lr * (m / (gamma * h).clamp(min=1e-12)).clamp(-1, 1)
-    return w
-
-
-def estimate(t: int) -> Tensor:
-    return drawn(500 + t, 1e-2)
-
-
 def test_lion_is_the_papers() -> None:
     begin, betas = drawn(0), (0.9, 0.99)
     ours = trained(lambda params: optim.Lion(params, lr=1e-2, betas=betas, weight_decay=0.1), begin)
@@ -117,24 +98,6 @@ def test_adan_is_the_papers(prox: bool) -> None:
     ours = trained(lambda params: optim.Adan(params, lr=1e-2, weight_decay=0.1, no_prox=not prox), begin)
     theirs = adan(begin.double(), 1e-2, betas, 1e-8, 0.1, prox)
     torch.testing.assert_close(ours.double(), theirs, rtol=1e-6, atol=1e-6)
-
-
-def test_sophia_is_the_papers() -> None:
-    begin, betas = drawn(0), (0.965, 0.99)
-    param = nn.Parameter(begin.clone())
-    optimizer = optim.SophiaG([param], lr=1e-2, rho=0.5, bs=1000.0)
-    for t, grad in enumerate(gradients()):
-        if t % 5 == 0:
-            with optimizer.estimating_hessian():
-                param.grad = estimate(t)
-            assert param.grad is None
-        param.grad = grad.clone()
-        optimizer.step()
-        optimizer.zero_grad()
-    theirs = sophia(begin.double(), 1e-2, betas, 0.5, 0.1, 1000.0, every=5)
-    torch.testing.assert_close(param.detach().double(), theirs, rtol=1e-5, atol=1e-5)
-    clipped = (param.detach() - begin).abs() > 0.9 * STEPS * 1e-2
-    assert 0.01 < clipped.float().mean() < 0.99, "some elements of the step were clipped, and some were not"
 
 
 @pytest.mark.parametrize("adjust", ["original", "match_rms_adamw"])
@@ -297,68 +260,3 @@ def test_momentum_that_a_model_has_no_plane_for_is_refused_by_name() -> None:
     model = wrapped(optim.PlainSGDRule())
     with pytest.raises(GeminiError, match=r"rule is SGDRule\(\), and the model was wrapped for PlainSGDRule\(\)"):
         optim.SGD(model.parameters(), momentum=0.9).step()
-
-
-@pytest.mark.parametrize("placed", ["in memory", "on nvme", "transient", "streamed"])
-def test_estimates_of_the_hessian_have_the_bits_of_the_plain_loop(placed: str, tmp_path: Path) -> None:
-    """Weights and momentum stay; the estimate is made of the gradients of its block alone."""
-    rule, how = optim.SophiaGRule(), {"lr": 1e-3, "bs": 7.0}
-    settings: dict[str, Any] = {}
-    if placed == "on nvme":
-        settings["memory"] = gemini.MemoryBudget(cpu="1GiB", nvme="64MiB", nvme_path=tmp_path)
-        settings["placement"] = gemini.StaticPlacement(weights_on_nvme=1, optimizer_on_nvme=1)
-    elif placed == "transient":
-        settings["gradients"] = "transient"
-    elif placed == "streamed":
-        settings |= {"device": "standin", "placement": gemini.StaticPlacement(updates_on_gpu=1)}
-        settings["memory"] = gemini.MemoryBudget(cpu="1GiB", gpu="1GiB")
-    config = gemini.GeminiConfig(
-        **{"precision": "bf16", "device": "cpu", "optimizer": rule, "max_chunk": 6000} | settings
-    )
-    model = gemini.GeminiDDP(models.make_model("llama"), config)
-    optimizer = optim.SophiaG(model.parameters(), **how, step_in_backward=placed == "transient")  # type: ignore[arg-type]
-    plain = models.make_model("llama")
-    masters = {name: param.detach().float().reshape(-1).clone() for name, param in plain.named_parameters()}
-    states = {n: {"exp_avg": torch.zeros_like(m), "hessian": torch.zeros_like(m)} for n, m in masters.items()}
-    for param in plain.parameters():
-        param.data = param.data.bfloat16()
-    group = {**rule.defaults, **how}
-    for seed, estimates in enumerate([True, False, False, True, False]):
-        if estimates:
-            with optimizer.estimating_hessian():
-                assert (loss := loss_of(model, seed)).backward() is None
-        else:
-            (loss := loss_of(model, seed)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        (wanted := loss_of(plain, seed)).backward()
-        assert loss.item() == wanted.item()
-        scalars = rule.scalars({**group, "estimates_hessian": estimates}, seed + 1, 1.0)
-        for name, param in plain.named_parameters():
-            assert param.grad is not None
-            rule.update(masters[name], param.grad.reshape(-1), states[name], scalars, None)
-            param.data, param.grad = models.rounded(masters[name], "bf16").view(param.shape), None
-    for name, master in masters.items():
-        assert torch.equal(model.full_param(name, torch.float32).reshape(-1), master), name
-        kept = optimizer.full_state(name)
-        assert kept["step"] == 5, "an estimate counts as an update"
-        for kind, state in states[name].items():
-            assert torch.equal(kept[kind].reshape(-1), state), (name, kind)
-    assert not optimizer.param_groups[0]["estimates_hessian"]
-
-
-def test_an_estimate_takes_no_gradients_of_a_training_step() -> None:
-    model = wrapped(optim.SophiaGRule())
-    optimizer = optim.SophiaG(model.parameters())
-    loss_of(model, 0).backward()
-    with pytest.raises(GeminiError, match="gradients of a training step are there"), optimizer.estimating_hessian():
-        pass
-    optimizer.step()
-    optimizer.zero_grad()
-    with pytest.raises(ZeroDivisionError), optimizer.estimating_hessian():
-        loss_of(model, 1).backward()
-        _ = 1 / 0
-    assert not optimizer.param_groups[0]["estimates_hessian"]
-    before = copy.deepcopy(optimizer.state_dict())
-    optimizer.step()  # the gradients of the block that broke off are gone
-    torch.testing.assert_close(optimizer.state_dict()["state"], before["state"], rtol=0, atol=0)

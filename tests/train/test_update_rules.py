@@ -31,6 +31,7 @@ from gemini.optim import (
     PlainSGDRule,
     SGDRule,
     SophiaGRule,
+    SophiaHRule,
     adopt,
     muon_groups,
 )
@@ -114,6 +115,7 @@ class Normed(UpdateRule):
 RULES: dict[str, UpdateRule] = {"momentum": Momentum(), "coded": Coded(), "normed": Normed()}
 NAMED: dict[str, UpdateRule] = {
     "sgd": SGDRule(), "plain sgd": PlainSGDRule(), "lion": LionRule(), "adan": AdanRule(), "sophia": SophiaGRule(),
+    "sophia-h": SophiaHRule(),
     "muon": MuonRule(),
     "adalomo": AdaLomoRule(),
     "adopted": adopt(torch.optim.NAdam),
@@ -125,6 +127,7 @@ HYPERS: dict[type[UpdateRule], dict[str, Any]] = {
     LionRule: {"lr": 1e-3, "weight_decay": 0.1},
     AdanRule: {"weight_decay": 0.1},
     SophiaGRule: {"lr": 1e-3, "bs": 7.0},
+    SophiaHRule: {"lr": 1e-3},
     AdoptedRule: {"lr": 1e-2, "weight_decay": 0.1},
     MuonRule: {"lr": 1e-2, "adjust_lr": "match_rms_adamw"},
 }

@@ -28,8 +28,17 @@ class Reads(Protocol):
         """Around an operation that reads ``chunks`` while no module computes."""
 
 
+class Probe(Protocol):
+    """Looks at gradients before they are kept."""
+
+    def take(self, param: Any, grad: Any) -> Any:
+        """What is kept in place of a gradient; None for nothing."""
+
+
 class TakesGradients(Protocol):
     """Told of every gradient."""
+
+    probe: Probe | None
 
     def take_grad(self, handle: ParamHandle) -> None:
         """Autograd has accumulated a gradient in the param: it goes into its chunk."""

@@ -25,7 +25,7 @@ from gemini.train.own_work import own_work
 from gemini.train.params.by_name import ByName
 from gemini.train.params.exposure import Exposure
 from gemini.train.params.handle import Leftover, ParamHandle, ParamSet
-from gemini.train.params.owner import owner_of
+from gemini.train.params.owner import Probe, owner_of
 from gemini.train.params.stepper import stepping_in_backward
 from gemini.train.sharding.reduction import Reduction
 from gemini.train.step import StepState
@@ -62,6 +62,7 @@ class BackwardPass:
         self._lock, self._calls, self._exposure, self._activations = lock, calls, exposure, activations
         self._updates, self._in_backward, self._by_names = updates, in_backward, by_names
         self._reduction, self._moves = reduction, store.moves
+        self.probe: Probe | None = None
         self._plain_task = _NONE
         """The backward, by autograd's number, whose gradients are only kept, and used by nobody before the step."""
 
@@ -142,6 +143,9 @@ class BackwardPass:
             grad, handle.param.grad = handle.param.grad, None
         if grad is None:
             return
+        if self.probe is not None and (grad := self.probe.take(handle.param, grad)) is None:
+            self._leave(handle)
+            return
         if grad.dtype is not handle.view.dtype or grad.requires_grad or grad.layout is not torch.strided:
             refuse_grad(handle, grad)
         if self._plain_task != _graph_task() or self._updates.pending:
@@ -182,6 +186,16 @@ class BackwardPass:
             chunk.num_missing_grads -= 1
             if not chunk.num_missing_grads:
                 self._complete(chunk)
+
+    @own_work
+    def _leave(self, handle: ParamHandle) -> None:
+        """A gradient has arrived that is not kept."""
+        with self._lock:
+            self.begin()
+            chunk = handle.chunk
+            chunk.num_missing_grads -= 1
+            if not chunk.num_missing_grads and chunk.window is not None:
+                self._manager.grads_complete(chunk)
 
     def _complete(self, chunk: Chunk) -> None:
         """Every gradient of a chunk has arrived."""
