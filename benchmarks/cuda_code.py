@@ -34,7 +34,7 @@ from benchmarks._report import add_out, told_command
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = sorted((ROOT / "csrc" / "cuda").glob("*.cu"))
 FORMATS = {"0": "fp32", "1": "bf16", "2": "fp16"}  # of gradients: enum Dtype
-DOINGS = {"0": "read", "1": "copy", "2": "widen", "3": "accumulate"}  # enum Doing
+DOINGS = {"0": "read", "1": "copy", "2": "widen", "3": "accumulate", "4": "first24", "5": "add24"}  # enum Doing
 STATES = {
     "AdamW": 2,
     "Adam": 2,
@@ -94,8 +94,8 @@ def expected_wide(name: str) -> tuple[int, int]:
         return narrow + (wide if match[1] == "fp32" else narrow), narrow
     if match := re.fullmatch(r"grad<(\w+), (\w+), aligned>", name):
         source = wide if match[2] == "fp32" else narrow
-        stored = {"read": 0, "copy": source}.get(match[1], wide)
-        return source + wide * (match[1] == "accumulate"), stored
+        stored = {"read": 0, "copy": source, "first24": narrow, "add24": narrow}.get(match[1], wide)
+        return source + {"accumulate": wide, "add24": narrow}.get(match[1], 0), stored
     return 0, 0
 
 

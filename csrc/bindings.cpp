@@ -53,7 +53,7 @@ size_t probe_width(int64_t n) {
 PYBIND11_MODULE(_C, m) {
     using nogil = py::call_guard<py::gil_scoped_release>;
     // Raised when a signature below changes: a library left over from another version is then refused, not misused.
-    m.attr("INTERFACE") = 7;
+    m.attr("INTERFACE") = 8;
 
     py::register_exception_translator([](std::exception_ptr thrown) {
         try {
@@ -120,6 +120,11 @@ PYBIND11_MODULE(_C, m) {
     m.def("accumulate_grad",
           [](Isa isa, Address acc, Address src, Dtype src_dtype, int64_t n) {
               return accumulate_grad(isa, at(acc), at(src), src_dtype, n);
+          },
+          nogil());
+    m.def("sum_grad24",
+          [](Isa isa, Address hi, Address lo, Address src, Dtype src_dtype, int64_t n, bool adding) {
+              return sum_grad24(isa, at(hi), at(lo), at(src), src_dtype, n, adding);
           },
           nogil());
     m.def("sum_squares",

@@ -96,4 +96,9 @@ GEMINI_RULE uint32_t bits24_of(uint32_t bits) {
     return (bits + 0x7fu + ((bits >> 8) & 1u)) & ~0xffu;
 }
 
+// The 24 bits of a master, or of a sum of gradients, from their halves: `lo` is a signed byte.
+GEMINI_RULE float joined24(uint32_t hi, int32_t lo) {
+    return number_of((hi << 16) + (static_cast<uint32_t>(lo) << 8));
+}
+
 }  // namespace gemini

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "compact.h"
 #include "thread_pool.h"
 
 namespace gemini {
@@ -50,6 +51,7 @@ struct Grads {
     void* dst;
     const void* src;
     double* block_sums;
+    void* lo = nullptr;
 };
 
 // Step says what happens to a few elements before they are summed, and where they then are as fp32.
@@ -117,10 +119,40 @@ struct Accumulate {
     }
 };
 
+template <class Grad, bool Adding>
+struct Sum24 {
+    GEMINI_INLINE const f32_t* apply(float* scratch, const Grads& a, int64_t at, int64_t n) {
+        alignas(64) float widened[kStep];
+        const f32_t* __restrict grad = load_at<Grad>(widened, a.src, at, n);
+        u16_t* __restrict hi = static_cast<u16_t*>(a.dst) + at;
+        i8_t* __restrict lo = static_cast<i8_t*>(a.lo) + at;
+        f32_t* __restrict out = scratch;
+        if (Adding) {
+            GEMINI_INDEPENDENT
+            for (int64_t i = 0; i < n; ++i) out[i] = joined24(hi[i], lo[i]);
+        }
+        GEMINI_INDEPENDENT
+        for (int64_t i = 0; i < n; ++i) out[i] = Adding ? out[i] + grad[i] : grad[i];
+        GEMINI_INDEPENDENT
+        for (int64_t i = 0; i < n; ++i) {
+            const uint32_t bits = bits24_of(bits_of(out[i])), upper = (bits + 0x8000u) >> 16;
+            hi[i] = static_cast<uint16_t>(upper);
+            lo[i] = static_cast<int8_t>(static_cast<uint8_t>(bits >> 8));
+            out[i] = float_of(upper << 16);
+        }
+        return out;
+    }
+};
+
+template <class Grad>
+using First24 = Sum24<Grad, false>;
+template <class Grad>
+using Add24 = Sum24<Grad, true>;
+
 template <class Step>
-std::vector<double> run(Isa isa, void* dst, const void* src, int64_t n) {
+std::vector<double> run(Isa isa, void* dst, const void* src, int64_t n, void* lo = nullptr) {
     std::vector<double> blocks(static_cast<size_t>((n + kNormBlock - 1) / kNormBlock));
-    const Grads args{dst, src, blocks.data()};
+    const Grads args{dst, src, blocks.data(), lo};
     const RangeFn<NormKernel<Step>> range = select<NormKernel<Step>>(isa);
     // Gradients land in the middle of backward, where the other cores are torch's: not worth waking them for less.
     parallel_for(n, kNormBlock, [&](int64_t begin, int64_t end) { range(args, begin, end); }, 512 * 1024);
@@ -132,11 +164,11 @@ std::vector<double> run(Isa isa, void* dst, const void* src, int64_t n) {
 }
 
 template <template <class> class Step>
-std::vector<double> run_from(Isa isa, void* dst, const void* src, Dtype src_dtype, int64_t n) {
+std::vector<double> run_from(Isa isa, void* dst, const void* src, Dtype src_dtype, int64_t n, void* lo = nullptr) {
     switch (src_dtype) {
-        case Dtype::bf16: return run<Step<BF16>>(isa, dst, src, n);
-        case Dtype::f16: return run<Step<F16>>(isa, dst, src, n);
-        default: return run<Step<F32>>(isa, dst, src, n);
+        case Dtype::bf16: return run<Step<BF16>>(isa, dst, src, n, lo);
+        case Dtype::f16: return run<Step<F16>>(isa, dst, src, n, lo);
+        default: return run<Step<F32>>(isa, dst, src, n, lo);
     }
 }
 
@@ -150,6 +182,11 @@ std::vector<double> copy_grad(Isa isa, void* dst, Dtype dst_dtype, const void* s
 
 std::vector<double> accumulate_grad(Isa isa, void* acc, const void* src, Dtype src_dtype, int64_t n) {
     return run_from<Accumulate>(isa, acc, src, src_dtype, n);
+}
+
+std::vector<double> sum_grad24(Isa isa, void* hi, void* lo, const void* src, Dtype src_dtype, int64_t n, bool adding) {
+    if (adding) return run_from<Add24>(isa, hi, src, src_dtype, n, lo);
+    return run_from<First24>(isa, hi, src, src_dtype, n, lo);
 }
 
 std::vector<double> sum_squares(Isa isa, const void* src, Dtype src_dtype, int64_t n) {

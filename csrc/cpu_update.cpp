@@ -77,7 +77,7 @@ struct CompactUpdate {
 GEMINI_INLINE void join24_tile(f32_t* __restrict out, const u16_t* __restrict hi, const i8_t* __restrict lo, int64_t n) {
     GEMINI_INDEPENDENT
     for (int64_t i = 0; i < n; ++i)
-        out[i] = float_of((static_cast<uint32_t>(hi[i]) << 16) + (static_cast<uint32_t>(static_cast<int32_t>(lo[i])) << 8));
+        out[i] = joined24(hi[i], lo[i]);
 }
 
 GEMINI_INLINE void split24_tile(u16_t* __restrict hi, i8_t* __restrict lo, const f32_t* __restrict master, int64_t n) {

@@ -11,7 +11,7 @@ from gemini.planning.hardware import Hardware
 from gemini.planning.layout import DEFAULT_MAX_CHUNK
 from gemini.planning.placement import Placement, StaticPlacement
 from gemini.planning.plan import Plan
-from gemini.planning.planes import GRADIENTS, PRECISIONS, RuleSpec, spec_of
+from gemini.planning.planes import GRADIENTS, PRECISIONS, RuleSpec, check_gradients, spec_of
 from gemini.planning.trace import MemoryTrace
 from gemini.tiers import MemoryBudget
 
@@ -30,7 +30,9 @@ class GeminiConfig:
             :class:`~gemini.planning.placement.Placement`.
         gradients: what is kept between backward and update. "retain": one backward per step, +2 bytes per param in half
             precision (+4 in fp32); a second backward before the step promotes it to "accumulate" if there is room.
-            "accumulate": fp32 sums, +4 bytes. "transient": nothing; needs ``HybridAdam(step_in_backward=True)``.
+            "accumulate": fp32 sums, +4 bytes. "accumulate_bf16", with compact states: bf16 sums, +2 bytes, and +1 for
+            what rounding them has lost, which the next addition gets. "transient": nothing; needs
+            ``HybridAdam(step_in_backward=True)``.
         device: "cuda", "cuda:1", "cpu", or None for "cuda" if there is one, else "cpu".
         activations: bytes of the ``gpu`` budget to leave to activations and workspaces ("4GiB"). None for what
             ``trace`` has of them, and for nothing without a trace; no effect without a GPU.
@@ -120,7 +122,7 @@ class GeminiConfig:
             raise ValueError(f"update_threads= is a positive number of threads, got {self.update_threads!r}")
         if spec_of(self.optimizer) is self.optimizer:
             raise TypeError(f"optimizer= is an update rule, got the spec of one alone: {self.optimizer!r}")
-        _ = self.rule_spec
+        check_gradients(self.gradients, self.rule_spec)
         tiles = self.tile_tokens
         if tiles not in (None, "auto") and (type(tiles) is not int or tiles < 2):
             raise ValueError(f'tile_tokens= is "auto" or a number of tokens, 2 or more, got {tiles!r}')

@@ -82,6 +82,7 @@ __all__ = [
     "set_flush_mode",
     "set_num_threads",
     "split_master",
+    "sum_grad24",
     "sum_squares",
     "total",
     "totals",
@@ -414,6 +415,22 @@ def accumulate_grad(acc: Tensor, src: Tensor) -> Sums:
     if _isa is not None and acc.is_cpu:
         return _native.accumulate_grad(_isa, a, s, _dtypes[src.dtype], acc.numel())
     return list(reference.accumulate_grad(acc, src))
+
+
+def sum_grad24(hi: Tensor, lo: Tensor, src: Tensor, *, adding: bool) -> Sums:
+    """A sum of gradients in 24 bits: bf16 `hi`, and in int8 `lo` what rounding to it has lost, which the next sum gets.
+
+    The 24 bits become their sum with `src` (fp32, bf16 or fp16), without `adding` `src` itself, rounded half to even;
+    halves are those of `split_master`. Returns the sums of squares of hi, as copy_grad does; ValueError as there.
+    """
+    h, w, s = check("sum_grad24", (("hi", hi, BFLOAT16), ("lo", lo, INT8), ("src", src, GRAD)))
+    if cuda := _cuda_for(hi):
+        places = cuda.places(hi)
+        cuda.sum_grad24(hi, lo, src, adding, places)
+        return cuda.left_in(places)
+    if _isa is not None and hi.is_cpu:
+        return _native.sum_grad24(_isa, h, w, s, _dtypes[src.dtype], hi.numel(), adding)  # type: ignore[no-any-return]
+    return list(reference.sum_grad24(hi, lo, src, adding))
 
 
 def sum_squares(src: Tensor, nonfinite: Tensor | None = None) -> Sums:

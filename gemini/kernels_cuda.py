@@ -132,6 +132,12 @@ class CudaKernels:
         addresses, native = map(_address, (acc, src)), places.native(self._module)
         self._module.cuda_accumulate_grad(*self._where(acc), *addresses, self._dtypes[src.dtype], acc.numel(), native)
 
+    def sum_grad24(self, hi: Tensor, lo: Tensor, src: Tensor, adding: bool, places: NormWorkspace) -> None:
+        self._module.cuda_sum_grad24(
+            *self._where(hi), *map(_address, (hi, lo, src)), self._dtypes[src.dtype], hi.numel(), adding,
+            places.native(self._module),
+        )  # fmt: skip
+
     def sum_squares(self, src: Tensor, places: NormWorkspace) -> None:
         self._module.cuda_sum_squares(
             *self._where(src), _address(src), self._dtypes[src.dtype], src.numel(), places.native(self._module)

@@ -72,6 +72,12 @@ void bind(py::module_& m) {
               accumulate_grad(stream_of(device, stream), at(acc), at(src), src_dtype, n, places);
           },
           nogil());
+    m.def("cuda_sum_grad24",
+          [](int device, Address stream, Address hi, Address lo, Address src, Dtype src_dtype, int64_t n, bool adding,
+             const NormPlaces& places) {
+              sum_grad24(stream_of(device, stream), at(hi), at(lo), at(src), src_dtype, n, adding, places);
+          },
+          nogil());
     m.def("cuda_sum_squares",
           [](int device, Address stream, Address src, Dtype src_dtype, int64_t n, const NormPlaces& places) {
               sum_squares(stream_of(device, stream), at(src), src_dtype, n, places);

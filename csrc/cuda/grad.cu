@@ -29,7 +29,8 @@ __device__ void add_tiles(const NormPlaces& places, int64_t blocks, double (*sha
 }
 
 template <Doing What, Dtype Source, bool Aligned>
-__global__ void __launch_bounds__(kThreads) grad_kernel(void* dst, const void* src, int64_t n, NormPlaces places) {
+__global__ void __launch_bounds__(kThreads) grad_kernel(void* dst, void* lo, const void* src, int64_t n,
+                                                        NormPlaces places) {
     __shared__ union Shared {
         WarpShared warps[kWarps];
         double tiles[kWarps][kTileBlocks];
@@ -42,7 +43,7 @@ __global__ void __launch_bounds__(kThreads) grad_kernel(void* dst, const void* s
         const int64_t begin = block * kBlock, end = begin + kBlock < n ? begin + kBlock : n;
         double sum = 0.0;
         for (int64_t at = begin; at < end; at += kStep) {
-            GradLane<What, Source, Aligned>::take(own, lane, dst, src, at + lane * kPerThread, n);
+            GradLane<What, Source, Aligned>::take(own, lane, dst, lo, src, at + lane * kPerThread, n);
             __syncwarp();
             add_squares(own, lane, sum);
             __syncwarp();
@@ -66,24 +67,26 @@ __global__ void __launch_bounds__(kThreads) grad_kernel(void* dst, const void* s
 }
 
 template <Doing What, Dtype Source>
-void start(const Stream& stream, void* dst, const void* src, int64_t n, const NormPlaces& places) {
+void start(const Stream& stream, void* dst, void* lo, const void* src, int64_t n, const NormPlaces& places) {
     if (n == 0) return;
     const OnDevice device(stream.device);
     const bool aligned = reinterpret_cast<uintptr_t>(dst) % sizeof(Sixteen) == 0 &&
+                         reinterpret_cast<uintptr_t>(lo) % sizeof(Eight) == 0 &&
                          reinterpret_cast<uintptr_t>(src) % sizeof(Sixteen) == 0;
     const auto on = static_cast<cudaStream_t>(stream.handle);
     const auto blocks = static_cast<unsigned>((n + kBlock * kWarps - 1) / (kBlock * kWarps));
-    if (aligned) grad_kernel<What, Source, true><<<blocks, kThreads, 0, on>>>(dst, src, n, places);
-    else grad_kernel<What, Source, false><<<blocks, kThreads, 0, on>>>(dst, src, n, places);
+    if (aligned) grad_kernel<What, Source, true><<<blocks, kThreads, 0, on>>>(dst, lo, src, n, places);
+    else grad_kernel<What, Source, false><<<blocks, kThreads, 0, on>>>(dst, lo, src, n, places);
     check(cudaGetLastError(), "starting a gradient kernel");
 }
 
 template <Doing What>
-void start_from(const Stream& stream, void* dst, const void* src, Dtype src_dtype, int64_t n, const NormPlaces& places) {
+void start_from(const Stream& stream, void* dst, const void* src, Dtype src_dtype, int64_t n, const NormPlaces& places,
+                void* lo = nullptr) {
     switch (src_dtype) {
-        case Dtype::f32: return start<What, Dtype::f32>(stream, dst, src, n, places);
-        case Dtype::bf16: return start<What, Dtype::bf16>(stream, dst, src, n, places);
-        case Dtype::f16: return start<What, Dtype::f16>(stream, dst, src, n, places);
+        case Dtype::f32: return start<What, Dtype::f32>(stream, dst, lo, src, n, places);
+        case Dtype::bf16: return start<What, Dtype::bf16>(stream, dst, lo, src, n, places);
+        case Dtype::f16: return start<What, Dtype::f16>(stream, dst, lo, src, n, places);
     }
 }
 
@@ -103,6 +106,12 @@ void copy_grad(const Stream& stream, void* dst, Dtype dst_dtype, const void* src
 
 void accumulate_grad(const Stream& stream, void* acc, const void* src, Dtype src_dtype, int64_t n, const NormPlaces& places) {
     start_from<Doing::accumulate>(stream, acc, src, src_dtype, n, places);
+}
+
+void sum_grad24(const Stream& stream, void* hi, void* lo, const void* src, Dtype src_dtype, int64_t n, bool adding,
+                const NormPlaces& places) {
+    if (adding) start_from<Doing::add24>(stream, hi, src, src_dtype, n, places, lo);
+    else start_from<Doing::first24>(stream, hi, src, src_dtype, n, places, lo);
 }
 
 void sum_squares(const Stream& stream, const void* src, Dtype src_dtype, int64_t n, const NormPlaces& places) {

@@ -25,6 +25,10 @@ void copy_grad(const Stream& stream, void* dst, Dtype dst_dtype, const void* src
 // acc (fp32) += src, with those of the new acc.
 void accumulate_grad(const Stream& stream, void* acc, const void* src, Dtype src_dtype, int64_t n, const NormPlaces& places);
 
+// The 24 bits of hi (bf16) and lo (int8) += src, rounded to them, or = src without `adding`; with the sums of hi.
+void sum_grad24(const Stream& stream, void* hi, void* lo, const void* src, Dtype src_dtype, int64_t n, bool adding,
+                const NormPlaces& places);
+
 // Those of src alone.
 void sum_squares(const Stream& stream, const void* src, Dtype src_dtype, int64_t n, const NormPlaces& places);
 

@@ -7,6 +7,7 @@
 #include <type_traits>
 
 #include "bits.cuh"
+#include "compact_body.cuh"
 #include "grad.h"
 #include "update_body.cuh"
 
@@ -17,7 +18,7 @@ constexpr int kStep = kLanes * kPerThread;
 constexpr int64_t kBlock = 4096, kTile = int64_t{1} << 20;
 constexpr int kTileBlocks = static_cast<int>(kTile / kBlock);
 
-enum class Doing : int { read, copy, widen, accumulate };
+enum class Doing : int { read, copy, widen, accumulate, first24, add24 };
 
 // What of a warp is in shared memory.
 struct WarpShared {
@@ -28,9 +29,10 @@ struct WarpShared {
 template <Doing What, Dtype Source, bool Aligned>
 struct GradLane {
     using Element = typename Format<Source>::Element;
+    static constexpr bool kIn24 = What == Doing::first24 || What == Doing::add24;
 
     // Eight elements from `at`, done with and left for the squares.
-    static GEMINI_DEVICE void take(WarpShared& shared, int lane, void* dst, const void* src, int64_t at, int64_t n) {
+    static GEMINI_DEVICE void take(WarpShared& shared, int lane, void* dst, void* lo, const void* src, int64_t at, int64_t n) {
         float values[kPerThread];
         if (Aligned && at + kPerThread <= n) {
             Octet<Element> octet;
@@ -38,6 +40,19 @@ struct GradLane {
 #pragma unroll
             for (int i = 0; i < kPerThread; ++i) values[i] = Format<Source>::widen(octet.get(i));
             if (What == Doing::copy) octet.store(dst, at);
+            if (kIn24) {
+                Octet<uint16_t> upper;
+                Bytes lower;
+                if (What == Doing::add24) upper.load(dst, at), lower.load(lo, at);
+#pragma unroll
+                for (int i = 0; i < kPerThread; ++i) {
+                    uint16_t hi = What == Doing::add24 ? upper.get(i) : 0;
+                    uint8_t byte = What == Doing::add24 ? lower.get(i) : 0;
+                    values[i] = sum24(hi, byte, values[i]);
+                    upper.set(i, hi), lower.set(i, byte);
+                }
+                upper.store(dst, at), lower.store(lo, at);
+            }
             if (What == Doing::widen || What == Doing::accumulate) {
                 Octet<uint32_t> whole;
                 if (What == Doing::accumulate) {
@@ -51,16 +66,26 @@ struct GradLane {
             }
         } else {
 #pragma unroll
-            for (int i = 0; i < kPerThread; ++i) values[i] = at + i < n ? one(dst, src, at + i) : 0.0f;
+            for (int i = 0; i < kPerThread; ++i) values[i] = at + i < n ? one(dst, lo, src, at + i) : 0.0f;
         }
 #pragma unroll
         for (int i = 0; i < kPerThread; ++i) shared.values[lane * kPerThread + i] = values[i];
     }
 
-    static GEMINI_DEVICE float one(void* dst, const void* src, int64_t at) {
+    // hi and lo become those of the sum (or of the value alone); returns what hi is.
+    static GEMINI_DEVICE float sum24(uint16_t& hi, uint8_t& lo, float value) {
+        if (What == Doing::add24) value = add(joined24(hi, static_cast<int8_t>(lo)), value);
+        const uint32_t bits = bits24_of(bits_of(value));
+        hi = static_cast<uint16_t>((bits + 0x8000u) >> 16);
+        lo = static_cast<uint8_t>(bits >> 8);
+        return float_of(static_cast<uint32_t>(hi) << 16);
+    }
+
+    static GEMINI_DEVICE float one(void* dst, void* lo, const void* src, int64_t at) {
         const Element bits = static_cast<const Element*>(src)[at];
         float value = Format<Source>::widen(bits);
         if (What == Doing::copy) static_cast<Element*>(dst)[at] = bits;
+        if (kIn24) value = sum24(static_cast<uint16_t*>(dst)[at], static_cast<uint8_t*>(lo)[at], value);
         if (What == Doing::accumulate) value = add(float_of(static_cast<uint32_t*>(dst)[at]), value);
         if (What == Doing::widen || What == Doing::accumulate) static_cast<uint32_t*>(dst)[at] = bits_of(value);
         return value;

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from gemini.errors import BudgetExceeded
 from gemini.planning.break_even import Grow, break_even
 from gemini.planning.plan import Plan
-from gemini.planning.planes import ADAM, GRAD, RuleSpec, plane_specs
+from gemini.planning.planes import ADAM, GRADS, RuleSpec, plane_specs
 from gemini.planning.timeline import Timeline, Track
 from gemini.planning.trace import MemoryTrace
 from gemini.planning.traffic import by_name
@@ -171,7 +171,7 @@ def report_of(
     trace = question.trace
     needs = _needs(question)
     trained = sum(p.numel for p in trace.params if p.trainable)
-    states = sum(n for kind, n in needs.items() if kind != GRAD) * question.ranks
+    states = sum(n for kind, n in needs.items() if kind not in GRADS) * question.ranks
     held, update = ({}, {}) if plan is None else (held_by(plan), _updates(plan))
     top = max(trace.moments, key=lambda moment: moment.peak_bytes, default=None)
     return PlanReport(

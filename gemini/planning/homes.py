@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from gemini.planning.placement import Placement, Problem
-from gemini.planning.planes import GRAD, WEIGHTS, PlaneKind
+from gemini.planning.planes import GRADS, WEIGHTS, PlaneKind
 from gemini.planning.speeds import Speeds
 from gemini.planning.traffic import Boundary, Traffic, fetch_traffic, gradient_traffic, update_tier, update_traffic
 from gemini.tiers import Tier
@@ -130,7 +130,7 @@ def _choices(
             num_bytes[problem.compute] = num_bytes.get(problem.compute, 0) + problem.window_bytes(index)
         found.append(Choice(index, homes, tuple(excludes), change, num_bytes, streamed))
 
-    weights = [WEIGHTS]
+    weights, grads = [WEIGHTS], [kind for kind in GRADS if kind in sizes]
     least = fetches[index].at_least
     if problem.compute is Tier.GPU:
         resident = 0 if problem.layout.ranks == 1 else most
@@ -142,7 +142,7 @@ def _choices(
         if streaming and problem.layout.chunks[index].trainable:
             # Each excludes every other choice: what an update brings depends on all homes at once.
             on_gpu: list[list[PlaneKind]] = [[], weights]
-            on_gpu += [[*kinds, GRAD] for kinds in on_gpu] if GRAD in sizes else []
+            on_gpu += [[*kinds, *grads] for kinds in on_gpu] if grads else []
             for kinds in on_gpu:
                 homes, fetched = dict.fromkeys(kinds, Tier.GPU), resident if WEIGHTS in kinds else most
                 add(homes, list(sizes), fetched, streamed=True)
@@ -153,7 +153,7 @@ def _choices(
         add({WEIGHTS: Tier.NVME}, weights, least, stays=True)
     states = [kind for kind in problem.rule.states if kind in sizes and kind not in problem.rule.in_memory]
     groups = [[kind] for kind in states] if len(problem.layout.chunks) <= FINE else [states]
-    for group in (*groups, [GRAD]):
+    for group in (*groups, grads):
         if all(kind in sizes for kind in group) and group:
             add(dict.fromkeys(group, Tier.NVME), group, most)
     return found

@@ -16,6 +16,7 @@ from gemini.planning.layout import DEFAULT_MAX_CHUNK, Layout
 from gemini.planning.planes import (
     ADAM,
     GRAD,
+    GRADS,
     WEIGHTS,
     WHOLE_TEMPORARIES,
     PlaneKind,
@@ -141,7 +142,7 @@ class Problem:
     def durable_bytes(self, index: int) -> dict[PlaneKind, int]:
         """Bytes of each plane of a chunk that outlives the process: of none without ``durable``."""
         sizes = self.plane_bytes(index) if self.durable else {}
-        return {kind: num_bytes for kind, num_bytes in sizes.items() if kind != GRAD}
+        return {kind: num_bytes for kind, num_bytes in sizes.items() if kind not in GRADS}
 
     def spare_slots(self, placement: Placement) -> int:
         """Bytes of NVMe for slots of durable planes beside those that they live in."""
@@ -249,13 +250,13 @@ def _fill(problem: Problem, taken: Mapping[Tier, int]) -> Placement:
         place(i, [WEIGHTS], tiers)
     below = [tier for tier in tiers if tier is not Tier.GPU] or tiers
     in_memory = [tier for tier in below if tier is not Tier.NVME]
-    states = [GRAD, *problem.rule.states]
+    states = [*GRADS, *problem.rule.states]
     for i in indices:
         if Tier.GPU in tiers and room[Tier.GPU] >= sum(sizes[i].get(kind, 0) for kind in states):
             place(i, states, [Tier.GPU])
     for kind in states:
         for i in indices:
-            if kind not in homes[i]:
+            if kind in sizes[i] and kind not in homes[i]:
                 place(i, [kind], in_memory if kind in problem.rule.in_memory else below)
     return Placement(tuple(homes))
 
@@ -291,7 +292,7 @@ def by_fractions(problem: Problem, static: StaticPlacement) -> Placement:
         return tiers
 
     weights = assign([WEIGHTS], static.weights_on_gpu, static.weights_on_nvme)
-    states = assign([*problem.rule.states, GRAD], static.optimizer_on_gpu, static.optimizer_on_nvme)
+    states = assign([*problem.rule.states, *GRADS], static.optimizer_on_gpu, static.optimizer_on_nvme)
     for planes, weights_home, states_home in zip(sizes, weights, states, strict=True):
         homes.append({kind: weights_home if kind == WEIGHTS else states_home for kind in planes})
         if states_home is Tier.NVME:

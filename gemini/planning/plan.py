@@ -15,7 +15,7 @@ from gemini.errors import PlanMismatch, human_bytes
 from gemini.planning import document
 from gemini.planning.layout import Layout
 from gemini.planning.placement import Placement, Problem, bytes_per_tier
-from gemini.planning.planes import ADAM, GRAD, WEIGHTS, RuleSpec
+from gemini.planning.planes import ADAM, GRADS, WEIGHTS, RuleSpec
 from gemini.planning.trace import Access, MemoryTrace, accesses
 from gemini.planning.traffic import Traffic, step_traffic, update_tier
 from gemini.tiers import Tier
@@ -76,7 +76,7 @@ class Plan:
     def bytes_per_param(self) -> float:
         """Persistent bytes (weights, residual, moments) per trained param."""
         trained = [i for i, chunk in enumerate(self.layout.chunks) if chunk.trainable]
-        states = (n for i in trained for k, n in self.problem.plane_bytes(i).items() if k != GRAD)
+        states = (n for i in trained for k, n in self.problem.plane_bytes(i).items() if k not in GRADS)
         payload = sum(self.layout.chunks[i].payload for i in trained)
         return (sum(states) * self.layout.ranks + self.problem.factors) / payload if payload else 0.0
 

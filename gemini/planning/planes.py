@@ -6,7 +6,8 @@ fp32:  weights 4 (the master itself)
 
 that is 4 bytes per param, and the planes of the update rule beside them: Adam's two states make it 12. Gradients
 between backward and update take 2 bytes (4 in fp32, or where accumulated), none where updates run in backward. With
-compact states (:mod:`gemini.planning.compact`) the residual is 1 byte and each state 1 and a 64th: 5.03 for Adam.
+compact states (:mod:`gemini.planning.compact`) the residual is 1 byte and each state 1 and a 64th: 5.03 for Adam. Their
+gradients may be accumulated in bf16: 2 bytes, and 1 for what rounding the sum has lost.
 
 What a rule computes is not in here (:mod:`gemini.rules`): layout, budgets, plans and costs need its planes alone.
 """
@@ -33,12 +34,14 @@ COMPACT_WORK = 3.4
 
 
 PlaneKind: TypeAlias = str
-"""The name of one kind of content of a chunk. Three the engine knows; a rule brings the names of its own."""
+"""The name of one kind of content of a chunk. Four the engine knows; a rule brings the names of its own."""
 
-WEIGHTS, RESIDUAL, GRAD = "weights", "residual", "grad"
+WEIGHTS, RESIDUAL, GRAD, GRAD_ERROR = "weights", "residual", "grad", "grad_error"
+GRADS = (GRAD, GRAD_ERROR)
+"""What is there between backward and update alone; updates read the first, sums of gradients both."""
 
 PRECISIONS = ("bf16", "fp16", "fp32")
-GRADIENTS = ("transient", "retain", "accumulate")
+GRADIENTS = ("transient", "retain", "accumulate", "accumulate_bf16")
 NEEDS = ("elements", "place", "param")
 WHOLE_TEMPORARIES = 4
 """fp32 values for each element of a param that an update of whole params may take beside planes: its master joined, its
@@ -48,6 +51,7 @@ _TAKEN = (
     "weights",
     "residual",
     "grad",
+    "grad_error",
     "step",
     "master",
     "windows",
@@ -167,7 +171,12 @@ class RuleSpec:
     @cached_property
     def kinds(self) -> tuple[PlaneKind, ...]:
         """All kinds that a trained chunk may have."""
-        return (WEIGHTS, *self.states, GRAD)
+        return (WEIGHTS, *self.states, GRAD, *(spec.kind for spec in self._of_error))
+
+    @property
+    def _of_error(self) -> tuple[PlaneSpec, ...]:
+        """What the sums of gradients may have beside them: compact states alone."""
+        return () if self.exact is None else (PlaneSpec(GRAD_ERROR, "int8"),)
 
     @cached_property
     def in_memory(self) -> frozenset[PlaneKind]:
@@ -186,7 +195,7 @@ class RuleSpec:
         widest = {spec.kind: spec for spec in (*self.planes, *(self.exact.planes if self.exact else ()))}
         own = (PlaneSpec(WEIGHTS, "float32"), PlaneSpec(RESIDUAL, "int16"), *widest.values())
         spare = () if any(is_wide(spec) for spec in widest.values()) else (PlaneSpec("spare", "float32"),)
-        return (*own, PlaneSpec(GRAD, "float32"), *spare)
+        return (*own, PlaneSpec(GRAD, "float32"), *self._of_error, *spare)
 
     @cached_property
     def touched(self) -> int:
@@ -240,6 +249,19 @@ def spec_of(optimizer: Any) -> RuleSpec:
     return spec
 
 
+def check_gradients(gradients: str, rule: RuleSpec) -> None:
+    """Refuse gradients that are kept in a way that the rule's states do not go with.
+
+    Raises:
+        ValueError: for sums in bf16 beside exact states.
+    """
+    if gradients == "accumulate_bf16" and rule.exact is None:
+        raise ValueError(
+            'gradients="accumulate_bf16" goes with states="compact"; beside exact states gradients are summed up in '
+            'fp32: gradients="accumulate"'
+        )
+
+
 def compute_itemsize(precision: str) -> int:
     """Bytes per element of the gathered weights, as forward and backward read them."""
     return 4 if precision == "fp32" else 2
@@ -262,9 +284,12 @@ def plane_specs(
         specs += rule.planes
         if gradients != "transient":
             specs.append(PlaneSpec(GRAD, "float32" if gradients == "accumulate" else narrow))
+        if gradients == "accumulate_bf16":
+            specs.append(PlaneSpec(GRAD_ERROR, "int8"))
     return {spec.kind: spec for spec in specs}
 
 
 def touched_bytes(planes: dict[PlaneKind, int]) -> int:
     """Bytes that an update reads and writes, of planes of so many bytes: all are read, all but gradients written."""
-    return sum(num_bytes * (1 if kind == GRAD else 2) for kind, num_bytes in planes.items())
+    times = {GRAD: 1, GRAD_ERROR: 0}
+    return sum(num_bytes * times.get(kind, 2) for kind, num_bytes in planes.items())

@@ -23,7 +23,16 @@ from gemini.planning.layout import DEFAULT_MAX_CHUNK, Layout, part_of
 from gemini.planning.moves import cheapest_moves, first_of, moves_by_policy
 from gemini.planning.placement import Placement, Problem, StaticPlacement, by_fractions, check_fits, fill_fastest
 from gemini.planning.plan import Moves, Plan, window_room, window_rooms
-from gemini.planning.planes import ADAM, GRADIENTS, PRECISIONS, WEIGHTS, RuleSpec, compute_itemsize, spec_of
+from gemini.planning.planes import (
+    ADAM,
+    GRADIENTS,
+    PRECISIONS,
+    WEIGHTS,
+    RuleSpec,
+    check_gradients,
+    compute_itemsize,
+    spec_of,
+)
 from gemini.planning.policy import EvictionPolicy, NextUse
 from gemini.planning.speeds import Speeds
 from gemini.planning.trace import Access, MemoryTrace, accesses
@@ -108,6 +117,7 @@ def plan(
     if not trace.moments:
         raise PlanMismatch(f"the trace of {trace.model} has no moments: trace a whole forward and backward")
     rule = spec_for(spec_of(optimizer), states, precision or trace.precision)
+    check_gradients(gradients, rule)
     sharing = local_ranks or ranks
     budgets = budgets_of(budget, hardware, sharing)
     speeds = Speeds.typical() if hardware is None else Speeds.of(hardware, budgets, sharing=sharing)

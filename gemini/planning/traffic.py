@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from gemini.planning.layout import page_up
 from gemini.planning.placement import Homes, Placement, Problem
-from gemini.planning.planes import GRAD, WEIGHTS, compute_itemsize
+from gemini.planning.planes import ALIGN, GRAD, GRAD_ERROR, GRADS, PAGE, WEIGHTS, compute_itemsize
 from gemini.tiers import Tier
 
 
@@ -71,13 +71,13 @@ def gradient_traffic(
         return moved
     home = homes.get(GRAD, update_tier(problem, homes, streamed=streamed))
     itemsize = compute_itemsize(problem.precision)
-    wide = problem.plane_bytes(index).get(GRAD, 0) // (chunk.numel // problem.layout.ranks)
+    planes = [spec for kind, spec in problem.plane_specs(index).items() if kind in GRADS]
     for slot in chunk.slots:
         numel = slot.numel // problem.layout.ranks
         if problem.compute is Tier.GPU and home is not Tier.GPU:
             moved[Boundary(Tier.GPU, Tier.CPU)] += numel * itemsize
         if home is Tier.NVME:
-            in_pages = page_up(numel) * wide
+            in_pages = sum(spec.block_bytes * page_up(numel, max(ALIGN, PAGE // spec.block_bytes)) for spec in planes)
             moved[Boundary(Tier.CPU, Tier.NVME)] += in_pages
             moved[Boundary(Tier.NVME, Tier.CPU)] += in_pages if adding else 0
     return moved
@@ -90,6 +90,8 @@ def update_traffic(problem: Problem, homes: Homes, index: int, *, streamed: bool
     if not chunk.trainable:
         return moved
     for kind, num_bytes in problem.plane_bytes(index).items():
+        if kind == GRAD_ERROR:
+            continue
         moved.update(_move(homes[kind], where, num_bytes))
         if kind != GRAD:
             moved.update(_move(where, homes[kind], num_bytes))

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from gemini.planning.costs import Cost, Costs
 from gemini.planning.plan import Plan
-from gemini.planning.planes import GRAD, WEIGHTS, compute_itemsize
+from gemini.planning.planes import GRAD, GRADS, WEIGHTS, compute_itemsize
 from gemini.planning.timeline import Track
 from gemini.planning.traffic import Boundary, fetch_traffic, gradient_traffic, path, update_tier, update_traffic
 from gemini.tiers import Tier
@@ -196,7 +196,7 @@ class Work:
         hops += [self._move(way, moved[way], name, LANDING, index) for way in (off, up) if moved.get(way)]
         home = homes.get(GRAD)
         if home is not None:  # copied into its plane, or into staging for it, with its norm in the same pass
-            wide = 4 if problem.gradients == "accumulate" else narrow
+            wide = sum(spec.block_bytes for kind, spec in problem.plane_specs(index).items() if kind in GRADS)
             on_gpu, num_bytes = home is Tier.GPU, (narrow + wide) * numel // self.ranks
             cost = self._costs.gpu_pass(num_bytes) if on_gpu else self._costs.landing(num_bytes)
             hops.append(Hop(Track.UPDATE, "copy" if on_gpu else "host", cost, name, LANDING, index))

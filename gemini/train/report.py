@@ -8,7 +8,7 @@ from gemini.errors import human_bytes
 from gemini.memory.devices.device import Device
 from gemini.memory.store import ChunkStore
 from gemini.planning.layout import Layout
-from gemini.planning.planes import GRAD
+from gemini.planning.planes import GRADS
 from gemini.planning.timeline import Track, human_seconds
 from gemini.tiers import Ledger, Tier
 from gemini.train.sharding.shards import Shards
@@ -119,9 +119,9 @@ def make_report(
     trained = [chunk for chunk in store.chunks if chunk.trained]
     num_trained = sum(chunk.spec.payload for chunk in trained)
     ranks = layout.ranks  # each holds an equal shard
-    state = ranks * sum(p.num_bytes for c in trained for kind, p in c.planes.items() if kind != GRAD)
+    state = ranks * sum(p.num_bytes for c in trained for kind, p in c.planes.items() if kind not in GRADS)
     state += ledger.holders(Tier.CPU).get("factors", 0)
-    grads = ranks * sum(c.planes[GRAD].num_bytes for c in trained if GRAD in c.planes)
+    grads = ranks * sum(p.num_bytes for c in trained for kind, p in c.planes.items() if kind in GRADS)
     report["params"] = layout.payload
     report["trained_params"] = num_trained
     report["bytes_per_param"] = state / num_trained if num_trained else 0.0

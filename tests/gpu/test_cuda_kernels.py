@@ -142,7 +142,8 @@ def test_gradients_and_their_sums(dtype: torch.dtype, shift: int) -> None:
     written: list[tuple[Tensor, Tensor]] = []
     for src in sources:
         (there,) = on_card([src], shift)
-        targets = [torch.empty_like(src), torch.zeros(len(src)), torch.ones(len(src))]
+        halves = torch.ones(len(src), dtype=torch.bfloat16), torch.ones(len(src), dtype=torch.int8)
+        targets = [torch.empty_like(src), torch.zeros(len(src)), torch.ones(len(src)), *halves]
         on_device = on_card([*targets], shift)
         for into, sums, values in ((targets, expected, src), (on_device, found, there)):
             with nobody_waits():
@@ -150,6 +151,7 @@ def test_gradients_and_their_sums(dtype: torch.dtype, shift: int) -> None:
                 sums.append(kernels.copy_grad(into[0], values))
                 sums.append(kernels.copy_grad(into[1], values))
                 sums.append(kernels.accumulate_grad(into[2], values))
+                sums.append(kernels.sum_grad24(into[3], into[4], values, adding=True))
         written += zip(on_device, targets, strict=True)
     assert all(isinstance(part, DeviceSums) for sums in found for part in sums)
     for sums, wanted in zip(kernels.resolve(found), expected, strict=True):

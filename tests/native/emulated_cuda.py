@@ -108,14 +108,21 @@ class EmulatedModule:
     ) -> None:
         self._grad("accumulate_grad", 3, acc, src, src_dtype, n, places)
 
+    def cuda_sum_grad24(
+        self, device: int, stream: int, hi: int, lo: int, src: int, src_dtype: int, n: int, adding: bool, places: Any
+    ) -> None:
+        self._grad("sum_grad24", 5 if adding else 4, hi, src, src_dtype, n, places, lo)
+
     def cuda_sum_squares(self, device: int, stream: int, src: int, dtype: int, n: int, places: Any) -> None:
         self._grad("sum_squares", 0, 0, src, dtype, n, places)
 
-    def _grad(self, name: str, doing: int, dst: int, src: int, dtype: int, n: int, places: Sequence[int]) -> None:
+    def _grad(
+        self, name: str, doing: int, dst: int, src: int, dtype: int, n: int, places: Sequence[int], lo: int = 0
+    ) -> None:
         self.launches[name] += 1
         blocks, tiles, arrived, nonfinite = map(_pointer, places)
         assert ctypes.cast(arrived, ctypes.POINTER(ctypes.c_int))[0] == 0
-        self._library.grad(doing, _pointer(dst), _pointer(src), dtype, ctypes.c_int64(n), blocks)
+        self._library.grad(doing, _pointer(dst), _pointer(lo), _pointer(src), dtype, ctypes.c_int64(n), blocks)
         self._library.add_tiles(blocks, ctypes.c_int64(-(-n // NORM_BLOCK)), tiles, nonfinite)
 
     def cuda_clip_factor(

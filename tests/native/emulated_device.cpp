@@ -57,13 +57,13 @@ void run_compact(const Launch<Rule>& launch, bool aligned) {
 }
 
 template <Doing What, Dtype Source, bool Aligned>
-void run_block(void* dst, const void* src, int64_t block, int64_t n, double* blocks) {
+void run_block(void* dst, void* lo, const void* src, int64_t block, int64_t n, double* blocks) {
     WarpShared shared;
     double sums[kLanes] = {};
     const int64_t begin = block * kBlock, end = begin + kBlock < n ? begin + kBlock : n;
     for (int64_t at = begin; at < end; at += kStep) {
         for (int lane = 0; lane < kLanes; ++lane)
-            GradLane<What, Source, Aligned>::take(shared, lane, dst, src, at + lane * kPerThread, n);
+            GradLane<What, Source, Aligned>::take(shared, lane, dst, lo, src, at + lane * kPerThread, n);
         for (int lane = 0; lane < kLanes; ++lane) add_squares(shared, lane, sums[lane]);
     }
     for (int lane = 0; lane < kLanes; ++lane) shared.lanes[lane] = sums[lane];
@@ -73,21 +73,24 @@ void run_block(void* dst, const void* src, int64_t block, int64_t n, double* blo
 }
 
 template <Doing What, Dtype Source>
-void run_grad(void* dst, const void* src, int64_t n, double* blocks) {
-    const bool aligned = (reinterpret_cast<uintptr_t>(dst) | reinterpret_cast<uintptr_t>(src)) % sizeof(Sixteen) == 0;
+void run_grad(void* dst, void* lo, const void* src, int64_t n, double* blocks) {
+    const bool aligned = (reinterpret_cast<uintptr_t>(dst) | reinterpret_cast<uintptr_t>(src)) % sizeof(Sixteen) == 0 &&
+                         reinterpret_cast<uintptr_t>(lo) % sizeof(Eight) == 0;
     for (int64_t block = 0; block * kBlock < n; ++block) {
-        if (aligned) run_block<What, Source, true>(dst, src, block, n, blocks);
-        else run_block<What, Source, false>(dst, src, block, n, blocks);
+        if (aligned) run_block<What, Source, true>(dst, lo, src, block, n, blocks);
+        else run_block<What, Source, false>(dst, lo, src, block, n, blocks);
     }
 }
 
 template <Dtype Source>
-void run_grad(int doing, void* dst, const void* src, int64_t n, double* blocks) {
+void run_grad(int doing, void* dst, void* lo, const void* src, int64_t n, double* blocks) {
     switch (static_cast<Doing>(doing)) {
-        case Doing::read: return run_grad<Doing::read, Source>(dst, src, n, blocks);
-        case Doing::copy: return run_grad<Doing::copy, Source>(dst, src, n, blocks);
-        case Doing::widen: return run_grad<Doing::widen, Source>(dst, src, n, blocks);
-        case Doing::accumulate: return run_grad<Doing::accumulate, Source>(dst, src, n, blocks);
+        case Doing::read: return run_grad<Doing::read, Source>(dst, lo, src, n, blocks);
+        case Doing::copy: return run_grad<Doing::copy, Source>(dst, lo, src, n, blocks);
+        case Doing::widen: return run_grad<Doing::widen, Source>(dst, lo, src, n, blocks);
+        case Doing::accumulate: return run_grad<Doing::accumulate, Source>(dst, lo, src, n, blocks);
+        case Doing::first24: return run_grad<Doing::first24, Source>(dst, lo, src, n, blocks);
+        case Doing::add24: return run_grad<Doing::add24, Source>(dst, lo, src, n, blocks);
     }
 }
 
@@ -133,12 +136,13 @@ extern "C" void update_compact(void* weights, void* residual, const uintptr_t* s
     });
 }
 
-// `doing`: 0 reads, 1 copies, 2 widens, 3 accumulates; `blocks` takes a double per 4096 elements.
-extern "C" void grad(int doing, void* dst, const void* src, int src_dtype, int64_t n, double* blocks) {
+// `doing`: 0 reads, 1 copies, 2 widens, 3 accumulates, 4 and 5 begin and add up in 24 bits, the lower ones in `lo`; `blocks`
+// takes a double per 4096 elements.
+extern "C" void grad(int doing, void* dst, void* lo, const void* src, int src_dtype, int64_t n, double* blocks) {
     switch (static_cast<Dtype>(src_dtype)) {
-        case Dtype::f32: return run_grad<Dtype::f32>(doing, dst, src, n, blocks);
-        case Dtype::bf16: return run_grad<Dtype::bf16>(doing, dst, src, n, blocks);
-        case Dtype::f16: return run_grad<Dtype::f16>(doing, dst, src, n, blocks);
+        case Dtype::f32: return run_grad<Dtype::f32>(doing, dst, lo, src, n, blocks);
+        case Dtype::bf16: return run_grad<Dtype::bf16>(doing, dst, lo, src, n, blocks);
+        case Dtype::f16: return run_grad<Dtype::f16>(doing, dst, lo, src, n, blocks);
     }
 }
 

@@ -51,7 +51,7 @@ def to_dtype(values: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def as_bits(x: Tensor) -> Tensor:
-    return x.view(torch.int32 if x.element_size() == 4 else torch.int16)
+    return x.view({1: torch.int8, 2: torch.int16, 4: torch.int32}[x.element_size()])
 
 
 def assert_same_bits(given: Tensor, expected: Tensor, what: str = "") -> None:

@@ -121,13 +121,12 @@ def test_the_scale_and_the_stop_are_read_where_they_lie() -> None:
     assert_all_same(tensors, expected_adam(before, bounds, quarter))
 
 
-def run_grad(device: Any, doing: str, dst: Tensor | None, src: Tensor) -> list[float]:
+def run_grad(device: Any, doing: str, dst: Tensor | None, src: Tensor, lo: Tensor | None = None) -> list[float]:
     n = len(src)
     blocks = np.zeros(-(-n // NORM_BLOCK), dtype=np.float64)
-    number = ("read", "copy", "widen", "accumulate").index(doing)
-    device.grad(
-        number, address(dst), address(src), NUMBER[src.dtype], ctypes.c_int64(n), blocks.ctypes.data_as(ctypes.c_void_p)
-    )
+    number = ("read", "copy", "widen", "accumulate", "first24", "add24").index(doing)
+    arrays = address(dst), address(lo), address(src)
+    device.grad(number, *arrays, NUMBER[src.dtype], ctypes.c_int64(n), blocks.ctypes.data_as(ctypes.c_void_p))
     per_tile = NORM_TILE // NORM_BLOCK
     with np.errstate(all="ignore"):
         return [kernels.total(blocks[at : at + per_tile].tolist()) for at in range(0, len(blocks), per_tile)]
@@ -150,6 +149,20 @@ def test_gradients_and_their_sums(dtype: torch.dtype, shift: int, device: Any) -
             wide, expected = shifted(torch.zeros(n), shift), torch.zeros(n)
             assert same_sums(run_grad(device, "widen", wide, src), kernels.copy_grad(expected, src)), n
             assert_same_bits(wide, expected, f"widened {n}")
+
+
+@pytest.mark.parametrize("shift", [0, 1], ids=["aligned", "not aligned"])
+@pytest.mark.parametrize("dtype", GRAD_DTYPES, ids=str)
+def test_sums_in_24_bits(dtype: torch.dtype, shift: int, device: Any) -> None:
+    for n in (*LENGTHS, 10_000):
+        src = shifted(to_dtype(any_bits(n, 5), dtype), shift)
+        hi, lo = (shifted(torch.zeros(n, dtype=kind), shift) for kind in (torch.bfloat16, torch.int8))
+        wanted = hi.clone(), lo.clone()
+        for doing in ("first24", "add24", "add24"):
+            sums = run_grad(device, doing, hi, src, lo)
+            assert same_sums(sums, kernels.sum_grad24(*wanted, src, adding=doing == "add24")), (doing, n)
+            assert_same_bits(hi, wanted[0], f"upper bits of {n}")
+            assert_same_bits(lo, wanted[1], f"lower bits of {n}")
 
 
 @pytest.mark.parametrize("dtype", GRAD_DTYPES, ids=str)

@@ -94,6 +94,8 @@ def test_every_thread_s_elements_are_demanded_in_wide_accesses() -> None:
     assert cuda_code.expected_wide("grad<widen, fp16, aligned>") == (1, 2)
     assert cuda_code.expected_wide("grad<accumulate, fp32, aligned>") == (4, 2)
     assert cuda_code.expected_wide("grad<read, fp32, aligned>") == (2, 0)
+    assert cuda_code.expected_wide("grad<add24, bf16, aligned>") == (2, 1)
+    assert cuda_code.expected_wide("grad<first24, fp32, aligned>") == (2, 1)
     assert cuda_code.expected_wide("AdamW<bf16, split, not aligned>") == (0, 0)
 
 

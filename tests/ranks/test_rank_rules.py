@@ -17,7 +17,7 @@ import torch
 import gemini
 from gemini.planning import compact
 from tests.ranks.pool import Pool
-from tests.train import test_compact, test_sophia
+from tests.train import test_bf16_sums, test_compact, test_sophia
 from tests.train import test_update_rules as rules
 
 
@@ -140,3 +140,26 @@ def test_two_ranks_estimate_the_hessian_of_one_process(
         assert found == losses
         for name, state in states.items():
             assert all(torch.equal(theirs[name][kind], value) for kind, value in state.items()), name
+
+
+def run_sums(folder: Path, mesh: tuple[int, ...] | None) -> tuple[list[float], dict[str, Any]]:
+    compact.SMALLEST = 600
+    memory = gemini.MemoryBudget(cpu="1GiB", nvme="64MiB", nvme_path=folder)
+    placement = gemini.StaticPlacement(weights_on_nvme=1, optimizer_on_nvme=1)
+    config = test_compact.config_for("adam", gradients="accumulate_bf16", memory=memory, placement=placement)
+    how = {"mesh": torch.distributed.init_device_mesh("cpu", mesh)} if mesh else {}
+    model = gemini.GeminiDDP(rules.make_model(), config, **how)
+    losses = test_bf16_sums.train(model, test_compact.make_optimizer(model, "adam"), range(3))
+    return losses, {name: model.full_param(name, torch.float32) for name, _ in model.named_parameters()}
+
+
+@pytest.mark.parametrize("mesh", [None, (2, 1)], ids=["shards", "replicas"])
+def test_two_ranks_sum_up_in_bf16_as_one_process(
+    mesh: tuple[int, ...] | None, pool_of: Callable[[int], Pool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compact, "SMALLEST", 600)
+    plain = test_bf16_sums.plain_loop("adam", range(3))
+    for losses, weights in pool_of(2).run(run_sums, tmp_path, mesh):
+        assert losses == plain["losses"]
+        for name, master in plain["masters"].items():
+            assert torch.equal(rules.bits(weights[name]), rules.bits(master)), name

@@ -137,6 +137,15 @@ def test_gradients_that_are_summed_over_several_backwards(device: str, homes: st
     compare(device, homes, tmp_path, backwards=3, gradients="accumulate")
 
 
+@pytest.mark.parametrize("backwards", [1, 3])
+@pytest.mark.parametrize("device, homes", [("cpu", "all on nvme"), ("standin", "everywhere")])
+def test_gradients_that_are_summed_up_in_bf16(
+    device: str, homes: str, backwards: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compact, "SMALLEST", 600)
+    compare(device, homes, tmp_path, backwards=backwards, gradients="accumulate_bf16", states="compact")
+
+
 @pytest.mark.parametrize("gradients", ["retain", "transient"])
 def test_compact_states_are_what_moved(gradients: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compact, "SMALLEST", 600)

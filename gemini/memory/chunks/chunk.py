@@ -9,7 +9,7 @@ window whose content is a clean copy that may be dropped at any time nobody read
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +20,7 @@ from gemini.memory.devices.device import DONE, Device, Event, Window
 from gemini.memory.durable.slots import SlotPair
 from gemini.memory.nvme import SpillFile
 from gemini.planning.layout import ChunkSpec, page_up
-from gemini.planning.planes import ALIGN, GRAD, PAGE, WEIGHTS, PlaneKind, PlaneSpec
+from gemini.planning.planes import ALIGN, GRAD_ERROR, GRADS, PAGE, WEIGHTS, PlaneKind, PlaneSpec
 from gemini.tiers import Tier
 
 COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -216,7 +216,12 @@ class Chunk:
     @property
     def states(self) -> list[PlaneKind]:
         """What its updates keep: the other half of the master, and the planes of the rule."""
-        return [kind for kind in self.planes if kind not in (WEIGHTS, GRAD)]
+        return [kind for kind in self.planes if kind != WEIGHTS and kind not in GRADS]
+
+    @property
+    def updated(self) -> Iterator[tuple[PlaneKind, Plane]]:
+        """The planes that an update reads, by kind."""
+        return ((kind, plane) for kind, plane in self.planes.items() if kind != GRAD_ERROR)
 
     def change_planes(self, planes: Mapping[PlaneKind, Plane]) -> None:
         """These stand in the place of what was there of their kinds; nothing prepared refers to memory of before."""

@@ -22,7 +22,7 @@ from gemini.memory.durable.folder import StoreFolder
 from gemini.memory.durable.records import Record
 from gemini.memory.durable.slots import SlotPair, slot_name
 from gemini.memory.movement.mover import tiles
-from gemini.planning.planes import GRAD
+from gemini.planning.planes import GRADS
 from gemini.ranks.handshake import Handshake
 from gemini.train.checkpoint.plain_data import encode
 from gemini.train.checkpoint.tensor_file import STORED_DTYPES, bytes_of
@@ -80,7 +80,7 @@ class Commit:
             for chunk in chunks
             if chunk.spec.index in self._taken
             for kind, plane in chunk.planes.items()
-            if kind != GRAD and not isinstance(plane, DurablePlane)
+            if kind not in GRADS and not isinstance(plane, DurablePlane)
         ]
         self.pieces = [PlanePiece(*of, *span) for of in planes for span in tiles(0, of[1].numel, piece)]
         self.held = {
@@ -165,7 +165,7 @@ def layout_of(sources: list[PlanePart], store: StoreFolder) -> dict[str, Any]:
 def _check_slots(store: StoreFolder, chunks: list[Chunk]) -> None:
     for chunk in chunks:
         for kind in chunk.planes:
-            if kind != GRAD and slot_name(kind, chunk.spec.index) not in store.slots.pairs:
+            if kind not in GRADS and slot_name(kind, chunk.spec.index) not in store.slots.pairs:
                 raise GeminiError(
                     f"{chunk.name} has come to be trained since the model was wrapped, and the durable store has no "
                     f"room for its {kind}: set requires_grad before wrapping, or save a checkpoint to another folder"

@@ -1,10 +1,11 @@
 """Gradients between backward and update: landed in the grad plane as they arrive, with their norm in the same pass.
 
-A gradient arrives in the param's post-accumulate hook, is copied (or added, in fp32) into its chunk's grad plane at the
-plane's home (:meth:`GradientStore.land_piece`), and torch's own copy is freed: at once where the plane is within reach,
-else behind backward on a worker of its own, with its bytes on the device in the ledger until then. Sums of squares of
-its norm tiles ride on that copy; they tell the total norm and whether anything is not finite without another pass. In
-declaration order and over fixed tiles, so the same bits come out wherever the plane lives.
+A gradient arrives in the param's post-accumulate hook, is copied (or added: in fp32, or in bf16 with what rounding
+loses in a plane of its own) into its chunk's grad plane at the plane's home (:meth:`GradientStore.land_piece`), and
+torch's own copy is freed: at once where the plane is within reach, else behind backward on a worker of its own, with
+its bytes on the device in the ledger until then. Sums of squares of its norm tiles ride on that copy; they tell the
+total norm and whether anything is not finite without another pass. In declaration order and over fixed tiles, so the
+same bits come out wherever the plane lives.
 
 Backward never waits for a sum: where the plane is on a CUDA device its sums stay there. If all do, clipping and the
 check for inf and NaN are done there as well; else they come to the host all at once, the first time in a step that
@@ -28,7 +29,7 @@ from gemini.memory.movement.manager import Manager
 from gemini.memory.movement.mover import Mover, Working, tiles
 from gemini.memory.movement.worker import Job, Worker
 from gemini.memory.nvme import SpillFile
-from gemini.planning.planes import GRAD, PlaneSpec
+from gemini.planning.planes import GRAD, GRAD_ERROR, GRADS, PlaneSpec
 from gemini.tiers import Ledger, Tier
 from gemini.train.gradients.make_way import move_moments_down
 from gemini.train.params.handle import Leftover, ParamHandle
@@ -104,13 +105,15 @@ class GradientStore:
         if adding and handle.clip != 1.0:
             self.apply_clip(handle)
         if self._worker is None or not self._lands_behind(handle.chunk, flat):
-            view = handle.chunk.prepared.get(handle)
-            if view is None:
-                view = self._prepare(handle)
+            views = handle.chunk.prepared.get(handle)
+            if views is None:
+                start = handle.slot.start
+                views = handle.chunk.prepared[handle] = self._views(handle.chunk, start, start + handle.slot.numel)
+            view, lost = views
             if view is None:
                 handle.norm_sums = self.land_piece(handle.chunk, flat, handle.slot.start, adding)
             else:
-                handle.norm_sums = kernels.accumulate_grad(view, flat) if adding else kernels.copy_grad(view, flat)
+                handle.norm_sums = _keep(view, lost, flat, adding)
             return
         handle.norm_sums = []  # it is there; its sums come with it
         ledger, tier, num_bytes = self._ledger, self._device.tier, flat.nbytes
@@ -130,13 +133,13 @@ class GradientStore:
 
         self.landing.append(self._worker.submit(land, len(self.landing)))
 
-    def _prepare(self, handle: ParamHandle) -> torch.Tensor | None:
-        """Where gradients of this param land, every time; None if that is not within the device's reach."""
-        start, plane = handle.slot.start, handle.chunk.planes[GRAD]
-        view = plane.device_view(start, start + handle.slot.numel)
-        if view is not None:
-            handle.chunk.prepared[handle] = view
-        return view
+    def _views(self, chunk: Chunk, start: int, stop: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Where gradients land, and what rounding their sum loses; None where that is not within the device's reach."""
+        plane, error = chunk.planes[GRAD].device_view(start, stop), None
+        if GRAD_ERROR in chunk.planes:
+            error = chunk.planes[GRAD_ERROR].device_view(start, stop)
+            plane = None if error is None else plane
+        return plane, error
 
     def _lands_behind(self, chunk: Chunk, flat: torch.Tensor) -> bool:
         """Whether a gradient leaves the device, behind backward: then its bytes are reserved."""
@@ -189,14 +192,13 @@ class GradientStore:
 
     def land_piece(self, chunk: Chunk, flat: torch.Tensor, at: int, adding: bool) -> kernels.Sums:
         """Keep ``flat`` at element ``at`` (a whole page) of a grad plane: the sums of squares of its norm tiles."""
-        plane = chunk.planes[GRAD]
-        assert not adding or plane.dtype is torch.float32, "promote before adding"
-        view = plane.device_view(at, at + flat.numel())
+        assert not adding or adds_up(chunk), "promote before adding"
+        view, lost = self._views(chunk, at, at + flat.numel())
         if view is not None:
-            return kernels.accumulate_grad(view, flat) if adding else kernels.copy_grad(view, flat)
+            return _keep(view, lost, flat, adding)
         index = chunk.spec.index
         with self._mover.about("gradient landing", f"land gradients of chunk {index}", index):
-            return self._land_staged(plane, flat, at, adding)
+            return self._land_staged(chunk, flat, at, adding)
 
     def land_zeros(self, handles: list[ParamHandle]) -> None:
         """Give these params, which have no gradient, one of zeros."""
@@ -207,8 +209,9 @@ class GradientStore:
                 sums += self.land_piece(handle.chunk, zeros[: stop - start], part.start + start, adding=False)
             handle.norm_sums = sums
 
-    def _land_staged(self, plane: Plane, flat: torch.Tensor, base: int, adding: bool) -> kernels.Sums:
+    def _land_staged(self, chunk: Chunk, flat: torch.Tensor, base: int, adding: bool) -> kernels.Sums:
         """Tile by tile through host staging: inbound from the device, outbound to a device plane or the spill file."""
+        planes = [chunk.planes[kind] for kind in GRADS if kind in chunk.planes]
         sums: kernels.Sums = []
         for start, stop in tiles(0, flat.numel(), self._mover.tile):
             incoming = flat[start:stop]
@@ -220,18 +223,21 @@ class GradientStore:
                     )  # the worker has waited for it, and what is computed since is more
                     self._device.copy(inbound, incoming, "evict", behind_computing=behind).wait()
                 incoming = inbound
-            # Up to the next page: what lies behind the param's end is padding, nobody reads it as a gradient.
-            end = start + plane.page_up(stop - start)
-            target = plane.host_view(base + start, base + end)
-            staged = target is None
-            if target is None:
-                target = self._mover.scratch(1, plane.dtype, end - start)
-                if adding:
-                    self._mover.load(plane, base + start, base + end, target)
-            part = target[: stop - start]
-            sums += kernels.accumulate_grad(part, incoming) if adding else kernels.copy_grad(part, incoming)
-            if staged:
-                self._mover.store(plane, base + start, base + end, target)
+            parts: list[torch.Tensor] = []
+            staged: list[tuple[Plane, int, torch.Tensor]] = []
+            for number, plane in enumerate(planes, 1):
+                # Up to the next page: what lies behind the param's end is padding, nobody reads it as a gradient.
+                end = start + plane.page_up(stop - start)
+                target = plane.host_view(base + start, base + end)
+                if target is None:
+                    target = self._mover.scratch(number, plane.dtype, end - start)
+                    if adding:
+                        self._mover.load(plane, base + start, base + end, target)
+                    staged.append((plane, base + end, target))
+                parts.append(target[: stop - start])
+            sums += _keep(parts[0], parts[1] if len(parts) > 1 else None, incoming, adding)
+            for plane, end, target in staged:
+                self._mover.store(plane, base + start, end, target)
         return sums
 
     def promote(self, chunks: list[Chunk], *, idle: bool = False) -> None:
@@ -244,7 +250,7 @@ class GradientStore:
             BudgetExceeded: if there is no room; what was retained is as it was, and so is the ledger.
             StorageError: if the disk fails; every gradient is still there, in one form or the other.
         """
-        narrow = [c for c in chunks if GRAD in c.planes and c.planes[GRAD].dtype != torch.float32]
+        narrow = [c for c in chunks if GRAD in c.planes and not adds_up(c)]
         if not narrow:
             return
         self.drain()
@@ -415,13 +421,18 @@ class GradientStore:
         if not handle.has_grad or handle.clip == 1.0:
             return
         self.drain()
-        plane, part, sums = handle.chunk.planes[GRAD], handle.part, []
+        part, sums = handle.part, []
+        planes = [handle.chunk.planes[kind] for kind in GRADS if kind in handle.chunk.planes]
         for start, stop in tiles(0, part.numel, self._mover.tile):
-            end = start + plane.page_up(stop - start)
-            tile, is_staged = self._mover.host_tile(1, plane, part.start + start, part.start + end)
-            sums += kernels.sum_squares(tile[: stop - start].mul_(handle.clip))
-            if is_staged:
-                self._mover.store(plane, part.start + start, part.start + end, tile)
+            ends = [part.start + start + plane.page_up(stop - start) for plane in planes]
+            own = [
+                self._mover.host_tile(number, plane, part.start + start, end)
+                for number, (plane, end) in enumerate(zip(planes, ends, strict=True), 1)
+            ]
+            sums += _scaled([tile[: stop - start] for tile, _ in own], handle.clip, self._mover)
+            for plane, end, (tile, is_staged) in zip(planes, ends, own, strict=True):
+                if is_staged:
+                    self._mover.store(plane, part.start + start, end, tile)
         handle.norm_sums, handle.clip, handle.clip_folded = sums, 1.0, 1.0
 
     def check_finite(self, handles: list[ParamHandle]) -> None:
@@ -452,6 +463,27 @@ class GradientStore:
             had = handle.has_grad or handle.leftover is not Leftover.NOTHING
             handle.leftover = leftover if had else Leftover.NOTHING
             handle.norm_sums, handle.clip, handle.clip_folded = None, 1.0, 1.0
+
+
+def adds_up(chunk: Chunk) -> bool:
+    """Whether gradients can be added to what is in the grad plane of a chunk."""
+    return GRAD_ERROR in chunk.planes or chunk.planes[GRAD].dtype is torch.float32
+
+
+def _keep(into: torch.Tensor, lost: torch.Tensor | None, flat: torch.Tensor, adding: bool) -> kernels.Sums:
+    """``lost``: what rounding the sum to ``into`` loses, where that is kept."""
+    if lost is not None:
+        return kernels.sum_grad24(into, lost, flat, adding=adding)
+    return kernels.accumulate_grad(into, flat) if adding else kernels.copy_grad(into, flat)
+
+
+def _scaled(tiles: list[torch.Tensor], factor: float, mover: Mover) -> kernels.Sums:
+    """Multiply gradients, with what rounding them has lost where that is kept."""
+    if len(tiles) == 1:
+        return kernels.sum_squares(tiles[0].mul_(factor))
+    whole = mover.scratch(0, torch.float32, tiles[0].numel())
+    kernels.join_master(tiles[0], tiles[1], whole)
+    return kernels.sum_grad24(tiles[0], tiles[1], whole.mul_(factor), adding=False)
 
 
 def _totals(handles: list[ParamHandle]) -> list[tuple[ParamHandle, float]]:

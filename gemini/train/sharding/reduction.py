@@ -29,7 +29,7 @@ from gemini.ranks import collectives
 from gemini.ranks.agreement import Point, Request, word_for
 from gemini.ranks.wire import Tag
 from gemini.train.gradients.scaled_backward import Scaling
-from gemini.train.gradients.store import GradientStore
+from gemini.train.gradients.store import GradientStore, adds_up
 from gemini.train.params.handle import Leftover, ParamHandle
 from gemini.train.params.stepper import Stepper
 from gemini.train.sharding.alike import refuse_differing
@@ -174,7 +174,7 @@ class Reduction:
         """Reduce a chunk behind backward: it is its turn, and this rank has all of its gradients."""
         chunk, whole, handles = self._chunks[index], self._whole[index], self._params.by_chunk[index]
         adding = {handle.name: handle.has_grad for handle in handles}
-        if any(adding.values()) and chunk.planes[GRAD].dtype is not torch.float32:
+        if any(adding.values()) and not adds_up(chunk):
             step.part()  # sums need another plane first, for which room is made here only
             return
         working = Working(self._mover.watch.moved, staging=self._staging)
@@ -322,7 +322,7 @@ class Reduction:
     ) -> None:
         """Keep a piece of the sum: elements ``[start, stop)`` of this rank's shard."""
         dtype = chunk.planes[GRAD].dtype
-        rounded = total if total.dtype == dtype or dtype is torch.float32 else total.to(dtype)
+        rounded = total if total.dtype == dtype or adds_up(chunk) else total.to(dtype)
         for handle in handles:
             first, last = max(handle.part.start, start), min(handle.part.stop, stop)
             if first < last:

@@ -14,7 +14,7 @@ from gemini import kernels
 from gemini.errors import GeminiError
 from gemini.memory.movement.mover import tiles
 from gemini.memory.store import ChunkStore
-from gemini.planning.planes import GRAD
+from gemini.planning.planes import GRAD, GRAD_ERROR
 from gemini.ranks.agreement import Point
 from gemini.ranks.facts import Facts
 from gemini.ranks.wire import Tag
@@ -190,6 +190,12 @@ class StepSync:
                 wire.all_reduce(Tag.REPLICAS, tile, self._shards.scratch, f"the all-reduce of {chunk.name}")
                 if is_staged:
                     self._mover.store(plane, start, stop, tile)
+                if GRAD_ERROR in chunk.planes:  # of this replica's part
+                    error = chunk.planes[GRAD_ERROR]
+                    lost, is_staged = self._mover.host_tile(2, error, start, stop)
+                    lost.zero_()
+                    if is_staged:
+                        self._mover.store(error, start, stop, lost)
                 for handle in present:
                     first, last = max(handle.part.start, start), min(handle.part.stop, stop)
                     if first < last:

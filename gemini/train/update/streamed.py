@@ -36,7 +36,7 @@ class StreamedTile(Tile):
 
     def begin(self) -> None:
         """Start to bring what stands in host memory. What used the slot before is over: nothing else is waited for."""
-        for kind, plane in self.chunk.planes.items():
+        for kind, plane in self.chunk.updated:
             view = plane.device_view(self._first, self._last)
             if view is None:
                 home = plane.host_view(self._first, self._last)

@@ -127,7 +127,7 @@ class Tile:
 
     def begin(self) -> None:
         """Start to bring what cannot be worked on where it is."""
-        for kind, plane in self.chunk.planes.items():
+        for kind, plane in self.chunk.updated:
             on_device = self.path is Path.ON_DEVICE
             view = plane.device_view(self._first, self._last) if on_device else plane.host_view(self._first, self._last)
             if view is None:
