@@ -29,6 +29,10 @@ PEERS = {
     "gemini-transient-nvme-states": Peer(
         "with_gemini.py", "weights in memory, residual and states on NVMe, step_in_backward", nvme=True, clips=False
     ),
+    "gemini-compact-nvme": Peer("with_gemini.py", "as gemini-nvme, with compact states", nvme=True),
+    "gemini-compact-transient-nvme": Peer(
+        "with_gemini.py", "as gemini-transient-nvme, with compact states", nvme=True, clips=False
+    ),
 }
 BASES = ("plain", "plain-fused", "deepspeed-cpu", "deepspeed-nvme", "fsdp2-offload")
 """Whose speed the others' is divided by."""

@@ -75,6 +75,11 @@ def goals_of(tokens: int) -> list[Goal]:
                 ("deepspeed-nvme", "deepspeed-nvme-pipelined", "deepspeed-nvme-all"),
                 3.0,
             ),
+            Goal(
+                ("gemini-compact-nvme", "gemini-compact-transient-nvme"),
+                ("deepspeed-nvme", "deepspeed-nvme-pipelined", "deepspeed-nvme-all"),
+                4.0,
+            ),
             Goal(("gemini", "gemini-transient"), ("plain",), 1.2),
         ]
     return [Goal(("gemini", "gemini-transient"), BASES, 1.0)]

@@ -6,6 +6,7 @@
     gemini-transient               in memory, gradients="transient" and HybridAdam(step_in_backward=True): no clipping
     gemini-transient-nvme          the same in the spill file
     gemini-transient-nvme-states   the same, but the weights stay in memory: residual and states in the spill file
+    gemini-compact-nvme            as gemini-nvme, with compact states; gemini-compact-transient-nvme likewise
 
 On a GPU there is one, under a GPU budget with its states where the plan puts them: with clipping updates run after
 backward, beside the next forward; without, inside backward. ``settings["config"]`` are further fields of
@@ -56,6 +57,7 @@ class GeminiTrainer(contract.Trainer):
 
     def of_cpu(self, settings: Mapping[str, Any], transient: bool) -> Any:
         self.config = {"precision": "bf16", "gradients": "transient" if transient else "retain"}
+        self.config |= {"states": "compact"} if "compact" in settings["peer"] else {}
         self.config |= {"device": "cpu"} | settings["config"]
         config = gemini.GeminiConfig(**self.config, **placing(settings))
         return gemini.GeminiDDP(contract.make_model(settings), config)
