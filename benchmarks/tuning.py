@@ -202,6 +202,22 @@ def methods() -> dict[str, Method]:
     return found
 
 
+def wrap(model: Any, method: Method, lr: float, **config: Any) -> tuple[Any, Any]:
+    """The model, managed, and what the optimizer of the method is given."""
+    import gemini
+    from gemini import optim
+
+    if method.lora:
+        import peft
+
+        model = peft.get_peft_model(model, peft.LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM"))
+    settings = {"precision": "bf16", "device": "cpu", **config, **method.config()}
+    model = gemini.GeminiDDP(model, gemini.GeminiConfig(**settings))
+    if isinstance(settings.get("optimizer"), optim.MuonRule):
+        return model, optim.muon_groups(model, lr=lr / 3)
+    return model, [param for param in model.parameters() if param.requires_grad]
+
+
 class Tuned(NamedTuple):
     score: Score
     bytes_per_param: float
@@ -210,21 +226,11 @@ class Tuned(NamedTuple):
 
 
 def tune(args: argparse.Namespace, data: Data, begin: dict[str, Tensor], method: Method, lr: float, seed: int) -> Tuned:
-    import gemini
-    from gemini import optim
-
     model = make_model(args)
     model.load_state_dict(begin)
     numel = sum(param.numel() for param in model.parameters())
-    if method.lora:
-        import peft
-
-        torch.manual_seed(seed)
-        model = peft.get_peft_model(model, peft.LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM"))
-    model = gemini.GeminiDDP(model, gemini.GeminiConfig(precision="bf16", device="cpu", **method.config()))
-    trained: Any = [param for param in model.parameters() if param.requires_grad]
-    if "MuonRule" in repr(model._gemini_engine.config.optimizer):
-        trained = optim.muon_groups(model, lr=lr / 3)
+    torch.manual_seed(seed)
+    model, trained = wrap(model, method, lr)
     optimizer = method.make(trained, lr)
     scheduler = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min((step + 1) / 10, 0.1 + 0.9 * (1 - step / args.steps))
