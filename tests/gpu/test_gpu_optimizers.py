@@ -1,0 +1,91 @@
+"""On a GPU: sums of gradients in 24 bits, and products with the Hessian, are the same bits wherever chunks live."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import gemini
+from gemini import kernels, optim
+from gemini.planning import compact
+from tests import models
+from tests.gpu import gpu_cases
+from tests.gpu.gpu_cases import PLACEMENTS, TORCH
+
+
+def small_llama() -> Any:
+    model = models.make_model("llama")
+    model.set_attn_implementation("eager")  # the others have no second derivative
+    return model
+
+
+def loss_of(model: Any, seed: int) -> torch.Tensor:
+    ids = torch.randint(2, models.VOCAB, (2, 7), generator=torch.Generator().manual_seed(seed)).to(TORCH)
+    return model(input_ids=ids, labels=ids).loss
+
+
+@pytest.mark.parametrize("where", PLACEMENTS)
+def test_sums_in_bf16(where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against sums of torch's own gradients by the reference kernels, and updates alike in every placement."""
+    monkeypatch.setattr(compact, "SMALLEST", 600)
+
+    def run(where: str) -> tuple[list[float], dict[str, torch.Tensor]]:
+        how: dict[str, Any] = {"gradients": "accumulate_bf16", "states": "compact", "max_chunk": 20000}
+        model = gpu_cases.wrap(small_llama(), where, tmp_path, **how)
+        optimizer = gemini.HybridAdam(model.parameters(), lr=2e-3)
+        losses = []
+        for step in range(3):
+            for micro in range(3):
+                (loss := loss_of(model, 3 * step + micro)).backward()
+                losses.append(loss.item())
+            if step == 0:
+                assert_sums(model)
+            model.clip_grad_norm_(0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+        return losses, model.state_dict(dtype=torch.float32)
+
+    def assert_sums(model: Any) -> None:
+        plain = small_llama().to(TORCH)
+        for param in plain.parameters():  # and no buffer
+            param.data = param.data.bfloat16()
+        halves: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+        for micro in range(3):
+            loss_of(plain, micro).backward()
+            for name, param in plain.named_parameters():
+                grad, param.grad = param.grad.reshape(-1).cpu(), None
+                new = torch.empty_like(grad), torch.empty(grad.numel(), dtype=torch.int8)
+                with kernels.use_isa("reference"):
+                    kernels.sum_grad24(*halves.setdefault(name, new), grad, adding=micro > 0)
+        for name, (upper, _) in halves.items():
+            assert torch.equal(model.full_grad(name).reshape(-1), upper), name
+
+    losses, weights = run(where)
+    wanted, there = run("all on the gpu")
+    assert losses == wanted
+    assert all(torch.equal(weights[name], value) for name, value in there.items())
+
+
+@pytest.mark.parametrize("where", PLACEMENTS)
+def test_estimates_of_the_hessian(where: str, tmp_path: Path) -> None:
+    """Those of the plain model on the GPU, out of the same random vectors."""
+    plain = small_llama().to(TORCH)
+    alone = optim.SophiaH(plain.parameters(), lr=1e-3)
+    model = gpu_cases.wrap(
+        small_llama(), where, tmp_path, precision="fp32", optimizer=optim.SophiaHRule(), max_chunk=20000
+    )
+    optimizer = optim.SophiaH(model.parameters(), lr=1e-3)
+    for step in range(3):
+        for trained, of in ((model, optimizer), (plain, alone)):
+            if step != 1:
+                of.estimate_hessian(loss_of(trained, step))
+            loss_of(trained, step).backward()
+            of.step()
+            of.zero_grad()
+    for name, param in plain.named_parameters():
+        kept = optimizer.full_state(name)["hessian"]
+        assert torch.equal(kept.reshape(-1), alone.state[param]["hessian"].reshape(-1).cpu()), name
+        assert torch.equal(model.full_param(name, torch.float32), param.detach().cpu()), name
