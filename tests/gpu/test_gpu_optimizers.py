@@ -50,8 +50,8 @@ def test_sums_in_bf16(where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
     def assert_sums(model: Any) -> None:
         plain = small_llama().to(TORCH)
-        for param in plain.parameters():  # and no buffer
-            param.data = param.data.bfloat16()
+        for name, param in plain.named_parameters():
+            param.data = model.full_param(name, torch.bfloat16).to(TORCH)
         halves: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         for micro in range(3):
             loss_of(plain, micro).backward()
