@@ -26,8 +26,8 @@ _HOST = {
     "adam_update": ("weights", "residual", "exp_avg", "exp_avg_sq"),
     "adam_update_segments": ("weights", "residual", "exp_avg", "exp_avg_sq"),
     "update_segments": ("weights", "residual", "states"),
-    "copy_grad": ("dst",), "accumulate_grad": ("acc",), "sum_squares": (), "split_master": ("hi", "lo"),
-    "join_master": ("out",),
+    "copy_grad": ("dst",), "accumulate_grad": ("acc",), "sum_grad24": ("hi", "lo"), "sum_squares": (),
+    "split_master": ("hi", "lo"), "join_master": ("out",),
 }  # fmt: skip
 """The kernels there are, and which of their tensors they write."""
 
@@ -85,6 +85,16 @@ class FakeModule(EmulatedModule):
     ) -> None:
         self._launch(stream, "accumulate_grad", [(src, n * _BYTES[src_dtype])], [(acc, n * 4)], n, places)
         super().cuda_accumulate_grad(device, stream, _alias(acc), _alias(src), src_dtype, n, tuple(map(_alias, places)))
+
+    def cuda_sum_grad24(
+        self, device: int, stream: int, hi: int, lo: int, src: int, src_dtype: int, n: int, adding: bool, places: Any
+    ) -> None:
+        written = [(hi, 2 * n), (lo, n)]
+        self._launch(
+            stream, "sum_grad24", [(src, n * _BYTES[src_dtype]), *(written if adding else [])], written, n, places
+        )
+        addresses = map(_alias, (hi, lo, src))
+        super().cuda_sum_grad24(device, stream, *addresses, src_dtype, n, adding, tuple(map(_alias, places)))
 
     def cuda_sum_squares(self, device: int, stream: int, src: int, dtype: int, n: int, places: Any) -> None:
         self._launch(stream, "sum_squares", [(src, n * _BYTES[dtype])], [], n, places)

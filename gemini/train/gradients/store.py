@@ -112,8 +112,10 @@ class GradientStore:
             view, lost = views
             if view is None:
                 handle.norm_sums = self.land_piece(handle.chunk, flat, handle.slot.start, adding)
-            else:
+            elif lost is not None or adding:
                 handle.norm_sums = _keep(view, lost, flat, adding)
+            else:
+                handle.norm_sums = kernels.copy_grad(view, flat)
             return
         handle.norm_sums = []  # it is there; its sums come with it
         ledger, tier, num_bytes = self._ledger, self._device.tier, flat.nbytes
