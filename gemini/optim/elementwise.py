@@ -269,6 +269,13 @@ class SophiaEstimateScalars(NamedTuple):
     kernel: str
 
 
+def _clipped_step(master: Tensor, r: Tensor, s: SophiaScalars | SophiaHScalars) -> None:
+    """No element moves by more than the learning rate; NaN stays."""
+    r = torch.where(r > 1, 1.0, r)
+    r = torch.where(r < -1, -1.0, r)
+    master.mul_(s.decay).add_(r * s.neg_lr)
+
+
 @dataclass(frozen=True)
 class SophiaGRule(ElementwiseRule):
     """Sophia-G (Liu et al., 2023, arXiv:2305.14342): momentum over a diagonal of the Hessian, each element of the step
@@ -303,10 +310,7 @@ class SophiaGRule(ElementwiseRule):
             h.mul_(s.beta2).add_((g * s.c2) * g)
             return
         m.mul_(s.beta1).add_(g * s.c1)
-        r = m / (h * s.scale + s.tiny)
-        r = torch.where(r > 1, 1.0, r)
-        r = torch.where(r < -1, -1.0, r)
-        master.mul_(s.decay).add_(r * s.neg_lr)
+        _clipped_step(master, m / (h * s.scale + s.tiny), s)
 
 
 class SophiaHScalars(NamedTuple):
@@ -353,7 +357,4 @@ class SophiaHRule(ElementwiseRule):
             return
         m.mul_(s.beta1).add_(g * s.c1)
         divisor = h * s.scale
-        r = m / torch.where(divisor > s.least, divisor, s.least)
-        r = torch.where(r > 1, 1.0, r)
-        r = torch.where(r < -1, -1.0, r)
-        master.mul_(s.decay).add_(r * s.neg_lr)
+        _clipped_step(master, m / torch.where(divisor > s.least, divisor, s.least), s)

@@ -256,7 +256,7 @@ def _fill(problem: Problem, taken: Mapping[Tier, int]) -> Placement:
             place(i, states, [Tier.GPU])
     for kind in states:
         for i in indices:
-            if kind in sizes[i] and kind not in homes[i]:
+            if kind not in homes[i]:
                 place(i, [kind], in_memory if kind in problem.rule.in_memory else below)
     return Placement(tuple(homes))
 

@@ -57,10 +57,7 @@ def test_sophia_is_the_papers() -> None:
     assert 0.01 < clipped.float().mean() < 0.99, "some elements of the step were clipped, and some were not"
 
 
-@pytest.mark.parametrize("placed", ["in memory", "on nvme", "transient", "streamed"])
-def test_estimates_of_the_hessian_have_the_bits_of_the_plain_loop(placed: str, tmp_path: Path) -> None:
-    """Weights and momentum stay; the estimate is made of the gradients of its block alone."""
-    rule, how = optim.SophiaGRule(), {"lr": 1e-3, "bs": 7.0}
+def settings_of(placed: str, tmp_path: Path) -> dict[str, Any]:
     settings: dict[str, Any] = {}
     if placed == "on nvme":
         settings["memory"] = gemini.MemoryBudget(cpu="1GiB", nvme="64MiB", nvme_path=tmp_path)
@@ -70,6 +67,14 @@ def test_estimates_of_the_hessian_have_the_bits_of_the_plain_loop(placed: str, t
     elif placed == "streamed":
         settings |= {"device": "standin", "placement": gemini.StaticPlacement(updates_on_gpu=1)}
         settings["memory"] = gemini.MemoryBudget(cpu="1GiB", gpu="1GiB")
+    return settings
+
+
+@pytest.mark.parametrize("placed", ["in memory", "on nvme", "transient", "streamed"])
+def test_estimates_of_the_hessian_have_the_bits_of_the_plain_loop(placed: str, tmp_path: Path) -> None:
+    """Weights and momentum stay; the estimate is made of the gradients of its block alone."""
+    rule, how = optim.SophiaGRule(), {"lr": 1e-3, "bs": 7.0}
+    settings = settings_of(placed, tmp_path)
     config = gemini.GeminiConfig(
         **{"precision": "bf16", "device": "cpu", "optimizer": rule, "max_chunk": 6000} | settings
     )
@@ -156,43 +161,38 @@ def test_sophia_h_is_the_papers() -> None:
 
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
 def test_estimates_are_right_in_the_mean() -> None:
-    """Of 2,000 estimates; what they are off by is the noise of the parts beside the diagonal."""
+    """Of 2,000 estimates, within four times what the mean of so many scatters by."""
+    torch.manual_seed(0)
     net, x = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1)).double(), torch.randn(8, 4).double()
-    params = dict(net.named_parameters())
+    params, count = dict(net.named_parameters()), 2000
 
     def loss(values: dict[str, Tensor]) -> Tensor:
         return torch.func.functional_call(net, values, (x,)).square().mean()
 
     hessian: Any = torch.func.hessian(loss)(dict(params))
-    mean = {name: torch.zeros_like(param) for name, param in params.items()}
-    for number in range(2000):
+    found: dict[str, list[Tensor]] = {name: [] for name in params}
+    for number in range(count):
         probe = HessianProbe(number, list(params.values()))
         torch.autograd.backward(loss(params), create_graph=True)
-        for _ in range(2):
-            for param in params.values():
-                assert param.grad is not None
-                param.grad = probe.take(param, param.grad)
-            if probe._products is not None:
-                probe.product().backward()
+        for param in params.values():
+            param.grad = probe.take(param, param.grad)  # type: ignore[arg-type]
+        probe.product().backward()
         for name, param in params.items():
-            mean[name] += param.grad / 2000
+            assert param.grad is not None
+            found[name].append(probe.take(param, param.grad))  # type: ignore[arg-type]
             param.grad = None
-    for name, found in mean.items():
-        size = found.numel()
-        wanted = hessian[name][name].reshape(size, size).diagonal().reshape(found.shape)
-        torch.testing.assert_close(found, wanted, rtol=0.2, atol=0.05)
+    far = 0
+    for name, estimates in found.items():
+        all_of_them = torch.stack(estimates).flatten(1)
+        wanted = hessian[name][name].reshape(all_of_them[0].numel(), -1).diagonal()
+        scatter = all_of_them.std(0) / count**0.5
+        assert ((all_of_them.mean(0) - wanted).abs() < 4 * scatter).all(), name
+        far += int((wanted.abs() > 8 * scatter).sum())
+    assert far >= 4, "for some elements 0 would be twice as far off as is allowed"
 
 
 def sophia_h(placed: str, precision: str, tmp_path: Path) -> tuple[gemini.GeminiDDP, optim.SophiaH]:
-    settings: dict[str, Any] = {}
-    if placed == "on nvme":
-        settings["memory"] = gemini.MemoryBudget(cpu="1GiB", nvme="64MiB", nvme_path=tmp_path)
-        settings["placement"] = gemini.StaticPlacement(weights_on_nvme=1, optimizer_on_nvme=1)
-    elif placed == "transient":
-        settings["gradients"] = "transient"
-    elif placed == "streamed":
-        settings |= {"device": "standin", "placement": gemini.StaticPlacement(updates_on_gpu=1)}
-        settings["memory"] = gemini.MemoryBudget(cpu="1GiB", gpu="1GiB")
+    settings = settings_of(placed, tmp_path)
     config = {"precision": precision, "device": "cpu", "optimizer": optim.SophiaHRule(), "max_chunk": 6000}
     model = gemini.GeminiDDP(twice_differentiable(), gemini.GeminiConfig(**(config | settings)))
     return model, optim.SophiaH(model.parameters(), lr=1e-3, step_in_backward=placed == "transient")
