@@ -129,6 +129,6 @@ def smallest_budget(
         need["staging"] = staging_bytes(tile)
     if ranks * replicas > 1:
         need["gradients in flight"] = gradients_in_flight(layout, size)
-        need["exchange"] = scratch_bytes(max(ranks, replicas), min(tile, PIECE))
+        need["exchange"] = scratch_bytes(ranks, min(tile, PIECE), replicas)
         need.setdefault("staging", staging_bytes(tile))
     return need, layout

@@ -1,7 +1,8 @@
-"""The largest model that trains here: full-parameter AdamW with an exact fp32 master, 12 bytes per param over RAM and
-drive, in a process that the kernel would kill at its memory limit.
+"""The largest model that trains here: full-parameter AdamW over RAM and drive, with exact states (12 bytes per param)
+or compact ones (5), in a process that the kernel would kill at its memory limit.
 
     python benchmarks/biggest_model.py --spill /scratch --report benchmarks/reports/biggest_model_<hardware>_<date>.md
+    python benchmarks/biggest_model.py --spill /scratch --states compact --params 11e9
 
 A Llama of ``--params`` params is drawn from its config straight into the tiers (never whole in memory) and makes some
 real steps: gradient checkpointing, updates inside backward, few tokens. It runs in a process of its own inside a memory
@@ -28,7 +29,8 @@ from benchmarks._processes import Group, RanksFailed, run_script
 from benchmarks._report import add_out, head, publish, table
 from benchmarks.gpu._llama import Shape, config_of
 
-BYTES_PER_PARAM = 12
+BYTES_PER_PARAM = {"exact": 12.0, "compact": 2 + 1 + 2 + 2 / 64}
+"""Weights, residuals, two moments, and of compact ones two scales for each block of 64."""
 INTERPRETER = 600 * 2**20
 """Python, torch and transformers with their thread pools, and what a small model computes with."""
 PARAMS_IN_FLIGHT = 6
@@ -63,14 +65,15 @@ def reserve_bytes(shape: Shape, tokens: int) -> int:
     return INTERPRETER + PARAMS_IN_FLIGHT * 2 * largest_of(shape) + 2 * activations
 
 
-def states_on_drive(shape: Shape, cpu: int, in_flight: int) -> float | None:
+def states_on_drive(shape: Shape, states: str, cpu: int, in_flight: int) -> float | None:
     """The fraction of optimizer states on the drive that leaves ``in_flight`` bytes of the CPU budget to gradients that
     wait for their update. A placement by fractions is exact to one chunk, so one chunk more goes there. None where not
     even the weights fit: then the planner decides.
     """
     chunk = max(largest_of(shape), CHUNK)
-    left = cpu - 2 * shape.params - in_flight - 10 * chunk - STAGING
-    return None if left < 0 else max(0.0, 1 - left / (10 * shape.params))
+    per_param = BYTES_PER_PARAM[states] - 2
+    left = cpu - 2 * shape.params - in_flight - int(per_param * chunk) - STAGING
+    return None if left < 0 else max(0.0, 1 - left / (per_param * shape.params))
 
 
 # ---- the process inside the limit ------------------------------------------------------------------------------------
@@ -86,7 +89,7 @@ def make_orders(settings: dict[str, Any]) -> Mapping[str, Callable[..., Any]]:
     placement: Any = "auto" if fraction is None else gemini.StaticPlacement(optimizer_on_nvme=fraction)
     config = gemini.GeminiConfig(
         precision="bf16", memory=gemini.MemoryBudget(**settings["memory"]), placement=placement,
-        gradients="transient", device="cpu", max_chunk=CHUNK,
+        gradients="transient", device="cpu", max_chunk=CHUNK, states=settings["states"],
     )  # fmt: skip
     torch.manual_seed(0)
     begin = time.perf_counter()
@@ -179,16 +182,20 @@ def main() -> None:
     cpu = args.limit - reserve
     free = _memory.free_disk(args.spill)
     nvme = free - args.keep_free
-    room = (max(cpu, 0) + max(nvme, 0)) / BYTES_PER_PARAM
+    per_param = BYTES_PER_PARAM[args.states]
+    room = (max(cpu, 0) + max(nvme, 0)) / per_param
     if shape.params > room or cpu <= 0:
         raise SystemExit(
-            f"{shape.params:,} params take {human_bytes(BYTES_PER_PARAM * shape.params)}, and there are "
+            f"{shape.params:,} params take {human_bytes(per_param * shape.params)}, and there are "
             f"{human_bytes(max(cpu, 0))} of RAM and {human_bytes(max(nvme, 0))} of disk: at most --params {room:.2g}"
         )
     drive = dict(measure_nvme(args.spill, Sizes()))
     memory = {"cpu": cpu, "nvme": nvme, "nvme_path": str(args.spill)}
-    fraction = states_on_drive(shape, cpu, args.in_flight) if args.in_flight else None
-    settings = {"shape": shape, "tokens": args.tokens, "lr": args.lr, "memory": memory, "fraction": fraction}
+    fraction = states_on_drive(shape, args.states, cpu, args.in_flight) if args.in_flight else None
+    settings = {
+        "shape": shape, "states": args.states, "tokens": args.tokens, "lr": args.lr, "memory": memory,
+        "fraction": fraction,
+    }  # fmt: skip
     cage = make_cage(args)
     begin = time.monotonic()
     try:
@@ -213,7 +220,7 @@ def report_of(
         "The largest model that trains here",
         [
             f"Llama of {shape.layers} layers of {shape.hidden} (MLP {shape.intermediate}, vocabulary {shape.vocab}): "
-            f"{shape.params:,} params, AdamW on an exact fp32 master, {args.tokens} tokens per step, gradient "
+            f"{shape.params:,} params, AdamW with {args.states} states, {args.tokens} tokens per step, gradient "
             f"checkpointing, updates inside backward. In {limit}; budgets: CPU {human_bytes(cpu)}, NVMe "
             f"{human_bytes(nvme)} on {args.spill}. {seconds:.0f} s in all.",
         ],
@@ -264,15 +271,16 @@ def why_not_larger(
     from gemini.errors import human_bytes
 
     holders = trained["tiers"]["cpu"]["holders"]
-    planes = ("weights", "residual", "exp_avg", "exp_avg_sq", "grad")
+    planes = ("weights", "residual", "exp_avg", "exp_avg_sq", "exp_avg_scale", "exp_avg_sq_scale", "grad")
+    per_param = BYTES_PER_PARAM[args.states]
     working = trained["tiers"]["cpu"]["peak"] - sum(holders.get(kind, 0) for kind in planes)
-    most = (cpu - working + nvme) / BYTES_PER_PARAM
+    most = (cpu - working + nvme) / per_param
     return [
-        f"Why not larger: every param takes {BYTES_PER_PARAM} bytes, in RAM or on the drive. Of "
+        f"Why not larger: every param takes {per_param:.4g} bytes, in RAM or on the drive. Of "
         f"{human_bytes(args.limit)} of RAM, {human_bytes(args.limit - cpu)} are reserved for the interpreter, torch, "
         f"activations and gradients on their way, and {human_bytes(working)} were working memory; of "
         f"{human_bytes(free)} free on the drive {human_bytes(args.keep_free)} stay free. "
-        f"({human_bytes(cpu - working)} + {human_bytes(nvme)}) / {BYTES_PER_PARAM} = {most / 1e9:.2f} G params at "
+        f"({human_bytes(cpu - working)} + {human_bytes(nvme)}) / {per_param:.4g} = {most / 1e9:.2f} G params at "
         f"most, of which this model has {shape.params / 1e9:.2f}.",
     ]
 
@@ -280,6 +288,7 @@ def why_not_larger(
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--params", type=float, default=5e9)
+    parser.add_argument("--states", choices=list(BYTES_PER_PARAM), default="exact")
     parser.add_argument("--vocab", type=int, default=32000)
     parser.add_argument("--tokens", type=int, default=128, help="per step")
     parser.add_argument("--steps", type=int, default=3)

@@ -30,6 +30,7 @@ class GeminiConfig:
             :class:`~gemini.planning.placement.Placement`.
         gradients: what is kept between backward and update. "retain": one backward per step, +2 bytes per param in half
             precision (+4 in fp32); a second backward before the step promotes it to "accumulate" if there is room.
+            Replicas (``dp_replicate``) add up in every backward then, and once per step otherwise.
             "accumulate": fp32 sums, +4 bytes. "accumulate_bf16", with compact states: bf16 sums, +2 bytes, and +1 for
             what rounding them has lost, which the next addition gets. "transient": nothing; needs
             ``HybridAdam(step_in_backward=True)``.

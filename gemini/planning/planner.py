@@ -231,7 +231,7 @@ def pose_problem(
         quiet=quiet,
         in_flight=_in_flight(layout, itemsize, many=many, waiting=overlap and gradients == "transient"),
         waiting=waiting,
-        exchange=scratch_bytes(max(ranks, replicas), min(tile, PIECE)) if many else 0,
+        exchange=scratch_bytes(ranks, min(tile, PIECE), replicas) if many else 0,
         max_chunk=max_chunk,
         offloaded=trace.checkpoint_bytes if offloads else 0,
         offload_to=offload_to if offloads else None,

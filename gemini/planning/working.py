@@ -98,9 +98,14 @@ def staging_sets(compute: Tier, precision: str, *, overlap: bool, many: bool = F
     return 2 + (precision == "fp16") + many
 
 
-def scratch_bytes(ranks: int, piece: int) -> int:
-    """Host bytes for reducing pieces of ``piece`` elements over so many ranks."""
-    return 4 * piece * max(2 * (ranks - 1) + 2, 4)
+def scratch_bytes(ranks: int, piece: int, replicas: int = 1) -> int:
+    """Host bytes for reducing pieces of ``piece`` elements over so many ranks, and over replicas beside that."""
+    return 4 * piece * (max(2 * ranks, 4) + 2 * (replicas > 1))
+
+
+def replica_scratch_bytes(ranks: int, scratch: int) -> int:
+    """What of :func:`scratch_bytes` with replicas is for the sums over these."""
+    return 2 * scratch // (max(2 * ranks, 4) + 2)
 
 
 def gradients_in_flight(layout: Layout, itemsize: int) -> int:

@@ -130,7 +130,7 @@ class Engine:
             reduction = Reduction(
                 shards, store, state, dtype=reduce_dtype(config), room=built.decision.problem.in_flight,
                 gradients=gradients, scaling=scaling, updates=updates, in_backward=in_backward,
-                staging=behind,
+                staging=behind, sums_each_backward=config.gradients == "retain",
             )  # fmt: skip
             shards.connect(reduction)
         self.shards = shards

@@ -1,6 +1,7 @@
 """Hunts ranks that follow a script and end with other bits, another error, or not at all.
 
     python tests/hunts/script_hunt.py                        # 500 drawn schedules over 2 and 3 ranks
+    python tests/hunts/script_hunt.py --ranks 4 --replicas 2 # the same with two replicas of two ranks
     python tests/hunts/script_hunt.py --places               # every kind of divergence at every block
     python tests/hunts/script_hunt.py --kills                # a rank is killed before every message of a step
 
@@ -9,7 +10,8 @@ and in half of them steps in which a rank does something else: it skips a block,
 through a forward without a backward, fails in forward or backward and repeats it, or comes to the end of its data. Each
 is made with and without overlap, and both must come to the same losses, norms and bits of masters and states on every
 rank, or to the same error. A killed rank must be ``RankLost`` on all others. The exit code is 1 unless all of that was
-so; a schedule that went wrong is printed, and can be run again by its number (``--first``).
+so; a schedule that went wrong is printed, and can be run again by its number (``--first``). Among replicas a rank may
+not fail in a backward and repeat it: the others may have added up what it has computed until then, and say so.
 """
 
 from __future__ import annotations
@@ -33,21 +35,23 @@ PATIENCE_S = 60.0
 """How long ranks may do nothing at all before they count as hung."""
 
 
-def draw(number: int, ranks: int, folder: str) -> Play:
+def draw(number: int, ranks: int, folder: str, replicas: int = 1) -> Play:
     """Schedule ``number``."""
     rng = random.Random(number)
     num_micro = rng.choice((1, 1, 2))
     play = Play(
         num_steps=rng.choice((4, 6)), seed=number, tight=rng.random() < 0.5, num_micro=num_micro,
         no_sync=num_micro > 1 and rng.random() < 0.5, checkpointing=rng.random() < 0.4,
-        precision=rng.choice(("fp32", "bf16")), nvme=folder if rng.random() < 0.25 else "",
+        precision=rng.choice(("fp32", "bf16")), nvme=folder if rng.random() < 0.25 else "", replicas=replicas,
     )  # fmt: skip
-    if play.no_sync:
-        play = replace(play, tight=False)  # whole gradients stay, which no least budget holds
+    if play.no_sync or (replicas > 1 and num_micro > 1):
+        play = replace(play, tight=False)  # whole gradients, or sums in fp32, which no least budget holds
     if rng.random() < 0.5:
         return play
     steps = sorted(rng.sample(range(1, play.num_steps), rng.choice((1, 1, 2))))
     kinds = [kind for kind in KINDS[1:] if kind != "two forwards" or (num_micro > 1 and not play.no_sync)]
+    if replicas > 1:
+        kinds.remove("raise in backward")
     events = []
     for step in steps:
         kind, place = rng.choice(kinds), rng.randrange(NUM_BLOCKS)
@@ -91,6 +95,7 @@ class Hunt:
         scripted = sum(sum(o.scripted) for o in other)
         self.seen["steps"] += ranks * play.num_steps
         self.seen["scripted steps"] += scripted
+        self.seen["sums over replicas behind backward"] += sum(o.behind for o in other)
         for event in play.events or (Event("nothing"),):
             self.seen[event.kind] += 1
         ends = f"ends with {other[0].error}" if other[0].error else "same bits"
@@ -124,6 +129,7 @@ def main() -> int:
     parser.add_argument("--schedules", type=int, default=500)
     parser.add_argument("--first", type=int, default=0, help="number of the first schedule")
     parser.add_argument("--ranks", type=int, default=0, help="else 2 and 3 in turn")
+    parser.add_argument("--replicas", type=int, default=1, help="among how many replicas the ranks are divided")
     parser.add_argument("--places", action="store_true", help="every kind of divergence at every block instead")
     parser.add_argument("--kills", action="store_true", help="kills instead")
     parser.add_argument("--stride", type=int, default=1, help="of the messages before which a rank is killed")
@@ -133,7 +139,9 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         if args.kills:
             message = args.first
-            while time.monotonic() < end and hunt.kill(args.ranks or 2, Play(num_steps=3, kill=(1, message))):
+            while time.monotonic() < end and hunt.kill(
+                args.ranks or 2, Play(num_steps=3, kill=(1, message), replicas=args.replicas)
+            ):
                 message += args.stride
         elif args.places:
             for place in range(NUM_BLOCKS):
@@ -144,12 +152,13 @@ def main() -> int:
                         events = tuple(Event(kind, rank, 2, place) for rank in every)
                         micro = 2 if kind == "two forwards" else 1
                         if time.monotonic() < end:
-                            hunt.compare(ranks, Play(events=events, tight=tight, num_micro=micro))
+                            play = Play(events=events, tight=tight, num_micro=micro, replicas=args.replicas)
+                            hunt.compare(ranks, play)
         else:
             for number in range(args.first, args.first + args.schedules):
                 if time.monotonic() < end:
                     ranks = args.ranks or 2 + number % 2
-                    hunt.compare(ranks, draw(number, ranks, folder))
+                    hunt.compare(ranks, draw(number, ranks, folder, args.replicas))
         for pool in hunt.pools.values():
             pool.close()
     print(f"{dict(hunt.seen)}; wrong: {len(hunt.wrong)}", *hunt.wrong, sep="\n")

@@ -94,7 +94,7 @@ def config_of(job: Job, model: nn.Module) -> gemini.GeminiConfig:
         working_set=working_set(model, layout, job.precision),
         in_flight=gradients_in_flight(layout, reduce_dtype(plain).itemsize) if world > 1 else 0,
         staging=staging_bytes(tile),
-        exchange=scratch_bytes(max(shards, replicas), tile) if world > 1 else 0,
+        exchange=scratch_bytes(shards, tile, replicas) if world > 1 else 0,
         device_staging=device_staging_bytes(largest, overlap=True),
     )  # fmt: skip
     tiers = {

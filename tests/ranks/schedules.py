@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import gemini
@@ -57,12 +58,15 @@ class Play:
     no_sync: bool = False
     checkpointing: bool = False
     nvme: str = ""
+    replicas: int = 1
     kill: tuple[int, int] = (-1, 0)
     """A rank, and before which message of its last step it is killed."""
 
 
 class Outcome(NamedTuple):
-    """``bits``: of the masters and states of this rank. ``scripted``: whether each step followed a script."""
+    """``bits``: of the masters and states of this rank. ``scripted``: whether each step followed a script. ``behind``:
+    how many chunks were added up over replicas behind backward.
+    """
 
     losses: list[float]
     norms: list[float]
@@ -70,6 +74,7 @@ class Outcome(NamedTuple):
     error: str
     scripted: list[bool]
     rounds: list[int]
+    behind: int = 0
 
 
 class Injected(Exception):
@@ -116,22 +121,25 @@ def wrap(play: Play) -> Any:
     """The managed model; in the least budget if it is to be ``tight``."""
     settings: dict[str, Any] = {
         "precision": play.precision, "device": "cpu", "max_chunk": 2000, "overlap": play.overlap,
-        "gradients": "accumulate" if play.num_micro > 1 else "retain",
+        "gradients": "accumulate" if play.num_micro > 1 and play.replicas == 1 else "retain",
     }  # fmt: skip
     homes: dict[str, Any] = {"cpu": "64MiB"}
     if play.nvme:
         homes |= {"nvme": "64MiB", "nvme_path": play.nvme}
         settings["placement"] = gemini.StaticPlacement(weights_on_nvme=1.0, optimizer_on_nvme=1.0)
+    world, mesh = dist.get_world_size(), None
+    if play.replicas > 1:
+        mesh = init_device_mesh("cpu", (play.replicas, world // play.replicas))
     for _ in range(2 if play.tight else 1):
         torch.manual_seed(0)
         model = Blocks()
         model.checkpointing = play.checkpointing
         managed: Any = gemini.GeminiDDP(
-            model, gemini.GeminiConfig(memory=gemini.MemoryBudget(**homes), **settings)
-        )  # fmt: skip
+            model, gemini.GeminiConfig(memory=gemini.MemoryBudget(**homes), **settings), mesh=mesh
+        )
         decision = managed._gemini_engine.decision
         needed = bytes_per_tier(decision.problem, decision.placement)[Tier.CPU]
-        homes["cpu"] = (needed + 4096) * dist.get_world_size()
+        homes["cpu"] = (needed + 4096) * world
     return managed
 
 
@@ -202,6 +210,7 @@ def _run(play: Play) -> Outcome:
             out.scripted.append(shards.num_scripted > before[0])
             out.rounds.append(shards.num_rounds - before[1])
         managed._gemini_engine.check_invariants()
+        out = out._replace(behind=_num_behind(managed))
     except RankMismatch as e:
         return out._replace(error=type(e).__name__)
     return out._replace(bits=_bits(managed))
@@ -253,6 +262,11 @@ def _batch(play: Play, step: int, number: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(1000 * step + 10 * dist.get_rank() + number)
     dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[play.precision]
     return torch.randn(4, 32, generator=generator).to(dtype)
+
+
+def _num_behind(managed: Any) -> int:
+    replicas = managed._gemini_engine.stepping._reduction._replicas
+    return 0 if replicas is None else replicas.num_behind
 
 
 def _bits(managed: Any) -> int:

@@ -65,6 +65,30 @@ def test_what_is_an_error_is_one_on_all_ranks(kind: str, pool_of: Pools) -> None
         assert outcome.error == "RankMismatch"
 
 
+@pytest.mark.parametrize("mesh", [(2, 2), (2, 1), (3, 1)], ids=str)
+@pytest.mark.parametrize("where", ["roomy", "tight", "nvme", "twice"])
+def test_replicas_add_up_behind_backward(mesh: tuple[int, int], where: str, pool_of: Pools, tmp_path: Path) -> None:
+    """From the second backward on, in which the order is known, but for gradients on the drive; also when each backward
+    adds to gradients that were added up before.
+    """
+    play = Play(
+        num_steps=4, seed=3, tight=where == "tight", precision="bf16" if where == "nvme" else "fp32",
+        num_micro=2 if where == "twice" else 1, nvme=str(tmp_path) if where == "nvme" else "", replicas=mesh[0],
+    )  # fmt: skip
+    for outcome in both_ways(pool_of(mesh[0] * mesh[1]), play):
+        num_backwards = play.num_steps * play.num_micro
+        assert (outcome.behind == 0) == (where == "nvme")
+        assert where == "nvme" or outcome.behind % (num_backwards - 1) == 0
+
+
+@pytest.mark.parametrize("kind", ["skip", "evaluate", "raise in forward", "data ends"])
+@pytest.mark.parametrize("mesh", [(2, 2), (2, 1)], ids=str)
+def test_a_rank_of_a_replica_that_diverges(mesh: tuple[int, int], kind: str, pool_of: Pools) -> None:
+    """What was begun behind backward is given up on all replicas, and comes to the same sums at its end."""
+    for outcome in both_ways(pool_of(mesh[0] * mesh[1]), Play((Event(kind, 1, 2, 3),), seed=5, replicas=mesh[0])):
+        assert outcome.error == ("RankMismatch" if kind == "data ends" else "")
+
+
 @pytest.mark.sweep(every=3)
 @pytest.mark.parametrize("message", [2, 6, 12])
 def test_a_rank_that_is_killed_is_lost_on_all_others(message: int, pool_of: Pools) -> None:

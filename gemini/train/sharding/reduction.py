@@ -34,6 +34,7 @@ from gemini.train.params.handle import Leftover, ParamHandle
 from gemini.train.params.stepper import Stepper
 from gemini.train.sharding.alike import refuse_differing
 from gemini.train.sharding.completions import Completions
+from gemini.train.sharding.replicas import ReplicaSums
 from gemini.train.sharding.scripted import ScriptedStep
 from gemini.train.sharding.shards import Shards
 from gemini.train.sharding.step_sync import StepSync
@@ -68,12 +69,13 @@ class Reduction:
         dtype: in which they are added up.
         room: bytes of the computing tier for whole gradients.
         staging: through which sums go that are added up behind backward, where that is needed.
+        sums_each_backward: whether replicas add up at the end of every backward, and not once per step.
     """
 
     def __init__(
         self, shards: Shards, store: ChunkStore, state: StepState, *, dtype: torch.dtype, room: int,
         gradients: GradientStore, scaling: Scaling, updates: Updates, in_backward: InBackward,
-        staging: StagingSet | None,
+        staging: StagingSet | None, sums_each_backward: bool,
     ):  # fmt: skip
         self.reduces = True
         """Whether gradients that are complete are reduced now; False inside ``no_sync``."""
@@ -94,7 +96,11 @@ class Reduction:
         self._completions = Completions()
         self._spare: dict[int, list[Window]] = {}
         self._plan = (0, 0)
-        self._sync = StepSync(shards, store, state, scaling)
+        across = self._ranks.replicas
+        self._replicas = (
+            None if across is None else ReplicaSums(shards, across, store, each_backward=sums_each_backward)
+        )
+        self._sync = StepSync(shards, self._replicas, state, scaling)
 
     @property
     def has_replicas(self) -> bool:
@@ -143,6 +149,8 @@ class Reduction:
             self._reduce(index)
         if not is_alike:
             self._check_plans(self._shards.meet(Point.END_BACKWARD, self._planned() << _PLAN))
+        if self._replicas is not None:
+            self._replicas.end_backward()
         self._sync.backward_ended(is_alike=is_alike)
 
     def end_script(self, *, has_all: bool) -> bool:
@@ -177,7 +185,7 @@ class Reduction:
         if any(adding.values()) and not adds_up(chunk):
             step.part()  # sums need another plane first, for which room is made here only
             return
-        working = Working(self._mover.watch.moved, staging=self._staging)
+        working, backward = Working(self._mover.watch.moved, staging=self._staging), self._state.backward_number
 
         def add_up(brought: list[int]) -> None:
             for handle in handles:
@@ -186,6 +194,8 @@ class Reduction:
             senders = {rank: _DTYPES[number - 1] for rank, number in enumerate(brought)}
             failure: BaseException | None = None
             with self._mover.working(working), self._reducing(index):
+                if self._replicas is not None:
+                    self._replicas.begin_landing(chunk, adding=any(adding.values()))
                 for start, stop, total in self._sums(chunk, whole, senders, self._shards.scratch_behind):
                     try:
                         if failure is None:
@@ -195,6 +205,8 @@ class Reduction:
             if failure is not None:
                 raise failure
             whole.is_reduced = True
+            if self._replicas is not None:
+                self._replicas.landed(index, backward)
 
         self._behind[index] = step.reduce(1 + _DTYPES.index(whole.flat.dtype), add_up)
 
@@ -264,6 +276,8 @@ class Reduction:
                 if handle.name not in whole.arrived:
                     whole.flat[handle.slot.start : handle.slot.stop].zero_()
         adding = {handle.name: handle.has_grad for handle in present}
+        if self._replicas is not None:
+            self._replicas.begin_landing(chunk, adding=any(handle.has_grad for handle in handles))
         for handle in present:
             self._gradients.apply_clip(handle)
         for handle in present:
@@ -277,6 +291,8 @@ class Reduction:
                     whole.flat[at + start : at + stop].copy_(total)
                     continue
                 self._land(chunk, present, adding, start, stop, total)
+        if self._replicas is not None and arrived.all():
+            self._replicas.landed(index, self._state.backward_number)
         if transient:
             assert whole is not None
             self._update(chunk, present, whole)
@@ -388,6 +404,8 @@ class Reduction:
         """Forget gradients that were not reduced (``zero_grad``); those that were are forgotten next."""
         if self._behind:
             self._shards.finish()
+        if self._replicas is not None:
+            self._replicas.give_up()
         self._sync.gradients_dropped(handles)
         for handle in handles:
             whole = self._whole.get(handle.chunk.spec.index)
@@ -400,6 +418,13 @@ class Reduction:
     def end_step(self, *, has_gradients: bool) -> None:
         """After an optimizer step, skipped or made."""
         self._sync.end_step(has_gradients=has_gradients)
+        if self._replicas is not None:
+            self._replicas.end_step(has_gradients=has_gradients)
+
+    def leave_replicas(self) -> None:
+        """See :class:`gemini.train.sharding.shards.Reducing`."""
+        if self._replicas is not None:
+            self._replicas.leave()
 
     def note_clipping(self, call: str) -> None:
         """``clip_grad_norm_`` was called, with a limit: ranks compare what they did."""

@@ -29,6 +29,7 @@ from gemini.memory.store import ChunkStore
 from gemini.planning.layout import part_of
 from gemini.planning.planes import PlaneKind
 from gemini.planning.timeline import Track
+from gemini.planning.working import replica_scratch_bytes
 from gemini.ranks import collectives
 from gemini.ranks.agreement import Agreement, Point, Request, word_for
 from gemini.ranks.group import Ranks
@@ -65,6 +66,9 @@ class Reducing(Protocol):
 
     def leave_script(self) -> None:
         """No reduction is behind backward any more."""
+
+    def leave_replicas(self) -> None:
+        """This rank is about to meet the other replicas, not at the end of a backward."""
 
     def end_script(self, *, has_all: bool) -> bool:
         """All ranks have done what the script says; ``has_all``: this one has nothing else of this backward to reduce.
@@ -107,7 +111,8 @@ class Shards:
         kinds: tuple[PlaneKind, ...], await_update: Callable[[Chunk], None], follows: bool = False,
     ):  # fmt: skip
         self.ranks, self.params = ranks, params
-        self.scratch = store.device.make_host_buffer(exchange)
+        across = 0 if ranks.replicas is None else replica_scratch_bytes(ranks.size, exchange)
+        self.scratch, self.replica_scratch = store.device.make_host_buffer(exchange).split([exchange - across, across])
         self._agreement = Agreement(ranks.wire)
         self._watch = Watch(self._agreement, ranks.wire, _is_inside(weakref.ref(state))) if ranks.size > 1 else None
         self._chunks, self._device, self._mover = store.chunks, store.device, store.mover
@@ -116,6 +121,8 @@ class Shards:
         self._reducing: Reducing | None = None
         self.lane = Worker("reduce") if follows and ranks.size > 1 and ranks.collective is None else None
         """Where reductions run behind backward."""
+        self.replica_lane = Worker("replicas") if follows and ranks.replicas is not None else None
+        """Where sums over replicas run behind backward."""
         self.step: ScriptedStep | None = None
         """The script under way."""
         self.num_scripted = 0
@@ -134,8 +141,9 @@ class Shards:
         """The model ends: nobody watches any more, and nobody waits for disks."""
         if self._watch is not None:
             self._watch.stop()
-        if self.lane is not None:
-            self.lane.close()
+        for lane in (self.lane, self.replica_lane):
+            if lane is not None:
+                lane.close()
         end_group_of(self)
 
     def connect(self, reducing: Reducing) -> None:
@@ -309,7 +317,14 @@ class Shards:
             RankMismatch: on every rank, if those of some replica, or the replicas among each other, want other things.
         """
         self.num_meetings += 1
-        row = self.meet(point, detail)
+        return self.meet_replicas(point, self.meet(point, detail))
+
+    def meet_replicas(self, point: Point, row: list[int]) -> list[list[int]]:
+        """The ranks of this replica stand at ``point`` and say ``row``: wait until those of the others do.
+
+        Raises:
+            RankMismatch: on every rank, if they want other things.
+        """
         if self.ranks.replicas is None:
             return [row]
         said = self._tell_replicas(self.ranks.replicas, point, *row)
@@ -324,10 +339,12 @@ class Shards:
                 f"the replicas of this model were asked to do different things: {where}. Every rank must make the "
                 "same backwards and steps, and save and load together"
             )
-        return [other[1:] for other in said]
+        return [other[1 : 1 + len(row)] for other in said]
 
     def _tell_replicas(self, wire: Wire, point: int, *details: int) -> list[list[int]]:
         """What the ranks of one shard stand at; always as many numbers, so that different points meet as well."""
+        if self._reducing is not None and point != Point.END_BACKWARD:
+            self._reducing.leave_replicas()
         said = torch.zeros(1 + self.ranks.size, dtype=torch.int64, device="cpu")
         said[: 1 + len(details)] = torch.tensor([point, *details], dtype=torch.int64, device="cpu")
         return wire.swap(Tag.AGREEMENT, said, "comparing replicas").tolist()

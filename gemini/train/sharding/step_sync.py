@@ -1,6 +1,6 @@
 """Once per step: gradients and what is about to be done with them become the same thing on every rank.
 
-sync_grads     sums across replicas, and every param's part of the norm from every rank
+sync_grads     sums across replicas that were not made, and every param's part of the norm from every rank
 agree_on_step  all ranks are about to update the same params with the same hyperparameters
 """
 
@@ -12,9 +12,6 @@ import torch
 
 from gemini import kernels
 from gemini.errors import GeminiError
-from gemini.memory.movement.mover import tiles
-from gemini.memory.store import ChunkStore
-from gemini.planning.planes import GRAD, GRAD_ERROR
 from gemini.ranks.agreement import Point
 from gemini.ranks.facts import Facts
 from gemini.ranks.wire import Tag
@@ -22,6 +19,7 @@ from gemini.train.gradients.scaled_backward import Scaling
 from gemini.train.params.handle import ParamHandle
 from gemini.train.params.stepper import Stepper
 from gemini.train.sharding.alike import meet_with, refuse_differing
+from gemini.train.sharding.replicas import ReplicaSums
 from gemini.train.sharding.shards import Shards
 from gemini.train.sharding.step_facts import facts_of_gradients, facts_of_step, owners
 from gemini.train.step import StepState
@@ -30,17 +28,17 @@ from gemini.train.step import StepState
 class StepSync:
     """What the ranks of one model have said to each other about the step under way."""
 
-    def __init__(self, shards: Shards, store: ChunkStore, state: StepState, scaling: Scaling):
+    def __init__(self, shards: Shards, replicas: ReplicaSums | None, state: StepState, scaling: Scaling):
         self.is_done = False
         """Whether gradients are the same thing on every rank: every rank knows their norms."""
         self._shards, self._ranks, self._params = shards, shards.ranks, shards.params
-        self._chunks, self._mover, self._state, self._scaling = store.chunks, store.mover, state, scaling
+        self._replicas, self._state, self._scaling = replicas, state, scaling
         self._clippings: list[str] = []
         """The calls of ``clip_grad_norm_`` of this step; one without a limit only looks at the norm."""
         self._num_dropped = 0
         """How often gradients were dropped since the last step (``zero_grad``)."""
         self._num_backwards = 0
-        """Since the last step, outside of ``no_sync``: replicas meet in none of them."""
+        """Since the last step, outside of ``no_sync``."""
 
     # ---- what happens in between ----------------------------------------------------------------------------------
 
@@ -50,7 +48,7 @@ class StepSync:
         Raises:
             GeminiError: if it does.
         """
-        if self.is_done and self._ranks.replicas is not None and any(h.has_grad for h in self._params.handles):
+        if self.is_done and self._replicas is not None and any(h.has_grad for h in self._params.handles):
             raise GeminiError("a backward after clip_grad_norm_: clip after the last backward of a step")
         self.undo()
 
@@ -60,11 +58,12 @@ class StepSync:
         """
         handles = self._params.handles
         checksum = facts_of_gradients(handles).checksum
-        own = torch.tensor([has_all, checksum, *self._own_norms()], dtype=torch.float64, device="cpu")
+        norms = self._own_norms() if self._replicas is None else []  # which come once replicas have been added up
+        own = torch.tensor([has_all, checksum, *norms], dtype=torch.float64, device="cpu")
         rows = self._ranks.wire.swap(Tag.AGREEMENT, own, "the end of a backward and the gradient norm")
         if not rows[:, 0].all():
             return False
-        if self._ranks.replicas is None and bool((rows[:, 1] == checksum).all()):
+        if self._replicas is None and bool((rows[:, 1] == checksum).all()):
             self._take_norms(rows[:, 2:])
         return True
 
@@ -117,8 +116,8 @@ class StepSync:
         steps = {planned for row in said for _, planned in row}
         if step is not None and 0 not in steps and len(steps) > 1:
             refuse_differing(self._shards, "optimizer.step()", step)
-        if self._ranks.replicas is not None:
-            self._sum_across_replicas()
+        if self._replicas is not None:
+            self._replicas.sum_all()
         own = torch.tensor(self._own_norms(), dtype=torch.float64, device="cpu")
         self._take_norms(self._ranks.wire.swap(Tag.AGREEMENT, own, "the gradient norm"))
         return 0 not in steps
@@ -166,41 +165,6 @@ class StepSync:
             if handle.norm_sums is not None:
                 handle.norm_sums = handle.norm_sums[self._ranks.rank : self._ranks.rank + 1]
         self.is_done = False
-
-    def _sum_across_replicas(self) -> None:
-        """Add up this rank's shard of the gradients over all replicas, chunk by chunk in the order of the layout."""
-        wire = self._ranks.replicas
-        assert wire is not None
-        own = torch.tensor([handle.has_grad for handle in self._params.handles], dtype=torch.uint8)
-        rows = wire.swap(Tag.AGREEMENT, own, "comparing gradients across replicas").bool()
-        anywhere = {h.name: bool(flag) for h, flag in zip(self._params.handles, rows.any(0).tolist(), strict=True)}
-        for index, handles in self._params.by_chunk.items():
-            present = [handle for handle in handles if anywhere[handle.name]]
-            if not present:
-                continue
-            chunk = self._chunks[index]
-            plane = chunk.planes[GRAD]
-            absent = [handle.part for handle in present if not handle.has_grad]
-            for handle in present:
-                handle.norm_sums = []
-            for start, stop in tiles(0, plane.numel, min(self._mover.tile, self._shards.piece)):
-                tile, is_staged = self._mover.host_tile(1, plane, start, stop)
-                for part in absent:
-                    tile[max(part.start - start, 0) : max(part.stop - start, 0)].zero_()
-                wire.all_reduce(Tag.REPLICAS, tile, self._shards.scratch, f"the all-reduce of {chunk.name}")
-                if is_staged:
-                    self._mover.store(plane, start, stop, tile)
-                if GRAD_ERROR in chunk.planes:  # of this replica's part
-                    error = chunk.planes[GRAD_ERROR]
-                    lost, is_staged = self._mover.host_tile(2, error, start, stop)
-                    lost.zero_()
-                    if is_staged:
-                        self._mover.store(error, start, stop, lost)
-                for handle in present:
-                    first, last = max(handle.part.start, start), min(handle.part.stop, stop)
-                    if first < last:
-                        assert handle.norm_sums is not None
-                        handle.norm_sums += kernels.sum_squares(tile[first - start : last - start])
 
     def facts_of_updates(self) -> Facts:
         """What updates inside backward depend on."""

@@ -1,0 +1,273 @@
+"""Gradients among the replicas of a model: of its shard each rank has the sum of one replica, and needs that of all.
+
+With ``gradients="retain"`` every backward ends with these sums, as it does in DistributedDataParallel; they are made
+chunk by chunk behind it, where gradients are in host memory. Else they are made once per step, before the norm.
+
+*Behind backward* the ranks that hold the same shard follow an order: that in which chunks were landed in the last
+backward, if all had the same. Each chunk begins with 8 bytes from every rank, and whoever cannot go on says so with
+them: its backward is over or has failed, or it is about to do something else (:meth:`ReplicaSums.leave`). That ends the
+order for all, and what is left is added up when the backward ends. So whoever waits is answered, and both ways make the
+same sums.
+
+A chunk that is landed on once more after it was added up stays as it is on the first replica, and is zero on the others
+from then on: the sum over replicas is that of all backwards.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import zlib
+from collections.abc import Sequence
+from enum import IntEnum
+
+import torch
+
+from gemini import kernels
+from gemini.errors import RankMismatch
+from gemini.memory.chunks.chunk import Chunk
+from gemini.memory.movement.mover import Working, tiles
+from gemini.memory.movement.worker import Job, Worker
+from gemini.memory.store import ChunkStore
+from gemini.planning.planes import GRAD, GRAD_ERROR
+from gemini.ranks.agreement import Point
+from gemini.ranks.wire import Tag, Wire
+from gemini.train.params.handle import ParamHandle
+from gemini.train.sharding.shards import Shards
+
+
+class _Standing(IntEnum):
+    """What the gradients of a chunk are."""
+
+    NONE = 0
+    OWN = 1
+    """Of this replica."""
+    SUMMED = 2
+    """Of all replicas."""
+    REOPENED = 3
+    """Of this replica, and on the first one of all replicas from before."""
+
+
+class _Order:
+    """Of one backward: the chunks that are added up behind it, and how far that is."""
+
+    def __init__(self, chunks: Sequence[int]):
+        self.chunks = chunks
+        self.num_begun = 0
+        self.is_over = False
+        """Whether some rank cannot go on; known to the thread that adds up."""
+
+
+class ReplicaSums:
+    """The sums over the ranks that hold the same shard.
+
+    Args:
+        each_backward: whether they are made at the end of every backward, and not once per step.
+    """
+
+    def __init__(self, shards: Shards, wire: Wire, store: ChunkStore, *, each_backward: bool):
+        self.each_backward = each_backward
+        self.num_behind = 0
+        """Chunks that were added up behind backward."""
+        self._shards, self._wire, self._params = shards, wire, shards.params
+        self._chunks, self._mover = store.chunks, store.mover
+        grads = [chunk.planes[GRAD] for chunk in store.chunks if GRAD in chunk.planes]
+        is_on_host = all(plane.host_view(0, 0) is not None for plane in grads)
+        self._lane: Worker | None = shards.replica_lane if each_backward and is_on_host else None
+        self._lock = threading.Lock()
+        self._landed: list[int] = []
+        self._backward = -1
+        """The number of the backward in which these were landed."""
+        self._standing: dict[int, _Standing] = {}
+        self._usual: tuple[int, ...] = ()
+        self._order: _Order | None = None
+        self._jobs: dict[int | None, Job] = {}
+
+    # ---- chunks -------------------------------------------------------------------------------------------------
+
+    def begin_landing(self, chunk: Chunk, *, adding: bool) -> None:
+        """Sums of a replica are about to be written, or added to what is there."""
+        index = chunk.spec.index
+        if index in self._jobs:
+            self._jobs[index].wait()
+        if not adding:
+            self._standing.pop(index, None)
+        elif self._standing.get(index) is _Standing.SUMMED:
+            self._reopen(chunk)
+
+    def landed(self, index: int, backward: int) -> None:
+        """All gradients of a chunk are there, in the backward of that number. From any thread, in any order."""
+        if self._lane is None:
+            return
+        with self._lock:
+            if backward != self._backward:
+                if self._landed:  # of a backward that has failed
+                    self._leave()
+                self._backward = backward
+            self._landed.append(index)
+            order = self._order
+            while order is not None and order.num_begun < len(order.chunks):
+                following = order.chunks[order.num_begun]
+                if following not in self._landed:
+                    return
+                order.num_begun += 1
+                self._jobs[following] = self._submit(order, following)
+
+    def _submit(self, order: _Order, index: int | None) -> Job:
+        """Add up a chunk, or say that this rank does not go on."""
+
+        def run() -> None:
+            if order.is_over:
+                return
+            said = torch.tensor([index is not None], dtype=torch.int64, device="cpu")
+            heard = self._wire.swap(Tag.HEADER, said, "the beginning of a sum across replicas")
+            if not heard.all():
+                order.is_over = True
+                return
+            assert index is not None
+            with self._mover.working(Working(self._mover.watch.moved)):
+                self._add_up(self._chunks[index], [])
+            self.num_behind += 1
+            self._standing[index] = _Standing.SUMMED
+
+        assert self._lane is not None
+        return self._lane.submit(run)
+
+    def leave(self) -> None:
+        """This rank is about to meet the other replicas for something else: they wait for no sum of it."""
+        with self._lock:
+            self._leave()
+
+    def _leave(self) -> None:
+        order, self._order = self._order, None
+        self._landed.clear()
+        if order is not None and order.num_begun < len(order.chunks):
+            self._jobs[None] = self._submit(order, None)
+
+    # ---- all that is left ---------------------------------------------------------------------------------------
+
+    def end_backward(self) -> None:
+        """The end of a backward on every rank of this replica.
+
+        Raises:
+            RankMismatch: on every rank, if the replicas do different things.
+        """
+        if not self.each_backward:
+            return
+        landed = tuple(self._landed)
+        self._finish()
+        said = zlib.crc32(json.dumps(landed).encode()) << 1 | any(map(self._is_own, self._params.by_chunk))
+        heard = {number for row in self._shards.meet_replicas(Point.END_BACKWARD, [said]) for number in row}
+        if any(number & 1 for number in heard):
+            self.sum_all()
+        self._usual = landed if len({number >> 1 for number in heard}) == 1 else ()
+        self._expect()
+
+    def give_up(self) -> None:
+        """Gradients are about to be dropped: those of a backward that has failed are not added up any further."""
+        if any(index is not None for index in self._jobs):
+            self._finish()
+
+    def _finish(self) -> None:
+        """Wait for what goes on behind backward; more does not.
+
+        Raises:
+            RankLost: if a rank does not answer.
+        """
+        self.leave()
+        if not self._jobs:
+            return
+        with self._mover.about("other ranks", "wait for other ranks"), self._shards.waiting("sums across replicas"):
+            self._await_jobs()
+
+    def _await_jobs(self) -> None:
+        for job in self._jobs.values():
+            job.wait_until_over()
+        jobs, self._jobs = self._jobs, {}
+        for job in jobs.values():
+            job.wait()
+
+    def end_step(self, *, has_gradients: bool) -> None:
+        """After an optimizer step, which all replicas make."""
+        if not has_gradients:
+            self._standing.clear()
+        self._expect()
+
+    def _expect(self) -> None:
+        """A backward may follow: what it lands in the usual order is added up behind it."""
+        if self._order is None and self._usual and self._lane is not None:
+            self._order = _Order(self._usual)
+
+    def sum_all(self) -> None:
+        """Add up what was not, chunk by chunk in the order of the layout. All replicas come here.
+
+        Raises:
+            RankMismatch: on every rank, if some have dropped what others have added up.
+        """
+        own = [self._standing_of(index) for index in self._params.by_chunk]
+        flags = [handle.has_grad for handle in self._params.handles]
+        said = torch.tensor([*own, *flags], dtype=torch.uint8, device="cpu")
+        rows = self._wire.swap(Tag.AGREEMENT, said, "comparing gradients across replicas")
+        standings = rows[:, : len(own)].T.tolist()
+        anywhere = dict(zip((h.name for h in self._params.handles), rows[:, len(own) :].any(0).tolist(), strict=True))
+        for index, column in zip(self._params.by_chunk, standings, strict=True):
+            chunk, found = self._chunks[index], set(column)
+            if found <= {_Standing.NONE} or found == {_Standing.SUMMED}:
+                continue
+            if min(found) < _Standing.SUMMED <= max(found):
+                raise RankMismatch(
+                    f"the gradients of {chunk.name} were added up over the replicas of this model, and one of them "
+                    "has dropped or replaced its own since. Every rank must make the same backwards and zero_grad() "
+                    "the same gradients"
+                )
+            if _Standing.REOPENED in found and self._standing_of(index) is _Standing.SUMMED:
+                self._reopen(chunk)
+            self._add_up(chunk, [h for h in self._params.by_chunk[index] if not h.has_grad and anywhere[h.name]])
+            self._standing[index] = _Standing.SUMMED
+
+    def _standing_of(self, index: int) -> _Standing:
+        if not any(handle.has_grad for handle in self._params.by_chunk[index]):
+            return _Standing.NONE
+        return self._standing.get(index, _Standing.OWN)
+
+    def _is_own(self, index: int) -> bool:
+        return self._standing_of(index) in (_Standing.OWN, _Standing.REOPENED)
+
+    # ---- values -------------------------------------------------------------------------------------------------
+
+    def _add_up(self, chunk: Chunk, absent: Sequence[ParamHandle]) -> None:
+        """This rank's shard of the gradients of a chunk becomes the sum over replicas; ``absent`` have none here."""
+        plane, scratch = chunk.planes[GRAD], self._shards.replica_scratch
+        handles = [h for h in self._params.by_chunk[chunk.spec.index] if h.has_grad] + list(absent)
+        sums: dict[str, kernels.Sums] = {handle.name: [] for handle in handles}
+        for start, stop in tiles(0, plane.numel, min(self._mover.tile, scratch.numel() // 8)):
+            tile, is_staged = self._mover.host_tile(1, plane, start, stop)
+            for handle in absent:
+                tile[max(handle.part.start - start, 0) : max(handle.part.stop - start, 0)].zero_()
+            self._wire.all_reduce(Tag.REPLICAS, tile, scratch, f"the all-reduce of {chunk.name}")
+            if is_staged:
+                self._mover.store(plane, start, stop, tile)
+            if GRAD_ERROR in chunk.planes:  # of this replica's part
+                error = chunk.planes[GRAD_ERROR]
+                lost, is_staged = self._mover.host_tile(2, error, start, stop)
+                lost.zero_()
+                if is_staged:
+                    self._mover.store(error, start, stop, lost)
+            for handle in handles:
+                first, last = max(handle.part.start, start), min(handle.part.stop, stop)
+                if first < last:
+                    sums[handle.name] += kernels.sum_squares(tile[first - start : last - start])
+        for handle in handles:
+            handle.norm_sums = sums[handle.name]
+
+    def _reopen(self, chunk: Chunk) -> None:
+        """The first replica keeps the sum, and the others begin anew."""
+        self._standing[chunk.spec.index] = _Standing.REOPENED
+        if self._wire.rank == 0:
+            return
+        plane = chunk.planes[GRAD]
+        for start, stop in tiles(0, plane.numel, self._mover.tile):
+            tile, is_staged = self._mover.host_tile(1, plane, start, stop)
+            tile.zero_()
+            if is_staged:
+                self._mover.store(plane, start, stop, tile)
