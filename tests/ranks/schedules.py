@@ -59,6 +59,7 @@ class Play:
     checkpointing: bool = False
     nvme: str = ""
     replicas: int = 1
+    gradients: str = ""
     kill: tuple[int, int] = (-1, 0)
     """A rank, and before which message of its last step it is killed."""
 
@@ -121,7 +122,7 @@ def wrap(play: Play) -> Any:
     """The managed model; in the least budget if it is to be ``tight``."""
     settings: dict[str, Any] = {
         "precision": play.precision, "device": "cpu", "max_chunk": 2000, "overlap": play.overlap,
-        "gradients": "accumulate" if play.num_micro > 1 and play.replicas == 1 else "retain",
+        "gradients": play.gradients or ("accumulate" if play.num_micro > 1 and play.replicas == 1 else "retain"),
     }  # fmt: skip
     homes: dict[str, Any] = {"cpu": "64MiB"}
     if play.nvme:

@@ -75,10 +75,12 @@ def test_replicas_add_up_behind_backward(mesh: tuple[int, int], where: str, pool
         num_steps=4, seed=3, tight=where == "tight", precision="bf16" if where == "nvme" else "fp32",
         num_micro=2 if where == "twice" else 1, nvme=str(tmp_path) if where == "nvme" else "", replicas=mesh[0],
     )  # fmt: skip
-    for outcome in both_ways(pool_of(mesh[0] * mesh[1]), play):
+    at_once = pool_of(mesh[0] * mesh[1]).run(run, replace(play, gradients="accumulate", tight=False))
+    for outcome, other in zip(both_ways(pool_of(mesh[0] * mesh[1]), play), at_once, strict=True):
         num_backwards = play.num_steps * play.num_micro
-        assert (outcome.behind == 0) == (where == "nvme")
+        assert (outcome.behind == 0) == (where == "nvme") and other.behind == 0
         assert where == "nvme" or outcome.behind % (num_backwards - 1) == 0
+        assert outcome.norms == pytest.approx(other.norms, rel=2e-2 if play.precision == "bf16" else 1e-5)
 
 
 @pytest.mark.parametrize("kind", ["skip", "evaluate", "raise in forward", "data ends"])
