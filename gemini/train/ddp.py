@@ -122,6 +122,22 @@ class GeminiDDP(nn.Module):
         with not_reducing, engine.state.accumulate():
             yield
 
+    @contextlib.contextmanager
+    def step_scope(self) -> Iterator[None]:
+        """All forwards and backwards inside are one step of the schedule: around the micro-batches of a step.
+
+        Which weights are gathered when is then planned over all of them, in whatever order they come (two forwards and
+        then their backwards, say); the first time it is recorded. Gradients, sums and bits are what they are without.
+        For micro-batches that are alike, each backward after its forward, nothing is gained. With several ranks nothing
+        changes: each forward and backward follows a script of its own.
+
+        Raises:
+            GeminiError: inside of another ``step_scope``.
+        """
+        engine = _engine(self)
+        with contextlib.nullcontext() if engine.shards is not None else engine.store.manager.foresight.scope():
+            yield
+
     def clip_grad_norm_(
         self,
         max_norm: float,

@@ -3,13 +3,19 @@
 The future is a schedule: the accesses of one step and the moves planned for them, from the plan the model was wrapped
 with, or from the first step that was seen. A step that does something else costs time and never correctness: where the
 schedule has lost its place the answer is "not known", and two such steps in a row have the next one recorded anew.
+
+A step is a forward and its backward, so several micro-batches are that step several times. Inside of a *scope* they
+are one step, in whatever order their forwards and backwards come; it is recorded, and has a schedule of its own.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 
+from gemini.errors import GeminiError
 from gemini.planning.moves import NEVER
 from gemini.planning.plan import Moves
 from gemini.planning.script import Script, make_script
@@ -120,39 +126,77 @@ class Schedule:
         return starts[after] if after < len(starts) else None
 
 
+@dataclass
+class _Course:
+    """What is known of one kind of step, and how many in a row did something else."""
+
+    schedule: Schedule | None = None
+    num_strange: int = 0
+
+
 class Foresight:
     """The schedule of one model, planned or recorded; the manager tells it of every access and asks it for the next."""
 
     def __init__(self, plan: Callable[[tuple[Access, ...]], Sequence[Moves]], schedule: Schedule | None = None):
         """``plan``: makes the moves for recorded accesses. ``schedule``: what the model was wrapped with."""
-        self.schedule = schedule
+        self._usual, self._scoped = _Course(schedule), _Course()
+        self._course = self._usual
         self._plan = plan
         self._held: dict[int, None] = {}
         self._seen: list[Access] | None = None
-        self._strange = 0
         self._is_followed = False
         self.in_step = False
-        """Whether a step is under way: from its first forward to the end of its backward."""
+        """Whether a step is under way: from its first forward to the end of its backward, or of the scope."""
+
+    @property
+    def schedule(self) -> Schedule | None:
+        """Of the step that is under way, or may follow."""
+        return self._course.schedule
+
+    @contextmanager
+    def scope(self) -> Iterator[None]:
+        """All forwards and backwards inside are one step.
+
+        Raises:
+            GeminiError: inside of a scope.
+        """
+        if self._course is self._scoped:
+            raise GeminiError("step_scope() inside step_scope(): one is for all micro-batches of a step")
+        self.interrupt()
+        self._course = self._scoped
+        try:
+            yield
+            self._end()
+        finally:
+            self.interrupt()
+            self._course = self._usual
 
     def begin(self) -> None:
         """A forward that a backward may follow begins."""
+        if self.in_step and self._course is self._scoped:
+            return
         self.in_step = True
         self._is_followed = False
-        if self.schedule is not None and self._strange < 2:
+        if self.schedule is not None and self._course.num_strange < 2:
             self.schedule.begin()
             self._is_followed = True
         else:
             self._seen = []
 
     def end(self) -> None:
-        """Its backward is over: what was recorded becomes the schedule."""
+        """Its backward is over."""
+        if self._course is self._usual:
+            self._end()
+
+    def _end(self) -> None:
+        """What was recorded becomes the schedule."""
+        course = self._course
         if self._seen:
             chunks = frozenset(index for access in self._seen for index in access.chunks)
             steps = tuple(self._seen)
-            self.schedule = Schedule(steps, self._plan(steps), chunks)
-            self._strange = 0
-        elif self.schedule is not None:
-            self._strange = self._strange + 1 if self.schedule.num_deviations else 0
+            course.schedule, course.num_strange = Schedule(steps, self._plan(steps), chunks), 0
+        elif course.schedule is not None and self.in_step:
+            course.num_strange = course.num_strange + 1 if course.schedule.num_deviations else 0
         followed = self._is_followed
         self.interrupt()
         self._is_followed = followed
