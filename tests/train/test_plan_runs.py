@@ -193,7 +193,7 @@ def test_evaluation_between_steps_is_no_step(tmp_path: Path) -> None:
             model(**models.make_batches(1, 1)[0][0])
     model.memory_report()
     models_moved = steps(model, optimizer, 2)
-    assert models_moved[-1] == best and not model._gemini_engine.store.manager.foresight._strange
+    assert models_moved[-1] == best and not model._gemini_engine.store.manager.foresight.num_strange
 
 
 def test_plans_and_traces_of_something_else_are_refused(tmp_path: Path) -> None:

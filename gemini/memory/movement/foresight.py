@@ -153,6 +153,11 @@ class Foresight:
         """Of the step that is under way, or may follow."""
         return self._course.schedule
 
+    @property
+    def num_strange(self) -> int:
+        """How many steps in a row have done something else than that."""
+        return self._course.num_strange
+
     @contextmanager
     def scope(self) -> Iterator[None]:
         """All forwards and backwards inside are one step.
@@ -177,7 +182,7 @@ class Foresight:
             return
         self.in_step = True
         self._is_followed = False
-        if self.schedule is not None and self._course.num_strange < 2:
+        if self.schedule is not None and self.num_strange < 2:
             self.schedule.begin()
             self._is_followed = True
         else:
