@@ -53,6 +53,8 @@ def start(args: argparse.Namespace, name: str, spill: str | None) -> Group:
     environment = {"PYTHONPATH": str(HERE.parents[1]), "TRANSFORMERS_VERBOSITY": "error"}
     if args.wait_policy is not None:
         environment["OMP_WAIT_POLICY"] = args.wait_policy
+    if args.spins is not None:
+        environment["GOMP_SPINCOUNT"] = str(args.spins)
     if deepspeed:  # its native ops are built there; ninja is found beside its Python
         environment |= {"DS_ACCELERATOR": "cpu", "TORCH_EXTENSIONS_DIR": str(python.parents[1] / "extensions"),
                         "PATH": os.pathsep.join([str(python.parent), os.environ.get("PATH", "")])}  # fmt: skip
@@ -154,6 +156,9 @@ def parse() -> argparse.Namespace:
     add("--wait-policy", choices=("active", "passive"), default=None,
         help="OMP_WAIT_POLICY for all: threads that wait for each other spin or sleep (sleep on a busy machine) "
         "(default: not set)")  # fmt: skip
+    add("--spins", type=int, default=None,
+        help="GOMP_SPINCOUNT for all: how often a thread of torch's looks for the others before it sleeps "
+        "(default: not set, which is 300000)")  # fmt: skip
     add("--clip", type=float, default=None, help="the norm to clip to, for all (default: no clipping)")
     add("--hidden", type=int, default=512, help="(default: %(default)s)")
     add("--layers", type=int, default=12, help="(default: %(default)s)")

@@ -5,11 +5,19 @@
 
 from __future__ import annotations
 
+import os
+
 from gemini.cli import planning as planning
 from gemini.cli import training as training
 from gemini.cli.app import app as app
 
 
+_SPINS = "1000"
+"""How often a thread of torch's looks for the others before it sleeps (docs/decisions/2026-11-24-threads-that-wait.md)."""
+
+
 def main() -> None:
     """The console script."""
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", _SPINS)  # libgomp reads it once, when torch is imported
     app()
