@@ -11,9 +11,8 @@ from gemini.cli import planning as planning
 from gemini.cli import training as training
 from gemini.cli.app import app as app
 
-
 _SPINS = "1000"
-"""How often a thread of torch's looks for the others before it sleeps (docs/decisions/2026-11-24-threads-that-wait.md)."""
+"""How often torch's threads look for work before they sleep (docs/decisions/2026-11-24-threads-that-wait.md)."""
 
 
 def main() -> None:
