@@ -74,6 +74,7 @@ def draw_speed(report: Path, picture: Path) -> None:
         axes.bar_label(bars, fmt="%.0f", fontsize=7, padding=2)
     axes.set_yticks(range(len(methods)), methods, fontsize=8)
     axes.invert_yaxis()
+    axes.margins(x=0.08, y=0.01)
     axes.set_xlabel("tokens per second")
     axes.legend(title="states in", fontsize=8)
     figure.savefig(picture, dpi=150)
