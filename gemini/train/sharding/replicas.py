@@ -204,6 +204,7 @@ class ReplicaSums:
         Raises:
             RankMismatch: on every rank, if some have dropped what others have added up.
         """
+        self._finish()  # of a backward that has failed
         own = [self._standing_of(index) for index in self._params.by_chunk]
         flags = [handle.has_grad for handle in self._params.handles]
         said = torch.tensor([*own, *flags], dtype=torch.uint8, device="cpu")
