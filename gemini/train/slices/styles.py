@@ -1,0 +1,197 @@
+"""How a module computes with a slice of its params: the styles of transformers' ``tp_plan``, on plain tensors.
+
+A style says along which dim a param is cut, and what is done before and after the module's own forward. Of a linear layer
+cut by rows the bias is added once, after the sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from gemini.train.slices.sums import Cut, Join, SumInBackward, SumInForward
+
+
+class Slices:
+    """The ranks that have the slices of a model, as one of them sees them. Copies of a model share it."""
+
+    def __init__(self, group: dist.ProcessGroup):
+        self.group, self.rank, self.size = group, dist.get_rank(group), dist.get_world_size(group)
+        self._given: torch.Tensor | None = None
+        self._taken: torch.Tensor | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Slices:
+        return self
+
+    def share(self, value: torch.Tensor) -> torch.Tensor:
+        """A value that all slices have, and of whose gradient each will know a part. Modules that read the same one in
+        turn share it, so that its gradient is added up once.
+        """
+        if not (torch.is_grad_enabled() and value.requires_grad):
+            return value
+        if self._given is not value or self._taken is None:
+            self._given, self._taken = value, SumInBackward.apply(value, self.group)
+        return self._taken
+
+    def forget(self) -> None:
+        """The forward is over."""
+        self._given = self._taken = None
+
+
+class Shard(NamedTuple):
+    """Which slice of a whole param a rank has.
+
+    Attributes:
+        shape: of the whole param.
+        dim: along which it is cut.
+        groups: how many matrices lie side by side along ``dim``, each of which is cut (gate and up in one: 2).
+    """
+
+    shape: tuple[int, ...]
+    dim: int
+    groups: int = 1
+
+    def of(self, whole: torch.Tensor, rank: int, size: int) -> torch.Tensor:
+        """The slice of ``rank``, a copy."""
+        parts = [part.chunk(size, self.dim)[rank] for part in whole.chunk(self.groups, self.dim)]
+        return torch.cat(parts, self.dim)
+
+
+def matrix_dim(param: torch.Tensor, *, rows: bool) -> int:
+    """Of a weight (the last two dims are outputs and inputs) or a bias: the dim of outputs or of inputs."""
+    return param.ndim - 1 if rows or param.ndim == 1 else param.ndim - 2
+
+
+def shard_of(style: str, name: str, param: torch.Tensor) -> Shard | None:
+    """How ``style`` cuts the param called ``name`` (its last word); None if every rank has all of it."""
+    shape = tuple(param.shape)
+    if style in ("colwise", "colwise_gather_output"):
+        return Shard(shape, matrix_dim(param, rows=False))
+    if style in ("rowwise", "rowwise_split_input"):
+        return None if name == "bias" else Shard(shape, param.ndim - 1)
+    if style == "packed_colwise":
+        return Shard(shape, matrix_dim(param, rows=False), groups=2)
+    if style == "packed_rowwise":
+        return None if param.ndim == 1 else Shard(shape, param.ndim - 1, groups=2)
+    if style == "embedding_rowwise":
+        return Shard(shape, 0)
+    if style == "embedding_colwise":
+        return Shard(shape, 1)
+    return None
+
+
+def _linear(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """Of a layer cut by rows: without its bias."""
+    weight = module.weight
+    assert isinstance(weight, torch.Tensor)
+    if type(module).__name__ == "Conv1D":  # gpt2's: the weight is transposed
+        return x @ weight
+    return nn.functional.linear(x, weight)
+
+
+Forward = Callable[..., Any]
+
+
+def _colwise(module: nn.Module, own: Forward, slices: Slices, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    return own(slices.share(x), *args, **kwargs)
+
+
+def _joined(module: nn.Module, own: Forward, slices: Slices, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    return Join.apply(own(slices.share(x), *args, **kwargs), slices.group)
+
+
+def _rowwise(module: nn.Module, own: Forward, slices: Slices, x: torch.Tensor) -> torch.Tensor:
+    out = SumInForward.apply(_linear(module, x), slices.group)
+    bias = getattr(module, "bias", None)
+    return out if bias is None else out + bias
+
+
+def _rowwise_of_whole(module: nn.Module, own: Forward, slices: Slices, x: torch.Tensor) -> torch.Tensor:
+    return _rowwise(module, own, slices, Cut.apply(x, slices.group))
+
+
+def _embedding_by_rows(module: nn.Module, own: Forward, slices: Slices, ids: torch.Tensor) -> torch.Tensor:
+    weight = module.weight
+    assert isinstance(weight, torch.Tensor)
+    rows = weight.shape[0]
+    here = ids - slices.rank * rows
+    is_here = (here >= 0) & (here < rows)
+    found = own(here.clamp(0, rows - 1))
+    return SumInForward.apply(found * is_here.unsqueeze(-1), slices.group)
+
+
+def _embedding_by_columns(module: nn.Module, own: Forward, slices: Slices, *args: Any, **kwargs: Any) -> Any:
+    return Join.apply(own(*args, **kwargs), slices.group)
+
+
+def _whole_with_summed_grads(module: nn.Module, own: Forward, slices: Slices, *args: Any, **kwargs: Any) -> Any:
+    kept = {name: param for name, param in module._parameters.items() if param is not None}
+    for name in kept:
+        del module._parameters[name]
+    try:
+        for name, param in kept.items():
+            setattr(module, name, SumInBackward.apply(param, slices.group))
+        return own(*args, **kwargs)
+    finally:
+        for name in kept:
+            module.__dict__.pop(name, None)
+        module._parameters.update(kept)
+
+
+def _summed(module: nn.Module, own: Forward, slices: Slices, *args: Any, **kwargs: Any) -> Any:
+    return SumInForward.apply(own(*args, **kwargs), slices.group)
+
+
+def _experts(module: nn.Module, own: Forward, slices: Slices, hidden: torch.Tensor, *routing: Any, **kw: Any) -> Any:
+    hidden = SumInBackward.apply(hidden, slices.group)
+    if len(routing) >= 2:
+        index, weights, *more = routing
+        routing = (index, SumInBackward.apply(weights, slices.group), *more)
+    return SumInForward.apply(own(hidden, *routing, **kw), slices.group)
+
+
+def _rotated(module: nn.Module, own: Forward, slices: Slices, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """DeepSeek's: a part of the output goes to all heads of this slice past every layer that is cut."""
+    out, rope = own(*args, **kwargs), module.__dict__["_gemini_rope_dim"]
+    passed, turned = out.split([out.shape[-1] - rope, rope], -1)
+    return torch.cat([passed, SumInBackward.apply(turned, slices.group)], -1)
+
+
+def _divided(module: nn.Module, own: Forward, slices: Slices, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    return own(x / slices.size, *args, **kwargs)
+
+
+STYLES: dict[str, Callable[..., Any] | None] = {
+    "colwise": _colwise,
+    "packed_colwise": _colwise,
+    "colwise_gather_output": _joined,
+    "rowwise": _rowwise,
+    "packed_rowwise": _rowwise,
+    "rowwise_split_input": _rowwise_of_whole,
+    "embedding_rowwise": _embedding_by_rows,
+    "embedding_colwise": _embedding_by_columns,
+    "replicated_with_grad_allreduce": _whole_with_summed_grads,
+    "all_reduce": _summed,
+    "moe_tp_experts": _experts,
+    "mla_kv_a_proj": _rotated,
+    "moe_identity_expert": _divided,
+    "local_params": None,
+    "replicate": None,
+}
+"""What a module does with its own forward; None: nothing else."""
+
+
+def sliced_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """``forward`` of a module with a slice of its params; a method, so that a copy of the module has its own."""
+    style, slices = self.__dict__["_gemini_slice"]
+    how = STYLES[style]
+    assert how is not None
+
+    def own(*args: Any, **kwargs: Any) -> Any:
+        return type(self).forward(self, *args, **kwargs)
+
+    return how(self, own, slices, *args, **kwargs)
