@@ -6,14 +6,13 @@ import math
 import re
 from collections.abc import Mapping
 from types import MethodType
-from typing import Any
 
-import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from gemini.ranks.mesh import names_of, size_of
-from gemini.train.slices.styles import STYLES, Shard, Slices, shard_of, sliced_forward
+from gemini.train.slices.plans import PLANS, Plan, of_end
+from gemini.train.slices.styles import STYLES, Shard, Slices, parts_of, shard_of, sliced_forward
 
 
 def slice_tensors(model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, str] | None = None) -> nn.Module:
@@ -34,7 +33,7 @@ def slice_tensors(model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, str] | 
         return model
     slices = Slices(mesh.get_group(names_of(mesh).index("tp")))
     chosen = expanded(model, plan_of(model) if plan is None else plan)
-    shards = _shards_of(model, chosen)
+    shards = shards_of(model, chosen)
     _check(model, shards, chosen, size)
     cut: dict[int, nn.Parameter] = {}
     for module_name, module in model.named_modules():
@@ -47,8 +46,10 @@ def slice_tensors(model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, str] | 
                 cut[id(param)] = nn.Parameter(own, requires_grad=param.requires_grad)
             module._parameters[name] = cut[id(param)]
     for name, module in model.named_modules():
+        for attribute in counts_of(model, name) if plan is None else ():
+            setattr(module, attribute, getattr(module, attribute) // size)
         style = chosen.get(name)
-        if style is None or STYLES[style] is None:
+        if style is None or STYLES[parts_of(style)[0]] is None:
             continue
         module.__dict__["_gemini_slice"] = (style, slices)
         if style == "embedding_rowwise" and getattr(module, "padding_idx", None) is not None:
@@ -69,6 +70,9 @@ def plan_of(model: nn.Module) -> dict[str, str]:
         ValueError: if it has none.
     """
     found = getattr(model, "tp_plan", None)
+    own = _own_plan(model)
+    if own is not None:
+        return {name: own.styles[end] for name, _ in model.named_modules() if (end := of_end(name, own.styles))}
     if not found:
         raise ValueError(
             f"{type(model).__name__} has no plan for tensor parallel (tp_plan): give one, names of modules to styles "
@@ -77,18 +81,29 @@ def plan_of(model: nn.Module) -> dict[str, str]:
     return dict(found)
 
 
+def _own_plan(model: nn.Module) -> Plan | None:
+    return PLANS.get(getattr(getattr(model, "config", None), "model_type", ""))
+
+
+def counts_of(model: nn.Module, name: str) -> tuple[str, ...]:
+    """Attributes of a module that count what a slice has a part of."""
+    own = _own_plan(model)
+    end = None if own is None else of_end(name, own.counts)
+    return () if own is None or end is None else own.counts[end]
+
+
 def expanded(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
     """The plan with the names of this model's modules and params in place of patterns.
 
     Raises:
         ValueError: for styles that mean nothing here.
     """
-    unknown = {style for style in plan.values() if style not in STYLES}
+    unknown = {style for style in plan.values() if parts_of(style)[0] not in STYLES}
     if unknown:
         raise ValueError(f"tensor parallel by style {sorted(unknown)[0]!r}: known are {', '.join(STYLES)}")
 
     def rule_for(name: str) -> str | None:
-        return plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name))
+        return plan.get(name) or plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name))
 
     found: dict[str, str] = {}
     for module_name, module in model.named_modules():
@@ -117,12 +132,17 @@ def _with_tied(model: nn.Module, chosen: dict[str, str]) -> dict[str, str]:
     return chosen
 
 
-def _shards_of(model: nn.Module, chosen: Mapping[str, str]) -> dict[str, Shard]:
+def shards_of(model: nn.Module, chosen: Mapping[str, str]) -> dict[str, Shard]:
+    """By the name of a param, how it is cut; of params with several names each."""
     found = {}
     for module_name, module in model.named_modules():
         for name, param in module._parameters.items():
             full = f"{module_name}.{name}" if module_name else name
-            if param is not None and full in chosen and (shard := shard_of(chosen[full], name, param)) is not None:
+            if (
+                param is not None
+                and full in chosen
+                and (shard := shard_of(chosen[full], module, name, param)) is not None
+            ):
                 found[full] = shard
     return found
 

@@ -61,34 +61,37 @@ class Shard(NamedTuple):
         return torch.cat(parts, self.dim)
 
 
-def matrix_dim(param: torch.Tensor, *, rows: bool) -> int:
-    """Of a weight (the last two dims are outputs and inputs) or a bias: the dim of outputs or of inputs."""
-    return param.ndim - 1 if rows or param.ndim == 1 else param.ndim - 2
+def is_transposed(module: nn.Module) -> bool:
+    """Whether a linear layer's weight has inputs before outputs: gpt2's ``Conv1D``."""
+    return type(module).__name__ == "Conv1D"
 
 
-def shard_of(style: str, name: str, param: torch.Tensor) -> Shard | None:
-    """How ``style`` cuts the param called ``name`` (its last word); None if every rank has all of it."""
-    shape = tuple(param.shape)
-    if style in ("colwise", "colwise_gather_output"):
-        return Shard(shape, matrix_dim(param, rows=False))
-    if style in ("rowwise", "rowwise_split_input"):
-        return None if name == "bias" else Shard(shape, param.ndim - 1)
-    if style == "packed_colwise":
-        return Shard(shape, matrix_dim(param, rows=False), groups=2)
-    if style == "packed_rowwise":
-        return None if param.ndim == 1 else Shard(shape, param.ndim - 1, groups=2)
-    if style == "embedding_rowwise":
+def shard_of(style: str, module: nn.Module, name: str, param: torch.Tensor) -> Shard | None:
+    """How ``style`` cuts the param ``name`` of ``module``; None if every rank has all of it."""
+    shape, (kind, groups) = tuple(param.shape), parts_of(style)
+    outputs, inputs = (param.ndim - 1, param.ndim - 2) if is_transposed(module) else (param.ndim - 2, param.ndim - 1)
+    if kind in ("colwise", "colwise_gather_output", "packed_colwise"):
+        return Shard(shape, max(outputs, 0) if param.ndim > 1 else 0, groups)
+    if kind in ("rowwise", "rowwise_split_input", "packed_rowwise"):
+        return None if name == "bias" or param.ndim == 1 else Shard(shape, inputs, groups)
+    if kind == "embedding_rowwise":
         return Shard(shape, 0)
-    if style == "embedding_colwise":
+    if kind in ("embedding_colwise", "columns"):
         return Shard(shape, 1)
     return None
+
+
+def parts_of(style: str) -> tuple[str, int]:
+    """The name of a style, and how many matrices lie side by side: ``packed_colwise:3``; of packed ones 2 by default."""
+    kind, _, groups = style.partition(":")
+    return kind, int(groups) if groups else 2 if kind.startswith("packed") else 1
 
 
 def _linear(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
     """Of a layer cut by rows: without its bias."""
     weight = module.weight
     assert isinstance(weight, torch.Tensor)
-    if type(module).__name__ == "Conv1D":  # gpt2's: the weight is transposed
+    if is_transposed(module):
         return x @ weight
     return nn.functional.linear(x, weight)
 
@@ -165,6 +168,14 @@ def _divided(module: nn.Module, own: Forward, slices: Slices, x: torch.Tensor, *
     return own(x / slices.size, *args, **kwargs)
 
 
+def _alibi(module: nn.Module, own: Forward, slices: Slices, *args: Any, alibi: torch.Tensor, **kwargs: Any) -> Any:
+    """Bloom's attention: of the biases of all heads those of this slice."""
+    heads = int(module.num_heads)  # type: ignore[arg-type]
+    whole = alibi.unflatten(0, (-1, heads * slices.size))
+    mine = whole[:, slices.rank * heads : (slices.rank + 1) * heads].flatten(0, 1)
+    return own(*args, alibi=mine, **kwargs)
+
+
 STYLES: dict[str, Callable[..., Any] | None] = {
     "colwise": _colwise,
     "packed_colwise": _colwise,
@@ -179,6 +190,8 @@ STYLES: dict[str, Callable[..., Any] | None] = {
     "moe_tp_experts": _experts,
     "mla_kv_a_proj": _rotated,
     "moe_identity_expert": _divided,
+    "alibi": _alibi,
+    "columns": None,
     "local_params": None,
     "replicate": None,
 }
@@ -188,7 +201,7 @@ STYLES: dict[str, Callable[..., Any] | None] = {
 def sliced_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """``forward`` of a module with a slice of its params; a method, so that a copy of the module has its own."""
     style, slices = self.__dict__["_gemini_slice"]
-    how = STYLES[style]
+    how = STYLES[parts_of(style)[0]]
     assert how is not None
 
     def own(*args: Any, **kwargs: Any) -> Any:
