@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 
 class Plan(NamedTuple):
-    """``styles``: ends of the names of modules to styles. ``counts``: of modules whose attributes count heads or columns
-    of this slice, these attributes.
+    """``styles``: ends of the names of modules to styles. ``counts``: ends of those whose attributes count heads or
+    columns of this slice, to these attributes.
     """
 
     styles: Mapping[str, str]

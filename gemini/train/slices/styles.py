@@ -1,7 +1,7 @@
 """How a module computes with a slice of its params: the styles of transformers' ``tp_plan``, on plain tensors.
 
-A style says along which dim a param is cut, and what is done before and after the module's own forward. Of a linear layer
-cut by rows the bias is added once, after the sum.
+A style says along which dim a param is cut, and what is done before and after the module's own forward. Of a linear
+layer cut by rows the bias is added once, after the sum.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def shard_of(style: str, module: nn.Module, name: str, param: torch.Tensor) -> S
 
 
 def parts_of(style: str) -> tuple[str, int]:
-    """The name of a style, and how many matrices lie side by side: ``packed_colwise:3``; of packed ones 2 by default."""
+    """The name of a style, and how many matrices lie side by side: ``packed_colwise:3``; 2 of packed ones by default."""
     kind, _, groups = style.partition(":")
     return kind, int(groups) if groups else 2 if kind.startswith("packed") else 1
 

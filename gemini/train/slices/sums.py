@@ -1,7 +1,7 @@
 """What slices of a layer have to say to each other, as autograd functions on plain tensors.
 
 A layer cut by columns and the next one by rows meet twice: their results are added up over the slices in forward, and
-the gradients of their input in backward. gloo and NCCL add up each element in one place, so all ranks get the same bits.
+the gradients of their input in backward. gloo and NCCL add up each element in one place: all ranks get the same bits.
 """
 
 from __future__ import annotations
