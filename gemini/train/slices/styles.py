@@ -82,7 +82,7 @@ def shard_of(style: str, module: nn.Module, name: str, param: torch.Tensor) -> S
 
 
 def parts_of(style: str) -> tuple[str, int]:
-    """The name of a style, and how many matrices lie side by side: ``packed_colwise:3``; 2 of packed ones by default."""
+    """The name of a style, and how many matrices lie side by side: ``packed_colwise:3``; by default 2 if packed."""
     kind, _, groups = style.partition(":")
     return kind, int(groups) if groups else 2 if kind.startswith("packed") else 1
 
