@@ -336,14 +336,17 @@ def test_waits_and_ranges_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     optimizer = adam(model)
     config = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
     kinds = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=kinds, experimental_config=config) as profile:
-        model(noise()).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    stalls = model.memory_report()["stalls"]
-    assert stalls["activation"] > 0
-    names = {"gemini::offload_activation", "gemini::fetch_activation"}
-    threads = {name: {e.thread for e in profile.events() if e.name == name} for name in names}
+    threads: dict[str, set[int]] = {"gemini::offload_activation": set(), "gemini::fetch_activation": set()}
+    for _ in range(10):  # on a busy machine all inputs of blocks may be there still when backward asks for them
+        with torch.profiler.profile(activities=kinds, experimental_config=config) as profile:
+            model(noise()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert model.memory_report()["stalls"]["activation"] > 0
+        for name, found in threads.items():
+            found.update(e.thread for e in profile.events() if e.name == name)
+        if all(len(found) >= 2 for found in threads.values()):
+            break
     assert all(len(found) >= 2 for found in threads.values()), threads
     with model.recording() as recording:
         for _ in range(2):
