@@ -49,6 +49,7 @@ _WHERE = {
     "trace": "gemini.tracing.ahead",
     "data_rank": "gemini.ranks.mesh",
     "sequence_batch": "gemini.train.context.batch",
+    "slice_tensors": "gemini.train.slices.slicing",
 }
 
 __all__ = sorted([*_WHERE, "__version__"])
@@ -89,6 +90,7 @@ if TYPE_CHECKING:
     from gemini.train.optimizers.grad_scaler import GradScaler as GradScaler
     from gemini.train.optimizers.optimizer import HybridAdam as HybridAdam
     from gemini.train.optimizers.optimizer import HybridOptimizer as HybridOptimizer
+    from gemini.train.slices.slicing import slice_tensors as slice_tensors
     from gemini.train.unmanage import release as release
 
 

@@ -42,6 +42,7 @@ class Ranks:
         context_collective: the same of ``context``.
         local_size: ranks of the job on this machine, who divide its memory and disk.
         slice_: which slice of the model this rank has, by the dims that slice it; "" for all of it.
+        sliced_by: these dims.
     """
 
     wire: Wire
@@ -54,6 +55,7 @@ class Ranks:
     context_collective: dist.ProcessGroup | None
     local_size: int
     slice_: str = ""
+    sliced_by: tuple[str, ...] = ()
 
     @property
     def rank(self) -> int:
@@ -120,20 +122,22 @@ class Ranks:
         everyone = self.job.swap(Tag.VALUES, torch.tensor(values, dtype=torch.int64, device="cpu"), "the start")
         return [int(value) for value in everyone.amin(0)]
 
-    def take_from_first(self, tensors: Mapping[str, torch.Tensor]) -> list[str]:
-        """Make ``tensors`` those of rank 0, as DistributedDataParallel does; only those that differ are sent.
+    def take_from_first(self, tensors: Mapping[str, torch.Tensor], *, of_job: bool = False) -> list[str]:
+        """Make ``tensors`` those of the first rank with the same params, or of the job's, as DistributedDataParallel
+        does; only those that differ are sent.
 
         Returns the names of those that differed on any rank.
         """
+        wire = self.job if of_job else self.everyone
         sums = torch.tensor([checksum_of(tensor) for tensor in tensors.values()], dtype=torch.int64, device="cpu")
-        everyone = self.everyone.swap(Tag.VALUES, sums, "the comparison of weights")
+        everyone = wire.swap(Tag.VALUES, sums, "the comparison of weights")
         differing = (everyone != everyone[0]).any(0).tolist()
         names = [name for name, differs in zip(tensors, differing, strict=True) if differs]
         for name in names:
             tensor = tensors[name]
             on_cpu = tensor.detach().to("cpu").contiguous()
-            self.everyone.broadcast(Tag.VALUES, on_cpu, 0, f"sending {name} of rank 0 to all")
-            if on_cpu.data_ptr() != tensor.data_ptr() and self.everyone.rank != 0:
+            wire.broadcast(Tag.VALUES, on_cpu, 0, f"sending {name} of rank 0 to all")
+            if on_cpu.data_ptr() != tensor.data_ptr() and wire.rank != 0:
                 tensor.detach().copy_(on_cpu)
         return names
 
@@ -233,8 +237,11 @@ def _of_mesh(mesh: DeviceMesh, *, cuda: bool) -> Ranks | None:
         context_collective = None if context is None else _collective(context.global_ranks, None)
     # One who gave a part of a mesh has neighbours in the rest of it, who take memory of this machine as well.
     local_size = _count_local(job, mesh._get_root_mesh().mesh.numel())
-    slice_ = ", ".join(f"{name} {place_in(mesh, name)}" for name in SLICING if size_of(mesh, name) > 1)
-    return Ranks(wire, replicas, everyone, job, same_batch, context, collective, context_collective, local_size, slice_)
+    sliced_by = tuple(name for name in SLICING if size_of(mesh, name) > 1)
+    slice_ = ", ".join(f"{name} {place_in(mesh, name)}" for name in sliced_by)
+    return Ranks(
+        wire, replicas, everyone, job, same_batch, context, collective, context_collective, local_size, slice_, sliced_by
+    )  # fmt: skip
 
 
 def _collective(ranks: list[int], parent: dist.ProcessGroup | None) -> dist.ProcessGroup:

@@ -18,7 +18,7 @@ from gemini.interrupts import call_without_grad
 from gemini.train.engine import Engine
 from gemini.train.modules.reading import adapter_params, is_a, is_tuner_layer
 from gemini.train.params.handle import handle_of
-from gemini.train.sharding.consensus import tell, wait_for_all
+from gemini.train.sharding.consensus import tell
 from gemini.train.sharding.shards import Shards
 from gemini.train.unmanage import unmanage
 
@@ -80,7 +80,7 @@ class ManagedAdapters:
             raise
         except BaseException as e:
             failure = e
-        wait_for_all(shards, "save_pretrained")
+        shards.waiting.wait_for_all("save_pretrained")
         tell(shards, "save_pretrained", failure, directory=directory.name)
 
     def merge_and_unload(self, *args: Any, **kwargs: Any) -> Any:

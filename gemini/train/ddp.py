@@ -34,7 +34,6 @@ from gemini.train.modules.compiled import compile_blocks, refuse_compiled_whole
 from gemini.train.modules.injected import refuse_injected
 from gemini.train.modules.reading import is_a
 from gemini.train.modules.token_tiles import tile_tokens
-from gemini.train.params.by_name import ByName
 from gemini.train.params.handle import ParamHandle, handle_of
 from gemini.train.params.state_dict import load_model_state, model_state
 from gemini.train.params.stepper import optimizer_of
@@ -45,6 +44,8 @@ from gemini.train.report import MemoryReport, make_report
 from gemini.train.setup.arguments import refuse_unknown, refuse_wrong_device
 from gemini.train.setup.wrappable import refuse_unwrappable
 from gemini.train.sharding.shards import Shards
+from gemini.train.slices.slicing import cut_if_whole, cuts_in
+from gemini.train.slices.together import Homes
 
 
 class GeminiDDP(nn.Module):
@@ -57,8 +58,10 @@ class GeminiDDP(nn.Module):
             made if torchrun has started this process. Every rank starts from the weights of rank 0.
         mesh: a DeviceMesh instead, its dimensions named any of ``pp dp_replicate dp cp tp ep``: chunks are divided over
             ``dp`` and ``cp``, gradients summed up over ``dp_replicate`` as well, sequences divided over ``cp``
-            (:func:`gemini.sequence_batch`). Over ``pp`` and ``tp`` each process has a slice of the model, which the
-            caller has cut. Without names one dimension shards; of two the first replicates and the second shards.
+            (:func:`gemini.sequence_batch`). Over ``tp`` each process keeps a slice of every matrix that the model's
+            ``tp_plan`` cuts (:func:`gemini.slice_tensors`); the model is whole on all of them before. A model without a
+            plan, and stages of one (``pp``), the caller has cut. Without names one dimension shards; of two the first
+            replicates and the second shards.
 
     Raises:
         RankMismatch: if the ranks differ in model, config or versions.
@@ -161,10 +164,11 @@ class GeminiDDP(nn.Module):
         if not max_norm >= 0:
             raise ValueError(f"max_norm must not be negative, got {max_norm}")
         ranks = _engine(self).ranks
-        if ranks is not None and ranks.slice_:
+        if ranks is not None and ranks.slice_ and _engine(self).wholes is None:
             raise GeminiError(
-                f"clip_grad_norm_ of a model in slices (this rank has {ranks.slice_}): which params are parts and "
-                "which are whole on every slice is not known, so their norm over all slices is not either. Leave it out"
+                f"clip_grad_norm_ of a model that the caller has cut (this rank has {ranks.slice_}): which params are "
+                "parts and which are whole on every slice is not known, so their norm over all slices is not either. "
+                "Leave it out, or let gemini.slice_tensors cut the model"
             )
         refuse_injected(_engine(self).state, self, is_root=True)
         handles = None if params is None else [self._own(param, "clip_grad_norm_") for param in params]
@@ -240,9 +244,13 @@ class GeminiDDP(nn.Module):
         return engine.gathering.gathered(handles, write=write)
 
     def full_param(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """A copy of one param on the CPU, in the compute dtype; ``dtype=torch.float32`` gives the exact master."""
+        """A copy of one param on the CPU, in the compute dtype; ``dtype=torch.float32`` gives the exact master.
+
+        Of a model in slices the whole param, and then all ranks of ``tp`` call it together; so for :meth:`full_grad`
+        and :meth:`state_dict`.
+        """
         engine = _engine(self)
-        return engine.by_names.read(engine.by_names[name], dtype)
+        return (engine.wholes or engine.by_names).read(engine.by_names[name], dtype)
 
     def full_grad(self, name: str) -> torch.Tensor | None:
         """A copy of one param's gradient on the CPU as the loss gives it, or None without one.
@@ -250,7 +258,9 @@ class GeminiDDP(nn.Module):
         Clipping shows when its step is over: in the gradient of a param that no optimizer owns, which stays.
         """
         engine = _engine(self)
-        return engine.backward.read_grad(engine.by_names[name])
+        handle = engine.by_names[name]
+        grad = engine.backward.read_grad(handle)
+        return grad if grad is None or engine.wholes is None else engine.wholes.joined(handle, grad)
 
     def memory_report(self) -> MemoryReport:
         """Per tier "budget", "used" and "peak" in bytes, and under "moved" what crossed each boundary last step."""
@@ -298,7 +308,8 @@ class GeminiDDP(nn.Module):
         engine = _engine(self)
         engine.drain()
         engine.state.check_whole()
-        return model_state(super(), destination, prefix, lambda handle: engine.by_names.read(handle, dtype))
+        homes = engine.wholes or engine.by_names
+        return model_state(super(), destination, prefix, lambda handle: homes.read(handle, dtype))
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load full weights by their original names; fp32 values become masters with every bit.
@@ -318,11 +329,11 @@ class GeminiDDP(nn.Module):
         engine = _engine(self)
         engine.drain()
         engine.state.check_whole()
-        if engine.ranks is not None:
+        if engine.ranks is not None and engine.wholes is None:
             engine.ranks.refuse_one_folder("save_pretrained", os.path.abspath(save_directory))
         return Export(
-            self, super(), save_directory, args, kwargs, by_names=engine.by_names, shards=engine.shards,
-            dtype=COMPUTE_DTYPES[engine.config.precision],
+            self, super(), save_directory, args, kwargs, by_names=engine.by_names, wholes=engine.wholes,
+            shards=engine.shards, dtype=COMPUTE_DTYPES[engine.config.precision],
         ).run()  # fmt: skip
 
     # ---- refused ------------------------------------------------------------------------------------------------
@@ -458,7 +469,7 @@ def _join_others(model: nn.Module, ranks: Ranks, shards: Shards | None, kind: st
 
 def manage(
     model: nn.Module, config: GeminiConfig, *, process_group: Any = None, mesh: Any = None,
-    fill: Callable[[ByName, Ranks | None], nn.Module] | None = None,
+    fill: Callable[[Homes, Ranks | None], nn.Module] | None = None,
 ) -> nn.Module:  # fmt: skip
     """Make ``model`` a GeminiDDP model; if that fails, what it was before.
 
@@ -466,19 +477,30 @@ def manage(
         fill: what writes the values of params that hold none yet to their homes, and returns the model that has them.
     """
 
-    def note(homes: ByName, ranks: Ranks | None) -> None:
+    def note(homes: Homes, ranks: Ranks | None) -> None:
         nonlocal model
         assert fill is not None
         model = fill(homes, ranks)
 
     # Before anything is planned: what is computed in tiles is gathered together.
-    tiles, planned = tile_tokens(model, config.tile_tokens) if isinstance(config.tile_tokens, int) else None, model
+    sliced = cut_if_whole(model, mesh, is_filled=fill is None)
+    tiles, planned = None, model
     try:
-        engine = Engine(model, config, process_group=process_group, mesh=mesh, fill=None if fill is None else note)
+        if isinstance(config.tile_tokens, int):
+            tiles = tile_tokens(model, config.tile_tokens)
+        engine = Engine(
+            model, config, process_group=process_group, mesh=mesh, fill=None if fill is None else note,
+            cuts=cuts_in(model) if sliced is None else sliced.by_param(model),
+        )  # fmt: skip
     except BaseException:
         if tiles is not None:
             tiles.take_away()
+        if sliced is not None:
+            sliced.give_back()
         raise
+    if sliced is not None:
+        sliced.keep()
+        sliced.put_on(model)
     buffers = [(module, dict(module._buffers)) for module in model.modules()]
     model.__dict__["_gemini_engine"] = engine
     try:

@@ -12,7 +12,7 @@ import gc
 import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -42,6 +42,7 @@ from gemini.train.params.by_name import ByName
 from gemini.train.params.exposure import Exposure
 from gemini.train.params.gathered import Gathering
 from gemini.train.params.guard import ManagedParameter
+from gemini.train.params.tensor_slice import TensorSlice
 from gemini.train.passes.backward import BackwardPass, begin_backward_of, grad_hook
 from gemini.train.passes.forward import ForwardPass
 from gemini.train.passes.hooks import Passes
@@ -55,6 +56,8 @@ from gemini.train.setup.trained import TrainedParams
 from gemini.train.sharding.alike import agree_on_values
 from gemini.train.sharding.reduction import Reduction
 from gemini.train.sharding.shards import Shards
+from gemini.train.slices.suited import refuse_unsuited
+from gemini.train.slices.together import Homes, SliceTotals, WholeParams
 from gemini.train.step import StepState
 from gemini.train.update.in_backward import InBackward
 from gemini.train.update.updates import Updates
@@ -66,11 +69,13 @@ class Engine:
 
     Args:
         fill: what writes the values of params that hold none yet to their homes, given those and who shares them.
+        cuts: by the id of a param of a model in slices, which slice it is.
     """
 
     def __init__(
         self, model: nn.Module, config: GeminiConfig, *, process_group: Any = None, mesh: Any = None,
-        fill: Callable[[ByName, Ranks | None], None] | None = None,
+        fill: Callable[[Homes, Ranks | None], None] | None = None,
+        cuts: Mapping[int, TensorSlice] | None = None,
     ):  # fmt: skip
         config = self.config = config.resolved()
         rule, own = rule_for(config.optimizer, config.states, config.precision), weakref.ref[Passes](self)
@@ -80,9 +85,12 @@ class Engine:
         device = make_device(config.device)
         in_job = self.ranks = join(process_group, mesh, cuda=device.torch_device.type == "cuda")
         if in_job is not None:
-            prepare(model, config, in_job, filled=fill is None)
+            prepare(model, config, in_job, filled=fill is None, is_sliced=bool(cuts))
+        others = None if in_job is None or not cuts else in_job.same_batch
+        if others is not None and in_job is not None:
+            refuse_unsuited(config, rule.spec, in_job)
         ranks = in_job if in_job is not None and in_job.shares_params else None
-        built = build(model, config, device, own, in_job)
+        built = build(model, config, device, own, in_job, cuts)
         self.decision, params = built.decision, built.params
         self.params = params
         alone, overlap = ranks is None or ranks.size == 1, config.overlap
@@ -110,6 +118,7 @@ class Engine:
             params.handles, ledger=store.ledger, device=device, mover=mover, manager=manager, spill=store.spill,
             working_set=store.working_set if ranks is not None or store.moves else 0,
             worker=Worker("landing") if overlap and ranks is None and device.tier is Tier.GPU else None,
+            slices=None if others is None else SliceTotals(others),
         )  # fmt: skip
         updates.connect(exposure, gradients.relieve)
         activations = self.activations = make_activation_store(
@@ -138,6 +147,9 @@ class Engine:
             params.handles, COMPUTE_DTYPES[config.precision], store, await_update=updates.wait,
             observers=self.write_observers, shards=shards, agree=partial(agree_on_values, shards),
         )  # fmt: skip
+        self.wholes = None
+        if others is not None and in_job is not None:
+            self.wholes = WholeParams(by_names, others, in_job.job)
         trained = TrainedParams(
             params,
             store,
@@ -164,7 +176,7 @@ class Engine:
         self.stepping = Stepping(
             params, store, state, rule, gradients=config.gradients, backward=backward, scaling=scaling,
             updates=updates, exposure=exposure, recovery=recovery, observers=self.write_observers, shards=shards,
-            reduction=reduction,
+            reduction=reduction, slices=None if others is None else SliceTotals(others),
         )  # fmt: skip
 
         self.reads = StrayReads(forward, partial(begin_backward_of, own))
@@ -192,7 +204,7 @@ class Engine:
             self.write_observers.append(ChangedChunks(store.chunks))
         state.mark_made()
         if fill is not None:
-            fill(by_names, in_job)
+            fill(self.wholes or by_names, in_job)
         self.adoption.take_all(filled=fill is not None)
         mover.watch.start_over()  # coming home is no part of the first step
         gc.collect(0)
@@ -232,6 +244,8 @@ class Engine:
         take_apart(self.store.chunks, self.params.handles)
         if self.shards is not None:
             self.shards.close()
+        if self.wholes is not None:
+            self.wholes.waiting.close()
         if self.ranks is not None:
             self.ranks.close()
         if self.store.spill is not None:

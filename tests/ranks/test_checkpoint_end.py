@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 import gemini
-from gemini.train.sharding import consensus as together
+from gemini.ranks import waiting
 from tests.ranks.pool import Pool
 
 
@@ -37,7 +37,7 @@ def threads_of_a_save(folder: Path) -> tuple[int, int, int]:
     for handle in handles:
         handle.wait()
     saved = num_threads()
-    together._end_groups()
+    waiting.end_all()
     deadline = time.monotonic() + 10
     while num_threads() > before and time.monotonic() < deadline:
         time.sleep(0.01)  # a thread that was joined may be listed a moment longer

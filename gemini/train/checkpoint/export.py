@@ -28,8 +28,9 @@ from gemini.planning.planes import WEIGHTS
 from gemini.ranks.agreement import Point
 from gemini.train.params.by_name import ByName
 from gemini.train.params.handle import ParamHandle, handle_of
-from gemini.train.sharding.consensus import tell, wait_for_all
+from gemini.train.sharding.consensus import compare, tell
 from gemini.train.sharding.shards import Shards
+from gemini.train.slices.together import WholeParams
 
 
 class Export:
@@ -38,15 +39,16 @@ class Export:
     Args:
         original: ``super()`` of the managed model.
         dtype: in which weights are written, that of computing.
+        wholes: of a model in slices, else None.
     """
 
     def __init__(
         self, model: nn.Module, original: Any, save_directory: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *,
-        by_names: ByName, shards: Shards | None, dtype: torch.dtype,
+        by_names: ByName, wholes: WholeParams | None, shards: Shards | None, dtype: torch.dtype,
     ):  # fmt: skip
         self._model, self._original, self._directory = model, original, save_directory
         self._args, self._kwargs = args, kwargs
-        self._by_names, self._shards, self._dtype = by_names, shards, dtype
+        self._by_names, self._wholes, self._shards, self._dtype = by_names, wholes, shards, dtype
 
     def run(self) -> Any:
         """Save, and give what the original gives. With several ranks all of them call it, one writes, and a failure
@@ -55,6 +57,8 @@ class Export:
         Raises:
             StorageError: if it cannot be written.
         """
+        if self._wholes is not None:
+            return self._run_in_slices(self._wholes)
         if self._shards is None:
             with _naming_the_disk(self._directory):
                 self._collect()
@@ -76,26 +80,78 @@ class Export:
                     result = self._write()
             except BaseException as e:
                 failure = e
-        wait_for_all(self._shards, "save_pretrained")
+        self._shards.waiting.wait_for_all("save_pretrained")
         tell(self._shards, "save_pretrained", failure, directory=Path(self._directory).name)
         return result
 
-    def _collect(self) -> None:
-        """All weights as tensors that take no memory, as the ``state_dict`` argument, unless the caller gave one."""
+    def _run_in_slices(self, wholes: WholeParams) -> Any:
+        """The same of a model in slices: one rank of each slice reads, and the first of these writes."""
+        shards, result = self._shards, None
+        reads = shards is None or shards.ranks.is_first
+        writes = reads and wholes.wire.rank == 0
+        failure: BaseException | None = None
+        if writes:
+            try:
+                with _naming_the_disk(self._directory):
+                    self._begin()
+            except BaseException as e:
+                failure = e
+        views: dict[int, torch.Tensor] = {}
+        for handle in wholes.handles if reads else ():
+            whole = wholes.read(handle, self._dtype)  # whatever failed: the ranks of the other slices are here as well
+            if writes and failure is None and not self._is_given():
+                try:
+                    with _naming_the_disk(self._directory):
+                        views[id(handle.param)] = self._file_backed(whole.numel(), self._dtype).copy_(whole.view(-1))
+                except BaseException as e:
+                    failure = e
+        if shards is not None:
+            shards.meet_all(Point.EXPORT)
+        if writes and failure is None:
+            try:
+                with _naming_the_disk(self._directory):
+                    self._give(views)
+                    result = self._write()
+            except BaseException as e:
+                failure = e
+        wholes.waiting.wait_for_all("save_pretrained")
+        compare(wholes.job, "save_pretrained", failure, directory=Path(self._directory).name)
+        return result
+
+    def _is_given(self) -> bool:
+        """Whether the caller gave the state."""
+        return len(self._args) >= 2 or self._kwargs.get("state_dict") is not None
+
+    def _begin(self) -> None:
         directory = Path(self._directory)
         if directory.exists() and not directory.is_dir():
             raise StorageError(f"save_pretrained({str(directory)!r}): that is a file, not a directory")
-        if len(self._args) >= 2 or self._kwargs.get("state_dict") is not None:
+        if not self._is_given():
+            directory.mkdir(parents=True, exist_ok=True)
+
+    def _collect(self) -> None:
+        """All weights as tensors that take no memory."""
+        self._begin()
+        if not self._is_given():
+            views = {id(handle.param): self._mapped(handle) for handle in self._by_names.handles}
+            self._give(views)
+
+    def _give(self, views: dict[int, torch.Tensor]) -> None:
+        """Weights as the ``state_dict`` argument, unless the caller gave one.
+
+        Args:
+            views: by the id of a param its weights, flat.
+        """
+        if self._is_given():
             return
-        directory.mkdir(parents=True, exist_ok=True)
         state = nn.Module.state_dict(self._model, keep_vars=True)
-        views: dict[int, torch.Tensor] = {}
+        shaped: dict[int, torch.Tensor] = {}
         for name, value in state.items():
             handle = handle_of(value)
             if handle is not None:
-                if id(value) not in views:
-                    views[id(value)] = self._mapped(handle).view(handle.param.shape)
-                state[name] = views[id(value)]
+                if id(value) not in shaped:
+                    shaped[id(value)] = views[id(value)].view(handle.whole_shape)
+                state[name] = shaped[id(value)]
             elif isinstance(value, torch.Tensor):
                 state[name] = value.detach().cpu()
         self._kwargs = {**self._kwargs, "state_dict": state}

@@ -29,8 +29,11 @@ from gemini.errors import StorageError
 from gemini.planning.planes import ADAM, PRECISIONS, RuleSpec, plane_specs
 from gemini.train.checkpoint.replacing import check_renamable, sync
 from gemini.train.checkpoint.tensor_file import Malformed, TensorFile, open_regular, parse_json
+from gemini.train.params.tensor_slice import TensorSlice
 
-FORMAT, VERSION = "gemini-checkpoint", 2
+FORMAT, VERSION = "gemini-checkpoint", 3
+READABLE = (2, 3)
+"""Version 2 knows no slices, and is otherwise the same."""
 MANIFEST = "manifest.json"
 VALUES = "values.safetensors"
 """The file of tensors that are not masters or states: buffers, RNGs, what the scheduler and ``extra`` hold."""
@@ -45,19 +48,29 @@ Raises:
 
 
 class SavedParam(NamedTuple):
-    """A param: its shape, its updates, and whether there are states of it."""
+    """A param: its whole shape, its updates, whether there are states of it, and how it was cut into slices: along which
+    dim, how many matrices side by side, into how many (:class:`TensorSlice`); None for a param that was not.
+    """
 
     shape: tuple[int, ...]
     step: int
     trained: bool
+    cut: tuple[int, ...] | None = None
+
+    def slice_of(self, rank: int) -> TensorSlice | None:
+        """What a rank had; None for all of it."""
+        return None if self.cut is None else TensorSlice(self.shape, self.cut[0], self.cut[1], rank, self.cut[2])
 
 
 class SavedTensor(NamedTuple):
-    """A tensor in a file: elements ``[start, ...)`` of what is called ``of``, with the CRC-32 of each piece."""
+    """A tensor in a file: elements ``[start, ...)`` of what is called ``of``, or of a slice of it, with the CRC-32 of each
+    piece.
+    """
 
     of: str
     start: int
     sums: tuple[int, ...]
+    slice: int = 0
 
 
 class SavedFile(NamedTuple):
@@ -137,9 +150,9 @@ def read_manifest(path: Path) -> Manifest:
     checksum = data.pop("checksum", None) if isinstance(data, dict) else None
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         raise StorageError(f"{path}/{MANIFEST} is not that of a Gemini checkpoint")
-    if type(data.get("version")) is not int or data["version"] != VERSION:
+    if type(data.get("version")) is not int or data["version"] not in READABLE:
         raise StorageError(
-            f"{path} has checkpoint version {str(data.get('version'))[:80]}, this Gemini reads version {VERSION}: load "
+            f"{path} has checkpoint version {str(data.get('version'))[:80]}, this Gemini reads versions {' and '.join(map(str, READABLE))}: load "
             "it with the Gemini that wrote it, and carry the weights over with model.save_pretrained"
         )
     with as_damage(path / MANIFEST):
@@ -237,7 +250,16 @@ def _manifest_of(data: Any) -> Manifest:
         rule=_rule,
         exact=_sequence(_text),
         piece=_integer(1, 2**48),
-        params=_mapping(_record(SavedParam, shape=_sequence(_integer(0, 2**48)), step=_COUNT, trained=_flag)),
+        params=_mapping(
+            _record(
+                SavedParam,
+                ("cut",),
+                shape=_sequence(_integer(0, 2**48)),
+                step=_COUNT,
+                trained=_flag,
+                cut=_sequence(_integer(0, 2**32)),
+            )
+        ),  # fmt: skip
         files=_mapping(_record(SavedFile, header=_CRC, tensors=_mapping(_TENSOR))),
         loss_scale=_or_none(_mapping(_number)),
         scheduler_kind=_or_none(_text),
@@ -276,32 +298,61 @@ def _compare(manifest: Manifest, opened: dict[str, TensorFile]) -> None:
 
 def _compare_parts(manifest: Manifest, opened: dict[str, TensorFile]) -> None:
     exact = frozenset(manifest.exact)
-    needed = {
-        f"{kind}/{name}": (whole_shape(param.shape, spec.num_items(math.prod(param.shape))), getattr(torch, spec.dtype))
-        for name, param in manifest.params.items()
-        for rule in [manifest.rule.of(name in exact)]
-        for kind, spec in plane_specs(manifest.precision, "transient", rule, trainable=param.trained).items()
+    needed: dict[str, tuple[tuple[int, ...], torch.dtype, int]] = {}
+    for name, param in manifest.params.items():
+        shape, size = _shape_of_slices(name, param), 1 if param.cut is None else param.cut[2]
+        rule = manifest.rule.of(name in exact)
+        for kind, spec in plane_specs(manifest.precision, "transient", rule, trainable=param.trained).items():
+            items = spec.num_items(math.prod(shape))
+            needed[f"{kind}/{name}"] = whole_shape(shape, items), getattr(torch, spec.dtype), size
+    found: dict[tuple[str, int], list[tuple[int, int]]] = {
+        (key, rank): [] for key, (_, _, size) in needed.items() for rank in range(size)
     }
-    found: dict[str, list[tuple[int, int]]] = {key: [] for key in needed}
     for name, listed in manifest.files.items():
         for tensor, entry in listed.tensors.items() if name != VALUES else ():
             spec = opened[name].specs[tensor]
-            if entry.of not in needed:
-                raise Malformed(f"{name} has {entry.of!r}, which no param has")
-            shape, dtype = needed[entry.of]
+            if (entry.of, entry.slice) not in found:
+                raise Malformed(f"{name} has {entry.of!r} (slice {entry.slice}), which no param has")
+            shape, dtype, size = needed[entry.of]
             stop = entry.start + spec.numel
-            whole, part = (entry.of, shape), (f"{entry.of}[{entry.start}:{stop}]", (spec.numel,))
+            key = key_in_file(entry.of, entry.slice, size)
+            whole, part = (key, shape), (f"{key}[{entry.start}:{stop}]", (spec.numel,))
             if (tensor, spec.shape) not in (whole, part) or spec.dtype is not dtype:
                 raise Malformed(f"{name} has {tensor!r} as {spec.dtype} {list(spec.shape)}, which is not what it is")
-            found[entry.of].append((entry.start, stop))
-    for key, spans in found.items():
+            found[entry.of, entry.slice].append((entry.start, stop))
+    for (of, rank), spans in found.items():
+        shape, _, size = needed[of]
+        key = key_in_file(of, rank, size)
         end = 0
         for start, stop in sorted(spans):
             if start != end:
                 raise Malformed(f"{key} has elements {min(start, end)} to {max(start, end)} {_often(start, end)}")
             end = stop
-        if end != math.prod(needed[key][0]):
-            raise Malformed(f"{key} is not complete: {end} of {math.prod(needed[key][0])} elements are there")
+        if end != math.prod(shape):
+            raise Malformed(f"{key} is not complete: {end} of {math.prod(shape)} elements are there")
+
+
+def key_in_file(of: str, rank: int, size: int) -> str:
+    """What slice ``rank`` of ``size`` of a plane is called in a file; 1 for a whole one."""
+    return of if size == 1 else f"{of}[slice {rank} of {size}]"
+
+
+def _shape_of_slices(name: str, param: SavedParam) -> tuple[int, ...]:
+    """Of one slice of a param.
+
+    Raises:
+        Malformed: if it cannot have been cut so.
+    """
+    if param.cut is None:
+        return param.shape
+    if len(param.cut) != 3:
+        raise Malformed(f"params.{name}.cut is {_shown(param.cut)}, and no dim, groups and size")
+    dim, groups, size = param.cut
+    if dim >= len(param.shape) or groups < 1 or size < 2 or param.shape[dim] % (groups * size):
+        raise Malformed(f"params.{name}.cut is {_shown(param.cut)}, which does not divide {list(param.shape)}")
+    cut = param.slice_of(0)
+    assert cut is not None
+    return cut.own_shape
 
 
 def whole_shape(shape: Sequence[int], numel: int) -> tuple[int, ...]:
@@ -387,12 +438,16 @@ def _mapping(reader: Reader[T]) -> Reader[dict[str, T]]:
     return lambda value, where: {name: reader(v, f"{where}.{name}") for name, v in _fields(value, where).items()}
 
 
-def _record(made: Callable[..., T], **fields: Reader[Any]) -> Reader[T]:
+def _record(made: Callable[..., T], optional: tuple[str, ...] = (), **fields: Reader[Any]) -> Reader[T]:
+    """``optional``: fields that may be missing, where ``made`` has a default."""
+
     def read_record(value: Any, where: str) -> T:
-        if _fields(value, where).keys() != fields.keys():
-            different = sorted(value.keys() ^ fields.keys())[0]
-            raise Malformed(f"{where} {'lacks' if different in fields else 'has no use for'} {different!r}")
-        return made(**{name: reader(value[name], f"{where}.{name}") for name, reader in fields.items()})
+        different = sorted((_fields(value, where).keys() ^ fields.keys()) - (set(optional) - value.keys()))
+        if different:
+            raise Malformed(f"{where} {'lacks' if different[0] in fields else 'has no use for'} {different[0]!r}")
+        return made(
+            **{name: reader(value[name], f"{where}.{name}") for name, reader in fields.items() if name in value}
+        )
 
     return read_record
 
@@ -403,4 +458,6 @@ def _shown(value: Any) -> str:
 
 
 _COUNT, _CRC = _integer(0, 2**53), _integer(0, 2**32)
-_TENSOR = _record(SavedTensor, of=_text, start=_integer(0, 2**62), sums=_sequence(_CRC))
+_TENSOR = _record(
+    SavedTensor, ("slice",), of=_text, start=_integer(0, 2**62), sums=_sequence(_CRC), slice=_integer(0, 2**32)
+)  # fmt: skip

@@ -19,7 +19,7 @@ from gemini.errors import PlanMismatch
 from gemini.memory.movement.mover import Mover, tiles
 from gemini.planning.planes import RESIDUAL, PlaneSpec, RuleSpec
 from gemini.train.checkpoint.convert import Loss, check_rule, converted, specs_of
-from gemini.train.checkpoint.format import VALUES, Manifest, compare_sums
+from gemini.train.checkpoint.format import VALUES, Manifest, SavedParam, compare_sums
 from gemini.train.checkpoint.plain_data import Decoder
 from gemini.train.checkpoint.states import (
     check_factors,
@@ -44,12 +44,13 @@ from gemini.train.write_observers import WriteObservers
 
 
 class _Run(NamedTuple):
-    """Items ``[start, stop)`` of a master or state: one tensor in a file."""
+    """Items ``[start, stop)`` of a master or state, or of a slice of it: one tensor in a file."""
 
     start: int
     stop: int
     file: TensorFile
     name: str
+    slice: int
 
 
 class Reader:
@@ -64,6 +65,7 @@ class Reader:
         self._sources, self._mover, self._piece = sources, mover, manifest.piece
         exact = frozenset(manifest.exact)
         self._forms = {name: (manifest.rule.of(name in exact), rule) for name in manifest.params}
+        self._params = manifest.params
         self.loss = Loss()
         self._entries = [
             (opened[file], name, entry)
@@ -73,7 +75,7 @@ class Reader:
         ]
         self._saved: dict[str, list[_Run]] = {}
         for file, name, entry in self._entries:
-            run = _Run(entry.start, entry.start + file.specs[name].numel, file, name)
+            run = _Run(entry.start, entry.start + file.specs[name].numel, file, name, entry.slice)
             self._saved.setdefault(entry.of, []).append(run)
         self.started = False
 
@@ -98,7 +100,10 @@ class Reader:
         for source in self._sources:
             if source.handle.name in others:
                 continue
-            if source.key in self._saved:
+            if source.key in self._saved and is_cut_anew(self._params[source.handle.name], source.handle):
+                for start, stop in tiles(0, source.numel, self._mover.tile):
+                    self._store(source, self._from_slices(source, start, stop), start)
+            elif source.key in self._saved:
                 for start, stop, run, at in self._ranges(source):
                     self._fill(source, start, stop, run, at)
             else:  # trained here, frozen when it was saved
@@ -119,16 +124,39 @@ class Reader:
         lossy = saved.exact is None
         self.loss.params += lossy and part.numel > 0
         for start, stop in tiles(0, part.numel, self._mover.tile):
-            read = partial(self._saved_part, handle.name, part.offset + start, part.offset + stop)
+            read = partial(self._saved_part, handle, part.offset + start, part.offset + stop)
             loss = self.loss if lossy else Loss()
             for kind, values in converted(saved, here, read, loss).items():
                 store_range(self._mover, handle.chunk.planes[kind], part.start + start, values)
 
-    def _saved_part(self, name: str, start: int, stop: int, spec: PlaneSpec) -> torch.Tensor:
+    def _runs(self, key: str, handle: ParamHandle) -> list[_Run]:
+        """What holds a saved plane of the slice that a param is here."""
+        own = 0 if handle.cut is None else handle.cut.rank
+        return [run for run in self._saved.get(key, []) if run.slice == own]
+
+    def _from_slices(self, source: PlanePart, start: int, stop: int) -> torch.Tensor:
+        """Items ``[start, stop)`` of this rank's part, from slices that are others than those of here."""
+        cut, saved = source.handle.cut, self._params[source.handle.name].slice_of(0)
+        first, last = source.offset + start, source.offset + stop
+        elements = torch.arange(first, last, device="cpu") if cut is None else cut.in_whole(first, last)
+        slices, own = (torch.zeros_like(elements), elements) if saved is None else saved.of_whole(elements)
+        values = torch.empty(last - first, dtype=source.plane.dtype, device="cpu")
+        for run in self._saved[source.key]:
+            there = ((slices == run.slice) & (own >= run.start) & (own < run.stop)).nonzero().view(-1)
+            if there.numel():
+                wanted = own[there]
+                low, high = int(wanted.min()), int(wanted.max()) + 1
+                read = torch.empty(high - low, dtype=values.dtype, device="cpu")
+                run.file.read_into(run.name, low - run.start, read)
+                values[there] = read[wanted - low]
+        return values
+
+    def _saved_part(self, handle: ParamHandle, start: int, stop: int, spec: PlaneSpec) -> torch.Tensor:
         """Elements ``[start, stop)`` of a param in a saved plane."""
+        name = handle.name
         first, last = start // spec.block, spec.num_items(stop)
         values = torch.empty(last - first, dtype=getattr(torch, spec.dtype), device="cpu")
-        for run in self._saved[f"{spec.kind}/{name}"]:
+        for run in self._runs(f"{spec.kind}/{name}", handle):
             begin, end = max(run.start, first), min(run.stop, last)
             if begin < end:
                 run.file.read_into(run.name, begin - run.start, values[begin - first : end - first])
@@ -137,7 +165,7 @@ class Reader:
     def _ranges(self, source: PlanePart) -> Iterator[tuple[int, int, _Run, int]]:
         """Ranges of at most a tile in this rank's part, each with what holds it and where it begins there."""
         offset = source.offset
-        for run in self._saved.get(source.key, []):
+        for run in self._runs(source.key, source.handle):
             first, last = max(run.start, offset), min(run.stop, offset + source.numel)
             for start, stop in tiles(first, last, self._mover.tile):
                 yield start - offset, stop - offset, run, start - run.start
@@ -231,12 +259,20 @@ def _compare_params(path: Path, manifest: Manifest, handles: list[ParamHandle], 
         )
     check_rule(path, manifest.rule, rule)
     saved = {name: param.shape for name, param in manifest.params.items()}
-    here = {handle.name: tuple(handle.param.shape) for handle in handles}
+    here = {handle.name: handle.whole_shape for handle in handles}
     if saved != here:
         different = sorted(name for name in saved.keys() | here.keys() if saved.get(name) != here.get(name))
         raise PlanMismatch(
             f"{path} was saved for another model: {len(different)} params differ, the first is {different[0]!r} "
             f"(saved {saved.get(different[0])}, here {here.get(different[0])})"
+        )
+    anew = [handle for handle in handles if is_cut_anew(manifest.params[handle.name], handle)]
+    if anew and (manifest.rule.exact is not None or rule.exact is not None):
+        sizes = [1 if cut is None else cut[2] for cut in (manifest.params[anew[0].name].cut, _cut_of(anew[0]))]
+        raise PlanMismatch(
+            f"{path} was saved with tp={sizes[0]} and the mesh has tp={sizes[1]}: compact states have one scale for many "
+            "elements of a slice, and slices of another size have others. Load it with the same tp, or save and load "
+            'with states="exact"'
         )
     for handle in handles:
         was, now = manifest.params[handle.name].trained, handle.chunk.trained
@@ -247,6 +283,15 @@ def _compare_params(path: Path, manifest: Manifest, handles: list[ParamHandle], 
                 f"{handle.name!r} was frozen when {path} was saved, which has no fp32 master of it as fp16 training "
                 "needs one: freeze it here too, or load its weights with load_state_dict"
             )
+
+
+def is_cut_anew(saved: SavedParam, handle: ParamHandle) -> bool:
+    """Whether a param was saved in other slices than it has here."""
+    return saved.cut != _cut_of(handle)
+
+
+def _cut_of(handle: ParamHandle) -> tuple[int, ...] | None:
+    return None if handle.cut is None else (handle.cut.dim, handle.cut.groups, handle.cut.size)
 
 
 def _paired_buffers(path: Path, here: dict[str, torch.Tensor], saved: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed import ProcessGroup
 
 from gemini.errors import GeminiError
 from gemini.interrupts import WHOLE
@@ -43,7 +44,7 @@ from gemini.train.gradients.loss_scale import LossScale
 from gemini.train.modules.injected import refuse_injected
 from gemini.train.optimizers.optimizer import HybridOptimizer
 from gemini.train.params.handle import ParamHandle, ParamSet
-from gemini.train.sharding.consensus import agree, group_for
+from gemini.train.sharding.consensus import agree, compare
 from gemini.train.write_observers import ChangedChunks
 
 
@@ -117,20 +118,24 @@ def save_checkpoint(
         )  # fmt: skip
     except Exception as e:
         refusal = e
-    if engine.ranks is not None:
+    wholes = engine.wholes
+    if engine.ranks is not None and wholes is None:
         engine.ranks.refuse_one_folder("save_checkpoint", os.path.abspath(directory))
-    agree(engine.shards, Point.SAVE_CHECKPOINT, "save_checkpoint", refusal, directory=Path(os.fsdecode(directory)).name)
+    _agree(engine, Point.SAVE_CHECKPOINT, "save_checkpoint", refusal, directory)
     replicas = None if engine.shards is None else engine.shards.ranks.replicas
     writer: Writer | Commit
     is_writing = replicas is None or replicas.rank == 0  # of several replicas of the model the first one writes
-    sources, tile = sources_of(engine.params.handles) if is_writing else [], engine.store.mover.tile
+    handles, tile = engine.params.handles, engine.store.mover.tile
+    if wholes is not None and wholes.wire.rank:  # of what every slice has all of, the first one writes
+        handles, draft = [handle for handle in handles if handle.cut is not None], draft._replace(rng=None)
+    sources = sources_of(handles) if is_writing else []
     if store is not None and commits:
         changed = next(one for one in engine.write_observers if isinstance(one, ChangedChunks))
         in_flight = {index: job for index, job in engine.updates.pending.items() if not job.is_complete()}
         writer = Commit(store, draft, engine.store.chunks, sources, tile, pending=in_flight, changed=changed)
     else:
         writer = Writer(final, draft, sources, tile)
-    saver = Saver(writer, group_for(engine.shards), engine.store.device)
+    saver = Saver(writer, _group_of(engine), engine.store.device)
     if wait:
         saver.run(engine.store.mover)
     else:
@@ -192,9 +197,9 @@ def _load(
         engine.store.manager.drain()
     except Exception as e:
         refusal = e
-    agree(engine.shards, Point.LOAD_CHECKPOINT, "load_checkpoint", refusal, directory=Path(os.fsdecode(directory)).name)
+    _agree(engine, Point.LOAD_CHECKPOINT, "load_checkpoint", refusal, directory)
 
-    ranks = Handshake(group_for(engine.shards), f"loading the checkpoint {path}")
+    ranks = Handshake(_group_of(engine), f"loading the checkpoint {path}")
     rule = engine.stepping.rule.spec
     reader = Reader(manifest, opened, sources_of(engine.params.handles), engine.store.mover, rule)
     ranks.step(lambda: reader.check(ranks.rank, ranks.size), lambda _: None)
@@ -207,13 +212,32 @@ def _load(
         try:
             ranks.step(read, lambda _: None)
             engine.stepping.restored()
-            rest.put_back(ranks.rank)
+            rest.put_back(0 if engine.ranks is None else engine.ranks.everyone.rank)
         except BaseException as e:
             if reader.started:
                 engine.state.mark_corrupted(e)
             raise
     reader.loss.tell(path)
     return rest.extra
+
+
+def _agree(
+    engine: Engine, point: Point, doing: str, refusal: Exception | None, directory: str | os.PathLike[str]
+) -> None:
+    """All ranks of the job want the same, or none goes on."""
+    name = Path(os.fsdecode(directory)).name
+    if engine.wholes is None:
+        agree(engine.shards, point, doing, refusal, directory=name)
+        return
+    if engine.shards is not None:
+        engine.shards.meet_all(point)
+    compare(engine.wholes.job, doing, refusal, directory=name)
+
+
+def _group_of(engine: Engine) -> ProcessGroup | None:
+    """The ranks that write or read one checkpoint."""
+    waiting = engine.shards if engine.wholes is None else engine.wholes
+    return None if waiting is None else waiting.waiting.group
 
 
 def _draft(
@@ -232,7 +256,9 @@ def _draft(
         "precision": precision,
         "piece": piece,
         "params": {
-            h.name: {"shape": list(h.param.shape), "step": h.num_steps, "trained": h.chunk.trained} for h in handles
+            h.name: {"shape": list(h.whole_shape), "step": h.num_steps, "trained": h.chunk.trained}
+            | ({} if h.cut is None else {"cut": [h.cut.dim, h.cut.groups, h.cut.size]})
+            for h in handles
         },
         "groups": encode(groups_of(optimizer), tensors, "optimizer.param_groups"),
         "plain": encode(plain_states(optimizer), tensors, "optimizer.state"),

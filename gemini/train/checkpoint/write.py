@@ -21,7 +21,7 @@ from gemini.memory.movement.mover import tiles
 from gemini.planning.planes import WEIGHTS, PlaneKind
 from gemini.ranks.handshake import Handshake
 from gemini.train.checkpoint import replacing
-from gemini.train.checkpoint.format import VALUES, check_target, whole_shape, write_manifest
+from gemini.train.checkpoint.format import VALUES, check_target, key_in_file, whole_shape, write_manifest
 from gemini.train.checkpoint.plain_data import encode
 from gemini.train.checkpoint.tensor_file import TensorFileWriter, TensorSpec
 from gemini.train.params.handle import ParamHandle
@@ -41,7 +41,7 @@ class PlanePart(NamedTuple):
     handle: ParamHandle
     plane: Plane
     spec: TensorSpec
-    """What it is in a file: a whole param has its own name and shape, a part of one says which elements it holds."""
+    """What it is in a file: a whole param has its own name and shape, a slice says which, a part which elements it has."""
 
     @property
     def numel(self) -> int:
@@ -80,13 +80,14 @@ def sources_of(handles: list[ParamHandle]) -> list[PlanePart]:
 
 
 def _source(kind: PlaneKind, handle: ParamHandle) -> PlanePart:
-    key, plane = f"{kind}/{handle.name}", handle.chunk.planes[kind]
-    spec = TensorSpec(key, plane.dtype, whole_shape(handle.param.shape, plane.items(handle.slot.numel)))
+    key, plane, cut = f"{kind}/{handle.name}", handle.chunk.planes[kind], handle.cut
+    in_file = key if cut is None else key_in_file(key, cut.rank, cut.size)
+    spec = TensorSpec(in_file, plane.dtype, whole_shape(handle.param.shape, plane.items(handle.slot.numel)))
     source = PlanePart(key, kind, handle, plane, spec)
     if handle.part.numel == handle.slot.numel:
         return source
     start, numel = source.offset, source.numel
-    return source._replace(spec=TensorSpec(f"{key}[{start}:{start + numel}]", plane.dtype, (numel,)))
+    return source._replace(spec=TensorSpec(f"{in_file}[{start}:{start + numel}]", plane.dtype, (numel,)))
 
 
 class Piece(NamedTuple):
@@ -108,7 +109,7 @@ class Draft(NamedTuple):
     manifest: dict[str, Any]
     tensors: list[torch.Tensor]
     rng: Any
-    """Of this rank."""
+    """Of this rank; None where one that has another slice of the same params says it."""
 
 
 class Writer:
@@ -166,7 +167,7 @@ class Writer:
         """On the first rank: the folder that all write into, beside the final one, with the RNG states of all."""
         self._made = replacing.begin(self.final)
         self._made.mkdir()
-        self.draft.manifest["rng"] = encode(rng, self.draft.tensors, "rng")
+        self.draft.manifest["rng"] = encode([one for one in rng if one is not None], self.draft.tensors, "rng")
         return self._made.name
 
     def _write_own(
@@ -190,7 +191,9 @@ class Writer:
         for source in self._sources:
             key, file = source.key, files[source.key]
             in_file = listed.setdefault(file.path.name, {"header": file.header_checksum, "tensors": {}})
-            in_file["tensors"][source.spec.name] = {"of": key, "start": source.offset, "sums": sums[key]}
+            entry = in_file["tensors"][source.spec.name] = {"of": key, "start": source.offset, "sums": sums[key]}
+            if source.handle.cut is not None:
+                entry["slice"] = source.handle.cut.rank
         return listed
 
     def _finish(self, listed: list[dict[str, Any]]) -> None:

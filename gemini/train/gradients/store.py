@@ -33,6 +33,7 @@ from gemini.planning.planes import GRAD, GRAD_ERROR, GRADS, PlaneSpec
 from gemini.tiers import Ledger, Tier
 from gemini.train.gradients.make_way import move_moments_down
 from gemini.train.params.handle import Leftover, ParamHandle
+from gemini.train.slices.together import SliceTotals
 
 HOLDER = "gradients in flight"
 
@@ -74,11 +75,13 @@ class GradientStore:
         spill: SpillFile | None,
         working_set: int,
         worker: Worker | None = None,
+        slices: SliceTotals | None = None,
     ):
         """
         Args:
             working_set: bytes of the computing tier that a step takes beside planes, which sums must leave free.
             worker: where gradients that leave the device land behind backward; without one each is waited for.
+            slices: what knows the norms of whole params, where some of these are slices.
         """
         staging = None if worker is None else mover.staging.take()
         self._worker = None if staging is None else worker
@@ -94,6 +97,7 @@ class GradientStore:
         self._mover = mover
         self._manager = manager
         self._spill = spill
+        self._slices = slices
 
     def do_in_turn(self, in_turn: bool) -> None:
         """From now on land at once, or no longer."""
@@ -384,12 +388,13 @@ class GradientStore:
     def total_sum(self, handles: list[ParamHandle]) -> float:
         """Sum of squares over all gradients: per-param sums in tile order, params in declaration order.
 
-        On CUDA the host waits for those it has not seen yet, once for all of them.
+        On CUDA the host waits for those it has not seen yet, once for all of them. Where params are slices, sums are
+        those of whole gradients, and all ranks with the others come here.
 
         Raises:
             GeminiError: if one of them is not whole.
         """
-        return kernels.total([total * handle.clip**2 for handle, total in _totals(handles)])
+        return kernels.total([total * handle.clip**2 for handle, total in self._totals(handles)])
 
     def clip_factor(self, max_norm: float) -> kernels.ClipFactor | None:
         """What clipping all gradients takes, left on the device that summed them; None where the host has a part in it.
@@ -400,7 +405,7 @@ class GradientStore:
             GeminiError: if a gradient is not whole.
         """
         there = _whole(self._handles)
-        if not there or any(handle.clip != 1.0 for handle in there):
+        if self._slices is not None or not there or any(handle.clip != 1.0 for handle in there):
             return None
         return kernels.clip_factor([handle.norm_sums or [] for handle in there], max_norm)
 
@@ -437,6 +442,16 @@ class GradientStore:
                     self._mover.store(plane, part.start + start, end, tile)
         handle.norm_sums, handle.clip, handle.clip_folded = sums, 1.0, 1.0
 
+    def _totals(self, handles: list[ParamHandle]) -> list[tuple[ParamHandle, float]]:
+        """Those that have a gradient, with its sum of squares; refused as by :func:`_whole`."""
+        there = _whole(handles)
+        own = zip(there, kernels.totals([handle.norm_sums or [] for handle in there]), strict=True)
+        if self._slices is None:
+            return list(own)
+        by_handle = dict(own)
+        totals = self._slices.of(handles, [by_handle.get(handle) for handle in handles])
+        return [(handle, total) for handle, total in zip(handles, totals, strict=True) if total is not None]
+
     def check_finite(self, handles: list[ParamHandle]) -> None:
         """Refuse inf and NaN; on CUDA a wait for sums that the host has not seen yet, as in :meth:`total_sum`.
 
@@ -444,7 +459,7 @@ class GradientStore:
             NonFiniteGradient: naming the first param; nothing was touched.
             GeminiError: if one of them is not whole.
         """
-        bad = [handle for handle, total in _totals(handles) if not math.isfinite(total)]
+        bad = [handle for handle, total in self._totals(handles) if not math.isfinite(total)]
         if bad:
             raise NonFiniteGradient(
                 f"the gradient of {bad[0].name!r} holds inf or NaN (and {len(bad) - 1} more params). No weight was "
@@ -486,12 +501,6 @@ def _scaled(tiles: list[torch.Tensor], factor: float, mover: Mover) -> kernels.S
     whole = mover.scratch(0, torch.float32, tiles[0].numel())
     kernels.join_master(tiles[0], tiles[1], whole)
     return kernels.sum_grad24(tiles[0], tiles[1], whole.mul_(factor), adding=False)
-
-
-def _totals(handles: list[ParamHandle]) -> list[tuple[ParamHandle, float]]:
-    """Those that have a gradient, with its sum of squares; refused as by :func:`_whole`."""
-    there = _whole(handles)
-    return list(zip(there, kernels.totals([handle.norm_sums or [] for handle in there]), strict=True))
 
 
 def _whole(handles: list[ParamHandle]) -> list[ParamHandle]:

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from gemini.train.params.by_name import ByName
 from gemini.train.params.guard import METADATA, OF_MEMORY, nan_of, tensors_in
+from gemini.train.slices.together import Homes
 
 ROOM = 128 * 2**20
 """Bytes of params in ordinary memory at once, if there is more than one."""
@@ -57,7 +57,7 @@ class Pager:
         filled: names of the params whose values are at home already; the others start undefined.
     """
 
-    def __init__(self, homes: ByName, filled: Collection[str] = ()):
+    def __init__(self, homes: Homes, filled: Collection[str] = ()):
         self._homes = homes
         self._handles = {id(handle.param): handle for handle in homes.handles}
         self._inside: dict[int, int] = {}  # bytes by the id of a param that is in memory, oldest first
@@ -98,7 +98,7 @@ class Pager:
             del handle.param._gemini_pager  # type: ignore[attr-defined]
 
     def _put_away(self, param: nn.Parameter) -> None:
-        param.data = stand_in(param.shape, param.dtype)
+        param.data = stand_in(torch.Size(self._handles[id(param)].whole_shape), param.dtype)
         param._gemini_pager = self  # type: ignore[attr-defined]
         param.__class__ = PagedParameter
 

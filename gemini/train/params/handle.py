@@ -20,6 +20,7 @@ from gemini.kernels import Sums
 from gemini.memory.chunks.chunk import Chunk
 from gemini.planning.layout import Part, Slot
 from gemini.train.params.stepper import Stepper
+from gemini.train.params.tensor_slice import TensorSlice
 
 _FINGERPRINT_TILE = 2**18
 """Bytes of weights at a time, each of which takes 16 for the moment."""
@@ -81,10 +82,17 @@ class ParamHandle:
     """States of it that are no planes, in host memory."""
     clip_folded: float = 1.0
     """The part of ``clip`` that is of an earlier step, and so of the gradient itself to whoever reads it."""
+    cut: TensorSlice | None = None
+    """Which slice of a whole param it is (tensor parallel); None for all of one."""
 
     @property
     def has_grad(self) -> bool:
         return self.norm_sums is not None
+
+    @property
+    def whole_shape(self) -> tuple[int, ...]:
+        """Of the param without slices."""
+        return tuple(self.param.shape) if self.cut is None else self.cut.shape
 
     @property
     def takes_step(self) -> bool:

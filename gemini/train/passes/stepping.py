@@ -26,6 +26,8 @@ from gemini.train.passes.backward import BackwardPass
 from gemini.train.passes.recovery import Recovery
 from gemini.train.sharding.reduction import Reduction
 from gemini.train.sharding.shards import Shards
+from gemini.train.sharding.step_facts import facts_of_step
+from gemini.train.slices.together import SliceTotals
 from gemini.train.step import StepState
 from gemini.train.update.tiles import ParamUpdate
 from gemini.train.update.updates import Updates
@@ -50,12 +52,14 @@ class Stepping:
         rule: that it was wrapped for.
         gradients: how they are kept, as ``GeminiConfig(gradients=)`` says.
         reduction: None in one process, as ``shards``.
+        slices: of a model in slices, else None.
     """
 
     def __init__(
         self, params: ParamSet, store: ChunkStore, state: StepState, rule: UpdateRule, *, gradients: str,
         backward: BackwardPass, scaling: Scaling, updates: Updates, exposure: Exposure, recovery: Recovery,
         observers: WriteObservers, shards: Shards | None, reduction: Reduction | None,
+        slices: SliceTotals | None,
     ):  # fmt: skip
         self.rule, self.scaling, self.state, self.updates, self.shards = rule, scaling, state, updates, shards
         self._params, self._store, self._mode = params, store, gradients
@@ -65,9 +69,9 @@ class Stepping:
             exposure,
             recovery,
         )
-        self._observers, self._reduction = observers, reduction
+        self._observers, self._reduction, self._slices = observers, reduction, slices
         self._moves = store.moves
-        self._may_stop_there = store.device.tier is Tier.GPU and reduction is None
+        self._may_stop_there = store.device.tier is Tier.GPU and reduction is None and slices is None
 
     # ---- before the step ----------------------------------------------------------------------------------------
 
@@ -225,6 +229,12 @@ class Stepping:
             self.updates.unseen.look()
         if self._reduction is not None:
             self._reduction.agree_on_step(optimizer)
+        if self._slices is not None:
+            handles = self._params.handles
+            facts = facts_of_step(
+                handles, [optimizer], self.scaling, self.state, clippings=(), num_backwards=0, num_dropped=0
+            )  # fmt: skip
+            self._slices.compare(facts, handles)
 
     def step(
         self, handles: list[ParamHandle], groups: list[dict[str, Any]],

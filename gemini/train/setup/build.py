@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -37,6 +37,7 @@ from gemini.ranks.group import Ranks
 from gemini.tiers import Ledger, Tier
 from gemini.train.params.factors import make_factors
 from gemini.train.params.handle import ParamHandle, ParamSet
+from gemini.train.params.tensor_slice import TensorSlice
 from gemini.train.setup.problem import Decision, check_optimizers, collect_params, decide
 
 
@@ -61,9 +62,13 @@ class Built:
 
 
 def build(
-    model: nn.Module, config: GeminiConfig, device: Device, owner: weakref.ref[Any], ranks: Ranks | None = None
-) -> Built:
-    """Lay out, place, reserve and allocate. The params still hold their own memory afterwards."""
+    model: nn.Module, config: GeminiConfig, device: Device, owner: weakref.ref[Any], ranks: Ranks | None = None,
+    cuts: Mapping[int, TensorSlice] | None = None,
+) -> Built:  # fmt: skip
+    """Lay out, place, reserve and allocate. The params still hold their own memory afterwards.
+
+    ``cuts``: by the id of a param, which slice it is.
+    """
     named = collect_params(model)
     check_optimizers(named, rule_for(config.optimizer, config.states, config.precision))
     size, rank = (1, 0) if ranks is None else (ranks.size, ranks.rank)
@@ -102,6 +107,7 @@ def build(
             slot,
             part_of(slot, spec.numel, size, rank),
             owner,
+            cut=(cuts or {}).get(id(n.param)),
         )
         for n in named
         for spec, slot in [place_of[n.names[0]]]

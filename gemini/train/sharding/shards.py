@@ -18,7 +18,6 @@ from contextlib import AbstractContextManager
 from typing import Protocol
 
 import torch
-import torch.distributed as dist
 
 from gemini.errors import GeminiError, RankLost, RankMismatch
 from gemini.memory.chunks.chunk import Chunk
@@ -33,12 +32,12 @@ from gemini.planning.working import replica_scratch_bytes
 from gemini.ranks import collectives
 from gemini.ranks.agreement import Agreement, Point, Request, word_for
 from gemini.ranks.group import Ranks
+from gemini.ranks.waiting import WaitingGroup
 from gemini.ranks.watch import Watch
 from gemini.ranks.wire import Pending, Tag, Wire
 from gemini.tiers import Tier
 from gemini.train.params.by_name import host_part
 from gemini.train.params.handle import ParamHandle, ParamSet
-from gemini.train.sharding.consensus import end_group_of
 from gemini.train.sharding.scripted import ScriptedStep
 from gemini.train.step import StepState
 
@@ -130,7 +129,7 @@ class Shards:
         self._numbers = {handle.name: number for number, handle in enumerate(params.handles)}
         self.num_meetings = 0
         self._read: torch.Tensor | None = None
-        self.waiting_group: dist.ProcessGroup | None = None
+        self.waiting = WaitingGroup(ranks.everyone.global_ranks)
         """Where the ranks wait for each other's disks, once they have."""
         self.native: Counter[str] = Counter()
         """Bytes that the library's own collectives have sent."""
@@ -144,7 +143,7 @@ class Shards:
         for lane in (self.lane, self.replica_lane):
             if lane is not None:
                 lane.close()
-        end_group_of(self)
+        self.waiting.close()
 
     def connect(self, reducing: Reducing) -> None:
         """Who adds up gradients when all ranks stand there."""

@@ -1,4 +1,8 @@
-"""Cuts a whole model into the slice of one rank of a mesh's ``tp``, by the plan that the model has."""
+"""Cuts a whole model into the slice of one rank of a mesh's ``tp``, by the plan that the model has.
+
+First params become slices, each the same object as before. Then modules get what they do before and after their own
+forward. Both are undone if the model cannot be managed.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +10,82 @@ import math
 import re
 from collections.abc import Mapping
 from types import MethodType
+from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from gemini.errors import RankMismatch, warn
+from gemini.ranks.group import checksum_of
 from gemini.ranks.mesh import names_of, size_of
+from gemini.train.modules.reading import is_tuner_layer
+from gemini.train.params.handle import SET_DATA
+from gemini.train.params.tensor_slice import TensorSlice
 from gemini.train.slices.plans import PLANS, Plan, of_end
-from gemini.train.slices.styles import STYLES, Shard, Slices, parts_of, shard_of, sliced_forward
+from gemini.train.slices.styles import STYLES, cutting_of, parts_of, sliced_forward
+from gemini.train.slices.sums import Slices
+
+
+class SlicedModel:
+    """What became of a model whose params are slices.
+
+    Attributes:
+        slices: the ranks that have the others.
+        params: by every name of a param that is cut, which slice of it is here.
+    """
+
+    def __init__(self, slices: Slices, styles: Mapping[str, str], counts: Mapping[str, tuple[str, ...]]):
+        self.slices, self.params = slices, dict[str, TensorSlice]()
+        self._styles, self._counts = styles, counts
+        self._whole: list[tuple[nn.Parameter, torch.Tensor]] = []
+
+    def cut(self, model: nn.Module, cuts: Mapping[str, TensorSlice]) -> None:
+        """Leave the slices of these params, in place."""
+        named = dict(model.named_parameters(remove_duplicate=False))
+        self.params = dict(cuts)
+        for param, cut in {id(named[name]): (named[name], cut) for name, cut in cuts.items()}.values():
+            self._whole.append((param, param.data))
+            SET_DATA(param, cut.of(param.data))
+
+    def by_param(self, model: nn.Module) -> dict[int, TensorSlice]:
+        """The slices by the ids of the params of ``model``."""
+        named = dict(model.named_parameters(remove_duplicate=False))
+        return {id(named[name]): cut for name, cut in self.params.items()}
+
+    def give_back(self) -> None:
+        """The params are whole again."""
+        while self._whole:
+            SET_DATA(*self._whole.pop())
+
+    def keep(self) -> None:
+        """There is no way back: whole values are let go of."""
+        self._whole.clear()
+
+    def put_on(self, model: nn.Module) -> None:
+        """Let the modules of ``model``, this one or one built alike, compute with slices."""
+        for name, module in model.named_modules():
+            for attribute in self._counts.get(name, ()):
+                setattr(module, attribute, getattr(module, attribute) // self.slices.size)
+            style = self._styles.get(name)
+            if style is None or STYLES[parts_of(style)[0]] is None:
+                continue
+            module.__dict__["_gemini_slice"] = (style, self.slices)
+            if style == "embedding_rowwise" and getattr(module, "padding_idx", None) is not None:
+                rows = self.params[f"{name}.weight"].own_shape[0]
+                here = module.padding_idx - self.slices.rank * rows
+                module.padding_idx = here if 0 <= here < rows else None
+            if style == "mla_kv_a_proj":
+                module.__dict__["_gemini_rope_dim"] = model.config.get_text_config().qk_rope_head_dim  # type: ignore[union-attr]
+            module.forward = MethodType(sliced_forward, module)  # type: ignore[method-assign]
+        model.register_forward_hook(lambda *_: self.slices.forget(), always_call=True)
+        model.__dict__["_gemini_sliced"] = self
 
 
 def slice_tensors(model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, str] | None = None) -> nn.Module:
-    """Leave this rank's slice of every matrix that ``plan`` cuts, in place; for :class:`gemini.GeminiDDP` with the same
-    mesh.
+    """Leave this rank's slice of every matrix that ``plan`` cuts, in place, for :class:`gemini.GeminiDDP` with the same
+    mesh; which does it by itself for a model that has a plan.
 
     Args:
         model: whole, on every rank of ``tp`` with the same weights.
@@ -25,42 +93,112 @@ def slice_tensors(model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, str] | 
         plan: names of modules and params (``*`` for numbers) to styles; the model's own ``tp_plan`` by default.
 
     Raises:
-        ValueError: for a model without a plan, styles that mean nothing, and sizes that do not divide; nothing is
-            changed then.
+        ValueError: for a model without a plan or with adapters, styles that mean nothing, and sizes that do not divide;
+            nothing is changed then.
+        RankMismatch: on every rank, if they have other weights.
     """
-    size = size_of(mesh, "tp")
-    if size == 1:
-        return model
-    slices = Slices(mesh.get_group(names_of(mesh).index("tp")))
-    chosen = expanded(model, plan_of(model) if plan is None else plan)
-    shards = shards_of(model, chosen)
-    _check(model, shards, chosen, size)
-    cut: dict[int, nn.Parameter] = {}
-    for module_name, module in model.named_modules():
-        for name, param in list(module._parameters.items()):
-            full = f"{module_name}.{name}" if module_name else name
-            if param is None or full not in shards:
-                continue
-            if id(param) not in cut:
-                own = shards[full].of(param.detach(), slices.rank, slices.size)
-                cut[id(param)] = nn.Parameter(own, requires_grad=param.requires_grad)
-            module._parameters[name] = cut[id(param)]
-    for name, module in model.named_modules():
-        for attribute in counts_of(model, name) if plan is None else ():
-            setattr(module, attribute, getattr(module, attribute) // size)
-        style = chosen.get(name)
-        if style is None or STYLES[parts_of(style)[0]] is None:
-            continue
-        module.__dict__["_gemini_slice"] = (style, slices)
-        if style == "embedding_rowwise" and getattr(module, "padding_idx", None) is not None:
-            rows = module.weight.shape[0]
-            here = module.padding_idx - slices.rank * rows
-            module.padding_idx = here if 0 <= here < rows else None
-        if style == "mla_kv_a_proj":
-            module.__dict__["_gemini_rope_dim"] = model.config.get_text_config().qk_rope_head_dim  # type: ignore[union-attr]
-        module.forward = MethodType(sliced_forward, module)  # type: ignore[method-assign]
-    model.register_forward_hook(lambda *_: slices.forget(), always_call=True)
+    if size_of(mesh, "tp") > 1:
+        differing = _differing(model, mesh)
+        if differing is not None:
+            raise RankMismatch(
+                f"slice_tensors: {differing!r} is not the same on all ranks of tp, which must have the same whole model: "
+                "load the same weights, or draw them from the same seed"
+            )
+        sliced = cut_params(model, mesh, plan)
+        sliced.keep()
+        sliced.put_on(model)
     return model
+
+
+def cut_params(model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, str] | None = None) -> SlicedModel:
+    """The first half of :func:`slice_tensors`, which can be undone; it raises what that does."""
+    if is_sliced(model):
+        raise ValueError(f"this {type(model).__name__} is in slices already")
+    adapted = [name for name, module in model.named_modules() if is_tuner_layer(module)]
+    if adapted:
+        raise ValueError(
+            f"tensor parallel of a model with adapters ({adapted[0]!r}): of a layer in slices an adapter would have "
+            "to be cut as well. Use dp in place of tp"
+        )
+    group = mesh.get_group(names_of(mesh).index("tp"))
+    slices = Slices(group)
+    styles = expanded(model, plan_of(model) if plan is None else plan)
+    cuts = cuts_of(model, styles, slices.rank, slices.size)
+    if not cuts:
+        raise ValueError(
+            f"tensor parallel over {slices.size} ranks: the plan cuts no param of this {type(model).__name__}. Its "
+            f"names are for example {', '.join(list(plan or plan_of(model))[:3])}"
+        )
+    _check_heads(model, styles, slices.size)
+    counts = {name: found for name, _ in model.named_modules() if plan is None and (found := counts_of(model, name))}
+    sliced = SlicedModel(slices, styles, counts)
+    sliced.cut(model, cuts)
+    return sliced
+
+
+def cut_if_whole(model: nn.Module, mesh: Any, *, is_filled: bool) -> SlicedModel | None:
+    """What a model that is to be managed over ``mesh`` becomes: None for one that has been cut by hand, or needs not be.
+
+    Args:
+        is_filled: it has its values; else it is whole, and the same on every rank.
+
+    Raises:
+        ValueError: as :func:`slice_tensors`; and for a model in slices with a mesh that has none.
+    """
+    size = 1 if mesh is None else size_of(mesh, "tp")
+    found = sliced_in(model)
+    if found is not None:
+        if found.slices.size != size:
+            raise ValueError(
+                f"this {type(model).__name__} is in slices over tp={found.slices.size}, and the mesh has tp={size}: give "
+                "GeminiDDP the mesh that the model was sliced for"
+            )
+        return None
+    if size == 1 or not has_plan(model):
+        return None
+    if is_filled and (differing := _differing(model, mesh)) is not None:
+        warn(
+            f"{type(model).__name__} has other weights on each rank of tp ({differing!r} is the first), so it is taken as "
+            "cut by hand. A whole model is sliced by itself if it is the same on all of them: load the same weights, or "
+            "draw them from the same seed"
+        )
+        return None
+    return cut_params(model, mesh)
+
+
+def _differing(model: nn.Module, mesh: DeviceMesh) -> str | None:
+    """The first param that is not the same on all ranks of ``tp``."""
+    said = [(name, tuple(param.shape), checksum_of(param.data)) for name, param in model.named_parameters()]
+    everyone: list[Any] = [None] * size_of(mesh, "tp")
+    dist.all_gather_object(everyone, said, group=mesh.get_group(names_of(mesh).index("tp")))
+    for of_param in zip(*everyone, strict=False):
+        if any(other != of_param[0] for other in of_param):
+            return str(of_param[0][0])
+    return None if len({len(said) for said in everyone}) == 1 else "the number of params"
+
+
+def cuts_in(model: nn.Module) -> dict[int, TensorSlice]:
+    """By the ids of params that are cut, which slices they are; of a model that was sliced before, or a part of it."""
+    found: dict[int, TensorSlice] = {}
+    for module in model.modules():
+        if "_gemini_sliced" in module.__dict__:
+            found |= module.__dict__["_gemini_sliced"].by_param(module)
+    return found
+
+
+def sliced_in(model: nn.Module) -> SlicedModel | None:
+    """What :func:`slice_tensors` has made of a model, or of a module in it."""
+    return next((m.__dict__["_gemini_sliced"] for m in model.modules() if "_gemini_sliced" in m.__dict__), None)
+
+
+def is_sliced(model: nn.Module) -> bool:
+    """Whether a part of a model is in slices."""
+    return sliced_in(model) is not None
+
+
+def has_plan(model: nn.Module) -> bool:
+    """Whether it is known how to slice a model."""
+    return _own_plan(model) is not None or bool(getattr(model, "tp_plan", None))
 
 
 def plan_of(model: nn.Module) -> dict[str, str]:
@@ -132,22 +270,40 @@ def _with_tied(model: nn.Module, chosen: dict[str, str]) -> dict[str, str]:
     return chosen
 
 
-def shards_of(model: nn.Module, chosen: Mapping[str, str]) -> dict[str, Shard]:
-    """By the name of a param, how it is cut; of params with several names each."""
-    found = {}
+def cuts_of(model: nn.Module, styles: Mapping[str, str], rank: int, size: int) -> dict[str, TensorSlice]:
+    """By the name of a param that is cut, the slice of ``rank``; of params with several names under each.
+
+    Raises:
+        ValueError: for one that ``size`` does not divide, or whose names are to be cut in two ways.
+    """
+    found: dict[str, TensorSlice] = {}
+    by_param: dict[int, tuple[str, TensorSlice | None]] = {}
     for module_name, module in model.named_modules():
         for name, param in module._parameters.items():
             full = f"{module_name}.{name}" if module_name else name
-            if (
-                param is not None
-                and full in chosen
-                and (shard := shard_of(chosen[full], module, name, param)) is not None
-            ):
-                found[full] = shard
+            if param is None:
+                continue
+            how = cutting_of(styles[full], module, name, param) if full in styles else None
+            cut = None if how is None else TensorSlice(tuple(param.shape), how.dim, how.groups, rank, size)
+            first = by_param.setdefault(id(param), (full, cut))
+            if first[1] != cut:
+                raise ValueError(
+                    f"tensor parallel: {first[0]} and {full} are one param, and the plan cuts them in two ways. Give "
+                    "slice_tensors a plan that cuts both alike, or none of them"
+                )
+            if cut is None:
+                continue
+            length = cut.shape[cut.dim] // cut.groups
+            if length % size:
+                raise ValueError(
+                    f"tensor parallel over {size} ranks: {full} has {length} to cut along dim {cut.dim}, which that "
+                    f"does not divide. Sizes that do: {_divisors(length)}"
+                )
+            found[full] = cut
     return found
 
 
-def _check(model: nn.Module, shards: Mapping[str, Shard], chosen: Mapping[str, str], size: int) -> None:
+def _check_heads(model: nn.Module, styles: Mapping[str, str], size: int) -> None:
     config = getattr(model, "config", None)
     text = config.get_text_config() if config is not None else None
     heads = {
@@ -155,19 +311,12 @@ def _check(model: nn.Module, shards: Mapping[str, Shard], chosen: Mapping[str, s
         for what in ("num_attention_heads", "num_key_value_heads")
         if isinstance(number := getattr(text, what, None), int)
     }
-    cuts_heads = any(re.search(r"(q|k|v|qkv)_proj$|query_key_value$", name) for name in chosen)
+    cuts_heads = any(re.search(r"(q|k|v|qkv)_proj$|query_key_value$", name) for name in styles)
     for what, number in heads.items() if cuts_heads else ():
         if number % size:
             raise ValueError(
                 f"tensor parallel over {size} ranks: the model has {what}={number}, which that does not divide. Sizes "
                 f"that do: {_divisors(math.gcd(*heads.values()))}"
-            )
-    for name, shard in shards.items():
-        length = shard.shape[shard.dim] // shard.groups
-        if length % size:
-            raise ValueError(
-                f"tensor parallel over {size} ranks: {name} has {length} to cut along dim {shard.dim}, which that does "
-                f"not divide. Sizes that do: {_divisors(length)}"
             )
 
 

@@ -10,55 +10,16 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from gemini.train.slices.sums import Cut, Join, SumInBackward, SumInForward
+from gemini.train.slices.sums import Cut, Join, Slices, SumInBackward, SumInForward
 
 
-class Slices:
-    """The ranks that have the slices of a model, as one of them sees them. Copies of a model share it."""
+class Cutting(NamedTuple):
+    """Along which dim a param is cut, and how many matrices lie side by side there, each of which is cut."""
 
-    def __init__(self, group: dist.ProcessGroup):
-        self.group, self.rank, self.size = group, dist.get_rank(group), dist.get_world_size(group)
-        self._given: torch.Tensor | None = None
-        self._taken: torch.Tensor | None = None
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Slices:
-        return self
-
-    def share(self, value: torch.Tensor) -> torch.Tensor:
-        """A value that all slices have, and of whose gradient each will know a part. Modules that read the same one in
-        turn share it, so that its gradient is added up once.
-        """
-        if not (torch.is_grad_enabled() and value.requires_grad):
-            return value
-        if self._given is not value or self._taken is None:
-            self._given, self._taken = value, SumInBackward.apply(value, self.group)
-        return self._taken
-
-    def forget(self) -> None:
-        """The forward is over."""
-        self._given = self._taken = None
-
-
-class Shard(NamedTuple):
-    """Which slice of a whole param a rank has.
-
-    Attributes:
-        shape: of the whole param.
-        dim: along which it is cut.
-        groups: how many matrices lie side by side along ``dim``, each of which is cut (gate and up in one: 2).
-    """
-
-    shape: tuple[int, ...]
     dim: int
     groups: int = 1
-
-    def of(self, whole: torch.Tensor, rank: int, size: int) -> torch.Tensor:
-        """The slice of ``rank``, a copy."""
-        parts = [part.chunk(size, self.dim)[rank] for part in whole.chunk(self.groups, self.dim)]
-        return torch.cat(parts, self.dim)
 
 
 def is_transposed(module: nn.Module) -> bool:
@@ -66,18 +27,18 @@ def is_transposed(module: nn.Module) -> bool:
     return type(module).__name__ == "Conv1D"
 
 
-def shard_of(style: str, module: nn.Module, name: str, param: torch.Tensor) -> Shard | None:
+def cutting_of(style: str, module: nn.Module, name: str, param: torch.Tensor) -> Cutting | None:
     """How ``style`` cuts the param ``name`` of ``module``; None if every rank has all of it."""
-    shape, (kind, groups) = tuple(param.shape), parts_of(style)
+    kind, groups = parts_of(style)
     outputs, inputs = (param.ndim - 1, param.ndim - 2) if is_transposed(module) else (param.ndim - 2, param.ndim - 1)
     if kind in ("colwise", "colwise_gather_output", "packed_colwise"):
-        return Shard(shape, max(outputs, 0) if param.ndim > 1 else 0, groups)
+        return Cutting(outputs if param.ndim > 1 else 0, groups)
     if kind in ("rowwise", "rowwise_split_input", "packed_rowwise"):
-        return None if name == "bias" or param.ndim == 1 else Shard(shape, inputs, groups)
+        return None if name == "bias" or param.ndim == 1 else Cutting(inputs, groups)
     if kind == "embedding_rowwise":
-        return Shard(shape, 0)
+        return Cutting(0)
     if kind in ("embedding_colwise", "columns"):
-        return Shard(shape, 1)
+        return Cutting(1)
     return None
 
 
@@ -104,17 +65,17 @@ def _colwise(module: nn.Module, own: Forward, slices: Slices, x: torch.Tensor, *
 
 
 def _joined(module: nn.Module, own: Forward, slices: Slices, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    return Join.apply(own(slices.share(x), *args, **kwargs), slices.group)
+    return Join.apply(own(slices.share(x), *args, **kwargs), slices)
 
 
 def _rowwise(module: nn.Module, own: Forward, slices: Slices, x: torch.Tensor) -> torch.Tensor:
-    out = SumInForward.apply(_linear(module, x), slices.group)
+    out = SumInForward.apply(_linear(module, x), slices)
     bias = getattr(module, "bias", None)
     return out if bias is None else out + bias
 
 
 def _rowwise_of_whole(module: nn.Module, own: Forward, slices: Slices, x: torch.Tensor) -> torch.Tensor:
-    return _rowwise(module, own, slices, Cut.apply(x, slices.group))
+    return _rowwise(module, own, slices, Cut.apply(x, slices))
 
 
 def _embedding_by_rows(module: nn.Module, own: Forward, slices: Slices, ids: torch.Tensor) -> torch.Tensor:
@@ -124,11 +85,11 @@ def _embedding_by_rows(module: nn.Module, own: Forward, slices: Slices, ids: tor
     here = ids - slices.rank * rows
     is_here = (here >= 0) & (here < rows)
     found = own(here.clamp(0, rows - 1))
-    return SumInForward.apply(found * is_here.unsqueeze(-1), slices.group)
+    return SumInForward.apply(found * is_here.unsqueeze(-1), slices)
 
 
 def _embedding_by_columns(module: nn.Module, own: Forward, slices: Slices, *args: Any, **kwargs: Any) -> Any:
-    return Join.apply(own(*args, **kwargs), slices.group)
+    return Join.apply(own(*args, **kwargs), slices)
 
 
 def _whole_with_summed_grads(module: nn.Module, own: Forward, slices: Slices, *args: Any, **kwargs: Any) -> Any:
@@ -137,7 +98,7 @@ def _whole_with_summed_grads(module: nn.Module, own: Forward, slices: Slices, *a
         del module._parameters[name]
     try:
         for name, param in kept.items():
-            setattr(module, name, SumInBackward.apply(param, slices.group))
+            setattr(module, name, SumInBackward.apply(param, slices))
         return own(*args, **kwargs)
     finally:
         for name in kept:
@@ -146,22 +107,22 @@ def _whole_with_summed_grads(module: nn.Module, own: Forward, slices: Slices, *a
 
 
 def _summed(module: nn.Module, own: Forward, slices: Slices, *args: Any, **kwargs: Any) -> Any:
-    return SumInForward.apply(own(*args, **kwargs), slices.group)
+    return SumInForward.apply(own(*args, **kwargs), slices)
 
 
 def _experts(module: nn.Module, own: Forward, slices: Slices, hidden: torch.Tensor, *routing: Any, **kw: Any) -> Any:
-    hidden = SumInBackward.apply(hidden, slices.group)
+    hidden = SumInBackward.apply(hidden, slices)
     if len(routing) >= 2:
         index, weights, *more = routing
-        routing = (index, SumInBackward.apply(weights, slices.group), *more)
-    return SumInForward.apply(own(hidden, *routing, **kw), slices.group)
+        routing = (index, SumInBackward.apply(weights, slices), *more)
+    return SumInForward.apply(own(hidden, *routing, **kw), slices)
 
 
 def _rotated(module: nn.Module, own: Forward, slices: Slices, *args: Any, **kwargs: Any) -> torch.Tensor:
     """DeepSeek's: a part of the output goes to all heads of this slice past every layer that is cut."""
     out, rope = own(*args, **kwargs), module.__dict__["_gemini_rope_dim"]
     passed, turned = out.split([out.shape[-1] - rope, rope], -1)
-    return torch.cat([passed, SumInBackward.apply(turned, slices.group)], -1)
+    return torch.cat([passed, SumInBackward.apply(turned, slices)], -1)
 
 
 def _divided(module: nn.Module, own: Forward, slices: Slices, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:

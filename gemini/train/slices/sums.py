@@ -12,32 +12,77 @@ import torch
 import torch.distributed as dist
 from torch.autograd import Function
 
+from gemini.ranks.wire import guarded
 
-def _added_up(value: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    value = value.contiguous().clone()
-    dist.all_reduce(value, group=group)
-    return value
+_DOING = "a sum over the slices of a layer (tp)"
+
+
+class Slices:
+    """The ranks that have the slices of a model, as one of them sees them. Copies of a model share it."""
+
+    def __init__(self, group: dist.ProcessGroup):
+        self.group, self.rank, self.size = group, dist.get_rank(group), dist.get_world_size(group)
+        self._given: torch.Tensor | None = None
+        self._taken: torch.Tensor | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Slices:
+        return self
+
+    def share(self, value: torch.Tensor) -> torch.Tensor:
+        """A value that all slices have, and of whose gradient each will know a part. Modules that read the same one in
+        turn share it, so that its gradient is added up once.
+        """
+        if not (torch.is_grad_enabled() and value.requires_grad):
+            return value
+        if self._given is not value or self._taken is None:
+            self._given, self._taken = value, SumInBackward.apply(value, self)
+        return self._taken
+
+    def forget(self) -> None:
+        """The forward is over, or the backward of what it has shared last begins."""
+        self._given = self._taken = None
+
+    def add_up(self, value: torch.Tensor) -> torch.Tensor:
+        """The sum over slices, a new tensor.
+
+        Raises:
+            RankLost: if another rank does not answer.
+        """
+        value = value.contiguous().clone()
+        guarded(_DOING, lambda: dist.all_reduce(value, group=self.group))
+        return value
+
+    def join(self, value: torch.Tensor) -> torch.Tensor:
+        """The slices' values side by side in the last dim; raises as :meth:`add_up`."""
+        parts = [torch.empty_like(value, memory_format=torch.contiguous_format) for _ in range(self.size)]
+        guarded(_DOING, lambda: dist.all_gather(parts, value.contiguous(), group=self.group))
+        return torch.cat(parts, -1)
+
+    def own(self, value: torch.Tensor) -> torch.Tensor:
+        """This slice's part of the last dim."""
+        return value.chunk(self.size, -1)[self.rank].contiguous()
 
 
 class SumInBackward(Function):
     """The value as it is, which all slices have; each knows a part of its gradient."""
 
     @staticmethod
-    def forward(ctx: Any, value: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.group = group
+    def forward(ctx: Any, value: torch.Tensor, slices: Slices) -> torch.Tensor:
+        ctx.slices = slices
         return value.view_as(value)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        return _added_up(grads[0], ctx.group), None
+        ctx.slices.forget()
+        return ctx.slices.add_up(grads[0]), None
 
 
 class SumInForward(Function):
     """The sum of the slices' values, whose gradient all slices know."""
 
     @staticmethod
-    def forward(ctx: Any, value: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        return _added_up(value, group)
+    def forward(ctx: Any, value: torch.Tensor, slices: Slices) -> torch.Tensor:
+        return slices.add_up(value)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
@@ -48,31 +93,23 @@ class Join(Function):
     """The slices' values side by side in the last dim, whose gradient all slices know."""
 
     @staticmethod
-    def forward(ctx: Any, value: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.rank, ctx.size = dist.get_rank(group), dist.get_world_size(group)
-        parts = [torch.empty_like(value, memory_format=torch.contiguous_format) for _ in range(ctx.size)]
-        dist.all_gather(parts, value.contiguous(), group=group)
-        return torch.cat(parts, -1)
+    def forward(ctx: Any, value: torch.Tensor, slices: Slices) -> torch.Tensor:
+        ctx.slices = slices
+        return slices.join(value)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        return grads[0].chunk(ctx.size, -1)[ctx.rank], None
+        return ctx.slices.own(grads[0]), None
 
 
 class Cut(Function):
     """This slice's part of the last dim of a value that all have; each knows its part of the gradient."""
 
     @staticmethod
-    def forward(ctx: Any, value: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.group = group
-        return value.chunk(dist.get_world_size(group), -1)[dist.get_rank(group)].contiguous()
+    def forward(ctx: Any, value: torch.Tensor, slices: Slices) -> torch.Tensor:
+        ctx.slices = slices
+        return slices.own(value)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        parts = [torch.empty_like(grads[0], memory_format=torch.contiguous_format) for _ in range(_size(ctx.group))]
-        dist.all_gather(parts, grads[0].contiguous(), group=ctx.group)
-        return torch.cat(parts, -1), None
-
-
-def _size(group: dist.ProcessGroup) -> int:
-    return dist.get_world_size(group)
+        return ctx.slices.join(grads[0]), None

@@ -1,0 +1,40 @@
+"""What does not go with a model in slices, said before anything of it changes."""
+
+from __future__ import annotations
+
+from gemini.config import GeminiConfig
+from gemini.planning.planes import RuleSpec
+from gemini.ranks.group import Ranks
+
+
+def refuse_unsuited(config: GeminiConfig, rule: RuleSpec, ranks: Ranks) -> None:
+    """Refuse settings under which slices would not compute what the whole model does.
+
+    Raises:
+        ValueError: naming the remedy.
+    """
+    if config.gradients == "transient":
+        raise ValueError(
+            'gradients="transient" updates inside backward, when a slice of a model (tp) knows of its own part of each '
+            'gradient only whether it is finite: use gradients="retain" or "accumulate"'
+        )
+    if rule.whole:
+        raise ValueError(
+            f"the optimizer {rule.name} looks at whole params, and tensor parallel leaves a slice of each on a rank: "
+            "use one that works element by element (AdamW, Lion, SGD, Adan, Sophia), or dp in place of tp"
+        )
+    if isinstance(config.tile_tokens, int):
+        raise ValueError(
+            f"tile_tokens={config.tile_tokens} with a model in slices (tp): its layers meet in sums over ranks, which "
+            "are not computed in tiles. Leave tile_tokens out"
+        )
+    if ranks.sliced_by != ("tp",):
+        raise ValueError(
+            f"a mesh with {' and '.join(ranks.sliced_by)}: a model whose matrices Gemini has cut (tp) cannot be in stages "
+            "as well. Use dp in place of pp"
+        )
+    if ranks.context is not None:
+        raise ValueError(
+            "a mesh with cp and tp: attention of a slice has a part of the heads, and parts of sequences divide heads "
+            "as well. Use one of the two"
+        )
