@@ -240,7 +240,7 @@ class GeminiTrainerMixin:
         except Exception as e:
             refusal = e
         if engine is not None:
-            agree(engine.shards, Point.EXPORT, "saving the model", refusal)
+            agree(engine.ranks, engine.shards, Point.EXPORT, "saving the model", refusal)
         elif refusal is not None:
             raise refusal
 

@@ -261,7 +261,7 @@ class GeminiStrategy(DDPStrategy):
                 self.checkpoint_io.save_checkpoint(values, filepath, storage_options=storage_options)
         except Exception as e:
             refusal = e
-        agree(self.engine.shards, Point.SAVE_CHECKPOINT, "Trainer.save_checkpoint", refusal)
+        agree(self.engine.ranks, self.engine.shards, Point.SAVE_CHECKPOINT, "Trainer.save_checkpoint", refusal)
 
     def _is_local(self, path: Any) -> bool:
         """Whether the file may be written here; through a CheckpointIO or a URL go values, 12 bytes per param."""

@@ -52,8 +52,8 @@ FLOORS = [
 # Rooms of gemini.train, from the ground up: data flows one way, and nothing calls up.
 ROOMS = (
     "own_work", "step", "write_observers", "observers", "params", "modules", "slices", "context", "gradients",
-    "activations", "setup", "update", "sharding", "passes", "engine", "optimizers", "recording", "report", "checkpoint", "unmanage",
-    "adapters", "ddp", "loading",
+    "activations", "setup", "update", "sharding", "passes", "engine", "optimizers", "recording", "report",
+    "checkpoint", "unmanage", "adapters", "ddp", "loading",
 )  # fmt: skip
 NO_TORCH = 2  # the first so many floors, and the settings
 # Of DESIGN's names; plan and simulate come with the planner.

@@ -24,6 +24,7 @@ from gemini.ranks import launch
 from gemini.ranks.meeting import start_group
 from gemini.ranks.mesh import SHARDING, SLICING, names_of, place_in, ranks_along, size_of
 from gemini.ranks.subgroup import end_subgroup, make_subgroup
+from gemini.ranks.waiting import WaitingGroup
 from gemini.ranks.wire import Tag, Wire
 
 
@@ -40,6 +41,9 @@ class Ranks:
         context: among the ranks that have parts of the same sequences (``cp``), or None.
         collective: the library's group for CUDA tensors of the shard group (NCCL); None on the CPU.
         context_collective: the same of ``context``.
+        writers: among the ranks that write one checkpoint: those with the same params, or all of the job where Gemini
+            has cut the model.
+        waiting: these wait for each other here.
         local_size: ranks of the job on this machine, who divide its memory and disk.
         slice_: which slice of the model this rank has, by the dims that slice it; "" for all of it.
         sliced_by: these dims.
@@ -53,6 +57,8 @@ class Ranks:
     context: Wire | None
     collective: dist.ProcessGroup | None
     context_collective: dist.ProcessGroup | None
+    writers: Wire
+    waiting: WaitingGroup
     local_size: int
     slice_: str = ""
     sliced_by: tuple[str, ...] = ()
@@ -75,6 +81,16 @@ class Ranks:
         return self.everyone.rank == 0
 
     @property
+    def is_one_model(self) -> bool:
+        """Whether all ranks of the job together have one model, of which it is known what each of them has."""
+        return self.writers is self.job
+
+    @property
+    def slice_rank(self) -> int:
+        """Which slice of every param that Gemini has cut this rank has; 0 of a model that is not in slices."""
+        return 0 if not self.is_one_model or self.same_batch is None else self.same_batch.rank
+
+    @property
     def shares_params(self) -> bool:
         """Whether another rank has the same params."""
         return self.everyone.size > 1
@@ -85,6 +101,7 @@ class Ranks:
         for group in {wire.group for wire in wires if wire is not None}:
             if group is not None:
                 end_subgroup(group)
+        self.waiting.close()
 
     def check_same(self, of_job: Mapping[str, Any], of_params: Mapping[str, Any]) -> None:
         """Compare facts (name to plain value) with the other ranks: those of the job, and those with the same params.
@@ -99,12 +116,12 @@ class Ranks:
             _compare(self.everyone, of_params)
 
     def refuse_one_folder(self, doing: str, folder: str) -> None:
-        """Slices of a model are written into folders of their own; all ranks of the job come here.
+        """Slices that the caller has cut are written into folders of their own; all ranks of the job come here.
 
         Raises:
             ValueError: on every rank, if two slices are to be written into the same one.
         """
-        if self.job is self.everyone:
+        if self.is_one_model:
             return
         texts = self.job.exchange_texts(json.dumps([folder, self.slice_]), f"comparing the folders of {doing}")
         slices: dict[str, set[str]] = {}
@@ -171,7 +188,11 @@ def checksum_of(tensor: torch.Tensor) -> int:
 
 
 def join(
-    process_group: dist.ProcessGroup | None = None, mesh: DeviceMesh | None = None, *, cuda: bool = False
+    process_group: dist.ProcessGroup | None = None,
+    mesh: DeviceMesh | None = None,
+    *,
+    cuda: bool = False,
+    in_slices: bool = False,
 ) -> Ranks | None:
     """The ranks this process shares a job with; None if it is alone.
 
@@ -179,13 +200,15 @@ def join(
     replicates and the second shards (as in torch's FSDP2). Without both arguments: the default process group, and if
     there is none but torchrun or srun has started this process, it is made.
 
+    ``in_slices``: Gemini has cut the model over the mesh.
+
     Raises:
         ValueError: for names that mean nothing, for a mesh without this process, or both arguments.
     """
     if mesh is not None:
         if process_group is not None:
             raise ValueError("give GeminiDDP a process_group or a mesh, not both")
-        return _of_mesh(mesh, cuda=cuda)
+        return _of_mesh(mesh, cuda=cuda, in_slices=in_slices)
     if process_group is None:
         if not dist.is_initialized() and not _start_default(cuda=cuda):
             return None
@@ -196,7 +219,8 @@ def join(
         return None
     everyone = _wire(ranks, process_group)
     collective = _collective(ranks, process_group) if cuda else None
-    return Ranks(everyone, None, everyone, everyone, None, None, collective, None, _count_local(everyone, len(ranks)))
+    waiting, local_size = WaitingGroup(everyone.global_ranks), _count_local(everyone, len(ranks))
+    return Ranks(everyone, None, everyone, everyone, None, None, collective, None, everyone, waiting, local_size)
 
 
 def _start_default(*, cuda: bool) -> bool:
@@ -207,7 +231,7 @@ def _start_default(*, cuda: bool) -> bool:
     return True
 
 
-def _of_mesh(mesh: DeviceMesh, *, cuda: bool) -> Ranks | None:
+def _of_mesh(mesh: DeviceMesh, *, cuda: bool, in_slices: bool) -> Ranks | None:
     names = names_of(mesh)
     if size_of(mesh, "ep") > 1:
         raise ValueError(
@@ -239,8 +263,10 @@ def _of_mesh(mesh: DeviceMesh, *, cuda: bool) -> Ranks | None:
     local_size = _count_local(job, mesh._get_root_mesh().mesh.numel())
     sliced_by = tuple(name for name in SLICING if size_of(mesh, name) > 1)
     slice_ = ", ".join(f"{name} {place_in(mesh, name)}" for name in sliced_by)
+    writers = job if in_slices else everyone
     return Ranks(
-        wire, replicas, everyone, job, same_batch, context, collective, context_collective, local_size, slice_, sliced_by
+        wire, replicas, everyone, job, same_batch, context, collective, context_collective, writers,
+        WaitingGroup(writers.global_ranks), local_size, slice_, sliced_by,
     )  # fmt: skip
 
 

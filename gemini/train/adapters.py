@@ -80,8 +80,8 @@ class ManagedAdapters:
             raise
         except BaseException as e:
             failure = e
-        shards.waiting.wait_for_all("save_pretrained")
-        tell(shards, "save_pretrained", failure, directory=directory.name)
+        shards.ranks.waiting.wait_for_all("save_pretrained")
+        tell(shards.ranks.writers, "save_pretrained", failure, directory=directory.name)
 
     def merge_and_unload(self, *args: Any, **kwargs: Any) -> Any:
         """As in PEFT: the base model with the adapters merged into its weights, as an *ordinary* model on the CPU.

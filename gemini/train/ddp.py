@@ -34,6 +34,7 @@ from gemini.train.modules.compiled import compile_blocks, refuse_compiled_whole
 from gemini.train.modules.injected import refuse_injected
 from gemini.train.modules.reading import is_a
 from gemini.train.modules.token_tiles import tile_tokens
+from gemini.train.params.by_name import ByName
 from gemini.train.params.handle import ParamHandle, handle_of
 from gemini.train.params.state_dict import load_model_state, model_state
 from gemini.train.params.stepper import optimizer_of
@@ -45,7 +46,6 @@ from gemini.train.setup.arguments import refuse_unknown, refuse_wrong_device
 from gemini.train.setup.wrappable import refuse_unwrappable
 from gemini.train.sharding.shards import Shards
 from gemini.train.slices.slicing import cut_if_whole, cuts_in
-from gemini.train.slices.together import Homes
 
 
 class GeminiDDP(nn.Module):
@@ -164,7 +164,7 @@ class GeminiDDP(nn.Module):
         if not max_norm >= 0:
             raise ValueError(f"max_norm must not be negative, got {max_norm}")
         ranks = _engine(self).ranks
-        if ranks is not None and ranks.slice_ and _engine(self).wholes is None:
+        if ranks is not None and ranks.slice_ and not ranks.is_one_model:
             raise GeminiError(
                 f"clip_grad_norm_ of a model that the caller has cut (this rank has {ranks.slice_}): which params are "
                 "parts and which are whole on every slice is not known, so their norm over all slices is not either. "
@@ -250,7 +250,7 @@ class GeminiDDP(nn.Module):
         and :meth:`state_dict`.
         """
         engine = _engine(self)
-        return (engine.wholes or engine.by_names).read(engine.by_names[name], dtype)
+        return engine.by_names.read_whole(engine.by_names[name], dtype)
 
     def full_grad(self, name: str) -> torch.Tensor | None:
         """A copy of one param's gradient on the CPU as the loss gives it, or None without one.
@@ -260,7 +260,7 @@ class GeminiDDP(nn.Module):
         engine = _engine(self)
         handle = engine.by_names[name]
         grad = engine.backward.read_grad(handle)
-        return grad if grad is None or engine.wholes is None else engine.wholes.joined(handle, grad)
+        return None if grad is None else engine.by_names.joined(handle, grad)
 
     def memory_report(self) -> MemoryReport:
         """Per tier "budget", "used" and "peak" in bytes, and under "moved" what crossed each boundary last step."""
@@ -308,8 +308,7 @@ class GeminiDDP(nn.Module):
         engine = _engine(self)
         engine.drain()
         engine.state.check_whole()
-        homes = engine.wholes or engine.by_names
-        return model_state(super(), destination, prefix, lambda handle: homes.read(handle, dtype))
+        return model_state(super(), destination, prefix, lambda handle: engine.by_names.read_whole(handle, dtype))
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load full weights by their original names; fp32 values become masters with every bit.
@@ -329,10 +328,10 @@ class GeminiDDP(nn.Module):
         engine = _engine(self)
         engine.drain()
         engine.state.check_whole()
-        if engine.ranks is not None and engine.wholes is None:
+        if engine.ranks is not None:
             engine.ranks.refuse_one_folder("save_pretrained", os.path.abspath(save_directory))
         return Export(
-            self, super(), save_directory, args, kwargs, by_names=engine.by_names, wholes=engine.wholes,
+            self, super(), save_directory, args, kwargs, by_names=engine.by_names, ranks=engine.ranks,
             shards=engine.shards, dtype=COMPUTE_DTYPES[engine.config.precision],
         ).run()  # fmt: skip
 
@@ -469,7 +468,7 @@ def _join_others(model: nn.Module, ranks: Ranks, shards: Shards | None, kind: st
 
 def manage(
     model: nn.Module, config: GeminiConfig, *, process_group: Any = None, mesh: Any = None,
-    fill: Callable[[Homes, Ranks | None], nn.Module] | None = None,
+    fill: Callable[[ByName, Ranks | None], nn.Module] | None = None,
 ) -> nn.Module:  # fmt: skip
     """Make ``model`` a GeminiDDP model; if that fails, what it was before.
 
@@ -477,7 +476,7 @@ def manage(
         fill: what writes the values of params that hold none yet to their homes, and returns the model that has them.
     """
 
-    def note(homes: Homes, ranks: Ranks | None) -> None:
+    def note(homes: ByName, ranks: Ranks | None) -> None:
         nonlocal model
         assert fill is not None
         model = fill(homes, ranks)

@@ -57,7 +57,7 @@ from gemini.train.sharding.alike import agree_on_values
 from gemini.train.sharding.reduction import Reduction
 from gemini.train.sharding.shards import Shards
 from gemini.train.slices.suited import refuse_unsuited
-from gemini.train.slices.together import Homes, SliceTotals, WholeParams
+from gemini.train.slices.together import OtherSlices
 from gemini.train.step import StepState
 from gemini.train.update.in_backward import InBackward
 from gemini.train.update.updates import Updates
@@ -74,7 +74,7 @@ class Engine:
 
     def __init__(
         self, model: nn.Module, config: GeminiConfig, *, process_group: Any = None, mesh: Any = None,
-        fill: Callable[[Homes, Ranks | None], None] | None = None,
+        fill: Callable[[ByName, Ranks | None], None] | None = None,
         cuts: Mapping[int, TensorSlice] | None = None,
     ):  # fmt: skip
         config = self.config = config.resolved()
@@ -83,12 +83,15 @@ class Engine:
         lock, observers = threading.RLock(), Observers()
         self.write_observers = WriteObservers()
         device = make_device(config.device)
-        in_job = self.ranks = join(process_group, mesh, cuda=device.torch_device.type == "cuda")
+        in_job = self.ranks = join(
+            process_group, mesh, cuda=device.torch_device.type == "cuda", in_slices=bool(cuts)
+        )  # fmt: skip
         if in_job is not None:
-            prepare(model, config, in_job, filled=fill is None, is_sliced=bool(cuts))
-        others = None if in_job is None or not cuts else in_job.same_batch
-        if others is not None and in_job is not None:
+            prepare(model, config, in_job, filled=fill is None)
+        others = None
+        if in_job is not None and cuts and in_job.same_batch is not None:
             refuse_unsuited(config, rule.spec, in_job)
+            others = OtherSlices(in_job.same_batch)
         ranks = in_job if in_job is not None and in_job.shares_params else None
         built = build(model, config, device, own, in_job, cuts)
         self.decision, params = built.decision, built.params
@@ -118,7 +121,7 @@ class Engine:
             params.handles, ledger=store.ledger, device=device, mover=mover, manager=manager, spill=store.spill,
             working_set=store.working_set if ranks is not None or store.moves else 0,
             worker=Worker("landing") if overlap and ranks is None and device.tier is Tier.GPU else None,
-            slices=None if others is None else SliceTotals(others),
+            slices=others,
         )  # fmt: skip
         updates.connect(exposure, gradients.relieve)
         activations = self.activations = make_activation_store(
@@ -146,10 +149,8 @@ class Engine:
         by_names = self.by_names = ByName(
             params.handles, COMPUTE_DTYPES[config.precision], store, await_update=updates.wait,
             observers=self.write_observers, shards=shards, agree=partial(agree_on_values, shards),
+            slices=others,
         )  # fmt: skip
-        self.wholes = None
-        if others is not None and in_job is not None:
-            self.wholes = WholeParams(by_names, others, in_job.job)
         trained = TrainedParams(
             params,
             store,
@@ -176,7 +177,7 @@ class Engine:
         self.stepping = Stepping(
             params, store, state, rule, gradients=config.gradients, backward=backward, scaling=scaling,
             updates=updates, exposure=exposure, recovery=recovery, observers=self.write_observers, shards=shards,
-            reduction=reduction, slices=None if others is None else SliceTotals(others),
+            reduction=reduction, slices=others,
         )  # fmt: skip
 
         self.reads = StrayReads(forward, partial(begin_backward_of, own))
@@ -204,7 +205,7 @@ class Engine:
             self.write_observers.append(ChangedChunks(store.chunks))
         state.mark_made()
         if fill is not None:
-            fill(self.wholes or by_names, in_job)
+            fill(by_names, in_job)
         self.adoption.take_all(filled=fill is not None)
         mover.watch.start_over()  # coming home is no part of the first step
         gc.collect(0)
@@ -244,8 +245,6 @@ class Engine:
         take_apart(self.store.chunks, self.params.handles)
         if self.shards is not None:
             self.shards.close()
-        if self.wholes is not None:
-            self.wholes.waiting.close()
         if self.ranks is not None:
             self.ranks.close()
         if self.store.spill is not None:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from gemini.train.slices.slicing import expanded, plan_of, shards_of, slice_tensors
+from gemini.train.slices.slicing import cuts_of, expanded, plan_of, slice_tensors
 from tests.ranks.pool import Pool
 
 Pools = Callable[[int], Pool]
@@ -29,6 +29,7 @@ def small(kind: str) -> Any:
     config: Any = AutoConfig.for_model(
         kind, vocab_size=128, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=8,
         num_key_value_heads=4, max_position_embeddings=64, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+        decoder_start_token_id=0,
     )  # fmt: skip
     sizes = {
         "head_dim": 8, "num_local_experts": 4, "num_experts": 4, "moe_intermediate_size": 32, "num_experts_per_tok": 2,
@@ -64,12 +65,12 @@ def compare(kind: str) -> tuple[float, float, int]:
         loss = model(input_ids=ids, labels=ids).loss
         loss.backward()
         losses.append(float(loss.detach()))
-    shards = shards_of(whole, expanded(whole, plan_of(whole)))
+    shards = cuts_of(whole, expanded(whole, plan_of(whole)), dist.get_rank(), size)
     largest = max(float(p.grad.abs().max()) for p in whole.parameters() if p.grad is not None)
     worst = 0.0
     for (name, param), other in zip(whole.named_parameters(), sliced.parameters(), strict=True):
         if param.grad is not None:
-            mine = shards[name].of(param.grad, dist.get_rank(), size) if name in shards else param.grad
+            mine = shards[name].of(param.grad) if name in shards else param.grad
             worst = max(worst, float((mine - other.grad).abs().max()) / largest)
     return abs(losses[0] - losses[1]), worst, len(shards)
 

@@ -26,11 +26,12 @@ from gemini.errors import RankLost, RankMismatch, StorageError
 from gemini.memory.chunks.chunk import FilePlane
 from gemini.planning.planes import WEIGHTS
 from gemini.ranks.agreement import Point
+from gemini.ranks.group import Ranks
+from gemini.ranks.wire import Wire
 from gemini.train.params.by_name import ByName
 from gemini.train.params.handle import ParamHandle, handle_of
-from gemini.train.sharding.consensus import compare, tell
+from gemini.train.sharding.consensus import tell
 from gemini.train.sharding.shards import Shards
-from gemini.train.slices.together import WholeParams
 
 
 class Export:
@@ -39,16 +40,16 @@ class Export:
     Args:
         original: ``super()`` of the managed model.
         dtype: in which weights are written, that of computing.
-        wholes: of a model in slices, else None.
+        ranks: None in one process.
     """
 
     def __init__(
         self, model: nn.Module, original: Any, save_directory: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *,
-        by_names: ByName, wholes: WholeParams | None, shards: Shards | None, dtype: torch.dtype,
+        by_names: ByName, ranks: Ranks | None, shards: Shards | None, dtype: torch.dtype,
     ):  # fmt: skip
         self._model, self._original, self._directory = model, original, save_directory
         self._args, self._kwargs = args, kwargs
-        self._by_names, self._wholes, self._shards, self._dtype = by_names, wholes, shards, dtype
+        self._by_names, self._ranks, self._shards, self._dtype = by_names, ranks, shards, dtype
 
     def run(self) -> Any:
         """Save, and give what the original gives. With several ranks all of them call it, one writes, and a failure
@@ -57,8 +58,8 @@ class Export:
         Raises:
             StorageError: if it cannot be written.
         """
-        if self._wholes is not None:
-            return self._run_in_slices(self._wholes)
+        if self._ranks is not None and self._ranks.is_one_model and self._ranks.same_batch is not None:
+            return self._run_in_slices(self._ranks, self._ranks.same_batch)
         if self._shards is None:
             with _naming_the_disk(self._directory):
                 self._collect()
@@ -80,15 +81,14 @@ class Export:
                     result = self._write()
             except BaseException as e:
                 failure = e
-        self._shards.waiting.wait_for_all("save_pretrained")
-        tell(self._shards, "save_pretrained", failure, directory=Path(self._directory).name)
+        self._shards.ranks.waiting.wait_for_all("save_pretrained")
+        tell(self._shards.ranks.writers, "save_pretrained", failure, directory=Path(self._directory).name)
         return result
 
-    def _run_in_slices(self, wholes: WholeParams) -> Any:
+    def _run_in_slices(self, ranks: Ranks, slices: Wire) -> Any:
         """The same of a model in slices: one rank of each slice reads, and the first of these writes."""
         shards, result = self._shards, None
-        reads = shards is None or shards.ranks.is_first
-        writes = reads and wholes.wire.rank == 0
+        reads, writes = ranks.is_first, ranks.is_first and slices.rank == 0
         failure: BaseException | None = None
         if writes:
             try:
@@ -97,8 +97,9 @@ class Export:
             except BaseException as e:
                 failure = e
         views: dict[int, torch.Tensor] = {}
-        for handle in wholes.handles if reads else ():
-            whole = wholes.read(handle, self._dtype)  # whatever failed: the ranks of the other slices are here as well
+        for handle in self._by_names.handles if reads else ():
+            # Whatever failed: the ranks with the other slices are here as well.
+            whole = self._by_names.read_whole(handle, self._dtype)
             if writes and failure is None and not self._is_given():
                 try:
                     with _naming_the_disk(self._directory):
@@ -114,8 +115,8 @@ class Export:
                     result = self._write()
             except BaseException as e:
                 failure = e
-        wholes.waiting.wait_for_all("save_pretrained")
-        compare(wholes.job, "save_pretrained", failure, directory=Path(self._directory).name)
+        ranks.waiting.wait_for_all("save_pretrained")
+        tell(ranks.writers, "save_pretrained", failure, directory=Path(self._directory).name)
         return result
 
     def _is_given(self) -> bool:

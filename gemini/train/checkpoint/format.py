@@ -48,8 +48,8 @@ Raises:
 
 
 class SavedParam(NamedTuple):
-    """A param: its whole shape, its updates, whether there are states of it, and how it was cut into slices: along which
-    dim, how many matrices side by side, into how many (:class:`TensorSlice`); None for a param that was not.
+    """A param: its whole shape, its updates, whether there are states of it, and how it was cut into slices: dim,
+    groups and size of :class:`TensorSlice`, or None.
     """
 
     shape: tuple[int, ...]
@@ -63,8 +63,8 @@ class SavedParam(NamedTuple):
 
 
 class SavedTensor(NamedTuple):
-    """A tensor in a file: elements ``[start, ...)`` of what is called ``of``, or of a slice of it, with the CRC-32 of each
-    piece.
+    """A tensor in a file: elements ``[start, ...)`` of what is called ``of`` or of a slice of it, with the CRC-32 of
+    each piece.
     """
 
     of: str
@@ -151,9 +151,10 @@ def read_manifest(path: Path) -> Manifest:
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         raise StorageError(f"{path}/{MANIFEST} is not that of a Gemini checkpoint")
     if type(data.get("version")) is not int or data["version"] not in READABLE:
+        readable = " and ".join(map(str, READABLE))
         raise StorageError(
-            f"{path} has checkpoint version {str(data.get('version'))[:80]}, this Gemini reads versions {' and '.join(map(str, READABLE))}: load "
-            "it with the Gemini that wrote it, and carry the weights over with model.save_pretrained"
+            f"{path} has checkpoint version {str(data.get('version'))[:80]}, this Gemini reads versions {readable}: "
+            "load it with the Gemini that wrote it, and carry the weights over with model.save_pretrained"
         )
     with as_damage(path / MANIFEST):
         if checksum != _checksum(data):
@@ -302,9 +303,9 @@ def _compare_parts(manifest: Manifest, opened: dict[str, TensorFile]) -> None:
     for name, param in manifest.params.items():
         shape, size = _shape_of_slices(name, param), 1 if param.cut is None else param.cut[2]
         rule = manifest.rule.of(name in exact)
-        for kind, spec in plane_specs(manifest.precision, "transient", rule, trainable=param.trained).items():
-            items = spec.num_items(math.prod(shape))
-            needed[f"{kind}/{name}"] = whole_shape(shape, items), getattr(torch, spec.dtype), size
+        for kind, plane in plane_specs(manifest.precision, "transient", rule, trainable=param.trained).items():
+            items = plane.num_items(math.prod(shape))
+            needed[f"{kind}/{name}"] = whole_shape(shape, items), getattr(torch, plane.dtype), size
     found: dict[tuple[str, int], list[tuple[int, int]]] = {
         (key, rank): [] for key, (_, _, size) in needed.items() for rank in range(size)
     }
@@ -438,7 +439,7 @@ def _mapping(reader: Reader[T]) -> Reader[dict[str, T]]:
     return lambda value, where: {name: reader(v, f"{where}.{name}") for name, v in _fields(value, where).items()}
 
 
-def _record(made: Callable[..., T], optional: tuple[str, ...] = (), **fields: Reader[Any]) -> Reader[T]:
+def _record(made: Callable[..., T], optional: tuple[str, ...] = (), /, **fields: Reader[Any]) -> Reader[T]:
     """``optional``: fields that may be missing, where ``made`` has a default."""
 
     def read_record(value: Any, where: str) -> T:

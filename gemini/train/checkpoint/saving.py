@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed import ProcessGroup
 
 from gemini.errors import GeminiError
 from gemini.interrupts import WHOLE
@@ -44,7 +43,7 @@ from gemini.train.gradients.loss_scale import LossScale
 from gemini.train.modules.injected import refuse_injected
 from gemini.train.optimizers.optimizer import HybridOptimizer
 from gemini.train.params.handle import ParamHandle, ParamSet
-from gemini.train.sharding.consensus import agree, compare
+from gemini.train.sharding.consensus import agree
 from gemini.train.write_observers import ChangedChunks
 
 
@@ -118,15 +117,16 @@ def save_checkpoint(
         )  # fmt: skip
     except Exception as e:
         refusal = e
-    wholes = engine.wholes
-    if engine.ranks is not None and wholes is None:
-        engine.ranks.refuse_one_folder("save_checkpoint", os.path.abspath(directory))
-    _agree(engine, Point.SAVE_CHECKPOINT, "save_checkpoint", refusal, directory)
+    ranks = engine.ranks
+    if ranks is not None:
+        ranks.refuse_one_folder("save_checkpoint", os.path.abspath(directory))
+    name = Path(os.fsdecode(directory)).name
+    agree(ranks, engine.shards, Point.SAVE_CHECKPOINT, "save_checkpoint", refusal, directory=name)
     replicas = None if engine.shards is None else engine.shards.ranks.replicas
     writer: Writer | Commit
     is_writing = replicas is None or replicas.rank == 0  # of several replicas of the model the first one writes
     handles, tile = engine.params.handles, engine.store.mover.tile
-    if wholes is not None and wholes.wire.rank:  # of what every slice has all of, the first one writes
+    if ranks is not None and ranks.slice_rank:  # of what every slice has all of, the first one writes
         handles, draft = [handle for handle in handles if handle.cut is not None], draft._replace(rng=None)
     sources = sources_of(handles) if is_writing else []
     if store is not None and commits:
@@ -135,7 +135,7 @@ def save_checkpoint(
         writer = Commit(store, draft, engine.store.chunks, sources, tile, pending=in_flight, changed=changed)
     else:
         writer = Writer(final, draft, sources, tile)
-    saver = Saver(writer, _group_of(engine), engine.store.device)
+    saver = Saver(writer, None if ranks is None else ranks.waiting.group, engine.store.device)
     if wait:
         saver.run(engine.store.mover)
     else:
@@ -197,9 +197,10 @@ def _load(
         engine.store.manager.drain()
     except Exception as e:
         refusal = e
-    _agree(engine, Point.LOAD_CHECKPOINT, "load_checkpoint", refusal, directory)
+    name, others = Path(os.fsdecode(directory)).name, engine.ranks
+    agree(others, engine.shards, Point.LOAD_CHECKPOINT, "load_checkpoint", refusal, directory=name)
 
-    ranks = Handshake(_group_of(engine), f"loading the checkpoint {path}")
+    ranks = Handshake(None if others is None else others.waiting.group, f"loading the checkpoint {path}")
     rule = engine.stepping.rule.spec
     reader = Reader(manifest, opened, sources_of(engine.params.handles), engine.store.mover, rule)
     ranks.step(lambda: reader.check(ranks.rank, ranks.size), lambda _: None)
@@ -212,32 +213,13 @@ def _load(
         try:
             ranks.step(read, lambda _: None)
             engine.stepping.restored()
-            rest.put_back(0 if engine.ranks is None else engine.ranks.everyone.rank)
+            rest.put_back(0 if others is None else others.everyone.rank)
         except BaseException as e:
             if reader.started:
                 engine.state.mark_corrupted(e)
             raise
     reader.loss.tell(path)
     return rest.extra
-
-
-def _agree(
-    engine: Engine, point: Point, doing: str, refusal: Exception | None, directory: str | os.PathLike[str]
-) -> None:
-    """All ranks of the job want the same, or none goes on."""
-    name = Path(os.fsdecode(directory)).name
-    if engine.wholes is None:
-        agree(engine.shards, point, doing, refusal, directory=name)
-        return
-    if engine.shards is not None:
-        engine.shards.meet_all(point)
-    compare(engine.wholes.job, doing, refusal, directory=name)
-
-
-def _group_of(engine: Engine) -> ProcessGroup | None:
-    """The ranks that write or read one checkpoint."""
-    waiting = engine.shards if engine.wholes is None else engine.wholes
-    return None if waiting is None else waiting.waiting.group
 
 
 def _draft(

@@ -41,7 +41,7 @@ class PlanePart(NamedTuple):
     handle: ParamHandle
     plane: Plane
     spec: TensorSpec
-    """What it is in a file: a whole param has its own name and shape, a slice says which, a part which elements it has."""
+    """What it is in a file: a whole param has its own name and shape, a slice says which, a part its elements."""
 
     @property
     def numel(self) -> int:

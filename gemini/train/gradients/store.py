@@ -33,7 +33,7 @@ from gemini.planning.planes import GRAD, GRAD_ERROR, GRADS, PlaneSpec
 from gemini.tiers import Ledger, Tier
 from gemini.train.gradients.make_way import move_moments_down
 from gemini.train.params.handle import Leftover, ParamHandle
-from gemini.train.slices.together import SliceTotals
+from gemini.train.slices.together import OtherSlices
 
 HOLDER = "gradients in flight"
 
@@ -75,7 +75,7 @@ class GradientStore:
         spill: SpillFile | None,
         working_set: int,
         worker: Worker | None = None,
-        slices: SliceTotals | None = None,
+        slices: OtherSlices | None = None,
     ):
         """
         Args:
@@ -445,12 +445,14 @@ class GradientStore:
     def _totals(self, handles: list[ParamHandle]) -> list[tuple[ParamHandle, float]]:
         """Those that have a gradient, with its sum of squares; refused as by :func:`_whole`."""
         there = _whole(handles)
-        own = zip(there, kernels.totals([handle.norm_sums or [] for handle in there]), strict=True)
         if self._slices is None:
-            return list(own)
-        by_handle = dict(own)
-        totals = self._slices.of(handles, [by_handle.get(handle) for handle in handles])
-        return [(handle, total) for handle, total in zip(handles, totals, strict=True) if total is not None]
+            return list(zip(there, kernels.totals([handle.norm_sums or [] for handle in there]), strict=True))
+        # Of all of them, so that ranks say equally much.
+        has = [handle for handle in self._handles if handle.has_grad]
+        own = dict(zip(has, kernels.totals([handle.norm_sums or [] for handle in has]), strict=True))
+        totals = self._slices.totals(self._handles, [own.get(handle) for handle in self._handles])
+        by_handle = dict(zip(self._handles, totals, strict=True))
+        return [(handle, total) for handle in there if (total := by_handle[handle]) is not None]
 
     def check_finite(self, handles: list[ParamHandle]) -> None:
         """Refuse inf and NaN; on CUDA a wait for sums that the host has not seen yet, as in :meth:`total_sum`.

@@ -30,8 +30,8 @@ from gemini.train.loading.skeleton import (
     replace_by_stand_ins,
     replaced,
 )
+from gemini.train.params.by_name import ByName
 from gemini.train.setup.arguments import need_transformers, refuse_config_fields
-from gemini.train.slices.together import Homes
 
 
 def from_config(
@@ -107,7 +107,7 @@ class DrawnModel(Skeleton):
         empties = replace_by_stand_ins(self.model)
         self._expected = [empties.get(key) for key in to_meta.registered]
 
-    def _fill(self, homes: Homes, ranks: Ranks | None) -> nn.Module:
+    def _fill(self, homes: ByName, ranks: Ranks | None) -> nn.Module:
         pager = Pager(homes)
         with generator_of_first(ranks), _registering(_TakeOver(pager, self._expected)):
             self.model = self._make()
@@ -117,7 +117,7 @@ class DrawnModel(Skeleton):
             ranks.take_from_first(dict(self.model.named_buffers()))
         return self.model
 
-    def _swap_params(self, homes: Homes) -> None:
+    def _swap_params(self, homes: ByName) -> None:
         """Every param of the model becomes the one its name has a home for."""
         model = self.model
         names = {name: handle for handle in homes.handles for name in handle.names}
@@ -127,7 +127,7 @@ class DrawnModel(Skeleton):
             if handle is None or ours.get(id(param), handle) is not handle or param.shape != handle.param.shape:
                 raise _differs(model, name)
             if param is not handle.param:
-                homes.write(handle, param.data)
+                homes.write_whole(handle, param.data)
                 owner, _, leaf = name.rpartition(".")
                 model.get_submodule(owner)._parameters[leaf] = handle.param
         if names:

@@ -34,9 +34,9 @@ from gemini.train.loading.skeleton import (
     replace_by_stand_ins,
     replaced,
 )
+from gemini.train.params.by_name import ByName
 from gemini.train.params.handle import ParamHandle
 from gemini.train.setup.arguments import damaged_file, naming_files, need_transformers, refuse_config_fields
-from gemini.train.slices.together import Homes
 
 _LOCK = threading.Lock()
 """Internal steps of transformers are replaced for the time of one load."""
@@ -192,11 +192,11 @@ class StoredModel(Skeleton):
                     "transformers, adapt it, and wrap it with GeminiDDP(model, config)"
                 )
 
-    def _fill(self, homes: Homes, ranks: Ranks | None) -> nn.Module:
+    def _fill(self, homes: ByName, ranks: Ranks | None) -> nn.Module:
         model = self._stored
         handles = {id(handle.param): handle for handle in homes.handles}
         for key, value in self._added.items():
-            homes.write(handles[key], value)
+            homes.write_whole(handles[key], value)
         places = {name: handles[id(param)] for name, param in self._params.items() if id(param) in handles}
         self._stream(homes, places)
         drawn = {id(self._params[name]) for name in self._source.missing if name in self._params}
@@ -213,7 +213,7 @@ class StoredModel(Skeleton):
             ranks.take_from_first(dict(self.model.named_buffers()))
         return self.model
 
-    def _stream(self, homes: Homes, places: dict[str, ParamHandle]) -> None:
+    def _stream(self, homes: ByName, places: dict[str, ParamHandle]) -> None:
         """Let transformers read and convert one param after the other, and put each where it belongs."""
         from transformers import core_model_loading
 
@@ -224,7 +224,7 @@ class StoredModel(Skeleton):
             found.missing_keys.discard(name)
             if name in places:
                 if value.shape == places[name].whole_shape:  # else transformers has reported it
-                    homes.write(places[name], value)
+                    homes.write_whole(places[name], value)
             elif name in buffers:
                 buffers[name].data = value.clone()
                 buffers[name]._is_hf_initialized = True  # type: ignore[attr-defined]

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from gemini.train.params.by_name import ByName
 from gemini.train.params.guard import METADATA, OF_MEMORY, nan_of, tensors_in
-from gemini.train.slices.together import Homes
 
 ROOM = 128 * 2**20
 """Bytes of params in ordinary memory at once, if there is more than one."""
@@ -57,7 +57,7 @@ class Pager:
         filled: names of the params whose values are at home already; the others start undefined.
     """
 
-    def __init__(self, homes: Homes, filled: Collection[str] = ()):
+    def __init__(self, homes: ByName, filled: Collection[str] = ()):
         self._homes = homes
         self._handles = {id(handle.param): handle for handle in homes.handles}
         self._inside: dict[int, int] = {}  # bytes by the id of a param that is in memory, oldest first
@@ -74,7 +74,7 @@ class Pager:
         self._make_room(num_bytes, {id(other) for other in keep})
         if value is None and id(param) in self._filled:
             exact = None if param.dtype is self._homes.compute else torch.float32
-            value = self._homes.read(self._handles[id(param)], exact).to(param.dtype)
+            value = self._homes.read_whole(self._handles[id(param)], exact).to(param.dtype)
         elif value is None:
             value = torch.zeros(param.shape, dtype=param.dtype, device="cpu")
         param.__class__ = nn.Parameter
@@ -84,7 +84,7 @@ class Pager:
 
     def send_home(self, param: nn.Parameter) -> None:
         """Write what ``param`` holds to its home, and free its memory."""
-        self._homes.write(self._handles[id(param)], param.data)
+        self._homes.write_whole(self._handles[id(param)], param.data)
         self._filled.add(id(param))
         self._inside_bytes -= self._inside.pop(id(param))
         self._put_away(param)

@@ -15,7 +15,7 @@ from gemini.config import GeminiConfig
 from gemini.ranks.group import Ranks
 from gemini.train.ddp import manage
 from gemini.train.loading.paging import stand_in
-from gemini.train.slices.together import Homes
+from gemini.train.params.by_name import ByName
 
 
 class Skeleton(ABC):
@@ -37,7 +37,7 @@ class Skeleton(ABC):
         return manage(self.model, config, process_group=process_group, mesh=mesh, fill=self._fill)
 
     @abstractmethod
-    def _fill(self, homes: Homes, ranks: Ranks | None) -> nn.Module:
+    def _fill(self, homes: ByName, ranks: Ranks | None) -> nn.Module:
         """Write the value of every param to its home, and make the buffers; returns the model that has them."""
 
 

@@ -35,6 +35,13 @@ class WholeValues(Protocol):
         """The values of a param in a plane, whole, into a flat host tensor of the plane's dtype."""
 
 
+class SliceValues(Protocol):
+    """Where a param is a slice of a whole one: who has the others."""
+
+    def join(self, handle: ParamHandle, own: torch.Tensor) -> torch.Tensor:
+        """The whole value of which ``own`` is this rank's slice; all ranks with the others come here."""
+
+
 class ByName:
     """The params of one model, by any of their names.
 
@@ -44,14 +51,16 @@ class ByName:
         observers: told of every write.
         shards: None in one process.
         agree: refuses what ranks would write differently.
+        slices: of a model in slices, else None.
     """
 
     def __init__(
         self, handles: list[ParamHandle], compute: torch.dtype, store: ChunkStore, *,
         await_update: Callable[[Chunk], None], observers: WriteObservers, shards: WholeValues | None, agree: Agree,
+        slices: SliceValues | None = None,
     ):  # fmt: skip
         self._mover, self._manager, self._observers = store.mover, store.manager, observers
-        self._await_update, self._shards, self.agree = await_update, shards, agree
+        self._await_update, self._shards, self.agree, self._slices = await_update, shards, agree, slices
         self._compared = False
         self.handles, self.compute = handles, compute
         self._handles = {name: handle for handle in self.handles for name in handle.names}
@@ -78,6 +87,24 @@ class ByName:
         with without_transforms():
             return self._read(handle, dtype or self.compute)
 
+    def read_whole(self, handle: ParamHandle, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """The same of the whole param where it is a slice of one."""
+        return self.joined(handle, self.read(handle, dtype))
+
+    def joined(self, handle: ParamHandle, own: torch.Tensor) -> torch.Tensor:
+        """The whole value of a param, of which ``own``, in its shape, is what is here."""
+        return own if handle.cut is None or self._slices is None else self._slices.join(handle, own)
+
+    def write_whole(self, handle: ParamHandle, value: torch.Tensor) -> None:
+        """:meth:`write` of what is here of a whole value.
+
+        Raises:
+            ValueError: if the shape is not that of the whole param.
+        """
+        if value.shape != handle.whole_shape:
+            raise ValueError(f"{handle.name!r} has shape {handle.whole_shape}, was given {tuple(value.shape)}")
+        self.write(handle, value if handle.cut is None else handle.cut.of(value))
+
     def _read(self, handle: ParamHandle, dtype: torch.dtype) -> torch.Tensor:
         self._await_update(handle.chunk)
         planes = handle.chunk.planes
@@ -86,7 +113,7 @@ class ByName:
             weights = self._whole(handle, WEIGHTS)
             if exact:
                 weights = _joined(weights, self._whole(handle, RESIDUAL))
-            return weights.to(dtype).view(handle.param.shape)
+            return weights.to(dtype).view(handle.own_shape)
         out = torch.empty(handle.part.numel, dtype=dtype, device="cpu")
         base = handle.part.start
         for start, stop in tiles(0, handle.part.numel, self._mover.tile):
@@ -95,7 +122,7 @@ class ByName:
                 part = part.clone()  # the other half is staged where this one may be
                 part = _joined(part, host_part(self._mover, planes[RESIDUAL], base + start, base + stop))
             out[start:stop].copy_(part)
-        return out.view(handle.param.shape)
+        return out.view(handle.own_shape)
 
     def _whole(self, handle: ParamHandle, kind: PlaneKind) -> torch.Tensor:
         """A param's values in a plane, flat, from all ranks."""
@@ -120,8 +147,8 @@ class ByName:
         Raises:
             ValueError: if the shape is not the param's.
         """
-        if value.shape != handle.param.shape:
-            raise ValueError(f"{handle.name!r} has shape {tuple(handle.param.shape)}, was given {tuple(value.shape)}")
+        if value.shape != handle.own_shape:
+            raise ValueError(f"{handle.name!r} has shape {tuple(handle.own_shape)}, was given {tuple(value.shape)}")
         self._await_update(handle.chunk)
         with WHOLE, self._observers.writing(handle.chunk):  # the two halves of a bf16 master, above all
             self._write(handle, _own_part(handle, value))
@@ -168,7 +195,7 @@ class ByName:
         if kind not in handle.chunk.planes:
             return None
         whole = self._whole(handle, kind)
-        return whole.view(handle.param.shape) if handle.chunk.planes[kind].block == 1 else whole
+        return whole.view(handle.own_shape) if handle.chunk.planes[kind].block == 1 else whole
 
     def write_plane(self, handle: ParamHandle, kind: PlaneKind, value: torch.Tensor) -> None:
         """Overwrite a param's part of a plane.
@@ -180,7 +207,7 @@ class ByName:
         plane = handle.chunk.planes.get(kind)
         if plane is None:
             raise GeminiError(f"{handle.name!r} has no {kind}: it is frozen, or gradients are transient")
-        shape = handle.param.shape if plane.block == 1 else (plane.items(handle.param.numel()),)
+        shape = handle.own_shape if plane.block == 1 else (plane.items(handle.slot.numel),)
         if value.shape != shape:
             raise ValueError(f"{kind} of {handle.name!r} has shape {tuple(value.shape)}, wanted {tuple(shape)}")
         self._await_update(handle.chunk)

@@ -90,6 +90,11 @@ class ParamHandle:
         return self.norm_sums is not None
 
     @property
+    def own_shape(self) -> torch.Size:
+        """Of the param as it is here. While a model is filled the param itself may show the shape of the whole."""
+        return self.param.shape if self.cut is None else torch.Size(self.cut.own_shape)
+
+    @property
     def whole_shape(self) -> tuple[int, ...]:
         """Of the param without slices."""
         return tuple(self.param.shape) if self.cut is None else self.cut.shape

@@ -7,6 +7,7 @@ says ``param.copy_(value)``, which the guard turns into a write of the master.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -57,7 +58,24 @@ def load_model_state(model: nn.Module, by_names: ByName, state: Mapping[str, Any
 
     by_names.agree(Point.LOAD_MODEL, "load_state_dict", facts, refusal)
     with WHOLE, by_names.compared():  # Ctrl-C leaves no model that is half loaded
-        return nn.Module.load_state_dict(model, state, strict=strict)
+        return nn.Module.load_state_dict(model, _in_slices(state, expected), strict=strict)
+
+
+def _in_slices(state: Mapping[str, Any], expected: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Of whole values what is here, where params are slices."""
+    cuts = {name: handle.cut for name, param in expected.items() if (handle := handle_of(param)) is not None}
+    if not any(cuts.values()):
+        return state
+    values = ((name, value, cuts.get(name)) for name, value in state.items())
+    own = OrderedDict((name, value if cut is None else cut.of(value)) for name, value, cut in values)
+    own._metadata = getattr(state, "_metadata", None)  # type: ignore[attr-defined]
+    return own
+
+
+def _shape_of(value: torch.Tensor) -> tuple[int, ...]:
+    """Of a param that is a slice the shape of the whole."""
+    handle = handle_of(value)
+    return tuple(value.shape) if handle is None else handle.whole_shape
 
 
 def _check(model: nn.Module, state: Mapping[str, Any], strict: bool) -> dict[str, Any]:
@@ -82,11 +100,11 @@ def _check(model: nn.Module, state: Mapping[str, Any], strict: bool) -> dict[str
             )
     errors = [
         f"size mismatch for {name}: copying a param with shape {tuple(value.shape)} from the state, the shape in the "
-        f"model is {tuple(expected[name].shape)}."
+        f"model is {_shape_of(expected[name])}."
         for name, value in state.items()
         if isinstance(value, torch.Tensor)
         and isinstance(expected.get(name), torch.Tensor)
-        and value.shape != expected[name].shape
+        and tuple(value.shape) != _shape_of(expected[name])
     ]
     if strict:
         missing = [name for name in expected if name not in state]

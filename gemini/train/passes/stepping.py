@@ -27,7 +27,7 @@ from gemini.train.passes.recovery import Recovery
 from gemini.train.sharding.reduction import Reduction
 from gemini.train.sharding.shards import Shards
 from gemini.train.sharding.step_facts import facts_of_step
-from gemini.train.slices.together import SliceTotals
+from gemini.train.slices.together import OtherSlices
 from gemini.train.step import StepState
 from gemini.train.update.tiles import ParamUpdate
 from gemini.train.update.updates import Updates
@@ -59,7 +59,7 @@ class Stepping:
         self, params: ParamSet, store: ChunkStore, state: StepState, rule: UpdateRule, *, gradients: str,
         backward: BackwardPass, scaling: Scaling, updates: Updates, exposure: Exposure, recovery: Recovery,
         observers: WriteObservers, shards: Shards | None, reduction: Reduction | None,
-        slices: SliceTotals | None,
+        slices: OtherSlices | None,
     ):  # fmt: skip
         self.rule, self.scaling, self.state, self.updates, self.shards = rule, scaling, state, updates, shards
         self._params, self._store, self._mode = params, store, gradients

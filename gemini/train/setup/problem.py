@@ -106,13 +106,10 @@ def check_optimizers(named: list[NamedParam], rule: UpdateRule) -> None:
         refuse_other(optimizer.rule, rule)
 
 
-def prepare(
-    model: nn.Module, config: GeminiConfig, ranks: Ranks, *, filled: bool = True, is_sliced: bool = False
-) -> None:
+def prepare(model: nn.Module, config: GeminiConfig, ranks: Ranks, *, filled: bool = True) -> None:
     """Before anything is built: the same model and settings on every rank, and the weights and buffers of rank 0.
 
-    ``filled``: the model has its values already; else whoever fills it sees that they are the same. ``is_sliced``: its
-    params are slices that we have cut.
+    ``filled``: the model has its values already; else whoever fills it sees that they are the same.
 
     Raises:
         RankMismatch: if ranks differ.
@@ -129,7 +126,7 @@ def prepare(
             f"{'replicas' if ranks.replicas is not None else 'slices'} of it: whose store would be resumed is not "
             "settled. Leave durable out and use save_checkpoint(folder, ..., wait=False)"
         )
-    if ranks.sliced_by and config.precision == "fp16" and not (is_sliced and ranks.sliced_by == ("tp",)):
+    if ranks.slice_ and config.precision == "fp16" and not ranks.is_one_model:
         raise ValueError(
             f'precision="fp16" with a model in slices (this rank has {ranks.slice_}): whether a step overflowed would '
             'be found out by each slice for itself. Use precision="bf16"'

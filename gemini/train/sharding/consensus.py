@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from gemini.errors import RankMismatch
 from gemini.ranks.agreement import Point
+from gemini.ranks.group import Ranks
 from gemini.ranks.handshake import error_called
 from gemini.ranks.wire import Wire
 
@@ -14,11 +15,13 @@ if TYPE_CHECKING:
     from gemini.train.sharding.shards import Shards
 
 
-def agree(shards: Shards | None, point: Point, doing: str, refusal: Exception | None, **facts: str) -> None:
-    """Wait until all ranks of the model want the same, then go on together or not at all.
+def agree(
+    ranks: Ranks | None, shards: Shards | None, point: Point, doing: str, refusal: Exception | None, **facts: str
+) -> None:
+    """Wait until all ranks that have one model want the same, then go on together or not at all.
 
     Args:
-        shards: of this model; None in one process.
+        ranks, shards: of this model; None in one process, and ``shards`` where no rank has the same params.
         doing: for error messages, "save_checkpoint" say.
         refusal: why this rank will not.
         facts: what must be the same on every rank, by name.
@@ -27,21 +30,16 @@ def agree(shards: Shards | None, point: Point, doing: str, refusal: Exception | 
         RankMismatch: if facts differ.
         GeminiError: naming the rank that refuses, of the type of its refusal; on that rank the refusal itself.
     """
-    if shards is None:
-        if refusal is not None:
-            raise refusal
-        return
-    shards.meet_all(point)
-    tell(shards, doing, refusal, **facts)
+    if shards is not None:
+        shards.meet_all(point)
+    if ranks is not None:
+        tell(ranks.writers, doing, refusal, **facts)
+    elif refusal is not None:
+        raise refusal
 
 
-def tell(shards: Shards, doing: str, refusal: BaseException | None, **facts: str) -> None:
+def tell(everyone: Wire, doing: str, refusal: BaseException | None, **facts: str) -> None:
     """The same for ranks that stand together already."""
-    compare(shards.ranks.everyone, doing, refusal, **facts)
-
-
-def compare(everyone: Wire, doing: str, refusal: BaseException | None, **facts: str) -> None:
-    """The same among the ranks of a wire, who all come here."""
     said = {"facts": facts, "kind": None if refusal is None else type(refusal).__name__, "why": str(refusal)}
     heard = [json.loads(text) for text in everyone.exchange_texts(json.dumps(said), doing)]
     if refusal is not None:

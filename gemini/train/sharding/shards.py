@@ -32,7 +32,6 @@ from gemini.planning.working import replica_scratch_bytes
 from gemini.ranks import collectives
 from gemini.ranks.agreement import Agreement, Point, Request, word_for
 from gemini.ranks.group import Ranks
-from gemini.ranks.waiting import WaitingGroup
 from gemini.ranks.watch import Watch
 from gemini.ranks.wire import Pending, Tag, Wire
 from gemini.tiers import Tier
@@ -129,8 +128,6 @@ class Shards:
         self._numbers = {handle.name: number for number, handle in enumerate(params.handles)}
         self.num_meetings = 0
         self._read: torch.Tensor | None = None
-        self.waiting = WaitingGroup(ranks.everyone.global_ranks)
-        """Where the ranks wait for each other's disks, once they have."""
         self.native: Counter[str] = Counter()
         """Bytes that the library's own collectives have sent."""
         self._sent_before: Counter[str] = Counter()
@@ -143,7 +140,6 @@ class Shards:
         for lane in (self.lane, self.replica_lane):
             if lane is not None:
                 lane.close()
-        self.waiting.close()
 
     def connect(self, reducing: Reducing) -> None:
         """Who adds up gradients when all ranks stand there."""

@@ -21,7 +21,7 @@ _GPT2 = Plan(
         "attn.c_attn": "packed_colwise:3", "attn.c_proj": "rowwise", "mlp.c_fc": "colwise", "mlp.c_proj": "rowwise",
         **_HEAD,
     },
-    {"attn": ("split_size", "num_heads")},
+    {"attn": ("split_size", "num_heads"), "attn.c_attn": ("nf",), "mlp.c_fc": ("nf",)},
 )  # fmt: skip
 _OPT = Plan(
     {

@@ -77,7 +77,8 @@ class SlicedModel:
                 here = module.padding_idx - self.slices.rank * rows
                 module.padding_idx = here if 0 <= here < rows else None
             if style == "mla_kv_a_proj":
-                module.__dict__["_gemini_rope_dim"] = model.config.get_text_config().qk_rope_head_dim  # type: ignore[union-attr]
+                config: Any = model.config
+                module.__dict__["_gemini_rope_dim"] = config.get_text_config().qk_rope_head_dim
             module.forward = MethodType(sliced_forward, module)  # type: ignore[method-assign]
         model.register_forward_hook(lambda *_: self.slices.forget(), always_call=True)
         model.__dict__["_gemini_sliced"] = self
@@ -98,11 +99,12 @@ def slice_tensors(model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, str] | 
         RankMismatch: on every rank, if they have other weights.
     """
     if size_of(mesh, "tp") > 1:
+        _refuse_sliced(model)
         differing = _differing(model, mesh)
         if differing is not None:
             raise RankMismatch(
-                f"slice_tensors: {differing!r} is not the same on all ranks of tp, which must have the same whole model: "
-                "load the same weights, or draw them from the same seed"
+                f"slice_tensors: {differing!r} is not the same on all ranks of tp, which must have the same whole "
+                "model: load the same weights, or draw them from the same seed"
             )
         sliced = cut_params(model, mesh, plan)
         sliced.keep()
@@ -112,8 +114,7 @@ def slice_tensors(model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, str] | 
 
 def cut_params(model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, str] | None = None) -> SlicedModel:
     """The first half of :func:`slice_tensors`, which can be undone; it raises what that does."""
-    if is_sliced(model):
-        raise ValueError(f"this {type(model).__name__} is in slices already")
+    _refuse_sliced(model)
     adapted = [name for name, module in model.named_modules() if is_tuner_layer(module)]
     if adapted:
         raise ValueError(
@@ -137,7 +138,7 @@ def cut_params(model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, str] | Non
 
 
 def cut_if_whole(model: nn.Module, mesh: Any, *, is_filled: bool) -> SlicedModel | None:
-    """What a model that is to be managed over ``mesh`` becomes: None for one that has been cut by hand, or needs not be.
+    """What becomes of a model that is to be managed over ``mesh``: None if it has been cut by hand, or need not be cut.
 
     Args:
         is_filled: it has its values; else it is whole, and the same on every rank.
@@ -150,17 +151,17 @@ def cut_if_whole(model: nn.Module, mesh: Any, *, is_filled: bool) -> SlicedModel
     if found is not None:
         if found.slices.size != size:
             raise ValueError(
-                f"this {type(model).__name__} is in slices over tp={found.slices.size}, and the mesh has tp={size}: give "
-                "GeminiDDP the mesh that the model was sliced for"
+                f"this {type(model).__name__} is in slices over tp={found.slices.size}, and the mesh has tp={size}: "
+                "give GeminiDDP the mesh that the model was sliced for"
             )
         return None
     if size == 1 or not has_plan(model):
         return None
     if is_filled and (differing := _differing(model, mesh)) is not None:
         warn(
-            f"{type(model).__name__} has other weights on each rank of tp ({differing!r} is the first), so it is taken as "
-            "cut by hand. A whole model is sliced by itself if it is the same on all of them: load the same weights, or "
-            "draw them from the same seed"
+            f"{type(model).__name__} has other weights on each rank of tp ({differing!r} is the first), so it is taken "
+            "as cut by hand. A whole model is sliced by itself if it is the same on all of them: load the same "
+            "weights, or draw them from the same seed"
         )
         return None
     return cut_params(model, mesh)
@@ -191,9 +192,9 @@ def sliced_in(model: nn.Module) -> SlicedModel | None:
     return next((m.__dict__["_gemini_sliced"] for m in model.modules() if "_gemini_sliced" in m.__dict__), None)
 
 
-def is_sliced(model: nn.Module) -> bool:
-    """Whether a part of a model is in slices."""
-    return sliced_in(model) is not None
+def _refuse_sliced(model: nn.Module) -> None:
+    if sliced_in(model) is not None:
+        raise ValueError(f"this {type(model).__name__} is in slices already")
 
 
 def has_plan(model: nn.Module) -> bool:

@@ -30,8 +30,8 @@ def refuse_unsuited(config: GeminiConfig, rule: RuleSpec, ranks: Ranks) -> None:
         )
     if ranks.sliced_by != ("tp",):
         raise ValueError(
-            f"a mesh with {' and '.join(ranks.sliced_by)}: a model whose matrices Gemini has cut (tp) cannot be in stages "
-            "as well. Use dp in place of pp"
+            f"a mesh with {' and '.join(ranks.sliced_by)}: a model whose matrices Gemini has cut (tp) cannot be in "
+            "stages as well. Use dp in place of pp"
         )
     if ranks.context is not None:
         raise ValueError(

@@ -1,0 +1,488 @@
+"""Tensor parallel beside chunks: training over ``tp`` and ``dp`` against one process, wherever chunks live."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+import gemini
+from gemini.optim import MuonRule
+from tests.ranks.pool import Failure, Pool
+from tests.ranks.test_slices import FAMILIES, small
+from tests.train import helpers
+
+Pools = Callable[[int], Pool]
+MESHES = ({"tp": 2}, {"tp": 4}, {"dp": 2, "tp": 2}, {"dp_replicate": 2, "tp": 2})
+WHERE = ("ram", "disk", "serial", "standin")
+STEPS, LR, EPS = 3, 1e-2, 1e-3
+"""The update of a gradient near zero is as good as drawn with a small ``eps``: rounding would be all that is seen."""
+
+
+def mesh_of(sizes: dict[str, int]) -> DeviceMesh:
+    return init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+
+
+def llama(**changes: Any) -> Any:
+    """Tied, with heads for four slices."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {
+        "vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 8,
+        "num_key_value_heads": 4, "tie_word_embeddings": True, "max_position_embeddings": 64,
+    }  # fmt: skip
+    return LlamaForCausalLM(LlamaConfig(**{**sizes, **changes})).float()
+
+
+def ids_of(step: int, rank: int) -> torch.Tensor:
+    return torch.randint(3, 128, (2, 16), generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def config_for(where: str, folder: str, **settings: Any) -> gemini.GeminiConfig:
+    memory: dict[str, Any] = {"cpu": "64MiB"}
+    more: dict[str, Any] = {"device": "standin" if where == "standin" else "cpu", "overlap": where != "serial"}
+    if where != "ram":
+        memory |= {"nvme": "64MiB", "nvme_path": folder}
+        on_disk = (0.3, 0.5) if where == "standin" else (1, 1)
+        more["placement"] = gemini.StaticPlacement(weights_on_nvme=on_disk[0], optimizer_on_nvme=on_disk[1])
+    if where == "standin":
+        memory["gpu"] = "1MiB"
+    more["memory"] = gemini.MemoryBudget(**memory)
+    return gemini.GeminiConfig(**{"precision": "fp32", **more, **settings})
+
+
+class Found(NamedTuple):
+    losses: list[float]
+    norms: list[float]
+    state: dict[str, torch.Tensor]
+    whole: dict[str, torch.Tensor]
+    """What no slice has a part of: its bits on this rank."""
+    grad: torch.Tensor
+
+
+def trained(
+    sizes: dict[str, int], where: str, folder: str, make: Callable[[], Any] = llama, *, checkpointing: bool = False,
+    steps: int = STEPS, **settings: Any,
+) -> Found:  # fmt: skip
+    mesh = mesh_of(sizes)
+    model: Any = make()
+    if checkpointing:
+        model.activation_checkpointing_enable()
+    model = gemini.GeminiDDP(model.train(), config_for(where, folder, **settings), mesh=mesh)
+    optimizer = gemini.HybridAdam(model.parameters(), lr=LR, eps=EPS, weight_decay=0.1)
+    losses, norms, grad = [], [], torch.empty(0)
+    for step in range(steps):
+        ids = ids_of(step, gemini.data_rank(mesh).rank)
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        norms.append(float(model.clip_grad_norm_(0.5)))
+        if step == 0:
+            grad = model.full_grad(next(name for name, p in model.named_parameters() if "k_proj" in name)).clone()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    engine = model._gemini_engine
+    engine.check_invariants()
+    whole = {h.name: engine.by_names.read(h, torch.float32) for h in engine.params.handles if h.cut is None}
+    assert whole and len(whole) < len(engine.params.handles)
+    return Found(losses, norms, model.state_dict(dtype=torch.float32), whole, grad)
+
+
+def plainly(num_batches: int, make: Callable[[], Any] = llama, steps: int = STEPS) -> Found:
+    """The same in one process, with the mean over the batches of all ranks."""
+    model: Any = make().train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, eps=EPS, weight_decay=0.1)
+    losses, norms, grad = [], [], torch.empty(0)
+    for step in range(steps):
+        loss = torch.stack(
+            [model(input_ids=ids, labels=ids).loss for ids in (ids_of(step, rank) for rank in range(num_batches))]
+        ).mean()
+        loss.backward()
+        if step == 0:
+            grad = next(p for name, p in model.named_parameters() if "k_proj" in name).grad.clone()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return Found(losses, norms, model.state_dict(), {}, grad)
+
+
+def assert_close(found: list[Found], plain: Found, num_batches: int) -> None:
+    for own in found:
+        for name, value in own.state.items():
+            torch.testing.assert_close(value, plain.state[name], rtol=1e-4, atol=2e-5, msg=name)
+        assert own.norms == pytest.approx(plain.norms, rel=1e-6)
+        assert float((own.grad - plain.grad).abs().max()) < 1e-6 * float(plain.grad.abs().max() + 1)
+        assert own.norms == found[0].norms
+        for name, value in own.whole.items():
+            assert helpers.same_bits(value, found[0].whole[name]), f"{name} is not the same on all ranks"
+        for name, value in own.state.items():
+            assert helpers.same_bits(value, found[0].state[name]), name
+    mean = [sum(losses) / len(found) for losses in zip(*(own.losses for own in found), strict=True)]
+    assert mean == pytest.approx(plain.losses, rel=1e-5)
+
+
+@pytest.mark.sweep(every=3)
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize("sizes", MESHES, ids=lambda sizes: "_".join(f"{n}{s}" for n, s in sizes.items()))
+def test_slices_train_as_one_process_does(
+    sizes: dict[str, int], where: str, checkpointing: bool, pool_of: Pools, tmp_path: Path
+) -> None:
+    num_ranks, num_batches = math.prod(sizes.values()), math.prod(sizes.values()) // sizes["tp"]
+    run = partial(trained, checkpointing=checkpointing)
+    found = pool_of(num_ranks).run(run, sizes, where, str(tmp_path))
+    assert_close(found, plainly(num_batches), num_batches)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_bits_depend_on_no_placement(precision: str, pool_of: Pools, tmp_path: Path) -> None:
+    sizes = {"dp": 2, "tp": 2}
+    runs = [
+        pool_of(4).run(partial(trained, precision=precision), sizes, where, str(tmp_path))
+        for where in ("ram", "disk", "serial")
+    ]
+    for found in runs[1:]:
+        for own, first in zip(found, runs[0], strict=True):
+            assert (own.losses, own.norms) == (first.losses, first.norms)
+            assert all(helpers.same_bits(value, first.state[name]) for name, value in own.state.items())
+    assert not torch.equal(runs[0][0].state["model.norm.weight"], llama().state_dict()["model.norm.weight"])
+
+
+def first_norm(kind: str, folder: str) -> float:
+    model: Any = gemini.GeminiDDP(small(kind), config_for("disk", folder), mesh=mesh_of({"tp": 2}))
+    ids = ids_of(0, 0)
+    model(input_ids=ids, labels=ids).loss.backward()
+    return float(model.clip_grad_norm_(0.5))
+
+
+@pytest.mark.sweep(every=2)
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_the_norm_of_every_family(kind: str, pool_of: Pools, tmp_path: Path) -> None:
+    """Norms, experts, packed and biased layers; what ``test_slices.py`` compares, managed."""
+    model, ids = small(kind), ids_of(0, 0)
+    model(input_ids=ids, labels=ids).loss.backward()
+    plain = float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5))
+    assert pool_of(2).run(first_norm, kind, str(tmp_path)) == pytest.approx([plain, plain], rel=1e-6)
+
+
+# ---- what one rank finds is found on all -----------------------------------------------------------------------------
+
+
+def nan_on_one(sizes: dict[str, int], precision: str, cut: bool) -> tuple[str, bool, float]:
+    """What the step says, whether weights are as before, and the loss scale after it."""
+    mesh = mesh_of(sizes)
+    model: Any = gemini.GeminiDDP(llama(), config_for("ram", "", precision=precision), mesh=mesh)
+    optimizer = gemini.HybridAdam(model.parameters(), lr=LR)
+    name = "model.layers.1.mlp.up_proj.weight" if cut else "model.norm.weight"
+    handle = model._gemini_engine.by_names[name]
+    ids = ids_of(0, gemini.data_rank(mesh).rank)
+    before = model.state_dict()
+    loss = model(input_ids=ids, labels=ids).loss
+    if dist.get_rank() == 1:
+        handle.param.register_hook(lambda grad: grad * float("nan"))
+    loss.backward()
+    said = ""
+    try:
+        optimizer.step()
+    except gemini.NonFiniteGradient as e:
+        said = str(e)
+    optimizer.zero_grad()
+    after = model.state_dict()
+    scale = model._gemini_engine.backward.scaling.loss_scale
+    return said, all(torch.equal(after[n], v) for n, v in before.items()), 0.0 if scale is None else scale.scale
+
+
+@pytest.mark.parametrize("cut", [True, False])
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.parametrize("sizes", [{"tp": 2}, {"dp": 2, "tp": 2}], ids=["tp2", "dp2_tp2"])
+def test_nan_on_one_rank_is_found_on_all(sizes: dict[str, int], precision: str, cut: bool, pool_of: Pools) -> None:
+    found = pool_of(math.prod(sizes.values())).run(nan_on_one, sizes, precision, cut)
+    for said, is_as_before, scale in found:
+        assert is_as_before and scale == found[0][2]
+        assert (not said and scale > 0) if precision == "fp16" else "holds inf or NaN" in said
+
+
+def disagreeing(how: str) -> None:
+    mesh = mesh_of({"dp": 2, "tp": 2})
+    model: Any = gemini.GeminiDDP(llama(), config_for("ram", ""), mesh=mesh)
+    second = mesh.get_local_rank("tp") == 1
+    optimizer = gemini.HybridAdam(model.parameters(), lr=2 * LR if how == "lr" and second else LR)
+    ids = ids_of(0, dist.get_rank() if how == "batch" else gemini.data_rank(mesh).rank)
+    model(input_ids=ids, labels=ids).loss.backward()
+    if how == "gradient" and second:
+        model._gemini_engine.stepping.discard([model._gemini_engine.by_names["model.norm.weight"]])
+    optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [
+        ("lr", "slices of one model disagree about lr of param group 0: 0.01 on rank [02], 0.02 on rank [13]"),
+        ("batch", "the first batch of rank [13] has another input_ids"),
+        ("gradient", "'model.norm.weight' has a gradient on ranks .* and none on ranks"),
+    ],
+)  # fmt: skip
+def test_slices_that_disagree(how: str, says: str, pool_of: Pools) -> None:
+    for outcome in pool_of(4).outcomes(disagreeing, how):
+        assert isinstance(outcome, Failure) and outcome.kind == "RankMismatch", outcome
+        assert re.search(says, outcome.text), outcome.text
+
+
+# ---- making models ---------------------------------------------------------------------------------------------------
+
+
+def made(how: str, folder: str, where: str) -> dict[str, torch.Tensor]:
+    mesh = mesh_of({"dp": 2, "tp": 2})
+    config = config_for(where, folder)
+    hf_config = llama().config
+    torch.manual_seed(5 if dist.get_rank() == 0 else 6)  # all draw what the first one does
+    if how == "from_pretrained":
+        model = gemini.from_pretrained(f"{folder}/model", config, mesh=mesh)
+    elif how == "slice_tensors":
+        model = gemini.GeminiDDP(gemini.slice_tensors(whole_of(folder), mesh), config, mesh=mesh)
+    else:
+        model = gemini.from_config(hf_config, config, mesh=mesh)
+    cuts = {h.name: h.cut.own_shape for h in model._gemini_engine.params.handles if h.cut is not None}
+    assert cuts["model.layers.0.self_attn.q_proj.weight"] == (32, 64) and cuts["model.embed_tokens.weight"] == (64, 64)
+    model.train()
+    ids = ids_of(0, gemini.data_rank(mesh).rank)
+    loss = model(input_ids=ids, labels=ids).loss
+    state = model.state_dict(dtype=torch.float32)
+    loss.backward()
+    norm = model.clip_grad_norm_(1.0)
+    return {**state, "the norm": norm.double()}
+
+
+def whole_of(folder: str) -> Any:
+    from transformers import LlamaForCausalLM
+
+    return LlamaForCausalLM.from_pretrained(f"{folder}/model").float()
+
+
+@pytest.mark.parametrize("where", ["ram", "disk"])
+@pytest.mark.parametrize("how", ["from_pretrained", "from_config", "slice_tensors"])
+def test_models_are_made_in_slices(how: str, where: str, pool_of: Pools, tmp_path: Path) -> None:
+    """The bits of the whole model, wherever it comes from."""
+    from transformers import AutoModelForCausalLM
+
+    config = llama().config
+    torch.manual_seed(5)
+    plain = AutoModelForCausalLM.from_config(config)
+    plain.save_pretrained(tmp_path / "model")
+    wanted = plain.state_dict()
+    for rank in range(2):
+        (plain(input_ids=ids_of(0, rank), labels=ids_of(0, rank)).loss / 2).backward()
+    norm = float(torch.nn.utils.clip_grad_norm_(plain.parameters(), 1e9))
+    for found in pool_of(4).run(made, how, str(tmp_path), where):
+        assert float(found.pop("the norm")) == pytest.approx(norm, rel=1e-6)
+        assert found.keys() == wanted.keys()
+        assert all(helpers.same_bits(found[name], value) for name, value in wanted.items())
+
+
+def loaded(folder: str) -> dict[str, torch.Tensor]:
+    mesh = mesh_of({"tp": 2})
+    model: Any = gemini.GeminiDDP(llama(), config_for("ram", ""), mesh=mesh)
+    state = {name: torch.full_like(value, 0.5) + value for name, value in llama().state_dict().items()}
+    model.load_state_dict(state)
+    return {name: value - state[name] for name, value in model.state_dict().items()}
+
+
+def test_a_whole_state_is_loaded_into_slices(pool_of: Pools) -> None:
+    for found in pool_of(2).run(loaded, ""):
+        assert all(not value.any() for value in found.values())
+
+
+# ---- saving ----------------------------------------------------------------------------------------------------------
+
+CHECKPOINTS: tuple[dict[str, int], ...] = ({"dp": 2, "tp": 2}, {"dp": 4}, {"tp": 4}, {"tp": 2}, {})
+
+
+def saved(sizes: dict[str, int], folder: str, precision: str, states: str, where: str) -> dict[str, torch.Tensor]:
+    """Two steps, then a checkpoint: every plane of whole params."""
+    if dist.get_rank() >= math.prod(sizes.values()):
+        return {}
+    model, optimizer = managed(sizes, folder, precision, states, where)
+    for step in range(2):
+        ids = ids_of(step, 0)
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    gemini.save_checkpoint(
+        f"{folder}/step-2", model, optimizer, extra={"ids": ids_of(0, 0)}, wait=where != "disk"
+    ).wait()
+    return planes_of(model)
+
+
+def managed(sizes: dict[str, int], folder: str, precision: str, states: str, where: str) -> tuple[Any, Any]:
+    mesh = mesh_of(sizes) if sizes else None
+    config = config_for(where, folder, precision=precision, states=states)
+    group = None if mesh is not None else dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    model: Any = gemini.GeminiDDP(llama(), config, mesh=mesh, process_group=group)
+    return model, gemini.HybridAdam(model.parameters(), lr=LR)
+
+
+def planes_of(model: Any) -> dict[str, torch.Tensor]:
+    by_names = model._gemini_engine.by_names
+    found = {}
+    for handle in by_names.handles:
+        for kind, plane in handle.chunk.planes.items():
+            if kind != "grad" and plane.block == 1:
+                value = by_names.read_plane(handle, kind)
+                found[f"{kind}/{handle.name}"] = by_names.joined(handle, value)
+        found[f"steps/{handle.name}"] = torch.tensor(handle.num_steps)
+    return found
+
+
+def went_on(sizes: dict[str, int], folder: str, precision: str, states: str, where: str) -> dict[str, torch.Tensor]:
+    model, optimizer = managed(sizes, folder, precision, states, where)
+    extra = gemini.load_checkpoint(f"{folder}/step-2", model, optimizer)
+    assert torch.equal(extra["ids"], ids_of(0, 0))
+    found = planes_of(model)
+    ids = ids_of(2, 0)
+    model(input_ids=ids, labels=ids).loss.backward()
+    optimizer.step()
+    return found
+
+
+@pytest.mark.sweep(every=7)
+@pytest.mark.parametrize("where", ["ram", "disk"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("after", CHECKPOINTS, ids=str)
+@pytest.mark.parametrize("before", CHECKPOINTS, ids=str)
+def test_a_checkpoint_of_any_slices_goes_into_any(
+    before: dict[str, int], after: dict[str, int], precision: str, where: str, pool_of: Pools, tmp_path: Path
+) -> None:
+    first = pool_of(max(2, math.prod(before.values())))
+    wanted = first.run(saved, before, str(tmp_path), precision, "exact", where)[0]
+    second = pool_of(max(2, math.prod(after.values())))
+    for found in second.run(went_on, after, str(tmp_path), precision, "exact", where):
+        assert found.keys() == wanted.keys()
+        assert all(helpers.same_bits(value, wanted[name]) for name, value in found.items())
+
+
+def test_compact_states_go_into_the_same_slices_only(pool_of: Pools, tmp_path: Path) -> None:
+    settings = (str(tmp_path), "bf16", "compact", "ram")
+    wanted = pool_of(4).run(saved, {"dp": 2, "tp": 2}, *settings)[0]
+    for found in pool_of(2).run(went_on, {"tp": 2}, *settings):
+        assert all(helpers.same_bits(value, wanted[name]) for name, value in found.items())
+    for outcome in pool_of(4).outcomes(went_on, {"tp": 4}, *settings):
+        assert isinstance(outcome, Failure) and outcome.kind == "PlanMismatch", outcome
+        assert "was saved with tp=2 and the mesh has tp=4: compact states" in outcome.text
+
+
+def exported(sizes: dict[str, int], folder: str, precision: str) -> dict[str, torch.Tensor]:
+    model: Any = gemini.GeminiDDP(llama(), config_for("disk", folder, precision=precision), mesh=mesh_of(sizes))
+    model.save_pretrained(f"{folder}/exported")
+    return model.state_dict()
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("sizes", [{"tp": 2}, {"dp": 2, "tp": 2}], ids=["tp2", "dp2_tp2"])
+def test_an_exported_model_opens_with_transformers(
+    sizes: dict[str, int], precision: str, pool_of: Pools, tmp_path: Path
+) -> None:
+    found = pool_of(math.prod(sizes.values())).run(exported, sizes, str(tmp_path), precision)[0]
+    from transformers import LlamaForCausalLM
+
+    opened = LlamaForCausalLM.from_pretrained(tmp_path / "exported", dtype=helpers.DTYPES[precision])
+    for name, value in opened.state_dict().items():
+        assert helpers.same_bits(value, found[name]), name
+        assert helpers.same_bits(value, llama().state_dict()[name].to(value.dtype)), name
+    if precision == "fp32":
+        with torch.no_grad():
+            assert torch.equal(opened(input_ids=ids_of(0, 0)).logits, llama().eval()(input_ids=ids_of(0, 0)).logits)
+
+
+def export_onto_a_file(folder: str) -> None:
+    model: Any = gemini.GeminiDDP(llama(), config_for("ram", folder), mesh=mesh_of({"tp": 2}))
+    Path(folder, "there").touch()
+    model.save_pretrained(f"{folder}/there")
+
+
+def test_an_export_that_fails_on_the_writer_fails_on_all(pool_of: Pools, tmp_path: Path) -> None:
+    for outcome in pool_of(2).outcomes(export_onto_a_file, str(tmp_path)):
+        assert isinstance(outcome, Failure) and outcome.kind == "StorageError", outcome
+        assert "that is a file, not a directory" in outcome.text
+
+
+# ---- refusals --------------------------------------------------------------------------------------------------------
+
+
+def refused(how: str, folder: str) -> None:
+    mesh, settings, make = mesh_of({"tp": 2}), {}, llama
+    if how == "transient":
+        settings = {"gradients": "transient"}
+    elif how == "whole":
+        settings = {"optimizer": MuonRule()}
+    elif how == "tiles":
+        settings = {"tile_tokens": 8}
+    elif how == "heads":
+        make = partial(llama, num_key_value_heads=1)
+    elif how == "words":
+        make = partial(llama, vocab_size=129)
+    elif how == "lora":
+        import peft
+
+        make = lambda: peft.get_peft_model(llama(), peft.LoraConfig(target_modules=["q_proj"]))  # noqa: E731
+    elif how == "budget":
+        settings = {"memory": gemini.MemoryBudget(cpu="64KiB")}
+    model: Any = make()
+    before = {name: param.detach().clone() for name, param in model.named_parameters()}
+    try:
+        if how == "twice":
+            gemini.slice_tensors(gemini.slice_tensors(model, mesh), mesh)
+        elif how == "other mesh":
+            gemini.GeminiDDP(gemini.slice_tensors(model, mesh), config_for("ram", folder), mesh=mesh_of({"dp": 2}))
+        elif how == "no plan":
+            gemini.slice_tensors(nn.Sequential(nn.Linear(4, 4)), mesh)
+        elif how == "style":
+            gemini.slice_tensors(model, mesh, {"lm_head": "sideways"})
+        elif how == "nothing":
+            gemini.slice_tensors(model, mesh, {"encoder.*.up": "colwise"})
+        elif how == "weights":
+            with torch.no_grad():
+                model.model.norm.weight[3] = dist.get_rank()
+            gemini.slice_tensors(model, mesh)
+        else:
+            gemini.GeminiDDP(model, config_for("ram", folder, **settings), mesh=mesh)
+    except BaseException:
+        if how not in ("twice", "other mesh", "weights"):
+            for name, param in model.named_parameters():
+                assert torch.equal(param, before[name]), f"{name} is not what it was"
+        raise
+
+
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [
+        ("transient", 'gradients="transient" updates inside backward'),
+        ("whole", "looks at whole params"),
+        ("tiles", "tile_tokens=8 with a model in slices"),
+        ("heads", "the model has num_key_value_heads=1, which that does not divide. Sizes that do: none"),
+        ("words", "has 129 to cut along dim 0, which that does not divide. Sizes that do: 3, 43"),
+        ("lora", "tensor parallel of a model with adapters"),
+        ("budget", "cpu"),
+        ("twice", "is in slices already"),
+        ("other mesh", "is in slices over tp=2, and the mesh has tp=1"),
+        ("no plan", "has no plan for tensor parallel"),
+        ("style", "'sideways': known are colwise"),
+        ("nothing", "the plan cuts no param"),
+        ("weights", "'model.norm.weight' is not the same on all ranks of tp"),
+    ],
+)
+def test_what_cannot_be_is_refused_and_nothing_changed(how: str, says: str, pool_of: Pools, tmp_path: Path) -> None:
+    for outcome in pool_of(2).outcomes(refused, how, str(tmp_path)):
+        assert isinstance(outcome, Failure) and says in outcome.text, outcome
+        wanted = {"budget": "BudgetExceeded", "weights": "RankMismatch"}.get(how, "ValueError")
+        assert outcome.kind == wanted
