@@ -70,18 +70,24 @@ def test_commands_and_options_exist(page: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_program_of_many_processes_runs_in_two(folder: Path) -> None:
+@pytest.mark.parametrize(
+    ("page", "program", "says"),
+    [
+        ("guide/many_processes.md", "train.py", r"^2 ranks, last loss \d"),
+        ("ranks.md", "tensor_parallel.py", r"^loss (5\.\d\d\d)\nloss \1$"),
+    ],
+)
+def test_programs_of_many_processes_run_in_two(page: str, program: str, says: str, folder: Path) -> None:
     """With torchrun, as the page says: what runs alone may still not run in two."""
-    page = ROOT / "docs" / "guide" / "many_processes.md"
-    (block,) = [b for b in blocks_of(page) if b.code.startswith("# train.py\n")]
-    Path("train.py").write_text(block.code)
+    (block,) = [b for b in blocks_of(ROOT / "docs" / page) if b.code.startswith(f"# {program}")]
+    Path(program).write_text(block.code)
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     result = run(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "train.py"],
+        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", program],
         env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
     )
     assert result.returncode == 0, result.stderr
-    assert re.search(r"^2 ranks, last loss \d", result.stdout, re.MULTILINE), result.stdout
+    assert re.search(says, result.stdout, re.MULTILINE), result.stdout
 
 
 def test_what_is_not_run_says_why_and_is_little(summary: Callable[[str], None]) -> None:

@@ -92,12 +92,13 @@ def test_names_that_mean_nothing(sizes: dict[str, int], says: str, as_rank: Any)
 def budgets(sizes: dict[str, int], part: tuple[str, ...] = ()) -> dict[str, Any]:
     mesh = mesh_of(**sizes)
     given = mesh[part] if part else mesh
+    make: Callable[[], Any] = Net if "tp" in sizes else helpers.llama
     config = gemini.GeminiConfig(precision="fp32", device="cpu", memory=gemini.MemoryBudget(cpu="64MiB"))
-    engine = gemini.GeminiDDP(helpers.llama(), config, mesh=given)._gemini_engine
+    engine = gemini.GeminiDDP(make(), config, mesh=given)._gemini_engine
     declared = engine.store.ledger.budget(Tier.CPU)
     free = available_bytes()
     config = gemini.GeminiConfig(precision="fp32", device="cpu")
-    measured = gemini.GeminiDDP(helpers.llama(), config, mesh=given)._gemini_engine.store.ledger.budget(Tier.CPU)
+    measured = gemini.GeminiDDP(make(), config, mesh=given)._gemini_engine.store.ledger.budget(Tier.CPU)
     return {"declared": declared, "share": measured / (free * MARGIN), "is_divided": engine.shards is not None}
 
 
@@ -221,7 +222,7 @@ def test_a_model_in_slices_trains(pool_of: Pools, tmp_path: Path) -> None:
     ("wrong", "kind", "says"),
     [
         ("batch", "RankMismatch", "the first batch of rank [13] has another argument 0 than that of rank [02]"),
-        ("clip", "GeminiError", "clip_grad_norm_ of a model in slices"),
+        ("clip", "GeminiError", "clip_grad_norm_ of a model that the caller has cut"),
         ("folder", "ValueError", "slices tp 0 and tp 1 of the model, which would overwrite each other"),
         ("fp16", "ValueError", 'precision="fp16" with a model in slices'),
     ],
