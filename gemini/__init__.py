@@ -50,6 +50,7 @@ _WHERE = {
     "data_rank": "gemini.ranks.mesh",
     "sequence_batch": "gemini.train.context.batch",
     "slice_tensors": "gemini.train.slices.slicing",
+    "Pipeline": "gemini.pipeline.pipeline",
 }
 
 __all__ = sorted([*_WHERE, "__version__"])
@@ -67,6 +68,7 @@ if TYPE_CHECKING:
     from gemini.errors import RankLost as RankLost
     from gemini.errors import RankMismatch as RankMismatch
     from gemini.errors import StorageError as StorageError
+    from gemini.pipeline.pipeline import Pipeline as Pipeline
     from gemini.planning.hardware import Hardware as Hardware
     from gemini.planning.placement import StaticPlacement as StaticPlacement
     from gemini.planning.plan import Plan as Plan

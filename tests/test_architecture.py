@@ -44,6 +44,7 @@ FLOORS = [
     ("gemini.optim",),
     ("gemini.pictures",),
     ("gemini.tracing",),
+    ("gemini.pipeline",),
     ("gemini.jobs", "gemini.integrations"),
     ("gemini.cli",),
     ("gemini.__main__",),

@@ -38,6 +38,7 @@ class Ranks:
         everyone: among all ranks with the same params: those of the model, or of this slice of it.
         job: among all ranks of the mesh; the same as ``everyone`` where no dim slices the model.
         same_batch: among the slices that compute with this rank's batch (``tp``), or None without any.
+        stages: among those that have the stages of one pipeline (``pp``), or None.
         context: among the ranks that have parts of the same sequences (``cp``), or None.
         collective: the library's group for CUDA tensors of the shard group (NCCL); None on the CPU.
         context_collective: the same of ``context``.
@@ -54,6 +55,7 @@ class Ranks:
     everyone: Wire
     job: Wire
     same_batch: Wire | None
+    stages: Wire | None
     context: Wire | None
     collective: dist.ProcessGroup | None
     context_collective: dist.ProcessGroup | None
@@ -97,7 +99,7 @@ class Ranks:
 
     def close(self) -> None:
         """The model ends: so do the groups that were made for it, each with threads and connections of its own."""
-        wires = (self.wire, self.replicas, self.everyone, self.job, self.same_batch, self.context)
+        wires = (self.wire, self.replicas, self.everyone, self.job, self.same_batch, self.stages, self.context)
         for group in {wire.group for wire in wires if wire is not None}:
             if group is not None:
                 end_subgroup(group)
@@ -220,7 +222,7 @@ def join(
     everyone = _wire(ranks, process_group)
     collective = _collective(ranks, process_group) if cuda else None
     waiting, local_size = WaitingGroup(everyone.global_ranks), _count_local(everyone, len(ranks))
-    return Ranks(everyone, None, everyone, everyone, None, None, collective, None, everyone, waiting, local_size)
+    return Ranks(everyone, None, everyone, everyone, None, None, None, collective, None, everyone, waiting, local_size)
 
 
 def _start_default(*, cuda: bool) -> bool:
@@ -251,8 +253,8 @@ def _of_mesh(mesh: DeviceMesh, *, cuda: bool, in_slices: bool) -> Ranks | None:
     job = along(*names)
     everyone = along("dp_replicate", *SHARDING, within=job)
     wire = along(*SHARDING, within=everyone)
-    replicas, same_batch, context = (
-        along(name) if size_of(mesh, name) > 1 else None for name in ("dp_replicate", "tp", "cp")
+    replicas, same_batch, stages, context = (
+        along(name) if size_of(mesh, name) > 1 else None for name in ("dp_replicate", "tp", "pp", "cp")
     )
     collective = context_collective = None
     if cuda:
@@ -265,7 +267,7 @@ def _of_mesh(mesh: DeviceMesh, *, cuda: bool, in_slices: bool) -> Ranks | None:
     slice_ = ", ".join(f"{name} {place_in(mesh, name)}" for name in sliced_by)
     writers = job if in_slices else everyone
     return Ranks(
-        wire, replicas, everyone, job, same_batch, context, collective, context_collective, writers,
+        wire, replicas, everyone, job, same_batch, stages, context, collective, context_collective, writers,
         WaitingGroup(writers.global_ranks), local_size, slice_, sliced_by,
     )  # fmt: skip
 

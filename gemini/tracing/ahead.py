@@ -86,8 +86,8 @@ def trace(
     def traced(tiles: int | str | None) -> MemoryTrace:
         """``tiles``: as ``tile_tokens``; with "auto" those of the size for the batch."""
         mode = FakeTensorMode(allow_non_fake_inputs=True)
-        with generators_kept(), _nothing_collected(), mode:
-            fake = _copy(model, mode) if isinstance(model, nn.Module) else _build(model, model_class)
+        with generators_kept(), nothing_collected(), mode:
+            fake = fake_copy(model, mode) if isinstance(model, nn.Module) else _build(model, model_class)
             _cast_params(fake, COMPUTE_DTYPES[precision])
             for module in fake.modules():
                 without_package(getattr(module, "config", None))
@@ -98,7 +98,7 @@ def trace(
                 with unset_fake_temporarily():
                     own = part_of(_with_values(batch), context_parallel - 1, context_parallel)
             known: dict[int, torch.Tensor] = {}
-            inputs = {name: _input(value, mode, known) for name, value in own.items()}
+            inputs = {name: fake_input(value, mode, known) for name, value in own.items()}
             if tiles == "auto":
                 config = getattr(fake, "config", None)
                 shapes = {name: tuple(v.shape) for name, v in inputs.items() if isinstance(v, torch.Tensor)}
@@ -141,7 +141,7 @@ def _as_trace(fake: nn.Module, step: ObservedStep, precision: str, target: Targe
 
 
 @contextmanager
-def _nothing_collected() -> Iterator[None]:
+def nothing_collected() -> Iterator[None]:
     """Some other object's finalizer may write tensors, and must not find itself among fake ones."""
     was_enabled = gc.isenabled()
     gc.disable()
@@ -165,7 +165,7 @@ def _build(config: Any, model_class: Any) -> nn.Module:
         return make(config)
 
 
-def _copy(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
+def fake_copy(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
     """A copy of ``model`` whose tensors are fake; what modules share stays shared."""
     for param, names in distinct_params(model):
         if handle_of(param) is not None:
@@ -248,7 +248,7 @@ def _with_values(batch: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _input(value: Any, mode: FakeTensorMode, known: dict[int, torch.Tensor]) -> Any:
+def fake_input(value: Any, mode: FakeTensorMode, known: dict[int, torch.Tensor]) -> Any:
     """A tensor of the batch: integers with their values (ones for those without), others fake."""
     if isinstance(value, torch.Tensor):
         if id(value) not in known:
@@ -260,7 +260,7 @@ def _input(value: Any, mode: FakeTensorMode, known: dict[int, torch.Tensor]) -> 
                     known[id(value)] = on_cpu
         return known[id(value)]
     if isinstance(value, (list, tuple)):
-        return type(value)(_input(item, mode, known) for item in value)
+        return type(value)(fake_input(item, mode, known) for item in value)
     return value
 
 
@@ -282,7 +282,7 @@ def _run(
         stack.enter_context(target.operations())
         stack.enter_context(observer.make_meter(FakeRunner(mode)))
         try:
-            result = _loss_of(model, model(**inputs), loss)
+            result = loss_of(model, model(**inputs), loss)
         except GeminiError:
             raise
         except Exception as e:
@@ -301,7 +301,7 @@ def _run(
     return seen[-1]
 
 
-def _loss_of(model: nn.Module, output: Any, loss: Callable[[Any], torch.Tensor] | None) -> torch.Tensor:
+def loss_of(model: nn.Module, output: Any, loss: Callable[[Any], torch.Tensor] | None) -> torch.Tensor:
     result: Any
     if loss is not None:
         result = loss(output)

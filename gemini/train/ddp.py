@@ -164,7 +164,7 @@ class GeminiDDP(nn.Module):
         if not max_norm >= 0:
             raise ValueError(f"max_norm must not be negative, got {max_norm}")
         ranks = _engine(self).ranks
-        if ranks is not None and ranks.slice_ and not ranks.is_one_model:
+        if ranks is not None and ranks.slice_ and not _engine(self).backward.gradients.norms.knows_all:
             raise GeminiError(
                 f"clip_grad_norm_ of a model that the caller has cut (this rank has {ranks.slice_}): which params are "
                 "parts and which are whole on every slice is not known, so their norm over all slices is not either. "
@@ -468,12 +468,13 @@ def _join_others(model: nn.Module, ranks: Ranks, shards: Shards | None, kind: st
 
 def manage(
     model: nn.Module, config: GeminiConfig, *, process_group: Any = None, mesh: Any = None,
-    fill: Callable[[ByName, Ranks | None], nn.Module] | None = None,
+    fill: Callable[[ByName, Ranks | None], nn.Module] | None = None, in_stages: bool = False,
 ) -> nn.Module:  # fmt: skip
     """Make ``model`` a GeminiDDP model; if that fails, what it was before.
 
     Args:
         fill: what writes the values of params that hold none yet to their homes, and returns the model that has them.
+        in_stages: it is one stage of a :class:`gemini.Pipeline` over ranks.
     """
 
     def note(homes: ByName, ranks: Ranks | None) -> None:
@@ -489,7 +490,7 @@ def manage(
             tiles = tile_tokens(model, config.tile_tokens)
         engine = Engine(
             model, config, process_group=process_group, mesh=mesh, fill=None if fill is None else note,
-            cuts=cuts_in(model) if sliced is None else sliced.by_param(model),
+            cuts=cuts_in(model) if sliced is None else sliced.by_param(model), in_stages=in_stages,
         )  # fmt: skip
     except BaseException:
         if tiles is not None:

@@ -32,6 +32,7 @@ from gemini.ranks.group import Ranks, join
 from gemini.tiers import Tier
 from gemini.train.activations.store import make_activation_store
 from gemini.train.gradients.loss_scale import LossScale
+from gemini.train.gradients.norms import GradientNorms
 from gemini.train.gradients.scaled_backward import Scaling
 from gemini.train.gradients.store import GradientStore
 from gemini.train.modules.calls import Calls
@@ -70,12 +71,13 @@ class Engine:
     Args:
         fill: what writes the values of params that hold none yet to their homes, given those and who shares them.
         cuts: by the id of a param of a model in slices, which slice it is.
+        in_stages: other ranks have the other stages of a pipeline.
     """
 
     def __init__(
         self, model: nn.Module, config: GeminiConfig, *, process_group: Any = None, mesh: Any = None,
         fill: Callable[[ByName, Ranks | None], None] | None = None,
-        cuts: Mapping[int, TensorSlice] | None = None,
+        cuts: Mapping[int, TensorSlice] | None = None, in_stages: bool = False,
     ):  # fmt: skip
         config = self.config = config.resolved()
         rule, own = rule_for(config.optimizer, config.states, config.precision), weakref.ref[Passes](self)
@@ -117,11 +119,15 @@ class Engine:
         exposure = Exposure(params, store, state, updates)
         saved_weights = SavedWeights(manager, lock, observers)
         calls = Calls(manager.acquire, manager.release, exposure.expose, exposure.cover)
+        norms = GradientNorms(
+            params.handles, others, None if in_job is None or not in_stages else in_job.stages,
+            knows_all=in_job is None or not in_job.slice_ or in_stages or others is not None,
+        )  # fmt: skip
         gradients = GradientStore(
             params.handles, ledger=store.ledger, device=device, mover=mover, manager=manager, spill=store.spill,
             working_set=store.working_set if ranks is not None or store.moves else 0,
             worker=Worker("landing") if overlap and ranks is None and device.tier is Tier.GPU else None,
-            slices=others,
+            norms=norms,
         )  # fmt: skip
         updates.connect(exposure, gradients.relieve)
         activations = self.activations = make_activation_store(

@@ -15,13 +15,12 @@ somebody asks (``clip_grad_norm_``, else ``optimizer.step()``).
 from __future__ import annotations
 
 import contextlib
-import math
 from typing import NoReturn
 
 import torch
 
 from gemini import kernels
-from gemini.errors import BudgetExceeded, GeminiError, NonFiniteGradient, StorageError, human_bytes
+from gemini.errors import BudgetExceeded, GeminiError, StorageError, human_bytes
 from gemini.interrupts import WHOLE
 from gemini.memory.chunks.chunk import Chunk, FilePlane, Plane, make_plane
 from gemini.memory.devices.device import Device
@@ -32,8 +31,8 @@ from gemini.memory.nvme import SpillFile
 from gemini.planning.planes import GRAD, GRAD_ERROR, GRADS, PlaneSpec
 from gemini.tiers import Ledger, Tier
 from gemini.train.gradients.make_way import move_moments_down
+from gemini.train.gradients.norms import GradientNorms
 from gemini.train.params.handle import Leftover, ParamHandle
-from gemini.train.slices.together import OtherSlices
 
 HOLDER = "gradients in flight"
 
@@ -75,13 +74,13 @@ class GradientStore:
         spill: SpillFile | None,
         working_set: int,
         worker: Worker | None = None,
-        slices: OtherSlices | None = None,
+        norms: GradientNorms | None = None,
     ):
         """
         Args:
             working_set: bytes of the computing tier that a step takes beside planes, which sums must leave free.
             worker: where gradients that leave the device land behind backward; without one each is waited for.
-            slices: what knows the norms of whole params, where some of these are slices.
+            norms: of these gradients.
         """
         staging = None if worker is None else mover.staging.take()
         self._worker = None if staging is None else worker
@@ -97,7 +96,7 @@ class GradientStore:
         self._mover = mover
         self._manager = manager
         self._spill = spill
-        self._slices = slices
+        self.norms = GradientNorms(handles) if norms is None else norms
 
     def do_in_turn(self, in_turn: bool) -> None:
         """From now on land at once, or no longer."""
@@ -385,30 +384,6 @@ class GradientStore:
                 wide = self._mover.scratch(2, torch.float32, stop - start)
                 self._mover.store(new, start, stop, wide.copy_(narrow))
 
-    def total_sum(self, handles: list[ParamHandle]) -> float:
-        """Sum of squares over all gradients: per-param sums in tile order, params in declaration order.
-
-        On CUDA the host waits for those it has not seen yet, once for all of them. Where params are slices, sums are
-        those of whole gradients, and all ranks with the others come here.
-
-        Raises:
-            GeminiError: if one of them is not whole.
-        """
-        return kernels.total([total * handle.clip**2 for handle, total in self._totals(handles)])
-
-    def clip_factor(self, max_norm: float) -> kernels.ClipFactor | None:
-        """What clipping all gradients takes, left on the device that summed them; None where the host has a part in it.
-
-        The same order as in :meth:`total_sum`, so the same bits.
-
-        Raises:
-            GeminiError: if a gradient is not whole.
-        """
-        there = _whole(self._handles)
-        if self._slices is not None or not there or any(handle.clip != 1.0 for handle in there):
-            return None
-        return kernels.clip_factor([handle.norm_sums or [] for handle in there], max_norm)
-
     def clip(self, handles: list[ParamHandle], coefficient: float) -> None:
         """Let the update scale the gradients of these params, beside the coefficient of the whole model."""
         for handle in handles:
@@ -441,33 +416,6 @@ class GradientStore:
                 if is_staged:
                     self._mover.store(plane, part.start + start, end, tile)
         handle.norm_sums, handle.clip, handle.clip_folded = sums, 1.0, 1.0
-
-    def _totals(self, handles: list[ParamHandle]) -> list[tuple[ParamHandle, float]]:
-        """Those that have a gradient, with its sum of squares; refused as by :func:`_whole`."""
-        there = _whole(handles)
-        if self._slices is None:
-            return list(zip(there, kernels.totals([handle.norm_sums or [] for handle in there]), strict=True))
-        # Of all of them, so that ranks say equally much.
-        has = [handle for handle in self._handles if handle.has_grad]
-        own = dict(zip(has, kernels.totals([handle.norm_sums or [] for handle in has]), strict=True))
-        totals = self._slices.totals(self._handles, [own.get(handle) for handle in self._handles])
-        by_handle = dict(zip(self._handles, totals, strict=True))
-        return [(handle, total) for handle in there if (total := by_handle[handle]) is not None]
-
-    def check_finite(self, handles: list[ParamHandle]) -> None:
-        """Refuse inf and NaN; on CUDA a wait for sums that the host has not seen yet, as in :meth:`total_sum`.
-
-        Raises:
-            NonFiniteGradient: naming the first param; nothing was touched.
-            GeminiError: if one of them is not whole.
-        """
-        bad = [handle for handle, total in self._totals(handles) if not math.isfinite(total)]
-        if bad:
-            raise NonFiniteGradient(
-                f"the gradient of {bad[0].name!r} holds inf or NaN (and {len(bad) - 1} more params). No weight was "
-                "changed: call optimizer.zero_grad() to drop this step and go on, or look for the cause (learning "
-                "rate, data, fp16)"
-            )
 
     def discard(self, handles: list[ParamHandle], *, leftover: Leftover = Leftover.NOTHING) -> None:
         """Forget gradients, and what failed of their landing.
@@ -503,18 +451,6 @@ def _scaled(tiles: list[torch.Tensor], factor: float, mover: Mover) -> kernels.S
     whole = mover.scratch(0, torch.float32, tiles[0].numel())
     kernels.join_master(tiles[0], tiles[1], whole)
     return kernels.sum_grad24(tiles[0], tiles[1], whole.mul_(factor), adding=False)
-
-
-def _whole(handles: list[ParamHandle]) -> list[ParamHandle]:
-    """Those that have a gradient.
-
-    Raises:
-        GeminiError: if one of these is not whole.
-    """
-    for handle in handles:
-        if handle.leftover:
-            handle.refuse_incomplete_gradient()
-    return [handle for handle in handles if handle.norm_sums is not None]
 
 
 def _grad_numel(chunk: Chunk) -> int:

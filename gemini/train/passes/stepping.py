@@ -71,7 +71,9 @@ class Stepping:
         )
         self._observers, self._reduction, self._slices = observers, reduction, slices
         self._moves = store.moves
-        self._may_stop_there = store.device.tier is Tier.GPU and reduction is None and slices is None
+        self._may_stop_there = (
+            store.device.tier is Tier.GPU and reduction is None and backward.gradients.norms.knows_only_own
+        )
 
     # ---- before the step ----------------------------------------------------------------------------------------
 
@@ -130,13 +132,13 @@ class Stepping:
         chosen = self._params.handles if handles is None else handles
         left = self.scaling.left_scaled(chosen)
         used = [handle for handle in chosen if handle not in left] if left else chosen
-        total = math.sqrt(self._gradients.total_sum(used)) * self.scaling.unscale_seen(chosen)
+        total = math.sqrt(self._gradients.norms.total_sum(used)) * self.scaling.unscale_seen(chosen)
         if left:
-            total = math.hypot(total, math.sqrt(self._gradients.total_sum(left)))
+            total = math.hypot(total, math.sqrt(self._gradients.norms.total_sum(left)))
         self.state.fetch_clipping()
         total *= self.state.clip_coefficient
         if error_if_nonfinite:
-            self._gradients.check_finite(chosen)
+            self._gradients.norms.check_finite(chosen)
         if math.isfinite(total):
             coefficient = kernels.clip_coefficient(total, float(max_norm))
             if handles is None:
@@ -150,7 +152,7 @@ class Stepping:
         """Where all sums are on the device that keeps them: the norm, which nobody has waited for."""
         if self.state.has_clipped or self._reduction is not None or self.scaling.is_scaled:
             return None
-        clip = self._gradients.clip_factor(max_norm)
+        clip = self._gradients.norms.clip_factor(max_norm)
         if clip is None:
             return None
         self.state.clip_on_device(clip)
@@ -163,7 +165,7 @@ class Stepping:
             GeminiError: if their loss was not scaled.
         """
         self.scaling.check_scaled()
-        return not math.isfinite(self._gradients.total_sum(handles))
+        return not math.isfinite(self._gradients.norms.total_sum(handles))
 
     def settle(self) -> None:
         """Gradients are about to be looked at: no interrupted pass is left, and ranks have what all of them have."""
@@ -195,8 +197,8 @@ class Stepping:
                 yield measured
             if not self._backward.has_gradients:
                 raise GeminiError("measuring_grad_norm(): no backward gave a gradient inside of it")
-            self._gradients.check_finite(handles)
-            measured.norm = math.sqrt(self._gradients.total_sum(handles))
+            self._gradients.norms.check_finite(handles)
+            measured.norm = math.sqrt(self._gradients.norms.total_sum(handles))
             self.state.clip_updates(kernels.clip_coefficient(measured.norm, max_norm))
         finally:
             self._backward.discard()
@@ -258,7 +260,7 @@ class Stepping:
         if scaling.is_scaled:
             scaling.check_unscaled(handle for handle in handles if handle.has_grad)
             loss_scale = None if scaling.is_by_scaler or not handles else scaling.loss_scale
-        if loss_scale is not None and not math.isfinite(self._gradients.total_sum(handles)):
+        if loss_scale is not None and not math.isfinite(self._gradients.norms.total_sum(handles)):
             loss_scale.skipped()
             self.skip(handles)
             return
@@ -269,7 +271,7 @@ class Stepping:
         clip = self.state.clip_there
         stop = self._stop_on_device(handles, clip) if self._may_stop_there and not scaling.is_scaled else None
         if stop is None:
-            self._gradients.check_finite(handles)
+            self._gradients.norms.check_finite(handles)
             if clip is not None and handles:
                 self.state.fetch_clipping()
                 clip = None

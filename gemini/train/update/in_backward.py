@@ -96,7 +96,7 @@ class InBackward:
         handles = [handle for handle, _ in ready]
         stop = self._updates.unseen.stop_for_landed(self._mover, chunk, handles, self._rule)
         if stop is None:
-            self._gradients.check_finite(handles)
+            self._gradients.norms.check_finite(handles)
         for handle, optimizer in ready:
             scale = self._state.clip_coefficient * self._scaling.unscale * handle.clip
             scalars = optimizer.scalars_in_backward(handle, self._state.backward_number, scale)

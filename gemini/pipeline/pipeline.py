@@ -1,0 +1,274 @@
+"""``gemini.Pipeline``: one model in stages, over the ranks of a mesh's ``pp``, or one after another in one process.
+
+Schedules over ranks are torch's own (``torch.distributed.pipelining``). In one process stages take turns breadth first:
+each takes all micro-batches before the next one does, so that weights which do not stay are fetched twice in a step, and
+not twice for each micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import get_gradient_edge
+from torch.distributed.device_mesh import DeviceMesh
+
+from gemini.config import GeminiConfig
+from gemini.errors import GeminiError
+from gemini.memory.chunks.chunk import COMPUTE_DTYPES
+from gemini.pipeline.course import course_of
+from gemini.pipeline.stages import Stage, balanced, leave_out, micro_batches_of
+from gemini.ranks.mesh import names_of, place_in, size_of
+from gemini.ranks.wire import Tag, Wire
+from gemini.tracing.batches import batch_for
+from gemini.train.ddp import manage
+
+SCHEDULES = ("1f1b", "gpipe", "interleaved", "bfs")
+_EXAMPLE_TOKENS = 16
+
+
+class Pipeline:
+    """A managed model whose blocks are in stages.
+
+        pipe = gemini.Pipeline(model, config, mesh=mesh, micro_batches=8, schedule="1f1b")
+        optimizer = gemini.HybridAdam(pipe.parameters(), lr=1e-4)
+        loss = pipe.step(input_ids=ids, labels=ids)
+        pipe.clip_grad_norm_(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    Args:
+        model: whole, on every rank of ``pp`` with the same weights. It is changed in place: what other ranks run is let
+            go of. Its forward takes ``labels`` and gives the mean loss of a micro-batch, as ``loss`` or alone.
+        config: how to manage it.
+        mesh: with a dim ``pp``, and ``dp`` perhaps. None for one process.
+        micro_batches: into how many equal parts each batch is divided.
+        schedule: "1f1b" or "gpipe" with one stage on each rank; "interleaved" or "bfs" (breadth first) with several. In
+            one process "bfs".
+        stages: how many each rank has; by default 1, 2 with "interleaved" and "bfs" over ranks, and in one process one
+            for each block.
+        example: a batch, to see how a forward runs through the model; by default made of the model's config.
+
+    Attributes:
+        model: the managed model, of which other ranks have the other stages.
+
+    Raises:
+        ValueError: for schedules that are not known, for sizes that do not go with them, and for models whose blocks
+            cannot be stages, naming why.
+    """
+
+    def __init__(
+        self, model: nn.Module, config: GeminiConfig | None = None, *, mesh: DeviceMesh | None = None,
+        micro_batches: int, schedule: str = "1f1b", stages: int | None = None,
+        example: Mapping[str, Any] | None = None,
+    ):  # fmt: skip
+        config = _with_sums((GeminiConfig() if config is None else config).resolved())
+        size = 1 if mesh is None else size_of(mesh, "pp")
+        _check(schedule, size, micro_batches, stages, config)
+        if example is None:
+            example = _example_for(model)
+        course = course_of(model, example)
+        course.twin.to(COMPUTE_DTYPES[config.precision])
+        number = len(course.blocks)
+        each = stages if stages is not None else number if size == 1 else 1 if schedule in ("1f1b", "gpipe") else 2
+        if each * size > number:
+            raise ValueError(
+                f"{each * size} stages ({each} on each of {size} ranks) of {type(model).__name__}, which has {number} "
+                "blocks: give stages= a smaller number, or a mesh with a smaller pp"
+            )
+        ranges = balanced(course.flops, each * size)
+        rank = 0 if mesh is None or size == 1 else place_in(mesh, "pp")
+        numbers = range(rank, each * size, size)
+        own = [Stage(model, course, *ranges[i]) for i in numbers]
+        if size > 1:
+            _refuse_tied(model, own)
+            leave_out(model, own)
+        self.model: Any = manage(model, config, mesh=mesh, in_stages=size > 1)
+        self._ranges, self._schedule, self._micro_batches = ranges, schedule, micro_batches
+        self._mesh, self._size, self._stages, self._numbers = mesh, size, own, list(numbers)
+        self._width = course.width
+        self._runner: tuple[Any, Any] | None = None
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Of the stages of this rank, for an optimizer."""
+        return self.model.parameters()  # type: ignore[no-any-return]
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The same, by the names that they have in the whole model."""
+        return self.model.named_parameters()  # type: ignore[no-any-return]
+
+    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
+        """As :meth:`GeminiDDP.clip_grad_norm_`, with the norm of all stages."""
+        return self.model.clip_grad_norm_(max_norm)  # type: ignore[no-any-return]
+
+    def step(self, **batch: Any) -> torch.Tensor:
+        """Forward and backward of all micro-batches: the mean of their losses, the same on all ranks of ``pp``.
+
+        Every rank of ``pp`` is given the same batch. Gradients wait for the optimizer as after ``loss.backward()``.
+
+        Raises:
+            ValueError: if ``micro_batches`` does not divide the batch.
+        """
+        parts = micro_batches_of(batch, self._micro_batches)
+        with self.model.step_scope():
+            if self._size == 1:
+                return self._breadth_first(parts)
+            return self._over_ranks(batch, parts)
+
+    # ---- in one process -----------------------------------------------------------------------------------------
+
+    def _breadth_first(self, parts: list[dict[str, Any]]) -> torch.Tensor:
+        values: list[torch.Tensor | None] = [None] * len(parts)
+        held: list[list[tuple[torch.Tensor | None, Any]]] = []
+        losses = []
+        for stage in self._stages:
+            row: list[tuple[torch.Tensor | None, Any]] = []
+            for number, part in enumerate(parts):
+                received = values[number]
+                if received is not None:
+                    received = received.detach().requires_grad_()
+                output = stage(*(() if received is None else (received,)), **part)
+                if stage.is_last:
+                    output = output / len(parts)
+                    losses.append(output.detach())
+                # Of what goes on only the way back is kept here; its values are the next stage's.
+                row.append((received, get_gradient_edge(output)))
+                values[number] = output.detach()
+            held.append(row)
+        grads: list[torch.Tensor | None] = [None] * len(parts)
+        while held:
+            for number, (received, edge) in enumerate(held.pop()):
+                torch.autograd.backward([edge], None if grads[number] is None else [grads[number]])
+                grads[number] = None if received is None else received.grad
+        return torch.stack(losses).sum()
+
+    # ---- over ranks ---------------------------------------------------------------------------------------------
+
+    def _over_ranks(self, batch: dict[str, Any], parts: list[dict[str, Any]]) -> torch.Tensor:
+        from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
+
+        runner = self._runner_for(parts[0])
+        losses: list[torch.Tensor] = []
+        target = next(value for value in batch.values() if isinstance(value, torch.Tensor) and value.dim())
+        try:
+            runner.step(target=target, losses=losses, return_outputs=False, **batch)
+        except RuntimeError as e:
+            if isinstance(e.__cause__, GeminiError):  # torch wraps what a stage raises in a page of its inputs
+                raise e.__cause__ from None
+            raise
+        assert isinstance(runner, _PipelineScheduleRuntime) or len(self._stages) == 1
+        own = torch.stack([loss.detach().float().cpu() for loss in losses]).sum() if losses else torch.zeros(())
+        wire: Wire = self.model._gemini_engine.ranks.stages
+        rows = wire.swap(Tag.VALUES, own, "the loss of a pipeline")
+        return rows[self._place_of_last()].to(self.model.device)
+
+    def _place_of_last(self) -> int:
+        return (len(self._ranges) - 1) % self._size
+
+    def _runner_for(self, part: Mapping[str, Any]) -> Any:
+        """torch's schedule for micro-batches of this shape."""
+        from torch.distributed import pipelining
+
+        ids = next(value for value in part.values() if isinstance(value, torch.Tensor) and value.dim() > 1)
+        shape = (*ids.shape[:2], self._width)
+        if self._runner is not None and self._runner[0] == shape:
+            return self._runner[1]
+        assert self._mesh is not None
+        group = self._mesh.get_group(names_of(self._mesh).index("pp"))
+        device = self.model._gemini_engine.store.device.torch_device
+        dtype = COMPUTE_DTYPES[self.model._gemini_engine.config.precision]
+
+        def hidden() -> torch.Tensor:
+            return torch.empty(shape, dtype=dtype, device=device, requires_grad=True)
+
+        made = [
+            pipelining.PipelineStage(
+                stage, number, len(self._ranges), device, input_args=() if stage.is_first else hidden(),
+                output_args=torch.empty((), device=device, requires_grad=True) if stage.is_last else hidden(),
+                group=group,
+            )
+            for number, stage in zip(self._numbers, self._stages, strict=True)
+        ]  # fmt: skip
+        kinds: dict[str, Any] = {
+            "1f1b": pipelining.Schedule1F1B, "gpipe": pipelining.ScheduleGPipe,
+            "interleaved": pipelining.ScheduleInterleaved1F1B, "bfs": pipelining.ScheduleLoopedBFS,
+        }  # fmt: skip
+        single = self._schedule in ("1f1b", "gpipe")
+        runner = kinds[self._schedule](
+            made[0] if single else made, self._micro_batches, loss_fn=self._share_of_loss, scale_grads=False
+        )
+        self._runner = shape, runner
+        return runner
+
+    def _share_of_loss(self, loss: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return loss / self._micro_batches
+
+
+def _with_sums(config: GeminiConfig) -> GeminiConfig:
+    return replace(config, gradients="accumulate") if config.gradients == "retain" else config
+
+
+def _check(schedule: str, size: int, micro_batches: int, stages: int | None, config: GeminiConfig) -> None:
+    if schedule not in SCHEDULES:
+        zero = "zero" in schedule.lower() or "zb" in schedule.lower() or "dual" in schedule.lower()
+        why = (
+            "schedules without bubbles compute gradients of weights apart from those of inputs, which managed params "
+            "do not allow"
+        )
+        raise ValueError(
+            f"schedule={schedule!r} is not known; use one of {', '.join(SCHEDULES)}" + (f" ({why})" if zero else "")
+        )
+    if type(micro_batches) is not int or micro_batches < 1:
+        raise ValueError(f"micro_batches={micro_batches!r}: a number of parts, 1 or more")
+    if stages is not None and (type(stages) is not int or stages < 1):
+        raise ValueError(f"stages={stages!r}: a number of stages on each rank, 1 or more")
+    if size == 1 and schedule != "bfs":
+        raise ValueError(
+            f"schedule={schedule!r} in one process: stages take turns there, schedule='bfs'. For the others give a "
+            "mesh with a dim pp"
+        )
+    if size > 1 and schedule in ("1f1b", "gpipe") and stages not in (None, 1):
+        raise ValueError(f"schedule={schedule!r} has one stage on each rank, got stages={stages}")
+    if size > 1 and schedule in ("interleaved", "bfs") and stages == 1:
+        raise ValueError(f"schedule={schedule!r} has several stages on each rank, got 1: use '1f1b' or 'gpipe'")
+    if size > 1 and schedule == "interleaved" and micro_batches % size:
+        raise ValueError(
+            f"schedule='interleaved' over {size} ranks takes a multiple of {size} micro-batches, got {micro_batches}"
+        )
+    if config.precision == "fp16" and size > 1:
+        raise ValueError(
+            'precision="fp16" in a pipeline over ranks: whether a step overflowed would be found out by each stage for '
+            'itself. Use precision="bf16"'
+        )
+    if config.gradients == "transient":
+        raise ValueError(
+            'gradients="transient" in a pipeline: gradients of micro-batches are added up before they are used. Use '
+            'gradients="accumulate"'
+        )
+
+
+def _refuse_tied(model: nn.Module, own: list[Stage]) -> None:
+    """Refuse a param that is read on two ranks."""
+    owners: dict[int, list[str]] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        owners.setdefault(id(param), []).append(name)
+    for names in owners.values():
+        away = {all(any(name.startswith(f"{left}.") for left in stage.leaves_out()) for stage in own) for name in names}
+        if len(away) > 1 or len(names) > 1:
+            raise ValueError(
+                f"{' and '.join(names)} are one param, which a pipeline would have on several ranks: untie them "
+                "(tie_word_embeddings=False), or use a pipeline in one process, dp or tp"
+            )
+
+
+def _example_for(model: Any) -> Mapping[str, Any]:
+    config = getattr(model, "config", None)
+    if config is None or not hasattr(config, "get_text_config"):
+        raise ValueError(
+            f"Pipeline of a {type(model).__name__}, which has no transformers config: give it an example= batch, to see "
+            "how a forward runs through the model"
+        )
+    return batch_for(config, 1, _EXAMPLE_TOKENS, model_class=type(model))

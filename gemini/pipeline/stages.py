@@ -1,0 +1,167 @@
+"""Stages: a model of which only some modules run, the others being stood in for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import nn
+
+from gemini.pipeline.course import Course
+
+
+def balanced(weights: Sequence[float], num_stages: int) -> list[tuple[int, int]]:
+    """Ranges of blocks, one for each stage and none empty, whose heaviest is as light as can be.
+
+    ``weights``: of each block, and at last of what the last stage has besides.
+    """
+    blocks, rest = weights[:-1], weights[-1]
+    sums = [0.0]
+    for weight in blocks:
+        sums.append(sums[-1] + weight)
+    number = len(blocks)
+    # least[s][i]: the heaviest of s stages that have the first i blocks, at best, and where the last of them begins.
+    least: list[dict[int, tuple[float, int]]] = [{0: (0.0, 0)}]
+    for stage in range(1, num_stages + 1):
+        row = {}
+        for stop in range(stage, number + 1):
+            extra = rest if stop == number else 0.0
+            row[stop] = min(
+                (max(least[-1][start][0], sums[stop] - sums[start] + extra), start)
+                for start in range(stage - 1, stop) if start in least[-1]
+            )  # fmt: skip
+        least.append(row)
+    cuts = [number]
+    for stage in range(num_stages, 0, -1):
+        cuts.append(least[stage][cuts[-1]][1])
+    return list(pairwise(reversed(cuts)))
+
+
+class _StandIn(nn.Module):
+    """In the place of a module that does not run. Other attributes than its own are those of its twin."""
+
+    def __init__(self, twin: nn.Module):
+        super().__init__()
+        self.__dict__["twin"] = twin
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["twin"], name)
+
+
+class Passing(_StandIn):
+    """A block of another stage: hands hidden states on. The last stay in ``seen``; ``given`` go on in their place."""
+
+    def __init__(self, twin: nn.Module, *, gives_tuple: bool):
+        super().__init__(twin)
+        self.__dict__.update(gives_tuple=gives_tuple, seen=None, given=None)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        hidden = args[0] if args else kwargs["hidden_states"]
+        own = self.__dict__
+        own["seen"] = hidden
+        hidden = hidden if own["given"] is None else own["given"]
+        return (hidden,) if own["gives_tuple"] else hidden
+
+
+class Placeholder(_StandIn):
+    """What comes before the blocks, where others have done it: values of the right shape that take no memory."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        def on_meta(value: Any) -> Any:
+            return value.to("meta") if isinstance(value, torch.Tensor) else value
+
+        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
+        device = tensors[0].device if tensors else torch.device("cpu")
+        with torch.no_grad():
+            made = self.__dict__["twin"](*map(on_meta, args), **{key: on_meta(v) for key, v in kwargs.items()})
+        return torch.zeros((), dtype=made.dtype, device=device).expand(made.shape)
+
+
+class Stage(nn.Module):
+    """Blocks ``[start, stop)`` of a model, with what comes before or after them at its ends. Called with the hidden
+    states of the stage before (none on the first) and a micro-batch; gives hidden states, or on the last one the loss.
+    """
+
+    def __init__(self, model: Any, course: Course, start: int, stop: int):
+        super().__init__()
+        self.__dict__["model"] = model  # no submodule: its params are the model's
+        self.is_first, self.is_last = start == 0, stop == len(course.blocks)
+        others = [name for i, name in enumerate(course.blocks) if not start <= i < stop]
+        self._stand_ins: dict[str, nn.Module] = {
+            name: Passing(course.twin.get_submodule(name), gives_tuple=course.gives_tuple) for name in others
+        }
+        if not self.is_first:
+            self._stand_ins |= {name: Placeholder(course.twin.get_submodule(name)) for name in course.before}
+        if not self.is_last:
+            self._stand_ins |= {
+                name: Passing(course.twin.get_submodule(name), gives_tuple=False) for name in course.after
+            }
+        self._entry = None if self.is_first else self._stand_ins[course.blocks[start - 1]]
+        self._exit = None if self.is_last else self._stand_ins[course.blocks[stop]]
+
+    def leaves_out(self) -> set[str]:
+        """Names of the modules that do not run in this stage."""
+        return set(self._stand_ins)
+
+    def forward(self, *received: torch.Tensor, **batch: Any) -> torch.Tensor:
+        if not self.is_last:
+            batch.pop("labels", None)
+        if self._entry is not None:
+            self._entry.__dict__["given"] = received[0]
+        try:
+            with self._standing_in():
+                output = self.__dict__["model"](**batch)
+            if self._exit is not None:
+                return self._exit.__dict__["seen"]  # type: ignore[no-any-return]
+            return output if isinstance(output, torch.Tensor) else output["loss"]
+        finally:
+            for end in (self._entry, self._exit):
+                if end is not None:
+                    end.__dict__.update(given=None, seen=None)
+
+    @contextmanager
+    def _standing_in(self) -> Iterator[None]:
+        places = [(_place_of(self.__dict__["model"], name), module) for name, module in self._stand_ins.items()]
+        before = [(modules, key, modules[key]) for (modules, key), _ in places]
+        try:
+            for (modules, key), module in places:
+                modules[key] = module
+            yield
+        finally:
+            for modules, key, module in before:
+                modules[key] = module
+
+
+def leave_out(model: nn.Module, stages: Sequence[Stage]) -> None:
+    """Let go of modules that run in none of these stages: their params are on other ranks."""
+    never = set.intersection(*(stage.leaves_out() for stage in stages))
+    for name in never:
+        modules, key = _place_of(model, name)
+        modules[key] = stages[0]._stand_ins[name]
+
+
+def _place_of(model: nn.Module, name: str) -> tuple[dict[str, Any], str]:
+    path, _, key = name.rpartition(".")
+    return model.get_submodule(path)._modules, key
+
+
+def micro_batches_of(batch: Mapping[str, Any], number: int) -> list[dict[str, Any]]:
+    """Equal parts of all tensors along their first dim; what is no tensor is in each.
+
+    Raises:
+        ValueError: if they cannot be.
+    """
+    tensors = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor) and value.dim()}
+    for name, value in tensors.items():
+        if value.shape[0] % number:
+            raise ValueError(
+                f"{name} has {value.shape[0]} samples, which micro_batches={number} does not divide: give a batch of "
+                f"{-(-value.shape[0] // number) * number}, or another number"
+            )
+    if not tensors:
+        raise ValueError("step() takes tensors by name, for example step(input_ids=ids, labels=ids)")
+    parts = {name: value.chunk(number) for name, value in tensors.items()}
+    return [{**batch, **{name: chunks[i] for name, chunks in parts.items()}} for i in range(number)]
