@@ -146,7 +146,7 @@ def _check_crossings(model: nn.Module, blocks: tuple[str, ...], given: Mapping[s
         args, kwargs = given[name]
         hidden = args[0] if args else kwargs.get("hidden_states")
         if not isinstance(hidden, torch.Tensor):
-            raise ValueError(f"{name} of {type(model).__name__} is not given hidden states first: it cannot be a stage")
+            raise ValueError(f"{name} of {type(model).__name__} is not given hidden states: it cannot be a stage")
         ends.append(hidden)
     segments = list(zip(blocks, ends, [*ends[1:], loss], strict=True))
     for name, start, end in segments:
@@ -204,9 +204,7 @@ def _blocks_in(model: nn.Module) -> tuple[str, ...]:
             numel = sum(param.numel() for param in module.parameters())
             best = max(best, (numel, tuple(f"{name}.{i}" if name else str(i) for i in range(len(module)))))
     if not best[1]:
-        raise ValueError(
-            f"{type(model).__name__} has no numbered blocks (nn.ModuleList): there is nothing to be stages"
-        )
+        raise ValueError(f"{type(model).__name__} has no numbered blocks (nn.ModuleList): nothing can be stages")
     return best[1]
 
 

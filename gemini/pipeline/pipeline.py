@@ -1,7 +1,7 @@
 """``gemini.Pipeline``: one model in stages, over the ranks of a mesh's ``pp``, or one after another in one process.
 
 Schedules over ranks are torch's own (``torch.distributed.pipelining``). In one process stages take turns breadth first:
-each takes all micro-batches before the next one does, so that weights which do not stay are fetched twice in a step, and
+each takes all micro-batches before the next one does, so that weights which do not stay are fetched twice in a step,
 not twice for each micro-batch.
 """
 
@@ -238,10 +238,10 @@ def _check(schedule: str, size: int, micro_batches: int, stages: int | None, con
         raise ValueError(
             f"schedule='interleaved' over {size} ranks takes a multiple of {size} micro-batches, got {micro_batches}"
         )
-    if config.precision == "fp16" and size > 1:
+    if config.precision == "fp16":
         raise ValueError(
-            'precision="fp16" in a pipeline over ranks: whether a step overflowed would be found out by each stage for '
-            'itself. Use precision="bf16"'
+            'precision="fp16" in a pipeline: gradients pass from stage to stage, where the loss scale of each would be '
+            'another one. Use precision="bf16"'
         )
     if config.gradients == "transient":
         raise ValueError(
@@ -268,7 +268,7 @@ def _example_for(model: Any) -> Mapping[str, Any]:
     config = getattr(model, "config", None)
     if config is None or not hasattr(config, "get_text_config"):
         raise ValueError(
-            f"Pipeline of a {type(model).__name__}, which has no transformers config: give it an example= batch, to see "
-            "how a forward runs through the model"
+            f"Pipeline of a {type(model).__name__}, which has no transformers config: give it an example= batch, to "
+            "see how a forward runs through the model"
         )
     return batch_for(config, 1, _EXAMPLE_TOKENS, model_class=type(model))

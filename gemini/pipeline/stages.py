@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
@@ -95,10 +96,12 @@ class Stage(nn.Module):
         }
         if not self.is_first:
             self._stand_ins |= {name: Placeholder(course.twin.get_submodule(name)) for name in course.before}
-        if not self.is_last:
-            self._stand_ins |= {
-                name: Passing(course.twin.get_submodule(name), gives_tuple=False) for name in course.after
-            }
+        labels = inspect.signature(type(model).forward).parameters.get("labels")
+        self._drops_labels = not self.is_last and labels is not None and labels.default is not labels.empty
+        for name in () if self.is_last else course.after:
+            # A loss of what is no result needs its shape at least; without labels there is none.
+            twin = course.twin.get_submodule(name)
+            self._stand_ins[name] = Passing(twin, gives_tuple=False) if self._drops_labels else Placeholder(twin)
         self._entry = None if self.is_first else self._stand_ins[course.blocks[start - 1]]
         self._exit = None if self.is_last else self._stand_ins[course.blocks[stop]]
 
@@ -107,7 +110,7 @@ class Stage(nn.Module):
         return set(self._stand_ins)
 
     def forward(self, *received: torch.Tensor, **batch: Any) -> torch.Tensor:
-        if not self.is_last:
+        if self._drops_labels:
             batch.pop("labels", None)
         if self._entry is not None:
             self._entry.__dict__["given"] = received[0]

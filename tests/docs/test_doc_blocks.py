@@ -75,6 +75,7 @@ def test_commands_and_options_exist(page: Path) -> None:
     [
         ("guide/many_processes.md", "train.py", r"^2 ranks, last loss \d"),
         ("ranks.md", "tensor_parallel.py", r"^loss (5\.\d\d\d)\nloss \1$"),
+        ("guide/pipelines.md", "pipeline.py", r"^loss (5\.\d\d\d)\nloss \1$"),
     ],
 )
 def test_programs_of_many_processes_run_in_two(page: str, program: str, says: str, folder: Path) -> None:

@@ -1,0 +1,326 @@
+"""Pipelines: schedules over ranks, and breadth first in one process, against plain accumulation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import gemini
+from gemini.pipeline.stages import balanced
+from tests.ranks.pool import Failure, Pool
+from tests.ranks.test_slices import FAMILIES, small
+from tests.ranks.test_tensor_parallel import EPS, LR, config_for, llama, mesh_of
+from tests.train import helpers
+
+Pools = Callable[[int], Pool]
+deep = partial(llama, num_hidden_layers=8, tie_word_embeddings=False)
+STEPS = 2
+
+
+def ids_of(step: int, rank: int, rows: int = 16) -> torch.Tensor:
+    return torch.randint(3, 128, (rows, 12), generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+class Found(NamedTuple):
+    losses: list[float]
+    norms: list[float]
+    state: dict[str, torch.Tensor]
+    fetched: int
+    """Gathers of weights in the last step."""
+
+
+def accumulated(num_batches: int, micro_batches: int, make: Callable[[], Any] = deep) -> Found:
+    """One process of plain torch, the mean over micro-batches and over the batches of all ranks."""
+    model: Any = make().train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, eps=EPS, weight_decay=0.1)
+    losses, norms = [], []
+    for step in range(STEPS):
+        total = 0.0
+        for rank in range(num_batches):
+            for part in ids_of(step, rank).chunk(micro_batches):
+                loss = model(input_ids=part, labels=part).loss / micro_batches / num_batches
+                loss.backward()
+                total += loss.item()
+        losses.append(total)
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return Found(losses, norms, dict(model.state_dict()), 0)
+
+
+def run(
+    pipe: gemini.Pipeline, batch: Callable[[int], torch.Tensor], optimizer: Any
+) -> tuple[list[float], list[float], int]:  # fmt: skip
+    manager = pipe.model._gemini_engine.store.manager
+    losses, norms, fetched = [], [], 0
+    for step in range(STEPS):
+        before, ids = manager.num_gathers, batch(step)
+        losses.append(pipe.step(input_ids=ids, labels=ids).item())
+        fetched = manager.num_gathers - before
+        norms.append(float(pipe.clip_grad_norm_(0.5)))
+        optimizer.step()
+        optimizer.zero_grad()
+    pipe.model._gemini_engine.check_invariants()
+    return losses, norms, fetched
+
+
+def piped(
+    sizes: dict[str, int], schedule: str, micro_batches: int, where: str, folder: str,
+    make: Callable[[], Any] = deep, *, checkpointing: bool = False, stages: int | None = None, **settings: Any,
+) -> Found:  # fmt: skip
+    mesh, model = mesh_of(sizes), make().train()
+    if checkpointing:
+        model.activation_checkpointing_enable()
+    pipe = gemini.Pipeline(
+        model, config_for(where, folder, **settings), mesh=mesh, micro_batches=micro_batches, schedule=schedule,
+        stages=stages,
+    )  # fmt: skip
+    optimizer = gemini.HybridAdam(pipe.parameters(), lr=LR, eps=EPS, weight_decay=0.1)
+    losses, norms, fetched = run(pipe, lambda step: ids_of(step, gemini.data_rank(mesh).rank), optimizer)
+    return Found(losses, norms, pipe.model.state_dict(dtype=torch.float32), fetched)
+
+
+def assert_close(found: list[Found], plain: Found) -> None:
+    names: set[str] = set()
+    for own in found:
+        assert own.losses == pytest.approx(plain.losses, rel=1e-5)
+        assert own.norms == pytest.approx(plain.norms, rel=1e-6) and own.norms == found[0].norms
+        for name, value in own.state.items():
+            torch.testing.assert_close(value, plain.state[name], rtol=1e-4, atol=2e-5, msg=name)
+        assert 0 < len(own.state) < len(plain.state)
+        names |= set(own.state)
+    assert names == set(plain.state), "all of the model is somewhere, by its own names"
+
+
+@pytest.mark.sweep(every=4)
+@pytest.mark.parametrize("where", ["ram", "disk"])
+@pytest.mark.parametrize("micro_batches", [4, 8])
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved", "bfs"])
+def test_schedules_compute_what_accumulation_does(
+    schedule: str, size: int, micro_batches: int, where: str, pool_of: Pools, tmp_path: Any
+) -> None:
+    found = pool_of(size).run(piped, {"pp": size}, schedule, micro_batches, where, str(tmp_path))
+    assert all(own.losses == found[0].losses for own in found), "the loss is the same on all ranks"
+    assert_close(found, accumulated(1, micro_batches))
+
+
+@pytest.mark.sweep(every=3)
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("schedule", ["1f1b", "bfs"])
+@pytest.mark.parametrize("where", ["ram", "disk", "serial"])
+@pytest.mark.parametrize("sizes", [{"pp": 2, "dp": 2}, {"dp_replicate": 2, "pp": 2}], ids=str)
+def test_stages_and_shards(
+    sizes: dict[str, int], where: str, schedule: str, checkpointing: bool, pool_of: Pools, tmp_path: Any
+) -> None:
+    do = partial(piped, checkpointing=checkpointing)
+    found = pool_of(4).run(do, sizes, schedule, 4, where, str(tmp_path))
+    plain = accumulated(2, 4)
+    means = [sum(own.losses[step] for own in found) / len(found) for step in range(STEPS)]
+    assert means == pytest.approx(plain.losses, rel=1e-5)
+    assert_close([own._replace(losses=plain.losses) for own in found], plain)
+
+
+# ---- one process -----------------------------------------------------------------------------------------------------
+
+
+def alone(where: str, folder: str, make: Callable[[], Any] = deep, **settings: Any) -> tuple[Found, Found]:
+    """A pipeline, and the ordinary loop with the same model, budget and micro-batches."""
+    config = partial(config_for, where, folder, gradients="accumulate", **settings)
+    pipe = gemini.Pipeline(make().train(), config(), micro_batches=4, schedule="bfs")
+    optimizer = gemini.HybridAdam(pipe.parameters(), lr=LR, eps=EPS)
+    losses, norms, fetched = run(pipe, lambda step: ids_of(step, 0), optimizer)
+    first = Found(losses, norms, pipe.model.state_dict(dtype=torch.float32), fetched)
+    model: Any = gemini.GeminiDDP(make().train(), config())
+    optimizer = gemini.HybridAdam(model.parameters(), lr=LR, eps=EPS)
+    losses, norms = [], []
+    for step in range(STEPS):
+        before, parts = model._gemini_engine.store.manager.num_gathers, []
+        for part in ids_of(step, 0).chunk(4):
+            loss = model(input_ids=part, labels=part).loss / 4
+            loss.backward()
+            parts.append(loss.detach())
+        fetched = model._gemini_engine.store.manager.num_gathers - before
+        losses.append(torch.stack(parts).sum().item())
+        norms.append(float(model.clip_grad_norm_(0.5)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return first, Found(losses, norms, model.state_dict(dtype=torch.float32), fetched)
+
+
+@pytest.mark.sweep(every=2)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("where", ["ram", "disk", "standin"])
+def test_breadth_first_has_the_bits_of_accumulation(where: str, precision: str, tmp_path: Any) -> None:
+    found, plain = alone(where, str(tmp_path), precision=precision)
+    assert (found.losses, found.norms) == (plain.losses, plain.norms)
+    assert all(helpers.same_bits(value, plain.state[name]) for name, value in found.state.items())
+    assert found.state.keys() == plain.state.keys()
+
+
+@pytest.mark.parametrize("make", [deep, partial(llama, num_hidden_layers=8)], ids=["untied", "tied"])
+def test_breadth_first_fetches_each_weight_twice(make: Callable[[], Any], tmp_path: Any) -> None:
+    """In room for little more than a block: accumulation fetches it for each micro-batch, breadth first does not."""
+    memory = gemini.MemoryBudget(cpu="800KiB", nvme="64MiB", nvme_path=tmp_path)
+    found, plain = alone("disk", str(tmp_path), make, memory=memory, overlap=False)
+    pipe = gemini.Pipeline(make(), config_for("disk", str(tmp_path), memory=memory), micro_batches=4, schedule="bfs")
+    chunks = len(pipe.model._gemini_engine.store.chunks)
+    ends = 2 * (make is not deep)  # a tied embedding is read at both ends
+    assert found.fetched <= 2 * chunks + ends < plain.fetched, (found.fetched, chunks, plain.fetched)
+
+
+@pytest.mark.sweep(every=4)
+@pytest.mark.parametrize("kind", [kind for kind in FAMILIES if kind != "t5"])
+def test_families_breadth_first(kind: str, tmp_path: Any) -> None:
+    found, plain = alone("disk", str(tmp_path), partial(small, kind))
+    assert found.losses == pytest.approx(plain.losses, rel=1e-6) and found.norms == pytest.approx(plain.norms, rel=1e-6)
+
+
+def test_stages_are_balanced() -> None:
+    assert balanced([1, 1, 1, 1, 0], 2) == [(0, 2), (2, 4)]
+    assert balanced([1, 1, 1, 1, 2], 2) == [(0, 3), (3, 4)]
+    assert balanced([5, 1, 1, 1, 0], 2) == [(0, 1), (1, 4)]
+    assert balanced([1, 1, 1, 0], 3) == [(0, 1), (1, 2), (2, 3)]
+
+
+# ---- what goes wrong -------------------------------------------------------------------------------------------------
+
+
+def nan_on_a_stage(folder: str) -> tuple[str, bool]:
+    mesh = mesh_of({"pp": 2, "dp": 2})
+    pipe = gemini.Pipeline(deep().train(), config_for("ram", folder), mesh=mesh, micro_batches=4, schedule="1f1b")
+    optimizer = gemini.HybridAdam(pipe.parameters(), lr=LR)
+    before = pipe.model.state_dict()
+    if dist.get_rank() == 3:
+        handle = pipe.model._gemini_engine.params.handles[-1]
+        handle.param.register_hook(lambda grad: grad * float("nan"))
+    ids = ids_of(0, gemini.data_rank(mesh).rank)
+    pipe.step(input_ids=ids, labels=ids)
+    said = ""
+    try:
+        optimizer.step()
+    except gemini.NonFiniteGradient as e:
+        said = str(e)
+    optimizer.zero_grad()
+    after = pipe.model.state_dict()
+    return said, all(torch.equal(after[name], value) for name, value in before.items())
+
+
+def test_nan_on_one_stage_is_found_on_all(pool_of: Pools, tmp_path: Any) -> None:
+    for rank, (said, is_as_before) in enumerate(pool_of(4).run(nan_on_a_stage, str(tmp_path))):
+        assert is_as_before and ("holds inf or NaN" in said)
+        assert ("another stage of this pipeline" in said) == (rank < 2)
+
+
+class Skipping(nn.Module):
+    """A stack whose second block reads what the first has made besides hidden states."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.blocks = nn.ModuleList([nn.Linear(8, 8) for _ in range(4)])
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x = kept = self.first(x)
+        for block in self.blocks:
+            x = block(x) + kept
+        return (x - labels).square().mean()
+
+
+class Stack(nn.Module):
+    """Not of transformers: its forward gives the loss itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up = nn.Linear(4, 8)
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4)])
+        self.down = nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x = self.up(x)
+        for block in self.blocks:
+            x = block(x)
+        return (self.down(x) - labels).square().mean()
+
+
+def test_a_model_of_ones_own(tmp_path: Any) -> None:
+    batch = {"x": torch.randn(8, 4), "labels": torch.randn(8, 4)}
+    config = config_for("disk", str(tmp_path))
+    pipe = gemini.Pipeline(Stack(), config, micro_batches=2, schedule="bfs", stages=3, example=batch)
+    loss = pipe.step(**batch)
+    plain = Stack()
+    expected = plain(**batch)
+    expected.backward()
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    torch.testing.assert_close(pipe.model.full_grad("up.weight"), plain.up.weight.grad)
+
+
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [
+        ({"schedule": "1f1b"}, "in one process: stages take turns there"),
+        ({"schedule": "zero-bubble"}, "gradients of weights apart from those of inputs"),
+        ({"micro_batches": 0}, "micro_batches=0"),
+        ({"stages": 9}, "9 stages .* which has 8 blocks"),
+        ({"model": "t5"}, "is an encoder-decoder"),
+        ({"model": Skipping}, r"hands on something with gradients \(first\..* past blocks.1"),
+        ({"model": Stack, "example": None}, "give it an example= batch"),
+        ({"gradients": "transient"}, 'gradients="transient" in a pipeline'),
+        ({"rows": 15}, "input_ids has 15 samples, which micro_batches=4 does not divide: give a batch of 16"),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_what_cannot_be_a_pipeline_is_refused(how: dict[str, Any], says: str, tmp_path: Any) -> None:
+    how = {"schedule": "bfs", "micro_batches": 4, **how}
+    config = config_for("ram", str(tmp_path), gradients=how.pop("gradients", "retain"))
+    make, rows = how.pop("model", deep), how.pop("rows", 16)
+    if make is Skipping:
+        how["example"] = {"x": torch.randn(4, 8), "labels": torch.randn(4, 8)}
+    model = small("t5") if make == "t5" else make()
+    with pytest.raises(ValueError, match=says):
+        ids = ids_of(0, 0, rows)
+        gemini.Pipeline(model, config, **how).step(input_ids=ids, labels=ids)
+    assert all(param.numel() for param in model.parameters())
+
+
+def refused(how: str, folder: str) -> None:
+    mesh = mesh_of({"pp": 2})
+    settings: dict[str, Any] = {"schedule": "1f1b", "micro_batches": 4}
+    config, make = config_for("ram", folder), deep
+    if how == "tied":
+        make = llama
+    elif how == "fp16":
+        config = config_for("ram", folder, precision="fp16")
+    elif how == "interleaved":
+        settings = {"schedule": "interleaved", "micro_batches": 3}
+    elif how == "many":
+        settings |= {"schedule": "bfs", "stages": 5}
+    elif how == "one":
+        settings["stages"] = 2
+    pipe = gemini.Pipeline(make(), config, mesh=mesh, **settings)
+    if how == "saved":
+        optimizer = gemini.HybridAdam(pipe.parameters())
+        gemini.save_checkpoint(f"{folder}/checkpoint", pipe.model, optimizer)
+
+
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [
+        ("tied", "are one param, which a pipeline would have on several ranks"),
+        ("fp16", 'precision="fp16" in a pipeline'),
+        ("interleaved", "takes a multiple of 2 micro-batches, got 3"),
+        ("many", "10 stages (5 on each of 2 ranks)"),
+        ("one", "has one stage on each rank, got stages=2"),
+        ("saved", "give each slice a folder of its own"),
+    ],
+)
+def test_what_cannot_be_over_ranks_is_refused(how: str, says: str, pool_of: Pools, tmp_path: Any) -> None:
+    for outcome in pool_of(2).outcomes(refused, how, str(tmp_path)):
+        assert isinstance(outcome, Failure) and outcome.kind == "ValueError" and says in outcome.text, outcome
