@@ -137,7 +137,7 @@ def _keeping(name: str, given: dict[str, Any]) -> Any:
 
 
 def _check_crossings(model: nn.Module, blocks: tuple[str, ...], given: Mapping[str, Any], loss: torch.Tensor) -> None:
-    """Nothing but the hidden states carries gradients from block to block: between those that a block is given and those
+    """Nothing but hidden states carries gradients from block to block: between those that a block is given and those
     that it gives stand its own params alone.
     """
     names = {id(param): name for name, param in model.named_parameters()}

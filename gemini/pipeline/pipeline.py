@@ -20,11 +20,12 @@ from gemini.config import GeminiConfig
 from gemini.errors import GeminiError
 from gemini.memory.chunks.chunk import COMPUTE_DTYPES
 from gemini.pipeline.course import course_of
-from gemini.pipeline.stages import Stage, balanced, leave_out, micro_batches_of
+from gemini.pipeline.stages import Stage, balanced, leave_out, micro_batches_of, params_of_stages
 from gemini.ranks.mesh import names_of, place_in, size_of
 from gemini.ranks.wire import Tag, Wire
 from gemini.tracing.batches import batch_for
 from gemini.train.ddp import manage
+from gemini.train.gradients.tied import sum_tied
 
 SCHEDULES = ("1f1b", "gpipe", "interleaved", "bfs")
 _EXAMPLE_TOKENS = 16
@@ -83,10 +84,11 @@ class Pipeline:
         rank = 0 if mesh is None or size == 1 else place_in(mesh, "pp")
         numbers = range(rank, each * size, size)
         own = [Stage(model, course, *ranges[i]) for i in numbers]
+        of_stages = None
         if size > 1:
-            _refuse_tied(model, own)
+            of_stages = params_of_stages(model, course, ranges, size)
             leave_out(model, own)
-        self.model: Any = manage(model, config, mesh=mesh, in_stages=size > 1)
+        self.model: Any = manage(model, config, mesh=mesh, of_stages=of_stages)
         self._ranges, self._schedule, self._micro_batches = ranges, schedule, micro_batches
         self._mesh, self._size, self._stages, self._numbers = mesh, size, own, list(numbers)
         self._width = course.width
@@ -160,8 +162,10 @@ class Pipeline:
                 raise e.__cause__ from None
             raise
         assert isinstance(runner, _PipelineScheduleRuntime) or len(self._stages) == 1
+        engine = self.model._gemini_engine
+        wire: Wire = engine.ranks.stages
+        sum_tied(engine.params, engine.backward.gradients, wire)
         own = torch.stack([loss.detach().float().cpu() for loss in losses]).sum() if losses else torch.zeros(())
-        wire: Wire = self.model._gemini_engine.ranks.stages
         rows = wire.swap(Tag.VALUES, own, "the loss of a pipeline")
         return rows[self._place_of_last()].to(self.model.device)
 
@@ -248,20 +252,6 @@ def _check(schedule: str, size: int, micro_batches: int, stages: int | None, con
             'gradients="transient" in a pipeline: gradients of micro-batches are added up before they are used. Use '
             'gradients="accumulate"'
         )
-
-
-def _refuse_tied(model: nn.Module, own: list[Stage]) -> None:
-    """Refuse a param that is read on two ranks."""
-    owners: dict[int, list[str]] = {}
-    for name, param in model.named_parameters(remove_duplicate=False):
-        owners.setdefault(id(param), []).append(name)
-    for names in owners.values():
-        away = {all(any(name.startswith(f"{left}.") for left in stage.leaves_out()) for stage in own) for name in names}
-        if len(away) > 1 or len(names) > 1:
-            raise ValueError(
-                f"{' and '.join(names)} are one param, which a pipeline would have on several ranks: untie them "
-                "(tie_word_embeddings=False), or use a pipeline in one process, dp or tp"
-            )
 
 
 def _example_for(model: Any) -> Mapping[str, Any]:

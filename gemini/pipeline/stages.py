@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from gemini.pipeline.course import Course
+from gemini.train.params.handle import StageParam
 
 
 def balanced(weights: Sequence[float], num_stages: int) -> list[tuple[int, int]]:
@@ -39,6 +40,37 @@ def balanced(weights: Sequence[float], num_stages: int) -> list[tuple[int, int]]
     for stage in range(num_stages, 0, -1):
         cuts.append(least[stage][cuts[-1]][1])
     return list(pairwise(reversed(cuts)))
+
+
+def params_of_stages(
+    model: nn.Module, course: Course, ranges: Sequence[tuple[int, int]], num_ranks: int
+) -> dict[str, StageParam]:
+    """Of every param, in the order of the model and under its first name, which ranks have it. One that several have is
+    told its first name.
+    """
+    found: dict[str, StageParam] = {}
+    names: dict[int, list[str]] = {}
+    params = dict(model.named_parameters(remove_duplicate=False))
+    for name, param in params.items():
+        names.setdefault(id(param), []).append(name)
+    for first, *others in names.values():
+        ranks = sorted({_stage_of(name, course, ranges) % num_ranks for name in (first, *others)})
+        found[first] = StageParam(tuple(params[first].shape), tuple(ranks))
+        if len(ranks) > 1:
+            params[first]._gemini_first = first  # type: ignore[attr-defined]
+    return found
+
+
+def _stage_of(name: str, course: Course, ranges: Sequence[tuple[int, int]]) -> int:
+    """Which stage runs the module of a param; the first one for what never runs."""
+
+    def is_in(modules: Iterable[str]) -> bool:
+        return any(name.startswith(f"{module}.") for module in modules)
+
+    for number, (start, stop) in enumerate(ranges):
+        if is_in(course.blocks[start:stop]):
+            return number
+    return len(ranges) - 1 if is_in(course.after) else 0
 
 
 class _StandIn(nn.Module):
@@ -90,7 +122,7 @@ class Stage(nn.Module):
         super().__init__()
         self.__dict__["model"] = model  # no submodule: its params are the model's
         self.is_first, self.is_last = start == 0, stop == len(course.blocks)
-        others = [name for i, name in enumerate(course.blocks) if not start <= i < stop]
+        others = [name for name in course.blocks if name not in course.blocks[start:stop]]
         self._stand_ins: dict[str, nn.Module] = {
             name: Passing(course.twin.get_submodule(name), gives_tuple=course.gives_tuple) for name in others
         }

@@ -88,9 +88,10 @@ class Ranks:
         return self.writers is self.job
 
     @property
-    def slice_rank(self) -> int:
-        """Which slice of every param that Gemini has cut this rank has; 0 of a model that is not in slices."""
-        return 0 if not self.is_one_model or self.same_batch is None else self.same_batch.rank
+    def part_rank(self) -> int:
+        """Which slice or stage of a model that Gemini has cut this rank has; 0 of a model that is whole."""
+        parts = self.same_batch or self.stages
+        return 0 if not self.is_one_model or parts is None else parts.rank
 
     @property
     def shares_params(self) -> bool:
@@ -194,7 +195,7 @@ def join(
     mesh: DeviceMesh | None = None,
     *,
     cuda: bool = False,
-    in_slices: bool = False,
+    in_parts: bool = False,
 ) -> Ranks | None:
     """The ranks this process shares a job with; None if it is alone.
 
@@ -202,7 +203,7 @@ def join(
     replicates and the second shards (as in torch's FSDP2). Without both arguments: the default process group, and if
     there is none but torchrun or srun has started this process, it is made.
 
-    ``in_slices``: Gemini has cut the model over the mesh.
+    ``in_parts``: Gemini has cut the model over the mesh, into slices or stages.
 
     Raises:
         ValueError: for names that mean nothing, for a mesh without this process, or both arguments.
@@ -210,7 +211,7 @@ def join(
     if mesh is not None:
         if process_group is not None:
             raise ValueError("give GeminiDDP a process_group or a mesh, not both")
-        return _of_mesh(mesh, cuda=cuda, in_slices=in_slices)
+        return _of_mesh(mesh, cuda=cuda, in_parts=in_parts)
     if process_group is None:
         if not dist.is_initialized() and not _start_default(cuda=cuda):
             return None
@@ -233,7 +234,7 @@ def _start_default(*, cuda: bool) -> bool:
     return True
 
 
-def _of_mesh(mesh: DeviceMesh, *, cuda: bool, in_slices: bool) -> Ranks | None:
+def _of_mesh(mesh: DeviceMesh, *, cuda: bool, in_parts: bool) -> Ranks | None:
     names = names_of(mesh)
     if size_of(mesh, "ep") > 1:
         raise ValueError(
@@ -265,7 +266,7 @@ def _of_mesh(mesh: DeviceMesh, *, cuda: bool, in_slices: bool) -> Ranks | None:
     local_size = _count_local(job, mesh._get_root_mesh().mesh.numel())
     sliced_by = tuple(name for name in SLICING if size_of(mesh, name) > 1)
     slice_ = ", ".join(f"{name} {place_in(mesh, name)}" for name in sliced_by)
-    writers = job if in_slices else everyone
+    writers = job if in_parts else everyone
     return Ranks(
         wire, replicas, everyone, job, same_batch, stages, context, collective, context_collective, writers,
         WaitingGroup(writers.global_ranks), local_size, slice_, sliced_by,

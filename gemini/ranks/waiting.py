@@ -5,11 +5,14 @@ from __future__ import annotations
 import atexit
 import weakref
 from collections.abc import Sequence
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from gemini.ranks.subgroup import end_subgroup, make_subgroup
 from gemini.ranks.wire import guarded
+
+T = TypeVar("T")
 
 _open: weakref.WeakSet[WaitingGroup] = weakref.WeakSet()
 
@@ -44,6 +47,18 @@ class WaitingGroup:
         """
         if self.group is not None:
             guarded(doing, lambda: dist.barrier(self.group))
+
+    def exchange(self, value: T, doing: str) -> list[T]:
+        """What every rank gives, in their order: plain values and tensors on the CPU.
+
+        Raises:
+            RankLost: if one does not come.
+        """
+        if self.group is None:
+            return [value]
+        heard: list[Any] = [None] * len(self._ranks)
+        guarded(doing, lambda: dist.all_gather_object(heard, value, group=self.group))
+        return heard
 
     def close(self) -> None:
         """The model ends."""

@@ -35,7 +35,7 @@ from gemini.train.modules.injected import refuse_injected
 from gemini.train.modules.reading import is_a
 from gemini.train.modules.token_tiles import tile_tokens
 from gemini.train.params.by_name import ByName
-from gemini.train.params.handle import ParamHandle, handle_of
+from gemini.train.params.handle import ParamHandle, StageParam, handle_of
 from gemini.train.params.state_dict import load_model_state, model_state
 from gemini.train.params.stepper import optimizer_of
 from gemini.train.passes import hooks
@@ -331,7 +331,8 @@ class GeminiDDP(nn.Module):
         if engine.ranks is not None:
             engine.ranks.refuse_one_folder("save_pretrained", os.path.abspath(save_directory))
         return Export(
-            self, super(), save_directory, args, kwargs, by_names=engine.by_names, ranks=engine.ranks,
+            self, super(), save_directory, args, kwargs, by_names=engine.by_names, params=engine.params,
+            ranks=engine.ranks,
             shards=engine.shards, dtype=COMPUTE_DTYPES[engine.config.precision],
         ).run()  # fmt: skip
 
@@ -468,13 +469,14 @@ def _join_others(model: nn.Module, ranks: Ranks, shards: Shards | None, kind: st
 
 def manage(
     model: nn.Module, config: GeminiConfig, *, process_group: Any = None, mesh: Any = None,
-    fill: Callable[[ByName, Ranks | None], nn.Module] | None = None, in_stages: bool = False,
+    fill: Callable[[ByName, Ranks | None], nn.Module] | None = None,
+    of_stages: Mapping[str, StageParam] | None = None,
 ) -> nn.Module:  # fmt: skip
     """Make ``model`` a GeminiDDP model; if that fails, what it was before.
 
     Args:
         fill: what writes the values of params that hold none yet to their homes, and returns the model that has them.
-        in_stages: it is one stage of a :class:`gemini.Pipeline` over ranks.
+        of_stages: of one stage of a :class:`gemini.Pipeline` over ranks, the params of all of them.
     """
 
     def note(homes: ByName, ranks: Ranks | None) -> None:
@@ -490,7 +492,7 @@ def manage(
             tiles = tile_tokens(model, config.tile_tokens)
         engine = Engine(
             model, config, process_group=process_group, mesh=mesh, fill=None if fill is None else note,
-            cuts=cuts_in(model) if sliced is None else sliced.by_param(model), in_stages=in_stages,
+            cuts=cuts_in(model) if sliced is None else sliced.by_param(model), of_stages=of_stages,
         )  # fmt: skip
     except BaseException:
         if tiles is not None:

@@ -43,6 +43,7 @@ from gemini.train.params.by_name import ByName
 from gemini.train.params.exposure import Exposure
 from gemini.train.params.gathered import Gathering
 from gemini.train.params.guard import ManagedParameter
+from gemini.train.params.handle import StageParam
 from gemini.train.params.tensor_slice import TensorSlice
 from gemini.train.passes.backward import BackwardPass, begin_backward_of, grad_hook
 from gemini.train.passes.forward import ForwardPass
@@ -71,13 +72,13 @@ class Engine:
     Args:
         fill: what writes the values of params that hold none yet to their homes, given those and who shares them.
         cuts: by the id of a param of a model in slices, which slice it is.
-        in_stages: other ranks have the other stages of a pipeline.
+        of_stages: of one stage of a pipeline, the params of all of them in the order of the whole model.
     """
 
     def __init__(
         self, model: nn.Module, config: GeminiConfig, *, process_group: Any = None, mesh: Any = None,
         fill: Callable[[ByName, Ranks | None], None] | None = None,
-        cuts: Mapping[int, TensorSlice] | None = None, in_stages: bool = False,
+        cuts: Mapping[int, TensorSlice] | None = None, of_stages: Mapping[str, StageParam] | None = None,
     ):  # fmt: skip
         config = self.config = config.resolved()
         rule, own = rule_for(config.optimizer, config.states, config.precision), weakref.ref[Passes](self)
@@ -86,7 +87,7 @@ class Engine:
         self.write_observers = WriteObservers()
         device = make_device(config.device)
         in_job = self.ranks = join(
-            process_group, mesh, cuda=device.torch_device.type == "cuda", in_slices=bool(cuts)
+            process_group, mesh, cuda=device.torch_device.type == "cuda", in_parts=bool(cuts) or of_stages is not None
         )  # fmt: skip
         if in_job is not None:
             prepare(model, config, in_job, filled=fill is None)
@@ -98,6 +99,7 @@ class Engine:
         built = build(model, config, device, own, in_job, cuts)
         self.decision, params = built.decision, built.params
         self.params = params
+        params.of_stages = of_stages or {}
         alone, overlap = ranks is None or ranks.size == 1, config.overlap
 
         mover = Mover(device, built.tile, built.ledger, device_tile=built.device_tile, rule=rule.spec)
@@ -119,9 +121,10 @@ class Engine:
         exposure = Exposure(params, store, state, updates)
         saved_weights = SavedWeights(manager, lock, observers)
         calls = Calls(manager.acquire, manager.release, exposure.expose, exposure.cover)
+        stages = None if in_job is None or of_stages is None else in_job.stages
         norms = GradientNorms(
-            params.handles, others, None if in_job is None or not in_stages else in_job.stages,
-            knows_all=in_job is None or not in_job.slice_ or in_stages or others is not None,
+            params.handles, others, stages, copies=[] if stages is None else params.copies(stages.rank),
+            knows_all=in_job is None or not in_job.slice_ or in_job.is_one_model,
         )  # fmt: skip
         gradients = GradientStore(
             params.handles, ledger=store.ledger, device=device, mover=mover, manager=manager, spill=store.spill,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -21,6 +22,7 @@ from tests.train import helpers
 Pools = Callable[[int], Pool]
 deep = partial(llama, num_hidden_layers=8, tie_word_embeddings=False)
 STEPS = 2
+TIED = ("model.embed_tokens.weight", "lm_head.weight")
 
 
 def ids_of(step: int, rank: int, rows: int = 16) -> torch.Tensor:
@@ -125,6 +127,131 @@ def test_stages_and_shards(
     means = [sum(own.losses[step] for own in found) / len(found) for step in range(STEPS)]
     assert means == pytest.approx(plain.losses, rel=1e-5)
     assert_close([own._replace(losses=plain.losses) for own in found], plain)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "bfs"])
+@pytest.mark.parametrize("sizes", [{"pp": 2}, {"pp": 2, "dp": 2}, {"dp_replicate": 2, "pp": 2}], ids=str)
+def test_tied_embeddings_stay_the_same_on_both_ends(
+    sizes: dict[str, int], schedule: str, pool_of: Pools, tmp_path: Any
+) -> None:
+    num_ranks, make = math.prod(sizes.values()), partial(deep, tie_word_embeddings=True)
+    found = pool_of(num_ranks).run(piped, sizes, schedule, 4, "disk", str(tmp_path), make)
+    plain = accumulated(num_ranks // 2, 4, make)
+    assert_close([own._replace(losses=plain.losses) for own in found], plain)
+    ends = [value for own in found for name, value in own.state.items() if name in TIED]
+    assert len(ends) == num_ranks and all(helpers.same_bits(value, ends[0]) for value in ends)
+
+
+# ---- saving ----------------------------------------------------------------------------------------------------------
+
+MESHES: tuple[dict[str, int], ...] = ({"pp": 2, "dp": 2}, {"pp": 4}, {"dp": 2}, {}, {"dp": 2, "tp": 2})
+
+
+def model_on(sizes: dict[str, int], folder: str, tied: bool, schedule: str) -> tuple[Any, Any, Callable[[int], None]]:
+    """The managed model, its optimizer, and a step."""
+    make = partial(deep, tie_word_embeddings=tied)
+    config = config_for("disk", folder, precision="bf16")
+    if "pp" in sizes:
+        pipe = gemini.Pipeline(make(), config, mesh=mesh_of(sizes), micro_batches=4, schedule=schedule)
+        model: Any = pipe.model
+    else:
+        group = None if sizes else dist.new_group([dist.get_rank()], use_local_synchronization=True)
+        model = gemini.GeminiDDP(make(), config, mesh=mesh_of(sizes) if sizes else None, process_group=group)
+    optimizer = gemini.HybridAdam(model.parameters(), lr=LR)
+
+    def step(number: int) -> None:
+        ids = ids_of(number, 0)
+        if "pp" in sizes:
+            pipe.step(input_ids=ids, labels=ids)
+        else:
+            model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return model, optimizer, step
+
+
+def planes_here(model: Any) -> dict[str, torch.Tensor]:
+    by_names, found = model._gemini_engine.by_names, {}
+    for handle in by_names.handles:
+        for kind in handle.chunk.planes:
+            if kind != "grad":
+                value = by_names.joined(handle, by_names.read_plane(handle, kind))
+                found[f"{kind}/{handle.whole_name}"] = value
+        found[f"steps/{handle.whole_name}"] = torch.tensor(handle.num_steps)
+    return found
+
+
+def saved(sizes: dict[str, int], folder: str, tied: bool, schedule: str) -> dict[str, torch.Tensor]:
+    if not sizes and dist.get_rank():
+        return {}
+    model, optimizer, step = model_on(sizes, folder, tied, schedule)
+    step(0)
+    step(1)
+    gemini.save_checkpoint(f"{folder}/two", model, optimizer, wait=False).wait()
+    return planes_here(model)
+
+
+def went_on(sizes: dict[str, int], folder: str, tied: bool, schedule: str) -> dict[str, torch.Tensor]:
+    model, optimizer, step = model_on(sizes, folder, tied, schedule)
+    gemini.load_checkpoint(f"{folder}/two", model, optimizer)
+    found = planes_here(model)
+    step(2)
+    return found
+
+
+@pytest.mark.sweep(every=6)
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("after", MESHES, ids=str)
+@pytest.mark.parametrize("before", MESHES, ids=str)
+def test_a_checkpoint_of_any_mesh_goes_into_any(
+    before: dict[str, int], after: dict[str, int], tied: bool, schedule: str, pool_of: Pools, tmp_path: Any
+) -> None:
+    first, second = (pool_of(max(2, math.prod(sizes.values()))) for sizes in (before, after))
+    wanted: dict[str, torch.Tensor] = {}
+    for own in first.run(saved, before, str(tmp_path), tied, schedule):
+        assert all(helpers.same_bits(value, wanted.setdefault(name, value)) for name, value in own.items())
+    names: set[str] = set()
+    for found in second.run(went_on, after, str(tmp_path), tied, schedule):
+        assert all(helpers.same_bits(value, wanted[name]) for name, value in found.items())
+        names |= found.keys()
+    assert names == wanted.keys()
+
+
+def of_another_model(folder: str) -> None:
+    make = partial(deep, num_hidden_layers=6)
+    pipe = gemini.Pipeline(make(), config_for("ram", folder), mesh=mesh_of({"pp": 2}), micro_batches=2, schedule="1f1b")
+    gemini.load_checkpoint(f"{folder}/two", pipe.model, gemini.HybridAdam(pipe.parameters()))
+
+
+def test_a_checkpoint_of_another_model_is_refused(pool_of: Pools, tmp_path: Any) -> None:
+    pool_of(2).run(saved, {"pp": 2}, str(tmp_path), False, "1f1b")
+    for outcome in pool_of(2).outcomes(of_another_model, str(tmp_path)):
+        assert isinstance(outcome, Failure) and outcome.kind == "PlanMismatch", outcome
+
+
+def exported(sizes: dict[str, int], folder: str, tied: bool) -> dict[str, torch.Tensor]:
+    model, _, step = model_on(sizes, folder, tied, "interleaved")
+    step(0)
+    model.save_pretrained(f"{folder}/exported")
+    return model.state_dict()
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("sizes", [{"pp": 2}, {"pp": 2, "dp": 2}], ids=str)
+def test_all_stages_are_exported_as_one_model(sizes: dict[str, int], tied: bool, pool_of: Pools, tmp_path: Any) -> None:
+    found = pool_of(math.prod(sizes.values())).run(exported, sizes, str(tmp_path), tied)
+    from transformers import LlamaForCausalLM
+
+    opened, info = LlamaForCausalLM.from_pretrained(
+        tmp_path / "exported", dtype=torch.bfloat16, output_loading_info=True
+    )
+    assert not any(info.values()), info
+    state = opened.state_dict()
+    for own in found:
+        assert all(helpers.same_bits(value, state[name]) for name, value in own.items())
+    assert set().union(*found) == set(state)
 
 
 # ---- one process -----------------------------------------------------------------------------------------------------
@@ -294,9 +421,7 @@ def refused(how: str, folder: str) -> None:
     mesh = mesh_of({"pp": 2})
     settings: dict[str, Any] = {"schedule": "1f1b", "micro_batches": 4}
     config, make = config_for("ram", folder), deep
-    if how == "tied":
-        make = llama
-    elif how == "fp16":
+    if how == "fp16":
         config = config_for("ram", folder, precision="fp16")
     elif how == "interleaved":
         settings = {"schedule": "interleaved", "micro_batches": 3}
@@ -304,21 +429,16 @@ def refused(how: str, folder: str) -> None:
         settings |= {"schedule": "bfs", "stages": 5}
     elif how == "one":
         settings["stages"] = 2
-    pipe = gemini.Pipeline(make(), config, mesh=mesh, **settings)
-    if how == "saved":
-        optimizer = gemini.HybridAdam(pipe.parameters())
-        gemini.save_checkpoint(f"{folder}/checkpoint", pipe.model, optimizer)
+    gemini.Pipeline(make(), config, mesh=mesh, **settings)
 
 
 @pytest.mark.parametrize(
     ("how", "says"),
     [
-        ("tied", "are one param, which a pipeline would have on several ranks"),
         ("fp16", 'precision="fp16" in a pipeline'),
         ("interleaved", "takes a multiple of 2 micro-batches, got 3"),
         ("many", "10 stages (5 on each of 2 ranks)"),
         ("one", "has one stage on each rank, got stages=2"),
-        ("saved", "give each slice a folder of its own"),
     ],
 )
 def test_what_cannot_be_over_ranks_is_refused(how: str, says: str, pool_of: Pools, tmp_path: Any) -> None:

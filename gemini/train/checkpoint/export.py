@@ -27,9 +27,9 @@ from gemini.memory.chunks.chunk import FilePlane
 from gemini.planning.planes import WEIGHTS
 from gemini.ranks.agreement import Point
 from gemini.ranks.group import Ranks
-from gemini.ranks.wire import Wire
+from gemini.ranks.wire import Tag
 from gemini.train.params.by_name import ByName
-from gemini.train.params.handle import ParamHandle, handle_of
+from gemini.train.params.handle import ParamHandle, ParamSet, handle_of
 from gemini.train.sharding.consensus import tell
 from gemini.train.sharding.shards import Shards
 
@@ -40,16 +40,18 @@ class Export:
     Args:
         original: ``super()`` of the managed model.
         dtype: in which weights are written, that of computing.
+        params: of the model, which knows those of other stages.
         ranks: None in one process.
     """
 
     def __init__(
         self, model: nn.Module, original: Any, save_directory: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *,
-        by_names: ByName, ranks: Ranks | None, shards: Shards | None, dtype: torch.dtype,
+        by_names: ByName, params: ParamSet, ranks: Ranks | None, shards: Shards | None, dtype: torch.dtype,
     ):  # fmt: skip
         self._model, self._original, self._directory = model, original, save_directory
         self._args, self._kwargs = args, kwargs
         self._by_names, self._ranks, self._shards, self._dtype = by_names, ranks, shards, dtype
+        self._of_stages = params.of_stages
 
     def run(self) -> Any:
         """Save, and give what the original gives. With several ranks all of them call it, one writes, and a failure
@@ -58,8 +60,9 @@ class Export:
         Raises:
             StorageError: if it cannot be written.
         """
-        if self._ranks is not None and self._ranks.is_one_model and self._ranks.same_batch is not None:
-            return self._run_in_slices(self._ranks, self._ranks.same_batch)
+        ranks = self._ranks
+        if ranks is not None and ranks.is_one_model and (ranks.same_batch or ranks.stages) is not None:
+            return self._run_in_parts(ranks)
         if self._shards is None:
             with _naming_the_disk(self._directory):
                 self._collect()
@@ -85,10 +88,10 @@ class Export:
         tell(self._shards.ranks.writers, "save_pretrained", failure, directory=Path(self._directory).name)
         return result
 
-    def _run_in_slices(self, ranks: Ranks, slices: Wire) -> Any:
-        """The same of a model in slices: one rank of each slice reads, and the first of these writes."""
+    def _run_in_parts(self, ranks: Ranks) -> Any:
+        """The same of a model in slices or stages: one rank of each reads, and the first of these writes."""
         shards, result = self._shards, None
-        reads, writes = ranks.is_first, ranks.is_first and slices.rank == 0
+        reads, writes = ranks.is_first, ranks.is_first and ranks.part_rank == 0
         failure: BaseException | None = None
         if writes:
             try:
@@ -96,14 +99,13 @@ class Export:
                     self._begin()
             except BaseException as e:
                 failure = e
-        views: dict[int, torch.Tensor] = {}
-        for handle in self._by_names.handles if reads else ():
-            # Whatever failed: the ranks with the other slices are here as well.
-            whole = self._by_names.read_whole(handle, self._dtype)
+        views: dict[str, torch.Tensor] = {}
+        for name, whole in self._wholes(ranks) if reads else ():
             if writes and failure is None and not self._is_given():
                 try:
                     with _naming_the_disk(self._directory):
-                        views[id(handle.param)] = self._file_backed(whole.numel(), self._dtype).copy_(whole.view(-1))
+                        kept = self._file_backed(whole.numel(), self._dtype).copy_(whole.reshape(-1))
+                        views[name] = kept.view(whole.shape)
                 except BaseException as e:
                     failure = e
         if shards is not None:
@@ -118,6 +120,28 @@ class Export:
         ranks.waiting.wait_for_all("save_pretrained")
         tell(ranks.writers, "save_pretrained", failure, directory=Path(self._directory).name)
         return result
+
+    def _wholes(self, ranks: Ranks) -> Iterator[tuple[str, torch.Tensor]]:
+        """All params by their first names, each for the moment; on ranks that do not write whatever is there. Whatever
+        fails on one rank, the others are here as well.
+        """
+        if not self._of_stages:
+            for handle in self._by_names.handles:
+                yield handle.name, self._by_names.read_whole(handle, self._dtype)
+            return
+        assert ranks.stages is not None
+        own = {handle.whole_name: handle for handle in self._by_names.handles}
+        for name, param in self._of_stages.items():
+            owner, doing = param.ranks[0], f"sending {name}"
+            if ranks.stages.rank == owner:
+                value = self._by_names.read(own[name], self._dtype)
+                if owner:
+                    ranks.stages.start(Tag.BY_NAME, {0: value.contiguous()}, {}, doing).wait()
+                yield name, value
+            elif ranks.stages.rank == 0:
+                value = torch.empty(param.shape, dtype=self._dtype, device="cpu")
+                ranks.stages.start(Tag.BY_NAME, {}, {owner: value}, doing).wait()
+                yield name, value
 
     def _is_given(self) -> bool:
         """Whether the caller gave the state."""
@@ -134,27 +158,25 @@ class Export:
         """All weights as tensors that take no memory."""
         self._begin()
         if not self._is_given():
-            views = {id(handle.param): self._mapped(handle) for handle in self._by_names.handles}
+            views = {h.name: self._mapped(h).view(h.param.shape) for h in self._by_names.handles}
             self._give(views)
 
-    def _give(self, views: dict[int, torch.Tensor]) -> None:
+    def _give(self, views: dict[str, torch.Tensor]) -> None:
         """Weights as the ``state_dict`` argument, unless the caller gave one.
 
         Args:
-            views: by the id of a param its weights, flat.
+            views: by the first name of a param its weights, of all stages.
         """
         if self._is_given():
             return
         state = nn.Module.state_dict(self._model, keep_vars=True)
-        shaped: dict[int, torch.Tensor] = {}
         for name, value in state.items():
             handle = handle_of(value)
             if handle is not None:
-                if id(value) not in shaped:
-                    shaped[id(value)] = views[id(value)].view(handle.whole_shape)
-                state[name] = shaped[id(value)]
+                state[name] = views[handle.whole_name]
             elif isinstance(value, torch.Tensor):
                 state[name] = value.detach().cpu()
+        state.update((name, value) for name, value in views.items() if name not in state)
         self._kwargs = {**self._kwargs, "state_dict": state}
 
     def _write(self) -> Any:

@@ -20,6 +20,7 @@ from gemini.memory.movement.mover import Mover, tiles
 from gemini.planning.planes import RESIDUAL, PlaneSpec, RuleSpec
 from gemini.train.checkpoint.convert import Loss, check_rule, converted, specs_of
 from gemini.train.checkpoint.format import VALUES, Manifest, SavedParam, compare_sums
+from gemini.train.checkpoint.parts import own_groups, own_values
 from gemini.train.checkpoint.plain_data import Decoder
 from gemini.train.checkpoint.states import (
     check_factors,
@@ -28,6 +29,7 @@ from gemini.train.checkpoint.states import (
     check_rng,
     check_scheduler,
     check_writable,
+    factors_of,
     groups_of,
     load_factors,
     load_plain_states,
@@ -39,7 +41,7 @@ from gemini.train.checkpoint.write import PlanePart
 from gemini.train.gradients.loss_scale import LossScale
 from gemini.train.optimizers.optimizer import HybridOptimizer
 from gemini.train.params.by_name import store_range
-from gemini.train.params.handle import ParamHandle
+from gemini.train.params.handle import ParamHandle, ParamSet
 from gemini.train.write_observers import WriteObservers
 
 
@@ -94,13 +96,15 @@ class Reader:
         chunks = {source.handle.chunk.spec.index: source.handle.chunk for source in self._sources}.values()
         for chunk in chunks:
             observers.before_write(chunk)
-        others = {source.handle.name: source.handle for source in self._sources if self._other_form(source.handle)}
+        others = {
+            source.handle.whole_name: source.handle for source in self._sources if self._other_form(source.handle)
+        }
         for handle in others.values():
             self._convert(handle)
         for source in self._sources:
-            if source.handle.name in others:
+            if source.handle.whole_name in others:
                 continue
-            if source.key in self._saved and is_cut_anew(self._params[source.handle.name], source.handle):
+            if source.key in self._saved and is_cut_anew(self._params[source.handle.whole_name], source.handle):
                 for start, stop in tiles(0, source.numel, self._mover.tile):
                     self._store(source, self._from_slices(source, start, stop), start)
             elif source.key in self._saved:
@@ -113,13 +117,13 @@ class Reader:
 
     def _other_form(self, handle: ParamHandle) -> bool:
         """Whether a param was saved with states in another form than it keeps here."""
-        saved, here = self._forms[handle.name]
-        was_trained = f"{RESIDUAL}/{handle.name}" in self._saved
+        saved, here = self._forms[handle.whole_name]
+        was_trained = f"{RESIDUAL}/{handle.whole_name}" in self._saved
         return was_trained and handle.chunk.trained and specs_of(saved) != specs_of(here.of(handle.chunk.spec.exact))
 
     def _convert(self, handle: ParamHandle) -> None:
         """Overwrite all planes of a param, tile by tile."""
-        saved, rule = self._forms[handle.name]
+        saved, rule = self._forms[handle.whole_name]
         here, part = rule.of(handle.chunk.spec.exact), handle.part
         lossy = saved.exact is None
         self.loss.params += lossy and part.numel > 0
@@ -136,7 +140,7 @@ class Reader:
 
     def _from_slices(self, source: PlanePart, start: int, stop: int) -> torch.Tensor:
         """Items ``[start, stop)`` of this rank's part, from slices that are others than those of here."""
-        cut, saved = source.handle.cut, self._params[source.handle.name].slice_of(0)
+        cut, saved = source.handle.cut, self._params[source.handle.whole_name].slice_of(0)
         first, last = source.offset + start, source.offset + stop
         elements = torch.arange(first, last, device="cpu") if cut is None else cut.in_whole(first, last)
         slices, own = (torch.zeros_like(elements), elements) if saved is None else saved.of_whole(elements)
@@ -153,7 +157,7 @@ class Reader:
 
     def _saved_part(self, handle: ParamHandle, start: int, stop: int, spec: PlaneSpec) -> torch.Tensor:
         """Elements ``[start, stop)`` of a param in a saved plane."""
-        name = handle.name
+        name = handle.whole_name
         first, last = start // spec.block, spec.num_items(stop)
         values = torch.empty(last - first, dtype=getattr(torch, spec.dtype), device="cpu")
         for run in self._runs(f"{spec.kind}/{name}", handle):
@@ -203,12 +207,13 @@ class Rest:
 
     def __init__(
         self, path: Path, manifest: Manifest, values: list[torch.Tensor], model: nn.Module,
-        optimizer: HybridOptimizer, scheduler: Any, *, handles: list[ParamHandle], precision: str, rule: RuleSpec,
+        optimizer: HybridOptimizer, scheduler: Any, *, params: ParamSet, precision: str, rule: RuleSpec,
         loss_scale: LossScale | None,
     ):  # fmt: skip
+        handles = params.handles
         self._optimizer, self._scheduler, self._handles, self._loss_scale = optimizer, scheduler, handles, loss_scale
         self._manifest = manifest
-        _compare_params(path, manifest, handles, precision, rule)
+        _compare_params(path, manifest, params, precision, rule)
         decoder = Decoder(values)
         groups, plain = decoder.decode(manifest.groups, "groups"), decoder.decode(manifest.plain, "plain")
         saved_buffers = decoder.decode(manifest.buffers, "buffers")
@@ -216,10 +221,11 @@ class Rest:
         self._rng, self.extra = decoder.decode(manifest.rng, "rng"), decoder.decode(manifest.extra, "extra")
         factors = {} if manifest.factors is None else decoder.decode(manifest.factors, "factors")
         decoder.end()
-        self._groups = check_groups(path, groups, groups_of(optimizer), optimizer)
+        self._groups = check_groups(path, own_groups(groups, params), groups_of(optimizer), optimizer)
         self._plain = check_plain_states(path, optimizer, plain)
-        self._factors = check_factors(factors, handles)
-        self._buffers = _paired_buffers(path, dict(persistent_buffers(model)), saved_buffers)
+        self._factors = check_factors(own_values(factors, params, factors_of(handles)), handles)
+        buffers = dict(persistent_buffers(model))
+        self._buffers = _paired_buffers(path, buffers, own_values(saved_buffers, params, buffers))
         _compare_loss_scale(loss_scale, manifest)
         if not isinstance(self._rng, list) or not self._rng:
             raise Malformed("rng is not a list of random states")
@@ -235,7 +241,7 @@ class Rest:
         """Masters and states are there: the rest, with the random states of a rank if they were saved."""
         optimizer = self._optimizer
         for handle in self._handles:
-            handle.num_steps = self._manifest.params[handle.name].step
+            handle.num_steps = self._manifest.params[handle.whole_name].step
         with torch.no_grad():
             for buffer, value in self._buffers:
                 buffer.copy_(value)
@@ -251,7 +257,8 @@ class Rest:
             set_rng_states(self._rng[rank])
 
 
-def _compare_params(path: Path, manifest: Manifest, handles: list[ParamHandle], precision: str, rule: RuleSpec) -> None:
+def _compare_params(path: Path, manifest: Manifest, params: ParamSet, precision: str, rule: RuleSpec) -> None:
+    handles = params.handles
     if manifest.precision != precision:
         raise PlanMismatch(
             f"{path} was saved in {manifest.precision}, the model is in {precision}: wrap it with "
@@ -259,14 +266,15 @@ def _compare_params(path: Path, manifest: Manifest, handles: list[ParamHandle], 
         )
     check_rule(path, manifest.rule, rule)
     saved = {name: param.shape for name, param in manifest.params.items()}
-    here = {handle.name: handle.whole_shape for handle in handles}
+    here = {name: param.shape for name, param in params.of_stages.items()}
+    here = here or {handle.whole_name: handle.whole_shape for handle in handles}
     if saved != here:
         different = sorted(name for name in saved.keys() | here.keys() if saved.get(name) != here.get(name))
         raise PlanMismatch(
             f"{path} was saved for another model: {len(different)} params differ, the first is {different[0]!r} "
             f"(saved {saved.get(different[0])}, here {here.get(different[0])})"
         )
-    anew = [handle for handle in handles if is_cut_anew(manifest.params[handle.name], handle)]
+    anew = [handle for handle in handles if is_cut_anew(manifest.params[handle.whole_name], handle)]
     if anew and (manifest.rule.exact is not None or rule.exact is not None):
         sizes = [1 if cut is None else cut[2] for cut in (manifest.params[anew[0].name].cut, _cut_of(anew[0]))]
         raise PlanMismatch(
@@ -275,13 +283,13 @@ def _compare_params(path: Path, manifest: Manifest, handles: list[ParamHandle], 
             'load with states="exact"'
         )
     for handle in handles:
-        was, now = manifest.params[handle.name].trained, handle.chunk.trained
+        was, now = manifest.params[handle.whole_name].trained, handle.chunk.trained
         if was and not now:
-            raise PlanMismatch(f"{handle.name!r} was trained when {path} was saved and is frozen here")
+            raise PlanMismatch(f"{handle.whole_name!r} was trained when {path} was saved and is frozen here")
         if now and not was and manifest.precision == "fp16":
             raise PlanMismatch(
-                f"{handle.name!r} was frozen when {path} was saved, which has no fp32 master of it as fp16 training "
-                "needs one: freeze it here too, or load its weights with load_state_dict"
+                f"{handle.whole_name!r} was frozen when {path} was saved, which has no fp32 master of it as fp16 "
+                "training needs one: freeze it here too, or load its weights with load_state_dict"
             )
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +25,12 @@ from gemini.ranks.agreement import Point
 from gemini.ranks.handshake import Handshake
 from gemini.train.checkpoint import format as checkpoint_format
 from gemini.train.checkpoint.commit import Commit
+from gemini.train.checkpoint.parts import ModelPart, joined, part_of
 from gemini.train.checkpoint.plain_data import encode
 from gemini.train.checkpoint.read import Reader, Rest
 from gemini.train.checkpoint.replacing import find, place_of
 from gemini.train.checkpoint.saver import PendingCheckpoint, Saver, pending_in
 from gemini.train.checkpoint.states import (
-    factors_of,
-    groups_of,
-    persistent_buffers,
     plain_states,
     rng_states,
     scheduler_kind,
@@ -42,7 +41,7 @@ from gemini.train.engine import Engine
 from gemini.train.gradients.loss_scale import LossScale
 from gemini.train.modules.injected import refuse_injected
 from gemini.train.optimizers.optimizer import HybridOptimizer
-from gemini.train.params.handle import ParamHandle, ParamSet
+from gemini.train.params.handle import ParamSet
 from gemini.train.sharding.consensus import agree
 from gemini.train.write_observers import ChangedChunks
 
@@ -110,11 +109,13 @@ def save_checkpoint(
             raise GeminiError(
                 "save_checkpoint between backward and step: gradients are not saved; call it after step()"
             )
-        draft = _draft(
-            model, optimizer, scheduler, extra, handles=engine.params.handles, precision=engine.config.precision,
+        make_draft = partial(
+            _draft, optimizer=optimizer, scheduler=scheduler, extra=extra, precision=engine.config.precision,
             rule=engine.stepping.rule.spec, piece=engine.store.mover.tile,
             loss_scale=engine.backward.scaling.loss_scale,
         )  # fmt: skip
+        own = part_of(model, optimizer, engine.params)
+        draft = make_draft(own)
     except Exception as e:
         refusal = e
     ranks = engine.ranks
@@ -126,8 +127,14 @@ def save_checkpoint(
     writer: Writer | Commit
     is_writing = replicas is None or replicas.rank == 0  # of several replicas of the model the first one writes
     handles, tile = engine.params.handles, engine.store.mover.tile
-    if ranks is not None and ranks.slice_rank:  # of what every slice has all of, the first one writes
-        handles, draft = [handle for handle in handles if handle.cut is not None], draft._replace(rng=None)
+    if ranks is not None and engine.params.of_stages:
+        draft = make_draft(joined(ranks.waiting.exchange(own, "saving a checkpoint"), engine.params.of_stages))
+        copies = engine.params.copies(ranks.part_rank)
+        handles = [handle for handle in handles if handle not in copies]
+    elif ranks is not None and ranks.part_rank:  # of what every slice has all of, the first one writes
+        handles = [handle for handle in handles if handle.cut is not None]
+    if ranks is not None and ranks.part_rank:
+        draft = draft._replace(rng=None)
     sources = sources_of(handles) if is_writing else []
     if store is not None and commits:
         changed = next(one for one in engine.write_observers if isinstance(one, ChangedChunks))
@@ -188,7 +195,7 @@ def _load(
             values = checkpoint_format.read_values(path, manifest, opened)
         with checkpoint_format.as_damage(path):
             rest = Rest(
-                path, manifest, values, model, optimizer, scheduler, handles=engine.params.handles,
+                path, manifest, values, model, optimizer, scheduler, params=engine.params,
                 precision=engine.config.precision, rule=engine.stepping.rule.spec,
                 loss_scale=engine.backward.scaling.loss_scale,
             )  # fmt: skip
@@ -223,8 +230,8 @@ def _load(
 
 
 def _draft(
-    model: nn.Module, optimizer: HybridOptimizer, scheduler: Any, extra: Any, *, handles: list[ParamHandle],
-    precision: str, rule: RuleSpec, piece: int, loss_scale: LossScale | None,
+    part: ModelPart, *, optimizer: HybridOptimizer, scheduler: Any, extra: Any, precision: str, rule: RuleSpec,
+    piece: int, loss_scale: LossScale | None,
 ) -> Draft:  # fmt: skip
     """Everything but masters and states as it is now.
 
@@ -237,25 +244,21 @@ def _draft(
         "version": checkpoint_format.VERSION,
         "precision": precision,
         "piece": piece,
-        "params": {
-            h.name: {"shape": list(h.whole_shape), "step": h.num_steps, "trained": h.chunk.trained}
-            | ({} if h.cut is None else {"cut": [h.cut.dim, h.cut.groups, h.cut.size]})
-            for h in handles
-        },
-        "groups": encode(groups_of(optimizer), tensors, "optimizer.param_groups"),
+        "params": part.params,
+        "groups": encode(part.groups, tensors, "optimizer.param_groups"),
         "plain": encode(plain_states(optimizer), tensors, "optimizer.state"),
-        "buffers": encode(dict(persistent_buffers(model)), tensors, "buffers"),
+        "buffers": encode(part.buffers, tensors, "buffers"),
         "scheduler_kind": scheduler_kind(scheduler),
         "scheduler": None if scheduler is None else encode(_state_of(scheduler), tensors, "scheduler"),
         "loss_scale": None if loss_scale is None else vars(loss_scale).copy(),
         "extra": encode(extra, tensors, "extra"),
     }
     if rule.factors:
-        manifest["factors"] = encode(factors_of(handles), tensors, "factors")
+        manifest["factors"] = encode(part.factors, tensors, "factors")
     if rule != ADAM:
         manifest["rule"] = rule.to_body()
     if rule.exact is not None:
-        manifest["exact"] = [h.name for h in handles if h.chunk.spec.exact]
+        manifest["exact"] = part.exact
     return Draft(manifest, tensors, rng_states())
 
 

@@ -36,7 +36,7 @@ def groups_of(optimizer: HybridOptimizer) -> list[dict[str, Any]]:
         names = []
         for param in group["params"]:
             handle = handle_of(param)
-            names.append(handle.name if handle is not None else f"#{index}")
+            names.append(handle.whole_name if handle is not None else f"#{index}")
             index += 1
         groups.append({**group, "params": names})
     return groups
@@ -54,7 +54,7 @@ def plain_states(optimizer: HybridOptimizer) -> dict[str, Any]:
 
 def factors_of(handles: Iterable[ParamHandle]) -> dict[str, dict[str, torch.Tensor]]:
     """The factors of managed params, by name: copies."""
-    return {h.name: {name: value.clone() for name, value in h.factors.items()} for h in handles if h.factors}
+    return {h.whole_name: {name: value.clone() for name, value in h.factors.items()} for h in handles if h.factors}
 
 
 def check_factors(saved: Any, handles: Iterable[ParamHandle]) -> dict[str, dict[str, torch.Tensor]]:
@@ -63,7 +63,7 @@ def check_factors(saved: Any, handles: Iterable[ParamHandle]) -> dict[str, dict[
     Raises:
         Malformed: if it holds what no rule can have left.
     """
-    here = {h.name: {name: value.shape for name, value in h.factors.items()} for h in handles if h.factors}
+    here = {h.whole_name: {name: value.shape for name, value in h.factors.items()} for h in handles if h.factors}
     if not isinstance(saved, dict) or not saved.keys() <= here.keys():
         raise Malformed("factors are not of the params that are trained")
     for name, own in saved.items():
@@ -80,8 +80,8 @@ def load_factors(handles: Iterable[ParamHandle], saved: dict[str, dict[str, torc
     """Put back what :func:`check_factors` found good."""
     for handle in handles:
         for name, value in handle.factors.items():
-            if handle.name in saved:
-                value.copy_(saved[handle.name][name])
+            if handle.whole_name in saved:
+                value.copy_(saved[handle.whole_name][name])
             else:
                 value.zero_()
 

@@ -80,7 +80,7 @@ def sources_of(handles: list[ParamHandle]) -> list[PlanePart]:
 
 
 def _source(kind: PlaneKind, handle: ParamHandle) -> PlanePart:
-    key, plane, cut = f"{kind}/{handle.name}", handle.chunk.planes[kind], handle.cut
+    key, plane, cut = f"{kind}/{handle.whole_name}", handle.chunk.planes[kind], handle.cut
     in_file = key if cut is None else key_in_file(key, cut.rank, cut.size)
     spec = TensorSpec(in_file, plane.dtype, whole_shape(handle.param.shape, plane.items(handle.slot.numel)))
     source = PlanePart(key, kind, handle, plane, spec)

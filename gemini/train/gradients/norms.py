@@ -5,6 +5,7 @@ of the same model (slices of its params, stages of a pipeline).
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 
 import torch
 
@@ -21,14 +22,16 @@ class GradientNorms:
     Args:
         slices: the ranks with slices of the same params, or None.
         stages: among the ranks with the other stages of a pipeline, or None.
+        copies: params that another stage counts.
         knows_all: whether the norm of the whole model can be known; a model that the caller has cut tells no one.
     """
 
     def __init__(
         self, handles: list[ParamHandle], slices: OtherSlices | None = None, stages: Wire | None = None, *,
-        knows_all: bool = True,
+        copies: Collection[ParamHandle] = (), knows_all: bool = True,
     ):  # fmt: skip
         self._handles, self._slices, self._stages, self.knows_all = handles, slices, stages, knows_all
+        self._copies = copies
 
     @property
     def knows_only_own(self) -> bool:
@@ -44,7 +47,8 @@ class GradientNorms:
         Raises:
             GeminiError: if one of them is not whole.
         """
-        own = kernels.total([total * handle.clip**2 for handle, total in self._totals(handles)])
+        counted = [(handle, total) for handle, total in self._totals(handles) if handle not in self._copies]
+        own = kernels.total([total * handle.clip**2 for handle, total in counted])
         return own if self._stages is None else kernels.total(self._of_stages(own))
 
     def clip_factor(self, max_norm: float) -> kernels.ClipFactor | None:

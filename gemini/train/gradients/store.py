@@ -32,6 +32,7 @@ from gemini.planning.planes import GRAD, GRAD_ERROR, GRADS, PlaneSpec
 from gemini.tiers import Ledger, Tier
 from gemini.train.gradients.make_way import move_moments_down
 from gemini.train.gradients.norms import GradientNorms
+from gemini.train.params.by_name import read_range
 from gemini.train.params.handle import Leftover, ParamHandle
 
 HOLDER = "gradients in flight"
@@ -204,6 +205,23 @@ class GradientStore:
         index = chunk.spec.index
         with self._mover.about("gradient landing", f"land gradients of chunk {index}", index):
             return self._land_staged(chunk, flat, at, adding)
+
+    def own_part(self, handle: ParamHandle) -> torch.Tensor:
+        """This rank's part of a gradient, flat, on the host: a copy; zeros where there is none."""
+        plane, part = handle.chunk.planes[GRAD], handle.part
+        out = torch.zeros(part.numel, dtype=plane.dtype, device="cpu")
+        if handle.has_grad:
+            self.drain()
+            read_range(self._mover, plane, handle, out)
+        return out
+
+    def add_part(self, handle: ParamHandle, flat: torch.Tensor) -> None:
+        """Add to this rank's part of a gradient, which may not be there yet."""
+        adding, part, sums = handle.has_grad, handle.part, []
+        for start, stop in tiles(0, part.numel, self._mover.tile):
+            here = flat[start:stop].to(self._device.torch_device)
+            sums += self.land_piece(handle.chunk, here, part.start + start, adding)
+        handle.norm_sums = sums
 
     def land_zeros(self, handles: list[ParamHandle]) -> None:
         """Give these params, which have no gradient, one of zeros."""

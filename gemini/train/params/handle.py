@@ -7,10 +7,10 @@ its weights are evicted and before they are updated: a write that is none of our
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -90,6 +90,11 @@ class ParamHandle:
         return self.norm_sums is not None
 
     @property
+    def whole_name(self) -> str:
+        """What it is called in the whole model: a param that is tied to one of another stage has that one's name."""
+        return getattr(self.param, "_gemini_first", self.name)
+
+    @property
     def own_shape(self) -> torch.Size:
         """Of the param as it is here. While a model is filled the param itself may show the shape of the whole."""
         return self.param.shape if self.cut is None else torch.Size(self.cut.own_shape)
@@ -127,6 +132,15 @@ def handle_of(param: Any) -> ParamHandle | None:
     return getattr(param, "_gemini", None)
 
 
+class StageParam(NamedTuple):
+    """A param of a model in stages, as every rank knows it: its shape, and the stages' ranks (``pp``) that have it. The
+    first of these writes it, and counts it in norms.
+    """
+
+    shape: tuple[int, ...]
+    ranks: tuple[int, ...]
+
+
 @dataclass
 class ParamSet:
     """The managed params of one model, in its order."""
@@ -134,6 +148,13 @@ class ParamSet:
     handles: list[ParamHandle]
     by_chunk: dict[int, list[ParamHandle]]
     """By the index of their chunk."""
+    of_stages: Mapping[str, StageParam] = field(default_factory=dict)
+    """Of a model in stages, those of all stages in the order of the whole model; else none."""
+
+    def copies(self, stage: int) -> list[ParamHandle]:
+        """Those of this stage that are another one's as well, which writes and counts them."""
+        first = {name: param.ranks[0] for name, param in self.of_stages.items()}
+        return [handle for handle in self.handles if first.get(handle.whole_name, stage) != stage]
 
     def forget(self) -> None:
         """They are ordinary params again, and nobody's here."""

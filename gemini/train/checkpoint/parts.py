@@ -1,0 +1,92 @@
+"""What a manifest says of params, groups and buffers, of one stage of a model or of all of them together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from gemini.errors import RankMismatch
+from gemini.train.checkpoint.states import factors_of, groups_of, persistent_buffers
+from gemini.train.optimizers.optimizer import HybridOptimizer
+from gemini.train.params.handle import ParamSet, StageParam, handle_of
+
+
+class ModelPart(NamedTuple):
+    """Of the params that are here, by the names that they have in the whole model."""
+
+    params: dict[str, dict[str, Any]]
+    groups: list[dict[str, Any]]
+    buffers: dict[str, torch.Tensor]
+    factors: dict[str, dict[str, torch.Tensor]]
+    exact: list[str]
+
+
+def part_of(model: nn.Module, optimizer: HybridOptimizer, params: ParamSet) -> ModelPart:
+    """What this process has.
+
+    Raises:
+        TypeError: for params of the optimizer that are not managed, of a model in stages: there are no names for them.
+    """
+    handles = params.handles
+    if params.of_stages and any(handle_of(p) is None for group in optimizer.param_groups for p in group["params"]):
+        raise TypeError(
+            "a checkpoint of a pipeline over ranks is of managed params alone, and the optimizer has others as well: "
+            "give these an optimizer of their own"
+        )
+    described = {
+        h.whole_name: {"shape": list(h.whole_shape), "step": h.num_steps, "trained": h.chunk.trained}
+        | ({} if h.cut is None else {"cut": [h.cut.dim, h.cut.groups, h.cut.size]})
+        for h in handles
+    }
+    exact = [h.whole_name for h in handles if h.chunk.spec.exact]
+    return ModelPart(
+        described, groups_of(optimizer), dict(persistent_buffers(model)), factors_of(handles), exact
+    )  # fmt: skip
+
+
+def joined(parts: Sequence[ModelPart], order: Mapping[str, StageParam]) -> ModelPart:
+    """All stages together, in the order of the whole model.
+
+    Raises:
+        RankMismatch: if they have other numbers of param groups.
+    """
+    first = parts[0]
+    if len({len(part.groups) for part in parts}) > 1:
+        raise RankMismatch(
+            f"the stages of a pipeline have {sorted({len(part.groups) for part in parts})} param groups: make as many "
+            "on each of them, with params or without, so that one checkpoint can hold them"
+        )
+    groups = []
+    for index, group in enumerate(first.groups):
+        names = {name for part in parts for name in part.groups[index]["params"]}
+        groups.append({**group, "params": [name for name in order if name in names]})
+    params = {name: value for part in parts for name, value in part.params.items()}
+    exact = {name for part in parts for name in part.exact}
+    buffers = {name: value for part in reversed(parts) for name, value in part.buffers.items()}
+    factors = {name: value for part in parts for name, value in part.factors.items()}
+    return ModelPart(
+        {name: params[name] for name in order}, groups, buffers, factors, [name for name in order if name in exact]
+    )  # fmt: skip
+
+
+def own_groups(groups: Any, params: ParamSet) -> Any:
+    """Of saved groups of all stages those params that are here."""
+    if not params.of_stages or not isinstance(groups, list):
+        return groups
+    own = {handle.whole_name for handle in params.handles}
+
+    def of_group(group: Any) -> Any:
+        names = group.get("params") if isinstance(group, dict) else None
+        return {**group, "params": [name for name in names if name in own]} if isinstance(names, list) else group
+
+    return [of_group(group) for group in groups]
+
+
+def own_values(saved: Any, params: ParamSet, own: Mapping[str, Any]) -> Any:
+    """Of saved values of all stages, by name, those that are here too."""
+    if not params.of_stages or not isinstance(saved, dict):
+        return saved
+    return {name: value for name, value in saved.items() if name in own}
