@@ -43,11 +43,16 @@ def draw_tuning(report: Path, picture: Path) -> None:
 
     rows = [row for row in rows_of(report) if row["bytes/param"]]
     figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
-    for number, row in enumerate(sorted(rows, key=lambda row: float(row["held-out loss"]))):
+    lowest: dict[int, float] = {}
+    for row in sorted(rows, key=lambda row: float(row["held-out loss"])):
         size, loss = float(row["bytes/param"]), float(row["held-out loss"])
         axes.errorbar(size, loss, float(row["spread"]) / 2, fmt="o", color=colour_of(row["method"]), capsize=3)
-        where = (6, 5) if number % 2 else (6, -11)
-        axes.annotate(row["method"], (size, loss), xytext=where, textcoords="offset points", fontsize=8)
+        at = max(loss, lowest.get(round(size), 0.0) + 0.0017)  # names of the same column one above the other
+        lowest[round(size)] = at
+        axes.annotate(
+            row["method"], (size, at), xytext=(7, -3), textcoords="offset points", fontsize=8,
+            color=colour_of(row["method"]),
+        )  # fmt: skip
     axes.set_xlabel("bytes per param that last (weights, masters, states)")
     axes.set_ylabel("held-out loss of answers")
     axes.set_xlim(0, max(float(row["bytes/param"]) for row in rows) * 1.15)

@@ -115,10 +115,9 @@ class Pipeline:
             ValueError: if ``micro_batches`` does not divide the batch.
         """
         parts = micro_batches_of(batch, self._micro_batches)
-        with self.model.step_scope():
-            if self._size == 1:
-                return self._breadth_first(parts)
-            return self._over_ranks(batch, parts)
+        # In no step_scope(): a stage reads its weights again and again, so those that were read last are to be kept.
+        # Planned over all micro-batches of a step, more was fetched (docs/decisions/2026-11-24-pipelines.md).
+        return self._breadth_first(parts) if self._size == 1 else self._over_ranks(batch, parts)
 
     # ---- in one process -----------------------------------------------------------------------------------------
 

@@ -13,7 +13,6 @@ import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from functools import cache
 from typing import Any
 
 import torch
@@ -25,11 +24,12 @@ from gemini.memory.chunks.chunk import COMPUTE_DTYPES
 from gemini.planning.trace import MemoryTrace
 from gemini.ranks.agreement import Point
 from gemini.ranks.group import Ranks
-from gemini.train.adapters import faces_of, refuse_unsupported
+from gemini.train.adapters import refuse_unsupported
 from gemini.train.checkpoint.export import Export
 from gemini.train.context.parallel import divide_sequences
 from gemini.train.context.same_batch import compare_first_batch
 from gemini.train.engine import Engine
+from gemini.train.managed_class import managed_class
 from gemini.train.modules.compiled import compile_blocks, refuse_compiled_whole
 from gemini.train.modules.injected import refuse_injected
 from gemini.train.modules.reading import is_a
@@ -332,8 +332,7 @@ class GeminiDDP(nn.Module):
             engine.ranks.refuse_one_folder("save_pretrained", os.path.abspath(save_directory))
         return Export(
             self, super(), save_directory, args, kwargs, by_names=engine.by_names, params=engine.params,
-            ranks=engine.ranks,
-            shards=engine.shards, dtype=COMPUTE_DTYPES[engine.config.precision],
+            ranks=engine.ranks, shards=engine.shards, dtype=COMPUTE_DTYPES[engine.config.precision],
         ).run()  # fmt: skip
 
     # ---- refused ------------------------------------------------------------------------------------------------
@@ -395,40 +394,8 @@ def _engine(model: nn.Module) -> Engine:
     return engine
 
 
-@cache
-def _managed_class(original: type[nn.Module]) -> type[nn.Module]:
-    """The class that is both; one per original class, with its name, so that configs and reprs do not change."""
-    namespace: dict[str, Any] = {
-        "__module__": original.__module__,
-        "__qualname__": original.__qualname__,
-        "__doc__": original.__doc__,
-        "_gemini_original": original,
-    }
-    if not hasattr(original, "save_pretrained"):
-        namespace["save_pretrained"] = _no_save_pretrained
-    if not hasattr(original, "resize_token_embeddings"):
-        namespace["resize_token_embeddings"] = property(_no_such_method)
-    if not hasattr(original, "device"):
-        namespace["device"] = _OfEngine()
-    return type(original.__name__, (*faces_of(original), GeminiDDP, original), namespace)
-
-
-class _OfEngine:
-    """``model.device``, where batches go, for models that have none. One that a model sets itself stays its own."""
-
-    def __get__(self, model: Any, owner: type) -> Any:
-        return self if model is None else _engine(model).store.device.torch_device
-
-
-def _no_save_pretrained(self: Any, save_directory: Any, **kwargs: Any) -> None:
-    raise AttributeError(
-        f"{type(self).__name__} is not a transformers model: save it with torch.save(model.state_dict(), file) or "
-        "gemini.save_checkpoint(dir, model, optimizer)"
-    )
-
-
-def _no_such_method(self: Any) -> None:
-    raise AttributeError("resize_token_embeddings")
+def _class_for(original: type[nn.Module]) -> type[nn.Module]:
+    return managed_class(original, GeminiDDP)  # type: ignore[arg-type]
 
 
 def _wrap(model: Any, config: GeminiConfig | None = None, *, process_group: Any = None, mesh: Any = None) -> nn.Module:
@@ -445,7 +412,7 @@ def _wrap(model: Any, config: GeminiConfig | None = None, *, process_group: Any 
         raise ValueError("a part of this model is managed already: wrap the outermost model, once")
     refuse_compiled_whole(model)
     refuse_unsupported(model)
-    refuse_unwrappable(model, _managed_class)  # type: ignore[arg-type]
+    refuse_unwrappable(model, _class_for)
     return manage(model, config, process_group=process_group, mesh=mesh)
 
 
@@ -520,7 +487,7 @@ def manage(
         model.__dict__["_gemini_hooks"] = hooks.attach(model, engine)
         if engine.ranks is not None:
             _join_others(model, engine.ranks, engine.shards, engine.config.context_attention)
-        model.__class__ = _managed_class(type(model))  # type: ignore[arg-type]
+        model.__class__ = _class_for(type(model))
     except BaseException:
         for hook in model.__dict__.pop("_gemini_hooks", ()):
             hook.remove()

@@ -240,7 +240,7 @@ def test_a_wrap_that_breaks_off_is_undone(
                 raise KeyboardInterrupt
             return original
 
-        monkeypatch.setattr(ddp, "_managed_class", no_class)
+        monkeypatch.setattr(ddp, "_class_for", no_class)
     else:
         monkeypatch.setattr(hooks, "hook_around", breaks)
     with pytest.warns(UserWarning, match="float64"), pytest.raises(KeyboardInterrupt):
