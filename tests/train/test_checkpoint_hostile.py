@@ -235,6 +235,7 @@ def test_manifests_and_headers_changed_at_random(saved: tuple[Tiny, Path], tmp_p
         shutil.rmtree(directory)
     # What may be any value: nobody can tell another from the one that was saved.
     free = {"extra", "groups", "scheduler", "loss_scale", "rng", "params", "plain", "piece", "scheduler_kind", "header"}
+    free.add("version")  # 3 may become 2, which says the same of params that are whole; others are refused
     assert not (strange := [path for path in accepted if path[0] not in free]), strange
     assert refused > MANY * 0.6, (refused, sorted(map(str, accepted)))
 

@@ -73,14 +73,16 @@ def joined(parts: Sequence[ModelPart], order: Mapping[str, StageParam]) -> Model
 
 
 def own_groups(groups: Any, params: ParamSet) -> Any:
-    """Of saved groups of all stages those params that are here."""
+    """Of groups of all stages those params that are here, in the order of the whole model."""
     if not params.of_stages or not isinstance(groups, list):
         return groups
     own = {handle.whole_name for handle in params.handles}
 
     def of_group(group: Any) -> Any:
         names = group.get("params") if isinstance(group, dict) else None
-        return {**group, "params": [name for name in names if name in own]} if isinstance(names, list) else group
+        if not isinstance(names, list):
+            return group
+        return {**group, "params": [name for name in params.of_stages if name in own and name in names]}
 
     return [of_group(group) for group in groups]
 

@@ -221,7 +221,9 @@ class Rest:
         self._rng, self.extra = decoder.decode(manifest.rng, "rng"), decoder.decode(manifest.extra, "extra")
         factors = {} if manifest.factors is None else decoder.decode(manifest.factors, "factors")
         decoder.end()
-        self._groups = check_groups(path, own_groups(groups, params), groups_of(optimizer), optimizer)
+        self._groups = check_groups(
+            path, own_groups(groups, params), own_groups(groups_of(optimizer), params), optimizer
+        )
         self._plain = check_plain_states(path, optimizer, plain)
         self._factors = check_factors(own_values(factors, params, factors_of(handles)), handles)
         buffers = dict(persistent_buffers(model))
