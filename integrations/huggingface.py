@@ -18,6 +18,7 @@ from torch import nn
 from gemini.config import GeminiConfig
 from gemini.errors import StorageError, warn
 from gemini.ranks.agreement import Point
+from gemini.ranks.foreign import collectives_of
 from gemini.rules import AdamRule, UpdateRule, rule_of
 from gemini.train.checkpoint.saving import load_checkpoint
 from gemini.train.checkpoint.states import rng_states, set_rng_states
@@ -256,11 +257,22 @@ class GeminiTrainerMixin:
         Raises:
             ValueError: for a checkpoint without the states that an exact resume needs.
             StorageError: for a store that another run uses.
+            RankLost: if a rank does not answer, whether in a collective of Gemini's or of the Trainer's own.
         """
-        clean_up(self.args.output_dir, self.accelerator)
-        if resume_from_checkpoint:
-            resume_from_checkpoint = self._gemini_choose(resume_from_checkpoint)
-        return super().train(resume_from_checkpoint, *args, **kwargs)  # type: ignore[misc]
+        with collectives_of("the Trainer"):
+            clean_up(self.args.output_dir, self.accelerator)
+            if resume_from_checkpoint:
+                resume_from_checkpoint = self._gemini_choose(resume_from_checkpoint)
+            return super().train(resume_from_checkpoint, *args, **kwargs)  # type: ignore[misc]
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """As the Trainer's.
+
+        Raises:
+            RankLost: as in training.
+        """
+        with collectives_of("the Trainer"):
+            return super().evaluation_loop(*args, **kwargs)  # type: ignore[misc]
 
     def _gemini_choose(self, asked: Any) -> str:
         """The folder to go on from, the same on all ranks."""

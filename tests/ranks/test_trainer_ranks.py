@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from gemini.errors import GeminiError
-from tests.ranks.pool import Pool
+from tests.ranks.pool import Failure, Pool
 
 STEPS = 4
 
@@ -35,6 +37,24 @@ def train(folder: str, num_rows: int, source: Any = None) -> dict[str, Any]:
         "masters": masters(trainer.model),
         "best": trainer.state.best_model_checkpoint, "sent": trainer.model.memory_report().get("sent"),
     }  # fmt: skip
+
+
+def lose_a_rank(folder: str, where: str) -> None:
+    """Rank 1 ends where the Trainer's own code is about to ask all ranks for something."""
+    from tests.integrations.trainer_cases import Sentences, make
+
+    trainer, _ = make(folder, eval_dataset=Sentences(8), max_steps=3)
+    asked = trainer.accelerator if where == "gather" else trainer
+    theirs = getattr(asked, where)
+
+    def end(*args: Any, **kwargs: Any) -> Any:
+        if torch.distributed.get_rank() == 1 and trainer.state.global_step == (1 if where == "gather" else 3):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return theirs(*args, **kwargs)
+
+    setattr(asked, where, end)
+    trainer.train()
+    trainer.evaluate()
 
 
 class Bigram(nn.Module):
@@ -130,3 +150,14 @@ def test_a_model_that_is_not_of_transformers_is_saved_too(pool_of: Callable[[int
 def test_a_plain_loop_of_two_ranks(pool_of: Callable[[int], Pool], tmp_path: Path) -> None:
     one, two = pool_of(2).run(loop, str(tmp_path / "state"), seconds=120)
     assert one == two
+
+
+@pytest.mark.parametrize("where", ["gather", "gather_function"])
+def test_a_rank_is_lost_in_a_collective_of_the_trainer(
+    where: str, pool_of: Callable[[int], Pool], tmp_path: Path
+) -> None:
+    """While tokens are counted in training, and while losses are gathered in evaluation."""
+    other, died = pool_of(2).outcomes(lose_a_rank, str(tmp_path), where)
+    assert isinstance(died, Failure) and died.kind == "Died"
+    assert isinstance(other, Failure) and other.kind == "RankLost", other
+    assert "rank 1 did not answer during a collective of the Trainer" in other.text

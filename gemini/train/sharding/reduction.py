@@ -232,8 +232,7 @@ class Reduction:
 
     def missing(self) -> int:
         """Bytes of the computing tier that fetches ahead leave to whole gradients."""
-        step = self._shards.step
-        if step is None or step.next_reduction is None:
+        if self._shards.step is None:
             return 0
         return max(self._room - self._manager.room.ledger.held(self._device.tier, _HOLDER), 0)
 
