@@ -20,12 +20,14 @@ from gemini.config import GeminiConfig
 from gemini.errors import GeminiError
 from gemini.memory.chunks.chunk import COMPUTE_DTYPES
 from gemini.pipeline.course import course_of
-from gemini.pipeline.stages import Stage, balanced, leave_out, micro_batches_of, params_of_stages
+from gemini.pipeline.stages import Stage, balanced, left_out, micro_batches_of, params_of_stages
+from gemini.ranks.foreign import collectives_of
 from gemini.ranks.mesh import names_of, place_in, size_of
 from gemini.ranks.wire import Tag, Wire
 from gemini.tracing.batches import batch_for
 from gemini.train.ddp import manage
 from gemini.train.gradients.tied import sum_tied
+from gemini.train.slices.slicing import cut_whole, sliced_in
 
 SCHEDULES = ("1f1b", "gpipe", "interleaved", "bfs")
 _EXAMPLE_TOKENS = 16
@@ -42,10 +44,11 @@ class Pipeline:
         optimizer.zero_grad()
 
     Args:
-        model: whole, on every rank of ``pp`` with the same weights. It is changed in place: what other ranks run is let
-            go of. Its forward takes ``labels`` and gives the mean loss of a micro-batch, as ``loss`` or alone.
+        model: whole, on every rank of ``pp`` and ``tp`` with the same weights. It is changed in place: what other ranks
+            run is let go of. Its forward takes ``labels`` and gives the mean loss of a micro-batch, as ``loss`` or
+            alone.
         config: how to manage it.
-        mesh: with a dim ``pp``, and ``dp`` perhaps. None for one process.
+        mesh: with a dim ``pp``, and ``dp``, ``dp_replicate`` and ``tp`` perhaps. None for one process.
         micro_batches: into how many equal parts each batch is divided.
         schedule: "1f1b" or "gpipe" with one stage on each rank; "interleaved" or "bfs" (breadth first) with several. In
             one process "bfs".
@@ -69,6 +72,11 @@ class Pipeline:
         config = _with_sums((GeminiConfig() if config is None else config).resolved())
         size = 1 if mesh is None else size_of(mesh, "pp")
         _check(schedule, size, micro_batches, stages, config)
+        if sliced_in(model) is not None:
+            raise ValueError(
+                f"Pipeline of a {type(model).__name__} that is in slices: give it the whole model, which it cuts over "
+                "the tp of its mesh by itself"
+            )
         if example is None:
             example = _example_for(model)
         course = course_of(model, example)
@@ -84,11 +92,13 @@ class Pipeline:
         rank = 0 if mesh is None or size == 1 else place_in(mesh, "pp")
         numbers = range(rank, each * size, size)
         own = [Stage(model, course, *ranges[i]) for i in numbers]
-        of_stages = None
-        if size > 1:
+        if mesh is None or size == 1:
+            self.model: Any = manage(model, config, mesh=mesh)
+        else:
             of_stages = params_of_stages(model, course, ranges, size)
-            leave_out(model, own)
-        self.model: Any = manage(model, config, mesh=mesh, of_stages=of_stages)
+            sliced = cut_whole(model, mesh)  # while all of it is here: what is tied to another stage is cut alike
+            with left_out(model, own):
+                self.model = manage(model, config, mesh=mesh, of_stages=of_stages, sliced=sliced)
         self._ranges, self._schedule, self._micro_batches = ranges, schedule, micro_batches
         self._mesh, self._size, self._stages, self._numbers = mesh, size, own, list(numbers)
         self._width = course.width
@@ -113,6 +123,7 @@ class Pipeline:
 
         Raises:
             ValueError: if ``micro_batches`` does not divide the batch.
+        RankLost: if another rank does not answer.
         """
         parts = micro_batches_of(batch, self._micro_batches)
         # In no step_scope(): a stage reads its weights again and again, so those that were read last are to be kept.
@@ -149,18 +160,16 @@ class Pipeline:
     # ---- over ranks ---------------------------------------------------------------------------------------------
 
     def _over_ranks(self, batch: dict[str, Any], parts: list[dict[str, Any]]) -> torch.Tensor:
-        from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
-
         runner = self._runner_for(parts[0])
         losses: list[torch.Tensor] = []
         target = next(value for value in batch.values() if isinstance(value, torch.Tensor) and value.dim())
         try:
-            runner.step(target=target, losses=losses, return_outputs=False, **batch)
+            with collectives_of("a schedule of torch"):
+                runner.step(target=target, losses=losses, return_outputs=False, **batch)
         except RuntimeError as e:
             if isinstance(e.__cause__, GeminiError):  # torch wraps what a stage raises in a page of its inputs
                 raise e.__cause__ from None
             raise
-        assert isinstance(runner, _PipelineScheduleRuntime) or len(self._stages) == 1
         engine = self.model._gemini_engine
         wire: Wire = engine.ranks.stages
         sum_tied(engine.params, engine.backward.gradients, wire)

@@ -76,6 +76,8 @@ def _stage_of(name: str, course: Course, ranges: Sequence[tuple[int, int]]) -> i
 class _StandIn(nn.Module):
     """In the place of a module that does not run. Other attributes than its own are those of its twin."""
 
+    _gemini_stands_in = True
+
     def __init__(self, twin: nn.Module):
         super().__init__()
         self.__dict__["twin"] = twin
@@ -170,12 +172,23 @@ class Stage(nn.Module):
                 modules[key] = module
 
 
-def leave_out(model: nn.Module, stages: Sequence[Stage]) -> None:
-    """Let go of modules that run in none of these stages: their params are on other ranks."""
+@contextmanager
+def left_out(model: nn.Module, stages: Sequence[Stage]) -> Iterator[None]:
+    """Let go of modules that run in none of these stages: their params are on other ranks. If what is done inside
+    fails, they are back.
+    """
     never = set.intersection(*(stage.leaves_out() for stage in stages))
-    for name in never:
+    before = [(name, model.get_submodule(name)) for name in sorted(never)]
+    for name, _ in before:
         modules, key = _place_of(model, name)
         modules[key] = stages[0]._stand_ins[name]
+    try:
+        yield
+    except BaseException:
+        for name, module in before:
+            modules, key = _place_of(model, name)
+            modules[key] = module
+        raise
 
 
 def _place_of(model: nn.Module, name: str) -> tuple[dict[str, Any], str]:

@@ -39,6 +39,8 @@ class Ranks:
         job: among all ranks of the mesh; the same as ``everyone`` where no dim slices the model.
         same_batch: among the slices that compute with this rank's batch (``tp``), or None without any.
         stages: among those that have the stages of one pipeline (``pp``), or None.
+        parts: of a model that Gemini has cut, among those that have its slices and stages and compute with one batch;
+            None of a model that is whole, or cut by the caller.
         context: among the ranks that have parts of the same sequences (``cp``), or None.
         collective: the library's group for CUDA tensors of the shard group (NCCL); None on the CPU.
         context_collective: the same of ``context``.
@@ -56,6 +58,7 @@ class Ranks:
     job: Wire
     same_batch: Wire | None
     stages: Wire | None
+    parts: Wire | None
     context: Wire | None
     collective: dist.ProcessGroup | None
     context_collective: dist.ProcessGroup | None
@@ -89,9 +92,13 @@ class Ranks:
 
     @property
     def part_rank(self) -> int:
-        """Which slice or stage of a model that Gemini has cut this rank has; 0 of a model that is whole."""
-        parts = self.same_batch or self.stages
-        return 0 if not self.is_one_model or parts is None else parts.rank
+        """Which of the parts of a model that Gemini has cut this rank has; 0 of a model that is whole."""
+        return 0 if self.parts is None else self.parts.rank
+
+    @property
+    def writes_uncut(self) -> bool:
+        """Whether this rank writes params that are not cut: of slices that all have them, the first one does."""
+        return self.parts is None or self.same_batch is None or self.same_batch.rank == 0
 
     @property
     def shares_params(self) -> bool:
@@ -100,7 +107,9 @@ class Ranks:
 
     def close(self) -> None:
         """The model ends: so do the groups that were made for it, each with threads and connections of its own."""
-        wires = (self.wire, self.replicas, self.everyone, self.job, self.same_batch, self.stages, self.context)
+        wires = (
+            self.wire, self.replicas, self.everyone, self.job, self.same_batch, self.stages, self.parts, self.context
+        )  # fmt: skip
         for group in {wire.group for wire in wires if wire is not None}:
             if group is not None:
                 end_subgroup(group)
@@ -223,7 +232,9 @@ def join(
     everyone = _wire(ranks, process_group)
     collective = _collective(ranks, process_group) if cuda else None
     waiting, local_size = WaitingGroup(everyone.global_ranks), _count_local(everyone, len(ranks))
-    return Ranks(everyone, None, everyone, everyone, None, None, None, collective, None, everyone, waiting, local_size)
+    return Ranks(
+        everyone, None, everyone, everyone, None, None, None, None, collective, None, everyone, waiting, local_size
+    )  # fmt: skip
 
 
 def _start_default(*, cuda: bool) -> bool:
@@ -257,6 +268,9 @@ def _of_mesh(mesh: DeviceMesh, *, cuda: bool, in_parts: bool) -> Ranks | None:
     replicas, same_batch, stages, context = (
         along(name) if size_of(mesh, name) > 1 else None for name in ("dp_replicate", "tp", "pp", "cp")
     )
+    parts = (same_batch or stages) if in_parts else None
+    if in_parts and same_batch is not None and stages is not None:
+        parts = along("pp", "tp")
     collective = context_collective = None
     if cuda:
         whole = names.index("dp") if wire.size == size_of(mesh, "dp") and "dp" in names else None
@@ -268,7 +282,7 @@ def _of_mesh(mesh: DeviceMesh, *, cuda: bool, in_parts: bool) -> Ranks | None:
     slice_ = ", ".join(f"{name} {place_in(mesh, name)}" for name in sliced_by)
     writers = job if in_parts else everyone
     return Ranks(
-        wire, replicas, everyone, job, same_batch, stages, context, collective, context_collective, writers,
+        wire, replicas, everyone, job, same_batch, stages, parts, context, collective, context_collective, writers,
         WaitingGroup(writers.global_ranks), local_size, slice_, sliced_by,
     )  # fmt: skip
 

@@ -45,7 +45,7 @@ from gemini.train.report import MemoryReport, make_report
 from gemini.train.setup.arguments import refuse_unknown, refuse_wrong_device
 from gemini.train.setup.wrappable import refuse_unwrappable
 from gemini.train.sharding.shards import Shards
-from gemini.train.slices.slicing import cut_if_whole, cuts_in
+from gemini.train.slices.slicing import SlicedModel, cut_if_whole, cuts_in
 
 
 class GeminiDDP(nn.Module):
@@ -437,13 +437,14 @@ def _join_others(model: nn.Module, ranks: Ranks, shards: Shards | None, kind: st
 def manage(
     model: nn.Module, config: GeminiConfig, *, process_group: Any = None, mesh: Any = None,
     fill: Callable[[ByName, Ranks | None], nn.Module] | None = None,
-    of_stages: Mapping[str, StageParam] | None = None,
+    of_stages: Mapping[str, StageParam] | None = None, sliced: SlicedModel | None = None,
 ) -> nn.Module:  # fmt: skip
     """Make ``model`` a GeminiDDP model; if that fails, what it was before.
 
     Args:
         fill: what writes the values of params that hold none yet to their homes, and returns the model that has them.
         of_stages: of one stage of a :class:`gemini.Pipeline` over ranks, the params of all of them.
+        sliced: what the model became when it was cut; without it the model is cut here where the mesh says so.
     """
 
     def note(homes: ByName, ranks: Ranks | None) -> None:
@@ -452,7 +453,7 @@ def manage(
         model = fill(homes, ranks)
 
     # Before anything is planned: what is computed in tiles is gathered together.
-    sliced = cut_if_whole(model, mesh, is_filled=fill is None)
+    sliced = sliced or cut_if_whole(model, mesh, is_filled=fill is None)
     tiles, planned = None, model
     try:
         if isinstance(config.tile_tokens, int):

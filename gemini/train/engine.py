@@ -93,7 +93,7 @@ class Engine:
             prepare(model, config, in_job, filled=fill is None)
         others = None
         if in_job is not None and cuts and in_job.same_batch is not None:
-            refuse_unsuited(config, rule.spec, in_job)
+            refuse_unsuited(config, rule.spec, in_job, in_stages=of_stages is not None)
             others = OtherSlices(in_job.same_batch)
         ranks = in_job if in_job is not None and in_job.shares_params else None
         built = build(model, config, device, own, in_job, cuts)

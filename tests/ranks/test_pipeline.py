@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import os
+import signal
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -13,15 +17,19 @@ import torch.distributed as dist
 from torch import nn
 
 import gemini
+from gemini.optim import MuonRule
 from gemini.pipeline.stages import balanced
+from tests.ranks.parallel_cases import EPS, LR, config_for, llama, mesh_of, num_batches, planes_of
 from tests.ranks.pool import Failure, Pool
 from tests.ranks.test_slices import FAMILIES, small
-from tests.ranks.test_tensor_parallel import EPS, LR, config_for, llama, mesh_of
 from tests.train import helpers
 
 Pools = Callable[[int], Pool]
 deep = partial(llama, num_hidden_layers=8, tie_word_embeddings=False)
 STEPS = 2
+EIGHT = {"pp": 2, "dp": 2, "tp": 2}
+BESIDE = ({"pp": 2, "dp": 2}, {"dp_replicate": 2, "pp": 2}, {"pp": 2, "tp": 2}, EIGHT)
+"""Stages and what is beside them."""
 TIED = ("model.embed_tokens.weight", "lm_head.weight")
 
 
@@ -117,26 +125,27 @@ def test_schedules_compute_what_accumulation_does(
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("schedule", ["1f1b", "bfs"])
 @pytest.mark.parametrize("where", ["ram", "disk", "serial"])
-@pytest.mark.parametrize("sizes", [{"pp": 2, "dp": 2}, {"dp_replicate": 2, "pp": 2}], ids=str)
+@pytest.mark.parametrize("sizes", BESIDE, ids=str)
 def test_stages_and_shards(
     sizes: dict[str, int], where: str, schedule: str, checkpointing: bool, pool_of: Pools, tmp_path: Any
 ) -> None:
     do = partial(piped, checkpointing=checkpointing)
-    found = pool_of(4).run(do, sizes, schedule, 4, where, str(tmp_path))
-    plain = accumulated(2, 4)
+    found = pool_of(math.prod(sizes.values())).run(do, sizes, schedule, 4, where, str(tmp_path))
+    plain = accumulated(num_batches(sizes), 4)
     means = [sum(own.losses[step] for own in found) / len(found) for step in range(STEPS)]
     assert means == pytest.approx(plain.losses, rel=1e-5)
     assert_close([own._replace(losses=plain.losses) for own in found], plain)
 
 
+@pytest.mark.sweep(every=2)
 @pytest.mark.parametrize("schedule", ["1f1b", "bfs"])
-@pytest.mark.parametrize("sizes", [{"pp": 2}, {"pp": 2, "dp": 2}, {"dp_replicate": 2, "pp": 2}], ids=str)
+@pytest.mark.parametrize("sizes", [{"pp": 2}, *BESIDE], ids=str)
 def test_tied_embeddings_stay_the_same_on_both_ends(
     sizes: dict[str, int], schedule: str, pool_of: Pools, tmp_path: Any
 ) -> None:
     num_ranks, make = math.prod(sizes.values()), partial(deep, tie_word_embeddings=True)
     found = pool_of(num_ranks).run(piped, sizes, schedule, 4, "disk", str(tmp_path), make)
-    plain = accumulated(num_ranks // 2, 4, make)
+    plain = accumulated(num_batches(sizes), 4, make)
     assert_close([own._replace(losses=plain.losses) for own in found], plain)
     ends = [value for own in found for name, value in own.state.items() if name in TIED]
     assert len(ends) == num_ranks and all(helpers.same_bits(value, ends[0]) for value in ends)
@@ -144,67 +153,65 @@ def test_tied_embeddings_stay_the_same_on_both_ends(
 
 # ---- saving ----------------------------------------------------------------------------------------------------------
 
-MESHES: tuple[dict[str, int], ...] = ({"pp": 2, "dp": 2}, {"pp": 4}, {"dp": 2}, {}, {"dp": 2, "tp": 2})
+MESHES: tuple[dict[str, int], ...] = (
+    {"pp": 2, "dp": 2}, {"pp": 4}, {"dp": 2}, {}, {"dp": 2, "tp": 2}, {"pp": 2, "tp": 2},
+)  # fmt: skip
+WAYS = [
+    *itertools.product(MESHES, MESHES),
+    *((EIGHT, other) for other in ({"dp": 8}, {"pp": 2, "tp": 4}, {}, {"pp": 4})),
+    *((other, EIGHT) for other in ({"dp": 8}, {"pp": 2, "tp": 4}, {}, {"pp": 4})),
+]
 
 
-def model_on(sizes: dict[str, int], folder: str, tied: bool, schedule: str) -> tuple[Any, Any, Callable[[int], None]]:
-    """The managed model, its optimizer, and a step."""
+Backward = Callable[[torch.Tensor], float]
+
+
+def model_on(sizes: dict[str, int], folder: str, tied: bool, schedule: str) -> tuple[Any, Any, Backward]:
+    """The managed model, its optimizer, and what makes forward and backward of a batch."""
     make = partial(deep, tie_word_embeddings=tied)
     config = config_for("disk", folder, precision="bf16")
     if "pp" in sizes:
         pipe = gemini.Pipeline(make(), config, mesh=mesh_of(sizes), micro_batches=4, schedule=schedule)
-        model: Any = pipe.model
-    else:
-        group = None if sizes else dist.new_group([dist.get_rank()], use_local_synchronization=True)
-        model = gemini.GeminiDDP(make(), config, mesh=mesh_of(sizes) if sizes else None, process_group=group)
-    optimizer = gemini.HybridAdam(model.parameters(), lr=LR)
+        optimizer = gemini.HybridAdam(pipe.parameters(), lr=LR, eps=EPS)
+        return pipe.model, optimizer, lambda ids: pipe.step(input_ids=ids, labels=ids).item()
+    group = None if sizes else dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    model: Any = gemini.GeminiDDP(make(), config, mesh=mesh_of(sizes) if sizes else None, process_group=group)
 
-    def step(number: int) -> None:
-        ids = ids_of(number, 0)
-        if "pp" in sizes:
-            pipe.step(input_ids=ids, labels=ids)
-        else:
-            model(input_ids=ids, labels=ids).loss.backward()
+    def backward(ids: torch.Tensor) -> float:
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        return float(loss.detach())
+
+    return model, gemini.HybridAdam(model.parameters(), lr=LR, eps=EPS), backward
+
+
+def train(optimizer: Any, backward: Backward, steps: int) -> None:
+    for step in range(steps):
+        backward(ids_of(step, 0))
         optimizer.step()
         optimizer.zero_grad()
-
-    return model, optimizer, step
-
-
-def planes_here(model: Any) -> dict[str, torch.Tensor]:
-    by_names, found = model._gemini_engine.by_names, {}
-    for handle in by_names.handles:
-        for kind in handle.chunk.planes:
-            if kind != "grad":
-                value = by_names.joined(handle, by_names.read_plane(handle, kind))
-                found[f"{kind}/{handle.whole_name}"] = value
-        found[f"steps/{handle.whole_name}"] = torch.tensor(handle.num_steps)
-    return found
 
 
 def saved(sizes: dict[str, int], folder: str, tied: bool, schedule: str) -> dict[str, torch.Tensor]:
     if not sizes and dist.get_rank():
         return {}
-    model, optimizer, step = model_on(sizes, folder, tied, schedule)
-    step(0)
-    step(1)
+    model, optimizer, backward = model_on(sizes, folder, tied, schedule)
+    train(optimizer, backward, 2)
     gemini.save_checkpoint(f"{folder}/two", model, optimizer, wait=False).wait()
-    return planes_here(model)
+    return planes_of(model)
 
 
 def went_on(sizes: dict[str, int], folder: str, tied: bool, schedule: str) -> dict[str, torch.Tensor]:
-    model, optimizer, step = model_on(sizes, folder, tied, schedule)
+    model, optimizer, backward = model_on(sizes, folder, tied, schedule)
     gemini.load_checkpoint(f"{folder}/two", model, optimizer)
-    found = planes_here(model)
-    step(2)
+    found = planes_of(model)
+    train(optimizer, backward, 1)
     return found
 
 
-@pytest.mark.sweep(every=6)
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("after", MESHES, ids=str)
-@pytest.mark.parametrize("before", MESHES, ids=str)
+@pytest.mark.sweep(every=11)
+@pytest.mark.parametrize(("tied", "schedule"), [(False, "1f1b"), (True, "interleaved")])
+@pytest.mark.parametrize(("before", "after"), WAYS, ids=str)
 def test_a_checkpoint_of_any_mesh_goes_into_any(
     before: dict[str, int], after: dict[str, int], tied: bool, schedule: str, pool_of: Pools, tmp_path: Any
 ) -> None:
@@ -232,14 +239,15 @@ def test_a_checkpoint_of_another_model_is_refused(pool_of: Pools, tmp_path: Any)
 
 
 def exported(sizes: dict[str, int], folder: str, tied: bool) -> dict[str, torch.Tensor]:
-    model, _, step = model_on(sizes, folder, tied, "interleaved")
-    step(0)
+    model, optimizer, backward = model_on(sizes, folder, tied, "interleaved")
+    train(optimizer, backward, 1)
     model.save_pretrained(f"{folder}/exported")
     return model.state_dict()
 
 
+@pytest.mark.sweep(every=2)
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("sizes", [{"pp": 2}, {"pp": 2, "dp": 2}], ids=str)
+@pytest.mark.parametrize("sizes", [{"pp": 2}, {"pp": 2, "dp": 2}, {"pp": 2, "tp": 2}, EIGHT], ids=str)
 def test_all_stages_are_exported_as_one_model(sizes: dict[str, int], tied: bool, pool_of: Pools, tmp_path: Any) -> None:
     found = pool_of(math.prod(sizes.values())).run(exported, sizes, str(tmp_path), tied)
     from transformers import LlamaForCausalLM
@@ -252,6 +260,58 @@ def test_all_stages_are_exported_as_one_model(sizes: dict[str, int], tied: bool,
     for own in found:
         assert all(helpers.same_bits(value, state[name]) for name, value in own.items())
     assert set().union(*found) == set(state)
+
+
+def curve(sizes: dict[str, int], folder: str, steps: range, kill_in: int = -1) -> list[float]:
+    """Losses of these steps, of batches that are divided over the mesh; after every third one a checkpoint, and where
+    steps do not begin at 0, on from there. Rank 3 ends in step ``kill_in``.
+    """
+    model, optimizer, backward = model_on(sizes, folder, True, "1f1b")
+    optimizer.param_groups[0]["lr"] = 2e-3  # at which roundings of bf16 do not grow over the steps
+    if steps.start:
+        gemini.load_checkpoint(f"{folder}/run", model, optimizer)
+    rank, world = gemini.data_rank(mesh_of(sizes)) if sizes else (0, 1)
+    losses = []
+    for step in steps:
+        if step == kill_in and dist.get_rank() == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        losses.append(backward(ids_of(step % 3, 0).chunk(world)[rank]))
+        model.clip_grad_norm_(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        if sizes and step % 3 == 2:
+            gemini.save_checkpoint(f"{folder}/run", model, optimizer)
+    return losses
+
+
+def killed(folder: str) -> None:
+    """Every process ends with its error, as programs do: those that wait for it are told by that."""
+    error = ""
+    try:
+        curve(EIGHT, folder, range(20), 5)
+    except Exception as e:
+        error = type(e).__name__
+    Path(folder, f"lost-{dist.get_rank()}").write_text(error)
+    os._exit(1)
+
+
+@pytest.mark.slow
+def test_a_run_that_dies_goes_on_over_another_mesh(pool_of: Pools, tmp_path: Any) -> None:
+    """Tied, in bf16, all planes on a drive, over stages, slices and shards. One of eight ranks is killed, and it goes
+    on over slices and shards: the losses are those of one process.
+    """
+    assert all(outcome.kind == "Died" for outcome in pool_of(8).outcomes(killed, str(tmp_path)))
+    assert {path.read_text() for path in tmp_path.glob("lost-*")} == {"RankLost"}
+    assert len(list(tmp_path.glob("lost-*"))) == 7
+    ways = {"before": (EIGHT, range(3)), "after": ({"dp": 4, "tp": 2}, range(3, 20)), "alone": ({}, range(20))}
+    found = {}
+    for name, (sizes, steps) in ways.items():
+        folder = tmp_path if name == "after" else tmp_path / name
+        folder.mkdir(exist_ok=True)
+        each = pool_of(max(2, math.prod(sizes.values()))).run(curve, sizes, str(folder), steps)
+        found[name] = [sum(losses) / len(each) for losses in zip(*each, strict=True)]
+    assert found["before"] + found["after"] == pytest.approx(found["alone"], rel=5e-4)
+    assert found["alone"][-1] < found["alone"][0] - 0.5
 
 
 # ---- one process -----------------------------------------------------------------------------------------------------
@@ -291,6 +351,21 @@ def test_breadth_first_has_the_bits_of_accumulation(where: str, precision: str, 
     assert found.state.keys() == plain.state.keys()
 
 
+@pytest.mark.parametrize("where", ["ram", "disk"])
+@pytest.mark.parametrize("sizes", [{"dp": 2}, {"tp": 2}], ids=str)
+def test_breadth_first_over_ranks_that_have_all_stages(
+    sizes: dict[str, int], where: str, pool_of: Pools, tmp_path: Any
+) -> None:
+    found, plain = pool_of(2).run(piped, sizes, "bfs", 4, where, str(tmp_path)), accumulated(num_batches(sizes), 4)
+    assert [sum(losses) / 2 for losses in zip(*(own.losses for own in found), strict=True)] == pytest.approx(
+        plain.losses, rel=1e-5
+    )
+    for own in found:
+        assert own.norms == pytest.approx(plain.norms, rel=1e-6) and own.state.keys() == plain.state.keys()
+        for name, value in own.state.items():
+            torch.testing.assert_close(value, plain.state[name], rtol=1e-4, atol=2e-5, msg=name)
+
+
 @pytest.mark.parametrize("make", [deep, partial(llama, num_hidden_layers=8)], ids=["untied", "tied"])
 def test_breadth_first_fetches_each_weight_twice(make: Callable[[], Any], tmp_path: Any) -> None:
     """In room for little more than a block: accumulation fetches it for each micro-batch, breadth first does not."""
@@ -319,8 +394,8 @@ def test_stages_are_balanced() -> None:
 # ---- what goes wrong -------------------------------------------------------------------------------------------------
 
 
-def nan_on_a_stage(folder: str) -> tuple[str, bool]:
-    mesh = mesh_of({"pp": 2, "dp": 2})
+def nan_on_a_stage(sizes: dict[str, int], folder: str) -> tuple[str, bool]:
+    mesh = mesh_of(sizes)
     pipe = gemini.Pipeline(deep().train(), config_for("ram", folder), mesh=mesh, micro_batches=4, schedule="1f1b")
     optimizer = gemini.HybridAdam(pipe.parameters(), lr=LR)
     before = pipe.model.state_dict()
@@ -339,8 +414,9 @@ def nan_on_a_stage(folder: str) -> tuple[str, bool]:
     return said, all(torch.equal(after[name], value) for name, value in before.items())
 
 
-def test_nan_on_one_stage_is_found_on_all(pool_of: Pools, tmp_path: Any) -> None:
-    for rank, (said, is_as_before) in enumerate(pool_of(4).run(nan_on_a_stage, str(tmp_path))):
+@pytest.mark.parametrize("sizes", [{"pp": 2, "dp": 2}, {"pp": 2, "tp": 2}], ids=str)
+def test_nan_on_one_stage_is_found_on_all(sizes: dict[str, int], pool_of: Pools, tmp_path: Any) -> None:
+    for rank, (said, is_as_before) in enumerate(pool_of(4).run(nan_on_a_stage, sizes, str(tmp_path))):
         assert is_as_before and ("holds inf or NaN" in said)
         assert ("another stage of this pipeline" in said) == (rank < 2)
 
@@ -418,9 +494,11 @@ def test_what_cannot_be_a_pipeline_is_refused(how: dict[str, Any], says: str, tm
 
 
 def refused(how: str, folder: str) -> None:
-    mesh = mesh_of({"pp": 2})
+    mesh = mesh_of(
+        {"tp": 2} if how == "cut" else {"pp": 2, "tp": 2} if how in ("plain", "plan", "whole") else {"pp": 2}
+    )
     settings: dict[str, Any] = {"schedule": "1f1b", "micro_batches": 4}
-    config, make = config_for("ram", folder), deep
+    config, model = config_for("ram", folder), deep()
     if how == "fp16":
         config = config_for("ram", folder, precision="fp16")
     elif how == "interleaved":
@@ -429,7 +507,25 @@ def refused(how: str, folder: str) -> None:
         settings |= {"schedule": "bfs", "stages": 5}
     elif how == "one":
         settings["stages"] = 2
-    gemini.Pipeline(make(), config, mesh=mesh, **settings)
+    elif how == "cut":
+        settings["schedule"] = "bfs"
+        gemini.slice_tensors(model, mesh)
+    elif how == "plan":
+        model, settings["example"] = Stack(), {"x": torch.randn(8, 4), "labels": torch.randn(8, 4)}
+    elif how == "whole":
+        config = config_for("ram", folder, optimizer=MuonRule())
+    elif how == "budget":
+        config = config_for("ram", folder, memory=gemini.MemoryBudget(cpu="128KiB"))
+    before = {name: param.detach().clone() for name, param in model.named_parameters()}
+    try:
+        if how == "plain":
+            gemini.GeminiDDP(model, config, mesh=mesh)
+        else:
+            gemini.Pipeline(model, config, mesh=mesh, **settings)
+    except BaseException:
+        after = dict(model.named_parameters())
+        assert before.keys() == after.keys() and all(torch.equal(after[name], was) for name, was in before.items())
+        raise
 
 
 @pytest.mark.parametrize(
@@ -439,8 +535,15 @@ def refused(how: str, folder: str) -> None:
         ("interleaved", "takes a multiple of 2 micro-batches, got 3"),
         ("many", "10 stages (5 on each of 2 ranks)"),
         ("one", "has one stage on each rank, got stages=2"),
+        ("budget", "cpu"),
+        ("cut", "that is in slices: give it the whole model"),
+        ("plain", "gemini.Pipeline makes stages (pp) as well"),
+        ("plan", "has no plan for tensor parallel"),
+        ("whole", "looks at whole params"),
     ],
 )
 def test_what_cannot_be_over_ranks_is_refused(how: str, says: str, pool_of: Pools, tmp_path: Any) -> None:
-    for outcome in pool_of(2).outcomes(refused, how, str(tmp_path)):
-        assert isinstance(outcome, Failure) and outcome.kind == "ValueError" and says in outcome.text, outcome
+    """And the model is what it was."""
+    for outcome in pool_of(4 if how in ("plain", "plan", "whole") else 2).outcomes(refused, how, str(tmp_path)):
+        assert isinstance(outcome, Failure) and says in outcome.text, outcome
+        assert outcome.kind == ("BudgetExceeded" if how == "budget" else "ValueError")

@@ -13,10 +13,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import gemini
 from gemini.optim import MuonRule
+from tests.ranks.parallel_cases import EPS, LR, config_for, llama, mesh_of, planes_of
 from tests.ranks.pool import Failure, Pool
 from tests.ranks.test_slices import FAMILIES, small
 from tests.train import helpers
@@ -24,41 +24,11 @@ from tests.train import helpers
 Pools = Callable[[int], Pool]
 MESHES = ({"tp": 2}, {"tp": 4}, {"dp": 2, "tp": 2}, {"dp_replicate": 2, "tp": 2})
 WHERE = ("ram", "disk", "serial", "standin")
-STEPS, LR, EPS = 3, 1e-2, 1e-3
-"""The update of a gradient near zero is as good as drawn with a small ``eps``: rounding would be all that is seen."""
-
-
-def mesh_of(sizes: dict[str, int]) -> DeviceMesh:
-    return init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-
-
-def llama(**changes: Any) -> Any:
-    """Tied, with heads for four slices."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    sizes = {
-        "vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 8,
-        "num_key_value_heads": 4, "tie_word_embeddings": True, "max_position_embeddings": 64,
-    }  # fmt: skip
-    return LlamaForCausalLM(LlamaConfig(**{**sizes, **changes})).float()
+STEPS = 3
 
 
 def ids_of(step: int, rank: int) -> torch.Tensor:
     return torch.randint(3, 128, (2, 16), generator=torch.Generator().manual_seed(100 * step + rank))
-
-
-def config_for(where: str, folder: str, **settings: Any) -> gemini.GeminiConfig:
-    memory: dict[str, Any] = {"cpu": "64MiB"}
-    more: dict[str, Any] = {"device": "standin" if where == "standin" else "cpu", "overlap": where != "serial"}
-    if where != "ram":
-        memory |= {"nvme": "64MiB", "nvme_path": folder}
-        on_disk = (0.3, 0.5) if where == "standin" else (1, 1)
-        more["placement"] = gemini.StaticPlacement(weights_on_nvme=on_disk[0], optimizer_on_nvme=on_disk[1])
-    if where == "standin":
-        memory["gpu"] = "1MiB"
-    more["memory"] = gemini.MemoryBudget(**memory)
-    return gemini.GeminiConfig(**{"precision": "fp32", **more, **settings})
 
 
 class Found(NamedTuple):
@@ -330,18 +300,6 @@ def managed(sizes: dict[str, int], folder: str, precision: str, states: str, whe
     group = None if mesh is not None else dist.new_group([dist.get_rank()], use_local_synchronization=True)
     model: Any = gemini.GeminiDDP(llama(), config, mesh=mesh, process_group=group)
     return model, gemini.HybridAdam(model.parameters(), lr=LR)
-
-
-def planes_of(model: Any) -> dict[str, torch.Tensor]:
-    by_names = model._gemini_engine.by_names
-    found = {}
-    for handle in by_names.handles:
-        for kind, plane in handle.chunk.planes.items():
-            if kind != "grad" and plane.block == 1:
-                value = by_names.read_plane(handle, kind)
-                found[f"{kind}/{handle.name}"] = by_names.joined(handle, value)
-        found[f"steps/{handle.name}"] = torch.tensor(handle.num_steps)
-    return found
 
 
 def went_on(sizes: dict[str, int], folder: str, precision: str, states: str, where: str) -> dict[str, torch.Tensor]:

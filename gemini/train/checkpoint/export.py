@@ -61,7 +61,7 @@ class Export:
             StorageError: if it cannot be written.
         """
         ranks = self._ranks
-        if ranks is not None and ranks.is_one_model and (ranks.same_batch or ranks.stages) is not None:
+        if ranks is not None and ranks.parts is not None:
             return self._run_in_parts(ranks)
         if self._shards is None:
             with _naming_the_disk(self._directory):
@@ -134,7 +134,7 @@ class Export:
         for name, param in self._of_stages.items():
             owner, doing = param.ranks[0], f"sending {name}"
             if ranks.stages.rank == owner:
-                value = self._by_names.read(own[name], self._dtype)
+                value = self._by_names.read_whole(own[name], self._dtype)
                 if owner:
                     ranks.stages.start(Tag.BY_NAME, {0: value.contiguous()}, {}, doing).wait()
                 yield name, value

@@ -278,7 +278,7 @@ def _compare_params(path: Path, manifest: Manifest, params: ParamSet, precision:
         )
     anew = [handle for handle in handles if is_cut_anew(manifest.params[handle.whole_name], handle)]
     if anew and (manifest.rule.exact is not None or rule.exact is not None):
-        sizes = [1 if cut is None else cut[2] for cut in (manifest.params[anew[0].name].cut, _cut_of(anew[0]))]
+        sizes = [1 if cut is None else cut[2] for cut in (manifest.params[anew[0].whole_name].cut, _cut_of(anew[0]))]
         raise PlanMismatch(
             f"{path} was saved with tp={sizes[0]} and the mesh has tp={sizes[1]}: compact states have one scale for "
             "many elements of a slice, and slices of another size have others. Load it with the same tp, or save and "

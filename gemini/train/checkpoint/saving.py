@@ -129,9 +129,10 @@ def save_checkpoint(
     handles, tile = engine.params.handles, engine.store.mover.tile
     if ranks is not None and engine.params.of_stages:
         draft = make_draft(joined(ranks.waiting.exchange(own, "saving a checkpoint"), engine.params.of_stages))
-        copies = engine.params.copies(ranks.part_rank)
+        assert ranks.stages is not None
+        copies = engine.params.copies(ranks.stages.rank)
         handles = [handle for handle in handles if handle not in copies]
-    elif ranks is not None and ranks.part_rank:  # of what every slice has all of, the first one writes
+    if ranks is not None and not ranks.writes_uncut:
         handles = [handle for handle in handles if handle.cut is not None]
     if ranks is not None and ranks.part_rank:
         draft = draft._replace(rng=None)

@@ -27,6 +27,9 @@ from gemini.train.slices.plans import PLANS, Plan, of_end
 from gemini.train.slices.styles import STYLES, cutting_of, parts_of, sliced_forward
 from gemini.train.slices.sums import Slices
 
+STANDS_IN = "_gemini_stands_in"
+"""An attribute of classes of modules that stand in for those of another rank."""
+
 
 class SlicedModel:
     """What became of a model whose params are slices.
@@ -50,9 +53,9 @@ class SlicedModel:
             SET_DATA(param, cut.of(param.data))
 
     def by_param(self, model: nn.Module) -> dict[int, TensorSlice]:
-        """The slices by the ids of the params of ``model``."""
+        """The slices by the ids of the params of ``model``, which may have let go of some."""
         named = dict(model.named_parameters(remove_duplicate=False))
-        return {id(named[name]): cut for name, cut in self.params.items()}
+        return {id(named[name]): cut for name, cut in self.params.items() if name in named}
 
     def give_back(self) -> None:
         """The params are whole again."""
@@ -64,8 +67,12 @@ class SlicedModel:
         self._whole.clear()
 
     def put_on(self, model: nn.Module) -> None:
-        """Let the modules of ``model``, this one or one built alike, compute with slices."""
+        """Let the modules of ``model``, this one or one built alike, compute with slices; not what stands in for those
+        of other ranks.
+        """
         for name, module in model.named_modules():
+            if getattr(type(module), STANDS_IN, False):
+                continue
             for attribute in self._counts.get(name, ()):
                 setattr(module, attribute, getattr(module, attribute) // self.slices.size)
             style = self._styles.get(name)
@@ -98,23 +105,28 @@ def slice_tensors(model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, str] | 
             nothing is changed then.
         RankMismatch: on every rank, if they have other weights.
     """
-    if size_of(mesh, "tp") > 1:
-        _refuse_sliced(model)
-        differing = _differing(model, mesh)
-        if differing is not None:
-            raise RankMismatch(
-                f"slice_tensors: {differing!r} is not the same on all ranks of tp, which must have the same whole "
-                "model: load the same weights, or draw them from the same seed"
-            )
-        sliced = cut_params(model, mesh, plan)
+    sliced = cut_whole(model, mesh, plan)
+    if sliced is not None:
         sliced.keep()
         sliced.put_on(model)
     return model
 
 
-def cut_params(model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, str] | None = None) -> SlicedModel:
-    """The first half of :func:`slice_tensors`, which can be undone; it raises what that does."""
+def cut_whole(model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, str] | None = None) -> SlicedModel | None:
+    """The first half of :func:`slice_tensors`, which can be undone and raises what that does; None without ``tp``."""
+    if size_of(mesh, "tp") == 1:
+        return None
     _refuse_sliced(model)
+    differing = _differing(model, mesh)
+    if differing is not None:
+        raise RankMismatch(
+            f"tensor parallel: {differing!r} is not the same on all ranks of tp, which must have the same whole model: "
+            "load the same weights, or draw them from the same seed"
+        )
+    return _cut_params(model, mesh, plan)
+
+
+def _cut_params(model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, str] | None = None) -> SlicedModel:
     adapted = [name for name, module in model.named_modules() if is_tuner_layer(module)]
     if adapted:
         raise ValueError(
@@ -164,7 +176,7 @@ def cut_if_whole(model: nn.Module, mesh: Any, *, is_filled: bool) -> SlicedModel
             "weights, or draw them from the same seed"
         )
         return None
-    return cut_params(model, mesh)
+    return _cut_params(model, mesh)
 
 
 def _differing(model: nn.Module, mesh: DeviceMesh) -> str | None:

@@ -7,8 +7,9 @@ from gemini.planning.planes import RuleSpec
 from gemini.ranks.group import Ranks
 
 
-def refuse_unsuited(config: GeminiConfig, rule: RuleSpec, ranks: Ranks) -> None:
-    """Refuse settings under which slices would not compute what the whole model does.
+def refuse_unsuited(config: GeminiConfig, rule: RuleSpec, ranks: Ranks, *, in_stages: bool) -> None:
+    """Refuse settings under which slices would not compute what the whole model does. ``in_stages``: the model is that
+    of a :class:`gemini.Pipeline` over ranks.
 
     Raises:
         ValueError: naming the remedy.
@@ -28,10 +29,10 @@ def refuse_unsuited(config: GeminiConfig, rule: RuleSpec, ranks: Ranks) -> None:
             f"tile_tokens={config.tile_tokens} with a model in slices (tp): its layers meet in sums over ranks, which "
             "are not computed in tiles. Leave tile_tokens out"
         )
-    if ranks.sliced_by != ("tp",):
+    if ranks.stages is not None and not in_stages:
         raise ValueError(
-            f"a mesh with {' and '.join(ranks.sliced_by)}: a model whose matrices Gemini has cut (tp) cannot be in "
-            "stages as well. Use dp in place of pp"
+            "a mesh with pp and tp: GeminiDDP cuts matrices (tp), and gemini.Pipeline makes stages (pp) as well. Give "
+            "the whole model to that, or use dp in place of pp"
         )
     if ranks.context is not None:
         raise ValueError(
